@@ -43,10 +43,10 @@ class RankCase(Case):
 
 @dataclass(frozen=True, kw_only=True)
 class LargeCase(Case):
-    """`rows`: the micro-batches that a contender tries, largest first. `wanted`: tokens a second for each GPU."""
+    """`rows`: the micro-batches that a contender tries, largest first. `wanted`: tokens a second for each GPU, or none said."""
 
     rows: Mapping[str, tuple[int, ...]]
-    wanted: float
+    wanted: float | None = None
 
     def jobs(self, who: str, device: str) -> Iterator[Job]:
         job = self.job(who, device)
@@ -63,11 +63,18 @@ CASES = {
         "8b", 4096, 4, 1, {"fsdp-compile": UNJUDGED, "fsdp-liger": UNJUDGED}, ours="ours-fsdp",
         rows={"ours-fsdp": (2, 1), "fsdp-compile": (2, 1), "fsdp-liger": (4, 2, 1)}, wanted=9750,
     ),
+    "8b-lora": LargeCase(
+        "8b", 4096, 4, 1, {"fsdp-peft": UNJUDGED, "fsdp-peft-liger": UNJUDGED}, ours="ours-fsdp-lora",
+        rows=dict.fromkeys(("ours-fsdp-lora", "fsdp-peft", "fsdp-peft-liger"), (4, 2, 1)),
+    ),
 }  # fmt: skip
 TINY = {
     "tiny": RankCase("tiny", 32, 2, 1, {"ddp": UNJUDGED}, ours="ours-ddp"),
     "tiny-large": LargeCase(
         "tiny", 32, 2, 1, {"fsdp": UNJUDGED}, ours="ours-fsdp", rows={"ours-fsdp": (2,), "fsdp": (1,)}, wanted=1
+    ),
+    "tiny-lora": LargeCase(
+        "tiny", 32, 2, 1, {"fsdp-peft": UNJUDGED}, ours="ours-fsdp-lora", rows={"ours-fsdp-lora": (2,), "fsdp-peft": (2,)}
     ),
 }
 
@@ -80,7 +87,8 @@ class RanksBench:
     """
 
     only: str = "350m,350m-x8,1b"
-    """Cases, by comma: 350m, 350m-x8 (eight micro-batches a step), 1b, and 8b, which wants GPUs of 140 GB."""
+    """Cases, by comma: 350m, 350m-x8 (eight micro-batches a step), 1b, 8b, which wants GPUs of 140 GB, and 8b-lora: adapters
+    over a base in shards."""
     peers: str = ""
     """Of a case's peers only these, by comma."""
     gpus: int = 2
@@ -176,8 +184,9 @@ def measure_large(bench: Bench, name: str, case: LargeCase, world: int, rounds: 
         if "peak_gib" in mine:
             peaks = {who: f["peak_gib"] for who, f in theirs.items()}
             bench.figure(f"{said} peak memory", "GiB", mine["peak_gib"], peaks, {})
-    speed = case.tokens / statistics.median(seconds[case.ours])
-    bench.figure(f"{said} speed", "tok/s", speed, {"wanted": case.wanted}, {"wanted": 1.0})
+    if case.wanted is not None:
+        speed = case.tokens / statistics.median(seconds[case.ours])
+        bench.figure(f"{said} speed", "tok/s", speed, {"wanted": case.wanted}, {"wanted": 1.0})
 
 
 def fitting(bench: Bench, said: str, case: LargeCase, who: str, world: int, kernels: str) -> Team | None:

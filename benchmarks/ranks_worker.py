@@ -15,9 +15,9 @@ from gpubound.parallel import Ranks, join
 from gpubound.parallel.sharded import shard
 from gpubound.train.recompute import blocks_of
 
-from . import train_worker
+from . import lora_worker, train_worker
 from .serving import Contender, Job, Step, job_given, serve
-from .train_worker import BATCHES, CLIP, llama, token_batches, use_liger
+from .train_worker import BATCHES, CLIP, Attach, as_it_is, llama, token_batches, use_liger
 
 Contends = Callable[[Job, Ranks], Contender]
 
@@ -37,17 +37,31 @@ def ours_in_shards(job: Job, ranks: Ranks) -> Contender:
     return train_worker.ours(job, attach=dealt, ranks=ranks, overlap=False)
 
 
-def usual(job: Job, ranks: Ranks, wrap: Callable[[nn.Module], nn.Module], dtype: torch.dtype) -> Contender:
+def ours_over_rows(job: Job, ranks: Ranks) -> Contender:
+    """Low-rank adapters, whole on each rank, over a frozen base of which it holds its rows in bf16."""
+
+    def dealt(model: nn.Module) -> nn.Module:
+        lora_worker.add(model)
+        shard(model, blocks_of(model), ranks)
+        return model
+
+    return train_worker.ours(job, attach=dealt, ranks=ranks, overlap=False)
+
+
+def usual(
+    job: Job, ranks: Ranks, wrap: Callable[[nn.Module], nn.Module], dtype: torch.dtype, attach: Attach = as_it_is
+) -> Contender:
     """The usual loop around a wrapped model: batches resident, fused AdamW.
 
     DDP sends gradients with the last micro-batch, FSDP with each: whole fp32 sums that wait for the last would not fit.
     """
-    model, batches = llama(job, dtype), token_batches(job, ranks)
+    model, batches = attach(llama(job, dtype)), token_batches(job, ranks)
     parameters = sum(p.numel() for p in model.parameters())
 
     def start() -> Step:
         wrapped = wrap(model)
-        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=job.lr, fused=True)
+        trained = [p for p in wrapped.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=job.lr, fused=True)
 
         def step() -> Tensor:
             for i in range(job.accumulate):
@@ -55,7 +69,7 @@ def usual(job: Job, ranks: Ranks, wrap: Callable[[nn.Module], nn.Module], dtype:
                     wrapped.require_backward_grad_sync = i == job.accumulate - 1  # no_sync, without its two contexts
                 loss = wrapped(**batches[i % BATCHES]).loss
                 (loss / job.accumulate).backward()
-            nn.utils.clip_grad_norm_(wrapped.parameters(), CLIP)
+            nn.utils.clip_grad_norm_(trained, CLIP)
             optimizer.step()
             optimizer.zero_grad()
             return loss.detach()
@@ -97,9 +111,27 @@ def fsdp(job: Job, ranks: Ranks, compiled: bool = False, liger: bool = False) ->
     return usual(job, ranks, wrap, torch.float32)
 
 
+def peft(job: Job, ranks: Ranks, liger: bool = False) -> Contender:
+    """PEFT's adapters in fp32, sharded beside the frozen bf16 weights of their block: fp32 on a CPU."""
+    if liger:
+        use_liger()
+    dtype = torch.bfloat16 if ranks.device.type != "cpu" else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
+    def wrap(model: nn.Module) -> nn.Module:
+        for block in blocks_of(model):
+            fully_shard(block, mp_policy=policy)
+        return fully_shard(model, mp_policy=policy)
+
+    return usual(job, ranks, wrap, dtype, lora_worker.get_peft_model)
+
+
 CONTENDERS: dict[str, Contends] = {
     "ours-ddp": ours,
     "ours-fsdp": ours_in_shards,
+    "ours-fsdp-lora": ours_over_rows,
+    "fsdp-peft": peft,
+    "fsdp-peft-liger": partial(peft, liger=True),
     "ddp": ddp,
     "ddp-compile": partial(ddp, compiled=True),
     "ddp-liger": partial(ddp, liger=True),

@@ -26,8 +26,9 @@ def test_every_contender_of_a_case_is_there():
         assert {case.ours, *case.peers} <= CONTENDERS.keys()
 
 
-def test_contenders_of_a_large_case_have_as_many_rows_a_step_whatever_fits():
-    case = CASES["8b"]
+@pytest.mark.parametrize("name", ["8b", "8b-lora"])
+def test_contenders_of_a_large_case_have_as_many_rows_a_step_whatever_fits(name):
+    case = CASES[name]
     for who in (case.ours, *case.peers):
         jobs = list(case.jobs(who, "cuda"))
         assert jobs and {job.micro * job.accumulate * job.seq for job in jobs} == {case.tokens}
@@ -48,7 +49,9 @@ def losses(job, ranks):
 @pytest.mark.filterwarnings("ignore")
 def test_ours_and_torchs_own_begin_alike_and_learn():
     """Ours says the mean over all ranks, DDP that of its own rows: so theirs is averaged here."""
-    one, other = on_ranks(2, steps, "ours-ddp", "ours-fsdp", "ddp")
+    one, other = on_ranks(2, steps, "ours-ddp", "ours-fsdp", "ddp", "ours-fsdp-lora", "fsdp-peft")
+    adapted, (c, d) = one["ours-fsdp-lora"], (one["fsdp-peft"], other["fsdp-peft"])
+    assert adapted[0] == pytest.approx((c[0] + d[0]) / 2, rel=1e-3) and adapted[-1] < adapted[0]
     ours, (a, b) = one["ours-ddp"], (one["ddp"], other["ddp"])
     assert ours == other["ours-ddp"] and ours[0] == pytest.approx((a[0] + b[0]) / 2, rel=1e-3)
     assert one["ours-fsdp"] == other["ours-fsdp"] == pytest.approx(ours, rel=1e-3)
