@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mi
 
 import gpubound as gb
 from gpubound.errors import GraphError
+from gpubound.kernels.record import seen
 from gpubound.lora.base import FORMATS, encode
 from gpubound.models.llama import Decoder, DecoderConfig
 from gpubound.parallel import ALONE, join
@@ -111,9 +112,10 @@ def trained(
         step.assert_alike()
         step.close()
         held = sum(p.to_local().nbytes for p in model.parameters() if hasattr(p, "to_local"))
+        left = [seen(p).untyped_storage().nbytes() for p in model.parameters() if hasattr(p, "to_local")]
         weights = {name: whole(p) for name, p in model.named_parameters() if p.requires_grad}
         _fsdp_param_group.foreach_reduce = original
-        return weights, reports, state, {"sums": sums[0], "frozen": held}
+        return weights, reports, state, {"sums": sums[0], "frozen": held, "left": sum(left)}
 
 
 def read(stored, make, ranks, dtype, codes):
@@ -174,6 +176,7 @@ def held_to_one_process(alone, ranks, began, off=1e-4):
         assert distance(weights, their_weights) < off * moved
         assert state.keys() == their_state.keys()
         assert held["sums"] == 0, "no gradient of the base is made"
+        assert held["left"] == 0, "what was gathered is given back"
 
 
 def beginning(way):
@@ -279,6 +282,7 @@ def refusals():
         tried("merge", lambda: gb.lora.merge(model))
         tried("codes", lambda: gb.lora.quantize_base(model, "nf4"))
         tried("codes of new ones", lambda: gb.lora.add(model, rank=2, name="other", base="nf4"))
+        tried("decoding", lambda: gb.decoder(model, 1, 32))
         step = partial(gb.TrainStep, model, "next_token", ADAMW, precision="fp32")
         tried("overlap", lambda: step(overlap=True))
         tried("graph", lambda: step(graph="require"))
@@ -301,6 +305,7 @@ def test_what_cannot_be_done_to_rows_is_refused_and_nothing_is_changed():
             "that is whole.",
             "codes": f"lora.quantize_base: the weight of {FIRST} is sharded; call it on the model before it is.",
             "codes of new ones": f"lora.quantize_base: the weight of {FIRST} is sharded; call it on the model before it is.",
+            "decoding": "decoder: model: got one in shards, of which no rank has all; export it, and decode the folder.",
             "overlap": "TrainStep: overlap=True is for models too small to fill a GPU, and this one is sharded; leave it out.",
             "graph": "TrainStep: the model is sharded, and its gathering of weights is not captured; take graph='auto', which "
             "runs it call by call.",

@@ -21,6 +21,7 @@ from ..models.folder import ends_of
 from ..models.llama.weights import as_transformers
 from ..models.own import LanguageModel
 from ..models.registry import reader_of
+from ..parallel.pieces import any_sharded
 from ..trace import fallback, notice
 from .bind import bind
 from .cache import CacheLayout
@@ -236,6 +237,8 @@ def decoder(
         raise ValueError(f"decoder: model: got {type(model).__name__} without weights, wanted a causal language model.")
     if first.is_meta:
         raise ValueError(f"decoder: model: got {type(model).__name__} on meta, which holds no values; load its weights first.")
+    if any_sharded(model.parameters()):
+        raise ValueError("decoder: model: got one in shards, of which no rank has all; export it, and decode the folder.")
     own = first.dtype
     if dtype is not None and dtype != own:
         raise ValueError(
