@@ -21,6 +21,7 @@ from gpubound.decode.steps import LaunchWay
 from gpubound.device import resolve
 from gpubound.kernels import hyper_connections, sinkhorn
 from gpubound.kernels.packed import BIAS
+from gpubound.models.words import cache_in, cache_word
 from gpubound.trace import strict
 from gpubound.words import quantity
 
@@ -220,12 +221,12 @@ def uncaptured(decoder: Any, new: int) -> float:
 
 def own_forward(model: Any, ids: Tensor, new: int) -> float:
     """transformers' forward over its own cache. The likeliest token stays on the device, which is kinder than `generate`."""
-    found = model(ids, use_cache=True, logits_to_keep=1)
+    found, word = model(ids, use_cache=True, logits_to_keep=1), cache_word(model.forward)
 
     def step() -> None:
         nonlocal found
         token = found.logits[:, -1:].argmax(-1)
-        found = model(token, past_key_values=found.past_key_values, use_cache=True)
+        found = model(token, **{word: cache_in(found)}, use_cache=True)
 
     return timed(ids.device, new, step)
 

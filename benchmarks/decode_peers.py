@@ -88,8 +88,11 @@ class CapturedForward:
     def __post_init__(self) -> None:
         from transformers import StaticCache
 
+        from gpubound.models.words import cache_word
+
         device = self.model.device
         self.cache = StaticCache(config=self.model.config, max_cache_len=LENGTH)
+        self.cached = {cache_word(self.model.forward): self.cache}
         self.token = torch.zeros(self.rows, 1, dtype=torch.long, device=device)
         self.place = torch.zeros(1, dtype=torch.long, device=device)
         self.column = torch.zeros(1, dtype=torch.long, device=device)
@@ -132,11 +135,11 @@ class CapturedForward:
     def _forward(self, ids: Tensor, places: Tensor) -> Tensor:
         return self.model(
             input_ids=ids,
-            past_key_values=self.cache,
             cache_position=places,
             position_ids=places.expand(self.rows, -1),
             use_cache=True,
             logits_to_keep=1,
+            **self.cached,
         ).logits
 
     def _take(self, logits: Tensor) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from gpubound.decode.any_model import StaticBody
 from gpubound.decode.contract import Build
+from gpubound.models.words import cache_word
 
 from .any_cases import ENDS, FALCON, GROUPED, SIZES, build, generated, go_on, loud, model_of, prompts, start
 
@@ -40,7 +41,7 @@ REFUSED = {
         "BloomForCausalLM",
         lambda: tiny("Bloom", hidden_size=32, n_layer=1, n_head=4),
     ),
-    "whose forward takes no past_key_values, wanted one that is given its positions, mask and cache": (
+    "whose forward takes no cache, wanted one that is given its positions, mask and cache": (
         "OpenAIGPTLMHeadModel",
         lambda: tiny("OpenAIGPT", n_embd=32, n_layer=1, n_head=4),
     ),
@@ -144,8 +145,10 @@ def test_a_forward_that_fails_with_the_cache_is_refused_with_what_it_said():
     model = build("gpt2")
     whole = model.transformer.forward
 
-    def forward(*inputs, past_key_values=None, **named):
-        return whole(*inputs, past_key_values=past_key_values and past_key_values.to_legacy_cache(), **named)
+    def forward(*inputs, **named):
+        if (word := cache_word(whole)) in named:
+            named[word] = named[word] and named[word].to_legacy_cache()
+        return whole(*inputs, **named)
 
     model.transformer.forward = forward
     assert refusal(model) == (

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import gpubound as gb
 from gpubound.decode import cache, certify, fused
+from gpubound.models.words import cache_word
 
 from . import cases
 
@@ -44,7 +45,7 @@ class Rounding(transformers.DynamicCache):
 @torch.no_grad()
 def emulated_logits(model, ids: list[int], kind: str) -> torch.Tensor:
     given = torch.tensor([ids], device=model.device)
-    return model(given, past_key_values=Rounding(kind), use_cache=True).logits[0].float()
+    return model(given, **{cache_word(model.forward): Rounding(kind)}, use_cache=True).logits[0].float()
 
 
 def emulated(model, prompt: list[int], tokens: list[int], kind: str) -> list[int]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from gpubound.doctor.ready import ready
 from gpubound.graph import prepare
+from gpubound.models.words import cache_in, cache_word
 from tests.decode.compressed.cases import CSA, HCA, build
 from tests.graph.tape import TapeRunner
 
@@ -155,8 +156,9 @@ def test_a_cache_that_grows_is_told_in_the_attention_and_left_as_it_was():
     torch.manual_seed(0)
     sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
-    cache = model(torch.arange(5)[None], use_cache=True).past_key_values
-    found = ready(model, kwargs={"input_ids": torch.tensor([[7]]), "past_key_values": cache, "use_cache": True})
+    cache = cache_in(model(torch.arange(5)[None], use_cache=True))
+    given = {"input_ids": torch.tensor([[7]]), cache_word(model.forward): cache, "use_cache": True}
+    found = ready(model, kwargs=given)
     assert list(stopped(found)) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
     assert "cache_utils.py" in str(found) and "write into it with copy_()" in str(found)
     assert cache.get_seq_length() == 5
@@ -166,8 +168,9 @@ def test_a_cache_that_grows_is_told_in_the_attention_and_left_as_it_was():
 @torch.no_grad()
 def test_deepseek_of_transformers_breaks_in_its_compressors_and_windows():
     model = build(num_hidden_layers=2, layer_types=[HCA, CSA], mlp_layer_types=["hash_moe", "moe"])
-    cache = model(torch.arange(7)[None], use_cache=True).past_key_values
-    found = stopped(ready(model, kwargs={"input_ids": torch.tensor([[7]]), "past_key_values": cache, "use_cache": True}))
+    cache = cache_in(model(torch.arange(7)[None], use_cache=True))
+    given = {"input_ids": torch.tensor([[7]]), cache_word(model.forward): cache, "use_cache": True}
+    found = stopped(ready(model, kwargs=given))
     said = "\n".join(stop.says for stops in found.values() for stop in stops)
     assert "model.layers.0.self_attn.compressor" in found and "model.layers.1.self_attn.compressor.indexer" in found
     assert "modeling_deepseek_v4.py" in said

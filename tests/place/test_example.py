@@ -13,4 +13,4 @@ def test_place_a_llama(capsys):
     assert "model.layers.*.self_attn (2)" in printed and "11 swapped, 0 refused" in printed
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([0-9.]+)", printed)]
     assert len(losses) == 3 and losses[-1] < 0.5 < losses[0]
-    assert "{'model': {'past_key_values was given': 24}}" in printed
+    assert re.search(r"\{'model': \{'(cache|past_key_values) was given': 24\}\}", printed)

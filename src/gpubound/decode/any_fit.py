@@ -18,6 +18,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from ..models.words import NAMES, cache_name
+
 CHUNKED = "chunked_attention"
 
 
@@ -57,7 +59,8 @@ def examine(model: PreTrainedModel, max_length: int) -> tuple[Any, list[Any]]:
 def _build(model: PreTrainedModel, config: Any) -> str | None:
     """What in the model's build keeps it from a static cache, as '<which ...>, wanted <...>'."""
     takes = signature(model.forward).parameters
-    missing = [key for key in ("attention_mask", "position_ids", "past_key_values") if key not in takes]
+    missing = [key for key in ("attention_mask", "position_ids") if key not in takes]
+    missing += [] if cache_name(model.forward) else [NAMES[0]]
     if model.config.is_encoder_decoder:
         return "an encoder-decoder, wanted a decoder alone"
     if getattr(model, "_is_stateful", False):

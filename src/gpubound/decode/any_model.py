@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from ..errors import StallError
 from ..layers.stacked import multiply_by_records
+from ..models.words import cache_word
 from ..watch.forbid import no_stall
 from .any_fit import (
     CHUNKED,
@@ -82,6 +83,7 @@ class StaticBody(Body):
         check_room(cache_bytes(config, len(likes), max_batch, max_length, self.dtype), self.device, build)
         self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
         self.cache = RowCache(likes, max_batch, max_length)
+        self.cached = {cache_word(model.forward): self.cache}
         self.place_L = torch.arange(max_length, device=self.device)
         self.row_B = torch.arange(max_batch, device=self.device)
         self.slices = False
@@ -147,9 +149,9 @@ class StaticBody(Body):
                 input_ids=ids_BT,
                 attention_mask=self._masks(place_BT, end),
                 position_ids=place_BT,
-                past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,
+                **self.cached,
                 **({} if every else self.last_only),
             ).logits
 

@@ -76,14 +76,15 @@ class HFAttention(Delegating, Attention):
     turns: bool  # SmolLM3 leaves some layers without positions
 
     def forward(  # type: ignore[override]  # the module's own signature, not the part's
-        self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
+        self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, *, cache=None, **kwargs
     ):
+        cache = past_key_values if cache is None else cache  # by either name, words.py
         if why := self.unable(kwargs):
-            return self.delegate(why, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+            return self.delegate(why, hidden_states, position_embeddings, attention_mask, cache, **kwargs)
         q, k, v = (t.transpose(1, 2) for t in self.project(hidden_states, halves(position_embeddings)))
-        cached = past_key_values is not None
+        cached = cache is not None
         if cached:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+            k, v = cache.update(k, v, self.layer_idx)
         y, scores = self.attended(q, k, v, attention_mask, cached, **kwargs)
         return self.output(y.flatten(-2)), scores
 

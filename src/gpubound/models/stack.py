@@ -23,6 +23,7 @@ from ..layers.vocabulary import LOSS, lm_loss, look_up, why_whole
 from .parts import HFAttention, HFNorm
 from .placing import Delegating, Swap, made_up, mode
 from .rotary import FIXED, HFAngles, rope_types
+from .words import cache_in, cache_word
 
 # What a decoder's keyword must be for the fused loop to be the same computation. Without an entry it must not be given at all.
 HARMLESS = {
@@ -34,6 +35,7 @@ HARMLESS = {
 }
 TAKEN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "num_items_in_batch"}
 OPS = ("add_rms_norm",)
+OF_MASKS, OF_OUTPUTS = cache_word(create_causal_mask), cache_word(CausalLMOutputWithPast)
 
 
 class HFStack(Delegating):
@@ -75,9 +77,8 @@ class HFStack(Delegating):
         return run_blocks(self.layers._modules.values(), self.norm, x, rope, mask, self.step)
 
     def masked(self, make: Callable, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> Any:
-        return make(
-            config=self.config, inputs_embeds=x, attention_mask=attention_mask, past_key_values=None, position_ids=positions
-        )
+        given = {"config": self.config, "inputs_embeds": x, "attention_mask": attention_mask, "position_ids": positions}
+        return make(**given, **{OF_MASKS: None})
 
     def unable(self, kwargs: dict[str, Any]) -> str | None:
         """Why this call must take the original forward; None when the loop computes the same."""
@@ -182,7 +183,8 @@ class HFCausalLM(Delegating):
             total=total.to(x.device) if isinstance(total, Tensor) else total,
             ignore_index=-100 if ignored is None else ignored,
         )
-        rest = {name: outputs.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
+        rest = {name: outputs.get(name) for name in ("hidden_states", "attentions")}
+        rest[OF_OUTPUTS] = cache_in(outputs)
         return CausalLMOutputWithPast(loss=loss, logits=None, **rest)
 
     def unable(self, kwargs: dict[str, Any]) -> str | None:

@@ -18,6 +18,7 @@ from ...decode import FastDecoder, decoder
 from ...decode.steps import LaunchWay
 from ...errors import GpuboundError
 from ...models.own import LanguageModel
+from ...models.words import cache_in, cache_word
 from .audit import ready
 from .readiness import Obstacle, PartReadiness, Readiness
 
@@ -60,8 +61,8 @@ def _token_step(model: Any, device: torch.device) -> AuditTarget:
     if own:
         return AuditTarget(model, (ids,))
     with torch.no_grad():
-        cache = model(input_ids=ids[:, :-1], use_cache=True).past_key_values
-    return AuditTarget(model, (), {"input_ids": ids[:, -1:], "past_key_values": cache, "use_cache": True})
+        prompt = model(input_ids=ids[:, :-1], use_cache=True)
+    return AuditTarget(model, (), {"input_ids": ids[:, -1:], cache_word(model.forward): cache_in(prompt), "use_cache": True})
 
 
 def _decoder_audit(model: Any) -> Readiness:

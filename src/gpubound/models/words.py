@@ -1,0 +1,25 @@
+"""What transformers calls keys and values: `cache` since 5.24, `past_key_values` before, and in models from elsewhere."""
+
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import Any
+
+NAMES = ("cache", "past_key_values")
+
+
+def cache_name(takes: Callable[..., Any]) -> str | None:
+    """The keyword by which a function, or the class of an output, takes keys and values; None where it takes none."""
+    known = signature(takes).parameters
+    return next((name for name in NAMES if name in known), None)
+
+
+def cache_word(takes: Callable[..., Any]) -> str:
+    """The same, of what is known to take some."""
+    name = cache_name(takes)
+    assert name is not None, f"{takes} takes no keys and values"
+    return name
+
+
+def cache_in(output: Mapping[str, Any]) -> Any:
+    """The keys and values in what a model returned, if there are some."""
+    return next((output[name] for name in NAMES if name in output), None)
