@@ -112,6 +112,7 @@ def test_bf16_adapters_over_a_frozen_model():
     assert all(p.equal(frozen[name]) for name, p in ours.named_parameters() if name in frozen)
 
 
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")  # PEFT gives a cache by its old name
 def test_prefix_tuning_runs_its_own_forward():
     """PEFT hands the trunk a cache of learned keys and values: below the wrapper they are not to be had."""
     torch.manual_seed(0)
