@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..kernels.nf4 import BLOCK, Nf4, dequantize_nf4, to_nf4
 from ..kernels.packed import Packed, pack
 from ..kernels.quantized_product import dequantize
-from ..kernels.record import drop_record, made_record, seen
+from ..kernels.record import drop_record, made_record
 from .site_parts import Format, Joined, format_of, shape_of, whole
 
 CHILD = "base"  # what a layer calls what its codes are read by
@@ -155,10 +155,10 @@ class Base(nn.Module):
 
     def hang(self) -> None:
         """Codes that were dealt to ranks as fp32 numbers of the same bits are codes again where they are gathered."""
-        made_record(self._weight).format = self.kind(self)
-        weight = seen(self._weight)
-        if weight.dtype != self.kind.codes:
-            weight.data = weight.data.view(self.kind.codes)
+        record = made_record(self._weight)
+        record.format = self.kind(self)
+        if record.gathered is not None and record.gathered.dtype != self.kind.codes:
+            record.gathered.data = record.gathered.data.view(self.kind.codes)
 
     def hang_anew(self) -> None:
         """The layer may have another Parameter than the one that has the format."""
