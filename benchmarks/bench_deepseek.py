@@ -21,7 +21,7 @@ from gpubound.decode.steps import LaunchWay
 from gpubound.device import resolve
 from gpubound.kernels import hyper_connections, sinkhorn
 from gpubound.kernels.packed import BIAS
-from gpubound.models.words import cache_in, cache_word
+from gpubound.models.keywords import cache_in, cache_word
 from gpubound.trace import strict
 from gpubound.words import quantity
 

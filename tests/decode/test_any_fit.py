@@ -9,7 +9,7 @@ from torch import nn
 
 from gpubound.decode.any_model import StaticBody
 from gpubound.decode.contract import Build
-from gpubound.models.words import cache_word
+from gpubound.models.keywords import cache_word
 
 from .any_cases import ENDS, FALCON, GROUPED, SIZES, build, generated, go_on, loud, model_of, prompts, start
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import gpubound as gb
 from gpubound.decode import cache, certify, fused
-from gpubound.models.words import cache_word
+from gpubound.models.keywords import cache_word
 
 from . import cases
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from gpubound.doctor.ready import ready
 from gpubound.graph import prepare
-from gpubound.models.words import cache_in, cache_word
+from gpubound.models.keywords import cache_in, cache_word
 from tests.decode.compressed.cases import CSA, HCA, build
 from tests.graph.tape import TapeRunner
 

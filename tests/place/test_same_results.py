@@ -5,7 +5,7 @@ import torch
 
 import gpubound as gb
 from gpubound import trace
-from gpubound.models.words import cache_in
+from gpubound.models.keywords import cache_in
 
 from .models import CONFIGS, VOCABULARY, assert_close, batch, tiny, tokens, training_run, twin
 

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..models.words import NAMES, cache_name
+from ..models.keywords import NAMES, cache_name
 
 CHUNKED = "chunked_attention"
 

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from ..errors import StallError
 from ..layers.stacked import multiply_by_records
-from ..models.words import cache_word
+from ..models.keywords import cache_word
 from ..watch.forbid import no_stall
 from .any_fit import (
     CHUNKED,

@@ -78,7 +78,7 @@ class HFAttention(Delegating, Attention):
     def forward(  # type: ignore[override]  # the module's own signature, not the part's
         self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, *, cache=None, **kwargs
     ):
-        cache = past_key_values if cache is None else cache  # by either name, words.py
+        cache = past_key_values if cache is None else cache  # by either name (keywords.py)
         if why := self.unable(kwargs):
             return self.delegate(why, hidden_states, position_embeddings, attention_mask, cache, **kwargs)
         q, k, v = (t.transpose(1, 2) for t in self.project(hidden_states, halves(position_embeddings)))

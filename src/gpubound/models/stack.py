@@ -20,10 +20,10 @@ from ..layers.mlp import MLP
 from ..layers.norm import RMSNorm
 from ..layers.stacked import Kernels, bare, describe, hooked
 from ..layers.vocabulary import LOSS, lm_loss, look_up, why_whole
+from .keywords import cache_in, cache_word
 from .parts import HFAttention, HFNorm
 from .placing import Delegating, Swap, made_up, mode
 from .rotary import FIXED, HFAngles, rope_types
-from .words import cache_in, cache_word
 
 # What a decoder's keyword must be for the fused loop to be the same computation. Without an entry it must not be given at all.
 HARMLESS = {

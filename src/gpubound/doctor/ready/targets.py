@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map_only
 from ...decode import FastDecoder, decoder
 from ...decode.steps import LaunchWay
 from ...errors import GpuboundError
+from ...models.keywords import cache_in, cache_word
 from ...models.own import LanguageModel
-from ...models.words import cache_in, cache_word
 from .audit import ready
 from .readiness import Obstacle, PartReadiness, Readiness
 
