@@ -93,6 +93,12 @@ def ddp(job: Job, ranks: Ranks, compiled: bool = False, liger: bool = False) -> 
     return usual(job, ranks, wrap, torch.bfloat16 if ranks.device.type != "cpu" else torch.float32)
 
 
+def dealt_by_torch(model: nn.Module, policy: MixedPrecisionPolicy) -> nn.Module:
+    for block in blocks_of(model):
+        fully_shard(block, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
 def fsdp(job: Job, ranks: Ranks, compiled: bool = False, liger: bool = False) -> Contender:
     """fp32 shards, bf16 products, fp32 sums of gradients: a block at a time. Compiled are each block, and the loss."""
     if liger:
@@ -102,11 +108,9 @@ def fsdp(job: Job, ranks: Ranks, compiled: bool = False, liger: bool = False) ->
     def wrap(model: nn.Module) -> nn.Module:
         if compiled:
             model.loss_function = torch.compile(model.loss_function)
-        for block in model.model.layers:  # type: ignore[union-attr]
-            if compiled:
+            for block in blocks_of(model):
                 block.compile()
-            fully_shard(block, mp_policy=policy)
-        return fully_shard(model, mp_policy=policy)
+        return dealt_by_torch(model, policy)
 
     return usual(job, ranks, wrap, torch.float32)
 
@@ -118,12 +122,7 @@ def peft(job: Job, ranks: Ranks, liger: bool = False) -> Contender:
     dtype = torch.bfloat16 if ranks.device.type != "cpu" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
-    def wrap(model: nn.Module) -> nn.Module:
-        for block in blocks_of(model):
-            fully_shard(block, mp_policy=policy)
-        return fully_shard(model, mp_policy=policy)
-
-    return usual(job, ranks, wrap, dtype, lora_worker.get_peft_model)
+    return usual(job, ranks, partial(dealt_by_torch, policy=policy), dtype, lora_worker.get_peft_model)
 
 
 CONTENDERS: dict[str, Contends] = {

@@ -278,6 +278,7 @@ def refusals():
     with join("cpu") as ranks:
         model = ours(0)
         tried("whole", lambda: shard(model, blocks_of(model), ranks, whole=False))
+        tried("encode", lambda: shard_made(lambda device: later(0), blocks_of, ranks, encode=print))
         shard(model, blocks_of(model), ranks, torch.float32)
         tried("merge", lambda: gb.lora.merge(model))
         tried("codes", lambda: gb.lora.quantize_base(model, "nf4"))
@@ -299,13 +300,14 @@ def refusals():
 def test_what_cannot_be_done_to_rows_is_refused_and_nothing_is_changed():
     for said in on_ranks(2, refusals):
         assert said == {
-            "whole": f"shard: {FIRST}.weight has a low-rank adapter or is in codes, which belong to whole weights or frozen "
-            "ones; leave whole=False out.",
+            "whole": f"shard: {FIRST}.weight has a low-rank adapter or is in codes, and whole=False would shard all "
+            "parameters alike; leave whole=False out.",
+            "encode": "shard_made: encode takes weights of a frozen model that fill has read; give fill and frozen=True.",
             "merge": f"lora.merge: the weight of {FIRST} is sharded; save the adapters, and load and merge them into a model "
             "that is whole.",
-            "codes": f"lora.quantize_base: the weight of {FIRST} is sharded; call it on the model before it is.",
-            "codes of new ones": f"lora.quantize_base: the weight of {FIRST} is sharded; call it on the model before it is.",
-            "decoding": "decoder: model: got one in shards, of which no rank has all; export it, and decode the folder.",
+            "codes": f"lora.quantize_base: the weight of {FIRST} is sharded; call it before the model is sharded.",
+            "codes of new ones": f"lora.quantize_base: the weight of {FIRST} is sharded; call it before the model is sharded.",
+            "decoding": "decoder: model: got a sharded one, and no rank holds all of it; export it, and decode that folder.",
             "overlap": "TrainStep: overlap=True is for models too small to fill a GPU, and this one is sharded; leave it out.",
             "graph": "TrainStep: the model is sharded, and its gathering of weights is not captured; take graph='auto', which "
             "runs it call by call.",

@@ -238,7 +238,7 @@ def decoder(
     if first.is_meta:
         raise ValueError(f"decoder: model: got {type(model).__name__} on meta, which holds no values; load its weights first.")
     if any_sharded(model.parameters()):
-        raise ValueError("decoder: model: got one in shards, of which no rank has all; export it, and decode the folder.")
+        raise ValueError("decoder: model: got a sharded one, and no rank holds all of it; export it, and decode that folder.")
     own = first.dtype
     if dtype is not None and dtype != own:
         raise ValueError(

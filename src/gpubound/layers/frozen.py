@@ -77,7 +77,8 @@ def written(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     out = torch.empty(sum(rows), shape_of(weights[0])[1], device=weights[0].device, dtype=dtype)
     for weight, part in zip(weights, out.split(rows)):
         format: Any = format_of(weight)
-        format.write(whole(weight.detach()).view(format.codes), part)
+        codes = whole(weight.detach())
+        format.write(codes if codes.dtype == format.codes else codes.view(format.codes), part)
     return out
 
 

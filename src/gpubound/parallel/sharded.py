@@ -50,7 +50,7 @@ def shard(
     whole = has_parts(model) or any(map(of_peft, model.modules())) if whole is None else whole
     if not whole and (odd := _with_parts(model)) is not None:
         raise ValueError(
-            f"shard: {odd} has a low-rank adapter or is in codes, which belong to whole weights or frozen ones; leave "
+            f"shard: {odd} has a low-rank adapter or is in codes, and whole=False would shard all parameters alike; leave "
             f"whole=False out."
         )
     trained = {p for p in model.parameters() if p.requires_grad} if whole else set[Parameter]()
@@ -97,7 +97,7 @@ def shard_made(
     encode  of a frozen model that `fill` fills: is given each block, whole, before its rows are dealt, to put it into codes
     """
     if encode is not None and (fill is None or not frozen):
-        raise ValueError("shard_made: got encode, which is for a model that fill fills and that is frozen; give all three.")
+        raise ValueError("shard_made: encode takes weights of a frozen model that fill has read; give fill and frozen=True.")
     drawing = Drawing()
     with drawing:
         model = make(torch.device("meta"))
