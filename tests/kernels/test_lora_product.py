@@ -26,6 +26,21 @@ def test_forms_of_the_product(rank, dtype, described, device):
     same("dx", got, reference.lora_product(g, weight.t(), None, h, a.t()), TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("rank", [4, 8, 12, 24])
+def test_blocks_of_h_that_begin_between_16_bytes(rank, dtype, device):
+    """An H200 stopped with "an illegal instruction" where its copy engine was to take h from the middle of 16 bytes: gate and
+    up of rank 4 in bf16, whose b in fp32 it took, too."""
+    if dtype == FP32 and device.type == "cuda":
+        pytest.skip("fp32 takes no form of the kernel on a GPU")
+    blocks = [128, 128]
+    x, weight, bias, _, b = arguments((40, 64, 256, rank), dtype, device)
+    h = draw(device, dtype, 40, 2 * rank, seed=7)
+    for kept in (b, b.float()):
+        got = fast._product(x, weight, bias, h, kept, True, blocks)
+        same("y", got, reference.lora_product(x, weight, bias, h, kept, None, blocks), TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("described", [True, False], ids=["descriptors", "pointers"])
 def test_a_product_of_many_tiles(described, device, monkeypatch):
     """More tiles than programs, nine bands of them, and a tile that is stored in two parts."""

@@ -127,7 +127,10 @@ def _product(
     (rows, inputs), outputs, rank = x.shape, weight.shape[0], b.shape[1]
     y = torch.empty(rows, outputs, device=x.device, dtype=x.dtype)
     along, b_along, ranks = _along(weight), _along(b), min(PRODUCT_RANKS, _ranks(rank))
-    ranks_described = described and _described(h) and _described(_in_memory(b))
+    # A tile that the copy engine takes begins at a multiple of 16 bytes, that of a block of h at rank: else the GPU stops with
+    # "an illegal instruction".
+    even = not blocks or rank * h.element_size() % 16 == 0
+    ranks_described = described and even and _described(h) and _described(_in_memory(b))
     job = job_of("lora", "described" if described else "pointers", (_rows(rows), outputs, ranks), x)
 
     def run(plan: ProductPlan) -> None:
