@@ -8,6 +8,7 @@ from gpubound import kernels
 from gpubound.kernels.adapters import adapter_gradients
 from gpubound.kernels.dropping import Drop
 from gpubound.kernels.record import made_record
+from gpubound.kernels.rows import OwnRanks
 from gpubound.kernels.triton import lora as fast
 
 from .cases import TOLERANCE, draw, parity, same
@@ -188,6 +189,15 @@ def test_wrong_arguments():
         ),
         "lora_down: rows.ids must be int32 or int64 (B,), one for each row of a batch of 4 tokens, got torch.int32 (3,); all "
         "rows have the same number of tokens.": lambda: kernels.lora_down(x, a, rows=routed(x.device, (0, 0, 0), (2,))),
+        "lora_product: rows are of 2 adapters of 3 ranks, wanted a divisor of the 2 ranks of b; leave rows out where adapters "
+        "have different ranks.": lambda: kernels.lora_product(
+            torch.ones(4, 6),
+            torch.ones(5, 6),
+            None,
+            torch.ones(4, 2),
+            b,
+            rows=OwnRanks(torch.zeros(2, dtype=torch.int32), 3, 2),
+        ),
         "lora_down: drop.seed must be a contiguous torch.int64 (1,), got torch.int64 (2,); make it once, and write each "
         "step's seed into it.": lambda: kernels.lora_down(x, a, 1.0, Drop(0.5, torch.tensor([1, 2]))),
     }

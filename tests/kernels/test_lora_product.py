@@ -1,9 +1,11 @@
 """The frozen product with a low-rank adapter in it: each of its forms, and its plans."""
 
 import pytest
+import torch
 
 from gpubound.kernels import plans
 from gpubound.kernels.plans.kinds import Job, ProductPlan
+from gpubound.kernels.rows import OwnRanks
 from gpubound.kernels.triton import _lora_product as fast, _lora_tiles as tiles
 
 from .cases import TOLERANCE, draw, same
@@ -53,6 +55,27 @@ def test_a_product_of_many_tiles(described, device, monkeypatch):
         with plans.trying(plans.job_of("lora", "described" if described else "pointers", (256, outputs, 16), x), plan):
             got = fast._product(x, weight, bias, h, b, described)
         same("y", got, reference.lora_product(x, weight, bias, h, b), TOLERANCE[FP32])
+
+
+@pytest.mark.parametrize("described", [True, False], ids=["descriptors", "pointers"])
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=str)
+def test_a_tile_takes_the_ranks_of_its_rows_adapter_alone(ids, described, device):
+    """Of weights multiplied as one, forward and back. Beside them h holds what would show; nobody has the adapters -1 and 9."""
+    dtype, tokens, ranks, count = FP32 if device.type == "cpu" else BF16, 64, 16, 2
+    ids = torch.tensor([[0, 1, -1, 1, 9], [7] * 5], device=device, dtype=ids).t()[:, 0]  # not side by side in memory
+    rows, blocks = OwnRanks(ids, ranks, count), [64, 16, 16]
+    x, weight, bias, a, _ = arguments((5 * tokens, 48, 96, 3 * ranks * count), dtype, device)
+    b, g = draw(device, dtype, 96, ranks * count, seed=5), draw(device, dtype, 5 * tokens, 96, seed=8)
+    h = draw(device, dtype, 5 * tokens, 3 * ranks * count, seed=7)
+    asked = ids.repeat_interleave(tokens)[:, None]
+    h = torch.where((asked >= 0) & (asked < count), h, 0.0)
+    kept = torch.where(asked == torch.arange(3 * ranks * count, device=device) // ranks % count, h, 0.0)
+    got = fast._product(x, weight, bias, h, b, described, blocks, own=fast._fit(rows, 5 * tokens))
+    same("y", got, reference.lora_product(x, weight, bias, kept, b, None, blocks), TOLERANCE[dtype])
+    got = fast._product(g, weight.t(), None, h, a.t(), described, own=fast._fit(rows, 5 * tokens))
+    same("dx", got, reference.lora_product(g, weight.t(), None, kept, a.t()), TOLERANCE[dtype])
+    assert fast._fit(rows, 5 * 40) is None  # a tile would span two rows of the batch
+    assert fast._fit(rows._replace(ranks=24), 5 * tokens) is None
 
 
 def test_the_form_follows_the_tensors(device, monkeypatch):

@@ -14,6 +14,7 @@ from gpubound.graph.reach import Reach
 from gpubound.kernels import adapters
 from gpubound.kernels.accumulate import join_rows
 from gpubound.kernels.dropping import drawn, kept
+from gpubound.layers import linear_site
 from gpubound.lora.per_row import PerRow
 from gpubound.train import Accumulators
 
@@ -35,6 +36,24 @@ def test_it_is_the_formula_row_by_row(outputs, shape, interpret, monkeypatch):
         assert_same([got, *gradients(got, leaves)], [want, *gradients(want, leaves)])
         with torch.no_grad():
             assert_near(model(x, adapter_ids=IDS), want)
+
+
+@pytest.mark.parametrize("others", [(), (4,)], ids=["alike", "of other ranks"])
+def test_rows_of_many_tokens_multiply_by_their_own_ranks_alone(others, monkeypatch):
+    """Where all adapters have as many ranks; their product is told so, forward and back."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    told, product = [], linear_site.lora_product
+    monkeypatch.setattr(linear_site, "lora_product", lambda *given, rows: told.append(rows) or product(*given, rows=rows))
+    model, ids = Projections((16, 16)), torch.tensor([1, 0])
+    for name, rank in zip(NAMES, (16, 16, *others)):
+        gb.lora.add(model, rank, name=name, init=False)
+    x = draw(2, 64, K).requires_grad_()
+    leaves = [x, *(p for p in gb.lora.parameters(model) if 4 not in p.shape)]
+    want = formula(model, x, ids)
+    with gb.lora.rows(model, NAMES[: 2 + len(others)]):
+        got = model(x, adapter_ids=ids)
+        assert_same([got, *gradients(got, leaves)], [want, *gradients(want, leaves)])
+    assert [rows and rows[1:] for rows in told] == [None if others else (16, 2)] * 2
 
 
 def test_a_captured_step_does_not_hold_a_call_to_its_numbers():

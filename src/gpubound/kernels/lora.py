@@ -22,7 +22,7 @@ from .choose import implementation
 from .dropping import Drop, drawn, dropped
 from .ops import definition, draw, ints
 from .plans.rules import LARGE, WAVE
-from .rows import Owners, check_rows, own_columns
+from .rows import Owners, OwnRanks, check_own_ranks, check_rows, own_columns
 
 BLOCKS, BLOCK = 3, 16  # an op takes at most 3 blocks; each has a multiple of 16 outputs
 # Of one call, at most. Programs share sums where a GPU has more multiprocessors than there are tiles of columns, each of which
@@ -92,7 +92,7 @@ def lora_up_reference(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None,
 
 def lora_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None,
-    blocks: Sequence[int] | None = None, dependent: bool = False,
+    blocks: Sequence[int] | None = None, dependent: bool = False, rows: OwnRanks | None = None,
 ) -> Tensor:  # fmt: skip
     """x weightᵀ + bias + h bᵀ, with `drop` + drop(h bᵀ), as one kernel.
 
@@ -100,34 +100,41 @@ def lora_product(
 
     dependent   the kernel before this one in the stream made h, and all else was there before that one began: this may start
                 while it still runs (programmatic dependent launch)
+    rows        says where h may be other than zero: only that is multiplied
     """
-    rows, outputs = x.shape[0], weight.shape[0]
+    tokens, outputs = x.shape[0], weight.shape[0]
     _check_drop("lora_product", drop, x)
     _check_blocks("lora_product", blocks, outputs)
     _check(
         "lora_product", x, weight=(weight, (outputs, x.shape[-1])), bias=(bias, (outputs,)), b=(b, (outputs, "R")),
-        h=(h, (rows, b.shape[-1] * _count(blocks))),
+        h=(h, (tokens, b.shape[-1] * _count(blocks))),
     )  # fmt: skip
-    size = (rows * outputs >= WAVE) + (rows * outputs >= LARGE)
-    shape = (size, b.shape[1], drop is not None, weight.stride(-1) == 1, _count(blocks), bias is not None)
-    return implementation("lora_product", x, None, shape)(x, weight, bias, h, b, drop, blocks, dependent)
+    check_own_ranks("lora_product", rows, x, b.shape[-1])
+    size = (tokens * outputs >= WAVE) + (tokens * outputs >= LARGE)
+    own = (0, 0) if rows is None else rows[1:]
+    shape = (size, b.shape[1], drop is not None, weight.stride(-1) == 1, _count(blocks), bias is not None, *own)
+    return implementation("lora_product", x, None, shape)(x, weight, bias, h, b, drop, blocks, dependent, rows)
 
 
 def _draw_product(
     g: torch.Generator, size: int = 0, rank: int = 5, dropping: bool = False, along: bool = True, blocks: int = 1,
-    biased: bool = True,
+    biased: bool = True, ranks: int = 0, count: int = 0,
 ) -> tuple:  # fmt: skip
-    rows, outputs = ((64, 64 * blocks), (2048, WAVE // 2048), (4096, LARGE // 4096))[size]
+    tokens, outputs = ((64, 64 * blocks), (2048, WAVE // 2048), (4096, LARGE // 4096))[size]
     weight, b = (draw(g, *shape) if along else draw(g, *reversed(shape)).t() for shape in ((outputs, 48), (outputs, rank)))
     bias = draw(g, outputs) if biased else None
-    return draw(g, rows, 48), weight, bias, draw(g, rows, rank * blocks), b, _drop(dropping), _blocks(blocks, outputs, 64)
+    h, rows = draw(g, tokens, rank * blocks), OwnRanks(ints(count - 1, 0).long(), ranks, count) if count else None
+    if rows is not None:
+        adapter = torch.arange(rank * blocks) // ranks % count
+        h = (h.detach() * (rows.ids.repeat_interleave(tokens // 2)[:, None] == adapter)).requires_grad_()
+    return draw(g, tokens, 48), weight, bias, h, b, _drop(dropping), _blocks(blocks, outputs, 64), False, rows
 
 
 @definition(_draw_product)
 @torch.no_grad()
 def lora_product_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None,
-    blocks: Sequence[int] | None = None, dependent: bool = False,
+    blocks: Sequence[int] | None = None, dependent: bool = False, rows: OwnRanks | None = None,
 ) -> Tensor:  # fmt: skip
     wide = _wide(x)
     y = x.to(wide) @ weight.to(wide).t() + dropped(h.to(wide) @ _diagonal(b, blocks).to(wide).t(), drop)

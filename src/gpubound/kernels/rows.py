@@ -23,6 +23,17 @@ class Owners(NamedTuple):
     scales: Tensor  # fp32 (R,): a column's own scale, beside that of the call
 
 
+class OwnRanks(NamedTuple):
+    """Of `Owners` whose adapters lie in their order and have as many ranks each: where in a row of h is more than zeros.
+
+    Row i of the batch has columns ids[i] · ranks to (ids[i] + 1) · ranks of each `adapters` · ranks.
+    """
+
+    ids: Tensor  # as of Owners
+    ranks: int  # of each adapter
+    adapters: int
+
+
 def own_columns(h: Tensor, rows: Owners | None) -> Tensor:
     """h (N, R) with the columns of each row's own adapter, scaled, and zeros beside them."""
     if rows is None:
@@ -35,6 +46,23 @@ def check_rows(op: str, rows: Owners | None, x: Tensor, rank: int) -> None:
     if rows is None:
         return
     ids, owner, scales = rows
+    _check_ids(op, ids, x)
+    require(op, "rows.owner", owner, torch.int32, (rank,), x.device, "say of each column which adapter it belongs to")
+    require(op, "rows.scales", scales, torch.float32, (rank,), x.device, "give each column the scale of its adapter")
+
+
+def check_own_ranks(op: str, rows: OwnRanks | None, x: Tensor, rank: int) -> None:
+    if rows is None:
+        return
+    _check_ids(op, rows.ids, x)
+    if rows.ranks < 1 or rows.adapters < 1 or rank % (rows.ranks * rows.adapters):
+        raise ValueError(
+            f"{op}: rows are of {rows.adapters} adapters of {rows.ranks} ranks, wanted a divisor of the {rank} ranks of b; "
+            f"leave rows out where adapters have different ranks."
+        )
+
+
+def _check_ids(op: str, ids: Tensor, x: Tensor) -> None:
     tokens = x.shape[0]
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64) or (tokens % len(ids) if len(ids) else tokens):
         raise ValueError(
@@ -42,5 +70,3 @@ def check_rows(op: str, rows: Owners | None, x: Tensor, rank: int) -> None:
             f"got {ids.dtype} {tuple(ids.shape)}; all rows have the same number of tokens."
         )
     require_device(op, "rows.ids", ids, x)
-    require(op, "rows.owner", owner, torch.int32, (rank,), x.device, "say of each column which adapter it belongs to")
-    require(op, "rows.scales", scales, torch.float32, (rank,), x.device, "give each column the scale of its adapter")

@@ -82,7 +82,8 @@ def _adds(format: Format, x: Tensor) -> bool:
 
 
 def _added(x: Tensor, weight: Tensor, bias: Tensor | None, factors: Factors) -> Tensor:
-    return lora_product(rows_of(x), weight, bias, *factors).view(*x.shape[:-1], weight.shape[0])
+    h, b, drop, blocks, rows = factors
+    return lora_product(rows_of(x), weight, bias, h, b, drop, blocks, rows=rows).view(*x.shape[:-1], weight.shape[0])
 
 
 def _spanning(joined: Joined) -> Sequence[Spanning]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..kernels.accumulate import weight_gradients
 from ..kernels.dropping import Drop
 from ..kernels.record import record_of
+from ..kernels.rows import OwnRanks
 
 
 class Joined(NamedTuple):
@@ -77,12 +78,13 @@ AS_IT_IS = Format()
 
 
 class Factors(NamedTuple):
-    """Something that is added to a product: drop(h bᵀ), of h (N, R) and b (columns, R). `blocks`: kernels/lora.py."""
+    """Something that is added to a product: drop(h bᵀ), of h (N, R) and b (columns, R); the rest as in kernels/lora.py."""
 
     h: Tensor
     b: Tensor
     drop: Drop | None = None
     blocks: Sequence[int] | None = None
+    rows: OwnRanks | None = None
 
 
 class Adapter:

@@ -16,7 +16,7 @@ from ..kernels.accumulate import one_matrix
 from ..kernels.adapters import adapter_gradients, blocks_of
 from ..kernels.dropping import Drop, drawn
 from ..kernels.lora import lora_down, lora_up
-from ..kernels.rows import Owners
+from ..kernels.rows import Owners, OwnRanks
 from ..layers.site_parts import Adapter, Factors, Spanning, rows_of
 
 
@@ -90,7 +90,7 @@ class Together(Adapter):
         if not self.one:
             return None
         h, kept = self._down(x)
-        return Factors(h, self._b(), blocks=self.blocks), kept
+        return Factors(h, self._b(), None, self.blocks, None if self.routing is None else self._own_ranks(kept[1])), kept
 
     def _down(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         drop = drawn(self.rate, x.device)
@@ -107,10 +107,15 @@ class Together(Adapter):
         else:
             for low, span, out, b in self._each(gh):
                 lora_down(span.of(g), b.t(), self.scale, None, out, self._owners(ids, [low]))
-        return Factors(gh, self._a().t(), Drop(self.rate, rest[0]) if rest else None)
+        return Factors(gh, self._a().t(), Drop(self.rate, rest[0]) if rest else None, None, self._own_ranks(ids))
 
     def _owners(self, ids: Tensor | None, lows: Sequence[LowRank]) -> Owners | None:
         return None if ids is None else self.routing.owners(ids, lows)
+
+    def _own_ranks(self, ids: Tensor | None) -> OwnRanks | None:
+        if ids is None or (alike := self.routing.alike(self.lows)) is None:
+            return None
+        return OwnRanks(ids, *alike)
 
     def backward(
         self, g: Tensor, x: Tensor, kept: Sequence[Tensor], dx: Tensor | None, share: Factors | None = None
@@ -118,7 +123,7 @@ class Together(Adapter):
         if share is None:
             share = self.share(g, kept)
             if dx is not None:
-                lora_up(dx, *share)
+                lora_up(dx, share.h, share.b, share.drop)
         if self.blocks and self.routing is None:
             a, b, wanted = (
                 [low.a for low in self.lows],

@@ -52,8 +52,9 @@ def _site(lows: Sequence[LowRank], stored: Format, biased: bool) -> Iterator[Cal
     yield "lora_down", (ranks, dropping, routed, 1, True)
     yield "lora_down", (rank, False, routed, count, False)
     if stored is AS_IT_IS:
-        yield "lora_product", (SIZE, rank, False, True, count, biased)
-        yield "lora_product", (SIZE, ranks, dropping, False, 1, False)
+        own = (lows[0].routing.alike(lows) if routed else None) or (0, 0)
+        yield "lora_product", (SIZE, rank, False, True, count, biased, *own)
+        yield "lora_product", (SIZE, ranks, dropping, False, 1, False, *own)
     else:
         yield "lora_up", (rank, False, count)
         yield "lora_up", (ranks, dropping, 1)

@@ -3,6 +3,7 @@
 Its tiles come in by the copy engine of Hopper (TMA, tensor descriptors) or through pointers.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,7 @@ from ...device import interpreted
 from ..dropping import Drop
 from ..plans import job_of
 from ..plans.kinds import ProductPlan
+from ..rows import OwnRanks
 from ._launch import launch, options
 from ._lora_tiles import _arithmetic, _block, _dot, _early, _edges, _ranks, _rows, _tile, _within
 from ._step import _wait
@@ -25,6 +27,8 @@ PRODUCT_RANKS = 64
 # Ranks up to which the product takes an fp32 b as it is. Tiles of 64 do not fit beside three tiles in flight: the compiler asks
 # for 262,184 bytes then.
 FP32_RANKS = 32
+TILES = 16, 32, 64  # ranks of an adapter that a tile can take alone
+LOWEST = 64  # rows of a tile that lies within a row of the batch, if it is to be worth while
 NARROWEST = 64  # columns of a product's tile, if it is to be faster than cuBLAS and another pass
 GROUP = 8  # rows of tiles that programs take together, so that what they read stays in the L2
 # Multiplications from which cuBLAS and another pass over y are faster than the product's pointer form. H200, bf16: 2048 x 768 x
@@ -33,14 +37,19 @@ POINTERS = 2 * 10**10
 
 
 @triton.jit
-def _lora_product_kernel(x, weight, bias_ptr, h, b, y, N, O, K, R, middle, last, sx, swo, swk, sh, sbo, sbr, sy,
+def _lora_product_kernel(x, weight, bias_ptr, h, b, y, ids_ptr, tokens, along, N, O, K, R, middle, last, sx, swo, swk, sh,
+                         sbo, sbr, sy,
                          DESCRIBED: tl.constexpr, RANKS_DESCRIBED: tl.constexpr, WEIGHT_ALONG: tl.constexpr,
-                         B_ALONG: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+                         B_ALONG: tl.constexpr, COUNT: tl.constexpr, APART: tl.constexpr,
+                         BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
                          DEPTH: tl.constexpr, RANKS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
                          PRECISION: tl.constexpr, WIDE: tl.constexpr, FLAT: tl.constexpr,
                          DEPENDENT: tl.constexpr):  # fmt: skip
     """DESCRIBED: x, weight and y are tensor descriptors; RANKS_DESCRIBED: h and b are. The ALONG ones have their rows in memory
-    as they are named, (O, K) and (O, R); else columns are rows there. COUNT tiles of ranks.
+    as they are named, (O, K) and (O, R); else columns are rows there. COUNT tiles of ranks, APART from one to the next.
+
+    ids_ptr: of the batch's rows, of `tokens` rows of x each, `along` from one to the next; a tile lies within one of them, and
+    takes the ranks of its adapter alone. None: it takes all.
 
     FLAT: a program takes several tiles, and loads ahead across them. It is never DEPENDENT: a wait within such a loop leaves
     the compiler one tile in flight, of three.
@@ -62,13 +71,18 @@ def _lora_product_kernel(x, weight, bias_ptr, h, b, y, N, O, K, R, middle, last,
                 k = start + tl.arange(0, DEPTH)
                 xt, wt = _tile(x, row, k, N, K, sx, 1), _tile(weight, k, column, K, O, swk, swo)
             total = _dot(xt, wt, total, PRECISION, WIDE)
+        own = 0
+        if ids_ptr is not None:
+            own = tl.load(ids_ptr + top // tokens * along).to(tl.int32)
+            own = tl.where((own >= 0) & (own < APART // RANKS), own, 0) * RANKS  # h is zero where a row has no adapter
         _wait(DEPENDENT)
         for i in tl.static_range(COUNT):
+            begin = own + i * APART
             if RANKS_DESCRIBED:
-                ht = h.load([top, of_block + i * RANKS])
-                bt = b.load([left, i * RANKS]).T if B_ALONG else b.load([i * RANKS, left])
+                ht = h.load([top, of_block + begin])
+                bt = b.load([left, begin]).T if B_ALONG else b.load([begin, left])
             else:
-                rank = i * RANKS + tl.arange(0, RANKS)
+                rank = begin + tl.arange(0, RANKS)
                 ht, bt = _tile(h + of_block, row, rank, N, R, sh, 1), _tile(b, rank, column, R, O, sbr, sbo)
             total = _dot(ht, bt, total, PRECISION, WIDE)
         if bias_ptr is not None:
@@ -120,13 +134,24 @@ def _way(x: Tensor, weight: Tensor, rank: int, drop: Drop | None, blocks: Sequen
     return "pointers" if rows * inputs * outputs < POINTERS else None
 
 
+def _fit(rows: OwnRanks | None, tokens: int) -> OwnRanks | None:
+    """`rows` if a tile of the product can keep to the ranks of one adapter."""
+    return rows if rows is not None and rows.ranks in TILES and tokens // len(rows.ids) % LOWEST == 0 else None
+
+
+def _taken(rank: int, own: OwnRanks | None) -> int:
+    """Ranks that a tile takes."""
+    return rank if own is None else rank // own.adapters
+
+
 def _product(
     x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, described: bool,
-    blocks: Sequence[int] | None = None, dependent: bool = False,
+    blocks: Sequence[int] | None = None, dependent: bool = False, own: OwnRanks | None = None,
 ) -> Tensor:  # fmt: skip
+    """`own` is what `_fit` gives."""
     (rows, inputs), outputs, rank = x.shape, weight.shape[0], b.shape[1]
     y = torch.empty(rows, outputs, device=x.device, dtype=x.dtype)
-    along, b_along, ranks = _along(weight), _along(b), min(PRODUCT_RANKS, _ranks(rank))
+    along, b_along, ranks = _along(weight), _along(b), min(PRODUCT_RANKS, _ranks(_taken(rank, own)))
     # A tile that the copy engine takes begins at a multiple of 16 bytes, that of a block of h at rank: else the GPU stops with
     # "an illegal instruction".
     even = not blocks or rank * h.element_size() % 16 == 0
@@ -136,6 +161,11 @@ def _product(
     def run(plan: ProductPlan) -> None:
         if (width := _within(plan.columns, blocks)) < plan.columns:
             plan = plan._replace(columns=width, parts=1)
+        tile, apart = ranks, ranks
+        routed: tuple = None, 1, 1
+        if own is not None:
+            tokens, tile, apart = rows // len(own.ids), own.ranks, own.ranks * own.adapters
+            plan, routed = plan._replace(rows=math.gcd(plan.rows, tokens)), (own.ids, tokens, own.ids.stride(0))
         tiles = triton.cdiv(rows, plan.rows) * triton.cdiv(outputs, plan.columns)
         flat = described and tiles > job.chip.sms
         given: tuple = (x, weight, bias, h, b, y)
@@ -147,13 +177,13 @@ def _product(
                 of(y, [tall, wide // plan.parts]),
             )  # fmt: skip
             if ranks_described:
-                theirs = of(h, [tall, ranks]), of(_in_memory(b), [wide, ranks] if b_along else [ranks, wide])
+                theirs = of(h, [tall, tile]), of(_in_memory(b), [wide, tile] if b_along else [tile, wide])
                 given = (*given[:3], *theirs, given[5])
         _lora_product_kernel[(min(tiles, job.chip.sms) if described else tiles,)](
-            *given, rows, outputs, inputs, rank, *_edges(blocks, outputs), x.stride(0), *weight.stride(), h.stride(0),
+            *given, *routed, rows, outputs, inputs, rank, *_edges(blocks, outputs), x.stride(0), *weight.stride(), h.stride(0),
             *b.stride(), y.stride(0), DESCRIBED=described, RANKS_DESCRIBED=ranks_described, WEIGHT_ALONG=along,
-            B_ALONG=b_along, COUNT=triton.cdiv(rank, ranks), BLOCK=plan.rows, COLUMNS=plan.columns, DEPTH=plan.depth,
-            RANKS=ranks, PARTS=plan.parts, GROUP=GROUP, FLAT=flat, **_arithmetic(), num_stages=plan.stages,
+            B_ALONG=b_along, COUNT=triton.cdiv(rank, apart), APART=apart, RANKS=tile, BLOCK=plan.rows, COLUMNS=plan.columns,
+            DEPTH=plan.depth, PARTS=plan.parts, GROUP=GROUP, FLAT=flat, **_arithmetic(), num_stages=plan.stages,
             **options(plan.warps, dependent * (not flat) * _early(job)),
         )  # fmt: skip
 

@@ -27,10 +27,10 @@ from ..adapters import adapter_gradients
 from ..dropping import Drop
 from ..plans import job_of, power_of_two
 from ..plans.kinds import ProductPlan
-from ..rows import Owners
+from ..rows import Owners, OwnRanks
 from ._launch import first_order_only, launch, options
 from ._lora_narrow import _lora_down_kernel, _lora_gradients_kernel, _lora_up_kernel
-from ._lora_product import FP32_RANKS, _product, _way
+from ._lora_product import FP32_RANKS, _fit, _product, _taken, _way
 from ._lora_tiles import _arithmetic, _dense, _early, _edges, _masked, _ranks, _rows, _upscale, _within
 
 
@@ -106,18 +106,20 @@ def lora_gradients(
 @torch.no_grad()
 def lora_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None,
-    blocks: Sequence[int] | None = None, dependent: bool = False,
+    blocks: Sequence[int] | None = None, dependent: bool = False, rows: OwnRanks | None = None,
 ) -> Tensor:  # fmt: skip
     given = x, h, weight, b
     x, h, weight = _dense(x), _dense(h).to(x.dtype), weight.to(x.dtype)
-    way = _way(x, weight, b.shape[1], drop, blocks)
+    own = _fit(rows, x.shape[0])
+    taken = _taken(b.shape[1], own)
+    way = _way(x, weight, taken, drop, blocks)
     if way is None:
         bias = None if bias is None else bias.to(x.dtype)
         return lora_up(torch.nn.functional.linear(x, weight, bias), h, b, drop, blocks)
-    if b.shape[1] > FP32_RANKS:
+    if taken > FP32_RANKS:
         b = b.to(x.dtype)
     copied = any(one is not other for one, other in zip((x, h, weight, b), given))  # by the kernel before this one
-    return _product(x, weight, bias, h, b, way == "described", blocks, dependent and not copied)
+    return _product(x, weight, bias, h, b, way == "described", blocks, dependent and not copied, own)
 
 
 class _LoraLinear(torch.autograd.Function):
