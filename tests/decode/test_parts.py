@@ -1,15 +1,19 @@
 """A layer takes any parts with the methods of its own: here a weight format and an MLP that the library does not have."""
 
+import sys
 from dataclasses import dataclass
+from inspect import signature
 
 import torch
 import torch.nn.functional as F
 
 import gpubound as gb
-from gpubound.decode.fused import PARTS
+from gpubound.decode.fused import PARTS, FusedBody
 from gpubound.decode.layer import DenseMLP
 from gpubound.decode.weights import FORMATS
 from gpubound.decode.weights.own import OwnProduct, OwnWeights
+from gpubound.kernels import decode_attention, norm_product
+from gpubound.kernels.decode_product import EARLY, FENCE, LATE
 from gpubound.models.decoding import DenseWeights, Linear, Reader, plain_linear, plain_norm
 from gpubound.models.llama import family
 
@@ -95,3 +99,32 @@ def test_an_mlp(monkeypatch, device):
         found = fast.generate(given, max_new_tokens=12).tokens
         assert found == [cases.likeliest(model, prompt, row) for prompt, row in zip(given, found)]
     assert gb.decoder(model, 1, cases.ROOM, weights="int8", cache="fp8").certificate is not None
+
+
+def test_attention_reads_positions_and_old_keys_behind_a_fence(monkeypatch, device):
+    """Between the launch that wrote them and every attention stands one that let its successor in behind its wait."""
+    body, made = cases.shared("Llama", str(device)).body, []
+
+    def noting(choose):
+        def chosen(op, *about):
+            function = choose(op, *about)
+
+            def run(*given):
+                made.append(signature(function).bind(*given).arguments["dependent"])
+                return function(*given)
+
+            return run
+
+        return chosen
+
+    for op in (norm_product, decode_attention):
+        file = sys.modules[op.__module__]
+        monkeypatch.setattr(file, "implementation", noting(file.implementation))
+    token, position = torch.tensor([[3], [5]], device=device, dtype=torch.int32)
+    launches = 2 * 5 + 1  # two layers of q k v, attention, output, gate and up, down; the head
+    for mode, fence in ((EARLY, FENCE), (LATE, LATE), (0, 0)):
+        monkeypatch.setattr(FusedBody, "mode", lambda self, rows, mode=mode: mode)
+        body.begin(token)
+        body.step(token, position)
+        assert made == [fence] + [mode] * (launches - 1)
+        made.clear()

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from gpubound import kernels
+from gpubound.kernels import plans
 from gpubound.kernels.decode_attention import Heads, LayerCache, Scratch
-from gpubound.kernels.decode_product import Norm
+from gpubound.kernels.decode_product import EARLY, LATE, Norm
 from gpubound.kernels.ops import load
+from gpubound.kernels.plans.kinds import AttentionPlan
 
 from .cases import TOLERANCE, draw, same
 
@@ -33,14 +35,13 @@ class Case:
         partial = torch.full((rows, self.kv, self.splits, self.group, self.width + 2), float("nan"), device=self.device)
         return Scratch(partial, torch.zeros(rows * self.kv, device=self.device, dtype=torch.int32))
 
-    def __call__(self, source, window=0, rows=slice(None)):
+    def __call__(self, source, window=0, rows=slice(None), dependent=0):
         caches = [cache[rows].clone() for cache in self.caches]
         n = len(caches[0])
         scratch = self.scratch(n)
         out = torch.full((n, self.kv * self.group * self.width), float("nan"), device=self.device)
-        result = load(source, "decode_attention")(
-            self.qkv[rows], self.position[rows], LayerCache(*caches), self.heads._replace(window=window), scratch, out
-        )
+        given = self.qkv[rows], self.position[rows], LayerCache(*caches), self.heads._replace(window=window)
+        result = load(source, "decode_attention")(*given, scratch, out, dependent)
         assert not scratch.finished.any(), "a launch must leave its counters at zero"
         return result
 
@@ -68,6 +69,15 @@ def test_a_window_hides_what_is_older(device, window):
 def test_any_number_of_splits_sums_the_same(device, splits):
     case = Case(device, torch.float32, [149, 70], splits=splits)
     same("out", case("triton")[0], case("reference")[0], 1e-5)
+
+
+@pytest.mark.parametrize("dependent", [0, EARLY, LATE])
+@pytest.mark.parametrize("window", [0, 30])
+def test_many_parts_in_every_way_of_launching(device, dependent, window):
+    """Ten parts of 16 keys are combined in two trips, three in one; keys are asked for before the wait, or behind it."""
+    case = Case(device, torch.float32, [0, 40, 149, 70], splits=16)
+    with plans.trying(plans.job_of("decode_attention", "", (2, 8, 4), case.caches[0]), AttentionPlan(16, 2, 4)):
+        same("out", case("triton", window, dependent=dependent)[0], case("reference", window)[0], 1e-5)
 
 
 def test_a_row_gives_the_same_bits_in_any_batch(device):

@@ -8,7 +8,7 @@ import torch
 
 from gpubound import kernels
 from gpubound.kernels.decode_attention import KINDS, Heads, LayerCache, Scratch, decode, encode
-from gpubound.kernels.decode_product import Norm
+from gpubound.kernels.decode_product import EARLY, Norm
 from gpubound.kernels.ops import load
 
 from .apart import apart
@@ -49,7 +49,7 @@ class Case:
             codes.view(torch.uint8)[scale.isnan()] = 0x7F
         return [into_pages(codes.view(torch.uint8), self.pages).view(self.kind), into_pages(scale, self.pages)]
 
-    def __call__(self, source, window=0, part=None, caches=None, splits=4):
+    def __call__(self, source, window=0, part=None, caches=None, splits=4, dependent=0):
         """`part`: of the tokens of each row that one alone."""
         rows = len(self.position)
         pick = slice(None) if part is None else slice(part, None, self.tokens)
@@ -61,7 +61,8 @@ class Case:
         count = torch.zeros(len(qkv) * self.kv, device=self.device, dtype=torch.int32)
         out = torch.full((len(qkv), self.kv * self.group * self.width), float("nan"), device=self.device).to(self.dtype)
         op = "decode_attention" if self.kind is None else "quantized_decode_attention"
-        result = load(source, op)(qkv, position, cache, self.heads._replace(window=window), Scratch(partial, count), out)
+        heads, scratch = self.heads._replace(window=window), Scratch(partial, count)
+        result = load(source, op)(qkv, position, cache, heads, scratch, out, dependent)
         assert not count.any() and rows, "a launch must leave its counters at zero"
         return result
 
@@ -244,7 +245,8 @@ def test_wrong_arguments_are_named(device):
 
 
 def compile_all() -> None:
-    """Every form for compute capability 9.0, a line each: which, the kernel, what ptxas says of its registers."""
+    """Every form for compute capability 9.0, a line each: which, the kernel, what ptxas says of its registers, and how many
+    loads stand before the wait for the launch before."""
     import triton
 
     from . import aot
@@ -257,20 +259,19 @@ def compile_all() -> None:
             file.write(made.asm["cubin"])
             file.flush()
             call = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-            print(
-                form,
-                made.metadata.name,
-                subprocess.run(call, capture_output=True, text=True).stdout.split("REG:")[1].split()[1],
-            )
+            stack = subprocess.run(call, capture_output=True, text=True).stdout.split("REG:")[1].split()[1]
+        ahead, waits, _ = made.asm["ptx"].partition("griddepcontrol.wait")
+        print(form, made.metadata.name, stack, ahead.count("ld.global") if waits else "no wait")
         return made
 
     triton.compile, triton.runtime.jit.JITFunction.run = measured, aot.compile_instead
     for form in FORMS:
         kind, paged, tokens, width = FORMS[form]
-        Case("cpu", torch.bfloat16, [3, 70], kind, paged, 2, 4, width, tokens, True)("triton", splits=16)
+        Case("cpu", torch.bfloat16, [3, 70], kind, paged, 2, 4, width, tokens, True)("triton", splits=16, dependent=EARLY)
 
 
 FORMS = {
+    "plain": (None, False, 1, 64),
     "int8": ("int8", False, 1, 128),
     "fp8": ("fp8", False, 1, 128),
     "paged": (None, True, 1, 128),
@@ -280,6 +281,11 @@ FORMS = {
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels and run them")
-def test_every_form_compiles_and_none_spills():
-    printed = apart("from tests.kernels.test_decode_attention_cached import compile_all; compile_all()")
-    assert printed.splitlines() == [f"{form} _decode_attention_kernel STACK:0" for form in FORMS]
+def test_every_form_compiles_spills_nothing_and_asks_for_old_keys_before_it_waits():
+    """One of the position, one at least of cos and sin, and of each half of a tile of keys and of values."""
+    found = [line.split() for line in apart(COMPILE_ALL).splitlines()]
+    assert [line[:3] for line in found] == [[form, "_decode_attention_kernel", "STACK:0"] for form in FORMS]
+    assert all(int(ahead) >= 7 for *_, ahead in found), found
+
+
+COMPILE_ALL = "from tests.kernels.test_decode_attention_cached import compile_all; compile_all()"

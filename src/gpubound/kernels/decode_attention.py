@@ -77,6 +77,8 @@ def decode_attention(
               order without a gap. Tokens beyond the cache may share its last place, and their results mean nothing. At a
               place outside the cache nothing is written and out is NaN, as for every token of a row that begins there
     out       (B, H D) in the cache's dtype or any other
+    dependent as of a product, and positions, old keys and pages are read before the wait: a FENCE, a LATE launch or a plain
+              one stands between what wrote them and this (triton/_step.py)
     """
     _check("decode_attention", qkv, position, cache, heads, scratch, out)
     kernel = implementation("decode_attention", cache.k, None, _shape(cache, heads, out))

@@ -131,12 +131,12 @@ def _place(pages, row, place, mask, length, total, kv, KV: tl.constexpr, PAGE: t
 
 
 @triton.jit
-def _cached(k_ptr, v_ptr, k_scale, v_scale, at, i, live, there, inside, HALF: tl.constexpr, PAIRS: tl.constexpr,
-            PAGE: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
-    """A tile of cached keys and values: (N, HALF) each half. Of codes, as KIND, with their scales (N,).
-
-    A key that is live but not there (`_place`) is NaN.
+def _old(k_ptr, v_ptr, k_scale, v_scale, pages, row, place, live, i, inside, length, total, kv, KV: tl.constexpr,
+         HALF: tl.constexpr, PAIRS: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+    """A tile of cached keys and values, those of the places that are live: (N, HALF) each half. Of codes, as KIND, with their
+    scales (N,). A key that is live but not there (`_place`) is NaN.
     """
+    at, there = _place(pages, row, place, live, length, total, kv, KV, PAGE)
     mask = live[:, None] & inside[None]
     tile = at[:, None] * (2 * HALF) + i[None]
     first, second = _halves(k_ptr + tile, i[None], HALF, PAIRS)

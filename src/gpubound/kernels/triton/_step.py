@@ -2,15 +2,27 @@
 
 Dependent launch (`dependent`): a kernel starts while the one before still runs and asks for its first weights, which depend on
 nothing, before it waits for x. An EARLY kernel lets its own successor in at once, so that the weights of later kernels stream
-in behind; a LATE one when it has its own weights, because where a weight keeps the GPU busy, successors only take its room.
+in behind; a LATE one when it has its own weights, because where a weight keeps the GPU busy, successors only take its room; a
+FENCE behind its wait.
+
+What may be read before the wait. A wait ends when the launch before has ended, and all before that one. A launch begins when
+every program of the one before has let it in or ended, which says nothing of older ones: where all are EARLY, several run at
+once. But who lets its successor in behind its wait (FENCE, LATE, and a plain launch, which lets nobody in) has seen everything
+before it end. So behind such a fence, however many launches later, what was written before the fence may be read at once:
+
+weights, norms, tables      in every kernel: no step writes them
+position, old keys, pages   in attention: the choice before wrote them; the q k v product of a span's first layer is the fence
+x, qkv, gated, the new key  never: the launch before, or the one before that, writes them
+
+All writes stand behind the wait: launches that still run may read what was there.
 """
 
 import triton
 import triton.language as tl
 
-from ..decode_product import EARLY, LATE
+from ..decode_product import EARLY, FENCE, LATE
 
-AT_ONCE, AFTER = tl.constexpr(EARLY), tl.constexpr(LATE)
+AT_ONCE, AFTER, BEHIND = tl.constexpr(EARLY), tl.constexpr(LATE), tl.constexpr(FENCE)
 
 
 @triton.jit
@@ -29,6 +41,8 @@ def _end(DEPENDENT: tl.constexpr):
 def _wait(DEPENDENT: tl.constexpr):
     if DEPENDENT > 0:
         tl.extra.cuda.gdc_wait()
+    if DEPENDENT == BEHIND:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

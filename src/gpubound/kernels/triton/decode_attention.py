@@ -19,14 +19,17 @@ from torch import Tensor
 
 from ...device import interpreted
 from ..decode_attention import LARGEST, Heads, LayerCache, Scratch, written
-from ..decode_product import EARLY, Norm
+from ..decode_product import EARLY, LATE, Norm
 from ..plans.kinds import AttentionPlan, job_of, power_of_two
-from ._cached_tiles import _angle, _cached, _halves, _head, _new, _place, _with_new
+from ._cached_tiles import _angle, _halves, _head, _new, _old, _place, _with_new
 from ._launch import launch, options
 from ._math import capped
 from ._step import _begin, _wait
 
 NOTHING = tl.constexpr(-1e30)  # below every score; -inf would make NaN of -inf - -inf
+# Parts that are asked for at once, half of it where there are no more. Both measured, H200, a step of 350m: at 150 tokens, 3
+# parts, 377 us by 4 and 380 by 8; at 4,200, 32 parts, 513 and 498. All in one tile of three dimensions took 397 at 150.
+TOGETHER = 8
 
 
 @triton.jit
@@ -54,24 +57,54 @@ def _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP: tl
 
 
 @triton.jit
+def _combined(mine, parts, g, i, heads, GROUP: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, HP: tl.constexpr,
+              TOGETHER: tl.constexpr):  # fmt: skip
+    """What all parts of a row and kv head come to, (G, HP) each half. A trip to the L2 brings TOGETHER of them."""
+    D: tl.constexpr = 2 * HALF
+    m, weight = tl.full([G], NOTHING, tl.float32), tl.zeros([G], tl.float32)
+    acc_a, acc_b = tl.zeros([G, HP], tl.float32), tl.zeros([G, HP], tl.float32)
+    for start in range(0, parts, TOGETHER):
+        for j in tl.static_range(TOGETHER):
+            other = tl.zeros([G], tl.int32) + start + j
+            line, there = mine + (other * GROUP + g) * (D + 2), (g < GROUP) & (other < parts)
+            all_there = heads & there[:, None]
+            # .cg: what other programs wrote lies in the L2, and this multiprocessor's L1 may hold the last step's
+            their_m = tl.load(line + D, mask=there, other=NOTHING, cache_modifier=".cg")
+            their_weight = tl.load(line + D + 1, mask=there, other=1.0, cache_modifier=".cg")
+            their_a = tl.load(line[:, None] + i[None], mask=all_there, other=0.0, cache_modifier=".cg")
+            their_b = tl.load(line[:, None] + i[None] + HALF, mask=all_there, other=0.0, cache_modifier=".cg")
+            new = tl.maximum(m, their_m)
+            fix, factor = tl.exp(m - new), tl.exp(their_m - new)
+            weight = weight * fix + their_weight * factor
+            acc_a = acc_a * fix[:, None] + their_a * factor[:, None]
+            acc_b = acc_b * fix[:, None] + their_b * factor[:, None]
+            m = new
+    return acc_a / weight[:, None], acc_b / weight[:, None]
+
+
+@triton.jit
 def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, pages, cos_ptr, sin_ptr, q_norm, k_norm,
                              eps, scale, part_ptr, count_ptr, out_ptr, length_max, total, KV: tl.constexpr,
                              GROUP: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, N: tl.constexpr,
                              SPLITS: tl.constexpr, WINDOW: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr,
                              K_NORM: tl.constexpr, OFFSET: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr,
                              TOKENS: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr, KIND: tl.constexpr,
-                             DEPENDENT: tl.constexpr):  # fmt: skip
-    """PAGE: places a page, or None. MOST: the largest code, and KIND: what codes are multiplied as; or None."""
+                             TOGETHER: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """PAGE: places a page, or None. MOST: the largest code, and KIND: what codes are multiplied as; or None. AHEAD: the first
+    keys are asked for before the wait, for what a launch before the fence wrote is there (_step.py).
+    """
     _begin(DEPENDENT)
     b, kv, split = tl.program_id(0) // KV, tl.program_id(0) % KV, tl.program_id(1)
     D: tl.constexpr = 2 * HALF
     g, i, n = tl.arange(0, G), tl.arange(0, HP), tl.arange(0, N)
     inside = i < HALF
-    _wait(DEPENDENT)
-    position = tl.load(position_ptr + b)
+    if not AHEAD:
+        _wait(DEPENDENT)
+    # .cg here and below: past an L1 that may hold what was there before
+    position = tl.load(position_ptr + b, cache_modifier=".cg")
     known = (position >= 0) & (position < length_max)
     if TOKENS > 1:
-        first = tl.load(position_ptr + b // TOKENS * TOKENS)
+        first = tl.load(position_ptr + b // TOKENS * TOKENS, cache_modifier=".cg")
         known &= (first >= 0) & (first < length_max)
     position = tl.where(known, position, 0)
     begin = 0
@@ -80,62 +113,73 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
     chunk = tl.cdiv(tl.cdiv(position + 1 - begin, SPLITS), N) * N
     lo = begin + split * chunk
     parts = tl.where(known, tl.cdiv(position + 1 - begin, chunk), 0)
+    hi = tl.minimum(lo + chunk, position)  # the keys of this part but the token's own
+    old = hi  # up to `old`, tiles lie in the cache whole; from `first` on, keys are new
+    if TOKENS > 1:
+        old = lo + tl.maximum(tl.minimum(hi, first) - lo, 0) // N * N
+    if PAGE is None:
+        base = (b // TOKENS * KV + kv).to(tl.int64) * length_max
+        k_ptr += base * D
+        v_ptr += base * D
+        if MOST is not None:
+            k_scale += base
+            v_scale += base
+    c, s = _angle(cos_ptr, sin_ptr, position, i, PAIRS)
+    if AHEAD:
+        live = lo + n < old
+        ka, kb, va, vb, ks, vs = _old(k_ptr, v_ptr, k_scale, v_scale, pages, b // TOKENS, lo + n, live, i, inside, length_max,
+                                      total, kv, KV, HALF, PAIRS, PAGE, KIND)  # fmt: skip
+        _wait(DEPENDENT)
     to = out_ptr + (b * KV + kv) * GROUP * D + g[:, None] * D + i[None]
     heads = (g < GROUP)[:, None] & inside[None]
     if split < parts:
-        hi = tl.minimum(lo + chunk, position)  # the keys of this part but the token's own
-        c, s = _angle(cos_ptr, sin_ptr, position, i, PAIRS)
         row = qkv_ptr + b * (GROUP + 2) * KV * D
         qa, qb = _head(row, (kv * GROUP + g)[:, None] * D, q_norm, c, s, eps, heads, i, HALF, PAIRS, NORM, OFFSET)
+        if AHEAD and TOKENS == 1:  # asked for with q, by all parts: who needs them would otherwise wait once more, at its end
+            na, nb, ua, ub, ns, us = _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, K_NORM, OFFSET, MOST)
         qa *= scale
         qb *= scale
-        if PAGE is None:
-            base = (b // TOKENS * KV + kv).to(tl.int64) * length_max
-            k_ptr += base * D
-            v_ptr += base * D
-            if MOST is not None:
-                k_scale += base
-                v_scale += base
         m, weight = tl.full([G], NOTHING, tl.float32), tl.zeros([G], tl.float32)
         acc_a, acc_b = tl.zeros([G, HP], tl.float32), tl.zeros([G, HP], tl.float32)
-        old = hi  # up to `old`, tiles lie in the cache whole; from `first` on, keys are new
-        if TOKENS > 1:
-            old = lo + tl.maximum(tl.minimum(hi, first) - lo, 0) // N * N
+        if AHEAD:
+            # An empty tile leaves weights of 1, which the first key that is live multiplies by 0: each part has one.
+            m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP, KIND, WIDE)
+            lo += N
         for start in range(lo, old, N):
-            live = start + n < hi
-            at, there = _place(pages, b // TOKENS, start + n, live, length_max, total, kv, KV, PAGE)
-            ka, kb, va, vb, ks, vs = _cached(k_ptr, v_ptr, k_scale, v_scale, at, i, live, there, inside, HALF, PAIRS, PAGE,
-                                             KIND)  # fmt: skip
+            live = start + n < old
+            ka, kb, va, vb, ks, vs = _old(k_ptr, v_ptr, k_scale, v_scale, pages, b // TOKENS, start + n, live, i, inside,
+                                          length_max, total, kv, KV, HALF, PAIRS, PAGE, KIND)  # fmt: skip
             m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP, KIND, WIDE)
         if TOKENS > 1:
             for start in range(old, hi, N):
                 place = start + n
                 live = place < hi
-                at, there = _place(pages, b // TOKENS, place, live, length_max, total, kv, KV, PAGE)
-                early = live & (place < first)
-                ka, kb, va, vb, ks, vs = _cached(k_ptr, v_ptr, k_scale, v_scale, at, i, early, there, inside, HALF, PAIRS,
-                                                 PAGE, KIND)  # fmt: skip
+                ka, kb, va, vb, ks, vs = _old(k_ptr, v_ptr, k_scale, v_scale, pages, b // TOKENS, place, live & (place < first),
+                                              i, inside, length_max, total, kv, KV, HALF, PAIRS, PAGE, KIND)  # fmt: skip
                 for t in range(TOKENS - 1):  # unrolled, five tokens 128 wide spill 350 to 1,900 bytes a thread
                     ka, kb, va, vb, ks, vs = _with_new(ka, kb, va, vb, ks, vs, t, place, live, first, qkv_ptr, b // TOKENS,
                                                        k_ptr, k_norm, cos_ptr, sin_ptr, length_max, eps, kv, i, KV, GROUP,
                                                        HALF, PAIRS, K_NORM, OFFSET, TOKENS, MOST, KIND)  # fmt: skip
                 m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP, KIND, WIDE)
         if split == parts - 1:
-            ka, kb, va, vb, ks, vs = _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, K_NORM, OFFSET, MOST)
+            if not AHEAD or TOKENS > 1:  # of several tokens they spill 16 bytes a thread if they are held all along
+                na, nb, ua, ub, ns, us = _new(
+                    row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, K_NORM, OFFSET, MOST
+                )
             at, there = _place(pages, b // TOKENS, position, True, length_max, total, kv, KV, PAGE)
             one = inside[None] & there
             place = at * D + i[None]
             kind = k_ptr.dtype.element_ty
             low, high = _halves(k_ptr + place, i[None], HALF, PAIRS)
-            tl.store(low, ka.to(kind), mask=one)
-            tl.store(high, kb.to(kind), mask=one)
-            tl.store(v_ptr + place, va.to(kind), mask=one)
-            tl.store(v_ptr + place + HALF, vb.to(kind), mask=one)
-            score = tl.sum(qa * ka.to(tl.float32) + qb * kb.to(tl.float32), 1)
+            tl.store(low, na.to(kind), mask=one)
+            tl.store(high, nb.to(kind), mask=one)
+            tl.store(v_ptr + place, ua.to(kind), mask=one)
+            tl.store(v_ptr + place + HALF, ub.to(kind), mask=one)
+            score = tl.sum(qa * na.to(tl.float32) + qb * nb.to(tl.float32), 1)
             if MOST is not None:
-                tl.store(k_scale + at + tl.arange(0, 1), ks, mask=there)
-                tl.store(v_scale + at + tl.arange(0, 1), vs, mask=there)
-                score *= ks
+                tl.store(k_scale + at + tl.arange(0, 1), ns, mask=there)
+                tl.store(v_scale + at + tl.arange(0, 1), us, mask=there)
+                score *= ns
             if CAP > 0.0:
                 score = capped(score, CAP)
             if PAGE is not None:
@@ -144,9 +188,9 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
             p, fix = tl.exp(score - new), tl.exp(m - new)
             weight = weight * fix + p
             if MOST is not None:
-                p *= vs
-            acc_a = acc_a * fix[:, None] + p[:, None] * va.to(tl.float32)
-            acc_b = acc_b * fix[:, None] + p[:, None] * vb.to(tl.float32)
+                p *= us
+            acc_a = acc_a * fix[:, None] + p[:, None] * ua.to(tl.float32)
+            acc_b = acc_b * fix[:, None] + p[:, None] * ub.to(tl.float32)
             m = new
         if parts == 1:
             tl.store(to, (acc_a / weight[:, None]).to(out_ptr.dtype.element_ty), mask=heads)
@@ -160,23 +204,12 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
             tl.store(line + D + 1, weight, mask=g < GROUP)
             tl.debug_barrier()  # every thread's stores before the one thread that counts
             if tl.atomic_add(count_ptr + b * KV + kv, 1, sem="acq_rel") == parts - 1:
-                m, weight = tl.full([G], NOTHING, tl.float32), tl.zeros([G], tl.float32)
-                acc_a, acc_b = tl.zeros([G, HP], tl.float32), tl.zeros([G, HP], tl.float32)
-                for other in range(parts):
-                    line = mine + (other * GROUP + g) * (D + 2)
-                    # .cg: what other programs wrote lies in the L2, and this multiprocessor's L1 may hold the last step's
-                    their_m = tl.load(line + D, mask=g < GROUP, other=0.0, cache_modifier=".cg")
-                    their_weight = tl.load(line + D + 1, mask=g < GROUP, other=1.0, cache_modifier=".cg")
-                    their_a = tl.load(line[:, None] + i[None], mask=heads, other=0.0, cache_modifier=".cg")
-                    their_b = tl.load(line[:, None] + i[None] + HALF, mask=heads, other=0.0, cache_modifier=".cg")
-                    new = tl.maximum(m, their_m)
-                    fix, factor = tl.exp(m - new), tl.exp(their_m - new)
-                    weight = weight * fix + their_weight * factor
-                    acc_a = acc_a * fix[:, None] + their_a * factor[:, None]
-                    acc_b = acc_b * fix[:, None] + their_b * factor[:, None]
-                    m = new
-                tl.store(to, (acc_a / weight[:, None]).to(out_ptr.dtype.element_ty), mask=heads)
-                tl.store(to + HALF, (acc_b / weight[:, None]).to(out_ptr.dtype.element_ty), mask=heads)
+                if parts <= TOGETHER // 2:
+                    acc_a, acc_b = _combined(mine, parts, g, i, heads, GROUP, HALF, G, HP, TOGETHER // 2)
+                else:
+                    acc_a, acc_b = _combined(mine, parts, g, i, heads, GROUP, HALF, G, HP, TOGETHER)
+                tl.store(to, acc_a.to(out_ptr.dtype.element_ty), mask=heads)
+                tl.store(to + HALF, acc_b.to(out_ptr.dtype.element_ty), mask=heads)
                 tl.store(count_ptr + b * KV + kv, 0)
     elif (split == 0) & (known == 0):  # a place that the cache does not have
         nothing = tl.full([G, HP], float("nan"), tl.float32).to(out_ptr.dtype.element_ty)
@@ -200,10 +233,11 @@ def decode_attention(
         kind, wide = (tl.float32, 4) if interpreted() or out.dtype == torch.float32 else (tl.bfloat16, 2)
 
     def run(plan: AttentionPlan) -> None:
-        _decode_attention_kernel[(position.numel() * KV, splits)](
+        along = min(splits, triton.cdiv(len(cos), plan.keys))  # a part has a tile of keys at least
+        _decode_attention_kernel[(position.numel() * KV, along)](
             qkv, position, *cache, cos, sin, q_weight, k_weight, eps, scale, *scratch, out, len(cos), len(cache.k), KV, group,
             G, D // 2, HP, plan.keys, splits, window, cos.shape[1], *norms, offset, cap, interpreted(), tokens,
-            page if cache.pages is not None else None, most, kind,
+            page if cache.pages is not None else None, most, kind, TOGETHER if tokens == 1 else 2, dependent != LATE,
             num_stages=plan.stages, **options(plan.warps, EARLY if dependent else 0),
         )  # fmt: skip
 
