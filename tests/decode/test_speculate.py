@@ -304,10 +304,10 @@ def test_the_table_says_so():
     rows = {part: (what, why) for part, what, why in shared("Llama", "text", 4).stepper.report()}
     assert rows["speculation"] == (
         "4 tokens looked up in the text",
-        "the tokens of plain steps up to 1 row; of more, where no two logits lie within rounding",
+        "the tokens that a row gets alone, up to 1 row; of more, where no two logits lie within rounding",
     )
     rows = {part: (what, why) for part, what, why in shared("Llama", "same", 1, 4).stepper.report()}
-    assert rows["speculation"] == ("1 token drafted by a model", "the tokens of plain steps")
+    assert rows["speculation"] == ("1 token drafted by a model", "the tokens that a row gets alone")
     assert rows["draft: norm, head"] == ("reference: norm_product", "")
 
 
@@ -340,16 +340,18 @@ SERVED = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 
 @pytest.mark.parametrize(("tokens", "rows"), [(4, 1), (7, 1), (1, 4), (3, 2)])
 @DRAFTS
 def test_in_graphs_the_tokens_are_those_of_plain_graphs(draft, tokens, rows, how):
-    """bf16, where the kernels of plain steps take all tokens at once: equal logits to the bit, so no draw may differ."""
+    """bf16, where the kernels take all tokens at once: each row has the logits that it gets alone, to the bit, so no draw may
+    differ. Beside two others a plain row is multiplied by cuBLAS, which rounds at other places."""
     model = _served("Qwen3")
     other = None if draft == "text" else _served("Llama" if draft == "other" else "Qwen3")
     fast = gb.decoder(model, rows, 512, speculate=gb.Draft(other, tokens) if other else tokens, verify="quick")
     assert fast.stepper.exact(rows)
-    plain = gb.decoder(model, rows, 512, verify="quick")
+    plain = gb.decoder(model, 1, 512, verify="quick")
     given = cases.prompts(*range(5, 5 + rows))
-    found, want = (of.generate(given, max_new_tokens=200, **how) for of in (fast, plain))
-    assert found.tokens == want.tokens
-    for got, wanted in zip(found.sequences, want.sequences):
+    found = fast.generate(given, max_new_tokens=200, **how)
+    alone = [plain.generate([prompt], max_new_tokens=200, **how).sequences[0] for prompt in given]
+    assert found.tokens == [sequence.tokens for sequence in alone]
+    for got, wanted in zip(found.sequences, alone):
         torch.testing.assert_close(torch.tensor(got.logprobs), torch.tensor(wanted.logprobs), rtol=0, atol=1e-5)
     assert draft != "same" or found.tokens_a_step > tokens
 

@@ -3,7 +3,7 @@
 A step drafts what may follow a row's last token, runs token and draft through the model at once, and lets `pick` or `sample`
 choose after each of them as in plain decoding: a choice depends on the logits, the seed, the sequence and the position, and
 on nothing else. A row then gets those choices up to the first that its draft did not foresee, that one included. So what comes
-out is what plain steps bring, greedy or drawn, without rejection sampling; a good draft only makes it come sooner.
+out is what plain steps bring a row alone, greedy or drawn, without rejection sampling; a good draft only makes it come sooner.
 
 All of it lies in the launch: the host knows neither what was drafted nor how much of it was right until the tokens arrive.
 What was wrong has left its keys and values beyond the row's position, where nothing reads them and the next step writes.
@@ -139,9 +139,9 @@ class Speculator(Stepper):
     def _proof(self) -> str:
         most = max((n for n in range(1, self.slots.max_batch + 1) if self.exact(n)), default=0)
         if most == self.slots.max_batch:
-            return "the tokens of plain steps"
+            return "the tokens that a row gets alone"
         rows = f"up to {most} row{'s' if most > 1 else ''}; of more, " if most else ""
-        return f"the tokens of plain steps {rows}where no two logits lie within rounding"
+        return f"the tokens that a row gets alone, {rows}where no two logits lie within rounding"
 
     def exact(self, rows: int) -> bool:
         return self.body.same_kernels(rows * self.tokens)
