@@ -102,8 +102,7 @@ class Team:
         return joint(list(self._many.map(lambda worker: worker.ask(**wish), self._workers)))
 
     def _end(self) -> None:
-        for worker in self._workers:
-            worker.__exit__()
+        list(self._many.map(lambda worker: worker.__exit__(), self._workers))  # at once: a rank ends when all others do
         self._many.shutdown()
 
     def __enter__(self) -> "Team":

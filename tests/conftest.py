@@ -32,6 +32,13 @@ def pytest_unconfigure():
     gc.unfreeze()  # or nanobind says at the end of the process that its types leak
 
 
+def pytest_runtest_logreport(report):
+    """Name a failure at once: a run on a GPU that is cut off has told then which tests failed, and in which process."""
+    if report.failed and os.environ.get("PYTEST_XDIST_WORKER") is None:
+        by = getattr(report, "node", None)
+        print(f"\n{report.nodeid} failed in {report.when}{f', {by.gateway.id}' if by is not None else ''}", flush=True)
+
+
 @pytest.fixture(autouse=True)
 def poisoned_empty():
     """torch.empty() and its kin hold NaN, so that a kernel which leaves something unwritten is seen."""

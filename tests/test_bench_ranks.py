@@ -1,13 +1,15 @@
 """The benchmark of several GPUs: what a team's ranks say is said as one, and its contenders take the same steps."""
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from benchmarks.bench_ranks import CASES, TINY
 from benchmarks.ranks_worker import CONTENDERS
 from benchmarks.serving import introduce
-from benchmarks.workers import joint
+from benchmarks.workers import Team, joint
 from gpubound.parallel import join
 from tests.parallel.processes import on_ranks
 
@@ -19,6 +21,21 @@ def test_what_ranks_say_is_said_as_one():
     ]
     assert joint(facts) == {"loss": 1.5, "syncs": 1, "captured": False, "peak_gib": 3.5}
     assert joint([0.25, 0.5]) == 0.5 and joint([[1.0], [2.0]]) == [1.0]
+
+
+def test_ranks_of_a_team_end_at_once():
+    """NCCL lets a rank go when all others go, too: one after the other, the first was killed after 30 s."""
+    together = threading.Barrier(2)
+
+    class Rank:
+        def __exit__(self, *_: object) -> None:
+            together.wait(timeout=60)
+
+    team = Team.__new__(Team)
+    team._many, team._workers = ThreadPoolExecutor(2), [Rank(), Rank()]
+    with team:
+        pass
+    assert not together.broken
 
 
 def test_every_contender_of_a_case_is_there():
