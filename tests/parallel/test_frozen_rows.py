@@ -161,7 +161,7 @@ WAYS: dict[str, dict] = {
 ROUNDED = {"fp8": 0.25, "8 bits": 1e-3, "muon": 1e-3}
 """How far two right runs may part, beside how far adapters move: where a last bit may end in another code.
 
-Seen on a CPU: fp8 2e-2, 16 bits 7e-2, 8-bit moments and Muon 5e-5, all others at most 6e-6.
+Seen on a CPU: fp8 2e-2, 8-bit moments and Muon 5e-5, all others at most 6e-6.
 """
 
 
@@ -175,8 +175,12 @@ def held_to_one_process(alone, ranks, began, off=1e-4):
             assert their_counts == counts
         assert distance(weights, their_weights) < off * moved
         assert state.keys() == their_state.keys()
-        assert held["sums"] == 0, "no gradient of the base is made"
-        assert held["left"] == 0, "what was gathered is given back"
+        nothing_of_the_base(held)
+
+
+def nothing_of_the_base(held):
+    assert held["sums"] == 0, "no gradient of the base is made"
+    assert held["left"] == 0, "what was gathered is given back"
 
 
 def beginning(way):
@@ -196,10 +200,18 @@ def test_two_ranks_with_rows_of_the_base_are_one_process(name):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["ours", "nf4", "placed"])
 def test_in_16_bits(name, precision):
-    """Frozen rows take 2 bytes a number, over all ranks."""
+    """Frozen rows take 2 bytes a number, over all ranks. From the second step on a gradient of so small a model is mostly
+    rounding: one process in bf16 had norms of 1.3 where fp32 has 0.6."""
     way = WAYS[name] | {"precision": precision}
     ranks = on_ranks(2, partial(trained, **way), 2, 1)
-    held_to_one_process(trained(1, 2, **way), ranks, beginning(way), 0.25)
+    _, reports, state, _ = trained(1, 2, **way)
+    for _, said, their_state, held in ranks:
+        assert said[0][:2] == pytest.approx(reports[0][:2], rel=0.05)
+        for (loss, _, *counts), (their_loss, _, *their_counts) in zip(reports, said, strict=True):
+            assert their_loss == pytest.approx(loss, rel=0.03)
+            assert their_counts == counts
+        assert state.keys() == their_state.keys()
+        nothing_of_the_base(held)
     if name == "ours":
         frozen = sum(p.numel() for p in ours(0).parameters() if not p.requires_grad)
         assert sum(held["frozen"] for *_, held in ranks) == 2 * frozen
@@ -210,6 +222,37 @@ def test_ranks_in_other_numbers_and_several_micro_batches(world, each):
     """Of 4 ranks the last has fewer rows of the table, and all sum their adapters once a step."""
     ranks = on_ranks(world, trained, world, each)
     held_to_one_process(trained(1, world * each), ranks, beginning({}))
+
+
+def stepped_past(own):
+    """Why a placed model's loop was left to transformers, in two steps of its TrainStep and in a call behind them."""
+    with join("cpu") as ranks:
+        model = theirs(0, placed=True)
+        if own:
+            shard(model, blocks_of(model), ranks, torch.float32)
+        else:
+            for unit in (*blocks_of(model), model):
+                fully_shard(
+                    unit,
+                    ignored_params=set(gb.lora.parameters(model)),
+                    mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
+                )
+        step = gb.TrainStep(model, "causal_lm", ADAMW, clip=0.5, precision="fp32", graph="off", ranks=ranks)
+        reasons, found = model.model.delegated, []
+        for call in (*(partial(step, [batch(number, ranks.rank)]) for number in range(2)), step.close):
+            reasons.clear()
+            call()
+            found.append(dict(reasons))
+        model(**batch(0, ranks.rank))
+        return [*found, dict(reasons)]
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["shard", "fully_shard"])
+def test_a_placed_loop_gathers_its_blocks_itself(own):
+    """As modules, with FSDP's hooks, they would be called by transformers' loop: each add apart from its norm, and a mask that
+    reads the device in each micro-batch. Behind the step of a script's own fully_shard it is that loop again."""
+    hooks = {} if own else {"hooks on a layer": 1}
+    assert on_ranks(2, stepped_past, own) == [[{}, {}, {}, hooks]] * 2
 
 
 def outside():

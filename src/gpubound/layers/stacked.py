@@ -10,7 +10,7 @@ state_dict, optimizers and adapters work as before. What moves a parameter's mem
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,9 +38,10 @@ def bare(layer: Any) -> bool:
     return plain(layer) and not adapted(weight := layer._parameters["weight"]) and not format_of(weight).coded
 
 
-def hooked(module: Any) -> bool:
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(hooks)
+def hooked(module: Any, but: Container = ()) -> bool:
+    """Whether calling it runs hooks, other than those in `but`."""
+    tables = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(tables) and any(hook not in but for hooks in tables for hook in hooks.values())
 
 
 class LinearSite(NamedTuple):

@@ -105,7 +105,7 @@ class HFStack(Delegating):
         if len(self.layers) != self.config.num_hidden_layers:
             return "the config counts other layers than there are"
         for layer in self.layers._modules.values():
-            if hooked(layer):
+            if hooked(layer, but=getattr(layer, "gathers", ())):
                 return "hooks on a layer"
             for name, part in self.PARTS.items():
                 module = layer._modules[name]

@@ -20,6 +20,7 @@ from .ranks import ranks_of
 
 Result = TypeVar("Result")
 GATHERED = "gathered"  # of a unit: runs a function with its parameters there
+GATHERS = "gathers"  # of a unit: the hooks that do so where it is called as a module
 
 
 def units(model: nn.Module) -> list[Any]:
@@ -182,7 +183,7 @@ class DealtModel:
         if not self._taken:
             return
         for unit in self._given:
-            del vars(unit)[GATHERED]
+            del vars(unit)[GATHERED], vars(unit)[GATHERS]
         for unit in self.units:
             unit.set_gradient_divide_factor(float(self.ranks.world))
         self.sum_with_backward(True)
@@ -197,6 +198,8 @@ def give_gathered(unit: Any) -> bool:
         return False
     unit.gathered = _run
     register_fsdp_forward_method(unit, GATHERED)
+    state, hooks = unit._get_fsdp_state(), [*unit._forward_pre_hooks.values(), *unit._forward_hooks.values()]
+    unit.gathers = [hook for hook in hooks if getattr(hook, "__self__", None) is state]
     return True
 
 
