@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from . import beside
 from .gates import figure
 from .results import COUNTS, FLOOR, Line
 
@@ -123,7 +124,8 @@ def page(lines: Sequence[Line], pictures: Mapping[str, str] = NO_PICTURES) -> st
         for bench, group in machines[gpu].items()
     ]
     unnamed = [f"Sections that name no GPU are those of the {order[0]}.\n"] if len(order) > 1 else []
-    return "\n".join([HEAD, *unnamed, *short, *sections])
+    all_in_one = [text for text in [beside.table([line for line in lines if line.gpu == order[0]])] if text]
+    return "\n".join([HEAD, *unnamed, *all_in_one, *short, *sections])
 
 
 def _shortfalls(lines: Sequence[Line], where: str) -> str:

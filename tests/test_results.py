@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks import bars, curves, figures, gates, results, tables
+from benchmarks import bars, beside, curves, figures, gates, results, tables
 from benchmarks.results import FLOOR, Line, append, newest, ratio, read
 
 CPU = torch.device("cpu")
@@ -226,6 +226,31 @@ def test_a_floor_is_told_in_multiples_of_it():
     assert row(text, "wide") == "| wide | 20.0 us | 1.25 x |"
     assert row(text, "rms_norm forward 8b") == "| rms_norm forward 8b | 20.0 us | **2.00 x** (gate 1.80 x) |"
     assert "a peer is ahead" not in text and not tables.is_peer(held)
+
+
+def test_whole_work_stands_beside_every_kind_of_rival():
+    """The fastest of each kind; limits, budgets, other units and single kernels are not there."""
+    work = replace(LINE, unit="tok/s", ours=100.0, gate=None)
+    steps = replace(work, bench="train", case="350m x8")
+    lines = [
+        replace(work, bench="decode", case="350m batch 16", peer_name="graph", ratio=4.5),
+        replace(work, bench="decode", case="350m batch 2", peer_name="graph", ratio=5.6),
+        replace(steps, peer_name="liger-autocast", ratio=1.4),
+        replace(steps, peer_name="liger", ratio=0.98),
+        replace(steps, peer_name="hf", ratio=17.2),
+        replace(steps, peer_name="bf16 rate", ratio=0.6),
+        replace(steps, unit="GiB", peer_name="liger", ratio=0.5),
+        LINE,
+    ]
+    said = [line for line in beside.table(lines).splitlines() if line.startswith("|")]
+    assert said == [
+        "| work | ours | torch, eager | Liger | a CUDA graph by hand |",
+        "|---|---|---|---|---|",
+        "| training 350m x8 | 100 tok/s | 17 | **0.98** |  |",
+        "| decoding 350m batch 2 | 100 tok/s |  |  | 5.60 |",
+        "| decoding 350m batch 16 | 100 tok/s |  |  | 4.50 |",
+    ]
+    assert beside.table([LINE]) == ""
 
 
 def test_every_run_that_a_figure_is_from_is_named():
