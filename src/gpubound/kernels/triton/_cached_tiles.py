@@ -125,7 +125,8 @@ def _place(pages, row, place, mask, length, total, kv, KV: tl.constexpr, PAGE: t
     if PAGE is None:
         return place, mask
     else:
-        page = tl.load(pages + row * tl.cdiv(length, PAGE) + place // PAGE, mask=mask, other=0).to(tl.int64)
+        line = pages + row * tl.cdiv(length, PAGE) + place // PAGE
+        page = tl.load(line, mask=mask, other=0, cache_modifier=".cg").to(tl.int64)
         there = (page >= 0) & (page < total)
         return (tl.where(there, page, 0) * KV + kv) * PAGE + place % PAGE, mask & there
 
@@ -135,22 +136,26 @@ def _old(k_ptr, v_ptr, k_scale, v_scale, pages, row, place, live, i, inside, len
          HALF: tl.constexpr, PAIRS: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     """A tile of cached keys and values, those of the places that are live: (N, HALF) each half. Of codes, as KIND, with their
     scales (N,). A key that is live but not there (`_place`) is NaN.
+
+    .cg: it may be asked for before a wait has emptied this multiprocessor's L1, which holds the scale of a key beside those of
+    its neighbours, as they were a step ago.
     """
     at, there = _place(pages, row, place, live, length, total, kv, KV, PAGE)
     mask = live[:, None] & inside[None]
     tile = at[:, None] * (2 * HALF) + i[None]
     first, second = _halves(k_ptr + tile, i[None], HALF, PAIRS)
-    ka = tl.load(first, mask=mask, other=0.0)
-    kb = tl.load(second, mask=mask, other=0.0)
-    va = tl.load(v_ptr + tile, mask=mask, other=0.0)
-    vb = tl.load(v_ptr + tile + HALF, mask=mask, other=0.0)
+    ka = tl.load(first, mask=mask, other=0.0, cache_modifier=".cg")
+    kb = tl.load(second, mask=mask, other=0.0, cache_modifier=".cg")
+    va = tl.load(v_ptr + tile, mask=mask, other=0.0, cache_modifier=".cg")
+    vb = tl.load(v_ptr + tile + HALF, mask=mask, other=0.0, cache_modifier=".cg")
     if KIND is None:
         if PAGE is not None:
             ka = tl.where((live & (there == 0))[:, None], float("nan"), ka)
         return ka, kb, va, vb, 1.0, 1.0
     else:
         lost: tl.constexpr = 0.0 if PAGE is None else float("nan")  # what is not live gets no score, whatever its scale
-        ks, vs = tl.load(k_scale + at, mask=there, other=lost), tl.load(v_scale + at, mask=there, other=0.0)
+        ks = tl.load(k_scale + at, mask=there, other=lost, cache_modifier=".cg")
+        vs = tl.load(v_scale + at, mask=there, other=0.0, cache_modifier=".cg")
         return ka.to(KIND), kb.to(KIND), va.to(KIND), vb.to(KIND), ks, vs
 
 

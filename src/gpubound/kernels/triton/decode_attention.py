@@ -100,7 +100,7 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
     inside = i < HALF
     if not AHEAD:
         _wait(DEPENDENT)
-    # .cg here and below: past an L1 that may hold what was there before
+    # .cg here and below, and in `_old`: past an L1 that may hold what was there before
     position = tl.load(position_ptr + b, cache_modifier=".cg")
     known = (position >= 0) & (position < length_max)
     if TOKENS > 1:
