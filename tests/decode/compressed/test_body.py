@@ -153,6 +153,17 @@ def test_in_16_bits_the_trial_judges_the_experts_by_themselves(dtype):
     assert body_of(build(dtype)).trial.error < 0.1
 
 
+def test_entries_of_equal_scores_may_be_chosen_otherwise():
+    """All scores are 0, of which transformers takes any. The trial holds the model to the body's choice, and the scores to the
+    best: 3 of 20 tiny models with random weights were refused before."""
+    model = build(index_n_heads=2, compress_rates=RATES | {HCA: 40})  # a trial of 44 tokens, 11 entries
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("scorer.weights_proj.weight"):
+                parameter.zero_()
+    assert body_of(model).trial.error < 1e-4
+
+
 def test_a_folder_in_16_bits_whose_norms_and_mixing_stay_in_32(tmp_path):
     build().save_pretrained(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()

@@ -7,8 +7,9 @@ import torch
 
 import gpubound as gb
 from gpubound.decode.compressed import attention, experts, mixture, state, trial
+from gpubound.kernels import index_topk
 
-from .cases import ROOM, build
+from .cases import HCA, RATES, ROOM, build
 
 NOT_DECODED = "decoder: model: got DeepseekV4ForCausalLM, which is not decoded: "
 
@@ -59,6 +60,27 @@ def test_a_step_that_is_off(module, name, monkeypatch):
         r"compute this model; report it with the model's config\.",
         refusal(build(), gb.GenerateError),
     )
+
+
+def test_a_choice_of_the_wrong_entries(monkeypatch):
+    """Those with the least scores, or one too few."""
+
+    def least(scores, closed, ids):
+        return index_topk(-scores, closed, ids)
+
+    def fewer(scores, closed, ids):
+        index_topk(scores, closed, ids)
+        return ids[:, -1:].fill_(-1)
+
+    monkeypatch.setitem(trial.TOLERANCE, torch.float32, 1e9)
+    for wrong in (least, fewer):
+        monkeypatch.setattr(attention, "index_topk", wrong)
+        assert re.fullmatch(
+            r"decoder: the step chooses entries whose scores lie (?:inf|[\d.e+-]+) deviations below those that "
+            r"DeepseekV4ForCausalLM finds best \(limit 1e-04\): it does not compute this model; report it with the model's "
+            r"config\.",
+            refusal(build(compress_rates=RATES | {HCA: 40}), gb.GenerateError),  # a trial of 44 tokens, 11 entries
+        )
 
 
 def test_a_choice_of_the_wrong_experts(monkeypatch):

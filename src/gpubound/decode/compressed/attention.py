@@ -4,7 +4,7 @@ Legend: B rows, T tokens, H heads, D width of a head, S keys, K entries that a t
 """
 
 from copy import copy
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ PIECE = 128  # tokens of a prompt whose scores are in memory at a time
 class Index:
     """Scores of entries, for a token to choose by. Of equal scores the earlier entry's counts as higher."""
 
+    overheard: Any = None  # takes what tokens choose, while the trial listens
+
     def __init__(self, weights: IndexWeights, build: Build, dtype: torch.dtype, device: torch.device) -> None:
         self.weights, self.entries = weights, Entries(weights.entries, build, dtype, device)
 
@@ -36,7 +38,10 @@ class Index:
         scores = torch.empty(len(q), keys.shape[1], device=q.device)
         ids = torch.empty(len(q), min(w.top, keys.shape[1]), device=q.device, dtype=torch.int32)
         index_scores(q, keys, share, closed, (w.heads * q.shape[-1]) ** -0.5, scores)
-        return index_topk(scores, closed, ids)
+        index_topk(scores, closed, ids)
+        if self.overheard is not None:
+            self.overheard(ids)
+        return ids
 
 
 class Asked(NamedTuple):

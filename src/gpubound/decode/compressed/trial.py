@@ -1,13 +1,15 @@
 """What a body is tried with when it is built: the logits of a prompt and of steps behind it, beside those of the model's own
 forward.
 
-Experts are a choice by comparison, and rounding may make another one of it, neither of which is wrong. So the model's forward
-takes the experts that the body chose, and how far below the best ones their scores lie is judged by itself (judge.py).
+Experts are a choice by comparison, and so are the entries that an index chooses. Rounding may make another one of it, and
+neither is wrong. So the model's forward takes what the body chose, and how far the scores of the choice lie below the best ones
+is judged by itself (judge.py).
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,11 +46,11 @@ def try_body(body: "CompressedBody") -> Trial:
     first = max(0, tokens - STEPS)
     ids = torch.randint(body.vocab, (tokens,), generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(body.device)
     place = torch.arange(tokens, device=body.device)
-    with _overheard(body) as choices:
+    with _overheard(body) as (choices, entries):
         body.prefill(ids[None, :first], place[first : first + 1])
         steps = (slice(at, at + 1) for at in range(first, tokens))
         ours = torch.cat([body.step(ids[at].int(), place[at].int()).clone() for at in steps])
-    with _forced(body, choices):
+    with _forced(body, choices, entries):
         own = body.model(input_ids=ids[None], use_cache=False).logits[0, first:].float()
     if not own.isfinite().all():
         raise GenerateError(
@@ -61,29 +63,54 @@ def try_body(body: "CompressedBody") -> Trial:
             f"decoder: logits are {error:.1e} from those of {name} itself (limit {TOLERANCE[body.dtype]:.0e}): the step does "
             "not compute this model; report it with the model's config."
         )
-    if not choices.missed <= MISSED_LIMIT[body.dtype]:
-        raise GenerateError(
-            f"decoder: the step chooses experts whose scores lie {choices.missed:.1e} deviations below those that {name} finds "
-            f"best (limit {MISSED_LIMIT[body.dtype]:.0e}): it does not compute this model; report it with the model's config."
-        )
+    for what, missed in (("experts", choices.missed), ("entries", entries.missed)):
+        if not missed <= MISSED_LIMIT[body.dtype]:
+            raise GenerateError(
+                f"decoder: the step chooses {what} whose scores lie {missed:.1e} deviations below those that {name} finds best "
+                f"(limit {MISSED_LIMIT[body.dtype]:.0e}): it does not compute this model; report it with the model's config."
+            )
     return Trial(error, tokens)
 
 
 @contextmanager
-def _overheard(body: "CompressedBody") -> Iterator[Choices]:
-    found = Choices()
+def _overheard(body: "CompressedBody") -> Iterator[tuple[Choices, "Entered"]]:
+    """What tokens choose meanwhile: experts, and entries."""
+    found, entries = Choices(), Entered()
+    indexes = {number: layer.attention.index for number, layer in enumerate(body.layers) if layer.attention.index is not None}
     for layer in body.layers:
         layer.mixture.overheard = found
+    for number, index in indexes.items():
+        index.overheard = partial(entries.add, number)
     try:
-        yield found
+        yield found, entries
     finally:
         for layer in body.layers:
             layer.mixture.overheard = None
+        for index in indexes.values():
+            index.overheard = None
+
+
+class Entered(Choices):
+    """Which entries the tokens of a sequence chose: `ids` (T, K), -1 where there were fewer."""
+
+    def judged(self, number: int, scores: Tensor) -> Tensor:
+        """`scores` (T, S) are -inf for entries that a token may not see."""
+        ids = self.ids[number].long().to(scores.device)
+        if not scores.shape[1]:
+            return ids
+        seen, there, at = scores.isfinite(), ids >= 0, ids.clamp_min(0)
+        count, low = seen.sum(-1, keepdim=True).clamp_min(1), scores.masked_fill(~seen, 0.0)
+        spread = (low - low.sum(-1, keepdim=True) / count).masked_fill(~seen, 0.0).square().sum(-1).div(count[:, 0]).sqrt()
+        best, chosen = scores.topk(min(ids.shape[1], scores.shape[1])).values, low.gather(-1, at).masked_fill(~there, 0.0)
+        short = best.masked_fill(best.isinf(), 0.0).sum(-1) - chosen.sum(-1)
+        wrong = (there & ~seen.gather(-1, at)).any(-1) | (there.sum(-1) != best.isfinite().sum(-1))  # unseen, or too few
+        self._missed.append((short / count[:, 0] / spread.clamp_min(1e-30)).masked_fill(wrong, float("inf")))
+        return ids
 
 
 @contextmanager
-def _forced(body: "CompressedBody", choices: Choices) -> Iterator[None]:
-    """The model runs in its dtype, and its routers that choose by scores choose as the body has."""
+def _forced(body: "CompressedBody", choices: Choices, entries: Entered) -> Iterator[None]:
+    """The model runs in its dtype, and what chooses by scores there chooses as the body has."""
 
     def force(number: int) -> Any:
         weights = body.layers[number].mixture.weights
@@ -98,8 +125,28 @@ def _forced(body: "CompressedBody", choices: Choices) -> Iterator[None]:
 
         return hook
 
+    def entered(number: int) -> tuple[Any, Any]:
+        scores: list[Tensor] = []
+        index = body.layers[number].attention.index
+        assert index is not None
+        rate = index.entries.weights.rate
+
+        def keep(scorer: Any, inputs: Any, output: Tensor) -> None:
+            scores.append(output[0].float())
+
+        def hook(indexer: Any, inputs: Any, output: Tensor) -> Tensor:
+            (found,) = scores
+            closed = (torch.arange(len(found), device=found.device) + 1) // rate
+            beyond = torch.arange(found.shape[1], device=found.device) >= closed[:, None]
+            return entries.judged(number, found.masked_fill(beyond, float("-inf")))[None]
+
+        return keep, hook
+
     routers = body.reader.routers().items()
     handles = [router.register_forward_hook(force(n)) for n, router in routers if body.layers[n].mixture.weights.table is None]
+    for number, indexer in body.reader.indexers().items():
+        keep, hook = entered(number)
+        handles += [indexer.scorer.register_forward_hook(keep), indexer.register_forward_hook(hook)]
     handles += rounded(body.model)
     try:
         yield

@@ -130,5 +130,10 @@ class CompressedReader(Reader):
     def routers(self) -> dict[int, Any]:
         return {number: block.mlp.gate for number, block in enumerate(self.trunk.layers)}
 
+    def indexers(self) -> dict[int, Any]:
+        """What chooses entries, of the layers that have it."""
+        found = {n: getattr(block.self_attn.compressor, "indexer", None) for n, block in enumerate(self.trunk.layers)}
+        return {number: indexer for number, indexer in found.items() if indexer is not None}
+
 
 DECODING = {"ForCausalLM": CompressedReader}
