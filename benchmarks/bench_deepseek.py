@@ -20,7 +20,6 @@ from gpubound.cli import arguments, guarded
 from gpubound.decode.steps import LaunchWay
 from gpubound.device import resolve
 from gpubound.kernels import hyper_connections, sinkhorn
-from gpubound.kernels.packed import BIAS
 from gpubound.models.keywords import cache_in, cache_word
 from gpubound.trace import strict
 from gpubound.words import quantity
@@ -29,12 +28,14 @@ from . import results
 from .decode_host import host_us
 from .decode_peers import gap
 from .decode_start import syncs
+from .deepseek_models import build_flash, build_model
 from .harness import CAPTURED, Bench, chosen, need_transformers, peak_gib, release
 
-PARTS = ("step", "codes", "streams", "memory")
-NAME = "v4, half of Flash"
+PARTS = ("step", "codes", "streams", "memory", "flash")
+NAME, FLASH = "v4, half of Flash", "v4, Flash in fp4"
 K = 8  # tokens a launch
 EAGER, ROOFLINE, LAUNCHES, HOST_US, STREAMS, MEMORY = 10.0, 0.25, 25, 10.0, 20.0, 10.0  # gates
+WANTED = 300.0  # tokens a second of Flash on four GPUs
 # Deviations that a token may lie below the greatest logit of transformers' forward: bf16 streams there, fp32 ours, and an
 # expert that rounding changes in one of 43 layers. What computes something else takes tokens 4 below.
 GAP = 2.0
@@ -52,13 +53,17 @@ class DeepSeek:
     step: tokens a second behind the first, beside transformers' forward (eager) and our step without a graph (uncaptured);
     host syncs, launches a layer and the host's time. streams: hc_pre and hc_post of a token beside the plain form.
     memory: the peak of sinkhorn's forward and backward beside the plain form. codes: experts in fp4, as V4 is published, beside
-    experts in 16 bits.
+    experts in 16 bits. flash: V4-Flash itself, 162 GB with its experts in fp4, in stages on several GPUs; it is not among those
+    measured by default.
 
-    Example: gpubound bench deepseek --parts streams
+    Examples: gpubound bench deepseek --parts streams
+              gpubound bench deepseek --parts flash --gpus 4
     """
 
-    parts: str = ",".join(PARTS)
-    """What to measure, by comma: step, codes, streams, memory."""
+    parts: str = ",".join(PARTS[:-1])
+    """What to measure, by comma: step, codes, streams, memory, flash."""
+    gpus: int = 4
+    """GPUs that flash lies on."""
     rounds: int = 3
     """How often each contender takes its turn."""
     results: Path = results.FOLDER
@@ -98,48 +103,10 @@ def main(argv: Sequence[str]) -> int:
             measure_step(bench, model, size, options.rounds)
         if "codes" in parts:
             measure_codes(bench, build_model(device, options.dry, codes=True), model, size, options.rounds)
+            del model
+    if "flash" in parts:
+        measure_flash(bench, options.gpus, DRY if options.dry else Size(), options.rounds)
     return bench.finish()
-
-
-def v4_config(dry: bool) -> Any:
-    from transformers import DeepseekV4Config
-
-    kinds = ["compressed_sparse_attention", "heavily_compressed_attention"]
-    small = {
-        "vocab_size": 89, "hidden_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "head_dim": 16, "partial_rotary_factor": 0.25, "q_lora_rank": 24, "n_routed_experts": 6, "num_experts_per_tok": 2,
-        "o_groups": 2, "o_lora_rank": 8, "index_n_heads": 4, "index_head_dim": 8, "index_topk": 6, "sliding_window": 12,
-    }  # fmt: skip
-    half = {
-        "hidden_size": 2048, "moe_intermediate_size": 1024, "num_hidden_layers": 43, "num_attention_heads": 32,
-        "q_lora_rank": 512, "o_lora_rank": 512, "n_routed_experts": 64, "index_n_heads": 32,
-    }  # fmt: skip
-    sizes = small if dry else half
-    layers = sizes["num_hidden_layers"]
-    types = ["sliding_attention"] * 2 + [kinds[number % 2] for number in range(layers - 2)]
-    return DeepseekV4Config(**sizes, layer_types=types, eos_token_id=None, max_position_embeddings=4096)
-
-
-def build_model(device: torch.device, dry: bool, codes: bool = False) -> Any:
-    """Random weights, made where they lie; what transformers keeps in fp32 is fp32. codes: of experts, in fp4."""
-    from transformers import DeepseekV4ForCausalLM
-
-    from gpubound.models.deepseek_v4.coded import PARTS, Fp4Experts, in_fp4
-    from gpubound.models.deepseek_v4.strict import keep_in_fp32
-
-    torch.manual_seed(0)
-    config = v4_config(dry)
-    with device, in_fp4(codes):
-        model = DeepseekV4ForCausalLM._from_config(config, dtype=torch.float32 if dry else torch.bfloat16).eval()
-    keep_in_fp32(model)
-    for name, buffer in model.named_buffers():
-        if name.endswith("tid2eid"):
-            buffer.copy_(torch.rand(len(buffer), config.n_routed_experts, device=device).argsort(-1)[:, : buffer.shape[1]])
-    for experts in (module for module in model.modules() if isinstance(module, Fp4Experts)):
-        for packed in map(experts.packed, PARTS):
-            packed.words.random_(-(2**31), 2**31)
-            packed.scale.fill_(BIAS - 7)  # so the weights have a spread of 0.02
-    return model
 
 
 def prompt_of(model: Any, size: Size) -> Tensor:
@@ -175,9 +142,27 @@ def measure_codes(bench: Bench, coded: Any, model: Any, size: Size, rounds: int)
     release(bench.device)
 
 
-def decoder_of(model: Any, size: Size) -> Any:
+@torch.no_grad()
+def measure_flash(bench: Bench, gpus: int, size: Size, rounds: int) -> None:
+    """Flash in stages, of which one works at a time: the roofline is that of one GPU."""
+    there = torch.cuda.device_count()
+    if not bench.dry and there < gpus:
+        bench.unmeasured.append(f"{FLASH}: needs {gpus} GPUs, and {there} {'is' if there == 1 else 'are'} visible; pass --gpus")
+        return
+    devices = [torch.device("cpu")] * gpus if bench.dry else [torch.device("cuda", number) for number in range(gpus)]
+    model, case = build_flash(devices, bench.dry), f"{FLASH} batch 1 on {gpus}"
+    decoder = decoder_of(model, size, devices=[str(device) for device in devices])
+    prompt = prompt_of(model, size).tolist()
+    works: dict[str, Work] = {"ours": lambda: captured(decoder, prompt, size.ours), "budget": lambda: 1 / WANTED}
+    if beside(bench, case, decoder, size, rounds, works, {"budget": 1.0}) and bench.device.type == "cuda":
+        waits = syncs(lambda: decoder.generate(prompt, max_new_tokens=size.ours, stop=()))
+        bench.figure(f"{case}, host syncs in a generation", "syncs", waits, {"budget": 0}, {"budget": 1.0})
+    release(bench.device)
+
+
+def decoder_of(model: Any, size: Size, **given: Any) -> Any:
     with strict():
-        decoder = gpubound.decoder(model, 1, size.room, k=K)
+        decoder = gpubound.decoder(model, 1, size.room, k=K, **given)
     for _ in range(2):  # a prefill is captured when its size comes again
         decoder.generate(prompt_of(model, size).tolist(), max_new_tokens=size.ours, stop=())
     return decoder

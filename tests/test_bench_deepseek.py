@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from benchmarks import bench_deepseek
-from benchmarks.bench_deepseek import DRY, build_model, measure_codes, measure_step, v4_config
+from benchmarks.bench_deepseek import DRY, measure_codes, measure_flash, measure_step
+from benchmarks.deepseek_models import build_model, v4_config
 from benchmarks.harness import Bench
 from gpubound import device as facts
 from gpubound.cli import guarded
@@ -71,6 +72,38 @@ def test_the_model_that_is_measured():
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(19.5e9, rel=0.01)
 
 
+def test_flash_itself():
+    """More than a GPU has; on meta."""
+    from transformers import DeepseekV4ForCausalLM
+
+    from gpubound.models.deepseek_v4.coded import in_fp4
+
+    with torch.device("meta"), in_fp4(True):
+        model = DeepseekV4ForCausalLM._from_config(v4_config(dry=False, flash=True), dtype=torch.bfloat16)
+    assert sum(t.nbytes for t in (*model.parameters(), *model.buffers())) == pytest.approx(162e9, rel=0.01)
+
+
+def test_flash_in_stages(bench, monkeypatch):
+    """Its layers in equal shares, and tokens that its own forward gives, across the devices, too."""
+    seconds = iter([0.002] * 3)
+    monkeypatch.setattr(bench_deepseek, "captured", lambda *given: next(seconds))
+    measure_flash(bench, 2, DRY, 3)
+    assert not bench.wrong and [(line.case, line.peer_name, line.gate) for line in bench.lines] == [
+        ("v4, Flash in fp4 batch 1 on 2", "budget", 1.0),
+        ("v4, Flash in fp4 batch 1 on 2", "roofline", None),
+    ]
+    assert [line.ours for line in bench.lines] == [500.0, 500.0]
+
+
+def test_flash_on_fewer_gpus_than_asked_for(bench):
+    bench.dry = False
+    measure_flash(bench, 400, DRY, 3)
+    (said,) = bench.unmeasured
+    assert (
+        said.startswith("v4, Flash in fp4: needs 400 GPUs, and ") and said.endswith(" visible; pass --gpus") and not bench.lines
+    )
+
+
 def test_a_dry_run_of_the_small_parts(capsys):
     assert guarded("bench", bench_deepseek.main, ["--dry", "--parts", "streams,memory"]) == 0
     said = capsys.readouterr().out
@@ -80,7 +113,7 @@ def test_a_dry_run_of_the_small_parts(capsys):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--parts", "end"], "--parts: got 'end', wanted some of step, codes, streams, memory."),
+        (["--parts", "end"], "--parts: got 'end', wanted some of step, codes, streams, memory, flash."),
         (["--rounds", "2"], "--rounds: got 2, wanted at least 3, or there is no median to speak of."),
     ],
 )

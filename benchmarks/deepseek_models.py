@@ -1,0 +1,79 @@
+"""The models of the DeepSeek-V4 benchmark: transformers' own, with random weights, made where they lie."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def v4_config(dry: bool, flash: bool = False) -> Any:
+    """V4-Flash's kinds of layers in its order: tiny, half of Flash, or Flash itself, whose sizes are transformers' defaults."""
+    from transformers import DeepseekV4Config
+
+    kinds = ["compressed_sparse_attention", "heavily_compressed_attention"]
+    small = {
+        "vocab_size": 89, "hidden_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "head_dim": 16, "partial_rotary_factor": 0.25, "q_lora_rank": 24, "n_routed_experts": 6, "num_experts_per_tok": 2,
+        "o_groups": 2, "o_lora_rank": 8, "index_n_heads": 4, "index_head_dim": 8, "index_topk": 6, "sliding_window": 12,
+    }  # fmt: skip
+    half = {
+        "hidden_size": 2048, "moe_intermediate_size": 1024, "num_hidden_layers": 43, "num_attention_heads": 32,
+        "q_lora_rank": 512, "o_lora_rank": 512, "n_routed_experts": 64, "index_n_heads": 32,
+    }  # fmt: skip
+    sizes = small if dry else {"num_hidden_layers": 43} if flash else half
+    layers = sizes["num_hidden_layers"]
+    types = ["sliding_attention"] * 2 + [kinds[number % 2] for number in range(layers - 2)]
+    return DeepseekV4Config(**sizes, layer_types=types, eos_token_id=None, max_position_embeddings=4096)
+
+
+def build_model(device: torch.device, dry: bool, codes: bool = False) -> Any:
+    """What transformers keeps in fp32 is fp32. codes: of experts, in fp4."""
+    from transformers import DeepseekV4ForCausalLM
+
+    from gpubound.models.deepseek_v4.coded import in_fp4
+    from gpubound.models.deepseek_v4.strict import keep_in_fp32
+
+    torch.manual_seed(0)
+    with device, in_fp4(codes):
+        model = DeepseekV4ForCausalLM._from_config(v4_config(dry), dtype=torch.float32 if dry else torch.bfloat16).eval()
+    keep_in_fp32(model)
+    return _drawn(model)
+
+
+def build_flash(devices: Sequence[torch.device], dry: bool) -> Any:
+    """V4-Flash with experts in fp4: 162 GB, more than one GPU has. Its layers are made in equal shares on the devices."""
+    from transformers import DeepseekV4ForCausalLM
+
+    from gpubound.models.deepseek_v4.coded import in_fp4
+    from gpubound.models.deepseek_v4.strict import keep_in_fp32
+
+    config = v4_config(dry, flash=True)
+    with torch.device("meta"), in_fp4(True):
+        model: Any = DeepseekV4ForCausalLM._from_config(config, dtype=torch.float32 if dry else torch.bfloat16).eval()
+    keep_in_fp32(model)
+    blocks = model.model.layers
+    inside = {id(module) for block in blocks for module in block.modules()}
+    for number, block in enumerate(blocks):
+        block.to_empty(device=devices[number * len(devices) // len(blocks)])
+    for module in model.modules():
+        if id(module) not in inside:
+            module.to_empty(device=devices[0], recurse=False)
+    torch.manual_seed(0)
+    model.apply(model._init_weights)
+    return _drawn(model)
+
+
+def _drawn(model: Any) -> Any:
+    """With the experts of words, and codes of experts, which transformers does not draw."""
+    from gpubound.kernels.packed import BIAS
+    from gpubound.models.deepseek_v4.coded import PARTS, Fp4Experts
+
+    for name, buffer in model.named_buffers():
+        if name.endswith("tid2eid"):
+            order = torch.rand(len(buffer), model.config.n_routed_experts, device=buffer.device).argsort(-1)
+            buffer.copy_(order[:, : buffer.shape[1]])
+    for experts in (module for module in model.modules() if isinstance(module, Fp4Experts)):
+        for packed in map(experts.packed, PARTS):
+            packed.words.random_(-(2**31), 2**31)
+            packed.scale.fill_(BIAS - 7)  # so the weights have a spread of 0.02
+    return model
