@@ -96,16 +96,17 @@ class Entered(Choices):
     def judged(self, number: int, scores: Tensor) -> Tensor:
         """`scores` (T, S) are -inf for entries that a token may not see."""
         ids = self.ids[number].long().to(scores.device)
-        if not scores.shape[1]:
+        if not (entries := scores.shape[1]):
             return ids
-        seen, there, at = scores.isfinite(), ids >= 0, ids.clamp_min(0)
+        seen, there, at = scores.isfinite(), ids >= 0, ids.clamp(0, entries - 1)
         count, low = seen.sum(-1, keepdim=True).clamp_min(1), scores.masked_fill(~seen, 0.0)
         spread = (low - low.sum(-1, keepdim=True) / count).masked_fill(~seen, 0.0).square().sum(-1).div(count[:, 0]).sqrt()
-        best, chosen = scores.topk(min(ids.shape[1], scores.shape[1])).values, low.gather(-1, at).masked_fill(~there, 0.0)
+        best, chosen = scores.topk(min(ids.shape[1], entries)).values, low.gather(-1, at).masked_fill(~there, 0.0)
         short = best.masked_fill(best.isinf(), 0.0).sum(-1) - chosen.sum(-1)
-        wrong = (there & ~seen.gather(-1, at)).any(-1) | (there.sum(-1) != best.isfinite().sum(-1))  # unseen, or too few
+        unseen = there & ~seen.gather(-1, at) | (ids >= entries)
+        wrong = unseen.any(-1) | (there.sum(-1) != best.isfinite().sum(-1))
         self._missed.append((short / count[:, 0] / spread.clamp_min(1e-30)).masked_fill(wrong, float("inf")))
-        return ids
+        return at.masked_fill(~there, -1)
 
 
 @contextmanager
