@@ -27,9 +27,9 @@ from ._math import capped
 from ._step import _begin, _wait
 
 NOTHING = tl.constexpr(-1e30)  # below every score; -inf would make NaN of -inf - -inf
-# Parts that are asked for at once, half of it where there are no more. Both measured, H200, a step of 350m: at 150 tokens, 3
-# parts, 377 us by 4 and 380 by 8; at 4,200, 32 parts, 513 and 498. All in one tile of three dimensions took 397 at 150.
-TOGETHER = 8
+# Parts that are asked for at once. H200, a step of 350m: at 150 tokens, 3 parts, 377 us by 4, 380 by 8, 397 all in one tile of
+# three dimensions; at 4,200, 32 parts, 513 by 4 and 498 by 8. The kernel compiles in 1.9 s by 4, in 1.2 one by one.
+TOGETHER = 4
 
 
 @triton.jit
@@ -204,10 +204,7 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
             tl.store(line + D + 1, weight, mask=g < GROUP)
             tl.debug_barrier()  # every thread's stores before the one thread that counts
             if tl.atomic_add(count_ptr + b * KV + kv, 1, sem="acq_rel") == parts - 1:
-                if parts <= TOGETHER // 2:
-                    acc_a, acc_b = _combined(mine, parts, g, i, heads, GROUP, HALF, G, HP, TOGETHER // 2)
-                else:
-                    acc_a, acc_b = _combined(mine, parts, g, i, heads, GROUP, HALF, G, HP, TOGETHER)
+                acc_a, acc_b = _combined(mine, parts, g, i, heads, GROUP, HALF, G, HP, TOGETHER)
                 tl.store(to, acc_a.to(out_ptr.dtype.element_ty), mask=heads)
                 tl.store(to + HALF, acc_b.to(out_ptr.dtype.element_ty), mask=heads)
                 tl.store(count_ptr + b * KV + kv, 0)
@@ -237,7 +234,7 @@ def decode_attention(
         _decode_attention_kernel[(position.numel() * KV, along)](
             qkv, position, *cache, cos, sin, q_weight, k_weight, eps, scale, *scratch, out, len(cos), len(cache.k), KV, group,
             G, D // 2, HP, plan.keys, splits, window, cos.shape[1], *norms, offset, cap, interpreted(), tokens,
-            page if cache.pages is not None else None, most, kind, TOGETHER if tokens == 1 else 2, dependent != LATE,
+            page if cache.pages is not None else None, most, kind, TOGETHER if tokens == 1 else 1, dependent != LATE,
             num_stages=plan.stages, **options(plan.warps, EARLY if dependent else 0),
         )  # fmt: skip
 
