@@ -161,7 +161,7 @@ WAYS: dict[str, dict] = {
 ROUNDED = {"fp8": 0.25, "8 bits": 1e-3, "muon": 1e-3}
 """How far two right runs may part, beside how far adapters move: where a last bit may end in another code.
 
-Seen on a CPU: fp8 2e-2, 8-bit moments and Muon 5e-5, all others at most 6e-6.
+Seen on a CPU: fp8 2e-2, 16 bits 7e-2, 8-bit moments and Muon 5e-5, all others at most 6e-6.
 """
 
 
@@ -174,6 +174,20 @@ def held_to_one_process(alone, ranks, began, off=1e-4):
             assert their_norm == pytest.approx(norm, rel=off)
             assert their_counts == counts
         assert distance(weights, their_weights) < off * moved
+        assert state.keys() == their_state.keys()
+        nothing_of_the_base(held)
+
+
+def held_at_first(alone, ranks):
+    """Weights are equal in the first step alone. Behind it gradients of a model 32 wide in bf16 are mostly rounding: one
+    process had norms of 1.3 in one run and 1.7 in another, where fp32 has 0.6.
+    """
+    _, reports, state, _ = alone
+    for _, said, their_state, held in ranks:
+        assert said[0][:2] == pytest.approx(reports[0][:2], rel=0.05)
+        for (loss, _, *counts), (their_loss, _, *their_counts) in zip(reports, said, strict=True):
+            assert their_loss == pytest.approx(loss, rel=0.025)
+            assert their_counts == counts
         assert state.keys() == their_state.keys()
         nothing_of_the_base(held)
 
@@ -200,18 +214,13 @@ def test_two_ranks_with_rows_of_the_base_are_one_process(name):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["ours", "nf4", "placed"])
 def test_in_16_bits(name, precision):
-    """Frozen rows take 2 bytes a number, over all ranks. From the second step on a gradient of so small a model is mostly
-    rounding: one process in bf16 had norms of 1.3 where fp32 has 0.6."""
+    """Frozen rows take 2 bytes a number, over all ranks."""
     way = WAYS[name] | {"precision": precision}
-    ranks = on_ranks(2, partial(trained, **way), 2, 1)
-    _, reports, state, _ = trained(1, 2, **way)
-    for _, said, their_state, held in ranks:
-        assert said[0][:2] == pytest.approx(reports[0][:2], rel=0.05)
-        for (loss, _, *counts), (their_loss, _, *their_counts) in zip(reports, said, strict=True):
-            assert their_loss == pytest.approx(loss, rel=0.03)
-            assert their_counts == counts
-        assert state.keys() == their_state.keys()
-        nothing_of_the_base(held)
+    ranks, alone = on_ranks(2, partial(trained, **way), 2, 1), trained(1, 2, **way)
+    if (name, precision) == ("placed", "bf16"):
+        held_at_first(alone, ranks)
+    else:
+        held_to_one_process(alone, ranks, beginning(way), 0.25)
     if name == "ours":
         frozen = sum(p.numel() for p in ours(0).parameters() if not p.requires_grad)
         assert sum(held["frozen"] for *_, held in ranks) == 2 * frozen
