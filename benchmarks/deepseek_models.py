@@ -27,30 +27,14 @@ def v4_config(dry: bool, flash: bool = False) -> Any:
 
 
 def build_model(device: torch.device, dry: bool, codes: bool = False) -> Any:
-    """What transformers keeps in fp32 is fp32. codes: of experts, in fp4."""
-    from transformers import DeepseekV4ForCausalLM
-
-    from gpubound.models.deepseek_v4.coded import in_fp4
-    from gpubound.models.deepseek_v4.strict import keep_in_fp32
-
+    """codes: of experts, in fp4."""
     torch.manual_seed(0)
-    with device, in_fp4(codes):
-        model = DeepseekV4ForCausalLM._from_config(v4_config(dry), dtype=torch.float32 if dry else torch.bfloat16).eval()
-    keep_in_fp32(model)
-    return _drawn(model)
+    return _drawn(_made(v4_config(dry), device, dry, codes))
 
 
 def build_flash(devices: Sequence[torch.device], dry: bool) -> Any:
     """V4-Flash with experts in fp4: 162 GB, more than one GPU has. Its layers are made in equal shares on the devices."""
-    from transformers import DeepseekV4ForCausalLM
-
-    from gpubound.models.deepseek_v4.coded import in_fp4
-    from gpubound.models.deepseek_v4.strict import keep_in_fp32
-
-    config = v4_config(dry, flash=True)
-    with torch.device("meta"), in_fp4(True):
-        model: Any = DeepseekV4ForCausalLM._from_config(config, dtype=torch.float32 if dry else torch.bfloat16).eval()
-    keep_in_fp32(model)
+    model = _made(v4_config(dry, flash=True), torch.device("meta"), dry, codes=True)
     blocks = model.model.layers
     inside = {id(module) for block in blocks for module in block.modules()}
     for number, block in enumerate(blocks):
@@ -61,6 +45,19 @@ def build_flash(devices: Sequence[torch.device], dry: bool) -> Any:
     torch.manual_seed(0)
     model.apply(model._init_weights)
     return _drawn(model)
+
+
+def _made(config: Any, device: torch.device, dry: bool, codes: bool) -> Any:
+    """In 16 bits, unless tiny; what transformers keeps in fp32 is fp32."""
+    from transformers import DeepseekV4ForCausalLM
+
+    from gpubound.models.deepseek_v4.coded import in_fp4
+    from gpubound.models.deepseek_v4.strict import keep_in_fp32
+
+    with device, in_fp4(codes):
+        model = DeepseekV4ForCausalLM._from_config(config, dtype=torch.float32 if dry else torch.bfloat16).eval()
+    keep_in_fp32(model)
+    return model
 
 
 def _drawn(model: Any) -> Any:
