@@ -10,7 +10,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -103,10 +103,20 @@ class ActiveRequest:
         slots = self.decoder.slots
         alive = True
         while alive and ((left := self._left()) > 0 or slots.ahead):
-            if left > 0:
-                self._launch(next(k for k in self._ladder() if k <= left + int(self.found.steps * OVERSHOT)), left)
-            while alive and slots.ahead >= (slots.lead if self._left() > 0 else 1):
+            if left > 0 and slots.ahead < slots.lead and self._may_launch(steps := self._steps(left)):
+                self._launch(steps, left)
+            else:
                 alive = yield from self._take()
+
+    def _steps(self, left: int) -> int:
+        """Of the next launch. The ladder begins with short ones, so that the first tokens are seen soon."""
+        ladder = self.decoder.ladder
+        ladder = ladder[max(0, len(ladder) - 1 - self.found.launches) :]
+        return next(k for k in ladder if k <= left + int(self.found.steps * OVERSHOT))
+
+    def _may_launch(self, steps: int) -> bool:
+        """A graph that must be captured first waits until all tokens on their way are read: 32 steps of 350m take 0.4 s."""
+        return not self.decoder.slots.ahead or self.decoder.graphs.made(self.rows, steps, self.way)
 
     def _launch(self, steps: int, wanted: int) -> None:
         decoder = self.decoder
@@ -128,11 +138,6 @@ class ActiveRequest:
         """Steps that the longest row still needs behind those on their way, if steps bring what they have brought so far."""
         wanted = (end - len(s.prompt) - len(s.tokens) for end, s in zip(self.ends, self.sequences) if not s.finish)
         return math.ceil(max(wanted, default=0) / (self.found.tokens_a_step or 1.0)) - self.flying
-
-    def _ladder(self) -> Sequence[int]:
-        """Short launches first, so that the first tokens are seen soon: one step, then the next longer ones."""
-        ladder = self.decoder.ladder
-        return ladder[max(0, len(ladder) - 1 - self.found.launches) :]
 
     def _take(self) -> Generator[tuple[int, Any], None, bool]:
         """Read the oldest launch; False when every sequence has ended."""

@@ -209,6 +209,10 @@ class StepGraphs:
     def __len__(self) -> int:
         return len(self._launches)
 
+    def made(self, rows: int, steps: int, way: LaunchWay) -> bool:
+        """Whether `launch` finds its graph captured."""
+        return (rows, steps, way) in self._launches
+
     def launch(self, rows: int, steps: int, way: LaunchWay) -> None:
         key = (rows, steps, way)
         if key not in self._launches:
