@@ -28,7 +28,7 @@ from .cache import CacheLayout
 from .calls import step_calls
 from .certify import DecoderCertificate, certify
 from .compressed.body import CompressedBody
-from .contract import Body, Build
+from .contract import Body, Build, ModuleTree
 from .fused import FusedBody, narrow_rows
 from .judge import Accuracy, accuracy
 from .loop import ActiveRequest
@@ -60,7 +60,7 @@ class FastDecoder:
         self.path = self.body.path  # why the fused kernels do not compute it; empty where they do
         self.certificate: DecoderCertificate | None = None
         self._busy = False
-        self._modules = dict(model.named_modules())  # as bound: one put in another's place has weights that nothing here reads
+        self._modules = ModuleTree(model)
         if verify:
             self.certificate = certify(self, quick=verify == "quick")
         else:
@@ -178,12 +178,11 @@ class FastDecoder:
 
     def _follow_weights(self) -> None:
         """Graphs hold addresses: if a weight has moved since, say so, bind anew and capture again."""
-        modules = dict(self.model.named_modules())
-        if name := next((n for n in modules if modules[n] is not self._modules.get(n)), self.moved()):
+        if name := self._modules.replaced() or self.moved():
             self.body.rebind()
             self.stepper.rebind()
             self.graphs.clear()
-            self._modules = modules
+            self._modules = ModuleTree(self.model)
             notice(f"decoder: {name} is no longer where it was; bound to the weights as they are now, graphs captured again")
 
     def bucket(self, rows: int) -> int:
