@@ -35,10 +35,10 @@ class Case:
         partial = torch.full((rows, self.kv, self.splits, self.group, self.width + 2), float("nan"), device=self.device)
         return Scratch(partial, torch.zeros(rows * self.kv, device=self.device, dtype=torch.int32))
 
-    def __call__(self, source, window=0, rows=slice(None), dependent=0):
+    def __call__(self, source, window=0, rows=slice(None), dependent=0, tiles=1):
         caches = [cache[rows].clone() for cache in self.caches]
         n = len(caches[0])
-        scratch = self.scratch(n)
+        scratch = self.scratch(n)._replace(tiles=tiles)
         out = torch.full((n, self.kv * self.group * self.width), float("nan"), device=self.device)
         given = self.qkv[rows], self.position[rows], LayerCache(*caches), self.heads._replace(window=window)
         result = load(source, "decode_attention")(*given, scratch, out, dependent)
@@ -78,6 +78,15 @@ def test_many_parts_in_every_way_of_launching(device, dependent, window):
     case = Case(device, torch.float32, [0, 40, 149, 70], splits=16)
     with plans.trying(plans.job_of("decode_attention", "", (2, 8, 4), case.caches[0]), AttentionPlan(16, 2, 4)):
         same("out", case("triton", window, dependent=dependent)[0], case("reference", window)[0], 1e-5)
+
+
+@pytest.mark.parametrize("tiles", [3, 16])
+@pytest.mark.parametrize("window", [0, 30])
+def test_parts_have_as_many_tiles_as_they_are_told(device, tiles, window):
+    """Of 150 keys four parts of up to 48, or one of all."""
+    case = Case(device, torch.float32, [0, 40, 149, 48, 47], splits=16)
+    with plans.trying(plans.job_of("decode_attention", "", (2, 8, 4), case.caches[0]), AttentionPlan(16, 2, 4)):
+        same("out", case("triton", window, tiles=tiles)[0], case("reference", window)[0], 1e-5)
 
 
 def test_a_row_gives_the_same_bits_in_any_batch(device):

@@ -88,8 +88,9 @@ class Adapting:
 
     def mark(self, rows: int, tokens: int, dtype: torch.dtype) -> None:
         """Which of the `tokens` tokens of each of the first rows have which adapter: for the `AddedProduct.add` that follow."""
-        ids = self.ids[:rows].repeat_interleave(tokens)[:, None]
-        self.marks = {n: ((ids == n) | (ids == EVERY_ADAPTER)).to(dtype) for n in self.owners.values()} if self.products else {}
+        if self.products:
+            ids = self.ids[:rows].repeat_interleave(tokens)[:, None]
+            self.marks = {n: ((ids == n) | (ids == EVERY_ADAPTER)).to(dtype) for n in self.owners.values()}
 
 
 class AddedProduct:

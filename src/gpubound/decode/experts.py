@@ -54,12 +54,12 @@ class SparseMLP(Part):
         if self.bench.overheard is not None:
             self.bench.overheard.add(self.number, ids[-1:])
 
-    def wide_step(self, x: Tensor) -> None:
+    def wide_step(self, x: Tensor, mode: int) -> None:
         if self.routes_wide:
-            return self.step(x, 0)
-        h, to = self.read(x), self.target(x)
+            return self.step(x, mode)
+        h, to = self.read(x, mode), self.target(x)
         to += grouped(h, *self._choose(h), *self.experts.matrices())
-        self.close(x)
+        self.close(x, mode)
 
     def prompt(self, h: Tensor) -> Tensor:
         ids, shares = self._choose(h)

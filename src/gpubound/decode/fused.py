@@ -27,15 +27,15 @@ from .bind import BoundModel
 from .cache import PLAIN
 from .contract import Body, Build, check_room
 from .judge import Accuracy, Choices, RoundedModel, first_not_finite
-from .layer import normed_rows
+from .layer import NARROW as NARROW, normed_rows
 from .span import PARTS as PARTS, Layer, LayerSpan, added
 from .stages.plan import LayerStage
 from .weights import weight_format
 
-# Rows of a step that are few. Where cuBLAS can read the weights, a third row costs more than its tensor cores do. H200, us a
-# step by rows, kernels and cuBLAS: 350m 3: 743, 953; 8: 1,524, 870. 1b 2: 1,094, 1,035; 8: 4,177, 1,073. 8b 8: 22,368, 4,638.
+# Rows of a step that are few: NARROW of packed weights and experts, and where a speculating row must get the bits of a plain
+# step. Where cuBLAS can read the weights, a third row costs more than its tensor cores do. H200, us a step by rows, kernels and
+# cuBLAS: 350m 3: 743, 953; 8: 1,524, 870. 1b 2: 1,094, 1,035; 8: 4,177, 1,073. 8b 8: 22,368, 4,638.
 FEW = 2
-NARROW = 8  # of packed weights and experts, and where a speculating row must get the bits of a plain step
 PARTIAL_ROWS = 16  # of the head's weight, whose greatest logit is found where they are computed
 CHUNK = 2048  # tokens of a prompt at a time
 SCORED = 256  # tokens whose logits are whole in memory while a text is scored
@@ -102,6 +102,9 @@ class FusedBody(Body):
             span.take(self.live, self.form)
         self.embed, self.head = self.live.embed, self.form.head(self.live.head)
         self.gate_up_bytes = max(layer.mlp.gate_up_bytes for layer in self.layers)
+        read = [tensor for layer in self.layers for part in layer for tensor in part.tensors()]
+        read += [self.live.norm.weight, *self.head.tensors()]
+        self.bytes_whole = sum({t.data_ptr(): t.nbytes for t in read}.values())  # what a step reads whole
         self.captures_prefill = len(self.spans) == 1 and all(layer.mlp.captures_prompts for layer in self.layers)
         self.measured = None
         if self.host:
@@ -147,7 +150,7 @@ class FusedBody(Body):
         """The logits (B, V) of the stream x behind the last layer."""
         rows, mode = len(x), self.mode(len(x))
         if not self.narrow(rows):
-            return self.logits_of(normed_rows(x, self.live.norm, self.normed[:rows]))
+            return self.logits_of(normed_rows(x, self.live.norm, self.normed[:rows], mode))
         best = self.best[:rows], self.arg[:rows]
         return self.head.norm_product(x, self.live.norm, self.logits[:rows], mode, best, self.live.shape.logit_cap)
 
@@ -167,9 +170,9 @@ class FusedBody(Body):
 
     def mode(self, rows: int) -> int:
         """How a step's kernels are launched: each may start while the one before runs, on a GPU that can."""
-        if not self.narrow(rows) or self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) < (9, 0):
+        if self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) < (9, 0):
             return 0
-        return EARLY if self.gate_up_bytes <= self.form.early_bytes else LATE
+        return EARLY if not self.narrow(rows) or self.gate_up_bytes <= self.form.early_bytes else LATE
 
     def chained(self, rows: int) -> bool:
         return self.mode(rows) > 0
@@ -243,11 +246,7 @@ class FusedBody(Body):
         """Weights once, whole ones and of experts those that are chosen; keys and values of rows with these lengths."""
         chosen = sum(layer.mlp.chosen_bytes(len(live) * self.tokens) for layer in self.layers)
         kept = sum(span.cache.bytes_a_token for span in self.spans)
-        return self._read_whole() + kept * sum(live) + round(chosen)
-
-    def _read_whole(self) -> int:
-        tensors = [tensor for layer in self.layers for part in layer for tensor in part.tensors()]
-        return sum({t.data_ptr(): t.nbytes for t in (*tensors, self.live.norm.weight, *self.head.tensors())}.values())
+        return self.bytes_whole + kept * sum(live) + round(chosen)
 
     def exact(self) -> Any:
         return self.live if self.form.kind is None else RoundedModel(self)
@@ -276,7 +275,7 @@ class FusedBody(Body):
 
     def report(self) -> list[tuple[str, str, str]]:
         wide = not self.narrow(len(self.x))
-        read, whole = self._read_whole(), self.live.bytes_read()
+        read, whole = self.bytes_whole, self.live.bytes_read()
         weights = self.form.report(self.bench.kernels, read, whole, f", more than {self.narrowest} rows" * wide)
         if self.host:
             rows = [(f"{len(self.layers)} layers, head", "torch", "a CPU has no kernels of ours")]

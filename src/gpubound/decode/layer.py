@@ -29,9 +29,11 @@ from ..models.decoding import AttentionWeights, DenseWeights, Linear, Shape
 from .adapters import Adapting
 from .cache import Cache
 
-# Programs over which the keys of a row and kv head may spread: for few rows, and for so many that they fill the GPU. H200, a
-# step at 4,200 tokens, 16 and 32: 350m 517 and 513 us, 1b 858 and 836.
-SPLITS, FILLED, MANY = 32, 16, 9
+NARROW = 8  # rows that are few, beside products by kernels of our own: a row's bits are the same among 1 of them or 8
+# How many programs may share the keys of a row and kv head, and how many tiles each takes at least. H200, a step of 1 row at
+# 4,200 tokens, 16 and 32 programs: 350m 517 and 513 us, 1b 858 and 836. More rows fill the GPU by themselves: of 32 rows at 160
+# tokens, parts of 1 and 4 tiles, 350m 930 and 914 us, 1b 1,168 and 1,137.
+FEW_SPREAD, WIDE_SPREAD = (32, 1), (16, 4)
 SCORES = 1 << 26  # capped scores of a prompt that are in memory at a time
 
 
@@ -77,9 +79,9 @@ class Part:
         self.products.append(made)
         return made
 
-    def read(self, x: Tensor) -> Tensor:
+    def read(self, x: Tensor, mode: int) -> Tensor:
         """What a product of many rows of the stream reads."""
-        return normed_rows(x, self.weights.norm, self._normed[: len(x)])
+        return normed_rows(x, self.weights.norm, self._normed[: len(x)], mode)
 
     def target(self, x: Tensor) -> Tensor:
         """What the last product is added to."""
@@ -126,8 +128,8 @@ class CachedAttention(Part):
         self.o = self.product(form.stacked(w.o), w.o)
         self._qkv = bench.buffer("qkv", rows, (s.heads + 2 * s.kv_heads) * s.head_dim)
         self._mixed = bench.buffer("mixed", rows, s.heads * s.head_dim, dtype=bench.dtype)
-        splits = SPLITS if rows < MANY else FILLED
-        self._partial = bench.buffer("partial", rows, s.kv_heads, splits, s.heads // s.kv_heads, s.head_dim + 2)
+        most = max(n * _spread(n)[0] for n in (rows, min(rows, NARROW)))
+        self._partial = bench.buffer("partial", most, s.kv_heads, s.heads // s.kv_heads, s.head_dim + 2)
         self._finished = bench.buffer("finished", rows * s.kv_heads, dtype=torch.int32)
         self._angles = bench.still if w.table is None else bench.tables[w.table]
         self._first = number == bench.cache.layers[0]  # of a span: its product is the fence of triton/_step.py
@@ -143,14 +145,14 @@ class CachedAttention(Part):
         self._attend(rows, qkv, position, mode)
         self.put(self.o, mixed, x, mode)
 
-    def wide_step(self, x: Tensor, position: Tensor) -> None:
-        h, mixed, w = self.read(x), self._mixed[: len(x)], self.weights
+    def wide_step(self, x: Tensor, position: Tensor, mode: int) -> None:
+        h, mixed, w = self.read(x, mode), self._mixed[: len(x)], self.weights
         qkv = fused_linear(h, self.qkv.matrices(), self.qkv.biases or None)
         add(self.qkv, h, *qkv.split([len(layer.weight) for layer in (w.q, w.k, w.v)], -1))
-        self._attend(len(x), qkv, position, 0)
+        self._attend(len(x), qkv, position, 0)  # dependent on cuBLAS, it takes 0.4 us longer (H200, 350m, 32 rows)
         accumulate(self.target(x), mixed, self.o.matrices()[0], w.o.bias)
         add(self.o, mixed, self.target(x))
-        self.close(x)
+        self.close(x, mode)
 
     def prompt(self, h: Tensor, start: int, end: int) -> Tensor:
         """What the output gives for normed h (B, T, hidden) at places start to end."""
@@ -166,7 +168,9 @@ class CachedAttention(Part):
     def _attend(self, rows: int, qkv: Tensor, position: Tensor, mode: int) -> None:
         s, w = self.bench.shape, self.weights
         heads = Heads(*self._angles, w.q_norm, w.k_norm, s.scale, w.window, w.cap)
-        scratch = Scratch(self._partial[:rows], self._finished[: rows * s.kv_heads])
+        splits, tiles = _spread(rows)
+        partial = self._partial[: rows * splits].view(rows, s.kv_heads, splits, *self._partial.shape[2:])
+        scratch = Scratch(partial, self._finished[: rows * s.kv_heads], tiles)
         self.bench.cache.attend(self.number, qkv, position, heads, scratch, self._mixed[:rows], mode)
 
     def _project(self, h: Tensor, start: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -217,14 +221,14 @@ class DenseMLP(Part):
         self.gate_up.norm_gate_up(x, self.weights.norm, self.weights.activation, y, mode)
         self.put(self.down, y, x, mode)
 
-    def wide_step(self, x: Tensor) -> None:
-        h = self.read(x)
+    def wide_step(self, x: Tensor, mode: int) -> None:
+        h = self.read(x, mode)
         both = fused_linear(h, self.gate_up.matrices(), self.gate_up.biases or None)
         add(self.gate_up, h, *both.chunk(2, -1))
         y = gated(self.weights.activation, both)
         accumulate(self.target(x), y, self.down.matrices()[0], self.weights.down.bias)
         add(self.down, y, self.target(x))
-        self.close(x)
+        self.close(x, mode)
 
     def prompt(self, h: Tensor) -> Tensor:
         """What down gives for normed h (B, T, hidden)."""
@@ -272,9 +276,9 @@ def normed(x: Tensor, norm: Norm | None) -> Tensor:
     return x if norm is None else rms_norm(x, norm.weight, norm.eps, norm.offset)
 
 
-def normed_rows(x: Tensor, norm: Norm | None, out: Tensor) -> Tensor:
+def normed_rows(x: Tensor, norm: Norm | None, out: Tensor, mode: int = 0) -> Tensor:
     """out = what a product of many rows of the stream reads."""
-    return out.copy_(x) if norm is None else norm_rows(x, norm, out)
+    return out.copy_(x) if norm is None else norm_rows(x, norm, out, mode)
 
 
 def capped_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
@@ -289,6 +293,10 @@ def capped_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: f
         weights = scores.masked_fill(~sees[..., at : at + step, :], float("-inf")).softmax(-1).to(q.dtype)
         found.append((weights.view(B, K, -1, S) @ v).view(B, H, -1, D))
     return torch.cat(found, 2).transpose(1, 2)
+
+
+def _spread(rows: int) -> tuple[int, int]:
+    return FEW_SPREAD if rows <= NARROW else WIDE_SPREAD
 
 
 def _mask(start: int, end: int, window: int, device: torch.device) -> Tensor | None:

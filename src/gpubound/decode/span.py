@@ -67,8 +67,8 @@ class LayerSpan:
                     attention.step(x, position, mode)
                     mlp.step(x, mode)
                 else:
-                    attention.wide_step(x, position)
-                    mlp.wide_step(x)
+                    attention.wide_step(x, position, mode)
+                    mlp.wide_step(x, mode)
 
     def prompt(self, x: Tensor, pending: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
         """The stream (B, T, hidden) of places start.., and what is still to be added to it."""

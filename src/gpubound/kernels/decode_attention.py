@@ -62,6 +62,7 @@ class Heads(NamedTuple):
 class Scratch(NamedTuple):
     partial: Tensor  # (B, K, splits, H/K, D + 2) fp32; splits is over how many programs a row's kv head may spread
     finished: Tensor  # (B · K,) int32: programs of a row and kv head that are done. Zeros, and each launch leaves zeros
+    tiles: int = 1  # of keys, that a program takes at least
 
 
 def decode_attention(
@@ -251,7 +252,7 @@ def _check(op: str, qkv: Tensor, position: Tensor, cache: LayerCache, heads: Hea
         require(op, name, part, cache.k.dtype, tuple(shape), device, "it is written in place")
     require(op, "out", out, None, (rows, H * D), device, WRITTEN)
     _check_heads(op, heads, (D, H, K), device)
-    (sums, finished), why = scratch, "it has (rows, kv heads, splits, group, D + 2), and may have more rows than the call"
+    (sums, finished, _), why = scratch, "it has (rows, kv heads, splits, group, D + 2), and may have more rows than the call"
     require(op, "scratch.partial", sums, torch.float32, (max(rows, len(sums)), K, "splits", H // K, D + 2), device, why)
     counts = (max(rows * K, finished.numel()),)
     require(op, "scratch.finished", finished, torch.int32, counts, device, "it has a zero for each row and kv head")

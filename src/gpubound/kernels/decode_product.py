@@ -37,16 +37,16 @@ class Norm(NamedTuple):
     offset: float = 0.0  # the gain is offset + weight
 
 
-def norm_rows(x: Tensor, norm: Norm, out: Tensor) -> Tensor:
+def norm_rows(x: Tensor, norm: Norm, out: Tensor, dependent: int = 0) -> Tensor:
     """out (B, hidden, in the model's dtype) = rms_norm(x), the input of a product on tensor cores."""
     check_stream("norm_rows", x, norm)
     require("norm_rows", "out", out, None, tuple(x.shape), x.device, WRITTEN)
-    return implementation("norm_rows", norm.weight, None, form(norm))(x, norm, out)
+    return implementation("norm_rows", norm.weight, None, form(norm))(x, norm, out, dependent)
 
 
 @definition(lambda g, offset=0.0: (*draw_stream(g, 48, offset), torch.zeros(2, 48)))
 @torch.no_grad()
-def norm_rows_reference(x: Tensor, norm: Norm, out: Tensor) -> Tensor:
+def norm_rows_reference(x: Tensor, norm: Norm, out: Tensor, dependent: int = 0) -> Tensor:
     return out.copy_(rms_normed(x, norm))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...device import interpreted
 from ..decode_attention import LARGEST, Heads, LayerCache, Scratch, written
-from ..decode_product import EARLY, LATE, Norm
+from ..decode_product import EARLY, Norm
 from ..plans.kinds import AttentionPlan, job_of, power_of_two
 from ._cached_tiles import _angle, _halves, _head, _new, _old, _place, _with_new
 from ._launch import launch, options
@@ -89,9 +89,11 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
                              SPLITS: tl.constexpr, WINDOW: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr,
                              K_NORM: tl.constexpr, OFFSET: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr,
                              TOKENS: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr, KIND: tl.constexpr,
-                             TOGETHER: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """PAGE: places a page, or None. MOST: the largest code, and KIND: what codes are multiplied as; or None. AHEAD: the first
-    keys are asked for before the wait, for what a launch before the fence wrote is there (_step.py).
+                             TILES: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
+                             DEPENDENT: tl.constexpr):  # fmt: skip
+    """PAGE: places a page, or None. MOST: the largest code, and KIND: what codes are multiplied as; or None. TILES: of N keys,
+    that a part has at least. AHEAD: the first keys are asked for before the wait, for what a launch before the fence wrote is
+    there (_step.py).
     """
     _begin(DEPENDENT)
     b, kv, split = tl.program_id(0) // KV, tl.program_id(0) % KV, tl.program_id(1)
@@ -110,7 +112,7 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(position + 1 - WINDOW, 0)
-    chunk = tl.cdiv(tl.cdiv(position + 1 - begin, SPLITS), N) * N
+    chunk = tl.cdiv(tl.cdiv(position + 1 - begin, SPLITS), N * TILES) * (N * TILES)
     lo = begin + split * chunk
     parts = tl.where(known, tl.cdiv(position + 1 - begin, chunk), 0)
     hi = tl.minimum(lo + chunk, position)  # the keys of this part but the token's own
@@ -220,9 +222,10 @@ def decode_attention(
 ) -> tuple[Tensor, ...]:
     _, KV, page, D = cache.k.shape
     cos, sin, q_norm, k_norm, scale, window, cap = heads
+    partial, finished, tiles = scratch
     norms = [0 if norm is None else 1 if len(norm.weight) == D else len(norm.weight) for norm in (q_norm, k_norm)]
     (q_weight, eps, offset), (k_weight, *_) = (norm or Norm(qkv, 0.0) for norm in (q_norm, k_norm))  # qkv: any, not read
-    splits, tokens = scratch.partial.shape[2], position.numel() // len(position)
+    splits, tokens = partial.shape[2], position.numel() // len(position)
     group = out.shape[1] // D // KV
     G, HP = max(16, power_of_two(group)), max(16, power_of_two(D // 2))  # 16: the least that tensor cores take
     most, kind, wide = LARGEST.get(cache.k.dtype), None, cache.k.element_size()
@@ -230,11 +233,11 @@ def decode_attention(
         kind, wide = (tl.float32, 4) if interpreted() or out.dtype == torch.float32 else (tl.bfloat16, 2)
 
     def run(plan: AttentionPlan) -> None:
-        along = min(splits, triton.cdiv(len(cos), plan.keys))  # a part has a tile of keys at least
+        along = min(splits, triton.cdiv(len(cos), plan.keys * tiles))
         _decode_attention_kernel[(position.numel() * KV, along)](
-            qkv, position, *cache, cos, sin, q_weight, k_weight, eps, scale, *scratch, out, len(cos), len(cache.k), KV, group,
-            G, D // 2, HP, plan.keys, splits, window, cos.shape[1], *norms, offset, cap, interpreted(), tokens,
-            page if cache.pages is not None else None, most, kind, TOGETHER if tokens == 1 else 1, dependent != LATE,
+            qkv, position, *cache, cos, sin, q_weight, k_weight, eps, scale, partial, finished, out, len(cos), len(cache.k), KV,
+            group, G, D // 2, HP, plan.keys, splits, window, cos.shape[1], *norms, offset, cap, interpreted(), tokens,
+            page if cache.pages is not None else None, most, kind, tiles, TOGETHER if tokens == 1 else 1, dependent == EARLY,
             num_stages=plan.stages, **options(plan.warps, EARLY if dependent else 0),
         )  # fmt: skip
 

@@ -215,11 +215,16 @@ def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, table, ids, narrow,
 
 
 @triton.jit
-def _norm_rows_kernel(x_ptr, norm_ptr, out_ptr, eps, K: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr):
+def _norm_rows_kernel(x_ptr, norm_ptr, out_ptr, eps, K: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr,
+                      DEPENDENT: tl.constexpr):  # fmt: skip
+    _begin(DEPENDENT)
     col = tl.arange(0, C)
     row = tl.program_id(0) * K
+    gain = _gained(1.0, norm_ptr, col, K, False, GAIN)
+    _wait(DEPENDENT)
     x = tl.load(x_ptr + row + col, mask=col < K, other=0.0)
-    y = _gained(x / tl.sqrt(tl.sum(x * x, 0) / K + eps), norm_ptr, col, K, False, GAIN)
+    _end(DEPENDENT)
+    y = x / tl.sqrt(tl.sum(x * x, 0) / K + eps) * gain
     tl.store(out_ptr + row + col, y.to(out_ptr.dtype.element_ty), mask=col < K)
 
 
@@ -238,9 +243,10 @@ def _add_norm_kernel(y_ptr, norm_ptr, x_ptr, eps, K: tl.constexpr, C: tl.constex
 
 
 @torch.no_grad()
-def norm_rows(x: Tensor, norm: Norm, out: Tensor) -> Tensor:
+def norm_rows(x: Tensor, norm: Norm, out: Tensor, dependent: int = 0) -> Tensor:
+    weight, eps, offset = norm
     block = power_of_two(x.shape[1])
-    _norm_rows_kernel[(x.shape[0],)](x, norm.weight, out, norm.eps, x.shape[1], block, norm.offset, num_warps=_warps(block))
+    _norm_rows_kernel[(x.shape[0],)](x, weight, out, eps, x.shape[1], block, offset, **options(_warps(block), dependent))
     return out
 
 
