@@ -236,7 +236,7 @@ RULES = {
     "compress": Rule(TilePlan, lambda job: TilePlan(4096, 4), _first(1)),
     "decode_attention": Rule(AttentionPlan, decode_attention, _first(2)),
     "gated": Rule(TilePlan, gated, _first(0)),
-    "group_norm": Rule(TilePlan, lambda job: TilePlan(4096, 2 if job.way == "forward" else 4), _first(0)),
+    "group_norm": Rule(TilePlan, lambda job: TilePlan(8192, 4), _first(0)),
     "hc_mix": Rule(TilePlan, lambda job: TilePlan(1024, 4), _first(0)),
     "hc_pre": Rule(MatrixPlan, hyper_connections, _first(2)),
     "index_scores": Rule(TilePlan, lambda job: TilePlan(64, 4), _first(2)),

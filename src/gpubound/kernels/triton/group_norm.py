@@ -1,8 +1,10 @@
 """GroupNorm over x (N, C, *). fp32 inside, the tensors' dtype at the edges; any number of places behind a channel.
 
 A program holds a tile: channels of a group by their places, or several whole groups when these are small. A group of one tile
-takes one launch. A group of many tiles takes two, and x is read twice: the first leaves the sums of each tile in memory, the
-second combines those of its group and does the rest.
+is read once. A group of many tiles is read twice, in one launch: some programs leave the sums of each tile in memory, others
+combine those of a group and do the rest. They take turns, a stretch of tiles that is summed, then the rest of the stretch
+before, so that the second read finds most of x in the L2. Who does the rest waits for the sums of its group. They are made by
+programs before it, which the GPU starts first, so nobody waits for a program that has no room to run.
 
 Backward, with g = dy · weight and x̂ = (x − mean) · rstd: dx = rstd · (g − mean_D(g) − x̂ · mean_D(g · x̂)). Both means come
 from the sums of dy and dy · x̂ over each channel's places, which are also the parts of dbias and dweight. Nothing is added by
@@ -22,18 +24,35 @@ from ._launch import first_order_only, launch
 from ._math import add_both
 from ._rows import deliver_parts
 
-BOTH, SUMS_ONLY, REST_ONLY = 0, 1, 2  # halves of the work that a launch does
+# Programs that sum before those that do the rest have their turn; fewer where x is larger than the L2 keeps beside what is
+# written. H200, forward, of 4 x C x 2048, turns of 256 and 1024: C 4096 (67 MB) 0.70 and 0.62 of a copy, C 1024 0.63 and 0.66.
+TURN, TURN_OF_LARGE, LARGE_BYTES = 1024, 256, 32 << 20
 
 
 @triton.jit
-def _tile(rows, places, tiles, across, PER_GROUP: tl.constexpr, G: tl.constexpr, CH: tl.constexpr, PL: tl.constexpr):
+def _turn(together, programs, TILES: tl.constexpr):
+    """(whether this program does the rest of a tile, or sums it; the tile's number among all)
+
+    The turns of `together` programs each: sums of stretch 0, sums of 1, rest of 0, sums of 2, rest of 1, and so on.
+    """
+    me = tl.program_id(0)
+    if TILES == 1:
+        return False, me
+    turn, last = me // together, 2 * tl.cdiv(programs, together) - 1
+    rest = (turn > 0) & ((turn % 2 == 0) | (turn == last))
+    stretch = tl.where(rest, (turn + (turn == last)) // 2 - 1, (turn + 1) // 2)
+    return rest, stretch * together + me % together
+
+
+@triton.jit
+def _tile(tile, rows, places, tiles, across, PER_GROUP: tl.constexpr, G: tl.constexpr, CH: tl.constexpr, PL: tl.constexpr):
     """(group and channel in it of each line of the tile, offsets (lines, PL), their mask, the tile's number in its group).
 
     A line is a channel. Two dimensions, not three: of (G, CH, PL) Triton 3.6 makes 3000 stores to shared memory.
     """
-    number = tl.program_id(0) % tiles
+    number = tile % tiles
     line = tl.arange(0, G * CH)
-    group = tl.program_id(0) // tiles * G + line // CH
+    group = tile // tiles * G + line // CH
     channel = number // across * CH + line % CH
     place = number % across * PL + tl.arange(0, PL)
     at = (group.to(tl.int64) * PER_GROUP + channel)[:, None] * places + place[None]
@@ -57,97 +76,143 @@ def _count(number, places, across, PER_GROUP: tl.constexpr, CH: tl.constexpr, PL
 
 
 @triton.jit
-def _parts(parts_ptr, group, tiles, TILES: tl.constexpr):
-    """(the numbers of a group's tiles, the first and the second thing that each has left)."""
+def _leave(parts_ptr, done_ptr, tile, tiles, first, second):
+    """Keep two numbers of a tile, and count it among those of its group that are done."""
+    part = parts_ptr + tile.to(tl.int64) * 2
+    tl.store(part, tl.max(first, 0))  # one group: one number in all lines
+    tl.store(part + 1, tl.max(second, 0))
+    tl.debug_barrier()  # every thread's stores before the one thread that counts
+    tl.atomic_add(done_ptr + tile // tiles, 1, sem="release")
+
+
+@triton.jit
+def _parts(parts_ptr, done_ptr, group, tiles, TILES: tl.constexpr):
+    """(the numbers of a group's tiles, the first and the second thing that each has left), as soon as all have."""
+    while tl.atomic_add(done_ptr + group, 0, sem="acquire") < tiles:
+        pass
     i = tl.arange(0, TILES)
     at = parts_ptr + group.to(tl.int64) * tiles * 2 + i * 2
-    first = tl.load(at, mask=i < tiles, other=0.0)
-    return i, first, tl.load(at + 1, mask=i < tiles, other=0.0)
+    # .cg: from the L2, where other programs' stores are
+    first = tl.load(at, mask=i < tiles, other=0.0, cache_modifier=".cg")
+    return i, first, tl.load(at + 1, mask=i < tiles, other=0.0, cache_modifier=".cg")
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "across"])
-def _group_norm_forward_kernel(x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, parts_ptr, rows, places, tiles, across, eps,
-                               GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, G: tl.constexpr, CH: tl.constexpr,
-                               PL: tl.constexpr, TILES: tl.constexpr, WORK: tl.constexpr, HINT: tl.constexpr,
-                               WEIGHT: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
-    group, channel, at, mask, number = _tile(rows, places, tiles, across, PER_GROUP, G, CH, PL)
-    only, here, c = tl.program_id(0) // tiles, channel < PER_GROUP, group % GROUPS * PER_GROUP + channel
+@triton.jit
+def _tile_mean(x, mask, count, G: tl.constexpr, CH: tl.constexpr):
+    """(the mean of each line's group in the tile, the sum of squares around it)"""
+    mean = _over_group(tl.sum(x, 1), G, CH) / count
+    centred = tl.where(mask, x - mean[:, None], 0.0)  # E[x²] − mean² cancels when the mean is large
+    return mean, _over_group(tl.sum(centred * centred, 1), G, CH)
+
+
+@triton.jit
+def _normalise(x, mean, squares, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, at, mask, group, channel, rows, places, eps,
+               GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
+    c, here = group % GROUPS * PER_GROUP + channel, channel < PER_GROUP
+    rstd = tl.rsqrt(squares / (PER_GROUP * places) + eps)
+    scale = rstd
     if WEIGHT:
-        w = tl.load(w_ptr + c, mask=here, other=0.0).to(tl.float32)
+        scale *= tl.load(w_ptr + c, mask=here, other=0.0).to(tl.float32)
+    y = (x - mean[:, None]) * scale[:, None]
     if BIAS:
-        b = tl.load(b_ptr + c, mask=here, other=0.0).to(tl.float32)
-    if WORK != 2:
-        x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=HINT if WORK == 0 else "").to(tl.float32)
-        mean = _over_group(tl.sum(x, 1), G, CH) / _count(number, places, across, PER_GROUP, CH, PL)
-        centred = tl.where(mask, x - mean[:, None], 0.0)  # E[x²] − mean² cancels when the mean is large
-        squares = _over_group(tl.sum(centred * centred, 1), G, CH)
-        if TILES > 1:
-            part = parts_ptr + (only.to(tl.int64) * tiles + number) * 2
-            tl.store(part, tl.max(mean, 0))  # one group: one number in all lines
-            tl.store(part + 1, tl.max(squares, 0))
-    if WORK != 1:
-        if TILES > 1:
-            i, means, all_squares = _parts(parts_ptr, only, tiles, TILES)
+        y += tl.load(b_ptr + c, mask=here, other=0.0).to(tl.float32)[:, None]
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+    first = (group < rows) & (channel == 0)
+    tl.store(mean_ptr + group, mean, mask=first)
+    tl.store(rstd_ptr + group, rstd, mask=first)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "across", "together"])
+def _group_norm_forward_kernel(x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, parts_ptr, done_ptr, rows, places, tiles, across,
+                               together, eps, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, G: tl.constexpr,
+                               CH: tl.constexpr, PL: tl.constexpr, TILES: tl.constexpr, HINT: tl.constexpr,
+                               WEIGHT: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
+    rest, tile = _turn(together, rows * tiles, TILES)
+    group, channel, at, mask, number = _tile(tile, rows, places, tiles, across, PER_GROUP, G, CH, PL)
+    only = tile // tiles
+    if TILES == 1:
+        x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+        mean, squares = _tile_mean(x, mask, PER_GROUP * places, G, CH)
+        _normalise(x, mean, squares, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, at, mask, group, channel, rows, places, eps,
+                   GROUPS, PER_GROUP, WEIGHT, BIAS)  # fmt: skip
+    elif only < rows:
+        if rest:
+            i, means, all_squares = _parts(parts_ptr, done_ptr, only, tiles, TILES)
             counts = tl.where(i < tiles, _count(i, places, across, PER_GROUP, CH, PL), 0).to(tl.float32)
-            whole = tl.sum(means * counts, 0) / (PER_GROUP * places)
+            whole, zero = tl.sum(means * counts, 0) / (PER_GROUP * places), tl.zeros([G * CH], tl.float32)
             shift = means - whole
-            squares = tl.sum(all_squares + counts * shift * shift, 0) + tl.zeros([G * CH], tl.float32)
-            mean = whole + tl.zeros([G * CH], tl.float32)
+            squares = tl.sum(all_squares + counts * shift * shift, 0) + zero
             x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
-        rstd = tl.rsqrt(squares / (PER_GROUP * places) + eps)
-        scale = rstd
-        if WEIGHT:
-            scale *= w
-        y = (x - mean[:, None]) * scale[:, None]
-        if BIAS:
-            y += b[:, None]
-        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
-        first = (group < rows) & (channel == 0)
-        tl.store(mean_ptr + group, mean, mask=first)
-        tl.store(rstd_ptr + group, rstd, mask=first)
+            _normalise(x, whole + zero, squares, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, at, mask, group, channel, rows,
+                       places, eps, GROUPS, PER_GROUP, WEIGHT, BIAS)  # fmt: skip
+        else:
+            x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            mean, squares = _tile_mean(x, mask, _count(number, places, across, PER_GROUP, CH, PL), G, CH)
+            _leave(parts_ptr, done_ptr, tile, tiles, mean, squares)
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "across"])
-def _group_norm_backward_kernel(dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, sums_ptr, parts_ptr, rows, places, tiles,
-                                across, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, G: tl.constexpr, CH: tl.constexpr,
-                                PL: tl.constexpr, TILES: tl.constexpr, WORK: tl.constexpr, HINT: tl.constexpr,
+@triton.jit
+def _backward_sums(dy, x, w, mean, rstd, sums_ptr, group, c, here, number, across, GROUPS: tl.constexpr,
+                   PER_GROUP: tl.constexpr, G: tl.constexpr, CH: tl.constexpr, WEIGHT: tl.constexpr,
+                   SUMS: tl.constexpr):  # fmt: skip
+    """(Σ g, Σ g · x̂) over each line's group in the tile. Those of dy go to `sums`, by channel."""
+    plain, with_x = tl.reduce((dy, dy * (x - mean) * rstd), 1, add_both)
+    if SUMS:
+        line = sums_ptr + (group // GROUPS * across + number % across).to(tl.int64) * (2 * GROUPS * PER_GROUP) + c
+        tl.store(line, with_x, mask=here)
+        tl.store(line + GROUPS * PER_GROUP, plain, mask=here)
+    if WEIGHT:
+        plain, with_x = plain * w, with_x * w
+    return _over_group(plain, G, CH), _over_group(with_x, G, CH)
+
+
+@triton.jit
+def _input_gradient(dy, x, w, mean, rstd, plain, with_x, count, WEIGHT: tl.constexpr):
+    g = dy
+    if WEIGHT:
+        g = dy * w[:, None]
+    share = 1.0 / count
+    return rstd * (g - (plain * share)[:, None] - (x - mean) * rstd * (with_x * share)[:, None])
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "across", "together"])
+def _group_norm_backward_kernel(dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, sums_ptr, parts_ptr, done_ptr, rows, places,
+                                tiles, across, together, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, G: tl.constexpr,
+                                CH: tl.constexpr, PL: tl.constexpr, TILES: tl.constexpr, HINT: tl.constexpr,
                                 WEIGHT: tl.constexpr, SUMS: tl.constexpr, DX: tl.constexpr):  # fmt: skip
     """sums (N · across, 2, C): a row for each sample and run of places, Σ dy · x̂ and Σ dy of each channel there."""
-    group, channel, at, mask, number = _tile(rows, places, tiles, across, PER_GROUP, G, CH, PL)
-    only, here = tl.program_id(0) // tiles, (group < rows) & (channel < PER_GROUP)
+    rest, tile = _turn(together, rows * tiles, TILES)
+    group, channel, at, mask, number = _tile(tile, rows, places, tiles, across, PER_GROUP, G, CH, PL)
+    only, here = tile // tiles, (group < rows) & (channel < PER_GROUP)
     c = group % GROUPS * PER_GROUP + channel
     mean = tl.load(mean_ptr + group, mask=group < rows, other=0.0)[:, None]
     rstd = tl.load(rstd_ptr + group, mask=group < rows, other=0.0)[:, None]
+    w = mean
     if WEIGHT:
         w = tl.load(w_ptr + c, mask=here, other=0.0).to(tl.float32)
-    if WORK != 2:
-        dy = tl.load(dy_ptr + at, mask=mask, other=0.0, eviction_policy=HINT if WORK == 0 else "").to(tl.float32)
-        x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=HINT if WORK == 0 else "").to(tl.float32)
-        plain, with_x = tl.reduce((dy, dy * (x - mean) * rstd), 1, add_both)
-        if SUMS:
-            line = sums_ptr + (group // GROUPS * across + number % across).to(tl.int64) * (2 * GROUPS * PER_GROUP) + c
-            tl.store(line, with_x, mask=here)
-            tl.store(line + GROUPS * PER_GROUP, plain, mask=here)
-        if WEIGHT:
-            plain, with_x = plain * w, with_x * w
-        plain, with_x = _over_group(plain, G, CH), _over_group(with_x, G, CH)
-        if DX and TILES > 1:
-            part = parts_ptr + (only.to(tl.int64) * tiles + number) * 2
-            tl.store(part, tl.max(plain, 0))  # one group: one number in all lines
-            tl.store(part + 1, tl.max(with_x, 0))
-    if DX and WORK != 1:
-        if TILES > 1:
-            _, all_plain, all_with_x = _parts(parts_ptr, only, tiles, TILES)
+    if TILES == 1:
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+        x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+        plain, with_x = _backward_sums(dy, x, w, mean, rstd, sums_ptr, group, c, here, number, across, GROUPS, PER_GROUP, G,
+                                       CH, WEIGHT, SUMS)  # fmt: skip
+        if DX:
+            dx = _input_gradient(dy, x, w, mean, rstd, plain, with_x, PER_GROUP * places, WEIGHT)
+            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    elif only < rows:
+        if rest:
+            _, all_plain, all_with_x = _parts(parts_ptr, done_ptr, only, tiles, TILES)
             zero = tl.zeros([G * CH], tl.float32)
-            plain, with_x = tl.sum(all_plain, 0) + zero, tl.sum(all_with_x, 0) + zero
             dy = tl.load(dy_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
             x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
-        share = 1.0 / (PER_GROUP * places)
-        g = dy
-        if WEIGHT:
-            g = dy * w[:, None]
-        dx = rstd * (g - (plain * share)[:, None] - (x - mean) * rstd * (with_x * share)[:, None])
-        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            dx = _input_gradient(dy, x, w, mean, rstd, tl.sum(all_plain, 0) + zero, tl.sum(all_with_x, 0) + zero,
+                                 PER_GROUP * places, WEIGHT)  # fmt: skip
+            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        else:
+            dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            plain, with_x = _backward_sums(dy, x, w, mean, rstd, sums_ptr, group, c, here, number, across, GROUPS, PER_GROUP,
+                                           G, CH, WEIGHT, SUMS)  # fmt: skip
+            _leave(parts_ptr, done_ptr, tile, tiles, plain, with_x)
 
 
 class Tiling(NamedTuple):
@@ -169,9 +234,10 @@ def _tiling(rows: int, per_group: int, places: int, elements: int) -> Tiling:
     return Tiling((groups, channels, along), across, tiles, triton.cdiv(rows, groups) * tiles)
 
 
-def _works(cut: Tiling) -> tuple[int, ...]:
-    """What each launch does."""
-    return (BOTH,) if cut.tiles == 1 else (SUMS_ONLY, REST_ONLY)
+def _turns(cut: Tiling, nbytes: int) -> tuple[int, int]:
+    """(programs, those of a turn) where tiles are read twice. A turn has whole groups: its rest needs no later turn's sums."""
+    together = cut.tiles * max(1, (TURN if nbytes <= LARGE_BYTES else TURN_OF_LARGE) // cut.tiles)
+    return 2 * triton.cdiv(cut.programs, together) * together, together
 
 
 def _launch(kernel: Any, way: str, x: Tensor, groups: int, tensors: tuple[Tensor, ...], **constants: Any) -> Tensor:
@@ -181,16 +247,18 @@ def _launch(kernel: Any, way: str, x: Tensor, groups: int, tensors: tuple[Tensor
 
     def run(plan: TilePlan) -> Tensor:
         cut = _tiling(rows, per_group, places, plan.elements)
-        # Where the tiles of a group leave their sums; a stand-in where each has its own.
-        parts = torch.empty(rows if cut.tiles > 1 else 0, cut.tiles, 2, device=x.device, dtype=torch.float32)
+        twice = cut.tiles > 1 and constants.get("DX", True)
+        programs, together = _turns(cut, x.nbytes) if twice else (cut.programs, 1)
+        # Where the tiles of a group leave their sums, and how many have; stand-ins where nobody reads them.
+        parts = torch.empty(rows if twice else 0, cut.tiles, 2, device=x.device, dtype=torch.float32)
+        done = torch.zeros(rows if twice else 0, device=x.device, dtype=torch.int32)
         runs = samples * cut.across if constants.get("SUMS") else 0
         sums = torch.empty(runs, 2, channels, device=x.device, dtype=torch.float32)
-        for work in _works(cut) if constants.get("DX", True) else (SUMS_ONLY,):
-            kernel[(cut.programs,)](
-                *tensors, *((sums,) if way == "backward" else ()), parts, rows, places, cut.tiles, cut.across, GROUPS=groups,
-                PER_GROUP=per_group, G=cut.shape[0], CH=cut.shape[1], PL=cut.shape[2], TILES=power_of_two(cut.tiles), WORK=work,
-                HINT=plan.hint, **constants, num_warps=plan.warps,
-            )  # fmt: skip
+        kernel[(programs,)](
+            *tensors, *((sums,) if way == "backward" else ()), parts, done, rows, places, cut.tiles, cut.across, together,
+            GROUPS=groups, PER_GROUP=per_group, G=cut.shape[0], CH=cut.shape[1], PL=cut.shape[2],
+            TILES=power_of_two(cut.tiles) if twice else 1, HINT=plan.hint, **constants, num_warps=plan.warps,
+        )  # fmt: skip
         return sums
 
     return launch(job_of("group_norm", way, (per_group, places), x), run)
