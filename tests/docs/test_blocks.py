@@ -104,7 +104,7 @@ def test_a_command_line_parses(where, line, monkeypatch, capsys):
     if not words or words[0].startswith("-") or words[0] == "COMMAND":
         return
     command, *rest = [word for word in words if word not in (">", "2>")]
-    if command == "train" and rest and not rest[0].startswith("-"):
+    if command in ("train", "plan") and rest and not rest[0].startswith("-"):
         rest.pop(0)  # the YAML file, which may be the reader's own
     module = f"gpubound.cli.{command}"
     if command == "bench" and rest and not rest[0].startswith("-"):

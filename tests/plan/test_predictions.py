@@ -9,11 +9,13 @@ from benchmarks.bench_train import CASES as MEASURED
 from benchmarks.shapes import SHAPES
 from gpubound.models.llama.decoder import Decoder, DecoderConfig
 from gpubound.plan.cards import CARDS, GIGA, Card, Network
-from gpubound.plan.check import CASES, FILES, check, setting_of_case
+from gpubound.plan.cases import CASES, setting_of_case
+from gpubound.plan.check import FILES, check
 from gpubound.plan.memory import memory, reserved
 from gpubound.plan.pace import pace
 from gpubound.plan.propose import FREE, proposals
-from gpubound.plan.setting import Setting, outlined, setting_of
+from gpubound.plan.reading import outlined, setting_of
+from gpubound.plan.setting import Setting
 from gpubound.plan.wire import collectives
 from gpubound.train import AdamW, AdamW8bit, Muon, TrainStep
 from gpubound.train.recipe import Recipe
@@ -26,10 +28,12 @@ TWO_NODES = Network(node=4)
 def test_predictions_hold_on_the_committed_measurements():
     rows = check(RESULTS)
     assert [str(row) for row in rows if not row.holds] == []
-    assert {(row.gpu, row.case, row.unit) for row in rows} >= {
-        *(("h200", case, unit) for case in CASES for unit in ("tok/s", "GiB")),
-        ("h100", "350m", "tok/s"),
-        ("h100", "350m", "GiB"),
+    of_adapters = ("1b", "135m", "8b", "8b-fp8")
+    assert {(row.gpu, row.bench, row.case, row.unit) for row in rows} >= {
+        *(("h200", "train", case, unit) for case in CASES for unit in ("tok/s", "GiB")),
+        *(("h200", "lora", case, unit) for case in of_adapters for unit in ("tok/s", "GiB")),
+        ("h100", "train", "350m", "tok/s"),
+        ("h100", "train", "350m", "GiB"),
     }
 
 

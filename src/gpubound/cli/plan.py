@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     total = card.memory if options.memory is None else int(options.memory * GIB)
     as_it_is, found = proposals(options.recipe(), options.gpus, card, network, total)
     best = found[0] if found[0].fits else None
-    assumed = [card.about(), *network.about(options.gpus), *ABOUT]
+    assumed = [card.about(), *network.about(options.gpus), *as_it_is.setting.assumed, *ABOUT]
     if options.json:
         print(json.dumps(as_json(options, total, assumed, as_it_is, best, found), indent=1))
         return 0 if best else 1
@@ -124,9 +124,8 @@ def train_options(file: str | None, known: Recipe, options: Planned) -> list[str
 
 
 def headline(options: Planned, setting: Setting, card: str) -> str:
-    size, tokens = quantity(setting.outline.parameters), quantity(setting.tokens_per_step)
-    vocabulary = f"vocabulary {setting.config.vocabulary:,}"
-    model = f"{options.model}, {vocabulary}: {size} parameters, {setting.precision}, {options.optimizer}"
+    vocabulary, tokens = f"vocabulary {setting.config.vocabulary:,}", quantity(setting.tokens_per_step)
+    model = f"{options.model}, {vocabulary}: {setting}, {options.optimizer}"
     return f"{model}; a step has {tokens} tokens, rows of {setting.seq:,}; {options.gpus:,} x {card}"
 
 
@@ -164,8 +163,9 @@ def as_json(
 ) -> dict[str, Any]:
     return {
         "model": options.model, "gpus": options.gpus, "gpu": options.gpu, "memory_bytes": total, "assumed": assumed,
-        "parameters": as_it_is.setting.outline.parameters, "tokens_per_step": as_it_is.setting.tokens_per_step,
-        "precision": as_it_is.setting.precision, "as_it_is": as_it_is.as_dict(), "best": best.as_dict() if best else None,
+        "parameters": as_it_is.setting.outline.parameters, "trained": as_it_is.setting.trained,
+        "tokens_per_step": as_it_is.setting.tokens_per_step, "precision": as_it_is.setting.precision,
+        "as_it_is": as_it_is.as_dict(), "best": best.as_dict() if best else None,
         "plans": [p.as_dict() for p in found],
     }  # fmt: skip
 

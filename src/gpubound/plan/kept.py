@@ -6,6 +6,8 @@ with autograd's own hooks on a model that runs.
 Legend: h hidden, f the MLP's inner width, s bytes of a number; q and kv the widths of all query heads and of all keys.
 """
 
+from functools import singledispatch
+
 from ..kernels.quantize import MULTIPLE
 from ..layers.recompute import KEEP_ALL, LEAST_BYTES
 from .setting import Setting
@@ -35,6 +37,7 @@ def block_keeps(setting: Setting, least: float = LEAST_BYTES) -> dict[str, int]:
     return {name: tokens * size for name, size in found.items() if size}
 
 
+@singledispatch
 def model_keeps(setting: Setting, least: float = LEAST_BYTES) -> dict[str, int]:
     """Bytes of the whole model, by what they are, when its forward is done."""
     c, s, again = setting.config, setting.numbers.dtype.itemsize, setting.recomputed

@@ -4,6 +4,8 @@ Weights, masters, gradient and moments are the flat buffers' own counts. The pea
 and a chunk of logits lies beside it, or where backward begins, when the last block's gradients do.
 """
 
+from functools import singledispatch
+
 from ..layers.recompute import LEAST_BYTES
 from ..train.objectives.word_loss import CHUNK
 from .kept import block_keeps, model_keeps
@@ -19,11 +21,7 @@ OUTSIDE = ("CUDA context", "NCCL buffers")  # of no allocator: torch.cuda.memory
 
 def memory(setting: Setting) -> dict[str, int]:
     """Bytes by part."""
-    layout, numbers, c = setting.layout, setting.numbers, setting.config
-    parts = layout.bytes(numbers.masters and not setting.sharded) | {"moments": setting.optimizer.moment_bytes(layout)}
-    parts["average of the weights"] = 4 * layout.size if setting.average else 0
-    parts["weights in 8 bits"] = 2 * c.layers * setting.outline.in_block if numbers.fp8 else 0
-    parts |= gathered(setting)
+    parts = held(setting) | gathered(setting)
     parts["kept for backward"] = sum(model_keeps(setting).values())
     passing = {"logits and loss": in_loss(setting), "gradients within a block": in_block(setting)}
     highest = max(passing, key=lambda name: passing[name])
@@ -35,11 +33,22 @@ def memory(setting: Setting) -> dict[str, int]:
     return {name: size for name, size in parts.items() if size}
 
 
+@singledispatch
+def held(setting: Setting) -> dict[str, int]:
+    """What stays from step to step."""
+    layout, numbers, c = setting.layout, setting.numbers, setting.config
+    parts = layout.bytes(numbers.masters and not setting.sharded) | {"moments": setting.optimizer.moment_bytes(layout)}
+    parts["average of the weights"] = 4 * layout.size if setting.average else 0
+    parts["weights in 8 bits"] = 2 * c.layers * setting.outline.in_block if numbers.fp8 else 0
+    return parts
+
+
 def reserved(parts: dict[str, int]) -> int:
     """What torch.cuda.memory_reserved() shows of them."""
     return sum(size for name, size in parts.items() if name not in OUTSIDE)
 
 
+@singledispatch
 def gathered(setting: Setting) -> dict[str, int]:
     """What fully sharded ranks hold whole for a while: this block and the next, and what lies outside of blocks. And every
     gradient, where these wait for the last micro-batch."""
@@ -58,6 +67,7 @@ def in_loss(setting: Setting) -> int:
     return s * (tokens * c.hidden + min(CHUNK, tokens) * words)
 
 
+@singledispatch
 def in_block(setting: Setting) -> int:
     """One block's gradients at their widest, in the MLP; and the block's own kept tensors, where it is computed again."""
     c, s, tokens = setting.config, setting.numbers.dtype.itemsize, setting.tokens

@@ -6,6 +6,8 @@ costs a little more than its work. Nothing is fitted to a whole step but that li
 Legend: h hidden, f the MLP's inner width, s bytes of a number; q and kv the widths of all query heads and of all keys.
 """
 
+from functools import singledispatch
+
 from ..layers.recompute import LEAST_BYTES
 from ..train.adamw8 import AdamW8bit
 from ..train.muon import Muon
@@ -24,6 +26,9 @@ GROUPS = {
     "matrix products": "arithmetic",
     "attention": "arithmetic",
     "passes over activations": "memory traffic",
+    "adapters": "memory traffic",
+    "weights written out": "memory traffic",
+    "rounding to 8 bits": "memory traffic",
     "loss": "memory traffic",
     "gradient sums": "memory traffic",
     "update": "memory traffic",
@@ -35,23 +40,40 @@ GROUPS = {
 
 def pace(setting: Setting, card: Card, network: Network) -> dict[str, float]:
     """Seconds of a step by part."""
+    parts, n = work(setting, card), setting.accumulate
+    working = sum(parts.values())
+    parts["launches"] = n * kernels(setting) * (card.node_us + RAMP_US) * 1e-6
+    if not setting.captured or setting.sharded:  # what fully_shard does between blocks is not captured
+        parts["launches"] = max(parts["launches"], n * host_seconds(setting, card) - working)
+    micro_batch = (sum(parts.values()) - parts["update"]) / n
+    parts["communication"] = exposed(setting, network, micro_batch)
+    return {name: seconds for name, seconds in parts.items() if seconds}
+
+
+@singledispatch
+def work(setting: Setting, card: Card) -> dict[str, float]:
+    """Seconds of a step in which kernels compute or move memory."""
     n, tokens = setting.accumulate, setting.accumulate * setting.tokens
-    parts = {
+    return {
         "matrix products": tokens * product_seconds(setting, card),
         "attention": tokens * attention_operations(setting) / card.attention(setting.config.head_dim, setting.seq),
         "passes over activations": tokens * pass_bytes(setting) / card.copy,
         "loss": tokens * 4 * setting.config.vocabulary * setting.numbers.dtype.itemsize / card.copy,
-        "gradient sums": (8 * n if n > 1 else 4) * setting.outline.parameters / card.copy,
+        "gradient sums": (8 * n if n > 1 else 4) * setting.trained / card.copy,
         "update": setting.layout.size * update_bytes(setting) / card.copy + muon_seconds(setting, card),
     }
-    kernels = n * (setting.config.layers * KERNELS + setting.recomputed * KERNELS_AGAIN)
-    working = sum(parts.values())
-    parts["launches"] = kernels * (card.node_us + RAMP_US) * 1e-6
-    if not setting.captured or setting.sharded:  # what fully_shard does between blocks is not captured
-        parts["launches"] = max(parts["launches"], kernels * EAGER * card.launch_us * 1e-6 - working)
-    micro_batch = (sum(parts.values()) - parts["update"]) / n
-    parts["communication"] = exposed(setting, network, micro_batch)
-    return {name: seconds for name, seconds in parts.items() if seconds}
+
+
+@singledispatch
+def kernels(setting: Setting) -> int:
+    """Of a micro-batch."""
+    return setting.config.layers * KERNELS + setting.recomputed * KERNELS_AGAIN
+
+
+@singledispatch
+def host_seconds(setting: Setting, card: Card) -> float:
+    """Of a micro-batch that is not captured: what launching takes."""
+    return kernels(setting) * EAGER * card.launch_us * 1e-6
 
 
 def product_seconds(setting: Setting, card: Card) -> float:
@@ -72,15 +94,24 @@ def attention_operations(setting: Setting) -> float:
 
 def pass_bytes(setting: Setting) -> float:
     """Of a token: what norms, rotary positions, the gated activation and fp8's rounding read and write."""
-    c, s, tokens = setting.config, setting.numbers.dtype.itemsize, setting.tokens
+    c, s = setting.config, setting.numbers.dtype.itemsize
     h, f, q, kv = c.hidden, c.intermediate, c.heads * c.head_dim, c.kv_heads * c.head_dim
     forward = 2 * 4 * h + 2 * (q + kv + kv) + 3 * f
     backward = 2 * 4 * h + 2 * (q + kv + kv) + 5 * f
-    if setting.recompute != "none" and not setting.sharded and not setting.numbers.fp8:
-        backward += 2 * 2 * h * (tokens * h * s >= LEAST_BYTES) + f * (tokens * f * s >= LEAST_BYTES)
+    backward += remade(setting)
     elements = c.layers * (forward + backward) + setting.recomputed * forward
     rounded = 4 * (2 * h + q + (q + 2 * kv) + 2 * h) if setting.numbers.fp8 else 0  # read in 16 bits, written twice in 8
     return s * elements + c.layers * rounded
+
+
+@singledispatch
+def remade(setting: Setting) -> int:
+    """Of a token and block: elements that are read and written where norms and the activation are computed again."""
+    c, row = setting.config, setting.tokens * setting.numbers.dtype.itemsize
+    if setting.recompute == "none" or setting.sharded or setting.numbers.fp8:
+        return 0
+    h, f = c.hidden, c.intermediate
+    return 2 * 2 * h * (row * h >= LEAST_BYTES) + f * (row * f >= LEAST_BYTES)
 
 
 def update_bytes(setting: Setting) -> float:

@@ -9,14 +9,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..measure import mfu, train_flops_per_token
+from ..measure import mfu
 from ..train.muon import Muon
 from ..train.recipe import Recipe
 from ..train.rows import FULL
 from .cards import Card, Network
 from .memory import memory
 from .pace import GROUPS, pace
-from .setting import Setting, setting_of
+from .reading import setting_of
+from .setting import Setting
 from .wire import Collective, collectives
 
 ALIKE = 0.02  # of the speed: smaller differences say nothing, for predictions are off by more
@@ -64,9 +65,7 @@ class Proposal:
 
     @property
     def mfu(self) -> float:
-        c = self.setting.config
-        flops = train_flops_per_token(c.product_parameters, c.layers, c.heads * c.head_dim, self.setting.seq)
-        return mfu(self.tokens_per_s / self.setting.world, flops, self.card.flops["bf16"])
+        return mfu(self.tokens_per_s / self.setting.world, self.setting.flops_per_token, self.card.flops["bf16"])
 
     @property
     def bottleneck(self) -> str:

@@ -5,6 +5,7 @@ A ring over w ranks sends (w - 1) / w of a tensor from each of them to gather or
 
 import math
 from dataclasses import dataclass
+from functools import singledispatch
 
 from .cards import Network
 from .setting import Setting
@@ -32,13 +33,14 @@ class Collective:
         return self.sent(world) / network.rate(world) + self.times * steps * network.step_us * 1e-6
 
 
+@singledispatch
 def collectives(setting: Setting) -> list[Collective]:
     """All of a step's that carry weights or gradients."""
     if setting.world == 1:
         return []
     outline, accumulate = setting.outline, setting.accumulate
     if not setting.sharded:
-        return [Collective("gradient", "all-reduce", FP32 * outline.parameters, 1)]
+        return [Collective("gradient", "all-reduce", FP32 * setting.trained, 1)]
     s, layers, sums = setting.numbers.dtype.itemsize, setting.config.layers, 1 if setting.once else accumulate
     return [
         Collective("weights of a block, forward and backward", "all-gather", s * outline.in_block, 2 * layers * accumulate),

@@ -1,0 +1,85 @@
+"""What was measured and can be predicted: cases of `gpubound bench train` and `gpubound bench lora`, as settings."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..layers.recompute import LEAST_BYTES
+from ..models.llama.decoder import PRESETS, Decoder
+from ..train.adapters import Lora
+from ..train.optimizer import AdamW
+from .lora import LoraSetting, adapted
+from .memory import SLACK
+from .reading import META, outlined
+from .setting import Setting
+
+CASES: dict[str, tuple[str, int, int, int, str, str]] = {
+    "350m": ("350m", 1024, 16, 1, "cheap", "bf16"),
+    "350m-x8": ("350m", 1024, 16, 8, "cheap", "bf16"),
+    "350m-fp8": ("350m", 1024, 16, 1, "cheap", "fp8"),
+    "135m": ("135m", 1024, 1, 1, "cheap", "bf16"),
+    "1b-x8": ("1b", 2048, 4, 8, "none", "bf16"),
+}
+"""A case of `bench train` -> preset, seq, micro-batch, accumulate, recompute, precision."""
+LORA_CASES: dict[str, tuple[str, int, int, str | None]] = {
+    "1b": ("1b", 1024, 8, None),
+    "1b-nf4": ("1b", 1024, 8, "nf4"),
+    "135m": ("135m", 512, 1, None),
+    "8b": ("8b", 4096, 1, None),
+    "8b-fp8": ("8b", 4096, 1, "fp8"),
+}
+"""A case of `bench lora` -> preset, seq, micro-batch, the base's format."""
+RANK = 16
+AS_PEER = {"1b": "1b, eight adapters in one batch"}
+"""A case that is measured as another one's peer, too, under the name OURS."""
+OURS = "ours-lora"
+KEPT_ACTIVATION = ("c36d172",)
+"""Commits with lines whose steps kept the activation's result for down's adapter. Since then it is computed again."""
+DRAWN = 4  # bytes of a number that `bench lora` draws, before it is cast to bf16 on the GPU
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case of a benchmark as a setting."""
+
+    bench: str
+    name: str
+    setting: Setting
+
+    def newest(self, lines: Sequence[dict[str, Any]], what: str, unit: str) -> tuple[float, str] | None:
+        """The figure of the newest line, and its commit. `what` follows the case's name."""
+        found = None
+        for line in lines:
+            if line["bench"] != self.bench or line["unit"] != unit or line["dirty"]:
+                continue
+            if line["case"] == self.name + what:
+                found = line["ours"], line["commit"]
+            elif line["case"] == AS_PEER.get(self.name, "") + what and line["peer_name"] == OURS:
+                found = line["peer"], line["commit"]
+        return found
+
+    def kept_then(self, commit: str) -> int:
+        """Bytes that a step of this commit kept, and today's does not."""
+        setting = self.setting
+        if commit not in KEPT_ACTIVATION or not isinstance(setting, LoraSetting):
+            return 0
+        result = setting.tokens * setting.config.intermediate * setting.numbers.dtype.itemsize
+        return int((1 + SLACK) * setting.config.layers * result) if result >= LEAST_BYTES else 0
+
+
+def cases() -> Iterator[Case]:
+    for name, asked in CASES.items():
+        yield Case("train", name, setting_of_case(*asked))
+    for name, of_adapters in LORA_CASES.items():
+        yield Case("lora", name, lora_setting_of_case(*of_adapters))
+
+
+def setting_of_case(preset: str, seq: int, rows: int, accumulate: int, recompute: str, precision: str) -> Setting:
+    outline = outlined(Decoder(PRESETS[preset], device=META))
+    return Setting(outline, AdamW(), precision, seq, rows, accumulate, recompute)
+
+
+def lora_setting_of_case(preset: str, seq: int, rows: int, base: str | None) -> LoraSetting:
+    model = Decoder(PRESETS[preset], device=META)
+    whole = Setting(outlined(model), AdamW(), "bf16", seq, rows, 1)
+    return replace(adapted(whole, Lora(RANK, base=base), model), cast_from=DRAWN)
