@@ -6,17 +6,20 @@ import signal
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gpubound import cli
 from gpubound.cli.many import Many
+from gpubound.cli.session import judge
 from gpubound.errors import DataError
 from gpubound.parallel import join, launch
 from gpubound.parallel.failing import Failure, failure_from
 from gpubound.parallel.launch import End
 from gpubound.train.loop import Stop
+from gpubound.train.recipe import Recipe
 from tests.parallel import agent
 from tests.parallel.processes import on_ranks, started
 
@@ -235,3 +238,16 @@ def test_ctrl_c_on_the_whole_command_saves_the_run_and_says_how_to_go_on(config,
     assert "steps on 2 ranks" in said and "stopped by SIGINT, checkpoint of step " in said
     assert f"go on with: gpubound {' '.join(options)} --resume\n" in said
     assert list((tmp_path / "run" / "checkpoints").glob("step-*")) and not (tmp_path / "run" / "ranks").exists()
+
+
+@pytest.mark.parametrize(("noted", "said"), [([], True), ([0.1, 0.2], False)])
+def test_waits_that_nobody_measured_are_said(noted, said):
+    """A torch whose FSDP does not show them, a GPU where no kernel can be launched: never left out without a word."""
+    record = {"loss": 2.0, "tokens_per_s": 1e3, "skipped": 0}
+    steps = [record | {"step": step} | ({"waited_ms": noted} if noted and step > 1 else {}) for step in (1, 2, 3)]
+    run = SimpleNamespace(
+        evaluations={}, done=3, steps=3, best=None, diverged=False, device=torch.device("cpu"), recipe=Recipe(),
+        ranks=SimpleNamespace(alone=False, world=2),
+    )  # fmt: skip
+    verdict = judge(run, SimpleNamespace(steps=lambda: steps), SimpleNamespace(asked=None)).verdict  # type: ignore[arg-type]
+    assert ("how long ranks waited for each other was not measured" in verdict) is said

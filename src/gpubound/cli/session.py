@@ -232,6 +232,8 @@ def judge(run: Run, tape: RunTape, stop: Stop) -> Outcome:
         parts.append(f"stopped by {stop.asked}, checkpoint of step {run.done} in {run.checkpoints.folder}")
     elif run.done < run.steps:
         parts.append("ended early, the held-out loss no longer fell; the weights are the best ones'")
+    if not run.ranks.alone and len(steps) > 2 and not any("waited_ms" in record for record in steps):
+        parts.append("how long ranks waited for each other was not measured")
     parts += warnings(steps)
     total = sum(fallbacks.values())
     parts.append("no fallback" if not total else f"{total} fallbacks")

@@ -42,7 +42,7 @@ GAUGES = (
     Gauge("host_lead_ms", "host lead over the GPU, ms", Axis(".3g", low=0)),
     Gauge("syncs", "host syncs per step", Axis("g", low=0)),
     Gauge("h2d_bytes", "bytes from the host per step", BYTES),
-    Gauge("sums_share", "time in sums over ranks", SHARE),
+    Gauge("sums_share", "time in collectives", SHARE),
     Gauge("held_up_ms", "waiting for the slowest rank, ms", Axis(".3g", low=0)),
     Gauge("grad_norm", "gradient norm", Axis(".3g"), "last"),
     Gauge("lr", "learning rate", Axis(".2g", low=0), "last"),

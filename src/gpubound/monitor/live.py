@@ -134,7 +134,7 @@ PARTS: dict[str, Callable[[Any], str]] = {
     "mfu": "{:.1%} of the matrix rate".format,
     "gpu_busy": "GPU busy {:.0%}".format,
     "syncs": "{:g} syncs/step".format,
-    "sums_share": "sums {:.1%}".format,
+    "sums_share": "collectives {:.1%}".format,
     "slowest_rank": "rank {} slowest".format,
     "held_up_ms": "others wait {:.1f} ms".format,
     "power_w": "{:.0f} W".format,

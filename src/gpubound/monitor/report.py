@@ -88,7 +88,7 @@ def charts(called: Sequence[str], found: Sequence[Figures], colours: Sequence[in
     for name, figures in zip(called, found):
         if figures.lanes:
             of = f", {name}" if len(found) > 1 else ""
-            drawn.append(lanes_chart(f"waiting for sums over ranks{of}", *zip(*figures.lanes)))
+            drawn.append(lanes_chart(f"waiting for other ranks{of}", *zip(*figures.lanes)))
     return drawn
 
 

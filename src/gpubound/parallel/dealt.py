@@ -17,6 +17,7 @@ from ..layers.frozen import Base
 from ..layers.site_parts import is_sharded
 from ..lora.pairs import Adapters
 from .ranks import ranks_of
+from .waiting import Waits
 
 Result = TypeVar("Result")
 GATHERED = "gathered"  # of a unit: runs a function with its parameters there
@@ -28,12 +29,17 @@ def units(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def fsdp_parameters(unit: Any) -> Iterator[Any]:
-    """What FSDP knows of each parameter. Private to torch: one group a module in 2.11, a list of them since."""
+def groups_of(unit: Any) -> list[Any]:
+    """FSDP's groups of parameters. Private to torch: one a module in 2.11, a list of them since."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
-    for group in [state._fsdp_param_group] if groups is None else groups:
-        yield from group.fsdp_params if group is not None else ()
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
+
+
+def fsdp_parameters(unit: Any) -> Iterator[Any]:
+    """What FSDP knows of each parameter."""
+    for group in groups_of(unit):
+        yield from group.fsdp_params
 
 
 def has_parts(model: nn.Module) -> bool:
@@ -145,6 +151,7 @@ class DealtModel:
         self.ranks = ranks_of(mesh.get_group(), mesh.device_type)
         self._model: Any = model
         self._taken, self._given = False, list[Any]()
+        self.waits: Waits | None = None
 
     def take(self) -> None:
         """Gradients are sums over the ranks from here on, and `within` works."""
@@ -153,6 +160,8 @@ class DealtModel:
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor
+        groups = [group for unit in self.units for group in groups_of(unit)]
+        self.waits = Waits(groups, self.ranks.device)
 
     def rest(self) -> None:
         """Give back what is gathered, as after an evaluation: the model's parameters are the ranks' rows again."""
@@ -182,6 +191,8 @@ class DealtModel:
         """FSDP's own mean over the ranks again."""
         if not self._taken:
             return
+        if self.waits is not None:
+            self.waits.release()
         for unit in self._given:
             del vars(unit)[GATHERED], vars(unit)[GATHERS]
         for unit in self.units:

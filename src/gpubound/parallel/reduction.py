@@ -93,7 +93,7 @@ class Reduction:
         self._hear: Callable[[int], None] = self._arrived  # who is told of a parameter that is finished
         self._due = False  # sums of this step, with which others count
         # When this rank's device began to wait for the sums of this step, and when it had them.
-        self._waits = Stamps(flat.device, 2) if self.learns and can_stamp(flat.device) else None
+        self._waits = Stamps(flat.device, 2) if not ranks.alone and can_stamp(flat.device) else None
         self._plan([Bucket(0, flat.numel(), tuple(range(len(starts))))] if starts else [])
 
     def _plan(self, buckets: list[Bucket]) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..device import products
 from ..models.placing import put_back
 from ..parallel import Ranks
+from ..parallel.waiting import Waited
 from .accumulate import Accumulators
 from .holding import HoldsAll
 from .objectives import Objective
@@ -182,15 +183,17 @@ class StepValues:
     updates: int
     loss_scale: float
     waited_s: float | None = field(default=None, repr=False)
-    """For how long this rank's device had nothing to do but to wait for the sums over ranks. None where nobody noted it."""
+    """For how long this rank's device had nothing to do but to wait for other ranks: for sums, and for weights where these are
+    dealt. None where nobody noted it."""
 
 
 class StepResult:
     """One step's report: scalars on the device, which no later step writes into, and `read()` for the host."""
 
-    def __init__(self, report: Tensor, waited: Tensor | None = None):
-        self._report = report
-        self._waited = waited if waited is None else waited.to("cpu", non_blocking=True, copy=True)
+    def __init__(self, report: Tensor, sums: Tensor | None = None, before: Waited | None = None):
+        """`sums`: from when to when the device waited for those at the step's end; `before`: how long within it."""
+        self._report, self._before = report, before
+        self._sums = sums if sums is None else sums.to("cpu", non_blocking=True, copy=True)
         self._there = report.to("cpu", non_blocking=True)  # pinned, on a GPU: behind the step's own work, and no wait
         self._sent = torch.cuda.current_stream(report.device).record_event() if report.is_cuda else None
         self._values: StepValues | None = None
@@ -209,10 +212,16 @@ class StepResult:
             if self._sent is not None and not self._sent.query():
                 self._sent.synchronize()
             loss, norm, tokens, skipped, lr, updates, scale = self._there.tolist()
-            began, ended = (0, 0) if self._waited is None else self._waited.tolist()
-            waited = None if self._waited is None else (ended - began) / 1e9
-            self._values = StepValues(loss, norm, tokens, int(skipped), lr, int(updates), scale, waited)
+            self._values = StepValues(loss, norm, tokens, int(skipped), lr, int(updates), scale, self._waited())
         return self._values
+
+    def _waited(self) -> float | None:
+        """Seconds, when the device has done the step."""
+        before = 0.0 if self._before is None else self._before.seconds()
+        if self._sums is None or before is None:
+            return None
+        began, ended = self._sums.tolist()
+        return before + (ended - began) / 1e9
 
     def __repr__(self) -> str:
         return f"StepResult({self._values if self._values else 'not read'})"

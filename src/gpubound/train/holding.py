@@ -5,6 +5,7 @@ HoldsAll: every rank has all weights, and gradients are summed behind backward. 
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from ..kernels.aside import Side
 from ..layers.vocabulary import head_of
 from ..parallel import Ranks
 from ..parallel.peers import peer_sums
+from ..parallel.waiting import Waited
 from .accumulate import Accumulators
 from .flat_buffers import FlatLayout, Weights
 from .foreign import Foreign
@@ -72,6 +74,10 @@ class HoldsAll:
     def loss(self, lossy: Callable[[], Loss]) -> Loss:
         """lossy(), which asks the model for a loss: (sum, number)."""
         return lossy()
+
+    def noting(self) -> AbstractContextManager[Waited | None]:
+        """Around a step: for how long it waits for other ranks before the sums at its end, where it does."""
+        return nullcontext()
 
     def before_backward(self, last: bool) -> None:
         """A micro-batch's backward is next, `last` of its step."""

@@ -159,9 +159,9 @@ class Loop:
 
 
 def among_ranks(waited: list[float], seconds: float | None) -> Record:
-    """What follows from how many seconds each rank waited for sums in a step of so many; nothing where one does not know.
+    """What follows from how many seconds each rank waited in a step of so many; nothing where one does not know.
 
-    The slowest rank waits least, and for the sums alone. Whatever another waits longer, it waits for the slowest.
+    The slowest rank waits least, and for the collectives alone. Whatever another waits longer, it waits for the slowest.
     """
     if not waited or any(map(math.isnan, waited)):
         return {}

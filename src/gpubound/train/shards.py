@@ -4,10 +4,12 @@ What holds for both forms: rows.py, where all of a model trains, and frozen_rows
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from torch import nn
 
 from ..errors import GraphError
+from ..parallel.waiting import Waited
 from ..trace import fallback
 from .holding import HoldsAll, Loss, Result
 
@@ -37,6 +39,10 @@ class HoldsShards(HoldsAll):
                 "TrainStep: overlap=True is for models too small to fill a GPU, and this one is sharded; leave it out."
             )
         self.sharded.take()
+
+    def noting(self) -> AbstractContextManager[Waited | None]:
+        assert self.sharded.waits is not None, "take comes first"
+        return self.sharded.waits.noting()
 
     def rest(self) -> None:
         self.sharded.rest()

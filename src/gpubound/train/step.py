@@ -133,11 +133,12 @@ class TrainStep:
         self._held.rest()
         self._members.check()
         self._weights.check()
-        result = self._graphs.run([MicroBatch(batch, self.device) for batch in batches])
+        with self._held.noting() as waited:
+            result = self._graphs.run([MicroBatch(batch, self.device) for batch in batches])
         self._optimizer.carry_on(self._graphs.step.accumulators.gradient)
         self._weights.stepped()
         self._held.stepped(len(batches))
-        return StepResult(result, self._graphs.step.reduction.waited)
+        return StepResult(result, self._graphs.step.reduction.waited, waited)
 
     @property
     def lr(self) -> float:
