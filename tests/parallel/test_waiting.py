@@ -10,6 +10,7 @@ import torch
 import gpubound as gb
 from gpubound.models.llama import Decoder, DecoderConfig
 from gpubound.parallel import join
+from gpubound.parallel.dealt import groups_of
 from gpubound.parallel.sharded import shard
 from gpubound.parallel.waiting import NEEDED, Waits
 from gpubound.train.recompute import blocks_of
@@ -22,7 +23,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def stepped(frozen: bool) -> list:
-    """(ns noted in FSDP's calls by a clock that goes on by one at each reading, whether all of the wait is known), by step."""
+    """[(ns noted in FSDP's calls by a clock that goes on by one at each reading, seconds of the step's whole wait), ...] and
+    what FSDP's collectives are behind the step's end."""
     with join("cpu") as ranks:
         torch.manual_seed(0)
         model = Decoder(CONFIG)
@@ -36,7 +38,7 @@ def stepped(frozen: bool) -> list:
             result = step([batch(number, i) for i in range(EACH)])
             step.within(lambda: None)  # gathers the head for somebody else
             found.append((result._before.ns, result.read().waited_s))
-        groups = [group for unit in step._held.sharded.units for group in unit._get_fsdp_state()._fsdp_param_groups]
+        groups = [group for unit in step._held.sharded.units for group in groups_of(unit)]
         step.close()
         again = [
             type(getattr(group, name)).__name__ for group in groups for name in ("_all_gather_comm", "_reduce_scatter_comm")
@@ -55,6 +57,33 @@ def test_every_collective_of_a_step_is_noted_and_no_other(frozen):
         assert [ns for ns, _ in found] == [gathered + summed for gathered, summed in zip(gathers, sums)]
         assert all(waited is not None and waited >= ns / 1e9 for ns, waited in found)
         assert again == ["DefaultAllGather", "DefaultReduceScatter"], "what was changed in FSDP is as it was"
+
+
+def stepped_on_gpus(frozen: bool) -> list[tuple[int, float | None]]:
+    """(waits noted inside FSDP, seconds waited) of three steps."""
+    with join("cuda") as ranks:
+        torch.manual_seed(0)
+        model = Decoder(CONFIG).to(ranks.device)
+        if frozen:
+            gb.lora.add(model, rank=4)
+        shard(model, blocks_of(model), ranks, torch.bfloat16)
+        step = gb.TrainStep(model, "next_token", accumulate=EACH, precision="bf16", ranks=ranks)
+        found = []
+        for number in range(3):
+            result = step([{name: t.to(ranks.device) for name, t in batch(number, i).items()} for i in range(EACH)])
+            waited = result.read().waited_s
+            found.append((len(result._before.between), waited))
+        step.close()
+        return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("frozen", [False, True], ids=["rows", "frozen rows"])
+def test_two_gpus_note_every_gather_that_they_wait_for(frozen):
+    for found in on_ranks(2, partial(stepped_on_gpus, frozen)):
+        for noted, waited in found:
+            assert noted >= EACH * (2 * CONFIG.layers + 1) and waited is not None and waited > 0
 
 
 class Stream:
