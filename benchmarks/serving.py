@@ -69,8 +69,9 @@ def introduce(job: Job, contender: Contender) -> tuple[Step, dict[str, Any]]:
         torch.cuda.reset_peak_memory_stats()
         facts["syncs"] = host_syncs(step)
         settle(job.device)
-        # What the process holds of the GPU. A graph's own memory is reserved, not allocated: so all are counted by it.
-        facts["peak_gib"] = (torch.cuda.memory_reserved() + uncounted_bytes(torch.device(job.device))) / 2**30
+        # What the process has held of the GPU. A graph's own memory is reserved, not allocated: so all are counted by it. The
+        # most of a step, not what is left: an allocator that finds the GPU full gives back what it keeps, and goes on.
+        facts["peak_gib"] = (torch.cuda.max_memory_reserved() + uncounted_bytes(torch.device(job.device))) / 2**30
     return step, facts
 
 

@@ -5,15 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.bench_ranks import CASES as OF_RANKS
 from benchmarks.bench_train import CASES as MEASURED
 from benchmarks.shapes import SHAPES
 from gpubound.models.llama.decoder import Decoder, DecoderConfig
 from gpubound.plan.cards import CARDS, GIGA, Card, Network
-from gpubound.plan.cases import CASES, setting_of_case
+from gpubound.plan.cases import CASES, RANKS_CASES, setting_of_case
 from gpubound.plan.check import FILES, check
 from gpubound.plan.memory import memory, reserved
 from gpubound.plan.pace import pace
-from gpubound.plan.propose import FREE, proposals
+from gpubound.plan.propose import FREE, proposals, summing
 from gpubound.plan.reading import outlined, setting_of
 from gpubound.plan.setting import Setting
 from gpubound.plan.wire import collectives
@@ -32,6 +33,7 @@ def test_predictions_hold_on_the_committed_measurements():
     assert {(row.gpu, row.bench, row.case, row.unit) for row in rows} >= {
         *(("h200", "train", case, unit) for case in CASES for unit in ("tok/s", "GiB")),
         *(("h200", "lora", case, unit) for case in of_adapters for unit in ("tok/s", "GiB")),
+        *(("h200", "ranks", case, "tok/s") for case in ("350m on 2", "8b on 2")),
         ("h100", "train", "350m", "tok/s"),
         ("h100", "train", "350m", "GiB"),
     }
@@ -53,6 +55,13 @@ def test_a_checked_case_is_the_one_that_the_benchmark_measures(name):
     assert (c.hidden, c.intermediate, c.layers, c.heads, c.kv_heads, c.vocabulary, c.tied) == (
         shape.hidden, shape.intermediate, shape.layers, shape.heads, shape.kv_heads, shape.vocab, shape.tied,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RANKS_CASES)
+def test_a_checked_case_of_several_gpus_is_the_one_that_the_benchmark_measures(name):
+    case, (preset, seq, rows, accumulate, _, sharded) = OF_RANKS[name], RANKS_CASES[name]
+    assert (case.shape, case.seq, case.micro * case.accumulate) == (preset, seq, rows * accumulate)
+    assert sharded == (case.ours == "ours-fsdp") and rows in getattr(case, "rows", {}).get(case.ours, (case.micro,))
 
 
 def test_the_rates_of_cards_are_those_that_were_measured():
@@ -158,9 +167,8 @@ def test_shards_sum_once_a_step_where_whole_gradients_fit():
         assert before | {"gradient of a block": layers, "other gradients": 1} == after and p.step_s < sum(
             pace(each, H200, Network()).values()
         )
-    tight = int(max(p.bytes for p in several) / 0.9) - 1
-    _, found = proposals(recipe, 8, H200, Network(), tight)
-    assert not all(p.setting.once for p in found if p.setting.sharded and p.setting.accumulate > 1)
+        least = sum(memory(p.setting).values())
+        assert [summing(each, limit).once for limit in (least - 1, least)] == [False, True]
 
 
 def test_what_a_budget_of_bytes_makes_of_recomputing_fits_it():

@@ -68,7 +68,7 @@ def compared(gpu: str, card: Card, lines: list[dict[str, Any]]) -> list[Compared
     found = []
     for case in cases():
         setting = case.setting
-        speed = setting.tokens_per_step / sum(pace(setting, card, Network()).values())
+        speed = setting.tokens_per_step / setting.world / sum(pace(setting, card, Network()).values())  # of each GPU
         if (newest := case.newest(lines, "", "tok/s")) is not None:
             found.append(Compared(gpu, case.bench, case.name, "tok/s", speed, *newest))
         if (newest := case.newest(lines, " peak memory", "GiB")) is not None:

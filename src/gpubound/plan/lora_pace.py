@@ -14,6 +14,7 @@ from .pace import (
     KERNELS,
     KERNELS_AGAIN,
     attention_operations,
+    copied_bytes,
     host_seconds,
     kernels,
     pass_bytes,
@@ -92,6 +93,13 @@ def rounded_bytes(setting: LoraSetting) -> float:
         3 * tokens * ((layers + again) * p.inputs + layers * p.outputs) + 2 * layers * p.inputs * p.outputs
         for p in setting.multiplied
     )
+
+
+@copied_bytes.register
+def _(setting: LoraSetting) -> float:
+    """Frozen weights as they are: laid side by side, then copied to where each is whole; of blocks twice a micro-batch."""
+    gathered = 2 * setting.config.layers * setting.in_block + setting.around
+    return setting.accumulate * (2 * gathered / setting.world + 2 * gathered)
 
 
 @kernels.register

@@ -13,7 +13,7 @@ from ..train.adamw8 import AdamW8bit
 from ..train.muon import Muon
 from .cards import Card, Network
 from .setting import Setting
-from .wire import collectives
+from .wire import FP32, collectives
 
 KERNELS = 33  # of a block, forward and backward: 1,004 nodes in the graph of 30 blocks
 KERNELS_AGAIN = 9  # more where the block is computed again
@@ -29,6 +29,7 @@ GROUPS = {
     "adapters": "memory traffic",
     "weights written out": "memory traffic",
     "rounding to 8 bits": "memory traffic",
+    "copies of shards": "memory traffic",
     "loss": "memory traffic",
     "gradient sums": "memory traffic",
     "update": "memory traffic",
@@ -41,6 +42,8 @@ GROUPS = {
 def pace(setting: Setting, card: Card, network: Network) -> dict[str, float]:
     """Seconds of a step by part."""
     parts, n = work(setting, card), setting.accumulate
+    if setting.sharded and setting.world > 1:
+        parts["copies of shards"] = copied_bytes(setting) / card.copy
     working = sum(parts.values())
     parts["launches"] = n * kernels(setting) * (card.node_us + RAMP_US) * 1e-6
     if not setting.captured or setting.sharded:  # what fully_shard does between blocks is not captured
@@ -62,6 +65,20 @@ def work(setting: Setting, card: Card) -> dict[str, float]:
         "gradient sums": (8 * n if n > 1 else 4) * setting.trained / card.copy,
         "update": setting.layout.size * update_bytes(setting) / card.copy + muon_seconds(setting, card),
     }
+
+
+@singledispatch
+def copied_bytes(setting: Setting) -> float:
+    """Of a step: what fully_shard copies on a rank around its collectives.
+
+    Shards are cast, laid side by side, gathered, and copied to where each weight is whole; those of blocks twice a micro-batch.
+    Gradients are laid side by side in fp32, and a rank's part of each sum is added to what it has.
+    """
+    whole, s, n = setting.outline.parameters, setting.numbers.dtype.itemsize, setting.accumulate
+    gathered = 2 * setting.config.layers * setting.outline.in_block + setting.outline.outside
+    gathering = gathered / setting.world * (FP32 + 3 * s) + gathered * 2 * s
+    summing = whole * (s + FP32) + whole / setting.world * 3 * FP32
+    return n * gathering + (1 if setting.once else n) * summing
 
 
 @singledispatch
