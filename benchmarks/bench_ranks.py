@@ -61,7 +61,7 @@ CASES = {
     "1b": RankCase("1b", 2048, 4, 8, {"ddp-liger": UNJUDGED}, ours="ours-ddp", recompute="none"),
     "8b": LargeCase(
         "8b", 4096, 4, 1, {"fsdp-compile": UNJUDGED, "fsdp-liger": UNJUDGED}, ours="ours-fsdp",
-        rows={"ours-fsdp": (2, 1), "fsdp-compile": (2, 1), "fsdp-liger": (4, 2, 1)}, wanted=9750,
+        rows={"ours-fsdp": (4, 2, 1), "fsdp-compile": (2, 1), "fsdp-liger": (4, 2, 1)}, wanted=9750,
     ),
     "8b-lora": LargeCase(
         "8b", 4096, 4, 1, {"fsdp-peft": UNJUDGED, "fsdp-peft-liger": UNJUDGED}, ours="ours-fsdp-lora",

@@ -11,6 +11,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 import gpubound as gb
 from gpubound.errors import GraphError
+from gpubound.layers.recompute import LEAST_BYTES, recompute_from
 from gpubound.models.llama import Decoder, DecoderConfig
 from gpubound.models.richards import RichardsConfig, RichardsDecoder
 from gpubound.parallel import ALONE, join
@@ -51,6 +52,14 @@ class SeededDiffusion(MaskedDiffusion):
         return super().__call__(model, batch | {"labels": batch["input_ids"]}, scale)
 
 
+def hugging_face(seed):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return gb.place(LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, num_key_value_heads=2, **sizes)).train(), "cpu").model
+
+
 def mixture(seed):
     """Three experts, which two ranks do not divide, and a loss that wants their load even."""
     torch.manual_seed(seed)
@@ -70,11 +79,11 @@ def wider(seed):
 
 def trained(
     world: int, each: int, optimizer=ADAMW, precision="fp32", full=False, make=llama, objective="next_token", device="cpu",
-    **options,
+    least=LEAST_BYTES, **options,
 ):  # fmt: skip
     """Three steps of `world` ranks with `each` micro-batches a step: the whole weights, the reports, and what a rank holds.
 
-    `full`: as a GPU with a hundredth of its memory left.
+    `full`: as a GPU with a hundredth of its memory left. `least`: bytes of a result that is computed again.
     """
     sums = counted_sums(full) if world > 1 else [0]
     with join(device) if world > 1 else nullcontext(ALONE) as ranks:
@@ -84,6 +93,7 @@ def trained(
         step = gb.TrainStep(
             model, objective, optimizer, accumulate=each, clip=0.5, precision=precision, graph="off", ranks=ranks, **options
         )
+        recompute_from(model, least)
         average = Average(step, 0.9)
         reports = []
         for number in range(STEPS):
@@ -158,11 +168,22 @@ def test_shards_in_other_numbers_are_one_process_in_those(precision, optimizer, 
     near(alone, on_ranks(2, partial(trained, recompute=recompute), 2, 1, optimizer, precision), llama(0), off)
 
 
+@pytest.mark.parametrize("make, objective", [(llama, "next_token"), (hugging_face, "causal_lm")], ids=["ours", "placed"])
+def test_results_that_are_computed_again_in_shards_change_nothing(make, objective):
+    options = {"make": make, "objective": objective, "least": 0}
+    weights, reports, _, _ = trained(1, 2, **options)
+    for theirs, said, _, _ in on_ranks(2, partial(trained, **options), 2, 1):
+        for one, other in zip(reports, said):
+            assert other == pytest.approx(one, rel=2e-6)
+        equal(weights, theirs)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_shards_on_gpus_are_one_gpu():
-    """Over NCCL, in bf16, with two micro-batches, whose sums wait for the last one from the second step on."""
-    options = {"precision": "bf16", "make": wider, "device": "cuda"}
+    """Over NCCL, in bf16, with two micro-batches, whose sums wait for the last one from the second step on. Results of any size
+    are computed again."""
+    options = {"precision": "bf16", "make": wider, "device": "cuda", "least": 0}
     ranks = on_ranks(2, partial(trained, **options), 2, 2)
     near(trained(1, 4, **options), ranks, wider(0), 0.2)
     assert all(memory["sums"] == [6, 3, 3, 0] for *_, memory in ranks)

@@ -29,9 +29,12 @@ from .site_parts import AS_IT_IS, Adapter, Factors, Format, Joined, Spanning, ad
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, extra: Sequence[Adapter] = ()) -> Tensor:
     """x weightᵀ + bias. The gradient goes into the weight's main_grad, if it has one, and what its record says takes part.
 
+    torch's own product where nothing is to be said of weight and x. It would keep an x that can be had again.
+
     extra: adapters of this call alone
     """
-    if not extra and getattr(weight, "main_grad", None) is None and ((record := record_of(weight)) is None or record.empty):
+    said = extra or getattr(weight, "main_grad", None) is not None or recompute.origin(x) is not None
+    if not said and ((record := record_of(weight)) is None or record.empty):
         return F.linear(x, weight, bias)
     if _seen_through():
         return _plain(x, weight, bias, extra)

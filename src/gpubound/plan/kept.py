@@ -19,7 +19,7 @@ def block_keeps(setting: Setting, least: float = LEAST_BYTES) -> dict[str, int]:
     """Bytes of one block, by what they are. `least` as in layers/recompute.py."""
     c, s, tokens = setting.config, setting.numbers.dtype.itemsize, setting.tokens
     h, f, q, kv = c.hidden, c.intermediate, c.heads * c.head_dim, c.kv_heads * c.head_dim
-    if setting.recompute == "none" or setting.sharded:  # sharded weights are multiplied one by one, by torch's own product
+    if setting.recompute == "none":
         least = KEEP_ALL
     found = {
         "residual stream": 2 * (h * s + FP32),  # what each of the two norms normed, and by how much

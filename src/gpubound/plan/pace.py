@@ -123,12 +123,17 @@ def pass_bytes(setting: Setting) -> float:
 
 @singledispatch
 def remade(setting: Setting) -> int:
-    """Of a token and block: elements that are read and written where norms and the activation are computed again."""
+    """Of a token and block: elements that are read and written where norms and the activation are computed again.
+
+    The activation's gradient gives its result in the same pass. In shards each product by itself has its input again: q, k and
+    v, gate and up, and down.
+    """
     c, row = setting.config, setting.tokens * setting.numbers.dtype.itemsize
-    if setting.recompute == "none" or setting.sharded or setting.numbers.fp8:
+    if setting.recompute == "none" or setting.numbers.fp8:
         return 0
     h, f = c.hidden, c.intermediate
-    return 2 * 2 * h * (row * h >= LEAST_BYTES) + f * (row * f >= LEAST_BYTES)
+    norms, activation = (5, 3) if setting.sharded else (2, 1)
+    return norms * 2 * h * (row * h >= LEAST_BYTES) + activation * f * (row * f >= LEAST_BYTES)
 
 
 def update_bytes(setting: Setting) -> float:

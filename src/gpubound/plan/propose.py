@@ -151,7 +151,7 @@ def every_way(base: Setting, limit: int) -> Iterator[Setting]:
     rows = base.rows * base.accumulate
     for micro in divisors(rows):
         for shared in sharings(replace(base, rows=micro, accumulate=rows // micro)):
-            for recompute in ("cheap", "blocks") if shared.sharded else ("none", "cheap", "blocks"):  # shards know no "none"
+            for recompute in ("none", "cheap", "blocks"):
                 yield replace(shared, recompute=recompute)
             some = fewest(shared, limit)
             if 0 < some.recomputed < some.config.layers:
