@@ -8,7 +8,7 @@ Legend: x (N, K), a weight (O, K), y (N, O); s bytes of a number.
 
 from ..layers.recompute import LEAST_BYTES
 from .cards import Card
-from .lora import ADAPTED_HOST_S, LoraSetting
+from .lora import ADAPTED_HOST_S, PRODUCTS, LoraSetting
 from .pace import (
     EAGER,
     KERNELS,
@@ -128,11 +128,11 @@ def adapting(setting: LoraSetting) -> int:
 
 @remade.register
 def _(setting: LoraSetting) -> int:
-    """The activation in a pass of its own: gate and up read, the result written."""
+    """The activation in a pass of its own: gate and up read, the result written. In shards each layer has its norm again."""
     if setting.recompute == "none":
         return 0
     row, products = setting.tokens * setting.numbers.dtype.itemsize, setting.products
-    norms = (products["q, k, v"], products["gate, up"])
+    norms = [products[name] for name in ("q, k, v", "gate, up") for _ in (PRODUCTS[name] if setting.sharded else (name,))]
     elements = sum(2 * p.inputs for p in norms if p.ranks and row * p.inputs >= LEAST_BYTES)
     down = products["down"]
     return elements + 3 * down.inputs * (down.ranks > 0 and row * down.inputs >= LEAST_BYTES)
