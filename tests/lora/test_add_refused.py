@@ -39,6 +39,33 @@ REFUSED = {
         {"init": "orthogonal", "targets": ["embed_tokens"]},
         "lora.add: init 'orthogonal' is for nn.Linear of an even rank, got rank 4 of model.embed_tokens.",
     ),
+    "targets of nothing": (
+        {"targets": []},
+        "lora.add: targets must be 'all-linear', 'all-linear-and-conv', a regular expression, or a list of names' ends, got "
+        "[].",
+    ),
+    "a target that is no word": (
+        {"targets": ["q_proj", 3]},
+        "lora.add: targets must be 'all-linear', 'all-linear-and-conv', a regular expression, or a list of names' ends, got "
+        "['q_proj', 3].",
+    ),
+    "no regular expression": (
+        {"targets": "q_proj("},
+        "lora.add: targets 'q_proj(' is no regular expression (missing ), unterminated subpattern at position 6); list names.",
+    ),
+    "a rank that is an answer": (
+        {"rank": True, "targets": ["k_proj"]},
+        "lora.add: rank must be an integer from 1 to 16 for model.layers.0.self_attn.k_proj, whose weight is 16 x 32, got "
+        "True.",
+    ),
+    "an alpha of words": ({"alpha": "16"}, "lora.add: alpha must be a finite number, got '16'."),
+    "an alpha of no size": ({"alpha": float("nan")}, "lora.add: alpha must be a finite number, got nan."),
+    "dropout of words": ({"dropout": "0.1"}, "lora.add: dropout must be from 0 up to, not including, 1, got '0.1'."),
+    "a name of torch's": (
+        {"name": "train"},
+        "lora.add: torch's modules have an attribute named 'train'; give the adapter another name.",
+    ),
+    "a number for a name": ({"name": 5}, "lora.add: name must be a word without dots, got 5."),
     "a name with a dot": ({"name": "a.b"}, "lora.add: name must be a word without dots, got 'a.b'."),
 }
 

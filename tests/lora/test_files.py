@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 import gpubound as gb
 
 from ..place.models import assert_near, place, tiny, tokens
-from .cases import adapted, records
+from .cases import adapted, records, refusal
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -120,6 +120,19 @@ REFUSED = {
         option(peft_type="IA3"),
         "{c}: peft_type is 'IA3', and only plain LoRA and DoRA are read here; load it with PEFT.",
     ),
+    "a changed base": (
+        option(init_lora_weights="pissa_niter_4"),
+        "{c}: init_lora_weights is 'pissa_niter_4', which changed the base's weights, too; let PEFT convert the adapter as it "
+        "saves it: save_pretrained(..., path_initial_model_for_weight_conversion=...).",
+    ),
+    "no alpha": (option(lora_alpha=None), "{c}: lora_alpha has None, wanted a number; save the adapter again."),
+    "a rank of words": (option(r="4"), "{c}: r has '4', wanted a rank; save the adapter again."),
+    "a table that is none": (option(rank_pattern=5), "{c}: rank_pattern has '5', wanted a rank; save the adapter again."),
+    "a broken pattern": (
+        option(alpha_pattern={"(": 3}),
+        "{c}: alpha_pattern has '(', no regular expression (missing ), unterminated subpattern at position 0); save the "
+        "adapter again.",
+    ),
     "no safetensors": (
         lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x" * 40),
         "{w}: is not in safetensors' format",
@@ -150,5 +163,28 @@ def test_over_other_layers_is_refused(tmp_path):
 def test_two_sorts_in_one_file_are_refused(tmp_path):
     model = adapted(tiny(), targets=["q_proj"])
     adapted(model, targets=["v_proj"], dropout=0.5)
+    gb.lora.save(adapted(tiny(), targets=["q_proj"]), tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     with pytest.raises(ValueError, match=r"differs from model\.layers\.0\.self_attn\.q_proj in rslora, dora or dropout"):
         gb.lora.save(model, tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before, "what was there is still whole"
+
+
+def test_nothing_is_loaded_into_what_is_merged(tmp_path):
+    model = adapted(tiny(), targets=["v_proj"])
+    gb.lora.save(model, tmp_path)
+    gb.lora.merge(model)
+    assert refusal(lambda: gb.lora.load(model, tmp_path)) == (
+        "lora.load: the adapter of model.layers.0.self_attn.v_proj is merged into its weight; call gb.lora.unmerge first."
+    )
+
+
+def test_without_values_nothing_is_saved_loaded_or_merged(tmp_path):
+    gb.lora.save(adapted(tiny(), targets=["v_proj"]), tmp_path)
+    there, key = "is on the meta device, without values; load the model's weights first.", "model.layers.0.self_attn.v_proj"
+    bare = tiny().to("meta")
+    assert refusal(lambda: gb.lora.load(bare, tmp_path)) == f"lora.load: {key} {there}"
+    assert not any(records(bare))
+    adapted(bare, targets=["v_proj"])
+    assert refusal(lambda: gb.lora.save(bare, tmp_path)) == f"lora.save: {key} {there}"
+    assert refusal(lambda: gb.lora.merge(bare)) == f"lora.merge: {key} {there}"

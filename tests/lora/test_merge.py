@@ -85,6 +85,9 @@ def test_what_would_be_lost_is_refused():
     assert refusal(lambda: gb.lora.remove(model)) == (
         f"lora.remove: the adapter of {name} is merged into its weight; call gb.lora.unmerge first."
     )
+    assert refusal(lambda: gb.lora.disable(model)) == (
+        f"lora.disable: the adapter of {name} is merged into its weight; call gb.lora.unmerge first."
+    )
     with torch.no_grad():
         model.get_submodule(name).weight.mul_(2)
     assert refusal(lambda: gb.lora.unmerge(model)) == (

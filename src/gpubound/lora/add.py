@@ -1,5 +1,6 @@
 """Low-rank adapters on the layers of a model, in place: added, listed, switched off, removed."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from ..kernels.record import seen
 from ..layers.site_parts import shape_of
 from ..layers.stacked import multiply_by_records
 from .base import check, kind_of, quantize_base
-from .pairs import Adapters, Pair, check_not_chosen, pairs
+from .pairs import Adapters, Pair, check_not_chosen, check_not_merged, pairs
 from .per_row import BELOW, make_one
 from .targets import DORA, KINDS, by, chosen, layers_of
 
@@ -79,24 +80,33 @@ class AdapterOptions(NamedTuple):
         if self.dora and type(self.layer) not in DORA:
             raise ValueError(f"{who}: dora is for nn.Linear, and {key} is none; adapt it in a call of its own.")
         most = self.pair.most_rank(self.layer.weight)
-        if not isinstance(self.rank, int) or not 1 <= self.rank <= most:
+        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or not 1 <= self.rank <= most:
             raise ValueError(
                 f"{who}: rank must be an integer from 1 to {most} for {key}, whose weight is "
                 f"{by(shape_of(self.layer.weight))}, got {self.rank}."
             )
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"{who}: dropout must be from 0 up to, not including, 1, got {self.dropout}.")
+        if not _is_number(self.alpha):
+            raise ValueError(f"{who}: alpha must be a finite number, got {self.alpha!r}.")
+        if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
+            raise ValueError(f"{who}: dropout must be from 0 up to, not including, 1, got {self.dropout!r}.")
         if self.dropout and not self.pair.DROPS:
             raise ValueError(f"{who}: {key} takes no dropout, got {self.dropout}; adapt experts in a call of their own.")
-        if name in (kind.of(self.layer) or ()):
+        there = kind.of(self.layer) or kind(self.layer)
+        if name not in there and hasattr(there, name):
+            raise ValueError(f"{who}: torch's modules have an attribute named {name!r}; give the adapter another name.")
+        if name in there:
             raise ValueError(
                 f"{who}: {key} already has an adapter named {name!r}; give another name, or call gb.lora.remove first."
             )
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
 def attach(model: nn.Module, options: dict[str, AdapterOptions], name: str, who: str) -> dict[str, Pair]:
     """Adapters without values yet, by their layers' names. Everything is checked before anything is changed."""
-    if not name or "." in name:
+    if not isinstance(name, str) or not name or "." in name:
         raise ValueError(f"{who}: name must be a word without dots, got {name!r}.")
     _check_apart(model, [found.layer for found in options.values()], who)
     for key, found in options.items():
@@ -151,8 +161,7 @@ def remove(model: nn.Module, name: str | None = None) -> None:
     """Take adapters out, or those called `name`. What `add` froze stays frozen."""
     found = pairs(model, name, "lora.remove")
     check_not_chosen(found, "lora.remove")
-    if merged := next((key for key, _, own in found if own.merged), None):
-        raise ValueError(f"lora.remove: the adapter of {merged} is merged into its weight; call gb.lora.unmerge first.")
+    check_not_merged(found, "lora.remove")
     take_out(model, found)
 
 
@@ -173,7 +182,9 @@ class disable:
     """
 
     def __init__(self, model: nn.Module, name: str | None = None):
-        self._were_on = [(adapters, own) for _, adapters, own in pairs(model, name, "lora.disable") if own.on]
+        found = [one for one in pairs(model, name, "lora.disable") if one[2].on]
+        check_not_merged(found, "lora.disable")
+        self._were_on = [(adapters, own) for _, adapters, own in found]
         _switch(self._were_on, False)
 
     def __enter__(self) -> None:

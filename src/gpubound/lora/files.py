@@ -21,7 +21,7 @@ from ..trace import fallback
 from .add import AdapterOptions, attach
 from .dora import DoraPair
 from .experts import ExpertStack
-from .pairs import Pair, adapted_layers, pairs
+from .pairs import Pair, adapted_layers, check_not_merged, check_values, pairs
 from .targets import DORA, KINDS, by, layers_of, unfit
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -30,12 +30,17 @@ UNUSUAL = (  # options of PEFT's that are off in what is read here
     "lora_bias", "use_qalora", "use_bdlora", "fan_in_fan_out", "modules_to_save", "trainable_token_indices",
     "alora_invocation_tokens", "arrow_config", "velora_config", "monteclora_config", "kasa_config",
 )  # fmt: skip
+OTHER_BASE = ("pissa", "olora", "corda", "loftq")  # ways to begin that change the base, which PEFT does again as it loads
+USUAL = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # PEFT's own defaults
+PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}  # what has other values for some layers
 
 
 def save(model: nn.Module, path: str | Path, name: str = "default") -> None:
     """Write the adapters called `name` into the folder `path`, as PEFT's save_pretrained does."""
     there = pairs(model, name, "lora.save")
+    check_values({key: own.a for key, _, own in there}, "lora.save")
     found, layers = {key: own for key, _, own in there}, {key: adapters.layer for key, adapters, _ in there}
+    config = _config(model, found, layers)  # what it refuses leaves files that are there as they were
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
@@ -46,7 +51,7 @@ def save(model: nn.Module, path: str | Path, name: str = "default") -> None:
             tensors[f"{PREFIX}{adapters.filed_under(key, layers)}.{half}"] = own.filed(half).cpu().contiguous()
     with replacing(folder / WEIGHTS) as file:
         file.write(bytes_of(tensors, {"format": "pt"}))
-    write_whole(folder / CONFIG, json.dumps(_config(model, found, layers), indent=2) + "\n")
+    write_whole(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
 def _config(model: nn.Module, found: dict[str, Pair], layers: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +116,10 @@ def load(model: nn.Module, path: str | Path, name: str = "default") -> list[str]
         key, half = known[word]
         halves.setdefault(key, {})[half] = tensor
     options = {key: _options(folder, config, key, layers[key], own) for key, own in halves.items()}
+    check_values({key: layers[key].weight for key in options}, "lora.load")
     there = {key: (adapters[name].rank, type(adapters[name])) for key, adapters in adapted_layers(model) if name in adapters}
+    if there:
+        check_not_merged(pairs(model, name, "lora.load"), "lora.load")
     if not there:
         attach(model, options, name, "lora.load")
     elif there != {key: (own.rank, own.pair) for key, own in options.items()}:
@@ -162,6 +170,13 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 f"{folder / CONFIG}: {option} is {config[option]!r}, and only plain LoRA and DoRA are read here; load it with "
                 f"PEFT."
             )
+    begun = str(config.get("init_lora_weights"))
+    if begun.lower().startswith(OTHER_BASE):
+        raise DataError(
+            f"{folder / CONFIG}: init_lora_weights is {begun!r}, which changed the base's weights, too; let PEFT convert the "
+            f"adapter as it saves it: save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+        )
+    _check_numbers(folder / CONFIG, config)
     file = folder / WEIGHTS
     try:
         with reading(file):
@@ -170,8 +185,26 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise DataError(f"{file}: is not in safetensors' format: {error}; save the adapter again.") from error
 
 
+def _check_numbers(file: Path, config: dict[str, Any]) -> None:
+    given = [(option, "", config.get(option, usual)) for option, usual in USUAL.items()]
+    for pattern in PATTERNS:
+        table = config.get(pattern) or {}
+        given += [(pattern, *one) for one in (table.items() if isinstance(table, dict) else [("", str(table))])]
+    for option, expression, value in given:
+        try:
+            re.compile(expression)
+        except re.error as error:
+            raise DataError(
+                f"{file}: {option} has {expression!r}, no regular expression ({error}); save the adapter again."
+            ) from error
+        rank = PATTERNS.get(option, option) == "r"
+        if isinstance(value, bool) or not isinstance(value, int if rank else (int, float)) or (rank and value < 1):
+            wanted = "a rank" if rank else "a number"
+            raise DataError(f"{file}: {option} has {value!r}, wanted {wanted}; save the adapter again.")
+
+
 def _options(folder: Path, config: dict[str, Any], key: str, layer: Any, own: dict[str, Tensor]) -> AdapterOptions:
-    rank = _of(config, "rank_pattern", key, config.get("r"))
+    rank = _of(config, "rank_pattern", key, config.get("r", USUAL["r"]))
     kind = _pair(config, layer)
     example = kind(torch.empty(shape_of(layer.weight), device="meta"), rank, 1.0, 0.0, False)
     got = [tuple(own[half].shape) if half in own else None for half in kind.HALVES]
@@ -182,8 +215,8 @@ def _options(folder: Path, config: dict[str, Any], key: str, layer: Any, own: di
             f"{folder / WEIGHTS}: the adapter of {key} has {halves}, wanted {' and '.join(map(str, wanted))} for a "
             f"weight of {by(shape_of(layer.weight))}; load it on the model that it was trained on."
         )
-    alpha = _of(config, "alpha_pattern", key, config.get("lora_alpha", 8))  # PEFT's own default
-    drops, rslora, dora = config.get("lora_dropout") or 0.0, bool(config.get("use_rslora")), bool(config.get("use_dora"))
+    alpha = _of(config, "alpha_pattern", key, config.get("lora_alpha", USUAL["lora_alpha"]))
+    drops, rslora, dora = config.get("lora_dropout", 0.0), bool(config.get("use_rslora")), bool(config.get("use_dora"))
     return AdapterOptions(layer, rank, alpha, drops, rslora, dora)
 
 

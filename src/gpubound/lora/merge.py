@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from ..layers.frozen import Base
 from ..layers.site_parts import format_of, is_sharded
 from .add import take_out
-from .pairs import Adapters, Pair, adapted_layers, check_not_chosen, pairs
+from .dora import DoraPair
+from .pairs import Adapters, Pair, adapted_layers, check_not_chosen, check_values, pairs
 
 
 @torch.no_grad()
@@ -27,7 +28,9 @@ def merge(model: nn.Module, name: str | None = None, for_good: bool = False) -> 
     for key, adapters, own in named:
         if own.on and not own.merged:
             found.setdefault(key, (adapters, []))[1].append(own)
-    for key, (adapters, _) in found.items():
+    check_values({key: adapters.layer.weight for key, (adapters, _) in found.items()}, "lora.merge")
+    for key, (adapters, merging) in found.items():
+        _check_dora(key, adapters, merging)
         _check_unchanged("merge", key, adapters)
         if is_sharded(adapters.layer.weight):
             raise ValueError(
@@ -100,6 +103,16 @@ def plain_state(model: nn.Module) -> dict[str, Tensor]:
                 )
     theirs = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, Adapters))
     return {name: tensor for name, tensor in state.items() if not name.startswith(theirs)}
+
+
+def _check_dora(key: str, adapters: Adapters, merging: list[Pair]) -> None:
+    """DoRA takes the lengths of the rows of the layer's weight, and merging others alone would change these."""
+    left = [name for name, own in adapters.pairs() if own.adds and isinstance(own, DoraPair) and own not in merging]
+    if left:
+        raise ValueError(
+            f"lora.merge: {key} has the DoRA adapter {left[0]!r}, too, which would be over another weight then; merge that one "
+            f"first, or all."
+        )
 
 
 def _check_unchanged(what: str, key: str, adapters: Adapters) -> None:

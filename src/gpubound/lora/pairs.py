@@ -269,5 +269,17 @@ def check_not_chosen(found: Sequence[tuple[str, Adapters, Pair]], who: str) -> N
         )
 
 
+def check_not_merged(found: Sequence[tuple[str, Adapters, Pair]], who: str) -> None:
+    """That none of these is a part of its weight now, where nothing that is done to the adapter shows."""
+    if key := next((key for key, _, own in found if own.merged), None):
+        raise ValueError(f"{who}: the adapter of {key} is merged into its weight; call gb.lora.unmerge first.")
+
+
+def check_values(weights: Mapping[str, Tensor], who: str) -> None:
+    """That these weights of layers have values: what is copied onto the meta device is lost without a word."""
+    if key := next((key for key, weight in weights.items() if weight.is_meta), None):
+        raise ValueError(f"{who}: {key} is on the meta device, without values; load the model's weights first.")
+
+
 def _has(words: Sequence[str]) -> str:
     return f"only {', '.join(map(repr, words))}" if words else "nor any other; call gb.lora.add first"

@@ -48,7 +48,8 @@ def chosen(model: nn.Module, targets: str | Sequence[str], rank: Any) -> dict[st
     _check_reached(model)
     if isinstance(targets, str) and targets in ALL:
         return _all(model, targets, rank)
-    wanted = [targets] if isinstance(targets, str) else list(targets)
+    wanted = [targets] if isinstance(targets, str) else list(targets or ())
+    _check_words(targets, wanted)
     layers, found = layers_of(model), dict[str, Any]()
     named = {**dict(model.named_modules()), **layers}
     for target in wanted:
@@ -64,6 +65,18 @@ def chosen(model: nn.Module, targets: str | Sequence[str], rank: Any) -> dict[st
         if why := unfit(model, module):
             raise ValueError(f"lora.add: {key} {why}; name other layers.")
     return found
+
+
+def _check_words(targets: Any, wanted: Sequence[Any]) -> None:
+    if not wanted or not all(isinstance(target, str) for target in wanted):
+        raise ValueError(
+            f"lora.add: targets must be {', '.join(map(repr, ALL))}, a regular expression, or a list of names' ends, got "
+            f"{targets!r}."
+        )
+    try:
+        re.compile(targets if isinstance(targets, str) else "")
+    except re.error as error:
+        raise ValueError(f"lora.add: targets {targets!r} is no regular expression ({error}); list names.") from error
 
 
 def _matches(key: str, target: str, regex: bool) -> bool:
