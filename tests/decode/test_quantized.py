@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import gpubound as gb
 from gpubound.decode import judge
 from gpubound.decode.bind import bind
 from gpubound.decode.certify import MARGIN
@@ -224,7 +225,9 @@ def test_wrong_arguments_are_named():
     model = build("Llama")
     live = bind(model)
     body = FusedBody(live, Build(1, ROOM, weights="int8"))
+    fast = gb.decoder(model, 1, ROOM, weights="int8", verify=False)
     for call, sentence in (
+        (lambda: fast.accuracy([[3, 4], [5, 6]]), "accuracy: text: got 2, wanted one; put them one behind the other."),
         (
             lambda: FusedBody(live, Build(1, ROOM, weights="int2")),
             "decoder: weights: got 'int2', wanted one of int8, int4, fp8, or None for the live ones.",

@@ -125,6 +125,10 @@ def test_an_empty_stop_string():
 
 def test_wrong_builds():
     model = cases.shared().model
+    assert said(lambda: gb.decoder(model, tokenizer="folder/tokenizer.json")) == (
+        "decoder: tokenizer: got a str, wanted one that encodes and decodes, of gpubound, tokenizers or transformers."
+    )
+    assert said(lambda: gb.decoder(model, verify="no")) == "decoder: verify: got 'no', wanted True, 'quick' or False."
     assert said(lambda: gb.decoder(model, max_batch=0)) == (
         "decoder: max_batch and max_length: got 0 and 4096, wanted at least 1 and 2."
     )
@@ -289,6 +293,14 @@ def test_logits_that_are_not_finite_from_the_first_step():
         model.model.embed_tokens.weight[4] = float("nan")
     sentence = said(lambda: fast.generate([3, 4], max_new_tokens=9), gb.GenerateError)
     assert sentence.startswith("sequence 0: the logits at position 1 are not finite; first seen in model.embed_tokens.")
+
+
+def test_the_last_norm_is_named_where_it_is_not_finite():
+    model = cases.build("Llama")
+    fast = gb.decoder(model, 1, cases.ROOM, verify=False)
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    assert "first seen in model.norm." in said(lambda: fast.generate(PROMPT), gb.GenerateError)
 
 
 def test_a_penalty_counts_every_token_of_the_prompt():

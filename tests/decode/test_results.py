@@ -59,7 +59,9 @@ def test_score_agrees_with_logprobs_and_takes_a_full_text():
 def test_score_of_too_long_a_text():
     with pytest.raises(ValueError) as error:
         cases.shared().score([3] * 97)
-    assert "prompt 0 has 97 tokens" in str(error.value)
+    assert str(error.value) == (
+        "score: prompt 0 has 97 tokens, more than max_length=96; shorten it, or build the decoder longer."
+    )
 
 
 def test_more_tokens_than_there_is_room_for():

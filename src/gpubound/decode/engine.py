@@ -33,7 +33,7 @@ from .fused import FusedBody, narrow_rows
 from .judge import Accuracy, accuracy
 from .loop import ActiveRequest
 from .own_model import OwnBody
-from .request import Request, check_prompts, make_request, pad, read_prompts
+from .request import Request, check_options, check_prompts, make_request, pad, read_prompts
 from .result import Generation
 from .speculate import Draft, stepper_of, tokens_a_step
 from .stages.body import staged_body
@@ -110,7 +110,7 @@ class FastDecoder:
     def score(self, prompts: Any) -> list[list[float]]:
         """For each sequence, the log-probability of every token but the first, given the tokens before it."""
         found = read_prompts(prompts, self.tokenizer)
-        check_prompts(found, self.body.vocab, max(len(found), 1), self.max_length + 1)
+        check_prompts(found, self.body.vocab, max(len(found), 1), self.max_length, "score", new=0)
         self._check_free()  # it uses the cache of the first row
         with self.plainly():
             self._follow_weights()
@@ -135,7 +135,10 @@ class FastDecoder:
                 "accuracy: the decoder reads the live weights, which are not rounded, and so is its cache; build it with "
                 "weights='int4' or cache='int8'."
             )
-        return accuracy(self.body, read_prompts(text, self.tokenizer)[0])
+        texts = read_prompts(text, self.tokenizer)
+        if len(texts) != 1:
+            raise ValueError(f"accuracy: text: got {len(texts)}, wanted one; put them one behind the other.")
+        return accuracy(self.body, texts[0])
 
     def __repr__(self) -> str:
         """Its path, kernels, sizes and certificate."""
@@ -229,6 +232,7 @@ def decoder(
                 all of them at work. 'tensors': each has a slice of every layer, copied, and all work on each token of few rows
     """
     model = base_of(model)
+    check_options(tokenizer, verify)
     if k != "auto" and (not isinstance(k, int) or k < 1):
         raise ValueError(f"decoder: k: got {k!r}, wanted 'auto' or a number of tokens a launch.")
     first = next((p for p in model.parameters() if p.is_floating_point()), None)

@@ -92,7 +92,9 @@ def stages(model: Any, ids: Tensor, choices: Choices | None = None, rounded: Rou
         yield f"model.layers.{number}.self_attn", x
         x = x + layer.mlp.define(x, number, choices)
         yield f"model.layers.{number}.mlp", x
-    yield "lm_head", capped_(plain_linear(plain_norm(x.to(home), model.norm), Linear(model.head)), shape.logit_cap)
+    x = plain_norm(x.to(home), model.norm)
+    yield "model.norm", x
+    yield "lm_head", capped_(plain_linear(x, Linear(model.head)), shape.logit_cap)
 
 
 class RoundedModel:

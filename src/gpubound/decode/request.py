@@ -156,13 +156,25 @@ def _encode(text: str, tokenizer: Any) -> list[int]:
     return list(getattr(found, "ids", found))  # the tokenizers package gives an Encoding
 
 
+def check_options(tokenizer: Any, verify: Any) -> None:
+    """Of a decoder, what no part of it looks at before a request is on its way."""
+    if tokenizer is not None and not all(callable(getattr(tokenizer, what, None)) for what in ("encode", "decode")):
+        raise ValueError(
+            f"decoder: tokenizer: got a {type(tokenizer).__name__}, wanted one that encodes and decodes, of gpubound, "
+            f"tokenizers or transformers."
+        )
+    if verify not in (True, "quick", False, None):
+        raise ValueError(f"decoder: verify: got {verify!r}, wanted True, 'quick' or False.")
+
+
 def check_adapters(given: Any, prompts: int, body: Body) -> list[str | None] | None:
     """One for each prompt."""
     if given is None:
         return None
     known = body.adapters
     if known is None:
-        raise ValueError(f"generate: adapters: got {given!r}, but all rows are computed alike ({body.path}); leave it out.")
+        why = f" ({body.path})" if body.path else ""
+        raise ValueError(f"generate: adapters: got {given!r}, but all rows are computed alike{why}; leave it out.")
     found = [given] * prompts if isinstance(given, str) else list(given)
     if len(found) != prompts:
         raise ValueError(f"generate: adapters: got {len(found)} for {prompts} prompts, wanted a name or None for each.")
@@ -178,26 +190,29 @@ def check_count(name: str, value: Any, also: str = "") -> None:
         raise ValueError(f"generate: {name}: got {value!r}, wanted a whole number, 1 or more{also}.")
 
 
-def check_prompts(prompts: list[list[int]], vocab: int, max_batch: int, max_length: int) -> None:
+def check_prompts(
+    prompts: list[list[int]], vocab: int, max_batch: int, max_length: int, who: str = "generate", new: int = 1
+) -> None:
+    """`new`: the least tokens that must have room behind each."""
     if not prompts:
-        raise ValueError("generate: got no prompts, wanted at least one.")
+        raise ValueError(f"{who}: got no prompts, wanted at least one.")
     if len(prompts) > max_batch:
         raise ValueError(
-            f"generate: {len(prompts)} sequences at once, but the decoder was built for max_batch={max_batch}; "
+            f"{who}: {len(prompts)} sequences at once, but the decoder was built for max_batch={max_batch}; "
             "ask for fewer, or build it larger."
         )
     for number, prompt in enumerate(prompts):
         if not prompt:
-            raise ValueError(f"generate: prompt {number} is empty; give it at least one token (the model's bos, say).")
-        if len(prompt) >= max_length:
+            raise ValueError(f"{who}: prompt {number} is empty; give it at least one token (the model's bos, say).")
+        if len(prompt) + new > max_length:
+            leaves = f"which leaves no room in max_length={max_length}" if new else f"more than max_length={max_length}"
             raise ValueError(
-                f"generate: prompt {number} has {len(prompt)} tokens, which leaves no room in max_length={max_length}; "
-                "shorten it, or build the decoder longer."
+                f"{who}: prompt {number} has {len(prompt)} tokens, {leaves}; shorten it, or build the decoder longer."
             )
         worst = min(prompt) if min(prompt) < 0 else max(prompt)
         if not 0 <= worst < vocab:
             raise ValueError(
-                f"generate: prompt {number} holds the token {worst}, outside the model's vocabulary of {vocab}; "
+                f"{who}: prompt {number} holds the token {worst}, outside the model's vocabulary of {vocab}; "
                 "is the tokenizer this model's own?"
             )
 

@@ -26,6 +26,12 @@ def test_options_that_the_fused_kernels_read():
     )
 
 
+def test_rows_have_no_adapters_of_their_own():
+    with pytest.raises(ValueError) as error:
+        gb.decoder(build(), 2, ROOM, verify=False).generate([3], adapters="x")
+    assert str(error.value) == "generate: adapters: got 'x', but all rows are computed alike; leave it out."
+
+
 def test_adapters_and_hooks():
     model = build()
     gb.lora.add(model, targets=["q_a_proj"], rank=2)
@@ -48,6 +54,14 @@ def test_a_model_whose_logits_are_not_finite():
         "decoder: the model's logits are not finite; first seen in model.layers.1.self_attn. Check the weights (a "
         "diverged training run?) and the dtype."
     )
+
+
+def test_a_norm_that_is_not_finite_is_named():
+    model = build()
+    fast = gb.decoder(model, 2, ROOM, verify=False)
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    assert fast.body.locate(torch.tensor([3, 4])) == "model.norm"
 
 
 @pytest.mark.parametrize(("module", "name"), [(attention, "attend"), (experts, "routed_gate_up"), (state, "pool")])

@@ -188,7 +188,7 @@ class CompressedBody(Body):
             for name, x in self._stages(token, when, LatentAttention.prompt):
                 if not x.isfinite().all():
                     return name
-        return "lm_head"
+        return "lm_head" if self.norm.weight.isfinite().all() else "model.norm"
 
     def poison(self) -> None:
         for tensor in self.state():
