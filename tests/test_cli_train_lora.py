@@ -131,6 +131,12 @@ def test_a_phase_has_no_adapters_of_its_own(config):
     assert str(error.value) == f"{config}: recipe: phase a: 'lora' is the whole run's, not a phase's."
 
 
+def test_the_base_is_not_written_over(config, base, capsys):
+    assert main(["train", str(config), "--export", f"{base}/../hf", "--merge"]) == 2
+    said = capsys.readouterr().err
+    assert said == f"gpubound train: export: {base}/../hf holds the model that the run begins with; give another folder.\n"
+
+
 def test_merge_needs_an_export(config, capsys):
     assert main(["train", str(config), "--merge"]) == 2
     assert capsys.readouterr().err == (

@@ -170,6 +170,12 @@ def test_two_sorts_in_one_file_are_refused(tmp_path):
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before, "what was there is still whole"
 
 
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("a file's")
+    with pytest.raises(gb.DataError, match=r"file: cannot be written: File exists; check its permissions"):
+        gb.lora.save(adapted(tiny(), targets=["v_proj"]), tmp_path / "file")
+
+
 def test_nothing_is_loaded_into_what_is_merged(tmp_path):
     model = adapted(tiny(), targets=["v_proj"])
     gb.lora.save(model, tmp_path)

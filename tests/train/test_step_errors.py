@@ -143,7 +143,7 @@ def test_wrong_batches(given, sentence):
         (
             lambda m, b: (summed(m, b)[0].detach(), 1),
             "loss: its sum is a torch.float32 tensor of shape () on cpu, wanted a floating-point scalar that requires grad; "
-            "reduce it with .sum() and keep it attached to the model.",
+            "reduce it with .sum() and keep it attached to what trains of the model. Adapters that are off or merged do not.",
         ),
         (
             lambda m, b: (summed(m, b)[0], torch.ones(2)),

@@ -177,6 +177,8 @@ def export_folder(options: Train) -> Path | None:
         raise ValueError(f"export: {there} is a file; give a folder.")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"export: {there} may not be written to; give another folder.")
+    if folder.exists() and Path(options.model).exists() and folder.samefile(options.model):
+        raise ValueError(f"export: {folder} holds the model that the run begins with; give another folder.")
     return folder
 
 

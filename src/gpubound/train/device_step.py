@@ -151,7 +151,7 @@ def _checked(result: Any, device: torch.device) -> tuple[Tensor, Tensor | int]:
     if not isinstance(total, Tensor) or total.dim() or not total.is_floating_point() or not total.requires_grad:
         raise ValueError(
             f"loss: its sum is {_words(total)}, wanted a floating-point scalar that requires grad; "
-            f"reduce it with .sum() and keep it attached to the model."
+            f"reduce it with .sum() and keep it attached to what trains of the model. Adapters that are off or merged do not."
         )
     if isinstance(items, Tensor):
         if items.dim() or items.device != device:

@@ -127,6 +127,10 @@ def test_presets_are_their_size(name, millions):
             {"rope_parameters": {"rope_type": "yarn"}},
             "the decoder has no rope scaling 'yarn'; use transformers with gb.place, which does.",
         ),
+        (
+            {"model_type": "mistral", "sliding_window": 16},
+            "the decoder has no sliding window shorter than its positions; use transformers with gb.place, which does.",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_refused(change, said, tmp_path):

@@ -74,13 +74,13 @@ def config_of(about: dict[str, Any], path: Path) -> DecoderConfig:
     if window is not None:
         fields.size("sliding_window", largest=2**31)
     for name, there in (
-        (f"rope scaling {kind!r}", kind != "default"),
-        (f"hidden_act {about.get('hidden_act')!r}", about.get("hidden_act", "silu") != "silu"),
-        ("a sliding window shorter than its positions", window is not None and window < positions),
-        ("a bias on o_proj or the MLP", family == "llama" and (about.get("attention_bias") or about.get("mlp_bias"))),
+        (f"no rope scaling {kind!r}", kind != "default"),
+        (f"no hidden_act {about.get('hidden_act')!r}", about.get("hidden_act", "silu") != "silu"),
+        ("no sliding window shorter than its positions", window is not None and window < positions),
+        ("no bias on o_proj or the MLP", family == "llama" and (about.get("attention_bias") or about.get("mlp_bias"))),
     ):
         if there:
-            raise Beyond(f"{path}: the decoder has no {name}; use transformers with gb.place, which does.")
+            raise Beyond(f"{path}: the decoder has {name}; use transformers with gb.place, which does.")
     kv_heads = fields.size("num_key_value_heads", heads)
     hidden, head_dim = fields.size("hidden_size"), fields.size("head_dim", 0) or None
     if (heads % kv_heads) or (head_dim is None and hidden % heads) or (head_dim or hidden // heads) % 2:
