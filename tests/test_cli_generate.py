@@ -59,6 +59,15 @@ def test_a_file_a_line_a_prompt_in_any_batch(ckpt, run, tmp_path, batch):
     assert re.fullmatch(LINE, err.splitlines(keepends=True)[-1])[1] == str(20 + 23 + 14)
 
 
+def test_a_line_of_a_file_ends_where_lines_end(ckpt, tmp_path, run):
+    """Not at a form feed or at Unicode's own line separator, which a text may hold."""
+    (tmp_path / "prompts.txt").write_text("the\u2028cat\nsat\x0con\r\n", newline="")
+    code, out, _ = run(ckpt, "--file", tmp_path / "prompts.txt", "--max-new-tokens", 1, "--json")
+    assert [one["prompt"] for one in json.loads(out)["sequences"]] == ["the\u2028cat", "sat\x0con"]
+    code, _, err = run(ckpt, "--file", tmp_path / "nowhere.txt")
+    assert code == 2 and f"{tmp_path / 'nowhere.txt'}: cannot be read: No such file or directory; check the path" in err
+
+
 def test_a_whole_file_and_stdin(ckpt, run, tmp_path):
     (tmp_path / "prompt.txt").write_text("the cat sat\n")
     assert run(ckpt, "--file", tmp_path / "prompt.txt", "--whole")[1] == " on the mat and slept.\n"

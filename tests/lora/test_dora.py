@@ -171,9 +171,20 @@ def test_others_are_not_merged_under_it():
     want = model(tokens()).logits
     assert refusal(lambda: gb.lora.merge(model, "plain")) == (
         "lora.merge: model.layers.0.self_attn.q_proj has the DoRA adapter 'default', too, which would be over another weight "
-        "then; merge that one first, or all."
+        "then; merge or remove that one first."
     )
     assert torch.equal(model(tokens()).logits, want)
+    with gb.lora.disable(model, "default"), pytest.raises(ValueError, match="has the DoRA adapter 'default', too"):
+        gb.lora.merge(model)
+
+
+def test_it_does_not_begin_over_what_is_merged():
+    model = adapted(tiny(), targets=["q_proj"])
+    gb.lora.merge(model)
+    assert refusal(lambda: gb.lora.add(model, 2, dora=True, name="late")) == (
+        "lora.add: another adapter is merged into model.layers.0.self_attn.q_proj, over whose weight DoRA would begin; call "
+        "gb.lora.unmerge first."
+    )
 
 
 def test_a_copy_has_its_own():

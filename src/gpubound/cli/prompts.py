@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..files import reading
 from ..words import shown
 from .saved import check_text, stdin_lines
 
@@ -24,7 +25,7 @@ def read_prompts(options: "Generate") -> list[str]:
         elif options.file.endswith(".jsonl"):
             prompts = [_prompt_of(line) for line in text.split("\n") if line.strip()]
         else:
-            prompts = [line for line in text.splitlines() if line.strip()]
+            prompts = [line for line in text.split("\n") if line.strip()]
     elif not sys.stdin.isatty():
         prompts, where = ["".join(stdin_lines()).removesuffix("\n")], "stdin"
     else:
@@ -49,6 +50,7 @@ def _prompt_of(line: str) -> str:
 
 def _text(file: str) -> str:
     try:
-        return Path(file).read_text(encoding="utf-8")
+        with reading(Path(file)):
+            return Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not a text in UTF-8: {error}.") from error

@@ -94,6 +94,10 @@ class AdapterOptions(NamedTuple):
         there = kind.of(self.layer) or kind(self.layer)
         if name not in there and hasattr(there, name):
             raise ValueError(f"{who}: torch's modules have an attribute named {name!r}; give the adapter another name.")
+        if self.dora and there.original is not None:
+            raise ValueError(
+                f"{who}: another adapter is merged into {key}, over whose weight DoRA would begin; call gb.lora.unmerge first."
+            )
         if name in there:
             raise ValueError(
                 f"{who}: {key} already has an adapter named {name!r}; give another name, or call gb.lora.remove first."

@@ -106,12 +106,13 @@ def plain_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _check_dora(key: str, adapters: Adapters, merging: list[Pair]) -> None:
-    """DoRA takes the lengths of the rows of the layer's weight, and merging others alone would change these."""
-    left = [name for name, own in adapters.pairs() if own.adds and isinstance(own, DoraPair) and own not in merging]
+    """DoRA takes the lengths of the rows of the layer's weight, and merging others alone would change these: for one that is
+    off, too, once it is on again."""
+    left = [name for name, own in adapters.pairs() if isinstance(own, DoraPair) and not own.merged and own not in merging]
     if left:
         raise ValueError(
-            f"lora.merge: {key} has the DoRA adapter {left[0]!r}, too, which would be over another weight then; merge that one "
-            f"first, or all."
+            f"lora.merge: {key} has the DoRA adapter {left[0]!r}, too, which would be over another weight then; merge or "
+            f"remove that one first."
         )
 
 
