@@ -1,6 +1,7 @@
 """Adapters of experts: each expert's own pair, PEFT's numbers, gradients and files; what has another form is refused."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -91,6 +92,12 @@ def test_one_slot_after_another(rank):
     for one, truth in zip(torch.autograd.grad(got, leaves, dy), torch.autograd.grad(want, leaves, dy), strict=True):
         torch.testing.assert_close(one, truth, rtol=1e-4, atol=1e-4)
     assert not torch.autograd.grad(module(x, chosen, shares), up.a, dy)[0][2].any(), "nobody asked for expert 2"
+
+
+def test_a_smaller_base_says_that_they_stay(capsys):
+    model = sparse()
+    gb.lora.quantize_base(model, "int8")
+    assert re.search(r"in int8: .*; the head and the experts, [\d.]+ kB, stay as they are\.\n", capsys.readouterr().err)
 
 
 def test_begins_as_the_model_was():

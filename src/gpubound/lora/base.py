@@ -14,6 +14,7 @@ from ..layers.stacked import Stacked, multiply_by_records
 from ..layers.vocabulary import head_of
 from ..trace import fallback, notice
 from ..words import readable
+from .experts import ExpertStack
 from .pairs import adapted_layers
 from .peft_layers import of_peft
 from .targets import layers_of, unfit
@@ -32,7 +33,8 @@ def quantize_base(model: nn.Module, format: str) -> list[str]:
     _forget_stacks(model)
     made = encode(model, kind)
     multiply_by_records(model, everywhere=True)
-    tell([made], format, head_of(model) is not None)
+    experts = sum(stack.weight.nbytes for stack in layers_of(model, (ExpertStack,)).values())
+    tell([made], format, head_of(model) is not None, experts)
     return made.names
 
 
@@ -59,10 +61,13 @@ def encode(part: nn.Module, kind: type[Frozen], name: str = "") -> InCodes:
     return InCodes(names, before, after)
 
 
-def tell(made: Sequence[InCodes], format: str, headed: bool) -> None:
+def tell(made: Sequence[InCodes], format: str, headed: bool, experts: int = 0) -> None:
+    """`experts`: the bytes of those that lie in parameters, which no layer of codes stands for."""
     count, before, after = sum(len(one.names) for one in made), sum(one.before for one in made), sum(one.after for one in made)
     if count:
         rest = "; the head stays as it is" * headed
+        if experts:
+            rest = f"; {'the head and ' * headed}the experts, {readable(experts)}, stay as they are"
         notice(f"lora: {count} weights in {format}: {readable(after)} instead of {readable(before)}{rest}.")
 
 
