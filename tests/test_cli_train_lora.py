@@ -115,6 +115,7 @@ def test_options_as_yaml_reads_them(config, base, tmp_path):
         ("{rank: four}", "recipe: lora: rank must be a whole number, got 'four'."),
         ("16", "recipe: lora must be keys and values, got 16."),
         ("", "recipe: lora must be keys and values, got None."),
+        ("{}", "recipe: lora: rank is missing; give one, such as rank: 16."),
     ],
 )
 def test_a_wrong_section_names_file_and_field(config, section, sentence):

@@ -35,6 +35,8 @@ def _as(field: Field, value: Any) -> Any:
     """What YAML read, as the field wants it: it reads 3e-4 as a text, and 12 blocks as a number."""
     wanted = (get_args(field.type) or (field.type,))[0]
     if field.name == "lora" and isinstance(value, dict):
+        if not value:
+            Lora.of(value)  # refuses it: an empty section would train every weight
         known = {f.name: f for f in fields(Lora)}
         return {key: _as(known[key], own) if key in known else own for key, own in value.items()}
     if field.name == "data":
