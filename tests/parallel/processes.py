@@ -21,12 +21,12 @@ class RankFailed(AssertionError):
     """A rank ended with an error, or without a word."""
 
 
-def on_ranks(world: int, work: Callable, *args: Any, seconds: float = SECONDS) -> list[Any]:
+def on_ranks(world: int, work: Callable, *args: Any, seconds: float = SECONDS, store: Any = None) -> list[Any]:
     """`work(*args)` in each of `world` processes that find each other by torchrun's variables; what each returned, by rank.
 
     `work` is a function of a module. It joins by itself: `with parallel.join("cpu") as ranks:`.
     """
-    processes, pipes, store = started(world, work, *args)
+    processes, pipes, store = started(world, work, *args, store=store)
     results: list[Any] = []
     for rank, (process, pipe) in enumerate(zip(processes, pipes)):
         if not pipe.poll(seconds):
@@ -46,12 +46,13 @@ def on_ranks(world: int, work: Callable, *args: Any, seconds: float = SECONDS) -
     return results
 
 
-def started(world: int, work: Callable, *args: Any) -> tuple[list[Any], list[Any], Any]:
-    """(processes, the pipes of their results, the store where they meet: keep it while they run). For tests that kill them."""
+def started(world: int, work: Callable, *args: Any, store: Any = None) -> tuple[list[Any], list[Any], Any]:
+    """(processes, the pipes of their results, the store where they meet: keep it while they run). For tests that kill them.
+    `store`: one where others have met before, as torch's agent keeps it when it starts the ranks again."""
     # What has asked for a GPU cannot be forked, and where there is one, tests/conftest.py has asked.
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload(["tests.parallel.preload"])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = store or dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = [], []
     for rank in range(world):
         here, there = context.Pipe(duplex=False)

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from datetime import timedelta
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from gpubound.errors import DeviceError
 from gpubound.parallel import join, meeting
-from tests.parallel.processes import on_ranks
+from tests.parallel.processes import on_ranks, started
 
 SOON = timedelta(seconds=1)
 
@@ -88,3 +89,19 @@ def unlike_recipes():
 def test_a_rank_with_another_recipe_is_named_with_the_keys():
     sentence = "recipe: rank 1 has another one than rank 0: seed is 7, rank 0's 0. Start all ranks with the same."
     assert on_ranks(2, unlike_recipes) == [sentence] * 2
+
+
+def speaks_aside(late):
+    """A second line between the ranks, as a run's saves have one; one rank is late for it."""
+    with join("cpu") as ranks:
+        time.sleep(0.3 * (ranks.rank == late))
+        return ranks.aside().gather(ranks.rank)
+
+
+def test_ranks_that_begin_again_do_not_call_those_before():
+    """torch's agent keeps one store over all starts. A rank that is early found the address of one that was gone."""
+    processes, pipes, store = started(2, speaks_aside, None)
+    assert [pipe.recv() for pipe in pipes] == [[0, 1]] * 2
+    for process in processes:
+        process.join(60)
+    assert on_ranks(2, speaks_aside, 0, store=store) == [[0, 1]] * 2

@@ -5,7 +5,9 @@ socket timed out, or that NCCL was used in an invalid way.
 """
 
 import json
+import time
 from datetime import timedelta
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -15,23 +17,56 @@ from ..version import __version__
 from ..words import duration
 
 GPU = "GPU"  # the one thing that must differ
+LOOK = 0.002  # seconds between two looks of the first rank at who has come
 
 
-def meet(rank: int, world: int, device: torch.device, timeout: timedelta) -> dist.Store:
-    """The store where all ranks have said who they are. DeviceError where one stays away, or does not fit the first."""
-    store = _opened(rank, world, timeout)
-    store.set(f"gpubound/about/{rank}", json.dumps(about(device)))
+def meet(rank: int, world: int, device: torch.device, timeout: timedelta) -> tuple[dist.Store, str]:
+    """The store where all ranks have said who they are, and the name of this start, before which its keys stand.
+    DeviceError where a rank stays away, or does not fit the first.
+
+    torch's agent keeps one store while it starts the ranks again, and what the ranks before have written there stays:
+    addresses where nobody listens any more. How often a rank was started again may differ between machines. So the first
+    rank makes up a name, and tells it to every rank that calls with a word of its own.
+    """
+    place, mine = _opened(rank, world, timeout), uuid4().hex
     if rank == 0:
-        verdict = _verdict(store, world, timeout)
+        store, verdict = dist.PrefixStore(mine, place), ""
+        store.set(_about(0), json.dumps(about(device)))
+        if missing := _awaited(place, store, mine, world, timeout):
+            verdict = _absent(missing, world, timeout)
+        else:
+            verdict = unlike([json.loads(store.get(_about(other))) for other in range(world)])
         store.set("gpubound/verdict", verdict)
     else:
         try:
+            place.set(f"gpubound/here/{rank}", mine)
+            mine = place.get(f"gpubound/start/{mine}").decode()
+            store = dist.PrefixStore(mine, place)
+            store.set(_about(rank), json.dumps(about(device)))
             verdict = store.get("gpubound/verdict").decode()
         except dist.DistStoreError:
             verdict = _absent([0], world, timeout)
     if verdict:
         raise DeviceError(verdict)
-    return store
+    return store, mine
+
+
+def _about(rank: int) -> str:
+    return f"gpubound/about/{rank}"
+
+
+def _awaited(place: dist.Store, store: dist.Store, name: str, world: int, timeout: timedelta) -> list[int]:
+    """The ranks that have not come within `timeout`. Each that calls is told the `name` of this start, and has come once it
+    has said who it is in `store`: what called may have been a rank before, which is gone."""
+    missing, answered, until = list(range(1, world)), dict[int, bytes](), time.monotonic() + timeout.total_seconds()
+    while missing and time.monotonic() < until:
+        for rank in missing:
+            if place.check([f"gpubound/here/{rank}"]) and (word := place.get(f"gpubound/here/{rank}")) != answered.get(rank):
+                place.set(f"gpubound/start/{word.decode()}", name)
+                answered[rank] = word
+        missing = [rank for rank in missing if not store.check([_about(rank)])]
+        time.sleep(LOOK)
+    return missing
 
 
 def about(device: torch.device) -> dict[str, str]:
@@ -64,16 +99,6 @@ def _opened(rank: int, world: int, timeout: timedelta) -> dist.Store:
         ) from error
     store.set_timeout(timeout)
     return store
-
-
-def _verdict(store: dist.Store, world: int, timeout: timedelta) -> str:
-    """What is wrong, in a sentence; empty if nothing is."""
-    keys = [f"gpubound/about/{rank}" for rank in range(world)]
-    try:
-        store.wait(keys, timeout)
-    except dist.DistStoreError:
-        return _absent([rank for rank, key in enumerate(keys) if not store.check([key])], world, timeout)
-    return unlike([json.loads(store.get(key)) for key in keys])
 
 
 def _absent(missing: list[int], world: int, timeout: timedelta) -> str:

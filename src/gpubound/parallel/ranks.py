@@ -241,12 +241,12 @@ def join(kind: str, timeout: timedelta = TIMEOUT) -> Iterator[Ranks]:
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     backend = ENGINES[kind]
-    store = meet(rank, world, device, timeout)
+    store, start = meet(rank, world, device, timeout)
     patience = 2 * timeout  # the watchdog speaks first
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(patience.total_seconds())))  # NCCL's own says 8 minutes
     begin(backend, store, rank, world, device, patience)
     host = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=patience)
-    watchdog = Watchdog(rank, world, timeout)
+    watchdog = Watchdog(rank, world, timeout, start)
     ranks = Ranks(rank, world, local, device, dist.group.WORLD, host, watchdog)
     try:
         yield ranks

@@ -61,8 +61,9 @@ class Whereabouts:
 class Watchdog:
     """Watches this rank. `at` says where it is; before the first call and after `rest` nothing is timed."""
 
-    def __init__(self, rank: int, world: int, timeout: timedelta):
+    def __init__(self, rank: int, world: int, timeout: timedelta, start: str = ""):
         self.rank, self.world, self.timeout = rank, world, timeout.total_seconds()
+        self.place = f"{start}/gpubound/watch"  # of this start of the ranks: what those before have written is there, too
         self.look = min(self.timeout / LOOKS, 5.0)
         self.again = max(4 * self.look, FROZEN)
         self._main = threading.get_ident()
@@ -98,9 +99,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         try:
-            store = self._store = dist.PrefixStore(
-                f"gpubound/watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", meeting_place(ANSWER)
-            )
+            store = self._store = dist.PrefixStore(self.place, meeting_place(ANSWER))
             while not self._over.wait(self.look):
                 self._look(store)
         except (dist.DistError, RuntimeError) as error:  # the process that keeps the store is gone: others will say so
