@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from gpubound.corpus import Tokenizer, python_stdlib_texts, torch_source_texts, train_tokenizer
+from gpubound.corpus.texts import LONGEST, in_parts
 from gpubound.corpus.tokenizer import END_OF_TEXT, SPECIALS, adapt
 from gpubound.errors import DataError
 
@@ -39,6 +41,18 @@ def test_training_is_repeatable(tokenizer):
     again = train_tokenizer(["what is new? nothing is new, and now is now " * 3], vocab_size=300)
     other = train_tokenizer(["other text"], vocab_size=300)
     assert again.fingerprint == tokenizer.fingerprint != other.fingerprint
+
+
+def test_a_word_of_a_million_letters_is_learnt_in_parts():
+    """It took minutes. What lies around it is learnt as before."""
+    plain = "one two one two " * 200
+    for word in ("x" * 1_000_000, "ACGT" * 250_000, " " * 1_000_000, "=" * 1_000_000):
+        whole = plain + word + plain
+        assert "".join(parts := list(in_parts(whole))) == whole and max(map(len, parts)) < 5 * LONGEST
+        began = time.process_time()
+        train_tokenizer([whole], 280)
+        assert time.process_time() - began < 10
+    assert list(in_parts(plain)) == [plain]
 
 
 def test_saved_loaded_pickled(tokenizer, tmp_path):

@@ -5,6 +5,7 @@ A corpus takes minutes to read, so `Progress` shows how much of it is done.
 
 import hashlib
 import os
+import re
 import sys
 import sysconfig
 import time
@@ -30,6 +31,8 @@ from .documents import (
 )
 
 PROGRESS_SECONDS = 10.0  # between plain lines: a log file wants few
+LONGEST = 1024  # letters that a tokenizer learns as one word
+_ENDLESS = re.compile(rf"\w{{{LONGEST}}}|\s{{{LONGEST}}}|[^\w\s]{{{LONGEST}}}")
 
 
 class _Given:
@@ -117,6 +120,17 @@ class Texts:
                 refuse_a_files_name(item)
             yield as_document(item, f"texts[{number}]", self.text_key)
             self.read = before + (len(item) if isinstance(item, str) else 0)
+
+
+def in_parts(text: str) -> Iterator[str]:
+    """`text`, cut where a word of it goes on and on: a genome, a long row of blanks. The time to learn one word grows with the
+    square of its length, so that one of a million letters would take minutes."""
+    begin = 0
+    for at in range(0, len(text), LONGEST):
+        if _ENDLESS.fullmatch(text, at, at + LONGEST):
+            yield text[begin:at]
+            begin = at
+    yield text[begin:]
 
 
 class Progress:

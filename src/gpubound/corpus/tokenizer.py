@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import DataError
 from ..files import read_json, read_text, regular, write_whole
-from .texts import Progress, Texts
+from .texts import Progress, Texts, in_parts
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIALS = (END_OF_TEXT, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -228,10 +228,8 @@ def _plain(source: Texts, report: Progress, vocab_size: int) -> Iterator[str]:
     number = 0
     for number, text in enumerate(source, 1):
         report.show(source.read, f"{number:,} texts")
-        if isinstance(text, str):
-            yield text
-        else:
-            yield from (message["content"] for message in text)
+        for plain in [text] if isinstance(text, str) else [message["content"] for message in text]:
+            yield from in_parts(plain)
     report.say(f"{number:,} texts read, learning up to {vocab_size:,} tokens")
 
 
