@@ -161,7 +161,13 @@ def test_files_that_are_no_config(tmp_path, capsys):
     assert main(["train", str(tmp_path / "none.yaml")]) == 2
     (tmp_path / "broken.yaml").write_text("a: [")
     assert main(["train", str(tmp_path / "broken.yaml")]) == 2
-    first, second, third = capsys.readouterr().err.splitlines()
+    (tmp_path / "twice.yaml").write_text("steps: 9\nphases:\n  - {lr: 1e-3}\n  - {lr: 1e-3, steps: 8}\nsteps: 90\n")
+    assert main(["train", str(tmp_path / "twice.yaml")]) == 2
+    first, second, third, fourth = capsys.readouterr().err.splitlines()
+    assert fourth.endswith(
+        "twice.yaml cannot be read as YAML: 'steps' stands twice, in lines 1 and 5; leave one of them out; "
+        "see gpubound train --help."
+    )
     assert first == (
         f"gpubound train: config: {tmp_path / 'list.yaml'} holds a list, wanted keys and values such as 'steps: 2000'."
     )
@@ -227,14 +233,26 @@ def test_export_onto_a_file_is_refused_before_training(config, tmp_path, capsys)
 
 
 @pytest.mark.parametrize(
-    "owner, name, error",
+    "owner, name, error, said",
     [
-        (Corpus, "build", OSError(28, "No space left on device")),
-        (llama, "save", SafetensorError("Error while serializing: I/O error: No space left (os error 28)")),
+        (
+            Corpus,
+            "build",
+            OSError(28, "No space left on device"),
+            "{run}: no space is left on its disk; what was saved there before is intact. "
+            "Free space, then go on with --resume, or give another --out.",
+        ),
+        (
+            llama,
+            "save",
+            SafetensorError("Error while serializing: I/O error: No space left (os error 28)"),
+            "{run}/hf: no space is left on its disk; the run is saved in {run}. "
+            "Free space, or give another --export; then go on with --resume.",
+        ),
     ],
     ids=["corpus", "export"],
 )
-def test_a_full_disk_before_and_after_training(config, tmp_path, monkeypatch, capsys, owner, name, error):
+def test_a_full_disk_before_and_after_training(config, tmp_path, monkeypatch, capsys, owner, name, error, said):
     def full(*arguments, **options):
         raise error
 
@@ -242,10 +260,7 @@ def test_a_full_disk_before_and_after_training(config, tmp_path, monkeypatch, ca
     (tmp_path / "text.txt").write_text("some text " * 5000)
     options = ["--data", str(tmp_path / "text.txt"), "--vocabulary", "300", "--export", "hf"]
     assert main(["train", str(config), *options]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        f"gpubound train: {tmp_path / 'run'}: no space is left on its disk; what was saved there before is intact. "
-        f"Free space, then go on with --resume, or give another --out."
-    )
+    assert capsys.readouterr().err.splitlines()[-1] == f"gpubound train: {said.format(run=tmp_path / 'run')}"
     monkeypatch.undo()
     monkeypatch.setattr(facts, "interpreted", lambda: False)
     assert main(["train", str(config), *options, "--resume"]) == 0

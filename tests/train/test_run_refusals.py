@@ -94,7 +94,7 @@ def test_what_a_run_cannot_begin_with(corpus, tmp_path):
         f"{bad}: is not a tokenizer that the tokenizers library reads: "
     )
     assert refusal(DataError, validation=0.004) == (
-        "validation: the held-out documents have 31 tokens, wanted at least one row of 32; "
+        "validation: the held-out documents have 31 tokens, wanted at least 33, a row of 32 and what follows it; "
         "give more text, a larger --validation or a shorter --seq."
     )
     assert not (tmp_path / "new" / "checkpoints").exists()

@@ -5,12 +5,26 @@ from contextlib import suppress
 from dataclasses import Field, fields
 from typing import Any, get_args
 
+import yaml
+
 from ..train.adapters import Lora
 from ..train.kinds import check_kind
 from ..train.recipe import Recipe
 from ..words import hint, shown
 
 RECIPE = {field.name: field for field in fields(Recipe)}
+
+
+class OneOfEach(yaml.SafeLoader):
+    """Reads YAML, in which no key may stand twice in one place: PyYAML would take the last one in silence."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        lines = dict[tuple[str, str], int]()
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and (first := lines.setdefault((key.tag, key.value), line)) != line:
+                raise ValueError(f"{shown(key.value)} stands twice, in lines {first} and {line}; leave one of them out")
+        return super().construct_mapping(node, deep)
 
 
 def typed(found: Mapping[Any, Any], known: Mapping[str, Field], where: str = "config") -> dict[str, Any]:

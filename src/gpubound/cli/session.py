@@ -62,19 +62,23 @@ def say(text: str, needed: bool = False) -> None:
 
 @contextmanager
 def alone(out: str, ranks: Ranks = ALONE) -> Iterator[None]:
-    """Inside, this run is the only one that writes to the folder `out`, its first rank. A full disk is one sentence."""
+    """Inside, this run is the only one that writes to the folder `out`, its first rank."""
     if Path(out).exists() and not Path(out).is_dir():
         raise ValueError(f"out: {out} is a file; give a folder with --out.")
+    advice = "what was saved there before is intact. Free space, then go on with --resume, or give another --out."
+    with room(out, advice), locked(out) if ranks.first else nullcontext():
+        yield
+
+
+@contextmanager
+def room(place: str | Path, advice: str) -> Iterator[None]:
+    """Inside, `place` is written to. Where its disk is full, one sentence says so, with `advice` behind it."""
     try:
-        with locked(out) if ranks.first else nullcontext():
-            yield
+        yield
     except (OSError, SafetensorError) as error:
         if getattr(error, "errno", None) != ENOSPC and f"os error {ENOSPC}" not in str(error):
             raise
-        raise DataError(
-            f"{out}: no space is left on its disk; what was saved there before is intact. "
-            f"Free space, then go on with --resume, or give another --out."
-        ) from error
+        raise DataError(f"{place}: no space is left on its disk; {advice}") from error
 
 
 def train(

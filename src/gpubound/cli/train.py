@@ -26,11 +26,12 @@ from ..monitor.live import check_log
 from ..parallel import join, launched
 from ..train.prepare import prepare
 from ..train.recipe import Recipe
+from ..train.run import Run
 from . import arguments
 from .compare import compare, keep, variants_of
 from .many import Many, again, start
-from .options import typed
-from .session import alone, finish, follow, quietly, say, train
+from .options import OneOfEach, typed
+from .session import alone, finish, follow, quietly, room, say, train
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
         if not ranks.first:
             failed = follow(run)
             if export and not failed:
-                run.export(export, options.merge)
+                exported(run, export, options.merge)
             return 1 if failed else 0
         outcome = train(run, Path(recipe.out).resolve().name, log=options.log)
         if not (run.finished or run.diverged):
@@ -128,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
         if export and outcome.failed:
             say(f"export: nothing was written to {export}, for the training is not sound", needed=True)
         elif export:
-            say(f"export: {run.export(export, options.merge)}, the weights of step {run.best or run.done:,}")
+            say(f"export: {exported(run, export, options.merge)}, the weights of step {run.best or run.done:,}")
     if options.json:
         steps = outcome.tape.steps()
         about = {"out": recipe.out, "ranks": ranks.world, "finished": run.finished}
@@ -137,6 +138,11 @@ def main(argv: Sequence[str]) -> int:
         about |= {"best": {"step": run.best, "held_out": run.evaluations[run.best]} if run.best else None}
         print(json.dumps(about | {"export": str(export) if export and not outcome.failed else None}))
     return 1 if outcome.failed else 0
+
+
+def exported(run: Run, folder: Path, merge: bool) -> Path:
+    with room(folder, f"the run is saved in {run.folder}. Free space, or give another --export; then go on with --resume."):
+        return run.export(folder, merge)
 
 
 def say_how_to_go_on(typed_in: list[str]) -> None:
@@ -185,7 +191,7 @@ def export_folder(options: Train) -> Path | None:
 def from_file(path: str) -> Train:
     """The options in a YAML file. An unknown key is an error that names the near one."""
     try:
-        found: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        found: Any = yaml.load(Path(path).read_text(encoding="utf-8"), OneOfEach)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(
             f"config: {path} cannot be read as YAML: {' '.join(str(error).split())}; see gpubound train --help."

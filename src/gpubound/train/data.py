@@ -166,8 +166,9 @@ class Stage:
             )
         if self._held_out_rows() < 1:
             raise DataError(
-                f"{where}validation: the held-out documents have {self.held_out.tokens} tokens, wanted at least one row of "
-                f"{recipe.seq}; give more text, a larger --validation or a shorter --seq."
+                f"{where}validation: the held-out documents have {self.held_out.tokens:,} tokens, wanted at least "
+                f"{recipe.seq + 1:,}, a row of {recipe.seq:,} and what follows it; give more text, a larger --validation or a "
+                f"shorter --seq."
             )
         for corpus, what in ((self.training, "training"), (self.held_out, "held-out")):
             if corpus.masked and not any(mask.any() for mask in corpus.masks()):
