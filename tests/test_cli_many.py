@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpubound import cli
+from gpubound import cli, parallel
 from gpubound.cli.many import Many
 from gpubound.cli.session import judge
 from gpubound.errors import DataError
@@ -105,6 +105,18 @@ def test_a_process_that_stands_in_for_a_lost_one_goes_on_from_what_is_saved(monk
     assert not Many().begins_again
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "gpubound-1")
     assert Many().begins_again
+
+
+def test_ctrl_c_before_a_rank_has_begun_is_one_line(monkeypatch, capsys):
+    """A rank imports torch to ask whether it is one, for seconds."""
+
+    def importing():
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(parallel, "launched", importing)
+    assert cli.main(["report"]) == 130
+    assert capsys.readouterr() == ("", "gpubound: interrupted\n")
 
 
 def refuse():

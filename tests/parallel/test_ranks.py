@@ -1,5 +1,9 @@
 """Ranks find each other, and say the same to each other; a process that nobody launched is alone."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -75,3 +79,29 @@ def test_the_micro_batches_of_a_step_are_shared_out_evenly_or_refused():
     assert on_ranks(2, shares, 4) == [2, 2]
     with pytest.raises(RankFailed, match="got 3 micro-batches in a step, wanted a multiple of the 2 ranks"):
         on_ranks(2, shares, 3)
+
+
+SUMS = """
+import sys
+
+sys.setswitchinterval(1000)  # gloo's threads get the interpreter where the program sleeps, and nowhere else
+import torch
+
+from gpubound.parallel import join
+
+with join("cpu") as ranks:
+    for _ in range(50):
+        ranks.sum(torch.ones(3))
+"""
+
+
+def test_a_program_that_ends_right_behind_a_sum_ends_well():
+    """One of two was aborted: a thread of gloo's let go of its last tensor when there was no interpreter any more."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    shared["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    programs = [
+        subprocess.Popen([sys.executable, "-c", SUMS], env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank})
+        for rank in ("0", "1")
+    ]
+    assert [program.wait(120) for program in programs] == [0, 0]

@@ -68,13 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def guarded(name: str, command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     """The exit code of `command(argv)`. A user's mistake is one line on stderr; GPUBOUND_TRACEBACK=1 adds the traceback."""
-    if "RANK" in os.environ:  # before torch is imported to ask
-        from ..parallel import launched
-        from .many import one_of_many
-
-        if launched():
-            return one_of_many(name, lambda: _code(command, argv), _explained)
     try:
+        if "RANK" in os.environ:  # before torch is imported to ask
+            from ..parallel import launched
+            from .many import one_of_many
+
+            if launched():
+                return one_of_many(name, lambda: _code(command, argv), _explained)
         code = _code(command, argv)
         sys.stdout.flush()  # here, where its failure can be told
         return code

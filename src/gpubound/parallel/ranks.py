@@ -5,11 +5,14 @@ ranks goes over gloo and never touches a GPU; gradients go over the device's own
 launched is alone: it asks nobody, so that code above has one form.
 """
 
+import atexit
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -23,6 +26,7 @@ from .meeting import begin, meet
 from .watchdog import Watchdog
 
 TIMEOUT = timedelta(minutes=10)  # a rank may compile kernels or write a checkpoint while the others wait for it
+SETTLE = 0.05  # seconds
 Result = TypeVar("Result")
 ENGINES = {"cuda": "nccl", "cpu": "gloo"}
 
@@ -30,6 +34,13 @@ ENGINES = {"cuda": "nccl", "cpu": "gloo"}
 # Groups are never freed. That joins gloo's threads, and one that lets go of a tensor just then waits for the interpreter, which
 # the joining thread holds: torch 2.13 hung in one of ten programs that ended right behind a collective.
 _ENDED: list[Any] = []
+
+
+@cache
+def _let_go_at_exit() -> None:
+    """Let the program sleep for a moment at its end. The same threads let go of their last tensors some microseconds after it
+    has heard of the sums. Where it ended just then, they found no interpreter any more, and aborted it: one of two ranks."""
+    atexit.register(time.sleep, SETTLE)
 
 
 @dataclass(frozen=True)
@@ -202,6 +213,7 @@ def ranks_of(group: Any, kind: str, timeout: timedelta = TIMEOUT) -> Ranks:
 
     kind  "cuda" or "cpu": what the ranks compute on, and what the group must be able to add up.
     """
+    _let_go_at_exit()
     group = dist.group.WORLD if group is None else group
     engines = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     if engines.get(kind) != ENGINES[kind]:
@@ -230,6 +242,7 @@ def join(kind: str, timeout: timedelta = TIMEOUT) -> Iterator[Ranks]:
     if not launched():
         yield Ranks(device=torch.device(kind))
         return
+    _let_go_at_exit()
     rank, world, local = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     device = torch.device(kind)
     if kind == "cuda":
