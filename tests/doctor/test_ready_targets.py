@@ -7,7 +7,8 @@ import torch
 
 from gpubound import cli
 from gpubound.decode import decoder
-from gpubound.doctor.ready.targets import decoding_step, named
+from gpubound.doctor.ready.targets import audits, decoding_step, named
+from gpubound.models import Decoder, DecoderConfig
 from tests.decode.compressed.cases import CSA, HCA, build
 
 PROGRAM = """\
@@ -103,6 +104,14 @@ def test_a_step_of_our_decoder_of_deepseek_is_ready_until_a_read_is_planted(made
     monkeypatch.setattr(made.body, "step", reading)
     found = decoding_step(made, prompt=7, steps=2).audit()
     assert not found.ready and "`return step(token, position) * float(position.max().item() >= 0)`" in str(found)
+
+
+def test_on_a_cpu_the_step_that_a_gpu_would_capture_is_audited(monkeypatch):
+    """A CPU has a way of its own, which reads how far the rows are: no reason against a graph."""
+    for name in ("gpubound.kernels.choose.can_launch", "gpubound.decode.host.can_launch"):
+        monkeypatch.setattr(name, lambda device: False)
+    _, ours = audits(Decoder(DecoderConfig(32, 64, layers=1, heads=2, kv_heads=1, vocabulary=64)), torch.device("cpu"))
+    assert ours.ready, str(ours)
 
 
 @pytest.mark.gpu

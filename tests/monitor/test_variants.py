@@ -53,3 +53,4 @@ def test_seeds_are_paired(tmp_path):
 def test_a_worse_one_is_called_worse(tmp_path):
     assert "worse by more" in str(Variants(runs(tmp_path, base=[1.0, 1.0], bad=[1.5, 1.51])))
     assert LossDifference.of([0.0, 0.0]).shown is False, "equal losses show no difference"
+    assert "twin: as low as base with one seed" in str(Variants(runs(tmp_path / "equal", base=[1.0], twin=[1.0])))

@@ -226,8 +226,6 @@ def judge(run: Run, tape: RunTape, stop: Stop) -> Outcome:
         parts.append(f"best held out {run.evaluations[run.best]:.3f} at step {run.best:,}")
     if paces:
         parts.append(f"{quantity(paces[len(paces) // 2])} tokens/s")
-    if skipped:
-        parts.append(f"{skipped:,} of {len(steps):,} steps skipped because their loss or gradient was not finite")
     not_finite = any(value is not None and not math.isfinite(value) for value in (*losses[-1:], held_out))
     failed = run.diverged or not_finite or skipped > max(TOO_MANY * len(steps), SEARCH if run.recipe.precision == "fp16" else 0)
     if run.diverged:

@@ -129,6 +129,8 @@ class Variants:
         if difference is None:
             return f"no seed was sound both here and in {self.first.name}, so the losses cannot be compared."
         way = f"{abs(difference.mean):.4f} {'above' if difference.mean > 0 else 'below'} {self.first.name}"
+        if not difference.mean:
+            way = f"as low as {self.first.name}"
         if difference.half is None:
             return f"{way} with one seed, which shows no spread: whether this is chance is not known; take more --seeds."
         inside = f"{difference.mean - difference.half:+.4f} to {difference.mean + difference.half:+.4f}"

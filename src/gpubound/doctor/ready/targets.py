@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ...decode import FastDecoder, decoder
+from ...decode.fused import FusedBody
 from ...decode.steps import LaunchWay
 from ...errors import GpuboundError
 from ...models.keywords import cache_in, cache_word
@@ -72,6 +73,8 @@ def _decoder_audit(model: Any) -> Readiness:
     except (GpuboundError, ValueError) as error:  # its sentence is the answer
         device = next(model.parameters()).device
         return Readiness(name, device, [PartReadiness(name, obstacles=[Obstacle(str(error).rstrip("."))])])
+    if isinstance(made.body, FusedBody):
+        made.body.host = None  # a CPU's own way reads its places, as it may: the step that a GPU would capture is audited
     return decoding_step(made, name).audit()
 
 
