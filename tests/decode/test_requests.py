@@ -148,6 +148,10 @@ def test_models_that_cannot_decode():
     assert said(lambda: gb.decoder(cases.build("Llama", device="meta"))) == (
         "decoder: model: got LlamaForCausalLM on meta, which holds no values; load its weights first."
     )
+    assert said(lambda: gb.decoder(None)) == "decoder: model: got NoneType, wanted a causal language model."
+    assert said(lambda: gb.decoder(cases.build("Llama"), speculate=gb.Draft(None, 2))) == (
+        "decoder: speculate: its model: got NoneType, wanted a causal language model."
+    )
     assert said(lambda: gb.decoder(torch.nn.ReLU())) == (
         "decoder: model: got ReLU without weights, wanted a causal language model."
     )

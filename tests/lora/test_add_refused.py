@@ -130,3 +130,12 @@ def test_all_linear_says_what_it_leaves_out():
     with gb.strict(), pytest.raises(gb.FallbackError, match=r"1 is a tests\.Other, not an nn.Linear.*, so it gets no adapter"):
         gb.lora.add(model, 2)
     assert gb.lora.add(model, 2) == ["0"]
+
+
+def test_a_model_of_layers_that_take_no_adapter_says_which_do():
+    with pytest.raises(ValueError) as error:
+        gb.lora.add(nn.Sequential(nn.Conv1d(4, 4, 1), nn.ReLU()), rank=2)
+    assert str(error.value) == (
+        "lora.add: Sequential has no nn.Linear below its head that takes an adapter of rank 2; name as targets what takes one: "
+        "linear layers, 2d convolutions, embeddings, experts."
+    )

@@ -231,6 +231,9 @@ def decoder(
     split       what of it: 'layers' are moved to the devices in stages, as their free memory allows, and groups of rows keep
                 all of them at work. 'tensors': each has a slice of every layer, copied, and all work on each token of few rows
     """
+    for name, given in (("model", model), ("speculate: its model", getattr(speculate, "model", model))):
+        if not isinstance(given, nn.Module):
+            raise ValueError(f"decoder: {name}: got {type(given).__name__}, wanted a causal language model.")
     model = base_of(model)
     check_options(tokenizer, verify)
     if k != "auto" and (not isinstance(k, int) or k < 1):

@@ -90,8 +90,8 @@ def _all(model: nn.Module, targets: str, rank: Any) -> dict[str, Any]:
     if len(left) == len(layers):
         kinds = " or ".join(f"nn.{kind.__name__}" for kind in ALL[targets])
         raise ValueError(
-            f"lora.add: {type(model).__name__} has no {kinds} below its head that takes an adapter of rank {rank}; name its "
-            f"layers as targets."
+            f"lora.add: {type(model).__name__} has no {kinds} below its head that takes an adapter of rank {rank}; name as "
+            f"targets what takes one: linear layers, 2d convolutions, embeddings, experts."
         )
     for key, why in left.items():
         fallback(f"lora.add: {targets}", f"{key} {why}, so it gets no adapter")
