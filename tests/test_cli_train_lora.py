@@ -44,6 +44,13 @@ def config(base, tmp_path):
     return tmp_path / "c.yaml"
 
 
+def put(config, section):
+    """This lora section in place of the one that the config has."""
+    rest = yaml.safe_load(config.read_text())
+    del rest["lora"]
+    config.write_text(yaml.safe_dump(rest) + f"lora: {section}\n")
+
+
 HELD_OUT = """
     import json, sys
     import torch
@@ -101,8 +108,7 @@ def test_a_fine_tune_lowers_the_held_out_loss_and_its_adapter_keeps_it(config, b
 
 def test_options_as_yaml_reads_them(config, base, tmp_path):
     """3e-1 is a text to YAML, and a list no tuple."""
-    text = config.read_text() + "lora: {rank: 4, alpha: 8, dropout: 3e-1, targets: [q_proj, v_proj], init: gaussian}\n"
-    config.write_text(text)
+    put(config, "{rank: 4, alpha: 8, dropout: 3e-1, targets: [q_proj, v_proj], init: gaussian}")
     options = from_file(str(config)).recipe().adapters
     assert (options.rank, options.alpha, options.dropout) == (4, 8.0, 0.3)
     assert (options.targets, options.rslora, options.init) == (("q_proj", "v_proj"), False, "gaussian")
@@ -119,7 +125,7 @@ def test_options_as_yaml_reads_them(config, base, tmp_path):
     ],
 )
 def test_a_wrong_section_names_file_and_field(config, section, sentence):
-    config.write_text(config.read_text() + f"lora: {section}\n")
+    put(config, section)
     with pytest.raises(ValueError) as error:
         from_file(str(config))
     assert str(error.value) == f"{config}: {sentence}"

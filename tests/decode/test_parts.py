@@ -66,11 +66,11 @@ class ReluMLP(DenseMLP):
         gate, up = (F.linear(h, weight) for weight in self.gate_up.matrices())
         return F.linear(F.relu(gate) * up, self.down.matrices()[0])
 
-    def wide_step(self, x):
+    def wide_step(self, x, mode):
         x += self.prompt(plain_norm(x, self.weights.norm).to(self.bench.dtype))
 
     def step(self, x, mode):
-        self.wide_step(x)
+        self.wide_step(x, mode)
 
     def report(self):
         return [("norm, MLP", "torch", "relu")]

@@ -33,8 +33,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, extra: Sequenc
 
     extra: adapters of this call alone
     """
-    said = extra or getattr(weight, "main_grad", None) is not None or recompute.origin(x) is not None
-    if not said and ((record := record_of(weight)) is None or record.empty):
+    silent = getattr(weight, "main_grad", None) is None and ((record := record_of(weight)) is None or record.empty)
+    if not extra and silent and recompute.origin(x) is None:
         return F.linear(x, weight, bias)
     if _seen_through():
         return _plain(x, weight, bias, extra)
