@@ -248,6 +248,7 @@ def test_too_large_for_the_budget_or_the_memory_it_streams(corpus, said, monkeyp
     [
         (0, 2, {}, "batches: seq: got 0, wanted a whole number, 1 or more."),
         (8, 2.0, {}, "batches: micro_batch: got 2.0, wanted a whole number, 1 or more."),
+        (8, 2, {"seed": 1.5}, "batches: seed: got 1.5, wanted a whole number."),
         (8, 2, {"rank": 1}, "batches: rank: got 1, wanted 0 to 0, one of the world of 1."),
         (8, 2, {"pack": "tight"}, "batches: pack: got 'tight', wanted 'stream' or 'documents'."),
         (8, 2, {"mode": "direct"}, "batches: mode: got 'direct', wanted 'auto', 'resident' or 'ring'."),

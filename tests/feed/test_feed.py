@@ -1,6 +1,8 @@
 """`feed` on the CPU: what is served, in which order, from which position; what a resident batch is guarded against; every
 sentence."""
 
+import copy
+import pickle
 import threading
 
 import pytest
@@ -233,7 +235,7 @@ def test_two_loops_over_one_feed_are_an_error_not_a_mixture():
     with pytest.raises(DataError) as error:
         next(first)
     assert str(error.value) == (
-        "feed: this loop was ended by a newer one over the same feed, or by close(); make one feed for each loop."
+        "feed: this loop was ended by a newer one over the same feed, by an error or by close(); make one feed for each loop."
     )
 
 
@@ -270,3 +272,49 @@ def test_what_fits_a_budget(monkeypatch, need, budget, fits):
     monkeypatch.setattr(choose, "free_bytes", lambda device: None)  # "auto" is no limit where nothing measures the memory
     made = resident("feed", torch.device("cpu"), "auto", budget, None, lambda: (need, lambda: "uploaded"))
     assert made == ("uploaded" if fits else None)
+
+
+@pytest.mark.parametrize("mode", ["ring", "direct"])
+def test_a_batch_that_failed_is_drawn_again(mode):
+    """A generator that raised is over: it looked like the end of the epoch, whose other batches were left out."""
+    broken = [True]
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            if i == 2 and broken.pop():
+                broken.append(False)
+                raise OSError("try again")
+            return torch.tensor(i)
+
+    served = feed(Rows(), device="cpu", batch_size=1, mode=mode)
+    assert [int(served.take()), int(served.take())] == [0, 1]
+    with pytest.raises(OSError, match="try again"):
+        served.take()
+    assert (served.epoch, served.batch) == (0, 2)
+    assert [int(served.take()) for _ in range(3)] == [2, 3, 0]
+
+
+def test_a_loop_that_failed_does_not_end_its_epoch():
+    def source():
+        yield torch.ones(1)
+        raise OSError("disk gone")
+
+    loop = iter(feed(source, device="cpu"))
+    next(loop)
+    with pytest.raises(OSError, match="disk gone"):
+        next(loop)
+    with pytest.raises(DataError, match="this loop was ended"):
+        next(loop)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda served: pickle.loads(pickle.dumps(served))])
+@pytest.mark.parametrize("mode", ["resident", "direct"])
+def test_a_copy_goes_on_at_the_position(copied, mode):
+    served = feed(batches(), device="cpu", mode=mode)
+    served.take()
+    other = copied(served)
+    assert [int(other.take()["x"][0, 0]) for _ in range(8)] == [1, 2, 3, 4, 5, 6, 0, 1]
+    assert int(served.take()["x"][0, 0]) == 1

@@ -77,3 +77,9 @@ def test_a_transformers_encoding_is_a_mapping():
     batch = transformers.BatchEncoding({"input_ids": torch.ones(1, 2)})
     new = flatten(batch).rebuild([torch.zeros(1, 2)])
     assert type(new) is transformers.BatchEncoding and new["input_ids"].sum() == 0
+
+
+@pytest.mark.parametrize("array", [np.arange(3)[::-1], np.arange(3, dtype=">i4"), np.broadcast_to(np.arange(3), (2, 3))])
+def test_arrays_that_no_tensor_can_share_are_copied(array):
+    (leaf,) = flatten(array).leaves
+    assert leaf.tolist() == array.tolist()

@@ -132,3 +132,15 @@ def test_sentences():
     with pytest.raises(ValueError) as error:
         feed(DataLoader(TensorDataset(torch.ones(3)), batch_size=4, drop_last=True), device="cpu")
     assert str(error.value) == "feed: source: the DataLoader has no batches, wanted at least one."
+
+
+@pytest.mark.parametrize("own", [None, 7])
+def test_a_second_feed_over_a_loader_has_the_seed_of_the_first(own):
+    """The first leaves generators of its own in the loader. A position that it saved must fit the second."""
+    generator = None if own is None else torch.Generator().manual_seed(own)
+    loader = DataLoader(DATA, batch_size=3, shuffle=True, generator=generator)
+    first = feed(loader, device="cpu")
+    wanted = flat(first)
+    again = feed(loader, device="cpu")
+    again.load_state_dict({**first.state_dict(), "epoch": 0, "batch": 2})
+    assert flat(again) == wanted[2:]

@@ -1,5 +1,6 @@
 """Sources on the CPU: generators, functions, single items, datasets; and every sentence with which one is refused."""
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
@@ -183,3 +184,25 @@ def test_an_iterable_without_batches_is_an_error_when_it_is_read():
     with pytest.raises(DataError) as error:
         list(feed(lambda: iter([]), device="cpu", mode="ring"))
     assert str(error.value) == "feed: source: epoch 0 had no batches, wanted at least one."
+
+
+@pytest.mark.parametrize("source", [{"x": torch.ones(2)}, "text"])
+def test_what_is_no_list_of_items_is_refused(source):
+    with pytest.raises(ValueError, match=f"got a {type(source).__name__}, wanted a list or iterable of batches"):
+        feed(source, device="cpu", batch_size=2)
+
+
+def test_a_hugging_face_dataset_needs_a_batch_size():
+    """It iterates over single rows, whose lists of numbers would pass as they are."""
+    rows = pytest.importorskip("datasets").Dataset.from_dict({"x": [[1, 2], [3, 4]]}).with_format("torch")
+    with pytest.raises(ValueError, match="got the map dataset Dataset of single items; pass batch_size="):
+        feed(rows, device="cpu")
+    assert [batch["x"].tolist() for batch in feed(rows, device="cpu", batch_size=2)] == [[[1, 2], [3, 4]]]
+
+
+def test_a_seed_is_any_whole_number():
+    assert seen(feed(batches(), device="cpu", shuffle=True, seed=np.int64(3))) == seen(
+        feed(batches(), device="cpu", shuffle=True, seed=3)
+    )
+    with pytest.raises(ValueError, match=r"feed: seed: got 1.5, wanted a whole number\."):
+        feed(batches(), device="cpu", shuffle=True, seed=1.5)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GraphError
-from ..feed.choose import resident, target
+from ..feed.choose import resident, target, whole_seed
 from ..feed.epochs import Feed, Served, Store, count_copied
 from ..feed.leaves import Padding
 from ..feed.ring import Ringed
@@ -68,7 +68,7 @@ def batches(
     _check_options(seq, micro_batch, pack, fields, rank, world, mode)
     if labels not in ("next", "own") or (labels == "own" and pack != "stream"):
         raise ValueError(f"batches: labels: got {labels!r} with pack={pack!r}, wanted 'next', or 'own' with pack='stream'.")
-    where = target(device)
+    where, seed = target(device), whole_seed("batches", seed)
     plan = plan_stream(corpus.tokens, seq)
     if pack == "documents":
         plan = plan_documents(corpus.offsets(), seq, max_documents or seq)

@@ -1,5 +1,6 @@
 """`feed(...)`: look at the source, the device and the memory, and choose how the batches get there."""
 
+import operator
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -64,6 +65,8 @@ def feed(
         raise ValueError(f"feed: mode: got {mode!r}, wanted one of auto, resident, ring, direct.")
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 3:
         raise ValueError(f"feed: slots: got {slots!r}, wanted 3 or more: one being filled, one being copied, one ready.")
+    if seed is not None:
+        seed = whole_seed("feed", seed)
     if hasattr(source, "make_feed"):  # a Corpus, whose batches are cut on the device
         return source.make_feed(
             device, budget=budget, keep=keep, mode=mode, slots=slots, seq=seq, batch_size=batch_size, shuffle=shuffle,
@@ -124,6 +127,13 @@ def resident(
         allowed = f"of {readable(limit)} allowed" if limit is not None else "no limit"
         notice(f"{what}: {readable(need)} resident on {where} ({allowed}).")
     return made
+
+
+def whole_seed(what: str, seed: Any) -> int:
+    try:
+        return operator.index(seed)  # NumPy's whole numbers, too: what is computed from them would overflow
+    except TypeError:
+        raise ValueError(f"{what}: seed: got {seed!r}, wanted a whole number.") from None
 
 
 def _plan(source: Source, where: torch.device, padding: Padding, guard: bool) -> tuple[int, Callable[[], Store]]:

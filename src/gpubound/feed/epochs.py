@@ -139,6 +139,10 @@ class Feed:
         self._running: weakref.ref[Generator[Served]] | None = None
         self._drawing: Generator[Served] | None = None  # what take() takes from
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy goes on at the position. What is being drawn from now cannot be copied."""
+        return vars(self) | {"_running": None, "_drawing": None, "_continue": self._continue or self._drawing is not None}
+
     @property
     def mode(self) -> str:
         """'resident', 'ring' or 'direct'."""
@@ -175,10 +179,16 @@ class Feed:
         """The next batch of the running epoch, or END."""
         if self._running is None or self._running() is not running:
             raise DataError(
-                "feed: this loop was ended by a newer one over the same feed, or by close(); make one feed for each loop."
+                "feed: this loop was ended by a newer one over the same feed, by an error or by close(); make one feed for "
+                "each loop."
             )
         self._store.admit()  # here and not in the ring: an exception inside its generator would end that, and lose the place
-        served = next(running, None)
+        try:
+            served = next(running, None)
+        except BaseException:  # a generator that raised is over, and would look like the end of the epoch
+            self._continue = running is self._drawing  # take() asks for this batch again; a new loop is a new epoch
+            self.close()
+            raise
         if served is None:
             if self.batch == 0:
                 raise DataError(f"feed: source: epoch {self.epoch} had no batches, wanted at least one.")

@@ -12,6 +12,7 @@ mask wants 0). A name is the last key of a leaf's path: "input_ids", or 0 in a t
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from operator import setitem
 from typing import Any
 
@@ -26,7 +27,9 @@ Bucket = str | int | Sequence[int] | None
 # Where a leaf starts in the staged bytes: torch's own allocations on a GPU start at multiples of 512.
 ALIGN = 512
 
-_LEAF = object()
+
+class _LEAF:
+    """Where a leaf stands in a form. A class, because a copied feed must find the same one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ def _open(node: Any, path: Path) -> tuple[Callable[[list[Any]], Any], list[tuple
     kind = type(node)
     if kind is dict:
         keys = list(node)
-        return lambda values: dict(zip(keys, values)), list(node.items())
+        return partial(_dict, keys), list(node.items())
     if isinstance(node, Tensor | np.ndarray | str | bytes):
         return None
     if isinstance(node, Mapping):
@@ -97,15 +100,18 @@ def _open(node: Any, path: Path) -> tuple[Callable[[list[Any]], Any], list[tuple
 
 def _refill(node: Any, put: Callable[[Any, Any, Any], None], keys: list[Any]) -> Callable[[list[Any]], Any]:
     """Containers with more to them than their children (a BatchEncoding, a frozen dataclass): copy the shell, set those."""
-    shell = copy.copy(node)
+    return partial(_refilled, copy.copy(node), put, keys)
 
-    def make(values: list[Any]) -> Any:
-        new = copy.copy(shell)
-        for key, value in zip(keys, values):
-            put(new, key, value)
-        return new
 
-    return make
+def _refilled(shell: Any, put: Callable[[Any, Any, Any], None], keys: list[Any], values: list[Any]) -> Any:
+    new = copy.copy(shell)
+    for key, value in zip(keys, values):
+        put(new, key, value)
+    return new
+
+
+def _dict(keys: list[Any], values: list[Any]) -> dict:
+    return dict(zip(keys, values))
 
 
 def _build(form: Any, leaves: Iterator[Any]) -> Any:
@@ -118,7 +124,10 @@ def _build(form: Any, leaves: Iterator[Any]) -> Any:
 def _as_tensor(array: np.ndarray) -> Any:
     if array.dtype.kind not in "biufc":  # strings, objects, dates: no tensor can hold them
         return array
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    backwards = any(stride < 0 for stride in array.strides)
+    if backwards or not array.dtype.isnative or not array.flags.writeable:  # no tensor can share this memory
+        array = array.astype(array.dtype.newbyteorder("="), order="C")
+    return torch.from_numpy(array)
 
 
 def bucket_size(size: int, bucket: Bucket) -> int | None:

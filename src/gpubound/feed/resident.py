@@ -35,6 +35,11 @@ class HeldBatch:
     def _look(self) -> list[tuple[int, bool]]:
         return [(leaf._version, leaf.requires_grad) for _, leaf in self.watched]
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy's tensors count their versions anew."""
+        vars(self).update(state)
+        self.marks = self._look()
+
     def serve(self, epoch: int, number: int) -> Served:
         self.check_unwritten()
         self.last_use = f"in epoch {epoch}, batch {number}"

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -37,6 +38,11 @@ KEYS = 3 * PASSES
 EPOCHS = 4096  # rows in the table of keys: epoch 4096 repeats the order of epoch 0
 _ALL = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+
+
+# The seed of the feed that left a generator in a loader: another feed over that loader has the same one, or a position saved
+# by the first would not be the second's.
+_SEEDS: WeakKeyDictionary[torch.Generator, int] = WeakKeyDictionary()
 
 
 class Source:
@@ -107,7 +113,9 @@ class Loader(Source):
 
     def __init__(self, loader: DataLoader, seed: int | None):
         own = loader.generator or getattr(_sampler(loader), "generator", None)
-        self.seed = seed if seed is not None else (own.initial_seed() if own is not None else 0)
+        if seed is None:
+            seed = 0 if own is None else _SEEDS[own] if own in _SEEDS else own.initial_seed()
+        self.seed = seed
         self.loader = loader
         try:
             self.length = len(loader)
@@ -118,13 +126,18 @@ class Loader(Source):
 
     def read(self, epoch: int, start: int) -> Iterator[Any]:
         sampler = _sampler(self.loader)
-        self.loader.generator = _generator(self.seed, epoch, 0)
+        self.loader.generator = self._generator(epoch, 0)
         if hasattr(sampler, "generator"):
-            sampler.generator = _generator(self.seed, epoch, 1)
+            sampler.generator = self._generator(epoch, 1)
         for part in (sampler, self.loader.dataset):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
         return islice(self._start(), start, None)
+
+    def _generator(self, *words: int) -> torch.Generator:
+        made = torch.Generator().manual_seed(signed(mix(self.seed, *words)))
+        _SEEDS[made] = self.seed
+        return made
 
     def _start(self) -> Iterator[Any]:
         """Start the workers here, in the caller's thread. Theirs is a collate that checks what it sends: a worker's queue
@@ -141,10 +154,6 @@ class Loader(Source):
 
 def _sampler(loader: DataLoader) -> Any:
     return getattr(loader.batch_sampler, "sampler", None) or loader.sampler
-
-
-def _generator(*words: int) -> torch.Generator:
-    return torch.Generator().manual_seed(signed(mix(*words)))
 
 
 def _sendable(collate: Callable[[list], Any], items: list) -> Any:
@@ -190,6 +199,12 @@ def open_source(
             if given:
                 raise ValueError(f"feed: {what}= has no effect on a DataLoader; give it to the DataLoader itself.")
         return Loader(source, seed)
+    kind = type(source).__name__
+    if isinstance(source, dict | str | bytes) or (isinstance(source, Tensor) and batch_size is None):
+        raise ValueError(
+            f"feed: source: got a {kind}, wanted a list or iterable of batches, a DataLoader, a map dataset with batch_size= "
+            f"or a Corpus; to serve one batch again and again pass [batch]."
+        )
     if batch_size is not None:
         return Items(source, batch_size, seed or 0, shuffle, drop_last, collate)
     for given, what in ((drop_last, "drop_last"), (collate, "collate")):
@@ -197,13 +212,8 @@ def open_source(
             raise ValueError(f"feed: {what}= has an effect only where the feed makes the batches; pass batch_size= too.")
     if isinstance(source, list | tuple):
         return BatchList(source, seed or 0, shuffle)
-    kind = type(source).__name__
-    if isinstance(source, Tensor | dict | str | bytes):
-        raise ValueError(
-            f"feed: source: got a {kind}, wanted a list or iterable of batches, a DataLoader, a map dataset with batch_size= "
-            f"or a Corpus; to serve one batch again and again pass [batch]."
-        )
-    if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
+    mapped = isinstance(source, Dataset) and not isinstance(source, IterableDataset)
+    if mapped or hasattr(source, "__getitems__"):  # as Hugging Face's datasets have it, which iterate over single rows
         raise ValueError(f"feed: source: got the map dataset {kind} of single items; pass batch_size= to have them collated.")
     if not isinstance(source, Iterable) and not callable(source):
         raise ValueError(f"feed: source: got a {kind}, wanted a list or iterable of batches, a DataLoader or a Corpus.")
