@@ -1,6 +1,7 @@
 """Whatever would make a replay lie raises, names the tensor, and says what to do."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -273,4 +274,14 @@ def test_a_released_graph_is_not_replayed_and_can_be_captured_again(captured):
     captured.release()
     with pytest.raises(GraphError, match=r"its graph was given up by release\(\); capture it again with recapture\(\)\."):
         captured(x)
+    captured.release()  # a second time does nothing
     torch.testing.assert_close(captured.recapture(x)(x), wanted)
+
+
+@pytest.mark.parametrize("wrap", [partial(torch.compile, backend="eager"), torch.jit.script])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_wrapper_that_keeps_training_elsewhere(wrap):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2))
+    x = torch.ones(3, 4)
+    captured = capture(wrap(model), x)
+    torch.testing.assert_close(captured(x), model(x).detach())

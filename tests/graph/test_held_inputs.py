@@ -1,5 +1,8 @@
 """Inputs that are not as captured: the exact sentence for each."""
 
+import math
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -101,3 +104,21 @@ def test_strides_are_kept_and_others_copied(captured):
     captured = capture(lambda x: x + 1, matrix)
     assert captured.inputs[0].stride() == (1, 3)
     assert torch.equal(captured(matrix.contiguous()), matrix + 1)
+
+
+def test_nan_is_the_constant_that_was_captured():
+    captured = capture(lambda x, fill: torch.where(x > 0, x, fill), torch.ones(3), math.nan)
+    assert captured(torch.ones(3), float("nan")).tolist() == [1, 1, 1]
+    assert "got the constant 2.0, wanted nan as captured" in said(captured, torch.ones(3), 2.0)
+
+
+@dataclass
+class Holder:
+    y: torch.Tensor
+
+
+def test_a_dataclass_with_tensors_is_refused():
+    with pytest.raises(ValueError, match=r"input 0: got a Holder that holds tensors, wanted them in dicts, lists or tuples\."):
+        capture(lambda holder: holder.y * 2, Holder(torch.ones(3)))
+    with pytest.raises(ValueError, match=r"output 1: got a Holder that holds tensors, wanted them in dicts, lists or tuples\."):
+        capture(lambda x: (x, Holder(x * 2)), torch.ones(3))

@@ -46,6 +46,7 @@ class Captured:
     pool: Any
     device: torch.device
     mode: str
+    _released: bool
 
     def __init__(self, fn: Callable, inputs: tuple, options: CaptureOptions) -> None:
         self._fn, self._options, self._poisons = fn, options, options.poison
@@ -82,8 +83,9 @@ class Captured:
 
     def release(self) -> None:
         """Give up the graph and what it holds of its pool. NCCL's communicators end only after the graphs that use them."""
-        self._released = True
-        self._runner.release()
+        if not self._released:
+            self._released = True
+            self._runner.release()
 
     @property
     def inputs(self) -> tuple:

@@ -9,7 +9,7 @@ catches what is written into a registry behind torch's back.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from operator import attrgetter, getitem, is_
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.modules import module as nn_module
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from ..errors import GraphError
 from .reach import MISSING, Reach, Values, same
@@ -124,7 +124,16 @@ def _input(name: str, leaf: Any) -> Input:
         return Input(name, static_copy(name, leaf))
     if not isinstance(leaf == leaf, bool):  # a NumPy array compares elementwise: it is data, not a constant
         raise ValueError(f"{name}: got {type(leaf).__name__}, wanted a tensor or a constant; convert it with torch.as_tensor.")
+    check_open(name, leaf)
     return Input(name, None, leaf)
+
+
+def check_open(name: str, leaf: Any) -> None:
+    """Refuse a dataclass with tensors, which torch's pytrees do not look into: no copy would reach them."""
+    if not is_dataclass(leaf) or isinstance(leaf, type):
+        return
+    if any(isinstance(part, Tensor) for part in tree_leaves([getattr(leaf, field.name, None) for field in fields(leaf)])):
+        raise ValueError(f"{name}: got a {type(leaf).__name__} that holds tensors, wanted them in dicts, lists or tuples.")
 
 
 def static_copy(name: str, given: Tensor) -> Tensor:

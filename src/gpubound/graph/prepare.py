@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import GraphError
 from ..watch.ops import on_host
-from .held import Held, StaticInputs
+from .held import Held, StaticInputs, check_open
 from .memory import allocating_in
 from .reach import Reach, Values, same, storage_key
 from .rehearse import Leaf, Rehearsal
@@ -76,6 +76,8 @@ class Recording:
         for leaf in self.leaves:
             leaf.tensor.grad = leaf.start
         self.outputs = self.runner.record(self.name, self._call, self.generators.extra, self.foreign)
+        for index, output in enumerate(tree_leaves(self.outputs)):
+            check_open(f"output {index}", output)
         for leaf in self.leaves:
             leaf.bound = leaf.tensor.grad
 

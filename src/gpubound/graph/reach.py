@@ -65,7 +65,10 @@ Values = list[tuple[Way, Any]]
 
 def same(now: Any, value: Any) -> bool:
     """Whether a Python value is as it was; a tensor in its place is not."""
-    return now is value or (type(now) is type(value) and now == value)
+    if now is value:
+        return True
+    # NaN is not equal to itself
+    return type(now) is type(value) and bool(now == value or (now != now and value != value))
 
 
 class Reach:
@@ -118,7 +121,7 @@ class Reach:
             return
         self._seen.add(id(node))
         self._keep.append(node)
-        if isinstance(node, nn.Module):
+        if isinstance(node, nn.Module) and "training" in vars(node):  # torch.compile's wrapper asks the module inside
             self.modes.append((way.to(".training", ("attribute", "training")), node.training))
         for following, value in self._children(way, node):
             self._walk(following, value, depth + 1)
