@@ -154,7 +154,8 @@ def test_hooks_still_fire():
     want = training_run(twin(model), batch())
     placement, seen = place(model, strict=True), []
     layer = model.model.layers[1]
-    for module in (layer, layer.self_attn, layer.self_attn.k_proj, layer.mlp.down_proj, layer.input_layernorm, model.lm_head):
+    inner = layer.self_attn.k_proj, layer.mlp.down_proj, layer.mlp.act_fn
+    for module in (layer, layer.self_attn, *inner, layer.input_layernorm, model.lm_head):
         handle = module.register_forward_hook(lambda m, *_: seen.append(m))
         assert_close(training_run(model, batch()), want)
         assert seen == [module]
@@ -163,7 +164,8 @@ def test_hooks_still_fire():
     reasons = {name: row.reasons for name, row in rows(placement).items() if row.reasons}
     assert reasons == {
         "(the model)": {"lm_head: a projection carries hooks": 1},
-        "model": {"hooks on a layer": 1, "hooks on self_attn": 1, "hooks on input_layernorm": 1},
+        "model": {"hooks on a layer": 1, "hooks on self_attn": 1, "hooks on the activation": 1, "hooks on input_layernorm": 1},
+        "model.layers.1.mlp": {"hooks on the activation": 1},
         "model.layers.1.self_attn": {"a projection carries hooks, so it is called as it is": 1},
     }
 
@@ -241,3 +243,11 @@ def test_frozen_base_with_trained_norms():
     want = training_run(twin(model), batch())
     place(model, strict=True)
     assert_close(training_run(model, batch()), want)
+
+
+def test_placing_inside_inference_mode():
+    """It compared no gradients there, and swapped next to nothing."""
+    model = tiny()
+    with torch.inference_mode():
+        placement = place(model, strict=True)
+    assert placement.verified and not any(p.is_inference() for p in model.parameters())

@@ -16,10 +16,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..layers.attention import Attention, Rope, RopeTable
 from ..layers.block import run_blocks
-from ..layers.mlp import MLP
 from ..layers.stacked import Kernels
 from .decoding import Reader
-from .parts import HFAttention, HFShiftedNorm, attention, mlp, norm
+from .parts import HFMLP, HFAttention, HFShiftedNorm, attention, mlp, norm
 from .placing import Maker, Swap
 from .rotary import HFAngles
 from .stack import HFStack, stack, tried_causal_lm
@@ -71,7 +70,7 @@ class SandwichStack(HFStack):
         "self_attn": HFAttention,
         "post_attention_layernorm": HFShiftedNorm,
         "pre_feedforward_layernorm": HFShiftedNorm,
-        "mlp": MLP,
+        "mlp": HFMLP,
         "post_feedforward_layernorm": HFShiftedNorm,
     }
 

@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ..layers.attention import Rope
-from ..layers.mlp import MLP
 from ..layers.stacked import Kernels
 from .decoding import Reader
-from .parts import HFAttention, HFNorm, attention, mlp, norm
+from .parts import HFMLP, HFAttention, HFNorm, attention, mlp, norm
 from .placing import Maker
 from .stack import OPS, HFStack, stack, tried_causal_lm
 
@@ -31,7 +30,7 @@ class PostNormStack(HFStack):
     PARTS: ClassVar[dict[str, type]] = {
         "self_attn": HFAttention,
         "post_attention_layernorm": HFNorm,
-        "mlp": MLP,
+        "mlp": HFMLP,
         "post_feedforward_layernorm": HFNorm,
     }
 

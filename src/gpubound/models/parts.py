@@ -16,7 +16,7 @@ from ..kernels import rms_norm
 from ..layers.attention import Attention, Rope, turn_calls
 from ..layers.mlp import MLP, gated_calls
 from ..layers.norm import RMSNorm
-from ..layers.stacked import Kernels, Stacked
+from ..layers.stacked import Kernels, Stacked, hooked
 from .placing import ACTIVATIONS, BATCH, TOKENS, Case, Delegating, Swap, activation_name, random_case
 from .rotary import halves
 
@@ -44,13 +44,24 @@ def norm(module: Any, stack: Any, part: type = HFNorm, otherwise: type | None = 
     return Swap(part, (("rms_norm", shape[-1:]),), eps, (random_case(module, shape),), otherwise=otherwise)
 
 
-def mlp(module: Any, stack: Any, part: type[MLP] = MLP) -> Swap:
+class HFMLP(Delegating, MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        why = self.unable()
+        return self.delegate(why, x) if why else self.mix(x)
+
+    def unable(self) -> str | None:
+        """Why the activation must be called, which the kernel computes without it; None when it need not be."""
+        activation = self._modules.get("act_fn") or self._modules.get("activation_fn")
+        return "hooks on the activation" if activation is not None and hooked(activation) else None
+
+
+def mlp(module: Any, stack: Any, part: type[HFMLP] = HFMLP) -> Swap:
     named = activation_name(module.config)
     activation = ACTIVATIONS.get(named)
     return Swap(
         part,
         gated_calls(activation, module.down_proj.in_features),
-        {"stacked": Stacked(), "activation": activation},
+        {"stacked": Stacked(), "activation": activation, "delegated": Counter()},
         (random_case(module, (BATCH, TOKENS, module.config.hidden_size)),),
         "" if activation else f"no kernel for the activation {named!r}",
     )

@@ -6,12 +6,9 @@ The stacked weights lie as our products want them: nothing has to be moved toget
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from ..layers.attention import RopeTable
-from ..layers.mlp import MLP
 from .decoding import Linear, Reader, parts_of
-from .parts import HFAttention, attention, mlp, norm
+from .parts import HFMLP, HFAttention, attention, mlp, norm
 from .placing import Maker, Swap
 from .rotary import ChangingAngles
 from .stack import HFStack, stack, tried_causal_lm, unswapped
@@ -21,11 +18,8 @@ class PackedAttention(HFAttention):
     PROJECTIONS = ("qkv_proj",)
 
 
-class PackedMLP(MLP):
+class PackedMLP(HFMLP):
     PROJECTIONS = ("gate_up_proj",)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.mix(hidden_states)
 
 
 def phi3_stack(module: Any, _: Any) -> Swap:

@@ -16,12 +16,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from ..kernels.cross_entropy import loss_shape
 from ..layers.attention import RopeTable
 from ..layers.block import run_block, run_blocks
-from ..layers.mlp import MLP
 from ..layers.norm import RMSNorm
 from ..layers.stacked import Kernels, bare, describe, hooked
 from ..layers.vocabulary import LOSS, lm_loss, look_up, why_whole
 from .keywords import cache_in, cache_word
-from .parts import HFAttention, HFNorm
+from .parts import HFMLP, HFAttention, HFNorm
 from .placing import Delegating, Swap, made_up, mode
 from .rotary import FIXED, HFAngles, rope_types
 
@@ -45,7 +44,7 @@ class HFStack(Delegating):
         "input_layernorm": HFNorm,
         "self_attn": HFAttention,
         "post_attention_layernorm": HFNorm,
-        "mlp": MLP,
+        "mlp": HFMLP,
     }
     step: ClassVar[Callable[..., tuple[Tensor, Tensor]]] = staticmethod(run_block)
 
@@ -113,6 +112,8 @@ class HFStack(Delegating):
                     return f"{name} was replaced"
                 if hooked(module):
                     return f"hooks on {name}"
+                if isinstance(module, HFMLP) and (why := module.unable()):
+                    return why
         return None
 
     def fused_kernels(self) -> Kernels:

@@ -28,6 +28,7 @@ from .placement import Note, Placement
 from .verify import Agreement, coarsest, judged, verify
 
 
+@torch.inference_mode(False)  # a weight moved inside inference_mode could not be trained, and no gradient be compared
 def place(
     model: nn.Module, device: str | torch.device = "auto", fuse: bool = True, strict: bool = False, example: Any = None
 ) -> Placement:
