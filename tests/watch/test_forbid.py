@@ -230,3 +230,17 @@ def test_a_comment_inside_a_block_is_not_of_its_header():
         pass  # gpubound: allow(sync) of this line alone
     assert [site.end - site.line for site in sites] == [2, 0, 0]
     assert not any(comment(site, "sync")[0] for site in sites)
+
+
+def test_a_generator_is_not_decorated():
+    """Its body runs after the guard has ended: nothing in it would be forbidden."""
+
+    async def step():
+        pass
+
+    def steps():
+        yield
+
+    for function in (step, steps):
+        with pytest.raises(ValueError, match=f"no_stall: got {function.__name__}, a coroutine or generator"):
+            no_stall()(function)

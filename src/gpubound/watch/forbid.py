@@ -16,6 +16,7 @@ Other threads go on as they were. The innermost guard decides. It is for tests a
 from __future__ import annotations
 
 import functools
+import inspect
 import linecache
 import re
 import threading
@@ -50,6 +51,14 @@ class NoStall(ContextDecorator):
     def __init__(self, allow: frozenset[str], message: str | None):
         self.allow, self.message = allow, message
         self.allowed: Counter[str] = Counter()
+
+    def __call__(self, func):
+        if inspect.iscoroutinefunction(func) or inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
+            raise ValueError(
+                f"no_stall: got {func.__name__}, a coroutine or generator, whose body runs after the decorator has ended; "
+                "write `with no_stall():` inside it."
+            )
+        return super().__call__(func)
 
     def __enter__(self) -> NoStall:
         unseen.listen(_called)
