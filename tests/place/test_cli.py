@@ -34,6 +34,9 @@ def a_module_of_the_users(tmp_path, monkeypatch):
 
             def no_model():
                 return 7
+
+            def three():
+                return 1, 2, 3
             """
         )
     )
@@ -89,6 +92,7 @@ def test_exit_codes(capsys):
 
 SAID = {
     "users:broken": "users:broken raised ZeroDivisionError: division by zero",
+    "users:three": "users:three returned a tuple of 3, wanted a model, or a model and an example batch.",
     "users:nothing": "users:nothing raised AttributeError: module 'users' has no attribute 'nothing'",
     "absent:f": "absent:f raised ModuleNotFoundError: No module named 'absent'",
     "nowhere": "target: got 'nowhere', wanted a folder with a config.json, or MODULE:FUNCTION.",
@@ -105,3 +109,11 @@ def test_bad_input(target, capsys):
 def test_help_has_an_example(capsys):
     assert main(["place", "--help"]) == 0
     assert "gpubound place path/to/checkpoint --json" in capsys.readouterr().out
+
+
+def test_a_dtype_for_a_function_is_refused(capsys):
+    """It had no effect, and nothing said so."""
+    assert place("users:without", "--dtype", "bfloat16") == 2
+    assert capsys.readouterr().err == (
+        "gpubound place: --dtype bfloat16 is for a folder's model; users:without builds its own: give it that dtype there.\n"
+    )

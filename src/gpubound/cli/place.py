@@ -34,7 +34,7 @@ class PlaceOptions:
 
     TARGET is a folder with a config.json, or MODULE:FUNCTION. If the folder has no weights, random ones are placed. The
     function takes no arguments and returns a model, or a model and an example batch. Exit code 1: --strict was given, and a
-    module was not swapped. 3: the model was placed, but not verified as a whole, because its inputs are not known.
+    module was not swapped. 3: the model was placed, but not verified as a whole; the last line says why.
 
     Examples: gpubound place path/to/checkpoint --json
               gpubound place train:build_model --device require
@@ -72,8 +72,14 @@ def load(target: str, dtype: str = "auto", trust_remote_code: bool = False) -> t
     """(model, example or None) of what the user named."""
     if (Path(target) / "config.json").is_file():
         return _from_folder(Path(target), dtype_asked(dtype), trust_remote_code), None
+    if dtype != "auto":
+        raise ValueError(f"--dtype {dtype} is for a folder's model; {target} builds its own: give it that dtype there.")
     built = _built(target)
-    return built if isinstance(built, tuple) else (built, None)
+    if not isinstance(built, tuple):
+        return built, None
+    if len(built) != 2:
+        raise ValueError(f"{target} returned a tuple of {len(built)}, wanted a model, or a model and an example batch.")
+    return built
 
 
 def _from_folder(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
