@@ -1,6 +1,6 @@
 """Batches taken apart and put together: every kind of container, key paths, what is refused."""
 
-from collections import OrderedDict, UserDict, namedtuple
+from collections import OrderedDict, UserDict, deque, namedtuple
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,3 +83,10 @@ def test_a_transformers_encoding_is_a_mapping():
 def test_arrays_that_no_tensor_can_share_are_copied(array):
     (leaf,) = flatten(array).leaves
     assert leaf.tolist() == array.tolist()
+
+
+@pytest.mark.parametrize("kind", [set, deque])
+def test_containers_that_cannot_be_rebuilt_are_refused(kind):
+    with pytest.raises(ValueError, match=rf"batch\['x'\]: got a {kind.__name__} of tensors, which would stay where they are"):
+        flatten({"x": kind([torch.ones(1)])})
+    assert flatten({"x": kind([1])}).leaves == [kind([1])]

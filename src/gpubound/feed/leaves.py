@@ -10,7 +10,8 @@ mask wants 0). A name is the last key of a leaf's path: "input_ids", or 0 in a t
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from operator import setitem
@@ -92,6 +93,11 @@ def _open(node: Any, path: Path) -> tuple[Callable[[list[Any]], Any], list[tuple
         return (kind._make if hasattr(kind, "_make") else kind), list(enumerate(node))
     if isinstance(node, list):
         return (list if kind is list else _refill(node, setitem, list(range(len(node))))), list(enumerate(node))
+    if isinstance(node, Set | deque) and any(isinstance(child, Tensor | np.ndarray) for child in node):
+        raise ValueError(
+            f"feed: {name(path)}: got a {kind.__name__} of tensors, which would stay where they are, wanted them in dicts, "
+            f"lists, tuples or dataclasses."
+        )
     if is_dataclass(node) and not isinstance(node, type):
         names = [part.name for part in fields(node)]
         return _refill(node, object.__setattr__, names), [(key, getattr(node, key)) for key in names]
