@@ -244,3 +244,8 @@ def test_a_tensor_on_a_gpu_that_is_not_the_current_one():
     same("y", y, want.to(y.device), 1e-5)
     y.sum().backward()
     assert torch.cuda.current_device() == 0 and x.grad.isfinite().all()
+
+
+def test_the_definition_of_no_op():
+    with pytest.raises(ValueError, match=r"reference: got 'rmsnorm', wanted the name of an op; did you mean rms_norm\?"):
+        kernels.reference("rmsnorm")

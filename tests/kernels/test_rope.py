@@ -189,8 +189,8 @@ WRONG = {
     ),
     "k": (
         (Q, K.half(), TABLE, TABLE),
-        "rope: k must match q in all but its heads, (2, 3, 4, 8) torch.float32 on cpu, got (2, 3, 2, 8) torch.float16 on cpu; "
-        "cast, move or reshape one of them before the call.",
+        "rope: k must match q in all but its heads (dimension -2), (2, 3, 4, 8) torch.float32 on cpu, got (2, 3, 2, 8) "
+        "torch.float16 on cpu; cast, move or reshape one of them before the call.",
     ),
     "cos": (
         (Q, K, torch.ones(3, 8), torch.ones(3, 8)),

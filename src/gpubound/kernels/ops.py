@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..device import constant
+from ..words import nearest
 from . import triton  # the package: its files, which import triton itself, are imported when called for
 
 
@@ -61,6 +62,8 @@ def doubles(*values: float) -> torch.Tensor:
 
 def reference(op: str) -> Callable:
     """The definition of the op named `op`: plain torch, at least fp32 inside, differentiable any number of times."""
+    if op not in OPS:
+        raise ValueError(f"reference: got {op!r}, wanted the name of an op{nearest(str(op), OPS)}")
     return load("reference", op)
 
 

@@ -25,7 +25,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
             )
     if k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3] or k.dtype != q.dtype or k.device != q.device:
         raise ValueError(
-            f"rope: k must match q in all but its heads, {tuple(q.shape)} {q.dtype} on {q.device}, "
+            f"rope: k must match q in all but its heads (dimension -2), {tuple(q.shape)} {q.dtype} on {q.device}, "
             f"got {tuple(k.shape)} {k.dtype} on {k.device}; cast, move or reshape one of them before the call."
         )
     _check_angles("rope", cos, sin, q.shape, q.shape[3], q.device)
