@@ -251,3 +251,13 @@ def test_placing_inside_inference_mode():
     with torch.inference_mode():
         placement = place(model, strict=True)
     assert placement.verified and not any(p.is_inference() for p in model.parameters())
+
+
+def test_an_activation_put_in_after_placing_is_the_one_that_runs():
+    model = tiny()
+    other = twin(model)
+    placement = place(model, strict=True)
+    for each in (model, other):
+        each.model.layers[1].mlp.act_fn = torch.nn.ReLU()
+    assert_close(training_run(model, batch()), training_run(other, batch()))
+    assert rows(placement)["model.layers.1.mlp"].reasons == {"another activation than when it was placed": 1}

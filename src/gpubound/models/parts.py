@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kernels import rms_norm
@@ -45,14 +45,22 @@ def norm(module: Any, stack: Any, part: type = HFNorm, otherwise: type | None = 
 
 
 class HFMLP(Delegating, MLP):
+    activates: type  # of its activation, when it was placed
+
     def forward(self, x: Tensor) -> Tensor:
         why = self.unable()
         return self.delegate(why, x) if why else self.mix(x)
 
     def unable(self) -> str | None:
         """Why the activation must be called, which the kernel computes without it; None when it need not be."""
-        activation = self._modules.get("act_fn") or self._modules.get("activation_fn")
-        return "hooks on the activation" if activation is not None and hooked(activation) else None
+        found: Any = _activation(self)
+        if type(found) is not self.activates:
+            return "another activation than when it was placed"
+        return "hooks on the activation" if found is not None and hooked(found) else None
+
+
+def _activation(mlp: nn.Module) -> nn.Module | None:
+    return mlp._modules.get("act_fn") or mlp._modules.get("activation_fn")
 
 
 def mlp(module: Any, stack: Any, part: type[HFMLP] = HFMLP) -> Swap:
@@ -61,7 +69,7 @@ def mlp(module: Any, stack: Any, part: type[HFMLP] = HFMLP) -> Swap:
     return Swap(
         part,
         gated_calls(activation, module.down_proj.in_features),
-        {"stacked": Stacked(), "activation": activation, "delegated": Counter()},
+        {"stacked": Stacked(), "activation": activation, "activates": type(_activation(module)), "delegated": Counter()},
         (random_case(module, (BATCH, TOKENS, module.config.hidden_size)),),
         "" if activation else f"no kernel for the activation {named!r}",
     )
