@@ -261,3 +261,30 @@ def test_an_activation_put_in_after_placing_is_the_one_that_runs():
         each.model.layers[1].mlp.act_fn = torch.nn.ReLU()
     assert_close(training_run(model, batch()), training_run(other, batch()))
     assert rows(placement)["model.layers.1.mlp"].reasons == {"another activation than when it was placed": 1}
+
+
+PATCHES = {
+    "layer": lambda model: model.model.layers[1],
+    "mlp": lambda model: model.model.layers[1].mlp,
+    "q_proj": lambda model: model.model.layers[1].self_attn.q_proj,
+}
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_forward_patched_after_placing_runs(name):
+    model = tiny()
+    place(model, strict=True)
+    part, seen = PATCHES[name](model), []
+    forward = part.forward
+    part.forward = lambda *args, **kwargs: (seen.append(name), forward(*args, **kwargs))[1]
+    training_run(model, batch())
+    assert seen == [name]
+
+
+def test_a_final_norm_put_in_after_placing_runs():
+    model = tiny()
+    other = twin(model)
+    place(model, strict=True)
+    for each in (model, other):
+        each.model.norm = torch.nn.Identity()
+    assert_close(training_run(model, batch()), training_run(other, batch()))

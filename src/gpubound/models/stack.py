@@ -101,6 +101,8 @@ class HFStack(Delegating):
         """The loop steps past the blocks and their parts without calling them: is each still ours, and did nobody hook one?"""
         if nn.modules.module._has_any_global_hook() or hooked(self.norm):
             return "hooks on the final norm or on every module"
+        if not isinstance(self.norm, HFNorm):
+            return "the final norm was replaced"
         if len(self.layers) != self.config.num_hidden_layers:
             return "the config counts other layers than there are"
         for layer in self.layers._modules.values():
