@@ -40,7 +40,8 @@ def bare(layer: Any) -> bool:
 
 def hooked(module: Any, but: Container = ()) -> bool:
     """Whether calling it runs hooks, other than those in `but`, or a forward that was patched onto the instance."""
-    if "forward" in module.__dict__:
+    patched = module.__dict__.get("forward")
+    if patched is not None and getattr(patched, "func", None) is not _by_record:  # which is ours
         return True
     tables = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(tables) and any(hook not in but for hooks in tables for hook in hooks.values())
