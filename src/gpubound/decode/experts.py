@@ -56,7 +56,7 @@ class SparseMLP(Part):
 
     def wide_step(self, x: Tensor, mode: int) -> None:
         if self.routes_wide:
-            return self.step(x, mode)
+            return self.step(x, 0)
         h, to = self.read(x, mode), self.target(x)
         to += grouped(h, *self._choose(h), *self.experts.matrices())
         self.close(x, mode)

@@ -27,7 +27,7 @@ from .bind import BoundModel
 from .cache import PLAIN
 from .contract import Body, Build, check_room
 from .judge import Accuracy, Choices, RoundedModel, first_not_finite
-from .layer import NARROW as NARROW, normed_rows
+from .layer import NARROW, normed_rows
 from .span import PARTS as PARTS, Layer, LayerSpan, added
 from .stages.plan import LayerStage
 from .weights import weight_format

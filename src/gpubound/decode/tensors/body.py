@@ -24,8 +24,9 @@ from ..bind import BoundModel, bind
 from ..cache import Cache
 from ..calls import step_calls
 from ..contract import Body, Build
-from ..fused import CHUNK, NARROW, PARTIAL_ROWS, SCORED, FusedBody
+from ..fused import CHUNK, PARTIAL_ROWS, SCORED, FusedBody
 from ..judge import Choices, first_not_finite
+from ..layer import NARROW
 from ..span import META, added
 from ..stages.body import fused_reader, refuse_together
 from ..stages.spread import rooms_beside
