@@ -10,9 +10,8 @@ from gpubound.models.llama.decoder import Decoder, DecoderConfig
 from gpubound.plan.kept import model_keeps
 from gpubound.plan.setting import Outline, Setting
 from gpubound.train import AdamW, TrainStep
-from gpubound.train.objectives.causal_lm import NextToken
+from tests.plan.counting import ROWS, SEQ, kept
 
-ROWS, SEQ = 2, 16
 PLAIN = DecoderConfig(64, 96, 2, 4, 2, 256, tied=True)
 NORMED = DecoderConfig(64, 80, 2, 4, 4, 192, head_width=32, qk_norm=True)
 
@@ -39,27 +38,6 @@ def counted_in_shards(config: DecoderConfig, least: float) -> int:
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
     recompute_from(model, least)
     return kept(model)
-
-
-def kept(model: Decoder) -> int:
-    """Bytes of all storages that autograd saves in one forward, but for the parameters and the batch."""
-    batch = {name: torch.randint(model.config.vocabulary, (ROWS, SEQ)) for name in ("input_ids", "labels")}
-    objective, scale = NextToken(), torch.ones(())
-    objective.prepare(model, batch)
-    angles = model.model.rope.first(SEQ, torch.device("cpu"))  # the model's own table
-    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *batch.values(), *angles, scale)}
-    saved: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if (where := tensor.untyped_storage().data_ptr()) not in known:
-            saved[where] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        total, _ = objective(model, batch, scale=scale)
-    size = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
-    del total
-    return size
 
 
 def setting(config: DecoderConfig, precision: str, recompute: str) -> Setting:

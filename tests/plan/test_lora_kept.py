@@ -11,10 +11,9 @@ from gpubound.plan.reading import META, outlined
 from gpubound.plan.setting import Setting
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.adapters import Lora
-from gpubound.train.objectives.causal_lm import NextToken
 from gpubound.train.precision import precision as precision_named
+from tests.plan.counting import ROWS, SEQ, kept
 
-ROWS, SEQ = 2, 16
 PLAIN = DecoderConfig(64, 128, 3, 4, 2, 256, tied=True)
 NORMED = DecoderConfig(64, 128, 2, 4, 4, 192, head_width=32, qk_norm=True)
 RANK = 4
@@ -26,29 +25,14 @@ def setting(config: DecoderConfig, precision: str, recompute: str, lora: Lora) -
 
 
 def counted(config: DecoderConfig, precision: str, recompute: str, least: float, lora: Lora) -> int:
-    """Bytes of all storages that autograd saves in one forward, but for parameters, codes and the batch."""
+    """Of the step that trains adapters of a model."""
     torch.manual_seed(0)
     model = Decoder(config, dtype=precision_named(precision).dtype).train()
     lora.add(model)
     step = TrainStep(model, "next_token", precision=precision, recompute=recompute, graph="off")
     if recompute == "cheap":
         recompute_from(model, least)
-    batch = {name: torch.randint(config.vocabulary, (ROWS, SEQ)) for name in ("input_ids", "labels")}
-    objective, scale = NextToken(), torch.ones(())
-    objective.prepare(model, batch)
-    angles = model.model.rope.first(SEQ, torch.device("cpu"))  # the model's own table
-    mine = (*model.parameters(), *model.buffers(), *batch.values(), *angles, scale)
-    known, saved = {t.untyped_storage().data_ptr() for t in mine}, dict[int, torch.Tensor]()
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if (where := tensor.untyped_storage().data_ptr()) not in known:
-            saved[where] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        total, _ = objective(model, batch, scale=scale)
-    size = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
-    del total
+    size = kept(model)
     step.close()
     return size
 
