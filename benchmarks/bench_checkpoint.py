@@ -4,7 +4,8 @@ Steps are launched one ahead of the device, as the training loop does, and timed
 the device's own clock (train/loop.py). The snapshot is taken between two of them, so all of it is in the next one's time.
 
 With --gpus the model lies in shards, each rank writes its own, and PyTorch's own asynchronous save of the same tensors takes
-turns with ours (saves_worker.py). What counts is the slowest rank.
+turns with ours (saves_worker.py). What counts is the slowest rank. With --resume another number of GPUs takes up what they wrote:
+it must come to the loss that they have come to themselves.
 """
 
 import statistics
@@ -39,20 +40,23 @@ from .workers import Team, started
 BEFORE, BEHIND = 4, 8  # steps timed before the one that triggers, and after it
 TRIGGERED = 1.10  # the gate: so many times a normal step at the most
 HELD_MS = 1000.0  # the gate of shards
+SAME_LOSS = 1e-3  # of steps whose gradients other ranks sum in bf16 products
 
 
 @dataclass(frozen=True)
 class SavesJob(Job):
-    """`folder`: where ranks write."""
+    """`folder`: where ranks write. `resume`: they begin with the newest checkpoint there."""
 
     folder: str = ""
+    resume: bool = False
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """Measure the step that triggers a background checkpoint beside a normal step.
 
-    Example: gpubound bench checkpoint --accumulate 8,1 --folder /scratch
+    Examples: gpubound bench checkpoint --accumulate 8,1 --folder /scratch
+              gpubound bench checkpoint --gpus 4 --resume 2
     """
 
     model: str = "1b"
@@ -65,6 +69,8 @@ class Checkpoint:
     """Micro-batches a step, by comma: a case each."""
     gpus: int = 1
     """GPUs of this machine. Of several each holds, and writes, its rows of every tensor."""
+    resume: int = 0
+    """With --gpus: so many GPUs take up the last checkpoint and train on. 0: none do."""
     rounds: int = 3
     """Checkpoints a case. Each is written whole before the next is taken."""
     folder: str | None = None
@@ -82,8 +88,11 @@ def main(argv: Sequence[str]) -> int:
     if options.dry:
         options = replace(options, model="tiny", seq=32, micro=2, accumulate="2")
     device = resolve("cpu" if options.dry else "require")
-    if device.type == "cuda" and torch.cuda.device_count() < options.gpus:
-        raise MeasureError(f"--gpus: wanted {options.gpus} GPUs on this machine, got {torch.cuda.device_count()}.")
+    if options.resume and options.gpus < 2:
+        raise ValueError(f"--resume: got {options.resume} with --gpus {options.gpus}, wanted --gpus 2 or more beside it.")
+    for name, wanted in (("--gpus", options.gpus), ("--resume", options.resume)):
+        if device.type == "cuda" and torch.cuda.device_count() < wanted:
+            raise MeasureError(f"{name}: wanted {wanted} GPUs on this machine, got {torch.cuda.device_count()}.")
     bench = Bench.of(options, "checkpoint", device, argv)
     for word in options.accumulate.split(","):
         if options.gpus > 1:
@@ -122,12 +131,30 @@ def measure_shards(bench: Bench, options: Checkpoint, accumulate: int) -> None:
         with ranks as team:
             print(f"    {readable(team.facts['bytes'])} in all")
             rounds = [{way: team.ask(save=way) for way in ("ours", "dcp")} for _ in range(options.rounds + 1)][1:]
+            left = team.ask(save="ours", leave=True) if options.resume else None
+        if left is not None:
+            measure_resumed(bench, case, job, options, left)
     held, whole = (
         {way: statistics.median(read(r[way]) for r in rounds) for way in ("ours", "dcp")}
         for read in (lambda r: 1e3 * max(r["triggers"] - r["normal"], 1e-4), lambda r: 1e3 * r["written"])
     )
     bench.figure(f"{case}, held up", "ms", held["ours"], {"dcp": held["dcp"], "wanted": HELD_MS}, {"wanted": 1.0})
     bench.figure(f"{case}, until it is on disk", "ms", whole["ours"], {"dcp": whole["dcp"]}, {})
+
+
+def measure_resumed(bench: Bench, case: str, job: SavesJob, options: Checkpoint, left: dict[str, float]) -> None:
+    """Another number of GPUs takes up the checkpoint and the steps behind it. `left`: what those who wrote it said."""
+    said = f"{case}, taken up by {options.resume}"
+    ranks = started(bench, said, Team, replace(job, resume=True), world=options.resume, module="benchmarks.saves_worker")
+    if ranks is None:
+        return
+    with ranks as team:
+        loss, seconds = team.ask(steps=BEHIND)["loss"], team.facts["read"]
+    print(f"    the loss {BEHIND} steps behind it: {loss:.4f}, and {left['loss']:.4f} of those who wrote it")
+    if not abs(loss - left["loss"]) <= SAME_LOSS * abs(left["loss"]):
+        bench.wrong.append(f"{said}: {BEHIND} steps later their loss is {loss:.4f}, of those who wrote it {left['loss']:.4f}")
+        return
+    bench.figure(f"{said}, until it is read", "s", seconds, {"writing it": left["written"]}, {})
 
 
 def batches(vocabulary: int, seq: int, micro: int, accumulate: int, device: torch.device) -> list[dict[str, Tensor]]:
@@ -159,13 +186,14 @@ def one_round(step: TrainStep, window: list[dict[str, Tensor]], store: Saves, nu
             store.save(number, joined(model=step.model.state_dict(), step=step.state_dict()), {})
     store.wait()
     written = time.perf_counter() - began
+    assert previous is not None
     if step.device.type == "cuda":
         torch.cuda.synchronize(step.device)
     seconds = [b.since(a) for a, b in pairwise(marks)]
     normal, behind = seconds[: BEFORE - 1], seconds[BEFORE:]
     return {
         "normal": sum(normal) / len(normal), "triggers": seconds[BEFORE - 1],
-        "behind": sum(behind) / len(behind), "slowest": max(behind), "written": written,
+        "behind": sum(behind) / len(behind), "slowest": max(behind), "written": written, "loss": previous.read().loss,
     }  # fmt: skip
 
 

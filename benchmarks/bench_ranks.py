@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -61,7 +62,7 @@ CASES = {
     "1b": RankCase("1b", 2048, 4, 8, {"ddp-liger": UNJUDGED}, ours="ours-ddp", recompute="none"),
     "8b": LargeCase(
         "8b", 4096, 4, 1, {"fsdp-compile": UNJUDGED, "fsdp-liger": UNJUDGED}, ours="ours-fsdp",
-        rows={"ours-fsdp": (4, 2, 1), "fsdp-compile": (2, 1), "fsdp-liger": (4, 2, 1)}, wanted=9750,
+        rows={"ours-fsdp": (4, 2, 1), "fsdp-compile": (4, 2, 1), "fsdp-liger": (4, 2, 1)}, wanted=9750,
     ),
     "8b-lora": LargeCase(
         "8b", 4096, 4, 1, {"fsdp-peft": UNJUDGED, "fsdp-peft-liger": UNJUDGED}, ours="ours-fsdp-lora",
@@ -125,7 +126,7 @@ def measure_case(bench: Bench, name: str, case: RankCase, world: int, rounds: in
         return
     with mine:
         said = f"{name} on {world}"
-        tell_syncs(bench, said, mine)
+        tell_syncs(bench, said, mine.facts)
         if (one := started(bench, name, Each, job(case.ours))) is not None:
             with one:
                 beside(bench, said, case, mine, ONE, one, case.alone, rounds)
@@ -145,8 +146,7 @@ def beside(
     gate, moonshot = goal
     gates, moonshots = {peer: gate} if gate else None, {peer: moonshot} if moonshot else None
     bench.keep(said, found, unit="tok/s", amount=case.tokens, gates=gates, moonshots=moonshots)
-    if "peak_gib" in theirs.facts:
-        bench.figure(f"{said} peak memory", "GiB", mine.facts["peak_gib"], {peer: theirs.facts["peak_gib"]}, {})
+    tell_peaks(bench, said, mine.facts, peer, theirs.facts)
 
 
 def begin_alike(bench: Bench, said: str, ours: float, peer: str, theirs: float) -> bool:
@@ -157,36 +157,39 @@ def begin_alike(bench: Bench, said: str, ours: float, peer: str, theirs: float) 
     return False
 
 
-def tell_syncs(bench: Bench, said: str, mine: Team) -> None:
-    if "syncs" in mine.facts:
-        bench.figure(f"{said} host syncs", "syncs", mine.facts["syncs"], {"budget": 0}, {"budget": 1.0})
+def tell_syncs(bench: Bench, said: str, mine: Mapping[str, Any]) -> None:
+    if "syncs" in mine:
+        bench.figure(f"{said} host syncs", "syncs", mine["syncs"], {"budget": 0}, {"budget": 1.0})
+
+
+def tell_peaks(bench: Bench, said: str, mine: Mapping[str, Any], peer: str, theirs: Mapping[str, Any]) -> None:
+    if "peak_gib" in theirs:
+        bench.figure(f"{said} peak memory", "GiB", mine["peak_gib"], {peer: theirs["peak_gib"]}, {})
 
 
 def measure_large(bench: Bench, name: str, case: LargeCase, world: int, rounds: int, peers: list[str], kernels: str) -> None:
     """One team after the other, ours first. Each begins anew, so a machine that slows down shows as a slower peer."""
-    said, seconds, facts = f"{name} on {world}", dict[str, list[float]](), dict[str, dict]()
-    for who in (case.ours, *(peer for peer, _ in peers_here(bench, name, case, peers))):
+    said = f"{name} on {world}"
+
+    def measured(who: str) -> tuple[list[float], dict[str, Any]] | None:
         if (team := fitting(bench, said, case, who, world, kernels)) is None:
-            continue
+            return None
         with team:
-            seconds[who], facts[who] = take_turns({who: team}, rounds)[who], team.facts
-            if who == case.ours:
-                tell_syncs(bench, said, team)
-    if case.ours not in seconds:
+            return take_turns({who: team}, rounds)[who], team.facts
+
+    if (ours := measured(case.ours)) is None:
         return
-    mine = facts[case.ours]
-    theirs = {who: f for who, f in facts.items() if who != case.ours and begin_alike(bench, said, mine["loss"], who, f["loss"])}
-    if theirs:
-        found = measure.compare_samples(
-            {"ours": seconds[case.ours]} | {who: seconds[who] for who in theirs}, clock="perf_counter, drained, in turn"
-        )
-        bench.keep(said, found, unit="tok/s", amount=case.tokens)
-        if "peak_gib" in mine:
-            peaks = {who: f["peak_gib"] for who, f in theirs.items()}
-            bench.figure(f"{said} peak memory", "GiB", mine["peak_gib"], peaks, {})
+    seconds, mine = ours
+    tell_syncs(bench, said, mine)
     if case.wanted is not None:
-        speed = case.tokens / statistics.median(seconds[case.ours])
+        speed = case.tokens / statistics.median(seconds)
         bench.figure(f"{said} speed", "tok/s", speed, {"wanted": case.wanted}, {"wanted": 1.0})
+    for peer, _ in peers_here(bench, name, case, peers):
+        if (theirs := measured(peer)) is None or not begin_alike(bench, said, mine["loss"], peer, theirs[1]["loss"]):
+            continue
+        found = measure.compare_samples({"ours": seconds, peer: theirs[0]}, clock="perf_counter, drained, in turn")
+        bench.keep(said, found, unit="tok/s", amount=case.tokens)
+        tell_peaks(bench, said, mine, peer, theirs[1])
 
 
 def fitting(bench: Bench, said: str, case: LargeCase, who: str, world: int, kernels: str) -> Team | None:

@@ -1,7 +1,8 @@
 """A rank of a sharded training that saves: as ours does, or as torch.distributed.checkpoint does by itself (async_save).
 
 Lines on stdin are wishes: {"save": "ours"} takes some steps with one save among them. Both save the same tensors, and what they
-have written is removed when it is whole, so the disk holds one checkpoint at a time.
+have written is removed when it is whole, so the disk holds one checkpoint at a time; {"leave": true} leaves it there.
+{"steps": 8} takes steps alone.
 """
 
 import json
@@ -26,9 +27,10 @@ from gpubound.parallel.sharded import shard_made
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.checkpoint import Checkpoints, joined
 from gpubound.train.recompute import blocks_of
+from gpubound.train.taking_up import taken_up
 
 from .bench_checkpoint import SavesJob, batches, one_round
-from .serving import answer
+from .serving import answer, settle
 
 
 class Way:
@@ -109,15 +111,36 @@ def state_of(step: TrainStep) -> dict[str, Tensor]:
     return joined(model=step.model.state_dict(), step=step.state_dict())
 
 
+def taken(folder: Path, step: TrainStep, ranks: Ranks) -> float:
+    """Seconds until this rank has its part of the newest checkpoint of ours, whoever wrote it."""
+    began = time.perf_counter()
+    newest = Checkpoints(folder / "ours", ranks=ranks).latest()
+    assert newest is not None
+    tensors = taken_up(newest, state_of(step))
+    step.load_state_dict({name.removeprefix("step."): t for name, t in tensors.items() if name.startswith("step.")})
+    settle(ranks.device.type)
+    return time.perf_counter() - began
+
+
+def steps_alone(step: TrainStep, window: list[dict[str, Tensor]], count: int) -> dict[str, float]:
+    results = [step(window) for _ in range(count)]
+    return {"loss": results[-1].read().loss}
+
+
 def main() -> None:
     job = SavesJob(**json.loads(sys.argv[1]))
     with join(job.device) as ranks, training(job, ranks) as (step, ways):
         window = batches(PRESETS[job.shape].vocabulary, job.seq, job.micro, job.accumulate, ranks.device)
-        answer({"bytes": sum(t.nbytes for t in state_of(step).values())})
+        facts = {"read": taken(Path(job.folder), step, ranks)} if job.resume else {}
+        answer(facts | {"bytes": sum(t.nbytes for t in state_of(step).values())})
         for number, line in enumerate(sys.stdin):
-            way = ways[json.loads(line)["save"]]
+            wish = json.loads(line)
+            if "steps" in wish:
+                answer(steps_alone(step, window, wish["steps"]))
+                continue
+            way = ways[wish["save"]]
             found = one_round(step, window, way, number)
-            for path in way.wait() if ranks.first else ():
+            for path in way.wait() if ranks.first and "leave" not in wish else ():
                 shutil.rmtree(path)
             ranks.wait()
             answer(found | {"written": way.written})
