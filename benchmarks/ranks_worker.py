@@ -88,7 +88,8 @@ def ddp(job: Job, ranks: Ranks, compiled: bool = False, liger: bool = False) -> 
         if compiled:
             model.compile()
         ids = [ranks.device.index] if ranks.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, static_graph=not compiled)
+        still = not compiled and job.accumulate == 1  # a first backward without sums ends in an assertion of torch 2.11
+        return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, static_graph=still)
 
     return usual(job, ranks, wrap, torch.bfloat16 if ranks.device.type != "cpu" else torch.float32)
 

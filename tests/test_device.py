@@ -1,6 +1,7 @@
 """The device policy: which machine state leads to which device or which sentence. No GPU is needed: it is pretended."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -237,6 +238,17 @@ def test_an_error_without_words_is_still_named(monkeypatch, cuda_build):
 
 def test_exercise_passes_where_products_are_right():
     exercise(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [torch.no_grad, torch.inference_mode, partial(torch.device, "meta"), partial(torch.autocast, "cpu", dtype=torch.bfloat16)],
+    ids=["no_grad", "inference_mode", "default_device", "autocast"],
+)
+def test_exercise_is_not_disturbed_by_the_mode_that_its_caller_is_in(mode):
+    """A decoder over four GPUs was refused inside no_grad: "GPU 1 is visible but does not work"."""
+    with mode():
+        exercise(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("factor", [1.1, float("nan")], ids=["wrong", "nan"])

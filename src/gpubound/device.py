@@ -184,11 +184,15 @@ def cure(cause: str) -> str:
 
 
 def exercise(device: torch.device) -> None:
-    """Allocate, launch, run a small product forward and backward, read it back and compare. Raises whatever goes wrong."""
-    generator = torch.Generator().manual_seed(0)
-    x, w = torch.randn(64, 48, generator=generator), torch.randn(32, 48, generator=generator)
-    pairs = [[t.to(device).detach().requires_grad_() for t in (x, w)], [t.double().requires_grad_() for t in (x, w)]]
-    there, here = (torch.autograd.grad((a @ b.t()).square().sum(), (a, b)) for a, b in pairs)
+    """Allocate, launch, run a small product forward and backward, read it back and compare. Raises whatever goes wrong.
+
+    Modes that the caller is in do not count: no_grad, inference_mode, autocast, a default device or dtype.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        x, w = (torch.randn(n, 48, generator=generator, device="cpu", dtype=torch.float32) for n in (64, 32))
+        pairs = [[t.to(device).detach().requires_grad_() for t in (x, w)], [t.double().requires_grad_() for t in (x, w)]]
+        there, here = (torch.autograd.grad((a @ b.t()).square().sum(), (a, b)) for a, b in pairs)
     for name, got, want in zip(("input", "weight"), there, here):
         error = ((got.double().cpu() - want).norm() / want.norm()).item()
         if not error < 1e-2:  # tf32 products land near 3e-4; a wrong or NaN result lands far above
