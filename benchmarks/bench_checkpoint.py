@@ -150,9 +150,9 @@ def measure_resumed(bench: Bench, case: str, job: SavesJob, options: Checkpoint,
         return
     with ranks as team:
         loss, seconds = team.ask(steps=BEHIND)["loss"], team.facts["read"]
-    print(f"    the loss {BEHIND} steps behind it: {loss:.4f}, and {left['loss']:.4f} of those who wrote it")
+    print(f"    the loss {BEHIND} steps behind it: {loss:.6g}, and {left['loss']:.6g} of those who wrote it")
     if not abs(loss - left["loss"]) <= SAME_LOSS * abs(left["loss"]):
-        bench.wrong.append(f"{said}: {BEHIND} steps later their loss is {loss:.4f}, of those who wrote it {left['loss']:.4f}")
+        bench.wrong.append(f"{said}: {BEHIND} steps later their loss is {loss:.6g}, of those who wrote it {left['loss']:.6g}")
         return
     bench.figure(f"{said}, until it is read", "s", seconds, {"writing it": left["written"]}, {})
 

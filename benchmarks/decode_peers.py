@@ -156,13 +156,18 @@ CONTENDERS: dict[str, Callable[[Any, int], Contender]] = {
 }
 
 
-@torch.no_grad()
 def gap(model: nn.Module, ids: Tensor, tokens: Tensor) -> float:
     """How far below the greatest logit of the model's own forward a token lies, at most, in standard deviations there."""
+    return gaps(model, ids, tokens).max().item()
+
+
+@torch.no_grad()
+def gaps(model: nn.Module, ids: Tensor, tokens: Tensor) -> Tensor:
+    """How far each lies."""
     ids, tokens = ids[:SAMPLE_ROWS], tokens[:SAMPLE_ROWS].to(ids.device)
-    worst = 0.0
+    found = []
     for row, new in zip(ids, tokens):
         logits = model(torch.cat([row, new])[None], use_cache=False).logits[0, len(row) - 1 : -1].float()
         taken = logits.gather(-1, new[:, None])[:, 0]
-        worst = max(worst, ((logits.max(-1).values - taken) / logits.std(-1)).max().item())
-    return worst
+        found.append((logits.max(-1).values - taken) / logits.std(-1))
+    return torch.cat(found)
