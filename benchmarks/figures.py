@@ -11,8 +11,8 @@ from pathlib import Path
 
 from gpubound.cli import guarded
 
-from . import curves
-from .bars import TRAINER, described, panels, picture
+from . import curves, scaling
+from .bars import TRAINER, Bar, described, panels, picture
 from .gates import figure
 from .results import FOLDER, Line, newest, read
 from .svg import THEMES
@@ -20,7 +20,8 @@ from .tables import page
 
 ROOT = Path(__file__).parents[1]
 PAGE, PICTURE, CURVES = "docs/figures.md", "docs/images/speed-{theme}.svg", "docs/images/decoding-{theme}.svg"
-MARKERS = {name: (f"<!-- {name} -->\n", f"<!-- /{name} -->") for name in ("figures", "trainer")}
+SCALING = "docs/images/scaling-{theme}.svg"
+MARKERS = {name: (f"<!-- {name} -->\n", f"<!-- /{name} -->") for name in ("figures", "trainer", "scaling")}
 
 
 def main(argv: Sequence[str], root: Path = ROOT, folder: Path = FOLDER) -> int:
@@ -34,13 +35,16 @@ def main(argv: Sequence[str], root: Path = ROOT, folder: Path = FOLDER) -> int:
         if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
             print(f"README.md: wanted one line {begin.strip()} and after it one {end}; put them back.", file=sys.stderr)
             return 2
-    here, readme_words = one_gpu(lines), {"figures": shown(lines), "trainer": trainer(lines)}
-    drawn = curves.curves(here)
+    here = one_gpu(lines)
+    drawn, many = curves.curves(here), scaling.panels(here)
+    readme_words = {"figures": shown(lines), "trainer": trainer(lines), "scaling": shown_scaling(many)}
     wanted = {readme: _between(text, readme_words), root / PAGE: page(lines, shown_curves(drawn))}
     for theme in THEMES:
         wanted[root / PICTURE.format(theme=theme)] = picture(panels(here), theme)
         if drawn:
             wanted[root / CURVES.format(theme=theme)] = curves.picture(drawn, theme)
+        if many:
+            wanted[root / SCALING.format(theme=theme)] = picture(many, theme)
     stale = [path for path, words in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != words]
     if stale and argv:
         names = ", ".join(str(path.relative_to(root)) for path in stale)
@@ -76,12 +80,23 @@ def shown(lines: Sequence[Line]) -> str:
     holding = sum(not line.short for line in gated)
     dates = sorted(line.date[:10] for line in here)
     when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-    dark, light = (PICTURE.format(theme=theme) for theme in ("dark", "light"))
     return (
-        f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="{dark}">\n'
-        f'  <img src="{light}" alt="{described(found)}">\n</picture>\n\n'
+        f"{_in_both_themes(PICTURE, found)}\n"
         f"Measured on one {here[0].gpu}, {when}; each ratio is from one run of both. {holding} of {len(gated)} gates hold: "
         f"[all figures]({PAGE}) begin with\nthose that fall short.\n"
+    )
+
+
+def shown_scaling(found: Sequence[tuple[str, list[Bar]]]) -> str:
+    """README's picture of several GPUs."""
+    return _in_both_themes(SCALING, found) if found else ""
+
+
+def _in_both_themes(file: str, found: Sequence[tuple[str, list[Bar]]]) -> str:
+    dark, light = (file.format(theme=theme) for theme in ("dark", "light"))
+    return (
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+        f'<img src="{light}" alt="{described(found)}"></picture>\n'
     )
 
 

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks import bars, beside, curves, figures, gates, results, tables
+from benchmarks import bars, beside, curves, figures, gates, results, scaling, tables
 from benchmarks.results import FLOOR, Line, append, newest, ratio, read
 
 CPU = torch.device("cpu")
@@ -319,7 +319,8 @@ def test_the_curve_stands_above_the_table_of_decoding(tmp_path):
 
 def a_readme(folder):
     begin, end = figures.MARKERS["figures"]
-    text = f"# top\n{begin}stale words\n{end}\nmiddle\n{''.join(figures.MARKERS['trainer'])}\nrest\n"
+    trainer, scaling = ("".join(figures.MARKERS[name]) for name in ("trainer", "scaling"))
+    text = f"# top\n{begin}stale words\n{end}\nmiddle\n{trainer}\n{scaling}\nrest\n"
     (folder / "README.md").write_text(text)
     return folder / "README.md"
 
@@ -334,6 +335,29 @@ def test_figures_write_the_page_the_pictures_and_only_the_marked_parts_of_readme
     assert text.startswith("# top\n<!-- figures -->\n<picture>") and "\nmiddle\n" in text and text.endswith("\nrest\n")
     assert "stale" not in text and "0 of 2 gates hold" in text and "190,000 tok/s" in (tmp_path / "docs/figures.md").read_text()
     assert figures.main(["--check"], tmp_path, tmp_path / "results") == 0
+
+
+def ranks(case, peer, ours, theirs):
+    return replace(
+        LINE, bench="ranks", case=case, unit="tok/s", peer_name=peer, ours=ours, peer=theirs, ratio=ours / theirs, gate=None
+    )
+
+
+def test_several_gpus_are_drawn_together_beside_one_of_them(tmp_path):
+    lines = [ranks(f"350m on {world}", "one GPU", 90.0, 100.0) for world in (2, 4)]
+    lines += [ranks("350m on 4", "ddp-liger", 90.0, 60.0), ranks("8b on 2", "fsdp-liger", 10.0, 10.0)]
+    lines += [ranks("8b on 4", "fsdp-liger", 11.0, 22.0), ranks("8b on 4 speed", "wanted", 11.0, 9.0)]
+    (title, replicas), (of_shards, shards) = scaling.panels(lines)
+    assert "350M" in title and [(bar.name, bar.words) for bar in replicas] == [
+        ("1 GPU", "100 tok/s"), ("2 GPUs", "180 tok/s  (1.80 x one)"), ("4 GPUs", "360 tok/s  (3.60 x one)")
+    ]  # fmt: skip
+    assert [bar.share for bar in replicas] == pytest.approx([100 / 360, 0.5, 1.0])
+    assert "of 4 GPUs" in of_shards and [(bar.name, bar.share) for bar in shards] == [("gpubound", 1.0), ("FSDP2, Liger", 2.0)]
+    readme = a_readme(tmp_path)
+    append(lines, tmp_path / "results")
+    assert figures.main([], tmp_path, tmp_path / "results") == 0
+    assert "<!-- scaling -->\n<picture>" in readme.read_text() and "3.60 x one" in readme.read_text()
+    assert all((tmp_path / f"docs/images/scaling-{theme}.svg").exists() for theme in ("light", "dark"))
 
 
 def test_what_one_line_in_a_trainer_script_brought_is_told_once_it_is_measured():

@@ -12,7 +12,7 @@ from gpubound.models.llama.decoder import Decoder, DecoderConfig
 from gpubound.plan.cards import CARDS, GIGA, Card, Network
 from gpubound.plan.cases import CASES, RANKS_CASES, setting_of_case
 from gpubound.plan.check import FILES, check
-from gpubound.plan.memory import memory, reserved
+from gpubound.plan.memory import IN_SHARDS, memory, reserved
 from gpubound.plan.pace import pace
 from gpubound.plan.propose import FREE, proposals, summing
 from gpubound.plan.reading import outlined, setting_of
@@ -59,8 +59,10 @@ def test_a_checked_case_is_the_one_that_the_benchmark_measures(name):
 
 @pytest.mark.parametrize("name", RANKS_CASES)
 def test_a_checked_case_of_several_gpus_is_the_one_that_the_benchmark_measures(name):
-    case, (preset, seq, rows, accumulate, _, sharded) = OF_RANKS[name], RANKS_CASES[name]
+    of_bench, _, gpus = name.partition(" on ")
+    case, (preset, seq, rows, accumulate, recompute, world, sharded) = OF_RANKS[of_bench], RANKS_CASES[name]
     assert (case.shape, case.seq, case.micro * case.accumulate) == (preset, seq, rows * accumulate)
+    assert (case.recompute, int(gpus)) == (recompute, world)
     assert sharded == (case.ours == "ours-fsdp") and rows in getattr(case, "rows", {}).get(case.ours, (case.micro,))
 
 
@@ -159,7 +161,8 @@ def test_shards_sum_once_a_step_where_whole_gradients_fit():
     assert several and all(p.setting.once for p in several) and not any(p.setting.once for p in roomy if p not in several)
     for p in several:
         each = replace(p.setting, once=False)
-        assert sum(memory(p.setting).values()) - sum(memory(each).values()) == 4 * p.setting.outline.parameters
+        more = sum(memory(p.setting).values()) - sum(memory(each).values())
+        assert more == pytest.approx((1 + IN_SHARDS) * 4 * p.setting.outline.parameters)
         before = {call.what: call.times for call in collectives(each)}
         after = {call.what: call.times for call in collectives(p.setting)}
         n, layers = p.setting.accumulate, p.setting.config.layers

@@ -109,7 +109,7 @@ ABOUT = [
     f"gather and sum beside the blocks",
     f"assumed: a step of replicas is captured; a sharded one is not, and costs the host {EAGER} bare launches for each kernel",
     "assumed: the data keeps up, and takes no memory; what passes over links slows no kernel beside it",
-    "checked: on one GPU, and on two for speed, by gpubound plan --check; no prediction for more has met a run yet",
+    "checked: on one GPU, on two and on four, by gpubound plan --check; no prediction for more has met a run yet",
     f"fits: at most {1 - FREE:.0%} of the memory is used",
 ]
 
