@@ -95,7 +95,7 @@ def _run_file(file: str) -> None:
     main, before = ModuleType("__main__"), sys.modules["__main__"]
     main.__dict__.update(__file__=file, __builtins__=__builtins__)
     with io.open_code(file) as source:
-        code = compile(source.read(), file, "exec")
+        code = compile(source.read(), file, "exec", dont_inherit=True)  # this file's __future__ is not the script's
     sys.modules["__main__"] = main
     try:
         exec(code, main.__dict__)
