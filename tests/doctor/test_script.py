@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -91,6 +92,34 @@ def test_it_stops_through_finally_but_not_through_except(tmp_path, capsys):
     assert not issubclass(Enough, Exception)
     assert not Script(str(script)).run()
     assert capsys.readouterr().out == "closed\n"
+
+
+def test_a_script_may_go_elsewhere_and_print_elsewhere(tmp_path, monkeypatch, capsys):
+    """What is written and printed after it stands where it would have stood before it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deep").mkdir()
+    text = "import io, os, sys\nos.chdir('deep')\nsys.stdout = sys.stderr = io.StringIO()\nprint('private')"
+    assert Script(str(write(tmp_path / "goes.py", text))).run()
+    print("public")
+    assert capsys.readouterr().out == "public\n" and Path.cwd() == tmp_path
+
+
+def test_a_script_may_wrap_what_it_prints_to(tmp_path):
+    """The wrapper owns the buffer: it would close stdout with itself."""
+    script = write(tmp_path / "wraps.py", "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)\nprint('first')")
+    run = f"from gpubound.doctor.script import Script; Script({str(script)!r}).run(); print('second')"
+    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True)
+    assert done.stdout == "first\nsecond\n"
+
+
+def test_what_python_cannot_run_is_told_without_the_doctors_own_frames(tmp_path, capsys):
+    with pytest.raises(ValueError, match=r"^broken\.py failed with code 1; "):
+        Script(str(write(tmp_path / "broken.py", "def f(:"))).run()
+    said = capsys.readouterr().err
+    assert "SyntaxError" in said and "broken.py" in said and "script.py" not in said
+    with pytest.raises(ValueError, match=r"^script: .* is nothing that can be run: can't find '__main__' module in '[^']*'\.$"):
+        Script(str(tmp_path)).run()
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import get_importer
@@ -68,9 +68,11 @@ class Script:
                 print(stop.code, file=sys.stderr)
             raise self._failed(stop.code if isinstance(stop.code, int) else 1) from stop
         except Exception as error:
-            if self.module and isinstance(error, ImportError) and _its_own(error.__traceback__) is None:
-                raise ValueError(f"script: there is no module {self.target} that can be run: {error}.") from error
-            traceback.print_exception(type(error), error, _its_own(error.__traceback__) or error.__traceback__)
+            own = _its_own(error.__traceback__)
+            if isinstance(error, ImportError) and own is None:
+                what = f"there is no module {self.target} that" if self.module else f"{self.target} is nothing that"
+                raise ValueError(f"script: {what} can be run: {str(error).rstrip('.')}.") from error
+            traceback.print_exception(type(error), error, own)
             raise self._failed(1, NO_CUDA if _asked_for_cuda(error) else RUNS) from error
         return True
 
@@ -79,15 +81,37 @@ class Script:
 
     @contextmanager
     def _stage(self) -> Iterator[None]:
-        """What Python sets before it runs a script, and as it was before afterwards."""
-        argv, path = sys.argv, sys.path[:]
-        folder = os.getcwd() if self.module else os.path.dirname(os.path.realpath(self.target))
+        """What Python sets before it runs a script, and as it was before afterwards, also the folder and where prints go."""
+        argv, path, here = sys.argv, sys.path[:], os.getcwd()
+        folder = here if self.module else os.path.dirname(os.path.realpath(self.target))
         sys.argv = [self.target, *self.arguments]
         sys.path[:] = [folder, *path[1:]]
         try:
-            yield
+            with _streams():
+                yield
         finally:
             sys.argv, sys.path[:] = argv, path
+            os.chdir(here)
+
+
+_LEFT: list[object] = []  # streams of scripts: one that wraps ours would close it when it goes
+
+
+@contextmanager
+def _streams() -> Iterator[None]:
+    """Afterwards sys.stdout and sys.stderr are again what they were, unless the script has taken their buffers for its own."""
+    before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
+    try:
+        yield
+    finally:
+        for name, stream in before.items():
+            if (now := getattr(sys, name)) is not stream:
+                _LEFT.append(now)
+                with suppress(AttributeError, ValueError, OSError):  # what it holds back comes before the verdict
+                    now.flush()
+                with suppress(ValueError, OSError):  # closed or detached by the script, which then goes on with its own
+                    stream.flush()
+                    setattr(sys, name, stream)
 
 
 def _run_file(file: str) -> None:
