@@ -104,6 +104,38 @@ def test_a_script_may_go_elsewhere_and_print_elsewhere(tmp_path, monkeypatch, ca
     assert capsys.readouterr().out == "public\n" and Path.cwd() == tmp_path
 
 
+LEAVES = """
+    import multiprocessing, os, sys, threading
+    if sys.argv[1] == "fork":
+        child = multiprocessing.get_context("fork").Process(target=os._exit, args=(5,))
+        child.start()
+        child.join()
+        print("child", child.exitcode)
+    elif sys.argv[1] == "thread":
+        thread = threading.Thread(target=os._exit, args=(0,))
+        thread.start()
+        thread.join()
+    else:
+        os._exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    "how, code, said",
+    [
+        ("0", 0, "True\n"),
+        ("fork", 0, "child 5\nTrue\n"),
+        ("7", 1, "ValueError: leaves.py failed with code 7; mend it, and see that it runs without the doctor.\n"),
+        ("thread", 2, "gpubound doctor: a thread of the script called os._exit(0); there is no verdict.\n"),
+    ],
+)
+def test_a_script_that_leaves_at_once_leaves_a_verdict(tmp_path, how, code, said):
+    script = write(tmp_path / "leaves.py", LEAVES)
+    run = f"from gpubound.doctor.script import Script; print(Script({str(script)!r}, ({how!r},)).run())"
+    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True)
+    assert done.returncode == code and (done.stderr if code else done.stdout).endswith(said)
+
+
 def test_a_script_may_wrap_what_it_prints_to(tmp_path):
     """The wrapper owns the buffer: it would close stdout with itself."""
     script = write(tmp_path / "wraps.py", "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)\nprint('first')")

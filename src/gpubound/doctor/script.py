@@ -10,8 +10,9 @@ import io
 import os
 import runpy
 import sys
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from pkgutil import get_importer
 from types import ModuleType, TracebackType
 
 import torch
+
+from ..watch.unseen import replaced
 
 _LIBRARY = str(Path(__file__).parents[1]) + os.sep
 RUNS = "mend it, and see that it runs without the doctor"
@@ -87,11 +90,26 @@ class Script:
         sys.argv = [self.target, *self.arguments]
         sys.path[:] = [folder, *path[1:]]
         try:
-            with _streams():
+            with _streams(), replaced(os, "_exit", _leaving):
                 yield
         finally:
             sys.argv, sys.path[:] = argv, path
             os.chdir(here)
+
+
+def _leaving(leave: Callable[[int], None]) -> Callable[[int], None]:
+    """os._exit ends the script, and not the doctor with it: no verdict and code 0 would pass every budget. Forks do leave."""
+    process, thread = os.getpid(), threading.get_ident()
+
+    def left(code: int) -> None:
+        if os.getpid() != process:
+            leave(code)
+        if threading.get_ident() == thread:
+            raise SystemExit(code)
+        print(f"gpubound doctor: a thread of the script called os._exit({code}); there is no verdict.", file=sys.stderr)
+        leave(code or 2)
+
+    return left
 
 
 _LEFT: list[object] = []  # streams of scripts: one that wraps ours would close it when it goes
