@@ -90,6 +90,41 @@ def test_a_patched_script_computes_the_same_and_waits_less(tmp_path, sim, capsys
     assert waits[0] == (2 + 8 * 5, 2 + 16, waits[1][2]) and waits[1][:2] == (2 + 2 + 8 + 1, 2)
 
 
+READS = """\
+import torch
+torch.manual_seed(0)
+device = torch.accelerator.current_accelerator()
+parts, total, mean, right, hits, name, flag, first = [], 0.0, 0.0, 0, 0.0, 0, False, []
+{loop}
+print(parts, total, mean, right, hits, name, flag, first)
+"""
+KEPT_READS = {
+    "a mean of comparisons": "mean += (a == b).float().mean().item()",
+    "a share of comparisons": "mean += (a == b).sum().item() / len(a)",
+    "a count from 0": "right += (a == b).sum().item()",
+    "a count from 0.0": "hits += torch.sum(a == b).item()",
+    "a count by a name": "same = a == b; right += (same & (a > 1)).sum().item()",
+    "an index": "name = a.float().argmax().item()",
+    "a truth": "flag = (a == b).any().item()",
+    "whole numbers in a list": "parts.append((a == b).sum().item())",
+    "a product in brackets": "total += (a.float().mean() * 0.3).item()",
+    "a value on a condition": "total = torch.where(a > 1, a, 0.5).mean().item()",
+}
+
+
+@pytest.mark.parametrize("what", KEPT_READS)
+def test_a_value_that_stays_on_the_device_is_the_number_it_was(tmp_path, sim, capsys, what):
+    """Also its type: 3 does not become 3.0, nor True 1."""
+    body = f"for step in range(5):\n    a, b = (torch.randint(3, (7,)).to(device) for _ in range(2))\n    {KEPT_READS[what]}"
+    after, made = mended(tmp_path, READS.format(loop=body), ("sync", ".item()"))
+    assert made.taken and ".item()" not in after, made.refused
+    runpy.run_path(str(tmp_path / "train.py"))
+    made.apply()
+    runpy.run_path(str(tmp_path / "train.py"))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second
+
+
 def test_a_fed_loop_computes_the_same_without_a_copy(tmp_path, sim, one_thread):
     text = """\
 import torch
@@ -141,7 +176,7 @@ def test_every_other_byte_stays(tmp_path):
         "        running += loss.detach().to(torch.float64, copy=True) * len(x)",
         "        losses.append(loss.detach().to(torch.float64, copy=True))",
         '            print(f"{running / 4:.6f}", float(running))',
-        "    losses = [float(value) for value in losses]",
+        "    losses[:] = [float(value) for value in losses]",
         "    kept = [sum(losses), losses, float(running)]",
     ]
 
@@ -191,8 +226,27 @@ CASES = {
     ),
     "a count": (
         "sync",
+        LOOP.replace("0.0", "0").format("total += (a == b).sum().item()  # here"),
+        LOOP.replace("(total)", "(int(total))").replace("0.0", "0").format("total += (a == b).sum().detach().clone()  # here"),
+    ),
+    "a count that begins as 0.0": (
+        "sync",
         LOOP.format("total += (a == b).sum().item()  # here"),
-        LOOP.replace("(total)", "(int(total))").format("total += (a == b).sum().detach().clone()  # here"),
+        LOOP.replace("(total)", "(float(total))").format(
+            "total += (a == b).sum().detach().to(torch.float64, copy=True)  # here"
+        ),
+    ),
+    "a sum in brackets": (
+        "sync",
+        LOOP.format("total += (a + b).item()  # here"),
+        LOOP.replace("(total)", "(float(total))").format("total += (a + b).detach().to(torch.float64, copy=True)  # here"),
+    ),
+    "a list that others hold": (
+        "sync",
+        HEAD + "losses = []\nkept = {'loss': losses}\nfor x in data:\n    losses.append(x.item())  # here\nlog(kept)\n",
+        HEAD + "losses = []\nkept = {'loss': losses}\nfor x in data:\n"
+        "    losses.append(x.detach().to(torch.float64, copy=True))  # here\n"
+        "losses[:] = [float(value) for value in losses]\nlog(kept)\n",
     ),
     "a name": (
         "sync",
@@ -254,6 +308,34 @@ REFUSED = {
     ),
     "reads: the line does not add the value up": ("sync", LOOP.format("log(loss.item())  # here")),
     "reads: the line computes with the value right away": ("sync", LOOP.format("total = loss.item() / 2  # here")),
+    "reads: total is no number at first, in line 2": (
+        "sync",
+        LOOP.replace("0.0", "None").format("if step and total is None: log()\n    total = loss.item()  # here"),
+    ),
+    "reads: total is used as an index, in line 5": (
+        "sync",
+        LOOP.replace("(total)", "(names[total])").format("total = best.item()  # here"),
+    ),
+    "reads: what is added to total may be whole numbers; begin it as 0.0": (
+        "sync",
+        LOOP.replace("0.0", "0").format("total += mask.sum().item()  # here"),
+    ),
+    "reads: total may be a whole number or not": (
+        "sync",
+        LOOP.replace("0.0", "start").format("total += (a == b).sum().item()  # here"),
+    ),
+    "reads: losses is not made as a list in this function": (
+        "sync",
+        HEAD + "losses = []\ndef train():\n    for x in data:\n        losses.append(x.item())  # here\ntrain()\n",
+    ),
+    "reads: self.total may be what is read in line 5": (
+        "sync",
+        HEAD + "def run(self):\n    for x in data:\n        self.total += x.item()  # here\nprint(runner.total)\n",
+    ),
+    "reads: recent is not made as a list": (
+        "sync",
+        HEAD + "recent = deque(maxlen=9)\nfor x in data:\n    recent.append(x.item())  # here\n",
+    ),
     "waits: the line waits for one stream or event": ("sync", "event.synchronize()  # here\n"),
     "waits: line 1 works on a stream of its own or copies to the host": (
         "sync",

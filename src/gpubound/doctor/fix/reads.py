@@ -10,10 +10,14 @@ the loop, or under an `if` inside it: a value that every step needs would be wai
 import ast
 
 from .patch import Patch
-from .source import Edit, Refused, SourceText, last_name, name_of
+from .source import Edit, Refused, SourceText, constant, last_name, name_of
 
-KEPT = ".detach().to(torch.float64, copy=True)"
-COUNTED = ".detach().clone()"  # of a sum of comparisons, which is an integer
+KEPT = "detach().to(torch.float64, copy=True)"
+COUNTED = "detach().clone()"  # of a whole number or a truth value
+WHOLE = ("argmax", "argmin", "count_nonzero", "long", "int")
+TRUE = ("any", "all", "isnan", "isinf", "isfinite", "bool")
+SAME = ("sum", "max", "min", "detach", "view", "flatten", "squeeze", "cpu", "cuda", "clone")
+FLOATING = ("float", "bfloat", "double", "half")  # how names of dtypes begin
 
 
 def propose(source: SourceText, line: int) -> list[Edit]:
@@ -23,20 +27,76 @@ def propose(source: SourceText, line: int) -> list[Edit]:
         raise Refused("the loop around this line is in another function; keep the tensor, and read it there")
     if not source.imports_torch:
         raise Refused("the file does not import torch by that name")
-    read, value = _read(source, statement)
-    counts = any(isinstance(node, ast.Compare) for node in ast.walk(read))
-    kept = Edit(source.end(value), source.end(read), COUNTED if counts else KEPT)
+    read = _read(statement)
     if isinstance(statement, ast.Expr):
-        return [kept, *_converted_list(source, statement, loop)]
-    target = statement.targets[0] if isinstance(statement, ast.Assign) else getattr(statement, "target", None)
-    name = name_of(target) if target is not None else ""
-    if not name:
-        raise Refused("the value is not kept under a name")
-    return [kept, *_converted(source, statement, loop, name, "int" if counts else "float")]
+        number = _number(source, read)
+        edits = _converted_list(source, statement, loop, number)
+    else:
+        target = statement.targets[0] if isinstance(statement, ast.Assign) else getattr(statement, "target", None)
+        if not (name := name_of(target) if target is not None else ""):
+            raise Refused("the value is not kept under a name")
+        augmented = isinstance(statement, ast.AugAssign)
+        number = _summed(source, statement, read, name) if augmented else _number(source, read)
+        edits = _converted(source, statement, loop, name, number)
+    item = source.end(read.func) - len("item")  # whatever brackets and lines stand before it
+    return [Edit(item, source.end(read), KEPT if number == "float" else COUNTED), *edits]
 
 
-def _read(source: SourceText, statement: ast.stmt) -> tuple[ast.Call, ast.expr]:
-    """The one `value.item()` of a statement that adds it up, appends it or gives it a name, and what is read."""
+def _number(source: SourceText, read: ast.expr, met: frozenset[str] = frozenset()) -> str:
+    """What `.item()` makes of a value: "bool", "int", or "float" where nothing says otherwise."""
+    match read:
+        case ast.Compare() | ast.UnaryOp(op=ast.Not()):
+            return "bool"
+        case ast.UnaryOp(operand=inner) | ast.Subscript(value=inner) | ast.BinOp(op=ast.BitAnd() | ast.BitOr(), left=inner):
+            return _number(source, inner, met)
+        case ast.Name(id=name) if name not in met:
+            values = _given(source, read, name)
+            found = {_number(source, value, met | {name}) for value in values if not isinstance(value, ast.Constant)}
+            return found.pop() if len(found) == 1 else "float"
+        case ast.Call(func=ast.Attribute(value=owner, attr=name), args=given):
+            inner = given[0] if name_of(owner) == "torch" and given else owner
+            words = [name_of(node).rpartition(".")[2] for node in [*given, *(keyword.value for keyword in read.keywords)]]
+            if name in TRUE or name in WHOLE:
+                return "bool" if name in TRUE else "int"
+            if name not in (*SAME, "item", "to") or any(word.startswith(FLOATING) for word in words):
+                return "float"
+            found_inside = _number(source, inner, met)
+            return "int" if (name, found_inside) == ("sum", "bool") else found_inside
+    return "float"
+
+
+def _summed(source: SourceText, statement: ast.stmt, read: ast.Call, name: str) -> str:
+    """What a sum is: a whole number only if it begins as one and nothing but whole numbers is added."""
+    assert isinstance(statement, ast.AugAssign) and isinstance(read.func, ast.Attribute)
+    begun, inner = {type(constant(value)) for value in _given(source, statement, name)}, read.func.value
+    if _number(source, read) == "float":
+        if begun == {int} and isinstance(inner, ast.Call) and last_name(inner) == "sum":
+            raise Refused(f"what is added to {name} may be whole numbers; begin it as 0.0 if it is not")
+        return "float"
+    if begun == {float} or any(isinstance(node, ast.Div) for node in ast.walk(statement.value)):
+        return "float"
+    if begun == {int} and statement.value is read:
+        return "int"
+    raise Refused(f"{name} may be a whole number or not")
+
+
+def _given(source: SourceText, node: ast.AST, name: str) -> list[ast.expr]:
+    """The values that `name` is given around a node, other than by the statement that the node is."""
+    found: list[ast.expr] = []
+    for made in ast.walk(source.tree if "." in name else source.scope(node)):
+        pairs = [(target, made.value) for target in made.targets] if isinstance(made, ast.Assign) and made is not node else []
+        if isinstance(made, ast.AnnAssign) and made.value is not None:
+            pairs = [(made.target, made.value)]
+        for target, value in pairs:
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+                pairs += zip(target.elts, value.elts)  # which this loop goes on to
+            elif name_of(target) == name:
+                found.append(value)
+    return found
+
+
+def _read(statement: ast.stmt) -> ast.Call:
+    """The one `value.item()` of a statement that adds it up, appends it or gives it a name."""
     match statement:
         case ast.AugAssign(op=ast.Add(), value=kept) | ast.Assign(targets=[_], value=kept):
             pass
@@ -49,7 +109,7 @@ def _read(source: SourceText, statement: ast.stmt) -> tuple[ast.Call, ast.expr]:
         raise Refused("wanted one .item() in sums and products alone")
     if isinstance(statement, ast.Assign) and reads[0] is not kept:
         raise Refused("the line computes with the value right away")
-    return reads[0], reads[0].func.value
+    return reads[0]
 
 
 def _arithmetic(node: ast.expr) -> list[ast.expr]:
@@ -66,6 +126,8 @@ def _uses(source: SourceText, statement: ast.stmt, name: str) -> list[ast.expr]:
     for node in ast.walk(source.tree if "." in name else scope):
         if isinstance(node, (ast.Global, ast.Nonlocal)) and name in node.names:
             raise Refused(f"{name} belongs to another function")
+        if "." in name and isinstance(node, ast.Attribute) and name_of(node) != name and name.endswith(f".{node.attr}"):
+            raise Refused(f"{name} may be what is read in line {node.lineno}")
         if not isinstance(node, (ast.Name, ast.Attribute)) or name_of(node) != name or not isinstance(node.ctx, ast.Load):
             continue
         if statement in source.above(node):
@@ -79,9 +141,15 @@ def _uses(source: SourceText, statement: ast.stmt, name: str) -> list[ast.expr]:
 def _converted(source: SourceText, statement: ast.stmt, loop: ast.stmt, name: str, kind: str) -> list[Edit]:
     """Edits that make a number of a kept scalar, wherever it is used."""
     edits = []
+    for value in _given(source, statement, name):
+        if isinstance(value, ast.Constant) and not isinstance(value.value, (int, float)):
+            raise Refused(f"{name} is no number at first, in line {value.lineno}")
     for use in _uses(source, statement, name):
         if _in_every_step(source, use, loop):
             raise Refused(f"{name} is used in every step, in line {use.lineno}")
+        parent = source.parents[use]
+        if isinstance(parent, ast.Subscript) or (isinstance(parent, ast.Call) and name_of(parent.func) == "range"):
+            raise Refused(f"{name} is used as an index, in line {use.lineno}, which wants a whole number")
         if not _formatted(source, use):
             edits += [Edit(source.start(use), source.start(use), f"{kind}("), Edit(source.end(use), source.end(use), ")")]
     return edits
@@ -113,8 +181,8 @@ def _formatted(source: SourceText, use: ast.expr) -> bool:
     return False
 
 
-def _converted_list(source: SourceText, statement: ast.Expr, loop: ast.stmt) -> list[Edit]:
-    """One more line after the loop, which makes numbers of what was appended."""
+def _converted_list(source: SourceText, statement: ast.Expr, loop: ast.stmt, kind: str) -> list[Edit]:
+    """One more line after the loop, which makes numbers of what was appended, for all who hold the list."""
     call = statement.value
     assert isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
     name = name_of(call.func.value)
@@ -126,7 +194,10 @@ def _converted_list(source: SourceText, statement: ast.Expr, loop: ast.stmt) -> 
         appended = isinstance(parent, ast.Attribute) and parent.attr == "append"
         if loop in source.above(use) and not counted and not appended:
             raise Refused(f"{name} is used inside the loop, in line {use.lineno}")
-    line = f"{source.indent(loop)}{name} = [float(value) for value in {name}]"
+    made = _given(source, statement, name)
+    if not made or not all(isinstance(v, (ast.List, ast.ListComp)) or name_of(getattr(v, "func", v)) == "list" for v in made):
+        raise Refused(f"{name} is not made as a list in this function")
+    line = f"{source.indent(loop)}{name}[:] = [{kind}(value) for value in {name}]"
     return [source.inserted_line((loop.end_lineno or 0) + 1, line)]
 
 
