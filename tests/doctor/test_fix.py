@@ -16,7 +16,7 @@ def mended(tmp_path, text: str, *found: tuple[str, str], asked=()) -> tuple[str,
     """The patched text, and the repair, for findings of a kind on the line that holds some words."""
     path = tmp_path / "train.py"
     path.write_bytes(text.encode())
-    lines = [next(n for n, line in enumerate(text.splitlines(), 1) if words in line) for _, words in found]
+    lines = [next(n for n, line in enumerate(text.split("\n"), 1) if words in line) for _, words in found]
     made = repair([Target(kind, str(path), line) for (kind, _), line in zip(found, lines)], asked)
     assert path.read_bytes() == text.encode()  # nothing is written yet
     return (made.changes[path][1].decode() if made.changes else text), made
@@ -349,6 +349,8 @@ REFUSED = {
     ),
     "no patch is written for gc": ("gc", "f()  # here\n"),
     "the file does not parse": ("sync", "if:  # here\n"),
+    "the file begins with a byte order mark; remove it first": ("sync", "\ufefff()  # here\n"),
+    "the file does not parse (unknown encoding: none)": ("sync", "# coding: none\nf()  # here\n"),
     "the file is in iso-8859-1": ("sync", "# coding: latin-1\nf()  # here\n"),
 }
 
@@ -410,7 +412,9 @@ def test_findings_of_one_line_go_together(tmp_path):
 
 
 def test_the_diff_is_one_that_git_applies(tmp_path):
-    text, made = mended(tmp_path, "a()\n" + CASES["without a last newline"][1], ("zero_grad", "# here"))
+    """Also beside what only str.splitlines takes for an end of a line."""
+    above = "a('\u2028', '\x0c')\n\x0c\n"
+    text, made = mended(tmp_path, above + CASES["without a last newline"][1], ("zero_grad", "# here"))
     (tmp_path / "doctor.patch").write_text(made.diff(tmp_path))
     assert made.diff(tmp_path).startswith("--- a/train.py\n+++ b/train.py\n@@ ")
     subprocess.run(

@@ -1,6 +1,7 @@
 """Patches for findings: chosen, put together into a diff, and written only when that is asked for."""
 
 import difflib
+import io
 import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ class Repair:
         for path, (before, after) in self.changes.items():
             whole = path.resolve()
             name = whole.relative_to(root).as_posix() if whole.is_relative_to(root) else whole.as_posix().lstrip("/")
-            old, new = before.decode().splitlines(keepends=True), after.decode().splitlines(keepends=True)
+            old, new = _lines(before), _lines(after)
             for line in difflib.unified_diff(old, new, f"a/{name}", f"b/{name}"):
                 text += line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
         return text
@@ -71,6 +72,11 @@ class Repair:
         for path, (_, after) in self.changes.items():
             path.write_bytes(after)
         return list(self.changes)
+
+
+def _lines(data: bytes) -> list[str]:
+    """Lines as git and patch count them: a form feed or a separator of Unicode ends none."""
+    return [line.decode() for line in io.BytesIO(data)]
 
 
 def repair(targets: Iterable[Target], asked: Collection[str] = ()) -> Repair:

@@ -43,11 +43,14 @@ class SourceText:
     def __init__(self, path: Path, data: bytes | None = None):
         self.path = path
         self.data = path.read_bytes() if data is None else data
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(self.data).readline)
-        if encoding not in ("utf-8", "ascii"):
-            raise Refused(f"the file is in {encoding}; only UTF-8 can be edited byte for byte")
         if self.data.startswith(b"\xef\xbb\xbf"):
             raise Refused("the file begins with a byte order mark; remove it first")
+        try:
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(self.data).readline)
+        except SyntaxError as error:
+            raise Refused(f"the file does not parse ({error})") from None
+        if encoding not in ("utf-8", "ascii"):
+            raise Refused(f"the file is in {encoding}; only UTF-8 can be edited byte for byte")
         try:
             self.tree = ast.parse(self.data)
         except (SyntaxError, ValueError) as error:
