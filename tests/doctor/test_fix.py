@@ -218,6 +218,7 @@ CASES = {
         "o = SGD(ps)\no.zero_grad()  # here\n",
     ),
     "the only statement of a block": ("free", "if x:\n    torch.cuda.empty_cache()  # here\n", "if x:\n    pass  # here\n"),
+    "a wait with a semicolon": ("sync", "y()\ncuda.synchronize();  # here\nz()\n", "y()\nz()\n"),
     "a wait": ("sync", "if x:\n    y()\n    torch.cuda.synchronize()  # here\n", "if x:\n    y()\n"),
     "a sum": (
         "sync",
@@ -341,6 +342,7 @@ REFUSED = {
         "sync",
         "mirror.copy_(loss, non_blocking=True)\ntorch.cuda.synchronize()  # here\nprint(mirror)\n",
     ),
+    "waits: line 2 goes on with the line before": ("sync", "if x: y(); \\\n  cuda.synchronize()  # here\nz()\n"),
     "waits: a clock is read beside it": ("sync", "torch.cuda.synchronize()  # here\nt = time.perf_counter() - t\n"),
     "tf32: fp32 products run in TF32, which changes the numbers: ask for it by name": ("precision", "f()  # here\n"),
     "reads: the file does not import torch by that name": (

@@ -109,6 +109,8 @@ for step in range(6):
         ("optimizer.zero_grad()\n", "pass\n", "has no single zero_grad(), loss.backward(), optimizer.step()"),
         ("weight * functional", "step * functional", "the forward reads step, which changes and is no part"),
         ("weight * functional", "epoch * functional", "the forward reads epoch, which changes and is no part"),
+        ("weight_decay=0.1)", "weight_decay=0.1); torch.manual_seed(1)", "line 8 holds several statements"),
+        ("optimizer.zero_grad()", "optimizer.zero_grad(); x = x * 2", "line 13 holds several statements"),
         ('x = x.to("cpu")', "weight = 1 / (step + 1)", "the forward reads weight, which changes and is no part"),
         (
             'enumerate(data):\n        x = x.to("cpu")',

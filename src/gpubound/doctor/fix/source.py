@@ -87,6 +87,17 @@ class SourceText:
             raise Refused(f"line {statement.lineno} holds several statements")
         return before
 
+    def whole_lines(self, first: ast.stmt, last: ast.stmt) -> tuple[int, int]:
+        """From where to where the lines of these statements go. Refused if other statements stand in them, too."""
+        self.indent(first)
+        start, stop, end = self.line_start(first.lineno), self.end(last), self.line_start((last.end_lineno or 0) + 1)
+        behind = self.data[stop:end].decode().strip().removeprefix(";").lstrip()
+        if behind and not behind.startswith("#"):
+            raise Refused(f"line {last.end_lineno} holds several statements")
+        if self.data[:start].rstrip(b"\r\n").endswith(b"\\"):
+            raise Refused(f"line {first.lineno} goes on with the line before")
+        return start, end
+
     @property
     def imports_torch(self) -> bool:
         """Whether the name torch is there for every line."""

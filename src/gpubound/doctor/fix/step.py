@@ -184,9 +184,7 @@ def _before(source: SourceText, plain: PlainLoop, batch: list[str], outermost: a
 def _edit_of(source: SourceText, first: ast.stmt, last: ast.stmt, texts: list[str]) -> Edit:
     """Whole lines, from those of `first` to those of `last`, become these."""
     indent = source.indent(first)
-    source.indent(last)
-    start, end = source.line_start(first.lineno), source.line_start((last.end_lineno or 0) + 1)
-    return Edit(start, end, "".join(f"{indent}{text}{source.newline}" for text in texts))
+    return Edit(*source.whole_lines(first, last), "".join(f"{indent}{text}{source.newline}" for text in texts))
 
 
 def _names(node: ast.AST) -> set[str]:

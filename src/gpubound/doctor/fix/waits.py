@@ -26,8 +26,7 @@ def propose(source: SourceText, line: int) -> list[Edit]:
         raise Refused("a clock is read beside it, which would then time launches instead of work")
     if len(block) == 1:
         return [Edit(source.start(statement), source.end(statement), "pass")]
-    source.indent(statement)  # refused where it is not alone in its line
-    return [Edit(source.line_start(statement.lineno), source.line_start((statement.end_lineno or 0) + 1), "")]
+    return [Edit(*source.whole_lines(statement, statement), "")]
 
 
 def _needs_order(source: SourceText) -> int:
