@@ -37,6 +37,8 @@ def propose(source: SourceText, line: int) -> list[Edit]:
     have = {keyword.arg: constant(keyword.value) for keyword in loader.keywords}
     if "num_workers" in have and have["num_workers"] != 0:
         raise Refused("the DataLoader has workers; if they are too slow, give it more, or decode less in __getitem__")
+    if b"IterableDataset" in source.data:
+        raise Refused("each worker would go over the whole IterableDataset; divide it by get_worker_info() first")
     if len(loader.args) > 5:
         raise Refused(f"line {loader.lineno} passes num_workers by its position")
     wanted = {"num_workers": str(WORKERS)}
