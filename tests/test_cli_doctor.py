@@ -1,6 +1,7 @@
 """`gpubound doctor`: a script on the pretend device, a trace, and what cannot be looked at."""
 
 import json
+import os
 from pathlib import Path
 from textwrap import dedent
 
@@ -130,6 +131,16 @@ def test_a_patch_is_shown_and_written_only_when_asked_for(script, capsys):
     assert "-        total += loss.item()" in shown and script.read_text() == text
     assert main(["doctor", "--dry-run", "--fix", "--apply", "train.py", "9"]) == 0
     assert "patched: train.py" in capsys.readouterr().out and "loss.item()" not in script.read_text()
+
+
+def test_a_patch_that_cannot_be_written_costs_no_verdict(script, capsys, monkeypatch):
+    script.write_text(text := script.read_text().replace('print("private", loss.item())', "last = loss.item()"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    options = ["--fix", "--apply", "--max-syncs-per-step", "1"]
+    assert main(["doctor", "--dry-run", *options, "train.py", "9"]) == 2
+    said = capsys.readouterr().out
+    assert "+        last = loss.detach()" in said and "ok: --max-syncs-per-step: 1, allowed 1" in said
+    assert "--apply: nothing was written: " in said and "is read-only" in said and script.read_text() == text
 
 
 def test_a_trace_is_judged(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """Patches: what they write, what they refuse, and that a patched script computes the same losses with fewer waits."""
 
+import os
 import runpy
 import subprocess
 
@@ -279,6 +280,10 @@ REFUSED = {
     "loader: the DataLoader has workers; if they are too slow": ("data", "l = DataLoader(d, num_workers=8)  # here\n"),
     "loader: line 1 passes **keywords": ("data", "l = DataLoader(d, **options)  # here\n"),
     "loader: there are 2 DataLoaders in this file": ("data", "a = DataLoader(d)\nb = DataLoader(e)\nf()  # here\n"),
+    "loader: each worker would go over the whole IterableDataset": (
+        "data",
+        "class D(IterableDataset): pass\nl = DataLoader(D())  # here\n",
+    ),
     "loader: there is no DataLoader in this file": ("data", "f()  # here\n"),
     "copies: it copies to the host": ("h2d", "l = DataLoader(d)\ny = x.to('cpu')  # here\n"),
     "copies: it copies to more than one place": ("h2d", "l = DataLoader(d)\nf(x.to(a), y.to(b))  # here\n"),
@@ -436,6 +441,43 @@ def test_a_file_that_changed_meanwhile_is_left_alone(tmp_path):
         made.apply()
     assert str(error.value) == f"{path}: was changed since it was read; look for the findings again."
     assert path.read_text() == "other = 1\n"
+
+
+def test_a_line_that_changed_while_the_script_ran_is_left_alone(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("o.zero_grad(False)\no.zero_grad(False)  # new\n")
+    first, second = (Target("zero_grad", str(path), line, "o.zero_grad(False)") for line in (1, 2))
+    made = repair([first, second])
+    assert list(made.taken) == [first] and made.changes[path][1] == b"o.zero_grad()\no.zero_grad(False)  # new\n"
+    assert made.refused == {second: "the line was changed since the script ran; look for the findings again"}
+
+
+def test_a_link_stays_a_link_and_a_program_a_program(tmp_path):
+    path, link = tmp_path / "train.py", tmp_path / "link.py"
+    path.write_text("o.zero_grad(False)\n")
+    path.chmod(0o750)
+    link.symlink_to(path)
+    repair([Target("zero_grad", str(link), 1)]).apply()
+    assert link.is_symlink() and path.read_text() == "o.zero_grad()\n" and path.stat().st_mode & 0o777 == 0o750
+
+
+def test_files_are_written_all_or_none(tmp_path, monkeypatch):
+    paths = [tmp_path / name for name in ("a.py", "b.py")]
+    for path in paths:
+        path.write_text("o.zero_grad(False)\n")
+    made = repair([Target("zero_grad", str(path), 1) for path in paths])
+
+    def full(handle, mode):
+        if len(list(tmp_path.iterdir())) == 4:  # the second one
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left on device"):
+        patch.setattr(os, "fchmod", full)
+        made.apply()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != paths[1])
+    with pytest.raises(DataError, match=r"b\.py: is read-only; make it writable, or apply the diff to a copy\.$"):
+        made.apply()
+    assert sorted(tmp_path.iterdir()) == paths and {path.read_text() for path in paths} == {"o.zero_grad(False)\n"}
 
 
 def test_every_patch_is_tried_here():

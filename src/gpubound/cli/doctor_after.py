@@ -13,9 +13,12 @@ from ..doctor.fix.repair import PATCHES, Repair
 from ..doctor.fix.verdict import patched
 from ..doctor.gate import FAILED, NOT_MEASURED, OK, Allowance, Budgets, gate, read_allowances, read_baseline
 from ..doctor.prove import Proof, prove
+from ..errors import DataError
 from ..parallel import launched
 from ..parallel.telling import numbers
 from ..words import hint
+
+UNWRITTEN = 2
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,11 @@ class Mending:
         if self.apply and code == FAILED:
             said.append("--apply: nothing was written: the losses are not the same.")
         elif self.apply:
-            said += [f"patched: {path.name}" for path in mended.repair.apply()]
+            try:
+                said += [f"patched: {path.name}" for path in mended.repair.apply()]
+            except (DataError, OSError) as error:  # told behind the diff, which took a run to find
+                said.append(f"--apply: nothing was written: {error}")
+                code = UNWRITTEN
         return [text for text in said if text], code
 
 

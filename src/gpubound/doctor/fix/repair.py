@@ -3,11 +3,14 @@
 import difflib
 import io
 import os
+import stat
 from collections.abc import Collection, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...errors import DataError
+from ...files import reading, replacing
 from ...watch.site import shorten
 from ...words import hint
 from . import bf16, copies, feed, loader, optimizer, precision, reads, step, waits, zero_grad
@@ -28,6 +31,7 @@ class Target:
     kind: str
     file: str
     line: int
+    code: str = ""  # of the line when it was looked at; empty where nobody knows
 
     def __str__(self) -> str:
         return f"{self.kind} at {shorten(os.path.abspath(self.file))}:{self.line}"
@@ -65,12 +69,21 @@ class Repair:
         return text
 
     def apply(self) -> list[Path]:
-        """Write the files, if all of them are still what they were when they were read."""
+        """Write the files, each whole or not at all, if all of them are still what they were when they were read."""
         for path, (before, _) in self.changes.items():
-            if path.read_bytes() != before:
+            with reading(path):
+                now = path.read_bytes()
+            if now != before:
                 raise DataError(f"{path}: was changed since it was read; look for the findings again.")
-        for path, (_, after) in self.changes.items():
-            path.write_bytes(after)
+            if not os.access(path, os.W_OK):
+                raise DataError(f"{path}: is read-only; make it writable, or apply the diff to a copy.")
+        with ExitStack() as written:
+            for path, (_, after) in self.changes.items():
+                whole = path.resolve()  # behind a link stands the file
+                file = written.enter_context(replacing(whole))
+                os.fchmod(file.fileno(), stat.S_IMODE(whole.stat().st_mode))
+                file.write(after)
+                file.flush()  # a disk that is full is met before any file is replaced
         return list(self.changes)
 
 
@@ -100,6 +113,9 @@ def _repair_file(path: Path, targets: list[Target], asked: Collection[str], foun
         found.refused |= dict.fromkeys(targets, str(why))
         return
     before, lines = source.data, {target: target.line for target in targets}
+    for target in [target for target in targets if target.code and source.line(target.line) != target.code]:
+        found.refused[target] = "the line was changed since the script ran; look for the findings again"
+    targets = [target for target in targets if target not in found.refused]
     for target in targets:
         if target in found.taken:
             continue  # its line went with an earlier one's

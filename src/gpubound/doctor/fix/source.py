@@ -71,6 +71,10 @@ class SourceText:
     def text(self, node: ast.expr | ast.stmt) -> str:
         return self.data[self.start(node) : self.end(node)].decode()
 
+    def line(self, number: int) -> str:
+        """The words of a line, without what is around them."""
+        return self.data[self.line_start(number) : self.line_start(number + 1)].decode().strip()
+
     def line_start(self, line: int) -> int:
         return self._starts[min(line, len(self._starts)) - 1]
 

@@ -18,7 +18,7 @@ def patched(verdict: Verdict, asked: Collection[str] = ()) -> tuple[Verdict, Rep
 
 def targets(findings: Iterable[Finding]) -> list[Target]:
     """The findings that have a line."""
-    return [Target(finding.kind, line.file, line.line) for finding in findings if (line := finding.line) is not None]
+    return [Target(finding.kind, line.file, line.line, line.code) for finding in findings if (line := finding.line) is not None]
 
 
 def _diff(finding: Finding, asked: Collection[str]) -> str:
