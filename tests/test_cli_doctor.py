@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from textwrap import dedent
 
@@ -71,6 +72,23 @@ def test_json_stands_alone_on_stdout_and_writes_nothing(script, capsys):
     out, err = capsys.readouterr()
     assert json.loads(out)["findings"][0]["line"] == 15 and "closed after 5" in err
     assert not (script.parent / ".doctor").exists()
+
+
+def test_json_stands_alone_whoever_prints(script, capfd):
+    """A child and a C library print to the stream's number."""
+    script.write_text("import os\nos.system('echo child')\nos.write(1, b'raw\\n')\n" + script.read_text())
+    assert main(["doctor", "--json", "--dry-run", "train.py", "9"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["findings"] and "child\nraw\n" in err
+
+
+@pytest.mark.parametrize("asked, coloured", [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
+def test_colours_are_for_who_wants_them(script, capsys, monkeypatch, asked, coloured):
+    for name, value in ({"TERM": "xterm", "NO_COLOR": ""} | asked).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["doctor", "--dry-run", "train.py", "9"]) == 0
+    assert ("\x1b[" in capsys.readouterr().out) == coloured
 
 
 def test_a_module_is_run_with_annotations(script, capsys, monkeypatch):

@@ -7,10 +7,11 @@ gpubound doctor --graph-ready train.py:build   says whether a CUDA graph can hol
 """
 
 import json
+import os
 import shutil
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
@@ -119,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"out: {folder} is a file; give a folder with --out.")
     rank, _ = numbers()
     held = Gate.of(options, options.baseline, options.allow)
-    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+    with prints_to_stderr() if options.json else nullcontext():
         try:
             evidence = look(options, target, rest, module)
         except (ValueError, GpuboundError) as error:
@@ -140,8 +141,8 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(verdict.as_dict(), indent=1))
     else:
-        width, tty = shutil.get_terminal_size().columns, sys.stdout.isatty()
-        print(printable_screen(screen(verdict, width, tty, options.all, files), tty), end="")
+        width, colour = shutil.get_terminal_size().columns, sys.stdout.isatty() and likes_colours()
+        print(printable_screen(screen(verdict, width, colour, options.all, files), colour), end="")
     beside = sys.stderr if options.json else sys.stdout
     if options.github:
         print(annotate(verdict), file=beside)
@@ -166,9 +167,27 @@ def look(options: Doctor, target: str, rest: Sequence[str], module: bool) -> Evi
     return examine(Script(target, tuple(rest), module), plan)
 
 
-def printable_screen(text: str, tty: bool) -> str:
+@contextmanager
+def prints_to_stderr() -> Iterator[None]:
+    """Also what the script's own programs and libraries print, which know a stream by its number alone."""
+    sys.stdout.flush()
+    with ExitStack() as ending, redirect_stdout(sys.stderr):
+        with suppress(OSError):  # a caller may have closed either
+            stdout = os.dup(1)
+            ending.callback(os.close, stdout)
+            os.dup2(2, 1)
+            ending.callback(os.dup2, stdout, 1)
+        yield
+
+
+def likes_colours() -> bool:
+    """What a user has asked of all programs (no-color.org), and of this terminal."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+def printable_screen(text: str, colour: bool) -> str:
     """A screen in colours has escapes of its own; the report has cleaned what it quotes."""
-    return text if tty else printable(text)
+    return text if colour else printable(text)
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], str, list[str], bool]:
