@@ -47,5 +47,15 @@ def test_what_is_no_verdict_is_refused():
     del broken["findings"][0]["kind"]
     with pytest.raises(DataError, match=r"damaged \(KeyError: 'kind'\)"):
         Verdict.from_dict(broken)
+    for name, value, said in [
+        ("counts", [1], r"TypeError: counts is \[1\]"),
+        ("counts", {"syncs": None}, "ValueError: syncs is None"),
+        ("machine", None, "TypeError: machine is None"),
+        ("step_ms", "fast", "ValueError: step_ms is 'fast'"),
+        ("step_ms", float("nan"), "ValueError: step_ms is nan"),
+        ("step_ms", 0, "ValueError: step_ms is 0"),
+    ]:
+        with pytest.raises(DataError, match=rf"^the verdict is damaged \({said}\); write it again\.$"):
+            Verdict.from_dict(VERDICT.as_dict() | {name: value})
     with pytest.raises(ValueError, match=r"^finding: kind: got 'snyc'; did you mean 'sync'\?$"):
         replace(FOUND, kind="snyc")

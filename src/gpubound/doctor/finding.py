@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from math import inf
 from typing import Any
 
 from ..errors import DataError
@@ -141,6 +142,7 @@ class Verdict:
         if version != VERSION:
             raise DataError(f"a verdict has version {VERSION}, got {version!r}; let this gpubound's doctor write it again.")
         try:
+            _check(content)
             lists = {name: [Finding.from_dict(each) for each in content[name]] for name in _LISTS}
             later = {
                 each.name for each in fields(cls) if (each.default, each.default_factory) != (MISSING, MISSING)
@@ -148,6 +150,19 @@ class Verdict:
             return cls(**{each.name: content[each.name] for each in fields(cls) if each.name not in later} | lists)
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"the verdict is damaged ({type(error).__name__}: {error}); write it again.") from error
+
+
+def _check(content: dict[str, Any]) -> None:
+    """What a gate computes with: a file that came from elsewhere is refused before the script runs."""
+    for name in ("machine", "bar", "counts"):
+        if not isinstance(content.get(name, {}), dict):
+            raise TypeError(f"{name} is {content[name]!r}")
+    step, counts = content["step_ms"], content.get("counts", {})
+    for name, value in {**counts, "step_ms": 1.0 if step is None else step}.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < inf:
+            raise ValueError(f"{name} is {value!r}")
+    if step == 0:
+        raise ValueError("step_ms is 0")
 
 
 _LISTS = ("findings", "harmless")
