@@ -70,6 +70,27 @@ def test_a_function_that_gives_no_callable_is_the_step_itself(program):
     assert step.__name__ == "step" and step() is None
 
 
+@pytest.mark.parametrize("name", ["json", "configured_model"])
+def test_a_file_may_hold_dataclasses_and_be_called_as_another_module(tmp_path, name):
+    """A dataclass whose annotations are texts looks its module up."""
+    path = tmp_path / f"{name}.py"
+    path.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Config:\n    width: int = 8\n"
+        "def build():\n    import json\n    return (lambda: json.dumps(Config().width)),\n"
+    )
+    (made,) = named(f"{path}:build")
+    assert made() == "8"
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_target_that_ends_the_process_is_told(tmp_path, code):
+    """Code 0 would say that a graph holds all of it, code 3 that nothing was found."""
+    (tmp_path / "ends.py").write_text(f"raise SystemExit({code})")
+    with pytest.raises(ValueError, match=rf"ends\.py:build raised SystemExit: {code}$"):
+        named(f"{tmp_path / 'ends.py'}:build")
+
+
 def test_a_bad_name_is_told(program, capsys):
     said = (
         "gpubound doctor: graph-ready: got 'nothing', wanted a folder with a config.json, a preset's name, MODULE:NAME or "

@@ -116,7 +116,7 @@ def named(target: str) -> Any:
     try:
         maker = getattr(_module(where), name)
         made = maker()
-    except Exception as error:  # the user's own code may raise anything: it is their input that failed, and the cause is kept
+    except (Exception, SystemExit) as error:  # the user's own code may raise anything, or end; the cause is kept
         raise ValueError(f"{target} raised {type(error).__name__}: {error}") from error
     inputs: Any = getattr(made, "example_inputs", None)
     if isinstance(made, nn.Module) and inputs is not None:
@@ -132,12 +132,19 @@ def _module(where: str) -> Any:
             return import_module(where)
         finally:
             sys.path.remove("")
-    spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+    name = Path(where).stem
+    while name in sys.modules:  # another file's
+        name += "_"
+    spec = importlib.util.spec_from_file_location(name, where)
     assert spec is not None and spec.loader is not None  # its name ends with .py
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(Path(where).resolve().parent))
+    sys.modules[name] = module  # where dataclasses and pickle look for a class's own
     try:
         spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     finally:
         sys.path.pop(0)
     return module
