@@ -104,6 +104,23 @@ def test_a_script_may_go_elsewhere_and_print_elsewhere(tmp_path, monkeypatch, ca
     assert capsys.readouterr().out == "public\n" and Path.cwd() == tmp_path
 
 
+def test_it_stops_a_thread_without_a_word(tmp_path):
+    text = """
+        import threading
+        from gpubound.doctor.script import Enough
+        def step(error):
+            raise error
+        for error in (Enough, KeyError("told")):
+            thread = threading.Thread(target=step, args=(error,))
+            thread.start()
+            thread.join()
+    """
+    script = write(tmp_path / "threads.py", text)
+    run = f"from gpubound.doctor.script import Script; print(Script({str(script)!r}).run())"
+    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n" and "KeyError: 'told'" in done.stderr and "Enough" not in done.stderr
+
+
 LEAVES = """
     import multiprocessing, os, sys, threading
     if sys.argv[1] == "fork":

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, fields
@@ -20,6 +21,7 @@ import tyro
 
 from ..doctor.evidence import Evidence
 from ..doctor.judge import judge
+from ..doctor.leaving import end_anyway
 from ..doctor.ranks import tell, tell_error
 from ..doctor.report import annotate, screen, write_reports
 from ..doctor.run import Itinerary, examine, examine_trace
@@ -119,6 +121,7 @@ def main(argv: Sequence[str]) -> int:
     if folder is not None and folder.exists() and not folder.is_dir():
         raise ValueError(f"out: {folder} is a file; give a folder with --out.")
     rank, _ = numbers()
+    threads = threading.enumerate()
     held = Gate.of(options, options.baseline, options.allow)
     with prints_to_stderr() if options.json else nullcontext():
         try:
@@ -150,9 +153,12 @@ def main(argv: Sequence[str]) -> int:
     said, proved = mending.finish(mended)
     for text in [*said, *lines]:
         print(text, file=beside)
+    code = 1 if 1 in (passed, proved) else max(passed, proved)
+    if not options.keep_going and "steps" not in evidence.absent:
+        end_anyway(code if unwritten is None else 2, threads)
     if unwritten is not None:
         raise unwritten
-    return 1 if 1 in (passed, proved) else max(passed, proved)
+    return code
 
 
 def look(options: Doctor, target: str, rest: Sequence[str], module: bool) -> Evidence:

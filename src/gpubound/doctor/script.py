@@ -90,11 +90,16 @@ class Script:
         sys.argv = [self.target, *self.arguments]
         sys.path[:] = [folder, *path[1:]]
         try:
-            with _streams(), replaced(os, "_exit", _leaving):
+            with _streams(), replaced(os, "_exit", _leaving), replaced(threading, "excepthook", _unless_enough):
                 yield
         finally:
             sys.argv, sys.path[:] = argv, path
             os.chdir(here)
+
+
+def _unless_enough(told: Callable) -> Callable:
+    """A thread whose step was the last one has ended, not failed."""
+    return lambda failed: None if failed.exc_type is Enough else told(failed)
 
 
 def _leaving(leave: Callable[[int], None]) -> Callable[[int], None]:
