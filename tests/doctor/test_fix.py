@@ -121,7 +121,9 @@ def test_a_value_that_stays_on_the_device_is_the_number_it_was(tmp_path, sim, ca
     assert made.taken and ".item()" not in after, made.refused
     runpy.run_path(str(tmp_path / "train.py"))
     made.apply()
-    runpy.run_path(str(tmp_path / "train.py"))
+    with watch() as ledger:
+        runpy.run_path(str(tmp_path / "train.py"))
+    assert not [row for row in ledger.rows if row.kind == "clone"]  # a patch leaves no finding of its own
     first, second = capsys.readouterr().out.splitlines()
     assert first == second
 
@@ -229,7 +231,7 @@ CASES = {
     "a count": (
         "sync",
         LOOP.replace("0.0", "0").format("total += (a == b).sum().item()  # here"),
-        LOOP.replace("(total)", "(int(total))").replace("0.0", "0").format("total += (a == b).sum().detach().clone()  # here"),
+        LOOP.replace("(total)", "(int(total))").replace("0.0", "0").format("total += (a == b).sum().detach()  # here"),
     ),
     "a count that begins as 0.0": (
         "sync",
@@ -441,6 +443,11 @@ def test_a_file_that_changed_meanwhile_is_left_alone(tmp_path):
         made.apply()
     assert str(error.value) == f"{path}: was changed since it was read; look for the findings again."
     assert path.read_text() == "other = 1\n"
+
+
+def test_code_that_was_made_while_the_script_ran_has_no_file():
+    target = Target("sync", "<string>", 1)
+    assert repair([target]).refused == {target: "the file cannot be read (No such file or directory)"}
 
 
 def test_a_line_that_changed_while_the_script_ran_is_left_alone(tmp_path):

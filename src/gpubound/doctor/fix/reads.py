@@ -14,6 +14,7 @@ from .source import Edit, Refused, SourceText, constant, last_name, name_of
 
 KEPT = "detach().to(torch.float64, copy=True)"
 COUNTED = "detach().clone()"  # of a whole number or a truth value
+FRESH = ("sum", "any", "all", "argmax", "argmin", "count_nonzero")  # what these return, nobody else has
 WHOLE = ("argmax", "argmin", "count_nonzero", "long", "int")
 TRUE = ("any", "all", "isnan", "isinf", "isfinite", "bool")
 SAME = ("sum", "max", "min", "detach", "view", "flatten", "squeeze", "cpu", "cuda", "clone")
@@ -39,7 +40,14 @@ def propose(source: SourceText, line: int) -> list[Edit]:
         number = _summed(source, statement, read, name) if augmented else _number(source, read)
         edits = _converted(source, statement, loop, name, number)
     item = source.end(read.func) - len("item")  # whatever brackets and lines stand before it
-    return [Edit(item, source.end(read), KEPT if number == "float" else COUNTED), *edits]
+    return [Edit(item, source.end(read), KEPT if number == "float" else _counted(read)), *edits]
+
+
+def _counted(read: ast.Call) -> str:
+    """How a whole number or a truth value stays. A copy of what is new would be the next finding."""
+    assert isinstance(read.func, ast.Attribute)
+    inner = read.func.value
+    return "detach()" if isinstance(inner, ast.Call) and last_name(inner) in FRESH else COUNTED
 
 
 def _number(source: SourceText, read: ast.expr, met: frozenset[str] = frozenset()) -> str:

@@ -110,7 +110,8 @@ def _repair_file(path: Path, targets: list[Target], asked: Collection[str], foun
     try:
         source = SourceText(path)
     except (Refused, OSError) as why:
-        found.refused |= dict.fromkeys(targets, str(why))
+        said = f"the file cannot be read ({why.strerror})" if isinstance(why, OSError) else str(why)
+        found.refused |= dict.fromkeys(targets, said)
         return
     before, lines = source.data, {target: target.line for target in targets}
     for target in [target for target in targets if target.code and source.line(target.line) != target.code]:
