@@ -140,6 +140,20 @@ def test_a_script_that_asks_for_cuda_is_told_what_a_dry_run_has(script, capsys, 
     )
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the script finds its GPU")
+def test_a_script_of_train_step_is_told_what_the_pretend_device_has_not(script, capsys):
+    script.write_text(
+        "import torch, gpubound as gb\n"
+        "model = torch.nn.Linear(2, 2).to(torch.accelerator.current_accelerator())\n"
+        "gb.TrainStep(model, print, torch.optim.SGD)\n"
+    )
+    assert main(["doctor", "--dry-run", "train.py"]) == 2
+    assert capsys.readouterr().err.endswith(
+        "gpubound doctor: train.py failed with code 1; it wants plain tensors, as gb.TrainStep does, which those of the "
+        "pretend device are not; run the doctor on a GPU.\n"
+    )
+
+
 def test_a_patch_is_shown_and_written_only_when_asked_for(script, capsys):
     text = script.read_text().replace('print("private", loss.item())', "total += loss.item()")
     text = text.replace("try:", "total = 0.0\ntry:")

@@ -21,6 +21,7 @@ from types import ModuleType, TracebackType
 
 import torch
 
+from ..watch.simtensor import SimTensor
 from ..watch.unseen import replaced
 
 _LIBRARY = str(Path(__file__).parents[1]) + os.sep
@@ -29,6 +30,8 @@ NO_CUDA = (
     'it needs CUDA, which a dry run has not; take the device from torch.accelerator.current_accelerator() instead of "cuda", '
     "or run the doctor on a GPU"
 )
+
+NOT_PLAIN = "it wants plain tensors, as gb.TrainStep does, which those of the pretend device are not; run the doctor on a GPU"
 
 
 class Enough(BaseException):
@@ -76,7 +79,7 @@ class Script:
                 what = f"there is no module {self.target} that" if self.module else f"{self.target} is nothing that"
                 raise ValueError(f"script: {what} can be run: {str(error).rstrip('.')}.") from error
             traceback.print_exception(type(error), error, own)
-            raise self._failed(1, NO_CUDA if _asked_for_cuda(error) else RUNS) from error
+            raise self._failed(1, _advice(error)) from error
         return True
 
     def _failed(self, code: int, advice: str = RUNS) -> ValueError:
@@ -148,6 +151,10 @@ def _run_file(file: str) -> None:
         exec(code, main.__dict__)
     finally:
         sys.modules["__main__"] = before
+
+
+def _advice(error: Exception) -> str:
+    return NO_CUDA if _asked_for_cuda(error) else NOT_PLAIN if SimTensor.__name__ in str(error) else RUNS
 
 
 def _asked_for_cuda(error: Exception) -> bool:
