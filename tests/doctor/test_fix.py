@@ -395,6 +395,14 @@ def test_bf16_is_taken_when_it_is_asked_for(tmp_path):
     assert torch.equal(on_cpu["f"](x), x.bfloat16() @ x.bfloat16())
 
 
+def test_bf16_keeps_to_tabs(tmp_path):
+    before = "import torch\ndef f(x):\n\treturn (x  # here\n\t\t@ x)\n"
+    text, _ = mended(tmp_path, before, ("precision", "# here"), asked=["bf16"])
+    assert text == (
+        'import torch\ndef f(x):\n\twith torch.autocast("cuda", dtype=torch.bfloat16):\n\t\treturn (x  # here\n\t\t\t@ x)\n'
+    )
+
+
 BF16_REFUSED = {
     "bf16: the line is no assignment": "import torch\nif x @ y:  # here\n    pass\n",
     "bf16: the file uses autocast itself": "import torch\ny = x @ x  # here\nwith autocast(): pass\n",

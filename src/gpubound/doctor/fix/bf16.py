@@ -23,11 +23,12 @@ def propose(source: SourceText, line: int) -> list[Edit]:
     if any(other is not statement and other.lineno == statement.end_lineno for other in source.block(statement)):
         raise Refused(f"line {statement.end_lineno} holds several statements")
     indent = source.indent(statement)
+    deeper = "\t" if indent.startswith("\t") else "    "
     lines = range(statement.lineno, (statement.end_lineno or 0) + 1)
     opened = source.inserted_line(statement.lineno, indent + WITH)
-    # the first line's four blanks are part of the inserted line, because two edits at one place have no order
-    inserted = Edit(opened.start, opened.end, f"{opened.text}    ")
-    return [inserted, *(Edit(at, at, "    ") for at in map(source.line_start, lines[1:]))]
+    # the first line's indent is part of the inserted line, because two edits at one place have no order
+    inserted = Edit(opened.start, opened.end, f"{opened.text}{deeper}")
+    return [inserted, *(Edit(at, at, deeper) for at in map(source.line_start, lines[1:]))]
 
 
 PATCH = Patch("bf16", frozenset({"precision"}), "the line's products run in bf16 (autocast)", propose, equal=False, asked=True)
