@@ -1,6 +1,7 @@
 """`gpubound tune`: what it searches for a model, how a plan wins, what is kept, and how the library takes it up."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -144,13 +145,32 @@ def test_a_later_search_replaces_an_earlier_one():
     assert [row["plan"] for row in json.loads(path.read_text())["plans"]] == [[2048, 4, ""], [1024, 4, ""]]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"plans": [{"op": "gated"}]}', '{"plans": [{"op": "none", "plan": []}]}'])
+NESTED = json.dumps({"plans": [ROW | {"shape": [[1]]}]})
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"plans": [{"op": "gated"}]}', '{"plans": [{"op": "none", "plan": []}]}', NESTED])
 def test_a_damaged_file_is_told_and_left(text, home, capsys):
     path = searched.file_of(f"GPU {len(text)}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     assert searched.rows_in(path) == []
     assert "is not readable as launch plans" in capsys.readouterr().err
+
+
+def test_where_nothing_can_be_kept_nothing_is_searched(tmp_path, capsys, monkeypatch):
+    models.save_hf(models.Decoder(PRESETS["tiny"]), tmp_path / "model")
+    monkeypatch.setattr(tune, "resolve", lambda spec: torch.device("cuda", 0))
+    monkeypatch.setattr(tune, "chip", lambda device: H200)
+    monkeypatch.setattr(tune, "search_all", lambda *_: pytest.fail("minutes were spent"))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert cli.main(["tune", str(tmp_path / "model")]) == 2
+    assert f"{tmp_path / 'file' / 'gpubound'}: cannot be written: Not a directory" in capsys.readouterr().err
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it gives where there is no home
+    assert plans.plan_for(Job("gated", "forward", (64,), 2, H200)) == TilePlan(512, 2), "the library's own"
+    assert cli.main(["tune", str(tmp_path / "model")]) == 2
+    assert "cannot be kept: there is no home folder; set HOME or XDG_CACHE_HOME." in capsys.readouterr().err
 
 
 def test_without_a_gpu_the_command_says_so(tmp_path, capsys, monkeypatch):

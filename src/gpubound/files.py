@@ -115,10 +115,14 @@ def beside(listing: Path, name: Any) -> Path:
     return listing.parent / name
 
 
-def cache_folder() -> Path:
-    """Where this user's programs keep what this machine measured: ceilings, tuned plans."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "gpubound"
+def cache_folder() -> Path | None:
+    """Where this user's programs keep what this machine measured: ceilings, tuned plans. None, with a notice, for a user
+    without a home: a container may run under any number."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpubound"
+    except RuntimeError:
+        notice("nothing that is measured is kept: HOME is unset and this user has no home folder; set HOME or XDG_CACHE_HOME.")
+        return None
 
 
 @contextmanager

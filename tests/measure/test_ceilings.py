@@ -162,6 +162,23 @@ def test_a_cache_that_cannot_be_written_costs_the_cache_only(measured, monkeypat
     )
 
 
+def test_a_user_without_a_home_keeps_nothing(measured, monkeypatch, capsys):
+    """A container may run under a number that no list of users has."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it gives where there is no home
+    assert measure.ceilings("cpu").launch_us == measure.ceilings("cpu").launch_us == 8.0 and len(measured) == 2
+    said = "nothing that is measured is kept: HOME is unset and this user has no home folder; set HOME or XDG_CACHE_HOME."
+    assert capsys.readouterr().err == f"gpubound: {said}\n"
+
+
+def test_a_cache_that_cannot_be_looked_into_is_said(measured, monkeypatch, tmp_path, capsys):
+    """Closed to this user, or with a name that is too long: the system refuses to say whether a file is there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("n" * 300)))
+    found = measure.ceilings("cpu")
+    said = f"{ceiling.cache_file(found.key)} is not readable as measured ceilings (File name too long): measuring again."
+    assert found.launch_us == 8.0 and capsys.readouterr().err.splitlines()[0] == f"gpubound: {said}"
+
+
 def test_a_disk_that_refuses_the_cache_is_named(measured, monkeypatch, tmp_path, capsys):
     def refuse(source, target):
         raise PermissionError(errno.EACCES, "Permission denied")

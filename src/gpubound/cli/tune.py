@@ -21,7 +21,7 @@ from ..device import chip, resolve
 from ..errors import MeasureError
 from ..kernels import plans
 from ..kernels.plans import Job, Plan, candidates
-from ..kernels.plans.searched import keep
+from ..kernels.plans.searched import keep, place
 from ..measure import Prepared
 from ..models.folder import dtype_of, read_config
 from ..models.llama.decoder import DecoderConfig
@@ -86,8 +86,9 @@ def main(argv: Sequence[str]) -> int:
     device = resolve(options.device)
     if device.type != "cuda":
         raise MeasureError("plans are searched by the clock of a GPU, and there is none here; run this on the machine to tune.")
+    place(name := chip(device).name)
     found = search_all(config, dtype, device, options.seconds)
-    name, won = chip(device).name, [one.row() for one in found if one.won]
+    won = [one.row() for one in found if one.won]
     path = str(keep(name, won)) if won else None
     if options.json:
         print(json.dumps({"gpu": name, "file": path, "searched": len(found), "won": won}, indent=1))

@@ -136,8 +136,10 @@ def _better(one: Ceilings, other: Ceilings) -> Ceilings:
     return replace(other, **figures, missing=missing, measurements=one.measurements + 1)
 
 
-def cache_file(key: str, quick: bool = False) -> Path:
-    return cache_folder() / f"ceilings-{key}{'-quick' if quick else ''}.json"
+def cache_file(key: str, quick: bool = False) -> Path | None:
+    """None for a user who has no place to keep it."""
+    folder = cache_folder()
+    return folder and folder / f"ceilings-{key}{'-quick' if quick else ''}.json"
 
 
 def _name(device: torch.device) -> str:
@@ -159,14 +161,12 @@ def _measure(device: torch.device, key: str, quick: bool) -> Ceilings:
     return Ceilings(device=device.type, name=_name(device), key=key, date=date, quick=quick, **measured)
 
 
-def _read(path: Path) -> Ceilings | None:
+def _read(path: Path | None) -> Ceilings | None:
     """What the file holds; None when there is none, or, with a notice, when it is not what this version writes."""
-    if not path.exists():
-        return None
     try:
-        return _checked(json.loads(path.read_text()))
-    except (OSError, ValueError) as error:
-        notice(f"{path} is not readable as measured ceilings ({error}): measuring again.")
+        return None if path is None or not path.exists() else _checked(json.loads(path.read_text()))
+    except (OSError, ValueError, RecursionError) as error:  # OSError: also of a folder that may not be looked into
+        notice(f"{path} is not readable as measured ceilings ({getattr(error, 'strerror', error)}): measuring again.")
         return None
 
 
@@ -184,6 +184,8 @@ def _checked(row: object) -> Ceilings:
 def _write(found: Ceilings) -> None:
     """A read-only home, or a full one, costs the cache only."""
     path = cache_file(found.key, found.quick)
+    if path is None:
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(found.as_dict(), indent=1) + "\n")
