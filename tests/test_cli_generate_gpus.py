@@ -1,5 +1,6 @@
 """`gpubound generate --gpus N`: several copies give the answers of one, in the order of the prompts, and go on after an end."""
 
+import errno
 import json
 import os
 import signal
@@ -10,6 +11,8 @@ import torch
 
 from gpubound import device as facts
 from gpubound.cli import answers, main
+from gpubound.cli.lines import Lines
+from gpubound.errors import DataError
 from gpubound.parallel import copies
 from gpubound.parallel.copies import Copies
 
@@ -52,6 +55,55 @@ def test_two_copies_answer_as_one_and_a_broken_run_is_gone_on_with(ckpt, run, tm
 
     code, _, err = run(*given, "--output", file, "--stop", "mat")
     assert code == 2 and "line 1 of " in err and "was written by another model or with other settings" in err
+
+
+@pytest.mark.parametrize("text", ['{"model_type": "llama"}', "notes", '{"number": 1, "pro\n'], ids=["json", "text", "line"])
+def test_a_file_of_somebody_elses_is_not_touched(tmp_path, text):
+    """Also one without a newline: half an answer is taken off, and nothing else."""
+    file = tmp_path / "kept"
+    file.write_text(text)
+    with pytest.raises(ValueError) as error:
+        Lines(str(file), PROMPTS, 1, "mark")
+    assert str(error.value) == f"output: line 1 of {file} is no answer of gpubound generate; name another file."
+    assert file.read_text() == text
+
+
+def test_one_process_writes_a_file_of_answers(tmp_path):
+    file = tmp_path / "answers.jsonl"
+    first = Lines(str(file), PROMPTS, 1, "mark")
+    first.put(0, [{"prompt": PROMPTS[0]}])
+    with pytest.raises(ValueError) as error:
+        Lines(str(file), PROMPTS, 1, "mark")
+    assert str(error.value) == f"output: another process writes to {file}; wait until it has ended, or name another file."
+    first.close()
+    again = Lines(str(file), PROMPTS, 1, "mark")
+    assert [again.answered(number) for number in (0, 1)] == [True, False]
+    again.close()
+
+
+def test_answers_go_to_a_regular_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for place, said in (
+        ("", "is a folder, wanted"),
+        ("pipe", "is a named pipe, wanted"),
+        ("none/file", "cannot be written: No such"),
+    ):
+        with pytest.raises(DataError, match=said):  # and no hang
+            Lines(str(tmp_path / place), PROMPTS, 1, "mark")
+
+
+def test_a_disk_that_is_full_under_the_answers(ckpt, run, tmp_path, monkeypatch):
+    def full(lines, number):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Lines, "_write", full)
+    monkeypatch.setattr(answers, "Copies", lambda *given, **options: [(0, [{"tokens": []}] * len(PROMPTS))])
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    code, _, err = run(ckpt, "--file", tmp_path / "prompts.txt", "--output", tmp_path / "answers.jsonl")
+    assert code == 2 and err.splitlines()[-1] == (
+        f"gpubound generate: {tmp_path / 'answers.jsonl'}: no space is left on its disk; the answers before are in it. "
+        "Free space, then give the same command again."
+    )
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from ..parallel.copies import Copies
 from ..trace import notice
 from .lines import Lines
 from .saved import source_of
+from .session import room
 from .writer import Writer, opened, together
 
 if TYPE_CHECKING:
@@ -33,7 +35,8 @@ def answer(options: "Generate", prompts: list[str]) -> int:
     """The command: every prompt that has no answer yet gets one."""
     devices, size = devices_of(options), together(options)
     lines = Lines(options.output, prompts, options.n, mark_of(options))
-    try:
+    advice = "the answers before are in it. Free space, then give the same command again."
+    with room(options.output or "stdout", advice), closing(lines):
         firsts = [
             first
             for first in range(0, len(prompts), size)
@@ -47,8 +50,6 @@ def answer(options: "Generate", prompts: list[str]) -> int:
         named, limit = _named(size, prompts), 60 * options.timeout
         copies = Copies(firsts, len(devices), begin, options, prompts, devices, name=named, patience=limit)
         left = _play(copies, options, lines)
-    finally:
-        lines.close()
     if left:
         missing = ", ".join(map(named, left[:5])) + (", ..." if len(left) > 5 else "")
         raise GenerateError(

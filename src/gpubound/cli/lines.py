@@ -6,10 +6,14 @@ leave prompts out leaves the lines of the others. Either file is gone on with.
 
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..files import flock, regular, writing
 from ..words import shown
+
+BEGIN = b'{"number": '  # of a line
 
 
 class Lines:
@@ -25,9 +29,7 @@ class Lines:
         self._waiting: dict[int, list[str]] = {}
         self._out: TextIO = sys.stdout
         if path is not None:
-            size = self._go_on(path) if Path(path).exists() else 0
-            self._out = open(path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115 - until close
-            self._out.truncate(size)
+            self._out = self._opened(Path(path))
 
     def answered(self, number: int) -> bool:
         return number < self.written or number in self._waiting
@@ -42,19 +44,36 @@ class Lines:
 
     def close(self) -> None:
         """What still waits is written behind a gap: a prompt before it has no answer."""
-        for number in sorted(self._waiting):
-            self._write(number)
-        if self._out is not sys.stdout:
-            self._out.close()
+        try:
+            for number in sorted(self._waiting):
+                self._write(number)
+        finally:
+            if self._out is not sys.stdout:
+                self._out.close()
 
     def _write(self, number: int) -> None:
         print("\n".join(self._waiting.pop(number)), file=self._out, flush=True)
 
-    def _go_on(self, path: str) -> int:
+    def _opened(self, path: Path) -> TextIO:
+        """The file, for this process alone: two would write every answer twice."""
+        if path.exists():
+            regular(path)
+        with writing(path), ExitStack() as unwanted:
+            out = unwanted.enter_context(open(path, "a", encoding="utf-8", newline="\n"))
+            if not flock(out.fileno(), path, "make sure that no other process writes there"):
+                raise ValueError(f"output: another process writes to {path}; wait until it has ended, or name another file.")
+            out.truncate(self._go_on(path))
+            unwanted.pop_all()
+        return out
+
+    def _go_on(self, path: Path) -> int:
         """Take what the file holds for written, up to the first gap, and give its bytes; what is behind it waits again."""
         found: dict[int, list[str]] = {}
-        for at, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1]):
-            found.setdefault(self._number(path, at + 1, line), []).append(line.decode())
+        *lines, cut = path.read_bytes().split(b"\n")
+        for at, line in enumerate(lines, 1):
+            found.setdefault(self._number(path, at, line), []).append(line.decode())
+        if not cut.startswith(BEGIN[: len(cut)]):  # a file without a newline is no half answer: it is somebody's
+            raise ValueError(_foreign(path, len(lines) + 1))
         whole = {number: lines for number, lines in found.items() if len(lines) == self.n}
         while self.written in whole:
             self.written += 1
@@ -62,13 +81,13 @@ class Lines:
         self._waiting = whole
         return sum(len(line.encode()) + 1 for line in kept)
 
-    def _number(self, path: str, at: int, line: bytes) -> int:
+    def _number(self, path: Path, at: int, line: bytes) -> int:
         """Which prompt a line of the file answers."""
         try:
             one = json.loads(line)
             number, prompt, mark = one["number"] - 1, one["prompt"], one["run"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"output: line {at} of {path} is no answer of gpubound generate; name another file.") from error
+            raise ValueError(_foreign(path, at)) from error
         if not 0 <= number < len(self.prompts) or prompt != self.prompts[number]:
             raise ValueError(
                 f"output: line {at} of {path} answers {shown(prompt)}, which is not prompt {number + 1} here; "
@@ -80,3 +99,7 @@ class Lines:
                 f"give those that it was begun with, or name another file."
             )
         return number
+
+
+def _foreign(path: Path, at: int) -> str:
+    return f"output: line {at} of {path} is no answer of gpubound generate; name another file."
