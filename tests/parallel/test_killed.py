@@ -59,8 +59,8 @@ def trained(folder, fate=(None, None, None)):
             step.load_state_dict({name[5:]: t for name, t in tensors.items() if name.startswith("step.")})
             feed.load_state_dict(found.facts)
         if victim == ranks.rank and moment == "write":
-            plain = one_file.save_file
-            one_file.save_file = lambda tensors, path: (plain(tensors, path), done >= fatal and die())
+            plain = one_file.write_tensors
+            one_file.write_tensors = lambda tensors, path: (plain(tensors, path), done >= fatal and die())
         while done < STEPS:
             done += 1
             if victim == ranks.rank and moment == "step" and done == fatal:

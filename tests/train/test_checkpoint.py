@@ -40,6 +40,13 @@ def test_views_of_one_storage_are_saved(tmp_path):
     assert open_checkpoint(tmp_path / "step-00000001").tensors()["b"].tolist() == [2.0, 3.0, 4.0, 5.0]
 
 
+def test_who_may_read_one_part_may_read_all(tmp_path):
+    """Another user of the machine, or the one who started the container, goes on with it."""
+    Checkpoints(tmp_path).save(1, tensors(1), {}, wait=True)
+    tensor_file, state = ((tmp_path / "step-00000001" / name).stat() for name in ("tensors.safetensors", "state.json"))
+    assert tensor_file.st_mode == state.st_mode
+
+
 def test_newest_best_and_grid_are_kept(tmp_path):
     store = Checkpoints(tmp_path, keep=2, keep_every=40)
     for step, score in ((10, 3.0), (20, 1.0), (30, 2.0), (40, 5.0), (50, 4.0), (60, 6.0)):
@@ -128,7 +135,7 @@ def test_a_full_disk_is_an_error_and_costs_nothing(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("gpubound.train.whole.save_file", full)
+    monkeypatch.setattr("gpubound.train.whole.write_tensors", full)
     store.save(2, tensors(2), {})
     with pytest.raises(DataError) as error:
         store.wait()

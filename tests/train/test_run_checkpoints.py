@@ -21,7 +21,7 @@ def test_checkpoints_that_stay_for_good(corpus, tmp_path):
 def test_a_full_disk_costs_nothing_that_was_saved(corpus, tmp_path, monkeypatch):
     from gpubound.train import whole
 
-    write, written = whole.save_file, []
+    write, written = whole.write_tensors, []
 
     def until_full(tensors, path):
         if len(written) == 2:
@@ -29,14 +29,14 @@ def test_a_full_disk_costs_nothing_that_was_saved(corpus, tmp_path, monkeypatch)
         written.append(path)
         write(tensors, path)
 
-    monkeypatch.setattr(whole, "save_file", until_full)
+    monkeypatch.setattr(whole, "write_tensors", until_full)
     with pytest.raises(DataError) as error:
         train(recipe(corpus, tmp_path, save_every=3))
     assert str(error.value) == (
         f"the checkpoint could not be written: [Errno 28] No space left on device; earlier checkpoints in "
         f"{tmp_path / 'checkpoints'} are intact. Free space or choose another folder."
     )
-    monkeypatch.setattr(whole, "save_file", write)
+    monkeypatch.setattr(whole, "write_tensors", write)
     resumed, _ = train(recipe(corpus, tmp_path, save_every=3), resume=True)
     unbroken, _ = train(recipe(corpus, tmp_path / "whole", save_every=3))
     assert_same(resumed, unbroken)
@@ -47,13 +47,13 @@ def test_a_checkpoint_does_not_hold_up_the_step(corpus, tmp_path, monkeypatch):
     were it the other way round, both would wait for good."""
     from gpubound.train import whole
 
-    launched, in_time, write = threading.Event(), [], whole.save_file
+    launched, in_time, write = threading.Event(), [], whole.write_tensors
 
     def slow_disk(*what):
         in_time.append(launched.wait(timeout=60))
         write(*what)
 
-    monkeypatch.setattr(whole, "save_file", slow_disk)
+    monkeypatch.setattr(whole, "write_tensors", slow_disk)
     run = prepare(recipe(corpus, tmp_path, steps=4, save_every=2), progress=False)
     launch = TrainStep.__call__
     monkeypatch.setattr(TrainStep, "__call__", lambda step, feed: (run.done >= 3 and launched.set(), launch(step, feed))[1])

@@ -174,7 +174,7 @@ def _write_weights(path: Path, state: dict[str, Tensor], weights: Iterator[tuple
     with ExitStack() as undo:
         temporary = [undo.enter_context(_temporary(file)) for file in files]
         for names, file in zip(parts, temporary):
-            _write_tensors(dict(_on_host(names, weights)), file)
+            write_tensors(dict(_on_host(names, weights)), file)
         for old in (path / INDEX, *path.glob(PARTS)):  # an old index would name old files, or half of them new ones
             old.unlink(missing_ok=True)
         if len(parts) > 1:
@@ -220,7 +220,7 @@ def _temporary(file: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def _write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
     """Readable for whom the umask allows: what save_file makes, only its owner may read."""
     file.touch()
     mode = S_IMODE(file.stat().st_mode)

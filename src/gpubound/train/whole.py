@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
+from ..models.storing import write_tensors
 from ..parallel import Ranks
 from ..parallel.pieces import Piece
 
@@ -31,7 +31,7 @@ def write(folder: Path, pieces: dict[str, Piece], ranks: Ranks) -> list[Path]:
     """The files that this rank wrote."""
     if not ranks.first:
         return []
-    save_file({name: piece.local for name, piece in pieces.items()}, folder / TENSORS)
+    write_tensors({name: piece.local for name, piece in pieces.items()}, folder / TENSORS)
     return [folder / TENSORS]
 
 
