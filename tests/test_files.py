@@ -93,6 +93,25 @@ def test_what_the_system_says_gets_the_files_name(tmp_path):
     assert error.value.errno == errno.ENOSPC  # by which commands know a full disk
 
 
+def test_where_nothing_can_be_written_the_reason_is_told(tmp_path):
+    """Taking the unfinished file away fails there, too, and must not be what is told."""
+    (tmp_path / "file").touch()
+    long, below = tmp_path / ("n" * 255), tmp_path / "file" / "run"
+    cure = "check its permissions, its disk and its quota."
+    assert refused(write_whole, long, "") == f"{long}: cannot be written: File name too long; {cure}"
+    assert refused(save_hf, Decoder(PRESETS["tiny"]), below) == f"{below}: cannot be written: Not a directory; {cure}"
+    with pytest.raises(DataError, match=f"{below}: cannot be written: Not a directory; "), locked(below):
+        pass
+
+
+def test_a_run_whose_folder_goes_away_tells_of_that(tmp_path):
+    """Its lock's file is gone by then, and no more of a hindrance."""
+    with pytest.raises(ZeroDivisionError), locked(tmp_path / "run"):
+        (tmp_path / "run").rename(tmp_path / "away")
+        (tmp_path / "run").touch()  # below a file nothing can be removed
+        1 / 0  # noqa: B018
+
+
 INDEX = "model.safetensors.index.json"
 
 

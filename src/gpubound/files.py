@@ -16,7 +16,7 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -87,19 +87,33 @@ def read_text(path: Path, cure: str) -> str:
         raise DataError(f"{path}: is not a text in UTF-8: {error}; {cure}.") from error
 
 
+def make_folder(path: Path) -> None:
+    """The folder, if it is not there, and those above it."""
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write: `path` holds its old content or all of this one, whenever the process or the machine stops."""
+def partial(path: Path) -> Iterator[Path]:
+    """Where what will be `path` is written before it has that name. What is left there goes again."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with writing(path):
-            with open(temporary, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+            yield temporary
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a disk that takes no file refuses this, too, and its reason has been said
+            temporary.unlink()
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write: `path` holds its old content or all of this one, whenever the process or the machine stops."""
+    with partial(path) as temporary:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -134,12 +148,14 @@ def locked(folder: str | Path) -> Iterator[None]:
     """
     folder = Path(folder)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = _take(folder)
+    make_folder(folder)
+    with writing(folder):
+        handle = _take(folder)
     try:
         yield
     finally:
-        (folder / LOCK).unlink(missing_ok=True)  # while it is held: whoever has opened it in between sees that it is gone
+        with suppress(OSError):  # a folder that is gone, or closed by now: what went wrong inside is what must be told
+            (folder / LOCK).unlink()  # while it is held: whoever has opened it in between sees that it is gone
         os.close(handle)
         for path in made:
             if not path.is_dir() or any(path.iterdir()):

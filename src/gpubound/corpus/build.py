@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
-from ..files import flock, read_json, write_whole
+from ..files import flock, make_folder, read_json, write_whole
 from ..trace import notice
 from .documents import Document, weight
 from .shards import CLAIM, CURE, DTYPES, MANIFEST, Encoded, Position, Shards, tokenizer_checksums
@@ -101,7 +101,7 @@ def building_alone(path: Path) -> Iterator[None]:
 
     The lock is flock's, on the folder itself: nothing is left behind, and it ends with its process, also after kill -9.
     """
-    path.mkdir(parents=True, exist_ok=True)
+    make_folder(path)
     handle = os.open(path, os.O_RDONLY)
     try:
         if not flock(handle, f"Corpus.build: {path}", "let one process build there"):

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ..errors import DataError
-from ..files import read_json, read_text, regular, write_whole
+from ..files import make_folder, read_json, read_text, regular, write_whole
 from .texts import Progress, Texts, in_parts
 
 END_OF_TEXT = "<|endoftext|>"
@@ -125,7 +125,7 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Write a folder that `Tokenizer.load` and `transformers.AutoTokenizer.from_pretrained` both read."""
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos_token}
         config |= {"chat_template": self.chat_template} | self.special
         for name in ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json"):

@@ -15,7 +15,7 @@ from safetensors.torch import load as tensors_of, save as bytes_of
 from torch import Tensor, nn
 
 from ..errors import DataError
-from ..files import read_json, reading, regular, replacing, write_whole, writing
+from ..files import make_folder, read_json, reading, regular, replacing, write_whole
 from ..layers.site_parts import shape_of
 from ..trace import fallback
 from .add import AdapterOptions, attach
@@ -42,8 +42,7 @@ def save(model: nn.Module, path: str | Path, name: str = "default") -> None:
     found, layers = {key: own for key, _, own in there}, {key: adapters.layer for key, adapters, _ in there}
     config = _config(model, found, layers)  # what it refuses leaves files that are there as they were
     folder = Path(path)
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     tensors = {}
     for key, adapters, own in there:
         if why := adapters.unlike_peft():

@@ -6,7 +6,7 @@ What config.json says is the family's; the tensors are checked against it before
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from stat import S_IMODE
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..corpus import Tokenizer
 from ..corpus.tokenizer import ends_of_turn
 from ..errors import DataError
-from ..files import write_whole, writing
+from ..files import make_folder, partial, write_whole
 from ..lora.merge import plain_state
 from .folder import (
     GENERATION,
@@ -107,7 +107,7 @@ def write_model(
 
     `weights` None takes the model's own. Sharded ones are put together one by one, and one file's are held at a time.
     """
-    path.mkdir(parents=True, exist_ok=True)
+    make_folder(path)
     state = stored_state(model)
     generation = dict(model.generation) | (special_ids(model, tokenizer) if tokenizer else {})
     # Where config.json is silent, transformers takes bos = 1 and eos = 2, whatever those tokens are.
@@ -172,7 +172,7 @@ def _write_weights(path: Path, state: dict[str, Tensor], weights: Iterator[tuple
     parts = _parts(state)
     files = [path / (WEIGHTS if len(parts) == 1 else PART.format(n, len(parts))) for n in range(1, len(parts) + 1)]
     with ExitStack() as undo:
-        temporary = [undo.enter_context(_temporary(file)) for file in files]
+        temporary = [undo.enter_context(partial(file)) for file in files]
         for names, file in zip(parts, temporary):
             write_tensors(dict(_on_host(names, weights)), file)
         for old in (path / INDEX, *path.glob(PARTS)):  # an old index would name old files, or half of them new ones
@@ -207,17 +207,6 @@ def _on_host(names: list[str], weights: Iterator[tuple[str, Tensor]]) -> Iterato
         assert given == name, f"{given} where {name} belongs"
         yield name, tensor.detach().contiguous().cpu()
         del tensor  # the next one is put together now
-
-
-@contextmanager
-def _temporary(file: Path) -> Iterator[Path]:
-    """Where a file is written before it has its name."""
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.partial")
-    try:
-        with writing(file):
-            yield temporary
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:

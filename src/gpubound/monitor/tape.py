@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
-from ..files import read_json, read_text, write_whole
+from ..files import make_folder, read_json, read_text, write_whole
 from ..trace import notice
 from ..words import shown
 
@@ -49,7 +49,7 @@ class RunTape:
     def create(cls, path: str | Path, **about: Any) -> "RunTape":
         """Start a tape. A folder that already holds one goes on: a resumed run adds its lines, and its start to `starts`."""
         path = Path(path)
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         old = _about(path) if (path / ABOUT).exists() else {}
         start = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "command": _command()}
         tape = cls(path, old | {"starts": [*(old.get("starts") or []), start]} | about)

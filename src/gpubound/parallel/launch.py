@@ -22,6 +22,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
+from ..files import make_folder
 from ..trace import say
 from .failing import AGAIN, INTERRUPTED, OURS, Failure, failure_from, first_of
 
@@ -203,7 +204,7 @@ def _name(rank: int, attempt: int) -> str:
 def _kept(folder: Path) -> Iterator[None]:
     """Inside, `folder` is there, without the logs of an earlier run; at the end, with those that hold anything."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     _remove(folder.glob("rank-*.log"))
     try:
         yield

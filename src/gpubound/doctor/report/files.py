@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ...files import write_whole
+from ...files import make_folder, write_whole
 from ...pages import write_page
 from ..finding import Verdict
 from ..prove import Proof
@@ -22,7 +22,7 @@ def write_reports(
 ) -> list[Path]:
     """Write doctor.json, doctor.html and doctor.sarif, and of a recording doctor.trace.json for Perfetto; returns their paths.
     `proof` and `patch` are the page's."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     write_whole(folder / JSON, json.dumps(verdict.as_dict(), indent=1) + "\n")
     write_page(folder / PAGE, page(verdict, recording, proof, patch))
     write_whole(folder / SARIF, sarif(verdict) + "\n")

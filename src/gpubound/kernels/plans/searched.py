@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DataError
-from ...files import cache_folder, write_whole, writing
+from ...files import cache_folder, make_folder, write_whole
 from ...trace import notice
 from .rules import RULES
 
@@ -111,8 +111,7 @@ def place(name: str) -> Path:
     """The file that `keep` writes for that name of GPU. DataError where it cannot: to be asked before minutes are searched."""
     if (path := file_of(name)) is None:
         raise DataError(f"plans for {name} cannot be kept: there is no home folder; set HOME or XDG_CACHE_HOME.")
-    with writing(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise DataError(f"{path.parent}: may not be written to; change its permissions, or set XDG_CACHE_HOME.")
     return path
