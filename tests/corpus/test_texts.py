@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gpubound import trace
 from gpubound.corpus import documents as readers
 from gpubound.corpus.texts import Texts
 from gpubound.errors import DataError
@@ -47,6 +48,22 @@ def test_files_and_folders(tmp_path):
     sub = [tmp_path / "sub" / name for name in ("d.txt", "e.py", "f.md")]
     assert Texts([tmp_path / "sub", tmp_path / "b.txt"]).files == [*sub, tmp_path / "b.txt"]
     assert Texts(["a text"]).files is None and Texts(iter([])).files is None
+
+
+def test_what_a_folder_holds_besides_is_counted(tmp_path, capsys, monkeypatch):
+    """A folder of compressed texts beside a README would train on the README alone."""
+    monkeypatch.setattr(trace, "_said", set())
+    for name in ("README.md", "a.jsonl.gz", "b.jsonl.gz", "c.TXT", "notes", ".hidden"):
+        (tmp_path / name).write_text("text")
+    (tmp_path / "again").symlink_to(tmp_path)
+    assert read(tmp_path) == ["text"]
+    assert capsys.readouterr().err == (
+        f"gpubound: {tmp_path}: files to read: 1; left out: 2 .gz, 1 .TXT, 1 links to folders, 1 without a suffix.\n"
+    )
+    for number in range(9):
+        (tmp_path / f"a.{number}").write_text("")
+    read(tmp_path)
+    assert "left out: 2 .gz, 1 .0, 1 .1, 1 .2, 1 .3, 1 .4, 1 .5, 1 .6 and 5 kinds more." in capsys.readouterr().err
 
 
 def test_a_json_file_is_a_list_of_texts_chats_or_rows(tmp_path):

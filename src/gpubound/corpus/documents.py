@@ -5,6 +5,7 @@ Each reader of a kind of file yields (document, bytes of the file read so far).
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from io import TextIOWrapper
 from pathlib import Path
@@ -12,13 +13,14 @@ from typing import Any
 
 from ..errors import DataError
 from ..files import beside, read_json, reading, regular
+from ..trace import notice
 
 Document = str | list[dict[str, Any]]
 Read = Iterator[tuple[Document, int]]
 
 KEYS = ("text", "messages")  # where a row's document is looked for
 _DEEPEST = 64  # a message's further fields may be nested; a template writes them out, and Python ends at a thousand
-_SHOWN = 8  # keys that an error lists
+_SHOWN = 8  # keys that an error lists, and kinds of files that a line does
 
 PROSE = (".txt", ".text", ".md", ".markdown", ".rst", ".adoc", ".org", ".tex")
 CODE = (
@@ -112,19 +114,27 @@ def files_of(path: Path) -> list[Path]:
     """The file `path`, or the files of texts in that folder and below, in the order of their paths.
 
     Names that begin with a dot are passed over: version control, caches, environments. So is .json, which is read where it is
-    named itself. Links to folders are not followed.
+    named itself. Links to folders are not followed. A line counts what else is left out, such as texts that are compressed.
     """
     if not path.is_dir():
         return [regular(path)]
-    found = []
+    found, left = [], Counter[str]()
     for folder, inner, names in os.walk(path, onerror=_unreadable):
         inner[:] = [name for name in inner if not name.startswith(".")]
-        found += [Path(folder, name) for name in names if name.endswith(IN_FOLDERS) and not name.startswith(".")]
+        left["links to folders"] += sum(Path(folder, name).is_symlink() for name in inner)
+        for file in (Path(folder, name) for name in names if not name.startswith(".")):
+            if file.name.endswith(IN_FOLDERS):
+                found.append(file)
+            else:
+                left[file.suffix or "without a suffix"] += 1
     if not found:
         raise ValueError(
             f"{path}: holds no texts, wanted {KINDS} files or a saved Hugging Face dataset; "
             f"a .json is read where it is named itself."
         )
+    if kinds := [f"{left[kind]:,} {kind}" for kind in sorted(left, key=lambda kind: (-left[kind], kind)) if left[kind]]:
+        more = f" and {len(kinds) - _SHOWN} kinds more" if len(kinds) > _SHOWN else ""
+        notice(f"{path}: files to read: {len(found):,}; left out: {', '.join(kinds[:_SHOWN])}{more}.")
     return sorted(map(regular, found))
 
 
