@@ -101,8 +101,20 @@ def test_a_full_disk(tmp_path):
     with pytest.raises(DataError) as error:
         tape.append({"step": 1})
     assert str(error.value) == (
-        f"{tmp_path}/steps.jsonl could not be written: [Errno 28] No space left on device; the checkpoints beside it are "
-        f"intact. Free space, then go on with --resume."
+        f"{tmp_path}/steps.jsonl could not be written: No space left on device; the checkpoints beside it are "
+        f"as they were. Free space, then go on with --resume."
+    )
+
+
+def test_a_folder_that_goes_away(tmp_path):
+    """Nobody knows what became of the checkpoints, and no space is wanted."""
+    tape = RunTape.create(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "away")
+    with pytest.raises(DataError) as error:
+        tape.append({"step": 1})
+    file = tmp_path / "run" / "steps.jsonl"
+    assert str(error.value) == (
+        f"{file}: cannot be written: No such file or directory; check its permissions, its disk and its quota."
     )
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
-from ..files import make_folder, read_json, read_text, write_whole
+from ..files import make_folder, read_json, read_text, write_whole, writing
 from ..trace import notice
 from ..words import shown
 
@@ -73,12 +73,13 @@ class RunTape:
     def append(self, record: dict[str, Any]) -> None:
         record = record | {"elapsed_s": round(time.monotonic() - self._zero, 3)}
         line = json.dumps({k: _plain(v) for k, v in record.items() if v is not None})
+        path = self.path / STEPS
         try:
-            with open(self.path / STEPS, "a") as file:
+            with writing(path), open(path, "a") as file:
                 file.write(line + "\n")
-        except OSError as error:
+        except OSError as error:  # the disk is full
             raise DataError(
-                f"{self.path / STEPS} could not be written: {error}; the checkpoints beside it are intact. "
+                f"{path} could not be written: {error.strerror}; the checkpoints beside it are as they were. "
                 f"Free space, then go on with --resume."
             ) from error
 
