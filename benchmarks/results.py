@@ -9,6 +9,7 @@ python -m benchmarks.results add lines.jsonl --commit 0a55bec    keep lines that
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import torch
 
 from gpubound import measure
 from gpubound.cli import guarded
+from gpubound.files import make_folder, writing
 
 FOLDER = Path(__file__).parent / "results"
 MORE_IS_BETTER = {"GB/s", "TFLOP/s", "tok/s", "steps/s", "%"}
@@ -114,10 +116,15 @@ def file_of(gpu: str, folder: Path = FOLDER) -> Path:
 
 
 def append(lines: Iterable[Line], folder: Path = FOLDER) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for line in lines:
-        with file_of(line.gpu, folder).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(line)) + "\n")
+        path = file_of(line.gpu, folder)
+        with writing(path), path.open("a+b") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":  # a run that was killed left half a line: it must not swallow this one
+                    file.write(b"\n")
+            file.write(json.dumps(asdict(line)).encode() + b"\n")
 
 
 def read(source: Path = FOLDER) -> list[Line]:

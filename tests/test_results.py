@@ -79,6 +79,18 @@ def test_lines_are_appended_to_their_gpus_file(tmp_path):
     assert read(tmp_path / "nvidia-h200.jsonl") == [LINE, LINE]
 
 
+def test_half_a_line_swallows_no_other(tmp_path):
+    """A benchmark that is killed while it writes leaves one; what is measured later has a line of its own."""
+    append([LINE], tmp_path)
+    file = results.file_of(LINE.gpu, tmp_path)
+    file.write_text(file.read_text() + '{"bench": "ker')
+    append([LINE, LINE], tmp_path)
+    with pytest.raises(ValueError, match=r"^nvidia-h200.jsonl:2: not a JSON line .*; remove it, or measure the case again\.$"):
+        read(tmp_path)
+    file.write_text("".join(line for line in file.read_text().splitlines(keepends=True) if line.endswith("}\n")))
+    assert read(tmp_path) == [LINE] * 3
+
+
 def test_the_newest_of_each_case_and_peer_counts():
     later = replace(LINE, date="2026-11-22T10:00:00+00:00", ratio=1.2)
     eager = replace(LINE, peer_name="eager", ratio=3.0)
