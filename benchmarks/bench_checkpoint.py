@@ -4,8 +4,8 @@ Steps are launched one ahead of the device, as the training loop does, and timed
 the device's own clock (train/loop.py). The snapshot is taken between two of them, so all of it is in the next one's time.
 
 With --gpus the model lies in shards, each rank writes its own, and PyTorch's own asynchronous save of the same tensors takes
-turns with ours (saves_worker.py). What counts is the slowest rank. With --resume another number of GPUs takes up what they wrote:
-it must come to the loss that they have come to themselves.
+turns with ours (saves_worker.py). What counts is the slowest rank. With --resume another number of GPUs takes up what they
+wrote, and must come to the loss that they have come to themselves.
 """
 
 import statistics

@@ -177,7 +177,9 @@ def beside(
     model, ids = decoder.model, prompt_of(decoder.model, size)
     tokens = decoder.generate(ids.tolist(), max_new_tokens=size.ours, stop=()).tokens
     far = gaps(model, ids, torch.tensor(tokens)[:, : size.peers])
-    print(f"{case}: tokens lie {far.mean():.2f} deviations below the model's own in the mean, {far.max():.2f} at most", flush=True)
+    print(
+        f"{case}: tokens lie {far.mean():.2f} deviations below the model's own in the mean, {far.max():.2f} at most", flush=True
+    )
     if not far.mean() <= GAP:
         bench.wrong.append(f"{case}: ours lie {far.mean():.2f} deviations below the model's own (limit {GAP}); not timed")
         return False

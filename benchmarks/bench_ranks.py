@@ -131,9 +131,7 @@ def measure_case(bench: Bench, name: str, case: Case, world: int, rounds: int, p
                     beside(bench, said, case, mine, peer, theirs, goal, rounds)
 
 
-def beside(
-    bench: Bench, said: str, case: Case, mine: Team, peer: str, theirs: Worker | Team, goal: Goal, rounds: int
-) -> None:
+def beside(bench: Bench, said: str, case: Case, mine: Team, peer: str, theirs: Worker | Team, goal: Goal, rounds: int) -> None:
     """Tokens a second for each GPU, and peak memory of each, beside a peer that starts from the same loss."""
     if not begin_alike(bench, said, mine.facts["loss"], peer, theirs.facts["loss"]):
         return
