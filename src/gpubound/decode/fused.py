@@ -84,7 +84,8 @@ class FusedBody(Body):
         self.arg = torch.zeros(B, parts, device=self.device, dtype=torch.int32)
         self.host = host.HostStep(self) if on_host else None
         self.rounds = ", ".join(part for part in (build.weights, build.cache.kind and f"{build.cache.kind} cache") if part)
-        self.kernels, self.reads = "plain torch" if on_host else "fused kernels", self.form.reads
+        kernels = "fused kernels" if self.bench.kernels == "triton" else "reference kernels"
+        self.kernels, self.reads = "plain torch" if on_host else kernels, self.form.reads
         self._take()
 
     @property
