@@ -58,6 +58,8 @@ def test_what_is_proposed_can_be_pasted(capsys):
 def test_nothing_that_fits_is_exit_code_1(capsys):
     assert main(["plan", "--model", "8b", "--seq", "4096", "--gpu", "h100"]) == 1
     assert "nothing fits: at least" in capsys.readouterr().out
+    assert main(["plan", "--memory", "0.5"]) == 1
+    assert " GiB of 0.5 a GPU; take more GPUs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -74,6 +76,10 @@ def test_nothing_that_fits_is_exit_code_1(capsys):
             "--accumulate 3.",
         ),
         (["--gpus", "0"], "plan: gpus must be above 0, got 0."),
+        (
+            ["--gpus", "20", "--accumulate", "20"],
+            "plan: gpus: got 20 in nodes of 8, wanted whole nodes; give --gpus 16, or another --node.",
+        ),
         (["--recompute", "11"], "recompute: got 11 blocks, the model has 10; give at most so many."),
         (
             ["--model", "diffusion-tiny"],

@@ -81,6 +81,11 @@ def main(argv: Sequence[str]) -> int:
         value = getattr(options, name)
         if value is not None and not value > 0:
             raise ValueError(f"plan: {name} must be above 0, got {value}.")
+    if options.gpus > options.node and options.gpus % options.node:
+        raise ValueError(
+            f"plan: gpus: got {options.gpus:,} in nodes of {options.node}, wanted whole nodes; give --gpus "
+            f"{options.gpus // options.node * options.node}, or another --node."
+        )
     card, network = card_named(options.gpu), Network(options.nvlink * GIGA, options.network * GIGA, options.node)
     total = card.memory if options.memory is None else int(options.memory * GIB)
     as_it_is, found = proposals(options.recipe(), options.gpus, card, network, total)
@@ -89,14 +94,14 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(as_json(options, total, assumed, as_it_is, best, found), indent=1))
         return 0 if best else 1
-    print(headline(options, as_it_is.setting, f"{card.name}, {total / GIB:.0f} GiB"))
+    print(headline(options, as_it_is.setting, f"{card.name}, {gib(total)} GiB"))
     print(*assumed, "", sep="\n")
     print(table(found[: options.most], best))
     print(f"{'as it is':9}{row(as_it_is)}\n")
     shown = best or found[0]
     print(parts(shown))
     if best is None:
-        least = f"at least {shown.bytes / GIB:.1f} GiB of {total / GIB:.0f} a GPU"
+        least = f"at least {shown.bytes / GIB:.1f} GiB of {gib(total)} a GPU"
         print(f"\nnothing fits: {least}; take more GPUs, shorter rows or a smaller model.")
         return 1
     print(f"\nbest: {shlex.join(best.command(train_options(file, known, options)))}")
@@ -127,6 +132,11 @@ def headline(options: Planned, setting: Setting, card: str) -> str:
     vocabulary, tokens = f"vocabulary {setting.config.vocabulary:,}", quantity(setting.tokens_per_step)
     model = f"{options.model}, {vocabulary}: {setting}, {options.optimizer}"
     return f"{model}; a step has {tokens} tokens, rows of {setting.seq:,}; {options.gpus:,} x {card}"
+
+
+def gib(total: int) -> str:
+    """The memory of a GPU. --memory may say less than 1 GiB."""
+    return f"{total / GIB:.0f}" if total >= 10 * GIB else f"{total / GIB:.1f}"
 
 
 def table(found: list[Proposal], best: Proposal | None) -> str:
