@@ -10,6 +10,7 @@ import pytest
 
 import gpubound as gb
 from benchmarks import figures
+from gpubound import cli
 
 from .blocks import PAGES, ROOT, blocks, prose
 
@@ -150,6 +151,20 @@ def test_every_public_name_is_in_the_reference():
     there = {_place(name) for name in shown}
     missing = [name for name in public() if _place(name) not in there]
     assert not missing, f"api.md lacks {missing}"
+
+
+def test_members_that_a_page_names_are_in_the_reference():
+    """api.md shows a class with chosen members; a page's table of its calls has no others."""
+    shown = re.search(r"::: gpubound.parallel.Ranks\n.*?\n +members: \[(.+?)\]", (DOCS / "api.md").read_text())
+    table = (DOCS / "many-gpus.md").read_text().partition("| call | does |\n")[2].partition("\n\n")[0]
+    named = re.findall(r"`(\w+)[^`]*`", " ".join(line.split(" | ")[0] for line in table.splitlines()))
+    assert "together" in named and set(named) <= set(shown[1].split(", "))
+
+
+def test_every_exit_code_is_explained():
+    codes = re.findall(r"\b\d+\b", cli.__doc__.partition("Exit codes")[2])
+    page = (DOCS / "troubleshooting.md").read_text().partition("- Exit codes:")[2].partition("\n\n")[0]
+    assert len(codes) == 6 and set(codes) <= set(re.findall(r"\b\d+\b", page))
 
 
 def _place(name: str) -> str:
