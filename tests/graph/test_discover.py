@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import nn
 
 from gpubound.graph import capture, discover as discovery
+from gpubound.graph.memory import Generators, Snapshot
 
 from .cases import drawn, said
 
@@ -233,3 +234,17 @@ def test_a_write_that_nothing_sees_is_found_through_state(tape):
     hidden.zero_()
     assert said(lambda: capture(unseen, torch.ones(3), state=hidden)).startswith("unseen: hidden of the replay is off by 1 ")
     assert hidden.item() == 0.0
+
+
+def test_memory_that_a_weight_moved_away_from_is_no_longer_outside():
+    """Whatever is made next may lie at its address, and an output there would have been taken for the function's state."""
+    weight, x = nn.Parameter(drawn(10)), drawn(10)
+    watching = discovery.Discovery(torch.device("cpu"), [x], Snapshot(torch.device("cpu")), Generators(torch.device("cpu")))
+
+    def moves_its_weight():
+        y = x * weight
+        weight.data = weight.detach().clone()
+        return y * weight
+
+    watching.run(moves_its_weight)
+    assert not watching.external  # the new memory was made in the call

@@ -82,8 +82,12 @@ class Discovery:
         self.calls += 1
         self.made_before.update(self._made)
         self.hazards, self._made = [], {}
-        with _without_compiler(), patched(self.launch), _Calls(self), _Operations(self._operation):
-            return call()
+        try:
+            with _without_compiler(), patched(self.launch), _Calls(self), _Operations(self._operation):
+                return call()
+        finally:
+            for key in [*self.external]:
+                self._outside(key)
 
     def survivors(self) -> dict[int, Origin]:
         """What an earlier call made and a later one used, with how it began."""
@@ -112,11 +116,18 @@ class Discovery:
         finally:
             setattr(self.midst, what, before)
 
+    def _outside(self, key: int) -> bool:
+        """Whether this is memory from outside. A tensor that was given other memory since, as weights are when they are laid
+        side by side, leaves its old address to whatever is made next: that is forgotten here."""
+        if key in self.external and storage_key(self.external[key].tensor) != key:
+            del self.external[key]
+        return key in self.external
+
     def see(self, tensor: Tensor, place: Place) -> None:
         key = storage_key(tensor)
         if not key or key in self._made or key in self.inputs:
             return
-        if key not in self.external:
+        if not self._outside(key):
             self.external[key] = Seen(tensor, place, self.calls)
         self.leaf(tensor)
 
@@ -135,7 +146,7 @@ class Discovery:
     def made(self, tensor: Tensor, op: Any, args: tuple, place: Place, given: set[int]) -> None:
         """Note a result that is no view of an argument. Freed memory may be taken again: the newest origin counts."""
         key = storage_key(tensor)
-        if key and key not in given and key not in self.external and key not in self.inputs:
+        if key and key not in given and key not in self.inputs and not self._outside(key):
             self._made[key] = began(op, args, tensor, place, self.calls)
 
     def refill(self, tensor: Tensor, value: Any) -> None:
@@ -153,7 +164,7 @@ class Discovery:
         with self.in_the_midst("ourselves"):
             for tensor in tensors:
                 key = storage_key(tensor)
-                if key not in self.external and key not in self.inputs and self.midst.operation:
+                if key not in self.inputs and self.midst.operation and not self._outside(key):
                     self._made.setdefault(key, Origin(place, self.calls, empty=True))
                 self.see(tensor, place)
                 if not key or key in self._made or key in doubtful:
@@ -204,7 +215,7 @@ class Discovery:
 
     def _check_host_write(self, func: Any, tensor: Tensor, args: tuple) -> None:
         """A CPU tensor from outside that a GPU's function writes: the graph would not. A copy into pinned memory is a node."""
-        if tensor.device.type != "cpu" or self.device.type == "cpu" or storage_key(tensor) not in self.external:
+        if tensor.device.type != "cpu" or self.device.type == "cpu" or not self._outside(storage_key(tensor)):
             return
         if func is torch.ops.aten.copy_.default and args[1].device == self.device and tensor.is_pinned():
             return
