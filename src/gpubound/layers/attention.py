@@ -64,8 +64,9 @@ class RopeTable:
         """(cos, sin) of positions 0..length-1, each (length, D/2)."""
         kept, stamp = self._kept, self.angles.stamp()
         if kept is None or kept[0].shape[0] < length or kept[0].device != device or stamp != self._stamp:
-            cos, sin = self.at(torch.arange(length, device=device))
-            kept = cos.contiguous(), sin.contiguous()
+            with torch.inference_mode(False):  # a table made inside could not be kept for backward later
+                cos, sin = self.at(torch.arange(length, device=device))
+                kept = cos.contiguous(), sin.contiguous()
             # What a capture allocates is its graph's, to be overwritten at the next replay.
             if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
                 self._kept, self._stamp = kept, stamp

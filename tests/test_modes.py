@@ -1,0 +1,62 @@
+"""What a caller is in when it calls: no_grad, inference_mode, autocast. Numbers stay the same."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+
+import gpubound as gb
+
+MODES: dict[str, Callable[[], AbstractContextManager]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.fixture(params=MODES)
+def mode(request) -> Callable[[], AbstractContextManager]:
+    return MODES[request.param]
+
+
+def small() -> gb.Decoder:
+    torch.manual_seed(0)
+    return gb.Decoder(gb.DecoderConfig(hidden=32, intermediate=64, layers=1, heads=2, kv_heads=1, vocabulary=40))
+
+
+def ids() -> torch.Tensor:
+    return torch.arange(24, device="cpu").view(2, 12)
+
+
+def decoded(model: gb.Decoder) -> tuple:
+    gb.place(model, device="cpu")
+    decoder = gb.decoder(model, max_batch=2, max_length=32)
+    return [list(row) for row in decoder.generate(ids()[:, :4], max_new_tokens=8).tokens], decoder.score(ids().tolist())
+
+
+CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "decoder": (small, decoded),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_are_the_same(case, mode):
+    make, run = CASES[case]
+    want, model = run(make()), make()
+    with mode():
+        got = run(model)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("inside", [torch.inference_mode, torch.no_grad])
+def test_a_model_that_read_in_a_mode_trains_behind_it(inside):
+    """Tables of positions that were made in inference_mode could not be kept for a backward."""
+    model, placed = small(), small()
+    gb.place(placed, device="cpu")
+    for each in (model, placed):
+        with inside():
+            each(torch.arange(38, device="cpu")[None])
+        each.loss(ids(), ids()).backward()
+    torch.testing.assert_close(placed.lm_head.weight.grad, model.lm_head.weight.grad)
