@@ -248,6 +248,20 @@ def entered(device: torch.device) -> AbstractContextManager:
 
 
 @contextmanager
+def plainly(device: torch.device) -> Iterator[None]:
+    """Out of the caller's inference_mode, whose tensors no later backward may keep and no later call may write, and of its
+    autocast on `device`, which computes in another dtype than was asked for. Gradients are on inside."""
+    with torch.inference_mode(False), without_autocast(device):
+        yield
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+@contextmanager
 def products(mode: str | None) -> Iterator[None]:
     """fp32 products and convolutions on the GPU as "ieee" or "tf32" inside the block; None leaves them alone."""
     owners = (torch.backends.cuda.matmul, torch.backends.cudnn.conv) if mode is not None else ()  # type: ignore[attr-defined]

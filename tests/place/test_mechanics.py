@@ -245,10 +245,11 @@ def test_frozen_base_with_trained_norms():
     assert_close(training_run(model, batch()), want)
 
 
-def test_placing_inside_inference_mode():
-    """It compared no gradients there, and swapped next to nothing."""
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_placing_inside_a_mode(mode):
+    """It compared no gradients in one, rounded ones in the other, and took the swaps back."""
     model = tiny()
-    with torch.inference_mode():
+    with mode():
         placement = place(model, strict=True)
     assert placement.verified and not any(p.is_inference() for p in model.parameters())
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..device import label
+from ..device import label, plainly
 from ..errors import GenerateError
 from ..kernels.choose import hasten
 from ..lora.peft_layers import base_of
@@ -158,7 +158,7 @@ class FastDecoder:
     def plainly(self) -> Iterator[None]:
         """Without gradients, and without the caller's autocast and inference mode: one would compute in another dtype than
         the weights', the other make buffers that later calls may not write. Left before the caller sees a token."""
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.body.device.type, enabled=False):
+        with plainly(self.body.device), torch.no_grad():
             yield
 
     def _check_free(self) -> None:
@@ -257,7 +257,7 @@ def decoder(
         raise ValueError(f"decoder: split: got {split!r} without devices; name the GPUs that share the model.")
     over = None if devices is None else devices_of(devices, split)
     where = first.device if over is None else over[0]
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(where.type, enabled=False):
+    with plainly(where), torch.no_grad():
         shared = sliced_body if split == "tensors" else staged_body
         body = _body(model, build, fused) if over is None else shared(model, build, fused, over)
         drafting = (

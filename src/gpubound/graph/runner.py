@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..device import without_autocast
 from ..errors import GraphError
 from ..watch.site import Place, here
 from .operations import broken_capture
@@ -41,7 +42,7 @@ class EagerRunner:
 
     def run(self, call: Callable[[], Any]) -> Any:
         self.gate()
-        with torch.set_grad_enabled(self.grad_enabled), _without_autocast(self.device):
+        with torch.set_grad_enabled(self.grad_enabled), without_autocast(self.device):
             return call()
 
     def waits(self, call: Callable[[], Any]) -> list[Place]:
@@ -78,12 +79,6 @@ class EagerRunner:
                             f"{tuple(kept.shape)} as captured; a graph's shapes are fixed."
                         )
                     kept.copy_(new)
-
-
-def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
-    if not torch.amp.is_autocast_available(device.type):
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
 
 
 @functools.cache
@@ -180,7 +175,7 @@ class GraphRunner:
             torch._C._cuda_endAllocateToPool(self.device.index, self.pool)
         torch.cuda.synchronize(self.device)
         try:
-            torch.rand(1, device=self.device)
+            torch.rand(1, device=self.device, dtype=torch.float32)
         except RuntimeError:  # the generator still believes in the capture: an empty one that ends well tells it otherwise
             empty = torch.cuda.CUDAGraph()
             with warnings.catch_warnings():

@@ -28,7 +28,6 @@ from .placement import Note, Placement
 from .verify import Agreement, coarsest, judged, verify
 
 
-@torch.inference_mode(False)  # a weight moved inside inference_mode could not be trained, and no gradient be compared
 def place(
     model: nn.Module, device: str | torch.device = "auto", fuse: bool = True, strict: bool = False, example: Any = None
 ) -> Placement:
@@ -46,6 +45,12 @@ def place(
     begin = time.perf_counter()
     candidates.check_placeable(model)
     there = facts.resolve(device)
+    # A weight moved inside inference_mode could not be trained, and autocast would round what is compared.
+    with facts.plainly(there):
+        return _placed(model, there, fuse, strict, example, begin)
+
+
+def _placed(model: nn.Module, there: torch.device, fuse: bool, strict: bool, example: Any, begin: float) -> Placement:
     candidates.move(model, there)
     if fuse:
         hasten(candidates.calls_of(model), there, coarsest(model))
@@ -196,7 +201,7 @@ def _within_ours(model: nn.Module, name: str) -> bool:
 def _kernel(module: Any) -> str:
     """A module's kernels in words, each op under the implementation that its door chooses for this module's tensors."""
     words, ops = module.fused_kernels()  # as its calls so far have run it, not as it was expected to
-    p = next(module.parameters(), torch.empty(1))
+    p = next(module.parameters(), torch.empty(1, device="cpu", dtype=torch.float32))
     chosen: dict[str, list[str]] = {}
     for op in ops:
         chosen.setdefault(runs(op, p.device, p.dtype), []).append(op)
