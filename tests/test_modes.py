@@ -30,6 +30,15 @@ def ids() -> torch.Tensor:
     return torch.arange(24, device="cpu").view(2, 12)
 
 
+def trained(**options: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    def run(model: gb.Decoder) -> tuple:
+        step = gb.TrainStep(model, "next_token", precision="fp32", clip=1.0, **options)
+        results = [step({"input_ids": ids(), "labels": ids()}) for _ in range(2)]  # tensors of inference_mode, too
+        return [(result.loss, result.grad_norm) for result in results], dict(model.named_parameters())
+
+    return small, run
+
+
 def decoded(model: gb.Decoder) -> tuple:
     gb.place(model, device="cpu")
     decoder = gb.decoder(model, max_batch=2, max_length=32)
@@ -37,6 +46,8 @@ def decoded(model: gb.Decoder) -> tuple:
 
 
 CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "step": trained(),
+    "step in 8 bits": trained(optimizer="adamw8bit"),
     "decoder": (small, decoded),
 }
 

@@ -66,9 +66,11 @@ class MicroBatch:
     def __init__(self, batch: Any, device: torch.device):
         self.tree = flatten(batch)
         key: list[tuple] = []
-        for path, leaf in zip(self.tree.paths, self.tree.leaves):
+        for at, (path, leaf) in enumerate(zip(self.tree.paths, self.tree.leaves)):
             _check(path, leaf, device)
             key.append((path, leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (path, leaf))
+            if isinstance(leaf, Tensor) and leaf.is_inference():  # a backward may not keep it
+                self.tree.leaves[at] = leaf.clone()
         self.key, self.tensors = tuple(key), [leaf for _, leaf in self.tree.tensors()]
 
     def whole(self, tensors: Sequence[Tensor] | None = None) -> Any:

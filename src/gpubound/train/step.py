@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..device import plainly
 from ..graph import Captured
 from ..kernels.choose import Call, hasten
 from ..layers import fp8
@@ -68,6 +69,7 @@ class TrainStep:
                A model in DistributedDataParallel comes out of it, and brings its ranks
     """
 
+    @torch.inference_mode(False)  # buffers made inside could not be written by later steps, nor kept for a backward
     def __init__(
         self,
         model: nn.Module,
@@ -124,9 +126,14 @@ class TrainStep:
         """One step over a list of micro-batches, one batch, a feed (across epochs) or an iterator.
 
         Returns None when an iterator is empty. A shorter list, or the rest of an iterator, gives a smaller step, just as exact.
+        What surrounds the call does not reach it: neither autocast, for which there is `precision`, nor no_grad.
         """
         if self._closed:
             raise ValueError("step: this TrainStep is closed, its model released; make a new one with TrainStep(model, ...).")
+        with plainly(self.device):
+            return self._step(micro_batches)
+
+    def _step(self, micro_batches: Any) -> StepResult | None:
         batches = gather(micro_batches, self.accumulate)
         if not batches:
             return None
