@@ -45,10 +45,24 @@ def decoded(model: gb.Decoder) -> tuple:
     return [list(row) for row in decoder.generate(ids()[:, :4], max_new_tokens=8).tokens], decoder.score(ids().tolist())
 
 
+def adapted(**options: Any) -> Callable[[gb.Decoder], dict]:
+    def run(model: gb.Decoder) -> dict:
+        torch.manual_seed(1)
+        gb.lora.add(model, rank=4, **options)
+        assert not any(p.is_inference() for p in model.parameters())
+        gb.lora.merge(model)
+        return dict(model.named_parameters())
+
+    return run
+
+
 CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "step": trained(),
     "step in 8 bits": trained(optimizer="adamw8bit"),
     "decoder": (small, decoded),
+    "adapters": (small, adapted(init=False)),
+    "orthogonal adapters": (small, adapted(init="orthogonal")),
+    "DoRA": (small, adapted(init=False, dora=True)),
 }
 
 

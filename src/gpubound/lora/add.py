@@ -4,8 +4,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
+from ..device import without_autocast
 from ..kernels.record import seen
 from ..layers.site_parts import shape_of
 from ..layers.stacked import multiply_by_records
@@ -17,6 +19,7 @@ from .targets import DORA, KINDS, by, chosen, layers_of
 INITS = (True, False, "gaussian", "orthogonal")
 
 
+@torch.inference_mode(False)  # an adapter made inside could not be trained
 def add(
     model: nn.Module,
     rank: int,
@@ -57,7 +60,8 @@ def add(
     if base is not None:
         quantize_base(model, base)
     for key, own in made.items():
-        own.begin(init, layers[key].weight)
+        with without_autocast(own.a.device):  # it would round what begins orthogonal, and the lengths of rows
+            own.begin(init, layers[key].weight)
     return list(layers)
 
 

@@ -22,6 +22,7 @@ from .targets import layers_of, unfit
 FORMATS: dict[str, type[Frozen]] = {kind.name: kind for kind in (InNf4, InInt8, InFp8)}
 
 
+@torch.inference_mode(False)
 def quantize_base(model: nn.Module, format: str) -> list[str]:
     """Put the weights of all nn.Linear but the head into `format`: "nf4", "int8" or "fp8". Returns the layers' names.
 
@@ -76,6 +77,7 @@ def suited(model: nn.Module, kind: type[Frozen]) -> list[str]:
     return [key for key, _, why in _judged(model, kind) if why is None]
 
 
+@torch.inference_mode(False)
 def dequantize_base(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """The weights that `quantize_base` put into codes as numbers again, in `dtype` or the model's. Rounding stays."""
     _check_closed(model, "lora.dequantize_base")

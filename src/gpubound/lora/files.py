@@ -92,6 +92,7 @@ def _ends(found: list[str], named: list[str]) -> list[str]:
     return sorted(ends) if chosen == set(found) else sorted(found)
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def load(model: nn.Module, path: str | Path, name: str = "default") -> list[str]:
     """The adapters in the folder `path` onto `model`, under `name`; returns their layers' names.
@@ -206,7 +207,7 @@ def _check_numbers(file: Path, config: dict[str, Any]) -> None:
 def _options(folder: Path, config: dict[str, Any], key: str, layer: Any, own: dict[str, Tensor]) -> AdapterOptions:
     rank = _of(config, "rank_pattern", key, config.get("r", USUAL["r"]))
     kind = _pair(config, layer)
-    example = kind(torch.empty(shape_of(layer.weight), device="meta"), rank, 1.0, 0.0, False)
+    example = kind(torch.empty(shape_of(layer.weight), device="meta", dtype=torch.float32), rank, 1.0, 0.0, False)
     got = [tuple(own[half].shape) if half in own else None for half in kind.HALVES]
     wanted = [tuple(example.filed(half).shape) for half in kind.HALVES]
     if got != wanted:

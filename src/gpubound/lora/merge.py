@@ -6,6 +6,7 @@ Subtracting what was added would leave rounding behind. So the weight as it was 
 import torch
 from torch import Tensor, nn
 
+from ..device import without_autocast
 from ..layers.frozen import Base
 from ..layers.site_parts import format_of, is_sharded
 from .add import take_out
@@ -13,6 +14,7 @@ from .dora import DoraPair
 from .pairs import Adapters, Pair, adapted_layers, check_not_chosen, check_values, pairs
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def merge(model: nn.Module, name: str | None = None, for_good: bool = False) -> float:
     """weight += scale · b a for the adapters that are on, or those of them called `name`. They cost nothing from then on.
@@ -57,7 +59,8 @@ def _fold(adapters: Adapters, own: list[Pair], keep: bool) -> Tensor:
     wide = torch.promote_types(weight.dtype, torch.float32)
     before = weight.detach().to(wide, copy=True)
     base = before if adapters.original is None else adapters.original.to(before)
-    added = sum((pair.added(base) for pair in own), torch.zeros((), device=weight.device))
+    with without_autocast(weight.device):  # it would round what is merged to 16 bits
+        added = sum((pair.added(base) for pair in own), torch.zeros((), device=weight.device, dtype=torch.float32))
     weight.copy_(before + added)
     for pair in own:
         pair.merged = True
@@ -67,6 +70,7 @@ def _fold(adapters: Adapters, own: list[Pair], keep: bool) -> Tensor:
     return (weight.double() - exact).norm() / added.double().norm().clamp_min(torch.finfo(torch.float64).tiny)
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def unmerge(model: nn.Module) -> None:
     """Every weight that adapters were merged into, bit for bit as it was. The adapters add to its products again."""
