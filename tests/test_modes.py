@@ -1,7 +1,9 @@
-"""What a caller is in when it calls: no_grad, inference_mode, autocast. Numbers stay the same."""
+"""What a caller is in when it calls: no_grad, inference_mode, autocast, a default device or dtype. Numbers stay the same."""
 
+import ast
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +11,29 @@ import torch
 
 import gpubound as gb
 
+ROOT = Path(gb.__file__).parent
+FLOATS = ("empty", "eye", "linspace", "ones", "rand", "randn", "zeros")  # of the default dtype where none is given
+OTHERS = ("arange", "as_tensor", "full", "randint", "randperm", "tensor")
+MODULES = ("models/deepseek_v4/coded.py",)  # a module is made where and as its maker's modes say
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 MODES: dict[str, Callable[[], AbstractContextManager]] = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "a default device": lambda: torch.device("meta"),
+    "fp64": lambda: default_dtype(torch.float64),
+    "bf16": lambda: default_dtype(torch.bfloat16),
 }
 
 
@@ -85,3 +106,25 @@ def test_a_model_that_read_in_a_mode_trains_behind_it(inside):
             each(torch.arange(38, device="cpu")[None])
         each.loss(ids(), ids()).backward()
     torch.testing.assert_close(placed.lm_head.weight.grad, model.lm_head.weight.grad)
+
+
+def factories(path: Path) -> list[tuple[str, int, set[str | None]]]:
+    """(name, line, keywords) of each torch.name(...) that makes a tensor. A keyword None stands for `**others`."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    made = [(call.func, {k.arg for k in call.keywords}) for call in calls if isinstance(call.func, ast.Attribute)]
+    return [
+        (f.attr, f.lineno, keywords)
+        for f, keywords in made
+        if isinstance(f.value, ast.Name) and f.value.id == "torch" and f.attr in FLOATS + OTHERS
+    ]
+
+
+def test_no_tensor_is_made_by_the_callers_defaults():
+    """With torch.set_default_device("cuda") or a default dtype, a tensor that names neither is another one."""
+    bare = []
+    for path in sorted(ROOT.rglob("*.py")):
+        for name, line, keywords in factories(path):
+            wanted = {"device", "dtype"} if name in FLOATS else {"device"}
+            if not (wanted <= keywords or keywords & {"out", None} or str(path.relative_to(ROOT)) in MODULES):
+                bare.append(f"{path.relative_to(ROOT)}:{line}: torch.{name} without {' and '.join(sorted(wanted - keywords))}")
+    assert bare == []

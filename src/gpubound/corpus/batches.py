@@ -177,7 +177,7 @@ class _HostCut(Source):
 
     def read(self, epoch: int, start: int) -> Iterator[dict[str, Tensor]]:
         for drawn in range(epoch * self.length + start, (epoch + 1) * self.length, self.world):
-            yield self.cutter.cut(self.cutter.rows(torch.tensor(drawn)))
+            yield self.cutter.cut(self.cutter.rows(torch.tensor(drawn, device="cpu")))
 
 
 class CorpusFeed(Feed):

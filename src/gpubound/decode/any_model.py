@@ -191,7 +191,7 @@ class StaticBody(Body):
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             own_TV = self.model(input_ids=ids_T[None], use_cache=False, return_dict=True).logits[0].float()
         self.vocab = own_TV.shape[-1]
-        self.logits = torch.zeros(self.max_batch * self.tokens, self.vocab, device=self.device)
+        self.logits = torch.zeros(self.max_batch * self.tokens, self.vocab, device=self.device, dtype=torch.float32)
         place_B = (tokens - 1 - self.row_B % 2).clamp(min=0)
         last_BT = self.place_L[max(0, tokens - self.tokens) : tokens].expand(self.max_batch, -1)
         last_BT = last_BT if self.tokens > 1 else last_BT[:, 0]

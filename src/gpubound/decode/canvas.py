@@ -67,10 +67,10 @@ class Canvas:
         self.start = torch.zeros(rows, 1, device=device, dtype=torch.int64)  # where a row's answer begins
         self.begins, self.reveals = torch.zeros(2, tokens, device=device, dtype=torch.int64)
         self.number = torch.zeros(1, device=device, dtype=torch.int64)  # of the step
-        self.guidance = torch.zeros((), device=device)
+        self.guidance = torch.zeros((), device=device, dtype=torch.float32)
         each = rows * block
-        off = {name: torch.zeros(each, device=device) for name in ("temperature", "min_p")}
-        on = {name: torch.ones(each, device=device) for name in ("top_p", "penalty")}
+        off = {name: torch.zeros(each, device=device, dtype=torch.float32) for name in ("temperature", "min_p")}
+        on = {name: torch.ones(each, device=device, dtype=torch.float32) for name in ("top_p", "penalty")}
         top_k, row = torch.zeros(2, each, device=device, dtype=torch.int32)
         self.settings = Settings(**off, **on, top_k=top_k, row=row, seed=torch.zeros(each, device=device, dtype=torch.int64))
         self.stops = torch.full((1,), -1, device=device, dtype=torch.int32)
@@ -141,7 +141,7 @@ class Canvas:
         count, zero = len(logits), torch.zeros(len(logits), device=logits.device, dtype=torch.int32)
         lane = (self.begins[number] + self.lane).repeat(count // self.block)
         position = (number * self.tokens + lane).int()
-        emitted, sureness = zero.clone(), torch.zeros(count, device=logits.device)
+        emitted, sureness = zero.clone(), torch.zeros(count, device=logits.device, dtype=torch.float32)
         rows = Rows(zero.clone(), position, masked.int(), torch.full_like(zero, 2**31 - 1), zero.clone(), self.stops)
         sample(logits, rows, self.settings, Into(emitted), sureness)
         return emitted, sureness

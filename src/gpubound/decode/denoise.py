@@ -66,7 +66,7 @@ class Walk:
 
     def __init__(self, sampler: NoiseSampler, noise: Tensor, steps: int, others: dict[str, Any]) -> None:
         self.sampler, self.steps, self.others, self.dtype = sampler, steps, others, noise.dtype
-        self.times = torch.linspace(1, 0, steps + 1, device=noise.device)
+        self.times = torch.linspace(1, 0, steps + 1, device=noise.device, dtype=torch.float32)
         self.number = torch.zeros(1, device=noise.device, dtype=torch.int64)
         self.x = noise.to(torch.promote_types(noise.dtype, torch.float32), copy=True)
         self.graph: Captured | None = None

@@ -82,7 +82,7 @@ class HostStep:
         seen = {w: _seen(position, low, end, w) for w in {layer.attention.window for layer in self.layers}}
         place = position.long()
         # Where the new keys and values go. Most often that is one place for all rows, which a slice writes faster.
-        row, there = (slice(None), high) if low == high else (torch.arange(rows), place)
+        row, there = (slice(None), high) if low == high else (torch.arange(rows, device="cpu"), place)
         angles = [[table[place][:, None].to(body.live.dtype) for table in tables] for tables in body.bench.tables]
         x = body.embedded(token)
         for number, (attention, mlp, qkv, o, gate_up, down) in enumerate(self.layers):
@@ -125,7 +125,7 @@ def _seen(position: Tensor, low: int, end: int, window: int) -> tuple[int, Tenso
     start = max(0, low + 1 - window) if window else 0
     if low + 1 == end:
         return start, None
-    place, at = torch.arange(start, end), position[:, None].long()
+    place, at = torch.arange(start, end, device="cpu"), position[:, None].long()
     sees = place <= at
     if window:
         sees &= place > at - window

@@ -58,7 +58,8 @@ class MaskedSampler:
         if graph not in MODES:
             raise ValueError(f"MaskedSampler: graph: got {graph!r}, wanted one of {', '.join(MODES)}.")
         self.graph = graph
-        self.barred = torch.zeros(self.vocab, device=self.device)  # what is never written: the mask, ids of no token
+        # what is never written: the mask, ids of no token
+        self.barred = torch.zeros(self.vocab, device=self.device, dtype=torch.float32)
         self.barred[[self.mask_token, *range(getattr(tokenizer, "vocab_size", self.vocab), self.vocab)]] = -torch.inf
         self.whole = self._try()
         self._canvases: dict[tuple, Canvas] = {}
@@ -66,7 +67,7 @@ class MaskedSampler:
     def _try(self) -> str | None:
         """Why the logits are asked whole; refuses a model that does not look ahead."""
         ids = torch.tensor([[self.mask_token, 0, 0]], device=self.device)
-        inputs = {"input_ids": ids} | told_time(self.model, torch.full((1,), 0.5, device=self.device))
+        inputs = {"input_ids": ids} | told_time(self.model, torch.full((1,), 0.5, device=self.device, dtype=torch.float32))
         if is_causal(self.model, inputs, 1):
             raise ValueError(
                 f"MaskedSampler: {type(self.model).__name__} is causal, and cannot fill a place by what stands behind it; "

@@ -39,7 +39,7 @@ class OwnBody(Body):
         self.place_bytes = sum(t.nbytes for t in one.tensors()) - state  # which grows with the text
         check_room(build.max_batch * (state + self.place_bytes * build.max_length + 4 * self.vocab), self.device, build)
         self.cached = model.cached(build.max_batch, build.max_length)
-        self.logits = torch.zeros(build.max_batch, self.vocab, device=self.device)
+        self.logits = torch.zeros(build.max_batch, self.vocab, device=self.device, dtype=torch.float32)
         self.rebind()
         self.error = self._try()
 

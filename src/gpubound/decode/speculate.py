@@ -72,7 +72,7 @@ class Speculator(Stepper):
         size, device = slots.max_batch * tokens, slots.device
         self.text = torch.zeros(slots.max_batch, body.max_length, device=device, dtype=torch.int32)
         self.chunk, self.chosen, *state = torch.zeros(7, size, device=device, dtype=torch.int32)
-        self.logprob = torch.zeros(size, device=device)
+        self.logprob = torch.zeros(size, device=device, dtype=torch.float32)
         self.rows = Rows._make([*state, slots.rows.stops])  # a row for each token
         self.settings = [t.repeat_interleave(tokens) for t in slots.settings[:-1] if t is not None]
         self.marks: Tensor | None = None

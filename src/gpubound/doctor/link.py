@@ -10,7 +10,7 @@ BYTES = 32 << 20
 def pinned_rate() -> float | None:
     """Bytes a µs, of the fastest of three copies; None where the script has left no room for one."""
     try:
-        source = torch.empty(BYTES, dtype=torch.uint8, pin_memory=True)
+        source = torch.empty(BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
         target = torch.empty(BYTES, dtype=torch.uint8, device="cuda")
     except torch.OutOfMemoryError:
         return None

@@ -153,7 +153,7 @@ def target(device: str | torch.device | None) -> torch.device:
     cpu = isinstance(device, torch.device) and device.type == "cpu"  # perhaps with an index, which no policy has
     if not cpu and str(device).partition(":")[0] in POLICIES:
         return resolve(device)
-    return torch.empty(0, device=device).device
+    return torch.empty(0, device=device, dtype=torch.float32).device
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -41,7 +41,7 @@ class Room:
 
     def take(self, live: Tensor) -> Tensor:
         if live.is_cuda and live.numel() > self.left:
-            return torch.empty(live.numel(), dtype=torch.uint8)
+            return torch.empty(live.numel(), dtype=torch.uint8, device="cpu")
         if live.is_cuda:
             self.left -= live.numel()
         return torch.empty_like(live)
@@ -60,7 +60,7 @@ def _copy(source: Tensor, target: Tensor) -> None:
     if not _apart(source, target):
         target.copy_(source)
         return
-    bounce = torch.empty(min(_CHUNK, source.numel()), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    bounce = torch.empty(min(_CHUNK, source.numel()), dtype=torch.uint8, pin_memory=torch.cuda.is_available(), device="cpu")
     for here, there in zip(source.split(_CHUNK), target.split(_CHUNK)):
         passing = bounce[: here.numel()]
         passing.copy_(here)
@@ -120,7 +120,7 @@ class Memory:
         """Move the copy to the host; False when it does not lie on a device."""
         if (there := self.kept) is None or there.device.type == "cpu":
             return False
-        self.kept = torch.empty(there.numel(), dtype=torch.uint8)
+        self.kept = torch.empty(there.numel(), dtype=torch.uint8, device="cpu")
         _copy(there, self.kept)
         return True
 

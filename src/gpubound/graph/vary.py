@@ -50,7 +50,7 @@ def _other(example: Tensor, generator: torch.Generator) -> Tensor:
     drawable = old.is_floating_point() or old.is_complex()
     if drawable and bool(old.isfinite().all()):
         return _drawn(old, generator)
-    order = torch.randperm(old.numel(), generator=generator).to(old.device)
+    order = torch.randperm(old.numel(), generator=generator, device="cpu").to(old.device)
     new = torch.empty_like(old).copy_(old.reshape(-1)[order].reshape(old.shape))
     if not torch.equal(new, old) or drawable:
         return new
@@ -63,7 +63,7 @@ def _drawn(old: Tensor, generator: torch.Generator) -> Tensor:
     spread = wide.std(correction=0)
     if spread == 0:  # one number, or a constant, has no spread of its own
         spread = wide.abs().mean().clamp(min=1.0)
-    new = torch.randn(real.shape, generator=generator, dtype=torch.float64).to(real.device) * spread + wide.mean()
+    new = torch.randn(real.shape, generator=generator, dtype=torch.float64, device="cpu").to(real.device) * spread + wide.mean()
     new = torch.where(wide >= 0, new.abs(), new) if bool((wide >= 0).all()) else new  # a probability or a variance has no sign
     made = torch.empty_like(real).copy_(new)
     return torch.view_as_complex(made) if old.is_complex() else made

@@ -179,7 +179,7 @@ def adamw8(
 def _coded_example(generator: torch.Generator) -> tuple:
     weight, gradient, master = (draw(generator, 300) for _ in range(3))
     codes = torch.randint(-127, 128, (300,), generator=generator, device="cpu")
-    scales = torch.linspace(0.5, 2, 2, device="cpu")
+    scales = torch.linspace(0.5, 2, 2, device="cpu", dtype=torch.float32)
     moments = codes.to(torch.int8), codes.abs().to(torch.uint8), scales, scales.square()
     return weight, gradient.detach(), *moments, doubles(*EXAMPLE).float(), master.detach(), (0.9, 0.99), 1e-8, 40, None
 
@@ -271,8 +271,8 @@ def _code(x: Tensor, dtype: torch.dtype) -> Tensor:
     most = ZEROS[dtype]
     power = torch.where(x > 0, x.frexp().exponent, -99)
     zeros = ((-power).clamp(min=0) // 3).clamp(max=most)
-    steps = torch.ldexp(torch.ones_like(x), most - zeros)
-    step = ((torch.ldexp(x, 3 * zeros) - 0.125) * (8 / 7 * steps) + 0.5).floor()
+    steps = _two_to(most - zeros)
+    step = ((x * _two_to(3 * zeros) - 0.125) * (8 / 7 * steps) + 0.5).floor()
     return (steps - 1 + step).to(torch.int32)
 
 
@@ -280,9 +280,14 @@ def number(codes: Tensor) -> Tensor:
     """fp32 numbers from -1 to 1."""
     c = codes.to(torch.int32).abs().float()
     power = c.clamp(min=1).frexp().exponent - 1  # c lies from 2^power to just below 2^(power + 1)
-    steps = torch.ldexp(c + 1, -power) - 1
-    x = torch.ldexp(0.125 + 0.875 * steps, -3 * (ZEROS[codes.dtype] - power))
-    return torch.where(c == 0, 0.0, x) * torch.where(codes < 0, -1.0, 1.0)
+    steps = (c + 1) * _two_to(-power) - 1
+    x = (0.125 + 0.875 * steps) * _two_to(-3 * (ZEROS[codes.dtype] - power))
+    return torch.where(c == 0, 0.0, torch.where(codes < 0, -x, x))
+
+
+def _two_to(power: Tensor) -> Tensor:
+    """fp32, as torch.ldexp has it where no other default dtype is set."""
+    return torch.pow(2.0, power.float())
 
 
 def _check(op: str, weight: Tensor, gradient: Tensor, plan: Tensor, master: Tensor | None, seed: int | None) -> None:

@@ -53,7 +53,7 @@ def cross_entropy_reference(
         z = softcap * torch.tanh(z / softcap)
     words, labels = z.shape[-1], labels.long()  # of 8 bits, 156 would be an ignore_index of -100
     valid, inside = labels != ignore_index, (labels >= 0) & (labels < words)
-    poison = torch.where(valid & ~inside, float("nan"), 1.0)
+    poison = torch.where(valid & ~inside, float("nan"), 1.0).to(z.dtype)  # of two numbers it has the default dtype
     lse = torch.logsumexp(z, -1)
     z_label = z.gather(-1, torch.where(inside, labels, 0).unsqueeze(-1)).squeeze(-1)
     loss = lse - (1 - label_smoothing) * z_label + z_loss * lse * lse  # lse² alone overflows from 2e19 on
@@ -115,7 +115,7 @@ def linear_cross_entropy(
 
 def _linear_example(generator: torch.Generator, words=300, smoothed=True, capped=True, scaled=False, weighted=False) -> tuple:
     x, weight, labels = draw(generator, 5, 40), draw(generator, words, 40), _draw_labels(generator, 5, words)
-    scale = torch.tensor(0.5, device="cpu") if scaled else None
+    scale = torch.tensor(0.5, device="cpu", dtype=torch.float32) if scaled else None
     bias, (*options, reduction) = draw(generator, words), _options(smoothed, capped)
     if not weighted:
         return x, weight, labels, bias, *options, reduction, 3, scale

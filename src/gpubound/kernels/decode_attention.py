@@ -22,7 +22,7 @@ from torch import Tensor
 from .checks import require
 from .choose import implementation
 from .decode_product import WRITTEN, Norm, capped_, rms_normed
-from .ops import definition, draw, ints
+from .ops import definition, draw, ints, zeros
 from .rope import draw_angles
 
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -318,6 +318,6 @@ def _example(generator: torch.Generator, coded: bool, kv: int = 2, group: int = 
         weights = (draw(generator, size * (count if whole else 1)).detach() for count in (kv * group, kv))
         q_norm, k_norm = (Norm(weight, 1e-6, offset) for weight in weights)
         heads = heads._replace(q_norm=q_norm, k_norm=k_norm)
-    scratch = Scratch(torch.zeros(2, kv, 4, group, size + 2), torch.zeros(2 * kv, dtype=torch.int32))
-    out = draw(generator, 2, kv * group * size) if coded else torch.zeros(2, kv * group * size)
+    scratch = Scratch(zeros(2, kv, 4, group, size + 2), torch.zeros(2 * kv, dtype=torch.int32, device="cpu"))
+    out = draw(generator, 2, kv * group * size) if coded else zeros(2, kv * group * size)
     return qkv, ints(9, 3), cache, heads, scratch, out

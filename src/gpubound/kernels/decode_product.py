@@ -18,7 +18,7 @@ from .checks import require
 from .choose import implementation
 from .decode_adapters import StepAdapters, check_adapters, draw_adapters, form_of
 from .mail import Mail, check_mail, example_mail
-from .ops import definition, draw
+from .ops import definition, draw, zeros
 
 WRITTEN = "it is written in place"
 EARLY, LATE, FENCE = 1, 2, 3  # values of `dependent`; 0 is a plain launch
@@ -44,7 +44,7 @@ def norm_rows(x: Tensor, norm: Norm, out: Tensor, dependent: int = 0) -> Tensor:
     return implementation("norm_rows", norm.weight, None, form(norm))(x, norm, out, dependent)
 
 
-@definition(lambda g, offset=0.0: (*draw_stream(g, 48, offset), torch.zeros(2, 48)))
+@definition(lambda g, offset=0.0: (*draw_stream(g, 48, offset), zeros(2, 48)))
 @torch.no_grad()
 def norm_rows_reference(x: Tensor, norm: Norm, out: Tensor, dependent: int = 0) -> Tensor:
     return out.copy_(rms_normed(x, norm))
@@ -293,7 +293,7 @@ def draw_stream(generator: torch.Generator, columns: int, offset: float | None =
 def _draw_qkv(generator: torch.Generator) -> tuple[Tensor, ...]:
     weights = [draw(generator, rows, 48) for rows in (32, 16, 16)]
     biases = [draw(generator, rows) for rows in (32, 16, 16)]
-    return *weights, *biases, torch.zeros(2, 64), torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.int32)
+    return *weights, *biases, zeros(2, 64), zeros(2, 4), torch.zeros(2, 4, dtype=torch.int32, device="cpu")
 
 
 def _added(adapters: StepAdapters | None, number: int, x: Tensor) -> Tensor | float:
@@ -305,4 +305,4 @@ def _draw_adapters(g: torch.Generator, inputs: int, outputs: Sequence[int], rank
 
 
 def _draw_gate_up(generator: torch.Generator) -> tuple[Tensor, ...]:
-    return *(draw(generator, 40, 48) for _ in range(2)), *(draw(generator, 40) for _ in range(2)), torch.zeros(2, 40)
+    return *(draw(generator, 40, 48) for _ in range(2)), *(draw(generator, 40) for _ in range(2)), zeros(2, 40)

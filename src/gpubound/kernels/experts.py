@@ -15,7 +15,7 @@ from .checks import require
 from .choose import implementation
 from .decode_product import WRITTEN, Norm, check_stream, draw_stream, rms_normed
 from .gated import INFINITE, check_limit
-from .ops import definition, doubles, draw, ints
+from .ops import definition, doubles, draw, ints, zeros
 
 LEAST = 1e-20  # added to a sum of shares
 STACKED = "an expert's weight follows the other's"
@@ -107,9 +107,7 @@ def choose_experts(
     return implementation("choose_experts", logits)(logits, correction, table, token, scale, ids, shares)
 
 
-@definition(
-    lambda g: (draw(g, 3, 7).detach(), draw(g, 7).detach(), None, None, 1.5, ints(*[0] * 9).view(3, 3), torch.zeros(3, 3))
-)
+@definition(lambda g: (draw(g, 3, 7).detach(), draw(g, 7).detach(), None, None, 1.5, ints(*[0] * 9).view(3, 3), zeros(3, 3)))
 @torch.no_grad()
 def choose_experts_reference(
     logits: Tensor, correction: Tensor | None, table: Tensor | None, token: Tensor | None, scale: float, ids: Tensor,
@@ -145,7 +143,7 @@ def routed_gate_up(
     return implementation("routed_gate_up", gate_up)(x, norm, gate_up, ids, out, dependent, limit)
 
 
-@definition(lambda g: (*draw_stream(g, 48), draw(g, 5, 80, 48), draw_routes()[0], torch.zeros(2, 3, 40)))
+@definition(lambda g: (*draw_stream(g, 48), draw(g, 5, 80, 48), draw_routes()[0], zeros(2, 3, 40)))
 @torch.no_grad()
 def routed_gate_up_reference(
     x: Tensor, norm: Norm, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE
@@ -202,4 +200,4 @@ def draw_routes() -> tuple[Tensor, Tensor]:
 
 def _routing() -> tuple[Tensor, ...]:
     """Logits, count, and where ids and weights go."""
-    return torch.zeros(2, 5), ints(0, 0), ints(*[0] * 6).view(2, 3), torch.zeros(2, 3)
+    return zeros(2, 5), ints(0, 0), ints(*[0] * 6).view(2, 3), zeros(2, 3)

@@ -88,5 +88,5 @@ def _check(x: Tensor, weight: Tensor, ids: Tensor) -> None:
 
 def _example(generator: torch.Generator, many: bool) -> tuple:
     rows = FEW if many else 3
-    ids = torch.randint(0, 5, (rows, 2), generator=generator, dtype=torch.int32)
+    ids = torch.randint(0, 5, (rows, 2), generator=generator, dtype=torch.int32, device="cpu")
     return draw(generator, rows, 48), draw(generator, 5, 32, 48), ids if many else torch.cat([ids[:2], ints(4, 4)[None]])

@@ -13,7 +13,7 @@ from torch import Tensor
 from .checks import require
 from .choose import implementation
 from .decode_product import WRITTEN
-from .ops import definition, draw, ints
+from .ops import definition, draw, ints, zeros
 
 SEEN = "it says how many entries each token sees"
 
@@ -77,4 +77,4 @@ def index_topk_reference(scores: Tensor, limit: Tensor, ids: Tensor) -> Tensor:
 
 
 def _seen(*limit: int) -> tuple:
-    return ints(*limit), 0.25, torch.zeros(len(limit), 70)
+    return ints(*limit), 0.25, zeros(len(limit), 70)

@@ -125,7 +125,7 @@ def _draw_product(
     bias = draw(g, outputs) if biased else None
     h, rows = draw(g, tokens, rank * blocks), OwnRanks(ints(count - 1, 0).long(), ranks, count) if count else None
     if rows is not None:
-        adapter = torch.arange(rank * blocks) // ranks % count
+        adapter = torch.arange(rank * blocks, device="cpu") // ranks % count
         h = (h.detach() * (rows.ids.repeat_interleave(tokens // 2)[:, None] == adapter)).requires_grad_()
     return draw(g, tokens, 48), weight, bias, h, b, _drop(dropping), _blocks(blocks, outputs, 64), False, rows
 

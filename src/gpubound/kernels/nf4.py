@@ -49,7 +49,7 @@ def to_nf4(weight: Tensor) -> Nf4:
         )
     rows, columns = weight.shape
     codes = torch.empty(rows, columns // 2, device=weight.device, dtype=torch.uint8)
-    largest = torch.empty(rows, columns // BLOCK, device=weight.device)
+    largest = torch.empty(rows, columns // BLOCK, device=weight.device, dtype=torch.float32)
     borders = _borders(nf4_code(weight.device))
     for part, into, most in zip(*(t.split(max(1, CHUNK // columns)) for t in (weight, codes, largest))):
         blocks = part.float().unflatten(1, (-1, BLOCK))
@@ -91,11 +91,11 @@ def dynamic_code(device: torch.device) -> Tensor:
 def _on(device: torch.device) -> tuple[Tensor, Tensor]:
     means = []
     for decade in range(7):
-        ends = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        ends = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32, device="cpu")
         means.append(10.0 ** (decade - 6) * ((ends[:-1] + ends[1:]) / 2))
     positive = torch.cat(means)
-    dynamic = torch.cat([positive, -positive, torch.tensor([0.0, 1.0])]).sort().values
-    return torch.tensor(CODE).to(device), dynamic.to(device)
+    dynamic = torch.cat([positive, -positive, torch.tensor([0.0, 1.0], device="cpu", dtype=torch.float32)]).sort().values
+    return torch.tensor(CODE, device="cpu", dtype=torch.float32).to(device), dynamic.to(device)
 
 
 def dequantize_nf4(weight: Nf4, out: Tensor) -> Tensor:

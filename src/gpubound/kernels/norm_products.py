@@ -11,7 +11,7 @@ from torch import Tensor
 from .checks import require
 from .choose import implementation
 from .decode_product import WRITTEN, Norm, check_stream, draw_stream, form, rms_normed
-from .ops import definition, draw
+from .ops import definition, draw, zeros
 
 MOST = 8  # weights
 
@@ -32,9 +32,7 @@ def norm_products(x: Tensor, norm: Norm | None, weights: Sequence[Tensor], out: 
     return implementation("norm_products", weights[0], None, form(norm))(x, norm, weights, out)
 
 
-@definition(
-    lambda g, offset=0.0: (*draw_stream(g, 48, offset), [draw(g, r, 48) for r in (32, 16, 8, 7, 16)], torch.zeros(2, 79))
-)
+@definition(lambda g, offset=0.0: (*draw_stream(g, 48, offset), [draw(g, r, 48) for r in (32, 16, 8, 7, 16)], zeros(2, 79)))
 @torch.no_grad()
 def norm_products_reference(x: Tensor, norm: Norm | None, weights: Sequence[Tensor], out: Tensor) -> Tensor:
     normed = rms_normed(x, norm)

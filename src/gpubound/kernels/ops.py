@@ -51,6 +51,11 @@ def frozen(t: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(t.detach(), requires_grad=False)
 
 
+def zeros(*shape: int) -> torch.Tensor:
+    """fp32, whatever the dtype of the call: what an op writes its results into."""
+    return torch.zeros(shape, device="cpu", dtype=torch.float32)
+
+
 def ints(*values: int) -> torch.Tensor:
     """int32"""
     return torch.tensor(values, device="cpu", dtype=torch.int32)

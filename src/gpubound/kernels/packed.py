@@ -140,7 +140,7 @@ def unpack(packed: Packed) -> Tensor:
 def _unpack_fp4(packed: Packed) -> Tensor:
     fours = packed.words.view(packed.rows, -1, 4)
     levels = torch.stack([_turned(fours, place) & 0xF for place in PLACES["fp4"]], 2).flatten(2)  # (rows, groups of 32, 32)
-    table = torch.tensor([*E2M1, *(-x for x in E2M1)], device=levels.device)
+    table = torch.tensor([*E2M1, *(-x for x in E2M1)], device=levels.device, dtype=torch.float32)
     values = table[levels.long()] * packed.scale.view(torch.float8_e8m0fnu).float()[..., None]
     return values.flatten(1)[:, : packed.columns].contiguous()
 

@@ -92,7 +92,7 @@ def transpose(x: Tensor) -> Tensor:
     return implementation("transpose", x)(x)
 
 
-@definition(lambda g: (torch.randint(256, (70, 150), generator=g, dtype=torch.uint8),))
+@definition(lambda g: (torch.randint(256, (70, 150), generator=g, dtype=torch.uint8, device="cpu"),))
 def transpose_reference(x: Tensor) -> Tensor:
     return x.t().contiguous()
 

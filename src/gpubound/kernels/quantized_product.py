@@ -27,7 +27,7 @@ from .decode_product import (
 )
 from .experts import add_routed_reference, check_plain, check_slots, draw_routes, routed_gate_up_reference
 from .gated import INFINITE, check_limit
-from .ops import definition, draw, ints
+from .ops import definition, draw, ints, zeros
 from .packed import BIAS, BITS, GROUP, MX, Packed, pack, pack_fp4, unpack
 
 
@@ -126,7 +126,7 @@ def quantized_add_product(h: Tensor, weight: Packed, bias: Tensor | None, x: Ten
     return implementation("quantized_add_product", h)(h, weight, bias, x, dependent)
 
 
-@definition(lambda g: (draw(g, 2, 150), draw_packed(g, 40, 150, "fp8"), draw(g, 40), torch.zeros(2, 40)))
+@definition(lambda g: (draw(g, 2, 150), draw_packed(g, 40, 150, "fp8"), draw(g, 40), zeros(2, 40)))
 @torch.no_grad()
 def quantized_add_product_reference(h: Tensor, weight: Packed, bias: Tensor | None, x: Tensor, dependent: int = 0) -> Tensor:
     return add_product_reference(h, unpack(weight), bias, x)
@@ -151,9 +151,7 @@ def quantized_routed_gate_up(
     return kernel(x, norm, gate_up, ids, out, dependent, limit)
 
 
-@definition(
-    lambda g, kind="int4": (*draw_stream(g, 96), draw_packed(g, 5 * 80, 96, kind), draw_routes()[0], torch.zeros(2, 3, 40))
-)
+@definition(lambda g, kind="int4": (*draw_stream(g, 96), draw_packed(g, 5 * 80, 96, kind), draw_routes()[0], zeros(2, 3, 40)))
 @torch.no_grad()
 def quantized_routed_gate_up_reference(
     x: Tensor, norm: Norm, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE
@@ -211,15 +209,17 @@ def _check_experts(op: str, name: str, weight: Packed, rows: int) -> None:
 def draw_packed(generator: torch.Generator, rows: int, columns: int, kind: str) -> Packed:
     if kind == "fp4":
         columns -= columns % MX
-        codes = torch.randint(256, (rows, columns // 2), generator=generator, dtype=torch.uint8)
-        return pack_fp4(codes, torch.randint(BIAS - 4, BIAS, (rows, columns // MX), generator=generator, dtype=torch.uint8))
+        codes = torch.randint(256, (rows, columns // 2), generator=generator, dtype=torch.uint8, device="cpu")
+        return pack_fp4(
+            codes, torch.randint(BIAS - 4, BIAS, (rows, columns // MX), generator=generator, dtype=torch.uint8, device="cpu")
+        )
     return pack(draw(generator, rows, columns).detach(), kind)
 
 
 def _draw_head(generator: torch.Generator) -> tuple:
     packed, bias = draw_packed(generator, 40, 256, "int4"), draw(generator, 40)
-    return packed, bias, torch.zeros(2, 40), torch.zeros(2, 3), ints(*[0] * 6).view(2, 3)
+    return packed, bias, zeros(2, 40), zeros(2, 3), ints(*[0] * 6).view(2, 3)
 
 
 def _draw_gate_up(generator: torch.Generator) -> tuple:
-    return draw_packed(generator, 40, 150, "int8"), draw(generator, 40), torch.zeros(2, 20)
+    return draw_packed(generator, 40, 150, "int8"), draw(generator, 40), zeros(2, 20)

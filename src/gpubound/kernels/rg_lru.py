@@ -41,7 +41,7 @@ def rg_lru(packed: Tensor, decay: Tensor, state: Tensor | None = None) -> tuple[
 
 
 def _example(g: torch.Generator, with_state: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    state = torch.randn(2, 20, generator=g) if with_state else None
+    state = torch.randn(2, 20, generator=g, device="cpu", dtype=torch.float32) if with_state else None
     return draw(g, 2, 70, 60), draw(g, 20), state
 
 

@@ -123,7 +123,8 @@ def draw_free(generator: torch.Generator, curve: Curve) -> Tensor | None:
     """For a self-test: near the start, every number apart from its neighbours."""
     if not curve.learned:
         return None
-    return (torch.tensor(curve.start()) + 0.2 * draw(generator, len(curve.learned)).detach()).requires_grad_()
+    start = torch.tensor(curve.start(), device="cpu", dtype=torch.float32)
+    return (start + 0.2 * draw(generator, len(curve.learned)).detach()).requires_grad_()
 
 
 def _draw_frees(generator: torch.Generator, value: Curve, gate: Curve) -> tuple[Tensor | None, Tensor | None]:

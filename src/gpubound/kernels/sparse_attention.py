@@ -15,7 +15,7 @@ from .checks import require
 from .choose import implementation
 from .compressor import turned
 from .decode_product import WRITTEN
-from .ops import definition, draw, ints
+from .ops import definition, draw, ints, zeros
 from .rope import draw_angles
 
 
@@ -132,5 +132,5 @@ def _example(
     ids = ints(0, 5, 69, -1, 3, 1, -1, -1, -1, -1, -1, -1, 2, 4, 6, 8).view(4, 4) if stored and chosen else None
     limit = ints(70, 3, 0, 5) if stored and not chosen else None
     angles = draw_angles(generator, 100, 4) if turned_back else (None, None)
-    sinks, out = draw(generator, 3).detach(), torch.zeros(4, 3, width)
+    sinks, out = draw(generator, 3).detach(), zeros(4, 3, width)
     return q, ints(80, 81, 2, -1), ring, 11, sinks, 0.2, out, store, ids, limit, *angles

@@ -10,7 +10,7 @@ from .checks import require
 from .choose import implementation
 from .compressor import turned
 from .decode_product import WRITTEN
-from .ops import definition, draw, ints
+from .ops import definition, draw, ints, zeros
 
 
 def turn_heads(
@@ -48,7 +48,7 @@ def turn_heads(
 
 @definition(
     lambda g: (
-        draw(g, 3, 2, 40), ints(5, 0, 9), *(draw(g, 10, 12).detach().float() for _ in range(2)), torch.zeros(3, 2, 40),
+        draw(g, 3, 2, 40), ints(5, 0, 9), *(draw(g, 10, 12).detach().float() for _ in range(2)), zeros(3, 2, 40),
         draw(g, 40).detach(), 1e-6
     )
 )  # fmt: skip

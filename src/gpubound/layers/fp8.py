@@ -44,8 +44,8 @@ CALLS: tuple[Call, ...] = (  # of a step, so that they can be compiled side by s
 
 def new_states(sites: int, device: torch.device) -> Tensor:
     """(sites, roles, STATE) in fp32, 16 bytes apart as cuBLAS likes its scales. A scale of 0 is not found yet."""
-    unit = torch.tensor([MARGIN / LARGEST[dtype] for dtype, _ in ROLES])
-    states = torch.zeros(sites, len(ROLES), STATE)
+    unit = torch.tensor([MARGIN / LARGEST[dtype] for dtype, _ in ROLES], device="cpu", dtype=torch.float32)
+    states = torch.zeros(sites, len(ROLES), STATE, device="cpu", dtype=torch.float32)
     states[..., 2] = unit
     return states.to(device)
 

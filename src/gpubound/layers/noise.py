@@ -29,7 +29,7 @@ def spread_times(rows: int, least: float, device: torch.device, generator: torch
     """A time in (least, 1] for each row: evenly spaced, all turned by one random number. So each is uniform, whatever its row,
     and together they cover the range evenly, which makes the batch's mean steadier."""
     places = torch.arange(rows, device=device, dtype=torch.float32) / rows
-    return 1 - (1 - least) * ((places + torch.rand(1, device=device, generator=generator)) % 1)
+    return 1 - (1 - least) * ((places + torch.rand(1, device=device, generator=generator, dtype=torch.float32)) % 1)
 
 
 def alpha_bar(t: Tensor) -> Tensor:

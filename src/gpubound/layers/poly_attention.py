@@ -58,8 +58,8 @@ class PolyAttention(Attention):
                 f"0 gives no table."
             )
         self.degree, self.soft_clip, self.window, self.max_pos = degree, soft_clip, window, max_pos
-        begin = torch.tensor([1.0, 0.0, positions**-0.5], dtype=at_least_fp32(dtype))
-        self.coefficients = nn.Parameter(begin.to(device))  # a, b and scale
+        begin = torch.tensor([1.0, 0.0, positions**-0.5], device=device, dtype=at_least_fp32(dtype))
+        self.coefficients = nn.Parameter(begin)  # a, b and scale
         if max_pos:
             rows = max_pos + 1 if causal else 2 * max_pos + 1
             self.relative = nn.Parameter(torch.empty(rows, self.head_dim, device=device, dtype=dtype).normal_(0, TABLE_SPREAD))

@@ -30,7 +30,7 @@ class CurveNumbers(nn.Module):
     def __init__(self, curve: Curve, device=None, dtype=None) -> None:
         super().__init__()
         self.curve = curve
-        start = torch.tensor(curve.start(), dtype=at_least_fp32(dtype)).to(device) if curve.learned else None
+        start = torch.tensor(curve.start(), device=device, dtype=at_least_fp32(dtype)) if curve.learned else None
         self.register_parameter("free", None if start is None else nn.Parameter(start))
 
     def values(self) -> dict[str, float]:

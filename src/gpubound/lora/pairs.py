@@ -78,9 +78,9 @@ class Pair(nn.Module):
     def _begin_orthogonal(self) -> None:
         """b a is zero and neither of them: their ranks are mixed from rows of one orthogonal matrix, every other one."""
         (rank, inputs), outputs = self.a.shape, self.b.shape[0]
-        mixing, _ = torch.linalg.qr(torch.randn(rank, rank))
-        self.a.copy_((torch.randn(inputs, rank // 2) @ mixing[0::2]).t() / 10)
-        self.b.copy_(torch.randn(rank // 2, outputs).t() @ mixing[1::2] / 10)
+        mixing, _ = torch.linalg.qr(torch.randn(rank, rank, device="cpu", dtype=torch.float32))
+        self.a.copy_((torch.randn(inputs, rank // 2, device="cpu", dtype=torch.float32) @ mixing[0::2]).t() / 10)
+        self.b.copy_(torch.randn(rank // 2, outputs, device="cpu", dtype=torch.float32).t() @ mixing[1::2] / 10)
 
     def added(self, weight: Tensor) -> Tensor:
         """What it adds to the layer's weight, of which this is a copy, in fp32 or wider."""

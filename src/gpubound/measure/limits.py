@@ -149,8 +149,8 @@ def _random_floats(size_bytes: int, device: torch.device) -> Tensor:
     """fp32 noise; on a CPU one MiB of it over and over, because drawing a GiB takes longer than measuring with it."""
     count = size_bytes // 4
     if device.type == "cuda":
-        return torch.randn(count, device=device)
-    return torch.randn(MIB // 4).repeat(max(1, count // (MIB // 4)))
+        return torch.randn(count, device=device, dtype=torch.float32)
+    return torch.randn(MIB // 4, device="cpu", dtype=torch.float32).repeat(max(1, count // (MIB // 4)))
 
 
 def _gpu_buffer_bytes(device: torch.device, quick: bool) -> int:
@@ -185,8 +185,8 @@ def _gpu_products(device: torch.device, size: int, seconds: Seconds) -> dict[str
             found[f"{name}_flops_per_s"] = _product_rate(size // 2, torch.float32, device, seconds)
     if torch.cuda.get_device_capability(device) < (8, 9):
         return found | {"missing": {"fp8_flops_per_s": "fp8 products need compute capability 8.9 or later"}}
-    one = torch.ones((), device=device)
-    a8, b8 = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device=device, dtype=torch.float32)
+    a8, b8 = (torch.randn(size, size, device=device, dtype=torch.float32).to(torch.float8_e4m3fn) for _ in range(2))
     try:  # the second operand must be column-major
         fp8 = seconds(lambda: torch._scaled_mm(a8, b8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
     except (RuntimeError, TypeError) as error:  # a private function: its demands differ between builds
@@ -204,7 +204,7 @@ def _transfers(device: torch.device, mib: int) -> dict[str, Any]:
 
 
 def _gpu_host_costs(device: torch.device, count: int) -> dict[str, Any]:
-    x = torch.ones((), device=device)
+    x = torch.ones((), device=device, dtype=torch.float32)
     chain = 100  # nodes a call, so that the graph's start costs each of them under a nanosecond
     node = time(lambda: [x.add_(1) for _ in range(chain)], graph=True, runs=20, device=device).median_s / chain
     item = timeit.timeit("x.item()", "x.item()", number=count, globals={"x": x}) / count
@@ -213,6 +213,6 @@ def _gpu_host_costs(device: torch.device, count: int) -> dict[str, Any]:
 
 def _launch_us(device: torch.device, count: int) -> float:
     """Host time of a tiny in-place add: the best of five stretches of `count`. A full queue makes it the device's."""
-    given = {"x": torch.ones(16, device=device), "wait": partial(torch.cuda.synchronize, device)}
+    given = {"x": torch.ones(16, device=device, dtype=torch.float32), "wait": partial(torch.cuda.synchronize, device)}
     stretches = timeit.repeat("x.add_(1)", "wait()" if device.type == "cuda" else "pass", repeat=6, number=count, globals=given)
     return min(stretches[1:]) / count * 1e6  # the first warms up

@@ -79,13 +79,13 @@ BATCH, TOKENS = 2, 16
 
 def noise(shape: tuple[int, ...], like: Tensor, seed: int = 0) -> Tensor:
     """Unit normal numbers, the same on every device and dtype, drawn aside from the user's random state."""
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu", dtype=torch.float32)
     return drawn.to(like.device, like.dtype)
 
 
 def random_case(module: nn.Module, shape: tuple[int, ...]) -> Case:
     """Rounded to the module's own dtype, whatever dtype it is wanted in: every run reads the same numbers."""
-    like = next(module.parameters(), torch.empty(0)).detach().new_empty(0)
+    like = next(module.parameters(), torch.empty(0, device="cpu", dtype=torch.float32)).detach().new_empty(0)
     return lambda dtype: (noise(shape, like).to(dtype), {})
 
 

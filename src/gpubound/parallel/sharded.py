@@ -139,7 +139,7 @@ def _all_of(part: nn.Module) -> Iterator[Tensor]:
 def _draw(drawing: Drawing, homes: dict[int, str], pieces: Mapping[str, Piece], ranks: Ranks) -> None:
     """Each rank's part of what is drawn. `homes`: the name of what has that key."""
     random = torch.cuda if ranks.device.type == "cuda" else torch
-    state = torch.tensor(ranks.of_first(random.get_rng_state().tolist()), dtype=torch.uint8)
+    state = torch.tensor(ranks.of_first(random.get_rng_state().tolist()), dtype=torch.uint8, device="cpu")
     random.set_rng_state(state)
     for key, values in drawing.values(ranks.device):
         if key in homes:

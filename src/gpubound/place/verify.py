@@ -114,7 +114,7 @@ def distances(run: Named, other: Named) -> dict[str, float]:
     """
     norms = {name: t.norm().float() for name, t in other.items()}
     gradients = [norm for name, norm in norms.items() if name.startswith(GRADIENT)]
-    floor = 1e-3 * torch.stack(gradients).max() if gradients else torch.zeros(())
+    floor = 1e-3 * torch.stack(gradients).max() if gradients else torch.zeros((), device="cpu", dtype=torch.float32)
     errors = {}
     for name in (name for name in other if name in run):
         scale = torch.maximum(norms[name], floor) if name.startswith(GRADIENT) else norms[name]

@@ -52,7 +52,8 @@ class Accumulators:
                     f"call release() on the other Accumulators (close() on the other TrainStep) first."
                 )
         self.side, self.peers = side, peers
-        self.gradient = torch.zeros(self.layout.size, device=self.layout.device) if peers is None else peers.mine.zero_()
+        size, device = self.layout.size, self.layout.device
+        self.gradient = torch.zeros(size, device=device, dtype=torch.float32) if peers is None else peers.mine.zero_()
         self._parameters = [slot.parameter for slot in self.layout.slots]
         self.opened = False  # the sum was begun by `begin` and is not finished yet
         self._hooks = []

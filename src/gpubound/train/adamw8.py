@@ -62,10 +62,10 @@ def _numbers(raw: Tensor, size: int, dtype: torch.dtype) -> Iterator[Tensor]:
 def _blocks(shape: torch.Size, first: int, place: list[int]) -> Tensor:
     """In which block of all ranks each number lay, of rows from `first` on of a parameter that had this place."""
     blocks, start, rows, *strides = place
-    row = torch.arange(first, first + shape[0])
+    row = torch.arange(first, first + shape[0], device="cpu")
     at, rank = start + row % rows * strides[0], row // rows
     for size, stride in zip(shape[1:], strides[1:]):
-        at, rank = at[..., None] + torch.arange(size) * stride, rank[..., None]
+        at, rank = at[..., None] + torch.arange(size, device="cpu") * stride, rank[..., None]
     return rank * blocks + at // BLOCK
 
 
@@ -113,7 +113,7 @@ class FlatAdamW8bit(FlatAdamW):
                 codes = slot.view(coded.codes, group.start)
                 strides = codes.stride() + (0,) * (width - codes.dim())
                 places[slot.name] = [index, len(coded.scales), slot.start - group.start, *(codes.shape or (1,))[:1], *strides]
-        return torch.tensor([places[name] for name in sorted(places)])
+        return torch.tensor([places[name] for name in sorted(places)], device="cpu")
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         groups = state[PLACES][:, 0].unique().tolist() if PLACES in state else ()
@@ -142,7 +142,7 @@ class FlatAdamW8bit(FlatAdamW):
         """Codes by the `scales` of where they lay into codes by scales of where they lie."""
         layout = self.weights.layout
         place_of = dict(zip(sorted(slot.name for slot in layout.slots), places.tolist()))
-        numbers = torch.zeros(len(coded.codes), device=layout.device)  # between parameters, zeros
+        numbers = torch.zeros(len(coded.codes), device=layout.device, dtype=torch.float32)  # between parameters, zeros
         for slot in layout.slots_of(group):
             codes, home = (slot.view(t, group.start) for t in (coded.codes, numbers))
             if not codes.dim():

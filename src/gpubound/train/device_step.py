@@ -48,7 +48,7 @@ class DeviceStep:
     def __post_init__(self) -> None:
         self.device = self.accumulators.layout.device
         self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-        self.one = torch.ones((), device=self.device)
+        self.one = torch.ones((), device=self.device, dtype=torch.float32)
         self.reduction = self.accumulators.reduction(self.ranks, [self.totals], [] if self.fp8 is None else [self.fp8.seen])
         # Compiled code would hold on to whether a sum was opened when it was traced.
         self._compiled = any(getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in self.model.modules())

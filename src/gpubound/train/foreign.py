@@ -82,7 +82,7 @@ class FlatForeign(FlatAdamW):
         self._says = not able and wanted and layout.device.type != "cpu"
         for group, lr in zip(self.optimizer.param_groups, config.lrs) if self._captures else ():
             # Its rate is a tensor from the first: the step's own graph is recorded before this one, and sees the groups.
-            group["capturable"], group["lr"] = True, torch.tensor(lr, device=layout.device)
+            group["capturable"], group["lr"] = True, torch.tensor(lr, device=layout.device, dtype=torch.float32)
         self.decision = torch.zeros(2, dtype=torch.float64, device=layout.device)  # whether to update, and the rate
         self._gradients: list[Tensor] = []
 
@@ -180,7 +180,7 @@ class FlatForeign(FlatAdamW):
                 if isinstance(value, Tensor):
                     yield f"{owner}/{key}", value
                 elif kind in NUMBERS:
-                    yield f"{owner}/{key}={kind}", torch.tensor(value, dtype=torch.float64)
+                    yield f"{owner}/{key}={kind}", torch.tensor(value, dtype=torch.float64, device="cpu")
                 elif value is not None:
                     raise ValueError(
                         f"TrainStep: {owner} keeps {key} as a {kind}, wanted tensors and numbers: "

@@ -68,7 +68,7 @@ class FlatAdamW:
         self._begin_moments(weights.layout)
         # updates, skipped, loss scale, good steps: written by the device alone
         start = START_SCALE if precision.loss_scale else 1.0
-        self.state = torch.tensor([0, 0, start, 0], dtype=torch.float64).to(weights.layout.device)
+        self.state = torch.tensor([0, 0, start, 0], dtype=torch.float64, device="cpu").to(weights.layout.device)
         self.rates = schedule.table(config.lr, weights.layout.device)
 
     def _begin_moments(self, layout: FlatLayout) -> None:

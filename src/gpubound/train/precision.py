@@ -58,7 +58,7 @@ def precision(name: str) -> Precision:
 
 def spelled(name: str) -> Tensor:
     """A name among the tensors of a state, letter by letter."""
-    return torch.tensor(list(name.encode()), dtype=torch.uint8)
+    return torch.tensor(list(name.encode()), dtype=torch.uint8, device="cpu")
 
 
 def read(name: Tensor) -> str:

@@ -92,7 +92,7 @@ class Run:
     def _rehearse(self) -> None:
         """Forward and backward of one micro-batch, as a step does them. The next step begins its sums anew."""
         at = self.feed.state_dict()
-        total, _ = self.objective(self.model, self.feed.take(), scale=torch.ones((), device=self.device))
+        total, _ = self.objective(self.model, self.feed.take(), scale=torch.ones((), device=self.device, dtype=torch.float32))
         total.backward()
         self.feed.load_state_dict(at)
 

@@ -103,7 +103,7 @@ def _device_guard():
 def _has_thread() -> bool:
     """Whether autograd has a thread for the pretend device. It makes one for each device at the process's first backward."""
     with torch.inference_mode(False), torch.enable_grad():
-        x = torch.ones((), device=NAME).requires_grad_()
+        x = torch.ones((), device=NAME, dtype=torch.float32).requires_grad_()
         try:
             torch.autograd.grad(x * 2, x)
         except RuntimeError as error:

@@ -68,7 +68,7 @@ class SimTensor(torch.Tensor):
 
     def __setitem__(self, index, value):
         if isinstance(value, (bool, int, float)):  # as on CUDA, a number comes as a CPU scalar, and so may cost a copy
-            value = torch.tensor(value, dtype=self.dtype)
+            value = torch.tensor(value, dtype=self.dtype, device="cpu")
         super().__setitem__(index, value)
 
     def tolist(self):

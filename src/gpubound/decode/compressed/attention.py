@@ -35,7 +35,7 @@ class Index:
         """Entries (N, K) int32 in ascending order, then -1, for q (N, H, D), turned, shares of heads (N, H) and how many
         entries each token may see (N,)."""
         w, keys = self.weights, self.entries.store[:rows]
-        scores = torch.empty(len(q), keys.shape[1], device=q.device)
+        scores = torch.empty(len(q), keys.shape[1], device=q.device, dtype=torch.float32)
         ids = torch.empty(len(q), min(w.top, keys.shape[1]), device=q.device, dtype=torch.int32)
         index_scores(q, keys, share, closed, (w.heads * q.shape[-1]) ** -0.5, scores)
         index_topk(scores, closed, ids)

@@ -57,7 +57,7 @@ class CompressedBody(Body):
             stages = [LayerStage(self.device, range(len(layers)))]
             state = sum(bytes_kept(reader, build, self.dtype))
             check_room(state + 4 * build.max_batch * build.tokens * self.vocab, self.device, build)
-        self.logits = torch.zeros(build.max_batch * build.tokens, self.vocab, device=self.device)
+        self.logits = torch.zeros(build.max_batch * build.tokens, self.vocab, device=self.device, dtype=torch.float32)
         self.spans = [StreamedSpan(reader, build, stage) for stage in stages]
         rates = [w.entries.rate for w in (one.attention for one in layers) if w.entries is not None]
         whole = lcm(*rates)

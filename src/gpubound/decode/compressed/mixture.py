@@ -40,5 +40,5 @@ class Mixture:
         """Experts (N, S) int32 and their shares (N, S) fp32. Of equal scores, the expert with the lower number comes first."""
         w, rows = self.weights, len(scores)
         ids = torch.empty(rows, w.slots, device=scores.device, dtype=torch.int32)
-        shares = torch.empty(rows, w.slots, device=scores.device)
+        shares = torch.empty(rows, w.slots, device=scores.device, dtype=torch.float32)
         return choose_experts(scores, w.correction, w.table, token if w.table is not None else None, w.scale, ids, shares)

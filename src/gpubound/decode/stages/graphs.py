@@ -24,7 +24,7 @@ class Handover:
     """What goes from device to device for a lane: the stream, and each row's token and position. One piece of memory."""
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
-        self.flat = torch.zeros(rows * (width + 2), device=device)
+        self.flat = torch.zeros(rows * (width + 2), device=device, dtype=torch.float32)
         stream, token, position = self.flat.split([rows * width, rows, rows])
         self.x = stream.view(rows, width)
         self.token, self.position = token.view(torch.int32), position.view(torch.int32)
@@ -63,7 +63,7 @@ class RowLane:
         self.body, self.slots, self.rows, self.way = body, slots, slice(rows.start, rows.stop), way
         self.places = [Handover(len(rows), body.stream_width, span.device) for span in body.spans]
         self.said = torch.zeros(len(rows), device=slots.device, dtype=torch.int32)
-        self.logprob = torch.zeros(len(rows), device=slots.device) if way.logprobs else None
+        self.logprob = torch.zeros(len(rows), device=slots.device, dtype=torch.float32) if way.logprobs else None
         self.state = slots.rows.part(self.rows)
         self.settings = slots.choice(self.rows, way.penalty)
         self.before, self.turn, self.behind = (LanePart(slots.device, run) for run in (self._before, self._turn, self._behind))

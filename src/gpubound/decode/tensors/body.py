@@ -108,8 +108,8 @@ class SlicedBody(Body):
         self.device, self.x, self.cache, self.kernels = home.device, home.x, home.cache, home.kernels
         self.rounds = home.rounds
         B, parts = self.max_batch, -(-self.vocab // PARTIAL_ROWS)
-        self.logits = torch.zeros(B, self.vocab, device=self.device)
-        self.best = torch.zeros(B, parts, device=self.device)
+        self.logits = torch.zeros(B, self.vocab, device=self.device, dtype=torch.float32)
+        self.best = torch.zeros(B, parts, device=self.device, dtype=torch.float32)
         self.arg = torch.zeros(B, parts, device=self.device, dtype=torch.int32)
         self.places = [torch.zeros(B, 1, device=one.device, dtype=torch.int32) for one in self.slices]
         columns = {"logits": self.vocab, "best": parts, "arg": parts}
@@ -217,7 +217,7 @@ class SlicedBody(Body):
         """`prefill` of one device while the others do theirs, of at most PROMPT_ROWS tokens. ids (B, T) are on the first."""
         peer, one = self.peers[number], self.slices[number]
         peer.begin()
-        x = torch.zeros(ids.numel(), self.live.shape.hidden, device=peer.device)
+        x = torch.zeros(ids.numel(), self.live.shape.hidden, device=peer.device, dtype=torch.float32)
         if number == 0:
             x.copy_(self.home.embedded(ids).flatten(0, 1))
         (peer.take if number else peer.send)("stream", x)
@@ -226,7 +226,7 @@ class SlicedBody(Body):
             for part, given in zip(layer, ((0, ids.shape[1]), ())):
                 h, x = added(x, pending, part.weights.norm)
                 send_words(part.prompt(h, *given).flatten(0, 1).float(), peer.sum())
-                total = torch.zeros(ids.numel(), x.shape[-1], device=peer.device)
+                total = torch.zeros(ids.numel(), x.shape[-1], device=peer.device, dtype=torch.float32)
                 peer.add(total, 0)
                 pending = part.behind(total.to(x.dtype).view_as(x))
         peer.end()

@@ -97,4 +97,4 @@ def connected(
 def _let_reach(devices: Sequence[torch.device]) -> None:
     """torch lets a GPU's kernels write another's memory from the first copy between them on."""
     for here, there in permutations(devices, 2):
-        torch.zeros(1, device=here).to(there)
+        torch.zeros(1, device=here, dtype=torch.float32).to(there)

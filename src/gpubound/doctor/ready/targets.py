@@ -58,7 +58,7 @@ def _token_step(model: Any, device: torch.device) -> AuditTarget:
     config = model.config
     own = isinstance(model, LanguageModel)
     vocabulary = config.vocabulary if own else config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (1, PROMPT + 1), generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.randint(vocabulary, (1, PROMPT + 1), generator=torch.Generator().manual_seed(0), device="cpu").to(device)
     if own:
         return AuditTarget(model, (ids,))
     with torch.no_grad():
@@ -80,11 +80,11 @@ def _decoder_audit(model: Any) -> Readiness:
 
 def decoding_step(made: FastDecoder, name: str = "gpubound.decoder", prompt: int = PROMPT, steps: int = STEPS) -> AuditTarget:
     """The whole step of a decoder, the choice of the token included, behind a prompt. Replays make `steps` tokens in a row."""
-    ids = torch.randint(made.body.vocab, (prompt,), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(made.body.vocab, (prompt,), generator=torch.Generator().manual_seed(0), device="cpu")
     run = made.start(ids.tolist(), max_new_tokens=min(3 * steps, made.max_length - prompt), stop=())
     with made.plainly():
         given = ids[None, :-1].to(made.body.device, torch.int32)
-        lengths = torch.tensor([prompt - 1], dtype=torch.int32).to(made.body.device)
+        lengths = torch.tensor([prompt - 1], dtype=torch.int32, device="cpu").to(made.body.device)
         made.begin(run.request, given, lengths, made.body.prefill)
 
     state = made.slots.rows.first(1)

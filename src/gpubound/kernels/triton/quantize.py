@@ -187,7 +187,7 @@ def quantize_swiglu_backward(dh: Tensor, gate_up: Tensor, state: Tensor, dtype: 
 def quantize_rows(x: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
     x = _matrix(x)
     rows, cols = x.shape
-    q, scale = torch.empty(rows, cols, device=x.device, dtype=FINE), torch.empty(rows, 1, device=x.device)
+    q, scale = torch.empty(rows, cols, device=x.device, dtype=FINE), torch.empty(rows, 1, device=x.device, dtype=torch.float32)
     block = max(512, power_of_two(cols))
     _rows_kernel[(rows,)](
         x, factor, q, scale, cols, x.stride(0), LARGEST=LARGEST[FINE], STEPS=STEPS[FINE] if interpreted() else None,

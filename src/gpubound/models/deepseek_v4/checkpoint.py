@@ -126,7 +126,7 @@ def numbers(codes: Tensor, scales: Tensor, block: tuple[int, int], name: str = "
         codes = codes.view(torch.uint8)
     if codes.dtype in BYTES:
         block, codes = (1, MX), codes.view(torch.uint8)
-        table = torch.tensor([*E2M1, *(-x for x in E2M1)], device=codes.device)
+        table = torch.tensor([*E2M1, *(-x for x in E2M1)], device=codes.device, dtype=torch.float32)
         values = table[torch.stack([codes & 0xF, codes >> 4], -1).flatten(-2).long()]
     else:
         values = codes.float()

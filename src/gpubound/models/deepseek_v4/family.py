@@ -49,7 +49,7 @@ class CompressedReader(Reader):
 
     def tables(self, length: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """cos and sin (length, pairs), fp32: of layers with a window alone, and of those with entries."""
-        like, positions = torch.empty(0, device=device), torch.arange(length, device=device)[None]
+        like, positions = torch.empty(0, device=device, dtype=torch.float32), torch.arange(length, device=device)[None]
         found = (self.trunk.rotary_emb(like, position_ids=positions, layer_type=kind) for kind in ("main", "compress"))
         return [(cos[0].contiguous(), sin[0].contiguous()) for cos, sin in found]
 

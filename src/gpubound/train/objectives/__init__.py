@@ -53,7 +53,7 @@ class Objective:
 
     def validate(self, model: Any, batches: Iterable[Any]) -> dict[str, float]:
         """What a record says of held-out data. The best weights have the lowest `held_out`: here, the mean of the loss."""
-        total, count = torch.zeros(2, dtype=torch.float64)
+        total, count = torch.zeros(2, dtype=torch.float64, device="cpu")
         for batch in batches:
             loss, items = self(model, batch)
             total, count = total.to(loss.device) + loss.double(), count.to(loss.device) + items.double()

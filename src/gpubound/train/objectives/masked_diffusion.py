@@ -55,7 +55,7 @@ class MaskedDiffusion(WordLoss):
         self.prepare(model, batch)
         inputs, labels = self.split(batch)
         rate_B = spread_times(len(labels), self.least, labels.device)
-        masked = (labels != IGNORE) & (torch.rand(labels.shape, device=labels.device) < rate_B[:, None])
+        masked = (labels != IGNORE) & (torch.rand(labels.shape, device=labels.device, dtype=torch.float32) < rate_B[:, None])
         return self._masked_loss(model, inputs, labels, masked, rate_B, scale), (labels != IGNORE).sum()
 
     @torch.no_grad()
@@ -86,7 +86,7 @@ class MaskedDiffusion(WordLoss):
 
     def trial(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
         ids = inputs["input_ids"]
-        return inputs | told_time(model, torch.full(ids.shape[:1], 0.5, device=ids.device))
+        return inputs | told_time(model, torch.full(ids.shape[:1], 0.5, device=ids.device, dtype=torch.float32))
 
     def check(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> None:
         ids, head = inputs["input_ids"], head_of(model)
@@ -119,6 +119,6 @@ def spread_masks(counts: Tensor, level: int, levels: int, generator: torch.Gener
     share = (level + (rows + 0.5) / len(counts)) / levels
     number = counts.sum(1)
     k = (share * number).ceil().clamp(min=1)
-    place = torch.rand(counts.shape, device=counts.device, generator=generator).masked_fill(~counts, 2.0)
+    place = torch.rand(counts.shape, device=counts.device, generator=generator, dtype=torch.float32).masked_fill(~counts, 2.0)
     rank = place.argsort(1).argsort(1)
     return (rank < k[:, None]) & counts, k / number.clamp(min=1)
