@@ -108,6 +108,21 @@ def test_a_model_that_read_in_a_mode_trains_behind_it(inside):
     torch.testing.assert_close(placed.lm_head.weight.grad, model.lm_head.weight.grad)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: gb.TrainStep(model, "causal_lm", precision="fp32"),
+        gb.decoder,
+        lambda model: [gb.lora.add(model, rank=4), gb.lora.merge(model)],
+    ],
+)
+def test_a_model_made_inside_inference_mode_is_refused_in_a_sentence(call):
+    with torch.inference_mode():
+        model = small()
+    with pytest.raises(ValueError, match=r"made inside torch\.inference_mode\(\).*; make or load .* outside"):
+        call(model)
+
+
 def factories(path: Path) -> list[tuple[str, int, set[str | None]]]:
     """(name, line, keywords) of each torch.name(...) that makes a tensor. A keyword None stands for `**others`."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]

@@ -243,6 +243,11 @@ def decoder(
         raise ValueError(f"decoder: model: got {type(model).__name__} without weights, wanted a causal language model.")
     if first.is_meta:
         raise ValueError(f"decoder: model: got {type(model).__name__} on meta, which holds no values; load its weights first.")
+    if any(p.is_inference() for p in model.parameters()):
+        raise ValueError(
+            f"decoder: model: got {type(model).__name__} made inside torch.inference_mode(), of whose weights torch does not "
+            f"tell when they change; make or load it outside."
+        )
     if any_sharded(model.parameters()):
         raise ValueError("decoder: model: got a sharded one, and no rank holds all of it; export it, and decode that folder.")
     own = first.dtype

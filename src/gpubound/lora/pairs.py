@@ -276,7 +276,15 @@ def check_not_merged(found: Sequence[tuple[str, Adapters, Pair]], who: str) -> N
 
 
 def check_values(weights: Mapping[str, Tensor], who: str) -> None:
-    """That these weights of layers have values: what is copied onto the meta device is lost without a word."""
+    """That these weights of layers have values: what is copied onto the meta device is lost without a word.
+
+    And that they may be written.
+    """
+    if inside := [key for key, weight in weights.items() if weight.is_inference()]:
+        raise ValueError(
+            f"{who}: {inside[0]} was made inside torch.inference_mode(), and its weight cannot be written; "
+            f"make or load the model outside of it."
+        )
     if key := next((key for key, weight in weights.items() if weight.is_meta), None):
         raise ValueError(f"{who}: {key} is on the meta device, without values; load the model's weights first.")
 

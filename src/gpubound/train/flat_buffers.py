@@ -144,6 +144,11 @@ def _trained(named: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Paramete
                 f"parameters: {name} is on {parameter.device}, {chosen[0][0]} on {chosen[0][1].device}; "
                 f"move the model to one device before it is trained."
             )
+        if parameter.is_inference():
+            raise ValueError(
+                f"parameters: {name} was made inside torch.inference_mode(), and torch lets no such tensor train; "
+                f"make or load the model outside of it."
+            )
         if parameter.is_meta:
             raise ValueError(f"parameters: {name} is on the meta device and has no values yet; load the weights first.")
     return chosen
