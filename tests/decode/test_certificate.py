@@ -196,7 +196,7 @@ def test_none_is_not_silent(said):
 def test_the_table():
     head, path, *rows, _ = str(cases.shared("Mistral", max_batch=9)).splitlines()
     assert head == "decoder of MistralForCausalLM on CPU (1 threads): up to 9 rows of 96 tokens, 1 or 8 or 32 tokens a launch"
-    assert path == "  path: fused kernels over the live weights"
+    assert path == "  path: reference kernels over the live weights"
     assert rows == [
         "  2 x norm, q k v                 reference: norm_product",
         "  2 x rotation, cache, attention  reference: decode_attention",
