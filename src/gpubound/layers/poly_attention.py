@@ -17,7 +17,7 @@ from ..kernels.choose import Call
 from ..kernels.poly_attention import EVEN
 from ..kernels.richards import GATE
 from .attention import Attention, Rope
-from .richards import RichardsCurve, at_least_fp32
+from .richards import RichardsCurve, given
 from .stacked import Kernels, run_linear
 
 TABLE_SPREAD = 0.02
@@ -58,8 +58,7 @@ class PolyAttention(Attention):
                 f"0 gives no table."
             )
         self.degree, self.soft_clip, self.window, self.max_pos = degree, soft_clip, window, max_pos
-        begin = torch.tensor([1.0, 0.0, positions**-0.5], device=device, dtype=at_least_fp32(dtype))
-        self.coefficients = nn.Parameter(begin)  # a, b and scale
+        self.coefficients = nn.Parameter(given([1.0, 0.0, positions**-0.5], device, dtype))  # a, b and scale
         if max_pos:
             rows = max_pos + 1 if causal else 2 * max_pos + 1
             self.relative = nn.Parameter(torch.empty(rows, self.head_dim, device=device, dtype=dtype).normal_(0, TABLE_SPREAD))

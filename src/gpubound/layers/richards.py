@@ -30,8 +30,7 @@ class CurveNumbers(nn.Module):
     def __init__(self, curve: Curve, device=None, dtype=None) -> None:
         super().__init__()
         self.curve = curve
-        start = torch.tensor(curve.start(), device=device, dtype=at_least_fp32(dtype)) if curve.learned else None
-        self.register_parameter("free", None if start is None else nn.Parameter(start))
+        self.register_parameter("free", nn.Parameter(given(curve.start(), device, dtype)) if curve.learned else None)
 
     def values(self) -> dict[str, float]:
         """What its nine numbers are now. It waits for the device: for people, and not for a step."""
@@ -135,3 +134,10 @@ def richards_glu_calls(inner: int, value: Curve = VALUE, gate: Curve = GATE) -> 
 def at_least_fp32(dtype: torch.dtype | None) -> torch.dtype:
     """For a handful of numbers that all of a layer depends on: 16 bits would round away their updates and save nothing."""
     return torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+
+
+def given(numbers: Sequence[float], device: Any, dtype: torch.dtype | None) -> Tensor:
+    """A handful of numbers on `device`, or on the caller's default. Moved there: what torch.tensor makes on the meta device is
+    seen by no dispatch mode, and a model in shards is drawn by what one has seen (parallel/drawn.py)."""
+    there = torch.get_default_device() if device is None else device
+    return torch.tensor(numbers, device="cpu", dtype=at_least_fp32(dtype)).to(there)
