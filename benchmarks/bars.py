@@ -43,7 +43,7 @@ def panels(lines: Sequence[Line]) -> list[tuple[str, list[Bar]]]:
     for title, bench, case in PANELS:
         beside = [line for line in lines if (line.bench, line.case) == (bench, case) and is_peer(line) and _is_speed(line)]
         if beside:
-            found.append((title, _bars(beside)))
+            found.append((title, contenders(beside)))
     return found
 
 
@@ -51,7 +51,8 @@ def _is_speed(line: Line) -> bool:
     return line.unit in MORE_IS_BETTER - {"%"}
 
 
-def _bars(beside: list[Line]) -> list[Bar]:
+def contenders(beside: Sequence[Line]) -> list[Bar]:
+    """Ours and its peers in one case."""
     newest = max(beside, key=lambda line: line.date)
     bars = [Bar("gpubound", 1.0, figure(newest.ours, newest.unit), ours=True)]
     for line in sorted(beside, key=lambda line: line.ratio):

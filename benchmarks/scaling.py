@@ -7,10 +7,10 @@ the speed in the turns with the most of them.
 import re
 from collections.abc import Iterator, Sequence
 
-from .bars import Bar
+from .bars import Bar, contenders
 from .gates import figure
 from .results import Line
-from .tables import is_peer, name_of
+from .tables import is_peer
 
 CASE = re.compile(r"(\S+) on (\d+)")
 ONE = "one GPU"
@@ -25,7 +25,7 @@ def panels(lines: Sequence[Line]) -> list[tuple[str, list[Bar]]]:
     if sharded:
         most = max(world for world, _ in sharded)
         beside = [line for world, line in sharded if world == most]
-        found.append((f"Training, {SHARDS[1]} {most} GPUs, one GPU's share", in_shards(beside)))
+        found.append((f"Training, {SHARDS[1]} {most} GPUs, speed of each GPU", contenders(beside)))
     return found
 
 
@@ -46,10 +46,4 @@ def replicas(lines: Sequence[Line], name: str) -> list[Bar]:
     for world, line in sorted(by_world.items()):
         words = f"{figure(world * line.ours, 'tok/s')}  ({world * line.ratio:.2f} x one)"
         bars.append(Bar(f"{world} GPUs", world * line.ratio / most / by_world[most].ratio, words, ours=True))
-    return bars
-
-
-def in_shards(beside: Sequence[Line]) -> list[Bar]:
-    bars = [Bar("gpubound", 1.0, figure(beside[0].ours, "tok/s"), ours=True)]
-    bars += [Bar(name_of(line.peer_name), 1 / line.ratio, figure(line.peer, "tok/s")) for line in beside]
     return bars

@@ -189,7 +189,7 @@ def exercise(device: torch.device) -> None:
     Modes that the caller is in do not count: no_grad, inference_mode, autocast, a default device or dtype.
     """
     generator = torch.Generator("cpu").manual_seed(0)
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+    with plainly(device):
         x, w = (torch.randn(n, 48, generator=generator, device="cpu", dtype=torch.float32) for n in (64, 32))
         pairs = [[t.to(device).detach().requires_grad_() for t in (x, w)], [t.double().requires_grad_() for t in (x, w)]]
         there, here = (torch.autograd.grad((a @ b.t()).square().sum(), (a, b)) for a, b in pairs)

@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from ..device import without_autocast
 from ..models.keywords import NAMES, cache_name
 
 CHUNKED = "chunked_attention"
@@ -177,7 +178,7 @@ def first_not_finite(model: nn.Module, ids: Tensor) -> str:
 
     handle = register_module_forward_hook(look)
     try:
-        with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(ids.device):
             model(input_ids=ids[None], use_cache=False)
     finally:
         handle.remove()

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from ..device import without_autocast
 from ..errors import StallError
 from ..layers.stacked import multiply_by_records
 from ..models.keywords import cache_word
@@ -144,7 +145,7 @@ class StaticBody(Body):
     def _forward(self, ids_BT: Tensor, place_BT: Tensor, end: int, every: bool = False) -> Tensor:
         if self.model.training:
             raise ValueError(in_training(self.model))
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(self.device):
             return self.model(
                 input_ids=ids_BT,
                 attention_mask=self._masks(place_BT, end),
@@ -188,7 +189,7 @@ class StaticBody(Body):
         short = [window + 4 for window in self.windows.values() if window is not None and window <= 64]
         tokens = min(max([8, *short]), self.max_length)
         ids_T = torch.randint(ids, (tokens,), generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(self.device)
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(self.device):
             own_TV = self.model(input_ids=ids_T[None], use_cache=False, return_dict=True).logits[0].float()
         self.vocab = own_TV.shape[-1]
         self.logits = torch.zeros(self.max_batch * self.tokens, self.vocab, device=self.device, dtype=torch.float32)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..device import without_autocast
 from ..kernels.accumulate import deliver
 from ..kernels.dropping import Drop, drawn, dropped
 from ..layers.frozen import written
@@ -41,7 +42,7 @@ class Dora(Adapter):
         return self._added(F.dropout(x, self.rate) if self.rate else x, *self.parameters)
 
     def _added(self, x: Tensor, a: Tensor, b: Tensor, m: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):  # x is in its dtype already, and the norm is in fp32
+        with without_autocast(x.device):  # x is in its dtype already, and the norm is in fp32
             weight = dense(self.weight, x.dtype)
             f = (m / lengths(weight, a, b, self.scale)).to(torch.promote_types(x.dtype, torch.float32))
             low = F.linear(F.linear(x, a.to(x.dtype)) * self.scale, b.to(x.dtype))

@@ -29,14 +29,14 @@ LORA_CASES: dict[str, tuple[str, int, int, str | None]] = {
     "8b-fp8": ("8b", 4096, 1, "fp8"),
 }
 """A case of `bench lora` -> preset, seq, micro-batch, the base's format."""
-RANKS_CASES: dict[str, tuple[str, int, int, int, str, int, bool]] = {
-    "350m on 2": ("350m", 1024, 16, 1, "cheap", 2, False),
-    "350m on 4": ("350m", 1024, 16, 1, "cheap", 4, False),
-    "1b on 4": ("1b", 2048, 4, 8, "none", 4, False),
-    "8b on 2": ("8b", 4096, 2, 2, "cheap", 2, True),
-    "8b on 4": ("8b", 4096, 4, 1, "cheap", 4, True),
-}
-"""A case of `bench ranks` -> preset, seq, micro-batch, accumulate of a rank, recompute, GPUs, whether in shards."""
+RANKS_CASES: tuple[tuple[str, int, int, int, str, int, bool], ...] = (
+    ("350m", 1024, 16, 1, "cheap", 2, False),
+    ("350m", 1024, 16, 1, "cheap", 4, False),
+    ("1b", 2048, 4, 8, "none", 4, False),
+    ("8b", 4096, 2, 2, "cheap", 2, True),
+    ("8b", 4096, 4, 1, "cheap", 4, True),
+)
+"""Of a case of `bench ranks`: preset, seq, micro-batch, accumulate of a rank, recompute, GPUs, whether in shards."""
 RANK = 16
 AS_PEER = {"1b": "1b, eight adapters in one batch"}
 """A case that is measured as another one's peer, too, under the name OURS."""
@@ -80,9 +80,9 @@ def cases() -> Iterator[Case]:
         yield Case("train", name, setting_of_case(*asked))
     for name, of_adapters in LORA_CASES.items():
         yield Case("lora", name, lora_setting_of_case(*of_adapters))
-    for name, (preset, seq, rows, accumulate, recompute, world, sharded) in RANKS_CASES.items():
+    for preset, seq, rows, accumulate, recompute, world, sharded in RANKS_CASES:
         one = setting_of_case(preset, seq, rows, accumulate, recompute, "bf16")
-        yield Case("ranks", name, replace(one, world=world, sharded=sharded))
+        yield Case("ranks", f"{preset} on {world}", replace(one, world=world, sharded=sharded))
 
 
 def setting_of_case(preset: str, seq: int, rows: int, accumulate: int, recompute: str, precision: str) -> Setting:
