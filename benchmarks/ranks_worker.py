@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from gpubound.device import grow_segments
 from gpubound.parallel import Ranks, join
 from gpubound.parallel.sharded import shard
 from gpubound.train.recompute import blocks_of
@@ -94,7 +95,9 @@ def ddp(job: Job, ranks: Ranks, compiled: bool = False, liger: bool = False) -> 
     return usual(job, ranks, wrap, torch.bfloat16 if ranks.device.type != "cpu" else torch.float32)
 
 
-def dealt_by_torch(model: nn.Module, policy: MixedPrecisionPolicy) -> nn.Module:
+def dealt_by_torch(model: nn.Module, ranks: Ranks, policy: MixedPrecisionPolicy) -> nn.Module:
+    """Fully sharded, with the allocator's settings that torchtitan and ours have."""
+    grow_segments(ranks.device)
     for block in blocks_of(model):
         fully_shard(block, mp_policy=policy)
     return fully_shard(model, mp_policy=policy)
@@ -111,7 +114,7 @@ def fsdp(job: Job, ranks: Ranks, compiled: bool = False, liger: bool = False) ->
             model.loss_function = torch.compile(model.loss_function)
             for block in blocks_of(model):
                 block.compile()
-        return dealt_by_torch(model, policy)
+        return dealt_by_torch(model, ranks, policy)
 
     return usual(job, ranks, wrap, torch.float32)
 
@@ -123,7 +126,7 @@ def peft(job: Job, ranks: Ranks, liger: bool = False) -> Contender:
     dtype = torch.bfloat16 if ranks.device.type != "cpu" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
-    return usual(job, ranks, partial(dealt_by_torch, policy=policy), dtype, lora_worker.get_peft_model)
+    return usual(job, ranks, partial(dealt_by_torch, ranks=ranks, policy=policy), dtype, lora_worker.get_peft_model)
 
 
 CONTENDERS: dict[str, Contends] = {

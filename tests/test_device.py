@@ -290,6 +290,32 @@ def test_memory_that_torch_does_not_count_is_counted_while_its_owner_lives():
     assert [policy.uncounted_bytes(torch.device("cuda", index)) for index in (0, 1)] == [7, 0]
 
 
+@pytest.mark.parametrize(
+    ("variable", "said", "set_to"),
+    [
+        ("", "", "expandable_segments:True"),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:512", "max_split_size_mb:512,expandable_segments:True"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", None),
+        ("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync", None),
+    ],
+)
+def test_segments_grow_unless_the_user_says_whether(monkeypatch, variable, said, set_to):
+    seen = []
+    monkeypatch.setattr(policy, "set_allocator", seen.append)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, said)
+    policy.grow_segments(torch.device("cpu"))
+    assert not seen
+    policy.grow_segments(torch.device("cuda", 0))
+    assert seen == ([] if set_to is None else [set_to])
+
+
+def test_torch_takes_the_allocators_settings():
+    policy.set_allocator("expandable_segments:False")  # as it begins; a torch without the call fails here
+
+
 def test_label():
     assert label(torch.device("cpu")) == f"CPU ({torch.get_num_threads()} threads)"
     assert label(torch.device("meta")) == "meta"

@@ -92,6 +92,24 @@ def usable_bytes(device: torch.device) -> int:
     return min(free, allowed) + sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
 
 
+def grow_segments(device: torch.device) -> None:
+    """Let torch's allocator take memory from here on in segments that grow, unless the user's PYTORCH_ALLOC_CONF says whether.
+
+    FSDP's streams free what they gathered in one size and ask for it in another. 8 layers of an 8b model in shards on two H200s
+    had 38.2 GiB in use at their peak, of 58.6 that were reserved in plain segments and of 45.9 in growing ones.
+    """
+    if device.type != "cuda":
+        return
+    said = ",".join(os.environ[name] for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF") if os.environ.get(name))
+    if "expandable_segments" not in said and "cudaMallocAsync" not in said:
+        set_allocator(f"{said},expandable_segments:True".lstrip(","))
+
+
+def set_allocator(settings: str) -> None:
+    """torch has no public name for it."""
+    torch._C._accelerator_setAllocatorSettings(settings)
+
+
 _UNCOUNTED: "WeakKeyDictionary[Any, tuple[int | None, int]]" = WeakKeyDictionary()
 
 

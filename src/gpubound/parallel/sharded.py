@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import Parameter
 
+from ..device import grow_segments
 from ..kernels.record import record_of
 from ..layers.frozen import Base
 from ..layers.site_parts import format_of, is_sharded
@@ -169,6 +170,7 @@ def _deal(
     ready  is given each block before its rows are dealt
     whole  parameters that are not dealt
     """
+    grow_segments(ranks.device)
     mesh = DeviceMesh.from_group(ranks.group, ranks.device.type)
     gathered = None if rows == dtype else dtype  # as they are: a cast would take codes for numbers
     policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -183,6 +185,8 @@ def _deal(
     deal(model, reshard_after_forward=False)  # the head is used as soon as it is there
     for unit in units(model):
         give_gathered(unit)  # our stacks do not call their blocks as modules
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()  # the segments of what was whole
 
 
 def _give_room(part: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
