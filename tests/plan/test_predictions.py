@@ -10,9 +10,9 @@ from benchmarks.bench_train import CASES as MEASURED
 from benchmarks.shapes import SHAPES
 from gpubound.models.llama.decoder import Decoder, DecoderConfig
 from gpubound.plan.cards import CARDS, GIGA, Card, Network
-from gpubound.plan.cases import CASES, RANKS_CASES, cases, setting_of_case
+from gpubound.plan.cases import CASES, RANKS_CASES, ROWS_CASES, cases, setting_of_case
 from gpubound.plan.check import FILES, check
-from gpubound.plan.memory import IN_SHARDS, memory, reserved
+from gpubound.plan.memory import memory, reserved
 from gpubound.plan.pace import pace
 from gpubound.plan.propose import FREE, proposals, summing
 from gpubound.plan.reading import outlined, setting_of
@@ -64,6 +64,14 @@ def test_a_checked_case_of_several_gpus_is_the_one_that_the_benchmark_measures(a
     assert (case.shape, case.seq, case.micro * case.accumulate) == (preset, seq, rows * accumulate)
     assert case.recompute == recompute and f"{preset} on {world}" in {known.name for known in cases()}
     assert sharded == (case.ours == "ours-fsdp") and rows in getattr(case, "rows", {}).get(case.ours, (case.micro,))
+
+
+@pytest.mark.parametrize("asked", ROWS_CASES, ids=lambda asked: f"{asked[0]}-lora on {asked[4]}")
+def test_a_checked_case_of_adapters_over_shards_is_the_one_that_the_benchmark_measures(asked):
+    preset, seq, rows, _, world = asked
+    case = OF_RANKS[f"{preset}-lora"]
+    assert (case.shape, case.seq, case.ours) == (preset, seq, "ours-fsdp-lora") and rows in case.rows[case.ours]
+    assert f"{preset}-lora on {world}" in {known.name for known in cases()}
 
 
 def test_the_rates_of_cards_are_those_that_were_measured():
@@ -162,7 +170,7 @@ def test_shards_sum_once_a_step_where_whole_gradients_fit():
     for p in several:
         each = replace(p.setting, once=False)
         more = sum(memory(p.setting).values()) - sum(memory(each).values())
-        assert more == pytest.approx((1 + IN_SHARDS) * 4 * p.setting.outline.parameters)
+        assert more == 4 * p.setting.outline.parameters
         before = {call.what: call.times for call in collectives(each)}
         after = {call.what: call.times for call in collectives(p.setting)}
         n, layers = p.setting.accumulate, p.setting.config.layers

@@ -4,12 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..layers.recompute import LEAST_BYTES
 from ..models.llama.decoder import PRESETS, Decoder
 from ..train.adapters import Lora
 from ..train.optimizer import AdamW
 from .lora import LoraSetting, adapted
-from .memory import SLACK
 from .reading import META, outlined
 from .setting import Setting
 
@@ -33,16 +31,16 @@ RANKS_CASES: tuple[tuple[str, int, int, int, str, int, bool], ...] = (
     ("350m", 1024, 16, 1, "cheap", 2, False),
     ("350m", 1024, 16, 1, "cheap", 4, False),
     ("1b", 2048, 4, 8, "none", 4, False),
-    ("8b", 4096, 2, 2, "cheap", 2, True),
+    ("8b", 4096, 4, 1, "cheap", 2, True),
     ("8b", 4096, 4, 1, "cheap", 4, True),
 )
 """Of a case of `bench ranks`: preset, seq, micro-batch, accumulate of a rank, recompute, GPUs, whether in shards."""
+ROWS_CASES = (("8b", 4096, 4, None, 2),)
+"""Of a case of `bench ranks` with adapters over a base in shards: preset, seq, micro-batch, the base's format, GPUs."""
 RANK = 16
 AS_PEER = {"1b": "1b, eight adapters in one batch"}
 """A case that is measured as another one's peer, too, under the name OURS."""
 OURS = "ours-lora"
-KEPT_ACTIVATION = ("c36d172",)
-"""Commits with lines whose steps kept the activation's result for down's adapter. Since then it is computed again."""
 DRAWN = 4  # bytes of a number that `bench lora` draws, before it is cast to bf16 on the GPU
 
 
@@ -66,14 +64,6 @@ class Case:
                 found = line["peer"], line["commit"]
         return found
 
-    def kept_then(self, commit: str) -> int:
-        """Bytes that a step of this commit kept, and today's does not."""
-        setting = self.setting
-        if commit not in KEPT_ACTIVATION or not isinstance(setting, LoraSetting):
-            return 0
-        result = setting.tokens * setting.config.intermediate * setting.numbers.dtype.itemsize
-        return int((1 + SLACK) * setting.config.layers * result) if result >= LEAST_BYTES else 0
-
 
 def cases() -> Iterator[Case]:
     for name, asked in CASES.items():
@@ -83,6 +73,9 @@ def cases() -> Iterator[Case]:
     for preset, seq, rows, accumulate, recompute, world, sharded in RANKS_CASES:
         one = setting_of_case(preset, seq, rows, accumulate, recompute, "bf16")
         yield Case("ranks", f"{preset} on {world}", replace(one, world=world, sharded=sharded))
+    for preset, seq, rows, base, world in ROWS_CASES:
+        over = lora_setting_of_case(preset, seq, rows, base)
+        yield Case("ranks", f"{preset}-lora on {world}", replace(over, world=world, sharded=True))
 
 
 def setting_of_case(preset: str, seq: int, rows: int, accumulate: int, recompute: str, precision: str) -> Setting:

@@ -72,17 +72,17 @@ def compared(gpu: str, card: Card, lines: list[dict[str, Any]]) -> list[Compared
         if (newest := case.newest(lines, "", "tok/s")) is not None:
             found.append(Compared(gpu, case.bench, case.name, "tok/s", speed, *newest))
         if (newest := case.newest(lines, " peak memory", "GiB")) is not None:
-            size = reserved(memory(setting)) + case.kept_then(newest[1])
+            size = reserved(memory(setting))
             found.append(Compared(gpu, case.bench, case.name, "GiB", size / GIB, *newest))
     return found
 
 
 def table(rows: list[Compared]) -> str:
-    lines = [f"{'gpu':6}{'bench':7}{'case':10}{'predicted':>12}{'measured':>12}{'unit':>7}{'error':>8}{'gate':>7}  commit"]
+    lines = [f"{'gpu':6}{'bench':7}{'case':14}{'predicted':>12}{'measured':>12}{'unit':>7}{'error':>8}{'gate':>7}  commit"]
     for r in rows:
         style = ",.0f" if r.unit == "tok/s" else ".2f"
         figures = f"{r.predicted:>12{style}}{r.measured:>12{style}}{r.unit:>7}{r.error:>+8.1%}{r.gate:>7.0%}"
-        lines.append(f"{r.gpu:6}{r.bench:7}{r.case:10}{figures}  {r.commit}{'' if r.holds else '  MISSED'}")
+        lines.append(f"{r.gpu:6}{r.bench:7}{r.case:14}{figures}  {r.commit}{'' if r.holds else '  MISSED'}")
     return "\n".join(lines)
 
 

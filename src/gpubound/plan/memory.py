@@ -16,8 +16,6 @@ CONTEXT = int(0.6 * GIB)  # assumption: CUDA's context and the kernels loaded in
 COMMUNICATOR = int(0.7 * GIB)  # assumption: NCCL's own buffers, where there is more than one rank
 WORKSPACES = int(0.2 * GIB)  # assumption: of cuBLAS and cuDNN, and the update's partial sums
 SLACK = 0.03  # assumption: of what comes and goes in a step, the allocator holds so much more
-# Measured: 8b in shards of four H200s reserved 105.5 GiB, where 87.7 are counted. What holds the rest is not known.
-IN_SHARDS = 0.20
 OUTSIDE = ("CUDA context", "NCCL buffers")  # of no allocator: torch.cuda.memory_reserved() does not show them
 
 
@@ -30,8 +28,6 @@ def memory(setting: Setting) -> dict[str, int]:
     parts[highest] = passing[highest]
     parts["allocator's slack"] = int(SLACK * (parts["kept for backward"] + parts[highest]))
     parts["workspaces"] = WORKSPACES
-    if setting.sharded and setting.world > 1:
-        parts["shards, beyond what is counted"] = int(IN_SHARDS * sum(parts.values()))
     parts["CUDA context"] = CONTEXT
     parts["NCCL buffers"] = COMMUNICATOR if setting.world > 1 else 0
     return {name: size for name, size in parts.items() if size}
