@@ -97,6 +97,9 @@ SHAPES: dict[str, list[tuple]] = {
     "sparse_attention": [(512,), (512, True, False, True), (512, False, False, False)],
     "swiglu": [(14336, True)],
     "swiglu_backward": [(14336,)],
+    "tiled_add_product": [(8, 1024, 1024), (8, 4096, 1024), (16, 4096, 1024), (2, 8192, 2048)],
+    "tiled_norm_gate_up": [(0.0, "silu", 8, 1024, 4096), (1.0, "gelu_tanh", 16, 1024, 4096), (0.0, "silu", 4, 2048, 8192)],
+    "tiled_norm_product": [(0.0, 8, 1024, 1024), (None, 16, 1024, 1024), (0.0, 4, 2048, 2048)],
 }
 # GPUs before 8.9 cannot round to it: there they fall back
 FP8 = ("quantize", "quantize_rows", "quantize_swiglu", "quantize_swiglu_backward")

@@ -77,6 +77,9 @@ SHAPED = {
     "swiglu": (72, False),
     "swiglu_backward": (72,),
     "take_words": (True,),
+    "tiled_add_product": (3, 72, 40),
+    "tiled_norm_gate_up": (1.0, "gelu_tanh"),
+    "tiled_norm_product": (None, 9, 72),
 }
 
 

@@ -8,8 +8,8 @@ from .bind import BoundModel
 from .weights import weight_format
 
 
-def step_calls(live: BoundModel, weights: str | None) -> list[Call]:
-    """The products of its steps, in the forms that its layers ask for."""
+def step_calls(live: BoundModel, weights: str | None, together: bool = False) -> list[Call]:
+    """The products of its steps, in the forms that its layers ask for; also of steps that take rows `together`."""
     norm, prefix = live.layers[0].attention.norm, weight_format(weights).prefix
     product, add, gate_up = (f"{prefix}{op}" for op in ("norm_product", "add_product", "norm_gate_up"))
     found: list[Call] = [(product, form(norm, 0.0)), (add, ())]
@@ -18,6 +18,8 @@ def step_calls(live: BoundModel, weights: str | None) -> list[Call]:
         found += [("route", ()), (f"{prefix}routed_gate_up", ()), (f"{prefix}add_routed", ())]
     activation = live.reader.activation()
     found.append((gate_up, form(norm, activation)))
+    if together and not live.adapted:
+        found += [("tiled_norm_product", form(norm)), ("tiled_norm_gate_up", form(norm, activation)), ("tiled_add_product", ())]
     for attention, mlp in live.layers if live.adapted else ():
         found.append((product, form(norm, 0.0, added=form_of_layers(attention.q, attention.k, attention.v))))
         found.append((add, form_of_layers(attention.o)))

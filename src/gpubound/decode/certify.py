@@ -104,9 +104,8 @@ def _compare_logits(decoder: "FastDecoder", body: Any, length: int, number: int 
             f"decoder: the model's logits are not finite; first seen in {body.locate(ids)}. Check the weights (a diverged "
             "training run?) and the dtype."
         )
-    every = {1, body.max_batch} if not body.narrow(body.max_batch) else {1}  # wide batches have products of their own
     model_error = _distance(own, model_truth)
-    dtype, ways = body.live.dtype, [_all_logits(body, ids, rows) for rows in every]
+    dtype, ways = body.live.dtype, [_all_logits(body, ids, rows) for rows in body.ways()]
     our_error = max(_distance(logits, _truth_of(body, ids, truth, chosen)) for logits, chosen in ways)
     missed = max(choice.missed for _, chosen in ways for choice in chosen)
     _check_choices(missed, own_missed, dtype)

@@ -136,6 +136,10 @@ class Body(ABC):
         """Whether so many rows are computed as one row is: then each gets the same logits beside any others."""
         return False
 
+    def ways(self) -> set[int]:
+        """A number of rows for each way in which steps are computed."""
+        return {1}
+
     def finds_best(self, rows: int) -> bool:
         """Whether a step leaves partial maxima in `best` and `arg`."""
         return False

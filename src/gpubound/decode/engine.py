@@ -29,7 +29,7 @@ from .calls import step_calls
 from .certify import DecoderCertificate, certify
 from .compressed.body import CompressedBody
 from .contract import Body, Build, ModuleTree
-from .fused import FusedBody, narrow_rows
+from .fused import FusedBody
 from .judge import Accuracy, accuracy
 from .loop import ActiveRequest
 from .own_model import OwnBody
@@ -42,6 +42,7 @@ from .stages.spread import devices_of
 from .steps import Slots, StepGraphs, Stepper
 from .tensors.body import SlicedBody, sliced_body
 from .tensors.graphs import SliceGraphs
+from .ways import narrow_rows, tiled_rows
 
 LADDER = (32, 8, 1)  # steps a launch
 SPECULATIVE_LADDER = (8, 1)  # they bring several tokens each: long launches would run on for long behind the last
@@ -303,5 +304,5 @@ def _body(model: Any, build: Build, fused: bool) -> Body:
         from .any_model import StaticBody
 
         return StaticBody(own, build, live)
-    hasten(step_calls(live, build.weights), live.device, live.dtype)
+    hasten(step_calls(live, build.weights, tiled_rows(live, build) > 0), live.device, live.dtype)
     return FusedBody(live, build)

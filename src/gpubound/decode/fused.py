@@ -1,8 +1,9 @@
 """The body for families of models/registry.py: a list of layers between an embedding and a head, by the fused kernels.
 
 Few rows are products by kernels that multiply row after row (kernels/decode_product.py), in a chain where each may start while
-the one before still runs. More are matrices worth a tensor core: cuBLAS takes them. `narrow_rows` says how many are few. What a
-layer is made of is its own affair (layer.py, experts.py); how weights are held, that of their format (weights/).
+the one before still runs; `narrow_rows` says how many are few. Some more are taken together by such kernels on tensor cores
+(kernels/tiled_product.py), up to `tiled_rows`. Many are matrices for cuBLAS. What a layer is made of is its own affair
+(layer.py, experts.py); how weights are held, that of their format (weights/).
 
 The layers may lie on several devices, a span (span.py) on each. The stream begins and ends on the first, which has the
 embedding, the norm and the head.
@@ -27,15 +28,12 @@ from .bind import BoundModel
 from .cache import PLAIN
 from .contract import Body, Build, check_room
 from .judge import Accuracy, Choices, RoundedModel, first_not_finite
-from .layer import NARROW, normed_rows
+from .layer import NARROW, Bench, normed_rows
 from .span import PARTS as PARTS, Layer, LayerSpan, added
 from .stages.plan import LayerStage
+from .ways import narrow_rows, tiled_rows
 from .weights import weight_format
 
-# Rows of a step that are few: NARROW of packed weights and experts, and where a speculating row must get the bits of a plain
-# step. Where cuBLAS can read the weights, a third row costs more than its tensor cores do. H200, us a step by rows, kernels and
-# cuBLAS: 350m 3: 743, 953; 8: 1,524, 870. 1b 2: 1,094, 1,035; 8: 4,177, 1,073. 8b 8: 22,368, 4,638.
-FEW = 2
 PARTIAL_ROWS = 16  # of the head's weight, whose greatest logit is found where they are computed
 CHUNK = 2048  # tokens of a prompt at a time
 SCORED = 256  # tokens whose logits are whole in memory while a text is scored
@@ -43,11 +41,6 @@ SCORED = 256  # tokens whose logits are whole in memory while a text is scored
 
 UNADDED = "its kernels add no adapters, and the model's are on; merge them, switch them off, or pass weights=None"
 ON_ONE = "which are added on one device alone; merge them, switch them off, or leave devices out"
-
-
-def narrow_rows(build: Build) -> int:
-    """The most rows of a step whose products are kernels of our own, of a model without experts."""
-    return FEW if build.tokens == 1 and build.weights is None else NARROW
 
 
 class FusedBody(Body):
@@ -76,7 +69,8 @@ class FusedBody(Body):
         self.normed = self.bench.buffer("normed", B, s.hidden, dtype=live.dtype)
         self.logits = torch.zeros(B, self.vocab, **wide)
         dense = all(type(layer.mlp) is DenseWeights for layer in live.layers)
-        self.narrowest = narrow_rows(build) if dense and live.whole else NARROW
+        self.few = narrow_rows(build) if dense and live.whole else NARROW
+        self.tilable = tiled_rows(live, build)
         plain = build.tokens == 1 and build.cache == PLAIN and len(self.spans) == 1 and live.whole
         on_host = host.fits(self.device) and plain and dense
         parts = 1 if on_host else -(-self.vocab // PARTIAL_ROWS)
@@ -99,7 +93,10 @@ class FusedBody(Body):
         if self.live.adapted and len(self.spans) > 1:
             raise GenerateError(f"decoder: devices: the model has low-rank adapters, {ON_ONE}.")
         self.form.begin(self.live.model, kept=self.host is not None)
+        self.tiled = 0 if self.live.adapted else self.tilable
+        self.narrowest = 1 if self.tiled else self.few
         for span in self.spans:
+            self._take_together(span.bench)
             span.take(self.live, self.form)
         self.embed, self.head = self.live.embed, self.form.head(self.live.head)
         self.gate_up_bytes = max(layer.mlp.gate_up_bytes for layer in self.layers)
@@ -110,6 +107,13 @@ class FusedBody(Body):
         self.measured = None
         if self.host:
             self.host.take()
+
+    def _take_together(self, bench: Bench) -> None:
+        """What parts on this bench have to know of products that take rows together."""
+        bench.few = self.narrowest if self.tiled else None
+        behind = any(part.post_norm is not None for layer in self.live.layers for part in layer)  # what adds to the stream then
+        copied = bench.few is not None and not behind
+        bench.copy = bench.buffer("copy", bench.rows, bench.shape.hidden, dtype=bench.dtype) if copied else None
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         """The logits (B, V) after `token`, whose embedding is in x, at `position`; its keys and values go to the cache.
@@ -127,7 +131,7 @@ class FusedBody(Body):
             x *= self.live.shape.embedded
         for span in self.spans:
             x, position = x.to(span.device), position.to(span.device)
-            span.step(x, position, mode, self.narrow(rows))
+            span.step(x, position, mode, self.chains(rows))
         return self.leave(x.to(self.device))
 
     @property
@@ -144,7 +148,7 @@ class FusedBody(Body):
         """The stream x behind the layers of a stage, in place; its rows are those of the cache from `first` on."""
         span = self.spans[number]
         span.cache.first = first
-        span.step(x, position, self.mode(len(x)), self.narrow(len(x)))
+        span.step(x, position, self.mode(len(x)), self.chains(len(x)))
         span.cache.first = 0
 
     def leave(self, x: Tensor) -> Tensor:
@@ -168,6 +172,14 @@ class FusedBody(Body):
 
     def narrow(self, rows: int) -> bool:
         return rows <= self.narrowest
+
+    def chains(self, rows: int) -> bool:
+        """Whether the layers are chains of kernels of our own."""
+        return rows <= max(self.narrowest, self.tiled)
+
+    def ways(self) -> set[int]:
+        """A number of rows for each way in which a step is computed."""
+        return {1, *(min(self.max_batch, n) for n in (self.tiled, self.max_batch) if n > self.narrowest)}
 
     def mode(self, rows: int) -> int:
         """How a step's kernels are launched: each may start while the one before runs, on a GPU that can."""
@@ -275,9 +287,10 @@ class FusedBody(Body):
         self.cache.layout.check_request(limits)
 
     def report(self) -> list[tuple[str, str, str]]:
-        wide = not self.narrow(len(self.x))
+        most, together = len(self.x), max(self.narrowest, self.tiled)
+        wide = most > together
         read, whole = self.bytes_whole, self.live.bytes_read()
-        weights = self.form.report(self.bench.kernels, read, whole, f", more than {self.narrowest} rows" * wide)
+        weights = self.form.report(self.bench.kernels, read, whole, f", more than {together} rows" * wide)
         if self.host:
             rows = [(f"{len(self.layers)} layers, head", "torch", "a CPU has no kernels of ours")]
             return [*rows, *self.adapting.report(), *weights, *self._rounding()]
@@ -285,9 +298,12 @@ class FusedBody(Body):
         rows = [span.report(number) for number, span in enumerate(self.spans)] if len(self.spans) > 1 else []
         rows += [(f"{count} x {part}", what, why) for (part, what, why), count in counted.items()]
         rows.append(("norm, head", f"{self.bench.kernels}: {self.form.prefix}norm_product", ""))
+        if most > self.narrowest and self.tiled:
+            what = f"{self.bench.kernels}: tiled products; head by torch (cuBLAS)"
+            rows.append((f"{self.narrowest + 1} to {min(most, self.tiled)} rows", what, "all rows together, on tensor cores"))
         if wide:
             why = f"; those of one input one by one: {self.live.apart}" if self.live.apart else ""
-            rows.append((f"more than {self.narrowest} rows", "products by torch (cuBLAS)", f"they fill tensor cores{why}"))
+            rows.append((f"more than {together} rows", "products by torch (cuBLAS)", f"they fill tensor cores{why}"))
         special = dict.fromkeys(row for layer in self.layers for row in layer.mlp.report_wide(wide))
         return [*rows, *special, *self.adapting.report(), *weights, *self._rounding()]
 

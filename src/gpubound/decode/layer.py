@@ -1,7 +1,7 @@
 """The straight line of one layer: attention with its norm and residual, then an MLP with its own.
 
 Each part has three forms: `step` for few rows, whose products are kernels of our own that read the weights once and may each
-start while the one before still runs; `wide_step` for more, whose products are matrices worth a tensor core; and `prompt`. It
+start while the one before still runs; `wide_step` for more, whose products are cuBLAS's; and `prompt`. It
 gets its weights in any format (weights/) and keeps keys and values in any cache (cache.py). What it computes is said by its
 weights' records (models/decoding.py), and once more in plain fp32.
 
@@ -48,6 +48,8 @@ class Bench:
         self.adapting = Adapting(rows // tokens, tokens, self.device)
         self.overheard: Any = None  # the judge's Choices, while it listens to what experts are chosen
         self.peer: Any = None  # tensors/peers.py's, where other devices have other slices of the same layers
+        self.few: int | None = None  # rows beyond which a product of our own takes them together; None: it never does
+        self.copy: Tensor | None = None  # of the stream in `dtype`, which such products read, if they may
         self._buffers: dict[tuple, Tensor] = {}
 
     @property
@@ -75,7 +77,7 @@ class Part:
 
     def product(self, made: Any, *layers: Linear) -> Any:
         """A format's product of these layers, which their adapters are added to."""
-        made.added = self.bench.adapting.added(*layers)
+        made.added, made.few = self.bench.adapting.added(*layers), self.bench.few
         self.products.append(made)
         return made
 
@@ -87,9 +89,18 @@ class Part:
         """What the last product is added to."""
         return x if self._sum is None else self._sum[: len(x)]
 
+    def stream(self, x: Tensor, first: bool = False) -> Tensor:
+        """What a product of our own reads of the stream x. first: nobody before has made a copy of it."""
+        bench = self.bench
+        if first or bench.few is None or len(x) <= bench.few or bench.copy is None:
+            return x
+        return bench.copy[: len(x)]
+
     def put(self, product: Any, h: Tensor, x: Tensor, mode: int) -> None:
         """Add the last product, of h, to where it belongs; with a peer, send it, for `close` adds that of all devices."""
-        if self.bench.peer is None:
+        if self.bench.peer is None and self.bench.few is not None:
+            product.add_product(h, self.target(x), mode, self.bench.copy)
+        elif self.bench.peer is None:
             product.add_product(h, self.target(x), mode)
         else:
             product.send_product(h, self.bench.peer.sum(), mode)
@@ -141,7 +152,8 @@ class CachedAttention(Part):
     def give(self, x: Tensor, position: Tensor, mode: int) -> None:
         """A step up to its last product."""
         rows, qkv, mixed = len(x), self._qkv[: len(x)], self._mixed[: len(x)]
-        self.qkv.norm_product(x, self.weights.norm, qkv, FENCE if self._first and mode == EARLY else mode)
+        stream = self.stream(x, self._first)
+        self.qkv.norm_product(stream, self.weights.norm, qkv, FENCE if self._first and mode == EARLY else mode)
         self._attend(rows, qkv, position, mode)
         self.put(self.o, mixed, x, mode)
 
@@ -218,7 +230,7 @@ class DenseMLP(Part):
     def give(self, x: Tensor, mode: int) -> None:
         """A step up to its last product."""
         y = self._gated[: len(x)]
-        self.gate_up.norm_gate_up(x, self.weights.norm, self.weights.activation, y, mode)
+        self.gate_up.norm_gate_up(self.stream(x), self.weights.norm, self.weights.activation, y, mode)
         self.put(self.down, y, x, mode)
 
     def wide_step(self, x: Tensor, mode: int) -> None:

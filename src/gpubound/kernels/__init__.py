@@ -76,4 +76,9 @@ from .sampling import pick as pick, sample as sample
 from .sinkhorn import sinkhorn as sinkhorn
 from .sparse_attention import sparse_attention as sparse_attention
 from .speculation import accept as accept, propose as propose
+from .tiled_product import (
+    tiled_add_product as tiled_add_product,
+    tiled_norm_gate_up as tiled_norm_gate_up,
+    tiled_norm_product as tiled_norm_product,
+)
 from .turned_heads import turn_heads as turn_heads

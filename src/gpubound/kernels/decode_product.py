@@ -109,7 +109,7 @@ def norm_product(
 
 @definition(
     lambda g, offset=0.0, cap=0.0, rank=0, wide=True: (
-        *(*draw_stream(g, 48, offset), *_draw_qkv(g), 0, cap), _draw_adapters(g, 48, (32, 16, 16), rank, wide)
+        *(*draw_stream(g, 48, offset), *_draw_found(g), 0, cap), _draw_adapters(g, 48, (32, 16, 16), rank, wide)
     )
 )  # fmt: skip
 @torch.no_grad()
@@ -159,7 +159,7 @@ def norm_gate_up(
 
 @definition(
     lambda g, offset=0.0, activation="silu", rank=0, wide=True: (
-        *(*draw_stream(g, 48, offset), *_draw_gate_up(g), 0, activation), _draw_adapters(g, 48, (40, 40), rank, wide)
+        *(*draw_stream(g, 48, offset), *draw_gate_up(g), 0, activation), _draw_adapters(g, 48, (40, 40), rank, wide)
     )
 )  # fmt: skip
 @torch.no_grad()
@@ -233,9 +233,12 @@ def _times(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-def check_stream(op: str, x: Tensor, norm: Norm | None, *weights: Tensor) -> None:
-    if x.dim() != 2 or x.dtype != torch.float32 or not x.is_contiguous():
-        raise ValueError(f"{op}: x must be a contiguous torch.float32 (rows, hidden), got {x.dtype} {tuple(x.shape)}.")
+def check_stream(op: str, x: Tensor, norm: Norm | None, *weights: Tensor, rounded: bool = False) -> None:
+    """rounded: x may be in the weights' dtype."""
+    dtypes = dict.fromkeys((torch.float32, *(w.dtype for w in weights[:1] if rounded)))
+    if x.dim() != 2 or x.dtype not in dtypes or not x.is_contiguous():
+        names = " or ".join(map(str, dtypes))
+        raise ValueError(f"{op}: x must be a contiguous {names} (rows, hidden), got {x.dtype} {tuple(x.shape)}.")
     if norm is not None:
         require(op, "norm.weight", norm.weight, None, x.shape[1:], x.device, "it has one weight for each column of x")
     for weight in weights:
@@ -284,16 +287,22 @@ def form(norm: Norm | None, *rest: Any, added: tuple = ()) -> tuple:
     return (norm.offset, *rest) if norm.offset or rest not in ((), (0.0,), ("silu",)) else ()
 
 
-def draw_stream(generator: torch.Generator, columns: int, offset: float | None = 0.0) -> tuple[Tensor, Norm | None]:
+def draw_stream(
+    generator: torch.Generator, columns: int, offset: float | None = 0.0, rows: int = 2
+) -> tuple[Tensor, Norm | None]:
     """x and its norm; offset None: without one."""
-    x, weight = draw(generator, 2, columns).detach(), draw(generator, columns)
+    x, weight = draw(generator, rows, columns).detach(), draw(generator, columns)
     return x, None if offset is None else Norm(weight, 1e-6, offset)
 
 
-def _draw_qkv(generator: torch.Generator) -> tuple[Tensor, ...]:
-    weights = [draw(generator, rows, 48) for rows in (32, 16, 16)]
-    biases = [draw(generator, rows) for rows in (32, 16, 16)]
-    return *weights, *biases, zeros(2, 64), zeros(2, 4), torch.zeros(2, 4, dtype=torch.int32, device="cpu")
+def draw_qkv(generator: torch.Generator, hidden: int = 48, heads: int = 32) -> tuple[Tensor, ...]:
+    """Weights and biases."""
+    parts = heads, heads // 2, heads // 2
+    return *(draw(generator, rows, hidden) for rows in parts), *(draw(generator, rows) for rows in parts)
+
+
+def _draw_found(generator: torch.Generator) -> tuple[Tensor, ...]:
+    return *draw_qkv(generator), zeros(2, 64), zeros(2, 4), torch.zeros(2, 4, dtype=torch.int32, device="cpu")
 
 
 def _added(adapters: StepAdapters | None, number: int, x: Tensor) -> Tensor | float:
@@ -304,5 +313,6 @@ def _draw_adapters(g: torch.Generator, inputs: int, outputs: Sequence[int], rank
     return draw_adapters(g, inputs, outputs, rank, wide) if rank else None
 
 
-def _draw_gate_up(generator: torch.Generator) -> tuple[Tensor, ...]:
-    return *(draw(generator, 40, 48) for _ in range(2)), *(draw(generator, 40) for _ in range(2)), zeros(2, 40)
+def draw_gate_up(generator: torch.Generator, rows: int = 2, hidden: int = 48, width: int = 40) -> tuple[Tensor, ...]:
+    weights, biases = (draw(generator, width, hidden) for _ in range(2)), (draw(generator, width) for _ in range(2))
+    return *weights, *biases, zeros(rows, width)

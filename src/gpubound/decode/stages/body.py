@@ -14,8 +14,9 @@ from ..calls import step_calls
 from ..compressed.body import CompressedBody, check_reader
 from ..compressed.span import bytes_kept
 from ..contract import Body, Build
-from ..fused import ON_ONE, FusedBody, narrow_rows
+from ..fused import ON_ONE, FusedBody
 from ..span import META, bytes_of_tables
+from ..ways import narrow_rows, tiled_rows
 from .plan import LayerStage, StageBytes, plan
 from .spread import rooms_of, spread, tell
 
@@ -80,7 +81,7 @@ def _fused_body(reader: Reader, build: Build, stages: Sequence[LayerStage]) -> B
     live = bind(reader.model, build.max_length, build.max_batch > narrow_rows(build), spread=True)
     assert isinstance(live, BoundModel)  # moving changes nothing of what was examined
     for stage in stages:
-        hasten(step_calls(live, None), stage.device, live.dtype)
+        hasten(step_calls(live, None, tiled_rows(live, build) > 0), stage.device, live.dtype)
     return FusedBody(live, build, stages)
 
 

@@ -180,9 +180,6 @@ class SlicedBody(Body):
     def same_kernels(self, rows: int) -> bool:
         return True
 
-    def narrow(self, rows: int) -> bool:
-        return True
-
     def begin(self, token: Tensor) -> None:
         self.home.begin(token)
         for peer in self.peers:  # again, if a device had failed

@@ -5,7 +5,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...kernels import Norm, add_product, add_routed, norm_gate_up, norm_product, routed_gate_up, send_product
+from ...kernels import (
+    Norm,
+    add_product,
+    add_routed,
+    norm_gate_up,
+    norm_product,
+    routed_gate_up,
+    send_product,
+    tiled_add_product,
+    tiled_norm_gate_up,
+    tiled_norm_product,
+)
 from ...kernels.mail import Mail
 from ...models.decoding import Linear
 from ..adapters import AddedProduct, given
@@ -50,9 +61,10 @@ class OwnWeights:
 
 
 class OwnProduct:
-    """Up to three weights that read one x."""
+    """Up to three weights that read one x. More rows of it than `few` are multiplied together, on tensor cores."""
 
     added: AddedProduct | None = None  # what adapters add: the layer's part says it
+    few: int | None = None
 
     def __init__(self, *layers: Linear) -> None:
         self.layers = layers
@@ -64,14 +76,26 @@ class OwnProduct:
         self, x: Tensor, norm: Norm | None, out: Tensor, mode: int, best: Maxima = NO_MAXIMA, cap: float = 0.0
     ) -> Tensor:
         (q, k, v), (q_bias, k_bias, v_bias) = self._given
+        if self._many(x):
+            return tiled_norm_product(x, norm, q, k, v, q_bias, k_bias, v_bias, out, mode)
         return norm_product(x, norm, q, k, v, q_bias, k_bias, v_bias, out, *best, mode, cap, given(self.added, len(x)))
 
     def norm_gate_up(self, x: Tensor, norm: Norm | None, activation: str, out: Tensor, mode: int) -> None:
         (gate, up, _), (gate_bias, up_bias, _) = self._given
+        if self._many(x):
+            tiled_norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, mode, activation)
+            return
         norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, mode, activation, given(self.added, len(x)))
 
-    def add_product(self, h: Tensor, x: Tensor, mode: int) -> None:
-        add_product(h, *self.layers[0][:2], x, mode, given(self.added, len(h)))
+    def add_product(self, h: Tensor, x: Tensor, mode: int, copy: Tensor | None = None) -> None:
+        """copy: of as many rows as there may be, receives those of x, where they are multiplied together."""
+        if self._many(h):
+            tiled_add_product(h, *self.layers[0][:2], x, mode, None if copy is None else copy[: len(h)])
+        else:
+            add_product(h, *self.layers[0][:2], x, mode, given(self.added, len(h)))
+
+    def _many(self, x: Tensor) -> bool:
+        return self.few is not None and len(x) > self.few
 
     def send_product(self, h: Tensor, mail: Mail, mode: int) -> None:
         send_product(h, *self.layers[0][:2], mail, mode)

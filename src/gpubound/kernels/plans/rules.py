@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from .held import HeldPlan, tiled_product
 from .kinds import (
     AttentionPlan,
     Job,
@@ -254,5 +255,6 @@ RULES = {
     "sinkhorn": Rule(TilePlan, lambda job: TilePlan(512, 4), _first(0)),  # a row of four a thread
     "sparse_attention": Rule(MatrixPlan, lambda job: MatrixPlan(16, 32 if job.bytes == 2 else 16, 8), _first(2)),  # heads, keys
     "swiglu_backward": Rule(TilePlan, lambda job: TilePlan(1024, 4), _first(0)),
+    "tiled_product": Rule(HeldPlan, tiled_product, lambda job: job.shape),
     "turn_heads": Rule(TilePlan, lambda job: TilePlan(job.shape[0], 4), _first(1)),
 }

@@ -1,0 +1,218 @@
+"""The products of one decoding step for several rows (kernels/tiled_product.py): all rows of x at once, by tensor cores.
+
+A program owns some rows of a weight, as in decode_product.py, and asks for the first slices of them before it waits for x. Its
+warps lie along the columns, each with a stretch of its own, and add up what they found at the end: few rows of a weight and few
+of x are one small product, which all warps would make again.
+
+Legend: S stretches, R rows of the weight, C columns of a stretch, B rows of x, TB of a tile; a slice is S C columns.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...device import interpreted
+from ..decode_product import Norm
+from ..plans import job_of, power_of_two
+from ..plans.held import HeldPlan
+from ._launch import launch, options
+from ._step import _begin, _end, _wait
+from .decode_product import _gated, _norm_parts
+
+ROWS = 8  # of x, at least: the narrowest product of a tensor core
+
+
+@triton.jit
+def _slice(at, k, there, K: tl.constexpr, WHOLE: tl.constexpr):
+    """(S, R, C) of the rows of weights that begin at `at`."""
+    if WHOLE:
+        return tl.load(at[None, :, None] + k[:, None, :])
+    return tl.load(at[None, :, None] + k[:, None, :], mask=there[None, :, None] & (k < K)[:, None, :], other=0.0)
+
+
+@triton.jit
+def _rows(x_ptr, b, k, B, K: tl.constexpr, EVEN: tl.constexpr):
+    """(S, TB, C) of x."""
+    mask = (b < B)[None, :, None]
+    if not EVEN:
+        mask &= (k < K)[:, None, :]
+    return tl.load(x_ptr + b[None, :, None] * K + k[:, None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _gain(norm_ptr, k, K: tl.constexpr, EVEN: tl.constexpr, GAIN: tl.constexpr):
+    """(S, 1, C) of a norm's gain, which is GAIN + its weight."""
+    if EVEN:
+        gain = tl.load(norm_ptr + k)
+    else:
+        gain = tl.load(norm_ptr + k, mask=k < K, other=0.0)
+    return gain.to(tl.float32)[:, None, :] + GAIN
+
+
+@triton.jit
+def _times(w, x, total, WIDE: tl.constexpr):
+    """(S, R, TB): total + w xᵀ, x rounded to the dtype of w."""
+    x = tl.permute(x.to(w.dtype), (0, 2, 1))
+    if WIDE:  # the interpreter multiplies bf16 as if its bits were integers
+        return tl.dot(w.to(tl.float32), x.to(tl.float32), total, input_precision="ieee")
+    return tl.dot(w, x, total, input_precision="ieee")
+
+
+@triton.jit
+def _product(x_ptr, norm_ptr, eps, at, there, B, TB: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
+             C: tl.constexpr, HELD: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr,
+             WIDE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """(R, TB): the rows of weights that begin at `at`, which are `there`, with all rows of x, normed if there is a GAIN.
+
+    HELD slices of weights are asked for before x is there, and AHEAD of x are on their way.
+    """
+    SLICE: tl.constexpr = S * C
+    SLICES: tl.constexpr = (K + SLICE - 1) // SLICE
+    EVEN: tl.constexpr = K % SLICE == 0
+    b, k = tl.arange(0, TB), tl.arange(0, S)[:, None] * C + tl.arange(0, C)[None]
+    ws, xs = (), ()
+    for i in tl.static_range(HELD):
+        if i < SLICES:
+            ws += (_slice(at, i * SLICE + k, there, K, WHOLE),)
+    _wait(DEPENDENT)
+    for i in tl.static_range(AHEAD):
+        if i < SLICES:
+            xs += (_rows(x_ptr, b, i * SLICE + k, B, K, EVEN),)
+    total, square = tl.zeros([S, R, TB], tl.float32), tl.zeros([TB], tl.float32)
+    for i in tl.static_range(SLICES):
+        x = xs[0]
+        if GAIN is not None:
+            x = x.to(tl.float32)
+            square += tl.sum(tl.sum(x * x, 2), 0)
+            x *= _gain(norm_ptr, i * SLICE + k, K, EVEN, GAIN)
+        total = _times(ws[0], x, total, WIDE)
+        ws = ws[1:]
+        xs = xs[1:]
+        if i + HELD < SLICES:
+            ws += (_slice(at, (i + HELD) * SLICE + k, there, K, WHOLE),)
+        if i + AHEAD < SLICES:
+            xs += (_rows(x_ptr, b, (i + AHEAD) * SLICE + k, B, K, EVEN),)
+    _end(DEPENDENT)
+    y = tl.sum(total, 0)
+    if GAIN is not None:
+        y /= tl.sqrt(square / K + eps)[None]
+    return y
+
+
+@triton.jit
+def _tiled_norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v_bias, out_ptr, eps, q_rows, k_rows,
+                               rows, B, TB: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+                               HELD: tl.constexpr, AHEAD: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr,
+                               GAIN: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    _begin(DEPENDENT)
+    row, b = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, TB)
+    there, in_q, in_k = row < rows, row < q_rows, row < q_rows + k_rows
+    of_k, of_v = row - q_rows, row - (q_rows + k_rows)
+    at = tl.where(in_q, q_ptr + row.to(tl.int64) * K,
+                  tl.where(in_k, k_ptr + of_k.to(tl.int64) * K, v_ptr + of_v.to(tl.int64) * K))  # fmt: skip
+    y = _product(x_ptr, norm_ptr, eps, at, there, B, TB, K, S, R, C, HELD, AHEAD, WHOLE, GAIN, WIDE, DEPENDENT)
+    if BIAS:
+        bias = tl.where(in_q, q_bias + row, tl.where(in_k, k_bias + of_k, v_bias + of_v))
+        y += tl.load(bias, mask=there, other=0.0).to(tl.float32)[:, None]
+    tl.store(out_ptr + b.to(tl.int64)[None] * rows + row[:, None], y, mask=there[:, None] & (b < B)[None])
+
+
+@triton.jit
+def _tiled_norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, out_ptr, eps, rows, B,
+                               TB: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+                               HELD: tl.constexpr, AHEAD: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr,
+                               GAIN: tl.constexpr, ACTIVATION: tl.constexpr, WIDE: tl.constexpr,
+                               DEPENDENT: tl.constexpr):  # fmt: skip
+    """A program's rows are as many of gate and then of up."""
+    _begin(DEPENDENT)
+    HALF: tl.constexpr = R // 2
+    first, both, b = tl.program_id(0) * HALF, tl.arange(0, R), tl.arange(0, TB)
+    each = (first + both % HALF).to(tl.int64) * K
+    at = tl.where(both < HALF, gate_ptr + each, up_ptr + each)
+    there = first + both % HALF < rows
+    y = _product(x_ptr, norm_ptr, eps, at, there, B, TB, K, S, R, C, HELD, AHEAD, WHOLE, GAIN, WIDE, DEPENDENT)
+    gate, up = tl.split(tl.permute(tl.reshape(y, [2, HALF, TB]), (1, 2, 0)))
+    row = first + tl.arange(0, HALF)
+    if BIAS:
+        gate += tl.load(gate_bias + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+        up += tl.load(up_bias + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+    y = _gated(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + b.to(tl.int64)[None] * rows + row[:, None], y, mask=(row < rows)[:, None] & (b < B)[None])
+
+
+@triton.jit
+def _tiled_add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, copy_ptr, rows, B, TB: tl.constexpr, K: tl.constexpr,
+                              S: tl.constexpr, R: tl.constexpr, C: tl.constexpr, HELD: tl.constexpr, AHEAD: tl.constexpr,
+                              BIAS: tl.constexpr, COPY: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
+                              DEPENDENT: tl.constexpr):  # fmt: skip
+    _begin(DEPENDENT)
+    row, b = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, TB)
+    there, at = row < rows, w_ptr + row.to(tl.int64) * K
+    y = _product(h_ptr, h_ptr, 0.0, at, there, B, TB, K, S, R, C, HELD, AHEAD, WHOLE, None, WIDE, DEPENDENT)
+    if BIAS:
+        y += tl.load(bias_ptr + row, mask=there, other=0.0).to(tl.float32)[:, None]
+    to = b.to(tl.int64)[None] * rows + row[:, None]
+    inside = there[:, None] & (b < B)[None]
+    y += tl.load(x_ptr + to, mask=inside, other=0.0)
+    tl.store(x_ptr + to, y, mask=inside)
+    if COPY:
+        tl.store(copy_ptr + to, y.to(copy_ptr.dtype.element_ty), mask=inside)
+
+
+@torch.no_grad()
+def tiled_norm_product(
+    x: Tensor, norm: Norm | None, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None,
+    k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, dependent: int = 0,
+) -> Tensor:  # fmt: skip
+    norm_weight, eps, gain = _norm_parts(norm)
+    rows, (k, v) = out.shape[1], (w if w is not None else weight for w in (k_weight, v_weight))
+    _launch(
+        _tiled_norm_product_kernel, weight, x, rows, dependent, x, norm_weight, weight, k, v, bias, k_bias, v_bias, out, eps,
+        len(weight), len(k), rows, BIAS=bias is not None, GAIN=gain,
+    )  # fmt: skip
+    return out
+
+
+@torch.no_grad()
+def tiled_norm_gate_up(
+    x: Tensor, norm: Norm | None, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor,
+    dependent: int = 0, activation: str = "silu",
+) -> Tensor:  # fmt: skip
+    norm_weight, eps, gain = _norm_parts(norm)
+    _launch(
+        _tiled_norm_gate_up_kernel, gate, x, 2 * len(gate), dependent, x, norm_weight, gate, up, gate_bias, up_bias, out, eps,
+        len(gate), BIAS=gate_bias is not None, GAIN=gain, ACTIVATION=activation,
+    )  # fmt: skip
+    return out
+
+
+@torch.no_grad()
+def tiled_add_product(
+    h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, copy: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    rows = len(weight)
+    _launch(
+        _tiled_add_product_kernel, weight, h, rows, dependent, h, weight, bias, x, copy, rows, BIAS=bias is not None,
+        COPY=copy is not None,
+    )  # fmt: skip
+    return x if copy is None else (x, copy)
+
+
+def _launch(kernel: Any, weight: Tensor, x: Tensor, rows: int, dependent: int, *arguments: Any, **constants: Any) -> None:
+    """rows: of all weights. None among the arguments is a tensor that this form does not read: the first stands in for it."""
+    count, width = x.shape
+    tall = max(ROWS, power_of_two(count))
+    given = [arguments[0] if argument is None else argument for argument in arguments]
+
+    def run(plan: HeldPlan) -> None:
+        kernel[(-(-rows // plan.rows),)](
+            *given, count, TB=tall, K=width, S=plan.warps, R=plan.rows, C=plan.columns // plan.warps, HELD=plan.held,
+            AHEAD=plan.ahead, WHOLE=rows % plan.rows == 0 and width % plan.columns == 0, WIDE=interpreted(), **constants,
+            **options(plan.warps, dependent),
+        )  # fmt: skip
+
+    way = "normed" if constants.get("GAIN") is not None else ""
+    launch(job_of("tiled_product", way, (rows, width, tall), weight), run)

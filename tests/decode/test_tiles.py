@@ -1,0 +1,97 @@
+"""Steps whose rows are multiplied together by kernels of our own (kernels/tiled_product.py), under the interpreter."""
+
+import pytest
+import torch
+
+import gpubound as gb
+from gpubound.decode import ways
+from gpubound.decode.bind import bind
+from gpubound.decode.contract import Build
+from gpubound.decode.fused import FusedBody
+from gpubound.kernels import choose
+
+from . import cases
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the interpreter replaces compiled kernels for a whole process"
+)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(choose, "verdict", lambda *_: None)  # self-tests are tests/kernels' subject, and slow here
+
+
+def body_of(model, rows: int, **build) -> FusedBody:
+    return FusedBody(bind(model, 32), Build(rows, 32, **build))
+
+
+def logits(body: FusedBody, rows: int, first: int = 3) -> torch.Tensor:
+    """Of two steps, of rows that begin with different tokens."""
+    token, found = torch.arange(first, first + rows), []
+    for place in range(2):
+        body.begin(token)
+        found.append(body.step(token, torch.full((rows,), place, dtype=torch.int32)).clone())
+        token = (token * 5 + 1) % body.vocab
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("kind", ["Qwen3", "Gemma2", "Qwen2"])
+def test_rows_taken_together_give_the_logits_of_rows_one_by_one(kind, monkeypatch):
+    """A norm of q and k; norms behind the parts, and so no copy of the stream; biases."""
+    model = cases.build(kind, torch.bfloat16, num_hidden_layers=2)
+    body = body_of(model, 4)
+    assert (body.narrowest, body.tiled) == (1, 16) and (body.bench.copy is None) == (kind == "Gemma2")
+    if body.bench.copy is not None:
+        body.bench.copy.fill_(float("nan"))  # nobody reads it before it is written
+    together = logits(body, 4)
+    monkeypatch.setattr(ways, "TILED", ())
+    other = body_of(model, 4)
+    assert (other.narrowest, other.tiled) == (ways.FEW, 0)
+    for row in range(4):
+        alone = logits(other, 1, first=3 + row)
+        assert (together[row::4] - alone).norm() / alone.norm() < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "build"),
+    [
+        (torch.float16, {}),  # x times a gain may have no end
+        (torch.float32, {}),
+        (torch.bfloat16, {"tokens": 3}),  # speculating rows get the bits of plain steps
+        (torch.bfloat16, {"weights": "int8"}),
+    ],
+)
+def test_what_is_never_taken_together(dtype, build):
+    body = body_of(cases.build("Llama", dtype, num_hidden_layers=1), 4, **build)
+    assert body.tiled == 0 and body.narrowest == (8 if build else 2) and body.bench.few is None
+
+
+def test_layers_that_fill_the_gpu_and_adapters_are_not_taken_together(monkeypatch):
+    model = cases.build("Llama", torch.bfloat16, num_hidden_layers=1)
+    gate, both = ways.TILED, 2 * 32 * 40 * 2  # bytes of gate and up
+    for sizes, most in (
+        (gate, 16),
+        (((both, 16), (2 * both, 4)), 16),
+        (((both - 1, 16), (both, 4)), 4),
+        (((1, 16), (2, 4)), 0),
+    ):
+        monkeypatch.setattr(ways, "TILED", sizes)
+        assert body_of(model, 4).tiled == most
+    monkeypatch.setattr(ways, "TILED", gate)
+    body = body_of(model, 4)
+    assert body.tiled == 16
+    gb.lora.add(model, rank=4)
+    body.rebind()
+    assert (body.tiled, body.narrowest, body.bench.few) == (0, ways.FEW, None)
+
+
+def test_the_table_and_the_certificate_know_each_way(monkeypatch):
+    model = cases.build("Llama", torch.bfloat16, num_hidden_layers=1)
+    for rows, known in ((1, {1}), (4, {1, 4}), (16, {1, 16}), (40, {1, 16, 40})):
+        body = body_of(model, rows)
+        assert body.ways() == known
+        table = {what: how for what, how, _ in body.report()}
+        assert table.get(f"2 to {min(rows, 16)} rows", "").startswith("triton: tiled products") == (rows > 1)
+        assert ("more than 16 rows" in table) == (rows > 16)
