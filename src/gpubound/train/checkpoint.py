@@ -166,7 +166,8 @@ class Checkpoints:
         return None
 
     def at(self, step: int) -> Checkpoint:
-        return open_checkpoint(self._place(step), self.ranks)
+        there = [path for path in self.paths() if _step(path) == step]
+        return open_checkpoint(self.ranks.of_first(there[-1] if there else self._place(step)), self.ranks)
 
     def clean(self) -> None:
         """Remove what a killed run has left half written, and say so. No other process may be writing there."""
@@ -180,8 +181,10 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}"
 
     def paths(self) -> list[Path]:
-        """All that are there, whole or damaged."""
-        return sorted((p for p in self.folder.glob("step-*") if p.is_dir() and _NAME.search(p.name)), key=_number)
+        """All that are there, whole or damaged, in the order of their steps. Of two that hold the same step, as a copy does,
+        the one named after it comes last."""
+        there = (p for p in self.folder.glob("step-*") if p.is_dir() and _NAME.search(p.name))
+        return sorted(there, key=lambda p: (step := _step(p), step == _number(p), p.name))
 
     def _write(self, step: int, sharded: bool, pieces: dict[str, Piece], facts: dict[str, Any]) -> None:
         """In two phases: every rank says that its files are on disk, then the first gives the folder its name."""
@@ -216,8 +219,9 @@ class Checkpoints:
             state["bytes"], state["crc32"] = files[TENSORS]
         state_file.write(fresh, state)
         self.first()
-        if final.exists():  # a resumed run reaches a step that it had saved before
-            shutil.rmtree(final)
+        if final.exists():  # a resumed run reaches a step that it had saved before, or somebody has named another one so
+            own = self._place(_step(final))
+            shutil.rmtree(final) if own == final or own.exists() else os.replace(final, own)
         os.replace(fresh, final)
         state_file.flush(self.folder)
         self._prune(state["step"])
@@ -227,9 +231,10 @@ class Checkpoints:
 
         A step beyond `newest`, just written, was damaged, or the run had gone on from there: it must push no whole one out.
         """
-        paths = [p for p in self.paths() if _number(p) <= newest]
+        steps = {p: step for p in self.paths() if (step := _step(p)) <= newest}
+        paths = list(steps)
         kept = set(paths[-self.keep :])
-        kept |= {p for p in paths if self.keep_every and _number(p) % self.keep_every == 0}
+        kept |= {p for p in paths if self.keep_every and steps[p] % self.keep_every == 0}
         scores = [(score, p) for p in paths if (score := state_file.score_of(p)) is not None]
         kept |= {min(scores)[1]} if scores else set()
         for path in set(self.paths()) - kept:
@@ -258,6 +263,8 @@ def open_checkpoint(path: str | Path, ranks: Ranks = ALONE) -> Checkpoint:
         wrong = error
     if said := next(filter(None, ranks.gather(wrong and str(wrong))), None):
         raise DataError(said)
+    if ranks.first and (named := _NAME.search(path.name)) and int(named[1]) != state["step"]:
+        notice(f"{path} is named after another step than it holds: what counts is the step inside, {state['step']}.")
     return Checkpoint(path, state["step"], state["facts"], "files" in state)
 
 
@@ -265,6 +272,12 @@ def _make_empty(folder: Path, ranks: Ranks) -> None:
     if ranks.first:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
+
+
+def _step(path: Path) -> int:
+    """The step that is written inside, whatever somebody has named the folder since; its name's where nothing can be read."""
+    inside = state_file.step_of(path)
+    return _number(path) if inside is None else inside
 
 
 def _number(path: Path) -> int:
