@@ -15,6 +15,7 @@ from gpubound.cli.saved import open_saved
 from gpubound.corpus import Tokenizer
 from gpubound.measure import ceilings
 from gpubound.models import load_hf, save_hf
+from gpubound.train import origin
 from gpubound.train.checkpoint import Checkpoints
 
 from . import by_heart
@@ -190,7 +191,7 @@ def checkpoint(folder: Path, ckpt: Path, step: int, **average) -> None:
     Checkpoints(folder / "checkpoints").save(step, tensors, facts, wait=True)
 
 
-def test_a_run_is_its_export_or_a_newer_checkpoint(ckpt, tmp_path):
+def test_a_run_is_its_export_or_a_newer_checkpoint(ckpt, tmp_path, capsys):
     checkpoint(tmp_path, ckpt, 3)
     step = tmp_path / "checkpoints" / "step-00000003"
     assert open_saved(tmp_path, CPU).folder == open_saved(tmp_path / "checkpoints", CPU).folder == step
@@ -199,7 +200,32 @@ def test_a_run_is_its_export_or_a_newer_checkpoint(ckpt, tmp_path):
     assert open_saved(tmp_path, CPU).folder == tmp_path / "model"
     newer = (tmp_path / "model" / "config.json").stat().st_mtime + 10
     os.utime(step / "state.json", (newer, newer))
+    capsys.readouterr()
     assert open_saved(tmp_path, CPU).folder == step
+    assert capsys.readouterr().err == (
+        f"gpubound: {tmp_path / 'model'} does not say of which step it is; taken is {step}, because its files are the newest.\n"
+    )
+
+
+@pytest.mark.parametrize("done, taken", [(2, "checkpoints/step-00000003"), (3, "model")])
+def test_which_is_newer_the_steps_tell_and_no_file_s_time(ckpt, tmp_path, done, taken):
+    """A copy of a run, or a restored one, has its files in any order."""
+    checkpoint(tmp_path, ckpt, 3)
+    Tokenizer.load(ckpt).save(save_hf(load_hf(ckpt), tmp_path / "model"))
+    origin.note(tmp_path / "model", 1, done)
+    for folder in ("model", "checkpoints/step-00000003"):
+        for file in (tmp_path / folder).iterdir():
+            os.utime(file, (1000 * (folder != taken),) * 2)  # what is taken looks older
+    assert open_saved(tmp_path, CPU).folder == tmp_path / taken
+
+
+def test_an_export_whose_step_cannot_be_read(ckpt, tmp_path, run):
+    checkpoint(tmp_path, ckpt, 3)
+    file = save_hf(load_hf(ckpt), tmp_path / "hf") / "gpubound.json"
+    file.write_text('{"done": "all"}')
+    code, out, err = run(tmp_path, "--prompt", "x")
+    assert (code, out) == (2, "")
+    assert err == f"gpubound generate: {file}: done is 'all', wanted a number of steps; export the run again.\n"
 
 
 def test_of_a_checkpoint_with_an_average_the_average_speaks(ckpt, tmp_path, run):

@@ -50,7 +50,7 @@ def test_from_a_file_to_a_report(config, tmp_path, capsys):
     record, rate = answer["last"], float(formula) * {"G": 1e9, "T": 1e12}[size]
     assert record["mfu"] == pytest.approx(record["tokens_per_s"] * (6 * 94_208 + 6 * 2 * 64 * 32) / rate, rel=6e-3)
     assert {p.name for p in (tmp_path / "model").iterdir()} == {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "gpubound.json",
     }  # fmt: skip
     assert about["config"]["lr"] == 3e-3 and about["finished"] and "model.layers.*.mlp (2)" in about["placement"]
 

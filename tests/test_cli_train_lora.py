@@ -160,7 +160,7 @@ def test_the_example_runs(base, tmp_path, monkeypatch, capsys):
     answer = json.loads(said.out)
     assert answer["finished"] and answer["export"] == str(tmp_path / "run" / "hf")
     assert {p.name for p in (tmp_path / "run" / "hf").iterdir()} == {
-        "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json", "gpubound.json",
     }  # fmt: skip
     assert "run: 127k parameters, 32.8k of them trained, 6 steps of 128 tokens\n" in said.err
     assert "(6 · 32.8k parameters of adapters + 4 · 94.2k frozen parameters in products + " in said.err

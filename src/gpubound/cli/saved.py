@@ -33,6 +33,7 @@ from ..train.adapters import base_of, check_base, kept_state, load_kept_state, m
 from ..train.checkpoint import Checkpoint, Checkpoints, open_checkpoint
 from ..train.making import build_model
 from ..train.objectives import objective_named
+from ..train.origin import newer
 from ..train.recipe import Recipe
 from ..train.state_file import STATE
 from ..words import quantity
@@ -117,23 +118,18 @@ def _base_of(adapter: Path) -> str:
 
 
 def find(path: Path) -> Path | Checkpoint:
-    """The Hugging Face folder, adapter or checkpoint that `path` means. Of a run: its export, or a checkpoint that is newer."""
+    """The Hugging Face folder, adapter or checkpoint that `path` means; of a run its export, or a later checkpoint."""
     if not path.is_dir():
         raise ValueError(f"{path}: {'this is a file' if path.exists() else 'there is no such folder'}; {WANTED}.")
     if (path / "config.json").exists() or is_adapter(path):
         return path
     if (path / STATE).exists():
         return open_checkpoint(path)
-    exports = [path / name / file for name in EXPORTS for file in ("config.json", ADAPTER)]
-    exports = [file for file in exports if file.exists()]
-    newest = Checkpoints(path / "checkpoints").latest() or Checkpoints(path).latest()
-    if exports:
-        written, export = max((file.stat().st_mtime, file.parent) for file in exports)
-        if newest is None or written >= (newest.path / STATE).stat().st_mtime:
-            return export
-    if newest is None:
+    exports = [path / name for name in EXPORTS if (path / name / "config.json").exists() or is_adapter(path / name)]
+    found = newer(exports, Checkpoints(path / "checkpoints").latest() or Checkpoints(path).latest())
+    if found is None:
         raise ValueError(f"{path} holds neither a config.json nor a whole checkpoint; {WANTED}.")
-    return newest
+    return found
 
 
 def _from_folder(

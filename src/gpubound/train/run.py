@@ -22,7 +22,7 @@ from ..models.registry import family_of
 from ..models.storing import stored_state
 from ..parallel import ALONE, Ranks, pieces
 from ..place import Placement
-from . import chance
+from . import chance, origin
 from .adapters import kept_state, load_kept_state
 from .average import Average
 from .checkpoint import Checkpoint, Checkpoints, joined
@@ -216,12 +216,14 @@ class Run:
         Of a run with adapters, these in PEFT's files; with `merge`, the whole model that they are part of. The first rank
         writes.
         """
-        with self.best_weights():
+        with self.best_weights() as step:
             if self.recipe.adapters is not None:
                 self.ranks.together(lambda: self._write_adapted(Path(path), merge) if self.ranks.first else None)
             else:
                 save = partial(family_of(self.recipe.model).save, self.model, path, self.tokenizer)
                 pieces.export(save, stored_state(self.model), self.ranks)
+        if self.ranks.first:
+            origin.note(Path(path), step, self.done)
         return Path(path)
 
     def _write_adapted(self, path: Path, merge: bool) -> None:
