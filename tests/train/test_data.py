@@ -51,6 +51,24 @@ def book(tmp_path):
     return tmp_path / "book.txt"
 
 
+def test_a_run_whose_data_has_changed(book, tmp_path):
+    """Once something was trained on it, its corpus must not be deleted, as one of Corpus.build's may be."""
+    opened(book, tmp_path / "run", vocabulary=300)
+    before = book.read_text()
+    book.write_text(f"{before} and more")
+    corpus = tmp_path / "run" / "corpus"
+    said = f"data: {corpus}: holds a corpus of other texts; nothing was overwritten."
+    assert refused(book, tmp_path / "run", vocabulary=300) == (
+        f"{said} No checkpoint needs it yet: delete that folder, or give another --out."
+    )
+    (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    assert refused(book, tmp_path / "run", vocabulary=300) == (
+        f"{said} Put back the data that this run began with to go on with it, or give another --out to begin anew."
+    )
+    book.write_text(before)
+    assert opened(book, tmp_path / "run", vocabulary=300)[0].path == corpus
+
+
 def hf_folder(path, tokenizer):
     save_hf(Decoder(PRESETS["tiny"]), path)
     Tokenizer.load(tokenizer).save(path)

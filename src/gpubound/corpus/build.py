@@ -26,9 +26,16 @@ from .shards import CLAIM, CURE, DTYPES, MANIFEST, Encoded, Position, Shards, to
 from .texts import Progress, Texts
 from .tokenizer import Encoder, Tokenizer, adapt
 
-ELSEWHERE = "build to another path, or delete that one"
 BATCH_TEXTS = 1024
 BATCH_LETTERS = 4_000_000  # a batch of long texts closes here, so that memory stays bounded
+
+
+class OtherCorpus(DataError):
+    """The folder holds, whole or begun, the corpus of other texts or settings."""
+
+    def __init__(self, path: Path, what: str):
+        super().__init__(f"{path}: {what}; build to another path, or delete that one.")
+        self.what = what
 
 
 def build(
@@ -75,7 +82,7 @@ def _build(path: Path, source: Texts, encoder: Encoder, settings: dict[str, Any]
         return
     state, texts = _resume(path, settings, encoder), iter(source)
     if not _begin_with(texts, state.at, source, progress):
-        raise DataError(f"{path}: the texts have changed since the interrupted build; {ELSEWHERE}.")
+        raise OtherCorpus(path, "the texts have changed since the interrupted build")
     before = state.tokens
     with Progress(f"tokenising into {path}", progress, source.size) as report:
         for text, encoded in encode_all(_batches(texts), encoder, workers):
@@ -132,7 +139,7 @@ def _finished(path: Path, settings: dict[str, Any], source: Texts, sources: Any,
     if sources is None or there.get("sources") != sources:
         texts, done = iter(source), _position(manifest, there.get("texts"))
         if not _begin_with(texts, done, source, progress) or next(texts, None) is not None:
-            raise DataError(f"{path}: holds a corpus of other texts; nothing was overwritten; {ELSEWHERE}.")
+            raise OtherCorpus(path, "holds a corpus of other texts; nothing was overwritten")
     notice(f"Corpus.build: {path} holds this corpus already; nothing was tokenised.")
     return True
 
@@ -148,7 +155,7 @@ def _check_settings(path: Path, there: Any, settings: dict[str, Any]) -> None:
         raise DataError(f"{path / MANIFEST}: settings: got {there!r}, wanted those of the build; {CURE}.")
     for key, wanted in settings.items():
         if there.get(key) != wanted:
-            raise DataError(f"{path}: holds a corpus with {key} {there.get(key)!r}, wanted {wanted!r}; {ELSEWHERE}.")
+            raise OtherCorpus(path, f"holds a corpus with {key} {there.get(key)!r}, wanted {wanted!r}")
 
 
 def _resume(path: Path, settings: dict[str, Any], encoder: Encoder) -> Shards:

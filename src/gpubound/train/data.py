@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..corpus import Corpus, CorpusFeed, Tokenizer, python_stdlib_texts, torch_source_texts, train_tokenizer
-from ..corpus.build import building_alone
+from ..corpus.build import OtherCorpus, building_alone
 from ..corpus.corpus import split_tail
 from ..corpus.shards import CLAIM, MANIFEST
 from ..corpus.texts import Texts
@@ -66,9 +66,18 @@ def _built(recipe: Recipe, folder: Path, progress: bool) -> list[Corpus]:
             tokenizer = tokenizer or _own_tokenizer(recipe, folder / "corpus", progress)
             for name, own in stages:
                 if name not in opened:
-                    built = _place(name, own, folder)
-                    opened[name] = Corpus.build(_texts(own), tokenizer, built, progress=progress, text_key=_key(own))
+                    opened[name] = _build(own, tokenizer, _place(name, own, folder), progress)
     return [opened[name] for name, _ in stages]
+
+
+def _build(recipe: Recipe, tokenizer: Tokenizer, path: Path, progress: bool) -> Corpus:
+    try:
+        return Corpus.build(_texts(recipe), tokenizer, path, progress=progress, text_key=_key(recipe))
+    except OtherCorpus as error:
+        way = "Put back the data that this run began with to go on with it, or give another --out to begin anew."
+        if not any(Path(recipe.out, "checkpoints").glob("step-*")):
+            way = "No checkpoint needs it yet: delete that folder, or give another --out."
+        raise DataError(f"data: {path}: {error.what}. {way}") from error
 
 
 def known_tokenizer(recipe: Recipe, corpora: list[Corpus]) -> Tokenizer | None:
