@@ -113,7 +113,8 @@ def test_a_model_that_read_in_a_mode_trains_behind_it(inside):
     [
         lambda model: gb.TrainStep(model, "causal_lm", precision="fp32"),
         gb.decoder,
-        lambda model: [gb.lora.add(model, rank=4), gb.lora.merge(model)],
+        lambda model: gb.lora.add(model, rank=4),
+        lambda model: [gb.lora.quantize_base(model, "nf4"), gb.lora.add(model, rank=4)],  # gains of norms are kept, too
     ],
 )
 def test_a_model_made_inside_inference_mode_is_refused_in_a_sentence(call):

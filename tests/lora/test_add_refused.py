@@ -59,6 +59,11 @@ REFUSED = {
         "True.",
     ),
     "an alpha of words": ({"alpha": "16"}, "lora.add: alpha must be a finite number, got '16'."),
+    "a rank of words": (
+        {"rank": "4", "targets": ["k_proj"]},
+        "lora.add: rank must be an integer from 1 to 16 for model.layers.0.self_attn.k_proj, whose weight is 16 x 32, got '4'.",
+    ),
+    "an alpha that is an answer": ({"alpha": True}, "lora.add: alpha must be a finite number, got True."),
     "an alpha of no size": ({"alpha": float("nan")}, "lora.add: alpha must be a finite number, got nan."),
     "dropout of words": ({"dropout": "0.1"}, "lora.add: dropout must be from 0 up to, not including, 1, got '0.1'."),
     "a name of torch's": (
@@ -75,6 +80,12 @@ def test_refused_in_words(options, sentence):
     model = tiny()
     assert refusal(lambda: gb.lora.add(model, **{"rank": 4} | options)) == sentence
     assert all(p.requires_grad for p in model.parameters()) and not any(records(model)), "nothing is changed"
+
+
+@pytest.mark.parametrize("call", [lambda it: gb.lora.add(it, 4), lambda it: gb.lora.load(it, "x"), gb.lora.merge])
+def test_what_is_no_model_is_refused(call):
+    """A placement, or a step, in the place of its model."""
+    assert refusal(lambda: call(object())).endswith(": model must be a torch.nn.Module, got a object; pass the model itself.")
 
 
 def test_a_double_add_is_refused():

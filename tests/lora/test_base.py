@@ -293,7 +293,10 @@ def test_refused_in_words():
         "lora.quantize_base: format must be one of 'nf4', 'int8', 'fp8', got 'int4'."
     )
     assert refusal(lambda: gb.lora.add(model, 4, name="second", base="int4")) == (
-        "lora.add: format must be one of 'nf4', 'int8', 'fp8', got 'int4'."
+        "lora.add: base must be one of 'nf4', 'int8', 'fp8', got 'int4'."
+    )
+    assert refusal(lambda: gb.lora.quantize_base(model, ["nf4"])) == (
+        "lora.quantize_base: format must be one of 'nf4', 'int8', 'fp8', got ['nf4']."
     )
     gb.lora.merge(model)
     assert refusal(lambda: gb.lora.quantize_base(model, "nf4")) == (

@@ -12,7 +12,7 @@ from ..kernels.record import seen
 from ..layers.site_parts import shape_of
 from ..layers.stacked import multiply_by_records
 from .base import check, kind_of, quantize_base
-from .pairs import Adapters, Pair, check_not_chosen, check_not_merged, pairs
+from .pairs import Adapters, Pair, check_module, check_not_chosen, check_not_merged, check_outside, pairs
 from .per_row import BELOW, make_one
 from .targets import DORA, KINDS, by, chosen, layers_of
 
@@ -46,10 +46,11 @@ def add(
 
     Adapters are in fp32 over 16-bit weights, so that any optimizer keeps their small updates.
     """
+    check_module(model, "lora.add")
     if init not in INITS:
         raise ValueError(f"lora.add: init must be True, False, 'gaussian' or 'orthogonal', got {init!r}.")
     if base is not None:
-        check(model, kind_of(base, "lora.add"))
+        check(model, kind_of(base, "lora.add: base"))
     alpha = rank if alpha is None else alpha
     layers = chosen(model, targets, rank)
     odd = isinstance(rank, int) and rank % 2
@@ -87,7 +88,7 @@ class AdapterOptions(NamedTuple):
         if not isinstance(self.rank, int) or isinstance(self.rank, bool) or not 1 <= self.rank <= most:
             raise ValueError(
                 f"{who}: rank must be an integer from 1 to {most} for {key}, whose weight is "
-                f"{by(shape_of(self.layer.weight))}, got {self.rank}."
+                f"{by(shape_of(self.layer.weight))}, got {self.rank!r}."
             )
         if not _is_number(self.alpha):
             raise ValueError(f"{who}: alpha must be a finite number, got {self.alpha!r}.")
@@ -109,7 +110,7 @@ class AdapterOptions(NamedTuple):
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def attach(model: nn.Module, options: dict[str, AdapterOptions], name: str, who: str) -> dict[str, Pair]:
@@ -117,6 +118,7 @@ def attach(model: nn.Module, options: dict[str, AdapterOptions], name: str, who:
     if not isinstance(name, str) or not name or "." in name:
         raise ValueError(f"{who}: name must be a word without dots, got {name!r}.")
     _check_apart(model, [found.layer for found in options.values()], who)
+    check_outside({key.rpartition(".")[0]: p for key, p in model.named_parameters()}, who)  # frozen gains are kept, too
     for key, found in options.items():
         found.check(key, name, who)
     ours = {id(p) for p in parameters(model)}

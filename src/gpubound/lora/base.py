@@ -29,7 +29,7 @@ def quantize_base(model: nn.Module, format: str) -> list[str]:
     They are frozen by it. A layer at a time: no second copy of the model is ever there. What cannot be in the format stays as
     it is, a fallback with its reason; so does a weight that trains, where others are frozen already.
     """
-    kind = kind_of(format, "lora.quantize_base")
+    kind = kind_of(format, "lora.quantize_base: format")
     check(model, kind)
     _forget_stacks(model)
     made = encode(model, kind)
@@ -89,8 +89,9 @@ def dequantize_base(model: nn.Module, dtype: torch.dtype | None = None) -> None:
 
 
 def kind_of(format: str, who: str) -> type[Frozen]:
-    if format not in FORMATS:
-        raise ValueError(f"{who}: format must be one of {', '.join(map(repr, FORMATS))}, got {format!r}.")
+    """`who`: the call, and what it calls its argument."""
+    if not isinstance(format, str) or format not in FORMATS:
+        raise ValueError(f"{who} must be one of {', '.join(map(repr, FORMATS))}, got {format!r}.")
     return FORMATS[format]
 
 

@@ -21,7 +21,7 @@ from ..trace import fallback
 from .add import AdapterOptions, attach
 from .dora import DoraPair
 from .experts import ExpertStack
-from .pairs import Pair, adapted_layers, check_not_merged, check_values, pairs
+from .pairs import Pair, adapted_layers, check_module, check_not_merged, check_values, pairs
 from .targets import DORA, KINDS, by, layers_of, unfit
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -100,6 +100,7 @@ def load(model: nn.Module, path: str | Path, name: str = "default") -> list[str]
     They are added, and the model is frozen, as by `add`. Where an adapter `name` lies on these layers already, it gets the
     values.
     """
+    check_module(model, "lora.load")
     folder = Path(path)
     config, tensors = _read(folder)
     layers = {key: layer for key, layer in layers_of(model).items() if not unfit(model, layer) and _in_file(config, key, layer)}

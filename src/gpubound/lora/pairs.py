@@ -251,8 +251,14 @@ def adapted_layers(model: nn.Module) -> list[tuple[str, Adapters]]:
     return [(module.layer_name(path), module) for path, module in model.named_modules() if isinstance(module, Adapters)]
 
 
+def check_module(model: Any, who: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{who}: model must be a torch.nn.Module, got a {type(model).__name__}; pass the model itself.")
+
+
 def pairs(model: nn.Module, name: str | None, who: str) -> list[tuple[str, Adapters, Pair]]:
     """(a layer's name, its adapters, the one called `name`), of all names where that is None."""
+    check_module(model, who)
     layers = adapted_layers(model)
     found = [(key, adapters, own) for key, adapters in layers for word, own in adapters.pairs() if name in (None, word)]
     if name is not None and not found:
@@ -275,16 +281,18 @@ def check_not_merged(found: Sequence[tuple[str, Adapters, Pair]], who: str) -> N
         raise ValueError(f"{who}: the adapter of {key} is merged into its weight; call gb.lora.unmerge first.")
 
 
-def check_values(weights: Mapping[str, Tensor], who: str) -> None:
-    """That these weights of layers have values: what is copied onto the meta device is lost without a word.
-
-    And that they may be written.
-    """
+def check_outside(weights: Mapping[str, Tensor], who: str) -> None:
+    """That these weights of layers may be written, and kept for a backward."""
     if inside := [key for key, weight in weights.items() if weight.is_inference()]:
         raise ValueError(
             f"{who}: {inside[0]} was made inside torch.inference_mode(), and its weight cannot be written; "
             f"make or load the model outside of it."
         )
+
+
+def check_values(weights: Mapping[str, Tensor], who: str) -> None:
+    """That they have values, too: what is copied onto the meta device is lost without a word."""
+    check_outside(weights, who)
     if key := next((key for key, weight in weights.items() if weight.is_meta), None):
         raise ValueError(f"{who}: {key} is on the meta device, without values; load the model's weights first.")
 
