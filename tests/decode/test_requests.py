@@ -1,5 +1,8 @@
 """Every wrong request by its sentence, and what a request may look like."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -347,6 +350,15 @@ def test_one_request_at_a_time():
     rest = [token for _, new in stream for token in new]
     assert first + rest == want  # the open stream was not disturbed
     assert fast.generate(PROMPT, max_new_tokens=20).tokens[0] == want
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_neither_copied_nor_pickled(copied):
+    """A copy would have run on the tensors of the original, whatever became of its own model."""
+    assert said(lambda: copied(cases.shared()), TypeError) == (
+        "FastDecoder: it can be neither pickled nor copied, because its graphs hold addresses of this process's memory; copy "
+        "or save its model, and make a new one with gb.decoder(model, ...)."
+    )
 
 
 def test_the_callers_modes_do_not_matter():

@@ -1,5 +1,8 @@
 """TrainStep: every mistake by its sentence, before anything runs."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -244,3 +247,22 @@ def test_state_of_another_model():
     assert message(lambda: step.load_state_dict(state)) == (
         "load_state_dict: m.more: got shape (1,), wanted nothing; the state is another model's, or another precision's."
     )
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_neither_copied_nor_pickled(copied):
+    with pytest.raises(TypeError) as error:
+        copied(TrainStep(small(), summed))
+    assert str(error.value) == (
+        "TrainStep: it can be neither pickled nor copied, because its graphs hold addresses of this process's memory; load its "
+        "state_dict() and its model's into a new TrainStep over a copy of the model."
+    )
+
+
+def test_its_model_can_be_pickled(tmp_path):
+    """As many loops save it: whole, while a step has it, which casts its inputs."""
+    model = small()
+    TrainStep(model, summed, precision="bf16")
+    torch.save(model, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert all(torch.equal(p, again.get_parameter(name)) for name, p in model.named_parameters())

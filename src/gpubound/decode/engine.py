@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..device import label, plainly
 from ..errors import GenerateError
+from ..graph.bound import Bound
 from ..kernels.choose import hasten
 from ..lora.peft_layers import base_of
 from ..models import Decoder
@@ -48,8 +49,10 @@ LADDER = (32, 8, 1)  # steps a launch
 SPECULATIVE_LADDER = (8, 1)  # they bring several tokens each: long launches would run on for long behind the last
 
 
-class FastDecoder:
+class FastDecoder(Bound):
     """A decoder over live weights; `gpubound.decoder` makes it. `print(decoder)` shows its path and what was verified."""
+
+    INSTEAD = "copy or save its model, and make a new one with gb.decoder(model, ...)"
 
     def __init__(self, model: nn.Module, stepper: Stepper, ladder: tuple[int, ...], tokenizer: Any, verify: bool | str) -> None:
         self.model, self.stepper, self.ladder, self.tokenizer = model, stepper, ladder, tokenizer

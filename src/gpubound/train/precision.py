@@ -8,6 +8,8 @@ masters, moments and gradient sums. The scales of 8 bits are found before the fi
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -149,3 +151,16 @@ def _eligible(model: nn.Module, layout: FlatLayout) -> list[FlatSlot]:
             f"of {MULTIPLE}; take precision='bf16'."
         )
     return fitting
+
+
+def cast_inputs(model: nn.Module, dtype: torch.dtype) -> Any:
+    """Give the model's forward its floating-point inputs in the weights' dtype: there is no product of fp32 with bf16. But for
+    `time`, of which bf16 would leave a denoiser 128 values between a half and one."""
+    return model.register_forward_pre_hook(partial(_cast, dtype), with_kwargs=True)  # no closure: the model can be pickled
+
+
+def _cast(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64) else value
+
+    return tuple(map(cast, args)), {k: v if k == "time" else cast(v) for k, v in kwargs.items()}

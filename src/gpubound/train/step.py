@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..device import plainly
 from ..graph import Captured
+from ..graph.bound import Bound
 from ..kernels.choose import Call, hasten
 from ..layers import fp8
 from ..lora import early
@@ -36,7 +37,7 @@ from .graphs import MODES as GRAPH_MODES, MicroBatch, WindowGraphs, gather
 from .muon import Muon
 from .objectives import OBJECTIVES, Objective, objective_class
 from .optimizer import AdamW
-from .precision import Fp8Weights, Precision, precision as precision_named, read, spelled
+from .precision import Fp8Weights, Precision, cast_inputs, precision as precision_named, read, spelled
 from .recompute import recompute_as
 from .replicas import assert_alike, check_replicas
 from .schedule import Schedule, is_rate
@@ -46,7 +47,7 @@ MakesOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, type[AdamW] | type[Muon]] = {"adamw": AdamW, "adamw8bit": AdamW8bit, "muon": Muon}
 
 
-class TrainStep:
+class TrainStep(Bound):
     """A whole optimizer step over `accumulate` micro-batches: exact fp32 sums, one division, clip and update, no host sync.
 
     loss       "causal_lm": labels are the input tokens, as in Hugging Face models. "next_token": labels are already the next
@@ -68,6 +69,8 @@ class TrainStep:
                rank's, and is given micro-batches of its own; `accumulate` counts these. Gradients are summed before the update
                A model in DistributedDataParallel comes out of it, and brings its ranks
     """
+
+    INSTEAD = "load its state_dict() and its model's into a new TrainStep over a copy of the model"
 
     @torch.inference_mode(False)  # buffers made inside could not be written by later steps, nor kept for a backward
     def __init__(
@@ -108,7 +111,7 @@ class TrainStep:
             undo.callback(held.release)
             undo.callback(recompute_as(model, recompute))
             if numbers.dtype != torch.float32:
-                undo.callback(_cast_inputs(model, numbers.dtype).remove)
+                undo.callback(cast_inputs(model, numbers.dtype).remove)
             accumulators = held.accumulators(layout, overlap)
             undo.callback(accumulators.release)
             self._fp8 = Fp8Weights(model, layout) if numbers.fp8 else None
@@ -289,16 +292,3 @@ def _loss(loss: str | Loss | Objective) -> Loss | Objective:
         return loss
     names = " or ".join(map(repr, OBJECTIVES))
     raise ValueError(f"TrainStep: loss must be {names} or a function of (model, batch), got {loss!r}.")
-
-
-def _cast_inputs(model: nn.Module, dtype: torch.dtype):
-    """Give the model's forward its floating-point inputs in the weights' dtype: there is no product of fp32 with bf16. But for
-    `time`, of which bf16 would leave a denoiser 128 values between a half and one."""
-
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64) else value
-
-    def before(module, args, kwargs):
-        return tuple(map(cast, args)), {k: v if k == "time" else cast(v) for k, v in kwargs.items()}
-
-    return model.register_forward_pre_hook(before, with_kwargs=True)
