@@ -1,18 +1,20 @@
 """What a run refuses before it begins, in its own words."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gpubound import trace
+from gpubound.corpus import Corpus, train_tokenizer
 from gpubound.errors import DataError, DeviceError
 from gpubound.models.registry import presets
 from gpubound.train.data import Stage
 from gpubound.train.prepare import largest_micro_batch, prepare
 from gpubound.train.recipe import Recipe
 
-from .runs import recipe, train
+from .runs import build_corpus, recipe, texts, train
 
 pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
 
@@ -140,6 +142,20 @@ def test_checkpoints_that_are_all_damaged_are_not_replaced(corpus, tmp_path, res
     assert str(error.value) == (
         f"{tmp_path / 'checkpoints'} holds checkpoints, and none of them is whole; "
         f"restore one, or give another --out to begin anew."
+    )
+
+
+def test_a_corpus_that_was_built_anew_from_other_texts(tmp_path):
+    """In the same place. Its batches would be others than those that the run has not seen yet."""
+    build_corpus(tmp_path / "corpus")
+    train(recipe(tmp_path / "corpus", tmp_path / "run", steps=2))
+    shutil.rmtree(tmp_path / "corpus")
+    Corpus.build(texts()[::-1], train_tokenizer(texts(), 300), tmp_path / "corpus", progress=False)
+    with pytest.raises(DataError) as error:
+        prepare(recipe(tmp_path / "corpus", tmp_path / "run", steps=4), resume=True, progress=False)
+    assert str(error.value) == (
+        f"{tmp_path / 'corpus'}: holds other tokens than the corpus that this run was trained on up to step 2; put that one "
+        f"back, or its texts, or give another --out to begin anew."
     )
 
 

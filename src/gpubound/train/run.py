@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .. import lora
 from ..corpus import Tokenizer
+from ..errors import DataError
 from ..models.placing import mode, put_back
 from ..models.registry import family_of
 from ..models.storing import stored_state
@@ -264,7 +265,13 @@ class Run:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on where `checkpoint` was taken, bit for bit. Its phase must have been entered."""
-        facts, tensors = checkpoint.facts, taken_up(checkpoint, self._state())
+        facts = checkpoint.facts
+        if facts["feed"]["corpus"] != self.feed.state_dict()["corpus"]:  # built anew, from other texts, in the place of the old
+            raise DataError(
+                f"{self.stage.training.path}: holds other tokens than the corpus that this run was trained on up to step "
+                f"{checkpoint.step}; put that one back, or its texts, or give another --out to begin anew."
+            )
+        tensors = taken_up(checkpoint, self._state())
         self.done, self.began, self.over = checkpoint.step, facts["began"], facts["over"]
         self._load(tensors)
         self.feed.load_state_dict(facts["feed"])
