@@ -219,6 +219,14 @@ def test_which_is_newer_the_steps_tell_and_no_file_s_time(ckpt, tmp_path, done, 
     assert open_saved(tmp_path, CPU).folder == tmp_path / taken
 
 
+def test_a_run_whose_export_is_in_its_own_folder(ckpt, tmp_path):
+    checkpoint(tmp_path, ckpt, 3)
+    Tokenizer.load(ckpt).save(save_hf(load_hf(ckpt), tmp_path))
+    for done, taken in ((3, tmp_path), (2, tmp_path / "checkpoints" / "step-00000003")):
+        origin.note(tmp_path, 1, done)
+        assert open_saved(tmp_path, CPU).folder == taken
+
+
 def test_an_export_whose_step_cannot_be_read(ckpt, tmp_path, run):
     checkpoint(tmp_path, ckpt, 3)
     file = save_hf(load_hf(ckpt), tmp_path / "hf") / "gpubound.json"

@@ -50,7 +50,8 @@ def test_from_a_file_to_a_report(config, tmp_path, capsys):
     record, rate = answer["last"], float(formula) * {"G": 1e9, "T": 1e12}[size]
     assert record["mfu"] == pytest.approx(record["tokens_per_s"] * (6 * 94_208 + 6 * 2 * 64 * 32) / rate, rel=6e-3)
     assert {p.name for p in (tmp_path / "model").iterdir()} == {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "gpubound.json",
+        "config.json", "generation_config.json", "gpubound.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json",
     }  # fmt: skip
     assert about["config"]["lr"] == 3e-3 and about["finished"] and "model.layers.*.mlp (2)" in about["placement"]
 
@@ -223,6 +224,20 @@ def test_what_is_refused(config, tmp_path, capsys, options, sentence):
     first = [] if "--data" in options or "--tokenizer" not in options else ["--data", str(tmp_path / "text.txt")]
     assert main(["train", str(config), *first, *options]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == f"gpubound train: {sentence}"
+
+
+@pytest.mark.parametrize(
+    "mark, what", [("corpus.json", "a corpus"), ("building.json", "a corpus"), ("state.json", "a checkpoint")]
+)
+def test_export_into_what_a_run_needs_is_refused(config, tmp_path, capsys, mark, what):
+    """An objective adds tokens to a tokenizer, and an exported one in the place of the corpus's would not fit it."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / mark).touch()
+    assert main(["train", str(config), "--export", str(tmp_path / "there")]) == 2
+    assert capsys.readouterr().err == (
+        f"gpubound train: export: {tmp_path / 'there'} holds {what}, some of whose files it would replace; give another "
+        f"folder.\n"
+    )
 
 
 def test_export_onto_a_file_is_refused_before_training(config, tmp_path, capsys):

@@ -110,6 +110,10 @@ def is_adapter(folder: Path) -> bool:
     return (folder / ADAPTER).exists() and not (folder / "config.json").exists()
 
 
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").exists() or is_adapter(folder)
+
+
 def _base_of(adapter: Path) -> str:
     base = read_json(adapter / ADAPTER).get("base_model_name_or_path")
     if not isinstance(base, str) or not (Path(base).exists() or is_hub_name(base)):
@@ -121,11 +125,9 @@ def find(path: Path) -> Path | Checkpoint:
     """The Hugging Face folder, adapter or checkpoint that `path` means; of a run its export, or a later checkpoint."""
     if not path.is_dir():
         raise ValueError(f"{path}: {'this is a file' if path.exists() else 'there is no such folder'}; {WANTED}.")
-    if (path / "config.json").exists() or is_adapter(path):
-        return path
     if (path / STATE).exists():
         return open_checkpoint(path)
-    exports = [path / name for name in EXPORTS if (path / name / "config.json").exists() or is_adapter(path / name)]
+    exports = [path] if _is_model(path) else [path / name for name in EXPORTS if _is_model(path / name)]
     found = newer(exports, Checkpoints(path / "checkpoints").latest() or Checkpoints(path).latest())
     if found is None:
         raise ValueError(f"{path} holds neither a config.json nor a whole checkpoint; {WANTED}.")

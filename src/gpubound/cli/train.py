@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import tyro
 import yaml
 
+from ..corpus.shards import CLAIM, MANIFEST
 from ..device import resolve
 from ..models.registry import trainable
 from ..monitor.live import check_log
@@ -27,6 +28,7 @@ from ..parallel import join, launched
 from ..train.prepare import prepare
 from ..train.recipe import Recipe
 from ..train.run import Run
+from ..train.state_file import STATE
 from . import arguments
 from .compare import compare, keep, variants_of
 from .many import Many, again, start
@@ -183,6 +185,9 @@ def export_folder(options: Train) -> Path | None:
         raise ValueError(f"export: {there} is a file; give a folder.")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"export: {there} may not be written to; give another folder.")
+    for what, marks in (("a corpus", (MANIFEST, CLAIM)), ("a checkpoint", (STATE,))):
+        if any((folder / mark).exists() for mark in marks):
+            raise ValueError(f"export: {folder} holds {what}, some of whose files it would replace; give another folder.")
     if folder.exists() and Path(options.model).exists() and folder.samefile(options.model):
         raise ValueError(f"export: {folder} holds the model that the run begins with; give another folder.")
     return folder
