@@ -144,6 +144,23 @@ def test_the_base_is_not_written_over(config, base, capsys):
     assert said == f"gpubound train: export: {base}/../hf holds the model that the run begins with; give another folder.\n"
 
 
+@pytest.mark.parametrize(
+    "there, options, sentence",
+    [
+        ("config.json", [], "holds a whole model, and an adapter is no update of it"),
+        ("adapter_config.json", ["--merge"], "holds an adapter, and a whole model is no update of it"),
+    ],
+)
+def test_adapters_and_whole_models_are_not_mixed(config, tmp_path, capsys, there, options, sentence):
+    """Of both in one folder some programs load the one and some the other, whichever is newer."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / there).touch()
+    assert main(["train", str(config), "--export", str(tmp_path / "there"), *options]) == 2
+    assert capsys.readouterr().err == (
+        f"gpubound train: export: {tmp_path / 'there'} {sentence}; give another folder, or remove that one.\n"
+    )
+
+
 def test_merge_needs_an_export(config, capsys):
     assert main(["train", str(config), "--merge"]) == 2
     assert capsys.readouterr().err == (

@@ -22,6 +22,7 @@ import yaml
 
 from ..corpus.shards import CLAIM, MANIFEST
 from ..device import resolve
+from ..lora.files import CONFIG as ADAPTER
 from ..models.registry import trainable
 from ..monitor.live import check_log
 from ..parallel import join, launched
@@ -185,12 +186,23 @@ def export_folder(options: Train) -> Path | None:
         raise ValueError(f"export: {there} is a file; give a folder.")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"export: {there} may not be written to; give another folder.")
-    for what, marks in (("a corpus", (MANIFEST, CLAIM)), ("a checkpoint", (STATE,))):
-        if any((folder / mark).exists() for mark in marks):
-            raise ValueError(f"export: {folder} holds {what}, some of whose files it would replace; give another folder.")
+    _check_contents(folder, options)
     if folder.exists() and Path(options.model).exists() and folder.samefile(options.model):
         raise ValueError(f"export: {folder} holds the model that the run begins with; give another folder.")
     return folder
+
+
+def _check_contents(folder: Path, options: Train) -> None:
+    """That an export does not spoil what lies in `folder`, and is not hidden by it."""
+    for what, marks in (("a corpus", (MANIFEST, CLAIM)), ("a checkpoint", (STATE,))):
+        if any((folder / mark).exists() for mark in marks):
+            raise ValueError(f"export: {folder} holds {what}, some of whose files it would replace; give another folder.")
+    bare = bool(options.lora) and not options.merge
+    if (folder / ("config.json" if bare else ADAPTER)).exists():
+        there, comes = ("a whole model", "an adapter") if bare else ("an adapter", "a whole model")
+        raise ValueError(
+            f"export: {folder} holds {there}, and {comes} is no update of it; give another folder, or remove that one."
+        )
 
 
 def from_file(path: str) -> Train:
