@@ -125,6 +125,15 @@ REFUSED = {
         "{c}: init_lora_weights is 'pissa_niter_4', which changed the base's weights, too; let PEFT convert the adapter as it "
         "saves it: save_pretrained(..., path_initial_model_for_weight_conversion=...).",
     ),
+    "a base changed by gradients": (
+        option(init_lora_weights="lora_ga"),
+        "{c}: init_lora_weights is 'lora_ga', which changed the base's weights, too; let PEFT convert the adapter as it saves "
+        "it: save_pretrained(..., path_initial_model_for_weight_conversion=...).",
+    ),
+    "a model of layers used twice": (
+        option(layer_replication=[[0, 1], [0, 1]]),
+        "{c}: layer_replication is [[0, 1], [0, 1]], and only plain LoRA and DoRA are read here; load it with PEFT.",
+    ),
     "no alpha": (option(lora_alpha=None), "{c}: lora_alpha has None, wanted a number; save the adapter again."),
     "a rank of words": (option(r="4"), "{c}: r has '4', wanted a rank; save the adapter again."),
     "a table that is none": (option(rank_pattern=5), "{c}: rank_pattern has '5', wanted a rank; save the adapter again."),

@@ -29,8 +29,15 @@ PREFIX = "base_model.model."
 UNUSUAL = (  # options of PEFT's that are off in what is read here
     "lora_bias", "use_qalora", "use_bdlora", "fan_in_fan_out", "modules_to_save", "trainable_token_indices",
     "alora_invocation_tokens", "arrow_config", "velora_config", "monteclora_config", "kasa_config",
+    "layer_replication",
 )  # fmt: skip
-OTHER_BASE = ("pissa", "olora", "corda", "loftq")  # ways to begin that change the base, which PEFT does again as it loads
+OTHER_BASE = (
+    "pissa",
+    "olora",
+    "corda",
+    "loftq",
+    "lora_ga",
+)  # ways to begin that change the base, which PEFT does again as it loads
 USUAL = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # PEFT's own defaults
 PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}  # what has other values for some layers
 
