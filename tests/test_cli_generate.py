@@ -181,13 +181,13 @@ def test_the_ends_that_the_models_files_name(ckpt, tmp_path):
     assert open_saved(tmp_path, CPU).ends == (0, 7, 9)
 
 
-def checkpoint(folder: Path, ckpt: Path, step: int, **average) -> None:
+def checkpoint(folder: Path, ckpt: Path, step: int, recipe=None, **average) -> None:
     """A checkpoint as a run leaves it, with the model of `ckpt`."""
     model = load_hf(ckpt)
     tensors = {f"model.{name}": t for name, t in model.state_dict().items()} | average
     tensors["model.lm_head.weight"] = tensors["model.lm_head.weight"].clone()
     Tokenizer.load(ckpt).save(folder / "corpus")
-    facts = {"recipe": {"model": str(ckpt), "seq": 32, "data": ["stdlib"], "tokenizer": None}}
+    facts = {"recipe": recipe or {"model": str(ckpt), "seq": 32, "data": ["stdlib"], "tokenizer": None}}
     Checkpoints(folder / "checkpoints").save(step, tensors, facts, wait=True)
 
 
@@ -234,6 +234,18 @@ def test_an_export_whose_step_cannot_be_read(ckpt, tmp_path, run):
     code, out, err = run(tmp_path, "--prompt", "x")
     assert (code, out) == (2, "")
     assert err == f"gpubound generate: {file}: done is 'all', wanted a number of steps; export the run again.\n"
+
+
+@pytest.mark.parametrize("lora", [{}, {"rank": 2}])
+def test_a_checkpoint_whose_first_model_is_gone(ckpt, tmp_path, run, lora):
+    """Nobody named that folder now, and a relative path is seen from where the command was started."""
+    checkpoint(tmp_path, ckpt, 3, recipe={"model": "there/hf", "seq": 32, "data": ["stdlib"], "tokenizer": None, "lora": lora})
+    code, out, err = run(tmp_path, "--prompt", "x")
+    assert (code, out) == (2, "")
+    assert err == (
+        f"gpubound generate: {tmp_path / 'checkpoints' / 'step-00000003'}: its run began with the model in there/hf, which is "
+        f"not there; put it back, or start this in the folder where the run began.\n"
+    )
 
 
 def test_of_a_checkpoint_with_an_average_the_average_speaks(ckpt, tmp_path, run):

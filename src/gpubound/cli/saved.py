@@ -28,7 +28,7 @@ from ..layers.vocabulary import head_of
 from ..lora.files import CONFIG as ADAPTER
 from ..models.folder import Beyond, dtype_asked, ends_of, read_config, read_generation
 from ..models.foreign import attempt, load_foreign, needs_transformers
-from ..models.registry import family_of
+from ..models.registry import family_of, is_named
 from ..train.adapters import base_of, check_base, kept_state, load_kept_state, merge
 from ..train.checkpoint import Checkpoint, Checkpoints, open_checkpoint
 from ..train.making import build_model
@@ -159,6 +159,11 @@ def _from_checkpoint(found: Checkpoint, tokenizer: Tokenizer, device: torch.devi
     """What the run would have exported at that step: the average of its weights if it keeps one."""
     facts, weights = found.facts["recipe"], dict[str, Tensor]()
     recipe = Recipe(model=facts["model"], seq=facts["seq"], lora=facts.get("lora", {}))
+    if not is_named(recipe.model) and not Path(recipe.model).is_dir():
+        raise DataError(
+            f"{found.path}: its run began with the model in {recipe.model}, which is not there; put it back, or start this in "
+            f"the folder where the run began."
+        )
     if recipe.lora:
         check_base(recipe.model, base_of(recipe.model), found)
     tensors = found.tensors(device, begin=("model.", "average."))  # it holds moments and masters, too
