@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from gpubound import device as facts
 from gpubound.cli import answers, main
 from gpubound.cli.lines import Lines
 from gpubound.errors import DataError
+from gpubound.models import load_hf, save_hf
 from gpubound.parallel import copies
 from gpubound.parallel.copies import Copies
 
@@ -55,6 +57,22 @@ def test_two_copies_answer_as_one_and_a_broken_run_is_gone_on_with(ckpt, run, tm
 
     code, _, err = run(*given, "--output", file, "--stop", "mat")
     assert code == 2 and "line 1 of " in err and "was written by another model or with other settings" in err
+
+
+def test_answers_of_the_model_that_lay_there_before_are_not_gone_on_with(ckpt, run, tmp_path, monkeypatch):
+    """A run is trained further and exported again: the folder keeps its name."""
+    monkeypatch.setattr(answers, "begin", begin_on_reference)
+    shutil.copytree(ckpt, tmp_path / "model")
+    given = (tmp_path / "model", "--prompt", "the cat", "--max-new-tokens", "2", "--output", tmp_path / "answers.jsonl")
+    assert run(*given)[0] == run(*given)[0] == 0
+    (tmp_path / "model" / "gpubound.json").write_text("{}")  # says of which step it is, and changes no answer
+    assert run(*given)[0] == 0
+    model = load_hf(tmp_path / "model")
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    save_hf(model, tmp_path / "model")
+    code, _, err = run(*given)
+    assert code == 2 and "was written by another model or with other settings" in err
 
 
 @pytest.mark.parametrize("text", ['{"model_type": "llama"}', "notes", '{"number": 1, "pro\n'], ids=["json", "text", "line"])

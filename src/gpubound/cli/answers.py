@@ -5,13 +5,16 @@ written does not depend on the number of copies, nor on where a run was broken o
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
 from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import torch
 
@@ -19,6 +22,9 @@ from ..device import look
 from ..errors import GenerateError
 from ..parallel.copies import Copies
 from ..trace import notice
+from ..train.checkpoint import Checkpoint
+from ..train.origin import ORIGIN
+from ..train.state_file import STATE
 from .lines import Lines
 from .saved import source_of
 from .session import room
@@ -28,6 +34,8 @@ if TYPE_CHECKING:
     from .generate import Generate
 
 SAME = ("prompt", "file", "whole", "gpus", "timeout", "output", "device", "ckpt", "verify", "k")  # what changes no answer
+MODEL = (".safetensors", ".bin", ".json")  # a model's files
+SAMPLES, BLOCK = 64, 1 << 20  # of one of them
 EVERY = 10.0  # seconds between lines of progress
 
 
@@ -113,7 +121,27 @@ def mark_of(options: "Generate") -> str:
     """What tells this model and these settings from others, in a few letters."""
     source = source_of(options.ckpt, options.trust_remote_code)
     about = {name: value for name, value in asdict(options).items() if name not in SAME}
-    return sha256(json.dumps([str(getattr(source, "path", source)), about], sort_keys=True).encode()).hexdigest()[:12]
+    folder = source.path if isinstance(source, Checkpoint) else source
+    content = [_content(Path(place)) for place in (folder, options.adapter, options.tokenizer) if place]
+    return sha256(json.dumps([str(folder), about, content], sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _content(place: Path) -> list[tuple[str, int, int]]:
+    """What tells the files that make the answers from others: a folder keeps its name when a run is exported to it again."""
+    files = [place] if place.is_file() else [file for file in place.glob("*") if file.suffix in MODEL and file.name != ORIGIN]
+    if (place / STATE).exists():
+        files = [place / STATE]  # which has the checksums of a checkpoint's tensors
+    return [(file.name, file.stat().st_size, _sample(file)) for file in sorted(files) if file.is_file()]
+
+
+def _sample(file: Path) -> int:
+    """The checksum of a megabyte here and there, of all in a small file: whole ones of a large model would take a minute."""
+    step, crc = max(file.stat().st_size // SAMPLES, BLOCK), 0
+    with open(file, "rb") as opened:
+        while block := opened.read(BLOCK):
+            crc = crc32(block, crc)
+            opened.seek(step - BLOCK, os.SEEK_CUR)
+    return crc
 
 
 def _named(size: int, prompts: list[str]) -> Callable[[int], str]:
