@@ -171,6 +171,8 @@ def check(options: Generate) -> None:
         raise ValueError("system: it begins a conversation; give --chat with it.")
     if options.whole and options.file is None:
         raise ValueError("whole: it takes a file as a single prompt; give --file with it.")
+    if options.logprobs and not options.json and options.gpus is None and options.output is None:
+        raise ValueError("logprobs: they are a part of the JSON; give --json, --gpus or --output with it.")
     for name in ("chat", "echo", "json", "table") if options.gpus is not None or options.output is not None else ():
         if getattr(options, name):
             raise ValueError(f"{name}: --gpus and --output write a line of JSON for each sequence; leave --{name} out.")
