@@ -212,3 +212,25 @@ def test_a_frozen_model_has_nothing_to_train():
     model = nn.Sequential(nn.Linear(4, 4)).requires_grad_(False)
     with pytest.raises(ValueError, match=r"^parameters: none of them has requires_grad=True, wanted at least one; unfreeze "):
         gb.TrainStep(model, lambda m, b: (m(b).sum(), 1), "adamw")
+
+
+def test_no_adapter_comes_or_goes_while_a_step_has_the_model(tmp_path):
+    """A step trains the parameters that it found when it was made."""
+    model = lora(own(2).train())
+    gb.lora.save(model, tmp_path)
+    step = gb.TrainStep(model, "causal_lm", "adamw", precision="fp32")
+    calls = {
+        "add": lambda: gb.lora.add(model, 4, name="new"),
+        "load": lambda: gb.lora.load(model, tmp_path, name="new"),
+        "remove": lambda: gb.lora.remove(model),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError) as error:
+            call()
+        assert str(error.value) == (
+            f"lora.{name}: the model is in a TrainStep, whose graphs hold its weights; close that first."
+        )
+    gb.lora.load(model, tmp_path)  # values alone
+    step.close()
+    calls["remove"]()
+    assert not gb.lora.parameters(model)

@@ -11,7 +11,7 @@ from ..device import without_autocast
 from ..kernels.record import seen
 from ..layers.site_parts import shape_of
 from ..layers.stacked import multiply_by_records
-from .base import check, kind_of, quantize_base
+from .base import check, check_no_step, kind_of, quantize_base
 from .pairs import Adapters, Pair, check_module, check_not_chosen, check_not_merged, check_outside, pairs
 from .per_row import BELOW, make_one
 from .targets import DORA, KINDS, by, chosen, layers_of
@@ -117,6 +117,7 @@ def attach(model: nn.Module, options: dict[str, AdapterOptions], name: str, who:
     """Adapters without values yet, by their layers' names. Everything is checked before anything is changed."""
     if not isinstance(name, str) or not name or "." in name:
         raise ValueError(f"{who}: name must be a word without dots, got {name!r}.")
+    check_no_step(model, who)
     _check_apart(model, [found.layer for found in options.values()], who)
     check_outside({key.rpartition(".")[0]: p for key, p in model.named_parameters()}, who)  # frozen gains are kept, too
     for key, found in options.items():
@@ -170,6 +171,7 @@ def parameters(model: nn.Module, name: str | None = None) -> list[nn.Parameter]:
 def remove(model: nn.Module, name: str | None = None) -> None:
     """Take adapters out, or those called `name`. What `add` froze stays frozen."""
     found = pairs(model, name, "lora.remove")
+    check_no_step(model, "lora.remove")
     check_not_chosen(found, "lora.remove")
     check_not_merged(found, "lora.remove")
     take_out(model, found)

@@ -141,6 +141,11 @@ def check(model: nn.Module, kind: type[Frozen]) -> None:
 def _check_closed(model: nn.Module, who: str) -> None:
     if sharded := next((key for key, layer in layers_of(model, (nn.Linear,)).items() if is_sharded(layer.weight)), None):
         raise ValueError(f"{who}: the weight of {sharded} is sharded; call it before the model is sharded.")
+    check_no_step(model, who)
+
+
+def check_no_step(model: nn.Module, who: str) -> None:
+    """What is added to a model, or taken out, while a step has it would not train, or train on."""
     if any(hasattr(p, "main_grad") for p in model.parameters()):
         raise ValueError(f"{who}: the model is in a TrainStep, whose graphs hold its weights; close that first.")
 
