@@ -210,6 +210,17 @@ def test_text_block_by_block_and_its_end():
     assert ended.text == tokenizer.decode(ended.tokens[:-1])
 
 
+def test_one_request_at_a_time():
+    """Two requests of one shape would share a canvas."""
+    sampler = MaskedSampler(random_model(), mask_token=MASK)
+    want = sampler.generate(PROMPTS[:1], 4, block=2).tokens[0]
+    stream = sampler.stream(PROMPTS[:1], 4, block=2)
+    begun = next(stream)[1]
+    with pytest.raises(GenerateError, match="one request at a time"):
+        sampler.generate(PROMPTS[1:2], 4, block=2)
+    assert begun + [token for _, new in stream for token in new] == want
+
+
 def test_logits_that_are_not_finite_are_told():
     model = random_model()
     with torch.no_grad():

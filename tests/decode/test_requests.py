@@ -343,22 +343,26 @@ def test_one_request_at_a_time():
     stream = fast.stream(PROMPT, max_new_tokens=20)
     later = fast.stream(PROMPT, max_new_tokens=20)  # not begun: takes nothing
     first = next(stream)[1]
-    busy = "a decoder runs one request at a time: finish or close the stream that is open first."
+    busy = (
+        "a decoder runs one request at a time: finish or close the stream that is open first, or build another for each thread."
+    )
     assert said(lambda: fast.generate(PROMPT), gb.GenerateError) == busy
     assert said(lambda: fast.score(PROMPT), gb.GenerateError) == busy
     assert said(lambda: next(later), gb.GenerateError) == busy
     rest = [token for _, new in stream for token in new]
     assert first + rest == want  # the open stream was not disturbed
     assert fast.generate(PROMPT, max_new_tokens=20).tokens[0] == want
+    own, heard = fast.body.score, []
+    fast.body.score = lambda row: (heard.append(said(lambda: fast.generate(PROMPT), gb.GenerateError)), own(row))[1]
+    fast.score(PROMPT)  # in the cache's first row, where another thread's request would write, too
+    assert heard == [busy]
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_neither_copied_nor_pickled(copied):
-    """A copy would have run on the tensors of the original, whatever became of its own model."""
-    assert said(lambda: copied(cases.shared()), TypeError) == (
-        "FastDecoder: it can be neither pickled nor copied, because its graphs hold addresses of this process's memory; copy "
-        "or save its model, and make a new one with gb.decoder(model, ...)."
-    )
+@pytest.mark.parametrize("make", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_decoder_is_not_copied(make):
+    """A copy would go on reading weights of the original's, and give tokens of neither."""
+    with pytest.raises(TypeError, match=r"FastDecoder: .* copy the model, and build a decoder of the copy"):
+        make(cases.shared())
 
 
 def test_the_callers_modes_do_not_matter():

@@ -161,7 +161,7 @@ from gpubound.models import Decoder, PRESETS
 
 model = Decoder(PRESETS["tiny"]).to(sys.argv[1])
 decoder = gb.decoder(model, 1, 64, verify=False)
-atexit.register(lambda: print("busy at exit:", decoder._busy))
+atexit.register(lambda: print("busy at exit:", decoder.turn.taken))
 stream = decoder.stream([[1, 2, 3]], max_new_tokens=40)
 next(stream)
 """

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -98,6 +99,30 @@ def test_a_closed_step_says_so():
         "step: this TrainStep is closed, its model released; make a new one with TrainStep(model, ...)."
     )
     assert model.mix.weight.equal(before) and not hasattr(model.mix.weight, "main_grad")
+
+
+def test_one_call_at_a_time():
+    """Two threads would sum into one buffer."""
+    heard = []
+
+    def counted(model, batch):
+        if not heard:
+            heard.append("")
+            other = threading.Thread(target=lambda: heard.append(message(lambda: step(draw(2)))))
+            other.start()
+            other.join()
+        return summed(model, batch)
+
+    step = TrainStep(small(), counted, precision="fp32", graph="off")
+    step(draw(2))
+    assert heard[1] == "step: another call of this TrainStep is under way; call it from one thread at a time."
+    step(draw(2))
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, pickle.dumps])
+def test_a_step_is_not_copied(make):
+    with pytest.raises(TypeError, match=r"TrainStep: .* neither copied nor pickled; save its state_dict\(\)"):
+        make(TrainStep(small(), summed, precision="fp32", graph="off"))
 
 
 def test_unknown_arguments_raise():
@@ -246,16 +271,6 @@ def test_state_of_another_model():
     state = step.state_dict() | {"m.more": torch.ones(1)}
     assert message(lambda: step.load_state_dict(state)) == (
         "load_state_dict: m.more: got shape (1,), wanted nothing; the state is another model's, or another precision's."
-    )
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_neither_copied_nor_pickled(copied):
-    with pytest.raises(TypeError) as error:
-        copied(TrainStep(small(), summed))
-    assert str(error.value) == (
-        "TrainStep: it can be neither pickled nor copied, because its graphs hold addresses of this process's memory; load its "
-        "state_dict() and its model's into a new TrainStep over a copy of the model."
     )
 
 

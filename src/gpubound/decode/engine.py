@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ..device import label, plainly
 from ..errors import GenerateError
-from ..graph.bound import Bound
 from ..kernels.choose import hasten
 from ..lora.peft_layers import base_of
 from ..models import Decoder
@@ -23,6 +22,7 @@ from ..models.llama.weights import as_transformers
 from ..models.own import LanguageModel
 from ..models.registry import reader_of
 from ..parallel.pieces import any_sharded
+from ..single import Turn, Uncopied
 from ..trace import fallback, notice
 from .bind import bind
 from .cache import CacheLayout
@@ -49,10 +49,10 @@ LADDER = (32, 8, 1)  # steps a launch
 SPECULATIVE_LADDER = (8, 1)  # they bring several tokens each: long launches would run on for long behind the last
 
 
-class FastDecoder(Bound):
+class FastDecoder(Uncopied):
     """A decoder over live weights; `gpubound.decoder` makes it. `print(decoder)` shows its path and what was verified."""
 
-    INSTEAD = "copy or save its model, and make a new one with gb.decoder(model, ...)"
+    INSTEAD = "copy the model, and build a decoder of the copy"
 
     def __init__(self, model: nn.Module, stepper: Stepper, ladder: tuple[int, ...], tokenizer: Any, verify: bool | str) -> None:
         self.model, self.stepper, self.ladder, self.tokenizer = model, stepper, ladder, tokenizer
@@ -63,7 +63,11 @@ class FastDecoder(Bound):
         self.kernels = self.body.kernels  # what computes a step, in a few words
         self.path = self.body.path  # why the fused kernels do not compute it; empty where they do
         self.certificate: DecoderCertificate | None = None
-        self._busy = False
+        self.turn = Turn(
+            GenerateError,
+            "a decoder runs one request at a time: finish or close the stream that is open first, or build another for each "
+            "thread.",
+        )
         self._modules = ModuleTree(model)
         if verify:
             self.certificate = certify(self, quick=verify == "quick")
@@ -105,8 +109,7 @@ class FastDecoder(Bound):
     def start(self, prompts: Any, **settings: Any) -> ActiveRequest:
         """A request, checked and ready: `play()` yields as `stream` does, and then `result()` is what `generate` returns."""
         if settings.get("adapters") is not None:  # of which others may be on by now
-            self._check_free()
-            with self.plainly():
+            with self.turn, self.plainly():
                 self._follow_weights()
         request = make_request(prompts, self.tokenizer, self.body, self.ends, **settings)
         return ActiveRequest(self, request)
@@ -115,8 +118,7 @@ class FastDecoder(Bound):
         """For each sequence, the log-probability of every token but the first, given the tokens before it."""
         found = read_prompts(prompts, self.tokenizer)
         check_prompts(found, self.body.vocab, max(len(found), 1), self.max_length, "score", new=0)
-        self._check_free()  # it uses the cache of the first row
-        with self.plainly():
+        with self.turn, self.plainly():  # it uses the cache of the first row
             self._follow_weights()
             return [self._score(number, ids) for number, ids in enumerate(found)]
 
@@ -164,10 +166,6 @@ class FastDecoder(Bound):
         the weights', the other make buffers that later calls may not write. Left before the caller sees a token."""
         with plainly(self.body.device), torch.no_grad():
             yield
-
-    def _check_free(self) -> None:
-        if self._busy:
-            raise GenerateError("a decoder runs one request at a time: finish or close the stream that is open first.")
 
     def begin(self, request: Request, ids: Tensor, lengths: Tensor, prefill: Callable[[Tensor, Tensor], None]) -> None:
         """Let the first rows stand behind prompts (B, T) of these lengths, which are without their last tokens."""

@@ -75,18 +75,16 @@ class ActiveRequest:
 
     def _play(self) -> Generator[tuple[int, Any], None, None]:
         decoder = self.decoder
-        decoder._check_free()
-        decoder._busy = True
-        try:
-            with short_turns():
-                with decoder.plainly():
-                    self._prefill()
-                yield from self._loop()
-                self._check_weights()
-        finally:
-            decoder.slots.drop()
-            decoder._busy = False
-            self.found.seconds = time.perf_counter() - self.begun
+        with decoder.turn:
+            try:
+                with short_turns():
+                    with decoder.plainly():
+                        self._prefill()
+                    yield from self._loop()
+                    self._check_weights()
+            finally:
+                decoder.slots.drop()
+                self.found.seconds = time.perf_counter() - self.begun
         self._finish()
 
     def _prefill(self) -> None:

@@ -24,6 +24,7 @@ from ..graph import capture
 from ..layers.vocabulary import head_of
 from ..models.placing import mode
 from ..models.states import is_causal, told_time, why_not_head
+from ..single import Turn
 from ..trace import fallback
 from .canvas import Canvas, Filling, filling
 from .request import Choice, check_count, check_prompts, read_prompts
@@ -62,6 +63,11 @@ class MaskedSampler:
         self.barred = torch.zeros(self.vocab, device=self.device, dtype=torch.float32)
         self.barred[[self.mask_token, *range(getattr(tokenizer, "vocab_size", self.vocab), self.vocab)]] = -torch.inf
         self.whole = self._try()
+        self.turn = Turn(
+            GenerateError,
+            "MaskedSampler: it fills one request at a time: finish or close the stream that is open first, or make another for "
+            "each thread.",
+        )
         self._canvases: dict[tuple, Canvas] = {}
 
     def _try(self) -> str | None:
@@ -154,7 +160,7 @@ class ActiveFilling:
         """(row, new tokens or text) after each block; not `reading`, after the last alone."""
         begun, sampler, how = time.perf_counter(), self.sampler, self.how
         prompts = [sequence.prompt for sequence in self.sequences]
-        with mode(sampler.model, training=False):
+        with sampler.turn, mode(sampler.model, training=False):
             canvas = sampler.canvas(prompts, how, self.guidance > 0)
             canvas.fill(prompts, how, self.choice, self.guidance)
             step = sampler.runner(canvas)

@@ -11,7 +11,6 @@ held.py        its static inputs, and what must be true at every call
 certify.py     replays against eager on other inputs; why they disagree
 vary.py        what the certificate changes between its rounds; NaN where nothing should be read
 captured.py    the public function and what it returns
-bound.py       what holds graphs and can be neither copied nor pickled
 """
 
 from .captured import Captured as Captured, capture as capture

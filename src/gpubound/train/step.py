@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from ..device import plainly
 from ..graph import Captured
-from ..graph.bound import Bound
 from ..kernels.choose import Call, hasten
 from ..layers import fp8
 from ..lora import early
 from ..models.own import LanguageModel
 from ..parallel import ALONE, Ranks
 from ..parallel.wrapped import tell_if_alone, unwrapped
+from ..single import Turn, Uncopied
 from ..trace import notice
 from ..words import readable
 from .adamw8 import AdamW8bit
@@ -47,7 +47,7 @@ MakesOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, type[AdamW] | type[Muon]] = {"adamw": AdamW, "adamw8bit": AdamW8bit, "muon": Muon}
 
 
-class TrainStep(Bound):
+class TrainStep(Uncopied):
     """A whole optimizer step over `accumulate` micro-batches: exact fp32 sums, one division, clip and update, no host sync.
 
     loss       "causal_lm": labels are the input tokens, as in Hugging Face models. "next_token": labels are already the next
@@ -70,7 +70,7 @@ class TrainStep(Bound):
                A model in DistributedDataParallel comes out of it, and brings its ranks
     """
 
-    INSTEAD = "load its state_dict() and its model's into a new TrainStep over a copy of the model"
+    INSTEAD = "save its state_dict() and the model's, and load them into a new model and TrainStep"
 
     @torch.inference_mode(False)  # buffers made inside could not be written by later steps, nor kept for a backward
     def __init__(
@@ -106,6 +106,7 @@ class TrainStep(Bound):
         self.model, self.accumulate, self.device, self._precision = model, accumulate, layout.device, precision
         self._members = Members(model)
         self._closed = False
+        self._turn = Turn(ValueError, "step: another call of this TrainStep is under way; call it from one thread at a time.")
         hasten(_calls(model, numbers, lossy), layout.device, numbers.dtype)
         with ExitStack() as undo:  # out of memory, no blocks to recompute: the model must not be left half prepared
             undo.callback(held.release)
@@ -133,7 +134,7 @@ class TrainStep(Bound):
         """
         if self._closed:
             raise ValueError("step: this TrainStep is closed, its model released; make a new one with TrainStep(model, ...).")
-        with plainly(self.device):
+        with self._turn, plainly(self.device):
             return self._step(micro_batches)
 
     def _step(self, micro_batches: Any) -> StepResult | None:
