@@ -4,12 +4,16 @@ import ast
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 
 import gpubound as gb
+from gpubound.models import save_hf
+from gpubound.models.storing import read_parts
+from gpubound.train.checkpoint import Checkpoints
 
 ROOT = Path(gb.__file__).parent
 FLOATS = ("empty", "eye", "linspace", "ones", "rand", "randn", "zeros")  # of the default dtype where none is given
@@ -77,6 +81,32 @@ def adapted(**options: Any) -> Callable[[gb.Decoder], dict]:
     return run
 
 
+def fed(table: torch.nn.Embedding) -> torch.Tensor | None:
+    feed = gb.feed(lambda: (row[None].clone() for row in ids()), device="cpu", mode="resident")  # as a loader makes batches
+    with torch.inference_mode(False), torch.enable_grad():  # behind the mode that it was made in
+        for batch in feed:
+            table(batch).sum().backward()
+    return table.weight.grad
+
+
+def kept(model: gb.Decoder) -> dict:
+    with TemporaryDirectory() as folder:
+        store = Checkpoints(folder)
+        store.save(1, model.state_dict(), {}, wait=True)
+        before = model.lm_head.weight.detach().clone()
+        model.lm_head.weight.data.zero_()
+        store.latest().read(model.state_dict())
+    assert torch.equal(model.lm_head.weight, before)
+    return dict(model.named_parameters())
+
+
+def some_rows(model: gb.Decoder) -> torch.Tensor:
+    rows = torch.zeros(3, 32, device="cpu", dtype=torch.float32)
+    with TemporaryDirectory() as folder:
+        read_parts(save_hf(model, Path(folder)), {"lm_head.weight": (rows, (slice(2, 5),))})
+    return rows
+
+
 CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "step": trained(),
     "step in 8 bits": trained(optimizer="adamw8bit"),
@@ -84,6 +114,9 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "adapters": (small, adapted(init=False)),
     "orthogonal adapters": (small, adapted(init="orthogonal")),
     "DoRA": (small, adapted(init=False, dora=True)),
+    "feed": (lambda: torch.nn.Embedding.from_pretrained(torch.ones(40, 2, device="cpu"), freeze=False), fed),
+    "checkpoint": (small, kept),
+    "rows of a folder": (small, some_rows),
 }
 
 

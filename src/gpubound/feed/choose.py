@@ -22,6 +22,7 @@ from .source import BatchList, Items, Source, open_source
 SHARE = 4
 
 
+@torch.inference_mode(False)  # what a loader collates inside could not be kept for a later backward
 def feed(
     source: Any,
     device: str | torch.device | None = None,

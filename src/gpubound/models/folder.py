@@ -161,9 +161,9 @@ def weight_files(path: Path) -> list[Path]:
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """safe_open, whose complaints name the file."""
+    """safe_open, whose complaints name the file, and whose slices lie on the CPU whatever the caller's default device."""
     try:
-        with safe_open(regular(file), framework="pt", device="cpu") as tensors:
+        with torch.device("cpu"), safe_open(regular(file), framework="pt", device="cpu") as tensors:
             yield tensors
     except (SafetensorError, OSError) as error:
         raise DataError(f"{file} is no whole safetensors file: {error}; copy or download it again.") from error

@@ -44,7 +44,8 @@ def shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 def read(folder: Path, pieces: Mapping[str, Piece]) -> None:
     """Fill the pieces, which lie where the reader wants them, with no more than they take."""
-    with safe_open(folder / TENSORS, framework="pt") as file:
+    # A default device of the caller's would be that of the slices, which have no values there.
+    with torch.device("cpu"), safe_open(folder / TENSORS, framework="pt") as file:
         for name, piece in pieces.items():
             if piece.local.numel():
                 found = file.get_slice(name)[piece.slices] if piece.offsets else file.get_tensor(name)
