@@ -135,6 +135,40 @@ def test_a_rate_set_later_reaches_the_groups():
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_a_scheduler_of_torch_is_refused_before_it_is_overruled(rate):
+    """The step would set the rate back, and train at the first one for ever. One that is made and rests does no harm."""
+    made = []
+
+    def make(parameters):
+        made.append(torch.optim.SGD(parameters, lr=rate))
+        made.append(torch.optim.lr_scheduler.StepLR(made[0], 1, gamma=0.5))
+        return made[0]
+
+    model = small()
+    step = TrainStep(model, summed, make, precision="fp32", graph="off")
+    step([draw(8)])
+    step([draw(8)])
+    made[1].step()
+    before, updates = named(model), step.state_dict()["state"][0].item()
+    with pytest.raises(ValueError, match=r"the lr of its param_group 0 was set to 0\.05 from outside.*pass schedule=Schedule"):
+        step([draw(8)])
+    assert all(p.equal(before[name]) for name, p in model.named_parameters()) and step.state_dict()["state"][0] == updates
+
+
+@pytest.mark.parametrize(
+    "add", [lambda o, p: o.add_param_group({"params": [p]}), lambda o, p: o.param_groups[0]["params"].append(p)]
+)
+def test_what_is_added_to_its_groups_is_refused(add):
+    made = []
+    step = TrainStep(
+        small(), summed, lambda ps: made.append(torch.optim.SGD(ps, lr=0.1)) or made[0], precision="fp32", graph="off"
+    )
+    add(made[0], torch.nn.Parameter(torch.ones(2)))
+    with pytest.raises(ValueError, match=r"param_group [01] has other parameters than when it was made"):
+        step([draw(8)])
+
+
 def test_frozen_and_tied_weights_are_given_once():
     seen = []
     model = small()

@@ -10,6 +10,7 @@ call by call, and the host waits for the device once a step to learn whether to 
 
 import inspect
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ class FlatForeign(FlatAdamW):
             group["capturable"], group["lr"] = True, torch.tensor(lr, device=layout.device, dtype=torch.float32)
         self.decision = torch.zeros(2, dtype=torch.float64, device=layout.device)  # whether to update, and the rate
         self._gradients: list[Tensor] = []
+        self._left = self._groups()
 
     def _begin_moments(self, layout: FlatLayout) -> None:
         """It makes its state itself, at its first step."""
@@ -111,9 +113,34 @@ class FlatForeign(FlatAdamW):
         self.decision.copy_(torch.stack([plan[0].double(), report[4]]))
         return report
 
+    def check(self) -> None:
+        """Nobody else may move its rates, or add to its groups: it would be undone, or not be trained."""
+        for number, (now, left) in enumerate(zip_longest(self._groups(), self._left)):
+            if now is None or left is None or now[0] != left[0]:
+                raise ValueError(
+                    f"TrainStep: optimizer: its param_group {number} has other parameters than when it was made, and the step "
+                    f"trains those it found then; close() this step and make a new one."
+                )
+            if now != left:
+                rate = float(self.optimizer.param_groups[number]["lr"])
+                raise ValueError(
+                    f"TrainStep: optimizer: the lr of its param_group {number} was set to {rate:.3g} from outside, by a "
+                    f"scheduler perhaps, and the step would set it back; pass schedule=Schedule(...) instead, or set the "
+                    f"step's own lr."
+                )
+
+    def _groups(self) -> list[tuple]:
+        """What tells that a group has changed, without a wait for the device: its size; its rate, or that tensor's version."""
+        found = ((len(group["params"]), group["lr"]) for group in self.optimizer.param_groups)
+        return [(size, (id(lr), lr._version) if isinstance(lr, Tensor) else lr) for size, lr in found]
+
     @torch.no_grad()
     def carry_on(self, gradient: Tensor) -> None:
         """The optimizer's own update, where the decision is to make one."""
+        self._carry_on(gradient)
+        self._left = self._groups()
+
+    def _carry_on(self, gradient: Tensor) -> None:
         self._gradients = self._gradients or [slot.view(gradient) for slot in self.weights.layout.slots]
         if self._says:
             why = f"{_not_capturable(self.optimizer)}; it runs call by call, behind a wait for the device"
@@ -233,7 +260,8 @@ def _made(make: Callable[[list[Parameter]], Optimizer], parameters: list[Paramet
             f"TrainStep: optimizer must hold the {len(parameters)} parameters that it is given, got one with {len(held)}, "
             f"some of them others; make it of the whole list that it is given, and freeze what is not to be trained."
         )
-    needed = [p.name for p in inspect.signature(optimizer.step).parameters.values() if p.default is p.empty and p.kind < 2]
+    taken = list(inspect.signature(type(optimizer).step).parameters.values())[1:]  # a scheduler puts its own on the instance
+    needed = [p.name for p in taken if p.default is p.empty and p.kind < 2]
     if needed:
         raise ValueError(
             f"TrainStep: {type(optimizer).__name__}.step needs {', '.join(needed)}, which a TrainStep cannot give: "

@@ -121,6 +121,9 @@ class FlatAdamW:
         here = slice(group.start, group.stop)
         adamw(weight, gradient, self.m[here], self.v[here], *rest)
 
+    def check(self) -> None:
+        """Refuse what was done to it from outside since the last step: nothing can be, to ours."""
+
     def carry_on(self, gradient: Tensor) -> None:
         """What is left of the update behind the step's own graph: nothing, of ours."""
 

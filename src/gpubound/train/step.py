@@ -144,6 +144,7 @@ class TrainStep(Uncopied):
         self._held.rest()
         self._members.check()
         self._weights.check()
+        self._optimizer.check()
         with self._held.noting() as waited:
             result = self._graphs.run([MicroBatch(batch, self.device) for batch in batches])
         self._optimizer.carry_on(self._graphs.step.accumulators.gradient)
