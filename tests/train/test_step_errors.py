@@ -230,6 +230,30 @@ def test_what_is_trained_may_not_change_unseen(graph):
     assert not kept.equal(before["head.weight"])
 
 
+@pytest.mark.parametrize("graph", ["off", "require"])
+def test_what_is_added_is_not_left_untrained_unseen(graph):
+    model = small(tied=False)
+    model.blocks = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+    step = TrainStep(model, summed, precision="fp32", graph=graph)
+    step(draw(2))
+    made = "was added since this TrainStep was made, which trains the parameters it found then;"
+    freeze = "freeze it with requires_grad_(False), or close() this step and make a new one."
+
+    model.blocks.append(torch.nn.Linear(2, 2, bias=False))
+    assert message(lambda: step(draw(2))) == f"parameters: blocks.1.weight {made} {freeze}"
+    model.blocks[1].requires_grad_(False)  # an evaluation's head, perhaps: it does not train
+    step(draw(2))
+    model.blocks[1].requires_grad_(True)
+    assert message(lambda: step(draw(2))).startswith("parameters: blocks.1.weight was unfrozen since")
+    model.blocks[1].requires_grad_(False)
+    model.blocks[1] = torch.nn.Linear(2, 2, bias=False)
+    assert message(lambda: step(draw(2))) == f"parameters: blocks.1.weight {made} {freeze}"
+    del model.blocks[1]
+    step(draw(2))
+    model.mix.gain = torch.nn.Parameter(torch.ones(1))
+    assert message(lambda: step(draw(2))) == f"parameters: mix.gain {made} {freeze}"
+
+
 def test_a_parameter_without_elements_is_no_change():
     """It trains, though there is nothing of it in the flat buffers."""
     model = small()

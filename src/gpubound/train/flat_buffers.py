@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
 from ..layers.stacked import overlapping
@@ -188,35 +188,6 @@ def _begin(p: Tensor) -> tuple[int, int]:
 
 def _end(p: Tensor) -> tuple[int, int]:
     return p.untyped_storage().data_ptr(), p.data_ptr() + p.nbytes
-
-
-class Members:
-    """Which parameters a model had, and which of them trained, when the layout was made: at the same moment as this.
-
-    The flat buffers and a captured step know of no others: what is frozen later would go on moving, what is unfrozen or
-    replaced would stay still.
-    """
-
-    def __init__(self, model: nn.Module):
-        self._members = [
-            (f"{name}.{key}".strip("."), module._parameters, key, p, p is not None and p.requires_grad)
-            for name, module in model.named_modules()
-            for key, p in module._parameters.items()
-        ]
-
-    def check(self) -> None:
-        for name, home, key, parameter, trains in self._members:
-            now = home.get(key)
-            if now is not parameter:
-                what, mend = "replaced by another Parameter", "copy new values into it in place"
-            elif now is not None and now.requires_grad is not trains:
-                what, mend = "frozen" if trains else "unfrozen", f"set requires_grad back to {trains}"
-            else:
-                continue
-            raise ValueError(
-                f"parameters: {name} was {what} since this TrainStep was made, which trains the parameters it found then; "
-                f"{mend}, or close() this step and make a new one."
-            )
 
 
 class Weights:

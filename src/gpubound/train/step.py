@@ -30,10 +30,10 @@ from ..trace import notice
 from ..words import readable
 from .adamw8 import AdamW8bit
 from .device_step import DeviceStep, Loss, StepResult
-from .flat_buffers import Members
 from .foreign import Foreign
 from .forms import holding
 from .graphs import MODES as GRAPH_MODES, MicroBatch, WindowGraphs, gather
+from .members import Members
 from .muon import Muon
 from .objectives import OBJECTIVES, Objective, objective_class
 from .optimizer import AdamW

@@ -1,0 +1,51 @@
+"""Which parameters a step trains, and that a model has no others by now."""
+
+from torch import nn
+
+
+class Members:
+    """Which parameters a model had, and which of them trained, when the layout was made: at the same moment as this.
+
+    The flat buffers and a captured step know of no others: what is frozen later would go on moving, what is unfrozen,
+    replaced or added would stay still.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._look()
+
+    def _look(self) -> None:
+        modules = list(self._model.named_modules())
+        self._tree = [(m._modules, dict(m._modules), m._parameters, len(m._parameters)) for _, m in modules]
+        self._members = [
+            (f"{name}.{key}".strip("."), module._parameters, key, p, p is not None and p.requires_grad)
+            for name, module in modules
+            for key, p in module._parameters.items()
+        ]
+
+    def check(self) -> None:
+        for name, home, key, parameter, trains in self._members:
+            now = home.get(key)
+            if now is not parameter:
+                what, mend = "replaced by another Parameter", "copy new values into it in place"
+            elif now is not None and now.requires_grad is not trains:
+                what, mend = "frozen" if trains else "unfrozen", f"set requires_grad back to {trains}"
+            else:
+                continue
+            raise ValueError(
+                f"parameters: {name} was {what} since this TrainStep was made, which trains the parameters it found then; "
+                f"{mend}, or close() this step and make a new one."
+            )
+        if any(children != were or len(own) != count for children, were, own, count in self._tree):
+            self._check_added()
+
+    def _check_added(self) -> None:
+        """The modules are others now: is there one among them that is to be trained?"""
+        known = {id(parameter) for *_, parameter, _ in self._members}
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ValueError(
+                    f"parameters: {name} was added since this TrainStep was made, which trains the parameters it found then; "
+                    f"freeze it with requires_grad_(False), or close() this step and make a new one."
+                )
+        self._look()
