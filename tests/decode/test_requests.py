@@ -2,10 +2,12 @@
 
 import copy
 import pickle
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils import parametrize, prune
 
 import gpubound as gb
 from gpubound.decode.bind import bind
@@ -178,6 +180,22 @@ def with_a_head_bias(model):
 
 def with_an_adapter(model):
     model.model.layers[1].mlp.up_proj = torch.nn.Sequential(model.model.layers[1].mlp.up_proj)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.input_layernorm", "model.norm", "model.embed_tokens"])
+@pytest.mark.parametrize("kind", ["pruned", "parametrized"])
+def test_weights_that_are_computed_are_no_kernels(name, kind, monkeypatch):
+    """They ended in KeyError: 'weight'."""
+    monkeypatch.setattr(gb.trace, "fallbacks", Counter())
+    model = cases.build("Llama")
+    module = model.get_submodule(name)
+    if kind == "pruned":
+        prune.l1_unstructured(module, "weight", 0.3)
+    else:
+        parametrize.register_parametrization(module, "weight", torch.nn.Tanh())
+    assert gb.decoder(model, 1, cases.ROOM).generate(PROMPT, max_new_tokens=8).tokens[0] == cases.hugging_face(model, PROMPT, 8)
+    (((what, why), _),) = gb.trace.fallbacks.items()
+    assert what == "decoder: the fused kernels" and (name in why or "its embedding is" in why)
 
 
 def with_a_hook(model):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 from gpubound import layers
 from gpubound.kernels.norms import rms_norm_reference as rms_norm
@@ -144,6 +145,35 @@ def test_run_blocks_is_the_plain_loop():
     for block in stack[:-1]:
         one_by_one = block(one_by_one, rope)
     torch.testing.assert_close(stack[-1](one_by_one), plain_blocks(stack, x, rope))
+
+
+def called_blocks(stack, x, rope):
+    for block in stack[:-1]:
+        inside = x + block.self_attn(block.input_layernorm(x), rope)
+        inside = inside + block.mlp(block.post_attention_layernorm(inside))
+        x = 2 * inside if block._forward_hooks else inside
+    return stack[-1](x)
+
+
+@pytest.mark.parametrize("name", ["1", "1.input_layernorm", "1.self_attn", "1.post_attention_layernorm", "1.mlp", "3"])
+def test_the_loop_calls_what_carries_hooks(name):
+    """It steps past blocks and their parts; a hook that nobody ran would be a silence, and what it gives counts."""
+    stack, x = blocks(), x_of(B, T, HIDDEN)
+    rope = layers.RotaryAngles(D)(torch.arange(T))
+    stack.get_submodule(name).register_forward_hook(lambda module, inputs, output: 2 * output)
+    agree(layers.run_blocks(stack[:-1], stack[-1], x, rope), called_blocks(stack, x, rope), stack, x)
+
+
+@pytest.mark.parametrize("name", ["0.input_layernorm", "3"])
+def test_a_norm_whose_weight_is_computed(name):
+    stack, x = blocks(), x_of(B, T, HIDDEN)
+    rope = layers.RotaryAngles(D)(torch.arange(T))
+    norm = stack.get_submodule(name)
+    parametrize.register_parametrization(norm, "weight", nn.Softplus())
+    agree(layers.run_blocks(stack[:-1], stack[-1], x, rope), called_blocks(stack, x, rope), stack, x)
+    parametrize.remove_parametrizations(norm, "weight")
+    prune.l1_unstructured(norm, "weight", 0.5)
+    agree(layers.run_blocks(stack[:-1], stack[-1], x, rope), called_blocks(stack, x, rope), stack, x)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

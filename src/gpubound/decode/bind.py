@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from .. import lora
 from ..errors import GenerateError
@@ -183,6 +184,11 @@ def closed_projection(model: nn.Module, known: Collection[str] = ()) -> str | No
     return None
 
 
+def _computes(module: nn.Module) -> bool:
+    """Whether what it calls its weight is no parameter, but made of some."""
+    return isinstance(vars(module).get("weight"), Tensor) or is_parametrized(module, "weight")
+
+
 def _unreadable(model: nn.Module, spread: bool = False) -> str | None:
     """Why the kernels may not read the parameters directly."""
     trunk: Any = model.model
@@ -190,6 +196,8 @@ def _unreadable(model: nn.Module, spread: bool = False) -> str | None:
         return why
     if type(trunk.embed_tokens) is not nn.Embedding and role_of(trunk.embed_tokens) != "TextScaledWordEmbedding":
         return f"its embedding is {type(trunk.embed_tokens).__name__}, not nn.Embedding"
+    if computed := next((name for name, module in model.named_modules() if _computes(module)), None):
+        return f"{computed}: its weight is computed anew at each call (a parametrization, or pruning)"
     head: Any = model.lm_head
     own = type(head) is LMLoss and not hooked(head)  # which is a linear layer that can give a loss, too
     if not own and (why := _closed(head)):

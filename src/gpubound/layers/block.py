@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..trace import fallback
 from .attention import Rope
 from .norm import RMSNorm
-from .stacked import Projecting
+from .stacked import Projecting, hooked
 
 
 class Block(nn.Module):
@@ -52,15 +53,46 @@ def run_block(
     children = block._modules
     attention, mlp = children["self_attn"], children["mlp"]
     y, x = normed_for(attention, children["input_layernorm"], x, pending)
-    y, x = normed_for(mlp, children["post_attention_layernorm"], x, attention.mix(y, rope, mask))
-    return x, mlp.mix(y)
+    y, x = normed_for(mlp, children["post_attention_layernorm"], x, mixed(attention, y, rope, mask))
+    return x, mixed(mlp, y)
 
 
 def normed_for(part: Any, norm: Any, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
     """norm.add(x, pending), whose norm `part` reads."""
+    if heard(norm):
+        x = added(x, pending)
+        return norm(x), x
     if isinstance(norm, RMSNorm) and rounds(part, x, pending):
         return norm.add(x, pending, rounds=True)
     return norm.add(x, pending)
+
+
+def mixed(part: Any, *inputs: Any) -> Tensor:
+    """part.mix(*inputs); called, where hooks are to run or another forward."""
+    return part(*inputs) if heard(part) else part.mix(*inputs)
+
+
+def heard(module: Any) -> bool:
+    """Whether it must be called, for hooks on it or another forward to run: others than sharders' and ours, which the loop
+    stands in for."""
+    return hooked(module, but=getattr(module, "gathers", ())) and not getattr(module, "apart", False)
+
+
+def added(x: Tensor, pending: Tensor | None) -> Tensor:
+    """The stream as hooks see it: the add is a pass of its own."""
+    if pending is None:
+        return x
+    if not torch.compiler.is_compiling():  # the compiler does its own fusing
+        fallback("layers: the residual add in a norm", "hooks on the norm or its block are to see the stream")
+    return x + pending.to(x.dtype)
+
+
+def called(
+    step: Callable, block: Any, x: Tensor, pending: Tensor | None, rope: Any, mask: Any = None
+) -> tuple[Tensor, Tensor | None]:
+    """A block that carries hooks, which see all that goes in and comes out. `step` may be told more, as a time is."""
+    told = step.keywords if isinstance(step, partial) else {}
+    return block(added(x, pending), rope, mask, **told), None
 
 
 def rounds(part: Any, x: Tensor, pending: Tensor | None) -> bool:
@@ -86,7 +118,9 @@ def run_blocks(
         if getattr(block, "apart", False):
             x, pending, rope, mask = brought(block, (x, pending, rope, mask))
         gathered = getattr(block, "gathered", None)
-        one = step if gathered is None else partial(gathered, step)
+        one: Callable = step if gathered is None else partial(gathered, step)
+        if gathered is None and heard(block):
+            one = partial(called, step)
         if block.gradient_checkpointing and block.training:
             again = partial(one, block, rope=rope, mask=mask)
             x, pending = block._gradient_checkpointing_func(again, x, pending)
@@ -94,7 +128,7 @@ def run_blocks(
             x, pending = one(block, x, pending, rope, mask)
     if getattr(final_norm, "apart", False):
         x, pending = brought(final_norm, (x, pending))
-    return final_norm.add(x, pending)[0]
+    return normed_for(None, final_norm, x, pending)[0]
 
 
 def brought(module: Any, value: Any) -> Any:

@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        weight: Any = self._parameters["weight"]
+        weight = self._gain()
         y = rms_norm(x, weight, self.eps, self.offset)
         return self._mark(y, x, weight)
 
@@ -38,7 +38,7 @@ class RMSNorm(nn.Module):
 
         rounds: the norm comes in the dtype of `pending`, because whoever reads it rounds it to that dtype
         """
-        weight: Any = self._parameters["weight"]
+        weight = self._gain()
         if pending is None:
             return self.forward(x), x
         if pending.dtype != x.dtype and not rounds:  # autocast: products give 16 bits, the stream stays fp32
@@ -46,6 +46,11 @@ class RMSNorm(nn.Module):
         y, stream = add_rms_norm(x, pending, weight, self.eps, self.offset)
         # Kept for backward if it is rounded, as torch's autocast keeps its cast: to compute it again would move fp32.
         return y if y.dtype != stream.dtype else self._mark(y, stream, weight), stream
+
+    def _gain(self) -> Any:
+        """Its weight: a parameter, found without a search, or what a parametrization or pruning computes."""
+        own = self._parameters.get("weight")
+        return self.weight if own is None else own
 
     def _mark(self, y: Tensor, x: Tensor, weight: Any) -> Tensor:
         return recompute.mark(y, self.recompute_bytes, partial(rms_norm, eps=self.eps, offset=self.offset), x, weight)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels import linear_cross_entropy
+from ..kernels import cross_entropy, linear_cross_entropy
 from ..kernels.accumulate import deliver_rows
 from ..kernels.choose import transformed
 from .site_parts import adapted
@@ -107,6 +107,19 @@ def lm_loss(
     if total is None:
         return linear_cross_entropy(x, weight, labels, bias=bias, ignore_index=ignore_index, **options)
     return linear_cross_entropy(x, weight, labels, bias=bias, ignore_index=ignore_index, reduction="sum", **options) / total
+
+
+def plain_head(head: Any) -> bool:
+    """Whether calling it does its weight's product alone, without a bias."""
+    plain = type(head) in (LMLoss, nn.Linear) and not hooked(head) and head.bias is None
+    return plain and type(head._parameters.get("weight")) is nn.Parameter and not adapted(head.weight)
+
+
+def logits_loss(logits: Tensor, labels: Tensor, total: Tensor | float | None = None, ignore_index: int = -100) -> Tensor:
+    """The same of logits (..., V) that are there."""
+    wanted, reduction = shift(labels, ignore_index).flatten(), "mean" if total is None else "sum"
+    loss = cross_entropy(logits.flatten(0, -2), wanted, ignore_index=ignore_index, reduction=reduction)
+    return loss if total is None else loss / total
 
 
 def head_of(model: Any) -> Any:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.choose import Call
-from ..layers.vocabulary import LMLoss, lm_loss
+from ..layers.vocabulary import LMLoss, lm_loss, logits_loss, plain_head
+from ..trace import fallback
 
 INTO_STREAM = ("o_proj.weight", "down_proj.weight", "down_proj")
 
@@ -74,4 +75,8 @@ class LanguageModel(nn.Module):
         self, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None, total: Tensor | float | None = None
     ) -> Tensor:
         """Mean cross-entropy of the next token over the labels that are not -100, or their sum divided by `total`."""
-        return lm_loss(self.model(input_ids, position_ids), self.lm_head.weight, labels, total=total)
+        x, head = self.model(input_ids, position_ids), self.lm_head
+        if not plain_head(head):
+            fallback("loss without whole logits", "the head is another module, or carries hooks: it is called as it is")
+            return logits_loss(head(x), labels, total)
+        return lm_loss(x, head.weight, labels, total=total)

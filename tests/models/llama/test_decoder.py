@@ -4,7 +4,10 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
+from torch import nn
+from torch.nn.utils import parametrize, prune
 
 from gpubound.errors import DataError
 from gpubound.models import PRESETS, Decoder, DecoderConfig, load_hf, save_hf
@@ -78,6 +81,30 @@ def test_an_export_loads_to_the_same_logits(options, tmp_path, monkeypatch):
     ids, _ = a_batch()
     with torch.no_grad():
         torch.testing.assert_close(theirs(input_ids=ids).logits, ours(ids), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("total", [None, 5.0])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda head: head.register_forward_hook(lambda module, inputs, logits: 2 * logits),
+        lambda head: prune.l1_unstructured(head, "weight", 0.5),
+        lambda head: parametrize.register_parametrization(head, "weight", nn.Tanh()),
+    ],
+    ids=["hook", "pruned", "parametrized"],
+)
+def test_the_loss_is_of_the_logits_that_the_head_gives(change, total):
+    """Without whole logits it reads the head's weight, and would pass over what else the head does."""
+    torch.manual_seed(0)
+    model, (ids, labels) = Decoder(dataclasses.replace(PRESETS["tiny"], tied=False)).double(), a_batch()
+    change(model.lm_head)
+    with torch.no_grad():
+        model(ids)  # pruning's hook, which leaves a weight without a graph behind
+    logits, wanted = model(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    want = F.cross_entropy(logits, wanted, reduction="mean" if total is None else "sum") / (total or 1)
+    got = model.loss(ids, labels, total=total)
+    torch.testing.assert_close(got.double(), want)
+    torch.autograd.grad(got, list(model.parameters()))  # each has a part in it
 
 
 def test_no_token_sees_a_later_one(monkeypatch):

@@ -111,6 +111,16 @@ def test_configs_that_make_no_sense(options, said):
     assert str(error.value) == said
 
 
+@pytest.mark.parametrize("name", ["layers.0", "layers.0.self_attn", "layers.0.input_layernorm", "norm"])
+def test_hooks_run_in_blocks_that_are_told_the_time(name):
+    model, seen = made(time="film", causal=False), []
+    ids, time = inputs(model)
+    want = model(ids, time=time)
+    model.model.get_submodule(name).register_forward_hook(lambda module, *_: seen.append(module))
+    torch.testing.assert_close(model(ids, time=time), want)
+    assert seen == [model.model.get_submodule(name)]
+
+
 def test_times_that_are_missing_or_misplaced():
     told, plain_model = made(time="film", causal=False), made()
     ids, time = inputs(told)

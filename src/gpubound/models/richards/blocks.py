@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...layers.attention import Rope
-from ...layers.block import Block
+from ...layers.block import Block, mixed, normed_for
 from .config import RichardsConfig
 from .parts import MIXERS, MLPS, NORMS
 
@@ -51,10 +51,11 @@ def run_at_time(
 ) -> tuple[Tensor, Tensor]:
     """As layers.block.run_block, at the embedded time (B, hidden) of each row."""
     scale1, shift1, scale2, shift2 = (REACH * torch.tanh(block.film(time)))[:, None].chunk(4, -1)
-    y, x = block.input_layernorm.add(x, pending)
-    mixed = block.self_attn.mix(torch.addcmul(shift1, y, 1 + scale1), rope, mask)
-    y, x = block.post_attention_layernorm.add(x, mixed)
-    return x, block.mlp.mix(torch.addcmul(shift2, y, 1 + scale2))
+    y, x = normed_for(None, block.input_layernorm, x, pending)
+    y, x = normed_for(
+        None, block.post_attention_layernorm, x, mixed(block.self_attn, torch.addcmul(shift1, y, 1 + scale1), rope, mask)
+    )
+    return x, mixed(block.mlp, torch.addcmul(shift2, y, 1 + scale2))
 
 
 class TimeEmbedding(nn.Module):
