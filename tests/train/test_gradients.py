@@ -1,6 +1,8 @@
 """What reaches the update: the decoder's gradients against Hugging Face's in fp64, known norms, and memory that was dirty."""
 
 import dataclasses
+from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from gpubound import trace
 from gpubound.models import PRESETS, Decoder, save_hf
 from gpubound.train import AdamW, TrainStep
 
@@ -91,3 +94,31 @@ def test_what_lay_in_the_buffers_does_not_count():
     (values, weights), (again, weights_again) = results
     assert values == again and values[-1].updates == 4
     assert all(weights[name].equal(weights_again[name]) for name in weights)
+
+
+def test_a_hook_on_a_parameter_sees_its_gradient_and_may_change_it(monkeypatch):
+    """Products add to the fp32 sums unseen, and would hand the hook None."""
+    monkeypatch.setattr(trace, "fallbacks", Counter())
+    hooked = (
+        "model.embed_tokens.weight",
+        "self_attn.k_proj.weight",
+        "mlp.down_proj.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    )
+    ids = torch.randint(256, (2, 8), generator=torch.Generator().manual_seed(0))
+    batch, ends, before = {"input_ids": ids, "labels": ids}, [], {}
+    for hooks in (False, True):
+        torch.manual_seed(0)
+        model = Decoder(dataclasses.replace(PRESETS["tiny"], tied=False))
+        before = named(model)
+        chosen = [parameter for name, parameter in model.named_parameters() if hooks and name.endswith(hooked)]
+        for parameter in chosen:
+            parameter.register_hook(lambda gradient: gradient * 0)
+        step = TrainStep(model, "causal_lm", partial(torch.optim.SGD, lr=0.1), precision="fp32", accumulate=2)
+        step([batch, batch])
+        ends.append(named(model))
+    assert len(chosen) == 3 + 2 * PRESETS["tiny"].layers and trace.fallbacks
+    for name, got in ends[1].items():
+        torch.testing.assert_close(got, before[name] if name.endswith(hooked) else ends[0][name])
+        assert not got.equal(before[name]) or name.endswith(hooked)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..errors import GraphError
+from ..trace import fallback
 from .add_rows import add_rows
 from .aside import aside
 from .record import made_record, record_of
@@ -104,7 +105,7 @@ def deliver_all(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
     written: list[tuple[Tensor, Tensor]] = []
     added: list[tuple[Tensor, Tensor]] = []
     for weight, gradient in gradients:
-        if (main := main_gradient(weight)) is not None:
+        if (main := accumulator(weight)) is not None:
             (written if opens([weight]) else added).append((main, gradient))
 
     def put() -> None:
@@ -118,7 +119,7 @@ def deliver_all(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 def deliver_rows(weight: Tensor, ids: Tensor, rows: Tensor, without: int = -1) -> None:
     """The gradient of weight[ids] from that of its result, added to the rows of main_grad, which the weight must have."""
-    table = main_gradient(weight)
+    table = accumulator(weight)
     assert table is not None
     writes = opens([weight])
 
@@ -171,6 +172,15 @@ def _recording(weight: Tensor) -> bool:
 
 
 def main_gradient(weight: Tensor) -> Tensor | None:
+    """The accumulator that a gradient goes into unseen. None where there is none, or a hook on the weight is to see it."""
+    main = accumulator(weight)
+    if main is None or torch.compiler.is_compiling() or not weight._backward_hooks:
+        return main
+    fallback("gradients: into their fp32 sums", "a hook on a parameter is to see its gradient, in the parameter's dtype")
+    return None
+
+
+def accumulator(weight: Tensor) -> Tensor | None:
     """The weight's fp32 accumulator, if it has one."""
     main = getattr(weight, "main_grad", None)
     if main is None:

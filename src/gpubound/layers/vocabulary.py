@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels import cross_entropy, linear_cross_entropy
-from ..kernels.accumulate import deliver_rows
+from ..kernels.accumulate import deliver_rows, main_gradient
 from ..kernels.choose import transformed
 from .site_parts import adapted
 from .stacked import Kernels, hooked
@@ -35,7 +35,7 @@ def table_rows(weight: Any, ids: Tensor, padding: int | None = None) -> Tensor:
     """weight[ids], whose gradient goes to weight's main_grad where it has one. The row `padding` gets none."""
     main = getattr(weight, "main_grad", None)
     through = torch.is_grad_enabled() and weight.requires_grad and main is not None and main.is_contiguous()
-    if not through or torch.compiler.is_compiling() or transformed():
+    if not through or torch.compiler.is_compiling() or transformed() or main_gradient(weight) is None:
         return F.embedding(ids, weight, padding)
     return _LookUp.apply(ids, -1 if padding is None else padding, weight.detach(), weight)
 
