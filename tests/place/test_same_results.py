@@ -1,5 +1,7 @@
 """A placed model computes what it computed before: training, padding, positions, generation, autocast, checkpointing."""
 
+import copy
+
 import pytest
 import torch
 
@@ -215,6 +217,24 @@ def test_scaled_rope(rope):
     want = training_run(twin(model), batch())
     place(model)
     assert_close(training_run(model, batch()), want)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # SDPA has no rule for vmap
+def test_an_ensemble_by_vmap():
+    """torch.func's own way: one model on the meta device, the weights and buffers of several stacked."""
+    models, ids = [tiny(), tiny()], batch()["input_ids"]
+    with torch.no_grad():
+        models[1].lm_head.weight.mul_(2)
+        want = torch.stack([model(ids, use_cache=False).logits for model in models])
+    for model in models:
+        place(model)
+    parameters, buffers = torch.func.stack_module_state(models)
+    empty = copy.deepcopy(models[0]).to("meta")
+
+    def one(parameters, buffers):
+        return torch.func.functional_call(empty, (parameters, buffers), (ids,), {"use_cache": False}).logits
+
+    torch.testing.assert_close(torch.vmap(one)(parameters, buffers), want)
 
 
 def test_torch_compile_traces_a_placed_model():

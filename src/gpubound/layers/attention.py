@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels import rope, rope_qkv
-from ..kernels.choose import Call
+from ..kernels.choose import Call, transformed
 from .norm import RMSNorm
 from .stacked import Kernels, Projecting, Stacked, run_linear
 
@@ -62,6 +62,8 @@ class RopeTable:
 
     def first(self, length: int, device: torch.device) -> Rope:
         """(cos, sin) of positions 0..length-1, each (length, D/2)."""
+        if transformed():  # of a batch of models, whose frequencies lie nowhere
+            return self.at(torch.arange(length, device=device))
         kept, stamp = self._kept, self.angles.stamp()
         if kept is None or kept[0].shape[0] < length or kept[0].device != device or stamp != self._stamp:
             with torch.inference_mode(False):  # a table made inside could not be kept for backward later
