@@ -141,6 +141,18 @@ def test_all_ignored(op, device):
         assert gradient.eq(0).all()
 
 
+@pytest.mark.parametrize("op", [fast.cross_entropy, reference.cross_entropy], ids=["triton", "reference"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_ignored_row_is_not_read(op, bad, device):
+    """A padded row that sees nothing is NaN in many models."""
+    logits = draw(device, FP32, 3, 40)
+    logits[1] = bad
+    labels = torch.tensor([5, -100, 7], device=device)
+    loss, gradient = loss_and_gradient(op, logits, labels, **OPTIONS["all"], ignore_index=-100, reduction="sum")
+    want, wanted = loss_and_gradient(op, logits[::2], labels[::2], **OPTIONS["all"], ignore_index=-100, reduction="sum")
+    assert loss.equal(want) and gradient[::2].equal(wanted) and not gradient[1].any()
+
+
 @pytest.mark.parametrize("wrong", [40, -1, 10**12, -(10**12)])
 @pytest.mark.parametrize("op", [fast.cross_entropy, reference.cross_entropy], ids=["triton", "reference"])
 def test_label_out_of_range_poisons_its_row_alone(op, wrong, device):

@@ -48,11 +48,12 @@ def cross_entropy_reference(
     logits: Tensor, labels: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, softcap: float | None = None,
     z_loss: float = 0.0, reduction: str = "mean",
 ) -> Tensor:  # fmt: skip
+    words, labels = logits.shape[-1], labels.long()  # of 8 bits, 156 would be an ignore_index of -100
+    valid, inside = labels != ignore_index, (labels >= 0) & (labels < words)
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    z = z.masked_fill(~valid.unsqueeze(-1), 0.0)  # not read: a NaN there, times a gradient of 0, would be NaN
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
-    words, labels = z.shape[-1], labels.long()  # of 8 bits, 156 would be an ignore_index of -100
-    valid, inside = labels != ignore_index, (labels >= 0) & (labels < words)
     poison = torch.where(valid & ~inside, float("nan"), 1.0).to(z.dtype)  # of two numbers it has the default dtype
     lse = torch.logsumexp(z, -1)
     z_label = z.gather(-1, torch.where(inside, labels, 0).unsqueeze(-1)).squeeze(-1)
