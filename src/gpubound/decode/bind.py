@@ -175,12 +175,15 @@ def _closed(layer: nn.Module) -> str | None:
 
 
 def closed_projection(model: nn.Module, known: Collection[str] = ()) -> str | None:
-    """The first projection whose weight may not be read in its place, and why; `known` are roles of a family's own ones."""
+    """The first module below the head whose weight may not be read in its place, and why; `known` are roles of a family's own
+    projections."""
     trunk: Any = model.model
     for name, module in trunk.named_modules(prefix="model"):
         projects = isinstance(module, nn.Linear) or name.endswith("_proj")
         if projects and role_of(module) not in known and (why := _closed(module)):
             return f"{name}: {why}"
+        if _computes(module):
+            return f"{name}: its weight is computed anew at each call (a parametrization, or pruning)"
     return None
 
 
@@ -196,8 +199,6 @@ def _unreadable(model: nn.Module, spread: bool = False) -> str | None:
         return why
     if type(trunk.embed_tokens) is not nn.Embedding and role_of(trunk.embed_tokens) != "TextScaledWordEmbedding":
         return f"its embedding is {type(trunk.embed_tokens).__name__}, not nn.Embedding"
-    if computed := next((name for name, module in model.named_modules() if _computes(module)), None):
-        return f"{computed}: its weight is computed anew at each call (a parametrization, or pruning)"
     head: Any = model.lm_head
     own = type(head) is LMLoss and not hooked(head)  # which is a linear layer that can give a loss, too
     if not own and (why := _closed(head)):

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from torch.nn.utils import prune
 
 import gpubound as gb
 from gpubound.decode.compressed import attention, experts, mixture, state, trial
@@ -44,6 +45,10 @@ def test_adapters_and_hooks():
     model = build()
     model.model.layers[2].self_attn.kv_proj.register_forward_hook(lambda *given: None)
     assert refusal(model) == f"{NOT_DECODED}model.layers.2.self_attn.kv_proj: a projection carries hooks."
+    model = build()
+    prune.l1_unstructured(model.model.norm, "weight", 0.3)
+    computed = "its weight is computed anew at each call (a parametrization, or pruning)."
+    assert refusal(model) == f"{NOT_DECODED}model.norm: {computed}"
 
 
 def test_a_model_whose_logits_are_not_finite():
