@@ -9,6 +9,7 @@ from gpubound.place import exercise
 from gpubound.place.fused import Fused
 from gpubound.place.verify import Named
 
+from ..decode.compressed.cases import build as deepseek
 from .models import OPTIONS, tiny, tokens
 
 BF16 = torch.bfloat16
@@ -65,3 +66,9 @@ def test_the_model_is_its_placed_self_again():
         assert torch.equal(model(ids).logits, before)
     placement.undo()
     assert not any(isinstance(m, Fused) for m in model.modules())
+
+
+def test_a_model_that_reads_ids_beside_embeddings_is_verified_on_ids():
+    """DeepSeek-V4 chooses experts by the token. Fed embeddings alone, it seemed to fail by itself, and nothing was compared."""
+    placement = gb.place(deepseek(), "cpu")
+    assert placement.verified and placement.swapped and not placement.refused

@@ -117,7 +117,10 @@ def _language_loss(model: Any) -> tuple[Named, Named]:
     embeddings = model.get_input_embeddings()(ids).requires_grad_()
     labels = ids.clone()
     labels[:, : TOKENS // 4] = -100
-    loss = model(inputs_embeds=embeddings, labels=labels).loss
+    try:
+        loss = model(inputs_embeds=embeddings, labels=labels).loss
+    except Exception:  # some read the ids beside them, as DeepSeek-V4 does to choose experts
+        return {"loss": model(input_ids=ids, labels=labels).loss}, {}
     return {"loss": loss}, {GRADIENT + "the embeddings": embeddings}
 
 
