@@ -51,6 +51,16 @@ def test_every_width_of_a_model_is_searched():
     ]
 
 
+def test_products_of_a_few_rows_together_are_searched_where_a_decoder_has_them():
+    jobs = [job for work in tune.works(PRESETS["tiny"], torch.bfloat16, CPU) for job in tune.jobs_of(work)]
+    assert [job[:3] for job in jobs[14:]] == [
+        ("tiled_product", "normed", (128, 64, 8)),
+        ("tiled_product", "", (64, 64, 8)),
+        ("tiled_product", "normed", (256, 64, 8)),
+        ("tiled_product", "", (64, 128, 8)),
+    ]
+
+
 @pytest.mark.parametrize("gpu", [H200, ADA], ids=lambda gpu: gpu.name)
 def test_candidates_fit_their_gpu(gpu):
     for op, way, shape, size in (
@@ -64,6 +74,8 @@ def test_candidates_fit_their_gpu(gpu):
         ("product", "qkv", (6144, 4096, 4096, 1024, 1024), 2),
         ("packed_product", "int4 add", (4096, 14336, 1792), 4),
         ("decode_attention", "", (4, 64, 2), 2),
+        ("tiled_product", "normed", (1536, 1024, 8), 2),
+        ("tiled_product", "", (1024, 4096, 16), 2),
     ):
         job = Job(op, way, shape, size, gpu)
         found = plans.candidates(job)

@@ -30,6 +30,7 @@ from ..trace import say
 from . import arguments
 
 TOKENS, SEQUENCE, LOSS_ROWS = 8192, 1024, 1024  # of a training step's ops
+FEW_ROWS = 8  # of a decoding step, that are multiplied together
 WIN = 1.02  # the least that a plan must be faster by, its interval's lower end
 AGREES = 2e-2  # the most that results may lie apart, relative: plans add in different orders
 
@@ -113,7 +114,7 @@ def search_all(config: DecoderConfig, dtype: torch.dtype, device: torch.device, 
 
 
 def works(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> Iterator[Prepared]:
-    """The ops of a training step, forward and backward apart, then those of a decoding step of one row."""
+    """The ops of a training step, forward and backward apart, then those of a decoding step of one row and of a few."""
 
     def draw(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, device=device, dtype=kind)
@@ -141,6 +142,14 @@ def works(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> It
     yield Prepared(row.zero_, lambda to: kernels.add_product(attended, out, None, to))
     yield Prepared(row.zero_, lambda x: kernels.norm_gate_up(x, norm, gate, up))
     yield Prepared(row.zero_, lambda to: kernels.add_product(activated, down, None, to))
+    if dtype != torch.bfloat16:
+        return  # decode/ways.py
+    rows, stream = draw(FEW_ROWS, hidden), draw(FEW_ROWS, hidden, kind=torch.float32)
+    mixed, gated = draw(FEW_ROWS, config.heads * size), draw(FEW_ROWS, wide)
+    yield Prepared(lambda: rows, lambda x: kernels.tiled_norm_product(x, norm, q, k, v))
+    yield Prepared(stream.zero_, lambda to: kernels.tiled_add_product(mixed, out, None, to))
+    yield Prepared(lambda: rows, lambda x: kernels.tiled_norm_gate_up(x, norm, gate, up))
+    yield Prepared(stream.zero_, lambda to: kernels.tiled_add_product(gated, down, None, to))
 
 
 def _forward(op: Callable, inputs: list[Tensor]) -> Prepared:

@@ -33,7 +33,7 @@ class HeldPlan(NamedTuple):
             slices = -(-width // columns)
             if columns > max(64, power_of_two(width)) or (ahead > slices and ahead > 1):
                 continue
-            most = {min(slices, max(1, size // (rows * columns * job.bytes))) for size in (1 << 16, 1 << 17)}
+            most = {min(slices, max(1, size // (rows * columns * job.bytes))) for size in (1 << 15, 1 << 16, 1 << 17)}
             yield from (HeldPlan(rows, columns, warps, held, ahead) for held in sorted(most))
 
 
