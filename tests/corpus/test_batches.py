@@ -250,6 +250,29 @@ def test_too_large_for_the_budget_or_the_memory_it_streams(corpus, said, monkeyp
         (8, 2.0, {}, "batches: micro_batch: got 2.0, wanted a whole number, 1 or more."),
         (8, 2, {"seed": 1.5}, "batches: seed: got 1.5, wanted a whole number."),
         (8, 2, {"rank": 1}, "batches: rank: got 1, wanted 0 to 0, one of the world of 1."),
+        (8, 2, {"rank": None}, "batches: rank: got None, wanted 0 to 0, one of the world of 1."),
+        (
+            8,
+            2,
+            {"slots": 0, "mode": "ring"},
+            "batches: slots: got 0, wanted 3 or more: one being filled, one being copied, one ready.",
+        ),
+        (8, 2, {"pad_id": 257, "pack": "documents"}, "batches: pad_id: got 257, wanted an id of the vocabulary, 0 to 256."),
+        (
+            8,
+            2,
+            {"max_documents": 0, "pack": "documents"},
+            "batches: max_documents: got 0 with pack='documents', wanted a whole number, 1 or more, with pack='documents'; "
+            "leave it out for no limit.",
+        ),
+        (
+            8,
+            2,
+            {"max_documents": 3},
+            "batches: max_documents: got 3 with pack='stream', wanted a whole number, 1 or more, with pack='documents'; "
+            "leave it out for no limit.",
+        ),
+        (8, 2, {"fields": "labels"}, "batches: fields: got 'labels', wanted a tuple of some of input_ids, labels, valid."),
         (8, 2, {"pack": "tight"}, "batches: pack: got 'tight', wanted 'stream' or 'documents'."),
         (8, 2, {"mode": "direct"}, "batches: mode: got 'direct', wanted 'auto', 'resident' or 'ring'."),
         (

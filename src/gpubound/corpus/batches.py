@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GraphError
-from ..feed.choose import resident, target, whole_seed
+from ..feed.choose import check_slots, resident, target, whole_seed
 from ..feed.epochs import Feed, Served, Store, count_copied
 from ..feed.leaves import Padding
 from ..feed.ring import Ringed
@@ -65,9 +65,11 @@ def batches(
               goes on from it
     budget, keep, mode, slots   as in gpubound.feed: "resident" in device memory, or through the "ring"
     """
-    _check_options(seq, micro_batch, pack, fields, rank, world, mode)
-    if labels not in ("next", "own") or (labels == "own" and pack != "stream"):
-        raise ValueError(f"batches: labels: got {labels!r} with pack={pack!r}, wanted 'next', or 'own' with pack='stream'.")
+    _check_numbers(seq, micro_batch, rank, world)
+    _check_packing(pack, fields, labels, max_documents, pad_id, corpus.vocab_size)
+    check_slots("batches", slots)
+    if mode not in ("auto", "resident", "ring"):
+        raise ValueError(f"batches: mode: got {mode!r}, wanted 'auto', 'resident' or 'ring'.")
     where, seed = target(device), whole_seed("batches", seed)
     plan = plan_stream(corpus.tokens, seq)
     if pack == "documents":
@@ -100,19 +102,35 @@ def batches(
     return CorpusFeed(_DeviceCut(cut, where), where, identity, world)
 
 
-def _check_options(seq: int, micro_batch: int, pack: str, fields: Any, rank: int, world: int, mode: str) -> None:
+def _check_numbers(seq: Any, micro_batch: Any, rank: Any, world: Any) -> None:
     for name, value in (("seq", seq), ("micro_batch", micro_batch), ("world", world)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not _whole(value) or value < 1:
             raise ValueError(f"batches: {name}: got {value!r}, wanted a whole number, 1 or more.")
-    if not 0 <= rank < world:
+    if not _whole(rank) or not 0 <= rank < world:
         raise ValueError(f"batches: rank: got {rank!r}, wanted 0 to {world - 1}, one of the world of {world}.")
+
+
+def _check_packing(pack: str, fields: Any, labels: str, max_documents: Any, pad_id: Any, vocabulary: int) -> None:
     if pack not in ("stream", "documents"):
         raise ValueError(f"batches: pack: got {pack!r}, wanted 'stream' or 'documents'.")
-    if mode not in ("auto", "resident", "ring"):
-        raise ValueError(f"batches: mode: got {mode!r}, wanted 'auto', 'resident' or 'ring'.")
+    if labels not in ("next", "own") or (labels == "own" and pack != "stream"):
+        raise ValueError(f"batches: labels: got {labels!r} with pack={pack!r}, wanted 'next', or 'own' with pack='stream'.")
     known = FIELDS if pack == "documents" else (*STREAM_FIELDS, "valid")
+    if fields is not None and not isinstance(fields, list | tuple):
+        raise ValueError(f"batches: fields: got {fields!r}, wanted a tuple of some of {', '.join(known)}.")
     if wrong := [field for field in fields or () if field not in known]:
         raise ValueError(f"batches: fields: got {wrong[0]!r}, wanted some of {', '.join(known)} with pack={pack!r}.")
+    if max_documents is not None and (pack != "documents" or not _whole(max_documents) or max_documents < 1):
+        raise ValueError(
+            f"batches: max_documents: got {max_documents!r} with pack={pack!r}, wanted a whole number, 1 or more, with "
+            f"pack='documents'; leave it out for no limit."
+        )
+    if not _whole(pad_id) or not 0 <= pad_id < vocabulary:  # an embedding would read beyond its table
+        raise ValueError(f"batches: pad_id: got {pad_id!r}, wanted an id of the vocabulary, 0 to {vocabulary - 1}.")
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _to_device(runs: list[np.ndarray], where: torch.device) -> Tensor:

@@ -64,8 +64,7 @@ def feed(
     """
     if mode not in ("auto", "resident", "ring", "direct"):
         raise ValueError(f"feed: mode: got {mode!r}, wanted one of auto, resident, ring, direct.")
-    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 3:
-        raise ValueError(f"feed: slots: got {slots!r}, wanted 3 or more: one being filled, one being copied, one ready.")
+    check_slots("feed", slots)
     if seed is not None:
         seed = whole_seed("feed", seed)
     if hasattr(source, "make_feed"):  # a Corpus, whose batches are cut on the device
@@ -128,6 +127,12 @@ def resident(
         allowed = f"of {readable(limit)} allowed" if limit is not None else "no limit"
         notice(f"{what}: {readable(need)} resident on {where} ({allowed}).")
     return made
+
+
+def check_slots(what: str, slots: Any) -> None:
+    """A ring of none would wait for ever."""
+    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 3:
+        raise ValueError(f"{what}: slots: got {slots!r}, wanted 3 or more: one being filled, one being copied, one ready.")
 
 
 def whole_seed(what: str, seed: Any) -> int:
