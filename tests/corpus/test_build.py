@@ -75,6 +75,17 @@ def test_workers_with_a_trained_tokenizer(tmp_path):
     assert isinstance(spawned.tokenizer(), Tokenizer) and spawned.tokenizer().decode(spawned.document(3)[:-1]) == TEXTS[3]
 
 
+class Ending(Bytes):
+    def encode_batch(self, texts):
+        os._exit(1)
+
+
+def test_a_worker_that_ends_is_one_sentence(tmp_path):
+    said = refused(tmp_path / "c", tokenizer=Ending(), workers=1, kind=RuntimeError)
+    assert said.startswith("Corpus.build: a worker of 1 ended before it had tokenised its texts;")
+    assert "`if __name__ == '__main__':`" in said
+
+
 def test_the_vocabulary_chooses_the_dtype(tmp_path):
     class Wide(Bytes):
         vocab_size, fingerprint = 70_000, "wide"

@@ -10,6 +10,7 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from itertools import islice
 from multiprocessing import get_context
@@ -218,6 +219,11 @@ def encode_all(batches: Iterator[list[Document]], encoder: Encoder, workers: int
                 return
             batch, future = under_way.popleft()
             yield from zip(batch, future.result())
+    except BrokenProcessPool as error:
+        raise RuntimeError(
+            f"Corpus.build: a worker of {workers} ended before it had tokenised its texts; whole shards stay. A worker imports "
+            f"your script, so call build under `if __name__ == '__main__':`; if its memory was too little, pass fewer workers."
+        ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
