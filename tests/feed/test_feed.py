@@ -118,6 +118,13 @@ def test_a_state_of_another_feed_is_refused():
     with pytest.raises(ValueError) as error:
         feed(batches(6), device="cpu", shuffle=True, seed=1).load_state_dict(saved)
     assert str(error.value) == "feed: state: length was 7 when it was saved and is 6 now; make the feed as it was made then."
+    for state in (None, {"epoch": 1}):
+        with pytest.raises(ValueError) as error:
+            feed(batches(), device="cpu").load_state_dict(state)
+        assert str(error.value) == f"feed: state: got {state!r}, wanted what state_dict() gave, with its epoch and batch."
+    with pytest.raises(ValueError) as error:
+        feed(batches(), device="cpu").seek(0, 1.5)
+    assert str(error.value) == "feed: seek: got epoch 0, batch 1.5, wanted whole numbers."
     with pytest.raises(ValueError) as error:
         feed(batches(), device="cpu").seek(0, 8)
     assert str(error.value) == "feed: seek: got epoch 0, batch 8 of 7, wanted a position inside the epoch."

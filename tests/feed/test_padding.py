@@ -1,5 +1,7 @@
 """Padding to a few shapes: sizes, named leaves only, rows of the last batch, sentences."""
 
+import math
+
 import pytest
 import torch
 
@@ -54,6 +56,10 @@ def test_a_padded_feed_has_one_shape_and_the_same_values():
     [
         ({"bucket": "pow3", "values": {"x": 0}}, "feed: bucket: got 'pow3', wanted 'pow2', a multiple, or a list of sizes."),
         ({"bucket": [], "values": {"x": 0}}, "feed: bucket: got [], wanted 'pow2', a multiple, or a list of sizes."),
+        ({"bucket": 2.5, "values": {"x": 0}}, "feed: bucket: got 2.5, wanted 'pow2', a multiple, or a list of sizes."),
+        ({"values": {"x": "a"}}, "feed: pad: 'x': got 'a', wanted a number, or (number, dimension)."),
+        ({"values": {"x": (0, 1, 2)}}, "feed: pad: 'x': got (0, 1, 2), wanted a number, or (number, dimension)."),
+        ({"values": ["x"]}, "feed: pad: got ['x'], wanted a value for each leaf, as in {'input_ids': 0, 'labels': -100}."),
         ({"rows": 0, "values": {"x": 0}}, "feed: rows: got 0, wanted the number of rows of a whole batch."),
         (
             {"bucket": "pow2"},
@@ -75,6 +81,16 @@ def test_sentences(options, sentence):
     with pytest.raises(ValueError) as error:
         padded({"x": torch.ones(2, 5)}, **options)
     assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize("dtype, value", [(torch.int64, 0.5), (torch.uint8, -100), (torch.bool, 2), (torch.int32, math.nan)])
+def test_a_value_that_the_leaf_cannot_hold_is_refused(dtype, value):
+    """torch would pad whole numbers with 0 for 0.5, and flags with True for 2."""
+    with pytest.raises(ValueError) as error:
+        padded({"x": torch.ones(2, 5, dtype=dtype)}, values={"x": value}, bucket="pow2")
+    assert str(error.value) == (
+        f"feed: pad: batch['x'] is of {dtype}, which cannot hold {value!r}, wanted a value that it can."
+    )
 
 
 def test_a_batch_with_more_rows_than_said_is_refused():

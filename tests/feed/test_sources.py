@@ -144,6 +144,12 @@ def test_a_dataset_that_fetches_many_items_at_once_is_asked_so():
             "feed: source: got a Tensor, wanted a list or iterable of batches, a DataLoader, a map dataset with batch_size= "
             "or a Corpus; to serve one batch again and again pass [batch].",
         ),
+        (
+            np.ones((2, 3)),
+            {},
+            "feed: source: got a ndarray, wanted a list or iterable of batches, a DataLoader, a map dataset with batch_size= "
+            "or a Corpus; to serve one batch again and again pass [batch].",
+        ),
         (3, {}, "feed: source: got a int, wanted a list or iterable of batches, a DataLoader or a Corpus."),
         (
             TensorDataset(torch.ones(2)),
@@ -173,6 +179,12 @@ def test_sentences(source, options, sentence):
     with pytest.raises(ValueError) as error:
         feed(source, device="cpu", **options)
     assert str(error.value) == sentence
+
+
+def test_a_function_that_returns_no_batches_is_refused():
+    with pytest.raises(ValueError) as error:
+        feed(lambda: 5, device="cpu").take()
+    assert str(error.value) == "feed: source: the function returned a int, wanted an iterable of an epoch's batches."
 
 
 def test_unknown_arguments_raise():

@@ -228,7 +228,7 @@ class CorpusFeed(Feed):
         self._stats.resident += batches * len(store.cutter.fields)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if (world := state.get("world", 1)) != 1:
+        if isinstance(state, Mapping) and (world := state.get("world", 1)) != 1:
             raise ValueError(
                 f"feed: state: it is of {world} ranks that an earlier version dealt other batches to; go on with that version, "
                 f"or begin where you choose with seek(epoch, batch)."

@@ -1,5 +1,6 @@
 """Feed: batches on the device, epoch after epoch, from a position that can be saved."""
 
+import operator
 import time
 import weakref
 from collections.abc import Generator, Iterator, Mapping
@@ -11,6 +12,7 @@ import torch
 
 from ..errors import DataError
 from ..trace import count
+from ..words import shown
 from .leaves import Padding, pack
 from .source import Source
 
@@ -225,6 +227,8 @@ class Feed:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was saved. The source must be the same one."""
+        if not isinstance(state, Mapping) or not {"epoch", "batch"} <= state.keys():
+            raise ValueError(f"feed: state: got {shown(state)}, wanted what state_dict() gave, with its epoch and batch.")
         for key, now in self._identity.items():
             if key not in state or state[key] != now:
                 raise ValueError(
@@ -235,6 +239,10 @@ class Feed:
 
     def seek(self, epoch: int, batch: int = 0) -> None:
         """Continue at batch `batch` of epoch `epoch`."""
+        try:
+            epoch, batch = operator.index(epoch), operator.index(batch)  # NumPy's whole numbers, too
+        except TypeError:
+            raise ValueError(f"feed: seek: got epoch {epoch!r}, batch {batch!r}, wanted whole numbers.") from None
         if epoch < 0 or batch < 0 or (self._length is not None and batch > self._length):
             limit = "" if self._length is None else f" of {self._length}"
             raise ValueError(f"feed: seek: got epoch {epoch}, batch {batch}{limit}, wanted a position inside the epoch.")

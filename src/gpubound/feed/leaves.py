@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
+from numbers import Integral, Real
 from operator import setitem
 from typing import Any
 
@@ -161,6 +162,14 @@ class Padding:
     rows: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.values, Mapping):
+            raise ValueError(
+                f"feed: pad: got {self.values!r}, wanted a value for each leaf, as in {{'input_ids': 0, 'labels': -100}}."
+            )
+        for key, value in self.values.items():
+            _check_padding(key, *(value if isinstance(value, tuple) and len(value) == 2 else (value, -1)))
+        if not isinstance(self.bucket, str | int | Sequence | None):
+            raise ValueError(f"feed: bucket: got {self.bucket!r}, wanted 'pow2', a multiple, or a list of sizes.")
         sizes = self.bucket if isinstance(self.bucket, Sequence) and not isinstance(self.bucket, str) else [self.bucket]
         if self.bucket not in (None, "pow2") and not (sizes and all(map(_positive, sizes))):
             raise ValueError(f"feed: bucket: got {self.bucket!r}, wanted 'pow2', a multiple, or a list of sizes.")
@@ -190,6 +199,8 @@ class Padding:
     def _pad(self, leaf: Tensor, what: str, value: Any, dimension: int) -> Tensor:
         if not -leaf.dim() <= dimension < leaf.dim():
             raise ValueError(f"feed: pad: {what} has {leaf.dim()} dimensions, wanted one numbered {dimension}; name another.")
+        if not _holds(leaf.dtype, value):
+            raise ValueError(f"feed: pad: {what} is of {leaf.dtype}, which cannot hold {value!r}, wanted a value that it can.")
         wanted = bucket_size(leaf.shape[dimension], self.bucket)
         if wanted is None:
             raise ValueError(
@@ -209,6 +220,20 @@ class Padding:
             return leaf
         grow = [amount for now, then in zip(reversed(leaf.shape), reversed(sizes)) for amount in (0, then - now)]
         return functional.pad(leaf, grow, value=value)
+
+
+def _check_padding(key: Any, value: Any, dimension: Any) -> None:
+    if not isinstance(value, Real) or not isinstance(dimension, Integral):
+        said = value if dimension == -1 else (value, dimension)
+        raise ValueError(f"feed: pad: {key!r}: got {said!r}, wanted a number, or (number, dimension).")
+
+
+def _holds(dtype: torch.dtype, value: Any) -> bool:
+    """Whether a tensor of `dtype` can hold `value` as it is: torch would round it in silence."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    least, most = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return least <= value <= most and int(value) == value
 
 
 def _positive(size: Any) -> bool:

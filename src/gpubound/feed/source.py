@@ -26,6 +26,7 @@ from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
@@ -187,7 +188,12 @@ class Stream(Source):
                 f"{epoch}; pass a list, a DataLoader, or a function that returns a fresh iterator."
             )
         self.spent = True
-        return islice(iter(self.source if isinstance(self.source, Iterable) else self.source()), start, None)
+        batches = self.source if isinstance(self.source, Iterable) else self.source()
+        if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
+            raise ValueError(
+                f"feed: source: the function returned a {type(batches).__name__}, wanted an iterable of an epoch's batches."
+            )
+        return islice(iter(batches), start, None)
 
 
 def open_source(
@@ -200,7 +206,7 @@ def open_source(
                 raise ValueError(f"feed: {what}= has no effect on a DataLoader; give it to the DataLoader itself.")
         return Loader(source, seed)
     kind = type(source).__name__
-    if isinstance(source, dict | str | bytes) or (isinstance(source, Tensor) and batch_size is None):
+    if isinstance(source, dict | str | bytes) or (isinstance(source, Tensor | np.ndarray) and batch_size is None):
         raise ValueError(
             f"feed: source: got a {kind}, wanted a list or iterable of batches, a DataLoader, a map dataset with batch_size= "
             f"or a Corpus; to serve one batch again and again pass [batch]."
