@@ -153,6 +153,31 @@ def test_a_script_that_leaves_at_once_leaves_a_verdict(tmp_path, how, code, said
     assert done.returncode == code and (done.stderr if code else done.stdout).endswith(said)
 
 
+FORKS = """
+    import os, sys
+    import torch
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight])
+    for _ in range(3):
+        weight.sum().backward()
+        optimizer.step()
+    if not (child := os.fork()):
+        {}
+    else:
+        print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize(("ends", "code"), [("pass", 0), ("sys.exit()", 0), ("sys.exit('why')", 1), ("raise KeyError", 1)])
+def test_a_forked_process_ends_by_its_own_code_and_leaves_the_verdict_to_its_parent(tmp_path, ends, code):
+    script = write(tmp_path / "s.py", FORKS.format(ends))
+    command = [sys.executable, "-m", "gpubound", "doctor", "--dry-run", "--keep-going", "-o", tmp_path / "out", script]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0 and f"child {code}\n" in ran.stdout
+    assert ran.stdout.count("doctor  s.py") == 1 and "gpubound doctor:" not in ran.stderr
+    assert ("KeyError" in ran.stderr, "why" in ran.stderr) == ("KeyError" in ends, "why" in ends)
+
+
 def test_a_script_may_wrap_what_it_prints_to(tmp_path):
     """The wrapper owns the buffer: it would close stdout with itself."""
     script = write(tmp_path / "wraps.py", "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)\nprint('first')")

@@ -38,6 +38,10 @@ class Enough(BaseException):
     """Raised in the script when the doctor has seen enough of it."""
 
 
+class Forked(SystemExit):
+    """Ends a process that the script forked, with the code that it would have had."""
+
+
 @dataclass(frozen=True)
 class Script:
     target: str  # a file, or a module's name
@@ -58,7 +62,7 @@ class Script:
     def run(self) -> bool:
         """Whether it ended by itself. A script that fails is one sentence, after its own traceback."""
         try:
-            with self._stage():
+            with self._stage(), _forks_leave():
                 if self.module:
                     runpy.run_module(self.target, run_name="__main__", alter_sys=True)
                 elif get_importer(self.target) is None:
@@ -67,6 +71,8 @@ class Script:
                     runpy.run_path(self.target, run_name="__main__")
         except Enough:
             return False
+        except Forked:
+            raise
         except SystemExit as stop:
             if stop.code in (None, 0):
                 return True
@@ -98,6 +104,27 @@ class Script:
         finally:
             sys.argv, sys.path[:] = argv, path
             os.chdir(here)
+
+
+@contextmanager
+def _forks_leave() -> Iterator[None]:
+    """A process that the script forked ends as it would without the doctor: the verdict is its parent's alone."""
+    process = os.getpid()
+    try:
+        yield
+    except SystemExit as stop:
+        if os.getpid() == process:
+            raise
+        if not isinstance(stop.code, int | None):  # sys.exit("why") prints it, and is code 1
+            print(stop.code, file=sys.stderr)
+        raise Forked(stop.code if isinstance(stop.code, int | None) else 1) from None
+    except Exception as error:
+        if os.getpid() == process:
+            raise
+        traceback.print_exception(type(error), error, _its_own(error.__traceback__))
+        raise Forked(1) from None
+    if os.getpid() != process:
+        raise Forked(0)
 
 
 def _unless_enough(told: Callable) -> Callable:
