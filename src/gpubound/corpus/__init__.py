@@ -3,7 +3,7 @@
 Texts       one document after another from whatever the user has                 texts.py, documents.py
 Tokenizer   trained here or loaded; writes chats with their template               tokenizer.py
 build       texts to a folder of shards; goes on where it was interrupted          build.py, shards.py
-Corpus      the shards, mapped into memory; what is held out of them               corpus.py
+Corpus      the shards, mapped into memory; what is held out of them               corpus.py, contents.py
 CorpusFeed  rows planned on the host, batches cut on the device                    rows.py, batches.py
 """
 

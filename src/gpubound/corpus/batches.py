@@ -82,8 +82,8 @@ def batches(
         )
     chosen = fields or (STREAM_FIELDS if pack == "stream" else FIELDS[:-1])
     identity = {
-        "corpus": corpus.identity(), "seq": seq, "micro_batch": micro_batch, "pack": pack, "max_documents": max_documents,
-        "seed": seed, "shuffle": shuffle,
+        "corpus": corpus.identity(), "contents": corpus.contents, "seq": seq, "micro_batch": micro_batch, "pack": pack,
+        "max_documents": max_documents, "seed": seed, "shuffle": shuffle,
     }  # fmt: skip
 
     cutter = partial(Cutter, plan, order, chosen, pad_id, own=labels == "own")
@@ -233,7 +233,13 @@ class CorpusFeed(Feed):
                 f"feed: state: it is of {world} ranks that an earlier version dealt other batches to; go on with that version, "
                 f"or begin where you choose with seek(epoch, batch)."
             )
-        super().load_state_dict(state)
+        was, now = state.get("contents"), self._identity["contents"]  # earlier versions did not save it
+        if state.get("corpus") == self._identity["corpus"] and None not in (was, now) and was != now:
+            raise ValueError(
+                "feed: state: the corpus has documents as long as those of the one it was saved with, and they hold other "
+                "tokens or masks; give that corpus back, or begin anew."
+            )
+        super().load_state_dict({**state, "contents": now})
 
     def seek(self, epoch: int, batch: int = 0) -> None:
         super().seek(epoch, batch)

@@ -11,6 +11,7 @@ from ..errors import DataError
 from ..feed.source import mix, order
 from .batches import CorpusFeed, batches
 from .build import build
+from .contents import contents
 from .shards import CURE, DocumentRun, Shard, listed_shards, read_shard, saved_files_are_intact
 from .tokenizer import Tokenizer
 
@@ -21,8 +22,11 @@ class Corpus:
     """A token corpus on disk. `Corpus.build(texts, tokenizer, path)` writes it once, `Corpus.open(path)` opens it, and
     `corpus.batches(seq, micro_batch)` gives batches for training."""
 
-    def __init__(self, parts: Sequence[DocumentRun], vocab_size: int, tokenizer: str, path: Path | None):
+    def __init__(
+        self, parts: Sequence[DocumentRun], vocab_size: int, tokenizer: str, path: Path | None, contents: int | None = None
+    ):
         self.parts, self.vocab_size, self.fingerprint, self.path = list(parts), vocab_size, tokenizer, path
+        self.contents = contents  # of the whole corpus that these are parts of; None: not known
         self.starts = np.concatenate([[0], np.cumsum([len(part.tokens) for part in self.parts])]).astype(np.int64)
         self.masked = any(part.mask is not None for part in self.parts)
 
@@ -38,7 +42,7 @@ class Corpus:
             shards = list(pool.map(lambda name: read_shard(name, verify), names))
         _check_alike(shards)
         header = shards[0].header
-        return Corpus(shards, header.vocab_size, header.tokenizer, folder)
+        return Corpus(shards, header.vocab_size, header.tokenizer, folder, contents(shards))
 
     @staticmethod
     def build(texts: Any, tokenizer: Any, path: str | Path, **options: Any) -> "Corpus":
@@ -131,7 +135,7 @@ class Corpus:
 
     def of(self, parts: Sequence[DocumentRun]) -> "Corpus":
         """A corpus of these parts of this one."""
-        return Corpus(parts, self.vocab_size, self.fingerprint, self.path)
+        return Corpus(parts, self.vocab_size, self.fingerprint, self.path, self.contents)
 
     def read(self, index: np.ndarray) -> np.ndarray:
         """The tokens at `index`, read from the disk."""
@@ -158,7 +162,7 @@ class Corpus:
         return found.reshape(index.shape)
 
     def identity(self) -> int:
-        """A number that changes with the corpus's size and documents: a saved position belongs to this corpus alone."""
+        """A number that changes with the corpus's size and documents. With `contents`, a saved position belongs to it alone."""
         return mix(self.tokens, self.documents, *(int(n) for n in self.offsets()[:: max(1, self.documents // 64)]))
 
     def __repr__(self) -> str:
