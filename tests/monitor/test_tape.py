@@ -138,7 +138,7 @@ def test_a_tape_that_is_no_file_is_not_waited_for(tmp_path):
         (b"{", "run.json: is not JSON (Expecting property name"),
         (b"[" * 100_000, "run.json: is not JSON ("),
         (b"\xff", "run.json: is not JSON ('utf-8' codec"),
-        (b"[]", "run.json: holds a JSON list, wanted an object; restore it or run again."),
+        (b"[]", "run.json: holds a JSON list, wanted an object; restore it, or move it away and "),
         (b"null", "run.json: holds a JSON NoneType, wanted an object; "),
         (b'{"config": []}', "run.json: config is a list, wanted an object; "),
         (b'{"machine": "x"}', "run.json: machine is a text, wanted an object; "),
@@ -162,6 +162,18 @@ def test_a_run_json_that_is_none_is_named(tmp_path, text, said):
         with pytest.raises(DataError) as error:
             read(tmp_path)
         assert str(error.value).startswith(f"{tmp_path}/{said}")
+
+
+@pytest.mark.parametrize("name", ["run.json", "steps.jsonl"])
+def test_a_damaged_file_that_is_moved_away_as_the_sentence_says_is_begun_anew(tmp_path, name):
+    a_run(tmp_path, steps=1)
+    (tmp_path / name).write_bytes(b"\xff")
+    with pytest.raises(DataError, match="; restore it, or move it away and go on with gpubound train --resume, which "):
+        RunTape.create(tmp_path).steps()
+    (tmp_path / name).rename(tmp_path / "damaged")
+    tape = RunTape.create(tmp_path)
+    tape.append({"step": 2, "loss": 1.0})
+    assert [record["step"] for record in RunTape.open(tmp_path).steps()] == ([1, 2] if name == "run.json" else [2])
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from ..trace import notice
 from ..words import shown
 
 ABOUT, STEPS = "run.json", "steps.jsonl"
-CURE = "restore it or run again"
+CURE = "restore it, or move it away and go on with gpubound train --resume, which begins a new one"
 LAST = 2**53 - 1  # the largest step; beyond it a chart could not tell two steps apart
 FIGURES = (
     "loss", "held_out", "grad_norm", "lr", "tokens", "seconds", "tokens_per_s", "mfu", "gpu_busy", "host_lead_ms", "syncs",
