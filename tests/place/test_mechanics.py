@@ -4,6 +4,7 @@ import copy
 import inspect
 import io
 import pickle
+import re
 
 import peft
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from gpubound.errors import PlaceError
 from gpubound.place.fused import Fused
 
 from .models import assert_close, batch, place, rows, tiny, tokens, training_run, twin
@@ -252,6 +254,17 @@ def test_placing_inside_a_mode(mode):
     with mode():
         placement = place(model, strict=True)
     assert placement.verified and not any(p.is_inference() for p in model.parameters())
+
+
+def test_a_model_made_inside_inference_mode_is_left_as_it_is_with_a_reason(said):
+    with torch.inference_mode():
+        model = tiny()
+    placement, why = place(model), "made inside torch.inference_mode(), and has no gradients to be"
+    assert not placement.verified and placement.swapped == 0 and why in placement.summary and "RuntimeError" not in said()
+    with pytest.raises(PlaceError, match=rf"was not swapped: q_proj\.weight was {re.escape(why)}"):
+        place(model, strict=True)
+    with torch.no_grad():
+        assert model(input_ids=batch()["input_ids"]).logits.isfinite().all(), "its own forward still runs"
 
 
 def test_an_activation_put_in_after_placing_is_the_one_that_runs():

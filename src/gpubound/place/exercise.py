@@ -29,7 +29,7 @@ from ..kernels.checks import SIXTEEN_BITS
 from ..layers import LMLoss
 from ..models.placing import TOKENS, made_up, mode, noise, put_back, reads_tokens
 from .fused import Fused, adopt, release
-from .verify import GRADIENT, Agreement, Named, bare, coarsest, distances, judge, missing, said, worst
+from .verify import GRADIENT, Agreement, Named, bare, coarsest, distances, judge, made_inside, missing, said, worst
 
 LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 LOOSE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 1e-1, torch.bfloat16: 3e-1}  # a single gradient's
@@ -44,7 +44,10 @@ class Exercise:
         run = run_of(model, example)
         if run is None:
             return
-        self.run = run
+        self.run, self.trouble = run, ""
+        if why := made_inside(model):
+            self.trouble = f"{why}; as it is, its own forward runs, under no_grad"
+            return
         try:
             self.before = run()
             self.trouble = "" if self.before else "it gives no floating-point output"

@@ -25,7 +25,7 @@ from .candidates import Candidate
 from .exercise import Exercise
 from .fused import Fused, release
 from .placement import Note, Placement
-from .verify import Agreement, coarsest, judged, verify
+from .verify import Agreement, coarsest, judged, made_inside, verify
 
 
 def place(
@@ -95,7 +95,8 @@ class _Placer:
     def leaves(self) -> None:
         shared = candidates.shared_memory(self.model)
         for found in candidates.leaves(self.model):
-            why = found.swap.refusal or candidates.leave_alone(found.module) or _torn(found, shared)
+            why = found.swap.refusal or candidates.leave_alone(found.module)
+            why = why or made_inside(found.module) or _torn(found, shared)
             if why:
                 self.refuse(found, why)
                 continue

@@ -62,6 +62,17 @@ def verify(module: nn.Module, cases: Iterable[Case], swap: Callable[[], None]) -
     return judge(run(module, cases, dtype), own, truth, dtype)
 
 
+def made_inside(module: nn.Module) -> str:
+    """Why a module has no gradients to be judged by; empty when it may have."""
+    name = next((name for name, p in module.named_parameters() if p.is_inference()), None)
+    if name is None:
+        return ""
+    return (
+        f"{name} was made inside torch.inference_mode(), and has no gradients to be verified by; "
+        f"make or load the model outside of it"
+    )
+
+
 def coarsest(model: nn.Module) -> torch.dtype:
     """The coarsest dtype of its parameters: it decides how far two right runs may differ."""
     found = {p.dtype for p in model.parameters()}
@@ -140,7 +151,7 @@ def judged(what: str, judge: Callable[[], Agreement]) -> Agreement:
 
 
 def said(error: BaseException) -> str:
-    line, kind = str(error).strip().partition("\n")[0], type(error).__name__
+    line, kind = str(error).strip().partition("\n")[0].rstrip("."), type(error).__name__
     return line if line and isinstance(error, GpuboundError) else f"{kind}: {line}" if line else kind
 
 
