@@ -234,3 +234,29 @@ def test_no_adapter_comes_or_goes_while_a_step_has_the_model(tmp_path):
     step.close()
     calls["remove"]()
     assert not gb.lora.parameters(model)
+
+
+@pytest.mark.parametrize("graph", ["off", "require"])
+def test_a_merged_adapter_is_not_left_untrained_unseen(graph):
+    model = lora(lora(own(2).train()), name="second", seed=2)
+    step = gb.TrainStep(model, "causal_lm", "adamw", precision="fp32", graph=graph)
+    step(batch(0))
+    gb.lora.merge(model, "second")
+    before, batches = [p.clone() for p in gb.lora.parameters(model)], iter([batch(1)])
+    with pytest.raises(ValueError) as error:
+        step(batches)
+    assert str(error.value) == (
+        "step: model.layers.0.self_attn.q_proj.lora.second trains, and is merged into its weight, where no gradient reaches "
+        "it; call gb.lora.unmerge first, or close() this step if it was merged for good."
+    )
+    gb.lora.unmerge(model)
+    assert step(batches) is not None, "the refused step has drawn no batch"
+    assert not any(p.equal(q) for p, q in zip(gb.lora.parameters(model), before))
+
+
+def test_a_merged_adapter_that_does_not_train_is_a_part_of_the_base():
+    model = lora(lora(own(2).train()), name="second", seed=2)
+    for p in gb.lora.parameters(model, "second"):
+        p.requires_grad_(False)
+    gb.lora.merge(model, "second")
+    assert gb.TrainStep(model, "causal_lm", "adamw", precision="fp32")(batch(0)) is not None

@@ -254,6 +254,22 @@ def test_what_is_added_is_not_left_untrained_unseen(graph):
     assert message(lambda: step(draw(2))) == f"parameters: mix.gain {made} {freeze}"
 
 
+def test_what_is_taken_out_is_not_trained_on_unseen():
+    model = small(tied=False)
+    model.blocks = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).requires_grad_(False)])
+    step = TrainStep(model, summed, precision="fp32", graph="off")
+    step(draw(2))
+    del model.blocks[1]  # it does not train
+    step(draw(2))
+    block = model.blocks.pop(0)
+    assert message(lambda: step(draw(2))) == (
+        "parameters: blocks.0.weight was taken out of the model since this TrainStep was made, which trains the parameters it "
+        "found then; put it back, or close() this step and make a new one."
+    )
+    model.blocks.append(block)
+    step(draw(2))
+
+
 def test_a_parameter_without_elements_is_no_change():
     """It trains, though there is nothing of it in the flat buffers."""
     model = small()

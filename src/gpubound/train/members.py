@@ -2,6 +2,8 @@
 
 from torch import nn
 
+from ..lora.pairs import Pair
+
 
 class Members:
     """Which parameters a model had, and which of them trained, when the layout was made: at the same moment as this.
@@ -22,6 +24,17 @@ class Members:
             for name, module in modules
             for key, p in module._parameters.items()
         ]
+        self._adapters = [
+            (name, m) for name, m in modules if isinstance(m, Pair) and any(p.requires_grad for p in m.parameters())
+        ]
+
+    def check_unmerged(self) -> None:
+        """That the products of each adapter that trains are there. Before a batch is drawn: a refused step loses none."""
+        if name := next((name for name, adapter in self._adapters if adapter.merged), None):
+            raise ValueError(
+                f"step: {name} trains, and is merged into its weight, where no gradient reaches it; call gb.lora.unmerge "
+                f"first, or close() this step if it was merged for good."
+            )
 
     def check(self) -> None:
         for name, home, key, parameter, trains in self._members:
@@ -37,11 +50,16 @@ class Members:
                 f"{mend}, or close() this step and make a new one."
             )
         if any(children != were or len(own) != count for children, were, own, count in self._tree):
-            self._check_added()
+            self._check_tree()
 
-    def _check_added(self) -> None:
-        """The modules are others now: is there one among them that is to be trained?"""
-        known = {id(parameter) for *_, parameter, _ in self._members}
+    def _check_tree(self) -> None:
+        """The modules are others now: is there one among them that is to be trained, and are all there that were trained?"""
+        known, there = {id(parameter) for *_, parameter, _ in self._members}, {id(p) for p in self._model.parameters()}
+        if gone := next((name for name, *_, p, trains in self._members if trains and id(p) not in there), None):
+            raise ValueError(
+                f"parameters: {gone} was taken out of the model since this TrainStep was made, which trains the parameters it "
+                f"found then; put it back, or close() this step and make a new one."
+            )
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
                 raise ValueError(

@@ -138,6 +138,7 @@ class TrainStep(Uncopied):
             return self._step(micro_batches)
 
     def _step(self, micro_batches: Any) -> StepResult | None:
+        self._members.check_unmerged()
         batches = gather(micro_batches, self.accumulate)
         if not batches:
             return None
