@@ -76,6 +76,9 @@ def test_nothing_that_fits_is_exit_code_1(capsys):
             "--accumulate 3.",
         ),
         (["--gpus", "0"], "plan: gpus must be above 0, got 0."),
+        (["--nvlink", "nan"], "plan: nvlink must be above 0, got nan."),
+        (["--memory", "inf"], "plan: memory must be at most 1e+15, got inf."),
+        (["--memory", "1e300"], "plan: memory must be at most 1e+15, got 1e+300."),
         (
             ["--gpus", "20", "--accumulate", "20"],
             "plan: gpus: got 20 in nodes of 8, wanted whole nodes; give --gpus 16, or another --node.",

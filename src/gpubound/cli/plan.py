@@ -26,6 +26,8 @@ from . import arguments
 from .options import RECIPE
 from .train import from_file
 
+LARGEST = 1e15  # GPUs, GiB, GB/s: far above any, and no product of them is infinite
+
 
 @dataclass(frozen=True)
 class Planned(Recipe):
@@ -79,8 +81,8 @@ def main(argv: Sequence[str]) -> int:
         return checked(options)
     for name in ("gpus", "node", "most", "nvlink", "network", "memory"):
         value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"plan: {name} must be above 0, got {value}.")
+        if value is not None and not 0 < value <= LARGEST:
+            raise ValueError(f"plan: {name} must be {f'at most {LARGEST:g}' if value > 0 else 'above 0'}, got {value}.")
     if options.gpus > options.node and options.gpus % options.node:
         raise ValueError(
             f"plan: gpus: got {options.gpus:,} in nodes of {options.node}, wanted whole nodes; give --gpus "
