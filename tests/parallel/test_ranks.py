@@ -7,8 +7,11 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import gpubound as gb
 from gpubound.parallel import ALONE, join, launched
+from gpubound.parallel.sharded import shard
 from tests.parallel.processes import RankFailed, on_ranks
 
 
@@ -105,3 +108,15 @@ def test_a_program_that_ends_right_behind_a_sum_ends_well():
         for rank in ("0", "1")
     ]
     assert [program.wait(120) for program in programs] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("who", "call"),
+    [
+        ("TrainStep", lambda model, ranks: gb.TrainStep(model, lambda m, b: (m(b).sum(), 1), ranks=ranks)),
+        ("shard", lambda model, ranks: shard(model, [], ranks)),
+    ],
+)
+def test_join_without_its_block_is_named(who, call):
+    with pytest.raises(ValueError, match=rf"^{who}: ranks must be what `with gb.parallel.join\(...\) as ranks:` gives, got a "):
+        call(nn.Linear(2, 2), join("cpu"))

@@ -208,6 +208,15 @@ def launched() -> bool:
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
+def check_ranks(ranks: Any, who: str) -> None:
+    """`join` is easily called without its `with`, and gives no ranks then."""
+    if not isinstance(ranks, Ranks):
+        raise ValueError(
+            f"{who}: ranks must be what `with gb.parallel.join(...) as ranks:` gives, got a {type(ranks).__name__}; put the "
+            f"call into such a block."
+        )
+
+
 def ranks_of(group: Any, kind: str, timeout: timedelta = TIMEOUT) -> Ranks:
     """The ranks of a process group that is there already; None: of all processes. All its ranks must call it.
 

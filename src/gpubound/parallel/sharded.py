@@ -26,7 +26,7 @@ from ..lora.peft_layers import of_peft
 from .dealt import give_gathered, has_parts, join_records, units
 from .drawn import Drawing, key_of
 from .pieces import Piece, piece_of
-from .ranks import Ranks
+from .ranks import Ranks, check_ranks
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -48,6 +48,7 @@ def shard(
 
     The rows are those of the first rank's weights.
     """
+    check_ranks(ranks, "shard")
     whole = has_parts(model) or any(map(of_peft, model.modules())) if whole is None else whole
     if not whole and (odd := _with_parts(model)) is not None:
         raise ValueError(
@@ -97,6 +98,7 @@ def shard_made(
     frozen  whether none of it will train, but adapters that are added behind this: then its rows are in `dtype`
     encode  of a frozen model that `fill` fills: is given each block, whole, before its rows are dealt, to put it into codes
     """
+    check_ranks(ranks, "shard_made")
     if encode is not None and (fill is None or not frozen):
         raise ValueError("shard_made: encode takes weights of a frozen model that fill has read; give fill and frozen=True.")
     drawing = Drawing()

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..trace import notice
 from .pieces import any_sharded
-from .ranks import ALONE, Ranks, ranks_of
+from .ranks import ALONE, Ranks, check_ranks, ranks_of
 
 REFUSED = {
     "FullyShardedDataParallel": "shard it with torch.distributed.fsdp.fully_shard, which keeps parameters apart",
@@ -24,6 +24,7 @@ REFUSED = {
 
 def unwrapped(model: nn.Module, ranks: Ranks) -> tuple[nn.Module, Ranks]:
     """The model inside DistributedDataParallel, with its ranks where none are given; any other model as it is."""
+    check_ranks(ranks, "TrainStep")
     if isinstance(model, DistributedDataParallel):
         if hooks := getattr(model, "_comm_hooks", ()):
             raise ValueError(
