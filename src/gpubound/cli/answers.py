@@ -51,8 +51,9 @@ def answer(options: "Generate", prompts: list[str]) -> int:
             if not all(lines.answered(number) for number in range(first, min(first + size, len(prompts))))
         ]
         if firsts and len(firsts) < len(devices):
+            batches = "1 batch" if len(firsts) == 1 else f"{len(firsts)} batches"
             notice(
-                f"generate: {len(firsts)} batches of {size} prompts for {len(devices)} copies: the rest of them has nothing to "
+                f"generate: {batches} of up to {size} prompts for {len(devices)} copies: the rest of them has nothing to "
                 f"do; a smaller --batch makes more batches."
             )
         named, limit = _named(size, prompts), 60 * options.timeout
