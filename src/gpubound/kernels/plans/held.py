@@ -9,7 +9,7 @@ from .kinds import Job, power_of_two
 
 class HeldPlan(NamedTuple):
     rows: int  # of weights, a program's
-    columns: int  # of a slice: each warp has as many of them
+    columns: int  # of a slice, dealt out to the warps in equal stretches
     warps: int
     held: int  # slices of weights that a program asks for before it waits
     ahead: int  # slices of x on their way
