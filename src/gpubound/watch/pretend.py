@@ -13,7 +13,9 @@ Not pretended: streams (work runs in order), a generator of its own (the CPU's i
 (`.pin_memory()` works), resizing in place, torch.compile, fused LSTM cells, DLPack. Tensors are saved as CPU tensors.
 """
 
+import atexit
 import functools
+import time
 
 import torch
 from torch.optim import optimizer
@@ -22,6 +24,11 @@ from torch.utils import _foreach_utils, backend_registration
 from ..errors import DeviceError
 from .simtensor import KERNELS, NAME, SimTensor as SimTensor, is_pinned, observers as observers, pin_memory
 from .unseen import announce
+
+# Seconds. The device's thread in autograd calls Python once more behind the backward that it ran, to leave the device. A
+# program that ended just then had no interpreter for it, and was aborted: 7 of 81 starts of `gpubound doctor --dry-run` on a
+# script of one line, three at a time on two cores.
+SETTLE = 0.05
 
 
 class SimStream:
@@ -143,6 +150,7 @@ def _register() -> list[object]:
     together: tuple[list, ...] = (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
     for types in together:
         types.append(SimTensor)  # as on CUDA: an optimizer and clipping take all tensors at once, not one after another
+    atexit.register(time.sleep, SETTLE)
     torch.autograd._engine_run_backward = _engine(torch.autograd._engine_run_backward, _has_thread())
     return kept
 
