@@ -91,10 +91,7 @@ def norm_product(
     length, a power of two such as 8 or 16. Each stretch gives its largest value (NaN if it holds a NaN) and the row of that
     value. The largest of all is then one of P.
     """
-    weights = [w for w in (weight, k_weight, v_weight) if w is not None]
-    if k_weight is None and v_weight is not None:
-        raise ValueError("norm_product: got v_weight without k_weight; of two weights pass the second as k_weight.")
-    rows = sum(w.shape[0] for w in weights)
+    weights, rows = side_by_side("norm_product", weight, k_weight, v_weight)
     if out is None:
         out = torch.empty(x.shape[0], rows, device=x.device, dtype=torch.float32)
     check_stream("norm_product", x, norm, *weights)
@@ -231,6 +228,14 @@ def capped_(x: Tensor, cap: float) -> Tensor:
 
 def _times(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def side_by_side(op: str, *given: Tensor | None) -> tuple[list[Tensor], int]:
+    """The weights that are there, one, two or three, and how many rows they have together."""
+    if given[1] is None and given[2] is not None:
+        raise ValueError(f"{op}: got v_weight without k_weight; of two weights pass the second as k_weight.")
+    weights = [weight for weight in given if weight is not None]
+    return weights, sum(weight.shape[0] for weight in weights)
 
 
 def check_stream(op: str, x: Tensor, norm: Norm | None, *weights: Tensor, rounded: bool = False) -> None:

@@ -27,6 +27,7 @@ from .decode_product import (
     form,
     norm_gate_up_reference,
     norm_product_reference,
+    side_by_side,
 )
 from .ops import definition, draw, frozen, zeros
 
@@ -47,10 +48,7 @@ def tiled_norm_product(
     dependent: int = 0,
 ) -> Tensor:
     """`norm_product` of all rows at once: out (B, rows, fp32) = rms_norm(x) times one weight, or two or three side by side."""
-    weights = [w for w in (weight, k_weight, v_weight) if w is not None]
-    if k_weight is None and v_weight is not None:
-        raise ValueError("tiled_norm_product: got v_weight without k_weight; of two weights pass the second as k_weight.")
-    rows = sum(w.shape[0] for w in weights)
+    weights, rows = side_by_side("tiled_norm_product", weight, k_weight, v_weight)
     if out is None:
         out = torch.empty(x.shape[0], rows, device=x.device, dtype=torch.float32)
     check_stream("tiled_norm_product", x, norm, *weights, rounded=True)
