@@ -77,7 +77,7 @@ class Part:
 
     def product(self, made: Any, *layers: Linear) -> Any:
         """A format's product of these layers, which their adapters are added to."""
-        made.added, made.few = self.bench.adapting.added(*layers), self.bench.few
+        made.added, made.few, made.copy = self.bench.adapting.added(*layers), self.bench.few, self.bench.copy
         self.products.append(made)
         return made
 
@@ -98,9 +98,7 @@ class Part:
 
     def put(self, product: Any, h: Tensor, x: Tensor, mode: int) -> None:
         """Add the last product, of h, to where it belongs; with a peer, send it, for `close` adds that of all devices."""
-        if self.bench.peer is None and self.bench.few is not None:
-            product.add_product(h, self.target(x), mode, self.bench.copy)
-        elif self.bench.peer is None:
+        if self.bench.peer is None:
             product.add_product(h, self.target(x), mode)
         else:
             product.send_product(h, self.bench.peer.sum(), mode)

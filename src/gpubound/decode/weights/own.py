@@ -65,6 +65,7 @@ class OwnProduct:
 
     added: AddedProduct | None = None  # what adapters add: the layer's part says it
     few: int | None = None
+    copy: Tensor | None = None  # of the stream, which products of rows together read: what is added to it goes there, too
 
     def __init__(self, *layers: Linear) -> None:
         self.layers = layers
@@ -87,10 +88,9 @@ class OwnProduct:
             return
         norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, mode, activation, given(self.added, len(x)))
 
-    def add_product(self, h: Tensor, x: Tensor, mode: int, copy: Tensor | None = None) -> None:
-        """copy: of as many rows as there may be, receives those of x, where they are multiplied together."""
+    def add_product(self, h: Tensor, x: Tensor, mode: int) -> None:
         if self._many(h):
-            tiled_add_product(h, *self.layers[0][:2], x, mode, None if copy is None else copy[: len(h)])
+            tiled_add_product(h, *self.layers[0][:2], x, mode, None if self.copy is None else self.copy[: len(h)])
         else:
             add_product(h, *self.layers[0][:2], x, mode, given(self.added, len(h)))
 
