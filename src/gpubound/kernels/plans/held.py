@@ -44,8 +44,9 @@ LONG_BYTES = 1 << 17  # where fewer programs than multiprocessors have all of th
 def tiled_product(job: Job) -> HeldPlan:
     """shape: rows of all weights, their width, and rows of x, up to a power of two; "normed" where there is a gain.
 
-    H200, whole steps of 350m, us: 8 rows 527 and 16 rows 750. q k v by 16 rows a program instead of 32 544 and 790; gate and up
-    in slices of 512 540 and 790; down by 4 warps 527 and 790, with one slice of x on its way 537 and 758.
+    H200, a whole step of 350m with 8 and with 16 rows, us: 527 and 790, the latter in slices of 512 columns throughout. With
+    one thing changed: q k v by 16 rows a program 544 and 831; gate and up in slices of 512 540 and 791, of 1,024 527 and
+    754; down by 8 warps in slices of 1,024 527 and 750. So slices have 1,024 columns, and down, which is long, has 8 warps.
     """
     outputs, width, tall = job.shape
     columns = max(128, min(1024 if tall <= 16 else 512, power_of_two(width)) * 2 // max(2, job.bytes))
