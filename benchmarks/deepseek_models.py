@@ -1,5 +1,6 @@
 """The models of the DeepSeek-V4 benchmark: transformers' own, with random weights, made where they lie."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,13 +28,15 @@ def v4_config(dry: bool, flash: bool = False) -> Any:
 
 
 def build_model(device: torch.device, dry: bool, codes: bool = False) -> Any:
-    """codes: of experts, in fp4."""
+    """codes: of experts in fp4, of linear layers in fp8."""
     torch.manual_seed(0)
-    return _drawn(_made(v4_config(dry), device, dry, codes))
+    model = _drawn(_made(v4_config(dry), device, dry, codes))
+    return _in_fp8(model) if codes else model
 
 
 def build_flash(devices: Sequence[torch.device], dry: bool) -> Any:
-    """V4-Flash with experts in fp4: 162 GB, more than one GPU has. Its layers are made in equal shares on the devices."""
+    """V4-Flash in the codes that it is published in: 155 GB, more than one GPU has. Its layers are made in equal shares on the
+    devices."""
     model = _made(v4_config(dry, flash=True), torch.device("meta"), dry, codes=True)
     blocks = model.model.layers
     inside = {id(module) for block in blocks for module in block.modules()}
@@ -44,7 +47,7 @@ def build_flash(devices: Sequence[torch.device], dry: bool) -> Any:
             module.to_empty(device=devices[0], recurse=False)
     torch.manual_seed(0)
     model.apply(model._init_weights)
-    return _drawn(model)
+    return _in_fp8(_drawn(model))
 
 
 def _made(config: Any, device: torch.device, dry: bool, codes: bool) -> Any:
@@ -57,6 +60,28 @@ def _made(config: Any, device: torch.device, dry: bool, codes: bool) -> Any:
     with device, in_fp4(codes):
         model = DeepseekV4ForCausalLM._from_config(config, dtype=torch.float32 if dry else torch.bfloat16).eval()
     keep_in_fp32(model)
+    return model
+
+
+LAYERS = re.compile(r".*(self_attn\.(q_a|q_b|kv|o_a|o_b)|indexer\.q_b|shared_experts\.(gate|up|down))_proj")
+
+
+@torch.no_grad()
+def _in_fp8(model: Any) -> Any:
+    """Its linear layers rounded to fp8, but the head, the compressors and what indexes share out."""
+    from gpubound.kernels.fp8_blocks import BLOCK
+    from gpubound.models.deepseek_v4.blocks import Fp8Linear
+
+    for name, layer in [(name, module) for name, module in model.named_modules() if LAYERS.fullmatch(name)]:
+        made, weight = Fp8Linear(layer, BLOCK), layer.weight.float()
+        rows, columns = (-(-size // side) * side for size, side in zip(weight.shape, BLOCK))
+        wide = torch.nn.functional.pad(weight, (0, columns - weight.shape[1], 0, rows - weight.shape[0]))
+        tiles = wide.unflatten(1, (-1, BLOCK[1])).unflatten(0, (-1, BLOCK[0]))
+        made.blocks.scale.copy_(tiles.abs().amax((1, 3)) / 448)
+        codes = (tiles / made.blocks.scale[:, None, :, None]).flatten(0, 1).flatten(1)
+        made.blocks.codes.copy_(codes[: weight.shape[0], : weight.shape[1]])
+        parent, _, key = name.rpartition(".")
+        setattr(model.get_submodule(parent), key, made)
     return model
 
 

@@ -39,6 +39,7 @@ SHAPES: dict[str, list[tuple]] = {
     "dynamic_tanh": NORMS,
     "geglu": [(72, False)],
     "hc_pre": [(), (4, True)],
+    "hc_write": [(), (4, True, 6)],
     "layer_norm": NORMS,
     "linear_cross_entropy": [(8208, False, False), (8208, False, False, True, True)],
     "lora_down": [
@@ -73,7 +74,7 @@ SHAPES: dict[str, list[tuple]] = {
     "lora_up": [(16, False), (64, True), (130, False), (16, False, 2)],
     "norm_gate_up": [(), (1.0, "gelu_tanh"), (None, "silu"), (0.0, "silu", 16, True)],
     "norm_product": [(), (1.0, 30.0), (None, 0.0), (0.0, 0.0, 16, True), (None, 0.0, 256, False)],
-    "norm_products": [(), (1.0,), (None,)],
+    "norm_products": [(), (1.0,), (None,), (0.0, True, True), (None, True, False)],
     "norm_rows": [(), (1.0,)],
     "poly_attention": [
         (8, 64, 8, 3, 0.0, False, False, False, True, 256),
@@ -82,6 +83,7 @@ SHAPES: dict[str, list[tuple]] = {
     "poly_attention_step": [(8, 64, 8), (8, 128, 2, 3, 0.0, False, False, False)],
     "quantized_routed_gate_up": [("int4",), ("fp4",)],
     "quantized_add_routed": [("int8",), ("fp4",)],
+    "quantized_routed_down": [("int8",), ("fp4",)],
     "dequantize": [("int8",), ("fp4",)],
     "quantize_rows": [(True,), (False,)],
     "quantized_decode_attention": [(8, 4, 128), (4, 2, 256), (4, 2, 256, 128, False, 1.0, 50.0)],
@@ -101,8 +103,9 @@ SHAPES: dict[str, list[tuple]] = {
     "tiled_norm_gate_up": [(0.0, "silu", 8, 1024, 4096), (1.0, "gelu_tanh", 16, 1024, 4096), (0.0, "silu", 4, 2048, 8192)],
     "tiled_norm_product": [(0.0, 8, 1024, 1024), (None, 16, 1024, 1024), (0.0, 4, 2048, 2048)],
 }
-# GPUs before 8.9 cannot round to it: there they fall back
+# GPUs before 8.9 can neither round to it nor read it: there they fall back
 FP8 = ("quantize", "quantize_rows", "quantize_swiglu", "quantize_swiglu_backward")
+READS_FP8 = [("norm_products", shape) for shape in ((0.0, True, True), (None, True, False))]
 
 
 def compile_all(capability: int) -> None:
@@ -133,6 +136,8 @@ def compile_all(capability: int) -> None:
         if op in FP8 and capability < 89:
             continue
         for shape in SHAPES.get(op, [()]):
+            if (op, shape) in READS_FP8 and capability < 89:
+                continue
             for dtype in DTYPES:
                 try:
                     arguments = OPS[op].example(torch.Generator().manual_seed(0), *shape)

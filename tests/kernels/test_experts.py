@@ -188,6 +188,27 @@ def test_the_weighted_sum_agrees_with_the_reference(device, shape, dtype):
     same("stream", *results, 1e-5)
 
 
+@PARITY
+def test_slots_that_stay_apart_are_what_is_added(device, shape, dtype):
+    rows, slots, experts, hidden, width = shape
+    h, down = draw(device, dtype, rows, slots, width), draw(device, dtype, experts, hidden, width, seed=1)
+    ids, weights = some_ids(device, rows, slots, experts), draw(device, torch.float32, rows, slots, seed=2).softmax(1)
+    x = run("reference", "add_routed", h, down, ids, weights, torch.zeros(rows, hidden, device=device))
+    for source in SOURCES:
+        whole, out = banded((rows, slots, hidden), device)
+        run(source, "routed_down", h, down, ids, weights, out)
+        assert_inside(whole, out)
+        same("slots", out.sum(1), x, 1e-5)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_an_expert_that_is_not_there_is_nan_in_its_slot(source, device):
+    h, down = torch.ones(1, 2, 16, device=device), torch.ones(3, 32, 16, device=device)
+    ids, out = torch.tensor([[1, 3]], device=device, dtype=torch.int32), torch.zeros(1, 2, 32, device=device)
+    run(source, "routed_down", h, down, ids, torch.full((1, 2), 0.5, device=device), out)
+    assert out[:, 0].eq(8).all() and out[:, 1].isnan().all()
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_only_chosen_experts_are_read(source, device):
     """All others are NaN."""

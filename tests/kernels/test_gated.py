@@ -115,11 +115,11 @@ def test_stores_stay_inside(device):
     packed = draw(device, FP32, 5, 2 * 63)
     gate, up = packed[:, :63], packed[:, 63:]
     whole, out = banded((5, 63), device)
-    fast._gated_forward_kernel[(4,)](gate, up, out, 5, 126, 126, 63, 4, 32, "", "silu")
+    fast._gated_forward_kernel[(4,)](gate, up, out, 5, 126, 126, 63, 4, 32, "", "silu", None, 0)
     assert_inside(whole, out)
     whole, gradient = banded((5, 126), device)
     dgate, dup = gradient[:, :63], gradient[:, 63:]
-    fast._gated_backward_kernel[(4,)](out, gate, up, dgate, dup, 5, 63, 126, 126, 126, 126, 63, 4, 32, "", "silu")
+    fast._gated_backward_kernel[(4,)](out, gate, up, dgate, dup, 5, 63, 126, 126, 126, 126, 63, 4, 32, "", "silu", None, 0)
     assert_inside(whole, gradient)
 
 

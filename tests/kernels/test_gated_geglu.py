@@ -58,7 +58,7 @@ def test_large_gates_stay_finite(approximate, device):
 def test_stores_stay_inside(approximate, device):
     packed, form = draw(device, FP32, 5, 2 * 63), "gelu_tanh" if approximate == "tanh" else "gelu_erf"
     whole, out = banded((5, 63), device)
-    fast._gated_forward_kernel[(4,)](packed[:, :63], packed[:, 63:], out, 5, 126, 126, 63, 4, 32, "", form)
+    fast._gated_forward_kernel[(4,)](packed[:, :63], packed[:, 63:], out, 5, 126, 126, 63, 4, 32, "", form, None, 0)
     assert_inside(whole, out)
     same("out", out, reference.geglu(packed, None, approximate), TOLERANCE[FP32])
 

@@ -110,7 +110,7 @@ def test_stores_stay_inside(device, monkeypatch):
     for whole, own in made:
         assert_inside(whole, own if own.data_ptr() in kept else own[..., :25])
     whole, out = banded((3, 4, 17), device)
-    fast._hc_post_forward_kernel[(3, 1)](given[0], u, post, comb, out, 17, 4, 32)
+    fast._hc_post_forward_kernel[(3, 1)](given[0], u, post, comb, out, 17, 4, 32, 0)
     assert_inside(whole, out)
 
 

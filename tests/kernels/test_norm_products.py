@@ -5,6 +5,7 @@ import torch
 
 from gpubound import kernels
 from gpubound.kernels.decode_product import Norm
+from gpubound.kernels.fp8_blocks import Fp8Blocks, numbers, scales_shape
 
 from .cases import assert_inside, banded, draw
 from .test_experts import SOURCES, run
@@ -32,7 +33,59 @@ def test_a_row_has_the_same_bits_alone(device):
     assert together[1:2].equal(alone)
 
 
-def test_too_many_weights():
+def coded(device, rows, columns, block, seed):
+    scale = draw(device, torch.float32, *scales_shape((rows, columns), block), seed=seed + 1).abs() + 0.1
+    return Fp8Blocks(draw(device, torch.float32, rows, columns, seed=seed).to(torch.float8_e4m3fn), scale, block)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("columns", [40, 300])
+@pytest.mark.parametrize(
+    ("in_fp8", "plain", "block"), [((16, 24), (8, 3), (8, 16)), ((128, 256, 64), (), (128, 128)), ((5,), (), (2, 4))]
+)
+def test_weights_in_fp8_stand_in_front(source, columns, in_fp8, plain, block, device):
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        pytest.skip("reads no e4m3")
+    x, norm = draw(device, torch.float32, 2, columns), Norm(draw(device, torch.float32, columns, seed=1), 1e-2)
+    weights = [coded(device, rows, columns, block, seed=rows) for rows in in_fp8]
+    weights += [draw(device, torch.bfloat16, rows, columns, seed=rows) for rows in plain]
+    whole, out = banded((2, sum(in_fp8) + sum(plain)), device)
+    run(source, "norm_products", x, norm, weights, out)
+    assert_inside(whole, out)
+    wide = [w.double() if isinstance(w, torch.Tensor) else numbers(w, torch.float64) for w in weights]
+    h = torch.nn.functional.rms_norm(x.double(), (columns,), norm.weight.double(), 1e-2)
+    torch.testing.assert_close(out.double(), h @ torch.cat(wide).t(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_each_group_of_rows_reads_its_own(source, in_fp8, device):
+    x, weight = draw(device, torch.float32, 2, 3, 40), draw(device, torch.float32, 24, 40, seed=1)
+    given = coded(device, 24, 40, (4, 16), seed=1) if in_fp8 else weight
+    out = run(source, "norm_products", x, None, [given], torch.zeros(2, 24, device=device))
+    wide = numbers(given, torch.float64) if in_fp8 else weight.double()
+    want = torch.stack([x[:, g].double() @ wide[8 * g : 8 * g + 8].t() for g in range(3)], 1).flatten(1)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-4)
+
+
+def test_what_does_not_go_together():
+    x, weight, blocks = torch.ones(1, 8), torch.ones(2, 8), coded(torch.device("cpu"), 2, 8, (2, 4), 1)
+    for given, sentence in (
+        ([weight] * 9, "got 9 weights, wanted 1 to 8, of which up to 4 in fp8 (got 0); of more, call it again."),
+        ([blocks] * 5, "got 5 weights, wanted 1 to 8, of which up to 4 in fp8 (got 5); of more, call it again."),
+        (
+            [blocks, blocks._replace(block=(1, 4), scale=torch.ones(2, 2))],
+            "weights in fp8 have blocks of [(2, 4), (1, 4)]; wanted one size.",
+        ),
+        ([weight, blocks], "weights in fp8 stand in front of the others; put them there."),
+    ):
+        with pytest.raises(ValueError) as error:
+            kernels.norm_products(x, None, given)
+        assert str(error.value) == f"norm_products: {sentence}"
     with pytest.raises(ValueError) as error:
-        kernels.norm_products(torch.ones(1, 8), None, [torch.ones(2, 8)] * 9)
-    assert str(error.value) == "norm_products: got 9 weights, wanted 1 to 8; of more, call it again."
+        kernels.norm_products(torch.ones(1, 3, 8), None, [weight])
+    assert str(error.value) == (
+        "norm_products: x has 3 groups, which takes no norm and one weight with as many rows for each, got 1 of 2 rows."
+    )
+    with pytest.raises(ValueError, match=r"scale must be a contiguous torch.float32 \(1, 2\), got torch.float32 \(1, 1\)"):
+        kernels.norm_products(x, None, [blocks._replace(scale=torch.ones(1, 1))])

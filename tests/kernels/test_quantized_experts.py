@@ -60,6 +60,19 @@ def test_the_residual_product_agrees_with_the_reference(device, kind, shape, dty
 
 
 @KIND
+def test_slots_that_stay_apart_are_what_is_added(device, kind):
+    rows, slots, count, hidden, width = 3, 2, 4, 72, 160
+    h, down = draw(device, torch.bfloat16, rows, slots, width), experts(device, kind, count, hidden, width)
+    ids, weights = some_ids(device, rows, slots, count), draw(device, torch.float32, rows, slots, seed=5).softmax(-1)
+    x = run("reference", "quantized_add_routed", h, down, ids, weights, torch.zeros(rows, hidden, device=device))
+    for source in ("triton", "reference"):
+        whole, out = banded((rows, slots, hidden), device)
+        run(source, "quantized_routed_down", h, down, ids, weights, out)
+        assert_inside(whole, out)
+        same("slots", out.sum(1), x, 2 * PARITY[kind])
+
+
+@KIND
 def test_a_row_gets_the_same_bits_in_any_batch(device, kind):
     rows, slots, count, hidden, width = 3, 2, 3, 72, 20
     x, norm = draw(device, torch.float32, rows, hidden), Norm(draw(device, torch.float32, hidden, seed=2), 1e-5)

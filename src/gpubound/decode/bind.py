@@ -6,7 +6,7 @@ optimizer's step, a load in place, a merge is seen by the next launch. What puts
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -174,13 +174,13 @@ def _closed(layer: nn.Module) -> str | None:
     return site.why or (describe(getattr(layer, "base_layer", layer)) if format_of(site.weight).coded else None)
 
 
-def closed_projection(model: nn.Module, known: Collection[str] = ()) -> str | None:
-    """The first module below the head whose weight may not be read in its place, and why; `known` are roles of a family's own
+def closed_projection(model: nn.Module, known: Callable[[nn.Module], bool] = lambda module: False) -> str | None:
+    """The first module below the head whose weight may not be read in its place, and why; `known` tells a family's own
     projections."""
     trunk: Any = model.model
     for name, module in trunk.named_modules(prefix="model"):
         projects = isinstance(module, nn.Linear) or name.endswith("_proj")
-        if projects and role_of(module) not in known and (why := _closed(module)):
+        if projects and not known(module) and (why := _closed(module)):
             return f"{name}: {why}"
         if _computes(module):
             return f"{name}: its weight is computed anew at each call (a parametrization, or pruning)"

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import GenerateError
+from ..kernels.chain import can_chain
 from ..kernels.decode_product import EARLY, LATE, capped_
 from ..models.decoding import DenseWeights
 from . import host
@@ -183,7 +184,7 @@ class FusedBody(Body):
 
     def mode(self, rows: int) -> int:
         """How a step's kernels are launched: each may start while the one before runs, on a GPU that can."""
-        if self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) < (9, 0):
+        if not can_chain(self.device):
             return 0
         return EARLY if not self.narrow(rows) or self.gate_up_bytes <= self.form.early_bytes else LATE
 

@@ -29,11 +29,13 @@ from .experts import (
     add_routed as add_routed,
     choose_experts as choose_experts,
     route as route,
+    routed_down as routed_down,
     routed_gate_up as routed_gate_up,
 )
 from .gated import geglu as geglu, swiglu as swiglu, swiglu_backward as swiglu_backward
 from .group_norm import group_norm as group_norm
 from .grouped_linear import grouped_linear as grouped_linear
+from .hc_step import hc_read as hc_read, hc_sums as hc_sums, hc_write as hc_write
 from .hyper_connections import hc_head as hc_head, hc_post as hc_post, hc_pre as hc_pre
 from .indexer import index_scores as index_scores, index_topk as index_topk
 from .lora import (
@@ -62,6 +64,7 @@ from .quantized_product import (
     quantized_add_routed as quantized_add_routed,
     quantized_norm_gate_up as quantized_norm_gate_up,
     quantized_norm_product as quantized_norm_product,
+    quantized_routed_down as quantized_routed_down,
     quantized_routed_gate_up as quantized_routed_gate_up,
 )
 from .rg_lru import rg_lru as rg_lru

@@ -10,6 +10,7 @@ while it traces and takes as a constant: compiled code counts its fallback then,
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from functools import cache
 
 import torch
@@ -131,5 +132,6 @@ def _judge(op: str, device: torch.device, dtype: torch.dtype, shape: tuple) -> s
         )
     # A fresh thread has none of the caller's modes: no autocast, inference mode, default device, dynamo trace or saved-tensor
     # hooks (torch.utils.checkpoint would count a self-test's tensors among the block's, and miss them when it recomputes).
+    # But it launches as the caller does (chain.py), or the kernels it compiles are nobody's.
     with ThreadPoolExecutor(1, thread_name_prefix="gpubound-selftest") as thread:
-        return thread.submit(selftest.check, op, device, dtype, shape).result()
+        return thread.submit(copy_context().run, selftest.check, op, device, dtype, shape).result()

@@ -3,7 +3,8 @@
 The stream `x` is fp32 (B, hidden); weights are read where they lie, in the model's dtype. `dependent` lets a kernel start while
 the one before it in the stream still runs (programmatic dependent launch): only for a chain of these ops, where each reads
 what the one before wrote. EARLY kernels let their successor in at once, LATE ones when their own weights are there, a FENCE
-when all before it has ended. What that allows is said in triton/_step.py.
+when all before it has ended. AHEAD ones let it in at once, too, and wait themselves only before they write: all that they read
+was there before the last fence. What that allows is said in triton/_step.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from .mail import Mail, check_mail, example_mail
 from .ops import definition, draw, zeros
 
 WRITTEN = "it is written in place"
-EARLY, LATE, FENCE = 1, 2, 3  # values of `dependent`; 0 is a plain launch
+EARLY, LATE, FENCE, AHEAD = 1, 2, 3, 4  # values of `dependent`; 0 is a plain launch
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,

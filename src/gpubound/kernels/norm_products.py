@@ -1,6 +1,7 @@
 """Several products of one norm's output in a launch, for a step of few rows: what DeepSeek-V4's attention reads of a token.
 
-`norm_product` (decode_product.py) takes up to three weights, a bias and adapters; this takes up to MOST, and neither.
+`norm_product` (decode_product.py) takes up to three weights, a bias and adapters; this takes up to MOST, in 16 bits, fp32 or
+fp8 with a scale a block, and neither bias nor adapters.
 """
 
 from collections.abc import Sequence
@@ -11,29 +12,77 @@ from torch import Tensor
 from .checks import require
 from .choose import implementation
 from .decode_product import WRITTEN, Norm, check_stream, draw_stream, form, rms_normed
+from .fp8_blocks import Fp8Blocks, numbers, reads_fp8, scales_shape
 from .ops import definition, draw, zeros
 
-MOST = 8  # weights
+MOST, MOST_CODED = 8, 4  # weights in all, and of those in fp8
+
+Weight = Tensor | Fp8Blocks
 
 
-def norm_products(x: Tensor, norm: Norm | None, weights: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+def norm_products(x: Tensor, norm: Norm | None, weights: Sequence[Weight], out: Tensor | None = None) -> Tensor:
     """out (B, rows of all weights, fp32) = rms_norm(x), or x, times each weight, side by side.
 
-    x        (B, columns) fp32
-    weights  (rows, columns) each, of one dtype
+    x        (B, columns) fp32; or (B, groups, columns) for one weight, each group of whose rows reads its own
+    weights  (rows, columns) each, of one dtype; those in fp8 in front of the others
     """
-    if not 1 <= len(weights) <= MOST:
-        raise ValueError(f"norm_products: got {len(weights)} weights, wanted 1 to {MOST}; of more, call it again.")
-    check_stream("norm_products", x, norm, *weights)
-    rows = sum(len(weight) for weight in weights)
+    coded = [weight for weight in weights if isinstance(weight, Fp8Blocks)]
+    plain = [weight for weight in weights if isinstance(weight, Tensor)]
+    if not 1 <= len(weights) <= MOST or len(coded) > MOST_CODED:
+        raise ValueError(
+            f"norm_products: got {len(weights)} weights, wanted 1 to {MOST}, of which up to {MOST_CODED} in fp8 "
+            f"(got {len(coded)}); of more, call it again."
+        )
+    if any(isinstance(weight, Tensor) for weight in weights[: len(coded)]):
+        raise ValueError("norm_products: weights in fp8 stand in front of the others; put them there.")
+    rows = sum(weight.shape[0] for weight in weights)
+    if x.dim() == 3 and (norm is not None or len(weights) > 1 or rows % x.shape[1]):
+        raise ValueError(
+            f"norm_products: x has {x.shape[1]} groups, which takes no norm and one weight with as many rows for each, got "
+            f"{len(weights)} of {rows} rows{' and a norm' if norm is not None else ''}."
+        )
+    check_stream("norm_products", x if x.dim() != 3 else x.view(-1, x.shape[-1]), norm, *plain)
+    for weight in coded:
+        _check_coded(weight, x)
+    if len({weight.block for weight in coded}) > 1:
+        raise ValueError(f"norm_products: weights in fp8 have blocks of {[weight.block for weight in coded]}; wanted one size.")
     if out is None:
         out = torch.empty(len(x), rows, device=x.device, dtype=torch.float32)
     require("norm_products", "out", out, torch.float32, (len(x), rows), x.device, WRITTEN)
-    return implementation("norm_products", weights[0], None, form(norm))(x, norm, weights, out)
+    unable = "this GPU reads no e4m3, which needs compute capability 8.9" if coded and not _reads(x) else None
+    given = form(norm) if not coded and x.dim() == 2 else (None if norm is None else norm.offset, bool(coded), bool(plain))
+    return implementation("norm_products", plain[0] if plain else x, unable, given)(x, norm, weights, out)
 
 
-@definition(lambda g, offset=0.0: (*draw_stream(g, 48, offset), [draw(g, r, 48) for r in (32, 16, 8, 7, 16)], zeros(2, 79)))
+def _reads(x: Tensor) -> bool:
+    return not x.is_cuda or reads_fp8(x.device)
+
+
+def _check_coded(weight: Fp8Blocks, x: Tensor) -> None:
+    wanted = "outputs", x.shape[-1]
+    require("norm_products", "codes", weight.codes, torch.float8_e4m3fn, wanted, x.device, "all weights have x's width")
+    shape = scales_shape(weight.shape, weight.block)
+    require("norm_products", "scale", weight.scale, torch.float32, shape, x.device, "it has a number for each block")
+
+
+def _example(g: torch.Generator, offset: float | None = 0.0, coded: bool = False, plain: bool = True) -> tuple:
+    x, norm = draw_stream(g, 48, 0.0 if offset is None else offset)
+    weights: list[Weight] = [_draw_coded(g, rows) for rows in (48, 16)] if coded else []
+    weights += [draw(g, rows, 48) for rows in (32, 16, 8, 7, 16)] if plain else []
+    return x, None if offset is None else norm, weights, zeros(2, sum(weight.shape[0] for weight in weights))
+
+
+def _draw_coded(g: torch.Generator, rows: int) -> Fp8Blocks:
+    codes = draw(g, rows, 48).detach().to(torch.float8_e4m3fn)
+    return Fp8Blocks(codes, draw(g, *scales_shape((rows, 48), (32, 16))).detach().abs() + 0.1, (32, 16), torch.float32)
+
+
+@definition(_example)
 @torch.no_grad()
-def norm_products_reference(x: Tensor, norm: Norm | None, weights: Sequence[Tensor], out: Tensor) -> Tensor:
+def norm_products_reference(x: Tensor, norm: Norm | None, weights: Sequence[Weight], out: Tensor) -> Tensor:
+    wide = [weight if isinstance(weight, Tensor) else numbers(weight, x.dtype) for weight in weights]
+    if x.dim() == 3:
+        groups = wide[0].to(x.dtype).unflatten(0, (x.shape[1], -1))
+        return out.copy_(torch.einsum("bgk,grk->bgr", x, groups).flatten(1))
     normed = rms_normed(x, norm)
-    return out.copy_(torch.cat([normed @ weight.to(x.dtype).t() for weight in weights], -1))
+    return out.copy_(torch.cat([normed @ weight.to(x.dtype).t() for weight in wide], -1))

@@ -25,7 +25,15 @@ from .decode_product import (
     norm_gate_up_reference,
     norm_product_reference,
 )
-from .experts import add_routed_reference, check_plain, check_slots, draw_routes, routed_gate_up_reference
+from .experts import (
+    add_routed_reference,
+    check_apart,
+    check_plain,
+    check_slots,
+    draw_routes,
+    routed_down_reference,
+    routed_gate_up_reference,
+)
 from .gated import INFINITE, check_limit
 from .ops import definition, draw, ints, zeros
 from .packed import BIAS, BITS, GROUP, MX, Packed, pack, pack_fp4, unpack
@@ -179,6 +187,22 @@ def quantized_add_routed_reference(
     h: Tensor, down: Packed, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0
 ) -> Tensor:
     return add_routed_reference(h, unpack(down).unflatten(0, (-1, x.shape[1])), ids, weights, x)
+
+
+def quantized_routed_down(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
+    """out (B, S, hidden, fp32) = weight · h downᵀ of each slot, for somebody else to sum: see `routed_down`."""
+    _check_packed("quantized_routed_down", down, out)
+    check_apart("quantized_routed_down", h, down.columns, ids, weights, out, out.shape[-1])
+    _check_experts("quantized_routed_down", "down", down, out.shape[-1])
+    return implementation("quantized_routed_down", h, None, (down.kind,))(h, down, ids, weights, out, dependent)
+
+
+@definition(lambda g, kind="int8": (draw(g, 2, 3, 96), draw_packed(g, 5 * 48, 96, kind), *draw_routes(), zeros(2, 3, 48)))
+@torch.no_grad()
+def quantized_routed_down_reference(
+    h: Tensor, down: Packed, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0
+) -> Tensor:
+    return routed_down_reference(h, unpack(down).unflatten(0, (-1, out.shape[2])), ids, weights, out)
 
 
 def _check_packed_stream(op: str, x: Tensor, norm: Norm | None, weight: Packed) -> None:

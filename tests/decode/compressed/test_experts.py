@@ -49,7 +49,7 @@ def test_many_rows(at_once, ungrouped, monkeypatch):
 def test_few_rows_and_what_is_counted(monkeypatch):
     live, coded = both(monkeypatch, 5)
     (u, ids, shares), norm = drawn(), Norm(torch.rand(HIDDEN, generator=torch.Generator().manual_seed(2)), 1e-6)
-    wanted = live.few(u[:3], norm, ids[:3].int(), shares[:3], u[:3].clone())
-    found = coded.few(u[:3], norm, ids[:3].int(), shares[:3], u[:3].clone())
+    wanted = live.few(u[:3], norm, ids[:3].int(), shares[:3])
+    found = coded.few(u[:3], norm, ids[:3].int(), shares[:3])
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
     assert coded.count == live.count == COUNT and COUNT * coded.nbytes == sum(t.nbytes for t in coded.tensors())

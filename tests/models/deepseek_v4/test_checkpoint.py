@@ -1,5 +1,6 @@
 """Folders of DeepSeek-V4 in fp8 and fp4: their numbers beside transformers' own, another block size, sentences."""
 
+import copy
 import json
 import re
 
@@ -82,7 +83,10 @@ def test_experts_that_stay_in_fp4_are_decoded_to_the_same_tokens(folder, theirs,
     """By the model's own forward, prompts of any length, and steps; the judge listens to all of them."""
     model = load_coded(folder, CPU, torch.float32, codes=True)
     told = said()
-    assert "54 weights of experts stay in fp4, as they are" in told and "fallback: weights of" in told and "25 in fp8:" in told
+    assert (
+        "25 weights of linear layers in fp8 and 54 weights of experts in fp4 stay as they are" in told
+        and "fallback" not in told
+    )
     assert not any(".experts." in name for name, _ in model.named_parameters())
     held = sum(t.nbytes for name, t in model.named_buffers() if ".experts." in name)
     assert held == 3 * 6 * (2 * 32 + 32) * (64 + 4), "each row is one group of 128 columns: 64 bytes, and four scales"
@@ -90,7 +94,7 @@ def test_experts_that_stay_in_fp4_are_decoded_to_the_same_tokens(folder, theirs,
     torch.testing.assert_close(own_logits(model, ids), own_logits(theirs, ids), rtol=0, atol=1e-6)
     fast = gb.decoder(model, 2, 64)
     rows = [row for row in str(fast).splitlines() if "experts" in row]
-    assert "quantized_routed_gate_up, quantized_add_routed" in rows[0] and "numbers of 6 experts at a time" in rows[1]
+    assert "quantized_routed_gate_up, quantized_routed_down" in rows[0] and "numbers of 6 experts at a time" in rows[1]
     prompts = [ids[:9].tolist(), ids[:23].tolist()]
     for prompt, found in zip(prompts, fast.generate(prompts, max_new_tokens=8, stop=()).tokens):
         wanted = theirs.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, len(prompt) :]
@@ -115,7 +119,7 @@ def test_on_a_gpu_experts_stay_in_fp4(folder):
     found, wanted = (gb.decoder(model, 2, 64).generate(prompts, max_new_tokens=24, stop=()) for model in (coded, plain))
     assert found.tokens == wanted.tokens
     fast = gb.decoder(load_foreign(folder, gpu, torch.bfloat16), 2, 64)
-    assert fast.generate(prompts, max_new_tokens=24, stop=()).count == 48 and "quantized_add_routed" in str(fast)
+    assert fast.generate(prompts, max_new_tokens=24, stop=()).count == 48 and "quantized_routed_down" in str(fast)
 
 
 def test_transformers_own_names(folder, tmp_path):
@@ -173,3 +177,30 @@ def test_a_folder_that_is_not_whole(folder, tmp_path):
     assert said(**{"model.norm.weight": torch.ones(31)}) == (
         f"{tmp_path}/model.safetensors: model.norm.weight: got (31,), wanted (32,), by config.json; download the model again."
     )
+
+
+def test_layers_that_stay_in_fp8(folder):
+    """They keep their bytes whatever the model is cast to, are copied with it, and a hook on one is not passed over."""
+    model = load_coded(folder, CPU, torch.float32, codes=True)
+    layer = model.model.layers[0].self_attn.q_a_proj
+    before, blocks = layer(torch.ones(1, 32)), layer.blocks
+    model.to(torch.bfloat16)
+    assert torch.equal(layer.blocks.codes.view(torch.uint8), blocks.codes.view(torch.uint8)) and layer.blocks.scale.equal(
+        blocks.scale
+    )
+    assert layer.blocks.dtype == torch.bfloat16 and layer(torch.ones(1, 32)).equal(before)
+    model.float()
+    assert copy.deepcopy(model).model.layers[0].self_attn.q_a_proj(torch.ones(1, 32)).equal(before)
+    layer.register_forward_hook(lambda *given: None)
+    with pytest.raises(ValueError, match=r"model.layers.0.self_attn.q_a_proj"):
+        gb.decoder(model, 1, 64)
+
+
+def test_scales_of_another_size(folder, tmp_path):
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("wq_a.scale"))
+    tensors[name] = tensors[name].view(torch.uint8)[:1].clone()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(DataError, match=r"wq_a.weight: got torch.float8_e4m3fn and scales \(1, 4\), wanted e4m3 and \(3, 4\)"):
+        load_coded(tmp_path, CPU, torch.float32, codes=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...kernels import index_scores, index_topk, sparse_attention, turn_heads
 from ...models.deepseek_v4.weights import IndexWeights, LatentWeights
 from ..contract import Build
-from .products import product, products
+from .products import NARROW, by_groups, product, products
 from .state import Entries, EntryProducts, Moment, Stretch, TokenRing
 
 PIECE = 128  # tokens of a prompt whose scores are in memory at a time
@@ -64,7 +64,7 @@ class Read(NamedTuple):
 class LatentAttention:
     def __init__(self, weights: LatentWeights, build: Build, dtype: torch.dtype, device: torch.device) -> None:
         self.weights, self.dtype = weights, dtype
-        self.window = TokenRing(weights.window, len(weights.kv.weight), build, dtype, device)
+        self.window = TokenRing(weights.window, weights.kv.rows, build, dtype, device)
         self.entries = None if weights.entries is None else Entries(weights.entries, build, dtype, device)
         self.index = None if weights.index is None else Index(weights.index, build, dtype, device)
 
@@ -92,7 +92,7 @@ class LatentAttention:
             if self.index is not None and read.asked is not None:
                 self.index.entries.step(now, read.asked.entry, w.table)
                 ids, limit = self.index.choose(read.asked.q, read.asked.share, B, limit), None
-        y = torch.empty_like(read.q)
+        y = torch.empty(read.q.shape, device=u.device, dtype=torch.float32 if len(read.q) <= NARROW else self.dtype)
         angles = now.tables[w.table]
         sparse_attention(read.q, now.places, read.kv, w.window, w.sinks.float(), w.scale, y, store, ids, limit, *angles)
         return self._output(y).view_as(u)
@@ -164,13 +164,13 @@ class LatentAttention:
     def bytes_seen(self, live: list[int]) -> int:
         """Of the state, by tokens of rows that are so long."""
         w, size = self.weights, self.dtype.itemsize
-        read = [min(length, w.window) * len(w.kv.weight) for length in live]
+        read = [min(length, w.window) * w.kv.rows for length in live]
         if w.entries is not None:
             closed = [length // w.entries.rate for length in live]
             if w.index is not None:
                 read += [count * len(w.index.entries.norm.weight) for count in closed]
                 closed = [min(count, w.index.top) for count in closed]
-            read += [count * len(w.kv.weight) for count in closed]
+            read += [count * w.kv.rows for count in closed]
         return size * sum(read)
 
     def report(self) -> tuple[str, str, str]:
@@ -184,9 +184,8 @@ class LatentAttention:
     def _output(self, y: Tensor) -> Tensor:
         """The heads (N, H, D) of what was read, group by group to fewer channels, and those to hidden."""
         w = self.weights
-        groups = y.reshape(len(y), w.groups, -1).transpose(0, 1)
-        low = torch.bmm(groups, w.o_a.weight.view(w.groups, -1, groups.shape[-1]).transpose(1, 2))
-        return product(low.transpose(0, 1).reshape(len(y), -1), w.o_b)
+        low = by_groups(y.reshape(len(y), w.groups, -1), w.o_a)
+        return products(low, None, w.o_b)[0] if len(y) <= NARROW else product(low, w.o_b)
 
 
 def attend(q: Tensor, keys: Tensor, seen: Tensor, sinks: Tensor, scale: float) -> Tensor:

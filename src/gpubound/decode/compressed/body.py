@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...errors import GenerateError
 from ...kernels import hc_head, norm_product
+from ...kernels.chain import chained
 from ...kernels.decode_product import Norm
 from ...models.decoding import weight_of
 from ...models.deepseek_v4.family import CompressedReader
@@ -85,7 +86,8 @@ class CompressedBody(Body):
     @torch.no_grad()
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         token_BT, position_BT = (t.view(len(token), -1) for t in (token.long(), position))
-        return self.leave(self._through(token_BT, lambda span: span.moment(position_BT), LatentAttention.step))
+        with chained(self.device):
+            return self.leave(self._through(token_BT, lambda span: span.moment(position_BT), LatentAttention.step))
 
     @property
     def stream_width(self) -> int:
@@ -100,7 +102,8 @@ class CompressedBody(Body):
         """The streams x behind the layers of a stage, in place; its rows are those of the state from `first` on."""
         span, streams = self.spans[number], x.view(len(x), 1, self.streams, -1)
         layers = span.part(first, len(x))
-        *_, (_, y) = span.stages(streams, token.long(), span.moment(position[:, None]), LatentAttention.step, layers)
+        with chained(span.device):
+            *_, (_, y) = span.stages(streams, token.long(), span.moment(position[:, None]), LatentAttention.step, layers)
         streams.copy_(y)
 
     @torch.no_grad()
@@ -214,7 +217,7 @@ class CompressedBody(Body):
 
 
 def check_reader(reader: CompressedReader, max_length: int) -> None:
-    if why := closed_projection(reader.model, reader.PRODUCTS) or unadded(reader.model) or reader.refusal(max_length):
+    if why := closed_projection(reader.model, reader.own_product) or unadded(reader.model) or reader.refusal(max_length):
         raise ValueError(f"decoder: model: got {type(reader.model).__name__}, which is not decoded: {why}.")
 
 

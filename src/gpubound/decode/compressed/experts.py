@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels import add_routed, dequantize, quantized_add_routed, quantized_routed_gate_up, routed_gate_up, swiglu
-from ...kernels.decode_product import Norm
+from ...kernels import dequantize, quantized_routed_down, quantized_routed_gate_up, routed_down, routed_gate_up, swiglu
+from ...kernels.chain import chain_mode
+from ...kernels.decode_product import AHEAD, Norm
 from ...kernels.packed import Packed
 from ...models.deepseek_v4.weights import MixtureWeights
 from ..experts import each_expert, grouped, not_grouped
@@ -25,7 +26,7 @@ WIDE = 1 << 28  # numbers that are made of codes at a time: 512 MB in 16 bits
 class LiveExperts:
     """gate_up (E, 2 I, hidden) and down (E, hidden, I), the model's own."""
 
-    reads = "routed_gate_up, add_routed"
+    reads = "routed_gate_up, routed_down"
 
     def __init__(self, weights: MixtureWeights) -> None:
         self.gate_up: Any = weights.gate_up
@@ -42,11 +43,11 @@ class LiveExperts:
     def not_grouped(self) -> str | None:
         return not_grouped(self.gate_up, self.down)
 
-    def few(self, u: Tensor, norm: Norm, ids: Tensor, shares: Tensor, to: Tensor) -> Tensor:
-        """`to` (N, hidden) fp32 with Σ share · expert added, for the norm of u (N, hidden)."""
+    def few(self, u: Tensor, norm: Norm, ids: Tensor, shares: Tensor) -> Tensor:
+        """(N, S, hidden) fp32: share · expert, for the norm of u (N, hidden)."""
         routed = torch.empty(*ids.shape, self.width, device=u.device, dtype=self.dtype)
-        routed_gate_up(u, norm, self.gate_up, ids, routed, limit=self.limit)
-        return add_routed(routed, self.down, ids, shares, to)
+        routed_gate_up(u, norm, self.gate_up, ids, routed, ahead(), self.limit)
+        return routed_down(routed, self.down, ids, shares, apart(u, ids))
 
     def many(self, h: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
         """(N, hidden) fp32: Σ share · expert, for h (N, hidden), ids (N, S) int64."""
@@ -65,7 +66,7 @@ class LiveExperts:
 class CodedExperts(LiveExperts):
     """The same in codes: each a `Packed` whose rows are those of one expert after the other."""
 
-    reads = "quantized_routed_gate_up, quantized_add_routed"
+    reads = "quantized_routed_gate_up, quantized_routed_down"
 
     def sizes(self, weights: MixtureWeights) -> tuple[int, int, torch.dtype]:
         return self.down.rows // self.gate_up.columns, self.down.columns, weights.gate.weight.dtype
@@ -83,10 +84,10 @@ class CodedExperts(LiveExperts):
         """Experts whose codes become numbers together."""
         return max(1, min(self.count, WIDE // (3 * self.width * self.gate_up.columns)))
 
-    def few(self, u: Tensor, norm: Norm, ids: Tensor, shares: Tensor, to: Tensor) -> Tensor:
+    def few(self, u: Tensor, norm: Norm, ids: Tensor, shares: Tensor) -> Tensor:
         routed = torch.empty(*ids.shape, self.width, device=u.device, dtype=self.dtype)
-        quantized_routed_gate_up(u, norm, self.gate_up, ids, routed, limit=self.limit)
-        return quantized_add_routed(routed, self.down, ids, shares, to)
+        quantized_routed_gate_up(u, norm, self.gate_up, ids, routed, ahead(), self.limit)
+        return quantized_routed_down(routed, self.down, ids, shares, apart(u, ids))
 
     def many(self, h: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
         y = torch.zeros(h.shape, device=h.device, dtype=torch.float32)
@@ -112,6 +113,15 @@ class CodedExperts(LiveExperts):
     def report(self) -> tuple[str, str]:
         how, why = super().report()
         return f"numbers of {self.at_once} experts at a time, {how}", why
+
+
+def apart(u: Tensor, ids: Tensor) -> Tensor:
+    return torch.empty(*ids.shape, u.shape[1], device=u.device, dtype=torch.float32)
+
+
+def ahead() -> int:
+    """How gates and ups are launched: what they read was there before the shared expert's activation, which is a fence."""
+    return AHEAD if chain_mode() else 0
 
 
 def experts_of(weights: MixtureWeights) -> LiveExperts:

@@ -22,8 +22,9 @@ class Mixture:
         self.experts = experts_of(weights)
         self.overheard: Any = None  # the judge's Choices, while it listens
 
-    def __call__(self, u: Tensor, token: Tensor) -> Tensor:
-        """What is added for tokens (N,), whose streams mix to u (N, hidden) fp32."""
+    def __call__(self, u: Tensor, token: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What is added for tokens (N,), whose streams mix to u (N, hidden) fp32; of few, what their experts give stays apart,
+        (N, S, hidden)."""
         w = self.weights
         scores, gate, up = products(u, w.norm, w.router, w.gate, w.up)
         ids, shares = self.choose(scores.contiguous(), token)
@@ -31,10 +32,10 @@ class Mixture:
             self.overheard.add(self.number, ids)
         (shared,) = products(swiglu(gate, up, w.limit), None, w.shared_down)
         if len(u) <= NARROW:
-            return self.experts.few(u, w.norm, ids, shares, shared)
+            return shared, self.experts.few(u, w.norm, ids, shares)
         h = normed(u, w.norm).to(self.experts.dtype)
         pieces = zip(h.split(PIECE), ids.long().split(PIECE), shares.split(PIECE))
-        return shared + torch.cat([self.experts.many(*piece) for piece in pieces])
+        return shared + torch.cat([self.experts.many(*piece) for piece in pieces]), None
 
     def choose(self, scores: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         """Experts (N, S) int32 and their shares (N, S) fp32. Of equal scores, the expert with the lower number comes first."""

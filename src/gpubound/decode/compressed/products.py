@@ -1,31 +1,59 @@
 """Products of a norm's output, for few rows and for many.
 
 For few rows, a kernel reads each weight once, with the norm inside, of all weights that read the same in one launch
-(kernels/norm_products.py). Of many rows the norm is computed once, and the products are matrices worth a tensor core.
+(kernels/norm_products.py). Of many rows the norm is computed once, and the products are matrices worth a tensor core; a weight
+in fp8 is written out for them.
 """
 
+from collections.abc import Iterator, Sequence
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels import norm_products
 from ...kernels.decode_product import Norm
-from ...kernels.norm_products import MOST
-from ...models.decoding import Linear
+from ...kernels.fp8_blocks import Fp8Blocks, numbers
+from ...kernels.norm_products import MOST, MOST_CODED
+from ...models.deepseek_v4.weights import LinearWeights
 
 NARROW = 8  # rows
 
 
-def products(x: Tensor, norm: Norm | None, *layers: Linear) -> list[Tensor]:
+def products(x: Tensor, norm: Norm | None, *layers: LinearWeights) -> list[Tensor]:
     """rms_norm(x), or x, times each layer, (N, rows) fp32, for x (N, width) fp32."""
     if len(x) > NARROW:
         h = x if norm is None else F.rms_norm(x, x.shape[-1:], norm.weight.float(), norm.eps)
         return [product(h.to(layer.weight.dtype), layer).float() for layer in layers]
-    found: list[Tensor] = []
-    for some in (layers[first : first + MOST] for first in range(0, len(layers), MOST)):
-        weights = [layer.weight for layer in some]
-        found += norm_products(x, norm, weights).split([len(weight) for weight in weights], 1)
-    return [y if layer.bias is None else y + layer.bias.float() for y, layer in zip(found, layers)]
+    found: dict[int, Tensor] = {}
+    for some in _launches(layers):
+        weights = [layers[number].weight for number in some]
+        found |= zip(some, norm_products(x, norm, weights).split([layers[number].rows for number in some], 1))
+    return [found[number] if layer.bias is None else found[number] + layer.bias.float() for number, layer in enumerate(layers)]
 
 
-def product(x: Tensor, layer: Linear) -> Tensor:
-    return F.linear(x, layer.weight, layer.bias)
+def _launches(layers: Sequence[LinearWeights]) -> Iterator[list[int]]:
+    """The numbers of those that are multiplied in one launch, fp8 in front."""
+    coded = [number for number, layer in enumerate(layers) if isinstance(layer.weight, Fp8Blocks)]
+    plain = [number for number in range(len(layers)) if number not in coded]
+    while coded or plain:
+        first, coded = coded[:MOST_CODED], coded[MOST_CODED:]
+        room = MOST - len(first)
+        yield [*first, *plain[:room]]
+        plain = plain[room:]
+
+
+def product(x: Tensor, layer: LinearWeights) -> Tensor:
+    return F.linear(x, _matrix(layer, x.dtype), layer.bias)
+
+
+def by_groups(x: Tensor, layer: LinearWeights) -> Tensor:
+    """x (N, groups, width) times a layer each group of whose rows reads its own, (N, rows): fp32 of few rows, or x's dtype."""
+    if len(x) <= NARROW:
+        return norm_products(x.float(), None, [layer.weight])
+    weight = _matrix(layer, x.dtype).unflatten(0, (x.shape[1], -1)).transpose(1, 2)
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1).reshape(len(x), -1)
+
+
+def _matrix(layer: LinearWeights, dtype: torch.dtype) -> Tensor:
+    return numbers(layer.weight, dtype) if isinstance(layer.weight, Fp8Blocks) else layer.weight

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ...device import entered
-from ...kernels import hc_post, hc_pre
 from ...models.deepseek_v4.family import CompressedReader
 from ...models.deepseek_v4.weights import HyperWeights
 from ..contract import Build
@@ -18,6 +17,7 @@ from ..stages.plan import LayerStage, described
 from .attention import LatentAttention
 from .mixture import Mixture
 from .state import Moment, Stretch
+from .streams import streams_of
 
 META = torch.device("meta")
 
@@ -71,16 +71,20 @@ class StreamedSpan:
         self, x: Tensor, token_BT: Tensor, now: Moment | Stretch, attend: Attend, layers: list[StreamedLayer] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """(name, the streams behind it) of every part, from the streams x (B, T, n, hidden)."""
-        x, token_N = x.to(self.device), token_BT.to(self.device).flatten()
-        for number, layer in zip(self.numbers, self.layers if layers is None else layers):
+        streams, token_N = streams_of(x.to(self.device)), token_BT.to(self.device).flatten()
+        layers = self.layers if layers is None else layers
+        own = [w for layer in layers for w in (layer.attention_streams, layer.mixture_streams)]
+        after = iter([*own[1:], None])
+        for number, layer in zip(self.numbers, layers):
             with entered(self.device):
-                u, give, mix = read(x, layer.attention_streams)
-                x = hc_post(x, attend(layer.attention, u, now), give, mix)
-            yield f"model.layers.{number}.self_attn", x
+                u = streams.read(layer.attention_streams)
+                streams.write(attend(layer.attention, u, now), layer.attention_streams, next(after))
+            yield f"model.layers.{number}.self_attn", streams.x
             with entered(self.device):
-                u, give, mix = read(x, layer.mixture_streams)
-                x = hc_post(x, layer.mixture(u.flatten(0, 1), token_N).view_as(u), give, mix)
-            yield f"model.layers.{number}.mlp", x
+                u = streams.read(layer.mixture_streams)
+                y, more = layer.mixture(u.flatten(0, 1), token_N)
+                streams.write(y.view_as(u), layer.mixture_streams, next(after), more)
+            yield f"model.layers.{number}.mlp", streams.x
 
     def report(self, number: int) -> tuple[str, str, str]:
         """(stage, where, what lies there) for the decoder's table."""
@@ -97,8 +101,3 @@ def bytes_kept(reader: CompressedReader, build: Build, dtype: torch.dtype) -> li
     """The state of each layer."""
     states = (LatentAttention(one.attention, build, dtype, META) for one in reader.layers())
     return [sum(t.nbytes for t in state.tensors()) for state in states]
-
-
-def read(x: Tensor, w: HyperWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """What a part reads of the streams, and how `hc_post` spreads what it gives."""
-    return hc_pre(x, w.product, w.scale, w.base, w.eps, w.norm_eps, w.rounds)

@@ -117,7 +117,7 @@ class Entries:
         width = len(weights.norm.weight)
         count = (build.max_length - 1) // weights.rate + 1
         self.store = torch.zeros(build.max_batch, count, width, device=device, dtype=dtype)
-        self.kv, self.gate = (TokenRing(weights.span, len(w.weight), build, dtype, device) for w in (weights.kv, weights.gate))
+        self.kv, self.gate = (TokenRing(weights.span, w.rows, build, dtype, device) for w in (weights.kv, weights.gate))
 
     def tensors(self) -> list[Tensor]:
         return [self.store, self.kv.data, self.gate.data]

@@ -152,7 +152,7 @@ def product(job: Job) -> MatrixPlan:
 LONE_PROGRAMS = 4  # at least, for each multiprocessor
 LANE_WORDS = 4  # of a row of a packed weight that a thread reads at once: 16 bytes
 # Words of a tile that a thread holds. Each row of x wants as many registers again for its products.
-THREAD_WORDS = {"add": 32, "qkv": 32, "gate_up": 64, "head": 64, "routed_gate_up": 32, "add_routed": 32}
+THREAD_WORDS = {"add": 32, "qkv": 32, "gate_up": 64, "head": 64, "routed_gate_up": 32, "add_routed": 32, "routed_down": 16}
 
 
 def packed_product(job: Job) -> MatrixPlan:
@@ -233,7 +233,6 @@ RULES = {
     **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm"), Rule(RowPlan, norm_rows, _width)),
     **dict.fromkeys(("dynamic_tanh", "add_dynamic_tanh"), Rule(RowPlan, norm_rows, _width)),
     **dict.fromkeys(("richards_norm", "add_richards_norm"), Rule(RowPlan, striding_rows, _width)),
-    "choose_experts": Rule(TilePlan, lambda job: TilePlan(4096, 4), _first(1)),  # pairs that are compared at a time
     "compress": Rule(TilePlan, lambda job: TilePlan(4096, 4), _first(1)),
     "decode_attention": Rule(AttentionPlan, decode_attention, _first(2)),
     "gated": Rule(TilePlan, gated, _first(0)),

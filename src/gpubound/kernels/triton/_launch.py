@@ -7,6 +7,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from ...device import interpreted
+from ..chain import chain_mode
 from ..plans import Job, plan_for, plan_traced, step_down
 from ..plans.kinds import MatrixPlan
 
@@ -52,8 +53,9 @@ def launch_product(
     launch(job, run)
 
 
-def options(warps: int, dependent: int) -> dict[str, Any]:
-    """Of a launch that may depend on the one before it (decode_product.py)."""
+def options(warps: int, dependent: int = 0) -> dict[str, Any]:
+    """Of a launch that may depend on the one before it (decode_product.py), by its caller's word or by the step's."""
+    dependent = dependent or chain_mode()
     if interpreted() or not dependent:
         return {"num_warps": warps, "DEPENDENT": 0}
     return {"num_warps": warps, "DEPENDENT": dependent, "launch_pdl": True}

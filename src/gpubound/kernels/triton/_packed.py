@@ -144,19 +144,38 @@ def _tile(ptr, row, col, rows, there, ROW: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _row_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr,
-              R: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr, WHOLE: tl.constexpr,
-              DEPENDENT: tl.constexpr):  # fmt: skip
-    """For each row of x, the sums (R,) of R rows of the weight."""
+def _first(w_ptr, scale_ptr, rows, K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr):
+    """The first words of R rows of the weight, and their scales."""
     N: tl.constexpr = _words(K, KIND)
-    EVEN: tl.constexpr = N % C == 0 and K % 128 == 0
     SCALES: tl.constexpr = _scales(K, KIND)
     CHUNKS: tl.constexpr = N // 4 // SCALES  # of four words that share a scale
     row = tl.program_id(1) * R + tl.arange(0, R)
     word, chunk = tl.arange(0, C), tl.arange(0, C // 4)
     words = _tile(w_ptr, row, word, rows, word < N, N, WHOLE)
-    scale = _tile(scale_ptr, row, chunk // CHUNKS, rows, chunk < N // 4, SCALES, WHOLE)
+    return words, _tile(scale_ptr, row, chunk // CHUNKS, rows, chunk < N // 4, SCALES, WHOLE)
+
+
+@triton.jit
+def _row_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr,
+              R: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr, WHOLE: tl.constexpr,
+              DEPENDENT: tl.constexpr):  # fmt: skip
+    """For each row of x, the sums (R,) of R rows of the weight."""
+    words, scale = _first(w_ptr, scale_ptr, rows, K, KIND, R, C, WHOLE)
     _wait(DEPENDENT)
+    return _sums_from(words, scale, x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B, K, KIND, R, C, GAIN, WHOLE, DEPENDENT)
+
+
+@triton.jit
+def _sums_from(words, scale, x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B: tl.constexpr, K: tl.constexpr,
+               KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr, WHOLE: tl.constexpr,
+               DEPENDENT: tl.constexpr):  # fmt: skip
+    """The same with the first words there."""
+    N: tl.constexpr = _words(K, KIND)
+    EVEN: tl.constexpr = N % C == 0 and K % 128 == 0
+    SCALES: tl.constexpr = _scales(K, KIND)
+    CHUNKS: tl.constexpr = N // 4 // SCALES
+    row = tl.program_id(1) * R + tl.arange(0, R)
+    word, chunk = tl.arange(0, C), tl.arange(0, C // 4)
     totals, squares = (), ()
     for _ in tl.static_range(B):
         totals += (tl.zeros([R, C // 4], tl.float32),)

@@ -12,6 +12,8 @@ before it end. So behind such a fence, however many launches later, what was wri
 
 weights, norms, tables      in every kernel: no step writes them
 position, old keys, pages   in attention: the choice before wrote them; the q k v product of a span's first layer is the fence
+sums of hc_write            the one before wrote them; the turn of heads and the shared expert's activation are fences
+ids, and x of an AHEAD one  where the choice of experts stands before the activation of the one that all share, which is a fence
 x, qkv, gated, the new key  never: the launch before, or the one before that, writes them
 
 All writes stand behind the wait: launches that still run may read what was there.
@@ -20,14 +22,14 @@ All writes stand behind the wait: launches that still run may read what was ther
 import triton
 import triton.language as tl
 
-from ..decode_product import EARLY, FENCE, LATE
+from ..decode_product import AHEAD, EARLY, FENCE, LATE
 
-AT_ONCE, AFTER, BEHIND = tl.constexpr(EARLY), tl.constexpr(LATE), tl.constexpr(FENCE)
+AT_ONCE, AFTER, BEHIND, BEFORE = tl.constexpr(EARLY), tl.constexpr(LATE), tl.constexpr(FENCE), tl.constexpr(AHEAD)
 
 
 @triton.jit
 def _begin(DEPENDENT: tl.constexpr):
-    if DEPENDENT == AT_ONCE:
+    if DEPENDENT == AT_ONCE or DEPENDENT == BEFORE:  # noqa: SIM109 - Triton knows no `in`
         tl.extra.cuda.gdc_launch_dependents()
 
 

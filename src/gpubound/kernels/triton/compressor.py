@@ -14,7 +14,8 @@ from torch import Tensor
 from ..compressor import Pending
 from ..decode_product import Norm
 from ..plans.kinds import TilePlan, job_of, power_of_two
-from ._launch import launch
+from ._launch import launch, options
+from ._step import _begin, _wait
 
 
 @triton.jit
@@ -41,8 +42,10 @@ def _turned(y, cos_ptr, sin_ptr, D: tl.constexpr, DP: tl.constexpr, PAIRS: tl.co
 def _compress_kernel(kv_ptr, gate_ptr, position_ptr, old_kv_ptr, old_gate_ptr, store_ptr, bias_ptr, norm_ptr, cos_ptr, sin_ptr,
                      eps, tokens, size, places, M: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
                      W: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, SLOTS: tl.constexpr, POOL: tl.constexpr,
-                     KEEP: tl.constexpr):  # fmt: skip
+                     KEEP: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """M tokens a window, R slots an entry, of SLOTS at a time."""
+    _begin(DEPENDENT)
+    _wait(DEPENDENT)
     b, window = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = tl.load(position_ptr + b)
     kv_ptr += b * tokens * W
@@ -102,7 +105,7 @@ def compress(
         for pools, keeps in steps:
             _compress_kernel[(rows, triton.cdiv(tokens, m))](
                 kv, gate, position, *pending, store, bias, norm.weight, cos, sin, norm.eps, tokens, size, store.shape[1], m,
-                slots, D, wide, W, cos.shape[1], norm.offset, each, pools, keeps, num_warps=plan.warps,
+                slots, D, wide, W, cos.shape[1], norm.offset, each, pools, keeps, **options(plan.warps),
             )  # fmt: skip
 
     launch(job_of("compress", "", (D,), store), run)

@@ -21,11 +21,12 @@ from torch import Tensor
 from ..decode_product import Norm
 from ..experts import LEAST
 from ..gated import INFINITE
-from ..plans.kinds import TilePlan, job_of, power_of_two
-from ._launch import launch, launch_product
-from ._step import _begin, _end, _row, _tile, _wait
+from ..plans.kinds import job_of, power_of_two
+from ._launch import launch_product, options
+from ._step import BEFORE, _begin, _end, _row, _tile, _wait
 
 COMPARED = 4096  # pairs of experts that a program compares at a time
+WARP = 1024  # experts that one warp ranks
 
 
 @triton.jit
@@ -94,42 +95,41 @@ def _score(logit):
 
 @triton.jit
 def _ranked(logits_ptr, correction_ptr, i, experts):
-    """Scores to choose by; a NaN counts as infinite."""
+    """Numbers in the order of the scores to choose by, where a NaN counts as infinite. Behind a score stands whose it is, from
+    the top down: of equal ones the lowest expert's is the greatest."""
     there = i < experts
     score = _score(tl.load(logits_ptr + i, mask=there, other=0.0))
     score += tl.load(correction_ptr + i, mask=there, other=0.0).to(tl.float32)
-    return tl.where(there, tl.where(score != score, float("inf"), score), float("-inf"))
+    score = tl.where(score != score, float("inf"), tl.where(score == 0.0, 0.0, score))
+    bits = score.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) << 32
+    return tl.where(there, ordered | (0x7FFFFFFF - i), -(1 << 63))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["experts"])
 def _choose_experts_kernel(logits_ptr, correction_ptr, table_ptr, token_ptr, scale, ids_ptr, shares_ptr, experts,
-                           S: tl.constexpr, SP: tl.constexpr, E: tl.constexpr, EB: tl.constexpr,
-                           LEAST: tl.constexpr):  # fmt: skip
+                           S: tl.constexpr, SP: tl.constexpr, E: tl.constexpr, LEAST: tl.constexpr,
+                           DEPENDENT: tl.constexpr):  # fmt: skip
+    _begin(DEPENDENT)
+    _wait(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     logits_ptr += b * experts
-    ids_ptr += b * S
-    shares_ptr += b * S
+    slot = tl.arange(0, SP)
     if table_ptr is not None:
-        slot = tl.arange(0, SP)
         token = tl.load(token_ptr + b)
-        i = tl.load(table_ptr + token * S + slot, mask=slot < S, other=-1)
-        known = (i >= 0) & (i < experts)
-        score = tl.where(known, _score(tl.load(logits_ptr + i, mask=known, other=0.0)), float("nan"))
-        chosen, place = slot < S, slot
+        i = tl.load(table_ptr + token * S + slot, mask=slot < S, other=-1).to(tl.int32)
     else:
-        i = tl.arange(0, E)
-        mine = _ranked(logits_ptr, correction_ptr, i, experts)
-        place = tl.zeros([E], tl.int32)
-        for start in range(0, E, EB):
-            j = start + tl.arange(0, EB)
-            other = _ranked(logits_ptr, correction_ptr, j, experts)
-            before = (other[None] > mine[:, None]) | ((other[None] == mine[:, None]) & (j[None] < i[:, None]))
-            place += tl.sum(before.to(tl.int32), 1)
-        chosen = (i < experts) & (place < S)
-        score = _score(tl.load(logits_ptr + i, mask=i < experts, other=0.0))
-    whole = tl.sum(tl.where(chosen, score, 0.0), 0) + LEAST
-    tl.store(ids_ptr + place, i.to(tl.int32), mask=chosen)
-    tl.store(shares_ptr + place, score / whole * scale, mask=chosen)
+        i = tl.full([SP], -1, tl.int32)
+        rank = _ranked(logits_ptr, correction_ptr, tl.arange(0, E), experts)
+        for nth in tl.static_range(S):
+            best = tl.max(rank, 0)
+            i = tl.where(slot == nth, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), i)
+            rank = tl.where(rank == best, -(1 << 63), rank)
+    known = (i >= 0) & (i < experts)
+    score = tl.where(known, _score(tl.load(logits_ptr + i, mask=known, other=0.0)), float("nan"))
+    whole = tl.sum(tl.where(slot < S, score, 0.0), 0) + LEAST
+    tl.store(ids_ptr + b * S + slot, i, mask=slot < S)
+    tl.store(shares_ptr + b * S + slot, score / whole * scale, mask=slot < S)
 
 
 @triton.jit
@@ -148,7 +148,8 @@ def _routed_gate_up_kernel(x_ptr, norm_ptr, gate_up_ptr, ids_ptr, out_ptr, eps, 
     row, col = tl.arange(0, R), tl.arange(0, C)
     EVEN: tl.constexpr = K % C == 0
     left = rows - first
-    _wait(DEPENDENT)
+    if DEPENDENT != BEFORE:
+        _wait(DEPENDENT)
     _begin(DEPENDENT)
     expert, poison = _expert(ids_ptr + pair, experts)
     gate_ptr = gate_up_ptr + (expert * 2 * rows + first) * K
@@ -170,6 +171,8 @@ def _routed_gate_up_kernel(x_ptr, norm_ptr, gate_up_ptr, ids_ptr, out_ptr, eps, 
     y, z = tl.sum(gate, 1) * factor, tl.sum(up, 1) * factor
     y, z = tl.where(y > limit, limit, y), tl.where(z > limit, limit, tl.where(z < -limit, -limit, z))  # a NaN stays
     y = y / (1.0 + tl.exp(-y)) * z * poison
+    if DEPENDENT == BEFORE:
+        _wait(DEPENDENT)
     tl.store(out_ptr + pair * rows + first + row, y.to(out_ptr.dtype.element_ty), mask=row < left)
 
 
@@ -205,6 +208,28 @@ def _add_routed_kernel(h_ptr, down_ptr, ids_ptr, weights_ptr, x_ptr, stacked, ro
     tl.store(to, x + tl.sum(total, 1), mask=row < left)
 
 
+@triton.jit
+def _routed_down_kernel(h_ptr, down_ptr, ids_ptr, weights_ptr, out_ptr, stacked, rows, K: tl.constexpr, R: tl.constexpr,
+                        C: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    _begin(DEPENDENT)
+    first, pair = tl.program_id(0) * R, tl.program_id(1).to(tl.int64)
+    row, col = tl.arange(0, R), tl.arange(0, C)
+    EVEN: tl.constexpr = K % C == 0
+    left = rows - first
+    expert, poison = _expert(ids_ptr + pair, stacked)
+    w_ptr = down_ptr + (expert * rows + first) * K
+    w = _tile(w_ptr, row, col, left, K, K, WHOLE)
+    weight = tl.load(weights_ptr + pair, cache_modifier=".cg") * poison
+    _wait(DEPENDENT)
+    total = tl.zeros([R, C], tl.float32)
+    for start in range(0, K, C):
+        total += w.to(tl.float32) * _row(h_ptr + pair * K + start, col, K - start, EVEN)[None]
+        if start + C < K:
+            w = _tile(w_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
+    _end(DEPENDENT)
+    tl.store(out_ptr + pair * rows + first + row, tl.sum(total, 1) * weight, mask=row < left)
+
+
 @torch.no_grad()
 def route(
     x: Tensor, norm: Norm, router: Tensor, normalise: bool, logits: Tensor, count: Tensor, ids: Tensor, weights: Tensor,
@@ -228,13 +253,11 @@ def choose_experts(
     (rows, experts), slots = logits.shape, ids.shape[1]
     block = power_of_two(experts)
 
-    def run(plan: TilePlan) -> None:
-        _choose_experts_kernel[(rows,)](
-            logits, correction, table, token, scale, ids, shares, experts, slots, power_of_two(slots), block,
-            max(1, min(block, plan.elements // block)), LEAST, num_warps=plan.warps,
-        )  # fmt: skip
-
-    launch(job_of("choose_experts", "", (experts,), logits), run)
+    # One warp: what is greatest is then found without a barrier, slots times.
+    _choose_experts_kernel[(rows,)](
+        logits, correction, table, token, scale, ids, shares, experts, slots, power_of_two(slots), block, LEAST,
+        **options(max(1, block // WARP)),
+    )  # fmt: skip
     return ids, shares
 
 
@@ -258,3 +281,13 @@ def add_routed(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor,
         weights, x, experts, rows, S=ids.shape[1],
     )  # fmt: skip
     return x
+
+
+@torch.no_grad()
+def routed_down(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
+    experts, rows, width = down.shape
+    launch_product(
+        _routed_down_kernel, job_of("product", "routed_down", (rows, width, rows), down), width, ids.numel(), dependent, h,
+        down, ids, weights, out, experts, rows,
+    )  # fmt: skip
+    return out

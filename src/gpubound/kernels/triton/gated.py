@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ..gated import INFINITE
 from ..plans.kinds import TilePlan, job_of, power_of_two
-from ._launch import first_order_only, launch
+from ._launch import first_order_only, launch, options
 from ._math import sigmoid
+from ._step import _begin, _wait
 
 
 @triton.jit
@@ -55,8 +56,10 @@ def _limited(gate, up, limit):
 
 @triton.jit
 def _gated_forward_kernel(gate_ptr, up_ptr, out_ptr, rows, gate_row, up_row, COLS: tl.constexpr, ROWS: tl.constexpr,
-                          BLOCK: tl.constexpr, HINT: tl.constexpr, ACTIVATION: tl.constexpr,
-                          LIMIT: tl.constexpr = None):  # fmt: skip
+                          BLOCK: tl.constexpr, HINT: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
+                          DEPENDENT: tl.constexpr):  # fmt: skip
+    _wait(DEPENDENT)  # a fence (_step.py)
+    _begin(DEPENDENT)
     row, col, mask = _tile(rows, COLS, ROWS, BLOCK)
     gate = tl.load(gate_ptr + row * gate_row + col, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
     up = tl.load(up_ptr + row * up_row + col, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
@@ -69,7 +72,9 @@ def _gated_forward_kernel(gate_ptr, up_ptr, out_ptr, rows, gate_row, up_row, COL
 @triton.jit
 def _gated_backward_kernel(dout_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, rows, dout_row, gate_row, up_row, dgate_row, dup_row,
                            COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HINT: tl.constexpr,
-                           ACTIVATION: tl.constexpr, LIMIT: tl.constexpr = None):  # fmt: skip
+                           ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    _begin(DEPENDENT)
+    _wait(DEPENDENT)
     row, col, mask = _tile(rows, COLS, ROWS, BLOCK)
     dout = tl.load(dout_ptr + row * dout_row + col, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_row + col, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
@@ -129,7 +134,7 @@ def _launch(kernel: Any, way: str, activation: str, limit: float, matrices: list
         high = plan.elements // wide
         kernel[(triton.cdiv(rows, high) * triton.cdiv(cols, wide),)](
             *tiled, rows, *(x.stride(0) for x in tiled[:strided]), cols, high, wide, plan.hint, activation,
-            None if limit == INFINITE else limit, num_warps=plan.warps,
+            None if limit == INFINITE else limit, **options(plan.warps),
         )  # fmt: skip
 
     launch(job_of("gated", way, (matrices[0].shape[1],), matrices[0]), run)

@@ -2,8 +2,8 @@
 
 Before, every product of a token sums over all of its S · D numbers: 16,384 of V4-Flash, by 24 rows of weights, 1.5 MB. So many
 programs share the sums of a token, each a stretch of the numbers, and leave (splits, N, products) parts in memory, the sum of
-squares among them. Each program of the second launch adds a token's parts, in their order, and mixes a stretch of u. One of
-them also makes post, and balances comb in its registers.
+squares among them. Each program of the second launch adds a token's parts, in their order, and mixes a stretch of u. One
+in front of them makes post, and balances comb in its registers, which takes longer than a stretch.
 
 Up to FEW tokens a program multiplies a token's stretch by itself. More tokens are multiplied 16 or 64 at a time on tensor
 cores, in three tf32 products, which together have fp32's digits.
@@ -23,7 +23,8 @@ from torch import Tensor
 
 from ..hyper_connections import FEW, mixed
 from ..plans.kinds import MatrixPlan, TilePlan, job_of, power_of_two
-from ._launch import first_order_only, launch
+from ._launch import first_order_only, launch, options
+from ._step import _begin, _wait
 from .sinkhorn import _balanced, _shares, sinkhorn
 
 MOST = 128  # parts of a sum: 32 KB for a token of 128 parts lie in the L2
@@ -32,25 +33,32 @@ PROGRAMS = 2  # a multiprocessor, where the tokens alone are fewer
 
 @triton.jit(do_not_specialize=["tokens"])
 def _hc_project_kernel(x_ptr, w_ptr, part_ptr, tokens, chunk, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
-                       ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                       ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """Products and, behind them, squares of one stretch of some tokens."""
+    _begin(DEPENDENT)
     split, first = tl.program_id(0), tl.program_id(1) * ROWS
     p, row, col = tl.arange(0, PP), first + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     begin, live = split * chunk, row < tokens
+    stop = min(begin + chunk, K)
     to = part_ptr + (split.to(tl.int64) * tokens + row[:, None]) * PP + p[None]
     x_ptr += row[:, None].to(tl.int64) * K
     if ROWS == 1:
         total, square = tl.zeros([PP, BLOCK], tl.float32), tl.zeros([1, BLOCK], tl.float32)
-        for start in range(begin, min(begin + chunk, K), BLOCK):
+        at = begin + col
+        w = tl.load(w_ptr + p[:, None] * K + at[None], mask=(p < P)[:, None] & (at < stop)[None], other=0.0)
+        _wait(DEPENDENT)
+        for start in range(begin, stop, BLOCK):
             at = start + col
             x = tl.load(x_ptr + at[None], mask=live[:, None] & (at < K)[None], other=0.0).to(tl.float32)
-            w = tl.load(w_ptr + p[:, None] * K + at[None], mask=(p < P)[:, None] & (at < K)[None], other=0.0)
             total += w.to(tl.float32) * x
             square += x * x
+            at += BLOCK
+            w = tl.load(w_ptr + p[:, None] * K + at[None], mask=(p < P)[:, None] & (at < stop)[None], other=0.0)
         sums, squares = tl.sum(total, 1)[None], tl.sum(square, 1)
     else:
+        _wait(DEPENDENT)
         sums, squares = tl.zeros([ROWS, PP], tl.float32), tl.zeros([ROWS], tl.float32)
-        for start in range(begin, min(begin + chunk, K), BLOCK):
+        for start in range(begin, stop, BLOCK):
             at = start + col
             x = tl.load(x_ptr + at[None], mask=live[:, None] & (at < K)[None], other=0.0).to(tl.float32)
             w = tl.load(w_ptr + p[None] * K + at[:, None], mask=(p < P)[None] & (at < K)[:, None], other=0.0)
@@ -71,8 +79,10 @@ def _gate(part_ptr, base_ptr, scale, factor, there, step, START: tl.constexpr, S
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def _hc_finish_kernel(x_ptr, part_ptr, scale_ptr, base_ptr, u_ptr, post_ptr, comb_ptr, tokens, splits, eps, norm_eps,
                       D: tl.constexpr, S: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, BLOCK: tl.constexpr,
-                      SPLITS: tl.constexpr, ROUNDS: tl.constexpr):  # fmt: skip
+                      SPLITS: tl.constexpr, ROUNDS: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """ROUNDS 0: no post and no comb."""
+    _begin(DEPENDENT)
+    _wait(DEPENDENT)
     n = tl.program_id(0).to(tl.int64)
     step = tokens.to(tl.int64) * PP
     part_ptr += n * PP
@@ -80,12 +90,14 @@ def _hc_finish_kernel(x_ptr, part_ptr, scale_ptr, base_ptr, u_ptr, post_ptr, com
     square = tl.sum(tl.load(part_ptr + split * step + P, mask=split < splits, other=0.0), 0)
     factor = 1.0 / tl.sqrt(square / (S * D) + norm_eps)
     there = (split < splits)[:, None]
-    pre = _gate(part_ptr, base_ptr, tl.load(scale_ptr).to(tl.float32), factor, there, step, 0, S, SPLITS) + eps
-    s, col = tl.arange(0, S)[:, None], tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + (n * S + s) * D + col[None], mask=(col < D)[None], other=0.0).to(tl.float32)
-    u = tl.sum(tl.trans(pre) * x, 0)
-    tl.store(u_ptr + n * D + col, u.to(u_ptr.dtype.element_ty), mask=col < D)
-    if ROUNDS > 0 and tl.program_id(1) == 0:
+    stretch = tl.program_id(1) - (1 if ROUNDS > 0 else 0)
+    if stretch >= 0:
+        pre = _gate(part_ptr, base_ptr, tl.load(scale_ptr).to(tl.float32), factor, there, step, 0, S, SPLITS) + eps
+        s, col = tl.arange(0, S)[:, None], stretch * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + (n * S + s) * D + col[None], mask=(col < D)[None], other=0.0).to(tl.float32)
+        u = tl.sum(tl.trans(pre) * x, 0)
+        tl.store(u_ptr + n * D + col, u.to(u_ptr.dtype.element_ty), mask=col < D)
+    elif ROUNDS > 0:
         post = 2.0 * _gate(part_ptr, base_ptr, tl.load(scale_ptr + 1).to(tl.float32), factor, there, step, S, S, SPLITS)
         tl.store(post_ptr + n * S + tl.arange(0, S)[None], post)
         place = tl.arange(0, S)[:, None] * S + tl.arange(0, S)[None]
@@ -108,7 +120,9 @@ def _mixing(x_ptr, y_ptr, post_ptr, comb_ptr, n, D: tl.constexpr, S: tl.constexp
 
 @triton.jit
 def _hc_post_forward_kernel(x_ptr, y_ptr, post_ptr, comb_ptr, out_ptr, D: tl.constexpr, S: tl.constexpr,
-                            BLOCK: tl.constexpr):  # fmt: skip
+                            BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    _begin(DEPENDENT)
+    _wait(DEPENDENT)
     n = tl.program_id(0).to(tl.int64)
     x_ptr, y_ptr, post, comb = _mixing(x_ptr, y_ptr, post_ptr, comb_ptr, n, D, S)
     s, col = tl.arange(0, S)[:, None], (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None]
@@ -160,7 +174,7 @@ def _pre(
         splits = triton.cdiv(reach, chunk)
         parts = torch.empty(splits, tokens, padded, device=x.device, dtype=torch.float32)
         _hc_project_kernel[(splits, tiles)](
-            x, weight, parts, tokens, chunk, reach, products, padded, plan.rows, plan.columns, num_warps=plan.warps
+            x, weight, parts, tokens, chunk, reach, products, padded, plan.rows, plan.columns, **options(plan.warps)
         )
         return parts
 
@@ -168,9 +182,9 @@ def _pre(
     parts = launch(job, project)
 
     def finish(plan: TilePlan) -> None:
-        _hc_finish_kernel[(tokens, triton.cdiv(width, plan.elements // streams))](
+        _hc_finish_kernel[(tokens, triton.cdiv(width, plan.elements // streams) + (rounds > 0))](
             x, parts, scale, base, u, small[0] if small else u, small[1] if small else u, tokens, len(parts), eps, norm_eps,
-            width, streams, products, padded, plan.elements // streams, power_of_two(len(parts)), rounds, num_warps=plan.warps,
+            width, streams, products, padded, plan.elements // streams, power_of_two(len(parts)), rounds, **options(plan.warps),
         )  # fmt: skip
 
     launch(job_of("hc_mix", "pre", (width,), x), finish)
@@ -213,7 +227,7 @@ class _Post(torch.autograd.Function):
         def run(plan: TilePlan) -> None:
             block = plan.elements // streams
             _hc_post_forward_kernel[(prod(leading), triton.cdiv(width, block))](
-                *given, out, width, streams, block, num_warps=plan.warps
+                *given, out, width, streams, block, **options(plan.warps)
             )
 
         launch(job_of("hc_mix", "post", (width,), x), run)

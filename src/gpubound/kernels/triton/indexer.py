@@ -20,13 +20,17 @@ from torch import Tensor
 
 from ...device import interpreted
 from ..plans.kinds import TilePlan, job_of, power_of_two
-from ._launch import launch
+from ._launch import launch, options
+from ._step import _begin, _wait
 
 
 @triton.jit
 def _index_scores_kernel(q_ptr, k_ptr, w_ptr, limit_ptr, out_ptr, scale, places, tokens, H: tl.constexpr, HP: tl.constexpr,
-                         D: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+                         D: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+                         DEPENDENT: tl.constexpr):  # fmt: skip
     """`tokens` of a row."""
+    _begin(DEPENDENT)
+    _wait(DEPENDENT)
     n = tl.program_id(1).to(tl.int64)
     h, depth, s = tl.arange(0, HP), tl.arange(0, DEPTH), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     limit = tl.minimum(tl.load(limit_ptr + n), places)
@@ -72,10 +76,13 @@ def _reaching(key, least, step):
 
 @triton.jit(do_not_specialize=["places", "span"])
 def _index_topk_kernel(score_ptr, limit_ptr, from_ptr, ids_ptr, places, span, EACH: tl.constexpr, K: tl.constexpr,
-                       KP: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+                       KP: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+                       DEPENDENT: tl.constexpr):  # fmt: skip
     """Of each stretch of `span` scores, or with from_ptr of the EACH places that every stretch has left there.
 
     WHOLE: what a program reads is one block."""
+    _begin(DEPENDENT)
+    _wait(DEPENDENT)
     n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     line, at, slot = score_ptr + n * places, tl.arange(0, BLOCK), tl.arange(0, KP)
     limit, first = tl.minimum(tl.load(limit_ptr + n), places), part * span
@@ -132,7 +139,8 @@ def index_scores(q: Tensor, keys: Tensor, weights: Tensor, limit: Tensor, scale:
     def run(plan: TilePlan) -> None:
         _index_scores_kernel[(triton.cdiv(places, plan.elements), tokens)](
             q, keys, weights, limit, out, scale, places, tokens // len(keys), heads, max(16, power_of_two(heads)), width,
-            min(128 // q.element_size(), max(16, power_of_two(width))), plan.elements, interpreted(), num_warps=plan.warps,
+            min(128 // q.element_size(), max(16, power_of_two(width))), plan.elements, interpreted(),
+            **options(plan.warps),
         )  # fmt: skip
 
     launch(job_of("index_scores", "", (heads, width), keys), run)
@@ -151,7 +159,7 @@ def index_topk(scores: Tensor, limit: Tensor, ids: Tensor) -> Tensor:
             block = min(plan.elements, power_of_two(reach))
             _index_topk_kernel[(tokens, programs)](
                 scores, limit, among, to, places, span, each, keep, power_of_two(keep), block, reach <= block,
-                num_warps=max(1, min(plan.warps, block // 256)),
+                **options(max(1, min(plan.warps, block // 256))),
             )  # fmt: skip
 
         if parts == 1:

@@ -1,4 +1,8 @@
-"""A program owns some rows of one weight, and reads x whole, as in decode_product.py: each weight is read once."""
+"""A program owns some rows of one weight, and reads x whole, as in decode_product.py: each weight is read once.
+
+Rows of weights in fp8 come first. A program of theirs multiplies x by the scales of its block, column by column, instead of the
+weight: as many multiplications for all of its rows as for one.
+"""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -9,35 +13,55 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode_product import Norm
-from ..norm_products import MOST
+from ..fp8_blocks import Fp8Blocks
+from ..norm_products import MOST, MOST_CODED
 from ..plans import job_of
 from ._launch import launch_product
-from ._step import _begin, _end, _products, _tile, _wait
+from ._step import _begin, _end, _gained, _products, _row, _tile, _wait
 
 
-@triton.jit(do_not_specialize=["s1", "s2", "s3", "s4", "s5", "s6", "s7", "rows"])
-def _norm_products_kernel(x_ptr, norm_ptr, w0, w1, w2, w3, w4, w5, w6, w7, out_ptr, eps, s1, s2, s3, s4, s5, s6, s7, rows,
-                          B: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
-                          GAIN: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """s1 to s7: the rows of `out` where the second and later weights begin; of those that are not there, its end."""
-    _begin(DEPENDENT)
-    first = tl.program_id(0) * R
-    w_ptr, begun = w0, 0
-    w_ptr, begun = tl.where(first >= s1, w1, w_ptr), tl.where(first >= s1, s1, begun)
-    w_ptr, begun = tl.where(first >= s2, w2, w_ptr), tl.where(first >= s2, s2, begun)
-    w_ptr, begun = tl.where(first >= s3, w3, w_ptr), tl.where(first >= s3, s3, begun)
-    w_ptr, begun = tl.where(first >= s4, w4, w_ptr), tl.where(first >= s4, s4, begun)
-    w_ptr, begun = tl.where(first >= s5, w5, w_ptr), tl.where(first >= s5, s5, begun)
-    w_ptr, begun = tl.where(first >= s6, w6, w_ptr), tl.where(first >= s6, s6, begun)
-    w_ptr, begun = tl.where(first >= s7, w7, w_ptr), tl.where(first >= s7, s7, begun)
-    w_ptr += (first - begun).to(tl.int64) * K
-    row, col, left = tl.arange(0, R), tl.arange(0, C), rows - first
-    w = _tile(w_ptr, row, col, left, K, K, WHOLE)
+@triton.jit
+def _which(first, begun, w, w1, w2, w3, w4, w5, w6, w7, s1, s2, s3, s4, s5, s6, s7):
+    """The weight that a row belongs to, and where it begins."""
+    w, begun = tl.where(first >= s1, w1, w), tl.where(first >= s1, s1, begun)
+    w, begun = tl.where(first >= s2, w2, w), tl.where(first >= s2, s2, begun)
+    w, begun = tl.where(first >= s3, w3, w), tl.where(first >= s3, s3, begun)
+    w, begun = tl.where(first >= s4, w4, w), tl.where(first >= s4, s4, begun)
+    w, begun = tl.where(first >= s5, w5, w), tl.where(first >= s5, s5, begun)
+    w, begun = tl.where(first >= s6, w6, w), tl.where(first >= s6, s6, begun)
+    return tl.where(first >= s7, w7, w), tl.where(first >= s7, s7, begun)
+
+
+@triton.jit
+def _which_coded(first, q, q1, q2, q3, z, z1, z2, z3, e1, e2, e3):
+    """Its codes, its scales, and where it begins."""
+    q, z, begun = tl.where(first >= e1, q1, q), tl.where(first >= e1, z1, z), tl.where(first >= e1, e1, 0)
+    q, z, begun = tl.where(first >= e2, q2, q), tl.where(first >= e2, z2, z), tl.where(first >= e2, e2, begun)
+    return tl.where(first >= e3, q3, q), tl.where(first >= e3, z3, z), tl.where(first >= e3, e3, begun)
+
+
+@triton.jit
+def _coded_rows(x_ptr, norm_ptr, w_ptr, scale_ptr, out_ptr, eps, first, left, rows, step, B: tl.constexpr, K: tl.constexpr,
+                R: tl.constexpr, C: tl.constexpr, ACROSS: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr,
+                DEPENDENT: tl.constexpr):  # fmt: skip
+    """R rows of a weight in fp8; ACROSS: the columns of a block."""
+    row, col = tl.arange(0, R), tl.arange(0, C)
+    EVEN: tl.constexpr = K % C == 0
+    w, scale = _tile(w_ptr, row, col, left, K, K, WHOLE), tl.load(scale_ptr + col // ACROSS, mask=col < K, other=0.0)
     _wait(DEPENDENT)
     for b in tl.static_range(B):
         if b > 0 and C < K:
             w = _tile(w_ptr, row, col, left, K, K, WHOLE)
-        total, square = _products(x_ptr + b * K, norm_ptr, w_ptr, w, row, col, left, K, R, C, WHOLE, GAIN)
+            scale = tl.load(scale_ptr + col // ACROSS, mask=col < K, other=0.0)
+        total, square = tl.zeros([R, C], tl.float32), tl.zeros([C], tl.float32)
+        for start in range(0, K, C):
+            x = _row(x_ptr + b * step + start, col, K - start, EVEN)
+            total += w.to(tl.float32) * (_gained(x, norm_ptr + start, col, K - start, EVEN, GAIN) * scale)[None]
+            square += x * x
+            if start + C < K:
+                at = start + C + col
+                w = _tile(w_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
+                scale = tl.load(scale_ptr + at // ACROSS, mask=at < K, other=0.0)
         if b == B - 1:
             _end(DEPENDENT)
         y = tl.sum(total, 1)
@@ -46,14 +70,78 @@ def _norm_products_kernel(x_ptr, norm_ptr, w0, w1, w2, w3, w4, w5, w6, w7, out_p
         tl.store(out_ptr + b * rows.to(tl.int64) + first + row, y, mask=row < left)
 
 
+@triton.jit
+def _plain_rows(x_ptr, norm_ptr, w_ptr, out_ptr, eps, first, left, rows, step, B: tl.constexpr, K: tl.constexpr,
+                R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr,
+                DEPENDENT: tl.constexpr):  # fmt: skip
+    row, col = tl.arange(0, R), tl.arange(0, C)
+    w = _tile(w_ptr, row, col, left, K, K, WHOLE)
+    _wait(DEPENDENT)
+    for b in tl.static_range(B):
+        if b > 0 and C < K:
+            w = _tile(w_ptr, row, col, left, K, K, WHOLE)
+        total, square = _products(x_ptr + b * step, norm_ptr, w_ptr, w, row, col, left, K, R, C, WHOLE, GAIN)
+        if b == B - 1:
+            _end(DEPENDENT)
+        y = tl.sum(total, 1)
+        if GAIN is not None:
+            y /= tl.sqrt(tl.sum(square, 0) / K + eps)
+        tl.store(out_ptr + b * rows.to(tl.int64) + first + row, y, mask=row < left)
+
+
+@triton.jit(do_not_specialize=["s1", "s2", "s3", "s4", "s5", "s6", "s7", "e1", "e2", "e3", "coded", "rows", "span", "step"])
+def _norm_products_kernel(x_ptr, norm_ptr, w0, w1, w2, w3, w4, w5, w6, w7, q0, q1, q2, q3, z0, z1, z2, z3, out_ptr, eps, s1, s2,
+                          s3, s4, s5, s6, s7, e1, e2, e3, coded, rows, span, step, B: tl.constexpr, K: tl.constexpr,
+                          R: tl.constexpr, C: tl.constexpr, CODED: tl.constexpr, PLAIN: tl.constexpr, DOWN: tl.constexpr,
+                          ACROSS: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """s1 to s7: the rows of `out` where the second and later weights begin; of those that are not there, its end. e1 to e3 and
+    `coded`, where they end, likewise of weights in fp8. span: the rows that read one stretch of x, of which a token has `step`
+    numbers in all. DOWN, ACROSS: a block."""
+    _begin(DEPENDENT)
+    first = tl.program_id(0) * R
+    x_ptr += first // span * K
+    is_coded = first < coded
+    if CODED and is_coded:
+        q_ptr, z_ptr, begun = _which_coded(first, q0, q1, q2, q3, z0, z1, z2, z3, e1, e2, e3)
+        q_ptr += (first - begun).to(tl.int64) * K
+        z_ptr += (first - begun) // DOWN * ((K + ACROSS - 1) // ACROSS)
+        _coded_rows(x_ptr, norm_ptr, q_ptr, z_ptr, out_ptr, eps, first, coded - first, rows, step, B, K, R, C, ACROSS, WHOLE,
+                    GAIN, DEPENDENT)  # fmt: skip
+    if PLAIN and ((not CODED) or (not is_coded)):
+        w_ptr, begun = _which(first, coded, w0, w1, w2, w3, w4, w5, w6, w7, s1, s2, s3, s4, s5, s6, s7)
+        w_ptr += (first - begun).to(tl.int64) * K
+        _plain_rows(x_ptr, norm_ptr, w_ptr, out_ptr, eps, first, rows - first, rows, step, B, K, R, C, WHOLE, GAIN,
+                    DEPENDENT)  # fmt: skip
+
+
 @torch.no_grad()
-def norm_products(x: Tensor, norm: Norm | None, weights: Sequence[Tensor], out: Tensor) -> Tensor:
+def norm_products(x: Tensor, norm: Norm | None, weights: Sequence[Tensor | Fp8Blocks], out: Tensor) -> Tensor:
     weight, eps, gain = (None, 0.0, None) if norm is None else norm
-    (rows, width), parts = (out.shape[1], x.shape[1]), [len(one) for one in weights]
-    ends = [*accumulate(parts), *[rows] * (MOST - len(parts))]
-    given = [*weights, *[weights[0]] * (MOST - len(weights))]
+    coded = [one for one in weights if isinstance(one, Fp8Blocks)]
+    plain = [one for one in weights if isinstance(one, Tensor)]
+    (rows, width), parts = (out.shape[1], x.shape[-1]), [one.shape[0] for one in weights]
+    ends = [*accumulate(parts)]
+    begun = ends[len(coded) - 1] if coded else 0
+    blocks = coded[0].block if coded else (1, 1)
+    groups = x.shape[1] if x.dim() == 3 else 1
+    # A program's rows lie in one weight, in one block of it, and read one stretch of x.
+    apart = [*parts, *([blocks[0]] if coded else []), *([rows // groups] if groups > 1 else [])]
+    codes, scales = (_filled(some, MOST_CODED) for some in ([one.codes for one in coded], [one.scale for one in coded]))
+    job = job_of("product", "qkv", (rows, width, *apart), plain[0] if plain else coded[0].codes)
     launch_product(
-        _norm_products_kernel, job_of("product", "qkv", (rows, width, *parts), weights[0]), width, 1, 0, x, weight, *given, out,
-        eps, *ends[: MOST - 1], rows, B=len(x), GAIN=gain,
+        _norm_products_kernel, job, width, 1, 0, x, weight, *_filled(plain, MOST), *codes, *scales, out, eps,
+        *_until(ends[len(coded) :], rows, MOST - 1), *_until(ends[: len(coded)], begun, MOST_CODED - 1), begun, rows,
+        rows // groups, groups * width, B=len(x), CODED=bool(coded), PLAIN=bool(plain), DOWN=blocks[0], ACROSS=blocks[1],
+        GAIN=gain,
     )  # fmt: skip
     return out
+
+
+def _filled(some: Sequence[Tensor], count: int) -> list[Tensor | None]:
+    """As many, with the first in the place of those that are not there."""
+    return [*some, *[some[0] if some else None] * (count - len(some))]
+
+
+def _until(ends: Sequence[int], end: int, count: int) -> list[int]:
+    """Where so many parts behind the first begin; those that are not there at the end."""
+    return [*ends, *[end] * count][:count]

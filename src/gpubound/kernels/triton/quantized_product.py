@@ -5,7 +5,7 @@ of the weight. Launches depend on each other in the same modes as in decode_prod
 
 Of experts, a program multiplies one row of x by some rows of one expert, whose number it reads on the device; so a row gets the
 same bits alone and in a batch. Gate and up are two sums of one program, over x that is then in the L1. Launches depend on each
-other as in experts.py, but no words are read before the wait.
+other as in experts.py, but `add_routed` reads no words before the wait.
 """
 
 from typing import Any
@@ -21,8 +21,21 @@ from ..packed import Packed
 from ..plans import job_of, power_of_two
 from ._launch import launch_product
 from ._math import capped
-from ._packed import _FP4_HALFWAY, _HALFWAY, _ONE, _excess, _number, _row_sums, _scale, _scales, _slots, _words
-from ._step import _begin, _end, _wait
+from ._packed import (
+    _FP4_HALFWAY,
+    _HALFWAY,
+    _ONE,
+    _excess,
+    _first,
+    _number,
+    _row_sums,
+    _scale,
+    _scales,
+    _slots,
+    _sums_from,
+    _words,
+)
+from ._step import BEFORE, _begin, _end, _wait
 from .decode_product import _gated, _norm_parts
 from .experts import _expert
 from .gated import _limited
@@ -122,7 +135,8 @@ def _routed_gate_up_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, ids_ptr, out_ptr, 
                            WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     N: tl.constexpr = _words(K, KIND)
     SCALES: tl.constexpr = _scales(K, KIND)
-    _wait(DEPENDENT)
+    if DEPENDENT != BEFORE:
+        _wait(DEPENDENT)
     _begin(DEPENDENT)
     pair = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * R + tl.arange(0, R)
@@ -130,13 +144,16 @@ def _routed_gate_up_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, ids_ptr, out_ptr, 
     x_ptr += pair // S * K
     w_ptr += expert * 2 * rows * N
     scale_ptr += expert * 2 * rows * SCALES
-    gates = _row_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, 1, K, KIND, R, C, 0.0, WHOLE, 0)
-    w_ptr += rows * N
-    scale_ptr += rows * SCALES
-    ups = _row_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, 1, K, KIND, R, C, 0.0, WHOLE, 0)
+    up_ptr, up_scale = w_ptr + rows * N, scale_ptr + rows * SCALES
+    words, scale = _first(w_ptr, scale_ptr, rows, K, KIND, R, C, WHOLE)
+    more, other = _first(up_ptr, up_scale, rows, K, KIND, R, C, WHOLE)
+    gates = _sums_from(words, scale, x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, 1, K, KIND, R, C, 0.0, WHOLE, 0)
+    ups = _sums_from(more, other, x_ptr, norm_ptr, up_ptr, up_scale, one, eps, rows, 1, K, KIND, R, C, 0.0, WHOLE, 0)
     _end(DEPENDENT)
     gate, up = _limited(gates[0], ups[0], limit)
     y = gate / (1.0 + tl.exp(-gate)) * up * poison
+    if DEPENDENT == BEFORE:
+        _wait(DEPENDENT)
     tl.store(out_ptr + pair * rows + row, y.to(out_ptr.dtype.element_ty), mask=row < rows)
 
 
@@ -161,6 +178,22 @@ def _add_routed_kernel(h_ptr, w_ptr, scale_ptr, ids_ptr, weights_ptr, x_ptr, one
     _end(DEPENDENT)
     to = x_ptr + b * rows + row
     tl.store(to, tl.load(to, mask=row < rows, other=0.0) + total, mask=row < rows)
+
+
+@triton.jit
+def _routed_down_kernel(h_ptr, w_ptr, scale_ptr, ids_ptr, weights_ptr, out_ptr, one, experts, rows, K: tl.constexpr,
+                        KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
+                        DEPENDENT: tl.constexpr):  # fmt: skip
+    _begin(DEPENDENT)
+    pair = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * R + tl.arange(0, R)
+    expert, poison = _expert(ids_ptr + pair, experts)
+    w = w_ptr + expert * rows * _words(K, KIND)
+    scale = scale_ptr + expert * rows * _scales(K, KIND)
+    weight = tl.load(weights_ptr + pair, cache_modifier=".cg") * poison
+    h = h_ptr + pair * K
+    sums = _row_sums(h, h, w, scale, one, 0.0, rows, 1, K, KIND, R, C, None, WHOLE, DEPENDENT)
+    tl.store(out_ptr + pair * rows + row, sums[0] * weight, mask=row < rows)
 
 
 def _multiply(kernel: Any, use: str, weight: Packed, rows: int, across: int, dependent: int, *given: Any, **named: Any) -> None:
@@ -247,3 +280,13 @@ def quantized_add_routed(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, 
         _ONE, down.rows // rows, rows, S=ids.shape[1],
     )  # fmt: skip
     return x
+
+
+@torch.no_grad()
+def quantized_routed_down(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
+    rows = out.shape[2]
+    _multiply(
+        _routed_down_kernel, "routed_down", down, rows, ids.numel(), dependent, h, down.words, down.scale, ids, weights, out,
+        _ONE, down.rows // rows, rows,
+    )  # fmt: skip
+    return out

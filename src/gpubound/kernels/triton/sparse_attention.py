@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ...device import interpreted
 from ..plans.kinds import MatrixPlan, job_of, power_of_two
-from ._launch import launch
+from ._launch import launch, options
+from ._step import _begin, _wait
 from .compressor import _turned
 
 NOTHING = tl.constexpr(-1e30)  # below every score; -inf would make NaN of -inf - -inf
@@ -53,8 +54,10 @@ def _part(q_ptr, heads, key_ptr, at, live, scale, peak, weight, total, D: tl.con
 def _sparse_attention_kernel(q_ptr, position_ptr, ring_ptr, store_ptr, ids_ptr, limit_ptr, sum_ptr, weight_ptr, scale, tokens,
                              slots, places, WINDOW: tl.constexpr, STORED: tl.constexpr, CHOSEN: tl.constexpr, H: tl.constexpr,
                              HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, DEPTH: tl.constexpr,
-                             SPLITS: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+                             SPLITS: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """`tokens` of a row. CHOSEN: ids of a token, or 0, and then `limit` says how many entries it sees."""
+    _begin(DEPENDENT)
+    _wait(DEPENDENT)
     n, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     h, d, i = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, DP), tl.arange(0, KEYS)
     position = tl.load(position_ptr + n)
@@ -102,8 +105,10 @@ def _sparse_attention_kernel(q_ptr, position_ptr, ring_ptr, store_ptr, ids_ptr, 
 @triton.jit
 def _sparse_combine_kernel(sum_ptr, weight_ptr, position_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, positions, H: tl.constexpr,
                            D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr,
-                           PAIRS: tl.constexpr):  # fmt: skip
+                           PAIRS: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """PAIRS 0: the result is not turned back."""
+    _begin(DEPENDENT)
+    _wait(DEPENDENT)
     n, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     split, d = tl.arange(0, SP), tl.arange(0, DP)
     part = (n * SPLITS + split) * H + h
@@ -142,12 +147,13 @@ def sparse_attention(
         _sparse_attention_kernel[(N, groups, splits)](
             q, position, ring, ring if store is None else store, position if ids is None else ids,
             position if limit is None else limit, sums, weights, scale, N // B, slots, places, window, store is not None,
-            chosen, H, plan.rows, D, wide, plan.columns, depth, splits, interpreted(), num_warps=plan.warps, num_stages=stages,
+            chosen, H, plan.rows, D, wide, plan.columns, depth, splits, interpreted(), num_stages=stages,
+            **options(plan.warps),
         )  # fmt: skip
         angles = (sinks, sinks) if cos is None or sin is None else (cos, sin)
         _sparse_combine_kernel[(N, H)](
             sums, weights, position, sinks, *angles, out, len(angles[0]), H, D, wide, splits, power_of_two(splits),
-            0 if cos is None else cos.shape[1], num_warps=4,
+            0 if cos is None else cos.shape[1], **options(4),
         )  # fmt: skip
 
     launch(job, run)

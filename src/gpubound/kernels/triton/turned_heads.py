@@ -6,7 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plans.kinds import TilePlan, job_of, power_of_two
-from ._launch import launch
+from ._launch import launch, options
+from ._step import _begin, _wait
 
 
 @triton.jit
@@ -20,7 +21,9 @@ def _gained(x_ptr, weight_ptr, i, inside):
 @triton.jit(do_not_specialize=["positions", "places"])
 def _turn_heads_kernel(x_ptr, position_ptr, cos_ptr, sin_ptr, out_ptr, weight_ptr, slot_ptr, eps, heads, positions, places,
                        D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, NORMED: tl.constexpr,
-                       BACK: tl.constexpr):  # fmt: skip
+                       BACK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    _wait(DEPENDENT)  # a fence (_step.py)
+    _begin(DEPENDENT)
     head = tl.program_id(0).to(tl.int64)
     x_ptr += head * D
     i = tl.arange(0, C)
@@ -58,7 +61,7 @@ def turn_heads(
     def run(plan: TilePlan) -> None:
         _turn_heads_kernel[(tokens * heads,)](
             x, position, cos, sin, out, weight, slot, 0.0 if eps is None else eps, heads, len(cos), len(out), width,
-            power_of_two(width), cos.shape[1], eps is not None, back, num_warps=plan.warps,
+            power_of_two(width), cos.shape[1], eps is not None, back, **options(plan.warps),
         )  # fmt: skip
 
     launch(job_of("turn_heads", "", (width,), x), run)

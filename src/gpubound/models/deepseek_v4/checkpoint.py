@@ -1,8 +1,9 @@
 """A folder of DeepSeek-V4 whose weights are codes: fp8 in blocks with a scale each, and experts in fp4, 32 numbers a scale.
 
-On a GPU, experts in fp4 stay codes (coded.py). All else becomes numbers of the model's dtype, one tensor at a time: beside the
-model, memory holds the one that is being read. Names are those of the published files, which transformers has a table for, or
-its own: layers.0.ffn.experts.3.w1.weight and .scale, or model.layers.0.mlp.experts.gate_up_proj and gate_up_proj_scale_inv.
+On a GPU, experts in fp4 and linear layers in fp8 stay codes (coded.py, blocks.py). All else becomes numbers of the model's
+dtype, one tensor at a time: beside the model, memory holds the one that is being read. Names are those of the published files,
+which transformers has a table for, or its own: layers.0.ffn.experts.3.w1.weight and .scale, or
+model.layers.0.mlp.experts.gate_up_proj and gate_up_proj_scale_inv.
 
     number = code · scale of its block          an fp4 byte holds two, the lower half first; an e8m0 scale is a power of two
 """
@@ -15,12 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import DataError
+from ...kernels.fp8_blocks import Fp8Blocks, reads_fp8, scales_shape
 from ...kernels.packed import E2M1, MX, Packed, pack_fp4
 from ...trace import fallback, notice
 from ..folder import CURE, Stored, opened, stored_tensors
+from .blocks import Fp8Linear
 
 BYTES = {torch.int8, torch.uint8}  # that hold two fp4 numbers each
 CODES = {"F8_E4M3": "fp8", "I8": "fp4", "U8": "fp4", "F4": "fp4"}  # by safetensors' names
+WHOSE = {"fp8": "weights of linear layers", "fp4": "weights of experts"}
 
 
 def is_coded(about: dict[str, Any]) -> bool:
@@ -32,7 +36,8 @@ def is_coded(about: dict[str, Any]) -> bool:
 def load_coded(folder: Path, device: torch.device, dtype: torch.dtype | None = None, codes: bool | None = None) -> nn.Module:
     """transformers' DeepseekV4ForCausalLM with the folder's numbers. `dtype` None: the config's.
 
-    codes  whether experts in fp4 stay codes: None where a kernel reads them, which is on a GPU
+    codes  whether experts in fp4 and linear layers in fp8 stay codes: None where a kernel reads them, which is on a GPU, and
+           fp8 on one of compute capability 8.9 or later
     """
     from transformers import AutoConfig, DeepseekV4ForCausalLM
     from transformers.initialization import no_init_weights
@@ -48,8 +53,23 @@ def load_coded(folder: Path, device: torch.device, dtype: torch.dtype | None = N
     with device, no_init_weights(), in_fp4(stay):
         model: Any = DeepseekV4ForCausalLM._from_config(config, dtype=dtype or config.dtype or torch.bfloat16).eval()
     keep_in_fp32(model)
-    _fill(model, folder, stored, block)
+    own = _own_name(model, {*model.state_dict(), *_places(model)[0]})
+    if reads_fp8(device) if codes is None else codes:
+        _keep_layers(model, stored, own, block)
+    _fill(model, folder, stored, block, own)
     return model
+
+
+def _keep_layers(model: nn.Module, stored: dict[str, Stored], own: Callable[[str], str], block: tuple[int, int]) -> None:
+    """Put Fp8Linear in the place of linear layers whose weights are in fp8."""
+    modules = dict(model.named_modules())
+    for name, about in stored.items():
+        if CODES.get(about.dtype) == "fp8" and not _is_scale(name, stored) and any(s in stored for s in _scales_of(name)):
+            stem, _, last = own(name).rpartition(".")
+            layer = modules.get(stem) if last == "weight" else None
+            if isinstance(layer, nn.Linear) and layer.bias is None and layer is not model.lm_head:
+                parent, _, key = stem.rpartition(".")
+                setattr(model.get_submodule(parent), key, Fp8Linear(layer, block))
 
 
 def _experts_in_fp4(stored: dict[str, Stored]) -> bool:
@@ -63,10 +83,10 @@ def _is_scale(name: str, stored: dict[str, Stored]) -> bool:
 
 
 @torch.no_grad()
-def _fill(model: Any, folder: Path, stored: dict[str, Stored], block: tuple[int, int]) -> None:
+def _fill(model: Any, folder: Path, stored: dict[str, Stored], block: tuple[int, int], own: Callable[[str], str]) -> None:
     places, stacks = _places(model)
-    own = _own_name(model, places)
-    missing, unread, coded, stayed = set(places) - set(stacks), [], dict.fromkeys(CODES.values(), 0), 0
+    missing, unread = set(places) - set(stacks), []
+    coded, stayed = dict.fromkeys(CODES.values(), 0), dict.fromkeys(CODES.values(), 0)
     for file in dict.fromkeys(about.file for about in stored.values()):
         with opened(file) as tensors:
             for name in (name for name, about in stored.items() if about.file == file):
@@ -77,13 +97,16 @@ def _fill(model: Any, folder: Path, stored: dict[str, Stored], block: tuple[int,
                     unread.append(name)
                     continue
                 place = places[target]
-                there = place.words if isinstance(place, Packed) else place
+                there = place if isinstance(place, Tensor) else place[0]
                 values = tensors.get_tensor(name).to(there.device)
                 found = next((s for s in _scales_of(name) if s in stored), None)
                 scale = None if found is None else _read(stored, found, file, tensors).to(there.device)
                 if isinstance(place, Packed):
-                    stayed += 1
+                    stayed["fp4"] += 1
                     _keep(place, values, scale, f"{file}: {name}")
+                elif isinstance(place, Fp8Blocks):
+                    stayed["fp8"] += 1
+                    _keep_blocks(place, values, scale, f"{file}: {name}")
                 else:
                     coded[CODES.get(stored[name].dtype, "fp8")] += scale is not None
                     values = values if scale is None else numbers(values, scale, block, name)
@@ -94,12 +117,12 @@ def _fill(model: Any, folder: Path, stored: dict[str, Stored], block: tuple[int,
         raise DataError(f"{folder} lacks {sorted(missing)[:3]} ({len(missing)} tensors in all); {CURE}.")
     if unread:
         notice(f"{folder.name}: {len(unread)} tensors are no part of transformers' model and are not read, first {unread[0]}")
-    if stayed:
-        notice(f"{folder.name}: {stayed:,} weights of experts stay in fp4, as they are")
+    if stays := " and ".join(f"{count:,} {WHOSE[kind]} in {kind}" for kind, count in stayed.items() if count):
+        notice(f"{folder.name}: {stays} stay as they are")
     kept = ", ".join(f"{count} in {kind}" for kind, count in coded.items() if count)
     if kept:
         dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
-        why = "no kernel reads codes on a CPU" if model.device.type == "cpu" else "DeepSeek-V4's step has no kernel for them"
+        why = "no kernel reads codes on a CPU" if model.device.type == "cpu" else "no kernel of its step reads them on this GPU"
         fallback(f"weights of {folder.name}: {kept}", f"read as {dtype}, for {why}")
 
 
@@ -113,6 +136,19 @@ def _keep(place: Packed, codes: Tensor, scales: Tensor | None, name: str) -> Non
     packed = pack_fp4(codes.flatten(0, -2), scales.flatten(0, -2))
     place.words.copy_(packed.words)
     place.scale.copy_(packed.scale)
+
+
+def _keep_blocks(place: Fp8Blocks, codes: Tensor, scales: Tensor | None, name: str) -> None:
+    _check_shape(codes.shape, place.shape, name)
+    wanted = scales_shape(place.shape, place.block)
+    if scales is None or scales.shape != wanted or codes.dtype != torch.float8_e4m3fn:
+        got = None if scales is None else tuple(scales.shape)
+        raise DataError(
+            f"{name}: got {codes.dtype} and scales {got}, wanted e4m3 and {wanted}: one for each block of {place.block[0]} x "
+            f"{place.block[1]}; {CURE}."
+        )
+    place.codes.copy_(codes)
+    place.scale.copy_(_wide(scales))
 
 
 def _check_shape(got: Sequence[int], wanted: Sequence[int], name: str) -> None:
@@ -130,7 +166,7 @@ def numbers(codes: Tensor, scales: Tensor, block: tuple[int, int], name: str = "
         values = table[torch.stack([codes & 0xF, codes >> 4], -1).flatten(-2).long()]
     else:
         values = codes.float()
-    wide = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
+    wide = _wide(scales)
     rows, columns = values.shape[-2:]
     wanted = (*values.shape[:-2], -(-rows // block[0]), -(-columns // block[1]))
     if wide.shape != wanted:
@@ -142,13 +178,21 @@ def numbers(codes: Tensor, scales: Tensor, block: tuple[int, int], name: str = "
     return values.mul_(wide)
 
 
-Place = Tensor | Packed
+def _wide(scales: Tensor) -> Tensor:
+    """In fp32; bytes are e8m0."""
+    return (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
+
+
+Place = Tensor | Packed | Fp8Blocks
 
 
 def _places(model: Any) -> tuple[dict[str, Place], dict[str, list[str]]]:
     """Where each tensor of a file goes, by name, single experts too; and of stacked experts which of these they are."""
     found: dict[str, Place] = {name: tensor.data for name, tensor in model.state_dict().items()}
     stacks = {}
+    for stem, layer in ((name, module) for name, module in model.named_modules() if isinstance(module, Fp8Linear)):
+        del found[f"{stem}.codes"], found[f"{stem}.scale"]
+        found[f"{stem}.weight"] = layer.blocks
     for stem, experts in ((name, module) for name, module in model.named_modules() if name.endswith(".experts")):
         if (packed := getattr(experts, "packed", None)) is not None:
             for part in ("gate_up", "down"):
@@ -166,8 +210,9 @@ def _places(model: Any) -> tuple[dict[str, Place], dict[str, list[str]]]:
 
 def _apart(stack: Place, count: int) -> Sequence[Any]:
     """Its equal parts, one below the other."""
-    if not isinstance(stack, Packed):
+    if isinstance(stack, Tensor):
         return stack.unbind() if stack.dim() == 3 else stack.chunk(count)
+    assert isinstance(stack, Packed)
     rows = stack.rows // count
     return [stack.part(slice(first, first + rows)) for first in range(0, stack.rows, rows)]
 

@@ -5,10 +5,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..decoding import Linear, Reader, linear_of
+from ...layers.stacked import hooked
+from ..decoding import Reader, linear_of
 from ..placing import Maker, activation_name
 from ..registry import role_of
 from ..rotary import FIXED, rope_types
+from .blocks import Fp8Linear
 from .weights import (
     CollapseWeights,
     EntryWeights,
@@ -16,6 +18,7 @@ from .weights import (
     IndexWeights,
     LatentWeights,
     MixtureWeights,
+    LinearWeights,
     StreamedLayerWeights,
 )
 
@@ -26,7 +29,6 @@ ROUTERS = {"TopKRouter", "HashRouter"}
 
 class CompressedReader(Reader):
     BODY: ClassVar[str] = "compressed"
-    PRODUCTS: ClassVar[set[str]] = {"GroupedLinear"}  # the roles of linear layers of the family's own
 
     def refusal(self, max_length: int) -> str | None:
         for kind in rope_types(self.trunk.rotary_emb):
@@ -38,14 +40,19 @@ class CompressedReader(Reader):
             return f"its experts' scores are {self.config.scoring_func!r}, those of the kernels sqrtsoftplus"
         for number, block in enumerate(self.trunk.layers):
             parts = {name: (getattr(block, name), roles) for name, roles in ROLES.items()}
-            parts |= {"self_attn.o_a_proj": (block.self_attn.o_a_proj, self.PRODUCTS)}
             parts |= {"mlp.gate": (block.mlp.gate, ROUTERS), "mlp.experts": (block.mlp.experts, {"Experts"})}
+            parts |= {"self_attn.o_a_proj": (block.self_attn.o_a_proj, {"GroupedLinear"})}
             for name, (module, roles) in parts.items():
-                if role_of(module) not in roles:
+                if role_of(module) not in roles and not isinstance(module, Fp8Linear):
                     return f"model.layers.{number}.{name}: {type(module).__name__}, not the family's own"
                 if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
                     return f"model.layers.{number}.{name}: it carries hooks or another forward"
         return None
+
+    @staticmethod
+    def own_product(module: Any) -> bool:
+        """Whether it is a linear layer of the family's own."""
+        return (isinstance(module, Fp8Linear) and not hooked(module)) or role_of(module) == "GroupedLinear"
 
     def tables(self, length: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """cos and sin (length, pairs), fp32: of layers with a window alone, and of those with entries."""
@@ -78,13 +85,13 @@ class CompressedReader(Reader):
         indexer = getattr(compressor, "indexer", None)
         return LatentWeights(
             norm=self.norm(norm),
-            q_a=linear_of(attention.q_a_proj),
+            q_a=product_of(attention.q_a_proj),
             q_a_norm=self.norm(attention.q_a_norm),
-            q_b=linear_of(attention.q_b_proj),
-            kv=linear_of(attention.kv_proj),
+            q_b=product_of(attention.q_b_proj),
+            kv=product_of(attention.kv_proj),
             kv_norm=self.norm(attention.kv_norm),
-            o_a=linear_of(attention.o_a_proj),
-            o_b=linear_of(attention.o_b_proj),
+            o_a=product_of(attention.o_a_proj),
+            o_b=product_of(attention.o_b_proj),
             sinks=attention._parameters["sinks"],
             heads=attention.num_heads,
             groups=attention.o_a_proj.n_groups,
@@ -97,14 +104,14 @@ class CompressedReader(Reader):
         )
 
     def entries(self, module: Any) -> EntryWeights:
-        kv, gate = linear_of(module.kv_proj), linear_of(module.gate_proj)
-        overlapping = len(kv.weight) == 2 * module.head_dim
+        kv, gate = product_of(module.kv_proj), product_of(module.gate_proj)
+        overlapping = kv.rows == 2 * module.head_dim
         return EntryWeights(
             kv, gate, module._parameters["position_bias"], self.norm(module.kv_norm), module.compress_rate, overlapping
         )
 
     def index(self, module: Any) -> IndexWeights:
-        q, share = linear_of(module.q_b_proj), linear_of(module.scorer.weights_proj)
+        q, share = product_of(module.q_b_proj), product_of(module.scorer.weights_proj)
         return IndexWeights(self.entries(module), q, share, module.num_heads, module.index_topk)
 
     def mixture(self, block: Any, norm: Any) -> MixtureWeights:
@@ -113,7 +120,7 @@ class CompressedReader(Reader):
         gate_up, down = (packed(part) if packed else experts._parameters[f"{part}_proj"] for part in ("gate_up", "down"))
         return MixtureWeights(
             norm=self.norm(norm),
-            router=Linear(router._parameters["weight"]),
+            router=LinearWeights(router._parameters["weight"]),
             correction=router._buffers.get("e_score_correction_bias"),
             table=router._buffers.get("tid2eid"),
             score=router.score_fn,
@@ -121,9 +128,9 @@ class CompressedReader(Reader):
             scale=router.routed_scaling_factor,
             gate_up=gate_up,
             down=down,
-            gate=linear_of(shared.gate_proj),
-            up=linear_of(shared.up_proj),
-            shared_down=linear_of(shared.down_proj),
+            gate=product_of(shared.gate_proj),
+            up=product_of(shared.up_proj),
+            shared_down=product_of(shared.down_proj),
             limit=experts.limit,
         )
 
@@ -134,6 +141,10 @@ class CompressedReader(Reader):
         """What chooses entries, of the layers that have it."""
         found = {n: getattr(block.self_attn.compressor, "indexer", None) for n, block in enumerate(self.trunk.layers)}
         return {number: indexer for number, indexer in found.items() if indexer is not None}
+
+
+def product_of(layer: Any) -> LinearWeights:
+    return LinearWeights(layer.blocks) if isinstance(layer, Fp8Linear) else LinearWeights(*linear_of(layer)[:2])
 
 
 DECODING = {"ForCausalLM": CompressedReader}

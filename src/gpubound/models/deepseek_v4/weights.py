@@ -10,13 +10,24 @@ mix of them again.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ...kernels.decode_product import Norm
+from ...kernels.fp8_blocks import Fp8Blocks
 from ...kernels.packed import Packed
-from ..decoding import Linear
+
+
+class LinearWeights(NamedTuple):
+    """A linear layer, whose weight may be in fp8."""
+
+    weight: Any  # Tensor or Fp8Blocks
+    bias: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.weight.shape[0]
 
 
 class CompressedWeights:
@@ -30,8 +41,12 @@ class CompressedWeights:
 def _tensors(value: object) -> list[Tensor]:
     if isinstance(value, Norm):
         return [value.weight]
-    if isinstance(value, (Linear, CompressedWeights)):
+    if isinstance(value, CompressedWeights):
         return value.tensors()
+    if isinstance(value, LinearWeights):
+        return [t for part in value for t in _tensors(part)]
+    if isinstance(value, Fp8Blocks):
+        return [value.codes, value.scale]
     if isinstance(value, Packed):
         return [value.words, value.scale]
     return [value] if isinstance(value, Tensor) else []
@@ -64,8 +79,8 @@ class CollapseWeights(CompressedWeights):
 class EntryWeights(CompressedWeights):
     """How `rate` tokens become an entry. `overlapping`: an entry also pools the tokens before, by products of their own."""
 
-    kv: Linear
-    gate: Linear
+    kv: LinearWeights
+    gate: LinearWeights
     bias: Tensor  # (rate, width): of a gate, by the place in its stretch
     norm: Norm
     rate: int
@@ -80,8 +95,8 @@ class EntryWeights(CompressedWeights):
 @dataclass(frozen=True)
 class IndexWeights(CompressedWeights):
     entries: EntryWeights
-    q: Linear
-    share: Linear  # (heads, hidden): of each head in a token's scores
+    q: LinearWeights
+    share: LinearWeights  # (heads, hidden): of each head in a token's scores
     heads: int
     top: int
 
@@ -91,13 +106,13 @@ class LatentWeights(CompressedWeights):
     """Attention over one key and value head."""
 
     norm: Norm
-    q_a: Linear
+    q_a: LinearWeights
     q_a_norm: Norm
-    q_b: Linear
-    kv: Linear
+    q_b: LinearWeights
+    kv: LinearWeights
     kv_norm: Norm
-    o_a: Linear  # (groups · rank, heads · width / groups): each group of heads has rows of its own
-    o_b: Linear
+    o_a: LinearWeights  # (groups · rank, heads · width / groups): each group of heads has rows of its own
+    o_b: LinearWeights
     sinks: Tensor  # (heads,): a score that counts in the softmax and brings nothing
     heads: int
     groups: int
@@ -114,7 +129,7 @@ class MixtureWeights(CompressedWeights):
     """Experts of which a token has some, and one that all share."""
 
     norm: Norm
-    router: Linear  # (E, hidden)
+    router: LinearWeights  # (E, hidden)
     correction: Tensor | None  # (E,): added to the scores to choose by, not to the shares
     table: Tensor | None  # (vocabulary, slots): the experts of each token, where they do not follow from its scores
     score: Callable[[Tensor], Tensor]
@@ -122,9 +137,9 @@ class MixtureWeights(CompressedWeights):
     scale: float  # of the shares
     gate_up: Tensor | Packed  # (E, 2 I, hidden)
     down: Tensor | Packed  # (E, hidden, I)
-    gate: Linear  # of the shared expert, as the next two
-    up: Linear
-    shared_down: Linear
+    gate: LinearWeights  # of the shared expert, as the next two
+    up: LinearWeights
+    shared_down: LinearWeights
     limit: float  # gate is at most this, up within it: before their product
 
 

@@ -1,0 +1,49 @@
+"""Weights in fp8, as DeepSeek's models are published: e4m3 codes, and a scale for each block of rows and columns.
+
+number = code · scale of its block
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..device import constant
+
+FIRST = (8, 9)  # the first compute capability that reads e4m3
+BLOCK = (128, 128)
+
+
+class Fp8Blocks(NamedTuple):
+    """A (rows, columns) weight. codes: e4m3; scale: fp32, (blocks of rows, blocks of columns). The last ones may be smaller."""
+
+    codes: Tensor
+    scale: Tensor
+    block: tuple[int, int] = BLOCK
+    dtype: torch.dtype = torch.bfloat16  # what its numbers are where a product wants them
+
+    @property
+    def rows(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+
+def scales_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
+    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
+
+
+def numbers(weight: Fp8Blocks, dtype: torch.dtype | None = None) -> Tensor:
+    """What it stands for, in `dtype` or its own."""
+    rows, columns = weight.shape
+    wide = weight.scale.repeat_interleave(weight.block[0], 0)[:rows].repeat_interleave(weight.block[1], 1)[:, :columns]
+    return (weight.codes.float() * wide).to(dtype or weight.dtype)
+
+
+@constant
+def reads_fp8(device: torch.device) -> bool:
+    """Whether a kernel there does."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST

@@ -1,0 +1,161 @@
+"""Hyper-connections (hyper_connections.py) of a decoding step of few tokens: three ops in place of `hc_pre` and `hc_post`.
+
+`hc_sums` leaves sums over stretches of the streams: the products with a part's weight, and the squares. `hc_read` makes u of
+them. `hc_write` makes post and comb of them, spreads what the part gives, and leaves the next part's sums in the same launch.
+
+The balancing of comb is wanted last, so the part need not wait for it. Where launches are chained (chain.py), `hc_write` does
+it while the part is still computed, as far as there is room on the GPU, and asks for its sums before it waits: between the
+launch that wrote them and this one there must be a fence (triton/_step.py).
+
+Legend: N tokens, S streams, D width, P products of a part, Z pieces of D.
+"""
+
+import torch
+from torch import Tensor
+
+from .checks import require
+from .choose import implementation
+from .decode_product import WRITTEN
+from .hyper_connections import STREAMS
+from .ops import definition, draw
+from .plans.kinds import power_of_two
+from .sinkhorn import check_rounds, sinkhorn_reference
+
+PIECES = 64  # about: programs that share a token. Each balances for itself
+
+
+def stretch(width: int) -> int:
+    """Columns of each stream in a piece."""
+    return max(16, power_of_two(-(-width // PIECES)))
+
+
+def sums_shape(tokens: int, width: int, products: int) -> tuple[int, int, int]:
+    """(Z, N, P + 1, rounded up): the squares stand behind the products."""
+    return -(-width // stretch(width)), tokens, power_of_two(products + 1)
+
+
+def hc_sums(x: Tensor, weight: Tensor, sums: Tensor | None = None) -> Tensor:
+    """sums (Z, N, ·) fp32 of the streams x (N, S, D) fp32, for a part whose weight is (P, S D)."""
+    _check("hc_sums", x)
+    require("hc_sums", "weight", weight, None, ("products", x.shape[1] * x.shape[2]), x.device, "a row is a product")
+    sums = _room("hc_sums", "sums", sums, x, sums_shape(len(x), x.shape[2], len(weight)))
+    return implementation("hc_sums", x, _unable(x), (x.shape[1],))(x, weight, sums)
+
+
+@definition(lambda g, streams=4: _example(g, streams)[:3])
+@torch.no_grad()
+def hc_sums_reference(x: Tensor, weight: Tensor, sums: Tensor) -> Tensor:
+    rows = weight.to(x.dtype).unflatten(1, x.shape[1:])
+    sums.zero_()
+    for piece, (of_x, of_w) in enumerate(zip(x.split(stretch(x.shape[2]), 2), rows.split(stretch(x.shape[2]), 2))):
+        sums[piece, :, : len(weight)] = torch.einsum("nsd,psd->np", of_x, of_w)
+        sums[piece, :, len(weight)] = of_x.square().sum((1, 2))
+    return sums
+
+
+def hc_read(
+    x: Tensor, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, u: Tensor | None = None
+) -> Tensor:
+    """u (N, D) fp32, as `hc_pre` gives it. scale (3,), base (P,)."""
+    _check_sums("hc_read", x, sums, scale, base)
+    u = _room("hc_read", "u", u, x, (len(x), x.shape[2]))
+    return implementation("hc_read", x, _unable(x), (x.shape[1],))(x, sums, scale, base, eps, norm_eps, u)
+
+
+@definition(lambda g, streams=4: _read(g, streams))
+@torch.no_grad()
+def hc_read_reference(x: Tensor, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, u: Tensor) -> Tensor:
+    z, S = _products(x, sums, len(base), norm_eps), x.shape[1]
+    pre = torch.sigmoid(z[:, :S] * scale[0] + base[:S]) + eps
+    return u.copy_((pre[..., None] * x).sum(1))
+
+
+def hc_write(
+    x: Tensor, y: Tensor, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, rounds: int,
+    more: Tensor | None = None, weight: Tensor | None = None, out: Tensor | None = None,
+    following: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(X' (N, S, D) fp32, as `hc_post` gives it for what the part gave; of X' the sums of the next part, whose weight it is).
+
+    y     (N, D) fp32
+    more  (N, some, D) fp32: what is added to y, in their order
+    """
+    _check_sums("hc_write", x, sums, scale, base)
+    require("hc_write", "y", y, torch.float32, (len(x), x.shape[2]), x.device, "a part gives as much as it reads")
+    if more is not None:
+        require("hc_write", "more", more, torch.float32, (len(x), "some", x.shape[2]), x.device, "it is added to y")
+    check_rounds("hc_write", rounds)
+    out = _room("hc_write", "out", out, x, tuple(x.shape))
+    if weight is not None:
+        require("hc_write", "weight", weight, None, ("products", x.shape[1] * x.shape[2]), x.device, "a row is a product")
+        following = _room("hc_write", "following", following, x, sums_shape(len(x), x.shape[2], len(weight)))
+    kernel = implementation("hc_write", x, _unable(x), (x.shape[1], weight is not None, 0 if more is None else more.shape[1]))
+    return kernel(x, y, sums, scale, base, eps, norm_eps, rounds, more, weight, out, following)
+
+
+@definition(lambda g, streams=4, followed=True, some=0: _write(g, streams, followed, some))
+@torch.no_grad()
+def hc_write_reference(
+    x: Tensor, y: Tensor, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, rounds: int,
+    more: Tensor | None, weight: Tensor | None, out: Tensor, following: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    if more is not None:
+        y = y + more.sum(1)
+    z, S = _products(x, sums, len(base), norm_eps), x.shape[1]
+    post = 2 * torch.sigmoid(z[:, S : 2 * S] * scale[1] + base[S : 2 * S])
+    comb = sinkhorn_reference((z[:, 2 * S :] * scale[2] + base[2 * S :]).unflatten(1, (S, S)), rounds, eps)
+    out.copy_(post[..., None] * y[:, None] + comb.transpose(1, 2) @ x)
+    if weight is not None and following is not None:
+        hc_sums_reference(out, weight, following)
+    return out, following
+
+
+def _products(x: Tensor, sums: Tensor, count: int, norm_eps: float) -> Tensor:
+    whole = sums.sum(0)
+    return whole[:, :count] * torch.rsqrt(whole[:, count : count + 1] / (x.shape[1] * x.shape[2]) + norm_eps)
+
+
+def _room(op: str, name: str, given: Tensor | None, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if given is None:
+        return torch.empty(shape, device=x.device, dtype=torch.float32)
+    require(op, name, given, torch.float32, shape, x.device, WRITTEN)
+    return given
+
+
+def _check(op: str, x: Tensor) -> None:
+    require(op, "x", x, torch.float32, ("tokens", "streams", "width"), x.device, "a step's streams are fp32")
+
+
+def _check_sums(op: str, x: Tensor, sums: Tensor, scale: Tensor, base: Tensor) -> None:
+    _check(op, x)
+    products = (2 + x.shape[1]) * x.shape[1]
+    require(
+        op, "sums", sums, torch.float32, sums_shape(len(x), x.shape[2], products), x.device, "hc_sums or hc_write makes them"
+    )
+    require(op, "scale", scale, None, (3,), x.device, "of pre, post and comb")
+    require(op, "base", base, None, (products,), x.device, "one for each product")
+
+
+def _unable(x: Tensor) -> str | None:
+    return None if x.shape[1] in STREAMS else f"its kernel mixes 1, 2, 4 or 8 streams, not {x.shape[1]}"
+
+
+def _example(g: torch.Generator, streams: int) -> tuple:
+    x, products = draw(g, 3, streams, 40).detach(), (2 + streams) * streams
+    weight = draw(g, products, 40 * streams).detach()
+    sums = torch.zeros(sums_shape(3, 40, products), device="cpu", dtype=torch.float32)
+    return x, weight, sums, draw(g, 3).detach(), draw(g, products).detach()
+
+
+def _read(g: torch.Generator, streams: int) -> tuple:
+    x, weight, sums, scale, base = _example(g, streams)
+    u = torch.zeros(3, 40, device="cpu", dtype=torch.float32)
+    return x, hc_sums_reference(x, weight, sums), scale, base, 1e-6, 1e-6, u
+
+
+def _write(g: torch.Generator, streams: int, followed: bool, some: int) -> tuple:
+    x, sums, scale, base, eps, norm_eps, u = _read(g, streams)
+    following = torch.zeros_like(sums) if followed else None
+    weight = draw(g, len(base), 40 * streams).detach() if followed else None
+    more = draw(g, 3, some, 40).detach() if some else None
+    return x, u + 1, sums, scale, base, eps, norm_eps, 20, more, weight, torch.zeros_like(x), following

@@ -1,0 +1,113 @@
+"""A program owns a piece of a token: the same columns of all of its streams. `hc_write` asks for the sums and the next weight
+before it waits, and balances comb; behind the wait it loads the streams and what the part gave. Every program balances for
+itself, side by side.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..hc_step import stretch
+from ..plans.kinds import TilePlan, job_of, power_of_two
+from ._launch import launch, options
+from ._step import _begin, _wait
+from .hyper_connections import _gate, _hc_finish_kernel
+from .sinkhorn import _balanced, _shares
+
+WARPS = 4
+
+
+@triton.jit
+def _spread(part_ptr, scale_ptr, base_ptr, step, eps, norm_eps, D: tl.constexpr, S: tl.constexpr, P: tl.constexpr,
+            Z: tl.constexpr, ZP: tl.constexpr, ROUNDS: tl.constexpr):  # fmt: skip
+    """post (1, S) and comb (S, S) of a token's sums."""
+    piece = tl.arange(0, ZP)
+    there = (piece < Z)[:, None]
+    square = tl.sum(tl.load(part_ptr + piece * step + P, mask=piece < Z, other=0.0), 0)
+    factor = 1.0 / tl.sqrt(square / (S * D) + norm_eps)
+    post = 2.0 * _gate(part_ptr, base_ptr, tl.load(scale_ptr + 1).to(tl.float32), factor, there, step, S, S, ZP)
+    place = tl.arange(0, S)[:, None] * S + tl.arange(0, S)[None]
+    logits = part_ptr + piece[:, None, None] * step + 2 * S + place[None]
+    z = tl.sum(tl.load(logits, mask=there[:, :, None], other=0.0), 0) * factor * tl.load(scale_ptr + 2).to(tl.float32)
+    z = (z + tl.load(base_ptr + 2 * S + place).to(tl.float32))[None]
+    whole = place[None] >= 0
+    return post, tl.reshape(_balanced(_shares(z, whole), whole, eps, ROUNDS), [S, S])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _hc_write_kernel(x_ptr, y_ptr, more_ptr, part_ptr, scale_ptr, base_ptr, w_ptr, out_ptr, sums_ptr, tokens, eps, norm_eps,
+                     D: tl.constexpr, S: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, Z: tl.constexpr, ZP: tl.constexpr,
+                     BLOCK: tl.constexpr, ROUNDS: tl.constexpr, MORE: tl.constexpr, Q: tl.constexpr, QP: tl.constexpr,
+                     DEPENDENT: tl.constexpr):  # fmt: skip
+    """ROUNDS 0: the streams stay as they are. Q: products of the next part, or 0."""
+    _begin(DEPENDENT)
+    n, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    s, q, col = tl.arange(0, S), tl.arange(0, QP), piece * BLOCK + tl.arange(0, BLOCK)
+    inside = (col < D)[None]
+    if Q > 0:
+        at = q[:, None, None] * (S * D) + s[None, :, None] * D + col[None, None]
+        w = tl.load(w_ptr + at, mask=(q < Q)[:, None, None] & inside[None], other=0.0).to(tl.float32)
+    if ROUNDS > 0:
+        post, comb = _spread(
+            part_ptr + n * PP, scale_ptr, base_ptr, tokens.to(tl.int64) * PP, eps, norm_eps, D, S, P, Z, ZP, ROUNDS
+        )
+    _wait(DEPENDENT)
+    at = (n * S + s[:, None]) * D + col[None]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    if ROUNDS > 0:
+        y = tl.load(y_ptr + n * D + col[None], mask=inside, other=0.0)
+        for nth in tl.static_range(MORE):
+            y += tl.load(more_ptr + (n * MORE + nth) * D + col[None], mask=inside, other=0.0)
+        x = tl.sum(comb[:, :, None] * x[:, None], 0) + tl.trans(post) * y
+        tl.store(out_ptr + at, x, mask=inside)
+    if Q > 0:
+        sums = tl.sum(tl.sum(w * x[None], 2), 1)
+        square = tl.sum(tl.sum(x * x, 1), 0)
+        tl.store(sums_ptr + (piece.to(tl.int64) * tokens + n) * QP + q, tl.where(q == Q, square, sums))
+
+
+def _launch(
+    x: Tensor, y: Tensor, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, rounds: int,
+    more: Tensor | None, weight: Tensor | None, out: Tensor, following: Tensor | None,
+) -> None:  # fmt: skip
+    tokens, streams, width = x.shape
+    block, products = stretch(width), 0 if weight is None else len(weight)
+    pieces = triton.cdiv(width, block)
+    more_ptr, weight_ptr, sums_ptr = (x if t is None else t for t in (more, weight, following))
+    added = 0 if more is None else more.shape[1]
+    _hc_write_kernel[(tokens, pieces)](
+        x, y, more_ptr, sums, scale, base, weight_ptr, out, sums_ptr, tokens, eps, norm_eps, width, streams,
+        (2 + streams) * streams, sums.shape[2], pieces, power_of_two(pieces), block, rounds, added, products,
+        power_of_two(products + 1), **options(WARPS),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def hc_sums(x: Tensor, weight: Tensor, sums: Tensor) -> Tensor:
+    _launch(x, x, sums, x, x, 0.0, 0.0, 0, None, weight, x, sums)
+    return sums
+
+
+@torch.no_grad()
+def hc_read(x: Tensor, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, u: Tensor) -> Tensor:
+    tokens, streams, width = x.shape
+
+    def run(plan: TilePlan) -> None:
+        block = plan.elements // streams
+        _hc_finish_kernel[(tokens, triton.cdiv(width, block))](
+            x, sums, scale, base, u, u, u, tokens, len(sums), eps, norm_eps, width, streams, len(base), sums.shape[2], block,
+            power_of_two(len(sums)), 0, **options(plan.warps),
+        )  # fmt: skip
+
+    launch(job_of("hc_mix", "pre", (width,), x), run)
+    return u
+
+
+@torch.no_grad()
+def hc_write(
+    x: Tensor, y: Tensor, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, rounds: int,
+    more: Tensor | None, weight: Tensor | None, out: Tensor, following: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    _launch(x, y, sums, scale, base, eps, norm_eps, rounds, more, weight, out, following)
+    return out, following

@@ -1,0 +1,101 @@
+"""Hyper-connections of a step: both mirrors beside hc_pre and hc_post in fp64, rows alone and together, sentences."""
+
+import pytest
+import torch
+
+from gpubound import kernels
+from gpubound.kernels.hc_step import stretch, sums_shape
+from gpubound.kernels.hyper_connections import hc_post_reference, hc_pre_reference
+
+from .cases import draw
+from .test_experts import SOURCES, run
+
+EPS, NORM_EPS, ROUNDS = 1e-6, 1e-5, 20
+
+
+def given(device, tokens, streams, width):
+    products = (2 + streams) * streams
+    x, weight = (
+        draw(device, torch.float32, tokens, streams, width),
+        draw(device, torch.float32, products, streams * width, seed=1),
+    )
+    return x, weight * width**-0.5, draw(device, torch.float32, 3, seed=2), draw(device, torch.float32, products, seed=3)
+
+
+def sums_of(source, x, weight):
+    return run(source, "hc_sums", x, weight, torch.empty(sums_shape(len(x), x.shape[2], len(weight)), device=x.device))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("tokens", "streams", "width"), [(1, 4, 40), (3, 4, 100), (2, 2, 16)])
+def test_a_step_is_what_hc_pre_and_hc_post_are(source, tokens, streams, width, device):
+    x, weight, scale, base = given(device, tokens, streams, width)
+    wide = [t.double() for t in (x, weight, scale, base)]
+    u, post, comb = hc_pre_reference(*wide, EPS, NORM_EPS, ROUNDS)
+    sums = sums_of(source, x, weight)
+    read = run(source, "hc_read", x, sums, scale, base, EPS, NORM_EPS, torch.empty(tokens, width, device=device))
+    torch.testing.assert_close(read.double(), u, rtol=1e-4, atol=1e-5)
+    y, other = draw(device, torch.float32, tokens, width, seed=4), draw(device, torch.float32, 7, streams * width, seed=5)
+    following = torch.empty(sums_shape(tokens, width, 7), device=device)
+    more = draw(device, torch.float32, tokens, 2, width, seed=6)
+    all_of_it = x, y, sums, scale, base, EPS, NORM_EPS, ROUNDS, more, other
+    out, following = run(source, "hc_write", *all_of_it, torch.empty_like(x), following)
+    want = hc_post_reference(wide[0], y.double() + more.double().sum(1), post, comb)
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-4)
+    flat = out.double().flatten(1)
+    torch.testing.assert_close(following.double().sum(0)[:, :7], flat @ other.double().t(), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(following.double().sum(0)[:, 7], flat.square().sum(1), rtol=1e-4, atol=1e-4)
+    assert following.equal(sums_of(source, out, other)) or source == "reference"  # the very kernel
+
+
+def test_a_token_has_the_same_bits_alone(device):
+    x, weight, scale, base = given(device, 3, 4, 40)
+    y, found = draw(device, torch.float32, 3, 40, seed=4), []
+    for some in (slice(0, 3), slice(1, 2)):
+        part = x[some].contiguous()
+        sums = sums_of("triton", part, weight)
+        out = run(
+            "triton",
+            "hc_write",
+            part,
+            y[some],
+            sums,
+            scale,
+            base,
+            EPS,
+            NORM_EPS,
+            ROUNDS,
+            None,
+            None,
+            torch.empty_like(part),
+            None,
+        )
+        found.append((sums, out[0]))
+    assert found[0][0][:, 1:2].equal(found[1][0]) and found[0][1][1:2].equal(found[1][1])
+
+
+def test_pieces():
+    assert stretch(40) == 16 and stretch(4096) == 64 and stretch(7168) == 128
+    assert sums_shape(1, 7168, 24) == (56, 1, 32) and sums_shape(2, 40, 24) == (3, 2, 32)
+
+
+def test_sentences():
+    x, weight, scale, base = given(torch.device("cpu"), 1, 4, 40)
+    for call, sentence in (
+        (lambda: kernels.hc_sums(x.half(), weight), "hc_sums: x must be a contiguous torch.float32 (tokens, streams, width)"),
+        (
+            lambda: kernels.hc_sums(x, weight[:, :9]),
+            "hc_sums: weight must be a contiguous floating-point tensor (products, 160)",
+        ),
+        (
+            lambda: kernels.hc_read(x, weight, scale, base, 0.1, 0.1),
+            "hc_read: sums must be a contiguous torch.float32 (3, 1, 32)",
+        ),
+        (
+            lambda: kernels.hc_write(x, x, kernels.hc_sums(x, weight), scale, base, 0.1, 0.1, 2),
+            "hc_write: y must be a contiguous torch.float32 (1, 40)",
+        ),
+    ):
+        with pytest.raises(ValueError) as error:
+            call()
+        assert str(error.value).startswith(sentence)
