@@ -17,8 +17,8 @@ from .weights import (
     HyperWeights,
     IndexWeights,
     LatentWeights,
-    MixtureWeights,
     LinearWeights,
+    MixtureWeights,
     StreamedLayerWeights,
 )
 
