@@ -271,6 +271,31 @@ def test_ledgers_nest(sim):
     assert (outer.totals["syncs"], inner.totals["syncs"]) == (2, 1)
 
 
+def test_a_ledger_may_end_on_another_thread(sim):
+    """As in a doctor's run of a script whose steps are made in threads: torch can only take a mode off its own thread's stack."""
+    ledger = watch().__enter__()
+    leaving = threading.Thread(target=lambda: failed.append(ledger.__exit__(None, None, None)))
+    failed: list = []
+    leaving.start()
+    leaving.join()
+    counted = ledger.as_dict()
+    torch.ones(2).add(1)
+    torch.ones(2, device=sim).sum().item()
+    assert failed == [None] and ledger.as_dict() == counted
+    with watch():
+        pass
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_ledgers_that_end_in_another_order(sim):
+    first, second = watch().__enter__(), watch().__enter__()
+    first.__exit__(None, None, None)
+    torch.ones(2).add(1)
+    second.__exit__(None, None, None)
+    assert (first.totals["cpu_ops"], second.totals["cpu_ops"]) == (0, 1)
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
 def test_a_device_filter(sim):
     with watch(device="cuda") as ledger:
         torch.ones(2, device=sim).sum().item()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..device import accelerator
 from . import ops, pretend, unseen
@@ -184,7 +185,9 @@ class Dispatch(OpSensor):
     def start(self, ending: ExitStack) -> None:
         self.syncs = not (torch.cuda.is_available() and self.ledger.runs("gputrace"))
         ending.callback(self.report_dead)
-        ending.enter_context(ops.OpMode(self._run))
+        mode = ops.OpMode(self._run)
+        mode.__enter__()
+        ending.callback(_leave, mode)
 
     def _run(self, func, args, kwargs):
         if pretend.ready() and _pretended(args, kwargs):
@@ -205,6 +208,21 @@ class Dispatch(OpSensor):
         alone = func.namespace not in ("aten", "prims") and self.ledger.launches == "ops" and before == now.triton
         if alone and (device := ops.device_of(args, kwargs)) and not ops.on_host(device) and self.ledger.wants(device):
             self.ledger.record("launch", f"{func.namespace}::{func._opname}")
+
+
+def _leave(mode: ops.OpMode) -> None:
+    """End the mode, and take off this thread's stack what has ended.
+
+    A ledger may end on another thread than it began on, as where each step of a script has a thread of its own, or before one
+    that began later. Its mode is out of reach then: it hands ops on, and tells nobody.
+    """
+    mode.run = _hand_on
+    while (stack := _get_current_dispatch_mode_stack()) and getattr(stack[-1], "run", None) is _hand_on:
+        stack[-1].__exit__(None, None, None)
+
+
+def _hand_on(func, args, kwargs):
+    return func(*args, **kwargs)
 
 
 def _pretended(args, kwargs) -> bool:
