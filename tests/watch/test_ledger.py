@@ -296,6 +296,14 @@ def test_ledgers_that_end_in_another_order(sim):
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
+def test_a_pretend_device_that_is_not_there(sim):
+    with watch(device="simgpu:3") as ledger:
+        torch.ones(2, device=sim).sum().item()
+    assert ledger.absent["simgpu"] == "device='simgpu:3' is not here"
+    with pytest.raises(BudgetError, match="^not counted: syncs"):
+        ledger.assert_within(syncs=0)
+
+
 def test_a_device_filter(sim):
     with watch(device="cuda") as ledger:
         torch.ones(2, device=sim).sum().item()

@@ -160,7 +160,10 @@ class SimGpu(OpSensor):
     def absent(self) -> str | None:
         if not self.ledger.wants_type(pretend.NAME):
             return f"device={str(self.ledger.device)!r} was asked for"
-        return None if pretend.ready() else "simgpu() was not called"
+        if not pretend.ready():
+            return "simgpu() was not called"
+        wanted = self.ledger.wants(torch.device(pretend.NAME, 0))
+        return None if wanted else f"device={str(self.ledger.device)!r} is not here"
 
     def start(self, ending: ExitStack) -> None:
         ending.callback(self.report_dead)
