@@ -104,6 +104,15 @@ def hint(name: Any, known: Iterable[str], others: str) -> str:
     return f"did you mean {close[0]!r}?" if close else f"{others} {', '.join(names) or 'none'}."
 
 
+def listed(given: Any) -> list[Any]:
+    """What a user gave as one name or as several. What is neither is one, to be refused by its name.
+
+    >>> listed("sync"), listed(("sync", "h2d")), listed(3)
+    (['sync'], ['sync', 'h2d'], [3])
+    """
+    return [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+
+
 def shown(value: Any) -> str:
     """A value in a message, cut where it is long or deep: YAML's aliases can make a short file into an endless value."""
     brief = reprlib.Repr()

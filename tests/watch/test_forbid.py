@@ -201,10 +201,45 @@ def test_nothing_is_left_behind(sim):
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
-def test_unknown_kind():
+def step_by_step():
+    pass
+
+
+@pytest.mark.parametrize(
+    ("allow", "sentence"),
+    [
+        (("d2h", "syncs"), "got 'syncs', wanted kinds among sync, h2d, d2h; did you mean sync?"),
+        (None, "got None, wanted kinds among sync, h2d, d2h."),
+        (step_by_step, "got step_by_step; as a decorator it has parentheses: @no_stall()."),
+    ],
+)
+def test_unknown_kind(allow, sentence):
     with pytest.raises(ValueError) as error:
-        no_stall(allow=("d2h", "syncs"))
-    assert str(error.value) == "no_stall: allow: got 'syncs', wanted kinds among sync, h2d, d2h; did you mean sync?"
+        no_stall(allow=allow)
+    assert str(error.value) == f"no_stall: allow: {sentence}"
+
+
+def test_a_class_is_not_decorated():
+    """Its methods run after it was made: nothing in them would be forbidden."""
+    with pytest.raises(ValueError, match=r"^no_stall: got the class Kit, of which only the making .*; decorate its methods\.$"):
+        no_stall()(Kit)
+
+
+def test_a_guard_is_left_on_its_own_thread(sim):
+    said = []
+
+    def leave():
+        with pytest.raises(RuntimeError) as error:
+            guard.__exit__(None, None, None)
+        said.append(str(error.value))
+
+    with no_stall() as guard:
+        other = threading.Thread(target=leave)
+        other.start()
+        other.join()
+        with pytest.raises(StallError):
+            torch.ones(3, device=sim).sum().item()
+    assert said == ["no_stall: this thread has entered no guard; leave it on the thread that it guards."]
 
 
 def test_a_comment_inside_a_block_is_not_of_its_header():

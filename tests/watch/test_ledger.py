@@ -272,7 +272,7 @@ def test_ledgers_nest(sim):
 
 
 def test_a_ledger_may_end_on_another_thread(sim):
-    """As in a doctor's run of a script whose steps are made in threads: torch can only take a mode off its own thread's stack."""
+    """As in a doctor's run of a script whose steps are made in threads. Torch takes a mode off its own thread's stack alone."""
     ledger = watch().__enter__()
     leaving = threading.Thread(target=lambda: failed.append(ledger.__exit__(None, None, None)))
     failed: list = []
@@ -300,7 +300,7 @@ def test_a_pretend_device_that_is_not_there(sim):
     with watch(device="simgpu:3") as ledger:
         torch.ones(2, device=sim).sum().item()
     assert ledger.absent["simgpu"] == "device='simgpu:3' is not here"
-    with pytest.raises(BudgetError, match="^not counted: syncs"):
+    with pytest.raises(BudgetError, match=r"^not counted: syncs\."):
         ledger.assert_within(syncs=0)
 
 

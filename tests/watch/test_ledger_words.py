@@ -112,7 +112,7 @@ def test_what_nobody_counted_cannot_pass(sim, monkeypatch, request):
         ledger.assert_within(allocations=0)
     assert str(error.value) == (
         "not counted: allocations. A budget cannot pass on what no sensor saw. Run on a GPU or on the pretend device "
-        "(gpubound.watch.pretend). Sensors that did not run: kernels: left out; allocator: left out; gc: left "
+        "(simgpu() of gpubound.watch.pretend). Sensors that did not run: kernels: left out; allocator: left out; gc: left "
         "out; compiles: left out; "
         "fallbacks: left out; triton: left out; calls: left out; dispatch: left out; gputrace: left out."
     )
@@ -143,6 +143,11 @@ def test_what_nobody_counted_cannot_pass(sim, monkeypatch, request):
             "triton, calls, simgpu, "
             "dispatch, gputrace; did you mean gputrace?",
         ),
+        (
+            lambda: watch(without=3),
+            "watch: without: got 3, wanted sensors among kernels, allocator, gc, compiles, fallbacks, triton, calls, simgpu, "
+            "dispatch, gputrace.",
+        ),
         (lambda: watch(launches="all"), "watch: launches: got 'all', wanted 'ops' or 'kernels'."),
         (lambda: watch(gputrace="on"), "watch: gputrace: got 'on', wanted True, False or None."),
     ],
@@ -156,6 +161,11 @@ def test_bad_arguments(call, sentence):
 def test_no_limits():
     with pytest.raises(ValueError, match=r"^assert_within: got no limits, wanted at least one of syncs, "):
         watch().assert_within()
+
+
+def test_a_ledger_that_was_never_opened_has_counted_nothing():
+    with pytest.raises(BudgetError, match=r"^not counted: this ledger was never opened; write `with watch\(\) as ledger:`"):
+        watch().assert_within(syncs=0)
 
 
 def test_a_ledger_is_used_once():

@@ -285,7 +285,9 @@ def test_a_device_that_is_not_here_is_not_vouched_for(monkeypatch, device, count
 
 def test_the_pretend_device_must_be_made_first(monkeypatch):
     only(monkeypatch, None, works=False)
-    with pytest.raises(ValueError, match=r"got 'simgpu', which is not made yet; call .*simgpu\(\) first"):
+    with pytest.raises(
+        ValueError, match=r"got 'simgpu', which is not made yet; call simgpu\(\) of gpubound\.watch\.pretend first"
+    ):
         watch(device="simgpu")
 
 

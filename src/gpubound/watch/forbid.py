@@ -24,11 +24,12 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ContextDecorator
+from typing import Any
 
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..errors import StallError
-from ..words import nearest
+from ..words import listed, nearest
 from . import ops, unseen
 from .events import Cause, cause_of
 from .site import Origins, Place, Site, here
@@ -53,9 +54,13 @@ class NoStall(ContextDecorator):
         self.allowed: Counter[str] = Counter()
 
     def __call__(self, func):
+        if inspect.isclass(func):
+            raise ValueError(
+                f"no_stall: got the class {func.__name__}, of which only the making would be guarded; decorate its methods."
+            )
         if inspect.iscoroutinefunction(func) or inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
             raise ValueError(
-                f"no_stall: got {func.__name__}, a coroutine or generator, whose body runs after the decorator has ended; "
+                f"no_stall: got {_name(func)}, a coroutine or generator, whose body runs after the decorator has ended; "
                 "write `with no_stall():` inside it."
             )
         return super().__call__(func)
@@ -66,7 +71,9 @@ class NoStall(ContextDecorator):
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        _entered()[-1].__exit__(kind, error, traceback)
+        if not (entered := _entered()):
+            raise RuntimeError("no_stall: this thread has entered no guard; leave it on the thread that it guards.")
+        entered[-1].__exit__(kind, error, traceback)
         unseen.leave(_called)
 
     def meet(self, origins: Origins, kind: str, what: str, device: str, cause: Cause) -> None:
@@ -164,9 +171,13 @@ def no_stall(allow: Iterable[str] = (), message: str | None = None) -> NoStall:
     allow    kinds of stall that are allowed: "sync", "h2d", "d2h".
     message  the text with which the error begins.
     """
-    if isinstance(allow, str):
-        allow = (allow,)
-    kinds = frozenset(allow)
-    for name in sorted(kinds - set(STALLS), key=str):
+    if callable(allow):
+        raise ValueError(f"no_stall: allow: got {_name(allow)}; as a decorator it has parentheses: @no_stall().")
+    kinds = listed(allow)
+    for name in (kind for kind in kinds if kind not in STALLS):
         raise ValueError(f"no_stall: allow: got {name!r}, wanted kinds among {', '.join(STALLS)}{nearest(name, STALLS)}")
-    return NoStall(kinds, message)
+    return NoStall(frozenset(kinds), message)
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", repr(function))

@@ -15,7 +15,7 @@ import torch
 
 from ..device import accelerator
 from ..errors import BudgetError
-from ..words import nearest
+from ..words import listed, nearest
 from . import pretend
 from .dispatch import Calls, Dispatch, SimGpu
 from .events import KINDS
@@ -106,12 +106,14 @@ class Ledger:
         >>> ledger.assert_within(syncs=0, h2d_bytes=0)  # doctest: +SKIP
         """
         check_limits("assert_within", limits)
+        if not self._running and not self.absent:
+            raise BudgetError("not counted: this ledger was never opened; write `with watch() as ledger:` around the steps.")
         totals = self.totals
         if unknown := [name for name in limits if name not in totals]:
             why = "; ".join(f"{name}: {reason}" for name, reason in self.absent.items())
             raise BudgetError(
                 f"not counted: {', '.join(unknown)}. A budget cannot pass on what no sensor saw. Run on a GPU or on the "
-                f"pretend device (gpubound.watch.pretend). Sensors that did not run: {why or 'none'}."
+                f"pretend device (simgpu() of gpubound.watch.pretend). Sensors that did not run: {why or 'none'}."
             )
         if over := {name: limit for name, limit in limits.items() if totals[name] > limit}:
             said = ", ".join(f"{name} {totals[name]:g} (allowed {limit:g})" for name, limit in over.items())
@@ -190,14 +192,14 @@ def watch(
               "kernels": count the driver's launch calls, through Kineto, without lines.
     without   names of sensors to leave out.
     """
-    left_out = frozenset([without] if isinstance(without, str) else without)
-    for name in sorted(left_out - set(SENSORS)):
+    left_out = listed(without)
+    for name in (name for name in left_out if name not in list(SENSORS)):
         raise ValueError(f"watch: without: got {name!r}, wanted sensors among {', '.join(SENSORS)}{nearest(name, SENSORS)}")
     if launches not in ("ops", "kernels"):
         raise ValueError(f"watch: launches: got {launches!r}, wanted 'ops' or 'kernels'.")
     if gputrace not in (True, False, None):
         raise ValueError(f"watch: gputrace: got {gputrace!r}, wanted True, False or None.")
-    return Ledger(_device(device), gputrace, launches, left_out)
+    return Ledger(_device(device), gputrace, launches, frozenset(left_out))
 
 
 def _device(spec: str | torch.device | None) -> torch.device | None:
@@ -205,7 +207,7 @@ def _device(spec: str | torch.device | None) -> torch.device | None:
         return None
     if str(spec).partition(":")[0] == pretend.NAME and not pretend.ready():
         raise ValueError(
-            f"watch: device: got {str(spec)!r}, which is not made yet; call gpubound.watch.pretend.simgpu() first."
+            f"watch: device: got {str(spec)!r}, which is not made yet; call simgpu() of gpubound.watch.pretend first."
         )
     try:
         device = torch.device(spec)
