@@ -137,6 +137,18 @@ def _engine(run_backward, threaded: bool):
     return _engine_run_backward
 
 
+# What torch.accelerator asks of a device; of a Python backend torch knows neither, and fails.
+
+
+def _synchronized(device_index: int) -> None:
+    """Work is done when it is asked for. Who counts waits has heard of this one from the call above it (unseen.py)."""
+
+
+def _no_allocator() -> bool:
+    """Then figures of memory are 0, and empty_cache has nothing to do."""
+    return False
+
+
 def _register() -> list[object]:
     """Put all this into torch. Returns what must be kept alive."""
     guard = _device_guard()
@@ -150,6 +162,8 @@ def _register() -> list[object]:
     together: tuple[list, ...] = (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
     for types in together:
         types.append(SimTensor)  # as on CUDA: an optimizer and clipping take all tensors at once, not one after another
+    torch._C._accelerator_synchronizeDevice = _synchronized
+    torch._C._accelerator_isAllocatorInitialized = _no_allocator
     atexit.register(time.sleep, SETTLE)
     torch.autograd._engine_run_backward = _engine(torch.autograd._engine_run_backward, _has_thread())
     return kept
