@@ -1,6 +1,7 @@
 """A script run by the doctor sees what Python itself would give it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -210,6 +211,32 @@ def test_a_failing_script_is_a_sentence_with_its_code(tmp_path, capsys, text, co
         assert "runpy" not in said and "doctor/script.py" not in said
     if "no data" in text:
         assert said == "no data\n"
+
+
+@pytest.mark.filterwarnings("ignore:can't resolve package:ImportWarning")  # Python's own, beside its error
+@pytest.mark.parametrize(
+    ("where", "target", "advised"),
+    [
+        (".", "outer/inner/fails.py", "-m outer.inner.fails"),
+        ("outer/inner", "fails.py", f"-m outer.inner.fails in {os.path.join('..', '..')}"),
+        (".", "outer/inner", "-m outer.inner"),
+        (".", "outer/inner/__main__.py", "-m outer.inner"),
+        (".", "loose/fails.py", "-m loose.fails"),
+    ],
+)
+def test_a_file_of_a_package_is_to_be_run_as_a_module(tmp_path, monkeypatch, capsys, where, target, advised):
+    for file in ("outer/__init__.py", "outer/inner/__init__.py"):
+        write(tmp_path / file, "")
+    for file in ("outer/inner/fails.py", "outer/inner/__main__.py", "loose/fails.py"):
+        write(tmp_path / file, "from .helper import help")
+    monkeypatch.chdir(tmp_path / where)
+    with pytest.raises(ValueError) as error:
+        Script(target).run()
+    assert str(error.value) == (
+        f"{Path(target).name} failed with code 1; it imports from its own package, as a module alone can; "
+        f"run gpubound doctor {advised}."
+    )
+    assert "attempted relative import" in capsys.readouterr().err
 
 
 def test_what_ends_well_and_what_the_user_interrupts(tmp_path):

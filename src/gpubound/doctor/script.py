@@ -85,11 +85,27 @@ class Script:
                 what = f"there is no module {self.target} that" if self.module else f"{self.target} is nothing that"
                 raise ValueError(f"script: {what} can be run: {str(error).rstrip('.')}.") from error
             traceback.print_exception(type(error), error, own)
-            raise self._failed(1, _advice(error)) from error
+            raise self._failed(1, self._advice(error)) from error
         return True
 
     def _failed(self, code: int, advice: str = RUNS) -> ValueError:
         return ValueError(f"{self.name} failed with code {code}; {advice}.")
+
+    def _advice(self, error: Exception) -> str:
+        if isinstance(error, ImportError) and "no known parent package" in str(error):
+            return f"it imports from its own package, as a module alone can; run gpubound doctor {self._as_module()}"
+        return NO_CUDA if _asked_for_cuda(error) else NOT_PLAIN if SimTensor.__name__ in str(error) else RUNS
+
+    def _as_module(self) -> str:
+        """How the doctor is told to run this file by its package, and where."""
+        path = Path(self.target).resolve()
+        package = path if path.is_dir() else path.parent
+        names = [package.name] if path.is_dir() or path.stem == "__main__" else [package.name, path.stem]
+        home = package.parent
+        while (home / "__init__.py").exists():
+            home, names = home.parent, [home.name, *names]
+        where = os.path.relpath(home)
+        return f"-m {'.'.join(names)}" + ("" if where == "." else f" in {where}")
 
     @contextmanager
     def _stage(self) -> Iterator[None]:
@@ -178,10 +194,6 @@ def _run_file(file: str) -> None:
         exec(code, main.__dict__)
     finally:
         sys.modules["__main__"] = before
-
-
-def _advice(error: Exception) -> str:
-    return NO_CUDA if _asked_for_cuda(error) else NOT_PLAIN if SimTensor.__name__ in str(error) else RUNS
 
 
 def _asked_for_cuda(error: Exception) -> bool:
