@@ -7,10 +7,12 @@ import torch
 import transformers
 from torch import nn
 
+import gpubound as gb
 from gpubound.decode.any_model import StaticBody
 from gpubound.decode.contract import Build
 from gpubound.models.keywords import cache_word
 
+from . import cases
 from .any_cases import ENDS, FALCON, GROUPED, SIZES, build, generated, go_on, loud, model_of, prompts, start
 
 
@@ -154,4 +156,59 @@ def test_a_forward_that_fails_with_the_cache_is_refused_with_what_it_said():
     assert refusal(model) == (
         "StaticBody: model: got GPT2LMHeadModel, whose forward fails with a static cache (AttributeError: 'RowCache' object "
         "has no attribute 'to_legacy_cache'), wanted one that takes a mask and a position for every row."
+    )
+
+
+class Half(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+def hook(module: nn.Module) -> None:
+    module.register_forward_hook(lambda module, inputs, output: output / 2)
+
+
+CHANGES = {
+    "whose model.layers.1.mlp.down_proj carries hooks": lambda model: hook(model.model.layers[1].mlp.down_proj),
+    "whose lm_head carries hooks": lambda model: hook(model.lm_head),
+    "whose model.layers.0.self_attn.o_proj is a Half, not a Linear": lambda model: setattr(
+        model.model.layers[0].self_attn, "o_proj", Half(32, 32, bias=False)
+    ),
+    "without model.layers.1": lambda model: model.model.layers.__delitem__(1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_shell_over_a_decoder_s_weights_runs_none_of_its_changes(change):
+    """A gb.Decoder that the fused kernels leave alone is computed by transformers' module, which would drop them unheard."""
+    model = cases.build("own", qkv_bias=False)
+    CHANGES[change](model)
+    with pytest.raises(ValueError) as error:
+        gb.decoder(model, 1, 16, fused=False, verify=False)
+    assert str(error.value) == (
+        f"decoder: model: got a Decoder {change}. Where the fused kernels do not compute it, transformers' Qwen3ForCausalLM "
+        "does, over its weights, and knows nothing of that; undo it."
+    )
+
+
+def test_a_shell_is_tried_against_the_decoder_and_refused_by_its_name():
+    def unfused(max_length: int = 16) -> gb.FastDecoder:
+        return gb.decoder(model, 1, max_length, fused=False, verify=False)
+
+    with pytest.raises(
+        ValueError, match=r"^decoder: model: got a Decoder that transformers cannot compute .*: no Hugging Face "
+    ):
+        gb.decoder(cases.build("own", qkv_bias=True, qk_norm=True), 1, 16, fused=False)
+    model = cases.build("own", qkv_bias=False, positions=8)
+    assert unfused(64).max_length == 64  # positions are no limit of the code
+    with pytest.raises(ValueError, match=r"^StaticBody: model: got Decoder in training mode, .*; call model\.eval\(\) first"):
+        model.train() and unfused()
+    hook(model.eval())
+    with pytest.raises(ValueError) as error:
+        unfused()
+    assert re.fullmatch(
+        r"StaticBody: model: got Decoder, whose logits with a static cache differ from its own by [\d.]+ of the "
+        r"largest, wanted at most 0\.005: transformers' Qwen3ForCausalLM over its weights runs no hook on it, and no forward "
+        r"of its own; take that off\.",
+        str(error.value),
     )

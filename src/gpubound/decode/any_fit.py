@@ -31,9 +31,12 @@ def in_training(model: nn.Module) -> str:
     )
 
 
-def examine(model: PreTrainedModel, max_length: int) -> tuple[Any, list[Any]]:
-    """(the text model's config, Hugging Face's own cache layers for it), or the reason why no static cache can hold it."""
-    name = type(model).__name__
+def examine(model: PreTrainedModel, max_length: int, of: nn.Module) -> tuple[Any, list[Any]]:
+    """(the text model's config, Hugging Face's own cache layers for it), or the reason why no static cache can hold it.
+
+    `of` is the model that the user has given, by whose name it is refused.
+    """
+    name = type(of).__name__
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"StaticBody: model: got {name}, wanted a transformers PreTrainedModel with a language-model head; of a PEFT model "
@@ -52,8 +55,8 @@ def examine(model: PreTrainedModel, max_length: int) -> tuple[Any, list[Any]]:
         raise ValueError(
             f"StaticBody: model: got {name} on {' and '.join(devices)}, wanted all of it on one device; move it there."
         )
-    if model.training:
-        raise ValueError(in_training(model))
+    if of.training:
+        raise ValueError(in_training(of))
     return config, _layers(name, config)
 
 

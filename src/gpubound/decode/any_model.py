@@ -19,7 +19,7 @@ from inspect import signature
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
@@ -67,12 +67,14 @@ class ListsAsSlices(TorchFunctionMode):
 class StaticBody(Body):
     """`StaticBody(model, build)`: the body of a decoder around the model's own forward.
 
-    The model stays the caller's: its live weights are read, none is copied. `buffers()` are the caches.
+    The model stays the caller's: its live weights are read, none is copied. `buffers()` are the caches. `of` is the caller's
+    model where `model` is a shell over its weights.
     """
 
-    def __init__(self, model: PreTrainedModel, build: Build, path: str = ""):
+    def __init__(self, model: PreTrainedModel, build: Build, path: str = "", of: nn.Module | None = None):
         max_batch, max_length = build.max_batch, build.max_length
-        config, likes = examine(model, max_length)
+        self.of: nn.Module = model if of is None else of
+        config, likes = examine(model, max_length, self.of)
         self.model, self.config, self.path = model, config, path
         self.kernels = f"the model's own forward: {path}"
         self.max_batch, self.max_length, self.tokens = max_batch, max_length, build.tokens
@@ -143,8 +145,8 @@ class StaticBody(Body):
         return first_not_finite(self.model, ids_T)
 
     def _forward(self, ids_BT: Tensor, place_BT: Tensor, end: int, every: bool = False) -> Tensor:
-        if self.model.training:
-            raise ValueError(in_training(self.model))
+        if self.of.training:
+            raise ValueError(in_training(self.of))
         with torch.no_grad(), without_autocast(self.device):
             return self.model(
                 input_ids=ids_BT,
@@ -189,8 +191,7 @@ class StaticBody(Body):
         short = [window + 4 for window in self.windows.values() if window is not None and window <= 64]
         tokens = min(max([8, *short]), self.max_length)
         ids_T = torch.randint(ids, (tokens,), generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(self.device)
-        with torch.no_grad(), without_autocast(self.device):
-            own_TV = self.model(input_ids=ids_T[None], use_cache=False, return_dict=True).logits[0].float()
+        own_TV = self._own_logits(ids_T)
         self.vocab = own_TV.shape[-1]
         self.logits = torch.zeros(self.max_batch * self.tokens, self.vocab, device=self.device, dtype=torch.float32)
         place_B = (tokens - 1 - self.row_B % 2).clamp(min=0)
@@ -204,14 +205,26 @@ class StaticBody(Body):
         off = torch.cat([first, last]).nan_to_num().abs().max() / own_TV.nan_to_num().abs().max()
         error, bound = off.item(), TOLERANCE.get(self.dtype, 1e-1)
         if not error <= bound:
+            why = "its attention does not follow the mask and the positions that it is given"
+            if self.of is not self.model:
+                name = type(self.model).__name__
+                why = f"transformers' {name} over its weights runs no hook on it, and no forward of its own; take that off"
             raise ValueError(
-                f"StaticBody: model: got {type(self.model).__name__}, whose logits with a static cache differ from its own by "
-                f"{error:.2g} of the largest, wanted at most {bound:g}: its attention does not follow the mask and the "
-                f"positions that it is given."
+                f"StaticBody: model: got {type(self.of).__name__}, whose logits with a static cache differ from its own by "
+                f"{error:.2g} of the largest, wanted at most {bound:g}: {why}."
             )
         for buffer in self.buffers():
             buffer.zero_()
         return error
+
+    def _own_logits(self, ids_T: Tensor) -> Tensor:
+        """Those (T, V) of the caller's model, without a cache."""
+        with torch.no_grad(), without_autocast(self.device):
+            if self.of is self.model:
+                return self.model(input_ids=ids_T[None], use_cache=False, return_dict=True).logits[0].float()
+            own_TV = self.of(ids_T[None])[0].float()
+        self.rebind()  # a first forward of ours joins weights into one buffer, and so moves them
+        return own_TV
 
     def _guarded(self, token_B: Tensor, position_B: Tensor) -> None:
         """A step that must not wait for the device; where a list index makes it wait, one that reads lists as slices."""
@@ -228,7 +241,7 @@ class StaticBody(Body):
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        name = type(self.model).__name__
+        name = type(self.of).__name__
         try:
             yield
         except StallError as stall:

@@ -301,9 +301,9 @@ def _body(model: Any, build: Build, fused: bool) -> Body:
             fallback("decoder: the fused kernels", live)
         if isinstance(model, LanguageModel) and model.cached is not None:
             return OwnBody(model, build, live)
-        own = as_transformers(model) if isinstance(model, Decoder) else model  # first: below is an import of transformers
+        shell = as_transformers(model) if isinstance(model, Decoder) else model  # first: below is an import of transformers
         from .any_model import StaticBody
 
-        return StaticBody(own, build, live)
+        return StaticBody(shell, build, live, model)
     hasten(step_calls(live, build.weights, tiled_rows(live, build) > 0), live.device, live.dtype)
     return FusedBody(live, build)

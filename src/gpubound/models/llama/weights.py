@@ -10,6 +10,7 @@ import torch
 
 from ...corpus import Tokenizer
 from ...errors import DataError
+from ...layers.stacked import hooked
 from ..folder import Beyond, ConfigFields, read_config
 from ..foreign import needs_transformers
 from ..registry import FAMILIES
@@ -47,16 +48,41 @@ def as_transformers(model: Decoder) -> Any:
     needs_transformers("a decoder without fused kernels")
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if foreign := of_no_family(model.config):
+        raise ValueError(
+            f"decoder: model: got a Decoder that transformers cannot compute where the fused kernels do not: {foreign}; set "
+            f"one of them off."
+        )
     first = next(model.parameters())
     config = AutoConfig.for_model(**hf_config(model.config, first.dtype))
     with torch.device("meta"):
         shell = AutoModelForCausalLM.from_config(config, dtype=first.dtype)
+    if changed := _changed(model):
+        raise ValueError(
+            f"decoder: model: got a Decoder {changed}. Where the fused kernels do not compute it, transformers' "
+            f"{type(shell).__name__} does, over its weights, and knows nothing of that; undo it."
+        )
     for name, module in shell.named_modules():
         if module._parameters:
             module._parameters = model.get_submodule(name)._parameters
     trunk: Any = shell.model
     trunk.rotary_emb = type(trunk.rotary_emb)(config=config).to(first.device)
+    config.max_position_embeddings = 2**31 - 1  # a DecoderConfig's positions are no limit of its code
     return shell.train(model.training)
+
+
+def _changed(model: Decoder) -> str | None:
+    """What below a decoder is no longer as it was made, and may compute something else than its weights say."""
+    modules = dict(model.named_modules())
+    for name, made in Decoder(model.config, device="meta").named_modules():
+        found = modules.get(name)
+        if found is None:
+            return f"without {name}"
+        if name and type(found) is not type(made):
+            return f"whose {name} is a {type(found).__name__}, not a {type(made).__name__}"
+        if name and hooked(found):
+            return f"whose {name} carries hooks"
+    return None
 
 
 def config_of(about: dict[str, Any], path: Path) -> DecoderConfig:
@@ -106,10 +132,15 @@ def config_of(about: dict[str, Any], path: Path) -> DecoderConfig:
     )
 
 
+def of_no_family(config: DecoderConfig) -> str | None:
+    both = config.qkv_bias and config.qk_norm
+    return "no Hugging Face family has both q/k/v biases and normed heads" if both else None
+
+
 def hf_config(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
     """config.json of a model of this shape."""
-    if config.qkv_bias and config.qk_norm:
-        raise ValueError("save_hf: no Hugging Face family has both q/k/v biases and normed heads; set one of them off.")
+    if foreign := of_no_family(config):
+        raise ValueError(f"save_hf: {foreign}; set one of them off.")
     family = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
     return {
         "architectures": [f"{FAMILIES['llama'][family]}ForCausalLM"],
