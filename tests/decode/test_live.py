@@ -51,6 +51,17 @@ def test_few_rows_leave_every_weight_where_it_is():
     assert spans(model, *QKV, *GATE_UP) == before
 
 
+@pytest.mark.parametrize("kind", ["Llama", "own"])
+def test_two_tensors_over_the_same_memory_stay_together(kind):
+    """They are one weight to the user; side by side with its neighbours, one had moved away from the other."""
+    model = cases.build(kind)
+    first, second = (block.self_attn.q_proj for block in model.model.layers)
+    second.weight = torch.nn.Parameter(first.weight.data)
+    fast = gb.decoder(model, 9, cases.ROOM)
+    assert first.weight.data_ptr() == second.weight.data_ptr()
+    assert fast.body.live.apart.startswith("a weight and another layer's are two tensors over the same memory")
+
+
 def test_weights_in_a_buffer_of_somebody_elses_stay_there():
     """A trainer's flat buffer, say; they are multiplied one by one, and the table says why."""
     model = cases.build("Llama")

@@ -167,6 +167,24 @@ def test_refuses_what_it_may_not_move():
     assert refused(sharded) == ["FSDP shards the weights and manages their memory"]
 
 
+def test_two_tensors_over_the_same_memory_stay_together():
+    """In blocks of one model or of two: to the user they are one weight. It had moved away from the other in the first call."""
+    first, second, third = (layers.Attention(8, 2) for _ in range(3))
+    second.k_proj.weight = nn.Parameter(first.q_proj.weight.data)
+    copied = copy.deepcopy(second)
+    x, rope = torch.randn(1, 3, 8), None
+    with torch.no_grad():
+        for attention in (first, second, third, copied):
+            attention(x, rope)
+        second.k_proj.weight.fill_(2.0)
+    assert torch.equal(first.q_proj.weight, second.k_proj.weight)
+    (why,) = first.stacked.fallbacks
+    assert (
+        why.startswith("a weight and another layer's are two tensors over the same memory") and why in second.stacked.fallbacks
+    )
+    assert not third.stacked.fallbacks and not copied.stacked.fallbacks
+
+
 def test_one_by_one_equals_apart_and_adds_a_tied_weight_up():
     modules, x = linears(bias=True, dtype=torch.float32), x_of(torch.float32)
     modules[2].weight = modules[1].weight

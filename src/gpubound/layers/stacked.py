@@ -10,18 +10,18 @@ state_dict, optimizers and adapters work as before. What moves a parameter's mem
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from ..errors import GraphError
 from ..kernels.accumulate import join_rows
 from ..trace import fallback
 from .linear_site import linear, multiply
+from .overlap import any_over, movers
 from .site_parts import AS_IT_IS, Adapter, Joined, adapted, format_of
 
 Kernels = tuple[str, tuple[str, ...]]
@@ -116,12 +116,17 @@ class Stacked:
         assert self._weight is not None
         return Joined(self._weight, self._bias, weights, biases, [site.extra for site in sites])
 
-    def repack(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> str | None:
-        """Make the weights (and biases) neighbours again. None when that is done, else why it may not be."""
+    def repack(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), others: Iterable[Tensor] | None = None
+    ) -> str | None:
+        """Make the weights (and biases) neighbours again. None when that is done, else why it may not be.
+
+        `others` are the parameters that they may be tied to; by default those of every layer of ours.
+        """
         if biases and len(biases) != len(weights):
             return "some of the layers have a bias and some have none"
         for group, before in ((weights, self._weight), (biases, self._bias)):
-            if group and (why := _immovable(group, before)):
+            if group and (why := _immovable(group, before, others)):
                 return why
         self._weight = _stack(weights)
         self._bias = _stack(biases) if biases else None
@@ -159,9 +164,14 @@ class Projecting(nn.Module):
     PROJECTIONS: tuple[str, ...]  # the layers' names, in the order of their rows
     stacked: Stacked
 
+    def __init__(self) -> None:
+        super().__init__()
+        movers.add(self)
+
     def __setstate__(self, state: dict) -> None:
         """Undo what pickle does to slices: each comes back with a private copy of the whole buffer behind it."""
         super().__setstate__(state)
+        movers.add(self)
         for group in zip(*(layer.parameters() for layer in self.projections())):
             if join_rows([p.detach() for p in group]) is None:
                 for p in group:
@@ -243,7 +253,7 @@ def _stack(parts: Sequence[Tensor]) -> Tensor:
     return whole
 
 
-def _immovable(parts: Sequence[Tensor], before: Tensor | None) -> str | None:
+def _immovable(parts: Sequence[Tensor], before: Tensor | None, others: Iterable[Tensor] | None) -> str | None:
     """Why these parameters may not be moved into a buffer of ours: somebody else manages the memory they lie in."""
     if len({(p.dtype, p.device, p.shape[1:]) for p in parts}) > 1:
         return "the weights differ in dtype, device or input width"
@@ -262,6 +272,11 @@ def _immovable(parts: Sequence[Tensor], before: Tensor | None) -> str | None:
                 "the weights are slices of a buffer that something else owns (a wrapper that shards or flattens, or another "
                 "layer's buffer, where a weight of it is used here, too)"
             )
+    if any_over(parts, movers.weights() if others is None else others):
+        return (
+            "a weight and another layer's are two tensors over the same memory, and side by side with its neighbours it would "
+            "move away; tie them by giving both layers the one Parameter object"
+        )
     return None
 
 
@@ -276,25 +291,3 @@ def describe(layer: nn.Module) -> str:
     if hooked(layer):
         return "a projection carries hooks"
     return "a projection's weight is in codes" if format_of(weight).coded else "a projection carries a low-rank adapter"
-
-
-def overlapping(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str]]:
-    """Pairs of names of different tensors that share bytes. A tensor that comes twice, as a tied one does, is no pair.
-
-    To the user such a pair is one weight, and moving one of them into a stacked or flat buffer ends that without a sign. Who
-    moves weights asks here first. Tensors with gaps are left out, for two may lie in each other's gaps, and so are subclasses.
-    """
-    tensors = {id(t): (name, t) for name, t in reversed(list(named))}.values()  # reversed: the first name of each stays
-    placed = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors if _dense(t))
-    end, holder = 0, ""
-    for begin, stop, name in placed:
-        if begin < end:
-            yield holder, name
-        if stop > end:
-            end, holder = stop, name
-
-
-def _dense(t: Tensor) -> bool:
-    if type(t) not in (Tensor, Parameter) or t.layout != torch.strided or not t.numel():
-        return False
-    return sum((size - 1) * step for size, step in zip(t.shape, t.stride())) + 1 == t.numel()

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.choose import Call
+from ..layers.overlap import overlapping
 from ..layers.site_parts import format_of
-from ..layers.stacked import overlapping
 from ..models.placing import BATCH, TOKENS, Swap, random_case, reads_tokens
 from ..models.registry import role_of, swaps_of
 from .fused import TORCH_NORMS, Fused, adopt

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..layers.stacked import overlapping
+from ..layers.overlap import overlapping
 
 ADAMW, MUON = "adamw", "muon"  # the rules of update; AdamW's groups come first
 ALIGN = 64  # elements: 128 bytes at 16 bits, what the widest loads and the tensor cores ask for
