@@ -96,8 +96,13 @@ def test_what_lay_in_the_buffers_does_not_count():
     assert all(weights[name].equal(weights_again[name]) for name in weights)
 
 
-def test_a_hook_on_a_parameter_sees_its_gradient_and_may_change_it(monkeypatch):
-    """Products add to the fp32 sums unseen, and would hand the hook None."""
+def _zero_grad(parameter):
+    parameter.grad.zero_()
+
+
+@pytest.mark.parametrize("when", ["before", "before, accumulated", "after, accumulated"])
+def test_a_hook_on_a_parameter_sees_its_gradient_and_may_change_it(when, monkeypatch):
+    """Products add to the fp32 sums unseen, and would hand the hook None. What takes the gradients left None to later hooks."""
     monkeypatch.setattr(trace, "fallbacks", Counter())
     hooked = (
         "model.embed_tokens.weight",
@@ -113,9 +118,17 @@ def test_a_hook_on_a_parameter_sees_its_gradient_and_may_change_it(monkeypatch):
         model = Decoder(dataclasses.replace(PRESETS["tiny"], tied=False))
         before = named(model)
         chosen = [parameter for name, parameter in model.named_parameters() if hooks and name.endswith(hooked)]
-        for parameter in chosen:
-            parameter.register_hook(lambda gradient: gradient * 0)
+
+        def hook(these):
+            for parameter in these:
+                if when == "before":
+                    parameter.register_hook(lambda gradient: gradient * 0)
+                else:
+                    parameter.register_post_accumulate_grad_hook(_zero_grad)
+
+        hook(chosen if when.startswith("before") else [])
         step = TrainStep(model, "causal_lm", partial(torch.optim.SGD, lr=0.1), precision="fp32", accumulate=2)
+        hook(chosen if when.startswith("after") else [])
         step([batch, batch])
         ends.append(named(model))
     assert len(chosen) == 3 + 2 * PRESETS["tiny"].layers and trace.fallbacks

@@ -15,7 +15,8 @@ These functions are for the `backward` of an autograd.Function, where autograd i
 Legend: N tokens, O outputs (the weight's rows), K inputs (its columns); g (N, O) is the output's gradient, x (N, K) the input.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -174,10 +175,27 @@ def _recording(weight: Tensor) -> bool:
 def main_gradient(weight: Tensor) -> Tensor | None:
     """The accumulator that a gradient goes into unseen. None where there is none, or a hook on the weight is to see it."""
     main = accumulator(weight)
-    if main is None or torch.compiler.is_compiling() or not weight._backward_hooks:
+    if main is None or torch.compiler.is_compiling() or not any(hooks_on(weight)):
         return main
     fallback("gradients: into their fp32 sums", "a hook on a parameter is to see its gradient, in the parameter's dtype")
     return None
+
+
+class Taker:
+    """The hook that takes what autograd has computed for a parameter into its main_grad. All others are to see it first."""
+
+    def __init__(self, take: Callable[[Tensor], None]):
+        self._take = take
+
+    def __call__(self, parameter: Tensor) -> None:
+        self._take(parameter)
+
+
+def hooks_on(weight: Tensor) -> Iterator[Any]:
+    """What is to see this weight's gradient, or what autograd has made of it in `weight.grad`."""
+    yield from (weight._backward_hooks or {}).values()
+    behind = weight._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+    yield from (hook for hook in behind.values() if not isinstance(hook, Taker))
 
 
 def accumulator(weight: Tensor) -> Tensor | None:

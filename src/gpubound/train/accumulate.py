@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
 
-from ..kernels.accumulate import close_sums, deliver_all, open_sums
+from ..kernels.accumulate import Taker, close_sums, deliver_all, open_sums
 from ..kernels.aside import Side
 from ..kernels.record import drop_record, made_record
 from ..parallel import Ranks
@@ -64,10 +64,11 @@ class Accumulators:
             slot.parameter.grad = None
             slot.parameter.main_grad = slot.view(self.gradient)  # type: ignore[attr-defined]
             made_record(slot.parameter).side = side
-            self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(self._take))
+            self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(Taker(self._take)))
 
     def zero(self) -> None:
         """Begin a new sum with one memset."""
+        self._let_others_see()
         self.gradient.zero_()
         self._taken, self._bytes = [], 0  # of a backward that broke off
         if self.opened:
@@ -77,6 +78,7 @@ class Accumulators:
 
     def begin(self) -> None:
         """Begin a new sum without a memset: the first delivery to each main_grad writes. `finish` must follow the last one."""
+        self._let_others_see()
         self._taken, self._bytes = [], 0
         open_sums(self._parameters)
         self.opened = True
@@ -121,6 +123,13 @@ class Accumulators:
             self._settle()
         if self.opened:
             close_sums(parameters)
+
+    def _let_others_see(self) -> None:
+        """Hooks that came later are to find the gradient in parameter.grad, too: `_take` is the last, and leaves None there."""
+        for parameter, handle in zip(self._parameters, self._hooks):
+            hooks: dict = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            if len(hooks) > 1:
+                hooks[handle.id] = hooks.pop(handle.id)  # autograd does not heed move_to_end
 
     def _take(self, parameter: Any) -> None:
         """The gradient that autograd has just finished, into main_grad at the end of this backward pass at the latest."""
