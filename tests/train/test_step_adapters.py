@@ -260,3 +260,56 @@ def test_a_merged_adapter_that_does_not_train_is_a_part_of_the_base():
         p.requires_grad_(False)
     gb.lora.merge(model, "second")
     assert gb.TrainStep(model, "causal_lm", "adamw", precision="fp32")(batch(0)) is not None
+
+
+def frozen_second():
+    model = lora(lora(own(2).train()), name="second", seed=2)
+    for p in gb.lora.parameters(model, "second"):
+        p.requires_grad_(False)
+    merged = [lambda: gb.lora.merge(model, "second"), lambda: gb.lora.unmerge(model)]
+    return model, [*merged, lambda: gb.lora.disable(model, "second")], [1, 2, 2, 2]
+
+
+def pefts_second():
+    """It lies on other layers than the one that trains."""
+    peft = pytest.importorskip("peft")
+    model = placed(peft_model(three(), ["q_proj", "v_proj"])).train()
+    model.add_adapter("second", peft.LoraConfig(r=4, target_modules=["up_proj"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "second"])
+    for name, p in model.named_parameters():
+        p.requires_grad_("default" in name)
+    layers = [m for m in model.modules() if hasattr(m, "scale_layer")]
+    merged = [lambda: model.merge_adapter(["second"]), lambda: [layer.unmerge() for layer in layers if layer.merged]]
+    return model, [*merged, lambda: [layer.scale_layer(2.0) for layer in layers]], [1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("made", [frozen_second, pefts_second])
+def test_adapters_that_are_merged_or_switched_make_another_graph(made):
+    """A graph has baked in what they add: behind a merge it would add it a second time. Back again, the first one serves."""
+    model, changes, want = made()
+    step = gb.TrainStep(model, "causal_lm", "adamw", precision="fp32", graph="require")
+    captured = []
+    for change in (lambda: None, *changes):
+        change()
+        step(batch(0))
+        captured.append(len(step.captured))
+    assert captured == want
+
+
+def test_what_peft_has_merged_is_not_left_untrained_unseen():
+    """PEFT computes none of a layer's adapters once some are merged into it."""
+    model = placed(peft_model(three(), ["q_proj"])).train()
+    model.get_submodule("base_model.model.model.norm").requires_grad_(True)
+    step = gb.TrainStep(model, "causal_lm", "adamw", precision="fp32")
+    step(batch(0))
+    model.merge_adapter()
+    batches = iter([batch(1)])
+    with pytest.raises(ValueError) as error:
+        step(batches)
+    assert str(error.value) == (
+        "step: base_model.model.model.layers.0.self_attn.q_proj has adapters of PEFT's that train, and 'default' merged into "
+        "its weight, where PEFT leaves the others out and no gradient comes; call unmerge_adapter() first, or close() this "
+        "step."
+    )
+    model.unmerge_adapter()
+    assert step(batches) is not None, "the refused step has drawn no batch"

@@ -99,7 +99,7 @@ class AdapterOptions(NamedTuple):
         there = kind.of(self.layer) or kind(self.layer)
         if name not in there and hasattr(there, name):
             raise ValueError(f"{who}: torch's modules have an attribute named {name!r}; give the adapter another name.")
-        if self.dora and there.original is not None:
+        if self.dora and there.unmerged is not None:
             raise ValueError(
                 f"{who}: another adapter is merged into {key}, over whose weight DoRA would begin; call gb.lora.unmerge first."
             )

@@ -125,7 +125,7 @@ def check(model: nn.Module, kind: type[Frozen]) -> None:
     """ValueError where nothing can be put into codes now."""
     _check_closed(model, "lora.quantize_base")
     for key, adapters in adapted_layers(model):
-        if adapters.original is not None:
+        if adapters.unmerged is not None:
             raise ValueError(
                 f"lora.quantize_base: an adapter is merged into the weight of {key}, which could not be unmerged; call "
                 f"gb.lora.unmerge first."

@@ -162,7 +162,7 @@ def _is_base(folder: Path, word: str, tensor: Tensor, layers: dict[str, Any]) ->
     if not word.endswith(".base_layer.weight") or key not in layers:
         return False
     adapters = KINDS[type(layers[key])].of(layers[key])
-    weight = layers[key].weight if adapters is None or adapters.original is None else adapters.original
+    weight = layers[key].weight if adapters is None or adapters.unmerged is None else adapters.unmerged
     if tensor.shape != weight.shape or not torch.equal(tensor.to(weight), weight):
         raise DataError(
             f"{folder / WEIGHTS}: holds a weight of {key} that is not the model's; load it on the model that it was trained on."

@@ -54,11 +54,11 @@ def merge(model: nn.Module, name: str | None = None, for_good: bool = False) -> 
 
 def _fold(adapters: Adapters, own: list[Pair], keep: bool) -> Tensor:
     weight = adapters.layer.weight
-    if keep and adapters.original is None:
+    if keep and adapters.unmerged is None:
         adapters.keep(weight.detach().to("cpu", copy=True))
     wide = torch.promote_types(weight.dtype, torch.float32)
     before = weight.detach().to(wide, copy=True)
-    base = before if adapters.original is None else adapters.original.to(before)
+    base = before if adapters.unmerged is None else adapters.unmerged.to(before)
     with without_autocast(weight.device):  # it would round what is merged to 16 bits
         added = sum((pair.added(base) for pair in own), torch.zeros((), device=weight.device, dtype=torch.float32))
     weight.copy_(before + added)
@@ -74,12 +74,12 @@ def _fold(adapters: Adapters, own: list[Pair], keep: bool) -> Tensor:
 @torch.no_grad()
 def unmerge(model: nn.Module) -> None:
     """Every weight that adapters were merged into, bit for bit as it was. The adapters add to its products again."""
-    layers = [(key, adapters) for key, adapters in adapted_layers(model) if adapters.original is not None]
+    layers = [(key, adapters) for key, adapters in adapted_layers(model) if adapters.unmerged is not None]
     for key, adapters in layers:
         _check_unchanged("unmerge", key, adapters)
     for _, adapters in layers:
-        assert adapters.original is not None
-        adapters.layer.weight.copy_(adapters.original)
+        assert adapters.unmerged is not None
+        adapters.layer.weight.copy_(adapters.unmerged)
         adapters.keep(None)
         for _, pair in adapters.pairs():
             pair.merged = False
@@ -121,7 +121,7 @@ def _check_dora(key: str, adapters: Adapters, merging: list[Pair]) -> None:
 
 
 def _check_unchanged(what: str, key: str, adapters: Adapters) -> None:
-    if adapters.original is not None and adapters.layer.weight._version != adapters.written:
+    if adapters.unmerged is not None and adapters.layer.weight._version != adapters.written:
         raise ValueError(
             f"lora.{what}: the weight of {key} was changed after an adapter was merged into it, and unmerging would undo that; "
             f"call gb.lora.unmerge before weights are trained or loaded."

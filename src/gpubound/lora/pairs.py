@@ -100,6 +100,16 @@ class Pair(nn.Module):
         getattr(self, self.HALVES[half]).copy_(value)
 
 
+class _Before:
+    """A layer's weight before an adapter was merged into it. In a slot, where a graph does not look for what must stand still:
+    another step is captured while it is merged, and none reads this."""
+
+    __slots__ = ("weight",)
+
+    def __init__(self, weight: Tensor | None = None):
+        self.weight = weight
+
+
 class Adapters(nn.ModuleDict):
     """The adapters of one layer. `hang` puts those that are on into the record of its weight.
 
@@ -112,13 +122,13 @@ class Adapters(nn.ModuleDict):
     _weight: nn.Parameter
     _hung: tuple[Adapter, ...]
     routing: Any  # which rows have which of them (rows.py); None: all that are on are added to all rows
-    original: Tensor | None  # the weight before an adapter was merged into it, and its version since: merge.py
-    written: int
+    _before: _Before
+    written: int  # the weight's version since an adapter was merged into it: merge.py
 
     def __init__(self, layer: Any):
         super().__init__()
         # not as nn.Module sets attributes, which would register them: the layer is this module's parent
-        self.__dict__.update(_layer=(layer,), _weight=layer.weight, _hung=(), original=None, written=0, routing=None)
+        self.__dict__.update(_layer=(layer,), _weight=layer.weight, _hung=(), _before=_Before(), written=0, routing=None)
         self.register_load_state_dict_post_hook(_reload)
 
     @property
@@ -159,6 +169,11 @@ class Adapters(nn.ModuleDict):
     def on(self) -> list[Pair]:
         """Those that add now."""
         return [pair for _, pair in self.pairs() if pair.adds]
+
+    @property
+    def adding(self) -> tuple:
+        """What they add now, by which a call that was captured knows itself again."""
+        return self.routing, *(pair.adds for _, pair in self.pairs())
 
     def hang(self) -> None:
         record = made_record(self._weight)
@@ -201,8 +216,12 @@ class Adapters(nn.ModuleDict):
         self.__dict__.update(_weight=self.layer.weight, _hung=())
         self.hang()
 
-    def keep(self, original: Tensor | None) -> None:
-        self.__dict__["original"] = original
+    @property
+    def unmerged(self) -> Tensor | None:
+        return self._before.weight
+
+    def keep(self, unmerged: Tensor | None) -> None:
+        self._before.weight = unmerged
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_hung": ()}

@@ -70,6 +70,19 @@ def of_peft(module: nn.Module) -> bool:
     return type(module).__module__.startswith("peft.tuners.") and hasattr(module, "base_layer")
 
 
+def adding(layer: Any) -> tuple:
+    """What a layer of PEFT's adds now, by which a call that was captured knows itself again."""
+    if layer.merged or layer.disable_adapters:
+        return ()
+    scales = getattr(layer, "scaling", {})
+    return tuple((name, scales.get(name)) for name in layer.active_adapters)
+
+
+def trains(layer: Any) -> bool:
+    """Whether an adapter of it does."""
+    return any(p.requires_grad for name, p in layer.named_parameters() if not name.startswith("base_layer."))
+
+
 def base_of(model: nn.Module) -> nn.Module:
     """The model that PEFT's wrapper of low-rank adapters hands its calls to: all that PEFT added is in its layers."""
     tuner = getattr(model, "base_model", None)

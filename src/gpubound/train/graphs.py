@@ -61,11 +61,12 @@ def gather(given: Any, accumulate: int) -> list[Any]:
 
 
 class MicroBatch:
-    """One micro-batch, opened to its tensors and checked. Those of equal shapes, dtypes and constants have equal keys."""
+    """One micro-batch, opened to its tensors and checked. Those of equal shapes, dtypes and constants have equal keys, where
+    the model is to do the same with them: `adding` is what its adapters add."""
 
-    def __init__(self, batch: Any, device: torch.device):
+    def __init__(self, batch: Any, device: torch.device, adding: tuple = ()):
         self.tree = flatten(batch)
-        key: list[tuple] = []
+        key: list[tuple] = [adding]
         for at, (path, leaf) in enumerate(zip(self.tree.paths, self.tree.leaves)):
             _check(path, leaf, device)
             key.append((path, leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (path, leaf))

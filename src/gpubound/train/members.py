@@ -1,8 +1,9 @@
-"""Which parameters a step trains, and that a model has no others by now."""
+"""Which parameters a step trains, and that a model has no others by now. And what its adapters add by now."""
 
 from torch import nn
 
-from ..lora.pairs import Pair
+from ..lora import peft_layers
+from ..lora.pairs import Adapters, Pair
 
 
 class Members:
@@ -27,6 +28,12 @@ class Members:
         self._adapters = [
             (name, m) for name, m in modules if isinstance(m, Pair) and any(p.requires_grad for p in m.parameters())
         ]
+        self._ours = [m for _, m in modules if isinstance(m, Adapters)]
+        self._theirs = [(name, m, peft_layers.trains(m)) for name, m in modules if peft_layers.of_peft(m)]
+
+    def adding(self) -> tuple:
+        """What each adapter adds now, which a captured step has baked in: switched or merged, it is another step."""
+        return *(m.adding for m in self._ours), *(peft_layers.adding(m) for _, m, _ in self._theirs)
 
     def check_unmerged(self) -> None:
         """That the products of each adapter that trains are there. Before a batch is drawn: a refused step loses none."""
@@ -35,6 +42,13 @@ class Members:
                 f"step: {name} trains, and is merged into its weight, where no gradient reaches it; call gb.lora.unmerge "
                 f"first, or close() this step if it was merged for good."
             )
+        for name, layer, trains in self._theirs:
+            if trains and layer.merged:
+                raise ValueError(
+                    f"step: {name} has adapters of PEFT's that train, and {', '.join(map(repr, layer.merged_adapters))} merged "
+                    f"into its weight, where PEFT leaves the others out and no gradient comes; call unmerge_adapter() "
+                    f"first, or close() this step."
+                )
 
     def check(self) -> None:
         for name, home, key, parameter, trains in self._members:

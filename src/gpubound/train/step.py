@@ -147,7 +147,8 @@ class TrainStep(Uncopied):
         self._weights.check()
         self._optimizer.check()
         with self._held.noting() as waited:
-            result = self._graphs.run([MicroBatch(batch, self.device) for batch in batches])
+            adding = self._members.adding()
+            result = self._graphs.run([MicroBatch(batch, self.device, adding) for batch in batches])
         self._optimizer.carry_on(self._graphs.step.accumulators.gradient)
         self._weights.stepped()
         self._held.stepped(len(batches))
