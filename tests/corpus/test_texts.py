@@ -202,7 +202,17 @@ def test_links_that_lead_in_a_circle(tmp_path):
             b'{"messages": [{"role": "user", "content": "", "calls": ' + b"[" * 80 + b"]" * 80 + b"}]}",
             "['messages'][0]: is nested more than 64 deep; leave the field out.",
         ),
-        (b'{"messages": []}', "['messages']: got a list, wanted a string or a chat"),
+        (b'{"messages": [{"content": ""}]}', "['messages'][0]: role: got None, wanted a text such as 'user'"),
+        (
+            b'{"messages": [{"role": "u", "content": "x"}, {"role": "a", "content": null}]}',
+            "[1]: content: got None, wanted a text",
+        ),
+        (
+            b'{"messages": [{"role": "u", "content": [{"type": "text"}]}]}',
+            "[0]: content: got [{'type': 'text'}], wanted a text",
+        ),
+        (b'{"messages": ["x"]}', "['messages']: got a list, wanted a string or a chat"),
+        (b'{"messages": []}', "['messages']: got an empty list, wanted a string or a chat"),
         (b'{"text": 5}', "['text']: got a int, wanted a string or a chat"),
         (b"null", "got a NoneType, wanted a string or a chat"),
         (b"{}", "has no keys, wanted 'text' or 'messages'"),
@@ -292,9 +302,7 @@ def test_sentences(tmp_path, monkeypatch):
     )
     assert refused(3, ValueError) == "texts: got a int, wanted a path, or an iterable of strings, chats or paths."
     assert refused([3]) == "texts[0]: got a int, wanted a string or a chat [{'role': ..., 'content': ...}, ...]."
-    assert (
-        refused([[{"role": "user"}]]) == "texts[0]: got a list, wanted a string or a chat [{'role': ..., 'content': ...}, ...]."
-    )
+    assert refused([[{"role": "user"}]]) == "texts[0][0]: content: got None, wanted a text; leave the row out, or write one."
     assert refused("bad.jsonl").startswith("bad.jsonl:2: is not JSON (")
     assert refused("keys.jsonl") == (
         "keys.jsonl:1: has the keys 'body', 'title', wanted 'text' or 'messages'; name another with text_key (--text-key)."

@@ -14,6 +14,7 @@ from typing import Any
 from ..errors import DataError
 from ..files import beside, read_json, reading, regular
 from ..trace import notice
+from ..words import shown
 
 Document = str | list[dict[str, Any]]
 Read = Iterator[tuple[Document, int]]
@@ -74,14 +75,17 @@ def _check_text(text: str, where: str) -> None:
 
 def _chat(item: Any, where: str) -> list[dict[str, Any]]:
     chat = list(item) if isinstance(item, list | tuple) else None
-    if not chat or not all(isinstance(m, Mapping) and isinstance(m.get("content"), str) and "role" in m for m in chat):
-        raise DataError(
-            f"{where}: got a {type(item).__name__}, wanted a string or a chat [{{'role': ..., 'content': ...}}, ...]."
-        )
+    if not chat or not all(isinstance(message, Mapping) for message in chat):
+        got = "an empty list" if chat == [] else f"a {type(item).__name__}"
+        raise DataError(f"{where}: got {got}, wanted a string or a chat [{{'role': ..., 'content': ...}}, ...].")
     for number, message in enumerate(chat):
         here = f"{where}[{number}]"
-        if not isinstance(message["role"], str):
-            raise DataError(f"{here}: role: got {message['role']!r}, wanted a text such as 'user' or 'assistant'.")
+        for key, wanted in (
+            ("role", "a text such as 'user' or 'assistant'"),
+            ("content", "a text; leave the row out, or write one"),
+        ):
+            if not isinstance(message.get(key), str):
+                raise DataError(f"{here}: {key}: got {shown(message.get(key))}, wanted {wanted}.")
         _check_text(message["role"], here)
         _check_text(message["content"], here)
         if any(_deeper(value, _DEEPEST) for value in message.values()):
