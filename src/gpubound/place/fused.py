@@ -27,8 +27,8 @@ class Fused:
     original: Any
     _added: tuple[str, ...]  # the attributes that it got beside its own
 
-    def _get_name(self) -> str:  # what print(model) shows
-        return f"Fused{self.original.__name__}"
+    def __repr__(self) -> str:  # not by _get_name(), by which Trainer knows whether labels are to be shifted
+        return f"Fused{super().__repr__()}"
 
     def __reduce_ex__(self, protocol):  # the class is made at run time: pickle and copy find it by its two bases
         return _blank, (self.part, self.original), object.__reduce_ex__(self, 2)[2]

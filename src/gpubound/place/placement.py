@@ -53,7 +53,7 @@ class Note:
         why = self.why
         for reason, often in reasons.most_common(1):
             why += f"; {often} calls: {reason}"
-        kind = self.module._get_name()
+        kind = ("Fused" if isinstance(self.module, Fused) else "") + self.module._get_name()
         error, limit = (self.verdict.error, self.verdict.limit) if self.verdict else (None, None)
         name, often = self.name or "(the model)", reasons.total()
         return PlacedModule(name, kind, where, dtypes, self.kernel, why, error, limit, often, dict(reasons))
