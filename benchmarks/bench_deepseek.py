@@ -53,9 +53,9 @@ class DeepSeek:
 
     step: tokens a second behind the first, beside transformers' forward (eager) and our step without a graph (uncaptured);
     host syncs, launches a layer and the host's time. streams: hc_pre and hc_post of a token beside the plain form.
-    memory: the peak of sinkhorn's forward and backward beside the plain form. codes: experts in fp4, as V4 is published, beside
-    experts in 16 bits. flash: V4-Flash itself, 162 GB with its experts in fp4, in stages on several GPUs; it is not among those
-    measured by default.
+    memory: the peak of sinkhorn's forward and backward beside the plain form. codes: experts in fp4 and linear layers in fp8, as
+    V4 is published, beside 16 bits. flash: V4-Flash itself in these codes, 155 GB, in stages on several GPUs; it is not among
+    those measured by default.
 
     Examples: gpubound bench deepseek --parts streams
               gpubound bench deepseek --parts flash --gpus 4
@@ -136,7 +136,7 @@ def measure_step(bench: Bench, model: Any, size: Size, rounds: int) -> None:
 
 @torch.no_grad()
 def measure_codes(bench: Bench, coded: Any, model: Any, size: Size, rounds: int) -> None:
-    """Experts in fp4, as DeepSeek-V4 is published, beside `model`, whose experts have 16 bits."""
+    """Experts in fp4 and linear layers in fp8, as DeepSeek-V4 is published, beside `model`, all of which has 16 bits."""
     prompt, decoders = prompt_of(model, size).tolist(), {"ours": decoder_of(coded, size), "16 bits": decoder_of(model, size)}
     works = {who: lambda one=one: captured(one, prompt, size.ours) for who, one in decoders.items()}
     beside(bench, f"{NAME} batch 1, experts in fp4", decoders["ours"], size, rounds, works, {"16 bits": 1.0})

@@ -45,7 +45,6 @@ def test_a_step_is_what_hc_pre_and_hc_post_are(source, tokens, streams, width, d
     flat = out.double().flatten(1)
     torch.testing.assert_close(following.double().sum(0)[:, :7], flat @ other.double().t(), rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(following.double().sum(0)[:, 7], flat.square().sum(1), rtol=1e-4, atol=1e-4)
-    assert following.equal(sums_of(source, out, other)) or source == "reference"  # the very kernel
 
 
 def test_a_token_has_the_same_bits_alone(device):
