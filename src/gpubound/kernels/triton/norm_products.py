@@ -41,6 +41,15 @@ def _which_coded(first, q, q1, q2, q3, z, z1, z2, z3, e1, e2, e3):
 
 
 @triton.jit
+def _put(to, total, square, eps, there, K: tl.constexpr, GAIN: tl.constexpr):
+    """The sums of rows, over the root of x's mean square where it is normed."""
+    y = tl.sum(total, 1)
+    if GAIN is not None:
+        y /= tl.sqrt(tl.sum(square, 0) / K + eps)
+    tl.store(to, y, mask=there)
+
+
+@triton.jit
 def _coded_rows(x_ptr, norm_ptr, w_ptr, scale_ptr, out_ptr, eps, first, left, rows, step, B: tl.constexpr, K: tl.constexpr,
                 R: tl.constexpr, C: tl.constexpr, ACROSS: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr,
                 DEPENDENT: tl.constexpr):  # fmt: skip
@@ -64,10 +73,7 @@ def _coded_rows(x_ptr, norm_ptr, w_ptr, scale_ptr, out_ptr, eps, first, left, ro
                 scale = tl.load(scale_ptr + at // ACROSS, mask=at < K, other=0.0)
         if b == B - 1:
             _end(DEPENDENT)
-        y = tl.sum(total, 1)
-        if GAIN is not None:
-            y /= tl.sqrt(tl.sum(square, 0) / K + eps)
-        tl.store(out_ptr + b * rows.to(tl.int64) + first + row, y, mask=row < left)
+        _put(out_ptr + b * rows.to(tl.int64) + first + row, total, square, eps, row < left, K, GAIN)
 
 
 @triton.jit
@@ -83,10 +89,7 @@ def _plain_rows(x_ptr, norm_ptr, w_ptr, out_ptr, eps, first, left, rows, step, B
         total, square = _products(x_ptr + b * step, norm_ptr, w_ptr, w, row, col, left, K, R, C, WHOLE, GAIN)
         if b == B - 1:
             _end(DEPENDENT)
-        y = tl.sum(total, 1)
-        if GAIN is not None:
-            y /= tl.sqrt(tl.sum(square, 0) / K + eps)
-        tl.store(out_ptr + b * rows.to(tl.int64) + first + row, y, mask=row < left)
+        _put(out_ptr + b * rows.to(tl.int64) + first + row, total, square, eps, row < left, K, GAIN)
 
 
 @triton.jit(do_not_specialize=["s1", "s2", "s3", "s4", "s5", "s6", "s7", "e1", "e2", "e3", "coded", "rows", "span", "step"])
