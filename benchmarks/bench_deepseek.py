@@ -53,9 +53,9 @@ class DeepSeek:
 
     step: tokens a second behind the first, beside transformers' forward (eager) and our step without a graph (uncaptured);
     host syncs, launches a layer and the host's time. streams: hc_pre and hc_post of a token beside the plain form.
-    memory: the peak of sinkhorn's forward and backward beside the plain form. codes: experts in fp4 and linear layers in fp8, as
-    V4 is published, beside 16 bits. flash: V4-Flash itself in these codes, 155 GB, in stages on several GPUs; it is not among
-    those measured by default.
+    memory: the peak of sinkhorn's forward and backward beside the plain form. codes: experts in fp4 and linear layers in fp8,
+    as V4 is published, beside 16 bits. flash: V4-Flash itself in these codes, 155 GB, in stages on several GPUs; it is not
+    among those measured by default.
 
     Examples: gpubound bench deepseek --parts streams
               gpubound bench deepseek --parts flash --gpus 4
