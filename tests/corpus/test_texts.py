@@ -30,6 +30,15 @@ def test_texts_chats_and_rows_from_the_program():
     assert read(rows) == ["plain", "in a row", CHAT, CHAT]
 
 
+def test_a_row_with_a_text_and_a_chat_is_refused(tmp_path):
+    """Its text, the chat written out, had been taken in silence: prompts were learnt with the answers."""
+    row = {"text": "user: hi", "messages": CHAT}
+    assert refused([row]) == "texts[0]: has both 'text' and 'messages'; name the one to learn with text_key (--text-key)."
+    assert read([row], text_key="messages") == [CHAT] and read([row], text_key="text") == ["user: hi"]
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    assert refused(tmp_path).startswith(f"{tmp_path / 'a.jsonl'}:1: has both 'text' and 'messages'; name the one")
+
+
 def test_files_and_folders(tmp_path):
     (tmp_path / "b.txt").write_text("a text\nof lines")
     (tmp_path / "c.jsonl").write_text(json.dumps({"text": "row"}) + "\n\n" + json.dumps({"messages": CHAT}) + "\n")

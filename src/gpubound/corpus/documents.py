@@ -41,10 +41,13 @@ def as_document(item: Any, where: str, text_key: str | None = None) -> Document:
     """The document in `item`, which stands at `where`: a text, a chat, or a row that holds one under `text_key`."""
     if isinstance(item, Mapping):
         keys = KEYS if text_key is None else (text_key,)
-        found = next((key for key in keys if item.get(key) is not None), None)
-        if found is None:
+        found = [key for key in keys if item.get(key) is not None]
+        if not found:
             raise DataError(_without_text(item, where, keys))
-        item, where = item[found], f"{where}[{found!r}]"
+        if len(found) > 1:  # a text that a chat was written to: as a text its prompts would be learnt, too
+            both = " and ".join(map(repr, found))
+            raise DataError(f"{where}: has both {both}; name the one to learn with text_key (--text-key).")
+        item, where = item[found[0]], f"{where}[{found[0]!r}]"
     if isinstance(item, str):
         _check_text(item, where)
         return item
