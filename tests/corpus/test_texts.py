@@ -39,6 +39,17 @@ def test_a_row_with_a_text_and_a_chat_is_refused(tmp_path):
     assert refused(tmp_path).startswith(f"{tmp_path / 'a.jsonl'}:1: has both 'text' and 'messages'; name the one")
 
 
+def test_empty_rows_are_no_documents_and_counted(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(trace, "_said", set())
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": "x"}\n')
+    (tmp_path / "b.jsonl").write_text('{"text": ""}\n')
+    texts = Texts([tmp_path, "", {"text": ""}, "y", ""])
+    assert list(texts) == ["x", "y"] == list(texts)
+    assert capsys.readouterr().err == (
+        f"gpubound: {tmp_path}: left out: 2 empty texts.\ngpubound: texts: left out: 3 empty texts.\n"
+    )
+
+
 def test_files_and_folders(tmp_path):
     (tmp_path / "b.txt").write_text("a text\nof lines")
     (tmp_path / "c.jsonl").write_text(json.dumps({"text": "row"}) + "\n\n" + json.dumps({"messages": CHAT}) + "\n")

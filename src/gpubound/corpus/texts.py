@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..trace import bar, printable, prints, say
+from ..trace import bar, notice, printable, prints, say
 from ..words import readable
 from .documents import (
     ROWS,
@@ -55,12 +55,21 @@ class _Given:
         self.path, self.size, self.read = path, sum(file.stat().st_size for file in self.files), 0
 
     def __iter__(self) -> Iterator[Document]:
-        self.read = 0
+        self.read = empty = 0
         for reader in self.readers:
             before = self.read
             for document, done in reader():
                 self.read = before + done
-                yield document
+                if document:
+                    yield document
+                empty += not document
+        _say_empty(str(self.path), empty)
+
+
+def _say_empty(where: str, count: int) -> None:
+    """An empty row is no document, as an empty file is none: of its end alone there is nothing to learn."""
+    if count:
+        notice(f"{where}: left out: {count:,} empty texts.")
 
 
 class Texts:
@@ -107,7 +116,7 @@ class Texts:
             )
 
     def __iter__(self) -> Iterator[Document]:
-        self.read = 0
+        self.read = empty = 0
         for number, item in enumerate(map(self._part, self.texts)):
             before = self.read
             if isinstance(item, _Given | Texts):
@@ -118,8 +127,11 @@ class Texts:
                 continue
             if number == 0:
                 refuse_a_files_name(item)
-            yield as_document(item, f"texts[{number}]", self.text_key)
+            if document := as_document(item, f"texts[{number}]", self.text_key):
+                yield document
+            empty += not document
             self.read = before + (len(item) if isinstance(item, str) else 0)
+        _say_empty("texts", empty)
 
 
 def in_parts(text: str) -> Iterator[str]:
