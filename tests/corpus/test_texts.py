@@ -50,6 +50,18 @@ def test_empty_rows_are_no_documents_and_counted(tmp_path, capsys, monkeypatch):
     )
 
 
+def test_a_file_that_two_paths_lead_to_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("sub").mkdir()
+    Path("sub/a.txt").write_text("text")
+    Path("link.txt").symlink_to("sub/a.txt")
+    one = "sub/a.txt"
+    for first, second in ((one, one), ("sub", one), (one, "sub/../sub"), (one, "link.txt")):
+        sentence = refused([Path(first), Path(second)], ValueError)
+        assert f" would be read twice, for {Path(first)} and for {Path(second)}; give it once" in sentence
+    assert read([Path("sub"), "text"]) == ["text", "text"], "texts of the program may be the same"
+
+
 def test_files_and_folders(tmp_path):
     (tmp_path / "b.txt").write_text("a text\nof lines")
     (tmp_path / "c.jsonl").write_text(json.dumps({"text": "row"}) + "\n\n" + json.dumps({"messages": CHAT}) + "\n")

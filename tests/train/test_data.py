@@ -143,6 +143,8 @@ def test_what_is_no_data(tmp_path, built):
     made = recipe("", tmp_path, data=(str(built), "stdlib"))
     with pytest.raises(ValueError, match=f"^data: {built} is a built corpus, got 1 more beside it; give it alone"):
         check_data(made)
+    with pytest.raises(ValueError, match=r"^data: stdlib stands twice; give it once, so that no text is both held out"):
+        check_data(recipe("", tmp_path, data=("stdlib", "torch-source", "stdlib")))
     os.mkfifo(tmp_path / "pipe.txt")
     assert (
         refused(tmp_path / "pipe.txt", tmp_path / "run") == f"{tmp_path / 'pipe.txt'}: is a named pipe, wanted a regular file."

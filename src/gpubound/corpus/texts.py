@@ -66,6 +66,19 @@ class _Given:
         _say_empty(str(self.path), empty)
 
 
+def _refuse_twice(places: list[_Given]) -> None:
+    """A file that two of the paths lead to, by whatever name: held-out documents would be trained on."""
+    owners = dict[tuple[int, int], _Given]()
+    for place in places:
+        for file in place.files:
+            at = file.stat()
+            if (owner := owners.setdefault((at.st_dev, at.st_ino), place)) is not place:
+                raise ValueError(
+                    f"texts: {file} would be read twice, for {owner.path} and for {place.path}; give it once, so that no "
+                    f"text is both held out and trained on."
+                )
+
+
 def _say_empty(where: str, count: int) -> None:
     """An empty row is no document, as an empty file is none: of its end alone there is nothing to learn."""
     if count:
@@ -107,6 +120,7 @@ class Texts:
         if len(sizes) == len(items) and None not in sizes:
             self.size = sum(size or 0 for size in sizes)
         places = [item for item in items if isinstance(item, _Given)]
+        _refuse_twice(places)
         if len(places) < len(items):
             return
         self.files = [file for place in places for file in place.files]

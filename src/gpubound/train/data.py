@@ -28,6 +28,8 @@ def check_data(recipe: Recipe) -> None:
         for name in own.data:
             if name not in SOURCES and not Path(name).exists():
                 raise ValueError(f"data: {name} does not exist; give {WANTED}.")
+            if name in SOURCES and own.data.count(name) > 1:
+                raise ValueError(f"data: {name} stands twice; give it once, so that no text is both held out and trained on.")
             if len(own.data) > 1 and name not in SOURCES and _is_corpus(name):
                 raise ValueError(f"data: {name} is a built corpus, got {len(own.data) - 1} more beside it; give it alone.")
     if recipe.text_key is not None and all(_has_no_rows(own) for _, own in recipe.stages()):
