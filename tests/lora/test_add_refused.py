@@ -65,6 +65,10 @@ REFUSED = {
     ),
     "an alpha that is an answer": ({"alpha": True}, "lora.add: alpha must be a finite number, got True."),
     "an alpha of no size": ({"alpha": float("nan")}, "lora.add: alpha must be a finite number, got nan."),
+    "an alpha that silences": (
+        {"alpha": 0.0},
+        "lora.add: alpha must not be 0, the scale's numerator: the adapters would add nothing and learn nothing.",
+    ),
     "dropout of words": ({"dropout": "0.1"}, "lora.add: dropout must be from 0 up to, not including, 1, got '0.1'."),
     "a name of torch's": (
         {"name": "train"},

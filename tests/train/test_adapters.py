@@ -189,6 +189,7 @@ def test_its_options_are_those_of_add():
         ({"rank": 0}, "rank must lie between 1 and 65,536, got 0."),
         ({"rank": 8, "alpha": "much"}, "alpha must be a number, got 'much'."),
         ({"rank": 8, "alpha": float("inf")}, "alpha must be a finite number, got inf."),
+        ({"rank": 8, "alpha": 0}, "alpha must not be 0, the scale's numerator: the adapters would learn nothing."),
         ({"rank": 8, "targets": [1]}, "targets must be a text or a list of them, got (1,)."),
         ({"rank": 8, "dropout": 1}, "dropout must be from 0 up to, not including, 1, got 1."),
         ({"rank": 8, "rslora": "yes"}, "rslora must be true or false, got 'yes'."),

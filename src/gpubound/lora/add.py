@@ -51,6 +51,10 @@ def add(
         raise ValueError(f"lora.add: init must be True, False, 'gaussian' or 'orthogonal', got {init!r}.")
     if base is not None:
         check(model, kind_of(base, "lora.add: base"))
+    if alpha == 0:  # a file's adapter may have it: it is read, and adds nothing
+        raise ValueError(
+            "lora.add: alpha must not be 0, the scale's numerator: the adapters would add nothing and learn nothing."
+        )
     alpha = rank if alpha is None else alpha
     layers = chosen(model, targets, rank)
     odd = isinstance(rank, int) and rank % 2

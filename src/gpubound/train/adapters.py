@@ -58,6 +58,8 @@ class Lora:
             check_kind(field, getattr(self, field.name), WHERE)
         if not 1 <= self.rank <= LARGEST_RANK:
             raise ValueError(f"{WHERE}: rank must lie between 1 and {LARGEST_RANK:,}, got {self.rank:,}.")
+        if self.alpha == 0:
+            raise ValueError(f"{WHERE}: alpha must not be 0, the scale's numerator: the adapters would learn nothing.")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"{WHERE}: dropout must be from 0 up to, not including, 1, got {self.dropout}.")
         if self.init not in INITS:
