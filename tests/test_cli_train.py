@@ -179,6 +179,28 @@ def test_files_that_are_no_config(tmp_path, capsys):
     assert third.startswith(f"gpubound train: config: {tmp_path / 'broken.yaml'} cannot be read as YAML: while parsing")
 
 
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("lr: 1e-3\nsteps: 1:30", "'1:30' in line 2 is 90 in YAML, counted in sixties"),
+        ("seed: 010", "'010' in line 1 is 8 in YAML, counted in eights"),
+        ("lora: {rank: -0_10}", "'-0_10' in line 1 is -8 in YAML, counted in eights"),
+        ("phases: [{clip: 1:30.5}]", "'1:30.5' in line 1 is 90.5 in YAML, counted in sixties"),
+    ],
+)
+def test_numbers_that_yaml_counts_otherwise_than_they_look(tmp_path, text, sentence):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ValueError) as error:
+        from_file(str(tmp_path / "c.yaml"))
+    assert str(error.value) == (
+        f"config: {tmp_path / 'c.yaml'} cannot be read as YAML: {sentence}; write the number in tens, or a text in quotes; "
+        f"see gpubound train --help."
+    )
+    (tmp_path / "c.yaml").write_text("steps: 1_000\nseed: 00\nvocabulary: 0x200\nout: '010'\nfinal: 0.05\n")
+    options = from_file(str(tmp_path / "c.yaml"))
+    assert (options.steps, options.seed, options.vocabulary, options.out, options.final) == (1000, 0, 512, "010", 0.05)
+
+
 NO_MODEL = (
     f"model: got '12m', wanted one of {', '.join(every_preset())} (-tiny behind it: a small one like it), "
     "or a Hugging Face folder."

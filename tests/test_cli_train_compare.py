@@ -101,6 +101,10 @@ def test_a_run_that_diverged_is_left_out_and_fails_the_command(config, tmp_path,
             "compare: steps=3: steps is the same for every variant, or their losses could not be compared.",
         ),
         (["--compare", "tiny,lrr=3"], "compare: lrr=3: 'lrr' is unknown; did you mean 'lr'?"),
+        (
+            ["--compare", "tiny,seq=010"],
+            "compare: seq=010: '010' in line 1 is 8 in YAML, counted in eights; write the number in tens, or a text in quotes.",
+        ),
         (["--compare", "tiny,lr=-1"], "compare: lr=-1: recipe: lr must be above 0, got -1.0."),
         (
             ["--compare", "tiny,11m"],

@@ -24,7 +24,7 @@ from ..train.recipe import Recipe, check_model
 from ..train.run import Run
 from ..train.work import size_of
 from ..words import hint
-from .options import RECIPE, typed
+from .options import RECIPE, AsWritten, typed
 from .session import say, train
 
 SAME = (
@@ -66,7 +66,9 @@ def _variant(recipe: Recipe, name: str, given: dict[str, Any]) -> Recipe:
     elif "=" in name:
         key, _, text = name.partition("=")
         try:
-            options = {key.strip().replace("-", "_"): yaml.safe_load(text)}
+            options = {key.strip().replace("-", "_"): yaml.load(text, AsWritten)}
+        except ValueError as error:
+            raise ValueError(f"compare: {name}: {error}.") from error
         except yaml.YAMLError:
             raise ValueError(f"compare: {name}: {text!r} cannot be read as a value; give one such as lr=1e-3.") from None
     elif is_named(f"{recipe.model}+{name}"):

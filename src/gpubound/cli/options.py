@@ -15,8 +15,9 @@ from ..words import hint, shown
 RECIPE = {field.name: field for field in fields(Recipe)}
 
 
-class OneOfEach(yaml.SafeLoader):
-    """Reads YAML, in which no key may stand twice in one place: PyYAML would take the last one in silence."""
+class AsWritten(yaml.SafeLoader):
+    """Reads YAML and refuses what PyYAML would take otherwise than it looks, in silence: of a key that stands twice in one
+    place the last, 1:30 for 90, 010 for 8."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         lines = dict[tuple[str, str], int]()
@@ -25,6 +26,22 @@ class OneOfEach(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and (first := lines.setdefault((key.tag, key.value), line)) != line:
                 raise ValueError(f"{shown(key.value)} stands twice, in lines {first} and {line}; leave one of them out")
         return super().construct_mapping(node, deep)
+
+    def construct_number(self, node: Any) -> int | float:
+        whole = node.tag == "tag:yaml.org,2002:int"
+        found = self.construct_yaml_int(node) if whole else self.construct_yaml_float(node)
+        digits = node.value.replace("_", "").lstrip("+-")
+        if ":" in digits or (whole and digits.isdecimal() and int(digits) != abs(found)):
+            count = "sixties" if ":" in digits else "eights"
+            raise ValueError(
+                f"{shown(node.value)} in line {node.start_mark.line + 1} is {found} in YAML, counted in {count}; write the "
+                f"number in tens, or a text in quotes"
+            )
+        return found
+
+
+for _kind in ("int", "float"):
+    AsWritten.add_constructor(f"tag:yaml.org,2002:{_kind}", AsWritten.construct_number)
 
 
 def typed(found: Mapping[Any, Any], known: Mapping[str, Field], where: str = "config") -> dict[str, Any]:

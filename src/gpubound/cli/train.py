@@ -33,7 +33,7 @@ from ..train.state_file import STATE
 from . import arguments
 from .compare import compare, keep, variants_of
 from .many import Many, again, start
-from .options import OneOfEach, typed
+from .options import AsWritten, typed
 from .session import alone, finish, follow, quietly, room, say, train
 
 
@@ -208,7 +208,7 @@ def _check_contents(folder: Path, options: Train) -> None:
 def from_file(path: str) -> Train:
     """The options in a YAML file. An unknown key is an error that names the near one."""
     try:
-        found: Any = yaml.load(Path(path).read_text(encoding="utf-8"), OneOfEach)
+        found: Any = yaml.load(Path(path).read_text(encoding="utf-8"), AsWritten)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(
             f"config: {path} cannot be read as YAML: {' '.join(str(error).split())}; see gpubound train --help."
