@@ -240,4 +240,16 @@ def _recipe(found: Checkpoint) -> Recipe:
 
 def _differences(old: Recipe, new: Recipe, keys: set[str]) -> list[str]:
     was, will = (json.loads(json.dumps(asdict(recipe))) for recipe in (old, new))
-    return [f"{key} was {was[key]!r}, is {will[key]!r}" for key in will if key in keys and was[key] != will[key]]
+    meant = [json.loads(json.dumps(asdict(recipe) | _spelled_out(recipe))) for recipe in (old, new)]
+    return [f"{key} was {was[key]!r}, is {will[key]!r}" for key in will if key in keys and meant[0][key] != meant[1][key]]
+
+
+def _spelled_out(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's sections with their defaults filled in: who writes one of them down has changed nothing."""
+    adapters, objective = recipe.adapters, recipe.new_objective()
+    given = fields(objective)  # type: ignore[arg-type]
+    return {
+        "lora": adapters and asdict(adapters) | {"alpha": adapters.rank if adapters.alpha is None else adapters.alpha},
+        "objective": type(objective).__name__,  # which may have two names
+        "objective_options": {field.name: getattr(objective, field.name) for field in given if field.init},
+    }
