@@ -242,6 +242,19 @@ CASES = {
         LOOP.format("total += (a + b).item()  # here"),
         LOOP.replace("(total)", "(float(total))").format("total += (a + b).detach().to(torch.float64, copy=True)  # here"),
     ),
+    "a sum before another statement": (
+        "sync",
+        LOOP.format("total += loss.item(); step.sum()  # here"),
+        LOOP.replace("(total)", "(float(total))").format(
+            "total += loss.detach().to(torch.float64, copy=True); step.sum()  # here"
+        ),
+    ),
+    "copies beside each other": (
+        "h2d",
+        "l = DataLoader(d)\nx = x.to(a); y = y.to(a)  # here\n",
+        "l = DataLoader(d, pin_memory=True)\nx = x.to(a, non_blocking=True); y = y.to(a, non_blocking=True)  # here\n",
+    ),
+    "zeroed before another statement": ("zero_grad", "o.zero_grad(False); f()  # here\n", "o.zero_grad(); f()  # here\n"),
     "a list that others hold": (
         "sync",
         HEAD + "losses = []\nkept = {'loss': losses}\nfor x in data:\n    losses.append(x.item())  # here\nlog(kept)\n",
@@ -311,6 +324,8 @@ REFUSED = {
         "sync",
         LOOP.format("losses.append(loss.item())  # here\n    if step: log(losses)"),
     ),
+    "reads: line 4 holds several statements": ("sync", LOOP.format("total += loss.item(); mean += loss.item()  # here")),
+    "waits: line 1 holds several statements": ("sync", "torch.cuda.synchronize(); f()  # here\n"),
     "reads: the line does not add the value up": ("sync", LOOP.format("log(loss.item())  # here")),
     "reads: the line computes with the value right away": ("sync", LOOP.format("total = loss.item() / 2  # here")),
     "reads: total is no number at first, in line 2": (

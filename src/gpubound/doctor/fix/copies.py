@@ -10,7 +10,7 @@ COPYING = ("to", "cuda")
 
 
 def propose(source: SourceText, line: int) -> list[Edit]:
-    """`non_blocking=True` for every copy of this statement, and pinned memory from the loader, without which that is a lie."""
+    """`non_blocking=True` for every copy in this line, and pinned memory from the loader, without which that is a lie."""
     copies = [call for call in source.calls(line) if isinstance(call.func, ast.Attribute) and last_name(call) in COPYING]
     if not copies:
         raise Refused("no .to() or .cuda() is written in this line")

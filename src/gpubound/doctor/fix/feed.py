@@ -29,7 +29,7 @@ def imports_gb(source: SourceText) -> bool:
 
 
 def _loop(source: SourceText, line: int) -> ast.For:
-    statement = source.statement_at(line)
+    statement = source.statements_at(line)[0]  # those beside it are in the same loops
     scope = source.scope(statement)
     for node in (statement, *source.above(statement)):
         if node is scope:

@@ -11,7 +11,7 @@ WORKERS = 4  # decode four batches ahead: enough for a step that decoding made u
 def loader_at(source: SourceText, line: int) -> ast.Call:
     """The DataLoader that is made in this line, or that this line's loop goes over, or the only one in the file."""
     loaders = [call for call in source.calls() if last_name(call) == "DataLoader"]
-    here = [call for call in loaders if source.statement(call) is source.statement_at(line)]
+    here = [call for call in source.calls(line) if call in loaders]
     over = {name_of(node) for loop in _loops(source, line) for node in ast.walk(loop.iter) if name_of(node)}
     named = [call for call in loaders if over & _targets(source, call)]
     found = here or named or loaders
@@ -23,7 +23,7 @@ def loader_at(source: SourceText, line: int) -> ast.Call:
 
 
 def _loops(source: SourceText, line: int) -> list[ast.For]:
-    statement = source.statement_at(line)
+    statement = source.statements_at(line)[0]  # those beside it are in the same loops
     return [node for node in (statement, *source.above(statement)) if isinstance(node, LOOPS) and isinstance(node, ast.For)]
 
 

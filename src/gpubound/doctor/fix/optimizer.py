@@ -8,7 +8,7 @@ FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 
 def propose(source: SourceText, line: int) -> list[Edit]:
     made = [call for call in source.calls() if last_name(call) in FUSED]
-    here = [call for call in made if source.statement(call) is source.statement_at(line)]
+    here = [call for call in source.calls(line) if call in made]
     found = here or made
     if len(found) != 1:
         raise Refused(f"{len(found) or 'none'} of {', '.join(FUSED)} is made in this file, wanted one")

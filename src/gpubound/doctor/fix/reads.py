@@ -22,7 +22,7 @@ FLOATING = ("float", "bfloat", "double", "half")  # how names of dtypes begin
 
 
 def propose(source: SourceText, line: int) -> list[Edit]:
-    statement = source.statement_at(line)
+    statement = source.statement_at(line, "item")
     loop = source.loop(statement)
     if loop is None:
         raise Refused("the loop around this line is in another function; keep the tensor, and read it there")

@@ -137,21 +137,29 @@ class SourceText:
         return None
 
     def calls(self, line: int | None = None) -> list[ast.Call]:
-        """All calls, or those of the statement (for a block: its head) that `line` is in, in the order of the file."""
+        """All calls, or those of the statements (for a block: its head) that `line` is in, in the order of the file."""
         found = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
         if line is not None:
-            found = [call for call in found if self._in_statement(call, line)]
+            here = self.statements_at(line)
+            found = [call for call in found if self.statement(call) in here]
         return sorted(found, key=lambda call: (call.lineno, call.col_offset))
 
-    def statement_at(self, line: int) -> ast.stmt:
-        """The innermost statement that covers a line."""
+    def statements_at(self, line: int) -> list[ast.stmt]:
+        """The innermost statements that cover a line: one, or those that stand side by side."""
         covering = [n for n in ast.walk(self.tree) if isinstance(n, ast.stmt) and n.lineno <= line <= (n.end_lineno or 0)]
         if not covering:
             raise Refused(f"there is no statement in line {line}")
-        return max(covering, key=lambda n: (n.lineno, -(n.end_lineno or 0), n.col_offset))
+        around = {outer for statement in covering for outer in self.above(statement)}
+        return [statement for statement in covering if statement not in around]
 
-    def _in_statement(self, call: ast.Call, line: int) -> bool:
-        return self.statement(call) is self.statement_at(line)
+    def statement_at(self, line: int, *calling: str) -> ast.stmt:
+        """The one of `statements_at(line)`. Of several, the one that calls any of these names."""
+        found = self.statements_at(line)
+        if len(found) > 1:
+            found = [self.statement(call) for call in self.calls(line) if last_name(call) in calling]
+        if len(set(found)) != 1:
+            raise Refused(f"line {line} holds several statements")
+        return found[0]
 
     def edited(self, edits: Iterable[Edit]) -> bytes:
         """The bytes with all edits made. Refused if they overlap, or if the result does not parse."""

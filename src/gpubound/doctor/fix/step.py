@@ -55,7 +55,7 @@ def propose(source: SourceText, line: int) -> list[Edit]:
 
 def _plain_loop(source: SourceText, line: int) -> PlainLoop:
     """The statements of a step whose `optimizer.step()` is in this line."""
-    step = source.statement_at(line)
+    step = source.statement_at(line, "step")
     optimizer = _called_on(step, "step")
     if not optimizer:
         raise Refused("the line is no plain optimizer.step()")

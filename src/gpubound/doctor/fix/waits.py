@@ -13,7 +13,7 @@ CLOCKS = ("time", "perf_counter", "perf_counter_ns", "monotonic", "time_ns", "el
 
 
 def propose(source: SourceText, line: int) -> list[Edit]:
-    statement = source.statement_at(line)
+    statement = source.statement_at(line, *WAITING)
     call = statement.value if isinstance(statement, ast.Expr) else None
     if not isinstance(call, ast.Call) or last_name(call) not in WAITING:
         raise Refused(f"the line is no plain {' or '.join(f'{name}()' for name in WAITING)}")
