@@ -67,6 +67,22 @@ def test_waits_without_a_line_are_said_and_priced():
     assert not free.findings and free.harmless  # all of them together cost nothing, so this one does
 
 
+def test_a_read_beside_a_copy_is_told_with_it():
+    """`model(x.to(device)).item()` is one finding, priced as a whole; that it reads as well had been left out."""
+    line = at(88, "model(x.to(device)).item()")
+    copy, again = (
+        row("h2d", "copy to device", line, 1, "pageable, blocking", 1000),
+        row("repeat", "copy to device", at(90), 1, "", 9),
+    )
+    verdict = judge(
+        seen(None, copy, row("sync", "item", line), again, row("h2d", "copy to device", at(90), 1, "pageable, blocking", 9))
+    )
+    assert [(f.kind, f.evidence) for f in verdict.findings] == [
+        ("repeat", "9 B a step are on the device already"),
+        ("h2d", "1.0 kB a step (pageable, blocking); the line also waits in item"),
+    ]
+
+
 def test_without_a_tape_there_are_counts_and_no_prices():
     verdict = judge(seen(None, *ROWS, row("h2d", "copy to device", at(5), 2, "pageable, blocking", 1000)))
     assert verdict.counts == {"syncs": 2.0, "pageable_bytes": 1000.0}

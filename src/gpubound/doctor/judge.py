@@ -9,7 +9,7 @@ from ..watch.rows import TOTALS
 from .claim import Claim, StallRule
 from .evidence import Evidence
 from .finding import KINDS, Finding, Verdict
-from .lines import line_of, size, times
+from .lines import Line, line_of, size, times
 from .prices import Prices
 from .rules import RULES
 from .rules.memory import KINDS as MEMORY
@@ -44,20 +44,24 @@ def judge(evidence: Evidence, rules: Iterable[StallRule] = RULES) -> Verdict:
 
 
 def _distinct(claims: Iterable[Claim]) -> list[Claim]:
-    """A call or a span belongs to the first claim of it. A wait whose line has a claim already is the same thing."""
+    """A call or a span belongs to the first claim of it. A wait whose line has a claim already is the same thing; a read beside
+    a copy is told with it, because the tape says of a call which line made it, not which word of the line."""
     calls: set[int] = set()
     spans: set[int] = set()
-    lines = set()
-    kept = []
+    lines = dict[Line, int]()  # of waits: which of the kept ones has it
+    kept = list[Claim]()
     for claim in claims:
         mine = replace(claim, calls=claim.calls - calls, spans=claim.spans - spans)
         line = line_of(claim.place)
-        if claim.waits and ((claim.calls and not mine.calls) or (line is not None and line in lines)):
+        first = lines.get(line) if claim.waits and line is not None else None
+        if first is not None and claim.kind == "sync":
+            kept[first] = replace(kept[first], evidence=f"{kept[first].evidence}; the line also {claim.evidence}")
+        if first is not None or (claim.waits and claim.calls and not mine.calls):
             continue
         calls |= mine.calls
         spans |= mine.spans
-        if claim.waits:
-            lines.add(line)
+        if claim.waits and line is not None:
+            lines[line] = len(kept)
         kept.append(mine)
     return kept
 
