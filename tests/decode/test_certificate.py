@@ -47,6 +47,16 @@ def test_a_kernel_that_is_off_by_a_thousandth(door, monkeypatch):
     assert re.fullmatch(WRONG, refusal())
 
 
+def test_a_decoder_of_ours_with_hooks_is_not_sent_to_what_refuses_it_too():
+    """ "pass fused=False" was the advice, and that computes by the weights alone."""
+    model = cases.build("own")
+    model.model.layers[0].register_forward_hook(lambda block, given, x: 1.5 * x)
+    with pytest.raises(
+        gb.GenerateError, match=r"it is a Decoder whose model\.layers\.0 carries hooks, which its weights do not"
+    ):
+        gb.decoder(model, 1, cases.ROOM)
+
+
 def test_a_kernel_of_wide_batches_alone(monkeypatch):
     wrong(monkeypatch, "norm_rows", slightly)
     assert re.fullmatch(WRONG, refusal(max_batch=9))

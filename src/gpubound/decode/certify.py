@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from ..errors import GenerateError
+from ..models import Decoder
+from ..models.llama.weights import changed_below
 from . import judge
 from .judge import Choices, listening
 from .request import Choice, Request, pad
@@ -112,7 +114,7 @@ def _compare_logits(decoder: "FastDecoder", body: Any, length: int, number: int 
     if not model_error <= LIMIT[dtype]:
         raise GenerateError(
             f"decoder: the model's own logits are {model_error:.1e} from what a model of its shape computes in fp32 (limit "
-            f"{LIMIT[dtype]:.0e}): it has an option the kernels do not know; pass fused=False."
+            f"{LIMIT[dtype]:.0e}): {_not_of_its_shape(decoder.model)}"
         )
     cached = None if body.cache.kind is None else _distance(truth, whole)
     if not our_error <= max(MARGIN * model_error, FLOOR[dtype]) + AGAIN[dtype] * (cached or 0.0):
@@ -124,6 +126,14 @@ def _compare_logits(decoder: "FastDecoder", body: Any, length: int, number: int 
             "do not compute this model; pass fused=False, and report it."
         )
     return our_error, model_error, cached
+
+
+def _not_of_its_shape(model: Any) -> str:
+    """Why a model's own forward may be another, and what to do. A Decoder has no forward but the one its shape says, and
+    fused=False would compute by that as well."""
+    if isinstance(model, Decoder) and (changed := changed_below(model)):
+        return f"it is a Decoder {changed}, which its weights do not tell; undo it."
+    return "it has an option the kernels do not know; pass fused=False."
 
 
 def _truth_of(body: Any, ids: Tensor, truth: Tensor, chosen: list[Choices]) -> Tensor:

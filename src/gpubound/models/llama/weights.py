@@ -57,7 +57,7 @@ def as_transformers(model: Decoder) -> Any:
     config = AutoConfig.for_model(**hf_config(model.config, first.dtype))
     with torch.device("meta"):
         shell = AutoModelForCausalLM.from_config(config, dtype=first.dtype)
-    if changed := _changed(model):
+    if changed := changed_below(model):
         raise ValueError(
             f"decoder: model: got a Decoder {changed}. Where the fused kernels do not compute it, transformers' "
             f"{type(shell).__name__} does, over its weights, and knows nothing of that; undo it."
@@ -71,7 +71,7 @@ def as_transformers(model: Decoder) -> Any:
     return shell.train(model.training)
 
 
-def _changed(model: Decoder) -> str | None:
+def changed_below(model: Decoder) -> str | None:
     """What below a decoder is no longer as it was made, and may compute something else than its weights say."""
     modules = dict(model.named_modules())
     for name, made in Decoder(model.config, device="meta").named_modules():
