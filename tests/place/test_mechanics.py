@@ -10,10 +10,12 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_model, save_model
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+import gpubound as gb
 from gpubound.errors import PlaceError
 from gpubound.place.fused import Fused
 
@@ -107,20 +109,32 @@ def test_copies_work_and_share_nothing(copied):
     assert_close(training_run(model, batch()), want)
 
 
-def test_undo_is_exact():
+def test_undo_is_exact(tmp_path):
     model = tiny("qwen3")
     classes = {name: type(m) for name, m in model.named_modules()}
     attributes = {name: sorted(m.__dict__) for name, m in model.named_modules()}
     before = training_run(twin(model), batch())
     placement = place(model, strict=True)
-    addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    assert any(p.untyped_storage().nbytes() != p.nbytes for p in parameters.values()), "q, k and v side by side"
     placement.undo()
     assert {name: type(m) for name, m in model.named_modules()} == classes
     assert {name: sorted(m.__dict__) for name, m in model.named_modules()} == attributes
-    assert {name: p.data_ptr() for name, p in model.named_parameters()} == addresses
+    assert all(p is parameters[name] and p.untyped_storage().nbytes() == p.nbytes for name, p in model.named_parameters())
     for name, t in training_run(model, batch()).items():
         assert torch.equal(t, before[name]), name
+    save_model(model, tmp_path / "model.safetensors")  # which refuses weights that are side by side
+    assert load_model(model, tmp_path / "model.safetensors") == (set(), [])
     assert place(model, strict=True).verified, "and it can be placed again"
+
+
+def test_undo_leaves_weights_where_a_step_has_put_them():
+    model = tiny("llama")
+    placement = place(model, strict=True)
+    step = gb.TrainStep(model, "causal_lm", gb.AdamW(lr=1e-3), graph="off")
+    addresses = [p.data_ptr() for p in model.parameters()]
+    placement.undo()
+    assert [p.data_ptr() for p in model.parameters()] == addresses and step([batch()]).loss.isfinite()
 
 
 def test_placing_disturbs_nothing():

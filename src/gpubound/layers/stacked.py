@@ -182,6 +182,18 @@ class Projecting(nn.Module):
         children: dict[str, Any] = self._modules
         return [children[name] for name in self.PROJECTIONS]
 
+    def separate(self) -> None:
+        """Give the layers' weights memory of their own again, each, where they fill a buffer. In a larger one others lie, too,
+        such as a step's parameters."""
+        for name in ("weight", "bias"):
+            group: list[Any] = [getattr(layer, name, None) for layer in self.projections()]
+            if any(type(p) is not nn.Parameter or format_of(p).coded for p in group):
+                continue
+            joined = join_rows([p.detach() for p in group])
+            if joined is not None and joined.untyped_storage().nbytes() == joined.nbytes:
+                for p in group:
+                    p.data = p.data.clone()
+
     def one_by_one(self, x: Tensor) -> list[Tensor]:
         """The layers' outputs, a product each: what is left where `Stacked` refuses."""
         return [run_linear(layer, x) for layer in self.projections()]

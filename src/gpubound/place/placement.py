@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .. import device as facts
+from ..layers.stacked import Projecting
 from ..models.registry import fused_types
 from .fused import Fused, release
 from .verify import Agreement
@@ -115,8 +116,11 @@ class Placement:
         return {"device": str(self.device), **{name: getattr(self, name) for name in own}, "rows": rows}
 
     def undo(self) -> None:
-        """Give every swapped module its own class again. The weights stay on their device, in the same memory."""
+        """Give every swapped module its own class again. The weights stay on their device; those that were put side by side get
+        memory of their own again, each, as safetensors' save_model wants it."""
         for note in self._notes:
+            if isinstance(note.module, Fused) and isinstance(note.module, Projecting):
+                note.module.separate()
             release(note.module)
 
     def __str__(self) -> str:
