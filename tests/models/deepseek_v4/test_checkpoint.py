@@ -204,3 +204,59 @@ def test_scales_of_another_size(folder, tmp_path):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(DataError, match=r"wq_a.weight: got torch.float8_e4m3fn and scales \(1, 4\), wanted e4m3 and \(3, 4\)"):
         load_coded(tmp_path, CPU, torch.float32, codes=True)
+
+
+def changed(folder, path, config=None, **tensors):
+    """The folder with other tensors; None takes one out."""
+    whole = {name: t for name, t in (load_file(folder / "model.safetensors") | tensors).items() if t is not None}
+    save_file(whole, path / "model.safetensors", {"format": "pt"})
+    about = json.loads((folder / "config.json").read_text())
+    about["quantization_config"] |= config or {}
+    (path / "config.json").write_text(json.dumps(about))
+    return path
+
+
+@pytest.mark.parametrize("codes", [False, True])
+@pytest.mark.parametrize(("of", "dtype"), [("attn.wo_b", "float8_e4m3fn"), ("ffn.experts.0.w1", "int8")])
+def test_codes_without_scales_are_no_numbers(of, dtype, codes, folder, tmp_path):
+    """Those in fp8 were read as they stand, without a word."""
+    name = f"model.layers.1.{of}"
+    with pytest.raises(DataError) as error:
+        load_coded(changed(folder, tmp_path, **{f"{name}.scale": None}), CPU, torch.float32, codes=codes)
+    assert str(error.value) == (
+        f"{tmp_path}/model.safetensors: {name}.weight: got torch.{dtype} codes without their scales; download the model again."
+    )
+
+
+@pytest.mark.parametrize("codes", [False, True])
+def test_scales_that_are_integers(codes, folder, tmp_path):
+    """Bytes with a sign would be read as the numbers that they spell, not as powers of two."""
+    name = "model.layers.1.attn.wkv.scale"
+    signed = load_file(folder / "model.safetensors")[name].view(torch.int8)
+    with pytest.raises(DataError) as error:
+        load_coded(changed(folder, tmp_path, **{name: signed}), CPU, torch.float32, codes=codes)
+    assert str(error.value) == (
+        f"{tmp_path}/model.safetensors: {name}: got torch.int8, wanted scales: floating-point numbers, or e8m0 in bytes; "
+        "download the model again."
+    )
+
+
+def test_experts_whose_scales_are_no_powers_of_two_become_numbers(folder, tmp_path, said):
+    """Where codes are to stay, too: kernels read no other scales."""
+    tensors = load_file(folder / "model.safetensors")
+    scales = {name: t.float() * 1.5 for name, t in tensors.items() if ".experts." in name and name.endswith("scale")}
+    model = load_coded(changed(folder, tmp_path, **scales), CPU, torch.float32, codes=True)
+    assert "54 in fp4" in said() and hasattr(model.model.layers[0].mlp.experts, "down_proj")
+    plain = load_coded(folder, CPU, torch.float32, codes=False)
+    own, other = (m.model.layers[1].mlp.experts.down_proj for m in (model, plain))
+    torch.testing.assert_close(own, other * 1.5, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("size", [[8], [8, 0], [8, 8, 8], [8.0, 8.0], "88", 8])
+def test_a_size_of_blocks_that_is_none(size, folder, tmp_path):
+    with pytest.raises(DataError) as error:
+        load_foreign(changed(folder, tmp_path, {"weight_block_size": size}), CPU)
+    assert str(error.value) == (
+        f"{tmp_path}/config.json: weight_block_size: got {size!r}, wanted the rows and columns of a block, such as [128, 128]; "
+        "download the model again."
+    )

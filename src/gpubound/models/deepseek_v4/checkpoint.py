@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import DataError
-from ...kernels.fp8_blocks import Fp8Blocks, reads_fp8, scales_shape
+from ...kernels.fp8_blocks import BLOCK, Fp8Blocks, reads_fp8, scales_shape
 from ...kernels.packed import E2M1, MX, Packed, pack_fp4
 from ...trace import fallback, notice
 from ..folder import CURE, Stored, opened, stored_tensors
 from .blocks import Fp8Linear
 
 BYTES = {torch.int8, torch.uint8}  # that hold two fp4 numbers each
-CODES = {"F8_E4M3": "fp8", "I8": "fp4", "U8": "fp4", "F4": "fp4"}  # by safetensors' names
+CODES = {"F8_E4M3": "fp8", "F8_E5M2": "fp8", "I8": "fp4", "U8": "fp4", "F4": "fp4"}  # by safetensors' names
+POWERS = {"F8_E8M0", "U8"}  # scales that are powers of two, a byte each
 WHOSE = {"fp8": "weights of linear layers", "fp4": "weights of experts"}
 
 
@@ -46,7 +47,7 @@ def load_coded(folder: Path, device: torch.device, dtype: torch.dtype | None = N
     from .strict import keep_in_fp32
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    block = tuple(config.quantization_config.get("weight_block_size") or (128, 128))
+    block = _block_size(config.quantization_config, folder)
     del config.quantization_config
     stored = stored_tensors(folder)
     stay = (device.type == "cuda" if codes is None else codes) and _experts_in_fp4(stored)
@@ -60,11 +61,23 @@ def load_coded(folder: Path, device: torch.device, dtype: torch.dtype | None = N
     return model
 
 
+def _block_size(told: dict[str, Any], folder: Path) -> tuple[int, int]:
+    found = told.get("weight_block_size")
+    if found is None:
+        return BLOCK
+    if not isinstance(found, list | tuple) or len(found) != 2 or not all(type(size) is int and size > 0 for size in found):
+        raise DataError(
+            f"{folder / 'config.json'}: weight_block_size: got {found!r}, wanted the rows and columns of a block, such as "
+            f"{list(BLOCK)}; {CURE}."
+        )
+    return found[0], found[1]
+
+
 def _keep_layers(model: nn.Module, stored: dict[str, Stored], own: Callable[[str], str], block: tuple[int, int]) -> None:
     """Put Fp8Linear in the place of linear layers whose weights are in fp8."""
     modules = dict(model.named_modules())
     for name, about in stored.items():
-        if CODES.get(about.dtype) == "fp8" and not _is_scale(name, stored) and any(s in stored for s in _scales_of(name)):
+        if about.dtype == "F8_E4M3" and not _is_scale(name, stored) and any(s in stored for s in _scales_of(name)):
             stem, _, last = own(name).rpartition(".")
             layer = modules.get(stem) if last == "weight" else None
             if isinstance(layer, nn.Linear) and layer.bias is None and layer is not model.lm_head:
@@ -73,9 +86,11 @@ def _keep_layers(model: nn.Module, stored: dict[str, Stored], own: Callable[[str
 
 
 def _experts_in_fp4(stored: dict[str, Stored]) -> bool:
-    """Whether all of them are."""
-    kinds = {CODES.get(about.dtype) for name, about in stored.items() if ".experts." in name and not _is_scale(name, stored)}
-    return kinds == {"fp4"}
+    """Whether all of them are, with scales that are powers of two: kernels read no others."""
+    experts = {name: about.dtype for name, about in stored.items() if ".experts." in name}
+    scales = {name for name in experts if _is_scale(name, stored)}
+    kinds = {CODES.get(dtype) for name, dtype in experts.items() if name not in scales}
+    return kinds == {"fp4"} and {experts[name] for name in scales} <= POWERS
 
 
 def _is_scale(name: str, stored: dict[str, Stored]) -> bool:
@@ -99,8 +114,10 @@ def _fill(model: Any, folder: Path, stored: dict[str, Stored], block: tuple[int,
                 place = places[target]
                 there = place if isinstance(place, Tensor) else place[0]
                 values = tensors.get_tensor(name).to(there.device)
-                found = next((s for s in _scales_of(name) if s in stored), None)
-                scale = None if found is None else _read(stored, found, file, tensors).to(there.device)
+                scale = _scales(name, stored, file, tensors)
+                if scale is None and stored[name].dtype in CODES and not _holds_integers(place):
+                    raise DataError(f"{file}: {name}: got {values.dtype} codes without their scales; {CURE}.")
+                scale = None if scale is None else scale.to(there.device)
                 if isinstance(place, Packed):
                     stayed["fp4"] += 1
                     _keep(place, values, scale, f"{file}: {name}")
@@ -241,6 +258,25 @@ def _scales_of(name: str) -> Iterator[str]:
 def _scaled_by(name: str) -> str:
     """The weight whose scales these would be."""
     return name.removesuffix("_scale_inv") if name.endswith("_scale_inv") else f"{name.removesuffix('scale')}weight"
+
+
+def _holds_integers(place: Place) -> bool:
+    """As the table of a router that goes by tokens."""
+    return isinstance(place, Tensor) and not place.is_floating_point()
+
+
+def _scales(name: str, stored: dict[str, Stored], file: Path, tensors: Any) -> Tensor | None:
+    """Of a tensor of codes; None where the folder has none for it."""
+    found = next((s for s in _scales_of(name) if s in stored), None)
+    if found is None:
+        return None
+    scales = _read(stored, found, file, tensors)
+    if not scales.is_floating_point() and scales.dtype != torch.uint8:
+        raise DataError(
+            f"{stored[found].file}: {found}: got {scales.dtype}, wanted scales: floating-point numbers, or e8m0 in bytes; "
+            f"{CURE}."
+        )
+    return scales
 
 
 def _read(stored: dict[str, Stored], name: str, file: Path, tensors: Any) -> Tensor:
