@@ -51,6 +51,70 @@ def test_adapters_and_hooks():
     assert refusal(model) == f"{NOT_DECODED}model.norm: {computed}"
 
 
+SMALL = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", HCA], "mlp_layer_types": ["moe", "moe"]}
+
+
+def test_weights_that_no_kernel_takes_and_weights_of_several_dtypes():
+    assert refusal(build(torch.float64, **SMALL)) == (
+        f"{NOT_DECODED}its weights are torch.float64; the kernels take fp32, fp16 and bf16."
+    )
+    model = build(torch.float16, **SMALL)
+    model.model.layers[1].self_attn.compressor.kv_proj.float()  # as transformers loads a folder with dtype=torch.float16
+    assert refusal(model) == (
+        f"{NOT_DECODED}model.layers.1.self_attn.compressor.kv_proj is torch.float32, its embedding torch.float16; cast it with "
+        ".to(torch.float16)."
+    )
+    model = build(**SMALL)
+    model.lm_head.bfloat16()
+    assert refusal(model) == (
+        f"{NOT_DECODED}lm_head is torch.bfloat16, its embedding torch.float32; cast it with .to(torch.float32)."
+    )
+    model = build(**SMALL)
+    model.lm_head.bias = torch.nn.Parameter(torch.ones(89))
+    assert refusal(model) == f"{NOT_DECODED}its head has a bias."
+
+
+def to_bf16(model):
+    model.bfloat16()
+
+
+def to_more_words(model):
+    model.resize_token_embeddings(95)
+
+
+def to_fewer_layers(model):
+    del model.model.layers[-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "now"),
+    [
+        (to_bf16, "2 layers in torch.bfloat16 on cpu with 89 words"),
+        (to_more_words, "2 layers in torch.float32 on cpu with 95 words"),
+        (to_fewer_layers, "1 layers in torch.float32 on cpu with 89 words"),
+    ],
+)
+def test_a_model_that_is_another_one_since(change, now):
+    """In bf16 a prompt of one token was decoded over a state in fp32."""
+    model = build(**SMALL)
+    fast = gb.decoder(model, 2, ROOM, verify=False)
+    change(model)
+    with pytest.raises(gb.GenerateError) as error:
+        fast.generate([3], max_new_tokens=2)
+    assert str(error.value) == (
+        f"decoder: the model is now {now}, the decoder was built for 2 layers in torch.float32 on cpu with 89 words; build a "
+        "new one."
+    )
+
+
+def test_a_model_that_got_an_adapter_since():
+    model = build(**SMALL)
+    fast = gb.decoder(model, 2, ROOM, verify=False)
+    gb.lora.add(model, targets=["q_a_proj"], rank=2)
+    with pytest.raises(gb.GenerateError, match=r"built: model.layers.0.self_attn.q_a_proj: it carries a low-rank adapter"):
+        fast.generate([3], max_new_tokens=2)
+
+
 def test_a_model_whose_logits_are_not_finite():
     model = build()
     with torch.no_grad():

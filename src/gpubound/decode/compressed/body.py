@@ -22,7 +22,7 @@ from ...kernels.decode_product import Norm
 from ...models.decoding import weight_of
 from ...models.deepseek_v4.family import CompressedReader
 from ...models.registry import reader_of
-from ..bind import closed_projection, unadded
+from ..bind import DTYPES, closed_projection, unadded
 from ..contract import Body, Build, Watched, check_room
 from ..stages.plan import LayerStage
 from .attention import LatentAttention
@@ -52,7 +52,7 @@ class CompressedBody(Body):
         self.reader = reader
         embed = weight_of(reader.trunk.embed_tokens)
         self.device, self.dtype = embed.device, embed.dtype
-        self.vocab = len(weight_of(reader.model.lm_head))
+        self.vocab, self.built = len(weight_of(reader.model.lm_head)), described_by(reader)
         layers = reader.layers()
         if stages is None:
             stages = [LayerStage(self.device, range(len(layers)))]
@@ -164,9 +164,13 @@ class CompressedBody(Body):
 
     def rebind(self) -> None:
         found = reader_of(self.model)
+        changed = "decoder: the model has changed since its decoder was built"
         if not isinstance(found, CompressedReader):
-            raise GenerateError(f"decoder: the model has changed since its decoder was built: {type(self.model).__name__}.")
-        check_reader(found, self.max_length)
+            raise GenerateError(f"{changed}: {type(self.model).__name__}.")
+        if (told := described_by(found)) != self.built:
+            raise GenerateError(f"decoder: the model is now {told}, the decoder was built for {self.built}; build a new one.")
+        if why := refusal(found, self.max_length):
+            raise GenerateError(f"{changed}: {why}; build a new one.")
         self.reader = found
         for span in self.spans:
             for tables, current in zip(span.tables, found.tables(self.max_length, self.device)):
@@ -216,9 +220,33 @@ class CompressedBody(Body):
         ]
 
 
+def described_by(reader: CompressedReader) -> str:
+    """What a decoder is built for. Layers may lie on several devices, so these are not told."""
+    head = weight_of(reader.model.lm_head)
+    return f"{len(reader.trunk.layers)} layers in {head.dtype} on {head.device} with {len(head)} words"
+
+
 def check_reader(reader: CompressedReader, max_length: int) -> None:
-    if why := closed_projection(reader.model, reader.own_product) or unadded(reader.model) or reader.refusal(max_length):
+    if why := refusal(reader, max_length):
         raise ValueError(f"decoder: model: got {type(reader.model).__name__}, which is not decoded: {why}.")
+
+
+def refusal(reader: CompressedReader, max_length: int) -> str | None:
+    """Why a step of its own does not compute this model."""
+    model = reader.model
+    return closed_projection(model, reader.own_product) or unadded(model) or reader.refusal(max_length) or _odd(reader)
+
+
+def _odd(reader: CompressedReader) -> str | None:
+    """Of what is multiplied: which weight has a dtype of its own, or one that no kernel takes."""
+    dtype = weight_of(reader.trunk.embed_tokens).dtype
+    if dtype not in DTYPES:
+        return f"its weights are {dtype}; the kernels take fp32, fp16 and bf16"
+    if reader.model.lm_head.bias is not None:
+        return "its head has a bias"
+    kinds = reader.dtypes() | {"lm_head": weight_of(reader.model.lm_head).dtype}
+    other = next((name for name, kind in kinds.items() if kind != dtype), None)
+    return None if other is None else f"{other} is {kinds[other]}, its embedding {dtype}; cast it with .to({dtype})"
 
 
 def _stretch(start: int, end: int, lengths_B: Tensor) -> When:

@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...layers.stacked import hooked
 from ..decoding import Reader, linear_of
@@ -53,6 +53,18 @@ class CompressedReader(Reader):
     def own_product(module: Any) -> bool:
         """Whether it is a linear layer of the family's own."""
         return (isinstance(module, Fp8Linear) and not hooked(module)) or role_of(module) == "GroupedLinear"
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Of every projection, router and stack of experts, by name. What the family keeps in fp32 is none of them."""
+        found = {}
+        for name, module in self.trunk.named_modules(prefix="model"):
+            if isinstance(module, nn.Linear) or role_of(module) in ROUTERS:
+                found[name] = module.weight.dtype
+            elif isinstance(module, Fp8Linear):
+                found[name] = module.dtype
+            elif role_of(module) == "Experts":
+                found |= {f"{name}.{key}": weight.dtype for key, weight in module.named_parameters()}
+        return found
 
     def tables(self, length: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """cos and sin (length, pairs), fp32: of layers with a window alone, and of those with entries."""
