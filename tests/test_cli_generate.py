@@ -69,6 +69,23 @@ def test_a_line_of_a_file_ends_where_lines_end(ckpt, tmp_path, run):
     assert code == 2 and f"{tmp_path / 'nowhere.txt'}: cannot be read: No such file or directory; check the path" in err
 
 
+def test_a_prompt_that_is_too_long_is_refused_before_any_is_written_on(ckpt, run, tmp_path):
+    """It was in the second batch, so with --json what the first had written was lost. It is named as the headings name it."""
+    (tmp_path / "prompts.txt").write_text(f"the cat\n{'the cat ' * 9}\n")
+    code, out, err = run(ckpt, "--file", tmp_path / "prompts.txt", "--batch", 1, "--max-length", 20)
+    assert (code, out) == (2, "") and err == (
+        "gpubound generate: prompt 2 has 46 tokens, which leaves no room in max_length=20; shorten it, or give a larger "
+        "--max-length.\n"
+    )
+
+
+@pytest.mark.parametrize(("name", "line"), [("prompts.txt", "the cat"), ("prompts.jsonl", '"the cat"')])
+def test_a_byte_order_mark_is_no_text(ckpt, run, tmp_path, name, line):
+    """It had become the first character of the prompt, and no JSON."""
+    (tmp_path / name).write_text(f"{line}\n", encoding="utf-8-sig")
+    assert run(ckpt, "--file", tmp_path / name)[:2] == (0, " sat on the mat and slept.\n")
+
+
 def test_a_whole_file_and_stdin(ckpt, run, tmp_path):
     (tmp_path / "prompt.txt").write_text("the cat sat\n")
     assert run(ckpt, "--file", tmp_path / "prompt.txt", "--whole")[1] == " on the mat and slept.\n"
@@ -301,7 +318,7 @@ def sentences(folder: Path):
         (["CKPT", "--prompt", "x", "--stop-id", "999"],
          "the stop token 999 lies outside the vocabulary of 320, so it can never be seen."),
         (["CKPT", "--prompt", "the cat", "--max-length", "2"],
-         "prompt 0 has 5 tokens, which leaves no room in max_length=2; shorten it, or build the decoder longer."),
+         "prompt 1 has 5 tokens, which leaves no room in max_length=2; shorten it, or give a larger --max-length."),
         (["CKPT", "--prompt", "x", "--tokenizer", "nowhere"],
          "tokenizer: nowhere does not exist, wanted a tokenizer.json or a folder with one."),
     ]  # fmt: skip

@@ -51,6 +51,6 @@ def _prompt_of(line: str) -> str:
 def _text(file: str) -> str:
     try:
         with reading(Path(file)):
-            return Path(file).read_text(encoding="utf-8")
+            return Path(file).read_text(encoding="utf-8-sig")  # sig: a byte order mark is no text
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not a text in UTF-8: {error}.") from error

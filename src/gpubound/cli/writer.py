@@ -64,4 +64,17 @@ def continuer(options: "Generate", saved: Saved, ids: list[list[int]], together:
     # a multiple of 64, so that runs like each other have caches alike
     needed = min(-(-(max(map(len, ids)) + settings["max_new_tokens"]) // 64) * 64, saved.positions)
     length = needed if options.max_length is None else options.max_length
+    check_room(ids, length)
     return build(options, saved, ids[:together], length), settings
+
+
+def check_room(ids: list[list[int]], length: int) -> None:
+    """Of all prompts before the first is written on: one in a later batch would end the run, and --json has printed nothing."""
+    for number, prompt in enumerate(ids, 1):
+        if not prompt:
+            raise ValueError(f"prompt {number} has no tokens, by this tokenizer; give it at least one to go on from.")
+        if len(prompt) >= length:
+            raise ValueError(
+                f"prompt {number} has {len(prompt)} tokens, which leaves no room in max_length={length}; shorten it, or give a "
+                "larger --max-length."
+            )
