@@ -95,7 +95,7 @@ class Chat:
             self.messages, self.failed = before, True
             said = " ".join(str(error).removeprefix("generate: ").split())
             self.note(f"gpubound generate: {said}", style="red")
-            if len(before) > len(self.start):
+            if self.live and len(before) > len(self.start):  # to a pipe it is a turn as any other
                 self.note("/clear forgets what was said before.")
             return
         if self.live:
@@ -106,6 +106,11 @@ class Chat:
         self.messages.append({"role": "user", "content": text})
         prompt = self.tokenizer.render(self.messages, prompt=True)
         ids = self.tokenizer.inner.encode(prompt, add_special_tokens=False).ids  # the template writes them
+        if len(ids) >= (most := self.decoder.max_length):
+            raise ValueError(
+                f"with this turn the conversation has {len(ids)} tokens, which leaves no room in max_length={most}; say less, "
+                "or give a larger --max-length."
+            )
         run = self.decoder.start(ids, **self.settings)
         mine, written = Speed(self.speed.device), ""
         with mine.counting(), closing(run.play()) as pieces:
