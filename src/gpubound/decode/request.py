@@ -3,7 +3,7 @@
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any
 from zlib import crc32
@@ -75,6 +75,11 @@ def make_request(
     **choice: Any,
 ) -> Request:
     """What `generate` was given, checked: of one that is not accepted, nothing has been launched."""
+    if unknown := choice.keys() - (known := [one.name for one in fields(Choice)]):
+        raise TypeError(
+            f"generate() got an unexpected keyword argument {min(unknown)!r}, wanted max_new_tokens, stop, n, logprobs, "
+            f"adapters, {', '.join(known)}."
+        )
     check_count("n", n)
     if max_new_tokens is not None:
         check_count("max_new_tokens", max_new_tokens, "; None takes as many as fit")
