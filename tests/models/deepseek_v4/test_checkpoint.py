@@ -191,6 +191,10 @@ def test_layers_that_stay_in_fp8(folder):
     assert layer.blocks.dtype == torch.bfloat16 and layer(torch.ones(1, 32)).equal(before)
     model.float()
     assert copy.deepcopy(model).model.layers[0].self_attn.q_a_proj(torch.ones(1, 32)).equal(before)
+    with pytest.raises(
+        DataError, match=r"^save_pretrained: the model has the codes of .*; keep that folder, or load it with codes="
+    ):
+        copy.deepcopy(model).save_pretrained(folder)
     layer.register_forward_hook(lambda *given: None)
     with pytest.raises(ValueError, match=r"model.layers.0.self_attn.q_a_proj"):
         gb.decoder(model, 1, 64)

@@ -9,6 +9,7 @@ model.layers.0.mlp.experts.gate_up_proj and gate_up_proj_scale_inv.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,16 @@ def load_coded(folder: Path, device: torch.device, dtype: torch.dtype | None = N
     if reads_fp8(device) if codes is None else codes:
         _keep_layers(model, stored, own, block)
     _fill(model, folder, stored, block, own)
+    if stay or any(isinstance(module, Fp8Linear) for module in model.modules()):
+        model.save_pretrained = partial(_unsaved, folder)
     return model
+
+
+def _unsaved(folder: Path, *given: Any, **named: Any) -> None:
+    raise DataError(
+        f"save_pretrained: the model has the codes of {folder}, for which transformers' files have no form; keep that folder, "
+        f"or load it with codes=False and save its numbers."
+    )
 
 
 def _block_size(told: dict[str, Any], folder: Path) -> tuple[int, int]:
