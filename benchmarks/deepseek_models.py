@@ -37,14 +37,10 @@ def build_model(device: torch.device, dry: bool, codes: bool = False) -> Any:
 def build_flash(devices: Sequence[torch.device], dry: bool) -> Any:
     """V4-Flash in the codes that it is published in: 155 GB, more than one GPU has. Its layers are made in equal shares on the
     devices."""
+    from gpubound.models.deepseek_v4.dealing import deal
+
     model = _made(v4_config(dry, flash=True), torch.device("meta"), dry, codes=True)
-    blocks = model.model.layers
-    inside = {id(module) for block in blocks for module in block.modules()}
-    for number, block in enumerate(blocks):
-        block.to_empty(device=devices[number * len(devices) // len(blocks)])
-    for module in model.modules():
-        if id(module) not in inside:
-            module.to_empty(device=devices[0], recurse=False)
+    deal(model, devices)
     torch.manual_seed(0)
     model.apply(model._init_weights)
     return _in_fp8(_drawn(model))

@@ -264,3 +264,17 @@ def test_a_size_of_blocks_that_is_none(size, folder, tmp_path):
         f"{tmp_path}/config.json: weight_block_size: got {size!r}, wanted the rows and columns of a block, such as [128, 128]; "
         "download the model again."
     )
+
+
+@pytest.mark.parametrize("codes", [False, True])
+def test_layers_dealt_out_to_several_devices(folder, codes):
+    """Made without memory first: what no file holds is there, too, and the tokens are the same."""
+    whole, dealt = (load_coded(folder, where, torch.float32, codes=codes) for where in (CPU, [CPU, CPU]))
+    for kind in ("named_parameters", "named_buffers"):
+        wanted, found = dict(getattr(whole, kind)()), dict(getattr(dealt, kind)())
+        assert wanted.keys() == found.keys() and all(found[name].equal(t) for name, t in wanted.items())
+    with pytest.raises(ValueError, match=r"^load_coded: device: got no device, wanted one, or several that share the layers.$"):
+        load_coded(folder, [])
+    prompts = [text(9).tolist(), text(23).tolist()]
+    tokens = gb.decoder(dealt, 2, 64, devices=["cpu", "cpu"]).generate(prompts, max_new_tokens=8, stop=()).tokens
+    assert tokens == gb.decoder(whole, 2, 64).generate(prompts, max_new_tokens=8, stop=()).tokens

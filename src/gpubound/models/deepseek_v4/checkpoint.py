@@ -22,6 +22,7 @@ from ...kernels.packed import E2M1, MX, Packed, pack_fp4
 from ...trace import fallback, notice
 from ..folder import CURE, Stored, opened, stored_tensors
 from .blocks import Fp8Linear
+from .dealing import deal
 
 BYTES = {torch.int8, torch.uint8}  # that hold two fp4 numbers each
 CODES = {"F8_E4M3": "fp8", "F8_E5M2": "fp8", "I8": "fp4", "U8": "fp4", "F4": "fp4"}  # by safetensors' names
@@ -35,9 +36,18 @@ def is_coded(about: dict[str, Any]) -> bool:
     return about.get("model_type") == "deepseek_v4" and isinstance(told, dict) and told.get("quant_method") == "fp8"
 
 
-def load_coded(folder: Path, device: torch.device, dtype: torch.dtype | None = None, codes: bool | None = None) -> nn.Module:
+META = torch.device("meta")
+
+
+def load_coded(
+    folder: Path,
+    device: torch.device | Sequence[torch.device],
+    dtype: torch.dtype | None = None,
+    codes: bool | None = None,
+) -> nn.Module:
     """transformers' DeepseekV4ForCausalLM with the folder's numbers. `dtype` None: the config's.
 
+    device  several: where one has no room for all. Each has as many layers, the first all else; `gb.decoder` wants them, too
     codes  whether experts in fp4 and linear layers in fp8 stay codes: None where a kernel reads them, which is on a GPU, and
            fp8 on one of compute capability 8.9 or later
     """
@@ -51,13 +61,19 @@ def load_coded(folder: Path, device: torch.device, dtype: torch.dtype | None = N
     block = _block_size(config.quantization_config, folder)
     del config.quantization_config
     stored = stored_tensors(folder)
-    stay = (device.type == "cuda" if codes is None else codes) and _experts_in_fp4(stored)
-    with device, no_init_weights(), in_fp4(stay):
+    devices = [device] if isinstance(device, torch.device) else list(device)
+    if not devices:
+        raise ValueError("load_coded: device: got no device, wanted one, or several that share the layers.")
+    first = devices[0]
+    stay = (first.type == "cuda" if codes is None else codes) and _experts_in_fp4(stored)
+    with first if len(devices) == 1 else META, no_init_weights(), in_fp4(stay):
         model: Any = DeepseekV4ForCausalLM._from_config(config, dtype=dtype or config.dtype or torch.bfloat16).eval()
     keep_in_fp32(model)
     own = _own_name(model, {*model.state_dict(), *_places(model)[0]})
-    if reads_fp8(device) if codes is None else codes:
+    if reads_fp8(first) if codes is None else codes:
         _keep_layers(model, stored, own, block)
+    if len(devices) > 1:
+        deal(model, devices)
     _fill(model, folder, stored, block, own)
     if stay or any(isinstance(module, Fp8Linear) for module in model.modules()):
         model.save_pretrained = partial(_unsaved, folder)
