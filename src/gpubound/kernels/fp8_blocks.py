@@ -9,9 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..device import constant
-
-FIRST = (8, 9)  # the first compute capability that reads e4m3
 BLOCK = (128, 128)
 
 
@@ -41,9 +38,3 @@ def numbers(weight: Fp8Blocks, dtype: torch.dtype | None = None) -> Tensor:
     rows, columns = weight.shape
     wide = weight.scale.repeat_interleave(weight.block[0], 0)[:rows].repeat_interleave(weight.block[1], 1)[:, :columns]
     return (weight.codes.float() * wide).to(dtype or weight.dtype)
-
-
-@constant
-def reads_fp8(device: torch.device) -> bool:
-    """Whether a kernel there does."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST

@@ -12,8 +12,9 @@ from torch import Tensor
 from .checks import require
 from .choose import implementation
 from .decode_product import WRITTEN, Norm, check_stream, draw_stream, form, rms_normed
-from .fp8_blocks import Fp8Blocks, numbers, reads_fp8, scales_shape
+from .fp8_blocks import Fp8Blocks, numbers, scales_shape
 from .ops import definition, draw, zeros
+from .quantize import has_cores
 
 MOST, MOST_CODED = 8, 4  # weights in all, and of those in fp8
 
@@ -49,13 +50,13 @@ def norm_products(x: Tensor, norm: Norm | None, weights: Sequence[Weight], out: 
     if out is None:
         out = torch.empty(len(x), rows, device=x.device, dtype=torch.float32)
     require("norm_products", "out", out, torch.float32, (len(x), rows), x.device, WRITTEN)
-    unable = "this GPU reads no e4m3, which needs compute capability 8.9" if coded and not _reads(x) else None
+    unable = (
+        "this GPU reads no e4m3, which needs compute capability 8.9"
+        if coded and x.is_cuda and not has_cores(x.device)
+        else None
+    )
     given = form(norm) if not coded and x.dim() == 2 else (None if norm is None else norm.offset, bool(coded), bool(plain))
     return implementation("norm_products", plain[0] if plain else x, unable, given)(x, norm, weights, out)
-
-
-def _reads(x: Tensor) -> bool:
-    return not x.is_cuda or reads_fp8(x.device)
 
 
 def _check_coded(weight: Fp8Blocks, x: Tensor) -> None:

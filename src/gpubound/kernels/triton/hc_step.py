@@ -12,27 +12,9 @@ from ..hc_step import stretch
 from ..plans.kinds import TilePlan, job_of, power_of_two
 from ._launch import launch, options
 from ._step import _begin, _wait
-from .hyper_connections import _gate, _hc_finish_kernel
-from .sinkhorn import _balanced, _shares
+from .hyper_connections import _factor, _hc_finish_kernel, _spread
 
 WARPS = 4
-
-
-@triton.jit
-def _spread(part_ptr, scale_ptr, base_ptr, step, eps, norm_eps, D: tl.constexpr, S: tl.constexpr, P: tl.constexpr,
-            Z: tl.constexpr, ZP: tl.constexpr, ROUNDS: tl.constexpr):  # fmt: skip
-    """post (1, S) and comb (S, S) of a token's sums."""
-    piece = tl.arange(0, ZP)
-    there = (piece < Z)[:, None]
-    square = tl.sum(tl.load(part_ptr + piece * step + P, mask=piece < Z, other=0.0), 0)
-    factor = 1.0 / tl.sqrt(square / (S * D) + norm_eps)
-    post = 2.0 * _gate(part_ptr, base_ptr, tl.load(scale_ptr + 1).to(tl.float32), factor, there, step, S, S, ZP)
-    place = tl.arange(0, S)[:, None] * S + tl.arange(0, S)[None]
-    logits = part_ptr + piece[:, None, None] * step + 2 * S + place[None]
-    z = tl.sum(tl.load(logits, mask=there[:, :, None], other=0.0), 0) * factor * tl.load(scale_ptr + 2).to(tl.float32)
-    z = (z + tl.load(base_ptr + 2 * S + place).to(tl.float32))[None]
-    whole = place[None] >= 0
-    return post, tl.reshape(_balanced(_shares(z, whole), whole, eps, ROUNDS), [S, S])
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -49,9 +31,11 @@ def _hc_write_kernel(x_ptr, y_ptr, more_ptr, part_ptr, scale_ptr, base_ptr, w_pt
         at = q[:, None, None] * (S * D) + s[None, :, None] * D + col[None, None]
         w = tl.load(w_ptr + at, mask=(q < Q)[:, None, None] & inside[None], other=0.0).to(tl.float32)
     if ROUNDS > 0:
-        post, comb = _spread(
-            part_ptr + n * PP, scale_ptr, base_ptr, tokens.to(tl.int64) * PP, eps, norm_eps, D, S, P, Z, ZP, ROUNDS
-        )
+        part_ptr += n * PP
+        step = tokens.to(tl.int64) * PP
+        factor, there = _factor(part_ptr, Z, step, norm_eps, S * D, P, ZP)
+        post, comb = _spread(part_ptr, scale_ptr, base_ptr, factor, there, step, eps, S, ZP, ROUNDS)
+        comb = tl.reshape(comb, [S, S])
     _wait(DEPENDENT)
     at = (n * S + s[:, None]) * D + col[None]
     x = tl.load(x_ptr + at, mask=inside, other=0.0)

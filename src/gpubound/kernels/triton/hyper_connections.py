@@ -76,6 +76,27 @@ def _gate(part_ptr, base_ptr, scale, factor, there, step, START: tl.constexpr, S
     return 1.0 / (1.0 + tl.exp(-z))
 
 
+@triton.jit
+def _factor(part_ptr, splits, step, norm_eps, REACH: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr):
+    """What a token's products are multiplied by, from the squares of its REACH numbers; and which parts are there, a mask."""
+    split = tl.arange(0, SPLITS)
+    square = tl.sum(tl.load(part_ptr + split * step + P, mask=split < splits, other=0.0), 0)
+    return 1.0 / tl.sqrt(square / REACH + norm_eps), (split < splits)[:, None]
+
+
+@triton.jit
+def _spread(part_ptr, scale_ptr, base_ptr, factor, there, step, eps, S: tl.constexpr, SPLITS: tl.constexpr,
+            ROUNDS: tl.constexpr):  # fmt: skip
+    """post (1, S) and comb (1, S, S) of a token's parts."""
+    post = 2.0 * _gate(part_ptr, base_ptr, tl.load(scale_ptr + 1).to(tl.float32), factor, there, step, S, S, SPLITS)
+    place = tl.arange(0, S)[:, None] * S + tl.arange(0, S)[None]
+    logits = part_ptr + tl.arange(0, SPLITS)[:, None, None] * step + 2 * S + place[None]
+    z = tl.sum(tl.load(logits, mask=there[:, :, None], other=0.0), 0) * factor * tl.load(scale_ptr + 2).to(tl.float32)
+    z = (z + tl.load(base_ptr + 2 * S + place).to(tl.float32))[None]
+    whole = place[None] >= 0
+    return post, _balanced(_shares(z, whole), whole, eps, ROUNDS)
+
+
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def _hc_finish_kernel(x_ptr, part_ptr, scale_ptr, base_ptr, u_ptr, post_ptr, comb_ptr, tokens, splits, eps, norm_eps,
                       D: tl.constexpr, S: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, BLOCK: tl.constexpr,
@@ -86,10 +107,7 @@ def _hc_finish_kernel(x_ptr, part_ptr, scale_ptr, base_ptr, u_ptr, post_ptr, com
     n = tl.program_id(0).to(tl.int64)
     step = tokens.to(tl.int64) * PP
     part_ptr += n * PP
-    split = tl.arange(0, SPLITS)
-    square = tl.sum(tl.load(part_ptr + split * step + P, mask=split < splits, other=0.0), 0)
-    factor = 1.0 / tl.sqrt(square / (S * D) + norm_eps)
-    there = (split < splits)[:, None]
+    factor, there = _factor(part_ptr, splits, step, norm_eps, S * D, P, SPLITS)
     stretch = tl.program_id(1) - (1 if ROUNDS > 0 else 0)
     if stretch >= 0:
         pre = _gate(part_ptr, base_ptr, tl.load(scale_ptr).to(tl.float32), factor, there, step, 0, S, SPLITS) + eps
@@ -98,14 +116,9 @@ def _hc_finish_kernel(x_ptr, part_ptr, scale_ptr, base_ptr, u_ptr, post_ptr, com
         u = tl.sum(tl.trans(pre) * x, 0)
         tl.store(u_ptr + n * D + col, u.to(u_ptr.dtype.element_ty), mask=col < D)
     elif ROUNDS > 0:
-        post = 2.0 * _gate(part_ptr, base_ptr, tl.load(scale_ptr + 1).to(tl.float32), factor, there, step, S, S, SPLITS)
+        post, comb = _spread(part_ptr, scale_ptr, base_ptr, factor, there, step, eps, S, SPLITS, ROUNDS)
         tl.store(post_ptr + n * S + tl.arange(0, S)[None], post)
         place = tl.arange(0, S)[:, None] * S + tl.arange(0, S)[None]
-        logits = part_ptr + split[:, None, None] * step + 2 * S + place[None]
-        z = tl.sum(tl.load(logits, mask=there[:, :, None], other=0.0), 0) * factor * tl.load(scale_ptr + 2).to(tl.float32)
-        z = (z + tl.load(base_ptr + 2 * S + place).to(tl.float32))[None]
-        whole = place[None] >= 0
-        comb = _balanced(_shares(z, whole), whole, eps, ROUNDS)
         tl.store(comb_ptr + n * S * S + place[None], comb)
 
 

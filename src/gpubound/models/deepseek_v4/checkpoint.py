@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import DataError
-from ...kernels.fp8_blocks import BLOCK, Fp8Blocks, reads_fp8, scales_shape
+from ...kernels.fp8_blocks import BLOCK, Fp8Blocks, scales_shape
 from ...kernels.packed import E2M1, MX, Packed, pack_fp4
+from ...kernels.quantize import has_cores
 from ...trace import fallback, notice
 from ..folder import CURE, Stored, opened, stored_tensors
 from .blocks import Fp8Linear
@@ -69,8 +70,8 @@ def load_coded(
     with first if len(devices) == 1 else META, no_init_weights(), in_fp4(stay):
         model: Any = DeepseekV4ForCausalLM._from_config(config, dtype=dtype or config.dtype or torch.bfloat16).eval()
     keep_in_fp32(model)
-    own = _own_name(model, {*model.state_dict(), *_places(model)[0]})
-    if reads_fp8(first) if codes is None else codes:
+    own = _own_name(model, _places(model)[0])
+    if has_cores(first) if codes is None else codes:
         _keep_layers(model, stored, own, block)
     if len(devices) > 1:
         deal(model, devices)
