@@ -54,17 +54,20 @@ class DeepSeek:
     step: tokens a second behind the first, beside transformers' forward (eager) and our step without a graph (uncaptured);
     host syncs, launches a layer and the host's time. streams: hc_pre and hc_post of a token beside the plain form.
     memory: the peak of sinkhorn's forward and backward beside the plain form. codes: experts in fp4 and linear layers in fp8,
-    as V4 is published, beside 16 bits. flash: V4-Flash itself in these codes, 155 GB, in stages on several GPUs; it is not
-    among those measured by default.
+    as V4 is published, beside 16 bits. flash: V4-Flash itself in these codes, 155 GB, on several GPUs, in stages or with each
+    layer split over all of them; it is not among those measured by default.
 
     Examples: gpubound bench deepseek --parts streams
-              gpubound bench deepseek --parts flash --gpus 4
+              gpubound bench deepseek --parts flash --gpus 2
+              gpubound bench deepseek --parts flash --gpus 4 --split tensors
     """
 
     parts: str = ",".join(PARTS[:-1])
     """What to measure, by comma: step, codes, streams, memory, flash."""
     gpus: int = 4
     """GPUs that flash lies on."""
+    split: str = "layers"
+    """What of flash the GPUs share: layers, tensors, as in gpubound.decoder."""
     rounds: int = 3
     """How often each contender takes its turn."""
     results: Path = results.FOLDER
@@ -106,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
             measure_codes(bench, build_model(device, options.dry, codes=True), model, size, options.rounds)
             del model
     if "flash" in parts:
-        measure_flash(bench, options.gpus, DRY if options.dry else Size(), options.rounds)
+        measure_flash(bench, options.gpus, options.split, DRY if options.dry else Size(), options.rounds)
     return bench.finish()
 
 
@@ -144,15 +147,16 @@ def measure_codes(bench: Bench, coded: Any, model: Any, size: Size, rounds: int)
 
 
 @torch.no_grad()
-def measure_flash(bench: Bench, gpus: int, size: Size, rounds: int) -> None:
-    """Flash in stages, of which one works at a time: the roofline is that of one GPU."""
+def measure_flash(bench: Bench, gpus: int, split: str, size: Size, rounds: int) -> None:
+    """Of stages one works at a time: the roofline is that of one GPU. Split layers keep all GPUs at work."""
     there = torch.cuda.device_count()
     if not bench.dry and there < gpus:
         bench.unmeasured.append(f"{FLASH}: needs {gpus} GPUs, and {there} {'is' if there == 1 else 'are'} visible; pass --gpus")
         return
     devices = [torch.device("cpu")] * gpus if bench.dry else [torch.device("cuda", number) for number in range(gpus)]
-    model, case = build_flash(devices, bench.dry), f"{FLASH} batch 1 on {gpus}"
-    decoder = decoder_of(model, size, devices=[str(device) for device in devices])
+    model = build_flash(devices, bench.dry)
+    case = f"{FLASH} batch 1 on {gpus}{', each layer split' if split == 'tensors' else ''}"
+    decoder = decoder_of(model, size, devices=[str(device) for device in devices], split=split)
     prompt = prompt_of(model, size).tolist()
     works: dict[str, Work] = {"ours": lambda: captured(decoder, prompt, size.ours), "budget": lambda: 1 / WANTED}
     if beside(bench, case, decoder, size, rounds, works, {"budget": 1.0}) and bench.device.type == "cuda":
@@ -187,7 +191,7 @@ def beside(
     for _ in range(rounds):
         for who, work in works.items():
             seconds[who].append(work())
-    rate = measure.ceilings(bench.device, quick=bench.dry).read_bytes_per_s
+    rate = measure.ceilings(bench.device, quick=bench.dry).read_bytes_per_s * max(1, len(decoder.body.peers))
     least = decoder.body.bytes_a_step([size.prompt + size.ours // 2])
     bench.keep(
         case, measure.compare_samples(seconds, clock="perf_counter, behind the first token"), unit="tok/s", amount=1,

@@ -13,9 +13,9 @@ def v4_config(dry: bool, flash: bool = False) -> Any:
 
     kinds = ["compressed_sparse_attention", "heavily_compressed_attention"]
     small = {
-        "vocab_size": 89, "hidden_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "head_dim": 16, "partial_rotary_factor": 0.25, "q_lora_rank": 24, "n_routed_experts": 6, "num_experts_per_tok": 2,
-        "o_groups": 2, "o_lora_rank": 8, "index_n_heads": 4, "index_head_dim": 8, "index_topk": 6, "sliding_window": 12,
+        "vocab_size": 89, "hidden_size": 32, "moe_intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "head_dim": 64, "partial_rotary_factor": 0.25, "q_lora_rank": 24, "n_routed_experts": 6, "num_experts_per_tok": 2,
+        "o_groups": 2, "o_lora_rank": 128, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 6, "sliding_window": 12,
     }  # fmt: skip
     half = {
         "hidden_size": 2048, "moe_intermediate_size": 1024, "num_hidden_layers": 43, "num_attention_heads": 32,

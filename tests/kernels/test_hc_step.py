@@ -9,6 +9,7 @@ from gpubound.kernels.hyper_connections import hc_post_reference, hc_pre_referen
 
 from .cases import draw
 from .test_experts import SOURCES, run
+from .test_mail import mails
 
 EPS, NORM_EPS, ROUNDS = 1e-6, 1e-5, 20
 
@@ -73,6 +74,25 @@ def test_a_token_has_the_same_bits_alone(device):
     assert found[0][0][:, 1:2].equal(found[1][0]) and found[0][1][1:2].equal(found[1][1])
 
 
+@pytest.mark.parametrize("source", SOURCES)
+def test_what_comes_by_mail_is_as_if_it_had_been_there(source, device):
+    """The bits of the sum, added up before; a word that has not come is NaN in its column alone."""
+    x, weight, scale, base = given(device, 2, 4, 40)
+    sums, devices = sums_of(source, x, weight), mails(device, 3, 40)
+    parts = [draw(device, torch.float32, 2, 40, seed=seed) for seed in (4, 5, 6)]
+    for mail, part in zip(devices, parts):
+        kernels.send_words(part, mail)
+    rest = sums, scale, base, EPS, NORM_EPS, ROUNDS, None, weight
+    here, there = (
+        run(source, "hc_write", x, y, *rest, torch.empty_like(x), torch.empty_like(sums))
+        for y in (parts[0] + parts[1] + parts[2], devices[1])
+    )
+    assert all(torch.equal(one, other) and one.isfinite().all() for one, other in zip(here, there))
+    devices[1].box[2, 0, 7] = 0
+    late = run(source, "hc_write", x, devices[1], *rest, torch.empty_like(x), torch.empty_like(sums))[0]
+    assert late[0, :, 7].isnan().all() and late.isnan().sum() == 4
+
+
 def test_pieces():
     assert stretch(40) == 16 and stretch(4096) == 64 and stretch(7168) == 128
     assert sums_shape(1, 7168, 24) == (56, 1, 32) and sums_shape(2, 40, 24) == (3, 2, 32)
@@ -80,6 +100,7 @@ def test_pieces():
 
 def test_sentences():
     x, weight, scale, base = given(torch.device("cpu"), 1, 4, 40)
+    mail = mails(torch.device("cpu"), 2, 40)[0]
     for call, sentence in (
         (lambda: kernels.hc_sums(x.half(), weight), "hc_sums: x must be a contiguous torch.float32 (tokens, streams, width)"),
         (
@@ -93,6 +114,10 @@ def test_sentences():
         (
             lambda: kernels.hc_write(x, x, kernels.hc_sums(x, weight), scale, base, 0.1, 0.1, 2),
             "hc_write: y must be a contiguous torch.float32 (1, 40)",
+        ),
+        (
+            lambda: kernels.hc_write(x, mail, kernels.hc_sums(x, weight), scale, base, 0.1, 0.1, 2, x),
+            "hc_write: got y by mail and more beside it; pass more to send_words",
         ),
     ):
         with pytest.raises(ValueError) as error:

@@ -43,6 +43,16 @@ def test_every_device_adds_the_words_of_all_in_one_order(device, source, count, 
 
 
 @SOURCES
+def test_terms_are_added_before_they_are_sent(device, source):
+    """In their order: the bits are those of a sum made before."""
+    y, more = draw(device, torch.float32, 2, 600), draw(device, torch.float32, 2, 3, 600, seed=1)
+    mail, out = mails(device, 1, 600)[0], torch.zeros(2, 600, device=device)
+    run(source, "send_words", y, mail, 0, more)
+    run(source, "take_words", out, mail)
+    assert torch.equal(out, y + more[:, 0] + more[:, 1] + more[:, 2])
+
+
+@SOURCES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
 def test_columns_of_several_devices_come_together(device, source, dtype):
     """Bits are moved, not numbers: a NaN and a -0 arrive as they were."""
@@ -102,6 +112,10 @@ def test_wrong_arguments_are_named(device):
         (
             lambda: kernels.send_words(y.half(), mail),
             "send_words: y must be a contiguous float32 or int32 (rows, columns), got torch.float16 (2, 6).",
+        ),
+        (
+            lambda: kernels.send_words(y, mail, 0, y),
+            "send_words: more must be a contiguous torch.float32 (2, some, 6), got torch.float32 (2, 6); it is added to y.",
         ),
         (
             lambda: kernels.send_words(y, mail, 1),

@@ -9,6 +9,7 @@ from gpubound.kernels.fp8_blocks import Fp8Blocks, numbers, scales_shape
 
 from .cases import assert_inside, banded, draw
 from .test_experts import SOURCES, run
+from .test_mail import mails
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -36,6 +37,31 @@ def test_a_row_has_the_same_bits_alone(device):
 def coded(device, rows, columns, block, seed):
     scale = draw(device, torch.float32, *scales_shape((rows, columns), block), seed=seed + 1).abs() + 0.1
     return Fp8Blocks(draw(device, torch.float32, rows, columns, seed=seed).to(torch.float8_e4m3fn), scale, block)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_a_product_that_devices_share(source, in_fp8, device):
+    """Each has some columns of the weight; what comes of their terms has the same bits everywhere."""
+    if in_fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        pytest.skip("reads no e4m3")
+    x, cuts = draw(device, torch.float32, 2, 48), (slice(0, 16), slice(16, 48))
+    parts = [
+        coded(device, 40, cut.stop - cut.start, (8, 16), 3)
+        if in_fp8
+        else draw(device, torch.bfloat16, 40, cut.stop - cut.start)
+        for cut in cuts
+    ]
+    devices, want = mails(device, 2, 40), 0.0
+    for mail, cut, part in zip(devices, cuts, parts):
+        run(source, "send_products", x[:, cut].contiguous(), part, mail)
+        wide = numbers(part, torch.float64) if in_fp8 else part.double()
+        want = want + x[:, cut].double() @ wide.t()
+    found = [mail.summed(2) for mail in devices]
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0].double(), want, rtol=1e-5, atol=1e-4)
+    with pytest.raises(ValueError, match=r"for \(2, 40\) words of sender 0 and no more columns, got torch.int64 \(2, 4, 48\)"):
+        kernels.send_products(x[:, :16].contiguous(), parts[0], mails(device, 2, 48)[0])
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -64,6 +64,7 @@ class Body(ABC):
     path = ""  # why it is not the fused kernels
     rounds = ""  # what is rounded to less than the model's dtype: weights, cache, both, or nothing
     spans: Sequence[Any] = ()  # its parts on devices of their own, where there are several
+    peers: Sequence[Any] = ()  # those devices, where all of them work on each token
 
     @abstractmethod
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:

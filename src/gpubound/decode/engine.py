@@ -41,7 +41,7 @@ from .stages.body import staged_body
 from .stages.graphs import StageGraphs
 from .stages.spread import devices_of
 from .steps import Slots, StepGraphs, Stepper
-from .tensors.body import SlicedBody, sliced_body
+from .tensors.body import sliced_body
 from .tensors.graphs import SliceGraphs
 from .ways import narrow_rows, tiled_rows
 
@@ -275,7 +275,7 @@ def decoder(
 
 
 def _graphs(stepper: Stepper) -> StepGraphs:
-    if isinstance(stepper.body, SlicedBody):
+    if stepper.body.peers:
         return SliceGraphs(stepper)
     return StageGraphs(stepper) if len(stepper.body.spans) > 1 else StepGraphs(stepper)
 

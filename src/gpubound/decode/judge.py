@@ -42,7 +42,7 @@ class Choices:
 
     def judged(self, number: int, scores: Tensor) -> Tensor:
         """The choice in layer `number`, (T, S) int64, after it was compared with what the scores (T, E) would choose."""
-        ids = self.ids[number].long()
+        ids = self.ids[number].long().to(scores.device)
         chosen, best = scores.gather(-1, ids).sort(-1, descending=True).values, scores.topk(ids.shape[1]).values
         spread = scores.std(-1, correction=0).clamp_min(1e-30)  # 0 if the router is all zeros
         self._missed.append((best - chosen).mean(-1) / spread)

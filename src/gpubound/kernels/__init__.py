@@ -47,7 +47,7 @@ from .lora import (
 )
 from .mail import send_words as send_words, take_words as take_words
 from .nf4 import dequantize_nf4 as dequantize_nf4
-from .norm_products import norm_products as norm_products
+from .norm_products import norm_products as norm_products, send_products as send_products
 from .norms import add_rms_norm as add_rms_norm, layer_norm as layer_norm, rms_norm as rms_norm
 from .ops import reference as reference
 from .poly_attention import poly_attention as poly_attention, poly_attention_step as poly_attention_step

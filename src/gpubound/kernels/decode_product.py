@@ -197,7 +197,7 @@ def add_product_reference(
 def send_product(h: Tensor, weight: Tensor, bias: Tensor | None, mail: Mail, dependent: int = 0) -> tuple[Tensor, ...]:
     """Write h weightᵀ into the boxes of `mail` (mail.py): one device's part of a sum, which `take_words` adds to the stream."""
     check_add("send_product", h, weight, bias, h.device)
-    check_mail("send_product", mail, (len(h), len(weight)), h.device)
+    check_mail("send_product", mail, (len(h), len(weight)), h.device, fills=True)
     return implementation("send_product", weight)(h, weight, bias, mail, dependent)
 
 

@@ -17,6 +17,7 @@ from .checks import require
 from .choose import implementation
 from .decode_product import WRITTEN
 from .hyper_connections import STREAMS
+from .mail import Mail, check_mail, example_mail
 from .ops import definition, draw
 from .plans.kinds import power_of_two
 from .sinkhorn import check_rounds, sinkhorn_reference
@@ -71,17 +72,22 @@ def hc_read_reference(x: Tensor, sums: Tensor, scale: Tensor, base: Tensor, eps:
 
 
 def hc_write(
-    x: Tensor, y: Tensor, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, rounds: int,
+    x: Tensor, y: Tensor | Mail, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, rounds: int,
     more: Tensor | None = None, weight: Tensor | None = None, out: Tensor | None = None,
     following: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(X' (N, S, D) fp32, as `hc_post` gives it for what the part gave; of X' the sums of the next part, whose weight it is).
 
-    y     (N, D) fp32
-    more  (N, some, D) fp32: what is added to y, in their order
+    y     (N, D) fp32; or the mail of several devices' words (mail.py), whose sum it is, and which need not have come
+    more  (N, some, D) fp32: what is added to y, in their order. Beside a mail there is none: senders add it
     """
     _check_sums("hc_write", x, sums, scale, base)
-    require("hc_write", "y", y, torch.float32, (len(x), x.shape[2]), x.device, "a part gives as much as it reads")
+    if isinstance(y, Mail):
+        check_mail("hc_write", y, (len(x), x.shape[2]), x.device, takes=True)
+        if more is not None:
+            raise ValueError("hc_write: got y by mail and more beside it; pass more to send_words, whose sum then comes.")
+    else:
+        require("hc_write", "y", y, torch.float32, (len(x), x.shape[2]), x.device, "a part gives as much as it reads")
     if more is not None:
         require("hc_write", "more", more, torch.float32, (len(x), "some", x.shape[2]), x.device, "it is added to y")
     check_rounds("hc_write", rounds)
@@ -89,16 +95,18 @@ def hc_write(
     if weight is not None:
         require("hc_write", "weight", weight, None, ("products", x.shape[1] * x.shape[2]), x.device, "a row is a product")
         following = _room("hc_write", "following", following, x, sums_shape(len(x), x.shape[2], len(weight)))
-    kernel = implementation("hc_write", x, _unable(x), (x.shape[1], weight is not None, 0 if more is None else more.shape[1]))
+    form = x.shape[1], weight is not None, 0 if more is None else more.shape[1], isinstance(y, Mail)
+    kernel = implementation("hc_write", x, _unable(x), form)
     return kernel(x, y, sums, scale, base, eps, norm_eps, rounds, more, weight, out, following)
 
 
-@definition(lambda g, streams=4, followed=True, some=0: _write(g, streams, followed, some))
+@definition(lambda g, streams=4, followed=True, some=0, mailed=False: _write(g, streams, followed, some, mailed))
 @torch.no_grad()
 def hc_write_reference(
-    x: Tensor, y: Tensor, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, rounds: int,
+    x: Tensor, y: Tensor | Mail, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, rounds: int,
     more: Tensor | None, weight: Tensor | None, out: Tensor, following: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    y = y.summed(len(x)) if isinstance(y, Mail) else y
     if more is not None:
         y = y + more.sum(1)
     z, S = _products(x, sums, len(base), norm_eps), x.shape[1]
@@ -153,9 +161,10 @@ def _read(g: torch.Generator, streams: int) -> tuple:
     return x, hc_sums_reference(x, weight, sums), scale, base, 1e-6, 1e-6, u
 
 
-def _write(g: torch.Generator, streams: int, followed: bool, some: int) -> tuple:
+def _write(g: torch.Generator, streams: int, followed: bool, some: int, mailed: bool) -> tuple:
     x, sums, scale, base, eps, norm_eps, u = _read(g, streams)
     following = torch.zeros_like(sums) if followed else None
     weight = draw(g, len(base), 40 * streams).detach() if followed else None
     more = draw(g, 3, some, 40).detach() if some else None
-    return x, u + 1, sums, scale, base, eps, norm_eps, 20, more, weight, torch.zeros_like(x), following
+    y = example_mail(g, 1, 3, 40, own=-1, rows=3) if mailed else u + 1
+    return x, y, sums, scale, base, eps, norm_eps, 20, more, weight, torch.zeros_like(x), following

@@ -81,19 +81,35 @@ def addresses_of(boxes: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.tensor(found, dtype=torch.int64, device="cpu").to(device)
 
 
-def send_words(y: Tensor, mail: Mail, column: int = 0) -> tuple[Tensor, ...]:
-    """Write y (B, C), of float32 or int32, into the boxes of `mail`, from their column `column` on."""
+def send_words(y: Tensor, mail: Mail, column: int = 0, more: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Write y (B, C), of float32 or int32, into the boxes of `mail`, from their column `column` on.
+
+    more  (B, some, C) fp32, with y of float32: what is added to y first, in their order
+    """
     if y.dim() != 2 or y.dtype not in (torch.float32, torch.int32) or not y.is_contiguous():
         raise ValueError(
             f"send_words: y must be a contiguous float32 or int32 (rows, columns), got {y.dtype} {tuple(y.shape)}."
         )
     check_mail("send_words", mail, (len(y), column + y.shape[1]), y.device)
-    return implementation("send_words", y.view(torch.float32))(y, mail, column)
+    if more is not None:
+        require("send_words", "y", y, torch.float32, (len(y), y.shape[1]), y.device, "more is added to it")
+        require("send_words", "more", more, torch.float32, (len(y), "some", y.shape[1]), y.device, "it is added to y")
+    some = 0 if more is None else more.shape[1]
+    return implementation("send_words", y.view(torch.float32), None, (some,))(y, mail, column, more)
 
 
-@definition(lambda g, added=False: (draw(g, 2, 24).detach(), example_mail(g, 2, 1, 40), 8))
+@definition(
+    lambda g, some=0: (
+        draw(g, 2, 24).detach(),
+        example_mail(g, 2, 1, 40),
+        8,
+        draw(g, 2, some, 24).detach() if some else None,
+    )
+)
 @torch.no_grad()
-def send_words_reference(y: Tensor, mail: Mail, column: int = 0) -> tuple[Tensor, ...]:
+def send_words_reference(y: Tensor, mail: Mail, column: int = 0, more: Tensor | None = None) -> tuple[Tensor, ...]:
+    for one in () if more is None else more.unbind(1):
+        y = y + one
     mail.post(y, column)
     return mail.boxes
 
@@ -122,28 +138,34 @@ def take_words_reference(out: Tensor, mail: Mail, added: bool = False, dependent
     return out
 
 
-def check_mail(op: str, mail: Mail, size: tuple[int, int], device: torch.device, takes: bool = False) -> None:
-    """That words of `size` have room in each box."""
+def check_mail(
+    op: str, mail: Mail, size: tuple[int, int], device: torch.device, takes: bool = False, fills: bool = False
+) -> None:
+    """That words of `size` have room in each box. fills: that they take all of its columns."""
     require(op, "mail.state", mail.state, torch.int32, (2,), device, "each device counts for itself; `new_state` makes it")
     if mail.addresses is not None:
         size_of = (power_of_two(len(mail.boxes)),)
         require(op, "mail.addresses", mail.addresses, torch.int64, size_of, device, "`addresses_of` makes it")
     for box in mail.boxes:
         fits = box.dim() == 3 and box.dtype == torch.int64 and box.is_contiguous() and mail.sender < len(box)
-        if not fits or box.shape != mail.boxes[0].shape or box.shape[1] < size[0] or box.shape[2] < size[1]:
+        if not fits or box.shape != mail.boxes[0].shape or box.shape[1] < size[0] or not _wide_enough(box, size, fills):
             raise ValueError(
                 f"{op}: mail.boxes must be contiguous torch.int64 (senders, rows, columns) of one size, with room for {size} "
-                f"words of sender {mail.sender}, got {box.dtype} {tuple(box.shape)}."
+                f"words of sender {mail.sender}{' and no more columns' if fills else ''}, got {box.dtype} {tuple(box.shape)}."
             )
     if takes and (mail.own is None or mail.box.device != device or mail.box.shape[2] != size[1]):
         raise ValueError(f"{op}: mail.own must be the number of a box of {size[1]} columns on {device}, got {mail.own}.")
 
 
-def example_mail(g: torch.Generator, boxes: int, senders: int, columns: int, own: int = 0) -> Mail:
-    """For examples of two rows. The words of all senders but `own`, which is this device, have come."""
+def _wide_enough(box: Tensor, size: tuple[int, int], fills: bool) -> bool:
+    return box.shape[2] == size[1] if fills else box.shape[2] >= size[1]
+
+
+def example_mail(g: torch.Generator, boxes: int, senders: int, columns: int, own: int = 0, rows: int = 2) -> Mail:
+    """The words of all senders but `own`, which is this device, have come."""
     made = tuple(torch.zeros(senders, 3, columns, device="cpu", dtype=torch.int64) for _ in range(boxes))
     mail = Mail(made, 0, own, ints(7, POLLS), 5)
     for sender in range(senders):
         if sender != own:
-            mail._replace(sender=sender).post(draw(g, 2, columns).detach())
+            mail._replace(sender=sender).post(draw(g, rows, columns).detach())
     return mail

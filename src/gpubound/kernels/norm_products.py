@@ -13,6 +13,7 @@ from .checks import require
 from .choose import implementation
 from .decode_product import WRITTEN, Norm, check_stream, draw_stream, form, rms_normed
 from .fp8_blocks import Fp8Blocks, numbers, scales_shape
+from .mail import Mail, check_mail, example_mail
 from .ops import definition, draw, zeros
 from .quantize import has_cores
 
@@ -50,13 +51,25 @@ def norm_products(x: Tensor, norm: Norm | None, weights: Sequence[Weight], out: 
     if out is None:
         out = torch.empty(len(x), rows, device=x.device, dtype=torch.float32)
     require("norm_products", "out", out, torch.float32, (len(x), rows), x.device, WRITTEN)
-    unable = (
-        "this GPU reads no e4m3, which needs compute capability 8.9"
-        if coded and x.is_cuda and not has_cores(x.device)
-        else None
-    )
+    unable = _unread(weights, x)
     given = form(norm) if not coded and x.dim() == 2 else (None if norm is None else norm.offset, bool(coded), bool(plain))
     return implementation("norm_products", plain[0] if plain else x, unable, given)(x, norm, weights, out)
+
+
+def send_products(x: Tensor, weight: Weight, mail: Mail) -> tuple[Tensor, ...]:
+    """Write x weightᵀ into the boxes of `mail` (mail.py): one device's term of a sum. x (B, columns) fp32."""
+    plain = [weight] if isinstance(weight, Tensor) else []
+    check_stream("send_products", x, None, *plain)
+    if isinstance(weight, Fp8Blocks):
+        _check_coded(weight, x)
+    check_mail("send_products", mail, (len(x), weight.shape[0]), x.device, fills=True)
+    return implementation("send_products", plain[0] if plain else x, _unread([weight], x), (not plain,))(x, weight, mail)
+
+
+def _unread(weights: Sequence[Weight], x: Tensor) -> str | None:
+    if any(isinstance(weight, Fp8Blocks) for weight in weights) and x.is_cuda and not has_cores(x.device):
+        return "this GPU reads no e4m3, which needs compute capability 8.9"
+    return None
 
 
 def _check_coded(weight: Fp8Blocks, x: Tensor) -> None:
@@ -87,3 +100,17 @@ def norm_products_reference(x: Tensor, norm: Norm | None, weights: Sequence[Weig
         return out.copy_(torch.einsum("bgk,grk->bgr", x, groups).flatten(1))
     normed = rms_normed(x, norm)
     return out.copy_(torch.cat([normed @ weight.to(x.dtype).t() for weight in wide], -1))
+
+
+@definition(
+    lambda g, coded=False: (
+        draw_stream(g, 48, 0.0)[0],
+        _draw_coded(g, 40) if coded else draw(g, 40, 48),
+        example_mail(g, 2, 2, 40),
+    )
+)
+@torch.no_grad()
+def send_products_reference(x: Tensor, weight: Weight, mail: Mail) -> tuple[Tensor, ...]:
+    wide = numbers(weight, x.dtype) if isinstance(weight, Fp8Blocks) else weight.to(x.dtype)
+    mail.post((x @ wide.t()).float())
+    return mail.boxes

@@ -66,11 +66,9 @@ def test_settings_stops_and_figures():
     assert fast.accuracy(given[1]).kind == "int8 cache"
 
 
-@pytest.mark.parametrize("way", [LaunchWay(), LaunchWay(greedy=False, logprobs=True)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("devices", [2, 4])
-def test_devices_at_once_wait_for_each_other(devices, way, monkeypatch):
+def compute_at_once(fast: gb.FastDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """What graphs record, a thread for each device in place of a GPU: each runs ahead until it needs what another sends."""
-    come = Mail.words
+    come, devices = Mail.words, range(len(fast.body.peers))
 
     def waited(mail: Mail, rows: int) -> torch.Tensor:
         until = time.monotonic() + 60
@@ -78,10 +76,6 @@ def test_devices_at_once_wait_for_each_other(devices, way, monkeypatch):
             assert time.monotonic() < until, "nobody sends what this device waits for"
             time.sleep(1e-5)
         return come(mail, rows)
-
-    fast = sliced("Llama of four", devices, verify=False)
-    want = fast.generate(cases.prompts(4, 2), max_new_tokens=9, temperature=float(not way.greedy), seed=1).tokens
-    monkeypatch.setattr(Mail, "words", waited)
 
     def at_once(call: Callable[[int], None]) -> None:
         failed: list[BaseException] = []
@@ -93,17 +87,30 @@ def test_devices_at_once_wait_for_each_other(devices, way, monkeypatch):
             except BaseException as error:
                 failed.append(error)
 
-        threads = [threading.Thread(target=run, args=(number,)) for number in range(devices)]
+        threads = [threading.Thread(target=run, args=(number,)) for number in devices]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         assert not failed, failed
 
-    body, graphs = fast.body, fast.graphs
+    graphs = fast.graphs
+    monkeypatch.setattr(Mail, "words", waited)
     monkeypatch.setattr(graphs, "launch", lambda *how: at_once(lambda number: graphs._run_on(number, *how)))
-    monkeypatch.setattr(graphs, "prefill", lambda ids, lengths: at_once(lambda number: body.prompt_on(number, ids)))
-    body.poison()
+    if fast.body.captures_prefill:
+        monkeypatch.setattr(graphs, "prefill", lambda ids, _: at_once(lambda number: fast.body.prompt_on(number, ids)))
+
+
+WAYS = pytest.mark.parametrize("way", [LaunchWay(), LaunchWay(greedy=False, logprobs=True)], ids=["greedy", "sampled"])
+
+
+@WAYS
+@pytest.mark.parametrize("devices", [2, 4])
+def test_devices_at_once_wait_for_each_other(devices, way, monkeypatch):
+    fast = sliced("Llama of four", devices, verify=False)
+    want = fast.generate(cases.prompts(4, 2), max_new_tokens=9, temperature=float(not way.greedy), seed=1).tokens
+    compute_at_once(fast, monkeypatch)
+    fast.body.poison()
     found = fast.generate(cases.prompts(4, 2), max_new_tokens=9, temperature=float(not way.greedy), seed=1)
     assert found.tokens == want
 

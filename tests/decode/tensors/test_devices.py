@@ -4,16 +4,20 @@ import pytest
 import torch
 
 from gpubound.decode import bind
+from gpubound.decode.compressed import body
+from gpubound.decode.compressed.sliced import SlicedStreams
 from gpubound.decode.contract import Build
 from gpubound.decode.engine import FastDecoder
 from gpubound.decode.steps import LaunchWay, Slots, Stepper
 from gpubound.decode.tensors import peers
 from gpubound.decode.tensors.body import SlicedBody
-from gpubound.decode.tensors.plan import plan_slices
+from gpubound.decode.tensors.plan import dealt, plan_slices
+from gpubound.models.registry import reader_of
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
 
 from .. import cases
+from ..compressed import cases as compressed
 
 CPU = torch.device("cpu")
 
@@ -53,3 +57,21 @@ def test_a_launch_waits_for_nothing(sim):
         for way in (LaunchWay(), LaunchWay(greedy=False, penalty=True, logprobs=True)):
             fast.graphs.launch(3, 2, way)
     ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
+
+
+@pytest.mark.parametrize("where", ["cpu", "sim"])
+def test_streams_are_sliced_to_their_own_devices(sim, where, monkeypatch):
+    """DeepSeek-V4's; the model itself lies on either."""
+    monkeypatch.setattr(body, "closed_projection", lambda model, known: None)
+    model = compressed.build().to(sim if where == "sim" else CPU)
+    model.config._experts_implementation = "eager"  # the grouped one asks a device of no known kind for a histogram of ints
+    reader = reader_of(model)
+    plans = dealt(compressed.VOCABULARY, [sim, CPU], 16, None)
+    streams = SlicedStreams(reader, Build(3, compressed.ROOM), plans)
+    fast = FastDecoder(model, Stepper(streams, Slots(3, streams.vocab, 32, sim)), (2, 1), None, True)
+    given = [compressed.text(length, seed=length).tolist() for length in (7, 2)]
+    found = fast.generate(given, max_new_tokens=2).tokens
+    for prompt, row in zip(given, found):
+        logits = compressed.own_logits(model, torch.tensor([*prompt, *row[:-1]]))
+        assert row == logits[len(prompt) - 1 :].argmax(-1).tolist()
+    assert len(fast.score(given[0])[0]) == 6 and fast.body.locate(torch.tensor(given[0], device=sim))

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...kernels import index_scores, index_topk, sparse_attention, turn_heads
 from ...models.deepseek_v4.weights import IndexWeights, LatentWeights
 from ..contract import Build
-from .products import NARROW, by_groups, product, products
+from .products import NARROW, by_groups, products
 from .state import Entries, EntryProducts, Moment, Stretch, TokenRing
 
 PIECE = 128  # tokens of a prompt whose scores are in memory at a time
@@ -82,7 +82,7 @@ class LatentAttention:
         return found
 
     def step(self, u: Tensor, now: Moment) -> Tensor:
-        """What the rows' next tokens get, whose streams mix to u (B, T, hidden) fp32."""
+        """(N, channels) of the rows' next tokens, whose streams mix to u (B, T, hidden) fp32: times o_b, what they get."""
         w, B = self.weights, len(u)
         read = self._read(u, now)
         store, ids, limit = None, None, None
@@ -95,10 +95,10 @@ class LatentAttention:
         y = torch.empty(read.q.shape, device=u.device, dtype=torch.float32 if len(read.q) <= NARROW else self.dtype)
         angles = now.tables[w.table]
         sparse_attention(read.q, now.places, read.kv, w.window, w.sinks.float(), w.scale, y, store, ids, limit, *angles)
-        return self._output(y).view_as(u)
+        return by_groups(y.reshape(len(y), w.groups, -1), w.o_a)
 
     def prompt(self, u: Tensor, now: Stretch) -> Tensor:
-        """What the tokens of a piece of a prompt get."""
+        """The same of a piece of a prompt."""
         w, (B, T) = self.weights, u.shape[:2]
         read = self._read(u, now)
         q, back = read.q.unflatten(0, (B, T)), w.window - 1
@@ -121,7 +121,8 @@ class LatentAttention:
                 keys, seen = torch.cat([keys, store], 1), torch.cat([seen, entry], 2)
             found.append(attend(q[:, some], keys, seen, w.sinks, w.scale))
         y = torch.cat(found, 1).flatten(0, 1)
-        return self._output(turn_heads(y, now.places, *now.tables[w.table], torch.empty_like(y), back=True)).view(B, T, -1)
+        y = turn_heads(y, now.places, *now.tables[w.table], torch.empty_like(y), back=True)
+        return by_groups(y.reshape(len(y), w.groups, -1), w.o_a)
 
     def _entries_seen(self, read: Read, now: Stretch, some: slice, count: int) -> Tensor:
         """(B, t, count): which entries some tokens of a piece of a prompt see."""
@@ -180,12 +181,6 @@ class LatentAttention:
             return "attention", f"a window of {w.window}", ""
         chosen = "all" if w.index is None else f"{w.index.top} by index"
         return "attention", f"a window of {w.window}, entries of {w.entries.rate} tokens: {chosen}", ""
-
-    def _output(self, y: Tensor) -> Tensor:
-        """The heads (N, H, D) of what was read, group by group to fewer channels, and those to hidden."""
-        w = self.weights
-        low = by_groups(y.reshape(len(y), w.groups, -1), w.o_a)
-        return products(low, None, w.o_b)[0] if len(y) <= NARROW else product(low, w.o_b)
 
 
 def attend(q: Tensor, keys: Tensor, seen: Tensor, sinks: Tensor, scale: float) -> Tensor:

@@ -12,30 +12,29 @@ from collections.abc import Callable, Iterator, Sequence
 from math import lcm
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import GenerateError
-from ...kernels import hc_head, norm_product
 from ...kernels.chain import chained
-from ...kernels.decode_product import Norm
 from ...models.decoding import weight_of
 from ...models.deepseek_v4.family import CompressedReader
+from ...models.deepseek_v4.weights import StreamedLayerWeights
 from ...models.registry import reader_of
 from ..bind import DTYPES, closed_projection, unadded
 from ..contract import Body, Build, Watched, check_room
-from ..stages.plan import LayerStage
+from ..fused import PARTIAL_ROWS
+from ..stages.plan import LayerStage, described
 from .attention import LatentAttention
+from .ends import Ends, ends_of
 from .products import NARROW
-from .span import Attend, StreamedLayer, StreamedSpan, bytes_kept, weights_of
-from .state import Moment, Stretch, normed
+from .span import Attend, Passage, StreamedLayer, StreamedSpan, When, bytes_kept, weights_of
+from .streams import streams_of
 from .trial import Trial, try_body
 
 CHUNK = 1024  # tokens of a prompt at a time, about: a whole number of every stretch
 SCORED = 256  # tokens whose logits are whole in memory while a text is scored
 
-
-When = Callable[[StreamedSpan], Moment | Stretch]
+Place = Callable[[StreamedSpan], When]
 """where the tokens stand, on a span's device"""
 
 
@@ -43,6 +42,8 @@ class CompressedBody(Body):
     """`CompressedBody(reader, build)`: the weights are the model's, read where they lie; the state is the body's own."""
 
     kernels = "a step of its own"
+    best: Tensor
+    arg: Tensor
     reads = "the live weights"
 
     def __init__(self, reader: CompressedReader, build: Build, stages: Sequence[LayerStage] | None = None) -> None:
@@ -50,15 +51,17 @@ class CompressedBody(Body):
         self.model, self.max_batch, self.max_length, self.tokens = reader.model, build.max_batch, build.max_length, build.tokens
         check_reader(reader, self.max_length)
         self.reader = reader
-        embed = weight_of(reader.trunk.embed_tokens)
-        self.device, self.dtype = embed.device, embed.dtype
+        embed, layers = weight_of(reader.trunk.embed_tokens), reader.layers()
+        self.device, self.dtype = embed.device if stages is None else stages[0].device, embed.dtype
         self.vocab, self.built = len(weight_of(reader.model.lm_head)), described_by(reader)
-        layers = reader.layers()
         if stages is None:
             stages = [LayerStage(self.device, range(len(layers)))]
             state = sum(bytes_kept(reader, build, self.dtype))
             check_room(state + 4 * build.max_batch * build.tokens * self.vocab, self.device, build)
-        self.logits = torch.zeros(build.max_batch * build.tokens, self.vocab, device=self.device, dtype=torch.float32)
+        rows, parts = build.max_batch * build.tokens, -(-self.vocab // PARTIAL_ROWS)
+        self.logits = torch.zeros(rows, self.vocab, device=self.device, dtype=torch.float32)
+        self.best = torch.zeros(rows, parts, device=self.device, dtype=torch.float32)
+        self.arg = torch.zeros(rows, parts, device=self.device, dtype=torch.int32)
         self.spans = [StreamedSpan(reader, build, stage) for stage in stages]
         rates = [w.entries.rate for w in (one.attention for one in layers) if w.entries is not None]
         whole = lcm(*rates)
@@ -74,14 +77,16 @@ class CompressedBody(Body):
         """Take the weights as they are now."""
         reader = self.reader
         self.watched = Watched(reader.model, "_parameters", "_buffers")
-        self.embed_weight, self.head = weight_of(reader.trunk.embed_tokens), weight_of(reader.model.lm_head)
-        self.norm: Norm = reader.norm(reader.trunk.norm)
-        self.collapse = reader.collapse()
-        layers = reader.layers()
+        self.ends = ends_of(reader)
         for span in self.spans:
-            span.take(layers, self.dtype)
-        self.streams = self.collapse.product.shape[0]
+            span.clear()
+        for number, span in enumerate(self.spans):
+            span.take(self._weights(number), self.dtype)
         self.captures_prefill = len(self.spans) == 1 and not any(layer.mixture.experts.ungrouped for layer in self.layers)
+
+    def _weights(self, number: int) -> list[StreamedLayerWeights]:
+        """As span `number` reads them."""
+        return self.reader.layers()
 
     @torch.no_grad()
     def step(self, token: Tensor, position: Tensor) -> Tensor:
@@ -91,29 +96,29 @@ class CompressedBody(Body):
 
     @property
     def stream_width(self) -> int:
-        return self.streams * self.embed_weight.shape[1]
+        return self.ends.streams * self.ends.embed.shape[1]
 
     def enter(self, token: Tensor, x: Tensor) -> None:
         """Begin a lane's round: x (B, n hidden) becomes the streams before the first layer."""
-        x.copy_(self._embedded(token[:, None]).flatten(1))
+        x.copy_(self.ends.enter(token[:, None]).flatten(1))
 
     @torch.no_grad()
     def pass_stage(self, number: int, x: Tensor, token: Tensor, position: Tensor, first: int) -> None:
         """The streams x behind the layers of a stage, in place; its rows are those of the state from `first` on."""
-        span, streams = self.spans[number], x.view(len(x), 1, self.streams, -1)
-        layers = span.part(first, len(x))
+        span, streams = self.spans[number], x.view(len(x), 1, self.ends.streams, -1)
+        now, rows = span.moment(position[:, None]), slice(first, first + len(x))
         with chained(span.device):
-            *_, (_, y) = span.stages(streams, token.long(), span.moment(position[:, None]), LatentAttention.step, layers)
+            *_, (_, y) = Passage(span, streams_of(streams), token.long(), now, LatentAttention.step, rows).run()
         streams.copy_(y)
 
     @torch.no_grad()
     def leave(self, x: Tensor) -> Tensor:
         """The logits (N, V) of the streams behind the last layer."""
-        h = self._collapsed(x.view(-1, self.streams, x.shape[-1] if x.dim() == 4 else x.shape[-1] // self.streams))
-        logits = self.logits[: len(h)]
-        if len(h) <= NARROW:
-            return norm_product(h, self.norm, self.head, out=logits)
-        return logits.copy_(self._logits(h))
+        x = x.flatten(0, 1) if x.dim() == 4 else x.unflatten(1, (self.ends.streams, -1))
+        return self.ends.leave(x, self.logits[: len(x)], self.best[: len(x)], self.arg[: len(x)])
+
+    def finds_best(self, rows: int) -> bool:
+        return rows <= NARROW
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
@@ -126,38 +131,28 @@ class CompressedBody(Body):
     def logits_after(self, ids: Tensor) -> Iterator[Tensor]:
         for token, when in self._pieces(ids):
             for some in self._through(token, when, LatentAttention.prompt)[0].split(SCORED):
-                yield self._logits(self._collapsed(some))
+                yield self.ends.logits(self.ends.collapsed(some))
 
-    def _pieces(self, ids: Tensor) -> Iterator[tuple[Tensor, When]]:
+    def _pieces(self, ids: Tensor) -> Iterator[tuple[Tensor, Place]]:
         """Of the sequence ids (T,), in the place of the first row."""
         lengths = torch.full((1,), len(ids), device=ids.device)
         for start in range(0, len(ids), self.chunk):
             end = min(start + self.chunk, len(ids))
             yield ids[None, start:end].long(), _stretch(start, end, lengths)
 
-    def _through(self, token_BT: Tensor, when: When, attend: Attend) -> Tensor:
+    def _through(self, token_BT: Tensor, when: Place, attend: Attend) -> Tensor:
         """The streams (B, T, n, hidden), fp32, behind the last layer."""
         return deque(self._stages(token_BT, when, attend), maxlen=1).pop()[1].to(self.device)
 
-    def _stages(self, token_BT: Tensor, when: When, attend: Attend) -> Iterator[tuple[str, Tensor]]:
+    def _stages(self, token_BT: Tensor, when: Place, attend: Attend) -> Iterator[tuple[str, Tensor]]:
         """(name, the streams behind it) of every part."""
-        x = self._embedded(token_BT)
+        x = self.ends.enter(token_BT)
         yield "model.embed_tokens", x
         for span in self.spans:
-            for name, y in span.stages(x, token_BT, when(span), attend):
+            token_N = token_BT.to(span.device).flatten()
+            for name, y in Passage(span, streams_of(x.to(span.device)), token_N, when(span), attend).run():
                 yield name, y
             x = y
-
-    def _embedded(self, token_BT: Tensor) -> Tensor:
-        x = F.embedding(token_BT, self.embed_weight).float()
-        return x[:, :, None].expand(-1, -1, self.streams, -1).contiguous()
-
-    def _collapsed(self, x: Tensor) -> Tensor:
-        w = self.collapse
-        return hc_head(x, w.product, w.scale, w.base, w.eps, w.norm_eps)
-
-    def _logits(self, h: Tensor) -> Tensor:
-        return F.linear(normed(h, self.norm).to(self.dtype), self.head).float()
 
     def moved(self) -> str | None:
         return self.watched.moved()
@@ -180,14 +175,7 @@ class CompressedBody(Body):
 
     def bytes_a_step(self, live: list[int]) -> int:
         """Weights once, of the experts those that are chosen if each is as likely as any; what of the state rows see."""
-        read = {t.data_ptr(): t.nbytes for t in (*self.collapse.tensors(), self.norm.weight, self.head)}
-        experts = 0.0
-        for layer in self.layers:
-            w, own = layer.mixture.weights, layer.mixture.experts
-            unread = {t.data_ptr() for t in (*own.tensors(), w.table) if t is not None}
-            read |= {t.data_ptr(): t.nbytes for part in weights_of(layer) for t in part.tensors() if t.data_ptr() not in unread}
-            experts += own.count * (1 - (1 - w.slots / own.count) ** (len(live) * self.tokens)) * own.nbytes
-        return sum(read.values()) + round(experts) + sum(layer.attention.bytes_seen(live) for layer in self.layers)
+        return bytes_read(self.ends, self.layers, live, self.tokens)
 
     @torch.no_grad()
     def locate(self, ids: Tensor) -> str:
@@ -195,29 +183,50 @@ class CompressedBody(Body):
             for name, x in self._stages(token, when, LatentAttention.prompt):
                 if not x.isfinite().all():
                     return name
-        return "lm_head" if self.norm.weight.isfinite().all() else "model.norm"
+        return "lm_head" if self.ends.norm.weight.isfinite().all() else "model.norm"
 
     def poison(self) -> None:
         for tensor in self.state():
             tensor.fill_(float("nan"))
 
     def state(self) -> list[Tensor]:
-        return [t for layer in self.layers for t in layer.attention.tensors()]
+        return [t for span in self.spans for layer in span.layers for t in layer.attention.tensors()]
+
+    def shares(self) -> list[tuple[str, str, str]]:
+        """What each of several devices has, for the table."""
+        if len(self.spans) == 1:
+            return []
+        told = (described(span.numbers, *span.nbytes()) for span in self.spans)
+        return [(f"stage {number}", str(span.device), what) for number, (span, what) in enumerate(zip(self.spans, told))]
 
     def report(self) -> list[tuple[str, str, str]]:
         held = sum(t.nbytes for t in self.state())
         counted = Counter(layer.attention.report() for layer in self.layers)
         rows = [(f"{count} x {part}", what, why) for (part, what, why), count in counted.items()]
         experts = self.layers[0].mixture.experts
-        stages = [span.report(number) for number, span in enumerate(self.spans)] if len(self.spans) > 1 else []
         return [
-            *stages,
+            *self.shares(),
             *rows,
             (f"experts, up to {NARROW} rows", experts.reads, "chosen experts' weights read where they lie"),
             ("experts, more rows, prompts", *experts.report()),
             ("state", f"{held / 2**20:.1f} MiB, {str(self.dtype).removeprefix('torch.')}", "rings and stores, fixed in size"),
             self.trial.row(),
         ]
+
+
+def _stretch(start: int, end: int, lengths_B: Tensor) -> Place:
+    return lambda span: span.stretch(start, end, lengths_B)
+
+
+def bytes_read(ends: Ends, layers: Sequence[StreamedLayer], live: list[int], tokens: int) -> int:
+    """By a step of rows that are so long."""
+    read, experts = ends.read(), 0.0
+    for layer in layers:
+        w, own = layer.mixture.weights, layer.mixture.experts
+        unread = {t.data_ptr() for t in (*own.tensors(), w.table) if t is not None}
+        read |= {t.data_ptr(): t.nbytes for part in weights_of(layer) for t in part.tensors() if t.data_ptr() not in unread}
+        experts += own.count * (1 - (1 - w.slots / own.count) ** (len(live) * tokens)) * own.nbytes
+    return sum(read.values()) + round(experts) + sum(layer.attention.bytes_seen(live) for layer in layers)
 
 
 def described_by(reader: CompressedReader) -> str:
@@ -247,7 +256,3 @@ def _odd(reader: CompressedReader) -> str | None:
     kinds = reader.dtypes() | {"lm_head": weight_of(reader.model.lm_head).dtype}
     other = next((name for name, kind in kinds.items() if kind != dtype), None)
     return None if other is None else f"{other} is {kinds[other]}, its embedding {dtype}; cast it with .to({dtype})"
-
-
-def _stretch(start: int, end: int, lengths_B: Tensor) -> When:
-    return lambda span: span.stretch(start, end, lengths_B)

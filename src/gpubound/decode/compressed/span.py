@@ -13,13 +13,16 @@ from ...device import entered
 from ...models.deepseek_v4.family import CompressedReader
 from ...models.deepseek_v4.weights import HyperWeights
 from ..contract import Build
-from ..stages.plan import LayerStage, described
+from ..stages.plan import LayerStage
 from .attention import LatentAttention
 from .mixture import Mixture
 from .state import Moment, Stretch
-from .streams import streams_of
+from .streams import Streams
 
 META = torch.device("meta")
+
+When = Moment | Stretch
+"""where the tokens stand"""
 
 Attend = Callable[[LatentAttention, Tensor, Any], Tensor]
 """LatentAttention.step or its prompt"""
@@ -43,21 +46,26 @@ class StreamedSpan:
         self.numbers, self.device, self.build = stage.layers, stage.device, build
         home = reader.model.lm_head.weight.device
         self.tables = [(cos.to(self.device), sin.to(self.device)) for cos, sin in reader.tables(build.max_length, home)]
+        self.clear()
+
+    def clear(self) -> None:
+        """Leave what was taken, so that its memory is free before new state is made."""
         self.layers: list[StreamedLayer] = []
+        self._parts: dict[tuple[int, int], list[StreamedLayer]] = {}
 
     def take(self, layers: list[Any], dtype: torch.dtype) -> None:
-        """Take the weights as they are now. What was there is free before new state is made: a request begins with none."""
-        self.layers, self._parts = [], dict[tuple[int, int], list[StreamedLayer]]()
+        """Take the weights as they are now, behind `clear`: a request begins with no state."""
         for number in self.numbers:
             attention_streams, attention, mixture_streams, mixture = layers[number]
             latent = LatentAttention(attention, self.build, dtype, self.device)
             self.layers.append(StreamedLayer(attention_streams, latent, mixture_streams, Mixture(mixture, number)))
 
-    def part(self, first: int, count: int) -> list[StreamedLayer]:
-        """The layers for some rows, which stand at `first`."""
-        if (first, count) not in self._parts:
-            self._parts[first, count] = [layer.part(slice(first, first + count)) for layer in self.layers]
-        return self._parts[first, count]
+    def part(self, rows: slice) -> list[StreamedLayer]:
+        """The layers for some rows."""
+        key = rows.start, rows.stop
+        if key not in self._parts:
+            self._parts[key] = [layer.part(rows) for layer in self.layers]
+        return self._parts[key]
 
     def moment(self, position_BT: Tensor) -> Moment:
         """Of a step. A row that is full writes its last place again: what comes of that is nobody's."""
@@ -67,30 +75,57 @@ class StreamedSpan:
         """Of a piece of a prompt."""
         return Stretch(start, end, lengths_B.to(self.device), self.tables)
 
-    def stages(
-        self, x: Tensor, token_BT: Tensor, now: Moment | Stretch, attend: Attend, layers: list[StreamedLayer] | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """(name, the streams behind it) of every part, from the streams x (B, T, n, hidden)."""
-        streams, token_N = streams_of(x.to(self.device)), token_BT.to(self.device).flatten()
-        layers = self.layers if layers is None else layers
-        own = [w for layer in layers for w in (layer.attention_streams, layer.mixture_streams)]
-        after = iter([*own[1:], None])
-        for number, layer in zip(self.numbers, layers):
-            with entered(self.device):
-                u = streams.read(layer.attention_streams)
-                streams.write(attend(layer.attention, u, now), layer.attention_streams, next(after))
-            yield f"model.layers.{number}.self_attn", streams.x
-            with entered(self.device):
-                u = streams.read(layer.mixture_streams)
-                y, more = layer.mixture(u.flatten(0, 1), token_N)
-                streams.write(y.view_as(u), layer.mixture_streams, next(after), more)
-            yield f"model.layers.{number}.mlp", streams.x
-
-    def report(self, number: int) -> tuple[str, str, str]:
-        """(stage, where, what lies there) for the decoder's table."""
+    def nbytes(self) -> tuple[int, int]:
+        """Of weights, and of state."""
         weights = {t.data_ptr(): t.nbytes for layer in self.layers for part in weights_of(layer) for t in part.tensors()}
-        kept = sum(t.nbytes for layer in self.layers for t in layer.attention.tensors())
-        return f"stage {number}", str(self.device), described(self.numbers, sum(weights.values()), kept)
+        return sum(weights.values()), sum(t.nbytes for layer in self.layers for t in layer.attention.tensors())
+
+
+class Passage:
+    """The way of some tokens through the layers of a span, part by part: attention and MLP in turn."""
+
+    def __init__(
+        self,
+        span: StreamedSpan,
+        streams: Streams,
+        token_N: Tensor,
+        now: Moment | Stretch,
+        attend: Attend,
+        rows: slice | None = None,
+    ) -> None:
+        """rows: those of the span's state that the tokens are of, if not the first."""
+        self.span, self.streams, self.token_N, self.now, self.attend = span, streams, token_N, now, attend
+        self.layers = span.layers if rows is None else span.part(rows)
+        self._mixing = [w for layer in self.layers for w in (layer.attention_streams, layer.mixture_streams)]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parts."""
+        return [f"model.layers.{number}.{part}" for number in self.span.numbers for part in ("self_attn", "mlp")]
+
+    def give(self, number: int) -> None:
+        """Let part `number` read the streams and compute what it gives them."""
+        layer, streams = self.layers[number // 2], self.streams
+        with entered(self.span.device):
+            u = streams.read(self._mixing[number])
+            if number % 2 == 0:
+                streams.give_product(self.attend(layer.attention, u, self.now), layer.attention.weights.o_b)
+            else:
+                y, more = layer.mixture(u.flatten(0, 1), self.token_N)
+                streams.give(y.view_as(u), more)
+
+    def spread(self, number: int) -> None:
+        """Add it to the streams."""
+        following = self._mixing[number + 1] if number + 1 < len(self._mixing) else None
+        with entered(self.span.device):
+            self.streams.spread(self._mixing[number], following)
+
+    def run(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, the streams behind it) of every part."""
+        for number, name in enumerate(self.names):
+            self.give(number)
+            self.spread(number)
+            yield name, self.streams.x
 
 
 def weights_of(layer: StreamedLayer) -> tuple[Any, ...]:

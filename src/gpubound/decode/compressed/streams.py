@@ -2,13 +2,16 @@
 
 from torch import Tensor
 
-from ...kernels import hc_post, hc_pre, hc_read, hc_sums, hc_write
-from ...models.deepseek_v4.weights import HyperWeights
-from .products import NARROW
+from ...kernels import hc_post, hc_pre, hc_read, hc_sums, hc_write, send_products, send_words
+from ...models.deepseek_v4.weights import HyperWeights, LinearWeights
+from ..tensors.peers import Peer
+from .products import NARROW, product, products
 
 
 class Streams:
-    """x (B, T, n, hidden)."""
+    """x (B, T, n, hidden). A part reads, gives, and what it gave is spread."""
+
+    given: Tensor
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -19,27 +22,69 @@ class Streams:
         u, self._give, self._mix = hc_pre(self.x, w.product, w.scale, w.base, w.eps, w.norm_eps, w.rounds)
         return u
 
-    def write(self, y: Tensor, w: HyperWeights, following: HyperWeights | None, more: Tensor | None = None) -> None:
-        """Spread what it gives, (B, T, hidden). following: the part that reads next. more: see `FewStreams`."""
-        self.x = hc_post(self.x, y, self._give, self._mix)
+    def give(self, y: Tensor, more: Tensor | None = None) -> None:
+        """What a part gives, (B, T, hidden). more: (B T, some, hidden), which are added to y."""
+        self.given = y if more is None else y + more.sum(1).view_as(y)
+
+    def give_product(self, low: Tensor, layer: LinearWeights) -> None:
+        """low (B T, channels) times a layer, which is what a part gives."""
+        y = products(low, None, layer)[0] if len(low) <= NARROW else product(low, layer)
+        self.give(y.view(*self.x.shape[:2], -1))
+
+    def term(self) -> Tensor:
+        """What was given, (B, T, hidden)."""
+        return self.given
+
+    def spread(self, w: HyperWeights, following: HyperWeights | None) -> None:
+        """Add it to the streams. following: the part that reads next."""
+        self.x = hc_post(self.x, self.given, self._give, self._mix)
 
 
 class FewStreams(Streams):
-    """fp32. Each write leaves the sums that the next read wants."""
+    """fp32. Each part's spreading leaves the sums that the next one's reading wants."""
 
     _sums: Tensor | None = None
+    _more: Tensor | None = None
 
     def read(self, w: HyperWeights) -> Tensor:
         x = self.x.flatten(0, 1)
         self._now = hc_sums(x, w.product) if self._sums is None else self._sums
         return hc_read(x, self._now, w.scale, w.base, w.eps, w.norm_eps).unflatten(0, self.x.shape[:2])
 
-    def write(self, y: Tensor, w: HyperWeights, following: HyperWeights | None, more: Tensor | None = None) -> None:
-        """more: (B T, some, hidden), which are added to y."""
+    def give(self, y: Tensor, more: Tensor | None = None) -> None:
+        self.given, self._more = y, more
+
+    def term(self) -> Tensor:
+        return self.given if self._more is None else self.given + self._more.sum(1).view_as(self.given)
+
+    def spread(self, w: HyperWeights, following: HyperWeights | None) -> None:
+        self._written(self.given.flatten(0, 1), w, following)
+
+    def _written(self, y: object, w: HyperWeights, following: HyperWeights | None) -> None:
         weight = None if following is None else following.product
-        given = self.x.flatten(0, 1), y.flatten(0, 1), self._now, w.scale, w.base, w.eps, w.norm_eps, w.rounds
-        x, self._sums = hc_write(*given, more, weight)
+        given = self.x.flatten(0, 1), y, self._now, w.scale, w.base, w.eps, w.norm_eps, w.rounds
+        x, self._sums = hc_write(*given, self._more, weight)  # type: ignore[arg-type]
         self.x = x.unflatten(0, self.x.shape[:2])
+
+
+class SharedStreams(FewStreams):
+    """The same on each of several devices, to the bit. A device's parts give terms of sums over all of them."""
+
+    def __init__(self, x: Tensor, peer: Peer) -> None:
+        super().__init__(x)
+        self.peer = peer
+
+    def give(self, y: Tensor, more: Tensor | None = None) -> None:
+        send_words(y.flatten(0, 1), self.peer.sum(), 0, more)
+
+    def give_product(self, low: Tensor, layer: LinearWeights) -> None:
+        if layer.bias is not None:
+            return super().give_product(low, layer)
+        send_products(low, layer.weight, self.peer.sum())
+
+    def spread(self, w: HyperWeights, following: HyperWeights | None) -> None:
+        self._written(self.peer.sum(), w, following)
+        self.peer.summed()
 
 
 def streams_of(x: Tensor) -> Streams:

@@ -51,7 +51,7 @@ def try_body(body: "CompressedBody") -> Trial:
         steps = (slice(at, at + 1) for at in range(first, tokens))
         ours = torch.cat([body.step(ids[at].int(), place[at].int()).clone() for at in steps])
     with _forced(body, choices, entries):
-        own = body.model(input_ids=ids[None], use_cache=False).logits[0, first:].float()
+        own = body.model(input_ids=ids[None].to(body.model.device), use_cache=False).logits[0, first:].float().to(body.device)
     if not own.isfinite().all():
         raise GenerateError(
             f"decoder: the model's logits are not finite; first seen in {body.locate(ids)}. Check the weights (a diverged "
@@ -119,7 +119,7 @@ def _forced(body: "CompressedBody", choices: Choices, entries: Entered) -> Itera
         def hook(router: Any, inputs: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
             assert weights.correction is not None
             scores = weights.score(outputs[0].float())
-            ids = choices.judged(number, scores + weights.correction)
+            ids = choices.judged(number, scores + weights.correction.to(scores.device))
             shares = scores.gather(-1, ids)
             shares = shares / (shares.sum(-1, keepdim=True) + 1e-20) * weights.scale
             return outputs[0], shares.to(outputs[1].dtype), ids

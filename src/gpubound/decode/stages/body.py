@@ -85,7 +85,7 @@ def _fused_body(reader: Reader, build: Build, stages: Sequence[LayerStage]) -> B
     return FusedBody(live, build, stages)
 
 
-def _compressed_reader(model: Any, build: Build, count: int) -> Any:
+def compressed_reader(model: Any, build: Build, count: int) -> Any:
     if build.cache != PLAIN:
         raise ValueError(
             f"decoder: cache, pages: got {build.cache.kind!r}, {build.cache.pages!r}, which only the fused kernels read, and "
@@ -104,5 +104,5 @@ def _compressed_kept(reader: Any, build: Build) -> tuple[list[int], int]:
 
 FORMS = {
     "fused": StagedForm(fused_reader, _fused_kept, _fused_body),
-    "compressed": StagedForm(_compressed_reader, _compressed_kept, CompressedBody),
+    "compressed": StagedForm(compressed_reader, _compressed_kept, CompressedBody),
 }

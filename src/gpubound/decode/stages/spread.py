@@ -100,6 +100,16 @@ def spread(model: nn.Module, blocks: Sequence[nn.Module], stages: Sequence[Layer
     for module in model.modules():
         if id(module) not in inside:
             module._apply(lambda tensor: tensor.to(home), recurse=False)
+    _let_arrive(model, blocks)
+
+
+def let_apart(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Let the model's own forward go on working where its layers lie on several devices already."""
+    if len({tensor.device for tensor in _tensors(model)}) > 1:
+        _let_arrive(model, blocks)
+
+
+def _let_arrive(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     trunk: Any = getattr(model, "model", model)
     behind = (getattr(trunk, name, None) for name in ("hc_head", "norm"))  # what reads the last block, by family
     for module in (*blocks, *filter(None, behind)):

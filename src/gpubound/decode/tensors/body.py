@@ -6,7 +6,7 @@ chooses tokens, and is told all logits.
 Legend: B rows, T tokens of a prompt.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -18,11 +18,13 @@ from ...device import entered, label
 from ...kernels import send_words
 from ...kernels.choose import hasten
 from ...kernels.decode_product import capped_
+from ...models.registry import reader_of
 from ...trace import notice, say
 from ...words import readable
 from ..bind import BoundModel, bind
 from ..cache import Cache
 from ..calls import step_calls
+from ..compressed.sliced import compressed_slices
 from ..contract import Body, Build
 from ..fused import CHUNK, PARTIAL_ROWS, SCORED, FusedBody
 from ..judge import Choices, first_not_finite
@@ -40,7 +42,7 @@ from .slices import ModelSlice
 PROMPT_ROWS = 256
 
 
-def sliced_body(model: Any, build: Build, fused: bool, devices: Sequence[torch.device]) -> "SlicedBody":
+def sliced_body(model: Any, build: Build, fused: bool, devices: Sequence[torch.device]) -> Body:
     """A ValueError where the model is not decoded so, or does not fit."""
     refuse_together(build, fused, len(devices))
     if build.max_batch > NARROW:
@@ -48,6 +50,11 @@ def sliced_body(model: Any, build: Build, fused: bool, devices: Sequence[torch.d
             f"decoder: split: got 'tensors' for max_batch={build.max_batch}, which is for up to {NARROW} rows: more fill each "
             "GPU's products; pass split='layers', or ask for fewer rows."
         )
+    found = reader_of(model)
+    return FORMS["fused" if found is None else found.BODY](model, build, devices)
+
+
+def _fused_slices(model: Any, build: Build, devices: Sequence[torch.device]) -> "SlicedBody":
     fused_reader(model, build, len(devices))  # or a sentence
     live = bind(model, build.max_length)
     assert isinstance(live, BoundModel)
@@ -142,8 +149,9 @@ class SlicedBody(Body):
         for one, part in zip(self.slices, parts):
             part.close(one.x[:rows])
 
-    def step_on(self, number: int, rows: int, position: Tensor, kinds: Sequence[str]) -> None:
-        """A step of one device, while the others do theirs. Behind the first's, what `kinds` names is there."""
+    def step_on(self, number: int, rows: int, token: Tensor, position: Tensor, kinds: Sequence[str]) -> None:
+        """A step of one device, while the others do theirs. Behind the first's, what `kinds` names is there. The tokens are in
+        the first's stream already."""
         one = self.slices[number]
         self.begin_step(number, rows, position)
         one.spans[0].step(one.x[:rows], self.places[number][:rows, 0], one.mode(rows), True)
@@ -278,3 +286,10 @@ class SlicedBody(Body):
             for model, one in zip(self.models, self.slices)
         ]
         return [*slices, *self.home.report()]
+
+
+# How a model is sliced, by Reader.BODY.
+FORMS: dict[str, Callable[[Any, Build, Sequence[torch.device]], Body]] = {
+    "fused": _fused_slices,
+    "compressed": compressed_slices,
+}

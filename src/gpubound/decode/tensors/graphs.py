@@ -54,10 +54,10 @@ class SliceGraphs(StepGraphs):
         """`steps` steps of one device; the first chooses."""
         body, slots = self.body, self.slots
         state = slots.rows.first(rows)
-        plain = way.greedy and not way.logprobs
+        plain = way.greedy and not way.logprobs and body.finds_best(rows)
         settings = None if plain else slots.choice(slice(rows), way.penalty)
         for step in range(steps):
-            body.step_on(number, rows, state.position, ("best", "arg") if plain else ("logits",))
+            body.step_on(number, rows, state.token, state.position, ("best", "arg") if plain else ("logits",))
             if number == 0:
                 logprob = slots.logprobs[step, :rows] if way.logprobs else None
                 choose(body, body.logits[:rows], state, settings, into_body(body, slots.emitted[step, :rows]), logprob)

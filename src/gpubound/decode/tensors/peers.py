@@ -1,9 +1,10 @@
 """What one device tells the others in a step: the boxes of all exchanges, and how each device uses them.
 
-A step has three kinds of exchange. The first device tells the others what it chose: the stream of the next token, and its
-position. Every part of a layer is a sum over all devices (`kernels/mail.py`): attention and MLP have a box each, so they take
-turns. At the end the others hand the first their stretch of the logits, or of their partial maxima. A box of the last and of
-the first kind is written once a step, after the other kind has been answered: so none is written before it was read.
+A step has three kinds of exchange. The first device tells the others what it chose: the stream of the next token and its
+position, or the token itself. Every part of a layer is a sum over all devices (`kernels/mail.py`): attention and MLP have a
+box each, so they take turns. At the end the others hand the first their stretch of the logits, or of their partial maxima. A
+box of the last and of the first kind is written once a step, after the other kind has been answered: so none is written before
+it was read.
 
 A kernel that sends waits for nobody, and one that waits has sent before. So devices may compute at once (graphs.py), or one
 after the other, if all send before any takes.
@@ -42,6 +43,10 @@ class Peer:
     def add(self, x: Tensor, mode: int) -> None:
         """x += that sum, as soon as all devices have sent theirs."""
         take_words(x, self.sum(), True, mode)
+        self.summed()
+
+    def summed(self) -> None:
+        """That sum has been taken."""
         self._summed += 1
 
     def send(self, kind: str, y: Tensor, column: int = 0) -> None:
@@ -64,11 +69,17 @@ class Peer:
 
 
 def connected(
-    devices: Sequence[torch.device], streams: int, hidden: int, rows: int = 1, home: Mapping[str, int] = MappingProxyType({})
+    devices: Sequence[torch.device],
+    streams: int,
+    hidden: int,
+    rows: int = 1,
+    home: Mapping[str, int] = MappingProxyType({}),
+    told: Mapping[str, tuple[int, int]] | None = None,
 ) -> list[Peer]:
     """A peer for each device. streams: the most rows of a sum; rows: of a step.
 
-    home: the columns of what the others hand to the first, by kind.
+    home  the columns of what the others hand to the first, by kind
+    told  what the first tells the others, (rows, columns) by kind. None: streams, and positions
     """
     _let_reach(devices)
     peers = [Peer(number, device) for number, device in enumerate(devices)]
@@ -80,7 +91,7 @@ def connected(
         made = boxes(devices, len(peers), streams, hidden)
         for peer in peers:
             peer.connect(kind, made, peer.number, peer.number)
-    for kind, size in (("stream", (streams, hidden)), ("position", (rows, 1))):
+    for kind, size in (told or {"stream": (streams, hidden), "position": (rows, 1)}).items():
         made = boxes(devices[1:], 1, *size)
         for peer in peers:
             peer.connect(kind, made, peer.number - 1 if peer.number else None)

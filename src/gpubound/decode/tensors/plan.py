@@ -30,22 +30,27 @@ class SlicePlan:
 
 def plan_slices(shape: Shape, layers: Sequence[LayerWeights], devices: Sequence[torch.device], stretch: int) -> list[SlicePlan]:
     """A slice for each device; a ValueError where the model does not divide. stretch: words that stay together."""
+    return dealt(shape.vocab, devices, stretch, _indivisible(shape, layers, len(devices)))
+
+
+def dealt(vocab: int, devices: Sequence[torch.device], stretch: int, why: str | None) -> list[SlicePlan]:
+    """why: what of the model does not divide."""
     count = len(devices)
-    if why := _indivisible(shape, layers, count, stretch):
+    if why is None and vocab <= stretch * (count - 1):
+        why = f"its {vocab} words are fewer than {stretch} a device"
+    if why is not None:
         raise ValueError(
             f"decoder: split: got 'tensors' over {count} devices, and {why}; name another number of devices, or pass "
             "split='layers'."
         )
-    stretches = lanes(-(-shape.vocab // stretch), count)
-    words = [range(part.start * stretch, min(part.stop * stretch, shape.vocab)) for part in stretches]
+    stretches = lanes(-(-vocab // stretch), count)
+    words = [range(part.start * stretch, min(part.stop * stretch, vocab)) for part in stretches]
     return [SlicePlan(device, number, count, words[number]) for number, device in enumerate(devices)]
 
 
-def _indivisible(shape: Shape, layers: Sequence[LayerWeights], count: int, stretch: int) -> str | None:
+def _indivisible(shape: Shape, layers: Sequence[LayerWeights], count: int) -> str | None:
     if shape.kv_heads % count:
         return f"its {shape.kv_heads} key and value heads do not divide by {count}"
-    if shape.vocab <= stretch * (count - 1):
-        return f"its {shape.vocab} words are fewer than {stretch} a device"
     for number, (attention, mlp) in enumerate(layers):
         if type(mlp) is not DenseWeights:
             return f"layer {number} is a mixture of experts, of which none is sliced"

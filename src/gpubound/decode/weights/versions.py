@@ -5,12 +5,16 @@ A weight that is changed in place raises its version counter. Two ways to change
 `torch.autograd.graph.increment_version(parameters)`.
 """
 
+from itertools import chain
+
 from torch import nn
 
 
 class WeightVersions:
-    def __init__(self, model: nn.Module) -> None:
-        self._found = [(name, weight, weight._version) for name, weight in model.named_parameters()]
+    def __init__(self, model: nn.Module, buffers: bool = False) -> None:
+        """buffers: of them too, where weights in codes are some."""
+        held = chain(model.named_parameters(), model.named_buffers() if buffers else ())
+        self._found = [(name, weight, weight._version) for name, weight in held]
 
     def changed(self) -> str | None:
         """The name of the first that has changed since."""

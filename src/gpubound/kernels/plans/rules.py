@@ -165,10 +165,11 @@ def packed_product(job: Job) -> MatrixPlan:
     while words % (32 * LANE_WORDS * warps) and warps > 1:
         warps //= 2
     use = job.way.split()[1]
-    height = THREAD_WORDS[use] // LANE_WORDS
+    columns = min(32 * LANE_WORDS * warps, max(32, power_of_two(words)))  # of a short row, lanes have several
+    height = THREAD_WORDS[use] * 32 * warps // columns
     while use == "add_routed" and height > 2 and job.shape[0] < LONE_PROGRAMS * height * job.chip.sms:
         height //= 2
-    return MatrixPlan(height, 32 * LANE_WORDS * warps, warps)
+    return MatrixPlan(height, columns, warps)
 
 
 def decode_attention(job: Job) -> AttentionPlan:
@@ -237,7 +238,7 @@ RULES = {
     "decode_attention": Rule(AttentionPlan, decode_attention, _first(2)),
     "gated": Rule(TilePlan, gated, _first(0)),
     "group_norm": Rule(TilePlan, lambda job: TilePlan(8192, 4), _first(0)),
-    "hc_mix": Rule(TilePlan, lambda job: TilePlan(1024, 4), _first(0)),
+    "hc_mix": Rule(TilePlan, lambda job: TilePlan(2048 if job.way == "read" else 1024, 4), _first(0)),
     "hc_pre": Rule(MatrixPlan, hyper_connections, _first(2)),
     "index_scores": Rule(TilePlan, lambda job: TilePlan(64, 4), _first(2)),
     "index_topk": Rule(TilePlan, lambda job: TilePlan(8192, 16), _width),  # 16 numbers a thread: 32 spill

@@ -1,6 +1,7 @@
 """A program owns a piece of a token: the same columns of all of its streams. `hc_write` asks for the sums and the next weight
 before it waits, and balances comb; behind the wait it loads the streams and what the part gave. Every program balances for
-itself, side by side.
+itself, side by side. Words from several devices are asked for in front of the wait: that this device's own have come says that
+its wait is at its end.
 """
 
 import torch
@@ -9,20 +10,23 @@ import triton.language as tl
 from torch import Tensor
 
 from ..hc_step import stretch
+from ..mail import Mail
 from ..plans.kinds import TilePlan, job_of, power_of_two
 from ._launch import launch, options
+from ._mail import _stamp, _summed, _take, mailed
 from ._step import _begin, _wait
 from .hyper_connections import _factor, _hc_finish_kernel, _spread
 
 WARPS = 4
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "number", "room"])
 def _hc_write_kernel(x_ptr, y_ptr, more_ptr, part_ptr, scale_ptr, base_ptr, w_ptr, out_ptr, sums_ptr, tokens, eps, norm_eps,
-                     D: tl.constexpr, S: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, Z: tl.constexpr, ZP: tl.constexpr,
-                     BLOCK: tl.constexpr, ROUNDS: tl.constexpr, MORE: tl.constexpr, Q: tl.constexpr, QP: tl.constexpr,
+                     box, state, number, room, D: tl.constexpr, S: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
+                     Z: tl.constexpr, ZP: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, MORE: tl.constexpr,
+                     Q: tl.constexpr, QP: tl.constexpr, SENDERS: tl.constexpr, SENDERSP: tl.constexpr,
                      DEPENDENT: tl.constexpr):  # fmt: skip
-    """ROUNDS 0: the streams stay as they are. Q: products of the next part, or 0."""
+    """ROUNDS 0: the streams stay as they are. Q: products of the next part, or 0. SENDERS: of words, whose sum is y, or 0."""
     _begin(DEPENDENT)
     n, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     s, q, col = tl.arange(0, S), tl.arange(0, QP), piece * BLOCK + tl.arange(0, BLOCK)
@@ -36,11 +40,14 @@ def _hc_write_kernel(x_ptr, y_ptr, more_ptr, part_ptr, scale_ptr, base_ptr, w_pt
         factor, there = _factor(part_ptr, Z, step, norm_eps, S * D, P, ZP)
         post, comb = _spread(part_ptr, scale_ptr, base_ptr, factor, there, step, eps, S, ZP, ROUNDS)
         comb = tl.reshape(comb, [S, S])
+    if SENDERS > 0:
+        words = _take(box, state, n * D + col, _stamp(state, number), col < D, room, SENDERS, SENDERSP)
+        sent = tl.where(col < D, _summed(words, SENDERS, SENDERSP), 0.0)[None]  # what is not asked for has not come either
     _wait(DEPENDENT)
     at = (n * S + s[:, None]) * D + col[None]
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
     if ROUNDS > 0:
-        y = tl.load(y_ptr + n * D + col[None], mask=inside, other=0.0)
+        y = sent if SENDERS > 0 else tl.load(y_ptr + n * D + col[None], mask=inside, other=0.0)
         for nth in tl.static_range(MORE):
             y += tl.load(more_ptr + (n * MORE + nth) * D + col[None], mask=inside, other=0.0)
         x = tl.sum(comb[:, :, None] * x[:, None], 0) + tl.trans(post) * y
@@ -52,18 +59,19 @@ def _hc_write_kernel(x_ptr, y_ptr, more_ptr, part_ptr, scale_ptr, base_ptr, w_pt
 
 
 def _launch(
-    x: Tensor, y: Tensor, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, rounds: int,
+    x: Tensor, y: Tensor | Mail, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, rounds: int,
     more: Tensor | None, weight: Tensor | None, out: Tensor, following: Tensor | None,
 ) -> None:  # fmt: skip
     tokens, streams, width = x.shape
     block, products = stretch(width), 0 if weight is None else len(weight)
     pieces = triton.cdiv(width, block)
     more_ptr, weight_ptr, sums_ptr = (x if t is None else t for t in (more, weight, following))
-    added = 0 if more is None else more.shape[1]
+    added, mail = 0 if more is None else more.shape[1], mailed(y if isinstance(y, Mail) else None)
     _hc_write_kernel[(tokens, pieces)](
-        x, y, more_ptr, sums, scale, base, weight_ptr, out, sums_ptr, tokens, eps, norm_eps, width, streams,
-        (2 + streams) * streams, sums.shape[2], pieces, power_of_two(pieces), block, rounds, added, products,
-        power_of_two(products + 1), **options(WARPS),
+        x, x if isinstance(y, Mail) else y, more_ptr, sums, scale, base, weight_ptr, out, sums_ptr, tokens, eps, norm_eps,
+        *(mail[key] for key in ("box", "state", "number", "room")), width, streams, (2 + streams) * streams, sums.shape[2],
+        pieces, power_of_two(pieces), block, rounds, added, products, power_of_two(products + 1), mail["SENDERS"], mail["S"],
+        **options(WARPS),
     )  # fmt: skip
 
 
@@ -84,13 +92,13 @@ def hc_read(x: Tensor, sums: Tensor, scale: Tensor, base: Tensor, eps: float, no
             power_of_two(len(sums)), 0, **options(plan.warps),
         )  # fmt: skip
 
-    launch(job_of("hc_mix", "pre", (width,), x), run)
+    launch(job_of("hc_mix", "read", (width,), x), run)
     return u
 
 
 @torch.no_grad()
 def hc_write(
-    x: Tensor, y: Tensor, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, rounds: int,
+    x: Tensor, y: Tensor | Mail, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, rounds: int,
     more: Tensor | None, weight: Tensor | None, out: Tensor, following: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     _launch(x, y, sums, scale, base, eps, norm_eps, rounds, more, weight, out, following)

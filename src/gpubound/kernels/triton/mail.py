@@ -16,12 +16,20 @@ WORDS, WARPS = 512, 4  # of a program
 
 
 @triton.jit(do_not_specialize=[*SCALARS, "columns", "width", "column"])
-def _send_words_kernel(y_ptr, columns, width, column, boxes, box, state, number, sender, room, BOXES: tl.constexpr,
-                       SENDERS: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _send_words_kernel(y_ptr, more_ptr, columns, width, column, boxes, box, state, number, sender, room, BOXES: tl.constexpr,
+                       SENDERS: tl.constexpr, S: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr,
+                       DEPENDENT: tl.constexpr):  # fmt: skip
     """A row of y by program_id(1), into rows of `width` words."""
+    _begin(DEPENDENT)
     i, b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
     there = i < columns
+    _wait(DEPENDENT)
     bits = tl.load(y_ptr + b * columns + i, mask=there, other=0)
+    if MORE > 0:
+        y = bits.to(tl.float32, bitcast=True)
+        for nth in tl.static_range(MORE):
+            y += tl.load(more_ptr + (b * MORE + nth) * columns + i, mask=there, other=0.0)
+        bits = y.to(tl.int32, bitcast=True)
     _send(_addresses(boxes, BOXES), sender * room + b * width + column + i, bits, _stamp(state, number), there)
 
 
@@ -42,12 +50,13 @@ def _take_words_kernel(out_ptr, count, boxes, box, state, number, sender, room, 
 
 
 @torch.no_grad()
-def send_words(y: Tensor, mail: Mail, column: int = 0) -> tuple[Tensor, ...]:
+def send_words(y: Tensor, mail: Mail, column: int = 0, more: Tensor | None = None) -> tuple[Tensor, ...]:
     rows, columns = y.shape
-    block = min(WORDS, power_of_two(columns))
+    block, bits = min(WORDS, power_of_two(columns)), y.view(torch.int32)
     _send_words_kernel[(triton.cdiv(columns, block), rows)](
-        y.view(torch.int32), columns, mail.boxes[0].shape[2], column, **mailed(mail), BLOCK=block, num_warps=WARPS
-    )
+        bits, bits if more is None else more, columns, mail.boxes[0].shape[2], column, **mailed(mail),
+        MORE=0 if more is None else more.shape[1], BLOCK=block, **options(WARPS),
+    )  # fmt: skip
     return mail.boxes
 
 

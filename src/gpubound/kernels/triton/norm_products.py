@@ -14,9 +14,11 @@ from torch import Tensor
 
 from ..decode_product import Norm
 from ..fp8_blocks import Fp8Blocks
+from ..mail import Mail
 from ..norm_products import MOST, MOST_CODED
 from ..plans import job_of
 from ._launch import launch_product
+from ._mail import SCALARS, _addresses, _send, _stamp, mailed
 from ._step import _begin, _end, _gained, _products, _row, _tile, _wait
 
 
@@ -41,18 +43,22 @@ def _which_coded(first, q, q1, q2, q3, z, z1, z2, z3, e1, e2, e3):
 
 
 @triton.jit
-def _put(to, total, square, eps, there, K: tl.constexpr, GAIN: tl.constexpr):
-    """The sums of rows, over the root of x's mean square where it is normed."""
+def _put(out_ptr, at, total, square, eps, there, addresses, stamp, base, K: tl.constexpr, GAIN: tl.constexpr,
+         BOXES: tl.constexpr):  # fmt: skip
+    """The sums of rows, over the root of x's mean square where it is normed. BOXES: so many get it instead, from `base` on."""
     y = tl.sum(total, 1)
     if GAIN is not None:
         y /= tl.sqrt(tl.sum(square, 0) / K + eps)
-    tl.store(to, y, mask=there)
+    if BOXES > 0:
+        _send(addresses, base + at, y.to(tl.int32, bitcast=True), stamp, there)
+    else:
+        tl.store(out_ptr + at, y, mask=there)
 
 
 @triton.jit
-def _coded_rows(x_ptr, norm_ptr, w_ptr, scale_ptr, out_ptr, eps, first, left, rows, step, B: tl.constexpr, K: tl.constexpr,
-                R: tl.constexpr, C: tl.constexpr, ACROSS: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr,
-                DEPENDENT: tl.constexpr):  # fmt: skip
+def _coded_rows(x_ptr, norm_ptr, w_ptr, scale_ptr, out_ptr, eps, first, left, rows, step, addresses, stamp, base,
+                B: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ACROSS: tl.constexpr, WHOLE: tl.constexpr,
+                GAIN: tl.constexpr, BOXES: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """R rows of a weight in fp8; ACROSS: the columns of a block."""
     row, col = tl.arange(0, R), tl.arange(0, C)
     EVEN: tl.constexpr = K % C == 0
@@ -73,13 +79,14 @@ def _coded_rows(x_ptr, norm_ptr, w_ptr, scale_ptr, out_ptr, eps, first, left, ro
                 scale = tl.load(scale_ptr + at // ACROSS, mask=at < K, other=0.0)
         if b == B - 1:
             _end(DEPENDENT)
-        _put(out_ptr + b * rows.to(tl.int64) + first + row, total, square, eps, row < left, K, GAIN)
+        at = b * rows.to(tl.int64) + first + row
+        _put(out_ptr, at, total, square, eps, row < left, addresses, stamp, base, K, GAIN, BOXES)
 
 
 @triton.jit
-def _plain_rows(x_ptr, norm_ptr, w_ptr, out_ptr, eps, first, left, rows, step, B: tl.constexpr, K: tl.constexpr,
-                R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr,
-                DEPENDENT: tl.constexpr):  # fmt: skip
+def _plain_rows(x_ptr, norm_ptr, w_ptr, out_ptr, eps, first, left, rows, step, addresses, stamp, base, B: tl.constexpr,
+                K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr,
+                BOXES: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     row, col = tl.arange(0, R), tl.arange(0, C)
     w = _tile(w_ptr, row, col, left, K, K, WHOLE)
     _wait(DEPENDENT)
@@ -89,14 +96,17 @@ def _plain_rows(x_ptr, norm_ptr, w_ptr, out_ptr, eps, first, left, rows, step, B
         total, square = _products(x_ptr + b * step, norm_ptr, w_ptr, w, row, col, left, K, R, C, WHOLE, GAIN)
         if b == B - 1:
             _end(DEPENDENT)
-        _put(out_ptr + b * rows.to(tl.int64) + first + row, total, square, eps, row < left, K, GAIN)
+        at = b * rows.to(tl.int64) + first + row
+        _put(out_ptr, at, total, square, eps, row < left, addresses, stamp, base, K, GAIN, BOXES)
 
 
-@triton.jit(do_not_specialize=["s1", "s2", "s3", "s4", "s5", "s6", "s7", "e1", "e2", "e3", "coded", "rows", "span", "step"])
+@triton.jit(do_not_specialize=["s1", "s2", "s3", "s4", "s5", "s6", "s7", "e1", "e2", "e3", "coded", "rows", "span", "step",
+                               *SCALARS])  # fmt: skip
 def _norm_products_kernel(x_ptr, norm_ptr, w0, w1, w2, w3, w4, w5, w6, w7, q0, q1, q2, q3, z0, z1, z2, z3, out_ptr, eps, s1, s2,
-                          s3, s4, s5, s6, s7, e1, e2, e3, coded, rows, span, step, B: tl.constexpr, K: tl.constexpr,
-                          R: tl.constexpr, C: tl.constexpr, CODED: tl.constexpr, PLAIN: tl.constexpr, DOWN: tl.constexpr,
-                          ACROSS: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                          s3, s4, s5, s6, s7, e1, e2, e3, coded, rows, span, step, boxes, state, number, sender, room,
+                          B: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, CODED: tl.constexpr,
+                          PLAIN: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, WHOLE: tl.constexpr,
+                          GAIN: tl.constexpr, BOXES: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """s1 to s7: the rows of `out` where the second and later weights begin; of those that are not there, its end. e1 to e3 and
     `coded`, where they end, likewise of weights in fp8. span: the rows that read one stretch of x, of which a token has `step`
     numbers in all. DOWN, ACROSS: a block."""
@@ -104,26 +114,43 @@ def _norm_products_kernel(x_ptr, norm_ptr, w0, w1, w2, w3, w4, w5, w6, w7, q0, q
     first = tl.program_id(0) * R
     x_ptr += first // span * K
     is_coded = first < coded
+    addresses, stamp, base = first, first, sender * room
+    if BOXES > 0:
+        addresses, stamp = _addresses(boxes, BOXES), _stamp(state, number)
     if CODED and is_coded:
         q_ptr, z_ptr, begun = _which_coded(first, q0, q1, q2, q3, z0, z1, z2, z3, e1, e2, e3)
         q_ptr += (first - begun).to(tl.int64) * K
         z_ptr += (first - begun) // DOWN * ((K + ACROSS - 1) // ACROSS)
-        _coded_rows(x_ptr, norm_ptr, q_ptr, z_ptr, out_ptr, eps, first, coded - first, rows, step, B, K, R, C, ACROSS, WHOLE,
-                    GAIN, DEPENDENT)  # fmt: skip
+        _coded_rows(x_ptr, norm_ptr, q_ptr, z_ptr, out_ptr, eps, first, coded - first, rows, step, addresses, stamp, base,
+                    B, K, R, C, ACROSS, WHOLE, GAIN, BOXES, DEPENDENT)  # fmt: skip
     if PLAIN and ((not CODED) or (not is_coded)):
         w_ptr, begun = _which(first, coded, w0, w1, w2, w3, w4, w5, w6, w7, s1, s2, s3, s4, s5, s6, s7)
         w_ptr += (first - begun).to(tl.int64) * K
-        _plain_rows(x_ptr, norm_ptr, w_ptr, out_ptr, eps, first, rows - first, rows, step, B, K, R, C, WHOLE, GAIN,
-                    DEPENDENT)  # fmt: skip
+        _plain_rows(x_ptr, norm_ptr, w_ptr, out_ptr, eps, first, rows - first, rows, step, addresses, stamp, base, B, K, R, C,
+                    WHOLE, GAIN, BOXES, DEPENDENT)  # fmt: skip
 
 
 @torch.no_grad()
 def norm_products(x: Tensor, norm: Norm | None, weights: Sequence[Tensor | Fp8Blocks], out: Tensor) -> Tensor:
+    _launch(x, norm, weights, out, None)
+    return out
+
+
+@torch.no_grad()
+def send_products(x: Tensor, weight: Tensor | Fp8Blocks, mail: Mail) -> tuple[Tensor, ...]:
+    _launch(x, None, [weight], None, mail)
+    return mail.boxes
+
+
+def _launch(
+    x: Tensor, norm: Norm | None, weights: Sequence[Tensor | Fp8Blocks], out: Tensor | None, mail: Mail | None
+) -> None:  # fmt: skip
     weight, eps, gain = (None, 0.0, None) if norm is None else norm
     coded = [one for one in weights if isinstance(one, Fp8Blocks)]
     plain = [one for one in weights if isinstance(one, Tensor)]
-    (rows, width), parts = (out.shape[1], x.shape[-1]), [one.shape[0] for one in weights]
-    ends = [*accumulate(parts)]
+    width, parts = x.shape[-1], [one.shape[0] for one in weights]
+    ends, sent = [*accumulate(parts)], mailed(mail)
+    rows = ends[-1]
     begun = ends[len(coded) - 1] if coded else 0
     blocks = coded[0].block if coded else (1, 1)
     groups = x.shape[1] if x.dim() == 3 else 1
@@ -134,10 +161,9 @@ def norm_products(x: Tensor, norm: Norm | None, weights: Sequence[Tensor | Fp8Bl
     launch_product(
         _norm_products_kernel, job, width, 1, 0, x, weight, *_filled(plain, MOST), *codes, *scales, out, eps,
         *_until(ends[len(coded) :], rows, MOST - 1), *_until(ends[: len(coded)], begun, MOST_CODED - 1), begun, rows,
-        rows // groups, groups * width, B=len(x), CODED=bool(coded), PLAIN=bool(plain), DOWN=blocks[0], ACROSS=blocks[1],
-        GAIN=gain,
+        rows // groups, groups * width, *(sent[key] for key in ("boxes", "state", "number", "sender", "room")), B=len(x),
+        CODED=bool(coded), PLAIN=bool(plain), DOWN=blocks[0], ACROSS=blocks[1], GAIN=gain, BOXES=sent["BOXES"],
     )  # fmt: skip
-    return out
 
 
 def _filled(some: Sequence[Tensor], count: int) -> list[Tensor | None]:

@@ -1,0 +1,58 @@
+"""What stands before the first layer and behind the last: words to streams, and streams to the logits of words."""
+
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...kernels import hc_head, norm_product
+from ...kernels.decode_product import Norm
+from ...models.decoding import weight_of
+from ...models.deepseek_v4.family import CompressedReader
+from ...models.deepseek_v4.weights import CollapseWeights
+from .products import NARROW
+from .state import normed
+
+
+class Ends(NamedTuple):
+    """Of all words, or of a stretch of them in `head`."""
+
+    embed: Tensor
+    collapse: CollapseWeights
+    norm: Norm
+    head: Tensor
+
+    @property
+    def streams(self) -> int:
+        return self.collapse.product.shape[0]
+
+    def enter(self, token_BT: Tensor) -> Tensor:
+        """(B, T, n, hidden) fp32: the streams before the first layer."""
+        x = F.embedding(token_BT, self.embed).float()
+        return x[:, :, None].expand(-1, -1, self.streams, -1).contiguous()
+
+    def collapsed(self, x: Tensor) -> Tensor:
+        """(N, hidden) of streams x (N, n, hidden)."""
+        w = self.collapse
+        return hc_head(x, w.product, w.scale, w.base, w.eps, w.norm_eps)
+
+    def leave(self, x: Tensor, out: Tensor, best: Tensor, arg: Tensor) -> Tensor:
+        """out (N, words) = the logits of streams x (N, n, hidden). Of few, also partial maxima: see norm_product."""
+        h = self.collapsed(x)
+        if len(h) <= NARROW:
+            return norm_product(h, self.norm, self.head, out=out, best=best, arg=arg)
+        return out.copy_(self.logits(h))
+
+    def logits(self, h: Tensor) -> Tensor:
+        """Of streams that are collapsed, at once."""
+        return F.linear(normed(h, self.norm).to(self.head.dtype), self.head).float()
+
+    def read(self) -> dict[int, int]:
+        """The bytes of what a step reads of it, by address."""
+        return {t.data_ptr(): t.nbytes for t in (*self.collapse.tensors(), self.norm.weight, self.head)}
+
+
+def ends_of(reader: CompressedReader) -> Ends:
+    """Of a model as it is now."""
+    trunk = reader.trunk
+    return Ends(weight_of(trunk.embed_tokens), reader.collapse(), reader.norm(trunk.norm), weight_of(reader.model.lm_head))

@@ -1,0 +1,217 @@
+"""The body whose layers are sliced over devices: all of them work on each token.
+
+The streams are the same on all devices, to the bit: each adds the same words in the same order. The first chooses tokens, tells
+them to the others, and is told all logits. What is kept of tokens, keys and entries, is kept by each.
+
+Legend: B rows, T tokens, n streams.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...device import entered, label
+from ...kernels.chain import chained
+from ...models.decoding import weight_of
+from ...models.deepseek_v4.family import CompressedReader
+from ...models.deepseek_v4.weights import StreamedLayerWeights
+from ...trace import notice, say
+from ...words import readable
+from ..contract import Build
+from ..fused import PARTIAL_ROWS
+from ..span import META
+from ..stages.body import compressed_reader
+from ..stages.plan import LayerStage
+from ..stages.spread import let_apart, rooms_beside
+from ..tensors.peers import connected
+from ..tensors.plan import SlicePlan, dealt
+from ..weights.versions import WeightVersions
+from .attention import LatentAttention
+from .body import SCORED, CompressedBody, Place, bytes_read
+from .ends import Ends, ends_of
+from .slices import ends_slice, indivisible, slice_of
+from .span import Attend, Passage, StreamedLayer, bytes_kept
+from .streams import SharedStreams, streams_of
+
+
+def compressed_slices(model: object, build: Build, devices: Sequence[torch.device]) -> "SlicedStreams":
+    """A ValueError where the model is not decoded so, or does not fit."""
+    reader = compressed_reader(model, build, len(devices))
+    layers, words = reader.layers(), len(weight_of(reader.model.lm_head))
+    plans = dealt(words, devices, PARTIAL_ROWS, indivisible(layers, len(devices)))
+    for plan, free in zip(plans, rooms_beside(devices)):
+        on_meta = SlicePlan(META, plan.number, plan.count, plan.words)
+        weights = sum(t.nbytes for layer in layers for t in slice_of(layer, on_meta).tensors())
+        ends = sum(ends_slice(ends_of(reader), on_meta).read().values()) + weight_of(reader.trunk.embed_tokens).nbytes
+        kept = sum(bytes_kept(reader, build, weight_of(reader.model.lm_head).dtype))
+        needed = weights + ends + kept + build.max_batch * 4 * (3 * words if plan.number == 0 else len(plan.words))
+        if needed > free:
+            raise ValueError(
+                f"decoder: devices: slice {plan.number} does not fit: its weights, state and logits take {readable(needed)}, "
+                f"but {readable(free)} are free on {plan.device}; free memory there, name more devices, or ask for fewer or "
+                "shorter sequences."
+            )
+        say(f"decoder: slice {plan.number} on {label(plan.device)}: {described(plan, weights + ends, kept)}")
+    let_apart(reader.model, reader.trunk.layers)
+    return SlicedStreams(reader, build, plans)
+
+
+def described(plan: SlicePlan, weights: int, kept: int) -> str:
+    part, words = f"part {plan.number + 1} of {plan.count} of each layer", f"words {plan.words[0]} to {plan.words[-1]}"
+    return f"{part}, {words}: {readable(weights)} of weights, {readable(kept)} of state"
+
+
+class Said(NamedTuple):
+    """Of a slice's words: logits, and their partial maxima."""
+
+    logits: Tensor
+    best: Tensor
+    arg: Tensor
+
+    @classmethod
+    def of(cls, rows: int, words: int, device: torch.device) -> "Said":
+        parts = -(-words // PARTIAL_ROWS)
+        logits, best = (torch.zeros(rows, size, device=device, dtype=torch.float32) for size in (words, parts))
+        return cls(logits, best, torch.zeros(rows, parts, device=device, dtype=torch.int32))
+
+    def rows(self, count: int) -> "Said":
+        return Said(*(t[:count] for t in self))
+
+
+class SlicedStreams(CompressedBody):
+    """`step` computes device after device. tensors/graphs.py lets them compute at once."""
+
+    reads = "copies of the weights, in slices"
+
+    def __init__(self, reader: CompressedReader, build: Build, plans: Sequence[SlicePlan]) -> None:
+        self.plans, devices = plans, [plan.device for plan in plans]
+        words, hidden = weight_of(reader.model.lm_head).shape
+        B = build.max_batch
+        home = {"logits": words, "best": -(-words // PARTIAL_ROWS), "arg": -(-words // PARTIAL_ROWS)}
+        self.peers = connected(devices, B, hidden, B, home, {"token": (B, 1), "position": (B, 1)})
+        self.places = [torch.zeros(2, B, 1, device=device, dtype=torch.int32) for device in devices]  # token, position
+        self.said = [Said.of(B, len(plan.words), plan.device) for plan in plans]
+        super().__init__(reader, build, [LayerStage(device, range(len(reader.trunk.layers))) for device in devices])
+
+    def _take(self) -> None:
+        self.versions = WeightVersions(self.reader.model, buffers=True)
+        self.slices: list[Ends] = []
+        super()._take()
+        self.slices = [ends_slice(self.ends, plan) for plan in self.plans]
+        self.captures_prefill = False
+
+    def _weights(self, number: int) -> list[StreamedLayerWeights]:
+        return [slice_of(layer, self.plans[number]) for layer in self.reader.layers()]
+
+    @property
+    def layers(self) -> list[StreamedLayer]:
+        """As the first device has them."""
+        return self.spans[0].layers
+
+    @torch.no_grad()
+    def step(self, token: Tensor, position: Tensor) -> Tensor:
+        with chained(self.device):
+            going = [self._begun(number, token, position) for number in range(len(self.plans))]
+            for part in range(len(going[0].names)):
+                for one in going:
+                    one.give(part)
+                for one in going:
+                    one.spread(part)
+            for number in reversed(range(len(going))):  # the first takes what the others have sent
+                self._end(number, going[number], ("logits", "best", "arg"))
+        return self.logits[: len(token)]
+
+    def step_on(self, number: int, rows: int, token: Tensor, position: Tensor, kinds: Sequence[str]) -> None:
+        """A step of one device, while the others do theirs."""
+        with chained(self.device):
+            passage = self._begun(number, token[:rows], position[:rows])
+            for _ in passage.run():
+                pass
+            self._end(number, passage, kinds)
+
+    def _begun(self, number: int, token: Tensor, position: Tensor) -> Passage:
+        """Tokens and positions, from the first device to the others; and the streams before the first layer."""
+        peer, span = self.peers[number], self.spans[number]
+        peer.begin()
+        with entered(peer.device):
+            given = [t.int()[:, None] for t in (token, position)] if number == 0 else self.places[number][:, : len(token)]
+            for kind, one in zip(("token", "position"), given):
+                (peer.take if number else peer.send)(kind, one)
+            token_B1, position_B1 = (one.clamp_min(0).long() for one in given)  # -1 where a device has waited in vain
+            x = self.slices[number].enter(token_B1)
+            x = x if number == 0 else x.masked_fill((given[0] < 0)[..., None, None], float("nan"))
+        return Passage(span, SharedStreams(x, peer), token_B1[:, 0], span.moment(position_B1), LatentAttention.step)
+
+    def _end(self, number: int, passage: Passage, kinds: Sequence[str]) -> None:
+        """What `kinds` names of a slice's words, and of all slices' together on the first device."""
+        peer, x, words = self.peers[number], passage.streams.x.flatten(0, 1), self.plans[number].words
+        with entered(peer.device):
+            said = self.said[number].rows(len(x))
+            self.slices[number].leave(x, *said)
+            if "arg" in kinds and number:
+                said.arg.add_(words.start)
+            for kind in kinds:
+                peer.send(kind, getattr(said, kind), words.start // (1 if kind == "logits" else PARTIAL_ROWS))
+            for kind in kinds if number == 0 else ():
+                peer.take(kind, getattr(self, kind)[: len(x)])
+            peer.end()
+
+    def begin(self, token: Tensor) -> None:
+        for peer in self.peers:  # again, if a device had failed
+            peer.wait()
+
+    def _stages(self, token_BT: Tensor, when: Place, attend: Attend) -> Iterator[tuple[str, Tensor]]:
+        """Of a prompt: what devices give is summed by copies, on each in one order."""
+        going = []
+        for span, ends in zip(self.spans, self.slices):
+            token = token_BT.to(span.device)
+            with entered(span.device):
+                going.append(Passage(span, streams_of(ends.enter(token)), token.flatten(), when(span), attend))
+        self._reached = [one.streams.x for one in going]
+        yield "model.embed_tokens", self._reached[0]
+        for part, name in enumerate(going[0].names):
+            for one in going:
+                one.give(part)
+            terms = [one.streams.term() for one in going]
+            for one in going:
+                with entered(one.span.device):
+                    one.streams.give(_summed(terms, one.span.device))
+                one.spread(part)
+            self._reached = [one.streams.x for one in going]
+            yield name, self._reached[0]
+
+    @torch.no_grad()
+    def logits_after(self, ids: Tensor) -> Iterator[Tensor]:
+        for token, when in self._pieces(ids):
+            for _ in self._stages(token, when, LatentAttention.prompt):
+                pass
+            for pieces in zip(*(x[0].split(SCORED) for x in self._reached)):
+                found = [ends.logits(ends.collapsed(x)).to(self.device) for ends, x in zip(self.slices, pieces)]
+                yield torch.cat(found, 1)
+
+    def moved(self) -> str | None:
+        return super().moved() or self.versions.changed()
+
+    def rebind(self) -> None:
+        super().rebind()
+        notice("decoder: the weights have changed since their slices were copied: copied again")
+
+    def bytes_a_step(self, live: list[int]) -> int:
+        return sum(bytes_read(ends, span.layers, live, 1) for ends, span in zip(self.slices, self.spans))
+
+    def shares(self) -> list[tuple[str, str, str]]:
+        rows = []
+        for plan, span, ends in zip(self.plans, self.spans, self.slices):
+            weights, kept = span.nbytes()
+            what = described(plan, weights + sum(ends.read().values()) + ends.embed.nbytes, kept)
+            rows.append((f"slice {plan.number}", str(plan.device), what))
+        return rows
+
+
+def _summed(terms: Sequence[Tensor], device: torch.device) -> Tensor:
+    total = terms[0].to(device)
+    for term in terms[1:]:
+        total = total + term.to(device)
+    return total
