@@ -79,8 +79,8 @@ def _coded_rows(x_ptr, norm_ptr, w_ptr, scale_ptr, out_ptr, eps, first, left, ro
                 scale = tl.load(scale_ptr + at // ACROSS, mask=at < K, other=0.0)
         if b == B - 1:
             _end(DEPENDENT)
-        at = b * rows.to(tl.int64) + first + row
-        _put(out_ptr, at, total, square, eps, row < left, addresses, stamp, base, K, GAIN, BOXES)
+        to = b * rows.to(tl.int64) + first + row
+        _put(out_ptr, to, total, square, eps, row < left, addresses, stamp, base, K, GAIN, BOXES)
 
 
 @triton.jit
@@ -96,8 +96,8 @@ def _plain_rows(x_ptr, norm_ptr, w_ptr, out_ptr, eps, first, left, rows, step, a
         total, square = _products(x_ptr + b * step, norm_ptr, w_ptr, w, row, col, left, K, R, C, WHOLE, GAIN)
         if b == B - 1:
             _end(DEPENDENT)
-        at = b * rows.to(tl.int64) + first + row
-        _put(out_ptr, at, total, square, eps, row < left, addresses, stamp, base, K, GAIN, BOXES)
+        to = b * rows.to(tl.int64) + first + row
+        _put(out_ptr, to, total, square, eps, row < left, addresses, stamp, base, K, GAIN, BOXES)
 
 
 @triton.jit(do_not_specialize=["s1", "s2", "s3", "s4", "s5", "s6", "s7", "e1", "e2", "e3", "coded", "rows", "span", "step",
