@@ -82,6 +82,12 @@ def written(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return out
 
 
+class OnlyCodes(nn.Module):
+    """A layer whose weights are buffers of codes and no parameters: none of them trains, whatever the layer's forward does."""
+
+    linear = False  # whether it stands for one linear layer
+
+
 class InNf4(Frozen):
     """NF4 with double quantisation."""
 

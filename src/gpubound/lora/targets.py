@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..kernels.record import seen
+from ..layers.frozen import OnlyCodes
 from ..layers.site_parts import format_of, is_sharded, shape_of
 from ..layers.vocabulary import head_of
 from ..trace import fallback
@@ -95,6 +96,9 @@ def _all(model: nn.Module, targets: str, rank: Any) -> dict[str, Any]:
         )
     for key, why in left.items():
         fallback(f"lora.add: {targets}", f"{key} {why}, so it gets no adapter")
+    if coded := [key for key, module in model.named_modules() if isinstance(module, OnlyCodes) and module.linear]:
+        others = f" and {len(coded) - 1} more linear layers" if len(coded) > 1 else ""
+        fallback(f"lora.add: {targets}", f"the weights of {coded[0]}{others} are codes and no parameters: no adapter for them")
     return {key: layer for key, layer in layers.items() if key not in left}
 
 

@@ -2,8 +2,10 @@
 
 from torch import nn
 
+from ..layers.frozen import OnlyCodes
 from ..lora import peft_layers
 from ..lora.pairs import Adapters, Pair
+from ..trace import fallback
 
 
 class Members:
@@ -16,6 +18,7 @@ class Members:
     def __init__(self, model: nn.Module):
         self._model = model
         self._look()
+        self._tell_codes()
 
     def _look(self) -> None:
         modules = list(self._model.named_modules())
@@ -30,6 +33,19 @@ class Members:
         ]
         self._ours = [m for _, m in modules if isinstance(m, Adapters)]
         self._theirs = [(name, m, peft_layers.trains(m)) for name, m in modules if peft_layers.of_peft(m)]
+
+    def _tell_codes(self) -> None:
+        """A model that trains by more than adapters is thought to train as a whole; what lies in codes does not."""
+        coded = [name for name, module in self._model.named_modules() if isinstance(module, OnlyCodes)]
+        adapters = [*(m for _, m in self._adapters), *(m for _, m, _ in self._theirs)]
+        added = {id(p) for module in adapters for p in module.parameters()}
+        if coded and any(p.requires_grad and id(p) not in added for p in self._model.parameters()):
+            others = f" and {len(coded) - 1} more layers" if len(coded) > 1 else ""
+            fallback(
+                "train: weights in codes",
+                f"those of {coded[0]}{others} are no parameters, so they stay as they are and the rest of the model trains; "
+                f"to train all of it, load it with codes=False",
+            )
 
     def adding(self) -> tuple:
         """What each adapter adds now, which a captured step has baked in: switched or merged, it is another step."""

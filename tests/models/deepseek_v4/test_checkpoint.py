@@ -200,6 +200,34 @@ def test_layers_that_stay_in_fp8(folder):
         gb.decoder(model, 1, 64)
 
 
+def test_a_step_says_which_weights_stay_in_codes(folder):
+    """All else trains. Where adapters alone train, nobody thinks that the codes do."""
+    model = load_coded(folder, CPU, torch.float32, codes=True)
+    row = (
+        "train: weights in codes",
+        "those of model.layers.0.self_attn.q_a_proj and 27 more layers are no parameters, so they stay as they are and the "
+        "rest of the model trains; to train all of it, load it with codes=False",
+    )
+    before = trace.fallbacks[row]
+    gb.TrainStep(model, "causal_lm", precision="fp32").close()
+    assert trace.fallbacks.pop(row) == before + 1
+    gb.lora.add(model.requires_grad_(False), rank=2, targets=["compressor.kv_proj"])
+    gb.TrainStep(model, "causal_lm", precision="fp32").close()
+    assert row not in trace.fallbacks
+
+
+def test_all_linear_says_which_layers_get_no_adapter(folder):
+    model = load_coded(folder, CPU, torch.float32, codes=True)
+    row = (
+        "lora.add: all-linear",
+        "the weights of model.layers.0.self_attn.q_a_proj and 24 more linear layers are codes and no parameters: no adapter "
+        "for them",
+    )
+    before = trace.fallbacks[row]
+    gb.lora.add(model, rank=2)
+    assert trace.fallbacks.pop(row) == before + 1
+
+
 def test_scales_of_another_size(folder, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     name = next(name for name in tensors if name.endswith("wq_a.scale"))

@@ -8,15 +8,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...kernels.fp8_blocks import Fp8Blocks, numbers, scales_shape
+from ...layers.frozen import OnlyCodes
 
 
-class Fp8Linear(nn.Module):
+class Fp8Linear(OnlyCodes):
     """In the place of a linear layer without a bias. The buffers are bytes, whatever they mean: `.to(torch.bfloat16)` rounds
     every floating-point number that it finds. transformers cannot read what is saved of them."""
 
+    linear = True
     codes: Tensor
     scale: Tensor
 

@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 
 from ...kernels.packed import BIAS, BITS, GROUP, MX, Packed, unpack
+from ...layers.frozen import OnlyCodes
 
 PARTS = ("gate_up", "down")
 
 
-class Fp4Experts(nn.Module):
+class Fp4Experts(OnlyCodes):
     """Buffers of codes and scales in place of parameters: see `packed`. transformers cannot read what is saved of them."""
 
     original = theirs.DeepseekV4Experts  # for whom it stands, as models/registry.py asks
