@@ -1,9 +1,13 @@
 """The captured step: the eager one bit for bit, the state untouched by capturing, shapes apart, reasons said."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch.nn.modules import module as nn_module
 
 from gpubound.errors import GraphError
+from gpubound.graph import held
 from gpubound.parallel import Ranks
 from gpubound.trace import fallbacks
 from gpubound.train import AdamW, Schedule, TrainStep, graphs
@@ -113,6 +117,49 @@ class TestShapes:
         for factor in (1.0, 2.0, 1.0):
             losses[factor] = step({"data": draw(2), "factor": factor}).read().loss
         assert losses[2.0] == pytest.approx(2 * losses[1.0]) and len(step.captured) == 2
+
+    @pytest.mark.parametrize("accumulate", [1, 2])
+    def test_a_model_in_another_mode_is_another_step(self, accumulate, monkeypatch):
+        """In a part of it, too. Graphs went on in the old mode until they looked at all they hold, and then refused."""
+        monkeypatch.setattr(held, "WALK_EVERY", 1)
+        runs = []
+        for graph in ("require", "off"):
+            model = small(dropout=0.5)
+            step = TrainStep(model, summed, AdamW(lr=1e-2), accumulate=accumulate, precision="fp32", graph=graph)
+            changes = [lambda: None, model.dropout.eval, model.eval, model.train]
+            torch.manual_seed(3)
+            runs.append([(change(), step(cut(draw(4), accumulate)).read())[1] for change in changes])
+            captures = len(step.captured)
+            assert captures == (0 if graph == "off" else 3 * accumulate), "back again, the first ones serve"
+        assert runs[0] == runs[1]
+
+    def test_hooks_that_come_and_go_make_another_graph(self):
+        """On a module, on all modules, on a parameter; and a forward or a module without weights that is another since."""
+
+        def replace(model):
+            model.dropout = torch.nn.Identity()
+
+        def patch(model):
+            model.norm.forward = partial(torch.nn.LayerNorm.forward, model.norm)
+
+        changes = [
+            lambda model: model.mix.register_forward_hook(lambda module, inputs, y: 2 * y),
+            lambda model: nn_module.register_module_forward_pre_hook(lambda module, inputs: None),
+            lambda model: model.mix.weight.register_hook(lambda gradient: 2 * gradient),
+            replace,
+            patch,
+        ]
+        for change in changes:
+            model = small()
+            step = TrainStep(model, summed, precision="fp32", graph="require")
+            step(draw(2))
+            handle = change(model)
+            step(draw(2))
+            assert len(step.captured) == 2
+            if handle is not None:
+                handle.remove()
+                step(draw(2))
+                assert len(step.captured) == 2, "without the hook, the first one serves again"
 
     def test_too_many(self, monkeypatch):
         monkeypatch.setattr(graphs, "MOST", 1)

@@ -62,11 +62,11 @@ def gather(given: Any, accumulate: int) -> list[Any]:
 
 class MicroBatch:
     """One micro-batch, opened to its tensors and checked. Those of equal shapes, dtypes and constants have equal keys, where
-    the model is to do the same with them: `adding` is what its adapters add."""
+    the model is to do the same with them: `called` is how it is called."""
 
-    def __init__(self, batch: Any, device: torch.device, adding: tuple = ()):
-        self.tree = flatten(batch)
-        key: list[tuple] = [adding]
+    def __init__(self, batch: Any, device: torch.device, called: tuple = ()):
+        self.tree, self.called = flatten(batch), called
+        key: list[tuple] = [called]
         for at, (path, leaf) in enumerate(zip(self.tree.paths, self.tree.leaves)):
             _check(path, leaf, device)
             key.append((path, leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (path, leaf))
@@ -134,7 +134,7 @@ class WindowGraphs:
         for batch in window:
             self._check_adding()
             self._known[PART, batch.key](*batch.tensors)
-        return self._update(first)
+        return self._update(window[0].called, first)
 
     def _whole(self, batch: MicroBatch, first: bool) -> Captured | None:
         """The graph of a whole step of this one micro-batch."""
@@ -166,24 +166,27 @@ class WindowGraphs:
             self._try(key, partial(self._graph, micro_batch, batch))
         return self._have(keys, first)
 
-    def _update(self, first: bool) -> Tensor:
-        """The update's graph, captured at its first time: only behind real gradients does its certificate see weights move."""
-        step = self.step
+    def _update(self, called: tuple, first: bool) -> Tensor:
+        """The update's graph, captured at its first time: only behind real gradients does its certificate see weights move.
+
+        It calls no module, but what it names leads to the model, so a model in another mode is another one to its graph.
+        """
+        step, whole, apart = self.step, (UPDATE, called), (APPLY, called)
 
         def update() -> Tensor:
             with step.reduction.completed():
                 return step.update()
 
         if step.ranks.alone or (first and not step.single):
-            self._try(UPDATE, lambda: self._at_once(update))
-            if not self._have([UPDATE], last=step.ranks.alone) and step.ranks.alone:
+            self._try(whole, lambda: self._at_once(update))
+            if not self._have([whole], last=step.ranks.alone) and step.ranks.alone:
                 return self._give_up(step.update)
-        if UPDATE in self._known:
-            return self._known[UPDATE]()
+        if whole in self._known:
+            return self._known[whole]()
         step.finish()
         step.sum()
-        self._try(APPLY, partial(self._graph, step.apply))
-        return self._known[APPLY]() if self._have([APPLY], first) else self._give_up(step.apply)
+        self._try(apart, partial(self._graph, step.apply))
+        return self._known[apart]() if self._have([apart], first) else self._give_up(step.apply)
 
     def _give_up(self, calls: Callable[[], Tensor]) -> Tensor:
         """A step is graphs or calls, so that nobody takes the times of one for those of the other."""
@@ -237,7 +240,7 @@ class WindowGraphs:
 
     def _graph(self, part: Callable, batch: MicroBatch | None = None, gate: Callable[[], None] = open_gate) -> Captured:
         step = self.step
-        if batch is not None and sum(key not in (UPDATE, APPLY) for key in self._known) >= MOST:
+        if batch is not None and sum(kind in (WHOLE, PART) for kind, _ in self._known) >= MOST:
             raise GraphError(f"{MOST} shapes of micro-batch are captured already; pad the batches to fewer shapes.")
         if batch is not None and isinstance(step.loss, Objective):
             step.loss.prepare(step.model, batch.whole())

@@ -1,11 +1,25 @@
-"""Which parameters a step trains, and that a model has no others by now. And what its adapters add by now."""
+"""Which parameters a step trains, and that a model has no others by now. And how it is called by now: what its adapters add,
+in which modes its modules are, which hooks they carry."""
+
+from itertools import chain
+from operator import attrgetter, itemgetter
 
 from torch import nn
+from torch.nn.modules import module as nn_module
 
 from ..layers.frozen import OnlyCodes
 from ..lora import peft_layers
 from ..lora.pairs import Adapters, Pair
 from ..trace import fallback
+
+ON_MODULE = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+ON_PARAMETER = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+EVERYWHERE = [  # of register_module_forward_hook and its kin
+    nn_module._global_forward_hooks,
+    nn_module._global_forward_pre_hooks,
+    nn_module._global_backward_hooks,
+    nn_module._global_backward_pre_hooks,
+]
 
 
 class Members:
@@ -16,18 +30,24 @@ class Members:
     """
 
     def __init__(self, model: nn.Module):
-        self._model = model
+        self._model, self._looks = model, 0
         self._look()
         self._tell_codes()
 
     def _look(self) -> None:
         modules = list(self._model.named_modules())
-        self._tree = [(m._modules, dict(m._modules), m._parameters, len(m._parameters)) for _, m in modules]
+        self._looks += 1
+        self._tree = [
+            (m._modules, dict(m._modules), m._parameters, len(m._parameters), vars(m), vars(m).get("forward"))
+            for _, m in modules
+        ]
+        self._own = [vars(m) for _, m in modules]
         self._members = [
             (f"{name}.{key}".strip("."), module._parameters, key, p, p is not None and p.requires_grad)
             for name, module in modules
             for key, p in module._parameters.items()
         ]
+        self._trained = [p for *_, p, trains in self._members if trains]
         self._adapters = [
             (name, m) for name, m in modules if isinstance(m, Pair) and any(p.requires_grad for p in m.parameters())
         ]
@@ -47,9 +67,18 @@ class Members:
                 f"to train all of it, load it with codes=False",
             )
 
-    def adding(self) -> tuple:
-        """What each adapter adds now, which a captured step has baked in: switched or merged, it is another step."""
-        return *(m.adding for m in self._ours), *(peft_layers.adding(m) for _, m, _ in self._theirs)
+    def called(self) -> tuple:
+        """How the model is called now, which a captured step has baked in. By what each adapter adds: switched or merged, it
+        is another step. By modes and hooks, whose numbers are never given out twice; and by how often it had other modules."""
+        adding = *(m.adding for m in self._ours), *(peft_layers.adding(m) for _, m, _ in self._theirs)
+        modes = tuple([own.get("training") for own in self._own])  # torch.compile's wrapper has none of its own
+        return self._looks, modes, self._hooks(), adding
+
+    def _hooks(self) -> frozenset[int]:
+        """torch's numbers of all hooks on the modules and on what trains. In C: there are thousands of places to look at."""
+        of_modules = chain.from_iterable(map(ON_MODULE, self._own))
+        of_parameters = chain.from_iterable(map(ON_PARAMETER, self._trained))
+        return frozenset(chain.from_iterable(filter(None, chain(EVERYWHERE, of_modules, of_parameters))))
 
     def check_unmerged(self) -> None:
         """That the products of each adapter that trains are there. Before a batch is drawn: a refused step loses none."""
@@ -79,7 +108,10 @@ class Members:
                 f"parameters: {name} was {what} since this TrainStep was made, which trains the parameters it found then; "
                 f"{mend}, or close() this step and make a new one."
             )
-        if any(children != were or len(own) != count for children, were, own, count in self._tree):
+        if any(
+            children != were or len(parameters) != count or own.get("forward") is not forward
+            for children, were, parameters, count, own, forward in self._tree
+        ):
             self._check_tree()
 
     def _check_tree(self) -> None:

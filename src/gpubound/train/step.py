@@ -147,8 +147,8 @@ class TrainStep(Uncopied):
         self._weights.check()
         self._optimizer.check()
         with self._held.noting() as waited:
-            adding = self._members.adding()
-            result = self._graphs.run([MicroBatch(batch, self.device, adding) for batch in batches])
+            called = self._members.called()
+            result = self._graphs.run([MicroBatch(batch, self.device, called) for batch in batches])
         self._optimizer.carry_on(self._graphs.step.accumulators.gradient)
         self._weights.stepped()
         self._held.stepped(len(batches))
@@ -168,7 +168,7 @@ class TrainStep(Uncopied):
     @property
     def captured(self) -> list[Captured]:
         """The captured graphs, each with its certificate: one of the step, or one of a micro-batch and one of the update.
-        Each further shape of micro-batch adds one."""
+        Each further shape of micro-batch adds one, and so does a model in another mode, with other hooks or adapters."""
         return self._graphs.captured
 
     def assert_alike(self) -> None:
