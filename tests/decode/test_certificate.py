@@ -11,6 +11,7 @@ from gpubound.decode import cache, fused, layer
 from gpubound.decode.bind import BoundModel
 from gpubound.decode.steps import StepGraphs
 from gpubound.decode.weights import own as own_weights
+from gpubound.train.precision import cast_inputs
 
 from . import cases
 
@@ -55,6 +56,31 @@ def test_a_decoder_of_ours_with_hooks_is_not_sent_to_what_refuses_it_too():
         gb.GenerateError, match=r"it is a Decoder whose model\.layers\.0 carries hooks, which its weights do not"
     ):
         gb.decoder(model, 1, cases.ROOM)
+
+
+@pytest.mark.parametrize("kind", ["own", "Mistral"])
+def test_hooks_that_change_nothing_are_not_called_in_silence(kind, said):
+    """They pass the certificate. Ours are no news, and transformers' own forward runs those that it finds."""
+    model, calls = cases.build(kind), list[torch.nn.Module]()
+    cast_inputs(model, torch.float32)
+    gb.decoder(model, 1, cases.ROOM)
+    assert "hooks" not in said()
+    model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: calls.append(module))
+    fast = gb.decoder(model, 1, cases.ROOM)
+    calls.clear()
+    fast.generate([5, 6], max_new_tokens=2)
+    assert not calls
+    assert said().endswith(
+        "decoder: model.layers.1.mlp carries hooks, which do not run while the decoder generates: a step reads the weights "
+        "and does not call it. Call the model itself where they are needed.\n"
+    )
+
+
+def test_hooks_that_a_static_cache_runs(said):
+    model = cases.build("Mistral")
+    model.model.layers[1].mlp.register_forward_hook(lambda *given: None)
+    gb.decoder(model, 1, cases.ROOM, fused=False)
+    assert "hooks" not in said()
 
 
 def test_a_kernel_of_wide_batches_alone(monkeypatch):

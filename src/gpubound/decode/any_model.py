@@ -74,6 +74,7 @@ class StaticBody(Body):
     def __init__(self, model: PreTrainedModel, build: Build, path: str = "", of: nn.Module | None = None):
         max_batch, max_length = build.max_batch, build.max_length
         self.of: nn.Module = model if of is None else of
+        self.calls = self.of is model
         config, likes = examine(model, max_length, self.of)
         self.model, self.config, self.path = model, config, path
         self.kernels = f"the model's own forward: {path}"

@@ -7,6 +7,7 @@ optimizer's step, a load in place, a merge is seen by the next launch. What puts
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from logging import WARNING
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ..lora.adapter import LowRank
 from ..lora.pairs import adapted_layers
 from ..models.decoding import Reader, linear_of, weight_of
 from ..models.registry import decoded, reader_of, role_of
+from ..trace import notice
 from .contract import Watched, model_tensors
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -185,6 +187,25 @@ def closed_projection(model: nn.Module, known: Callable[[nn.Module], bool] = lam
         if _computes(module):
             return f"{name}: its weight is computed anew at each call (a parametrization, or pruning)"
     return None
+
+
+def tell_unheard(model: nn.Module) -> None:
+    """Say which hooks nobody calls in a step that takes weights alone. One that changes the tokens fails the certificate."""
+    for name, module in model.named_modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if type(module) is not nn.Linear and not all(map(_of_libraries, hooks)):  # a linear layer's were called, or refused
+            notice(
+                f"decoder: {name or type(model).__name__} carries hooks, which do not run while the decoder generates: a step "
+                f"reads the weights and does not call it. Call the model itself where they are needed.",
+                WARNING,
+            )
+            return
+
+
+def _of_libraries(hook: Any) -> bool:
+    """Whether it is one of ours, or one of those by which transformers records what a call asks for."""
+    where = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    return where.partition(".")[0] in ("gpubound", "transformers")
 
 
 def _computes(module: nn.Module) -> bool:

@@ -62,6 +62,7 @@ class Body(ABC):
     kernels: str  # what computes a step, in a few words
     reads = ""  # which weights, in a few words, where it is not the model's own forward that reads them
     path = ""  # why it is not the fused kernels
+    calls = False  # whether it calls the model itself, and so its hooks
     rounds = ""  # what is rounded to less than the model's dtype: weights, cache, both, or nothing
     spans: Sequence[Any] = ()  # its parts on devices of their own, where there are several
     peers: Sequence[Any] = ()  # those devices, where all of them work on each token

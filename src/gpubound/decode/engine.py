@@ -24,7 +24,7 @@ from ..models.registry import reader_of
 from ..parallel.pieces import any_sharded
 from ..single import Turn, Uncopied
 from ..trace import fallback, notice
-from .bind import bind
+from .bind import bind, tell_unheard
 from .cache import CacheLayout
 from .calls import step_calls
 from .certify import DecoderCertificate, certify
@@ -73,6 +73,8 @@ class FastDecoder(Uncopied):
             self.certificate = certify(self, quick=verify == "quick")
         else:
             notice("decoder: verify=False: nothing has shown that its tokens are those of the model.")
+        if not self.body.calls:
+            tell_unheard(model)
 
     @property
     def ends(self) -> list[int]:
