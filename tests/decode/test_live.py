@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from safetensors.torch import save_model
 
 import gpubound as gb
 
@@ -40,6 +41,24 @@ def test_many_rows_bring_neighbours_together(kind):
     model.model.layers[1].self_attn.q_proj.weight = torch.nn.Parameter(model.model.layers[1].self_attn.q_proj.weight.clone())
     fast.generate(given, max_new_tokens=1)
     assert adjoin(spans(model, *QKV)), "a weight put in another's place joins them at the next request"
+
+
+@pytest.mark.parametrize("kind", ["Llama", "own"])
+def test_a_decoder_that_is_refused_leaves_them_apart(kind, tmp_path):
+    """By its room before it is built, or by its certificate behind that: safetensors takes no views of one memory."""
+    model = cases.build(kind)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match=r"are free on"):
+        gb.decoder(model, 9, 10**9)
+    save_model(model, str(tmp_path / "first.safetensors"))
+    handle = model.model.layers[0].register_forward_hook(lambda module, inputs, output: output * 1.5)
+    with pytest.raises(gb.GenerateError):
+        gb.decoder(model, 9, cases.ROOM)
+    assert not adjoin(spans(model, *QKV)) and not adjoin(spans(model, *GATE_UP))
+    save_model(model, str(tmp_path / "second.safetensors"))
+    handle.remove()
+    assert all(p.equal(before[name]) for name, p in model.named_parameters())
+    assert gb.decoder(model, 9, cases.ROOM).body.live.apart is None, "the next one joins them"
 
 
 def test_few_rows_leave_every_weight_where_it_is():

@@ -6,7 +6,8 @@ optimizer's step, a load in place, a merge is seen by the next launch. What puts
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from logging import WARNING
 from typing import Any
 
@@ -18,7 +19,7 @@ from .. import lora
 from ..errors import GenerateError
 from ..layers import MLP, Attention, LMLoss, RopeTable
 from ..layers.site_parts import format_of
-from ..layers.stacked import Stacked, describe, foreign, hooked, site_of
+from ..layers.stacked import Projecting, Stacked, describe, foreign, hooked, site_of
 from ..lora.adapter import LowRank
 from ..lora.pairs import adapted_layers
 from ..models.decoding import Reader, linear_of, weight_of
@@ -136,6 +137,25 @@ def _make_neighbours(reader: Reader, stacks: Mapping[tuple[int, int], Stacked]) 
             with torch.cuda.device(device):
                 torch.cuda.empty_cache()  # where they were: blocks too small for what comes
     return why
+
+
+@contextmanager
+def left_as_found(*models: nn.Module) -> Iterator[None]:
+    """What is refused inside leaves no weights side by side that lay apart: safetensors' save_model would refuse the model."""
+    plain = [p for model in models for p in model.parameters() if type(p) is nn.Parameter]
+    before = [p.data_ptr() for p in plain]
+    try:
+        yield
+    except BaseException:
+        moved = {id(p) for p, address in zip(plain, before) if p.data_ptr() != address}
+        for module in (module for model in models for module in model.modules()):
+            if isinstance(module, Projecting) and moved & set(map(id, module.parameters())):
+                module.stacked.forget()
+        with suppress(torch.OutOfMemoryError):  # the refusal says that already
+            for p in plain:
+                if id(p) in moved and p.untyped_storage().nbytes() > p.nbytes:
+                    p.data = p.data.clone()
+        raise
 
 
 def _of_adapters(model: nn.Module) -> list[nn.Parameter]:

@@ -24,7 +24,7 @@ from ..models.registry import reader_of
 from ..parallel.pieces import any_sharded
 from ..single import Turn, Uncopied
 from ..trace import fallback, notice
-from .bind import bind, tell_unheard
+from .bind import bind, left_as_found, tell_unheard
 from .cache import CacheLayout
 from .calls import step_calls
 from .certify import DecoderCertificate, certify
@@ -266,12 +266,11 @@ def decoder(
         raise ValueError(f"decoder: split: got {split!r} without devices; name the GPUs that share the model.")
     over = None if devices is None else devices_of(devices, split)
     where = first.device if over is None else over[0]
-    with plainly(where), torch.no_grad():
+    drafts = [base_of(speculate.model)] if isinstance(speculate, Draft) else []
+    with plainly(where), torch.no_grad(), left_as_found(model, *drafts):
         shared = sliced_body if split == "tensors" else staged_body
         body = _body(model, build, fused) if over is None else shared(model, build, fused, over)
-        drafting = (
-            _body(base_of(speculate.model), Build(max_batch, max_length), fused) if isinstance(speculate, Draft) else None
-        )
+        drafting = _body(drafts[0], Build(max_batch, max_length), fused) if drafts else None
         slots = Slots(body.max_batch, body.vocab, max(ladder) * width, body.device)
         return FastDecoder(model, stepper_of(body, slots, width, drafting), ladder, tokenizer, verify)
 
