@@ -82,6 +82,19 @@ def test_files_and_folders(tmp_path):
     assert Texts(["a text"]).files is None and Texts(iter([])).files is None
 
 
+def test_a_file_of_several_names_in_one_folder_is_read_once(tmp_path, said):
+    """By the name that is no link, else by the first; one outside of the folder, too. It was learnt as often as it had names."""
+    folder, outside = tmp_path / "texts", tmp_path / "outside.txt"
+    folder.mkdir()
+    (folder / "b.txt").write_text("inside")
+    outside.write_text("outside")
+    for name, to in (("a.txt", "b.txt"), ("c.txt", outside), ("d.md", outside)):
+        (folder / name).symlink_to(to)
+    (folder / "e.txt").hardlink_to(folder / "b.txt")
+    assert Texts(folder).files == [folder / "b.txt", folder / "c.txt"] and read(folder) == ["inside", "outside"]
+    assert said() == f"gpubound: {folder}: files to read: 2; left out: 3 other names of these files.\n"
+
+
 def test_what_a_folder_holds_besides_is_counted(tmp_path, capsys, monkeypatch):
     """A folder of compressed texts beside a README would train on the README alone."""
     monkeypatch.setattr(trace, "_said", set())

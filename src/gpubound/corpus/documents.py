@@ -121,7 +121,8 @@ def files_of(path: Path) -> list[Path]:
     """The file `path`, or the files of texts in that folder and below, in the order of their paths.
 
     Names that begin with a dot are passed over: version control, caches, environments. So is .json, which is read where it is
-    named itself. Links to folders are not followed. A line counts what else is left out, such as texts that are compressed.
+    named itself. Links to folders are not followed, and a file of several names is read by one of them. A line counts what else
+    is left out, such as texts that are compressed.
     """
     if not path.is_dir():
         return [regular(path)]
@@ -139,10 +140,17 @@ def files_of(path: Path) -> list[Path]:
             f"{path}: holds no texts, wanted {KINDS} files or a saved Hugging Face dataset; "
             f"a .json is read where it is named itself."
         )
+    once = {_inode(file): file for file in sorted(found, key=lambda file: (file.is_symlink(), file), reverse=True)}
+    left["other names of these files"] = len(found) - len(once)
     if kinds := [f"{left[kind]:,} {kind}" for kind in sorted(left, key=lambda kind: (-left[kind], kind)) if left[kind]]:
         more = f" and {len(kinds) - _SHOWN} kinds more" if len(kinds) > _SHOWN else ""
-        notice(f"{path}: files to read: {len(found):,}; left out: {', '.join(kinds[:_SHOWN])}{more}.")
-    return sorted(map(regular, found))
+        notice(f"{path}: files to read: {len(once):,}; left out: {', '.join(kinds[:_SHOWN])}{more}.")
+    return sorted(once.values())
+
+
+def _inode(file: Path) -> tuple[int, int]:
+    at = regular(file).stat()
+    return at.st_dev, at.st_ino
 
 
 def _unreadable(error: OSError) -> None:
