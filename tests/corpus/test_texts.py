@@ -59,6 +59,7 @@ def test_a_file_that_two_paths_lead_to_is_refused(tmp_path, monkeypatch):
     for first, second in ((one, one), ("sub", one), (one, "sub/../sub"), (one, "link.txt")):
         sentence = refused([Path(first), Path(second)], ValueError)
         assert f" would be read twice, for {Path(first)} and for {Path(second)}; give it once" in sentence
+        assert refused(map(Path, (first, second)), ValueError) == sentence, "paths that come one by one"
     assert read([Path("sub"), "text"]) == ["text", "text"], "texts of the program may be the same"
 
 
@@ -83,7 +84,7 @@ def test_files_and_folders(tmp_path):
 
 
 def test_a_file_of_several_names_in_one_folder_is_read_once(tmp_path, said):
-    """By the name that is no link, else by the first; one outside of the folder, too. It was learnt as often as it had names."""
+    """By the name that is no link, else by the first; one outside of the folder, too. It was learnt again for each name."""
     folder, outside = tmp_path / "texts", tmp_path / "outside.txt"
     folder.mkdir()
     (folder / "b.txt").write_text("inside")

@@ -66,17 +66,18 @@ class _Given:
         _say_empty(str(self.path), empty)
 
 
-def _refuse_twice(places: list[_Given]) -> None:
-    """A file that two of the paths lead to, by whatever name: held-out documents would be trained on."""
-    owners = dict[tuple[int, int], _Given]()
-    for place in places:
-        for file in place.files:
-            at = file.stat()
-            if (owner := owners.setdefault((at.st_dev, at.st_ino), place)) is not place:
-                raise ValueError(
-                    f"texts: {file} would be read twice, for {owner.path} and for {place.path}; give it once, so that no "
-                    f"text is both held out and trained on."
-                )
+Owners = dict[tuple[int, int], _Given]  # of files, by where they lie
+
+
+def _refuse_twice(place: _Given, owners: Owners) -> None:
+    """A file that an earlier path leads to, too, by whatever name: held-out documents would be trained on."""
+    for file in place.files:
+        at = file.stat()
+        if (owner := owners.setdefault((at.st_dev, at.st_ino), place)) is not place:
+            raise ValueError(
+                f"texts: {file} would be read twice, for {owner.path} and for {place.path}; give it once, so that no "
+                f"text is both held out and trained on."
+            )
 
 
 def _say_empty(where: str, count: int) -> None:
@@ -119,8 +120,9 @@ class Texts:
         sizes = [len(item) if isinstance(item, str) else item.size for item in items if isinstance(item, str | _Given | Texts)]
         if len(sizes) == len(items) and None not in sizes:
             self.size = sum(size or 0 for size in sizes)
-        places = [item for item in items if isinstance(item, _Given)]
-        _refuse_twice(places)
+        places, owners = [item for item in items if isinstance(item, _Given)], Owners()
+        for place in places:
+            _refuse_twice(place, owners)
         if len(places) < len(items):
             return
         self.files = [file for place in places for file in place.files]
@@ -130,9 +132,11 @@ class Texts:
             )
 
     def __iter__(self) -> Iterator[Document]:
-        self.read = empty = 0
-        for number, item in enumerate(map(self._part, self.texts)):
-            before = self.read
+        self.read, empty, owners = 0, 0, Owners()
+        for number, given in enumerate(self.texts):
+            before, item = self.read, self._part(given)
+            if item is not given:  # a path that comes one by one: those of a list were looked at before
+                _refuse_twice(item, owners)
             if isinstance(item, _Given | Texts):
                 for document in item:
                     self.read = before + item.read
