@@ -1,5 +1,7 @@
 """What may change when a run is resumed: more steps, later phases, and what does not touch the numbers."""
 
+import shutil
+
 import pytest
 
 from gpubound import trace
@@ -82,6 +84,20 @@ def test_what_was_trained_with_may_not_change(book, tmp_path, changes, more, sai
     with pytest.raises(ValueError) as error:
         prepare(recipe("", tmp_path, **phases(book, *changes), **more), resume=True, progress=False)
     assert str(error.value) == (f"resume: the recipe has changed: {said}. Give the old values, or begin anew in another --out.")
+
+
+def test_a_path_may_be_written_otherwise(corpus, tmp_path, monkeypatch):
+    """What it leads to counts: relative, from the root, by a detour or a link."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("data", "names"):
+        (tmp_path / name).symlink_to(corpus)
+    shutil.copytree(corpus, tmp_path / "copy")
+    train(recipe("data", tmp_path / "run", tokenizer="data", steps=2))
+    for data, tokenizer in ((corpus, "./data"), ("run/../data", corpus), ("names", str(tmp_path / "data"))):
+        again = recipe(data, tmp_path / "run", tokenizer=str(tokenizer), steps=2)
+        assert prepare(again, resume=True, progress=False).done == 2
+    with pytest.raises(ValueError, match=r"^resume: the recipe has changed: data was \['data'\], is \['copy'\]\. "):
+        prepare(recipe("copy", tmp_path / "run", tokenizer="data", steps=2), resume=True, progress=False)
 
 
 def test_it_may_end_where_it_was_stopped(corpus, tmp_path):

@@ -6,6 +6,7 @@ resumption may change what does not touch the steps that were done.
 
 import gc
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 from ..corpus import Corpus, Tokenizer
 from ..device import resolve
 from ..errors import DataError, DeviceError, GraphError
-from ..models.registry import family_of
+from ..models.registry import family_of, is_named
 from ..parallel import ALONE, Ranks
 from ..place import Placement, as_it_is, place
 from ..trace import notice
@@ -27,7 +28,7 @@ from .checkpoint import Checkpoint, Checkpoints
 from .data import Stage, check_data, hold_out, open_data
 from .engine import deals_rows
 from .making import build_model, build_shards, outline
-from .recipe import PHASED, Recipe, check_model
+from .recipe import PHASED, SOURCES, Recipe, check_model
 from .run import Run
 
 FREE = (
@@ -245,10 +246,14 @@ def _differences(old: Recipe, new: Recipe, keys: set[str]) -> list[str]:
 
 
 def _spelled_out(recipe: Recipe) -> dict[str, Any]:
-    """The recipe's sections with their defaults filled in: who writes one of them down has changed nothing."""
+    """The recipe's sections with their defaults filled in, and where its paths lead: who writes that down, or writes a path
+    otherwise, has changed nothing."""
     adapters, objective = recipe.adapters, recipe.new_objective()
     given = fields(objective)  # type: ignore[arg-type]
     return {
+        "data": [name if name in SOURCES else os.path.realpath(name) for name in recipe.data],
+        "model": recipe.model if is_named(recipe.model) else os.path.realpath(recipe.model),
+        "tokenizer": recipe.tokenizer and os.path.realpath(recipe.tokenizer),
         "lora": adapters and asdict(adapters) | {"alpha": adapters.rank if adapters.alpha is None else adapters.alpha},
         "objective": type(objective).__name__,  # which may have two names
         "objective_options": {field.name: getattr(objective, field.name) for field in given if field.init},
