@@ -67,6 +67,8 @@ def test_answers_of_the_model_that_lay_there_before_are_not_gone_on_with(ckpt, r
     assert run(*given)[0] == run(*given)[0] == 0
     (tmp_path / "model" / "gpubound.json").write_text("{}")  # says of which step it is, and changes no answer
     assert run(*given)[0] == 0
+    monkeypatch.chdir(tmp_path)
+    assert run("model", *given[1:])[0] == 0, "the same folder, by another path"
     model = load_hf(tmp_path / "model")
     with torch.no_grad():
         model.model.norm.weight.mul_(2)

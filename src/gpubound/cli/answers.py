@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .generate import Generate
 
 SAME = ("prompt", "file", "whole", "gpus", "timeout", "output", "device", "ckpt", "verify", "k")  # what changes no answer
+PATHS = ("adapter", "tokenizer")
 MODEL = (".safetensors", ".bin", ".json")  # a model's files
 SAMPLES, BLOCK = 64, 1 << 20  # of one of them
 EVERY = 10.0  # seconds between lines of progress
@@ -121,10 +122,12 @@ def devices_of(options: "Generate") -> list[str]:
 def mark_of(options: "Generate") -> str:
     """What tells this model and these settings from others, in a few letters."""
     source = source_of(options.ckpt, options.trust_remote_code)
-    about = {name: value for name, value in asdict(options).items() if name not in SAME}
+    about = {name: value for name, value in asdict(options).items() if name not in (*SAME, *PATHS)}
     folder = source.path if isinstance(source, Checkpoint) else source
-    content = [_content(Path(place)) for place in (folder, options.adapter, options.tokenizer) if place]
-    return sha256(json.dumps([str(folder), about, content], sort_keys=True).encode()).hexdigest()[:12]
+    named = [folder, *(getattr(options, name) for name in PATHS)]
+    places = [place and os.path.realpath(place) for place in named]  # however they are written
+    content = [_content(Path(place)) for place in places if place]
+    return sha256(json.dumps([places, about, content], sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _content(place: Path) -> list[tuple[str, int, int]]:
