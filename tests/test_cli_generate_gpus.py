@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpubound import device as facts
+from gpubound import device as facts, lora
 from gpubound.cli import answers, main
+from gpubound.cli.generate import Generate
 from gpubound.cli.lines import Lines
 from gpubound.errors import DataError
 from gpubound.models import load_hf, save_hf
@@ -75,6 +76,22 @@ def test_answers_of_the_model_that_lay_there_before_are_not_gone_on_with(ckpt, r
     save_hf(model, tmp_path / "model")
     code, _, err = run(*given)
     assert code == 2 and "was written by another model or with other settings" in err
+
+
+def test_an_adapters_base_is_a_part_of_the_model(ckpt, tmp_path):
+    """It was left out: one that was trained further went on with the answers of the one before."""
+    shutil.copytree(ckpt, tmp_path / "base")
+    model = load_hf(tmp_path / "base")
+    lora.add(model, 2)
+    lora.save(model, tmp_path / "adapter")
+    options = Generate(str(tmp_path / "adapter"))
+    before = answers.mark_of(options)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    lora.remove(model)
+    assert answers.mark_of(options) == before
+    save_hf(model, tmp_path / "base")
+    assert answers.mark_of(options) != before
 
 
 @pytest.mark.parametrize("text", ['{"model_type": "llama"}', "notes", '{"number": 1, "pro\n'], ids=["json", "text", "line"])

@@ -26,7 +26,7 @@ from ..train.checkpoint import Checkpoint
 from ..train.origin import ORIGIN
 from ..train.state_file import STATE
 from .lines import Lines
-from .saved import source_of
+from .saved import base_named_in, is_adapter, source_of
 from .session import room
 from .writer import Writer, opened, together
 
@@ -121,10 +121,12 @@ def devices_of(options: "Generate") -> list[str]:
 
 def mark_of(options: "Generate") -> str:
     """What tells this model and these settings from others, in a few letters."""
-    source = source_of(options.ckpt, options.trust_remote_code)
     about = {name: value for name, value in asdict(options).items() if name not in (*SAME, *PATHS)}
-    folder = source.path if isinstance(source, Checkpoint) else source
-    named = [folder, *(getattr(options, name) for name in PATHS)]
+    sources = [source := source_of(options.ckpt, options.trust_remote_code)]
+    if isinstance(source, Path) and is_adapter(source):
+        sources.append(source_of(base_named_in(source), options.trust_remote_code))
+    folders = [source.path if isinstance(source, Checkpoint) else source for source in sources]
+    named = [*folders, *(getattr(options, name) for name in PATHS)]
     places = [place and os.path.realpath(place) for place in named]  # however they are written
     content = [_content(Path(place)) for place in places if place]
     return sha256(json.dumps([places, about, content], sort_keys=True).encode()).hexdigest()[:12]

@@ -82,7 +82,7 @@ def open_saved(
         if adapter is not None:
             raise ValueError(f"adapter: got {adapter}, and {source} is an adapter itself; give the base in its place.")
         adapter = source
-        source = source_of(_base_of(source), trust_remote_code)
+        source = source_of(base_named_in(source), trust_remote_code)
     if isinstance(source, Checkpoint):
         own = own or _run_tokenizer(source)
         model, folder = _from_checkpoint(source, own, device, kind), source.path
@@ -114,7 +114,7 @@ def _is_model(folder: Path) -> bool:
     return (folder / "config.json").exists() or is_adapter(folder)
 
 
-def _base_of(adapter: Path) -> str:
+def base_named_in(adapter: Path) -> str:
     base = read_json(adapter / ADAPTER).get("base_model_name_or_path")
     if not isinstance(base, str) or not (Path(base).exists() or is_hub_name(base)):
         raise DataError(f"{adapter}: the base of this adapter, {base}, is not there; give BASE --adapter {adapter}.")
