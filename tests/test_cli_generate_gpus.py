@@ -198,10 +198,22 @@ def test_what_makes_no_sense_is_refused(ckpt, capsys, options, sentence):
     assert capsys.readouterr().err == f"gpubound generate: {sentence}\n"
 
 
-def test_a_line_without_a_prompt_is_refused(ckpt, run, tmp_path):
-    (tmp_path / "prompts.jsonl").write_text('"fine"\n{"text": "no"}\n')
-    code, _, err = run(ckpt, "--file", tmp_path / "prompts.jsonl")
-    assert code == 2 and """file: '{"text": "no"}' has no prompt; write {"prompt": "..."}, or a text in quotes.""" in err
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ('{"text": "no"}', """'{"text": "no"}' has no prompt; write {"prompt": "..."}, or a text in quotes."""),
+        ('{"prompt": ""}', "the prompt is empty; give it at least one character to go on from, or leave the line out."),
+        ('"\\ud800"', "is not a text in UTF-8 (at character 1); convert it first."),
+        ("[" * 100_000, " is no JSON ("),
+    ],
+    ids=["none", "empty", "half a character", "deep"],
+)
+def test_a_line_without_a_prompt_is_refused_by_its_number(ckpt, run, tmp_path, line, said):
+    """One that was nested deep had ended in a traceback."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'"fine"\n\n{line}\n')
+    code, _, err = run(ckpt, "--file", file)
+    assert code == 2 and err.startswith(f"gpubound generate: {file}:3: ") and said in err and "Traceback" not in err
 
 
 # --- copies that end ---

@@ -23,7 +23,8 @@ def read_prompts(options: "Generate") -> list[str]:
         if options.whole:
             prompts = [text.removesuffix("\n")]
         elif options.file.endswith(".jsonl"):
-            prompts = [_prompt_of(line) for line in text.split("\n") if line.strip()]
+            lines = enumerate(text.split("\n"), 1)
+            prompts = [_prompt_of(line, f"{where}:{number}") for number, line in lines if line.strip()]
         else:
             prompts = [line for line in text.split("\n") if line.strip()]
     elif not sys.stdin.isatty():
@@ -35,16 +36,19 @@ def read_prompts(options: "Generate") -> list[str]:
     return prompts
 
 
-def _prompt_of(line: str) -> str:
-    """The prompt in a line of JSON."""
+def _prompt_of(line: str, where: str) -> str:
+    """The prompt in a line of JSON, which stands at `where`."""
     try:
         found = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"file: {shown(line)} is no JSON ({error}); a .jsonl has a line of JSON for each prompt.") from error
+    except (ValueError, RecursionError) as error:  # RecursionError: nested a thousand deep
+        said = f"{where}: {shown(line)} is no JSON ({error}); a .jsonl has a line of JSON for each prompt."
+        raise ValueError(said) from error
     prompt = found.get("prompt") if isinstance(found, dict) else found
     if not isinstance(prompt, str):
-        raise ValueError(f'file: {shown(line)} has no prompt; write {{"prompt": "..."}}, or a text in quotes.')
-    check_text("file", prompt)
+        raise ValueError(f'{where}: {shown(line)} has no prompt; write {{"prompt": "..."}}, or a text in quotes.')
+    if not prompt:
+        raise ValueError(f"{where}: the prompt is empty; give it at least one character to go on from, or leave the line out.")
+    check_text(where, prompt)
     return prompt
 
 
