@@ -173,8 +173,8 @@ def test_files_that_are_no_config(tmp_path, capsys):
         f"gpubound train: config: {tmp_path / 'list.yaml'} holds a list, wanted keys and values such as 'steps: 2000'."
     )
     assert second == (
-        f"gpubound train: config: {tmp_path / 'none.yaml'} cannot be read as YAML: [Errno 2] No such file or directory: "
-        f"'{tmp_path / 'none.yaml'}'; see gpubound train --help."
+        f"gpubound train: {tmp_path / 'none.yaml'}: cannot be read: No such file or directory; check the path, its permissions "
+        f"and its disk."
     )
     assert third.startswith(f"gpubound train: config: {tmp_path / 'broken.yaml'} cannot be read as YAML: while parsing")
 

@@ -350,7 +350,7 @@ def test_tokenizers_that_go_wrong(tmp_path):
 
     assert refused(tmp_path / "a", tokenizer=Beyond()) == "tokenizer: gave ids from 5 to 300, wanted 0 to 256."
     assert refused(tmp_path / "b", [], kind=ValueError) == (
-        f"Corpus.build: {tmp_path / 'b'}: the texts hold no tokens, wanted at least one document."
+        f"Corpus.build: {tmp_path / 'b'}: the texts hold no tokens, wanted at least one document; give others."
     )
     assert refused(tmp_path / "c", shard_tokens=0, kind=ValueError) == (
         "Corpus.build: got shard_tokens=0, workers=0, wanted 1 or more and 0 or more."

@@ -22,6 +22,7 @@ import yaml
 
 from ..corpus.shards import CLAIM, MANIFEST
 from ..device import resolve
+from ..files import reading
 from ..lora.files import CONFIG as ADAPTER
 from ..models.registry import trainable
 from ..monitor.live import check_log
@@ -208,8 +209,9 @@ def _check_contents(folder: Path, options: Train) -> None:
 def from_file(path: str) -> Train:
     """The options in a YAML file. An unknown key is an error that names the near one."""
     try:
-        found: Any = yaml.load(Path(path).read_text(encoding="utf-8"), AsWritten)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        with reading(Path(path)):
+            found: Any = yaml.load(Path(path).read_text(encoding="utf-8"), AsWritten)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(
             f"config: {path} cannot be read as YAML: {' '.join(str(error).split())}; see gpubound train --help."
         ) from error

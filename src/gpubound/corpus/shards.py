@@ -152,7 +152,9 @@ class Shards:
         """Write the shard, if anything is in it."""
         if not self.filling:
             if not self.names:
-                raise ValueError(f"Corpus.build: {self.path}: the texts hold no tokens, wanted at least one document.")
+                raise ValueError(
+                    f"Corpus.build: {self.path}: the texts hold no tokens, wanted at least one document; give others."
+                )
             return
         name, about = shard_name(len(self.names)), {key: self.settings[key] for key in ("vocab_size", "tokenizer")}
         masked = any(mask is not None for _, mask in self.filling)
