@@ -1,5 +1,7 @@
 """DeepSeek-V4 with each layer sliced over devices: every kind of layer, in numbers and in the codes it is published in."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -69,6 +71,26 @@ def test_devices_at_once_wait_for_each_other(way, monkeypatch):
     compute_at_once(fast, monkeypatch)
     fast.body.poison()
     assert fast.generate(given, max_new_tokens=9, **how).tokens == want
+
+
+def test_a_trial_launch_leaves_the_request_as_it_was(monkeypatch):
+    """It comes behind the request's prompt, and its devices wait for nobody: the second finds no token and no position."""
+    fast, prompt = sliced(verify=False), cases.text(9).tolist()
+    want = fast.generate(prompt, max_new_tokens=6).tokens
+    graphs = fast.graphs
+
+    def made(rows, steps, way):
+        saved = graphs._state(rows)
+        for number in (1, 0):
+            graphs._run_on(number, rows, 1, way)
+        assert fast.body.spans[1].layers[0].attention.window.data.isnan().any()
+        for tensor, before in saved:
+            tensor.copy_(before)
+        return partial(graphs.run, rows, steps, way)
+
+    monkeypatch.setattr(graphs, "_make", made)
+    graphs.clear()
+    assert fast.generate(prompt, max_new_tokens=6).tokens == want
 
 
 def test_a_token_that_does_not_come_is_no_token(monkeypatch):

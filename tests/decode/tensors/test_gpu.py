@@ -10,6 +10,7 @@ from gpubound.kernels import send_words
 from gpubound.watch import watch
 
 from .. import cases
+from ..compressed import cases as compressed
 from ..stages.test_gpu import TWO, served
 
 pytestmark = [
@@ -26,6 +27,20 @@ def test_families_in_fp32(kind):
     given = cases.prompts()
     found = fast.generate(given, max_new_tokens=40).tokens
     assert found == [cases.likeliest(fast.model, prompt, row) for prompt, row in zip(given, found)]
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 3, "logprobs": True}], ids=["greedy", "sampled"])
+def test_streams_of_deepseek_v4(how):
+    """In fp32, both devices at once; the greedy tokens are the model's own, whose layers stay on the CPU."""
+    model = compressed.build()
+    fast = gb.decoder(model, 3, compressed.ROOM, devices=TWO, split="tensors")
+    given = [compressed.text(length, seed=length).tolist() for length in (3, 30, 11)]
+    found = fast.generate(given, max_new_tokens=20, **how).tokens
+    if not how:
+        wanted = (compressed.own_logits(model, torch.tensor([*p, *row[:-1]])) for p, row in zip(given, found))
+        assert found == [logits[len(p) - 1 :].argmax(-1).tolist() for p, logits in zip(given, wanted)]
+    fast.graphs.launch = Stepper(fast.body, fast.slots).run
+    assert fast.generate(given, max_new_tokens=20, **how).tokens == found
 
 
 @pytest.mark.parametrize(

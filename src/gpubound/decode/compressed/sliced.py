@@ -201,6 +201,10 @@ class SlicedStreams(CompressedBody):
     def bytes_a_step(self, live: list[int]) -> int:
         return sum(bytes_read(ends, span.layers, live, 1) for ends, span in zip(self.slices, self.spans))
 
+    def carried(self) -> list[Tensor]:
+        """All of the state: a trial launch, which waits for nobody, may find no position, and writes at another's place."""
+        return self.state()
+
     def shares(self) -> list[tuple[str, str, str]]:
         rows = []
         for plan, span, ends in zip(self.plans, self.spans, self.slices):
