@@ -17,6 +17,7 @@ from torch import Tensor
 import gpubound
 from gpubound import kernels, measure
 from gpubound.cli import arguments, guarded
+from gpubound.decode.stages.spread import SPLITS
 from gpubound.decode.steps import LaunchWay
 from gpubound.device import resolve
 from gpubound.kernels import hyper_connections, sinkhorn
@@ -94,6 +95,8 @@ def main(argv: Sequence[str]) -> int:
     parts = chosen("--parts", options.parts, PARTS)
     if options.rounds < 3:
         raise ValueError(f"--rounds: got {options.rounds}, wanted at least 3, or there is no median to speak of.")
+    if options.split not in SPLITS:
+        raise ValueError(f"--split: got {options.split!r}, wanted {' or '.join(SPLITS)}.")
     need_transformers("bench deepseek")
     device = resolve("cpu" if options.dry else "require")
     bench = Bench.of(options, "deepseek", device, argv)

@@ -83,21 +83,23 @@ def test_flash_itself():
     assert sum(t.nbytes for t in (*model.parameters(), *model.buffers())) == pytest.approx(162e9, rel=0.01)
 
 
-def test_flash_in_stages(bench, monkeypatch):
-    """Its layers in equal shares, and tokens that its own forward gives, across the devices, too."""
-    seconds = iter([0.002] * 3)
-    monkeypatch.setattr(bench_deepseek, "captured", lambda *given: next(seconds))
-    measure_flash(bench, 2, DRY, 3)
-    assert not bench.wrong and [(line.case, line.peer_name, line.gate) for line in bench.lines] == [
-        ("v4, Flash in fp4 batch 1 on 2", "budget", 1.0),
-        ("v4, Flash in fp4 batch 1 on 2", "roofline", None),
-    ]
+@pytest.mark.parametrize(("split", "told", "rate"), [("layers", "", 1e12), ("tensors", ", each layer split", 2e12)])
+def test_flash_on_two(bench, monkeypatch, split, told, rate):
+    """Its layers in equal shares, or each on both, which then read at once; its tokens are those of its own forward."""
+    made, read = [], bench_deepseek.decoder_of
+    monkeypatch.setattr(bench_deepseek, "captured", lambda *given: 0.002)
+    monkeypatch.setattr(bench_deepseek, "decoder_of", lambda *given, **named: made.append(read(*given, **named)) or made[-1])
+    measure_flash(bench, 2, split, DRY, 3)
+    case = f"v4, Flash in fp4 batch 1 on 2{told}"
+    assert not bench.wrong
+    assert [(line.case, line.peer_name, line.gate) for line in bench.lines] == [(case, "budget", 1.0), (case, "roofline", None)]
     assert [line.ours for line in bench.lines] == [500.0, 500.0]
+    assert bench.lines[1].peer == pytest.approx(rate / made[0].body.bytes_a_step([DRY.prompt + DRY.ours // 2]), rel=1e-3)
 
 
 def test_flash_on_fewer_gpus_than_asked_for(bench):
     bench.dry = False
-    measure_flash(bench, 400, DRY, 3)
+    measure_flash(bench, 400, "layers", DRY, 3)
     (said,) = bench.unmeasured
     assert (
         said.startswith("v4, Flash in fp4: needs 400 GPUs, and ") and said.endswith(" visible; pass --gpus") and not bench.lines
@@ -115,6 +117,7 @@ def test_a_dry_run_of_the_small_parts(capsys):
     [
         (["--parts", "end"], "--parts: got 'end', wanted some of step, codes, streams, memory, flash."),
         (["--rounds", "2"], "--rounds: got 2, wanted at least 3, or there is no median to speak of."),
+        (["--split", "rows"], "--split: got 'rows', wanted layers or tensors."),
     ],
 )
 def test_what_is_refused(capsys, options, sentence):

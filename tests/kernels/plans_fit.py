@@ -39,7 +39,7 @@ SHAPES: dict[str, list[tuple]] = {
     "dynamic_tanh": NORMS,
     "geglu": [(72, False)],
     "hc_pre": [(), (4, True)],
-    "hc_write": [(), (4, True, 6)],
+    "hc_write": [(), (4, True, 6), (4, True, 0, True)],
     "layer_norm": NORMS,
     "linear_cross_entropy": [(8208, False, False), (8208, False, False, True, True)],
     "lora_down": [
@@ -96,6 +96,8 @@ SHAPES: dict[str, list[tuple]] = {
     "rms_norm": STILL,
     "rope": [(14, 2, 64, 32), (32, 8, 128, 64)],
     "rope_qkv": [(32, 8, 128, 64)],
+    "send_products": [(), (True,)],
+    "send_words": [(), (6,)],
     "sparse_attention": [(512,), (512, True, False, True), (512, False, False, False)],
     "swiglu": [(14336, True)],
     "swiglu_backward": [(14336,)],
@@ -106,6 +108,7 @@ SHAPES: dict[str, list[tuple]] = {
 # GPUs before 8.9 can neither round to it nor read it: there they fall back
 FP8 = ("quantize", "quantize_rows", "quantize_swiglu", "quantize_swiglu_backward")
 READS_FP8 = [("norm_products", shape) for shape in ((0.0, True, True), (None, True, False))]
+READS_FP8.append(("send_products", (True,)))
 
 
 def compile_all(capability: int) -> None:

@@ -27,7 +27,7 @@ from ..stages.plan import LayerStage, described
 from .attention import LatentAttention
 from .ends import Ends, ends_of
 from .products import NARROW
-from .span import Attend, Passage, StreamedLayer, StreamedSpan, When, bytes_kept, weights_of
+from .span import Attend, SpanPass, StreamedLayer, StreamedSpan, When, bytes_kept, weights_of
 from .streams import streams_of
 from .trial import Trial, try_body
 
@@ -108,7 +108,7 @@ class CompressedBody(Body):
         span, streams = self.spans[number], x.view(len(x), 1, self.ends.streams, -1)
         now, rows = span.moment(position[:, None]), slice(first, first + len(x))
         with chained(span.device):
-            *_, (_, y) = Passage(span, streams_of(streams), token.long(), now, LatentAttention.step, rows).run()
+            *_, (_, y) = SpanPass(span, streams_of(streams), token.long(), now, LatentAttention.step, rows).run()
         streams.copy_(y)
 
     @torch.no_grad()
@@ -150,7 +150,7 @@ class CompressedBody(Body):
         yield "model.embed_tokens", x
         for span in self.spans:
             token_N = token_BT.to(span.device).flatten()
-            for name, y in Passage(span, streams_of(x.to(span.device)), token_N, when(span), attend).run():
+            for name, y in SpanPass(span, streams_of(x.to(span.device)), token_N, when(span), attend).run():
                 yield name, y
             x = y
 

@@ -32,7 +32,7 @@ from .attention import LatentAttention
 from .body import SCORED, CompressedBody, Place, bytes_read
 from .ends import Ends, ends_of
 from .slices import ends_slice, indivisible, slice_of
-from .span import Attend, Passage, StreamedLayer, bytes_kept
+from .span import Attend, SpanPass, StreamedLayer, bytes_kept
 from .streams import SharedStreams, streams_of
 
 
@@ -63,7 +63,7 @@ def described(plan: SlicePlan, weights: int, kept: int) -> str:
     return f"{part}, {words}: {readable(weights)} of weights, {readable(kept)} of state"
 
 
-class Said(NamedTuple):
+class SliceLogits(NamedTuple):
     """Of a slice's words: logits, and their partial maxima."""
 
     logits: Tensor
@@ -71,13 +71,13 @@ class Said(NamedTuple):
     arg: Tensor
 
     @classmethod
-    def of(cls, rows: int, words: int, device: torch.device) -> "Said":
+    def of(cls, rows: int, words: int, device: torch.device) -> "SliceLogits":
         parts = -(-words // PARTIAL_ROWS)
         logits, best = (torch.zeros(rows, size, device=device, dtype=torch.float32) for size in (words, parts))
         return cls(logits, best, torch.zeros(rows, parts, device=device, dtype=torch.int32))
 
-    def rows(self, count: int) -> "Said":
-        return Said(*(t[:count] for t in self))
+    def rows(self, count: int) -> "SliceLogits":
+        return SliceLogits(*(t[:count] for t in self))
 
 
 class SlicedStreams(CompressedBody):
@@ -92,7 +92,7 @@ class SlicedStreams(CompressedBody):
         home = {"logits": words, "best": -(-words // PARTIAL_ROWS), "arg": -(-words // PARTIAL_ROWS)}
         self.peers = connected(devices, B, hidden, B, home, {"token": (B, 1), "position": (B, 1)})
         self.places = [torch.zeros(2, B, 1, device=device, dtype=torch.int32) for device in devices]  # token, position
-        self.said = [Said.of(B, len(plan.words), plan.device) for plan in plans]
+        self.said = [SliceLogits.of(B, len(plan.words), plan.device) for plan in plans]
         super().__init__(reader, build, [LayerStage(device, range(len(reader.trunk.layers))) for device in devices])
 
     def _take(self) -> None:
@@ -126,12 +126,12 @@ class SlicedStreams(CompressedBody):
     def step_on(self, number: int, rows: int, token: Tensor, position: Tensor, kinds: Sequence[str]) -> None:
         """A step of one device, while the others do theirs."""
         with chained(self.device):
-            passage = self._begun(number, token[:rows], position[:rows])
-            for _ in passage.run():
+            walk = self._begun(number, token[:rows], position[:rows])
+            for _ in walk.run():
                 pass
-            self._end(number, passage, kinds)
+            self._end(number, walk, kinds)
 
-    def _begun(self, number: int, token: Tensor, position: Tensor) -> Passage:
+    def _begun(self, number: int, token: Tensor, position: Tensor) -> SpanPass:
         """Tokens and positions, from the first device to the others; and the streams before the first layer."""
         peer, span = self.peers[number], self.spans[number]
         peer.begin()
@@ -142,11 +142,11 @@ class SlicedStreams(CompressedBody):
             token_B1, position_B1 = (one.clamp_min(0).long() for one in given)  # -1 where a device has waited in vain
             x = self.slices[number].enter(token_B1)
             x = x if number == 0 else x.masked_fill((given[0] < 0)[..., None, None], float("nan"))
-        return Passage(span, SharedStreams(x, peer), token_B1[:, 0], span.moment(position_B1), LatentAttention.step)
+        return SpanPass(span, SharedStreams(x, peer), token_B1[:, 0], span.moment(position_B1), LatentAttention.step)
 
-    def _end(self, number: int, passage: Passage, kinds: Sequence[str]) -> None:
+    def _end(self, number: int, walk: SpanPass, kinds: Sequence[str]) -> None:
         """What `kinds` names of a slice's words, and of all slices' together on the first device."""
-        peer, x, words = self.peers[number], passage.streams.x.flatten(0, 1), self.plans[number].words
+        peer, x, words = self.peers[number], walk.streams.x.flatten(0, 1), self.plans[number].words
         with entered(peer.device):
             said = self.said[number].rows(len(x))
             self.slices[number].leave(x, *said)
@@ -168,7 +168,7 @@ class SlicedStreams(CompressedBody):
         for span, ends in zip(self.spans, self.slices):
             token = token_BT.to(span.device)
             with entered(span.device):
-                going.append(Passage(span, streams_of(ends.enter(token)), token.flatten(), when(span), attend))
+                going.append(SpanPass(span, streams_of(ends.enter(token)), token.flatten(), when(span), attend))
         self._reached = [one.streams.x for one in going]
         yield "model.embed_tokens", self._reached[0]
         for part, name in enumerate(going[0].names):

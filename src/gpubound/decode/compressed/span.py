@@ -81,7 +81,7 @@ class StreamedSpan:
         return sum(weights.values()), sum(t.nbytes for layer in self.layers for t in layer.attention.tensors())
 
 
-class Passage:
+class SpanPass:
     """The way of some tokens through the layers of a span, part by part: attention and MLP in turn."""
 
     def __init__(
