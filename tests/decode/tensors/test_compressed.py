@@ -34,6 +34,14 @@ def test_tokens_are_those_of_the_model(devices):
     assert fast.body.bytes_a_step([30]) > whole.body.bytes_a_step([30])  # what all heads read is read by each
 
 
+def test_the_plan_is_printed_and_stands_in_the_table(said):
+    """As much as is then there: each tensor is counted, also while it is only planned."""
+    fast = sliced(verify=False)
+    lines = [line.partition("): ")[2] for line in said().splitlines() if "slice" in line and ": part" in line]
+    assert lines[1].startswith("part 2 of 2 of each layer, words 48 to 88: ") and lines[1].endswith(" of state")
+    assert [(f"slice {number}", "cpu", line) for number, line in enumerate(lines)] == fast.body.shares()
+
+
 def test_the_stream_is_the_same_on_all_devices():
     fast = sliced(devices=2).body
     fast.begin(None)

@@ -220,7 +220,7 @@ def _stretch(start: int, end: int, lengths_B: Tensor) -> Place:
 
 def bytes_read(ends: Ends, layers: Sequence[StreamedLayer], live: list[int], tokens: int) -> int:
     """By a step of rows that are so long."""
-    read, experts = ends.read(), 0.0
+    read, experts = {t.data_ptr(): t.nbytes for t in ends.read()}, 0.0
     for layer in layers:
         w, own = layer.mixture.weights, layer.mixture.experts
         unread = {t.data_ptr() for t in (*own.tensors(), w.table) if t is not None}

@@ -47,9 +47,14 @@ class Ends(NamedTuple):
         """Of streams that are collapsed, at once."""
         return F.linear(normed(h, self.norm).to(self.head.dtype), self.head).float()
 
-    def read(self) -> dict[int, int]:
-        """The bytes of what a step reads of it, by address."""
-        return {t.data_ptr(): t.nbytes for t in (*self.collapse.tensors(), self.norm.weight, self.head)}
+    def read(self) -> list[Tensor]:
+        """What a step reads whole: all but the embedding."""
+        return [*self.collapse.tensors(), self.norm.weight, self.head]
+
+    @property
+    def nbytes(self) -> int:
+        shared = self.head.data_ptr() == self.embed.data_ptr() and not self.head.is_meta
+        return sum(t.nbytes for t in self.read()) + (0 if shared else self.embed.nbytes)
 
 
 def ends_of(reader: CompressedReader) -> Ends:

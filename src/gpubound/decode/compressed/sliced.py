@@ -44,7 +44,7 @@ def compressed_slices(model: object, build: Build, devices: Sequence[torch.devic
     for plan, free in zip(plans, rooms_beside(devices)):
         on_meta = SlicePlan(META, plan.number, plan.count, plan.words)
         weights = sum(t.nbytes for layer in layers for t in slice_of(layer, on_meta).tensors())
-        ends = sum(ends_slice(ends_of(reader), on_meta).read().values()) + weight_of(reader.trunk.embed_tokens).nbytes
+        ends = ends_slice(ends_of(reader), on_meta).nbytes
         kept = sum(bytes_kept(reader, build, weight_of(reader.model.lm_head).dtype))
         needed = weights + ends + kept + build.max_batch * 4 * (3 * words if plan.number == 0 else len(plan.words))
         if needed > free:
@@ -209,8 +209,7 @@ class SlicedStreams(CompressedBody):
         rows = []
         for plan, span, ends in zip(self.plans, self.spans, self.slices):
             weights, kept = span.nbytes()
-            what = described(plan, weights + sum(ends.read().values()) + ends.embed.nbytes, kept)
-            rows.append((f"slice {plan.number}", str(plan.device), what))
+            rows.append((f"slice {plan.number}", str(plan.device), described(plan, weights + ends.nbytes, kept)))
         return rows
 
 
