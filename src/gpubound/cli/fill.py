@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 NEW, BLOCK = 128, 32  # tokens of an answer, and of a block where they divide the answer
 DECODERS = (
     "chat", "system", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "logprobs", "max_length", "k", "weights",
-    "cache", "speculate", "fused", "verify", "table",
+    "cache", "speculate", "split", "fused", "verify", "table",
 )  # fmt: skip
 """What a decoder alone has."""
 FILLS = ("steps", "block", "guidance")

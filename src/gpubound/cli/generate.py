@@ -16,6 +16,7 @@ import tyro
 
 from ..decode.request import Choice
 from ..decode.result import Generated
+from ..decode.stages.spread import SPLITS
 from ..device import label
 from . import arguments
 from .many import check_timeout
@@ -38,6 +39,7 @@ class Generate:
               gpubound generate demo-run --file prompts.txt --json
               gpubound generate path/to/checkpoint --chat
               gpubound generate path/to/checkpoint --file prompts.jsonl --gpus 8 --output answers.jsonl
+              gpubound generate path/to/large --prompt "Once" --gpus 4 --split tensors
     """
 
     ckpt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CKPT")]
@@ -101,6 +103,9 @@ class Generate:
     gpus: int | None = None
     """Deal the prompts to this many copies of the model, one on each GPU; with --device cpu, so many processes. What they write
     comes as one line of JSON for each sequence, in the order of the prompts, the same as of one copy."""
+    split: str | None = None
+    """layers or tensors: the GPUs share one copy of the model, in stages or each with a slice of every layer, for up to 8
+    sequences at once. --gpus says how many; by default all that are visible."""
     timeout: float = 10.0
     """With --gpus or --output: minutes in which a copy may give no sign of life, while it loads or writes. One that hangs is
     ended, and another goes on with its prompts."""
@@ -134,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         check(options)
         prompts = [] if options.chat else read_prompts(options)
-        if options.gpus is not None or options.output is not None:
+        if dealt(options):
             from .answers import answer
 
             return answer(options, prompts)
@@ -148,6 +153,11 @@ def main(argv: Sequence[str]) -> int:
         if not str(error).startswith("generate: "):  # as the command line's own sentences do: once is enough
             raise
         raise ValueError(str(error).removeprefix("generate: ")) from error
+
+
+def dealt(options: Generate) -> bool:
+    """Whether the prompts are dealt to copies of the model, which write lines."""
+    return (options.split is None and options.gpus is not None) or options.output is not None
 
 
 def check(options: Generate) -> None:
@@ -171,13 +181,25 @@ def check(options: Generate) -> None:
         raise ValueError("system: it begins a conversation; give --chat with it.")
     if options.whole and options.file is None:
         raise ValueError("whole: it takes a file as a single prompt; give --file with it.")
-    if options.logprobs and not options.json and options.gpus is None and options.output is None:
+    check_split(options)
+    if options.logprobs and not options.json and not dealt(options):
         raise ValueError("logprobs: they are a part of the JSON; give --json, --gpus or --output with it.")
-    for name in ("chat", "echo", "json", "table") if options.gpus is not None or options.output is not None else ():
+    for name in ("chat", "echo", "json", "table") if dealt(options) else ():
         if getattr(options, name):
             raise ValueError(f"{name}: --gpus and --output write a line of JSON for each sequence; leave --{name} out.")
     if sum((bool(options.prompt), options.file is not None, options.chat)) > 1:
         raise ValueError("prompt: give one of --prompt, --file and --chat.")
+
+
+def check_split(options: Generate) -> None:
+    if options.split is None:
+        return
+    if options.split not in SPLITS:
+        raise ValueError(f"split: got {options.split!r}, wanted {' or '.join(SPLITS)}.")
+    if options.output is not None:
+        raise ValueError("output: its lines are written by copies of the model, and with --split there is one; leave one out.")
+    if options.gpus == 1:
+        raise ValueError("gpus: got 1, but with --split at least 2 share the model; leave --split out.")
 
 
 def write(options: Generate, saved: Saved, prompts: list[str]) -> int:

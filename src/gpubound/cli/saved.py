@@ -6,7 +6,7 @@ The model is a Hugging Face folder, one by its name on the hub, a run of `gpubou
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -26,6 +26,7 @@ from ..errors import DataError
 from ..files import read_json
 from ..layers.vocabulary import head_of
 from ..lora.files import CONFIG as ADAPTER
+from ..models.deepseek_v4.checkpoint import is_coded
 from ..models.folder import Beyond, dtype_asked, ends_of, read_config, read_generation
 from ..models.foreign import attempt, load_foreign, needs_transformers
 from ..models.registry import family_of, is_named
@@ -61,21 +62,31 @@ class Saved:
     folder: Path  # where the weights were read
     ends: tuple[int, ...]  # tokens that end a text: the tokenizer's, and those that the model's files name
     positions: int  # tokens that the model is made for
-    device: torch.device
+    devices: tuple[torch.device, ...]  # where it is run: several share it
     begun: float  # when it was asked for
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens are chosen."""
+        return self.devices[0]
 
 
 def open_saved(
     path: str | Path,
-    device: torch.device,
+    device: torch.device | Sequence[torch.device],
     dtype: str = "auto",
     tokenizer: str | None = None,
     trust_remote_code: bool = False,
     adapter: str | Path | None = None,
 ) -> Saved:
-    """`dtype` auto is the one that was saved. `tokenizer`: another folder's instead of its own. `adapter`: a folder with one,
+    """`device`: several are to share the model. Its decoder gives each a part; until then it lies in the host's memory, or, in
+    codes, its layers on the devices.
+
+    `dtype` auto is the one that was saved. `tokenizer`: another folder's instead of its own. `adapter`: a folder with one,
     which becomes part of the weights."""
     begun, kind = time.perf_counter(), dtype_asked(dtype)
+    devices = (device,) if isinstance(device, torch.device) else tuple(device)
+    lies = devices[0] if len(devices) == 1 else torch.device("cpu")
     own = Tokenizer.load(tokenizer) if tokenizer else None
     source = source_of(path, trust_remote_code)
     if isinstance(source, Path) and is_adapter(source):
@@ -85,18 +96,19 @@ def open_saved(
         source = source_of(base_named_in(source), trust_remote_code)
     if isinstance(source, Checkpoint):
         own = own or _run_tokenizer(source)
-        model, folder = _from_checkpoint(source, own, device, kind), source.path
+        model, folder = _from_checkpoint(source, own, lies, kind), source.path
         told: dict[str, Any] = {}
     else:
         about = read_config(source)
         own, told = own or _folder_tokenizer(source, trust_remote_code), read_generation(source, about)
-        model, folder = _from_folder(source, about, device, kind, trust_remote_code), source
+        onto = devices if len(devices) > 1 and is_coded(about) else lies
+        model, folder = _from_folder(source, about, onto, kind, trust_remote_code), source
     if adapter is not None:
         lora.load(model, adapter, name="given")
     if lora.parameters(model):
         merge(model)
     ends = [*([] if own.eos is None else [own.eos]), *ends_of(told)]
-    return Saved(model.eval(), own, folder, tuple(dict.fromkeys(ends)), _positions(model), device, begun)
+    return Saved(model.eval(), own, folder, tuple(dict.fromkeys(ends)), _positions(model), devices, begun)
 
 
 def source_of(path: str | Path, trust_remote_code: bool = False) -> Path | Checkpoint:
@@ -135,9 +147,10 @@ def find(path: Path) -> Path | Checkpoint:
 
 
 def _from_folder(
-    folder: Path, about: dict[str, Any], device: torch.device, dtype: torch.dtype | None, trust_remote_code: bool
+    folder: Path, about: dict[str, Any], device: Any, dtype: torch.dtype | None, trust_remote_code: bool
 ) -> nn.Module:
-    """By the loader of a family of ours; what none of them reads, by transformers."""
+    """By the loader of a family of ours; what none of them reads, by transformers. Of a folder in codes, `device` may be
+    several."""
     if (foreign := _foreign(folder, about)) is None:
         return family_of(str(folder)).load(folder, device, dtype)
     needs_transformers(f"{folder}: {foreign}")
@@ -272,13 +285,15 @@ def build(options: "Generate", saved: Saved, probe: list[list[int]], length: int
     tokenizer = SimpleNamespace(encode=saved.tokenizer.encode, decode=decode)
     way: dict[str, Any] = {"fused": options.fused, "verify": VERIFY[options.verify]}
     way |= {"speculate": options.speculate, "weights": options.weights, "cache": options.cache}
+    if options.split is not None:
+        way |= {"devices": list(saved.devices), "split": options.split}
     made = decoder(saved.model, len(probe) * options.n, length, k, tokenizer=tokenizer, **way)
     for _ in range(2 if saved.device.type == "cuda" else 0):  # what such a request compiles, then captures: not on its clock
         made.generate(probe, **settings_of(options, saved) | {"max_new_tokens": sum(made.ladder), "stop": ()})
     first = next(saved.model.parameters())
     parts = [
         f"{saved.folder}: {quantity(sum(p.numel() for p in saved.model.parameters()))} parameters",
-        f"{str(first.dtype).removeprefix('torch.')} on {label(saved.device)}",
+        f"{str(first.dtype).removeprefix('torch.')} on {_where(saved)}",
         f"its own forward ({made.path})" if made.path else made.kernels,
         f"ready in {time.perf_counter() - saved.begun:.2f} s",
     ]
@@ -286,6 +301,10 @@ def build(options: "Generate", saved: Saved, probe: list[list[int]], length: int
     if options.table:
         print(made, file=sys.stderr, flush=True)
     return made
+
+
+def _where(saved: Saved) -> str:
+    return label(saved.device) if len(saved.devices) == 1 else f"{len(saved.devices)} x {label(saved.device)}"
 
 
 def settings_of(options: "Generate", saved: Saved) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from ..decode.layer import NARROW
 from ..decode.result import Generated
 from ..device import resolve
 from .fill import build as build_sampler, check_kind, fills, settings_of as filling_of
@@ -16,7 +19,8 @@ NEW = 256  # tokens that a text goes on for, unless asked otherwise
 def opened(options: "Generate", device: str) -> Saved:
     """The model that the options name, on its device."""
     names = ("dtype", "tokenizer", "trust_remote_code", "adapter")
-    saved = open_saved(options.ckpt, resolve(device), **{name: getattr(options, name) for name in names})
+    over = sharing(options) if options.split is not None else [resolve(device)]
+    saved = open_saved(options.ckpt, over, **{name: getattr(options, name) for name in names})
     check_kind(options, saved)
     return saved
 
@@ -48,9 +52,24 @@ class Writer:
         ]
 
 
+def sharing(options: "Generate") -> list[torch.device]:
+    """The devices that share one copy of the model."""
+    given, there = resolve(options.device), torch.cuda.device_count()
+    if given.type == "cuda" and options.device.startswith("cuda:"):
+        raise ValueError(f"device: got {options.device}, a single GPU, with --split; leave one out.")
+    if options.gpus is None and (given.type == "cpu" or there < 2):
+        seen = f"{there} GPU{' is' if there == 1 else 's are'} visible" if given.type == "cuda" else "no GPU is used"
+        raise ValueError(f"split: {seen}, and at least 2 devices share the model; name more GPUs, or give --gpus.")
+    count = options.gpus or there
+    if given.type == "cuda" and count > there:
+        raise ValueError(f"gpus: got {count}, wanted at most the {there} GPUs that are visible.")
+    return [given] * count if given.type == "cpu" else [torch.device("cuda", number) for number in range(count)]
+
+
 def together(options: "Generate") -> int:
     """How many prompts are written on at once."""
-    return max(1, options.batch // options.n)
+    batch = min(options.batch, NARROW) if options.split == "tensors" else options.batch
+    return max(1, batch // options.n)
 
 
 def filler(options: "Generate", saved: Saved, ids: list[list[int]], together: int) -> tuple[Any, dict[str, Any]]:

@@ -21,9 +21,12 @@ LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def load_foreign(
-    folder: Path, device: torch.device, dtype: torch.dtype | None = None, trust_remote_code: bool = False, **options: Any
+    folder: Path, device: Any, dtype: torch.dtype | None = None, trust_remote_code: bool = False, **options: Any
 ) -> nn.Module:
-    """The causal language model in a Hugging Face folder. `dtype` None keeps what was saved."""
+    """The causal language model in a Hugging Face folder. `dtype` None keeps what was saved.
+
+    device: of a folder in codes perhaps several, which then share the layers.
+    """
     needs_transformers(folder)
     from transformers import AutoModelForCausalLM, logging
 

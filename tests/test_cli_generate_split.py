@@ -1,0 +1,109 @@
+"""`gpubound generate --split`: one copy of the model, shared by several devices. The CPU stands for each."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from gpubound.cli import main, saved as opening, writer
+
+from . import by_heart
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+reference, ckpt, run = by_heart.reference, by_heart.ckpt, by_heart.run  # fixtures
+SHARED = ("--gpus", "2")
+PROMPTS = ("--prompt", "the cat", "--prompt", "one two", "--prompt", "<|user|>hello")
+
+
+@pytest.mark.parametrize("split", ["layers", "tensors"])
+def test_two_devices_write_what_one_writes(ckpt, run, split):
+    given = (ckpt, *PROMPTS, "--max-new-tokens", "12")
+    code, wanted, _ = run(*given)
+    assert code == 0
+    code, found, err = run(*given, *SHARED, "--split", split)
+    assert (code, found) == (0, wanted), err
+    part = "stage" if split == "layers" else "slice"
+    assert all(f"decoder: {part} {number} on CPU" in err for number in range(2)) and " on 2 x CPU" in err
+
+
+def test_a_conversation_and_json(ckpt, run):
+    code, out, err = run(ckpt, "--chat", *SHARED, "--split", "tensors", stdin="hello\n")
+    assert code == 0 and "hi, how are you?" in out, err
+    code, out, _ = run(ckpt, *PROMPTS, "--max-new-tokens", "3", "--json", "--logprobs", *SHARED, "--split", "layers")
+    assert code == 0 and [len(one["logprobs"]) for one in json.loads(out)["sequences"]] == [3, 3, 3]
+
+
+def test_slices_take_eight_sequences_at_once(ckpt, run, monkeypatch):
+    """Whatever --batch says: more would be refused."""
+    built = []
+    build = writer.build
+    monkeypatch.setattr(
+        writer, "build", lambda options, saved, probe, *rest: built.append(len(probe)) or build(options, saved, probe, *rest)
+    )
+    code, out, err = run(
+        ckpt,
+        *(word for _ in range(9) for word in ("--prompt", "the cat")),
+        "--max-new-tokens",
+        "4",
+        *SHARED,
+        "--split",
+        "tensors",
+    )
+    assert code == 0 and built == [8] and len(re.findall(r"^--- \d: ", out, re.M)) == 9, err
+
+
+def test_a_folder_in_codes_is_read_onto_the_devices(monkeypatch, tmp_path):
+    """Where no host has room for it; another waits in the host's memory."""
+    seen, cpu = [], torch.device("cpu")
+
+    class Stop(Exception):
+        pass
+
+    def load(folder, about, device, *rest):
+        seen.append(device)
+        raise Stop
+
+    monkeypatch.setattr(opening, "_from_folder", load)
+    monkeypatch.setattr(opening, "_folder_tokenizer", lambda *given: None)
+    monkeypatch.setattr(opening, "read_generation", lambda *given: {})
+    monkeypatch.setattr(opening, "source_of", lambda *given: tmp_path)
+    coded = {"model_type": "deepseek_v4", "quantization_config": {"quant_method": "fp8"}}
+    for about in (coded, {"model_type": "llama"}):
+        monkeypatch.setattr(opening, "read_config", lambda source, about=about: about)
+        for devices in ((cpu, cpu), cpu):
+            with pytest.raises(Stop):
+                opening.open_saved(tmp_path, devices)
+    assert seen == [(cpu, cpu), cpu, cpu, cpu]
+
+
+REFUSED = {
+    "kind": (("--split", "rows", *SHARED), "split: got 'rows', wanted layers or tensors."),
+    "lines": (
+        ("--split", "layers", *SHARED, "--output", "a.jsonl"),
+        "output: its lines are written by copies of the model, and with --split there is one; leave one out.",
+    ),
+    "one": (
+        ("--split", "layers", "--gpus", "1"),
+        "gpus: got 1, but with --split at least 2 share the model; leave --split out.",
+    ),
+    "none": (
+        ("--split", "layers"),
+        "split: no GPU is used, and at least 2 devices share the model; name more GPUs, or give --gpus.",
+    ),
+    "together": (
+        ("--split", "tensors", *SHARED, "--speculate", "2"),
+        "decoder: devices: got 2 together with speculate, which takes a single device.",
+    ),
+    "divided": (
+        ("--split", "tensors", "--gpus", "3"),
+        "decoder: split: got 'tensors' over 3 devices, and its 2 key and value heads do not divide by 3; name another number "
+        "of devices, or pass split='layers'.",
+    ),
+}
+
+
+@pytest.mark.parametrize("given, sentence", REFUSED.values(), ids=REFUSED)
+def test_what_is_refused(ckpt, capsys, given, sentence):
+    assert main(["generate", str(ckpt), "--prompt", "one", "--device", "cpu", *given]) == 2
+    assert f"gpubound generate: {sentence}\n" in capsys.readouterr().err
