@@ -104,8 +104,9 @@ class Generate:
     """Deal the prompts to this many copies of the model, one on each GPU; with --device cpu, so many processes. What they write
     comes as one line of JSON for each sequence, in the order of the prompts, the same as of one copy."""
     split: str | None = None
-    """layers or tensors: the GPUs share one copy of the model, in stages or each with a slice of every layer, for up to 8
-    sequences at once. --gpus says how many; by default all that are visible."""
+    """The GPUs share one copy of the model. layers: each has some layers, for a model that one has no room for. tensors: each
+    has a slice of every layer, so that a text comes sooner; up to 8 sequences at once. --gpus says how many GPUs; by default
+    all that are visible."""
     timeout: float = 10.0
     """With --gpus or --output: minutes in which a copy may give no sign of life, while it loads or writes. One that hangs is
     ended, and another goes on with its prompts."""
