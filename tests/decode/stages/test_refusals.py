@@ -42,6 +42,7 @@ def test_what_is_no_list_of_two_devices():
         "decoder: devices: got 'cuda:0', wanted a list of devices, such as ['cuda:0', 'cuda:1']."
     )
     assert refused(devices=["cpu"]) == "decoder: devices: got 1, wanted two or more; leave devices out to decode on one."
+    assert refused(split=["tensors"]) == "decoder: split: got ['tensors'], wanted 'layers' or 'tensors'."
     assert "device='cuda:7'" in refused(gb.DeviceError, devices=["cpu", "cuda:7"])
 
 

@@ -31,7 +31,7 @@ SPLITS = {
 
 def devices_of(given: Any, split: str = "layers") -> list[torch.device]:
     """What `decoder` was given as devices, checked."""
-    if split not in SPLITS:
+    if not isinstance(split, str) or split not in SPLITS:
         raise ValueError(f"decoder: split: got {split!r}, wanted {' or '.join(map(repr, SPLITS))}.")
     if isinstance(given, (str, torch.device)) or not isinstance(given, Iterable):
         raise ValueError(f"decoder: devices: got {given!r}, wanted a list of devices, such as ['cuda:0', 'cuda:1'].")
