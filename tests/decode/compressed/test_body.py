@@ -26,6 +26,16 @@ def test_logits_of_a_whole_text(monkeypatch):
     torch.testing.assert_close(torch.cat(list(body.logits_after(ids))), want, **EXACT)
 
 
+def test_prompts_whose_last_piece_is_one_token(monkeypatch):
+    """Of several rows: an index reads how many entries each token may see, a number a row."""
+    body, texts = body_of(rows=2), [text(17), text(17, seed=2)]
+    monkeypatch.setattr(attention, "PIECE", 16)
+    stand(body, texts)
+    found = step(body, [3, 4], [17, 17])
+    want = [own_logits(model_of(), torch.tensor([*ids, token]))[-1] for ids, token in zip(texts, (3, 4))]
+    torch.testing.assert_close(found, torch.stack(want), **EXACT)
+
+
 def test_logits_of_300_tokens_one_by_one():
     """Three rows, each of which decodes a third of the text from where it stands."""
     body, ids = body_of(), text(LONG)

@@ -128,10 +128,10 @@ class LatentAttention:
         """(B, t, count): which entries some tokens of a piece of a prompt see."""
         assert self.entries is not None
         B, T = read.kv.shape[:2]
-        closed = torch.div(now.position[some] + 1, self.entries.weights.rate, rounding_mode="floor").int().expand(B, -1)
+        closed = torch.div(now.position[some] + 1, self.entries.weights.rate, rounding_mode="floor").int().repeat(B, 1)
         if self.index is None or read.asked is None:
             return torch.arange(count, device=closed.device) < closed[..., None]
-        q, share = (t.unflatten(0, (B, T))[:, some].flatten(0, 1) for t in (read.asked.q, read.asked.share))
+        q, share = (t.unflatten(0, (B, T))[:, some].flatten(0, 1).contiguous() for t in (read.asked.q, read.asked.share))
         chosen = self.index.choose(q, share, B, closed.flatten()).view(*closed.shape, -1).long()
         seen = torch.zeros(*closed.shape, count + 1, device=closed.device, dtype=torch.bool)
         return seen.scatter(2, torch.where(chosen >= 0, chosen, count), True)[..., :count]
