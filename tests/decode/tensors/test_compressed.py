@@ -141,6 +141,27 @@ def test_models_that_do_not_divide(options, count, why):
     )
 
 
+def test_layers_that_no_longer_divide():
+    """Columns beyond the last whole share would be nobody's."""
+    model, other = cases.build(), cases.build(moe_intermediate_size=17)
+    with pytest.raises(ValueError, match="layer 0 has experts of 17 columns, which do not divide by 2"):
+        sliced(other)
+    fast, prompt = sliced(model, verify=False), cases.text(9).tolist()
+    before, own = fast.generate(prompt, max_new_tokens=4).tokens, model.model.layers[1].mlp
+    model.model.layers[1].mlp = other.model.layers[1].mlp
+    for part, what in (("experts", "experts"), ("shared_experts", "a shared expert")):
+        for _ in range(2):
+            with pytest.raises(gb.GenerateError) as error:
+                fast.generate(prompt, max_new_tokens=4)
+            assert str(error.value) == (
+                f"decoder: the model has changed since its decoder was built: layer 1 has {what} of 17 columns, which do not "
+                "divide by 2; build a new one."
+            )
+        setattr(model.model.layers[1].mlp, part, getattr(own, part))
+    model.model.layers[1].mlp = own
+    assert fast.generate(prompt, max_new_tokens=4).tokens == before
+
+
 def test_codes_that_do_not_divide():
     model = build_model(torch.device("cpu"), dry=True, codes=True)
     model.config.o_groups = 4

@@ -157,6 +157,10 @@ class CompressedBody(Body):
     def moved(self) -> str | None:
         return self.watched.moved()
 
+    def refusal(self, reader: CompressedReader) -> str | None:
+        """Why it does not compute the model as it is now."""
+        return refusal(reader, self.max_length)
+
     def rebind(self) -> None:
         found = reader_of(self.model)
         changed = "decoder: the model has changed since its decoder was built"
@@ -164,7 +168,7 @@ class CompressedBody(Body):
             raise GenerateError(f"{changed}: {type(self.model).__name__}.")
         if (told := described_by(found)) != self.built:
             raise GenerateError(f"decoder: the model is now {told}, the decoder was built for {self.built}; build a new one.")
-        if why := refusal(found, self.max_length):
+        if why := self.refusal(found):
             raise GenerateError(f"{changed}: {why}; build a new one.")
         self.reader = found
         for span in self.spans:

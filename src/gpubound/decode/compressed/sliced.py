@@ -194,6 +194,9 @@ class SlicedStreams(CompressedBody):
     def moved(self) -> str | None:
         return super().moved() or self.versions.changed()
 
+    def refusal(self, reader: CompressedReader) -> str | None:
+        return super().refusal(reader) or indivisible(reader.layers(), len(self.plans))
+
     def rebind(self) -> None:
         super().rebind()
         notice("decoder: the weights have changed since their slices were copied: copied again")

@@ -32,6 +32,8 @@ def _indivisible(layer: StreamedLayerWeights, count: int) -> str | None:
         return f"{latent.groups} groups of heads, which do not divide by {count}"
     if width % count:
         return f"experts of {width} columns, which do not divide by {count}"
+    if mixture.gate.rows % count:
+        return f"a shared expert of {mixture.gate.rows} columns, which do not divide by {count}"
     if isinstance(mixture.down, Packed) and width // count % GROUP:
         return f"experts in codes, {width // count} columns for each device, which are no multiple of {GROUP}"
     parts = {0: (latent.q_b, latent.o_a, mixture.gate, mixture.up), 1: (latent.o_b, mixture.shared_down)}
