@@ -132,6 +132,27 @@ def test_weights_that_change_and_weights_that_move(said):
     assert [t.data_ptr() for one in fast.body.models for t in one._copies] == kept
 
 
+def test_a_layer_of_another_width_since():
+    """It is sliced anew; or refused, each time, where it does not divide."""
+    fast = sliced(verify=False)
+    before, (_, own) = cases.of_decoder(fast, 8), fast.model.model.layers
+    for width, bias in ((96, True), (24, False)):
+        other = cases.build("Llama", intermediate_size=width, attention_bias=bias).model.layers[1]
+        fast.model.model.layers[1] = other
+        found = cases.of_decoder(fast, 8)
+        assert found == cases.likeliest(fast.model, cases.PROMPT, found)
+    fast.model.model.layers[1] = cases.build("Llama", intermediate_size=45).model.layers[1]
+    for _ in range(2):
+        with pytest.raises(gb.GenerateError) as error:
+            cases.of_decoder(fast, 8)
+        assert str(error.value) == (
+            "decoder: the model has changed since its decoder was built: layer 1 has 45 columns in its MLP, which do not "
+            "divide by 2; build a new one."
+        )
+    fast.model.model.layers[1] = own
+    assert cases.of_decoder(fast, 8) == before
+
+
 def test_a_weight_that_is_no_number_is_named():
     fast = sliced(verify=False)
     with torch.no_grad():

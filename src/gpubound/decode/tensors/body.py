@@ -15,13 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...device import entered, label
+from ...errors import GenerateError
 from ...kernels import send_words
 from ...kernels.choose import hasten
 from ...kernels.decode_product import capped_
 from ...models.registry import reader_of
 from ...trace import notice, say
 from ...words import readable
-from ..bind import BoundModel, bind
+from ..bind import BoundModel, bind, examine
 from ..cache import Cache
 from ..calls import step_calls
 from ..compressed.sliced import compressed_slices
@@ -34,7 +35,7 @@ from ..stages.body import fused_reader, refuse_together
 from ..stages.spread import rooms_beside
 from ..weights.versions import WeightVersions
 from .peers import connected
-from .plan import SlicePlan, plan_slices
+from .plan import SlicePlan, indivisible, plan_slices
 from .slices import ModelSlice
 
 # Tokens of prompts that are captured, padding counted: as many rows as sums have boxes for. More keep GPUs busy for longer than
@@ -257,6 +258,10 @@ class SlicedBody(Body):
         return self.live.moved() or self._versions.changed()
 
     def rebind(self) -> None:
+        now = examine(self.live.model, self.max_length, self.live.spread)
+        why = None if isinstance(now, str) else indivisible(now.shape(), now.layers(), len(self.plans))
+        if why is not None:
+            raise GenerateError(f"decoder: the model has changed since its decoder was built: {why}; build a new one.")
         self.live.refresh()
         self._versions = WeightVersions(self.live.model)
         for one in self.slices:

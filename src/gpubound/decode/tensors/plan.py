@@ -30,7 +30,7 @@ class SlicePlan:
 
 def plan_slices(shape: Shape, layers: Sequence[LayerWeights], devices: Sequence[torch.device], stretch: int) -> list[SlicePlan]:
     """A slice for each device; a ValueError where the model does not divide. stretch: words that stay together."""
-    return dealt(shape.vocab, devices, stretch, _indivisible(shape, layers, len(devices)))
+    return dealt(shape.vocab, devices, stretch, indivisible(shape, layers, len(devices)))
 
 
 def dealt(vocab: int, devices: Sequence[torch.device], stretch: int, why: str | None) -> list[SlicePlan]:
@@ -48,7 +48,8 @@ def dealt(vocab: int, devices: Sequence[torch.device], stretch: int, why: str | 
     return [SlicePlan(device, number, count, words[number]) for number, device in enumerate(devices)]
 
 
-def _indivisible(shape: Shape, layers: Sequence[LayerWeights], count: int) -> str | None:
+def indivisible(shape: Shape, layers: Sequence[LayerWeights], count: int) -> str | None:
+    """Why so many devices cannot share the model; None if they can."""
     if shape.kv_heads % count:
         return f"its {shape.kv_heads} key and value heads do not divide by {count}"
     for number, (attention, mlp) in enumerate(layers):

@@ -32,12 +32,13 @@ class ModelSlice:
         self.refresh()
 
     def refresh(self) -> None:
-        """Copy the numbers as they are now, into the same memory from the second time on."""
+        """Copy the numbers as they are now, from the second time on into the same memory where sizes are the same."""
         live, self._copied = self.live, 0
         self.reader, self.layers = live.reader, [self._layer(layer) for layer in live.layers]
         self.norm = self._norm(live.norm)
         self.head = self._copy(live.head[self.plan.words.start : self.plan.words.stop])
         self.embed: Any = self._copy(live.embed) if self.plan.number == 0 else None  # tokens are chosen on the first
+        del self._copies[self._copied :]  # of biases that there were
 
     @property
     def nbytes(self) -> int:
@@ -79,8 +80,9 @@ class ModelSlice:
     def _copy(self, source: Tensor) -> Tensor:
         """Its copy on the device, contiguous. The n-th of a refresh is the n-th of the one before."""
         number, self._copied = self._copied, self._copied + 1
-        if number == len(self._copies):
-            self._copies.append(source.new_empty(source.shape, device=self.device))
-        if not self._copies[number].is_meta:
-            self._copies[number].copy_(source.detach())
-        return self._copies[number]
+        copies = self._copies
+        if number == len(copies) or copies[number].shape != source.shape:
+            copies[number : number + 1] = [source.new_empty(source.shape, device=self.device)]
+        if not copies[number].is_meta:
+            copies[number].copy_(source.detach())
+        return copies[number]
