@@ -1,5 +1,7 @@
 """Two devices that refuse each other's tensors, the pretend one and the CPU: all that a slice works on lies on its own."""
 
+import copy
+
 import pytest
 import torch
 
@@ -8,9 +10,11 @@ from gpubound.decode.compressed import body
 from gpubound.decode.compressed.sliced import SlicedStreams
 from gpubound.decode.contract import Build
 from gpubound.decode.engine import FastDecoder
+from gpubound.decode.stages.plan import LayerStage
+from gpubound.decode.stages.spread import spread
 from gpubound.decode.steps import LaunchWay, Slots, Stepper
 from gpubound.decode.tensors import peers
-from gpubound.decode.tensors.body import SlicedBody
+from gpubound.decode.tensors.body import SlicedBody, sliced_body
 from gpubound.decode.tensors.plan import dealt, plan_slices
 from gpubound.models.registry import reader_of
 from gpubound.watch import no_stall, watch
@@ -47,6 +51,20 @@ def test_each_slice_works_on_its_own_device(sim):
     found = fast.generate(given, max_new_tokens=2).tokens
     assert found == [cases.likeliest(model, prompt, row) for prompt, row in zip(given, found)]
     assert len(fast.score(given[0])[0]) == 6 and fast.body.locate(torch.tensor(given[0], device=sim))
+
+
+def test_a_model_that_lies_on_several_devices_already(sim, monkeypatch):
+    """Another decoder has moved its layers there, in stages."""
+    monkeypatch.setattr(bind, "_unreadable", lambda model, spread: None if spread else "its weights differ in device")
+    monkeypatch.setattr("gpubound.decode.tensors.body.rooms_beside", lambda devices: [2**40] * len(devices))
+    model = cases.build("Llama")
+    alone = copy.deepcopy(model)
+    spread(model, model.model.layers, [LayerStage(sim, range(1)), LayerStage(CPU, range(1, 2))])
+    found = sliced_body(model, Build(1, cases.ROOM), True, [sim, CPU])
+    fast = FastDecoder(model, Stepper(found, Slots(1, found.vocab, 32, sim)), (2, 1), None, True)
+    assert {p.device for p in model.parameters()} == {sim, CPU}
+    row = cases.of_decoder(fast, 3)
+    assert row == cases.likeliest(alone, cases.PROMPT, row)
 
 
 def test_a_launch_waits_for_nothing(sim):

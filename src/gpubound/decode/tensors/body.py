@@ -57,8 +57,8 @@ def sliced_body(model: Any, build: Build, fused: bool, devices: Sequence[torch.d
 
 def _fused_slices(model: Any, build: Build, devices: Sequence[torch.device]) -> "SlicedBody":
     fused_reader(model, build, len(devices))  # or a sentence
-    live = bind(model, build.max_length)
-    assert isinstance(live, BoundModel)
+    live = bind(model, build.max_length, spread=True)
+    assert isinstance(live, BoundModel)  # it was examined
     plans = plan_slices(live.shape, live.layers, devices, PARTIAL_ROWS)
     _check_room(live, build, plans)
     for plan in plans:
