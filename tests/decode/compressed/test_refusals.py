@@ -125,12 +125,13 @@ def test_a_model_whose_logits_are_not_finite():
     )
 
 
-def test_a_norm_that_is_not_finite_is_named():
+@pytest.mark.parametrize(("weight", "name"), [("model.norm.weight", "model.norm"), ("model.hc_head.hc_base", "model.hc_head")])
+def test_what_is_not_finite_behind_the_last_layer_is_named(weight, name):
     model = build()
     fast = gb.decoder(model, 2, ROOM, verify=False)
     with torch.no_grad():
-        model.model.norm.weight[0] = float("nan")
-    assert fast.body.locate(torch.tensor([3, 4])) == "model.norm"
+        model.get_parameter(weight)[0] = float("nan")
+    assert fast.body.locate(torch.tensor([3, 4])) == name
 
 
 @pytest.mark.parametrize(("module", "name"), [(attention, "attend"), (experts, "routed_gate_up"), (state, "pool")])

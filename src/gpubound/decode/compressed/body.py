@@ -187,7 +187,8 @@ class CompressedBody(Body):
             for name, x in self._stages(token, when, LatentAttention.prompt):
                 if not x.isfinite().all():
                     return name
-        return "lm_head" if self.ends.norm.weight.isfinite().all() else "model.norm"
+        ends = {"model.hc_head": self.ends.collapse.tensors(), "model.norm": [self.ends.norm.weight]}
+        return next((name for name, some in ends.items() if not all(t.isfinite().all() for t in some)), "lm_head")
 
     def poison(self) -> None:
         for tensor in self.state():
