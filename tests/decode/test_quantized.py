@@ -221,6 +221,18 @@ def test_what_writes_past_the_version_counter_is_told(device):
     assert body.moved() == "model.layers.0.mlp.down_proj.weight"
 
 
+def test_graphs_are_made_anew_behind_a_call_of_rebind(device, monkeypatch):
+    """They read codes that are freed."""
+    decoder, cleared = gb.decoder(build("Llama", device=device), 1, 64, weights="int8", verify=False), []
+    clear = decoder.graphs.clear
+    monkeypatch.setattr(decoder.graphs, "clear", lambda: cleared.append(1) or clear())
+    decoder.generate([3, 4], max_new_tokens=2)
+    decoder.body.rebind()
+    for _ in range(2):
+        decoder.generate([3, 4], max_new_tokens=2)
+    assert len(cleared) == 1
+
+
 def test_wrong_arguments_are_named():
     model = build("Llama")
     live = bind(model)

@@ -65,6 +65,7 @@ class Body(ABC):
     calls = False  # whether it calls the model itself, and so its hooks
     rounds = ""  # what is rounded to less than the model's dtype: weights, cache, both, or nothing
     spans: Sequence[Any] = ()  # its parts on devices of their own, where there are several
+    taken = 0  # how often it has taken weights: graphs hold the addresses of what it made of them last
     peers: Sequence[Any] = ()  # those devices, where all of them work on each token
 
     @abstractmethod

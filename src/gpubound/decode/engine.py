@@ -68,7 +68,7 @@ class FastDecoder(Uncopied):
             "a decoder runs one request at a time: finish or close the stream that is open first, or build another for each "
             "thread.",
         )
-        self._modules = ModuleTree(model)
+        self._modules, self._taken = ModuleTree(model), self.body.taken
         if verify:
             self.certificate = certify(self, quick=verify == "quick")
         else:
@@ -189,8 +189,11 @@ class FastDecoder(Uncopied):
             self.body.rebind()
             self.stepper.rebind()
             self.graphs.clear()
-            self._modules = ModuleTree(self.model)
+            self._modules, self._taken = ModuleTree(self.model), self.body.taken
             notice(f"decoder: {name} is no longer where it was; bound to the weights as they are now, graphs captured again")
+        if self.body.taken != self._taken:  # the caller has called `rebind`
+            self.graphs.clear()
+            self._taken = self.body.taken
 
     def bucket(self, rows: int) -> int:
         """The rows that are launched for so many: the next power of two, so that few graphs serve all batches."""

@@ -93,6 +93,7 @@ class FusedBody(Body):
             raise GenerateError(f"decoder: weights: got {self.form.kind!r}, but {UNADDED}.")
         if self.live.adapted and len(self.spans) > 1:
             raise GenerateError(f"decoder: devices: the model has low-rank adapters, {ON_ONE}.")
+        self.taken += 1
         self.form.begin(self.live.model, kept=self.host is not None)
         self.tiled = 0 if self.live.adapted else self.tilable
         self.narrowest = 1 if self.tiled else self.few

@@ -124,6 +124,21 @@ def test_weights_that_change_and_weights_that_move(said):
     assert fast.generate(prompt, max_new_tokens=12).tokens[0] == before
 
 
+@pytest.mark.parametrize("how", [{}, {"devices": ["cpu", "cpu"]}, {"devices": ["cpu", "cpu"], "split": "tensors"}], ids=str)
+def test_graphs_are_made_anew_behind_a_call_of_rebind(how, monkeypatch):
+    """What they have read is freed. A write through `.data` is no change that a decoder sees by itself."""
+    model, prompt, cleared = cases.build(), cases.text(9).tolist(), []
+    fast = gb.decoder(model, 1, cases.ROOM, k=1, verify=False, **how)
+    clear = fast.graphs.clear
+    monkeypatch.setattr(fast.graphs, "clear", lambda: cleared.append(1) or clear())
+    fast.generate(prompt, max_new_tokens=4)
+    model.lm_head.weight.data.copy_(model.lm_head.weight.flip(0))
+    fast.body.rebind()
+    for _ in range(2):
+        found = fast.generate(prompt, max_new_tokens=4).tokens[0]
+    assert found == likeliest(model, prompt, found) and len(cleared) == 1
+
+
 NOT_SLICED = {
     "groups": ({}, 4, "layer 0 has 2 groups of heads, which do not divide by 4"),
     "experts": ({"o_groups": 4, "moe_intermediate_size": 18}, 4, "layer 0 has experts of 18 columns, which do not divide by 4"),

@@ -75,6 +75,7 @@ class CompressedBody(Body):
 
     def _take(self) -> None:
         """Take the weights as they are now."""
+        self.taken += 1
         reader = self.reader
         self.watched = Watched(reader.model, "_parameters", "_buffers")
         self.ends = ends_of(reader)

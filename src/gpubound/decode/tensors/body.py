@@ -262,6 +262,7 @@ class SlicedBody(Body):
         why = None if isinstance(now, str) else indivisible(now.shape(), now.layers(), len(self.plans))
         if why is not None:
             raise GenerateError(f"decoder: the model has changed since its decoder was built: {why}; build a new one.")
+        self.taken += 1
         self.live.refresh()
         self._versions = WeightVersions(self.live.model)
         for one in self.slices:
