@@ -1,6 +1,7 @@
 """DeepSeek-V4 with each layer sliced over devices: every kind of layer, in numbers and in the codes it is published in."""
 
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -122,6 +123,20 @@ def test_weights_that_change_and_weights_that_move(said):
     assert "the weights have changed since their slices were copied: copied again" in said()
     model.load_state_dict({name: t.clone() for name, t in cases.build().state_dict().items()}, assign=True)
     assert fast.generate(prompt, max_new_tokens=12).tokens[0] == before
+
+
+def test_a_copy_that_broke_off_is_made_by_the_next_request(monkeypatch):
+    """As where another has the memory for a while."""
+    model = cases.build()
+    fast, prompt = sliced(model, verify=False), cases.text(9).tolist()
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    with monkeypatch.context() as short:
+        short.setattr("gpubound.decode.compressed.sliced.slice_of", Mock(side_effect=torch.OutOfMemoryError))
+        with pytest.raises(torch.OutOfMemoryError):
+            fast.generate(prompt, max_new_tokens=4)
+    found = fast.generate(prompt, max_new_tokens=4).tokens[0]
+    assert found == likeliest(model, prompt, found)
 
 
 @pytest.mark.parametrize("how", [{}, {"devices": ["cpu", "cpu"]}, {"devices": ["cpu", "cpu"], "split": "tensors"}], ids=str)

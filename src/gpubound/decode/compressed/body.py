@@ -74,11 +74,14 @@ class CompressedBody(Body):
         return [layer for span in self.spans for layer in span.layers]
 
     def _take(self) -> None:
-        """Take the weights as they are now."""
+        """Take the weights as they are now. Where that breaks off, for want of memory say, the next request tries again."""
         self.taken += 1
-        reader = self.reader
-        self.watched = Watched(reader.model, "_parameters", "_buffers")
-        self.ends = ends_of(reader)
+        watched = Watched(self.reader.model, "_parameters", "_buffers")
+        self._bind()
+        self.watched = watched
+
+    def _bind(self) -> None:
+        self.ends = ends_of(self.reader)
         for span in self.spans:
             span.clear()
         for number, span in enumerate(self.spans):

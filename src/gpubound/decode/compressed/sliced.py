@@ -96,9 +96,13 @@ class SlicedStreams(CompressedBody):
         super().__init__(reader, build, [LayerStage(device, range(len(reader.trunk.layers))) for device in devices])
 
     def _take(self) -> None:
-        self.versions = WeightVersions(self.reader.model, buffers=True)
-        self.slices: list[Ends] = []
+        versions = WeightVersions(self.reader.model, buffers=True)
         super()._take()
+        self.versions = versions
+
+    def _bind(self) -> None:
+        self.slices: list[Ends] = []
+        super()._bind()
         self.slices = [ends_slice(self.ends, plan) for plan in self.plans]
         self.captures_prefill = False
 
