@@ -49,7 +49,7 @@ def _width(mixture: MixtureWeights) -> int:
 
 
 def slice_of(layer: StreamedLayerWeights, plan: SlicePlan) -> StreamedLayerWeights:
-    """On the plan's device; copies, but for what lies there already, whole."""
+    """On the plan's device: copies, but for tensors, and rows of them, that lie there already."""
     return there(layer._replace(attention=_latent(layer.attention, plan), mixture=_mixture(layer.mixture, plan)), plan.device)
 
 
