@@ -118,6 +118,24 @@ def test_an_adapter_added_later_is_refused_until_it_is_gone(fast):
     assert of_decoder(fast) == want
 
 
+HOW = [{"weights": "int8"}, {"devices": ["cpu", "cpu"]}, {"devices": ["cpu", "cpu"], "split": "tensors"}]
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_low_rank_adapters_are_refused_until_they_are_merged(how):
+    """By each request, not by the first alone: the next ones got tokens without them."""
+    model = cases.build("Llama")
+    fast = gb.decoder(model, 2, cases.ROOM, verify=False, **how)
+    want = of_decoder(fast)
+    gb.lora.add(model, targets=["q_proj"], rank=2)
+    for _ in range(2):
+        assert "adapters" in refusal(fast)
+        with pytest.raises(gb.GenerateError, match="adapters"):
+            fast.score(PROMPT)
+    gb.lora.merge(model)
+    assert of_decoder(fast) == want
+
+
 def test_a_cast_is_refused_until_it_is_undone(fast):
     fast.model.to(torch.bfloat16)
     for _ in range(2):

@@ -69,6 +69,7 @@ class FastDecoder(Uncopied):
             "thread.",
         )
         self._modules, self._taken = ModuleTree(model), self.body.taken
+        self._unbound: str | None = None  # what has moved, until the weights are bound anew
         if verify:
             self.certificate = certify(self, quick=verify == "quick")
         else:
@@ -184,12 +185,16 @@ class FastDecoder(Uncopied):
         return self.body.moved() or self.stepper.moved()
 
     def _follow_weights(self) -> None:
-        """Graphs hold addresses: if a weight has moved since, say so, bind anew and capture again."""
-        if name := self._modules.replaced() or self.moved():
+        """Graphs hold addresses: if a weight has moved since, say so, bind anew and capture again.
+
+        What is refused then, or breaks off, is no longer told as moved: each request tries again until it is bound.
+        """
+        if name := self._unbound or self._modules.replaced() or self.moved():
+            self._unbound = name
             self.body.rebind()
             self.stepper.rebind()
             self.graphs.clear()
-            self._modules, self._taken = ModuleTree(self.model), self.body.taken
+            self._modules, self._taken, self._unbound = ModuleTree(self.model), self.body.taken, None
             notice(f"decoder: {name} is no longer where it was; bound to the weights as they are now, graphs captured again")
         if self.body.taken != self._taken:  # the caller has called `rebind`
             self.graphs.clear()

@@ -74,13 +74,9 @@ class CompressedBody(Body):
         return [layer for span in self.spans for layer in span.layers]
 
     def _take(self) -> None:
-        """Take the weights as they are now. Where that breaks off, for want of memory say, the next request tries again."""
+        """Take the weights as they are now."""
         self.taken += 1
-        watched = Watched(self.reader.model, "_parameters", "_buffers")
-        self._bind()
-        self.watched = watched
-
-    def _bind(self) -> None:
+        self.watched = Watched(self.reader.model, "_parameters", "_buffers")
         self.ends = ends_of(self.reader)
         for span in self.spans:
             span.clear()

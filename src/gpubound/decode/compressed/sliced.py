@@ -96,13 +96,9 @@ class SlicedStreams(CompressedBody):
         super().__init__(reader, build, [LayerStage(device, range(len(reader.trunk.layers))) for device in devices])
 
     def _take(self) -> None:
-        versions = WeightVersions(self.reader.model, buffers=True)
-        super()._take()
-        self.versions = versions
-
-    def _bind(self) -> None:
+        self.versions = WeightVersions(self.reader.model, buffers=True)
         self.slices: list[Ends] = []
-        super()._bind()
+        super()._take()
         self.slices = [ends_slice(self.ends, plan) for plan in self.plans]
         self.captures_prefill = False
 

@@ -22,12 +22,12 @@ from ...kernels.decode_product import capped_
 from ...models.registry import reader_of
 from ...trace import notice, say
 from ...words import readable
-from ..bind import BoundModel, bind, examine
+from ..bind import BoundModel, bind
 from ..cache import Cache
 from ..calls import step_calls
 from ..compressed.sliced import compressed_slices
 from ..contract import Body, Build
-from ..fused import CHUNK, PARTIAL_ROWS, SCORED, FusedBody
+from ..fused import CHUNK, ON_ONE, PARTIAL_ROWS, SCORED, FusedBody
 from ..judge import Choices, first_not_finite
 from ..layer import NARROW
 from ..span import META, added
@@ -258,13 +258,14 @@ class SlicedBody(Body):
         return self.live.moved() or self._versions.changed()
 
     def rebind(self) -> None:
-        now = examine(self.live.model, self.max_length, self.live.spread)
-        why = None if isinstance(now, str) else indivisible(now.shape(), now.layers(), len(self.plans))
-        if why is not None:
+        live = self.live
+        live.refresh()
+        if live.adapted:
+            raise GenerateError(f"decoder: devices: the model has low-rank adapters, {ON_ONE}.")
+        if why := indivisible(live.shape, live.layers, len(self.plans)):
             raise GenerateError(f"decoder: the model has changed since its decoder was built: {why}; build a new one.")
         self.taken += 1
-        self.live.refresh()
-        self._versions = WeightVersions(self.live.model)
+        self._versions = WeightVersions(live.model)
         for one in self.slices:
             one.rebind()
         notice("decoder: the weights have changed since their slices were copied: copied again")
