@@ -138,6 +138,7 @@ def test_wrong_builds():
         "decoder: tokenizer: got a str, wanted one that encodes and decodes, of gpubound, tokenizers or transformers."
     )
     assert said(lambda: gb.decoder(model, verify="no")) == "decoder: verify: got 'no', wanted True, 'quick' or False."
+    assert said(lambda: gb.decoder(model, max_batch=True)) == "decoder: max_batch: got True, wanted a whole number."
     assert said(lambda: gb.decoder(model, max_batch=0)) == (
         "decoder: max_batch and max_length: got 0 and 4096, wanted at least 1 and 2."
     )

@@ -34,7 +34,7 @@ class Build:
 
     def __post_init__(self) -> None:
         for what, value in (("max_batch", self.max_batch), ("max_length", self.max_length)):
-            if not isinstance(value, Integral):
+            if not isinstance(value, Integral) or isinstance(value, bool):
                 raise ValueError(f"decoder: {what}: got {value!r}, wanted a whole number.")
         if self.max_batch < 1 or self.max_length < 2:
             raise ValueError(
