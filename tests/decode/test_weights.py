@@ -156,7 +156,8 @@ def test_a_move_while_a_stream_runs_is_refused():
     with pytest.raises(gb.GenerateError) as error:
         list(stream)
     assert str(error.value) == (
-        "model.layers.1.self_attn.q_proj.weight was moved or replaced while tokens were generated from it; start again."
+        "model.layers.1.self_attn.q_proj.weight was changed, moved or replaced while tokens were generated from it; start "
+        "again."
     )
     assert of_decoder(fast) == of_model(fast)  # not left busy
 
@@ -176,7 +177,7 @@ def test_a_move_while_generate_runs_is_refused_at_its_end(monkeypatch):
     assert len(looks) == 2, "before the first launch and behind the last"
     fast.graphs.launch = moving
     assert refusal(fast).endswith(
-        "self_attn.q_proj.weight was moved or replaced while tokens were generated from it; start again."
+        "self_attn.q_proj.weight was changed, moved or replaced while tokens were generated from it; start again."
     )
     fast.graphs.launch = launch
     assert of_decoder(fast) == of_model(fast)

@@ -130,7 +130,7 @@ class ActiveRequest:
 
     def _check_weights(self) -> None:
         if name := self.decoder.moved():
-            raise GenerateError(f"{name} was moved or replaced while tokens were generated from it; start again.")
+            raise GenerateError(f"{name} was changed, moved or replaced while tokens were generated from it; start again.")
 
     def _left(self) -> int:
         """Steps that the longest row still needs behind those on their way, if steps bring what they have brought so far."""
