@@ -192,6 +192,23 @@ def test_layers_that_no_longer_divide():
     assert fast.generate(prompt, max_new_tokens=4).tokens == before
 
 
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        ({"hidden_size": 64}, "its streams are 64 wide, and what devices tell each other has room for 32"),
+        ({"partial_rotary_factor": 0.5}, "its heads turn 8 of their numbers, which were 4"),
+    ],
+)
+def test_a_model_of_other_sizes_since(options, why):
+    model, other = cases.build(), cases.build(**options)
+    fast = sliced(model, verify=False)
+    model.model, model.lm_head = other.model, other.lm_head
+    for _ in range(2):
+        with pytest.raises(gb.GenerateError) as error:
+            fast.generate([3], max_new_tokens=2)
+        assert str(error.value) == (f"decoder: the model has changed since its decoder was built: {why}; build a new one.")
+
+
 def test_codes_that_do_not_divide():
     model = build_model(torch.device("cpu"), dry=True, codes=True)
     model.config.o_groups = 4

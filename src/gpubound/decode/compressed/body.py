@@ -159,7 +159,11 @@ class CompressedBody(Body):
 
     def refusal(self, reader: CompressedReader) -> str | None:
         """Why it does not compute the model as it is now."""
-        return refusal(reader, self.max_length)
+        if why := refusal(reader, self.max_length):
+            return why
+        was, now = ([2 * cos.shape[1] for cos, _ in some] for some in (self.spans[0].tables, reader.tables(1, self.device)))
+        other = (f"its heads turn {new} of their numbers, which were {old}" for old, new in zip(was, now) if new != old)
+        return next(other, None)
 
     def rebind(self) -> None:
         found = reader_of(self.model)

@@ -195,6 +195,9 @@ class SlicedStreams(CompressedBody):
         return super().moved() or self.versions.changed()
 
     def refusal(self, reader: CompressedReader) -> str | None:
+        was, now = self.ends.embed.shape[1], weight_of(reader.trunk.embed_tokens).shape[1]
+        if now != was:
+            return f"its streams are {now} wide, and what devices tell each other has room for {was}"
         return super().refusal(reader) or indivisible(reader.layers(), len(self.plans))
 
     def rebind(self) -> None:
