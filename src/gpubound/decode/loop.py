@@ -171,6 +171,12 @@ class ActiveRequest:
 
     def _check(self, row: int, bad: int) -> None:
         if bad:
+            if waited := [str(peer.device) for peer in self.decoder.body.peers if peer.gave_up()]:
+                raise GenerateError(
+                    f"sequence {row}: {' and '.join(waited)} waited in vain for what another GPU sends, so the logits at "
+                    f"position {bad - 1} are none. See what the driver says of the GPUs (nvidia-smi, dmesg); the next request "
+                    "waits again."
+                )
             sequence = self.sequences[row]
             ids = pad([sequence.prompt + sequence.tokens], bad, self.decoder.body.device)[0]
             with self.decoder.plainly():

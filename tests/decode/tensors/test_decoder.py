@@ -161,6 +161,24 @@ def test_a_weight_that_is_no_number_is_named():
         fast.generate(cases.PROMPT, max_new_tokens=3)
 
 
+def test_a_device_that_waited_in_vain_is_named():
+    """Not the weights: a sum without another's words is NaN, whatever they are. The next request waits again."""
+    fast = sliced(verify=False)
+    want, send = fast.generate(cases.PROMPT, max_new_tokens=6).tokens, fast.body._close
+
+    def late(parts, rows):
+        send(parts, rows)
+        fast.body.slices[0].x.fill_(float("nan"))
+        fast.body.peers[1].wait(0)
+
+    fast.body._close = late
+    with pytest.raises(gb.GenerateError) as error:
+        fast.generate(cases.PROMPT, max_new_tokens=6)
+    assert str(error.value).startswith("sequence 0: cpu waited in vain for what another GPU sends, so the logits at position ")
+    del fast.body._close
+    assert fast.generate(cases.PROMPT, max_new_tokens=6).tokens == want
+
+
 def test_words_that_do_not_come_fail_the_certificate(monkeypatch):
     """A sum without the other device's part is NaN, and no token comes of it."""
     monkeypatch.setattr(peers, "send_words", lambda y, mail, column=0: None)

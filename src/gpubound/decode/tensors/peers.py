@@ -59,6 +59,10 @@ class Peer:
         """From here on, ask for each word so often."""
         self.state[1:].fill_(polls)
 
+    def gave_up(self) -> bool:
+        """Whether a word has not come, so that none was asked for since. It waits for the device."""
+        return bool(self.state[1] == 0)
+
     def begin(self) -> None:
         """A step, or a prompt."""
         self._summed = 0  # also behind one that was broken off while it was captured
