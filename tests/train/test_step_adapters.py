@@ -262,12 +262,17 @@ def test_a_merged_adapter_that_does_not_train_is_a_part_of_the_base():
     assert gb.TrainStep(model, "causal_lm", "adamw", precision="fp32")(batch(0)) is not None
 
 
-def frozen_second():
-    model = lora(lora(own(2).train()), name="second", seed=2)
+def frozen_second(**options):
+    model = lora(lora(own(2).train(), **options), name="second", seed=2, **options)
     for p in gb.lora.parameters(model, "second"):
         p.requires_grad_(False)
     merged = [lambda: gb.lora.merge(model, "second"), lambda: gb.lora.unmerge(model)]
     return model, [*merged, lambda: gb.lora.disable(model, "second")], [1, 2, 2, 2]
+
+
+def frozen_second_of_a_table():
+    """An embedding's forward is another object each time that they are hung there."""
+    return frozen_second(targets=["embed_tokens"])
 
 
 def pefts_second():
@@ -283,7 +288,7 @@ def pefts_second():
     return model, [*merged, lambda: [layer.scale_layer(2.0) for layer in layers]], [1, 2, 2, 3]
 
 
-@pytest.mark.parametrize("made", [frozen_second, pefts_second])
+@pytest.mark.parametrize("made", [frozen_second, frozen_second_of_a_table, pefts_second])
 def test_adapters_that_are_merged_or_switched_make_another_graph(made):
     """A graph has baked in what they add: behind a merge it would add it a second time. Back again, the first one serves."""
     model, changes, want = made()

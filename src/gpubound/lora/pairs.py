@@ -233,6 +233,10 @@ class Adapters(nn.ModuleDict):
         self.hang()
 
 
+class AdaptedForward(partial):
+    """What takes the place of a layer's forward while adapters of it add something, as their `adding` tells."""
+
+
 class ForwardAdapters(Adapters):
     """Of a layer whose products nobody else makes: `adapted` takes its forward's place while some are on."""
 
@@ -250,7 +254,7 @@ class ForwardAdapters(Adapters):
 
     @classmethod
     def replace(cls, module: Any) -> None:
-        vars(module)["forward"] = partial(cls.adapted, module)
+        vars(module)["forward"] = AdaptedForward(cls.adapted, module)
 
     def unhang(self) -> None:
         vars(self.layer).pop("forward", None)

@@ -24,6 +24,7 @@ from ..parallel import ALONE
 from ..parallel.attempt import all_or_none, refusal
 from ..trace import fallback
 from .device_step import DeviceStep
+from .members import Called
 from .objectives import Objective
 
 MODES = ("auto", "require", "off")
@@ -64,7 +65,7 @@ class MicroBatch:
     """One micro-batch, opened to its tensors and checked. Those of equal shapes, dtypes and constants have equal keys, where
     the model is to do the same with them: `called` is how it is called."""
 
-    def __init__(self, batch: Any, device: torch.device, called: tuple = ()):
+    def __init__(self, batch: Any, device: torch.device, called: Called):
         self.tree, self.called = flatten(batch), called
         key: list[tuple] = [called]
         for at, (path, leaf) in enumerate(zip(self.tree.paths, self.tree.leaves)):

@@ -3,13 +3,14 @@ in which modes its modules are, which hooks they carry."""
 
 from itertools import chain
 from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules import module as nn_module
 
 from ..layers.frozen import OnlyCodes
 from ..lora import peft_layers
-from ..lora.pairs import Adapters, Pair
+from ..lora.pairs import AdaptedForward, Adapters, Pair
 from ..trace import fallback
 
 ON_MODULE = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -22,6 +23,16 @@ EVERYWHERE = [  # of register_module_forward_hook and its kin
 ]
 
 
+class Called(NamedTuple):
+    """How a model is called, which a captured step has baked in. By what each adapter adds: switched or merged, it is another
+    step. By modes and hooks, whose numbers are never given out twice; and by how often the model was another one."""
+
+    changes: int
+    modes: tuple
+    hooks: frozenset[int]
+    adding: tuple
+
+
 class Members:
     """Which parameters a model had, and which of them trained, when the layout was made: at the same moment as this.
 
@@ -30,13 +41,12 @@ class Members:
     """
 
     def __init__(self, model: nn.Module):
-        self._model, self._looks = model, 0
+        self._model, self._changes = model, 0
         self._look()
         self._tell_codes()
 
     def _look(self) -> None:
         modules = list(self._model.named_modules())
-        self._looks += 1
         self._tree = [
             (m._modules, dict(m._modules), m._parameters, len(m._parameters), vars(m), vars(m).get("forward"))
             for _, m in modules
@@ -67,12 +77,11 @@ class Members:
                 f"to train all of it, load it with codes=False",
             )
 
-    def called(self) -> tuple:
-        """How the model is called now, which a captured step has baked in. By what each adapter adds: switched or merged, it
-        is another step. By modes and hooks, whose numbers are never given out twice; and by how often it had other modules."""
+    def called(self) -> Called:
+        """How the model is called now."""
         adding = *(m.adding for m in self._ours), *(peft_layers.adding(m) for _, m, _ in self._theirs)
         modes = tuple([own.get("training") for own in self._own])  # torch.compile's wrapper has none of its own
-        return self._looks, modes, self._hooks(), adding
+        return Called(self._changes, modes, self._hooks(), adding)
 
     def _hooks(self) -> frozenset[int]:
         """torch's numbers of all hooks on the modules and on what trains. In C: there are thousands of places to look at."""
@@ -128,4 +137,21 @@ class Members:
                     f"parameters: {name} was added since this TrainStep was made, which trains the parameters it found then; "
                     f"freeze it with requires_grad_(False), or close() this step and make a new one."
                 )
+        before = self._tree
         self._look()
+        self._changes += not _alike(before, self._tree)
+
+
+def _alike(before: list[tuple], after: list[tuple]) -> bool:
+    """Whether these are the same modules, which call each other in the same way."""
+    return len(before) == len(after) and all(
+        own is own_then and children == those_then and count == count_then and _one_call(forward, then)
+        for (_, those_then, _, count_then, own_then, then), (_, children, _, count, own, forward) in zip(before, after)
+    )
+
+
+def _one_call(*forwards: Any) -> bool:
+    """Whether two forwards that were set on a module are one. An adapted layer's comes and goes with what its adapters add, by
+    which a step is known anyway."""
+    one, other = (None if isinstance(forward, AdaptedForward) else forward for forward in forwards)
+    return one is other
