@@ -153,9 +153,10 @@ class TestShapes:
             model = small()
             step = TrainStep(model, summed, precision="fp32", graph="require")
             step(draw(2))
+            (first,) = step.captured
             handle = change(model)
             step(draw(2))
-            assert len(step.captured) == 2
+            assert step.captured[-1] is not first
             if handle is not None:
                 handle.remove()
                 step(draw(2))
@@ -168,9 +169,47 @@ class TestShapes:
         require(draw(2)), auto(draw(2))
         with pytest.raises(GraphError) as error:
             require(draw(3))
-        assert str(error.value) == "1 shapes of micro-batch are captured already; pad the batches to fewer shapes."
+        assert str(error.value) == (
+            "1 shapes of micro-batch are captured already, each mode of the model and each set of hooks and adapters counted "
+            "apart; pad the batches to fewer shapes."
+        )
         assert auto(draw(3)).read().updates == 2
         assert fallbacks.pop(("train step as one graph", str(error.value))) == 1
+
+    @pytest.mark.parametrize("accumulate", [1, 2])
+    def test_what_can_serve_no_more_is_given_up(self, accumulate):
+        """A removed hook's number and a replaced module come never back: their graphs were held, and counted as shapes."""
+        model = small()
+        step = TrainStep(model, summed, accumulate=accumulate, precision="fp32", graph="require")
+        window = cut(draw(4), accumulate)
+        step(window)
+        for _ in range(3):
+            hook = model.mix.register_forward_hook(lambda module, inputs, y: None)
+            step(window)
+            old = step.captured[-1]
+            hook.remove()
+            step(window)
+            assert len(step.captured) == 2 * accumulate, "those without a hook, and with the last one"
+        model.dropout = torch.nn.Identity()
+        step(window)
+        assert len(step.captured) == accumulate and not any(graph is old for graph in step.captured)
+        with pytest.raises(GraphError, match="given up by release"):
+            old()
+
+    def test_a_model_that_keeps_changing_is_not_captured_for_ever(self, monkeypatch):
+        """Each capture takes seconds. A graph that has paid for its own counts for nothing."""
+        monkeypatch.setattr(graphs, "MOST", 2)
+        monkeypatch.setattr(graphs, "has_graphs", lambda device: True)
+        for pays in (1, 2):
+            monkeypatch.setattr(graphs, "PAYS", pays)
+            model = small()
+            step = TrainStep(model, summed, precision="fp32")
+            for _ in range(6):
+                model.dropout = torch.nn.Identity()
+                step(draw(2))
+            rows = {key: fallbacks.pop(key) for key in [*fallbacks] if key[0] == "train step as one graph"}
+            assert len(step.captured) == (1 if pays == 1 else 0) and len(step._graphs._broken) == (0 if pays == 1 else 1)
+            assert [reason.partition(",")[0] for _, reason in rows] == ["2 graphs were captured in vain"][: pays - 1]
 
 
 @pytest.mark.usefixtures("on_reference")

@@ -31,6 +31,7 @@ MODES = ("auto", "require", "off")
 WHOLE, PART = "a step of one micro-batch", "a micro-batch"
 UPDATE, APPLY = "the update", "the update behind the sums over ranks"
 MOST = 8  # shapes of micro-batch: each takes seconds to capture, and some memory beside the pool
+PAYS = 100  # replays that make up for a capture
 # A replay may differ from eager by this much of the largest value: attention's backward adds in another order at every run, so
 # that eager differs from itself. At 350m in bf16 the squares of gradients (AdamW's v) were 1.3e-2 apart. What a certificate is
 # to find, an input or a state that a graph has baked in, is off by the value's own size.
@@ -118,6 +119,7 @@ class WindowGraphs:
         self._known: dict[Any, Captured] = {}  # by what it holds, and a micro-batch's key
         self._broken: dict[Any, Exception] = {}  # what cannot be captured
         self._told: list[Exception | None] = []  # of these, in a row of fallbacks
+        self._wasted = 0  # graphs of micro-batches that went before they paid
 
     def run(self, window: list[MicroBatch]) -> Tensor:
         step, first = self.step, self._first
@@ -167,12 +169,12 @@ class WindowGraphs:
             self._try(key, partial(self._graph, micro_batch, batch))
         return self._have(keys, first)
 
-    def _update(self, called: tuple, first: bool) -> Tensor:
+    def _update(self, called: Called, first: bool) -> Tensor:
         """The update's graph, captured at its first time: only behind real gradients does its certificate see weights move.
 
         It calls no module, but what it names leads to the model, so a model in another mode is another one to its graph.
         """
-        step, whole, apart = self.step, (UPDATE, called), (APPLY, called)
+        step, whole, apart = self.step, (UPDATE, (called,)), (APPLY, (called,))
 
         def update() -> Tensor:
             with step.reduction.completed():
@@ -211,11 +213,22 @@ class WindowGraphs:
         """Capture it at its first time, if that can be."""
         if key in self._known or key in self._broken:
             return
+        self._forget(key[1][0])
         try:
             self._known[key] = capturing()
             self.captured.append(self._known[key])
         except (GraphError, torch.OutOfMemoryError) as error:
             self._broken[key] = error
+
+    def _forget(self, now: Called) -> None:
+        """Give up what was captured, or could not be, of a model that is called like that no more: it would pile up."""
+        for key in [key for key in (*self._known, *self._broken) if not key[1][0].may_come_back(now)]:
+            self._broken.pop(key, None)
+            if (graph := self._known.pop(key, None)) is not None:
+                self._wasted += key[0] in (WHOLE, PART) and graph.replays < PAYS
+                self.captured.remove(graph)
+                graph.release()
+        self._told = [error for error in self._told if error is None or error in self._broken.values()]
 
     def _have(self, keys: Sequence[Any], first: bool = False, last: bool = True) -> bool:
         """Whether there are graphs for all of `keys`; at the first step, on all ranks. `last`: no other way has graphs."""
@@ -242,7 +255,15 @@ class WindowGraphs:
     def _graph(self, part: Callable, batch: MicroBatch | None = None, gate: Callable[[], None] = open_gate) -> Captured:
         step = self.step
         if batch is not None and sum(kind in (WHOLE, PART) for kind, _ in self._known) >= MOST:
-            raise GraphError(f"{MOST} shapes of micro-batch are captured already; pad the batches to fewer shapes.")
+            raise GraphError(
+                f"{MOST} shapes of micro-batch are captured already, each mode of the model and each set of hooks and adapters "
+                f"counted apart; pad the batches to fewer shapes."
+            )
+        if batch is not None and self._wasted >= MOST:
+            raise GraphError(
+                f"{MOST} graphs were captured in vain, as hooks were removed or modules replaced within {PAYS} steps; leave "
+                f"them as they are from step to step, or close() this step and make a new one."
+            )
         if batch is not None and isinstance(step.loss, Objective):
             step.loss.prepare(step.model, batch.whole())
         tensors = () if batch is None else batch.tensors

@@ -32,6 +32,10 @@ class Called(NamedTuple):
     hooks: frozenset[int]
     adding: tuple
 
+    def may_come_back(self, now: "Called") -> bool:
+        """Whether a model that is called like `now` may ever be called like this again."""
+        return self.changes == now.changes and self.hooks <= now.hooks
+
 
 class Members:
     """Which parameters a model had, and which of them trained, when the layout was made: at the same moment as this.
