@@ -1,5 +1,7 @@
 """The captured step: the eager one bit for bit, the state untouched by capturing, shapes apart, reasons said."""
 
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -210,6 +212,26 @@ class TestShapes:
             rows = {key: fallbacks.pop(key) for key in [*fallbacks] if key[0] == "train step as one graph"}
             assert len(step.captured) == (1 if pays == 1 else 0) and len(step._graphs._broken) == (0 if pays == 1 else 1)
             assert [reason.partition(",")[0] for _, reason in rows] == ["2 graphs were captured in vain"][: pays - 1]
+
+
+@pytest.mark.usefixtures("on_reference")
+def test_a_refused_capture_keeps_nothing(monkeypatch):
+    """Its error, which is kept, had led to the activations of the call that there was no room for."""
+    monkeypatch.setattr(graphs, "has_graphs", lambda device: True)
+    seen = []
+
+    def runs_out(model, batch):
+        held = torch.zeros(9)
+        seen.append((weakref.ref(held), weakref.ref(batch[0])))
+        if len(seen) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return summed(model, batch)
+
+    step = TrainStep(small(), runs_out, precision="fp32")
+    step(draw(2))
+    gc.collect()
+    assert fallbacks.pop(("train step as one graph", "CUDA out of memory.")) == 1
+    assert all(reference() is None for references in seen for reference in references)
 
 
 @pytest.mark.usefixtures("on_reference")

@@ -218,7 +218,7 @@ class WindowGraphs:
             self._known[key] = capturing()
             self.captured.append(self._known[key])
         except (GraphError, torch.OutOfMemoryError) as error:
-            self._broken[key] = error
+            self._broken[key] = error if self._required else without_frames(error)
 
     def _forget(self, now: Called) -> None:
         """Give up what was captured, or could not be, of a model that is called like that no more: it would pile up."""
@@ -279,6 +279,15 @@ class WindowGraphs:
         largest = max(weight.abs().max().item() for weight in optimizer.weights.finest())
         noise = NOISE_FP8 if self.step.precision.fp8 else NOISE
         return min(noise + 4 * optimizer.rates.abs().max().item() / max(largest, 1e-12), MOST_NOISE)
+
+
+def without_frames(error: Exception) -> Exception:
+    """An error that is kept and never raised again must not keep the calls that it came through: they hold a micro-batch, and
+    activations that there was no room for."""
+    at: BaseException | None = error
+    while at is not None:
+        at.__traceback__, at = None, at.__cause__ or at.__context__
+    return error
 
 
 def has_graphs(device: torch.device) -> bool:
