@@ -164,6 +164,22 @@ class TestShapes:
                 step(draw(2))
                 assert len(step.captured) == 2, "without the hook, the first one serves again"
 
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.* is (deprecated|not supported):DeprecationWarning")
+    @pytest.mark.parametrize("compiled", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, 8))])
+    def test_parts_in_torchscript(self, compiled):
+        """Their registries are wrappers in C++, which equal nothing and have no get()."""
+        runs = []
+        for graph in ("require", "off"):
+            model = small()
+            model.mix, model.dropout = compiled(model.mix), compiled(model.dropout)
+            step = TrainStep(model, summed, precision="fp32", graph=graph)
+            runs.append([step(draw(2, seed=i)).read() for i in range(3)])
+            assert len(step.captured) == (graph == "require")
+            model.dropout.eval()  # its mode lies in C++, too
+            step(draw(2))
+            assert len(step.captured) == 2 * (graph == "require")
+        assert runs[0] == runs[1]
+
     def test_too_many(self, monkeypatch):
         monkeypatch.setattr(graphs, "MOST", 1)
         monkeypatch.setattr(graphs, "has_graphs", lambda device: True)

@@ -161,7 +161,7 @@ class Reach:
     def _children(self, way: Way, node: Any) -> Iterator[tuple[Way, Any]]:
         if isinstance(node, nn.Module):
             for registry in ("_parameters", "_buffers", "_modules"):
-                for key, value in list(vars(node)[registry].items()):
+                for key, value in list(vars(node).get(registry, {}).items()):  # a traced module's are those of one inside
                     yield way.to(f".{key}", ("attribute", registry), ("item", key)), value
             yield from _attributes(way, node, [key for key in vars(node) if key not in _MODULE_PARTS])
         elif isinstance(node, torch.optim.Optimizer):

@@ -1,10 +1,12 @@
 """Which parameters a step trains, and that a model has no others by now. And how it is called by now: what its adapters add,
 in which modes its modules are, which hooks they carry."""
 
+from collections.abc import Callable
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
@@ -52,12 +54,13 @@ class Members:
     def _look(self) -> None:
         modules = list(self._model.named_modules())
         self._tree = [
-            (m._modules, dict(m._modules), m._parameters, len(m._parameters), vars(m), vars(m).get("forward"))
+            (_children(m), dict(m._modules), m._parameters, len(m._parameters), vars(m), vars(m).get("forward"))
             for _, m in modules
         ]
+        self._scripted = [m for _, m in modules if isinstance(m, torch.jit.ScriptModule)]
         self._own = [vars(m) for _, m in modules]
         self._members = [
-            (f"{name}.{key}".strip("."), module._parameters, key, p, p is not None and p.requires_grad)
+            (f"{name}.{key}".strip("."), _reader(module._parameters), key, p, p is not None and p.requires_grad)
             for name, module in modules
             for key, p in module._parameters.items()
         ]
@@ -84,8 +87,9 @@ class Members:
     def called(self) -> Called:
         """How the model is called now."""
         adding = *(m.adding for m in self._ours), *(peft_layers.adding(m) for _, m, _ in self._theirs)
-        modes = tuple([own.get("training") for own in self._own])  # torch.compile's wrapper has none of its own
-        return Called(self._changes, modes, self._hooks(), adding)
+        modes = [own.get("training") for own in self._own]  # torch.compile's wrapper has none of its own
+        modes += [module.training for module in self._scripted]  # and TorchScript's is not there
+        return Called(self._changes, tuple(modes), self._hooks(), adding)
 
     def _hooks(self) -> frozenset[int]:
         """torch's numbers of all hooks on the modules and on what trains. In C: there are thousands of places to look at."""
@@ -109,8 +113,8 @@ class Members:
                 )
 
     def check(self) -> None:
-        for name, home, key, parameter, trains in self._members:
-            now = home.get(key)
+        for name, read, key, parameter, trains in self._members:
+            now = read(key)
             if now is not parameter:
                 what, mend = "replaced by another Parameter", "copy new values into it in place"
             elif now is not None and now.requires_grad is not trains:
@@ -144,6 +148,16 @@ class Members:
         before = self._tree
         self._look()
         self._changes += not _alike(before, self._tree)
+
+
+def _children(module: nn.Module) -> Any:
+    """Where its modules are. A scripted one's cannot be others, and its wrapper around them equals no dict."""
+    return module._modules if isinstance(module._modules, dict) else dict(module._modules)
+
+
+def _reader(home: Any) -> Callable[[str], Any]:
+    """What reads a parameter in a module's registry; a scripted module's knows no get()."""
+    return home.get if isinstance(home, dict) else lambda key: dict(home).get(key)
 
 
 def _alike(before: list[tuple], after: list[tuple]) -> bool:
