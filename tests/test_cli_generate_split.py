@@ -91,10 +91,6 @@ REFUSED = {
         ("--split", "layers"),
         "split: no GPU is used, and at least 2 devices share the model; name more GPUs, or give --gpus.",
     ),
-    "together": (
-        ("--split", "tensors", *SHARED, "--speculate", "2"),
-        "decoder: devices: got 2 together with speculate, which takes a single device.",
-    ),
     "divided": (
         ("--split", "tensors", "--gpus", "3"),
         "decoder: split: got 'tensors' over 3 devices, and its 2 key and value heads do not divide by 3; name another number "
@@ -106,4 +102,24 @@ REFUSED = {
 @pytest.mark.parametrize("given, sentence", REFUSED.values(), ids=REFUSED)
 def test_what_is_refused(ckpt, capsys, given, sentence):
     assert main(["generate", str(ckpt), "--prompt", "one", "--device", "cpu", *given]) == 2
+    assert f"gpubound generate: {sentence}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "split, given, sentence",
+    [
+        ("layers", ("--weights", "int8"), "weights: it is for a model on a single GPU; leave --weights or --split out."),
+        ("tensors", ("--speculate", "2"), "speculate: it is for a model on a single GPU; leave --speculate or --split out."),
+        ("layers", ("--no-fused",), "no-fused: it is for a model on a single GPU; leave --no-fused or --split out."),
+        (
+            "tensors",
+            ("--n", "9"),
+            "n: got 9, but --split tensors writes up to 8 sequences at once, and those of a prompt are written together; give "
+            "a smaller --n, or --split layers.",
+        ),
+    ],
+)
+def test_what_is_refused_before_a_model_is_read(tmp_path, capsys, split, given, sentence):
+    """Reading one that no single GPU has room for takes minutes."""
+    assert main(["generate", str(tmp_path), "--prompt", "one", *SHARED, "--split", split, *given]) == 2
     assert f"gpubound generate: {sentence}\n" in capsys.readouterr().err

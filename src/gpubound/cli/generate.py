@@ -14,6 +14,7 @@ from typing import Annotated
 
 import tyro
 
+from ..decode.layer import NARROW
 from ..decode.request import Choice
 from ..decode.result import Generated
 from ..decode.stages.spread import SPLITS
@@ -201,6 +202,14 @@ def check_split(options: Generate) -> None:
         raise ValueError("output: its lines are written by copies of the model, and with --split there is one; leave one out.")
     if options.gpus == 1:
         raise ValueError("gpus: got 1, but with --split at least 2 share the model; leave --split out.")
+    alone = {"weights": options.weights is not None, "speculate": options.speculate is not None, "no-fused": not options.fused}
+    if name := next((name for name, given in alone.items() if given), None):
+        raise ValueError(f"{name}: it is for a model on a single GPU; leave --{name} or --split out.")
+    if options.split == "tensors" and options.n > NARROW:
+        raise ValueError(
+            f"n: got {options.n}, but --split tensors writes up to {NARROW} sequences at once, and those of a prompt are "
+            f"written together; give a smaller --n, or --split layers."
+        )
 
 
 def write(options: Generate, saved: Saved, prompts: list[str]) -> int:
