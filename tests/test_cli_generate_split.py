@@ -2,11 +2,13 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gpubound.cli import main, saved as opening, writer
+from gpubound.decode.result import Generated, Generation
 
 from . import by_heart
 
@@ -31,7 +33,9 @@ def test_a_conversation_and_json(ckpt, run):
     code, out, err = run(ckpt, "--chat", *SHARED, "--split", "tensors", stdin="hello\n")
     assert code == 0 and "hi, how are you?" in out, err
     code, out, _ = run(ckpt, *PROMPTS, "--max-new-tokens", "3", "--json", "--logprobs", *SHARED, "--split", "layers")
-    assert code == 0 and [len(one["logprobs"]) for one in json.loads(out)["sequences"]] == [3, 3, 3]
+    found = json.loads(out)
+    assert code == 0 and [len(one["logprobs"]) for one in found["sequences"]] == [3, 3, 3]
+    assert found["device"].startswith("2 x CPU")
 
 
 def test_slices_take_eight_sequences_at_once(ckpt, run, monkeypatch):
@@ -51,6 +55,15 @@ def test_slices_take_eight_sequences_at_once(ckpt, run, monkeypatch):
         "tensors",
     )
     assert code == 0 and built == [8] and len(re.findall(r"^--- \d: ", out, re.M)) == 9, err
+
+
+@pytest.mark.parametrize("split, kind, at_once", [("tensors", "cuda", 4), ("layers", "cuda", 1), ("tensors", "cpu", 1)])
+def test_the_roofline_is_that_of_all_that_read_at_once(split, kind, at_once):
+    """Of slices all GPUs', as in the benchmark: a share of one's was up to four times too high."""
+    speed = writer.speed_of(SimpleNamespace(split=split), SimpleNamespace(device=torch.device(kind), devices=(0, 0, 0, 0)))
+    speed._rate = 1e9
+    speed.add(Generation([Generated([1], [2] * 10)], 2.0, 0.5, launches=5, steps=10, row_steps=10, bytes_read=1_000_000_000))
+    assert (speed.roofline, speed.as_dict()["read_bytes_per_s"]) == (0.5 / at_once, at_once * 1e9)
 
 
 def test_a_folder_in_codes_is_read_onto_the_devices(monkeypatch, tmp_path):

@@ -15,10 +15,10 @@ from rich.console import Console
 
 from ..corpus.tokenizer import ends_of_turn
 from ..decode import FastDecoder
-from ..device import label
 from ..errors import GpuboundError
 from .saved import HARMLESS, Saved, build, settings_of, stdin_lines
 from .speed import Speed
+from .writer import speed_of
 
 if TYPE_CHECKING:
     from .generate import Generate
@@ -43,7 +43,7 @@ def converse(options: "Generate", saved: Saved) -> int:
     for text in chat.typed() if chat.live else stdin_lines():
         chat.take(text.rstrip("\n"))
     if options.json:
-        about = {"model": str(saved.folder), "device": label(saved.device), "messages": chat.messages}
+        about = {"model": str(saved.folder), "device": saved.where, "messages": chat.messages}
         print(json.dumps(about | chat.speed.as_dict(), indent=1))
     print(chat.speed.line(), file=sys.stderr, flush=True)
     return 2 if chat.failed and not chat.live else 0
@@ -53,7 +53,7 @@ class Chat:
     """What was said, and how the next reply comes about."""
 
     def __init__(self, options: "Generate", saved: Saved, decoder: FastDecoder, settings: dict[str, Any]):
-        self.decoder, self.tokenizer, self.settings, self.speed = decoder, saved.tokenizer, settings, Speed(saved.device)
+        self.decoder, self.tokenizer, self.settings, self.speed = decoder, saved.tokenizer, settings, speed_of(options, saved)
         self.start = [] if options.system is None else [{"role": "system", "content": options.system}]
         self.messages = list(self.start)
         self.quiet, self.live, self.failed = options.json, sys.stdin.isatty(), False
@@ -112,7 +112,7 @@ class Chat:
                 "or give a larger --max-length."
             )
         run = self.decoder.start(ids, **self.settings)
-        mine, written = Speed(self.speed.device), ""
+        mine, written = Speed(self.speed.device, self.speed.at_once), ""
         with mine.counting(), closing(run.play()) as pieces:
             try:
                 for _, piece in pieces:

@@ -18,13 +18,11 @@ from ..decode.layer import NARROW
 from ..decode.request import Choice
 from ..decode.result import Generated
 from ..decode.stages.spread import SPLITS
-from ..device import label
 from . import arguments
 from .many import check_timeout
 from .prompts import read_prompts
 from .saved import HARMLESS, VERIFY, Saved, check_text
-from .speed import Speed
-from .writer import Writer, opened
+from .writer import Writer, opened, speed_of
 
 STEPS = 1024  # a launch, at most: each is room in a buffer, and a text is shown launch by launch
 
@@ -215,7 +213,7 @@ def check_split(options: Generate) -> None:
 def write(options: Generate, saved: Saved, prompts: list[str]) -> int:
     """Every prompt's sequences, a batch after the other."""
     writer = Writer(options, saved, prompts)
-    speed, found = Speed(saved.device), []
+    speed, found = speed_of(options, saved), []
     for first in range(0, len(prompts), writer.together):
         run = writer.start(first)
         with speed.counting(), closing(run.play()) as pieces:
@@ -226,7 +224,7 @@ def write(options: Generate, saved: Saved, prompts: list[str]) -> int:
         speed.add(run.result())
         found += writer.told(first, run.sequences)
     if options.json:
-        about = {"model": str(saved.folder), "device": label(saved.device), "sequences": found}
+        about = {"model": str(saved.folder), "device": saved.where, "sequences": found}
         print(json.dumps(about | speed.as_dict(), indent=1))
     print(speed.line(), file=sys.stderr, flush=True)
     return 0

@@ -70,6 +70,11 @@ class Saved:
         """Where tokens are chosen."""
         return self.devices[0]
 
+    @property
+    def where(self) -> str:
+        """The devices in words."""
+        return label(self.device) if len(self.devices) == 1 else f"{len(self.devices)} x {label(self.device)}"
+
 
 def open_saved(
     path: str | Path,
@@ -293,7 +298,7 @@ def build(options: "Generate", saved: Saved, probe: list[list[int]], length: int
     first = next(saved.model.parameters())
     parts = [
         f"{saved.folder}: {quantity(sum(p.numel() for p in saved.model.parameters()))} parameters",
-        f"{str(first.dtype).removeprefix('torch.')} on {_where(saved)}",
+        f"{str(first.dtype).removeprefix('torch.')} on {saved.where}",
         f"its own forward ({made.path})" if made.path else made.kernels,
         f"ready in {time.perf_counter() - saved.begun:.2f} s",
     ]
@@ -301,10 +306,6 @@ def build(options: "Generate", saved: Saved, probe: list[list[int]], length: int
     if options.table:
         print(made, file=sys.stderr, flush=True)
     return made
-
-
-def _where(saved: Saved) -> str:
-    return label(saved.device) if len(saved.devices) == 1 else f"{len(saved.devices)} x {label(saved.device)}"
 
 
 def settings_of(options: "Generate", saved: Saved) -> dict[str, Any]:

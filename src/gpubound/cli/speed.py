@@ -24,8 +24,9 @@ FIGURES = (
 class Speed:
     """Sums over one or several generations."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, at_once: int = 1):
+        """`at_once`: how many such devices read a part of the weights each, at the same time."""
+        self.device, self.at_once = device, at_once
         self.tokens = self.steps = self.bytes_read = 0
         self.seconds = 0.0
         self.first_token_s: float | None = None  # of the first generation
@@ -85,7 +86,7 @@ class Speed:
                 self._rate = measure.ceilings(self.device, quick=True).read_bytes_per_s
             except MeasureError as error:
                 notice(f"the share of the roofline is left out: {error}")
-        return self._rate
+        return None if self._rate is None else self._rate * self.at_once
 
     @property
     def roofline(self) -> float | None:
@@ -94,7 +95,7 @@ class Speed:
             return None
         if (read := self.bytes_read / self.seconds) <= rate:
             return read / rate
-        share = measure.share(read, "read_bytes_per_s", self.device)
+        share = measure.share(read / self.at_once, "read_bytes_per_s", self.device)
         self._rate = None  # it was measured again
         return share
 
