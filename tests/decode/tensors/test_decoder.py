@@ -9,7 +9,8 @@ import torch
 
 import gpubound as gb
 from gpubound.decode.steps import LaunchWay
-from gpubound.decode.tensors import peers
+from gpubound.decode.tensors import body as sliced_body, peers
+from gpubound.kernels import mail
 from gpubound.kernels.mail import Mail
 
 from .. import cases
@@ -113,6 +114,20 @@ def test_devices_at_once_wait_for_each_other(devices, way, monkeypatch):
     fast.body.poison()
     found = fast.generate(cases.prompts(4, 2), max_new_tokens=9, temperature=float(not way.greedy), seed=1)
     assert found.tokens == want
+
+
+def test_what_compiles_beforehand_is_what_is_called(monkeypatch):
+    """In the same forms: another would be compiled and tested in vain, and this one at the first request."""
+    named, called, own = [], set(), mail.implementation
+    monkeypatch.setattr(sliced_body, "hasten", lambda calls, *where: named.extend(calls))
+
+    def asked(op, like, unable=None, shape=()):
+        called.add((op, shape))
+        return own(op, like, unable, shape)
+
+    monkeypatch.setattr(mail, "implementation", asked)
+    sliced(verify=False).generate(cases.PROMPT, max_new_tokens=2)
+    assert called == {("send_words", (0,)), ("take_words", (False,)), ("take_words", (True,))} and called <= {*named}
 
 
 def test_weights_that_change_and_weights_that_move(said):

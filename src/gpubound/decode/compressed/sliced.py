@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...device import entered, label
+from ...device import entered
 from ...kernels.chain import chained
 from ...models.decoding import weight_of
 from ...models.deepseek_v4.family import CompressedReader
 from ...models.deepseek_v4.weights import StreamedLayerWeights
-from ...trace import notice, say
+from ...trace import notice
 from ...words import readable
 from ..contract import Build
 from ..fused import PARTIAL_ROWS
@@ -26,7 +26,7 @@ from ..stages.body import compressed_reader
 from ..stages.plan import LayerStage
 from ..stages.spread import let_apart, rooms_beside
 from ..tensors.peers import connected
-from ..tensors.plan import SlicePlan, dealt
+from ..tensors.plan import SlicePlan, dealt, fit_slice
 from ..weights.versions import WeightVersions
 from .attention import LatentAttention
 from .body import SCORED, CompressedBody, Place, bytes_read
@@ -47,13 +47,7 @@ def compressed_slices(model: object, build: Build, devices: Sequence[torch.devic
         ends = ends_slice(ends_of(reader), on_meta).nbytes
         kept = sum(bytes_kept(reader, build, weight_of(reader.model.lm_head).dtype))
         needed = weights + ends + kept + build.max_batch * 4 * (3 * words if plan.number == 0 else len(plan.words))
-        if needed > free:
-            raise ValueError(
-                f"decoder: devices: slice {plan.number} does not fit: its weights, state and logits take {readable(needed)}, "
-                f"but {readable(free)} are free on {plan.device}; free memory there, name more devices, or ask for fewer or "
-                "shorter sequences."
-            )
-        say(f"decoder: slice {plan.number} on {label(plan.device)}: {described(plan, weights + ends, kept)}")
+        fit_slice(plan, needed, free, "weights, state and logits", described(plan, weights + ends, kept))
     let_apart(reader.model, reader.trunk.layers)
     return SlicedStreams(reader, build, plans)
 

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...device import entered, label
+from ...device import entered
 from ...errors import GenerateError
 from ...kernels import send_words
 from ...kernels.choose import hasten
 from ...kernels.decode_product import capped_
 from ...models.registry import reader_of
-from ...trace import notice, say
+from ...trace import notice
 from ...words import readable
 from ..bind import BoundModel, bind
 from ..cache import Cache
@@ -35,7 +35,7 @@ from ..stages.body import fused_reader, refuse_together
 from ..stages.spread import rooms_beside
 from ..weights.versions import WeightVersions
 from .peers import connected
-from .plan import SlicePlan, indivisible, plan_slices
+from .plan import SlicePlan, fit_slice, indivisible, plan_slices
 from .slices import ModelSlice
 
 # Tokens of prompts that are captured, padding counted: as many rows as sums have boxes for. More keep GPUs busy for longer than
@@ -64,7 +64,7 @@ def _fused_slices(model: Any, build: Build, devices: Sequence[torch.device]) -> 
     for plan in plans:
         shared = [
             ("send_product", ()),
-            ("send_words", ()),
+            ("send_words", (0,)),
             ("take_words", (False,)),
             ("take_words", (True,)),
         ]
@@ -79,14 +79,8 @@ def _check_room(live: BoundModel, build: Build, plans: Sequence[SlicePlan]) -> N
         kept = Cache(build, range(len(live.layers)), there.shape, live.dtype, META).nbytes
         logits = 4 * build.max_batch * live.shape.vocab
         needed = there.nbytes + kept + (3 * logits if plan.number == 0 else logits)  # and a box of 64 bits for each
-        if needed > free:
-            raise ValueError(
-                f"decoder: devices: slice {plan.number} does not fit: its weights, keys, values and logits take "
-                f"{readable(needed)}, but {readable(free)} are free on {plan.device}; free memory there, name more devices, or "
-                "ask for fewer or shorter sequences."
-            )
-        what = f"{_described(there, kept)}; {readable(free)} are there for it"
-        say(f"decoder: slice {plan.number} on {label(plan.device)}: {what}")
+        told = f"{_described(there, kept)}; {readable(free)} are there for it"
+        fit_slice(plan, needed, free, "weights, keys, values and logits", told)
 
 
 def _described(live: ModelSlice, kept: int) -> str:

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ...device import label
 from ...models.decoding import DenseWeights, LayerWeights, Shape
+from ...trace import say
+from ...words import readable
 from ..stages.plan import lanes
 
 
@@ -46,6 +49,16 @@ def dealt(vocab: int, devices: Sequence[torch.device], stretch: int, why: str | 
     stretches = lanes(-(-vocab // stretch), count)
     words = [range(part.start * stretch, min(part.stop * stretch, vocab)) for part in stretches]
     return [SlicePlan(device, number, count, words[number]) for number, device in enumerate(devices)]
+
+
+def fit_slice(plan: SlicePlan, needed: int, free: int, held: str, told: str) -> None:
+    """Say what a slice has, if its device has room for what it takes. held: what that is of; told: the slice in words."""
+    if needed > free:
+        raise ValueError(
+            f"decoder: devices: slice {plan.number} does not fit: its {held} take {readable(needed)}, but {readable(free)} are "
+            f"free on {plan.device}; free memory there, name more devices, or ask for fewer or shorter sequences."
+        )
+    say(f"decoder: slice {plan.number} on {label(plan.device)}: {told}")
 
 
 def indivisible(shape: Shape, layers: Sequence[LayerWeights], count: int) -> str | None:
