@@ -107,8 +107,7 @@ SHAPES: dict[str, list[tuple]] = {
 }
 # GPUs before 8.9 can neither round to it nor read it: there they fall back
 FP8 = ("quantize", "quantize_rows", "quantize_swiglu", "quantize_swiglu_backward")
-READS_FP8 = [("norm_products", shape) for shape in ((0.0, True, True), (None, True, False))]
-READS_FP8.append(("send_products", (True,)))
+READS_FP8 = [("norm_products", (0.0, True, True)), ("norm_products", (None, True, False)), ("send_products", (True,))]
 
 
 def compile_all(capability: int) -> None:

@@ -33,19 +33,10 @@ from .writer import Writer, opened, together
 if TYPE_CHECKING:
     from .generate import Generate
 
+# What changes no answer.
 SAME = (
-    "prompt",
-    "file",
-    "whole",
-    "gpus",
-    "split",
-    "timeout",
-    "output",
-    "device",
-    "ckpt",
-    "verify",
-    "k",
-)  # what changes no answer
+    "prompt", "file", "whole", "gpus", "split", "timeout", "output", "device", "ckpt", "verify", "k",
+)  # fmt: skip
 PATHS = ("adapter", "tokenizer")
 MODEL = (".safetensors", ".bin", ".json")  # a model's files
 SAMPLES, BLOCK = 64, 1 << 20  # of one of them

@@ -140,7 +140,7 @@ def files_of(path: Path) -> list[Path]:
             f"{path}: holds no texts, wanted {KINDS} files or a saved Hugging Face dataset; "
             f"a .json is read where it is named itself."
         )
-    once = {_inode(file): file for file in sorted(found, key=lambda file: (file.is_symlink(), file), reverse=True)}
+    once = {inode(file): file for file in sorted(found, key=lambda file: (file.is_symlink(), file), reverse=True)}
     left["other names of these files"] = len(found) - len(once)
     if kinds := [f"{left[kind]:,} {kind}" for kind in sorted(left, key=lambda kind: (-left[kind], kind)) if left[kind]]:
         more = f" and {len(kinds) - _SHOWN} kinds more" if len(kinds) > _SHOWN else ""
@@ -148,7 +148,8 @@ def files_of(path: Path) -> list[Path]:
     return sorted(once.values())
 
 
-def _inode(file: Path) -> tuple[int, int]:
+def inode(file: Path) -> tuple[int, int]:
+    """Where it lies, by whatever name."""
     at = regular(file).stat()
     return at.st_dev, at.st_ino
 

@@ -22,6 +22,7 @@ from .documents import (
     Document,
     as_document,
     files_of,
+    inode,
     is_dataset,
     read_dataset,
     read_file,
@@ -72,8 +73,7 @@ Owners = dict[tuple[int, int], _Given]  # of files, by where they lie
 def _refuse_twice(place: _Given, owners: Owners) -> None:
     """A file that an earlier path leads to, too, by whatever name: held-out documents would be trained on."""
     for file in place.files:
-        at = file.stat()
-        if (owner := owners.setdefault((at.st_dev, at.st_ino), place)) is not place:
+        if (owner := owners.setdefault(inode(file), place)) is not place:
             raise ValueError(
                 f"texts: {file} would be read twice, for {owner.path} and for {place.path}; give it once, so that no "
                 f"text is both held out and trained on."

@@ -82,7 +82,10 @@ class LatentAttention:
         return found
 
     def step(self, u: Tensor, now: Moment) -> Tensor:
-        """(N, channels) of the rows' next tokens, whose streams mix to u (B, T, hidden) fp32: times o_b, what they get."""
+        """What attention gives the rows' next tokens, before its last product, o_b: (N, channels).
+
+        u (B, T, hidden) fp32: what their streams mix to
+        """
         w, B = self.weights, len(u)
         read = self._read(u, now)
         store, ids, limit = None, None, None

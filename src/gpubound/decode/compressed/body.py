@@ -42,9 +42,9 @@ class CompressedBody(Body):
     """`CompressedBody(reader, build)`: the weights are the model's, read where they lie; the state is the body's own."""
 
     kernels = "a step of its own"
+    reads = "the live weights"
     best: Tensor
     arg: Tensor
-    reads = "the live weights"
 
     def __init__(self, reader: CompressedReader, build: Build, stages: Sequence[LayerStage] | None = None) -> None:
         """stages: where the layers lie, if not all on one device."""
