@@ -94,7 +94,7 @@ REFUSED = {
     "kind": (("--split", "rows", *SHARED), "split: got 'rows', wanted layers or tensors."),
     "lines": (
         ("--split", "layers", *SHARED, "--output", "a.jsonl"),
-        "output: its lines are written by copies of the model, and with --split there is one; leave one out.",
+        "output: it takes what several copies of the model write, and --split has one copy; leave --output out.",
     ),
     "one": (
         ("--split", "layers", "--gpus", "1"),

@@ -197,7 +197,9 @@ def check_split(options: Generate) -> None:
     if options.split not in SPLITS:
         raise ValueError(f"split: got {options.split!r}, wanted {' or '.join(SPLITS)}.")
     if options.output is not None:
-        raise ValueError("output: its lines are written by copies of the model, and with --split there is one; leave one out.")
+        raise ValueError(
+            "output: it takes what several copies of the model write, and --split has one copy; leave --output out."
+        )
     if options.gpus == 1:
         raise ValueError("gpus: got 1, but with --split at least 2 share the model; leave --split out.")
     alone = {"weights": options.weights is not None, "speculate": options.speculate is not None, "no-fused": not options.fused}

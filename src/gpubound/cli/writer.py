@@ -57,7 +57,9 @@ def sharing(options: "Generate") -> list[torch.device]:
     """The devices that share one copy of the model."""
     given, there = resolve(options.device), torch.cuda.device_count()
     if given.type == "cuda" and options.device.startswith("cuda:"):
-        raise ValueError(f"device: got {options.device}, a single GPU, with --split; leave one out.")
+        raise ValueError(
+            f"device: got {options.device}, a single GPU, and with --split several share the model; leave --device out."
+        )
     if options.gpus is None and (given.type == "cpu" or there < 2):
         seen = f"{there} GPU{' is' if there == 1 else 's are'} visible" if given.type == "cuda" else "no GPU is used"
         raise ValueError(f"split: {seen}, and at least 2 devices share the model; name more GPUs, or give --gpus.")
