@@ -11,7 +11,7 @@ from contextvars import ContextVar
 import torch
 
 from ..device import constant
-from .decode_product import EARLY
+from .decode_product import AHEAD, EARLY
 
 FIRST = (9, 0)  # the first compute capability whose launches can
 
@@ -22,6 +22,16 @@ _mode: ContextVar[int] = ContextVar("gpubound_chained", default=0)
 def chained(device: torch.device, mode: int = EARLY) -> Iterator[None]:
     """Inside, kernels on `device` are launched so, where it can."""
     before = _mode.set(mode if can_chain(device) else 0)
+    try:
+        yield
+    finally:
+        _mode.reset(before)
+
+
+@contextmanager
+def ahead() -> Iterator[None]:
+    """Inside, kernels of a chain read before they wait: what they read was there before the last fence."""
+    before = _mode.set(AHEAD if _mode.get() else 0)
     try:
         yield
     finally:

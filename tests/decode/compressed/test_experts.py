@@ -22,7 +22,7 @@ def both(monkeypatch, at_once: int) -> tuple[LiveExperts, CodedExperts]:
         return pack_fp4(codes, torch.randint(120, 125, (COUNT * rows, columns // 32), generator=generator, dtype=torch.uint8))
 
     coded = SimpleNamespace(gate_up=packed(2 * WIDTH, HIDDEN), down=packed(HIDDEN, WIDTH), limit=0.7)
-    coded.gate = SimpleNamespace(weight=torch.empty(0))
+    coded.gate, coded.norm = SimpleNamespace(weight=torch.empty(0)), SimpleNamespace(weight=torch.empty(HIDDEN))
     numbers = {part: unpack(getattr(coded, part)).unflatten(0, (COUNT, -1)) for part in ("gate_up", "down")}
     return experts_of(SimpleNamespace(**vars(coded) | numbers)), experts_of(coded)
 
@@ -49,7 +49,7 @@ def test_many_rows(at_once, ungrouped, monkeypatch):
 def test_few_rows_and_what_is_counted(monkeypatch):
     live, coded = both(monkeypatch, 5)
     (u, ids, shares), norm = drawn(), Norm(torch.rand(HIDDEN, generator=torch.Generator().manual_seed(2)), 1e-6)
-    wanted = live.few(u[:3], norm, ids[:3].int(), shares[:3])
-    found = coded.few(u[:3], norm, ids[:3].int(), shares[:3])
+    ids = ids[:3].int()
+    found, wanted = (one.few_down(one.few(u[:3], norm, ids), ids, shares[:3]) for one in (coded, live))
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
     assert coded.count == live.count == COUNT and COUNT * coded.nbytes == sum(t.nbytes for t in coded.tensors())

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import dequantize, quantized_routed_down, quantized_routed_gate_up, routed_down, routed_gate_up, swiglu
-from ...kernels.chain import chain_mode
-from ...kernels.decode_product import AHEAD, Norm
+from ...kernels.decode_product import Norm
 from ...kernels.packed import Packed
 from ...models.deepseek_v4.weights import MixtureWeights
 from ..experts import each_expert, grouped, not_grouped
@@ -33,6 +32,7 @@ class LiveExperts:
         self.down: Any = weights.down
         self.limit, self.gated = weights.limit, partial(swiglu, limit=weights.limit)
         self.count, self.width, self.dtype = self.sizes(weights)
+        self.hidden = len(weights.norm.weight)
         self.nbytes = (self.gate_up.nbytes + self.down.nbytes) // self.count  # of one expert
         self.ungrouped = self.not_grouped()
 
@@ -43,11 +43,19 @@ class LiveExperts:
     def not_grouped(self) -> str | None:
         return not_grouped(self.gate_up, self.down)
 
-    def few(self, u: Tensor, norm: Norm, ids: Tensor, shares: Tensor) -> Tensor:
-        """(N, S, hidden) fp32: share · expert, for the norm of u (N, hidden)."""
-        routed = torch.empty(*ids.shape, self.width, device=u.device, dtype=self.dtype)
-        routed_gate_up(u, norm, self.gate_up, ids, routed, ahead(), self.limit)
-        return routed_down(routed, self.down, ids, shares, apart(u, ids))
+    def few(self, u: Tensor, norm: Norm, ids: Tensor) -> Tensor:
+        """(N, S, width): gate and up of each chosen expert, for the norm of u (N, hidden)."""
+        return routed_gate_up(u, norm, self.gate_up, ids, self.room(ids), limit=self.limit)
+
+    def few_down(self, routed: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+        """(N, S, hidden) fp32: share · expert of what `few` has given."""
+        return routed_down(routed, self.down, ids, shares, self.apart(ids))
+
+    def room(self, ids: Tensor) -> Tensor:
+        return torch.empty(*ids.shape, self.width, device=ids.device, dtype=self.dtype)
+
+    def apart(self, ids: Tensor) -> Tensor:
+        return torch.empty(*ids.shape, self.hidden, device=ids.device, dtype=torch.float32)
 
     def many(self, h: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
         """(N, hidden) fp32: Σ share · expert, for h (N, hidden), ids (N, S) int64."""
@@ -84,10 +92,11 @@ class CodedExperts(LiveExperts):
         """Experts whose codes become numbers together."""
         return max(1, min(self.count, WIDE // (3 * self.width * self.gate_up.columns)))
 
-    def few(self, u: Tensor, norm: Norm, ids: Tensor, shares: Tensor) -> Tensor:
-        routed = torch.empty(*ids.shape, self.width, device=u.device, dtype=self.dtype)
-        quantized_routed_gate_up(u, norm, self.gate_up, ids, routed, ahead(), self.limit)
-        return quantized_routed_down(routed, self.down, ids, shares, apart(u, ids))
+    def few(self, u: Tensor, norm: Norm, ids: Tensor) -> Tensor:
+        return quantized_routed_gate_up(u, norm, self.gate_up, ids, self.room(ids), limit=self.limit)
+
+    def few_down(self, routed: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+        return quantized_routed_down(routed, self.down, ids, shares, self.apart(ids))
 
     def many(self, h: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
         y = torch.zeros(h.shape, device=h.device, dtype=torch.float32)
@@ -113,15 +122,6 @@ class CodedExperts(LiveExperts):
     def report(self) -> tuple[str, str]:
         how, why = super().report()
         return f"numbers of {self.at_once} experts at a time, {how}", why
-
-
-def apart(u: Tensor, ids: Tensor) -> Tensor:
-    return torch.empty(*ids.shape, u.shape[1], device=u.device, dtype=torch.float32)
-
-
-def ahead() -> int:
-    """How gates and ups are launched: what they read was there before the shared expert's activation, which is a fence."""
-    return AHEAD if chain_mode() else 0
 
 
 def experts_of(weights: MixtureWeights) -> LiveExperts:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import choose_experts, swiglu
+from ...kernels.chain import ahead
 from ...models.deepseek_v4.weights import MixtureWeights
 from ..experts import PIECE
 from .experts import experts_of
@@ -27,12 +28,16 @@ class Mixture:
         (N, S, hidden)."""
         w = self.weights
         scores, gate, up = products(u, w.norm, w.router, w.gate, w.up)
+        gated = swiglu(gate, up, w.limit)
         ids, shares = self.choose(scores.contiguous(), token)
         if self.overheard is not None:
             self.overheard.add(self.number, ids)
-        (shared,) = products(swiglu(gate, up, w.limit), None, w.shared_down)
         if len(u) <= NARROW:
-            return shared, self.experts.few(u, w.norm, ids, shares)
+            routed = self.experts.few(u, w.norm, ids)  # a fence, behind which the one that all share is computed at once
+            with ahead():
+                (shared,) = products(gated, None, w.shared_down)
+            return shared, self.experts.few_down(routed, ids, shares)
+        (shared,) = products(gated, None, w.shared_down)
         h = normed(u, w.norm).to(self.experts.dtype)
         pieces = zip(h.split(PIECE), ids.long().split(PIECE), shares.split(PIECE))
         return shared + torch.cat([self.experts.many(*piece) for piece in pieces]), None

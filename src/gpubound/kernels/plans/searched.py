@@ -78,8 +78,9 @@ _HOPPER: dict[Key, tuple] = {
     ("product", "qkv", (4096, 2048), 1): (16, 512, 4),
     ("product", "qkv", (1280, 4096), 2): (4, 4096, 8),
     ("product", "qkv", (4096, 512), 1): (16, 512, 8),
-    ("packed_product", "fp4 routed_gate_up", (512, 4096), 0): (8, 512, 8),
+    ("packed_product", "fp4 routed_gate_up", (512, 4096), 0): (8, 512, 4),
     ("packed_product", "fp4 routed_down", (4096, 512), 0): (16, 64, 1),
+    ("sparse_attention", "", (16, 512), 2): (16, 16, 8),
 }
 
 SEARCHED: dict[int, dict[Key, tuple]] = {90: _HOPPER}

@@ -45,7 +45,7 @@ def _missing(words, stamp, wanted):
 
 @triton.jit
 def _take(box, state, at, stamp, there, room, SENDERS: tl.constexpr, S: tl.constexpr):
-    """The words at the places `at` of each sender, (S, places) int32, when all are there, or LATE."""
+    """The words at the places `at` of each sender, (S, places) int32, when all are there, or LATE. In `warps_taking` warps."""
     s = tl.arange(0, S)
     wanted = (s < SENDERS)[:, None] & there[None]
     from_ = box + s.to(tl.int64)[:, None] * room + at[None]
@@ -69,6 +69,15 @@ def _summed(words, SENDERS: tl.constexpr, S: tl.constexpr):
     for sender in tl.static_range(1, SENDERS):
         total += tl.sum(tl.where(s == sender, values, 0.0), 0)
     return total
+
+
+def warps_taking(words: int, most: int) -> int:
+    """Of a program that takes so many words, or none: it has no more threads than words.
+
+    Triton lets several threads hold one number where there are more threads than numbers, and each of them loads it: one may
+    see the word that another, whose copy nobody asks about, has not seen yet. Inside a warp one load serves all of them.
+    """
+    return max(1, min(most, words // 32)) if words else most
 
 
 def mailed(mail: Mail | None) -> dict[str, Any]:

@@ -12,8 +12,10 @@ before it end. So behind such a fence, however many launches later, what was wri
 
 weights, norms, tables      in every kernel: no step writes them
 position, old keys, pages   in attention: the choice before wrote them; the q k v product of a span's first layer is the fence
-sums of hc_write            the one before wrote them; the turn of heads and the shared expert's activation are fences
-ids, and x of an AHEAD one  where the choice of experts stands before the activation of the one that all share, which is a fence
+sums of hc_write            the one before wrote them; the turn of heads and routed_gate_up are fences
+the streams of a mailed one likewise
+x of an AHEAD product       where a fence stands between it and who wrote x: the shared expert's down, behind routed_gate_up
+ids of a down product       the choice of experts stands before routed_gate_up, which is a fence
 x, qkv, gated, the new key  never: the launch before, or the one before that, writes them
 
 All writes stand behind the wait: launches that still run may read what was there.
@@ -64,6 +66,14 @@ def _row(x_ptr, col, K: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _fresh_row(x_ptr, col, K: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Past the L1 where it is read before the wait: what empties the L1 is a wait on this multiprocessor."""
+    if DEPENDENT != BEFORE:
+        return _row(x_ptr, col, K, EVEN)
+    return tl.load(x_ptr + col, mask=col < K, other=0.0, cache_modifier=".cg").to(tl.float32)
+
+
+@triton.jit
 def _gained(x, norm_ptr, col, K: tl.constexpr, EVEN: tl.constexpr, GAIN: tl.constexpr):
     """x times a norm's gain, which is GAIN + its weight."""
     if GAIN is not None:
@@ -76,14 +86,14 @@ def _gained(x, norm_ptr, col, K: tl.constexpr, EVEN: tl.constexpr, GAIN: tl.cons
 
 @triton.jit
 def _products(x_ptr, norm_ptr, w_ptr, w, row, col, left, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-              WHOLE: tl.constexpr, GAIN: tl.constexpr):  # fmt: skip
+              WHOLE: tl.constexpr, GAIN: tl.constexpr, DEPENDENT: tl.constexpr = 0):  # fmt: skip
     """A row of x, times its norm's gain, with R rows of a weight, `left` of which are there, by column; and x's squares.
 
     w: the first tile of the weight, which was asked for before x was there."""
     EVEN: tl.constexpr = K % C == 0
     total, square = tl.zeros([R, C], tl.float32), tl.zeros([C], tl.float32)
     for start in range(0, K, C):
-        x = _row(x_ptr + start, col, K - start, EVEN)
+        x = _fresh_row(x_ptr + start, col, K - start, EVEN, DEPENDENT)
         total += w.to(tl.float32) * _gained(x, norm_ptr + start, col, K - start, EVEN, GAIN)[None]
         square += x * x
         if start + C < K:

@@ -23,7 +23,7 @@ from ..experts import LEAST
 from ..gated import INFINITE
 from ..plans.kinds import job_of, power_of_two
 from ._launch import launch_product, options
-from ._step import BEFORE, _begin, _end, _row, _tile, _wait
+from ._step import _begin, _end, _row, _tile, _wait
 
 COMPARED = 4096  # pairs of experts that a program compares at a time
 WARP = 1024  # experts that one warp ranks
@@ -148,8 +148,7 @@ def _routed_gate_up_kernel(x_ptr, norm_ptr, gate_up_ptr, ids_ptr, out_ptr, eps, 
     row, col = tl.arange(0, R), tl.arange(0, C)
     EVEN: tl.constexpr = K % C == 0
     left = rows - first
-    if DEPENDENT != BEFORE:
-        _wait(DEPENDENT)
+    _wait(DEPENDENT)
     _begin(DEPENDENT)
     expert, poison = _expert(ids_ptr + pair, experts)
     gate_ptr = gate_up_ptr + (expert * 2 * rows + first) * K
@@ -171,8 +170,6 @@ def _routed_gate_up_kernel(x_ptr, norm_ptr, gate_up_ptr, ids_ptr, out_ptr, eps, 
     y, z = tl.sum(gate, 1) * factor, tl.sum(up, 1) * factor
     y, z = tl.where(y > limit, limit, y), tl.where(z > limit, limit, tl.where(z < -limit, -limit, z))  # a NaN stays
     y = y / (1.0 + tl.exp(-y)) * z * poison
-    if DEPENDENT == BEFORE:
-        _wait(DEPENDENT)
     tl.store(out_ptr + pair * rows + first + row, y.to(out_ptr.dtype.element_ty), mask=row < left)
 
 

@@ -1,7 +1,9 @@
 """A program owns a piece of a token: the same columns of all of its streams. `hc_write` asks for the sums and the next weight
 before it waits, and balances comb; behind the wait it loads the streams and what the part gave. Every program balances for
-itself, side by side. Words from several devices are asked for in front of the wait: that this device's own have come says that
-its wait is at its end.
+itself, side by side.
+
+Where what the part gave comes by mail, all is read and computed in front of the wait: the streams are as old as their sums, and
+words say by themselves that they are there. The launch before has then sent its words, and ends while they are used.
 """
 
 import torch
@@ -13,7 +15,7 @@ from ..hc_step import stretch
 from ..mail import Mail
 from ..plans.kinds import TilePlan, job_of, power_of_two
 from ._launch import launch, options
-from ._mail import _stamp, _summed, _take, mailed
+from ._mail import _stamp, _summed, _take, mailed, warps_taking
 from ._step import _begin, _wait
 from .hyper_connections import _factor, _hc_finish_kernel, _spread
 
@@ -40,21 +42,27 @@ def _hc_write_kernel(x_ptr, y_ptr, more_ptr, part_ptr, scale_ptr, base_ptr, w_pt
         factor, there = _factor(part_ptr, Z, step, norm_eps, S * D, P, ZP)
         post, comb = _spread(part_ptr, scale_ptr, base_ptr, factor, there, step, eps, S, ZP, ROUNDS)
         comb = tl.reshape(comb, [S, S])
-    if SENDERS > 0:
-        words = _take(box, state, n * D + col, _stamp(state, number), col < D, room, SENDERS, SENDERSP)
-        sent = tl.where(col < D, _summed(words, SENDERS, SENDERSP), 0.0)[None]  # what is not asked for has not come either
-    _wait(DEPENDENT)
     at = (n * S + s[:, None]) * D + col[None]
-    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    if SENDERS == 0:
+        _wait(DEPENDENT)
+    x = tl.load(x_ptr + at, mask=inside, other=0.0, cache_modifier=".cg")
     if ROUNDS > 0:
-        y = sent if SENDERS > 0 else tl.load(y_ptr + n * D + col[None], mask=inside, other=0.0)
+        if SENDERS > 0:
+            words = _take(box, state, n * D + col, _stamp(state, number), col < D, room, SENDERS, SENDERSP)
+            y = tl.where(col < D, _summed(words, SENDERS, SENDERSP), 0.0)[None]  # what is not asked for has not come either
+        else:
+            y = tl.load(y_ptr + n * D + col[None], mask=inside, other=0.0)
         for nth in tl.static_range(MORE):
             y += tl.load(more_ptr + (n * MORE + nth) * D + col[None], mask=inside, other=0.0)
         x = tl.sum(comb[:, :, None] * x[:, None], 0) + tl.trans(post) * y
-        tl.store(out_ptr + at, x, mask=inside)
     if Q > 0:
         sums = tl.sum(tl.sum(w * x[None], 2), 1)
         square = tl.sum(tl.sum(x * x, 1), 0)
+    if SENDERS > 0:
+        _wait(DEPENDENT)
+    if ROUNDS > 0:
+        tl.store(out_ptr + at, x, mask=inside)
+    if Q > 0:
         tl.store(sums_ptr + (piece.to(tl.int64) * tokens + n) * QP + q, tl.where(q == Q, square, sums))
 
 
@@ -71,7 +79,7 @@ def _launch(
         x, x if isinstance(y, Mail) else y, more_ptr, sums, scale, base, weight_ptr, out, sums_ptr, tokens, eps, norm_eps,
         *(mail[key] for key in ("box", "state", "number", "room")), width, streams, (2 + streams) * streams, sums.shape[2],
         pieces, power_of_two(pieces), block, rounds, added, products, power_of_two(products + 1), mail["SENDERS"], mail["S"],
-        **options(WARPS),
+        **options(warps_taking(mail["S"] * block, WARPS)),
     )  # fmt: skip
 
 

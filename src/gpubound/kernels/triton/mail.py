@@ -9,7 +9,7 @@ from ..decode_product import EARLY
 from ..mail import Mail
 from ..plans import power_of_two
 from ._launch import options
-from ._mail import SCALARS, _addresses, _send, _stamp, _summed, _take, mailed
+from ._mail import SCALARS, _addresses, _send, _stamp, _summed, _take, mailed, warps_taking
 from ._step import _begin, _wait
 
 WORDS, WARPS = 512, 4  # of a program
@@ -62,9 +62,10 @@ def send_words(y: Tensor, mail: Mail, column: int = 0, more: Tensor | None = Non
 
 @torch.no_grad()
 def take_words(out: Tensor, mail: Mail, added: bool = False, dependent: int = 0) -> Tensor:
-    block = min(WORDS, power_of_two(out.numel()))
-    to = out if added else out.view(torch.int32)
+    block = min(WORDS, max(32, power_of_two(out.numel())))
+    to, given = out if added else out.view(torch.int32), mailed(mail)
+    warps = warps_taking(given["S"] * block, WARPS)
     _take_words_kernel[(triton.cdiv(out.numel(), block),)](
-        to, out.numel(), **mailed(mail), BLOCK=block, ADDED=added, **options(WARPS, min(dependent, EARLY))
+        to, out.numel(), **given, BLOCK=block, ADDED=added, **options(warps, min(dependent, EARLY))
     )
     return out

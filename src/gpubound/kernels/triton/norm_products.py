@@ -19,7 +19,7 @@ from ..norm_products import MOST, MOST_CODED
 from ..plans import job_of
 from ._launch import launch_product
 from ._mail import SCALARS, _addresses, _send, _stamp, mailed
-from ._step import _begin, _end, _gained, _products, _row, _tile, _wait
+from ._step import BEFORE, _begin, _end, _fresh_row, _gained, _products, _tile, _wait
 
 
 @triton.jit
@@ -63,14 +63,15 @@ def _coded_rows(x_ptr, norm_ptr, w_ptr, scale_ptr, out_ptr, eps, first, left, ro
     row, col = tl.arange(0, R), tl.arange(0, C)
     EVEN: tl.constexpr = K % C == 0
     w, scale = _tile(w_ptr, row, col, left, K, K, WHOLE), tl.load(scale_ptr + col // ACROSS, mask=col < K, other=0.0)
-    _wait(DEPENDENT)
+    if DEPENDENT != BEFORE:
+        _wait(DEPENDENT)
     for b in tl.static_range(B):
         if b > 0 and C < K:
             w = _tile(w_ptr, row, col, left, K, K, WHOLE)
             scale = tl.load(scale_ptr + col // ACROSS, mask=col < K, other=0.0)
         total, square = tl.zeros([R, C], tl.float32), tl.zeros([C], tl.float32)
         for start in range(0, K, C):
-            x = _row(x_ptr + b * step + start, col, K - start, EVEN)
+            x = _fresh_row(x_ptr + b * step + start, col, K - start, EVEN, DEPENDENT)
             total += w.to(tl.float32) * (_gained(x, norm_ptr + start, col, K - start, EVEN, GAIN) * scale)[None]
             square += x * x
             if start + C < K:
@@ -79,6 +80,8 @@ def _coded_rows(x_ptr, norm_ptr, w_ptr, scale_ptr, out_ptr, eps, first, left, ro
                 scale = tl.load(scale_ptr + at // ACROSS, mask=at < K, other=0.0)
         if b == B - 1:
             _end(DEPENDENT)
+        if b == 0 and DEPENDENT == BEFORE:
+            _wait(DEPENDENT)
         to = b * rows.to(tl.int64) + first + row
         _put(out_ptr, to, total, square, eps, row < left, addresses, stamp, base, K, GAIN, BOXES)
 
@@ -89,13 +92,17 @@ def _plain_rows(x_ptr, norm_ptr, w_ptr, out_ptr, eps, first, left, rows, step, a
                 BOXES: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     row, col = tl.arange(0, R), tl.arange(0, C)
     w = _tile(w_ptr, row, col, left, K, K, WHOLE)
-    _wait(DEPENDENT)
+    if DEPENDENT != BEFORE:
+        _wait(DEPENDENT)
     for b in tl.static_range(B):
         if b > 0 and C < K:
             w = _tile(w_ptr, row, col, left, K, K, WHOLE)
-        total, square = _products(x_ptr + b * step, norm_ptr, w_ptr, w, row, col, left, K, R, C, WHOLE, GAIN)
+        total, square = _products(x_ptr + b * step, norm_ptr, w_ptr, w, row, col, left, K, R, C, WHOLE, GAIN,
+                                  DEPENDENT)  # fmt: skip
         if b == B - 1:
             _end(DEPENDENT)
+        if b == 0 and DEPENDENT == BEFORE:
+            _wait(DEPENDENT)
         to = b * rows.to(tl.int64) + first + row
         _put(out_ptr, to, total, square, eps, row < left, addresses, stamp, base, K, GAIN, BOXES)
 

@@ -35,7 +35,7 @@ from ._packed import (
     _sums_from,
     _words,
 )
-from ._step import BEFORE, _begin, _end, _wait
+from ._step import _begin, _end, _wait
 from .decode_product import _gated, _norm_parts
 from .experts import _expert
 from .gated import _limited
@@ -135,8 +135,7 @@ def _routed_gate_up_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, ids_ptr, out_ptr, 
                            WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     N: tl.constexpr = _words(K, KIND)
     SCALES: tl.constexpr = _scales(K, KIND)
-    if DEPENDENT != BEFORE:
-        _wait(DEPENDENT)
+    _wait(DEPENDENT)
     _begin(DEPENDENT)
     pair = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * R + tl.arange(0, R)
@@ -152,8 +151,6 @@ def _routed_gate_up_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, ids_ptr, out_ptr, 
     _end(DEPENDENT)
     gate, up = _limited(gates[0], ups[0], limit)
     y = gate / (1.0 + tl.exp(-gate)) * up * poison
-    if DEPENDENT == BEFORE:
-        _wait(DEPENDENT)
     tl.store(out_ptr + pair * rows + row, y.to(out_ptr.dtype.element_ty), mask=row < rows)
 
 

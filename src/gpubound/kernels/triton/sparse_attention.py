@@ -20,7 +20,7 @@ from ._step import _begin, _wait
 from .compressor import _turned
 
 NOTHING = tl.constexpr(-1e30)  # below every score; -inf would make NaN of -inf - -inf
-MOST = 16  # programs that share a token's keys
+MOST = 32  # programs that share a token's keys
 FEW = 16  # tokens up to which they do, so that a token's bits are the same in any batch of them; of more, one program has all
 DEPTH = 32  # numbers of an fp32 key that are multiplied at a time: 512 at once spill 5 KB a thread
 
