@@ -121,11 +121,11 @@ MORE = {
         lambda: example_of("sparse_attention", 512, True, False, True),
     ),
     "swiglu, limited": ("swiglu", lambda: (*example_of("swiglu"), 0.5)),
-    "turn_heads back, without a norm": ("turn_heads", lambda: (*example_of("turn_heads")[:5], None, None, True)),
-    "turn_heads into a ring": (
+    "turn_heads back, without a norm": (
         "turn_heads",
-        lambda: (*example_of("turn_heads")[:4], torch.zeros(9, 2, 40), None, 1e-6, False, torch.arange(3, dtype=torch.int32)),
+        lambda: ([example_of("turn_heads")[0][0]._replace(weight=None, eps=None)], *example_of("turn_heads")[1:], True),
     ),
+    "turn_heads of three parts": ("turn_heads", lambda: example_of("turn_heads", 3)),
     "rms_norm of wide rows": ("add_rms_norm", lambda: (torch.randn(2, 8192), torch.randn(2, 8192), torch.ones(8192))),
 }
 

@@ -26,6 +26,7 @@ SHAPES: dict[str, list[tuple]] = {
     "add_dynamic_tanh": NORMS,
     "add_richards_norm": NORMS,
     "add_rms_norm": [*STILL, (1024, False, torch.bfloat16)],
+    "compress": [(1,), (2, 2)],
     "cross_entropy": [(40, True, True), (8208, False, False)],
     "add_norm": [(), (1.0,)],
     "add_product": [(), (16, True), (256, False)],
@@ -104,6 +105,7 @@ SHAPES: dict[str, list[tuple]] = {
     "tiled_add_product": [(8, 1024, 1024), (8, 4096, 1024), (16, 4096, 1024), (2, 8192, 2048)],
     "tiled_norm_gate_up": [(0.0, "silu", 8, 1024, 4096), (1.0, "gelu_tanh", 16, 1024, 4096), (0.0, "silu", 4, 2048, 8192)],
     "tiled_norm_product": [(0.0, 8, 1024, 1024), (None, 16, 1024, 1024), (0.0, 4, 2048, 2048)],
+    "turn_heads": [(1,), (3,)],
 }
 # GPUs before 8.9 can neither round to it nor read it: there they fall back
 FP8 = ("quantize", "quantize_rows", "quantize_swiglu", "quantize_swiglu_backward")

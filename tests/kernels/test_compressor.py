@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpubound import kernels
-from gpubound.kernels.compressor import Pending
+from gpubound.kernels.compressor import Pending, Windows
 from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.ops import OPS, load
 from gpubound.kernels.triton import compressor as fast
@@ -46,23 +46,36 @@ def test_pieces_of_any_length_give_transformers_entries(source, kind, spare, dev
     for count in (7, 1, 1, 1, 4, 1, 2):
         new = (p[:, begin : begin + count].contiguous() for p in products)
         position = torch.full((2,), begin, device=device, dtype=torch.int32)
-        load(source, "compress")(*new, position, pending, store, module.position_bias.detach().to(device), norm, cos, sin)
+        part = Windows(*new, pending, store, module.position_bias.detach().to(device), norm)
+        load(source, "compress")([part], position, cos, sin)
         begin += count
     assert begin == tokens and want.shape == store.shape
     same("entries", store, want, 1e-5)
 
 
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("series", [1, 2])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_matches(series, dtype, device):
-    """Rows that stand differently: one fills a window with its first token, one has none before, one waits."""
+def test_matches(series, dtype, count, device):
+    """Rows that stand differently: one fills a window with its first token, one has none before, one waits. In one launch,
+    parts of another width and with other pending tokens."""
     results = []
     for source in BOTH:
-        kv, gate, position, pending, store, *rest = OPS["compress"].example(torch.Generator().manual_seed(0), series)
-        given = [Pending(*(t.detach().to(device, dtype) for t in pending)), store.detach().to(device, dtype)]
-        moved = [t.to(device) if isinstance(t, torch.Tensor) else Norm(t.weight.to(device), t.eps) for t in rest]
-        results.append(load(source, "compress")(kv.to(device), gate.to(device), position.to(device), *given, *moved))
-    for name, got, want in zip(("store", "kv", "gate"), *results):
+        parts, *rest = OPS["compress"].example(torch.Generator().manual_seed(0), series, count)
+        moved = [
+            Windows(
+                part.kv.to(device),
+                part.gate.to(device),
+                Pending(*(t.detach().to(device, dtype) for t in part.pending)),
+                part.store.detach().to(device, dtype),
+                part.bias.to(device),
+                Norm(part.norm.weight.to(device), part.norm.eps),
+            )
+            for part in parts
+        ]
+        results.append(load(source, "compress")(moved, *(t.to(device) for t in rest)))
+    assert len(results[0]) == 3 * count
+    for name, got, want in zip(("store", "kv", "gate") * count, *results):
         same(name, got, want, max(TOLERANCE[dtype], 1e-5))
 
 
@@ -75,7 +88,8 @@ def test_what_is_beyond_the_store_is_not_written(device):
         position = torch.zeros(1, device=device, dtype=torch.int32)
         cos = torch.ones(3, 1, device=device)
         norm = Norm(torch.ones(4, device=device), 1e-6)
-        load(source, "compress")(x, x, position, pending, store, torch.zeros(2, 4, device=device), norm, cos, cos - 1)
+        part = Windows(x, x, pending, store, torch.zeros(2, 4, device=device), norm)
+        load(source, "compress")([part], position, cos, cos - 1)
         for outer, inner in ((whole, store), *waiting):
             assert_inside(outer, inner)
         # Tokens 5, 6, 7 at their places mod 3.
@@ -94,9 +108,8 @@ def test_a_call_that_could_overwrite_what_it_reads_is_two_launches(device, monke
         pending, store = state(1, slots, 8, 3, 4, device)
         x, cos = torch.zeros(1, tokens, 8, device=device), torch.ones(5, 1, device=device)
         norm, calls[:] = Norm(torch.ones(4, device=device), 1e-6), []
-        fast.compress(
-            x, x, torch.zeros(1, device=device).int(), pending, store, torch.zeros(2, 8, device=device), norm, cos, cos
-        )
+        part = Windows(x, x, pending, store, torch.zeros(2, 8, device=device), norm)
+        fast.compress([part], torch.zeros(1, device=device).int(), cos, cos)
         assert calls == want
 
 
@@ -125,9 +138,27 @@ WRONG = {
 def test_wrong_arguments(what):
     other, sentence = WRONG[what]
     x, pending = torch.ones(1, 1, 8), Pending(torch.ones(1, 4, 8), torch.ones(1, 4, 8))
+    part = Windows(x, x, pending, torch.ones(1, 3, 4), torch.ones(2, 8), Norm(torch.ones(4), 1e-6))
     right = {
-        "kv": x, "gate": x, "position": torch.zeros(1, dtype=torch.int32), "pending": pending, "store": torch.ones(1, 3, 4),
-        "bias": torch.ones(2, 8), "norm": Norm(torch.ones(4), 1e-6), "cos": torch.ones(5, 1), "sin": torch.ones(5, 1),
-    }  # fmt: skip
+        "parts": [part._replace(**{key: t for key, t in other.items() if key in Windows._fields})],
+        "position": torch.zeros(1, dtype=torch.int32),
+        "cos": torch.ones(5, 1),
+        "sin": torch.ones(5, 1),
+    }
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
-        kernels.compress(**right | other)
+        kernels.compress(**right | {key: value for key, value in other.items() if key in right})
+
+
+def test_parts_of_one_launch_are_of_the_same_tokens():
+    def part(tokens: int, window: int) -> Windows:
+        x, pending = torch.ones(1, tokens, 8), Pending(torch.ones(1, 8, 8), torch.ones(1, 8, 8))
+        return Windows(x, x, pending, torch.ones(1, 3, 4), torch.ones(window, 8), Norm(torch.ones(4), 1e-6))
+
+    given = torch.zeros(1, dtype=torch.int32), torch.ones(9, 1), torch.ones(9, 1)
+    for other, sentence in (
+        ([part(2, 2)], "compress: all parts must have the same rows, new tokens and window, got (1, 1, 2) and (1, 2, 2)."),
+        ([part(1, 4)], "compress: all parts must have the same rows, new tokens and window, got (1, 1, 2) and (1, 1, 4)."),
+        ([part(1, 2)] * 2, "compress: got 3 parts, wanted 1 to 2."),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+            kernels.compress([part(1, 2), *other], *given)

@@ -32,7 +32,7 @@ SHAPED = {
     "add_richards_norm": (96, VALUE),
     "add_rms_norm": (96,),
     "add_rows": (48,),
-    "compress": (1,),
+    "compress": (1, 2),
     "cross_entropy": (333, False, True),
     "decode_attention": (1, 3, 32),
     "dequantize": ("fp4",),
@@ -85,6 +85,7 @@ SHAPED = {
     "tiled_add_product": (3, 72, 40),
     "tiled_norm_gate_up": (1.0, "gelu_tanh"),
     "tiled_norm_product": (None, 9, 72),
+    "turn_heads": (3,),
 }
 
 

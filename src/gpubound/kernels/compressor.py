@@ -8,6 +8,7 @@ second of its own, 2 m slots in all.
 Legend: B rows, T new tokens a row, m tokens a window, D channels of an entry, W = D or, of two series, 2 D.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,9 @@ from .ops import definition, draw, ints
 from .rope import draw_angles
 
 
+MOST = 2  # parts that a launch takes
+
+
 class Pending(NamedTuple):
     """The products of a row's last tokens: that of position p lies at slot p mod its number of slots, at least W / D · m."""
 
@@ -27,33 +31,48 @@ class Pending(NamedTuple):
     gate: Tensor  # (B, slots, W)
 
 
-def compress(
-    kv: Tensor, gate: Tensor, position: Tensor, pending: Pending, store: Tensor, bias: Tensor, norm: Norm, cos: Tensor,
-    sin: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+class Windows(NamedTuple):
+    """New tokens of each row, what waits for them, and where the entries go. All parts of a call have the same B, T and m."""
+
+    kv: Tensor  # (B, T, W), as the projections give it
+    gate: Tensor  # (B, T, W)
+    pending: Pending
+    store: Tensor  # (B, L, D): entry j stands for the tokens from j m to j m + m - 1. What is beyond the store is not written
+    bias: Tensor  # (m, W)
+    norm: Norm
+
+
+def compress(parts: Sequence[Windows], position: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     """Take T new tokens of each row: their products go into `pending`, the entries of windows they fill into `store`.
 
-    (store, pending.kv, pending.gate) come back, all written in place. Which windows are full follows from the positions, on
-    the device: one token or many, the launches are the same.
+    (store, pending.kv, pending.gate) of each part come back, all written in place. Which windows are full follows from the
+    positions, on the device: one token or many, the launches are the same.
 
-    kv, gate  (B, T, W), as the projections give them
     position  (B,) int32: of each row's first new token. At a place below 0 the row is left as it is
-    store     (B, L, D): entry j stands for the tokens from j m to j m + m - 1. What is beyond the store is not written
-    bias      (m, W)
     cos, sin  (positions, pairs) fp32, of every position where a window of the store may begin. The last 2 · pairs channels
               are turned, neighbours being a pair
     """
-    _check(kv, gate, position, pending, store, bias, norm, cos, sin)
-    kernel = implementation("compress", store, None, (kv.shape[2] // store.shape[2],))
-    return kernel(kv, gate, position, pending, store, bias, norm, cos, sin)
+    if not 1 <= len(parts) <= MOST:
+        raise ValueError(f"compress: got {len(parts)} parts, wanted 1 to {MOST}.")
+    (B, T), m = parts[0].kv.shape[:2], len(parts[0].bias)
+    require("compress", "position", position, torch.int32, (B,), parts[0].store.device, "it says where each row stands")
+    for part in parts:
+        _check(part, cos, sin)
+        if (now := (*part.kv.shape[:2], len(part.bias))) != (B, T, m):
+            raise ValueError(f"compress: all parts must have the same rows, new tokens and window, got {(B, T, m)} and {now}.")
+    first = parts[0]
+    series = first.kv.shape[2] // first.store.shape[2]
+    return implementation("compress", first.store, None, (series, len(parts)))(parts, position, cos, sin)
 
 
-@definition(lambda g, series=2: _example(g, series))
+@definition(lambda g, series=2, parts=1: _example(g, series, parts))
 @torch.no_grad()
-def compress_reference(
-    kv: Tensor, gate: Tensor, position: Tensor, pending: Pending, store: Tensor, bias: Tensor, norm: Norm, cos: Tensor,
-    sin: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def compress_reference(parts: Sequence[Windows], position: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    return tuple(written for part in parts for written in _compressed(part, position, cos, sin))
+
+
+def _compressed(part: Windows, position: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    kv, gate, pending, store, bias, norm = part
     (B, T, W), (m, D), size = kv.shape, (len(bias), store.shape[2]), pending.kv.shape[1]
     slots, first = W // D * m, position.long()[:, None]
     rows, wide = torch.arange(B, device=kv.device)[:, None], torch.promote_types(store.dtype, torch.float32)
@@ -94,10 +113,8 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([still, torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)], -1)
 
 
-def _check(
-    kv: Tensor, gate: Tensor, position: Tensor, pending: Pending, store: Tensor, bias: Tensor, norm: Norm, cos: Tensor,
-    sin: Tensor,
-) -> None:  # fmt: skip
+def _check(part: Windows, cos: Tensor, sin: Tensor) -> None:
+    kv, gate, pending, store, bias, norm = part
     device = store.device
     require("compress", "store", store, None, ("rows", "entries", "channels"), device, WRITTEN)
     require("compress", "kv", kv, None, (len(store), "tokens", "width"), device, "a row of it belongs to each new token")
@@ -109,7 +126,6 @@ def _check(
             "pass both series side by side."
         )
     require("compress", "bias", bias, None, ("window", W), device, "it has a row for each token of a window")
-    require("compress", "position", position, torch.int32, (B,), device, "it says where each row stands")
     for name, t in (("pending.kv", pending.kv), ("pending.gate", pending.gate)):
         require("compress", name, t, pending.kv.dtype, (B, pending.kv.shape[1], W), device, WRITTEN)
     if pending.kv.shape[1] < W // D * m:
@@ -126,12 +142,15 @@ def _check(
         )
 
 
-def _example(generator: torch.Generator, series: int) -> tuple:
+def _example(generator: torch.Generator, series: int, parts: int) -> tuple:
     """Windows of 4: rows in the middle of one, at its last token, and at the beginning of all; one of them waits."""
-    rows, tokens, m, D = 4, 3, 4, 24
-    W, slots = series * D, series * m
-    products = (draw(generator, rows, tokens, W).detach() for _ in range(2))
-    pending = Pending(draw(generator, rows, slots, W), draw(generator, rows, slots, W))
-    store = draw(generator, rows, 6, D)
-    norm = Norm(draw(generator, D).detach(), 1e-6)
-    return *products, ints(9, 7, 0, -1), pending, store, draw(generator, m, W).detach(), norm, *draw_angles(generator, 24, 4)
+    made = [_drawn(generator, series, width) for width in (24, 16)[:parts]]
+    return made, ints(9, 7, 0, -1), *draw_angles(generator, 24, 4)
+
+
+def _drawn(generator: torch.Generator, series: int, width: int) -> Windows:
+    rows, tokens, m, W = 4, 3, 4, series * width
+    kv, gate = (draw(generator, rows, tokens, W).detach() for _ in range(2))
+    pending = Pending(draw(generator, rows, series * m, W), draw(generator, rows, series * m, W))
+    bias, norm = draw(generator, m, W).detach(), Norm(draw(generator, width).detach(), 1e-6)
+    return Windows(kv, gate, pending, draw(generator, rows, 6, width), bias, norm)

@@ -3,6 +3,9 @@
 Legend: N tokens, H heads, D width of a head, P pairs: the last 2 P channels turn, neighbours being a pair.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,61 +15,89 @@ from .compressor import turned
 from .decode_product import WRITTEN
 from .ops import definition, draw, ints, zeros
 
+MOST = 3  # tensors of heads that a launch turns
+
+
+class Heads(NamedTuple):
+    """Heads of some tokens, and what becomes of them."""
+
+    x: Tensor  # (N, H, D)
+    out: Tensor  # (N, H, D)
+    weight: Tensor | None = None  # (D,), the norm's gain
+    eps: float | None = None  # of the norm. None: there is none
+    # (N,) int32. Then out is (places, H, D), such as a ring of tokens, and this says which of them a token's heads become, each
+    # another; of one outside out, nothing is written.
+    slot: Tensor | None = None
+
 
 def turn_heads(
-    x: Tensor, position: Tensor, cos: Tensor, sin: Tensor, out: Tensor, weight: Tensor | None = None, eps: float | None = None,
-    back: bool = False, slot: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """out (N, H, D) = each head of x (N, H, D), divided by the root of its mean square + eps, times weight, and turned.
+    parts: Sequence[Heads], position: Tensor, cos: Tensor, sin: Tensor, back: bool = False
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Of each part, out = its heads divided by the root of their mean square + eps, times weight, and turned: one launch.
 
     position  (N,) int32; one that the angles have no row of makes its token's heads NaN
     cos, sin  (positions, P) fp32
-    weight    (D,). None: no gain
-    eps       None: no norm. `back`: by the opposite of the angles
-    slot      (N,) int32: out is (places, H, D), such as a ring of tokens, and this says which of them a token's heads become,
-              each another; of one outside out, nothing is written
+    back      by the opposite of the angles
     """
-    device = x.device
-    require("turn_heads", "x", x, None, ("tokens", "heads", "width"), device, "a head follows the other")
-    N, H, D = x.shape
-    require("turn_heads", "position", position, torch.int32, (N,), device, "it says where each token stands")
+    if not 1 <= len(parts) <= MOST:
+        raise ValueError(f"turn_heads: got {len(parts)} tensors of heads, wanted 1 to {MOST}.")
+    device, tokens = parts[0].x.device, len(parts[0].x)
+    require("turn_heads", "position", position, torch.int32, (tokens,), device, "it says where each token stands")
     for name, t in (("cos", cos), ("sin", sin)):
         require("turn_heads", name, t, torch.float32, (*cos.shape[:1], *cos.shape[-1:]), device, "its rows are positions")
-    require("turn_heads", "out", out, None, (N if slot is None else "places", H, D), device, WRITTEN)
-    if slot is not None:
-        require("turn_heads", "slot", slot, torch.int32, (N,), device, "it says where each token is kept")
     if len(cos) == 0:
         raise ValueError("turn_heads: cos and sin must have a row for each position, got none.")
-    if 2 * cos.shape[1] > D:
-        raise ValueError(f"turn_heads: cos must have at most {D // 2} pairs for heads of {D}, got {cos.shape[1]}.")
+    for part in parts:
+        _check(part, tokens, 2 * cos.shape[1], device)
+    return implementation("turn_heads", parts[0].x, None, (len(parts),))(parts, position, cos, sin, back)
+
+
+def _check(part: Heads, tokens: int, turning: int, device: torch.device) -> None:
+    x, out, weight, eps, slot = part
+    require("turn_heads", "x", x, None, (tokens, "heads", "width"), device, "a head follows the other")
+    H, D = x.shape[1:]
+    require("turn_heads", "out", out, None, (tokens if slot is None else "places", H, D), device, WRITTEN)
+    if slot is not None:
+        require("turn_heads", "slot", slot, torch.int32, (tokens,), device, "it says where each token is kept")
+    if turning > D:
+        raise ValueError(f"turn_heads: cos must have at most {D // 2} pairs for heads of {D}, got {turning // 2}.")
     if weight is not None:
         require("turn_heads", "weight", weight, None, (D,), device, "it has one number for each channel")
         if eps is None:
             raise ValueError("turn_heads: weight is of a norm, which eps=None leaves out; pass its eps.")
-    return implementation("turn_heads", x)(x, position, cos, sin, out, weight, eps, back, slot)
 
 
-@definition(
-    lambda g: (
-        draw(g, 3, 2, 40), ints(5, 0, 9), *(draw(g, 10, 12).detach().float() for _ in range(2)), zeros(3, 2, 40),
-        draw(g, 40).detach(), 1e-6
-    )
-)  # fmt: skip
+@definition(lambda g, parts=2: _example(g, parts))
 @torch.no_grad()
 def turn_heads_reference(
-    x: Tensor, position: Tensor, cos: Tensor, sin: Tensor, out: Tensor, weight: Tensor | None = None, eps: float | None = None,
-    back: bool = False, slot: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    parts: Sequence[Heads], position: Tensor, cos: Tensor, sin: Tensor, back: bool = False
+) -> tuple[Tensor, ...]:  # fmt: skip
+    known, place = (position >= 0) & (position < len(cos)), position.long().clamp(0, len(cos) - 1)
+    cos, sin = (t.index_select(0, place)[:, None] for t in (cos, -sin if back else sin))
+    return tuple(_turned_part(part, known, cos, sin) for part in parts)
+
+
+def _turned_part(part: Heads, known: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x, out, weight, eps, slot = part
     wide = torch.promote_types(x.dtype, torch.float32)
-    y, place = x.to(wide), position.long()
+    y = x.to(wide)
     if eps is not None:
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y * weight.to(wide)
-    known, place = (place >= 0) & (place < len(cos)), place.clamp(0, len(cos) - 1)
-    cos, sin = (t.index_select(0, place)[:, None].to(wide) for t in (cos, sin))
-    y = turned(y, cos, -sin if back else sin).masked_fill(~known[:, None, None], float("nan"))
+    y = turned(y, cos.to(wide), sin.to(wide)).masked_fill(~known[:, None, None], float("nan"))
     if slot is None:
         return out.copy_(y)
     inside, beside = (slot >= 0) & (slot < len(out)), torch.cat([out, out[:1]])
     return out.copy_(beside.index_copy_(0, torch.where(inside, slot, len(out)).long(), y.to(out.dtype))[:-1])
+
+
+def _example(generator: torch.Generator, parts: int) -> tuple:
+    """Heads with a norm and a gain; of which a token goes to a place of its own; and as they are."""
+    angles = (draw(generator, 10, 12).detach().float() for _ in range(2))
+    made = [
+        Heads(draw(generator, 3, 2, 40), zeros(3, 2, 40), draw(generator, 40).detach(), 1e-6),
+        Heads(draw(generator, 3, 1, 24), zeros(5, 1, 24), None, 1e-6, ints(4, -1, 0)),
+        Heads(draw(generator, 3, 3, 32), zeros(3, 3, 32)),
+    ]
+    return made[:parts], ints(5, 0, 9), *angles

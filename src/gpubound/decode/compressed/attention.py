@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels import index_scores, index_topk, sparse_attention, turn_heads
+from ...kernels import compress, index_scores, index_topk, sparse_attention, turn_heads
+from ...kernels.turned_heads import Heads
 from ...models.deepseek_v4.weights import IndexWeights, LatentWeights
 from ..contract import Build
 from .products import NARROW, by_groups, products
@@ -91,9 +92,12 @@ class LatentAttention:
         store, ids, limit = None, None, None
         if self.entries is not None and read.entry is not None:
             limit = now.closed(self.entries.weights.rate)
-            store = self.entries.step(now, read.entry, w.table)
+            windows = [self.entries.windows(read.entry)]
             if self.index is not None and read.asked is not None:
-                self.index.entries.step(now, read.asked.entry, w.table)
+                windows.append(self.index.entries.windows(read.asked.entry))
+            compress(windows, now.first, *now.tables[w.table])
+            store = windows[0].store  # every place of the rows', (B, S, D)
+            if self.index is not None and read.asked is not None:
                 ids, limit = self.index.choose(read.asked.q, read.asked.share, B, limit), None
         y = torch.empty(read.q.shape, device=u.device, dtype=torch.float32 if len(read.q) <= NARROW else self.dtype)
         angles = now.tables[w.table]
@@ -124,7 +128,7 @@ class LatentAttention:
                 keys, seen = torch.cat([keys, store], 1), torch.cat([seen, entry], 2)
             found.append(attend(q[:, some], keys, seen, w.sinks, w.scale))
         y = torch.cat(found, 1).flatten(0, 1)
-        y = turn_heads(y, now.places, *now.tables[w.table], torch.empty_like(y), back=True)
+        (y,) = turn_heads([Heads(y, torch.empty_like(y))], now.places, *now.tables[w.table], back=True)
         return by_groups(y.reshape(len(y), w.groups, -1), w.o_a)
 
     def _entries_seen(self, read: Read, now: Stretch, some: slice, count: int) -> Tensor:
@@ -146,19 +150,18 @@ class LatentAttention:
         low, kv, *others = (t.contiguous() for t in products(u.flatten(0, 1), w.norm, w.q_a, w.kv, *entry, *index))
         q, *index_q = products(low, w.q_a_norm, w.q_b, *(() if w.index is None else (w.index.q,)))
 
-        def turn(x: Tensor, heads: int, weight: Tensor | None = None, eps: float | None = None, *kept: Tensor) -> Tensor:
-            """`kept`: where its tokens go, and to which slots there."""
-            x = x.contiguous().unflatten(-1, (heads, -1))
-            out, slot = kept or (torch.empty_like(x, dtype=self.dtype), None)
-            return turn_heads(x, now.places, *angles, out, weight, eps, slot=slot)
-
         pairs = [EntryProducts(*(t.unflatten(0, (B, T)) for t in pair)) for pair in (others[:2], others[2:4]) if pair]
-        asked = None
-        if w.index is not None:
-            asked = Asked(pairs[1], turn(index_q[0], w.index.heads), others[4])
-        kept = (self.window.data[:B].flatten(0, 1)[:, None], now.slot(self.window.size)) if isinstance(now, Moment) else ()
-        kv = turn(kv, 1, w.kv_norm.weight, w.kv_norm.eps, *kept).view(B, -1, kv.shape[-1])
-        return Read(turn(q, w.heads, None, w.eps), kv, pairs[0] if pairs else None, asked)
+        asking, key = self._heads(q, w.heads, None, w.eps), self._heads(kv, 1, w.kv_norm.weight, w.kv_norm.eps)
+        if isinstance(now, Moment):
+            key = key._replace(out=self.window.data[:B].flatten(0, 1)[:, None], slot=now.slot(self.window.size))
+        index_heads = [] if w.index is None else [self._heads(index_q[0], w.index.heads)]
+        turned, keys, *index_turned = turn_heads([asking, key, *index_heads], now.places, *angles)
+        asked = Asked(pairs[1], index_turned[0], others[4]) if index_turned else None
+        return Read(turned, keys.view(B, -1, kv.shape[-1]), pairs[0] if pairs else None, asked)
+
+    def _heads(self, x: Tensor, count: int, weight: Tensor | None = None, eps: float | None = None) -> Heads:
+        x = x.contiguous().unflatten(-1, (count, -1))
+        return Heads(x, torch.empty_like(x, dtype=self.dtype), weight, eps)
 
     @property
     def reach(self) -> int:

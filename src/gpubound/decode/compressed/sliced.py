@@ -133,9 +133,10 @@ class SlicedStreams(CompressedBody):
             given = [t.int()[:, None] for t in (token, position)] if number == 0 else self.places[number][:, : len(token)]
             for kind, one in zip(("token", "position"), given):
                 (peer.take if number else peer.send)(kind, one)
-            token_B1, position_B1 = (one.clamp_min(0).long() for one in given)  # -1 where a device has waited in vain
+            said, position_B1 = given
+            token_B1 = said.long() if number == 0 else said.long().clamp_min(0)  # -1 where a device has waited in vain
             x = self.slices[number].enter(token_B1)
-            x = x if number == 0 else x.masked_fill((given[0] < 0)[..., None, None], float("nan"))
+            x = x if number == 0 else x.masked_fill((said < 0)[..., None, None], float("nan"))
         return SpanPass(span, SharedStreams(x, peer), token_B1[:, 0], span.moment(position_B1), LatentAttention.step)
 
     def _end(self, number: int, walk: SpanPass, kinds: Sequence[str]) -> None:

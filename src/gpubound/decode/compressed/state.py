@@ -11,15 +11,13 @@ An entry is seen when its stretch has ended. One that a wrong guess ended is not
 Legend: B rows, T tokens, R slots, S entries, D width, P a row's last position.
 """
 
-from collections.abc import Callable
 from copy import copy
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...kernels import compress
-from ...kernels.compressor import Pending, turned
+from ...kernels.compressor import Pending, Windows, turned
 from ...kernels.decode_product import Norm
 from ...models.deepseek_v4.weights import EntryWeights
 from ..contract import Build
@@ -32,30 +30,41 @@ def mod(x: Tensor, size: int) -> Tensor:
     return torch.remainder(x, size)
 
 
-class Moment:
-    """Where the tokens of one step stand, (B, T), and what follows from that; each is computed once for all layers."""
+class Followings:
+    """What layers want to know of a place that follows from the place alone, for all of them: a step looks it up at once."""
 
-    def __init__(self, position_BT: Tensor, tables: Tables) -> None:
-        self.position, self.tables = position_BT, tables
-        self.places = position_BT.flatten().int()  # (N,)
-        self.first = position_BT[:, 0].int()
-        self._made: dict[tuple[str, int], Tensor] = {}
+    def __init__(self, length: int, rates: set[int], sizes: set[int], device: torch.device) -> None:
+        """rates: of stretches that end. sizes: of rings."""
+        place = torch.arange(length, device=device, dtype=torch.int32)
+        self.rate = {rate: line for line, rate in enumerate(sorted(rates))}
+        self.size = {size: line for line, size in enumerate(sorted(sizes), len(rates))}
+        ended = [torch.div(place + 1, rate, rounding_mode="floor") for rate in self.rate]
+        self.lines = torch.stack([*ended, *(mod(place, size) for size in self.size)])  # int32
+
+
+class Moment:
+    """Where the tokens of one step stand, (B, T) int32, and what follows from that."""
+
+    def __init__(self, position_BT: Tensor, tables: Tables, followings: Followings) -> None:
+        self.tables, self.followings, self.rows = tables, followings, len(position_BT)
+        self.places = position_BT.flatten()  # (N,)
+        self.first = position_BT[:, 0].contiguous()
+        self._found = followings.lines.index_select(1, self.places)
+        self._slots: dict[int, Tensor] = {}
 
     def closed(self, rate: int) -> Tensor:
         """(N,) int32: how many stretches have ended where each token stands."""
-        return self._once(("closed", rate), lambda: torch.div(self.places + 1, rate, rounding_mode="floor"))
+        return self._found[self.followings.rate[rate]]
 
     def slot(self, size: int) -> Tensor:
         """(N,) int32: where each token goes in rings of so many slots that lie one behind the other, a row each."""
-        return self._once(("slot", size), lambda: (mod(self.position, size) + self._rows(size)).flatten().int())
-
-    def _rows(self, size: int) -> Tensor:
-        return torch.arange(0, len(self.position) * size, size, device=self.position.device)[:, None]
-
-    def _once(self, key: tuple[str, int], make: Callable[[], Tensor]) -> Tensor:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        if size not in self._slots:
+            found = self._found[self.followings.size[size]]
+            if self.rows > 1:
+                begun = torch.arange(0, self.rows * size, size, device=found.device, dtype=torch.int32)
+                found = (found.view(self.rows, -1) + begun[:, None]).flatten()
+            self._slots[size] = found
+        return self._slots[size]
 
 
 class Stretch:
@@ -128,12 +137,10 @@ class Entries:
         found.store, found.kv, found.gate = self.store[rows], self.kv.part(rows), self.gate.part(rows)
         return found
 
-    def step(self, now: Moment, new: EntryProducts, table: int) -> Tensor:
-        """Every place of the rows' stores, (B, S, D), with the entries of the stretches that the tokens end."""
+    def windows(self, new: EntryProducts) -> Windows:
+        """The stretches that a step's tokens are of, and where the entries of those that they end will be."""
         w, rows = self.weights, len(new.kv)
-        pending, store = Pending(self.kv.data[:rows], self.gate.data[:rows]), self.store[:rows]
-        compress(*new, now.first, pending, store, w.bias, w.norm, *now.tables[table])
-        return store
+        return Windows(*new, Pending(self.kv.data[:rows], self.gate.data[:rows]), self.store[:rows], w.bias, w.norm)
 
     def prompt(self, now: Stretch, new: EntryProducts, table: int) -> Tensor:
         """The entries (B, S, D) up to the end of a piece that begins where a stretch does."""

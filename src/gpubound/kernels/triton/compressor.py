@@ -6,13 +6,15 @@ that are not new are read from `pending`, which other programs write: a call of 
 window still needs is two launches, one that pools and one that keeps.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..compressor import Pending
-from ..decode_product import Norm
+from ..compressor import MOST, Windows
 from ..plans.kinds import TilePlan, job_of, power_of_two
 from ._launch import launch, options
 from ._step import _begin, _wait
@@ -39,13 +41,10 @@ def _turned(y, cos_ptr, sin_ptr, D: tl.constexpr, DP: tl.constexpr, PAIRS: tl.co
 
 
 @triton.jit
-def _compress_kernel(kv_ptr, gate_ptr, position_ptr, old_kv_ptr, old_gate_ptr, store_ptr, bias_ptr, norm_ptr, cos_ptr, sin_ptr,
-                     eps, tokens, size, places, M: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-                     W: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, SLOTS: tl.constexpr, POOL: tl.constexpr,
-                     KEEP: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+def _compress(position_ptr, cos_ptr, sin_ptr, tokens, kv_ptr, gate_ptr, old_kv_ptr, old_gate_ptr, store_ptr, bias_ptr, norm_ptr,
+              eps, size, places, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr, OFFSET: tl.constexpr,
+              SLOTS: tl.constexpr, M: tl.constexpr, PAIRS: tl.constexpr, POOL: tl.constexpr, KEEP: tl.constexpr):  # fmt: skip
     """M tokens a window, R slots an entry, of SLOTS at a time."""
-    _begin(DEPENDENT)
-    _wait(DEPENDENT)
     b, window = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = tl.load(position_ptr + b)
     kv_ptr += b * tokens * W
@@ -91,22 +90,46 @@ def _compress_kernel(kv_ptr, gate_ptr, position_ptr, old_kv_ptr, old_gate_ptr, s
                 tl.store(old_gate_ptr + at + col, gate.to(old_gate_ptr.dtype.element_ty), mask=col < W)
 
 
+@triton.jit
+def _compress_kernel(position_ptr, cos_ptr, sin_ptr, tokens, kv0, gate0, old_kv0, old_gate0, store0, bias0, norm0, eps0, size0,
+                     places0, kv1, gate1, old_kv1, old_gate1, store1, bias1, norm1, eps1, size1, places1, R0: tl.constexpr,
+                     D0: tl.constexpr, DP0: tl.constexpr, W0: tl.constexpr, OFFSET0: tl.constexpr, SLOTS0: tl.constexpr,
+                     R1: tl.constexpr, D1: tl.constexpr, DP1: tl.constexpr, W1: tl.constexpr, OFFSET1: tl.constexpr,
+                     SLOTS1: tl.constexpr, M: tl.constexpr, PAIRS: tl.constexpr, POOL: tl.constexpr, KEEP: tl.constexpr,
+                     DEPENDENT: tl.constexpr):  # fmt: skip
+    """D1 0: there is one part."""
+    _begin(DEPENDENT)
+    _wait(DEPENDENT)
+    if tl.program_id(2) == 0:
+        _compress(position_ptr, cos_ptr, sin_ptr, tokens, kv0, gate0, old_kv0, old_gate0, store0, bias0, norm0, eps0, size0,
+                  places0, R0, D0, DP0, W0, OFFSET0, SLOTS0, M, PAIRS, POOL, KEEP)  # fmt: skip
+    elif D1 > 0:
+        _compress(position_ptr, cos_ptr, sin_ptr, tokens, kv1, gate1, old_kv1, old_gate1, store1, bias1, norm1, eps1, size1,
+                  places1, R1, D1, DP1, W1, OFFSET1, SLOTS1, M, PAIRS, POOL, KEEP)  # fmt: skip
+
+
 @torch.no_grad()
-def compress(
-    kv: Tensor, gate: Tensor, position: Tensor, pending: Pending, store: Tensor, bias: Tensor, norm: Norm, cos: Tensor,
-    sin: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    (rows, tokens, W), (m, D), size = kv.shape, (len(bias), store.shape[2]), pending.kv.shape[1]
-    slots, wide = W // D * m, power_of_two(D)
-    steps = [(True, True)] if size >= slots + tokens - 1 else [(True, False), (False, True)]
+def compress(parts: Sequence[Windows], position: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    (rows, tokens), m, first = parts[0].kv.shape[:2], len(parts[0].bias), parts[0]
+    slots = [part.kv.shape[2] // part.store.shape[2] * m for part in parts]
+    given: list[Any] = []
+    for kv, gate, pending, store, bias, norm in parts:
+        given += [kv, gate, *pending, store, bias, norm.weight, norm.eps, pending.kv.shape[1], store.shape[1]]
+    given += [None] * 7 + [0.0, 0, 0] if len(parts) < MOST else []
+    apart = any(part.pending.kv.shape[1] < count + tokens - 1 for part, count in zip(parts, slots))
+    steps = [(True, False), (False, True)] if apart else [(True, True)]
 
     def run(plan: TilePlan) -> None:
-        each = max(1, min(power_of_two(slots), plan.elements // wide))
+        sizes: list[Any] = []
+        for part, count in zip(parts, slots):
+            D, W = part.store.shape[2], part.kv.shape[2]
+            wide = power_of_two(D)
+            sizes += [count, D, wide, W, part.norm.offset, max(1, min(power_of_two(count), plan.elements // wide))]
+        sizes += [0, 0, 0, 0, 0.0, 0] if len(parts) < MOST else []
         for pools, keeps in steps:
-            _compress_kernel[(rows, triton.cdiv(tokens, m))](
-                kv, gate, position, *pending, store, bias, norm.weight, cos, sin, norm.eps, tokens, size, store.shape[1], m,
-                slots, D, wide, W, cos.shape[1], norm.offset, each, pools, keeps, **options(plan.warps),
-            )  # fmt: skip
+            _compress_kernel[(rows, triton.cdiv(tokens, m), len(parts))](
+                position, cos, sin, tokens, *given, *sizes, m, cos.shape[1], pools, keeps, **options(plan.warps)
+            )
 
-    launch(job_of("compress", "", (D,), store), run)
-    return store, *pending
+    launch(job_of("compress", "", (max(part.store.shape[2] for part in parts),), first.store), run)
+    return tuple(t for part in parts for t in (part.store, *part.pending))
