@@ -84,6 +84,7 @@ MORE = {
         lambda: adapted("norm_product", 0.0, 0.0, 256, False, dependent=1, at=11),
     ),
     "choose_experts by the token": ("choose_experts", by_token),
+    "choose_experts beside the shared expert": ("choose_experts", lambda: example_of("choose_experts", True)),
     "group_norm of groups larger than a tile": (
         "group_norm",
         lambda: (torch.randn(1, 2, 8200), 1, torch.ones(2), torch.ones(2)),

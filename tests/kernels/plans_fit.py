@@ -26,6 +26,7 @@ SHAPES: dict[str, list[tuple]] = {
     "add_dynamic_tanh": NORMS,
     "add_richards_norm": NORMS,
     "add_rms_norm": [*STILL, (1024, False, torch.bfloat16)],
+    "choose_experts": [(), (True,)],
     "compress": [(1,), (2, 2)],
     "cross_entropy": [(40, True, True), (8208, False, False)],
     "add_norm": [(), (1.0,)],

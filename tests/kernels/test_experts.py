@@ -7,6 +7,7 @@ import torch
 
 from gpubound import kernels
 from gpubound.kernels import plans
+from gpubound.kernels.chosen_experts import Gated
 from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.experts import likeliest
 from gpubound.kernels.ops import load
@@ -142,6 +143,30 @@ def test_the_choice_by_softplus_scores(source, hashed, device):
     assert shares[4].isnan().all() or hashed
     if not shares.isnan().any():
         assert_inside(whole, shares)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("width", [40, 1300])  # more than a program makes
+def test_the_shared_expert_is_made_beside_the_choice(source, width, device):
+    """Of rows that lie apart, as the product of both gives them; the choice is as it is alone."""
+    logits, correction = draw(device, torch.float32, 3, 11), draw(device, torch.float32, 11, seed=1)
+    both = draw(device, torch.float32, 3, 2 * width, seed=2) * 3
+    both[1, 5] = float("nan")
+    gate, up = both.split(width, 1)
+    whole, out = banded((3, width), device)
+
+    def chosen(*gated: Gated) -> tuple:
+        ids, shares = torch.zeros(3, 4, device=device, dtype=torch.int32), torch.zeros(3, 4, device=device)
+        return run(source, "choose_experts", logits, correction, None, None, 1.5, ids, shares, *gated)
+
+    *found, made = chosen(Gated(gate, up, 2.0, out))
+    for one, other in zip(found, chosen()):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+    g, u = gate.double().clamp(max=2.0), up.double().clamp(-2.0, 2.0)
+    torch.testing.assert_close(made.double(), g * g.sigmoid() * u, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert made.isnan().sum() == 1
+    out.nan_to_num_()
+    assert_inside(whole, out)
 
 
 @PARITY

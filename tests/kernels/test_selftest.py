@@ -32,6 +32,7 @@ SHAPED = {
     "add_richards_norm": (96, VALUE),
     "add_rms_norm": (96,),
     "add_rows": (48,),
+    "choose_experts": (True,),
     "compress": (1, 2),
     "cross_entropy": (333, False, True),
     "decode_attention": (1, 3, 32),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpubound import kernels
-from gpubound.kernels.turned_heads import Heads
+from gpubound.kernels.turned_heads import TurnedHeads
 
 from .cases import assert_inside, banded, draw
 from .test_experts import SOURCES, run
@@ -23,7 +23,7 @@ def test_heads_are_normed_and_turned(source, dtype, width, pairs, normed, gained
     position = torch.tensor([4, 0, 7], device=device, dtype=torch.int32)
     angle = draw(device, torch.float32, 8, pairs, seed=2)
     whole, out = banded((3, 2, width), device, dtype)
-    run(source, "turn_heads", [Heads(x, out, weight, 0.1 if normed else None)], position, angle.cos(), angle.sin(), back)
+    run(source, "turn_heads", [TurnedHeads(x, out, weight, 0.1 if normed else None)], position, angle.cos(), angle.sin(), back)
     assert_inside(whole, out)
     y = x.double()
     if normed:
@@ -44,11 +44,11 @@ def test_heads_go_to_slots_of_a_ring(source, device):
     x, position = draw(device, torch.float32, 4, 2, 16), torch.tensor([4, 0, 7, 1], device=device, dtype=torch.int32)
     angle = draw(device, torch.float32, 8, 3, seed=2)
     given = position, angle.cos(), angle.sin()
-    (plain,) = run(source, "turn_heads", [Heads(x, torch.empty_like(x), None, 0.1)], *given)
+    (plain,) = run(source, "turn_heads", [TurnedHeads(x, torch.empty_like(x), None, 0.1)], *given)
     whole, ring = banded((6, 2, 16), device, torch.bfloat16)
     ring.fill_(5.0)
     slot = torch.tensor([5, -1, 0, 6], device=device, dtype=torch.int32)
-    run(source, "turn_heads", [Heads(x, ring, None, 0.1, slot)], *given)
+    run(source, "turn_heads", [TurnedHeads(x, ring, None, 0.1, slot)], *given)
     assert_inside(whole, ring)
     torch.testing.assert_close(ring[[5, 0]], plain[[0, 2]].bfloat16(), rtol=0, atol=2e-2)
     assert (ring[1:5] == 5.0).all()
@@ -63,11 +63,11 @@ def test_parts_of_a_launch_have_the_numbers_of_their_own(source, count, device):
     given = position, angle.cos(), angle.sin()
     weight = draw(device, torch.float32, 24, seed=6)
 
-    def parts() -> list[Heads]:
+    def parts() -> list[TurnedHeads]:
         x = [draw(device, torch.float32, 3, heads, width, seed=width) for heads, width in ((4, 40), (1, 24), (2, 16))]
         ring = torch.full((5, 1, 24), 7.0, device=device, dtype=torch.bfloat16)
-        made = [Heads(x[0], torch.empty_like(x[0]), None, 0.1), Heads(x[1], ring, weight, 1e-5, slot)]
-        return [*made, Heads(x[2], torch.empty_like(x[2]))][:count]
+        made = [TurnedHeads(x[0], torch.empty_like(x[0]), None, 0.1), TurnedHeads(x[1], ring, weight, 1e-5, slot)]
+        return [*made, TurnedHeads(x[2], torch.empty_like(x[2]))][:count]
 
     together = run(source, "turn_heads", parts(), *given)
     alone = [run(source, "turn_heads", [part], *given)[0] for part in parts()]
@@ -78,7 +78,7 @@ def test_parts_of_a_launch_have_the_numbers_of_their_own(source, count, device):
 
 
 def of(x: torch.Tensor, table: torch.Tensor, *rest: object) -> object:
-    return kernels.turn_heads([Heads(x, x.clone(), *rest)], torch.zeros(3).int(), table, table)
+    return kernels.turn_heads([TurnedHeads(x, x.clone(), *rest)], torch.zeros(3).int(), table, table)
 
 
 WRONG = {
@@ -92,15 +92,15 @@ WRONG = {
         "turn_heads: weight is of a norm, which eps=None leaves out; pass its eps.",
     ),
     "too many parts": (
-        lambda x, table: kernels.turn_heads([Heads(x, x.clone())] * 4, torch.zeros(3).int(), table, table),
+        lambda x, table: kernels.turn_heads([TurnedHeads(x, x.clone())] * 4, torch.zeros(3).int(), table, table),
         "turn_heads: got 4 tensors of heads, wanted 1 to 3.",
     ),
     "heads of other tokens": (
         lambda x, table: kernels.turn_heads(
-            [Heads(x, x.clone()), Heads(x[:2], x[:2].clone())], torch.zeros(3).int(), table, table
+            [TurnedHeads(x, x.clone()), TurnedHeads(x[:2], x[:2].clone())], torch.zeros(3).int(), table, table
         ),
-        "turn_heads: x must be a contiguous floating-point tensor (3, heads, width), got torch.float32 (2, 2, 8); a head follows "
-        "the other.",
+        "turn_heads: x must be a contiguous floating-point tensor (3, heads, width), got torch.float32 (2, 2, 8); "
+        "a head follows the other.",
     ),
 }
 

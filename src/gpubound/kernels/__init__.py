@@ -7,6 +7,7 @@ An op's file holds that function and the op's definition. Its kernel is in trito
 
 from .adamw import adamw as adamw, adamw8 as adamw8, plan_update as plan_update
 from .add_rows import add_rows as add_rows
+from .chosen_experts import choose_experts as choose_experts
 from .compressor import compress as compress
 from .cross_entropy import cross_entropy as cross_entropy, linear_cross_entropy as linear_cross_entropy
 from .decode_attention import decode_attention as decode_attention, quantized_decode_attention as quantized_decode_attention
@@ -27,7 +28,6 @@ from .dynamic_tanh import (
 )
 from .experts import (
     add_routed as add_routed,
-    choose_experts as choose_experts,
     route as route,
     routed_down as routed_down,
     routed_gate_up as routed_gate_up,

@@ -20,7 +20,6 @@ from .decode_product import WRITTEN, Norm, rms_normed
 from .ops import definition, draw, ints
 from .rope import draw_angles
 
-
 MOST = 2  # parts that a launch takes
 
 

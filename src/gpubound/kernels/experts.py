@@ -75,56 +75,6 @@ def route_reference(
     return ids.copy_(found), weights.copy_(shares)
 
 
-def choose_experts(
-    logits: Tensor, correction: Tensor | None, table: Tensor | None, token: Tensor | None, scale: float, ids: Tensor,
-    shares: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """DeepSeek-V4's choice of S experts for each row: (ids, shares), by scores √softplus(logit).
-
-    Those with the largest score + correction, of equal ones the lowest id first; or those that `table` names for the row's
-    token. The shares are their scores, without the correction, over their sum, times scale. A NaN counts as infinite, and all
-    shares of its row are NaN.
-
-    logits      (B, E) fp32
-    correction  (E,), or None with a table
-    table       (vocabulary, S) int64, with token (B,) int64
-    ids         (B, S) int32
-    shares      (B, S) fp32
-    """
-    rows, slots = len(logits), ids.shape[-1]
-    require("choose_experts", "logits", logits, torch.float32, ("rows", "experts"), logits.device, "a product gives them")
-    if (correction is None) == (table is None) or (table is None) != (token is None):
-        raise ValueError("choose_experts: pass correction, or table and token: experts are chosen by scores or by the token.")
-    if not 0 < slots <= logits.shape[1]:
-        raise ValueError(f"choose_experts: ids has {slots} slots a row, wanted 1 to {logits.shape[1]}, the number of experts.")
-    if correction is not None:
-        require("choose_experts", "correction", correction, None, logits.shape[1:], logits.device, "it is added to scores")
-    if table is not None and token is not None:
-        require("choose_experts", "table", table, torch.int64, ("tokens", slots), logits.device, "it names a token's experts")
-        require("choose_experts", "token", token, torch.int64, (rows,), logits.device, "it finds them in the table")
-    require("choose_experts", "ids", ids, torch.int32, (rows, slots), logits.device, WRITTEN)
-    require("choose_experts", "shares", shares, torch.float32, (rows, slots), logits.device, WRITTEN)
-    return implementation("choose_experts", logits)(logits, correction, table, token, scale, ids, shares)
-
-
-@definition(lambda g: (draw(g, 3, 7).detach(), draw(g, 7).detach(), None, None, 1.5, ints(*[0] * 9).view(3, 3), zeros(3, 3)))
-@torch.no_grad()
-def choose_experts_reference(
-    logits: Tensor, correction: Tensor | None, table: Tensor | None, token: Tensor | None, scale: float, ids: Tensor,
-    shares: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    scores = F.softplus(logits).sqrt()
-    if table is not None and token is not None:
-        found = table.index_select(0, token)
-    else:
-        assert correction is not None
-        ranked = scores + correction.to(scores.dtype)
-        ranked = ranked.masked_fill(ranked.isnan(), float("inf"))
-        found = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : ids.shape[1]]
-    chosen = scores.gather(-1, found)
-    return ids.copy_(found), shares.copy_(chosen / (chosen.sum(-1, keepdim=True) + LEAST) * scale)
-
-
 def routed_gate_up(
     x: Tensor, norm: Norm, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE
 ) -> Tensor:

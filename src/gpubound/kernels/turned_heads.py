@@ -18,7 +18,7 @@ from .ops import definition, draw, ints, zeros
 MOST = 3  # tensors of heads that a launch turns
 
 
-class Heads(NamedTuple):
+class TurnedHeads(NamedTuple):
     """Heads of some tokens, and what becomes of them."""
 
     x: Tensor  # (N, H, D)
@@ -31,7 +31,7 @@ class Heads(NamedTuple):
 
 
 def turn_heads(
-    parts: Sequence[Heads], position: Tensor, cos: Tensor, sin: Tensor, back: bool = False
+    parts: Sequence[TurnedHeads], position: Tensor, cos: Tensor, sin: Tensor, back: bool = False
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Of each part, out = its heads divided by the root of their mean square + eps, times weight, and turned: one launch.
 
@@ -52,7 +52,7 @@ def turn_heads(
     return implementation("turn_heads", parts[0].x, None, (len(parts),))(parts, position, cos, sin, back)
 
 
-def _check(part: Heads, tokens: int, turning: int, device: torch.device) -> None:
+def _check(part: TurnedHeads, tokens: int, turning: int, device: torch.device) -> None:
     x, out, weight, eps, slot = part
     require("turn_heads", "x", x, None, (tokens, "heads", "width"), device, "a head follows the other")
     H, D = x.shape[1:]
@@ -70,14 +70,14 @@ def _check(part: Heads, tokens: int, turning: int, device: torch.device) -> None
 @definition(lambda g, parts=2: _example(g, parts))
 @torch.no_grad()
 def turn_heads_reference(
-    parts: Sequence[Heads], position: Tensor, cos: Tensor, sin: Tensor, back: bool = False
+    parts: Sequence[TurnedHeads], position: Tensor, cos: Tensor, sin: Tensor, back: bool = False
 ) -> tuple[Tensor, ...]:  # fmt: skip
     known, place = (position >= 0) & (position < len(cos)), position.long().clamp(0, len(cos) - 1)
     cos, sin = (t.index_select(0, place)[:, None] for t in (cos, -sin if back else sin))
     return tuple(_turned_part(part, known, cos, sin) for part in parts)
 
 
-def _turned_part(part: Heads, known: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _turned_part(part: TurnedHeads, known: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x, out, weight, eps, slot = part
     wide = torch.promote_types(x.dtype, torch.float32)
     y = x.to(wide)
@@ -96,8 +96,8 @@ def _example(generator: torch.Generator, parts: int) -> tuple:
     """Heads with a norm and a gain; of which a token goes to a place of its own; and as they are."""
     angles = (draw(generator, 10, 12).detach().float() for _ in range(2))
     made = [
-        Heads(draw(generator, 3, 2, 40), zeros(3, 2, 40), draw(generator, 40).detach(), 1e-6),
-        Heads(draw(generator, 3, 1, 24), zeros(5, 1, 24), None, 1e-6, ints(4, -1, 0)),
-        Heads(draw(generator, 3, 3, 32), zeros(3, 3, 32)),
+        TurnedHeads(draw(generator, 3, 2, 40), zeros(3, 2, 40), draw(generator, 40).detach(), 1e-6),
+        TurnedHeads(draw(generator, 3, 1, 24), zeros(5, 1, 24), None, 1e-6, ints(4, -1, 0)),
+        TurnedHeads(draw(generator, 3, 3, 32), zeros(3, 3, 32)),
     ]
     return made[:parts], ints(5, 0, 9), *angles

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import compress, index_scores, index_topk, sparse_attention, turn_heads
-from ...kernels.turned_heads import Heads
+from ...kernels.turned_heads import TurnedHeads
 from ...models.deepseek_v4.weights import IndexWeights, LatentWeights
 from ..contract import Build
 from .products import NARROW, by_groups, products
@@ -128,7 +128,7 @@ class LatentAttention:
                 keys, seen = torch.cat([keys, store], 1), torch.cat([seen, entry], 2)
             found.append(attend(q[:, some], keys, seen, w.sinks, w.scale))
         y = torch.cat(found, 1).flatten(0, 1)
-        (y,) = turn_heads([Heads(y, torch.empty_like(y))], now.places, *now.tables[w.table], back=True)
+        (y,) = turn_heads([TurnedHeads(y, torch.empty_like(y))], now.places, *now.tables[w.table], back=True)
         return by_groups(y.reshape(len(y), w.groups, -1), w.o_a)
 
     def _entries_seen(self, read: Read, now: Stretch, some: slice, count: int) -> Tensor:
@@ -159,9 +159,9 @@ class LatentAttention:
         asked = Asked(pairs[1], index_turned[0], others[4]) if index_turned else None
         return Read(turned, keys.view(B, -1, kv.shape[-1]), pairs[0] if pairs else None, asked)
 
-    def _heads(self, x: Tensor, count: int, weight: Tensor | None = None, eps: float | None = None) -> Heads:
+    def _heads(self, x: Tensor, count: int, weight: Tensor | None = None, eps: float | None = None) -> TurnedHeads:
         x = x.contiguous().unflatten(-1, (count, -1))
-        return Heads(x, torch.empty_like(x, dtype=self.dtype), weight, eps)
+        return TurnedHeads(x, torch.empty_like(x, dtype=self.dtype), weight, eps)
 
     @property
     def reach(self) -> int:

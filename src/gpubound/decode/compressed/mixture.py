@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels import choose_experts, swiglu
+from ...kernels import choose_experts
 from ...kernels.chain import ahead
+from ...kernels.chosen_experts import Gated
 from ...models.deepseek_v4.weights import MixtureWeights
 from ..experts import PIECE
 from .experts import experts_of
@@ -28,8 +29,7 @@ class Mixture:
         (N, S, hidden)."""
         w = self.weights
         scores, gate, up = products(u, w.norm, w.router, w.gate, w.up)
-        gated = swiglu(gate, up, w.limit)
-        ids, shares = self.choose(scores.contiguous(), token)
+        ids, shares, gated = self.choose(scores.contiguous(), token, Gated(gate, up, w.limit, gate.new_empty(gate.shape)))
         if self.overheard is not None:
             self.overheard.add(self.number, ids)
         if len(u) <= NARROW:
@@ -42,9 +42,10 @@ class Mixture:
         pieces = zip(h.split(PIECE), ids.long().split(PIECE), shares.split(PIECE))
         return shared + torch.cat([self.experts.many(*piece) for piece in pieces]), None
 
-    def choose(self, scores: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts (N, S) int32 and their shares (N, S) fp32. Of equal scores, the expert with the lower number comes first."""
+    def choose(self, scores: Tensor, token: Tensor, gated: Gated) -> tuple[Tensor, ...]:
+        """Experts (N, S) int32, their shares (N, S) fp32, and gated.out. Of equal scores, the lower expert's comes first."""
         w, rows = self.weights, len(scores)
         ids = torch.empty(rows, w.slots, device=scores.device, dtype=torch.int32)
         shares = torch.empty(rows, w.slots, device=scores.device, dtype=torch.float32)
-        return choose_experts(scores, w.correction, w.table, token if w.table is not None else None, w.scale, ids, shares)
+        known = token if w.table is not None else None
+        return choose_experts(scores, w.correction, w.table, known, w.scale, ids, shares, gated)

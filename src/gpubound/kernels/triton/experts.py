@@ -19,14 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode_product import Norm
-from ..experts import LEAST
 from ..gated import INFINITE
 from ..plans.kinds import job_of, power_of_two
-from ._launch import launch_product, options
+from ._launch import launch_product
 from ._step import _begin, _end, _row, _tile, _wait
 
 COMPARED = 4096  # pairs of experts that a program compares at a time
-WARP = 1024  # experts that one warp ranks
 
 
 @triton.jit
@@ -81,55 +79,6 @@ def _route_kernel(x_ptr, norm_ptr, router_ptr, logits_ptr, count_ptr, ids_ptr, w
     if tl.atomic_add(count_ptr + b, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         _choose(line, ids_ptr, weights_ptr, b, experts, S, E, EB, NORMALISE)
         tl.store(count_ptr + b, 0)
-
-
-@triton.jit
-def _score(logit):
-    """√softplus. 1 + e loses what e is, where e is small; log(1 + e) · e / ((1 + e) - 1) has it back."""
-    logit = logit.to(tl.float32)
-    e = tl.exp(-tl.abs(logit))
-    whole = 1.0 + e
-    log1p = tl.where(whole == 1.0, e, tl.log(whole) * (e / tl.where(whole == 1.0, 1.0, whole - 1.0)))
-    return tl.sqrt(tl.where(logit > 0.0, logit, 0.0) + log1p)
-
-
-@triton.jit
-def _ranked(logits_ptr, correction_ptr, i, experts):
-    """Numbers in the order of the scores to choose by, where a NaN counts as infinite. Behind a score stands whose it is, from
-    the top down: of equal ones the lowest expert's is the greatest."""
-    there = i < experts
-    score = _score(tl.load(logits_ptr + i, mask=there, other=0.0))
-    score += tl.load(correction_ptr + i, mask=there, other=0.0).to(tl.float32)
-    score = tl.where(score != score, float("inf"), tl.where(score == 0.0, 0.0, score))
-    bits = score.to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) << 32
-    return tl.where(there, ordered | (0x7FFFFFFF - i), -(1 << 63))
-
-
-@triton.jit(do_not_specialize=["experts"])
-def _choose_experts_kernel(logits_ptr, correction_ptr, table_ptr, token_ptr, scale, ids_ptr, shares_ptr, experts,
-                           S: tl.constexpr, SP: tl.constexpr, E: tl.constexpr, LEAST: tl.constexpr,
-                           DEPENDENT: tl.constexpr):  # fmt: skip
-    _begin(DEPENDENT)
-    _wait(DEPENDENT)
-    b = tl.program_id(0).to(tl.int64)
-    logits_ptr += b * experts
-    slot = tl.arange(0, SP)
-    if table_ptr is not None:
-        token = tl.load(token_ptr + b)
-        i = tl.load(table_ptr + token * S + slot, mask=slot < S, other=-1).to(tl.int32)
-    else:
-        i = tl.full([SP], -1, tl.int32)
-        rank = _ranked(logits_ptr, correction_ptr, tl.arange(0, E), experts)
-        for nth in tl.static_range(S):
-            best = tl.max(rank, 0)
-            i = tl.where(slot == nth, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), i)
-            rank = tl.where(rank == best, -(1 << 63), rank)
-    known = (i >= 0) & (i < experts)
-    score = tl.where(known, _score(tl.load(logits_ptr + i, mask=known, other=0.0)), float("nan"))
-    whole = tl.sum(tl.where(slot < S, score, 0.0), 0) + LEAST
-    tl.store(ids_ptr + b * S + slot, i, mask=slot < S)
-    tl.store(shares_ptr + b * S + slot, score / whole * scale, mask=slot < S)
 
 
 @triton.jit
@@ -240,22 +189,6 @@ def route(
         EB=max(1, min(block, COMPARED // block)), NORMALISE=normalise,
     )  # fmt: skip
     return ids, weights
-
-
-@torch.no_grad()
-def choose_experts(
-    logits: Tensor, correction: Tensor | None, table: Tensor | None, token: Tensor | None, scale: float, ids: Tensor,
-    shares: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    (rows, experts), slots = logits.shape, ids.shape[1]
-    block = power_of_two(experts)
-
-    # One warp: what is greatest is then found without a barrier, slots times.
-    _choose_experts_kernel[(rows,)](
-        logits, correction, table, token, scale, ids, shares, experts, slots, power_of_two(slots), block, LEAST,
-        **options(max(1, block // WARP)),
-    )  # fmt: skip
-    return ids, shares
 
 
 @torch.no_grad()

@@ -58,8 +58,8 @@ def _limited(gate, up, limit):
 def _gated_forward_kernel(gate_ptr, up_ptr, out_ptr, rows, gate_row, up_row, COLS: tl.constexpr, ROWS: tl.constexpr,
                           BLOCK: tl.constexpr, HINT: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
                           DEPENDENT: tl.constexpr):  # fmt: skip
-    _wait(DEPENDENT)  # a fence (_step.py)
     _begin(DEPENDENT)
+    _wait(DEPENDENT)
     row, col, mask = _tile(rows, COLS, ROWS, BLOCK)
     gate = tl.load(gate_ptr + row * gate_row + col, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
     up = tl.load(up_ptr + row * up_row + col, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)

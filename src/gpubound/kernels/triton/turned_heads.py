@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plans.kinds import TilePlan, job_of, power_of_two
-from ..turned_heads import MOST, Heads
+from ..turned_heads import MOST, TurnedHeads
 from ._launch import launch, options
 from ._step import _begin, _wait
 
@@ -76,7 +76,7 @@ def _turn_heads_kernel(position_ptr, cos_ptr, sin_ptr, positions, tokens, x0, ou
 
 @torch.no_grad()
 def turn_heads(
-    parts: Sequence[Heads], position: Tensor, cos: Tensor, sin: Tensor, back: bool = False
+    parts: Sequence[TurnedHeads], position: Tensor, cos: Tensor, sin: Tensor, back: bool = False
 ) -> tuple[Tensor, ...]:  # fmt: skip
     tokens, given, sizes = len(position), list[Any](), list[int]()
     for x, out, weight, eps, slot in parts:
