@@ -70,9 +70,12 @@ def _choose_experts_kernel(logits_ptr, correction_ptr, table_ptr, token_ptr, sca
                            gate_ptr, up_ptr, out_ptr, gate_row, up_row, limit, S: tl.constexpr, SP: tl.constexpr,
                            E: tl.constexpr, LEAST: tl.constexpr, I: tl.constexpr, WIDE: tl.constexpr,
                            DEPENDENT: tl.constexpr):  # fmt: skip
-    """I 0: nothing is made beside."""
-    _begin(DEPENDENT)
+    """I 0: nothing is made beside.
+
+    A fence (_step.py). Gates and ups come in behind it: they can ask for nothing before they know whose they are, and where they
+    came in while older launches ran, some processors had more of them than others (four H200s: 14.3 us a layer, not 10.6)."""
     _wait(DEPENDENT)
+    _begin(DEPENDENT)
     if tl.program_id(0) >= rows:
         if I > 0:
             _gated_part(gate_ptr, up_ptr, out_ptr, gate_row, up_row, limit, tl.program_id(0) - rows, I, WIDE)
