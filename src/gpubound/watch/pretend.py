@@ -149,6 +149,10 @@ def _no_allocator() -> bool:
     return False
 
 
+def _nothing_kept(device_index: int) -> None:
+    """Peaks of an allocator that there is not. torch 2.11 asks without looking."""
+
+
 def _register() -> list[object]:
     """Put all this into torch. Returns what must be kept alive."""
     guard = _device_guard()
@@ -164,6 +168,7 @@ def _register() -> list[object]:
         types.append(SimTensor)  # as on CUDA: an optimizer and clipping take all tensors at once, not one after another
     torch._C._accelerator_synchronizeDevice = _synchronized
     torch._C._accelerator_isAllocatorInitialized = _no_allocator
+    torch._C._accelerator_resetPeakStats = torch._C._accelerator_resetAccumulatedStats = _nothing_kept
     atexit.register(time.sleep, SETTLE)
     torch.autograd._engine_run_backward = _engine(torch.autograd._engine_run_backward, _has_thread())
     return kept
