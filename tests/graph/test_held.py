@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,6 +107,29 @@ def test_another_model_in_the_closure():
     assert said(captured, drawn(5, 4)) == REPLACED.format("model.0.weight", "another tensor")
     model = None
     assert said(captured, drawn(5, 4)) == REPLACED.format("model.0.weight", "nothing")
+
+
+def test_a_model_and_an_optimizer_among_the_inputs():
+    """They are no tensors to copy, so all that is watched in a closure's is watched in them."""
+    model, x, y = perceptron(), drawn(5, 4), drawn(5, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    captured = capture(lambda model, optimizer, x, y: training_step(model, optimizer)(x, y), model, optimizer, x, y)
+    model.eval()
+    assert said(captured, model, optimizer, x, y) == BAKED.format("input 0.training", "False", "True")
+    model.train()
+    optimizer.param_groups[0]["lr"] = 0.2
+    assert said(captured, model, optimizer, x, y) == BAKED.format("input 1.param_groups[0]['lr']", "0.2", "0.1")
+    optimizer.param_groups[0]["lr"] = 0.1
+    captured(model, optimizer, x, y)
+    model[0].weight = nn.Parameter(drawn(8, 4))
+    assert said(captured, model, optimizer, x, y) == REPLACED.format("input 0.0.weight", "another tensor")
+
+
+def test_an_object_among_the_inputs_whose_tensor_is_replaced():
+    batch = SimpleNamespace(x=torch.ones(3))
+    captured = capture(lambda batch: batch.x * 2, batch)
+    batch.x = torch.zeros(3)
+    assert said(captured, batch) == REPLACED.format("input 0.x", "another tensor")
 
 
 def test_a_cache_that_is_rebound():

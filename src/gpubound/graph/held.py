@@ -20,7 +20,7 @@ from torch.nn.modules import module as nn_module
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from ..errors import GraphError
-from .reach import MISSING, Reach, Values, same
+from .reach import MISSING, PRIMITIVES, Reach, Values, same
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,8 @@ class StaticInputs:
         self.flat = all(isinstance(value, Tensor) for value in inputs)
         self.buffers = [slot.buffer for slot in self.slots if slot.buffer is not None]
         self.names = [slot.name for slot in self.slots if slot.buffer is not None]  # of the buffers
+        # A model or an optimizer among the inputs: what it holds is watched like the rest that fn reaches.
+        self.objects = [(slot.name, slot.constant) for slot in self.slots if not isinstance(slot.constant, PRIMITIVES)]
         # Copies go into detached aliases, so that a buffer that requires grad stays a leaf.
         self._targets = [buffer.detach() for buffer in self.buffers]
         self._addresses = [buffer.data_ptr() for buffer in self.buffers]

@@ -21,7 +21,7 @@ def prepare(
     name: str, fn: Callable, inputs: StaticInputs, state: Any, pool: Any, warmup: int, gate: Callable[[], None]
 ) -> "Recording":
     """The recorded graph of `fn`, and what it needs. The state is as it was before, also when an error ends this."""
-    before = Reach(fn, state)
+    before = Reach(fn, state, inputs.objects)
     device = choose_device(inputs, before)
     refuse_autocast(name, device)
     runner = runner_for(device, pool)
@@ -29,7 +29,7 @@ def prepare(
     rehearsal = Rehearsal(name, fn, inputs, before, runner, device)
     rehearsal.perform(warmup)
     with rehearsal.undone_on_error():
-        rehearsal.reach = Reach(fn, state)
+        rehearsal.reach = Reach(fn, state, inputs.objects)
         leaves = rehearsal.leaves()
         rehearsal.settle()
         recording = Recording(rehearsal, leaves)

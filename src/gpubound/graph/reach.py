@@ -5,7 +5,7 @@ The name is for messages ("model.layers.0.weight"). The way is walked again late
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 Step = tuple[str, Any]
 
 _MODULE_PARTS = frozenset(vars(nn.Module()))  # its registries, which are walked by themselves, and its hooks, which are not
-_PRIMITIVES = (bool, int, float, complex, str, bytes, type(None))
+PRIMITIVES = (bool, int, float, complex, str, bytes, type(None))
 _CLOSED = ("torch", "triton", "numpy", "logging", "threading", "_pytest")  # packages whose objects are not looked into
 _DEEPEST = 8
 _MOST = 50_000  # objects looked at: a function that reaches more holds a data set, not a model
@@ -72,9 +72,12 @@ def same(now: Any, value: Any) -> bool:
 
 
 class Reach:
-    """Everything found from a function and its state. `roots` are where the walk began, `constants` the scalars baked in."""
+    """Everything found from a function, its state and the objects it is given.
 
-    def __init__(self, fn: Callable, state: Any) -> None:
+    `roots` are where the walk began, `constants` the scalars baked in.
+    """
+
+    def __init__(self, fn: Callable, state: Any, given: Iterable[tuple[str, Any]] = ()) -> None:
         self.tensors: list[tuple[Way, Tensor]] = []
         self._names: dict[int, str] = {}  # by the tensor's id
         self._lying: dict[int, str] = {}  # by its memory
@@ -86,8 +89,9 @@ class Reach:
         self.builtins: list[Way] = []  # attributes and items that are functions in C, or classes: a clock may be one
         self._seen: set[int] = set()
         self._keep: list[Any] = []  # ids stay taken while we look
-        self.roots = sorted(_roots(fn), key=lambda way: _rank(way.find()))
-        self.plain = [(way, value) for way in self.roots if isinstance(value := way.find(), _PRIMITIVES)]
+        arguments = [_fixed(name, value) for name, value in given]
+        self.roots = sorted(_roots(fn) + arguments, key=lambda way: _rank(way.find()))
+        self.plain = [(way, value) for way in self.roots if isinstance(value := way.find(), PRIMITIVES)]
         for way in self.roots:
             self._walk(way, way.find(), 0)
         self.of_state: list[tuple[Way, Tensor]] = []
@@ -110,7 +114,7 @@ class Reach:
     def _walk(self, way: Way, node: Any, depth: int) -> None:
         if isinstance(node, Tensor):
             self._tensor(way, node)
-        if isinstance(node, (Tensor, *_PRIMITIVES)):
+        if isinstance(node, (Tensor, *PRIMITIVES)):
             return
         if depth > _DEEPEST or id(node) in self._seen or len(self._seen) > _MOST:
             return
