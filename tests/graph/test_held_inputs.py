@@ -1,6 +1,7 @@
 """Inputs that are not as captured: the exact sentence for each."""
 
 import math
+from collections import OrderedDict, UserDict
 from dataclasses import dataclass
 
 import pytest
@@ -99,6 +100,19 @@ def test_static_buffer_freed(captured):
     )
 
 
+def test_a_sparse_tensor(captured):
+    assert said(captured, *given(torch.ones(3).to_sparse())) == (
+        "input 0: got the layout torch.sparse_coo, wanted dense as captured; pass its dense form."
+    )
+
+
+def test_a_dict_or_tuple_of_another_class_is_named():
+    captured = capture(lambda given: given["a"] * 2, OrderedDict(a=torch.ones(3)))
+    assert said(captured, {"a": torch.ones(3)}) == (
+        "inputs: got ({'a': tensor}), wanted (OrderedDict{'a': tensor}) as captured; pass the same nesting, or capture again."
+    )
+
+
 def test_strides_are_kept_and_others_copied(captured):
     matrix = torch.arange(6.0).reshape(2, 3).t()
     captured = capture(lambda x: x + 1, matrix)
@@ -122,3 +136,9 @@ def test_a_dataclass_with_tensors_is_refused():
         capture(lambda holder: holder.y * 2, Holder(torch.ones(3)))
     with pytest.raises(ValueError, match=r"output 1: got a Holder that holds tensors, wanted them in dicts, lists or tuples\."):
         capture(lambda x: (x, Holder(x * 2)), torch.ones(3))
+
+
+def test_a_mapping_with_tensors_is_refused():
+    """Hugging Face's BatchEncoding is one: the graph would keep its first tensors."""
+    with pytest.raises(ValueError, match="input 0: got a UserDict that holds tensors, wanted them in dicts"):
+        capture(lambda batch: batch["x"] * 2, UserDict(x=torch.ones(3)))

@@ -8,7 +8,7 @@ every call; deeper places are walked when torch registers a parameter, buffer or
 catches what is written into a registry behind torch's back.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from operator import attrgetter, getitem, is_
@@ -46,6 +46,8 @@ class Input:
             raise self._other(given.dtype, want.dtype, "cast it before the call")
         if given.device != want.device:
             raise self._other(f"a tensor on {given.device}", want.device, "move it before the call")
+        if given.layout != torch.strided:
+            raise self._other(f"the layout {given.layout}", "dense", "pass its dense form")
         if given.numel() and given.data_ptr() == 0:
             raise GraphError(
                 f"{self.name}: got a dead tensor, its memory has been freed; wanted {given.numel()} elements; pass a live one."
@@ -131,10 +133,14 @@ def _input(name: str, leaf: Any) -> Input:
 
 
 def check_open(name: str, leaf: Any) -> None:
-    """Refuse a dataclass with tensors, which torch's pytrees do not look into: no copy would reach them."""
-    if not is_dataclass(leaf) or isinstance(leaf, type):
+    """Refuse a dataclass or a mapping with tensors, which torch's pytrees do not look into: no copy would reach them."""
+    if isinstance(leaf, Mapping):
+        parts = list(leaf.values())
+    elif is_dataclass(leaf) and not isinstance(leaf, type):
+        parts = [getattr(leaf, field.name, None) for field in fields(leaf)]
+    else:
         return
-    if any(isinstance(part, Tensor) for part in tree_leaves([getattr(leaf, field.name, None) for field in fields(leaf)])):
+    if any(isinstance(part, Tensor) for part in tree_leaves(parts)):
         raise ValueError(f"{name}: got a {type(leaf).__name__} that holds tensors, wanted them in dicts, lists or tuples.")
 
 
@@ -154,15 +160,17 @@ def _name(path: tuple) -> str:
 
 
 def _shape_of(value: Any) -> str:
-    """The nesting in words: (tensor, {'ids': tensor, 'scale': float})."""
+    """The nesting in words: (tensor, {'ids': tensor, 'scale': float}). A dict, tuple or list of another class is named."""
     if isinstance(value, Tensor):
         return "tensor"
+    kind = type(value).__name__
+    name = "" if type(value) in (dict, tuple, list) else kind
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {_shape_of(item)}" for key, item in value.items()) + "}"
+        return name + "{" + ", ".join(f"{key!r}: {_shape_of(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (tuple, list)):
         inside = ", ".join(map(_shape_of, value))
-        return f"[{inside}]" if isinstance(value, list) else f"({inside})"
-    return type(value).__name__
+        return f"{name}[{inside}]" if isinstance(value, list) else f"{name}({inside})"
+    return kind
 
 
 WALK_EVERY = 256
