@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from .memory import difference
 from .reach import Reach, storage_key
 
 DECADE = 315_576_000  # seconds
@@ -39,7 +40,7 @@ def vary(examples: Sequence[Tensor], round_: int) -> tuple[list[Tensor], list[in
     """(new tensors, which of them still equal the example). It draws from its own generator: the user's stand still."""
     generator = torch.Generator().manual_seed(0x5EED + round_)
     made = [_other(example, generator) for example in examples]
-    unvaried = [index for index, (new, old) in enumerate(zip(made, examples)) if torch.equal(new, old) and old.numel()]
+    unvaried = [index for index, (new, old) in enumerate(zip(made, examples)) if _equal(new, old) and old.numel()]
     return made, unvaried
 
 
@@ -48,25 +49,34 @@ def _other(example: Tensor, generator: torch.Generator) -> Tensor:
     if old.numel() == 0:
         return old.clone()
     drawable = old.is_floating_point() or old.is_complex()
-    if drawable and bool(old.isfinite().all()):
+    if drawable and bool(_wide(old).isfinite().all()):
         return _drawn(old, generator)
     order = torch.randperm(old.numel(), generator=generator, device="cpu").to(old.device)
     new = torch.empty_like(old).copy_(old.reshape(-1)[order].reshape(old.shape))
-    if not torch.equal(new, old) or drawable:
+    if not _equal(new, old) or drawable:
         return new
     return ~old if old.dtype == torch.bool else torch.where(old > 0, old - 1, old)
 
 
 def _drawn(old: Tensor, generator: torch.Generator) -> Tensor:
-    real = torch.view_as_real(old) if old.is_complex() else old
-    wide = real.double()
+    wide, fits = _wide(old), torch.finfo(old.dtype)
     spread = wide.std(correction=0)
     if spread == 0:  # one number, or a constant, has no spread of its own
         spread = wide.abs().mean().clamp(min=1.0)
-    new = torch.randn(real.shape, generator=generator, dtype=torch.float64, device="cpu").to(real.device) * spread + wide.mean()
+    new = torch.randn(wide.shape, generator=generator, dtype=torch.float64, device="cpu").to(wide.device) * spread + wide.mean()
     new = torch.where(wide >= 0, new.abs(), new) if bool((wide >= 0).all()) else new  # a probability or a variance has no sign
-    made = torch.empty_like(real).copy_(new)
-    return torch.view_as_complex(made) if old.is_complex() else made
+    made = torch.view_as_complex(new) if old.is_complex() else new.clamp(fits.min, fits.max)
+    return torch.empty_like(old).copy_(made)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In fp64, which can all that fp8 cannot. A complex number is two."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
+
+
+def _equal(new: Tensor, old: Tensor) -> bool:
+    """The same bits: torch.equal knows no fp8, and takes a NaN for another one."""
+    return difference(new, old).bitwise
 
 
 @contextmanager
