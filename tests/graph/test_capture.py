@@ -164,6 +164,18 @@ def test_what_surrounds_a_replay_does_not_reach_it():
         assert torch.equal(captured(drawn(4, 4)), want)
 
 
+@pytest.mark.parametrize("poison", [False, True])
+def test_inference_mode_around_one_of_capture_and_replay(poison):
+    model, x = perceptron(), drawn(5, 4)
+    with torch.inference_mode():
+        inside = capture(model, drawn(5, 4, seed=1), poison=poison)
+    assert torch.equal(inside(x), model(x))
+    step = capture(lambda x: torch.autograd.grad(model(x).sum(), model[0].weight)[0], drawn(5, 4, seed=1), poison=poison)
+    want = step(x).clone()
+    with torch.inference_mode():
+        assert torch.equal(step(x), want) and torch.equal(inside(x), model(x))
+
+
 def test_autocast_around_the_capture():
     with torch.autocast("cpu", torch.bfloat16):
         sentence = said(capture, perceptron(), drawn(5, 4))

@@ -28,7 +28,8 @@ def open_gate() -> None:
 class EagerRunner:
     """The CPU's form: a replay is a call on the static inputs, its results copied into the static outputs.
 
-    What surrounds a replay does not reach a graph, so neither does it here: gradients are on or off as at the capture.
+    What surrounds a replay does not reach a graph, so neither does it here: gradients and inference mode are on or off as at
+    the capture.
     """
 
     mode = "eager (no CUDA)"
@@ -38,11 +39,12 @@ class EagerRunner:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.gate = device, open_gate
-        self.grad_enabled = torch.is_grad_enabled()
+        self.grad_enabled, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def run(self, call: Callable[[], Any]) -> Any:
         self.gate()
-        with torch.set_grad_enabled(self.grad_enabled), without_autocast(self.device):
+        inference = torch.inference_mode(self.inference)
+        with inference, torch.set_grad_enabled(self.grad_enabled), without_autocast(self.device):
             return call()
 
     def waits(self, call: Callable[[], Any]) -> list[Place]:
@@ -70,7 +72,7 @@ class EagerRunner:
             raise GraphError(
                 f"{self._name}: returned another nesting of outputs than when captured; return the same every time."
             )
-        with torch.no_grad():
+        with torch.inference_mode(self.inference), torch.no_grad():
             for index, (kept, new) in enumerate(zip(self._outputs, leaves)):
                 if isinstance(kept, Tensor) and storage_key(kept) not in self._foreign:
                     if kept.shape != new.shape or kept.dtype != new.dtype:
