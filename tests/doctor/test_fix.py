@@ -320,6 +320,19 @@ REFUSED = {
         "sync",
         LOOP.format("total += loss.item()  # here").replace("(total)", "(f'{abs(total)}')"),
     ),
+    "line 5 computes with it inside an f-string": (  # of a whole number the device makes fp32
+        "sync",
+        LOOP.replace("0.0", "0").format("total += (a == b).sum().item()  # here").replace("(total)", "(f'{total / 9}')"),
+    ),
+    "reads: total may be what locals() gives in line 5": (
+        "sync",
+        LOOP.format("total += loss.item()  # here").replace("(total)", "(locals()['total'])"),
+    ),
+    "reads: the loop is inside a try: an exception would leave tensors in losses": (
+        "sync",
+        HEAD
+        + "losses = []\ntry:\n    for x in data:\n        losses.append(x.item())  # here\nexcept OSError: pass\nlog(losses)\n",
+    ),
     "reads: losses is used inside the loop, in line 5": (
         "sync",
         LOOP.format("losses.append(loss.item())  # here\n    if step: log(losses)"),

@@ -134,6 +134,8 @@ def _uses(source: SourceText, statement: ast.stmt, name: str) -> list[ast.expr]:
     for node in ast.walk(source.tree if "." in name else scope):
         if isinstance(node, (ast.Global, ast.Nonlocal)) and name in node.names:
             raise Refused(f"{name} belongs to another function")
+        if isinstance(node, ast.Call) and name_of(node.func) in ("locals", "globals", "vars") and not node.args:
+            raise Refused(f"{name} may be what {name_of(node.func)}() gives in line {node.lineno}")
         if "." in name and isinstance(node, ast.Attribute) and name_of(node) != name and name.endswith(f".{node.attr}"):
             raise Refused(f"{name} may be what is read in line {node.lineno}")
         if not isinstance(node, (ast.Name, ast.Attribute)) or name_of(node) != name or not isinstance(node.ctx, ast.Load):
@@ -158,7 +160,7 @@ def _converted(source: SourceText, statement: ast.stmt, loop: ast.stmt, name: st
         parent = source.parents[use]
         if isinstance(parent, ast.Subscript) or (isinstance(parent, ast.Call) and name_of(parent.func) == "range"):
             raise Refused(f"{name} is used as an index, in line {use.lineno}, which wants a whole number")
-        if not _formatted(source, use):
+        if not _formatted(source, use, kind):
             edits += [Edit(source.start(use), source.start(use), f"{kind}("), Edit(source.end(use), source.end(use), ")")]
     return edits
 
@@ -175,14 +177,17 @@ def _in_every_step(source: SourceText, node: ast.AST, loop: ast.stmt) -> bool:
     return False
 
 
-def _formatted(source: SourceText, use: ast.expr) -> bool:
-    """Whether an f-string formats the value, which does with a scalar what it does with a number."""
+def _formatted(source: SourceText, use: ast.expr, kind: str) -> bool:
+    """Whether an f-string formats the value, which does with a scalar what it does with a number.
+
+    It may compute with a float, which is fp64 on the device too. A whole number there is divided in fp32.
+    """
     for outer in source.above(use):
         if isinstance(outer, ast.FormattedValue):
             if outer.conversion != -1:
                 raise Refused(f"line {use.lineno} formats it with !r or !s")
             return True
-        if not isinstance(outer, ast.BinOp):
+        if not isinstance(outer, ast.BinOp) or kind != "float":
             break
     if any(isinstance(outer, ast.JoinedStr) for outer in source.above(use)):
         raise Refused(f"line {use.lineno} computes with it inside an f-string")
@@ -196,6 +201,10 @@ def _converted_list(source: SourceText, statement: ast.Expr, loop: ast.stmt, kin
     name = name_of(call.func.value)
     if not name:
         raise Refused("the list has no name")
+    if any(
+        isinstance(outer, (ast.Try, ast.TryStar)) for outer in source.above(loop) if source.scope(outer) is source.scope(loop)
+    ):
+        raise Refused(f"the loop is inside a try: an exception would leave tensors in {name}")
     for use in _uses(source, statement, name):
         parent = source.parents[use]
         counted = isinstance(parent, ast.Call) and name_of(parent.func) == "len"
