@@ -333,6 +333,10 @@ REFUSED = {
         HEAD
         + "losses = []\ntry:\n    for x in data:\n        losses.append(x.item())  # here\nexcept OSError: pass\nlog(losses)\n",
     ),
+    "feed: y may be wanted on the host, in line 4": (
+        "h2d",
+        "d = 'cuda'\nl = [(a, b)]\nfor i, (x, y) in enumerate(l):\n    seen += y.numpy().sum() * i\n    f(x.to(d))  # here\n",
+    ),
     "reads: losses is used inside the loop, in line 5": (
         "sync",
         LOOP.format("losses.append(loss.item())  # here\n    if step: log(losses)"),

@@ -14,6 +14,7 @@ def propose(source: SourceText, line: int) -> list[Edit]:
     scope = source.scope(loop)
     _check_made(source, scope, name)
     _check_uses(source, scope, name)
+    _check_batches(source, loop)
     device = _device(source, loop)
     outermost = [node for node in (loop, *source.above(loop)) if isinstance(node, (ast.For, ast.While))][-1]
     if not _is_known(source, scope, device, outermost.lineno):
@@ -75,6 +76,22 @@ def _check_uses(source: SourceText, scope: ast.AST, name: str) -> None:
             counted = isinstance(parent, ast.Call) and name_of(parent.func) in ("len", "enumerate")
             if not counted and not isinstance(parent, ast.For):
                 raise Refused(f"{name} is used in another way in line {node.lineno}")
+
+
+def _check_batches(source: SourceText, loop: ast.For) -> None:
+    """All of a fed batch lies on the device. Before a name in it is given something else, the loop may only copy it there."""
+    numbered = isinstance(loop.iter, ast.Call) and isinstance(loop.target, ast.Tuple)  # for number, batch in enumerate(...)
+    batch = loop.target.elts[1:] if numbered and isinstance(loop.target, ast.Tuple) else [loop.target]
+    names = {node.id for part in batch for node in ast.walk(part) if isinstance(node, ast.Name)}
+    found = [node for part in loop.body for node in ast.walk(part) if isinstance(node, ast.Name) and node.id in names]
+    for node in found:
+        statement, parent = source.statement(node), source.parents[node]
+        given = any(other.id == node.id and isinstance(other.ctx, ast.Store) and other.lineno < node.lineno for other in found)
+        copied = any(isinstance(call, ast.Call) and last_name(call) == "to" for call in ast.walk(statement))
+        asked = isinstance(parent, ast.Attribute) and parent.attr in ("shape", "size", "numel")
+        counted = isinstance(parent, ast.Call) and name_of(parent.func) == "len"
+        if isinstance(node.ctx, ast.Load) and not (given or copied or asked or counted):
+            raise Refused(f"{node.id} may be wanted on the host, in line {node.lineno}")
 
 
 def _device(source: SourceText, loop: ast.For) -> str:
