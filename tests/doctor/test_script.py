@@ -250,5 +250,10 @@ def test_what_is_not_there_is_a_sentence(tmp_path):
     with pytest.raises(ValueError) as error:
         Script(path)
     assert str(error.value) == f"script: there is no file {path}; give a script, -m and a module, or a trace (.json, .json.gz)."
+    notebook = write(tmp_path / "train.ipynb", "{}")
+    with pytest.raises(
+        ValueError, match=r"train.ipynb is a notebook, which python cannot run; make a script of it, as jupyter"
+    ):
+        Script(str(notebook))
     with pytest.raises(ValueError, match=r"^script: there is no module no_such_module_xyz that can be run: "):
         Script("no_such_module_xyz", module=True).run()

@@ -53,6 +53,11 @@ class Script:
             raise ValueError(
                 f"script: there is no file {self.target}; give a script, -m and a module, or a trace (.json, .json.gz)."
             )
+        if not self.module and self.target.endswith(".ipynb"):
+            raise ValueError(
+                f"script: {self.target} is a notebook, which python cannot run; make a script of it, as jupyter nbconvert "
+                "--to script does."
+            )
 
     @property
     def name(self) -> str:
