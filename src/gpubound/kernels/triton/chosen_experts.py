@@ -72,7 +72,7 @@ def _choose_experts_kernel(logits_ptr, correction_ptr, table_ptr, token_ptr, sca
                            DEPENDENT: tl.constexpr):  # fmt: skip
     """I 0: nothing is made beside.
 
-    A fence (_step.py). Gates and ups come in behind it: they can ask for nothing before they know whose they are, and where they
+    A fence (_step.py). Gates and ups come in behind it: they can ask for nothing before they know whose they are. Where they
     came in while older launches ran, some processors had more of them than others (four H200s: 14.3 us a layer, not 10.6)."""
     _wait(DEPENDENT)
     _begin(DEPENDENT)
