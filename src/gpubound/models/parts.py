@@ -22,6 +22,14 @@ from .rotary import halves
 
 
 class HFNorm(RMSNorm):
+    @property
+    def eps(self) -> float:  # type: ignore[override]  # that of its module, which somebody may set later
+        return vars(self)[_eps_name(self)]
+
+    @eps.setter
+    def eps(self, eps: float) -> None:
+        vars(self)[_eps_name(self)] = eps
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         return rms_norm(hidden_states, self.weight, self.eps, self.offset)
 
@@ -33,15 +41,18 @@ class HFShiftedNorm(HFNorm):
 
 
 def eps_of(norm: Any) -> float | None:
-    """Llama's kind calls it variance_epsilon, Gemma's eps."""
-    found = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    found = vars(norm).get(_eps_name(norm))
     return found if isinstance(found, float) else None
+
+
+def _eps_name(norm: Any) -> str:
+    """Llama's kind calls it variance_epsilon, Gemma's eps."""
+    return "variance_epsilon" if "variance_epsilon" in vars(norm) else "eps"
 
 
 def norm(module: Any, stack: Any, part: type = HFNorm, otherwise: type | None = None) -> Swap:
     shape = (BATCH, TOKENS, module.weight.shape[0])
-    eps = {} if hasattr(module, "eps") else {"eps": eps_of(module)}
-    return Swap(part, (("rms_norm", shape[-1:]),), eps, (random_case(module, shape),), otherwise=otherwise)
+    return Swap(part, (("rms_norm", shape[-1:]),), cases=(random_case(module, shape),), otherwise=otherwise)
 
 
 class HFMLP(Delegating, MLP):
