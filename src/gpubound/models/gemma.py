@@ -42,7 +42,7 @@ class CappedAttention(HFAttention):
     ) -> tuple[Tensor, Tensor | None]:
         eager = sys.modules[self.original.__module__].eager_attention_forward
         function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.attention_dropout if self.training else 0.0
         kwargs |= {"sliding_window": self.sliding_window, "softcap": self.attn_logit_softcapping}
         return function(self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **kwargs)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kernels import rms_norm
-from ..layers.attention import Attention, Rope, turn_calls
+from ..layers.attention import Attention, Rope, attend, turn_calls
 from ..layers.mlp import MLP, gated_calls
 from ..layers.norm import RMSNorm
 from ..layers.stacked import Kernels, Stacked, hooked
@@ -103,7 +103,9 @@ IDLE = {
 class HFAttention(Delegating, Attention):
     IMPLEMENTATIONS = ("sdpa",)
 
-    turns: bool  # SmolLM3 leaves some layers without positions
+    # What somebody may set later is the module's own, and read at each call.
+    attention_dropout: float
+    is_causal: bool
 
     def forward(  # type: ignore[override]  # the module's own signature, not the part's
         self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, *, cache=None, **kwargs
@@ -121,26 +123,30 @@ class HFAttention(Delegating, Attention):
     def attended(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cached: bool = False, **kwargs
     ) -> tuple[Tensor, Tensor | None]:
+        dropout = self.attention_dropout if self.training else 0.0
         if not cached:
-            return Attention.attended(self, q, k, v, mask)
-        dropout = self.dropout if self.training else 0.0
+            return attend(q, k, v, mask, self.scaling, dropout, self.is_causal), None
         return ALL_ATTENTION_FUNCTIONS["sdpa"](self, q, k, v, mask, dropout=dropout, scaling=self.scaling)
 
     def project(self, x: Tensor, turn: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-        return Attention.project(self, x, turn if self.turns else None)
+        return Attention.project(self, x, turn if self.turns() else None)
+
+    def turns(self) -> bool:
+        """SmolLM3 leaves some layers without positions."""
+        return bool(vars(self).get("use_rope", True))
 
     def unable(self, kwargs: dict[str, Any]) -> str | None:
         """Why this call must take the original forward; None when SDPA computes the same."""
         if self.config._attn_implementation != "sdpa":
             return f"the config asks for {self.config._attn_implementation!r} attention"
         for name, value in kwargs.items():
-            if value is not None and name not in IDLE and not (name == "is_causal" and value is True):
+            if value is not None and name not in IDLE and not (name == "is_causal" and value is self.is_causal):
                 return f"{name} was given"
         return None
 
     def fused_kernels(self) -> Kernels:
         words, ops = Attention.fused_kernels(self)
-        return words, ops if self.turns else ()
+        return words, ops if self.turns() else ()
 
 
 def attention(module: Any, stack: Any, part: type[HFAttention] = HFAttention, rotary: Any = None) -> Swap:
@@ -152,8 +158,6 @@ def attention(module: Any, stack: Any, part: type[HFAttention] = HFAttention, ro
     attributes = {
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
-        "dropout": module.attention_dropout,
-        "turns": bool(getattr(module, "use_rope", True)),
         "stacked": Stacked(),
         "delegated": Counter(),
     }
