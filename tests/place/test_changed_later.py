@@ -19,6 +19,70 @@ def of_attention(name, value):
     return change
 
 
+def of_config(name, value):
+    return lambda model: setattr(model.config, name, value)
+
+
+def of_dropouts(model):
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+
+
+class Turned(torch.nn.Module):
+    """Another rotary_emb."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.other = other
+
+    def forward(self, x, position_ids, *layer_type):
+        return self.other(x, position_ids * 2, *layer_type)
+
+
+def other_rotary(model):
+    model.model.rotary_emb = Turned(model.model.rotary_emb)
+
+
+def hooked_rotary(model):
+    model.model.rotary_emb.register_forward_hook(lambda module, given, found: (found[0] * 0.5, found[1] * 0.5))
+
+
+def patched_rotary(model):
+    forward = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = lambda *args, **kwargs: tuple(t * 0.5 for t in forward(*args, **kwargs))
+
+
+def other_scaling(name):
+    return lambda model: setattr(model.model.rotary_emb, name, 2.0)
+
+
+class Wrapped(torch.nn.Module):
+    """A layer inside another module, as torch's CheckpointWrapper has it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.layer_type = getattr(layer, "layer_type", None)
+
+    def forward(self, x, *args, **kwargs):
+        return self.layer(x, *args, **kwargs) * 0.5
+
+
+def wrapped_layer(model):
+    model.model.layers[0] = Wrapped(model.model.layers[0])
+
+
+def layer_of_another_class(model):
+    kind = type(model.model.layers[0])
+    forward = lambda self, *args, **kwargs: kind.forward(self, *args, **kwargs) * 0.5  # noqa: E731
+    model.model.layers[0].__class__ = type("Halved", (kind,), {"forward": forward})
+
+
+def swapped_layers(model):
+    model.model.layers = torch.nn.ModuleList(reversed(model.model.layers))
+
+
 CHANGES = {
     "eps of llama": ("llama", set_eps),
     "eps of qwen3, heads too": ("qwen3", set_eps),
@@ -29,6 +93,23 @@ CHANGES = {
     "attention_dropout": ("llama", of_attention("attention_dropout", 0.5)),
     "attention_dropout of gemma2": ("gemma2", of_attention("attention_dropout", 0.5)),
     "use_rope": ("smollm3", of_attention("use_rope", 0)),
+    "rotary_emb put in": ("llama", other_rotary),
+    "rotary_emb put in to gemma3": ("gemma3", other_rotary),
+    "hook on rotary_emb": ("llama", hooked_rotary),
+    "forward patched onto rotary_emb": ("gemma3", patched_rotary),
+    "attention_scaling of rotary_emb": ("llama", other_scaling("attention_scaling")),
+    "attention_scaling of gemma3's": ("gemma3", other_scaling("full_attention_attention_scaling")),
+    "layer wrapped": ("llama", wrapped_layer),
+    "layer wrapped in olmo2": ("olmo2", wrapped_layer),
+    "layer of another class": ("llama", layer_of_another_class),
+    "layers by turns": ("gemma3", swapped_layers),
+    "sliding_window of mistral": ("mistral", of_config("sliding_window", 4)),
+    "sliding_window of phi3": ("phi3", of_config("sliding_window", 4)),
+    "layer_types": ("gemma3", of_config("layer_types", ["full_attention"] * 2)),
+    "is_causal of the config": ("llama", of_config("is_causal", False)),
+    "use_bidirectional_attention": ("gemma3", of_config("use_bidirectional_attention", True)),
+    "final_logit_softcapping": ("gemma2", of_config("final_logit_softcapping", 1.0)),
+    "dropout of blocks": ("phi3", of_dropouts),
 }
 
 

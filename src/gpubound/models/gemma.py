@@ -21,9 +21,8 @@ from .decoding import Reader
 from .parts import HFMLP, HFAttention, HFShiftedNorm, attention, mlp, norm
 from .placing import Maker, Swap
 from .rotary import HFAngles
-from .stack import HFStack, stack, tried_causal_lm
+from .stack import WINDOWED, HFStack, stack, tried_causal_lm
 
-WINDOWED = "sliding_attention"  # the type of a layer whose tokens see only the last few before them
 MASKS = {"full_attention": create_causal_mask, WINDOWED: create_sliding_window_causal_mask}
 
 
@@ -83,6 +82,20 @@ class SandwichStack(HFStack):
         mask = {kind: self.mask_of(kind, x, positions, attention_mask) for kind in self.tables}
         return run_blocks(self.layers._modules.values(), self.norm, x, rope, mask, self.step)
 
+    def window(self) -> None:
+        """Each type of layer gets its own mask."""
+
+    def stepped_on(self) -> str | None:
+        """transformers goes by the config's types, the loop by the layers'."""
+        if why := super().stepped_on():
+            return why
+        if getattr(self.config, "use_bidirectional_attention", False):  # Gemma 3's masks
+            return "the config lets tokens see what comes behind them"
+        kinds = [layer._modules["self_attn"].layer_type for layer in self.layers._modules.values()]
+        return (
+            None if kinds == list(self.config.layer_types)[: len(kinds)] else "the config has other types of layers than they"
+        )
+
     def mask_of(self, kind: str, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> Any:
         """None where SDPA needs none and the host knows it: a batch without a mask or positions that fits the window."""
         fits = kind != WINDOWED or x.shape[1] <= self.config.sliding_window
@@ -115,7 +128,6 @@ def sandwich_stack(module: Any, _: Any) -> Swap:
     typed = isinstance(rotary.rope_type, dict)  # Gemma 3's
     swap = stack(module, None, SandwichStack)
     swap.attributes["tables"] = {kind: RopeTable(HFAngles(rotary, kind if typed else None)) for kind in kinds}
-    swap.attributes["window"] = None  # each type of layer gets its own mask
     return swap
 
 

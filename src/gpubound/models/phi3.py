@@ -6,6 +6,8 @@ The stacked weights lie as our products want them: nothing has to be moved toget
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from ..layers.attention import RopeTable
 from .decoding import Linear, Reader, parts_of
 from .parts import HFMLP, HFAttention, attention, mlp, norm
@@ -22,11 +24,19 @@ class PackedMLP(HFMLP):
     PROJECTIONS = ("gate_up_proj",)
 
 
+class Phi3Stack(HFStack):
+    def stepped_on(self) -> str | None:
+        for layer in self.layers._modules.values() if self.training else ():
+            if any(isinstance(part, nn.Dropout) and part.p and part.training for part in layer._modules.values()):
+                return "its blocks have dropout, which the loop has not"
+        return super().stepped_on()
+
+
 def phi3_stack(module: Any, _: Any) -> Swap:
-    swap = stack(module, None)
+    swap = stack(module, None, Phi3Stack)
     if module.rotary_emb.rope_type == "longrope":  # one set of frequencies for short batches, one for long ones
         swap.attributes["table"] = RopeTable(ChangingAngles(module.rotary_emb))
-        swap.refusal = unswapped(module, HFStack)
+        swap.refusal = unswapped(module, Phi3Stack)
     if module.config.resid_pdrop > 0:
         swap.refusal = f"its blocks have dropout (resid_pdrop {module.config.resid_pdrop}), which the loop has not"
     return swap

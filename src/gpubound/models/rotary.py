@@ -21,7 +21,8 @@ class HFAngles:
 
     def __init__(self, rotary: Any, layer_type: str | None = None) -> None:
         self.rotary = rotary
-        self.frequencies = f"{layer_type}_inv_freq" if layer_type else "inv_freq"  # Gemma 3 has some for each type of layer
+        prefix = f"{layer_type}_" if layer_type else ""  # Gemma 3 has some for each type of layer
+        self.frequencies, self.scaling = f"{prefix}inv_freq", f"{prefix}attention_scaling"
         self.options = {"layer_type": layer_type} if layer_type else {}
 
     def __call__(self, positions: Tensor) -> Rope:
@@ -32,7 +33,7 @@ class HFAngles:
 
     def stamp(self) -> object:
         frequencies: Tensor = getattr(self.rotary, self.frequencies)
-        return frequencies.data_ptr(), frequencies._version
+        return frequencies.data_ptr(), frequencies._version, getattr(self.rotary, self.scaling, None)
 
 
 class ChangingAngles(HFAngles):

@@ -5,7 +5,8 @@ it: its loss straight from the hidden states.
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from inspect import unwrap
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +33,7 @@ HARMLESS = {
     "return_dict": True,
     "is_causal": True,
 }
+WINDOWED = "sliding_attention"  # the type of a layer whose tokens see only the last few before them
 TAKEN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "num_items_in_batch"}
 OPS = ("add_rms_norm",)
 OF_MASKS, OF_OUTPUTS = cache_word(create_causal_mask), cache_word(CausalLMOutputWithPast)
@@ -49,8 +51,11 @@ class HFStack(Delegating):
     step: ClassVar[Callable[..., tuple[Tensor, Tensor]]] = staticmethod(run_block)
 
     table: RopeTable
-    window: int | None  # the narrowest sliding window of any layer, where all layers get one mask
-    implementation: str  # of attention, when it was placed
+    # What it was placed with:
+    rotary: Any
+    blocks: tuple[Any, ...]  # its layers' classes
+    implementation: str  # of attention
+    rotary_emb: Any
     embed_tokens: Any
     layers: Any
     norm: Any
@@ -63,8 +68,9 @@ class HFStack(Delegating):
         x = kwargs.get("inputs_embeds")
         if x is None:
             x = look_up(self.embed_tokens, kwargs["input_ids"])
-        if self.window is not None and x.shape[1] > self.window:
-            return self.delegate(f"the sequence is longer than the sliding window of {self.window}", **kwargs)
+        window = self.window()
+        if window is not None and x.shape[1] > window:
+            return self.delegate(f"the sequence is longer than the sliding window of {window}", **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.run(x, kwargs.get("position_ids"), kwargs.get("attention_mask")))
 
     def run(self, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> Tensor:
@@ -74,6 +80,14 @@ class HFStack(Delegating):
             # transformers decides whether a mask is needed, which costs its one read from the device
             mask = self.masked(create_causal_mask, x, positions, attention_mask)
         return run_blocks(self.layers._modules.values(), self.norm, x, rope, mask, self.step)
+
+    def window(self) -> int | None:
+        """Up to what length all layers are plainly causal and get one mask, by what the config says now; None for any."""
+        window = getattr(self.config, "sliding_window", None)
+        if window is None or WINDOWED in (getattr(self.config, "layer_types", None) or (WINDOWED,)):
+            return window
+        of_some = any("sliding_window" in vars(layer.self_attn) for layer in self.layers._modules.values())
+        return None if of_some else window  # Mistral's and Phi-3's layers have it whatever their types
 
     def masked(self, make: Callable, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> Any:
         given = {"config": self.config, "inputs_embeds": x, "attention_mask": attention_mask, "position_ids": positions}
@@ -93,6 +107,8 @@ class HFStack(Delegating):
             return f"the config asks for {config._attn_implementation!r} attention"
         if config.output_hidden_states or config.output_attentions or not config.return_dict:
             return "the config asks for more than the last hidden state"
+        if not getattr(config, "is_causal", True):
+            return "the config lets tokens see what comes behind them"
         if isinstance(kwargs.get("attention_mask"), dict):
             return "attention_mask is a dict"
         return "torch.compile traces it" if torch.compiler.is_compiling() else self.stepped_on()
@@ -103,13 +119,19 @@ class HFStack(Delegating):
             return "hooks on the final norm or on every module"
         if not isinstance(self.norm, HFNorm):
             return "the final norm was replaced"
+        if self.rotary_emb is not self.rotary or hooked(self.rotary):
+            return "hooks on rotary_emb, or another than when it was placed"
         if len(self.layers) != self.config.num_hidden_layers:
             return "the config counts other layers than there are"
+        forwards = {forward_of(block) for block in self.blocks}
         for layer in self.layers._modules.values():
+            kind: Any = type(layer)
+            if forward_of(kind) not in forwards:
+                return "a layer was replaced"
             if hooked(layer, but=getattr(layer, "gathers", ())):
                 return "hooks on a layer"
             for name, part in self.PARTS.items():
-                module = layer._modules[name]
+                module = layer._modules.get(name)
                 if not isinstance(module, part):
                     return f"{name} was replaced"
                 if hooked(module):
@@ -122,12 +144,19 @@ class HFStack(Delegating):
         return "residual adds in the norms: {}", OPS
 
 
+@cache
+def forward_of(kind: Any) -> Any:
+    """As it was written: FSDP2 gives a layer another class, for which transformers wraps the same forward anew."""
+    return unwrap(kind.forward)
+
+
 def stack(module: Any, _: Any, part: type[HFStack] = HFStack) -> Swap:
     changing = sorted(set(rope_types(module.rotary_emb)) - set(FIXED))
     refusal = f"rope_type {changing[0]!r} changes its frequencies as it reads" if changing else ""
     attributes: dict[str, Any] = {
         "table": RopeTable(HFAngles(module.rotary_emb)),
-        "window": window_of(module),
+        "rotary": module.rotary_emb,
+        "blocks": tuple({type(layer) for layer in module.layers}),
         "implementation": module.config._attn_implementation,
         "delegated": Counter(),
     }
@@ -144,13 +173,6 @@ def unswapped(module: Any, part: type[HFStack]) -> str:
     return "" if isinstance(module.norm, RMSNorm) else "norm was not swapped"
 
 
-def window_of(decoder: Any) -> int | None:
-    """The narrowest sliding window of any layer: up to that length all of them are plainly causal."""
-    of_config = getattr(decoder.config, "sliding_window", None)
-    windows = [getattr(layer.self_attn, "sliding_window", of_config) for layer in decoder.layers]
-    return min((w for w in windows if w is not None), default=None)
-
-
 # What the loss reads; the rest goes to the decoder.
 READ = ("labels", "shift_labels", "num_items_in_batch", "ignore_index", "logits_to_keep", "return_dict")
 
@@ -163,6 +185,7 @@ class HFCausalLM(Delegating):
     """
 
     base_model_prefix: str
+    scales: tuple  # what its config said of its logits when it was placed, which was shown to leave them as they are
     lm_head: Any
     loss_function: Any
 
@@ -198,6 +221,8 @@ class HFCausalLM(Delegating):
             return "return_dict=False"
         if getattr(self.loss_function, "__name__", "") != "ForCausalLMLoss":
             return "the model has a loss function of its own"
+        if scales_of(self.config) != self.scales:
+            return "the config scales or caps the logits otherwise than when it was placed"
         return None if bare(self.lm_head) else f"lm_head: {describe(self.lm_head)}"
 
     def fused_kernels(self) -> Kernels:
@@ -208,7 +233,12 @@ def causal_lm(module: Any, stack: Any) -> Swap:
     """For a family whose logits are known to be lm_head's product with the hidden states."""
     head = getattr(module, "lm_head", None)
     calls: Any = () if head is None else (("linear_cross_entropy", (*loss_shape(head.weight.shape[0]), False, False)),)
-    return Swap(HFCausalLM, calls, {"delegated": Counter()})
+    return Swap(HFCausalLM, calls, {"delegated": Counter(), "scales": scales_of(module.config)})
+
+
+def scales_of(config: Any) -> tuple:
+    """What Gemma, Cohere and Granite do to their logits, by their configs."""
+    return tuple(getattr(config, name, None) for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"))
 
 
 def tried_causal_lm(module: Any, stack: Any) -> Swap:
