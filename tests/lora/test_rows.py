@@ -269,6 +269,10 @@ def test_what_is_refused():
     assert refusal(lambda: start("one")) == (
         "lora.rows: names must be different names of adapters, such as ['first', 'second'], got 'one'."
     )
+    for names in (3, None, [["one"]], [1, 2]):
+        assert refusal(lambda: start(names)) == (  # noqa: B023
+            f"lora.rows: names must be different names of adapters, such as ['first', 'second'], got {names!r}."
+        )
     assert refusal(lambda: start(["one", "four"])) == (
         "lora.rows: the model has no adapter named 'four', only 'one', 'three', 'two'."
     )

@@ -199,7 +199,8 @@ def _entries(model: nn.Module) -> list[nn.Module]:
 
 def _fit(model: nn.Module, names: Sequence[str]) -> list[tuple[str, Adapters, list[Pair]]]:
     """(a layer's name, its adapters, those of them that rows choose from), or ValueError."""
-    if isinstance(names, str) or not names or len(set(names)) < len(names):
+    texts = isinstance(names, Sequence) and not isinstance(names, str) and all(isinstance(name, str) for name in names)
+    if not texts or not names or len(set(names)) < len(names):
         raise ValueError(f"lora.rows: names must be different names of adapters, such as ['first', 'second'], got {names!r}.")
     chosen: dict[str, list[Pair]] = {}
     for name in names:
