@@ -14,7 +14,9 @@ from gpubound.cli import arguments, guarded
 from gpubound.device import resolve
 
 from . import results
+from .decode_adapters import measure_adapters
 from .decode_cache import measure_cache
+from .decode_far import measure_far
 from .decode_first import measure_start
 from .decode_goals import GOALS
 from .decode_host import measure_host
@@ -24,7 +26,7 @@ from .decode_stages import measure_stages
 from .decode_turns import take_turns
 from .harness import Bench, chosen, need_transformers, release
 
-PARTS = ("start", "speed", "packed", "cache", "host")
+PARTS = ("start", "speed", "far", "packed", "cache", "adapters", "host")
 STAGES = "stages"  # a part for machines with two GPUs
 CPU = "cpu"  # a part by itself, for machines without a GPU
 CPU_SHAPE = "135m"  # SmolLM2-135M's
@@ -55,7 +57,8 @@ class Decode:
     """Peers, by comma: eager (generate), graph (a forward captured by hand), compile (a static cache; 25 s to start), gpt-fast
     (its design, over the model's own weights; it is compiled first)."""
     parts: str = ",".join(PARTS)
-    """What to measure, by comma: start, speed, packed, cache, host, stages; or cpu alone."""
+    """What to measure, by comma: start, speed, far (behind 4,096 tokens), packed, cache, adapters, host, stages; or cpu
+    alone."""
     rounds: int = 3
     """How often each contender takes its turn; eager takes 3 to 5 s each time."""
     results: Path = results.FOLDER
@@ -88,13 +91,15 @@ def main(argv: Sequence[str]) -> int:
             measure_start(bench, name)
     for name in names if STAGES in parts else ():
         measure_stages(bench, name, options.rounds, take_turns)
-    if {"speed", "packed", "cache", "host"} & set(parts):
+    if {"speed", "far", "packed", "cache", "host"} & set(parts):
         rate = measure.ceilings(device, quick=dry).read_bytes_per_s
         for name in names:
             model = build_model(name, device)
             for rows in batches if "speed" in parts else ():
                 measure_speed(bench, name, model, rows, peers, options.rounds, rate)
                 release(device)
+            if "far" in parts:
+                measure_far(bench, name, model, options.rounds, rate)
             if "packed" in parts and is_sparse(name):
                 print(f"{name}: experts are read as they are, so there is nothing packed to measure", flush=True)
             elif "packed" in parts:
@@ -106,6 +111,9 @@ def main(argv: Sequence[str]) -> int:
                 measure_host(bench, name, model)
             del model
             release(device)
+    for name in names if "adapters" in parts else ():  # on models of their own
+        measure_adapters(bench, name, options.rounds)
+        release(device)
     return bench.finish()
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # importing the decoder is on the clock of its first token
 
 PROMPT, NEW = 32, 256
 LENGTH = 512  # places of every static cache, ours too
+PLACES = 8192  # that the model knows angles of
 SAMPLE_ROWS = 4  # whose tokens are judged: their logits are whole in memory
 
 # How far a token may lie below the greatest logit, in standard deviations of the logits at its place. Contenders round to bf16
@@ -38,7 +39,7 @@ def build_model(shape: str, device: torch.device, dtype: torch.dtype | None = No
     s, kind = shape_of(shape), Qwen3MoeForCausalLM if is_sparse(shape) else LlamaForCausalLM
     with device:
         model = kind._from_config(
-            qwen3_moe_config(s, 4096) if isinstance(s, SparseShape) else llama_config(s, 4096),
+            qwen3_moe_config(s, PLACES) if isinstance(s, SparseShape) else llama_config(s, PLACES),
             attn_implementation="sdpa",
             dtype=dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32),
         ).eval()

@@ -26,7 +26,6 @@ SAME_FALL = 0.05
 class LoraCase(Case):
     lr: float = LR
     least: tuple[float, float] | None = None
-    """(gate, moonshot) in tokens a second"""
     floor: str | None = "floor"
     """the contender that runs the frozen model alone; None: told in another case"""
     alike: bool = True

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gpubound.feed import feed
 from gpubound.parallel import ALONE, Ranks
 from gpubound.place import place
-from gpubound.train import AdamW, TrainStep
+from gpubound.train import AdamW, AdamW8bit, TrainStep
 
 from .serving import Contender, Job, Step, serve
 from .shapes import SHAPES, llama_config
@@ -53,6 +53,7 @@ def ours(
     attach: Attach = as_it_is,
     more: dict[str, Tensor] | None = None,
     ranks: Ranks = ALONE,
+    optimizer: type[AdamW] = AdamW,
     **given: Any,
 ) -> Contender:
     """Our step on a placed model, of which `attach` says what trains. `more`: what each batch has beside tokens.
@@ -66,7 +67,7 @@ def ours(
     def start() -> Step:
         place(model, job.device)
         trained = attach(model)
-        config = AdamW(lr=job.lr, decays=lambda name, parameter: True)  # as the peers' optimizers do
+        config = optimizer(lr=job.lr, decays=lambda name, parameter: True)  # as the peers' optimizers do
         options = {
             "accumulate": job.accumulate,
             "clip": CLIP,
@@ -187,6 +188,7 @@ CONTENDERS: dict[str, Callable[[Job], Contender]] = {
     "ours": ours,
     "ours-bf16": ours,
     "ours-fp8": lambda job: ours(job, "fp8"),
+    "ours-8bit": lambda job: ours(job, optimizer=AdamW8bit),  # of the moments
     "hf": hugging_face,
     "liger": liger,
     "liger-autocast": lambda job: liger(job, autocast=True),

@@ -9,7 +9,9 @@ import torch
 
 from benchmarks import (
     bench_decode,
+    decode_adapters,
     decode_cache,
+    decode_far,
     decode_first,
     decode_host,
     decode_peers,
@@ -35,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def short(monkeypatch):
     """The reference kernels, and 12 new tokens instead of 256."""
     monkeypatch.setattr(facts, "interpreted", lambda: False)
-    for module in (decode_host, decode_speed, decode_turns, decode_peers, decode_start):
+    for module in (decode_adapters, decode_far, decode_host, decode_speed, decode_turns, decode_peers, decode_start):
         monkeypatch.setattr(module, "NEW", 12)
 
 
@@ -105,6 +107,26 @@ def test_caches_beside_a_plain_one(bench, model, monkeypatch):
     assert lines["int8", "roofline"].peer == lines["fp8", "roofline"].peer == pytest.approx(2 * 1e12 / least, rel=1e-3)
     least += 2 * 14 * 2 * 2 * 2 * (64 - 20)
     assert lines["paged", "roofline"].peer == pytest.approx(2 * 1e12 / least, rel=1e-3)
+
+
+def test_behind_a_long_text(bench, model, monkeypatch):
+    monkeypatch.setattr(decode_far, "TEXT", 20)
+    monkeypatch.setitem(GOALS, "tiny", Goal(far=(100, 200)))
+    decode_far.measure_far(bench, "tiny", model, rounds=3, read_bytes_per_s=1e12)
+    (line,) = (line for line in bench.lines if line.peer_name == "budget")
+    assert (line.case, line.gate, line.moonshot, line.peer) == ("tiny batch 1 behind 20 tokens", 1.0, 2.0, 100.0)
+    monkeypatch.setattr(decode_far, "gap", lambda *given: 4.0)
+    decode_far.measure_far(bench, "tiny", model, rounds=3, read_bytes_per_s=1e12)
+    assert bench.wrong == ["tiny batch 1 behind 20 tokens: tokens lie up to 4.00 deviations below the model's own; not timed"]
+
+
+def test_adapters_beside_merged_ones_and_beside_one(bench, monkeypatch):
+    monkeypatch.setattr(decode_adapters, "ROWS", 3)
+    decode_adapters.measure_adapters(bench, "tiny", rounds=3)
+    assert not bench.wrong and [(line.case, line.peer_name, line.gate) for line in bench.lines] == [
+        ("tiny batch 1, an adapter of rank 16", "merged", 0.9),
+        ("tiny batch 3, each row with its own of 3 adapters", "one adapter", 0.9),
+    ]
 
 
 def test_who_computes_something_else_is_not_timed(bench, model, monkeypatch):
@@ -203,7 +225,10 @@ def test_the_part_of_the_cpu_needs_no_gpu(capsys, monkeypatch):
     [
         (["--only", "2b"], "--only: got '2b', wanted some of 135m, 350m, 1b, 8b, moe, tiny."),
         (["--peers", "vllm"], "--peers: got 'vllm', wanted some of eager, graph, compile, gpt-fast."),
-        (["--parts", "end"], "--parts: got 'end', wanted some of start, speed, packed, cache, host, stages, cpu."),
+        (
+            ["--parts", "end"],
+            "--parts: got 'end', wanted some of start, speed, far, packed, cache, adapters, host, stages, cpu.",
+        ),
         (["--parts", "speed,cpu"], "--parts: cpu is measured by itself; leave the others out."),
         (["--batch", "1,x"], "--batch: got 'x', wanted batch sizes by comma, such as 1,32."),
         (["--rounds", "2"], "--rounds: got 2, wanted at least 3, or there is no median to speak of."),

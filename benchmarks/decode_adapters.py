@@ -1,0 +1,65 @@
+"""The adapters' part of the decoding benchmark: low-rank adapters read where they lie, beside the same merged into the weights;
+and rows with adapters of their own beside rows that all have one.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gpubound
+from gpubound import measure
+from gpubound.trace import strict
+
+from .decode_peers import GAP, LENGTH, NEW, build_model, gap, prompts
+from .decode_turns import take_turns
+from .harness import Bench, release
+
+RANK, ROWS = 16, 8
+MERGED, ONE = 0.9, 0.9  # of the speed beside the merged model, and beside one adapter for all rows
+
+
+def adapted(name: str, device: torch.device, count: int) -> Any:
+    """The same weights and the same adapters at each call, in the layers that "all-linear" means."""
+    model = build_model(name, device)
+    for number in range(count):
+        gpubound.lora.add(model, RANK, init=False, name=f"adapter{number}")
+    return model
+
+
+def measure_adapters(bench: Bench, name: str, rounds: int) -> None:
+    live, merged = (adapted(name, bench.device, 1) for _ in range(2))
+    gpubound.lora.merge(merged, for_good=True)
+    ids = prompts(name, 1, bench.device)
+    works = {"ours": generating(live, 1), "merged": generating(merged, 1)}
+    case = f"{name} batch 1, an adapter of rank {RANK}"
+    if not (far := gap(live, ids, works["ours"](ids))) <= GAP:
+        bench.wrong.append(f"{case}: tokens lie up to {far:.2f} deviations below the model's own; not timed")
+        return
+    found = measure.compare_samples(take_turns(warm(works, ids), ids, rounds), clock="perf_counter, prompt to last token")
+    bench.keep(case, found, unit="tok/s", amount=NEW, gates={"merged": MERGED})
+    del live, merged, works
+    release(bench.device)
+    model, ids = adapted(name, bench.device, ROWS), prompts(name, ROWS, bench.device)
+    names = [f"adapter{number}" for number in range(ROWS)]
+    works = {"ours": generating(model, ROWS, names), "one adapter": generating(model, ROWS, names[0])}
+    found = measure.compare_samples(take_turns(warm(works, ids), ids, rounds), clock="perf_counter, prompt to last token")
+    case = f"{name} batch {ROWS}, each row with its own of {ROWS} adapters"
+    bench.keep(case, found, unit="tok/s", amount=ROWS * NEW, gates={"one adapter": ONE})
+
+
+def generating(model: Any, rows: int, adapters: Any = None) -> Callable[[Tensor], Tensor]:
+    with strict():
+        decoder = gpubound.decoder(model, rows, LENGTH)
+    given = {} if adapters is None else {"adapters": adapters}
+    generate = partial(decoder.generate, max_new_tokens=NEW, stop=(), **given)
+    return lambda ids: torch.tensor(generate(ids.tolist()).tokens)
+
+
+def warm(works: dict[str, Callable[[Tensor], Tensor]], ids: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
+    for work in works.values():
+        work(ids)
+        work(ids)
+    return works

@@ -1,0 +1,44 @@
+"""The part of the decoding benchmark behind a long text: one row whose steps read thousands of keys and values.
+
+What is timed are the steps behind the first token, as in decode_cache.py.
+"""
+
+from typing import Any
+
+import torch
+
+import gpubound
+from gpubound import measure
+from gpubound.trace import strict
+
+from .decode_goals import GOALS
+from .decode_peers import GAP, NEW, SPARSE_GAP, gap, is_sparse
+from .harness import Bench, release
+from .shapes import shape_of
+
+TEXT, DRY = 4096, 40
+
+
+def measure_far(bench: Bench, name: str, model: Any, rounds: int, read_bytes_per_s: float) -> None:
+    """Beside the goal and its own roofline, if its tokens are the model's."""
+    text, goal = DRY if bench.dry else TEXT, GOALS[name].far
+    case = f"{name} batch 1 behind {text} tokens"
+    ids = torch.randint(shape_of(name).vocab, (1, text), generator=torch.Generator().manual_seed(0))
+    with strict():
+        decoder = gpubound.decoder(model, 1, text + NEW)
+    results = [decoder.generate(ids.tolist(), max_new_tokens=NEW, stop=()) for _ in range(rounds + 1)]
+    far = gap(model, ids.to(bench.device), torch.tensor(results[0].tokens))
+    if not far <= (SPARSE_GAP if is_sparse(name) else GAP):
+        bench.wrong.append(f"{case}: tokens lie up to {far:.2f} deviations below the model's own; not timed")
+        return
+    least = decoder.body.bytes_a_step([text + NEW // 2])
+    seconds = {"ours": [result.seconds - result.first_token_s for result in results[1:]]}
+    seconds["budget"] = [(NEW - 1) / (goal[0] if goal else read_bytes_per_s / least)] * rounds
+    found = measure.compare_samples(seconds, clock="perf_counter, first to last token")
+    gates, moonshots = ({"budget": 1.0}, {"budget": goal[1] / goal[0]} if goal[1] else None) if goal else (None, None)
+    bench.keep(
+        case, found, unit="tok/s", amount=NEW - 1, ceiling=("roofline", read_bytes_per_s / least), gates=gates,
+        moonshots=moonshots,
+    )  # fmt: skip
+    del decoder
+    release(bench.device)
