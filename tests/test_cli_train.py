@@ -179,6 +179,15 @@ def test_files_that_are_no_config(tmp_path, capsys):
     assert third.startswith(f"gpubound train: config: {tmp_path / 'broken.yaml'} cannot be read as YAML: while parsing")
 
 
+def test_a_home_folder_in_a_config_file(tmp_path, monkeypatch):
+    """As a shell reads it; in the middle of a path it is a name like any other."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c.yaml").write_text("out: ~/runs/a\ndata: [~/texts, here/~]\nexport: ~/hf\n")
+    options = from_file(str(tmp_path / "c.yaml"))
+    assert (options.out, options.export) == (f"{tmp_path}/runs/a", f"{tmp_path}/hf")
+    assert list(options.data) == [f"{tmp_path}/texts", "here/~"]
+
+
 @pytest.mark.parametrize(
     "text, sentence",
     [

@@ -206,6 +206,16 @@ def _check_contents(folder: Path, options: Train) -> None:
         )
 
 
+PATHS = ("out", "model", "data", "tokenizer", "export")  # keys that may name a file or a folder
+
+
+def at_home(value: Any) -> Any:
+    """`~` as a shell reads it: in a file nobody else does, and a run would go into a folder of that name."""
+    if isinstance(value, list):
+        return [at_home(one) for one in value]
+    return os.path.expanduser(value) if isinstance(value, str) else value
+
+
 def from_file(path: str) -> Train:
     """The options in a YAML file. An unknown key is an error that names the near one."""
     try:
@@ -219,6 +229,7 @@ def from_file(path: str) -> Train:
     if not isinstance(found, dict):
         raise ValueError(f"config: {path} holds a {type(found).__name__}, wanted keys and values such as 'steps: 2000'.")
     try:
+        found = {key: at_home(value) if key in PATHS else value for key, value in found.items()}
         known = {f.name: f for f in dataclasses.fields(Train) if f.name != "variants"}
         named: Any = found.get("compare")
         variants = {str(name): own for name, own in named.items()} if isinstance(named, dict) else {}
