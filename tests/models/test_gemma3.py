@@ -37,14 +37,15 @@ def test_layers_with_a_window_and_without(window):
     assert placement.fallbacks == 0
 
 
-def test_one_that_reads_both_ways_keeps_its_attention():
+def test_one_that_reads_both_ways_keeps_its_loop():
     model = tiny("gemma3", use_bidirectional_attention=True)
     other = twin(model)
     placement = place(model)
     found = rows(placement)
-    assert found["model.layers.0.self_attn"].why.startswith("not swapped: ")
-    assert found["model"].why == "not swapped: layers.0.self_attn was not swapped"
+    assert found["model.layers.0.self_attn"].why.startswith("verified: ")
+    assert found["model"].why == "not swapped: the config lets tokens see what comes behind them"
     assert_close(training_run(model, batch()), training_run(other, batch()))
+    assert placement.fallbacks == 0
 
 
 def test_changing_frequencies_keep_their_own_loop():

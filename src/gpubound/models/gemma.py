@@ -23,6 +23,7 @@ from .placing import Maker, Swap
 from .rotary import HFAngles
 from .stack import WINDOWED, HFStack, stack, tried_causal_lm
 
+BOTH_WAYS = "the config lets tokens see what comes behind them"
 MASKS = {"full_attention": create_causal_mask, WINDOWED: create_sliding_window_causal_mask}
 
 
@@ -61,6 +62,11 @@ def run_sandwich(
     return x, children["post_feedforward_layernorm"](children["mlp"].mix(y))
 
 
+def both_ways(config: Any) -> bool:
+    """Whether Gemma 3's masks are other ones."""
+    return bool(getattr(config, "use_bidirectional_attention", False))
+
+
 class SandwichStack(HFStack):
     """The stack of blocks that norm what each of their parts reads and gives, with angles and masks by type of layer."""
 
@@ -89,8 +95,8 @@ class SandwichStack(HFStack):
         """transformers goes by the config's types, the loop by the layers'."""
         if why := super().stepped_on():
             return why
-        if getattr(self.config, "use_bidirectional_attention", False):  # Gemma 3's masks
-            return "the config lets tokens see what comes behind them"
+        if both_ways(self.config):
+            return BOTH_WAYS
         kinds = [layer._modules["self_attn"].layer_type for layer in self.layers._modules.values()]
         return (
             None if kinds == list(self.config.layer_types)[: len(kinds)] else "the config has other types of layers than they"
@@ -128,6 +134,8 @@ def sandwich_stack(module: Any, _: Any) -> Swap:
     typed = isinstance(rotary.rope_type, dict)  # Gemma 3's
     swap = stack(module, None, SandwichStack)
     swap.attributes["tables"] = {kind: RopeTable(HFAngles(rotary, kind if typed else None)) for kind in kinds}
+    if both_ways(module.config):
+        swap.refusal = BOTH_WAYS
     return swap
 
 
