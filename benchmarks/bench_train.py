@@ -17,7 +17,7 @@ from gpubound.cli import arguments, guarded
 from gpubound.device import resolve
 
 from . import results
-from .harness import Bench, chosen, importable
+from .harness import Bench, asked, chosen, importable
 from .serving import Job
 from .shapes import SHAPES
 from .train_worker import CONTENDERS
@@ -46,8 +46,8 @@ class Case:
     recompute: str = "cheap"
     """of TrainStep"""
     lr: float = 1e-4
-    least: Goal | None = None
-    """in tokens a second"""
+    least: tuple[float, float | None] | None = None
+    """(gate, moonshot) in tokens a second"""
 
     @property
     def tokens(self) -> int:
@@ -180,25 +180,20 @@ def measure_case(
         rate = limit.flops_per_s(torch.bfloat16) / shape.train_flops_per_token(case.seq)
         tokens = case.ours.startswith("ours")
         if case.least is not None:
-            beside_goal(bench, name, case, mine, case.least, rounds, rate)
+            beside_goal(bench, name, case, mine, rounds, rate)
         for peer, (gate, moonshot) in peers_here(bench, name, case, peers):
             with_peer(bench, name, case, mine, peer, gate, moonshot, rounds, ("bf16 rate", rate) if tokens else None)
         if case.accumulate > 1:
             against_one(bench, name, case, mine, rounds)
 
 
-def beside_goal(bench: Bench, name: str, case: Case, mine: Worker, least: Goal, rounds: int, rate: float) -> None:
+def beside_goal(bench: Bench, name: str, case: Case, mine: Worker, rounds: int, rate: float) -> None:
     """Speed, and peak memory where no peer's is told, by themselves."""
     import torch
 
-    wanted, most = least
-    assert wanted is not None
-    seconds = take_turns({"ours": mine}, rounds) | {"budget": [case.tokens / wanted] * rounds}
-    found = measure.compare_samples(seconds, clock="perf_counter, drained")
-    moonshots = {"budget": most / wanted} if most else None
-    bench.keep(
-        name, found, unit="tok/s", amount=case.tokens, ceiling=("bf16 rate", rate), gates={"budget": 1.0}, moonshots=moonshots
-    )
+    seconds, gates, moonshots = asked(case.least, case.tokens, rounds)
+    found = measure.compare_samples(take_turns({"ours": mine}, rounds) | seconds, clock="perf_counter, drained")
+    bench.keep(name, found, unit="tok/s", amount=case.tokens, ceiling=("bf16 rate", rate), gates=gates, moonshots=moonshots)
     if not case.peers and "peak_gib" in mine.facts:
         room = torch.cuda.get_device_properties(bench.device).total_memory / 2**30
         bench.figure(f"{name} peak memory", "GiB", mine.facts["peak_gib"], {"the GPU's memory": room}, {})

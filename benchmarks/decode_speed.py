@@ -14,7 +14,7 @@ from gpubound.words import quantity
 from .decode_goals import GOALS
 from .decode_peers import CONTENDERS, GAP, LENGTH, NEW, PROMPT, SPARSE_GAP, Contender, build_model, is_sparse, ours, prompts
 from .decode_turns import judged, take_turns
-from .harness import Bench, release
+from .harness import Bench, asked, release
 
 ROOFLINE = 0.5  # of a batch: no step takes longer than reading its weights and its cache twice; one row is latency
 PACKED = {"int4": 1.8, "int8": None, "fp8": None}  # copies of the weights -> gate at 8b, over the live ones
@@ -39,19 +39,18 @@ def measure_speed(
     ready = {who: found for who, make in makers.items() if (found := judged(bench, case, who, make, model, ids, limit))}
     if "ours" not in ready:
         return {}
-    seconds = take_turns(ready, ids, rounds)
-    goal = GOALS[name].speed.get(rows)
-    if goal:
-        seconds["budget"] = [rows * NEW / goal[0]] * rounds
+    budget, gates, moonshots = asked(GOALS[name].speed.get(rows), rows * NEW, rounds)
+    seconds = take_turns(ready, ids, rounds) | budget
     if len(seconds) < 2:
         bench.unmeasured.append(f"{case}: no peer and no budget to stand beside")
         return {}
     least = decoder.body.bytes_a_step([PROMPT + NEW // 2] * rows)  # of the mean step
     found = measure.compare_samples(seconds, clock="perf_counter, prompt to last token")
-    gates = ({"budget": 1.0} if goal else {}) | ({"roofline": ROOFLINE} if rows > 1 and bench.device.type == "cuda" else {})
+    if rows > 1 and bench.device.type == "cuda":
+        gates |= {"roofline": ROOFLINE}
     bench.keep(
         case, found, unit="tok/s", amount=rows * NEW, ceiling=("roofline", rows * read_bytes_per_s / least),
-        gates=gates, moonshots={"budget": goal[1] / goal[0]} if goal else None,
+        gates=gates, moonshots=moonshots,
     )  # fmt: skip
     print(f"{'':44} roofline: {quantity(least, 'B')} a step / {quantity(read_bytes_per_s, 'B/s')} read here", flush=True)
     return seconds
@@ -78,13 +77,15 @@ def measure_packed(bench: Bench, name: str, model: Any, rounds: int, read_bytes_
         for work in contenders.values():
             work(ids)
             work(ids)
-        least, goal = decoders["ours"].body.bytes_a_step([PROMPT + NEW // 2]), GOALS[name].packed.get(kind)
-        seconds = take_turns(contenders, ids, rounds) | ({"budget": [NEW / goal[0]] * rounds} if goal else {})
+        least = decoders["ours"].body.bytes_a_step([PROMPT + NEW // 2])
+        budget, gates, moonshots = asked(GOALS[name].packed.get(kind), NEW, rounds)
+        seconds = take_turns(contenders, ids, rounds) | budget
         found = measure.compare_samples(seconds, clock="perf_counter, prompt to last token")
-        gates = ({"bf16": gate} if gate and name == "8b" else {}) | ({"budget": 1.0} if goal else {})
+        if gate and name == "8b":
+            gates |= {"bf16": gate}
         bench.keep(
             f"{name} batch 1 {kind}", found, unit="tok/s", amount=NEW, ceiling=("roofline", read_bytes_per_s / least),
-            gates=gates or None, moonshots={"budget": goal[1] / goal[0]} if goal else None,
+            gates=gates, moonshots=moonshots,
         )  # fmt: skip
         del decoders, contenders
         release(bench.device)

@@ -7,7 +7,7 @@ import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,22 @@ TOLERANCE = 1e-2
 KERNELS = {"cold_l2": True, "host_ahead": True}
 CAPTURED = {"graph": True}  # without launches
 WAITED_FOR: dict[str, bool] = {}  # by a user, launches included
+
+
+class Asked(NamedTuple):
+    """What is asked for, as a peer called "budget": its seconds, and what a case is held to beside it."""
+
+    seconds: dict[str, list[float]]
+    gates: dict[str, float]
+    moonshots: dict[str, float]
+
+
+def asked(goal: tuple[float, float | None] | None, amount: float, rounds: int) -> Asked:
+    """Of a goal in units a second, (gate, moonshot), for a case of `amount` units. None: nothing is asked for."""
+    if goal is None:
+        return Asked({}, {}, {})
+    gate, moonshot = goal
+    return Asked({"budget": [amount / gate] * rounds}, {"budget": 1.0}, {"budget": moonshot / gate} if moonshot else {})
 
 
 class Bench:

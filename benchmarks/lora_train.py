@@ -7,7 +7,7 @@ from functools import partial
 from gpubound import measure
 
 from .bench_train import BUSY_PERCENT, BUSY_STEPS, SAME_LOSS, Case, Goal, peers_here, tell_start
-from .harness import Bench
+from .harness import Bench, asked
 from .lora_worker import ADAPTERS
 from .results import FLOOR
 from .shapes import SHAPES
@@ -25,7 +25,6 @@ SAME_FALL = 0.05
 @dataclass(frozen=True)
 class LoraCase(Case):
     lr: float = LR
-    least: tuple[float, float] | None = None
     floor: str | None = "floor"
     """the contender that runs the frozen model alone; None: told in another case"""
     alike: bool = True
@@ -84,12 +83,11 @@ def beside_floor(bench: Bench, name: str, case: LoraCase, mine: Worker, floor: s
         return
     with frozen:
         seconds = take_turns({"ours": mine, FLOOR: frozen}, rounds)
-    if case.least:
-        seconds["budget"] = [case.tokens / case.least[0]] * rounds
-    found = measure.compare_samples(seconds, clock="perf_counter, drained")
+    budget, gates, moonshots = asked(case.least, case.tokens, rounds)
+    found = measure.compare_samples(seconds | budget, clock="perf_counter, drained")
     rate = flops_per_s / SHAPES[case.shape].frozen_flops_per_token(case.seq)
-    goals = ({"budget": 1.0}, {"budget": case.least[1] / case.least[0]}) if case.least else (None, None)
-    bench.keep(name, found, unit="tok/s", amount=case.tokens, ceiling=("bf16 rate", rate), gates=goals[0], moonshots=goals[1])
+    ceiling = "bf16 rate", rate
+    bench.keep(name, found, unit="tok/s", amount=case.tokens, ceiling=ceiling, gates=gates, moonshots=moonshots)
     price = found.ratios[FLOOR]
     print(f"{name}: LoRA step = {1 / price.value:.2f} x (frozen forward + dX)", flush=True)
 
