@@ -17,7 +17,6 @@ from .decode_product import WRITTEN, Norm, check_stream, draw_stream, rms_normed
 from .gated import INFINITE, check_limit
 from .ops import definition, doubles, draw, ints, zeros
 
-LEAST = 1e-20  # added to a sum of shares
 STACKED = "an expert's weight follows the other's"
 
 

@@ -16,7 +16,7 @@ from ..contract import Build
 from ..stages.plan import LayerStage
 from .attention import LatentAttention
 from .mixture import Mixture
-from .state import Followings, Moment, Stretch
+from .state import Moment, PlaceTable, Stretch
 from .streams import Streams
 
 META = torch.device("meta")
@@ -61,7 +61,7 @@ class StreamedSpan:
             self.layers.append(StreamedLayer(attention_streams, latent, mixture_streams, Mixture(mixture, number)))
         kept = [layer.attention for layer in self.layers]
         rates, sizes = {one.entries.weights.rate for one in kept if one.entries is not None}, {one.window.size for one in kept}
-        self.followings = Followings(self.build.max_length, rates, sizes, self.device)
+        self.place_table = PlaceTable(self.build.max_length, rates, sizes, self.device)
 
     def part(self, rows: slice) -> list[StreamedLayer]:
         """The layers for some rows."""
@@ -73,7 +73,7 @@ class StreamedSpan:
     def moment(self, position_BT: Tensor) -> Moment:
         """Of a step. A row that is full writes its last place again: what comes of that is nobody's."""
         places = position_BT.to(self.device, torch.int32).clamp(0, self.build.max_length - 1)
-        return Moment(places, self.tables, self.followings)
+        return Moment(places, self.tables, self.place_table)
 
     def stretch(self, start: int, end: int, lengths_B: Tensor) -> Stretch:
         """Of a piece of a prompt."""

@@ -30,8 +30,9 @@ def mod(x: Tensor, size: int) -> Tensor:
     return torch.remainder(x, size)
 
 
-class Followings:
-    """What layers want to know of a place that follows from the place alone, for all of them: a step looks it up at once."""
+class PlaceTable:
+    """What follows from a token's place alone, for every place: how many stretches have ended, and the slot in a ring. A step
+    looks up all of it in one launch."""
 
     def __init__(self, length: int, rates: set[int], sizes: set[int], device: torch.device) -> None:
         """rates: of stretches that end. sizes: of rings."""
@@ -45,21 +46,21 @@ class Followings:
 class Moment:
     """Where the tokens of one step stand, (B, T) int32, and what follows from that."""
 
-    def __init__(self, position_BT: Tensor, tables: Tables, followings: Followings) -> None:
-        self.tables, self.followings, self.rows = tables, followings, len(position_BT)
+    def __init__(self, position_BT: Tensor, tables: Tables, place_table: PlaceTable) -> None:
+        self.tables, self.place_table, self.rows = tables, place_table, len(position_BT)
         self.places = position_BT.flatten()  # (N,)
         self.first = position_BT[:, 0].contiguous()
-        self._found = followings.lines.index_select(1, self.places)
+        self._found = place_table.lines.index_select(1, self.places)
         self._slots: dict[int, Tensor] = {}
 
     def closed(self, rate: int) -> Tensor:
         """(N,) int32: how many stretches have ended where each token stands."""
-        return self._found[self.followings.rate[rate]]
+        return self._found[self.place_table.rate[rate]]
 
     def slot(self, size: int) -> Tensor:
         """(N,) int32: where each token goes in rings of so many slots that lie one behind the other, a row each."""
         if size not in self._slots:
-            found = self._found[self.followings.size[size]]
+            found = self._found[self.place_table.size[size]]
             if self.rows > 1:
                 begun = torch.arange(0, self.rows * size, size, device=found.device, dtype=torch.int32)
                 found = (found.view(self.rows, -1) + begun[:, None]).flatten()

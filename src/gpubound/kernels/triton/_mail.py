@@ -72,10 +72,10 @@ def _summed(words, SENDERS: tl.constexpr, S: tl.constexpr):
 
 
 def warps_taking(words: int, most: int) -> int:
-    """Of a program that takes so many words, or none: it has no more threads than words.
+    """At most `most` warps, for a program that takes so many words, or none: no more threads than words.
 
-    Triton lets several threads hold one number where there are more threads than numbers, and each of them loads it: one may
-    see the word that another, whose copy nobody asks about, has not seen yet. Inside a warp one load serves all of them.
+    With more threads than words, Triton keeps a word in several threads, and each of them loads it. `_missing` looks at one of
+    these copies; another, which was loaded a moment earlier, may still lack its stamp. Inside a warp one load serves all.
     """
     return max(1, min(most, words // 32)) if words else most
 

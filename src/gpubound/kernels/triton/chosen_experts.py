@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..chosen_experts import Gated
-from ..experts import LEAST
+from ..chosen_experts import LEAST, Gated
 from ..plans.kinds import power_of_two
 from ._launch import options
 from ._step import _begin, _wait
