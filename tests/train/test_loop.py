@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from gpubound.parallel.ranks import Ranks
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.loop import Loop, Stop, among_ranks
 
@@ -76,6 +77,25 @@ def test_a_signal_asks_and_the_handlers_come_back(number):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
     assert signal.getsignal(number) is before
+
+
+def test_a_rank_that_heard_of_ctrl_c_from_another_takes_its_own_for_the_same(monkeypatch):
+    """On a busy machine it comes after the answer of the rank that had it first: inside the block, or behind it."""
+    number, before = signal.SIGINT, signal.getsignal(signal.SIGINT)
+    poll = SimpleNamespace(ranks=Ranks(rank=1, world=2), ask=lambda here: [number, here])
+    monkeypatch.setattr("gpubound.train.loop.Poll", lambda ranks: poll)
+    with Stop() as stop:
+        assert stop.agreed() and stop.asked == "SIGINT"
+        signal.raise_signal(number)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    assert signal.getsignal(number) is before
+    with Stop() as stop:
+        assert stop.agreed()
+    signal.raise_signal(number)
+    assert signal.getsignal(number) is before
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(number)
 
 
 @pytest.mark.usefixtures("on_reference")

@@ -38,11 +38,13 @@ class Stop:
     """`with Stop() as stop:` turns Ctrl-C and SIGTERM into `stop.asked`, so that a run ends between two steps and saves itself.
 
     A second Ctrl-C interrupts at once. Outside the main thread signals cannot be caught; `stop.asked` may then be set by hand.
-    What one rank is asked, all of them do, at the same step: between two steps each calls `agreed`.
+    What one rank is asked, all of them do, at the same step: between two steps each calls `agreed`. On a busy machine a rank
+    may hear from the others before its own Ctrl-C comes: that one is still its first.
     """
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
         self.asked: str | None = None
+        self._signalled = False
         self._poll = Poll(ranks)
         self._before: dict[int, Any] = {}
 
@@ -61,13 +63,20 @@ class Stop:
         return number > 0
 
     def _ask(self, number: int, frame: Any) -> None:
-        if self.asked:
+        if self._signalled:
             raise KeyboardInterrupt
-        self.asked = signal.Signals(number).name
+        self._signalled = True
+        self.asked = self.asked or signal.Signals(number).name
 
     def __exit__(self, *_: object) -> None:
+        awaited = self.asked is not None and not self._signalled and not self._poll.ranks.alone
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, self._late if awaited else handler)
+
+    def _late(self, number: int, frame: Any) -> None:
+        """What the others were told, and have told this rank: done already."""
+        for taken, handler in self._before.items():
+            signal.signal(taken, handler)
 
 
 class Instant:
