@@ -4,7 +4,7 @@
 #   make test-hard    the suite on a hard machine       make test-newest  the suite with the newest releases
 #   make test-gpu what is marked gpu                    make bench    ARGS=kernels | place | graph | feed | train | ranks | lora | decode | checkpoint
 #   make plans    compiles every kernel for every GPU since Ampere, and holds it against their limits
-#   make gates    which measured cases fall short       make figures  README's figures from benchmarks/results
+#   make gates    what falls short or is unmeasured     make figures  README's figures from benchmarks/results
 PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python

@@ -1,6 +1,7 @@
-"""Which measured cases fall short of their gate: `make gates`.
+"""Which cases fall short of their gate, and which are asked for and not measured: `make gates`.
 
-Reads the newest line of each case. Exit code 0: every gate holds; 1: some fall short, and are listed; 3: nothing is measured.
+Reads the newest line of each case. Exit code 0: every gate holds; 1: what does not hold, or is not measured, is listed;
+3: nothing is measured. Of another folder than the project's own only what was measured there is told.
 """
 
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from gpubound.cli import guarded
 
 from .results import COUNTS, FLOOR, FOLDER, Line, newest, read
+from .wanted import unmeasured
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,10 +25,12 @@ def main(argv: Sequence[str]) -> int:
         print("no gate was measured: run `make bench ARGS=kernels` on a GPU first", file=sys.stderr)
         return 3
     short = [line for line in gated if line.short]
-    for line in short:
-        print(sentence(line))
-    print(f"{len(gated) - len(short)} of {len(gated)} gates hold")
-    return 1 if short else 0
+    missing = [] if argv else unmeasured(gated)
+    for said in (*map(sentence, short), *(one.sentence for one in missing)):
+        print(said)
+    more = f"; {len(missing)} more are not measured" if missing else ""
+    print(f"{len(gated) - len(short)} of {len(gated)} gates hold{more}")
+    return 1 if short or missing else 0
 
 
 def sentence(line: Line) -> str:

@@ -1,6 +1,7 @@
 """Benchmark results: what a line says, which gates hold, and what README and docs show."""
 
 import doctest
+import importlib
 import json
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -9,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks import bars, beside, curves, figures, gates, results, scaling, tables
+from benchmarks import bars, beside, curves, figures, gates, results, scaling, tables, wanted
 from benchmarks.results import FLOOR, Line, append, newest, ratio, read
 
 CPU = torch.device("cpu")
@@ -181,6 +182,50 @@ def test_nothing_measured_is_not_green(tmp_path, capsys, monkeypatch):
     append([replace(LINE, gate=None)], tmp_path)
     assert gates.main([str(tmp_path)]) == 3
     assert capsys.readouterr().err == "no gate was measured: run `make bench ARGS=kernels` on a GPU first\n"
+
+
+class Reached(Exception):
+    """A command line was taken, and its benchmark would begin."""
+
+
+@pytest.mark.parametrize("command", sorted({one.command for one in wanted.WANTED}))
+def test_what_is_wanted_has_a_command(command, monkeypatch):
+    def begin(kind):
+        raise Reached
+
+    name, *options = command.split()
+    module = importlib.import_module(f"benchmarks.bench_{name}")
+    monkeypatch.setattr(module, "resolve", begin)
+    with pytest.raises(Reached):
+        module.main(options)
+
+
+@pytest.mark.parametrize(
+    ("line", "left"),
+    [
+        ({}, 0),
+        ({"gate": 0.9}, 1),  # held to less
+        ({"gate": None}, 1),
+        ({"peer": 3000.0}, 1),  # an older goal
+        ({"gpu": "NVIDIA H100 80GB HBM3"}, 1),
+        ({"case": "rms_norm forward 350m"}, 1),
+    ],
+)
+def test_what_is_wanted_is_measured_by_a_line_that_is_held_to_it(line, left):
+    one = wanted.Wanted(LINE.bench, LINE.case, LINE.peer_name, "kernels", gate=1.0, budget=3600.0)
+    assert len(wanted.unmeasured([replace(LINE, **line)], [one])) == left
+
+
+def test_what_is_not_measured_is_told_with_its_command(tmp_path, capsys, monkeypatch):
+    append([LINE], tmp_path)
+    monkeypatch.setattr(gates, "FOLDER", tmp_path)
+    one = wanted.Wanted("ranks", "1b on 2", "one GPU", "ranks --only 1b", gpus=2)
+    monkeypatch.setattr(gates, "unmeasured", lambda lines: [one])
+    assert gates.main([]) == 1
+    assert capsys.readouterr().out == (
+        "UNMEASURED  ranks: 1b on 2, beside one GPU (2 NVIDIA H200s, gpubound bench ranks --only 1b)\n"
+        "1 of 1 gates hold; 1 more are not measured\n"
+    )
 
 
 def test_a_ratio_that_is_no_number_is_short():
