@@ -21,6 +21,7 @@ from gpubound.decode.stages.spread import SPLITS
 from gpubound.decode.steps import LaunchWay
 from gpubound.device import resolve
 from gpubound.kernels import hyper_connections, sinkhorn
+from gpubound.layers.visiting import visiting
 from gpubound.models.keywords import cache_in, cache_word
 from gpubound.trace import strict
 from gpubound.words import quantity
@@ -151,13 +152,15 @@ def measure_codes(bench: Bench, coded: Any, model: Any, size: Size, rounds: int)
 
 @torch.no_grad()
 def measure_flash(bench: Bench, gpus: int, split: str, size: Size, rounds: int) -> None:
-    """Of stages one works at a time: the roofline is that of one GPU. Split layers keep all GPUs at work."""
+    """Of stages one works at a time: the roofline is that of one GPU. Split layers keep all GPUs at work. Slices are cut from a
+    model in the host's memory, which computes beside them a layer at a time, on the first GPU."""
     there = torch.cuda.device_count()
     if not bench.dry and there < gpus:
         bench.unmeasured.append(f"{FLASH}: needs {gpus} GPUs, and {there} {'is' if there == 1 else 'are'} visible; pass --gpus")
         return
     devices = [torch.device("cpu")] * gpus if bench.dry else [torch.device("cuda", number) for number in range(gpus)]
-    model = build_flash(devices, bench.dry)
+    model = build_flash(devices, bench.dry, away=split == "tensors")
+    release(bench.device)
     case = f"{FLASH} batch 1 on {gpus}{', each layer split' if split == 'tensors' else ''}"
     decoder = decoder_of(model, size, devices=[str(device) for device in devices], split=split)
     prompt = prompt_of(model, size).tolist()
@@ -183,7 +186,8 @@ def beside(
     """Time the works by turns and keep the line, unless the decoder's tokens are not its model's."""
     model, ids = decoder.model, prompt_of(decoder.model, size)
     tokens = decoder.generate(ids.tolist(), max_new_tokens=size.ours, stop=()).tokens
-    far = gaps(model, ids, torch.tensor(tokens)[:, : size.peers])
+    with visiting(model.model.layers, bench.device):
+        far = gaps(model, ids, torch.tensor(tokens)[:, : size.peers])
     print(
         f"{case}: tokens lie {far.mean():.2f} deviations below the model's own in the mean, {far.max():.2f} at most", flush=True
     )

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gpubound.cli import saved
+from gpubound.cli import sources
 from gpubound.corpus import Tokenizer
 from gpubound.corpus.tokenizer import render
 from gpubound.models import load_hf, save_hf
@@ -127,12 +127,12 @@ def test_a_name_on_the_hub_is_what_its_cache_holds(ckpt, run, tmp_path, monkeypa
     assert (code, out) == (0, " sat on the mat and slept.\n") and err.startswith(f"{ckpt}: ")
     (tmp_path / "owner").mkdir()
     assert refused(run, "owner/cat-model").startswith("owner/cat-model: there is no such folder; wanted")
-    assert not saved.is_hub_name("../model") and not saved.is_hub_name("a/b/c") and not saved.is_hub_name("model")
+    assert not sources.is_hub_name("../model") and not sources.is_hub_name("a/b/c") and not sources.is_hub_name("model")
 
 
 def test_a_name_without_the_hubs_library(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gpubound.cli.saved.find_spec", lambda name: None)
+    monkeypatch.setattr("gpubound.cli.sources.find_spec", lambda name: None)
     assert refused(run, "owner/model").endswith("which is not installed: pip install 'gpubound[hf]'.")
 
 

@@ -66,15 +66,15 @@ def test_the_roofline_is_that_of_all_that_read_at_once(split, kind, at_once):
     assert (speed.roofline, speed.as_dict()["read_bytes_per_s"]) == (0.5 / at_once, at_once * 1e9)
 
 
-def test_a_folder_in_codes_is_read_onto_the_devices(monkeypatch, tmp_path):
-    """Where no host has room for it; another waits in the host's memory."""
-    seen, cpu = [], torch.device("cpu")
+def test_a_folder_in_codes_is_read_to_where_its_parts_stay(monkeypatch, tmp_path):
+    """Layers onto the devices. Slices are cut from the host's memory, as of any other folder, where that has room."""
+    seen, cpu, gpu = [], torch.device("cpu"), torch.device("cuda")
 
     class Stop(Exception):
         pass
 
     def load(folder, about, device, *rest):
-        seen.append(device)
+        seen.append((device, rest[-1]))
         raise Stop
 
     monkeypatch.setattr(opening, "_from_folder", load)
@@ -84,10 +84,16 @@ def test_a_folder_in_codes_is_read_onto_the_devices(monkeypatch, tmp_path):
     coded = {"model_type": "deepseek_v4", "quantization_config": {"quant_method": "fp8"}}
     for about in (coded, {"model_type": "llama"}):
         monkeypatch.setattr(opening, "read_config", lambda source, about=about: about)
-        for devices in ((cpu, cpu), cpu):
+        for devices, split in (((gpu, gpu), "layers"), ((gpu, gpu), "tensors"), (gpu, "layers")):
             with pytest.raises(Stop):
-                opening.open_saved(tmp_path, devices)
-    assert seen == [(cpu, cpu), cpu, cpu, cpu]
+                opening.open_saved(tmp_path, devices, split=split)
+    assert seen == [((gpu, gpu), gpu), (cpu, gpu), (gpu, gpu), (cpu, gpu), (cpu, gpu), (gpu, gpu)]
+    (tmp_path / "model.safetensors").write_bytes(b"12345")
+    monkeypatch.setattr(opening, "read_config", lambda source: coded)
+    monkeypatch.setattr(opening, "host_bytes", lambda: 4)
+    with pytest.raises(Stop):
+        opening.open_saved(tmp_path, (gpu, gpu), split="tensors")
+    assert seen[-1] == ((gpu, gpu), gpu)
 
 
 REFUSED = {

@@ -3,13 +3,11 @@
 The model is a Hugging Face folder, one by its name on the hub, a run of `gpubound train` or `demo`, or one of its checkpoints.
 """
 
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -21,32 +19,26 @@ from .. import lora
 from ..corpus import Tokenizer
 from ..corpus.tokenizer import adapt
 from ..decode import FastDecoder, decoder
+from ..decode.contract import host_bytes
 from ..device import label
 from ..errors import DataError
-from ..files import read_json
 from ..layers.vocabulary import head_of
-from ..lora.files import CONFIG as ADAPTER
 from ..models.deepseek_v4.checkpoint import is_coded
 from ..models.folder import Beyond, dtype_asked, ends_of, read_config, read_generation
 from ..models.foreign import attempt, load_foreign, needs_transformers
 from ..models.registry import family_of, is_named
 from ..train.adapters import base_of, check_base, kept_state, load_kept_state, merge
-from ..train.checkpoint import Checkpoint, Checkpoints, open_checkpoint
+from ..train.checkpoint import Checkpoint
 from ..train.making import build_model
 from ..train.objectives import objective_named
-from ..train.origin import newer
 from ..train.recipe import Recipe
-from ..train.state_file import STATE
 from ..words import quantity
+from .sources import base_named_in, is_adapter, source_of
 
 if TYPE_CHECKING:
     from .generate import Generate
 
-WANTED = "wanted a Hugging Face folder, a model's name on the hub (owner/model), or a run of gpubound train or demo"
-EXPORTS = ("model", "hf")  # where `demo` and `train --export hf` leave the trained model
 SLOW = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")  # tokenizers that transformers alone can read
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # owner/model
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
 VERIFY: dict[str, bool | str] = {"full": True, "quick": "quick", "none": False}
 # What a model writes may hold control characters, and a terminal obeys them.
 HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -83,9 +75,10 @@ def open_saved(
     tokenizer: str | None = None,
     trust_remote_code: bool = False,
     adapter: str | Path | None = None,
+    split: str = "layers",
 ) -> Saved:
-    """`device`: several are to share the model. Its decoder gives each a part; until then it lies in the host's memory, or, in
-    codes, its layers on the devices.
+    """`device`: several are to share the model, by `split`. Its decoder gives each a part; until then it lies in the host's
+    memory. Layers in codes are read onto the devices, where they stay; slices are cut from the host's memory, if it has room.
 
     `dtype` auto is the one that was saved. `tokenizer`: another folder's instead of its own. `adapter`: a folder with one,
     which becomes part of the weights."""
@@ -106,8 +99,9 @@ def open_saved(
     else:
         about = read_config(source)
         own, told = own or _folder_tokenizer(source, trust_remote_code), read_generation(source, about)
-        onto = devices if len(devices) > 1 and is_coded(about) else lies
-        model, folder = _from_folder(source, about, onto, kind, trust_remote_code), source
+        staying = len(devices) > 1 and is_coded(about) and (split == "layers" or not _host_has_room(source))
+        onto = devices if staying else lies
+        model, folder = _from_folder(source, about, onto, kind, trust_remote_code, devices[0]), source
     if adapter is not None:
         lora.load(model, adapter, name="given")
     if lora.parameters(model):
@@ -116,50 +110,21 @@ def open_saved(
     return Saved(model.eval(), own, folder, tuple(dict.fromkeys(ends)), _positions(model), devices, begun)
 
 
-def source_of(path: str | Path, trust_remote_code: bool = False) -> Path | Checkpoint:
-    """Where the weights of `path` are: a folder, perhaps one that is downloaded first, or a run's checkpoint."""
-    known = not Path(path).exists() and is_hub_name(path)
-    return find(_download(str(path), trust_remote_code) if known else Path(path))
-
-
-def is_adapter(folder: Path) -> bool:
-    """Whether it holds an adapter alone."""
-    return (folder / ADAPTER).exists() and not (folder / "config.json").exists()
-
-
-def _is_model(folder: Path) -> bool:
-    return (folder / "config.json").exists() or is_adapter(folder)
-
-
-def base_named_in(adapter: Path) -> str:
-    base = read_json(adapter / ADAPTER).get("base_model_name_or_path")
-    if not isinstance(base, str) or not (Path(base).exists() or is_hub_name(base)):
-        raise DataError(f"{adapter}: the base of this adapter, {base}, is not there; give BASE --adapter {adapter}.")
-    return base
-
-
-def find(path: Path) -> Path | Checkpoint:
-    """The Hugging Face folder, adapter or checkpoint that `path` means; of a run its export, or a later checkpoint."""
-    if not path.is_dir():
-        raise ValueError(f"{path}: {'this is a file' if path.exists() else 'there is no such folder'}; {WANTED}.")
-    if (path / STATE).exists():
-        return open_checkpoint(path)
-    exports = [path] if _is_model(path) else [path / name for name in EXPORTS if _is_model(path / name)]
-    found = newer(exports, Checkpoints(path / "checkpoints").latest() or Checkpoints(path).latest())
-    if found is None:
-        raise ValueError(f"{path} holds neither a config.json nor a whole checkpoint; {WANTED}.")
-    return found
+def _host_has_room(folder: Path) -> bool:
+    """For the weights of a folder as they are saved."""
+    free = host_bytes()
+    return free is None or sum(file.stat().st_size for file in folder.glob("*.safetensors")) < free
 
 
 def _from_folder(
-    folder: Path, about: dict[str, Any], device: Any, dtype: torch.dtype | None, trust_remote_code: bool
+    folder: Path, about: dict[str, Any], device: Any, dtype: torch.dtype | None, trust_remote_code: bool, computes: torch.device
 ) -> nn.Module:
-    """By the loader of a family of ours; what none of them reads, by transformers. Of a folder in codes, `device` may be
-    several."""
+    """By the loader of a family of ours; what none of them reads, by transformers. `device` and `computes` of a folder in
+    codes as of `load_coded`."""
     if (foreign := _foreign(folder, about)) is None:
         return family_of(str(folder)).load(folder, device, dtype)
     needs_transformers(f"{folder}: {foreign}")
-    return load_foreign(folder, device, dtype, trust_remote_code)
+    return load_foreign(folder, device, dtype, trust_remote_code, computes)
 
 
 def _foreign(folder: Path, about: dict[str, Any]) -> str | None:
@@ -232,36 +197,6 @@ def extended(recipe: dict[str, Any], tokenizer: Tokenizer) -> Tokenizer:
 def _positions(model: Any) -> int:
     config = model.config.get_text_config(decoder=True) if hasattr(model.config, "get_text_config") else model.config
     return getattr(config, "positions", None) or getattr(config, "max_position_embeddings", None) or POSITIONS
-
-
-def is_hub_name(path: str | Path) -> bool:
-    """Whether `path` could be a model's name. A folder of that name goes first."""
-    return HUB_NAME.fullmatch(str(path)) is not None and ".." not in str(path) and not Path(path).parent.exists()
-
-
-def _download(name: str, trust_remote_code: bool = False) -> Path:
-    """The folder in the cache that holds the model `name`."""
-    if find_spec("huggingface_hub") is None:
-        raise ValueError(
-            f"{name}: there is no such folder, and a model of this name on the Hugging Face hub is read with transformers, "
-            "which is not installed: pip install 'gpubound[hf]'."
-        )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=[*HUB_FILES, *(["*.py"] if trust_remote_code else [])]))
-    except GatedRepoError as error:
-        raise DataError(f"{name}: the hub gives this model only to users it knows; accept its terms and log in.") from error
-    except RepositoryNotFoundError as error:
-        raise DataError(f"{name}: there is no such folder, and no such model on the Hugging Face hub.") from error
-    except LocalEntryNotFoundError as error:
-        raise DataError(
-            f"{name}: there is no such folder, the cache of the Hugging Face hub does not hold the model, and the hub cannot "
-            "be reached; give the folder of a downloaded model."
-        ) from error
-    except Exception as error:  # the connection's own errors, of whichever library speaks to it
-        raise DataError(f"{name}: the Hugging Face hub did not give the model ({type(error).__name__}: {error}).") from error
 
 
 def check_text(where: str, text: str) -> None:

@@ -21,7 +21,8 @@ def opened(options: "Generate", device: str) -> Saved:
     """The model that the options name, on its device."""
     names = ("dtype", "tokenizer", "trust_remote_code", "adapter")
     over = sharing(options) if options.split is not None else [resolve(device)]
-    saved = open_saved(options.ckpt, over, **{name: getattr(options, name) for name in names})
+    given = {name: getattr(options, name) for name in names}
+    saved = open_saved(options.ckpt, over, **given, split=options.split or "layers")
     check_kind(options, saved)
     return saved
 

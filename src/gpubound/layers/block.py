@@ -133,8 +133,13 @@ def run_blocks(
 
 def brought(module: Any, value: Any) -> Any:
     """Tensors, also in tuples and dicts, on the device where the module's weights are."""
+    return sent(value, next(module.parameters()).device)
+
+
+def sent(value: Any, device: torch.device) -> Any:
+    """Tensors, also in tuples and dicts, on a device."""
     if isinstance(value, Tensor):
-        return value.to(next(module.parameters()).device)
+        return value.to(device)
     if type(value) is dict:
-        return {key: brought(module, one) for key, one in value.items()}
-    return tuple(brought(module, one) for one in value) if type(value) is tuple else value
+        return {key: sent(one, device) for key, one in value.items()}
+    return tuple(sent(one, device) for one in value) if type(value) is tuple else value

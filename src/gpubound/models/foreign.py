@@ -21,11 +21,12 @@ LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def load_foreign(
-    folder: Path, device: Any, dtype: torch.dtype | None = None, trust_remote_code: bool = False, **options: Any
-) -> nn.Module:
+    folder: Path, device: Any, dtype: torch.dtype | None = None, trust_remote_code: bool = False,
+    computes: torch.device | None = None, **options: Any,
+) -> nn.Module:  # fmt: skip
     """The causal language model in a Hugging Face folder. `dtype` None keeps what was saved.
 
-    device: of a folder in codes perhaps several, which then share the layers.
+    device, computes: of a folder in codes as of `load_coded`.
     """
     needs_transformers(folder)
     from transformers import AutoModelForCausalLM, logging
@@ -34,7 +35,7 @@ def load_foreign(
         about, told = folder / "config.json", read_json(folder / "config.json")
         check_layers(about, layer_counts(told), stored_tensors(folder))
         if is_coded(told):
-            return attempt(folder, lambda: load_coded(folder, device, dtype))
+            return attempt(folder, lambda: load_coded(folder, device, dtype, computes=computes))
 
     def load() -> Any:
         return AutoModelForCausalLM.from_pretrained(

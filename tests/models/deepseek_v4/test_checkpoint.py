@@ -12,6 +12,7 @@ import gpubound as gb
 from gpubound import trace
 from gpubound.errors import DataError
 from gpubound.kernels.packed import E2M1, unpack
+from gpubound.models.deepseek_v4 import checkpoint
 from gpubound.models.deepseek_v4.checkpoint import load_coded, numbers
 from gpubound.models.foreign import load_foreign
 
@@ -99,6 +100,17 @@ def test_experts_that_stay_in_fp4_are_decoded_to_the_same_tokens(folder, theirs,
     for prompt, found in zip(prompts, fast.generate(prompts, max_new_tokens=8, stop=()).tokens):
         wanted = theirs.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, len(prompt) :]
         assert found == wanted.tolist()
+
+
+def test_codes_wait_in_the_hosts_memory_for_the_gpus_that_read_them(folder, theirs, monkeypatch, said):
+    """Which slices are cut from it."""
+    monkeypatch.setattr(checkpoint, "has_cores", lambda device: device.type == "cuda")
+    model = load_coded(folder, CPU, torch.float32, computes=torch.device("cuda", 0))
+    assert "fallback" not in said() and {t.device for t in model.buffers()} == {CPU}
+    kept = load_coded(folder, CPU, torch.float32, codes=True).state_dict()
+    assert kept.keys() == model.state_dict().keys() and all(torch.equal(t, kept[n]) for n, t in model.state_dict().items())
+    load_coded(folder, CPU, torch.float32, computes=CPU)
+    assert "read as float32, for no kernel reads codes on a CPU" in said()
 
 
 def test_in_16_bits_norms_stay_in_fp32(folder):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...errors import GenerateError
+from ...layers.visiting import visiting
 from ...models.deepseek_v4.strict import rounded
 from ..certify import MISSED_LIMIT
 from ..judge import Choices
@@ -50,8 +51,9 @@ def try_body(body: "CompressedBody") -> Trial:
         body.prefill(ids[None, :first], place[first : first + 1])
         steps = (slice(at, at + 1) for at in range(first, tokens))
         ours = torch.cat([body.step(ids[at].int(), place[at].int()).clone() for at in steps])
-    with _forced(body, choices, entries):
-        own = body.model(input_ids=ids[None].to(body.model.device), use_cache=False).logits[0, first:].float().to(body.device)
+    with _forced(body, choices, entries), visiting(body.reader.trunk.layers, body.device):
+        given = {"input_ids": ids[None].to(body.model.device), "use_cache": False, "logits_to_keep": tokens - first}
+        own = body.model(**given).logits[0].float().to(body.device)
     if not own.isfinite().all():
         raise GenerateError(
             f"decoder: the model's logits are not finite; first seen in {body.locate(ids)}. Check the weights (a diverged "

@@ -8,7 +8,7 @@ model.layers.0.mlp.experts.gate_up_proj and gate_up_proj_scale_inv.
     number = code · scale of its block          an fp4 byte holds two, the lower half first; an e8m0 scale is a power of two
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ...trace import fallback, notice
 from ..folder import CURE, Stored, opened, stored_tensors
 from .blocks import Fp8Linear
 from .dealing import deal
+from .destinations import destinations, holds_integers, is_scale, own_name, scales_of
 
 BYTES = {torch.int8, torch.uint8}  # that hold two fp4 numbers each
 CODES = {"F8_E4M3": "fp8", "F8_E5M2": "fp8", "I8": "fp4", "U8": "fp4", "F4": "fp4"}  # by safetensors' names
@@ -45,12 +46,14 @@ def load_coded(
     device: torch.device | Sequence[torch.device],
     dtype: torch.dtype | None = None,
     codes: bool | None = None,
+    computes: torch.device | None = None,
 ) -> nn.Module:
     """transformers' DeepseekV4ForCausalLM with the folder's numbers. `dtype` None: the config's.
 
     device  several: where one has no room for all. Each has as many layers, the first all else; `gb.decoder` wants them, too
     codes  whether experts in fp4 and linear layers in fp8 stay codes: None where a kernel reads them, which is on a GPU, and
            fp8 on one of compute capability 8.9 or later
+    computes  the GPU, or one of those, that computes with the weights, if they are to lie elsewhere: in the host's memory
     """
     from transformers import AutoConfig, DeepseekV4ForCausalLM
     from transformers.initialization import no_init_weights
@@ -66,16 +69,18 @@ def load_coded(
     if not devices:
         raise ValueError("load_coded: device: got no device, wanted one, or several that share the layers.")
     first = devices[0]
-    stay = (first.type == "cuda" if codes is None else codes) and _experts_in_fp4(stored)
+    computes = computes or first
+    stay = (computes.type == "cuda" if codes is None else codes) and _experts_in_fp4(stored)
     with first if len(devices) == 1 else META, no_init_weights(), in_fp4(stay):
         model: Any = DeepseekV4ForCausalLM._from_config(config, dtype=dtype or config.dtype or torch.bfloat16).eval()
     keep_in_fp32(model)
-    own = _own_name(model, _places(model)[0])
-    if has_cores(first) if codes is None else codes:
+    own = own_name(model, destinations(model)[0])
+    if has_cores(computes) if codes is None else codes:
         _keep_layers(model, stored, own, block)
     if len(devices) > 1:
         deal(model, devices)
-    _fill(model, folder, stored, block, own)
+    why = "no kernel reads codes on a CPU" if computes.type == "cpu" else "no kernel of its step reads them on this GPU"
+    _fill(model, folder, stored, block, own, why)
     if stay or any(isinstance(module, Fp8Linear) for module in model.modules()):
         model.save_pretrained = partial(_unsaved, folder)
     return model
@@ -104,7 +109,7 @@ def _keep_layers(model: nn.Module, stored: dict[str, Stored], own: Callable[[str
     """Put Fp8Linear in the place of linear layers whose weights are in fp8."""
     modules = dict(model.named_modules())
     for name, about in stored.items():
-        if about.dtype == "F8_E4M3" and not _is_scale(name, stored) and any(s in stored for s in _scales_of(name)):
+        if about.dtype == "F8_E4M3" and not is_scale(name, stored) and any(s in stored for s in scales_of(name)):
             stem, _, last = own(name).rpartition(".")
             layer = modules.get(stem) if last == "weight" else None
             if isinstance(layer, nn.Linear) and layer.bias is None and layer is not model.lm_head:
@@ -115,24 +120,23 @@ def _keep_layers(model: nn.Module, stored: dict[str, Stored], own: Callable[[str
 def _experts_in_fp4(stored: dict[str, Stored]) -> bool:
     """Whether all of them are, with scales that are powers of two: kernels read no others."""
     experts = {name: about.dtype for name, about in stored.items() if ".experts." in name}
-    scales = {name for name in experts if _is_scale(name, stored)}
+    scales = {name for name in experts if is_scale(name, stored)}
     kinds = {CODES.get(dtype) for name, dtype in experts.items() if name not in scales}
     return kinds == {"fp4"} and {experts[name] for name in scales} <= POWERS
 
 
-def _is_scale(name: str, stored: dict[str, Stored]) -> bool:
-    return name.endswith(("scale", "scale_inv")) and _scaled_by(name) in stored
-
-
 @torch.no_grad()
-def _fill(model: Any, folder: Path, stored: dict[str, Stored], block: tuple[int, int], own: Callable[[str], str]) -> None:
-    places, stacks = _places(model)
+def _fill(
+    model: Any, folder: Path, stored: dict[str, Stored], block: tuple[int, int], own: Callable[[str], str], why: str
+) -> None:
+    """why: of codes that become numbers."""
+    places, stacks = destinations(model)
     missing, unread = set(places) - set(stacks), []
     coded, stayed = dict.fromkeys(CODES.values(), 0), dict.fromkeys(CODES.values(), 0)
     for file in dict.fromkeys(about.file for about in stored.values()):
         with opened(file) as tensors:
             for name in (name for name, about in stored.items() if about.file == file):
-                if _is_scale(name, stored):
+                if is_scale(name, stored):
                     continue  # a scale, read with its codes
                 target = own(name)
                 if target not in places:
@@ -142,7 +146,7 @@ def _fill(model: Any, folder: Path, stored: dict[str, Stored], block: tuple[int,
                 there = place if isinstance(place, Tensor) else place[0]
                 values = tensors.get_tensor(name).to(there.device)
                 scale = _scales(name, stored, file, tensors)
-                if scale is None and stored[name].dtype in CODES and not _holds_integers(place):
+                if scale is None and stored[name].dtype in CODES and not holds_integers(place):
                     raise DataError(f"{file}: {name}: got {values.dtype} codes without their scales; {CURE}.")
                 scale = None if scale is None else scale.to(there.device)
                 if isinstance(place, Packed):
@@ -166,7 +170,6 @@ def _fill(model: Any, folder: Path, stored: dict[str, Stored], block: tuple[int,
     kept = ", ".join(f"{count} in {kind}" for kind, count in coded.items() if count)
     if kept:
         dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
-        why = "no kernel reads codes on a CPU" if model.device.type == "cpu" else "no kernel of its step reads them on this GPU"
         fallback(f"weights of {folder.name}: {kept}", f"read as {dtype}, for {why}")
 
 
@@ -227,74 +230,9 @@ def _wide(scales: Tensor) -> Tensor:
     return (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
 
 
-Place = Tensor | Packed | Fp8Blocks
-
-
-def _places(model: Any) -> tuple[dict[str, Place], dict[str, list[str]]]:
-    """Where each tensor of a file goes, by name, single experts too; and of stacked experts which of these they are."""
-    found: dict[str, Place] = {name: tensor.data for name, tensor in model.state_dict().items()}
-    stacks = {}
-    for stem, layer in ((name, module) for name, module in model.named_modules() if isinstance(module, Fp8Linear)):
-        del found[f"{stem}.codes"], found[f"{stem}.scale"]
-        found[f"{stem}.weight"] = layer.blocks
-    for stem, experts in ((name, module) for name, module in model.named_modules() if name.endswith(".experts")):
-        if (packed := getattr(experts, "packed", None)) is not None:
-            for part in ("gate_up", "down"):
-                del found[f"{stem}.{part}_words"], found[f"{stem}.{part}_scale"]
-                found[f"{stem}.{part}_proj"] = packed(part)
-        gate_up, down = (_apart(found[f"{stem}.{part}_proj"], experts.num_experts) for part in ("gate_up", "down"))
-        halves = [_apart(both, 2) for both in gate_up]
-        gate, up = ([both[half] for both in halves] for half in (0, 1))
-        for part, singles in (("gate_up", {"w1": gate, "w3": up}), ("down", {"w2": down})):
-            single = {f"{stem}.{n}.{w}.weight": one for w, those in singles.items() for n, one in enumerate(those)}
-            stacks[f"{stem}.{part}_proj"] = list(single)
-            found |= single
-    return found, stacks
-
-
-def _apart(stack: Place, count: int) -> Sequence[Any]:
-    """Its equal parts, one below the other."""
-    if isinstance(stack, Tensor):
-        return stack.unbind() if stack.dim() == 3 else stack.chunk(count)
-    assert isinstance(stack, Packed)
-    rows = stack.rows // count
-    return [stack.part(slice(first, first + rows)) for first in range(0, stack.rows, rows)]
-
-
-def _own_name(model: Any, known: Collection[str]) -> Callable[[str], str]:
-    """transformers' name of a tensor in a file, by its own table."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming
-
-    table = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
-
-    def own(name: str) -> str:
-        renamed = name
-        for rule in table:
-            renamed, _ = rule.rename_source_key(renamed)
-        return next((one for one in (name, renamed, f"model.{renamed}", f"model.{name}") if one in known), renamed)
-
-    return own
-
-
-def _scales_of(name: str) -> Iterator[str]:
-    yield f"{name}_scale_inv"
-    yield f"{name.removesuffix('weight')}scale"
-
-
-def _scaled_by(name: str) -> str:
-    """The weight whose scales these would be."""
-    return name.removesuffix("_scale_inv") if name.endswith("_scale_inv") else f"{name.removesuffix('scale')}weight"
-
-
-def _holds_integers(place: Place) -> bool:
-    """As the table of a router that goes by tokens."""
-    return isinstance(place, Tensor) and not place.is_floating_point()
-
-
 def _scales(name: str, stored: dict[str, Stored], file: Path, tensors: Any) -> Tensor | None:
     """Of a tensor of codes; None where the folder has none for it."""
-    found = next((s for s in _scales_of(name) if s in stored), None)
+    found = next((s for s in scales_of(name) if s in stored), None)
     if found is None:
         return None
     scales = _read(stored, found, file, tensors)

@@ -1,0 +1,82 @@
+"""Where the files of a saved model are: in a Hugging Face folder, one by its name on the hub, an adapter, or a checkpoint."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..errors import DataError
+from ..files import read_json
+from ..lora.files import CONFIG as ADAPTER
+from ..train.checkpoint import Checkpoint, Checkpoints, open_checkpoint
+from ..train.origin import newer
+from ..train.state_file import STATE
+
+WANTED = "wanted a Hugging Face folder, a model's name on the hub (owner/model), or a run of gpubound train or demo"
+EXPORTS = ("model", "hf")  # where `demo` and `train --export hf` leave the trained model
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # owner/model
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
+
+
+def source_of(path: str | Path, trust_remote_code: bool = False) -> Path | Checkpoint:
+    """Where the weights of `path` are: a folder, perhaps one that is downloaded first, or a run's checkpoint."""
+    known = not Path(path).exists() and is_hub_name(path)
+    return find(_download(str(path), trust_remote_code) if known else Path(path))
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether it holds an adapter alone."""
+    return (folder / ADAPTER).exists() and not (folder / "config.json").exists()
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").exists() or is_adapter(folder)
+
+
+def base_named_in(adapter: Path) -> str:
+    base = read_json(adapter / ADAPTER).get("base_model_name_or_path")
+    if not isinstance(base, str) or not (Path(base).exists() or is_hub_name(base)):
+        raise DataError(f"{adapter}: the base of this adapter, {base}, is not there; give BASE --adapter {adapter}.")
+    return base
+
+
+def find(path: Path) -> Path | Checkpoint:
+    """The Hugging Face folder, adapter or checkpoint that `path` means; of a run its export, or a later checkpoint."""
+    if not path.is_dir():
+        raise ValueError(f"{path}: {'this is a file' if path.exists() else 'there is no such folder'}; {WANTED}.")
+    if (path / STATE).exists():
+        return open_checkpoint(path)
+    exports = [path] if _is_model(path) else [path / name for name in EXPORTS if _is_model(path / name)]
+    found = newer(exports, Checkpoints(path / "checkpoints").latest() or Checkpoints(path).latest())
+    if found is None:
+        raise ValueError(f"{path} holds neither a config.json nor a whole checkpoint; {WANTED}.")
+    return found
+
+
+def is_hub_name(path: str | Path) -> bool:
+    """Whether `path` could be a model's name. A folder of that name goes first."""
+    return HUB_NAME.fullmatch(str(path)) is not None and ".." not in str(path) and not Path(path).parent.exists()
+
+
+def _download(name: str, trust_remote_code: bool = False) -> Path:
+    """The folder in the cache that holds the model `name`."""
+    if find_spec("huggingface_hub") is None:
+        raise ValueError(
+            f"{name}: there is no such folder, and a model of this name on the Hugging Face hub is read with transformers, "
+            "which is not installed: pip install 'gpubound[hf]'."
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[*HUB_FILES, *(["*.py"] if trust_remote_code else [])]))
+    except GatedRepoError as error:
+        raise DataError(f"{name}: the hub gives this model only to users it knows; accept its terms and log in.") from error
+    except RepositoryNotFoundError as error:
+        raise DataError(f"{name}: there is no such folder, and no such model on the Hugging Face hub.") from error
+    except LocalEntryNotFoundError as error:
+        raise DataError(
+            f"{name}: there is no such folder, the cache of the Hugging Face hub does not hold the model, and the hub cannot "
+            "be reached; give the folder of a downloaded model."
+        ) from error
+    except Exception as error:  # the connection's own errors, of whichever library speaks to it
+        raise DataError(f"{name}: the Hugging Face hub did not give the model ({type(error).__name__}: {error}).") from error

@@ -1,0 +1,81 @@
+"""Where each tensor of a published DeepSeek-V4 folder goes: a parameter, a buffer, one expert's rows in a stack, or codes that
+stay codes; and which tensors are others' scales.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...kernels.fp8_blocks import Fp8Blocks
+from ...kernels.packed import Packed
+from ..folder import Stored
+from .blocks import Fp8Linear
+
+Place = Tensor | Packed | Fp8Blocks
+
+
+def destinations(model: Any) -> tuple[dict[str, Place], dict[str, list[str]]]:
+    """Where each tensor of a file goes, by name, single experts too; and of stacked experts which of these they are."""
+    found: dict[str, Place] = {name: tensor.data for name, tensor in model.state_dict().items()}
+    stacks = {}
+    for stem, layer in ((name, module) for name, module in model.named_modules() if isinstance(module, Fp8Linear)):
+        del found[f"{stem}.codes"], found[f"{stem}.scale"]
+        found[f"{stem}.weight"] = layer.blocks
+    for stem, experts in ((name, module) for name, module in model.named_modules() if name.endswith(".experts")):
+        if (packed := getattr(experts, "packed", None)) is not None:
+            for part in ("gate_up", "down"):
+                del found[f"{stem}.{part}_words"], found[f"{stem}.{part}_scale"]
+                found[f"{stem}.{part}_proj"] = packed(part)
+        gate_up, down = (_apart(found[f"{stem}.{part}_proj"], experts.num_experts) for part in ("gate_up", "down"))
+        halves = [_apart(both, 2) for both in gate_up]
+        gate, up = ([both[half] for both in halves] for half in (0, 1))
+        for part, singles in (("gate_up", {"w1": gate, "w3": up}), ("down", {"w2": down})):
+            single = {f"{stem}.{n}.{w}.weight": one for w, those in singles.items() for n, one in enumerate(those)}
+            stacks[f"{stem}.{part}_proj"] = list(single)
+            found |= single
+    return found, stacks
+
+
+def _apart(stack: Place, count: int) -> Sequence[Any]:
+    """Its equal parts, one below the other."""
+    if isinstance(stack, Tensor):
+        return stack.unbind() if stack.dim() == 3 else stack.chunk(count)
+    assert isinstance(stack, Packed)
+    rows = stack.rows // count
+    return [stack.part(slice(first, first + rows)) for first in range(0, stack.rows, rows)]
+
+
+def own_name(model: Any, known: Collection[str]) -> Callable[[str], str]:
+    """transformers' name of a tensor in a file, by its own table."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    table = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+
+    def own(name: str) -> str:
+        renamed = name
+        for rule in table:
+            renamed, _ = rule.rename_source_key(renamed)
+        return next((one for one in (name, renamed, f"model.{renamed}", f"model.{name}") if one in known), renamed)
+
+    return own
+
+
+def scales_of(name: str) -> Iterator[str]:
+    yield f"{name}_scale_inv"
+    yield f"{name.removesuffix('weight')}scale"
+
+
+def _scaled_by(name: str) -> str:
+    """The weight whose scales these would be."""
+    return name.removesuffix("_scale_inv") if name.endswith("_scale_inv") else f"{name.removesuffix('scale')}weight"
+
+
+def holds_integers(place: Place) -> bool:
+    """As the table of a router that goes by tokens."""
+    return isinstance(place, Tensor) and not place.is_floating_point()
+
+
+def is_scale(name: str, stored: dict[str, Stored]) -> bool:
+    return name.endswith(("scale", "scale_inv")) and _scaled_by(name) in stored
