@@ -19,7 +19,7 @@ from gpubound import kernels, measure
 from gpubound.cli import arguments, guarded
 from gpubound.decode.stages.spread import SPLITS
 from gpubound.decode.steps import LaunchWay
-from gpubound.device import resolve
+from gpubound.device import resolve, usable_bytes
 from gpubound.kernels import hyper_connections, sinkhorn
 from gpubound.layers.visiting import visiting
 from gpubound.models.keywords import cache_in, cache_word
@@ -44,6 +44,7 @@ WANTED = 300.0  # tokens a second of Flash on four GPUs
 GAP = 1.0
 SITES, TOKENS = 86, 8192  # where a token of V4-Flash is balanced, and the tokens of a step of training
 FLASH_WIDTH = 4096
+SLICED = 1.2  # of its share, what a slice takes at most: some weights are on every GPU
 
 Work = Callable[[], float]
 """seconds a token"""
@@ -152,15 +153,18 @@ def measure_codes(bench: Bench, coded: Any, model: Any, size: Size, rounds: int)
 
 @torch.no_grad()
 def measure_flash(bench: Bench, gpus: int, split: str, size: Size, rounds: int) -> None:
-    """Of stages one works at a time: the roofline is that of one GPU. Split layers keep all GPUs at work. Slices are cut from a
-    model in the host's memory, which computes beside them a layer at a time, on the first GPU."""
+    """Of stages one works at a time: the roofline is that of one GPU. Split layers keep all GPUs at work. Where slices leave no
+    room for the layers they are cut from, these wait in the host's memory."""
     there = torch.cuda.device_count()
     if not bench.dry and there < gpus:
         bench.unmeasured.append(f"{FLASH}: needs {gpus} GPUs, and {there} {'is' if there == 1 else 'are'} visible; pass --gpus")
         return
     devices = [torch.device("cpu")] * gpus if bench.dry else [torch.device("cuda", number) for number in range(gpus)]
-    model = build_flash(devices, bench.dry, away=split == "tensors")
-    release(bench.device)
+    model = build_flash(devices, bench.dry)
+    share = SLICED * sum(t.nbytes for t in (*model.parameters(), *model.buffers())) / gpus
+    if split == "tensors" and any(usable_bytes(device) < share for device in devices if device.type == "cuda"):
+        model.to("cpu")
+        release(bench.device)
     case = f"{FLASH} batch 1 on {gpus}{', each layer split' if split == 'tensors' else ''}"
     decoder = decoder_of(model, size, devices=[str(device) for device in devices], split=split)
     prompt = prompt_of(model, size).tolist()

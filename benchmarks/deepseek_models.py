@@ -34,17 +34,16 @@ def build_model(device: torch.device, dry: bool, codes: bool = False) -> Any:
     return _in_fp8(model) if codes else model
 
 
-def build_flash(devices: Sequence[torch.device], dry: bool, away: bool) -> Any:
+def build_flash(devices: Sequence[torch.device], dry: bool) -> Any:
     """V4-Flash in the codes that it is published in: 155 GB, more than one GPU has. Its layers are made in equal shares on the
-    devices. away: behind that all of it goes to the host's memory, for slices leave no room."""
+    devices."""
     from gpubound.models.deepseek_v4.dealing import deal
 
     model = _made(v4_config(dry, flash=True), torch.device("meta"), dry, codes=True)
     deal(model, devices)
     torch.manual_seed(0)
     model.apply(model._init_weights)
-    model = _in_fp8(_drawn(model))
-    return model.to("cpu") if away else model
+    return _in_fp8(_drawn(model))
 
 
 def _made(config: Any, device: torch.device, dry: bool, codes: bool) -> Any:
