@@ -17,6 +17,7 @@ from .gates import figure
 from .results import FOLDER, Line, newest, read
 from .svg import THEMES
 from .tables import page
+from .wanted import unmeasured
 
 ROOT = Path(__file__).parents[1]
 PAGE, PICTURE, CURVES = "docs/figures.md", "docs/images/speed-{theme}.svg", "docs/images/decoding-{theme}.svg"
@@ -37,8 +38,9 @@ def main(argv: Sequence[str], root: Path = ROOT, folder: Path = FOLDER) -> int:
             return 2
     here = one_gpu(lines)
     drawn, many = curves.curves(here), scaling.panels(here)
-    readme_words = {"figures": shown(lines), "trainer": trainer(lines), "scaling": shown_scaling(many)}
-    wanted = {readme: _between(text, readme_words), root / PAGE: page(lines, shown_curves(drawn))}
+    missing = unmeasured(lines) if folder == FOLDER else []
+    readme_words = {"figures": shown(lines, len(missing)), "trainer": trainer(lines), "scaling": shown_scaling(many)}
+    wanted = {readme: _between(text, readme_words), root / PAGE: page(lines, shown_curves(drawn), missing)}
     for theme in THEMES:
         wanted[root / PICTURE.format(theme=theme)] = picture(panels(here), theme)
         if drawn:
@@ -70,7 +72,7 @@ def one_gpu(lines: Sequence[Line]) -> list[Line]:
     return [line for line in lines if line.gpu == counts.most_common(1)[0][0]]
 
 
-def shown(lines: Sequence[Line]) -> str:
+def shown(lines: Sequence[Line], missing: int = 0) -> str:
     """README's picture, in the reader's light or dark, and the sentence below it."""
     here = one_gpu(lines)
     found = panels(here)
@@ -80,10 +82,11 @@ def shown(lines: Sequence[Line]) -> str:
     holding = sum(not line.short for line in gated)
     dates = sorted(line.date[:10] for line in here)
     when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    hold = f"{holding} of {len(gated)} gates hold{f', {missing} more wait to be measured' if missing else ''}"
     return (
         f"{_in_both_themes(PICTURE, found)}\n"
-        f"Measured on one {here[0].gpu}, {when}; each ratio is from one run of both. {holding} of {len(gated)} gates hold: "
-        f"[all figures]({PAGE}) begin with\nthose that fall short.\n"
+        f"Measured on one {here[0].gpu}, {when}; each ratio is from one run of both. {hold}:\n"
+        f"[all figures]({PAGE}) begin with those that fall short.\n"
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from . import beside
 from .gates import figure
 from .results import COUNTS, FLOOR, Line
+from .wanted import Wanted
 
 NAMES = {
     "eager": "torch, eager",
@@ -93,7 +94,7 @@ How to read the tables:
 - **A budget's column** holds what the project allows itself, not what a peer does.
 - **Counts** (host syncs) are counts, ours and theirs. They have no ratio.
 - **Bold** marks a figure that misses its gate. A gate is the least that the project accepts; `make gates` lists
-  those that fall short.
+  those that fall short or were never measured.
 - "with fp32 accumulators" adds 4 bytes per parameter to the peer's memory. Ours holds such a sum of gradients, the peer does
   not.
 """
@@ -114,8 +115,10 @@ def is_peer(line: Line) -> bool:
     return short not in (*LIMITS, *OURSELVES, FLOOR, BUDGET) and line.unit not in COUNTS
 
 
-def page(lines: Sequence[Line], pictures: Mapping[str, str] = NO_PICTURES) -> str:
-    """The whole page, from the newest line of each case, and what is drawn of the GPU with the most of them, by bench."""
+def page(lines: Sequence[Line], pictures: Mapping[str, str] = NO_PICTURES, missing: Sequence[Wanted] = ()) -> str:
+    """The whole page, from the newest line of each case, and what is drawn of the GPU with the most of them, by bench.
+
+    missing: what is asked for, and no line has measured."""
     if not lines:
         return HEAD + "\nNo figures yet: `make bench ARGS=kernels` on a GPU measures the first.\n"
     machines: dict[str, dict[str, list[Line]]] = {}
@@ -131,7 +134,22 @@ def page(lines: Sequence[Line], pictures: Mapping[str, str] = NO_PICTURES) -> st
     ]
     unnamed = [f"Sections that name no GPU are those of the {order[0]}.\n"] if len(order) > 1 else []
     all_in_one = [text for text in [beside.table([line for line in lines if line.gpu == order[0]])] if text]
-    return "\n".join([HEAD, *unnamed, *all_in_one, *short, *sections])
+    return "\n".join([HEAD, *unnamed, *all_in_one, *short, *_unmeasured(missing), *sections])
+
+
+def _unmeasured(missing: Sequence[Wanted]) -> list[str]:
+    if not missing:
+        return []
+    head = [
+        "## Asked for and not measured",
+        "",
+        "No line is held to these gates: they were never measured, or last beside an older goal.",
+        "",
+        "| case | beside | machine | `gpubound bench` |",
+        "|---|---|---|---|",
+    ]
+    rows = [f"| {one.bench}: {one.case} | {name_of(one.peer)} | {one.machine} | `{one.command}` |" for one in missing]
+    return ["\n".join([*head, *rows, ""])]
 
 
 def _shortfalls(lines: Sequence[Line], where: str) -> str:

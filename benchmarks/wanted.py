@@ -1,4 +1,4 @@
-"""What is asked for and no line has measured: `make gates` names each, with its command.
+"""What is asked for and no line has measured: `make gates` and docs/figures.md name each, with its command.
 
 A gate comes with its line, so what was never run would be passed over, and so would a goal that was raised since. An entry goes
 when its line is there.
@@ -30,9 +30,12 @@ class Wanted:
         return held_to and (self.budget is None or line.peer >= 0.999 * self.budget)  # a rate, by way of seconds
 
     @property
+    def machine(self) -> str:
+        return f"{self.gpus} {GPU}s" if self.gpus > 1 else GPU
+
+    @property
     def sentence(self) -> str:
-        machine = f"{self.gpus} {GPU}s" if self.gpus > 1 else GPU
-        return f"UNMEASURED  {self.bench}: {self.case}, beside {self.peer} ({machine}, gpubound bench {self.command})"
+        return f"UNMEASURED  {self.bench}: {self.case}, beside {self.peer} ({self.machine}, gpubound bench {self.command})"
 
 
 def _far(name: str, rate: float) -> Wanted:

@@ -228,6 +228,14 @@ def test_what_is_not_measured_is_told_with_its_command(tmp_path, capsys, monkeyp
     )
 
 
+def test_the_page_names_what_is_not_measured():
+    one = wanted.Wanted("ranks", "1b on 2", "peft-compile", "ranks --only 1b", gpus=2)
+    found = tables.page([LINE], missing=[one])
+    assert "| ranks: 1b on 2 | PEFT, torch.compile | 2 NVIDIA H200s | `ranks --only 1b` |\n" in found
+    assert "Asked for" not in tables.page([LINE])
+    assert "0 of 1 gates hold, 3 more wait to be measured:\n" in figures.shown([TRAIN], 3)
+
+
 def test_a_ratio_that_is_no_number_is_short():
     assert replace(LINE, ratio=float("nan")).short
 
