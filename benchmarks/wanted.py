@@ -39,7 +39,7 @@ class Wanted:
 
 
 def _far(name: str, rate: float) -> Wanted:
-    case, command = f"{name} batch 1 behind 4096 tokens", f"decode --parts far --only {name}"
+    case, command = f"{name} batch 1 behind 4096 tokens", "decode --parts far --only 350m,1b,8b"
     return Wanted("decode", case, "budget", command, budget=rate)
 
 

@@ -5,12 +5,13 @@ import importlib
 import json
 from dataclasses import asdict, replace
 from itertools import pairwise
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
-from benchmarks import bars, beside, curves, figures, gates, results, scaling, tables, wanted
+from benchmarks import bars, bench_wanted, beside, curves, figures, gates, results, scaling, tables, wanted
 from benchmarks.results import FLOOR, Line, append, newest, ratio, read
 
 CPU = torch.device("cpu")
@@ -226,6 +227,29 @@ def test_what_is_not_measured_is_told_with_its_command(tmp_path, capsys, monkeyp
         "UNMEASURED  ranks: 1b on 2, beside one GPU (2 NVIDIA H200s, gpubound bench ranks --only 1b)\n"
         "1 of 1 gates hold; 1 more are not measured\n"
     )
+
+
+def test_what_is_wanted_is_measured_one_command_after_the_other(tmp_path, monkeypatch, capsys):
+    """Each once, those of other machines not at all, and all of them though one fails."""
+    ran = []
+
+    def run(command):
+        ran.append(command[3:])
+        return SimpleNamespace(returncode=len(ran) % 2)
+
+    known = [wanted.Wanted(*of, gpus=gpus) for of, gpus in (
+        (("decode", "1b far", "budget", "decode --only 1b"), 2), (("decode", "1b syncs", "budget", "decode --only 1b"), 2),
+        (("train", "8b", "budget", "train --only 8b"), 2), (("ranks", "8b", "budget", "ranks"), 4),
+    )]  # fmt: skip
+    monkeypatch.setattr(bench_wanted, "unmeasured", lambda lines: known)
+    monkeypatch.setattr(bench_wanted, "resolve", lambda kind: None)
+    monkeypatch.setattr(bench_wanted.subprocess, "run", run)
+    assert bench_wanted.main(["--gpus", "2", "--results", str(tmp_path)]) == 1
+    assert ran == [["bench", *words.split(), "--results", str(tmp_path)] for words in ("decode --only 1b", "train --only 8b")]
+    assert "[1 of 2] gpubound bench decode --only 1b\n    exit code 1, 0 s\n" in capsys.readouterr().out
+    assert bench_wanted.main(["--gpus", "2", "--only", "ranks,lora"]) == 0 and len(ran) == 2
+    assert bench_wanted.main(["--gpus", "4", "--dry"]) == 0 and len(ran) == 2
+    assert capsys.readouterr().out == "[1 of 1] gpubound bench ranks\n"
 
 
 def test_the_page_names_what_is_not_measured():
