@@ -13,6 +13,7 @@ import yaml
 
 from ..corpus import Corpus
 from ..files import write_whole
+from ..layers.frozen import numbers_of
 from ..models.registry import family_of, is_named, presets
 from ..monitor import RunTape
 from ..monitor.tape import ABOUT
@@ -22,7 +23,6 @@ from ..train.data import check_data, known_tokenizer, open_data
 from ..train.prepare import prepare
 from ..train.recipe import Recipe, check_model
 from ..train.run import Run
-from ..train.work import size_of
 from ..words import hint
 from .options import RECIPE, AsWritten, typed
 from .session import say, train
@@ -155,7 +155,7 @@ def _trained(name: str, recipe: Recipe, corpora: Sequence[Corpus], resume: bool,
 
 def _result(name: str, run: Run, failed: bool) -> dict[str, Any]:
     facts = {"variant": name, "seed": run.recipe.seed, "failed": failed, "held_out": run.evaluations.get(run.done)}
-    return facts | {"parameters": sum(map(size_of, run.model.parameters())), "steps": run.done}
+    return facts | {"parameters": numbers_of(run.model), "steps": run.done}
 
 
 def keep(comparison: Variants, recipe: Recipe) -> tuple[Path, Path]:

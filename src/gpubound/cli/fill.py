@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..decode import MaskedSampler
 from ..device import label
+from ..layers.frozen import numbers_of
 from ..layers.vocabulary import head_of
 from ..words import quantity
 from .saved import Saved
@@ -56,7 +57,7 @@ def build(options: "Generate", saved: Saved, probe: list[list[int]]) -> MaskedSa
         made.generate(probe, **settings_of(options) | {"steps": None})
     first = next(saved.model.parameters())
     parts = [
-        f"{saved.folder}: {quantity(sum(p.numel() for p in saved.model.parameters()))} parameters",
+        f"{saved.folder}: {quantity(numbers_of(saved.model))} parameters",
         f"{str(first.dtype).removeprefix('torch.')} on {label(saved.device)}",
         "fills masks",
         f"ready in {time.perf_counter() - saved.begun:.2f} s",

@@ -22,6 +22,7 @@ from ..decode import FastDecoder, decoder
 from ..decode.contract import host_bytes
 from ..device import label
 from ..errors import DataError
+from ..layers.frozen import numbers_of
 from ..layers.vocabulary import head_of
 from ..models.deepseek_v4.checkpoint import is_coded
 from ..models.folder import Beyond, dtype_asked, ends_of, read_config, read_generation
@@ -232,7 +233,7 @@ def build(options: "Generate", saved: Saved, probe: list[list[int]], length: int
         made.generate(probe, **settings_of(options, saved) | {"max_new_tokens": sum(made.ladder), "stop": ()})
     first = next(saved.model.parameters())
     parts = [
-        f"{saved.folder}: {quantity(sum(p.numel() for p in saved.model.parameters()))} parameters",
+        f"{saved.folder}: {quantity(numbers_of(saved.model))} parameters",
         f"{str(first.dtype).removeprefix('torch.')} on {saved.where}",
         f"its own forward ({made.path})" if made.path else made.kernels,
         f"ready in {time.perf_counter() - saved.begun:.2f} s",

@@ -21,6 +21,7 @@ from ..doctor.live import of_run
 from ..doctor.report.terminal import brief
 from ..errors import DataError, MeasureError
 from ..files import locked
+from ..layers.frozen import numbers_of
 from ..models.registry import family_of
 from ..monitor import LiveLine, RunTape, write_report
 from ..monitor.figures import skipped as skipped_steps, warnings
@@ -30,7 +31,7 @@ from ..trace import fallbacks, notice
 from ..train.loop import Record, Stop
 from ..train.precision import precision
 from ..train.run import HOPELESS, Run
-from ..train.work import size_of, work_of
+from ..train.work import work_of
 from ..version import __version__
 from ..words import quantity
 
@@ -97,7 +98,7 @@ def train(
     tape.tell(name=title, config=config, machine={"device": label(run.device)} | versions, placement=str(run.placement))
     tape.tell(mfu=scale.formula, verdict=None, doctor=None, finished=False, sample=None)
     say(run.placement.summary)
-    size, left = sum(map(size_of, run.model.parameters())), max(run.steps - first, 0)
+    size, left = numbers_of(run.model), max(run.steps - first, 0)
     trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     parameters = f"{quantity(size)} parameters" + (f", {quantity(trained)} of them trained" if trained < size else "")
     after = f" after step {first:,}" if first else ""

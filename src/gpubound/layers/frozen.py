@@ -11,6 +11,7 @@ at once and serves the next product: at any time it holds one product's weights.
 A format is a class here or in a file of its own, and named in FORMATS of lora/base.py.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -86,6 +87,17 @@ class OnlyCodes(nn.Module):
     """A layer whose weights are buffers of codes and no parameters: none of them trains, whatever the layer's forward does."""
 
     linear = False  # whether it stands for one linear layer
+
+    @property
+    def size(self) -> int:
+        """How many weights the codes are."""
+        raise NotImplementedError
+
+
+def numbers_of(model: nn.Module) -> int:
+    """A model's parameters, as many as they stand for: one in codes has fewer elements, or is none at all."""
+    coded = sum(module.size for module in model.modules() if isinstance(module, OnlyCodes))
+    return coded + sum(math.prod(shape_of(parameter)) for parameter in model.parameters())
 
 
 class InNf4(Frozen):

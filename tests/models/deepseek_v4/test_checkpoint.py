@@ -12,6 +12,7 @@ import gpubound as gb
 from gpubound import trace
 from gpubound.errors import DataError
 from gpubound.kernels.packed import E2M1, unpack
+from gpubound.layers.frozen import numbers_of
 from gpubound.models.deepseek_v4 import checkpoint
 from gpubound.models.deepseek_v4.checkpoint import load_coded, numbers
 from gpubound.models.foreign import load_foreign
@@ -89,6 +90,7 @@ def test_experts_that_stay_in_fp4_are_decoded_to_the_same_tokens(folder, theirs,
         and "fallback" not in told
     )
     assert not any(".experts." in name for name, _ in model.named_parameters())
+    assert numbers_of(model) == numbers_of(theirs) == sum(p.numel() for p in theirs.parameters())
     held = sum(t.nbytes for name, t in model.named_buffers() if ".experts." in name)
     assert held == 3 * 6 * (2 * 32 + 32) * (64 + 4), "each row is one group of 128 columns: 64 bytes, and four scales"
     ids = text(40)

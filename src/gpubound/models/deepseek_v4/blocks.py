@@ -36,6 +36,10 @@ class Fp8Linear(OnlyCodes):
     def blocks(self) -> Fp8Blocks:
         return Fp8Blocks(self.codes.view(torch.float8_e4m3fn), self.scale.view(torch.float32), self.block, self.dtype)
 
+    @property
+    def size(self) -> int:
+        return self.codes.numel()
+
     def _apply(self, fn: Any, recurse: bool = True) -> "Fp8Linear":
         """`.to(dtype)` says what the numbers are."""
         found = super()._apply(fn, recurse)

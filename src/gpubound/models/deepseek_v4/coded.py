@@ -44,6 +44,10 @@ class Fp4Experts(OnlyCodes):
         assert words is not None and scale is not None
         return Packed(words, scale, self.columns[part], "fp4")
 
+    @property
+    def size(self) -> int:
+        return sum(self.packed(part).rows * self.columns[part] for part in PARTS)
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         y = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
