@@ -31,7 +31,7 @@ from ..weights.versions import WeightVersions
 from .attention import LatentAttention
 from .body import SCORED, CompressedBody, Place, bytes_read
 from .ends import Ends, ends_of
-from .slices import ends_slice, indivisible, slice_of
+from .slices import ends_slice, indivisible, slice_of, there
 from .span import Attend, SpanPass, StreamedLayer, bytes_kept
 from .streams import SharedStreams, streams_of
 
@@ -41,9 +41,10 @@ def compressed_slices(model: object, build: Build, devices: Sequence[torch.devic
     reader = compressed_reader(model, build, len(devices))
     layers, words = reader.layers(), len(weight_of(reader.model.lm_head))
     plans = dealt(words, devices, PARTIAL_ROWS, indivisible(layers, len(devices)))
+    sizes = [there(layer, META) for layer in layers]  # to slice some stacks is to copy them
     for plan, free in zip(plans, rooms_beside(devices)):
         on_meta = SlicePlan(META, plan.number, plan.count, plan.words)
-        weights = sum(t.nbytes for layer in layers for t in slice_of(layer, on_meta).tensors())
+        weights = sum(t.nbytes for layer in sizes for t in slice_of(layer, on_meta).tensors())
         ends = ends_slice(ends_of(reader), on_meta).nbytes
         kept = sum(bytes_kept(reader, build, weight_of(reader.model.lm_head).dtype))
         needed = weights + ends + kept + build.max_batch * 4 * (3 * words if plan.number == 0 else len(plan.words))
