@@ -13,7 +13,8 @@ from torch import Tensor
 from .accumulate import join, main_gradient, opens
 from .aside import aside
 from .dropping import Drop
-from .lora import BLOCK, BLOCKS, SHARED_SUMS, lora_gradients
+from .lora import SHARED_SUMS, lora_gradients
+from .lora_checks import BLOCK, BLOCKS
 from .record import made_record, record_of
 
 

@@ -17,14 +17,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .checks import require, require_device, require_last
+from .checks import require_last
 from .choose import implementation
 from .dropping import Drop, drawn, dropped
+from .lora_checks import BLOCK, as_in_memory, check_blocks, check_drop, check_matrices, check_outputs
 from .ops import definition, draw, ints
 from .plans.rules import LARGE, WAVE
 from .rows import Owners, OwnRanks, check_own_ranks, check_rows, own_columns
 
-BLOCKS, BLOCK = 3, 16  # an op takes at most 3 blocks; each has a multiple of 16 outputs
 # Of one call, at most. Programs share sums where a GPU has more multiprocessors than there are tiles of columns, each of which
 # may have up to four tiles of ranks.
 SHARED_SUMS = 2048
@@ -40,10 +40,10 @@ def lora_down(
     With `blocks` it is g times a block-diagonal b, whose blocks' transposes lie side by side in `a`: h has R columns a block.
     """
     ranks = a.shape[0] * _count(blocks)
-    _check_drop("lora_down", drop, x)
-    _check("lora_down", x, a=(a, ("R", x.shape[-1])))
-    _check_blocks("lora_down", blocks, x.shape[-1])
-    _check_outputs("lora_down", x, out=(out, (x.shape[0], ranks)))
+    check_drop("lora_down", drop, x)
+    check_matrices("lora_down", x, a=(a, ("R", x.shape[-1])))
+    check_blocks("lora_down", blocks, x.shape[-1])
+    check_outputs("lora_down", x, out=(out, (x.shape[0], ranks)))
     check_rows("lora_down", rows, x, ranks)
     shape = (a.shape[0], drop is not None, rows is not None, _count(blocks), a.stride(-1) == 1)
     return implementation("lora_down", x, None, shape)(x, a, scale, drop, out, rows, blocks)
@@ -72,10 +72,10 @@ def lora_down_reference(
 
 def lora_up(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None, blocks: Sequence[int] | None = None) -> Tensor:
     """y (N, O) += h bᵀ in place, with `drop` drop(h bᵀ); the sum is rounded once."""
-    _check_drop("lora_up", drop, y)
-    _check_blocks("lora_up", blocks, y.shape[-1])
-    _check("lora_up", y, b=(b, (y.shape[-1], "R")), h=(h, (y.shape[0], b.shape[-1] * _count(blocks))))
-    _check_outputs("lora_up", y, y=(y, (y.shape[0], y.shape[1])))
+    check_drop("lora_up", drop, y)
+    check_blocks("lora_up", blocks, y.shape[-1])
+    check_matrices("lora_up", y, b=(b, (y.shape[-1], "R")), h=(h, (y.shape[0], b.shape[-1] * _count(blocks))))
+    check_outputs("lora_up", y, y=(y, (y.shape[0], y.shape[1])))
     return implementation("lora_up", y, None, (b.shape[1], drop is not None, _count(blocks)))(y, h, b, drop, blocks)
 
 
@@ -103,9 +103,9 @@ def lora_product(
     rows        says where h may be other than zero: only that is multiplied
     """
     tokens, outputs = x.shape[0], weight.shape[0]
-    _check_drop("lora_product", drop, x)
-    _check_blocks("lora_product", blocks, outputs)
-    _check(
+    check_drop("lora_product", drop, x)
+    check_blocks("lora_product", blocks, outputs)
+    check_matrices(
         "lora_product", x, weight=(weight, (outputs, x.shape[-1])), bias=(bias, (outputs,)), b=(b, (outputs, "R")),
         h=(h, (tokens, b.shape[-1] * _count(blocks))),
     )  # fmt: skip
@@ -156,11 +156,11 @@ def lora_gradients(
     dependent   as of `lora_product`, gh being what the kernel before this one made
     """
     rank = h.shape[-1]
-    _check_drop("lora_gradients", drop, x)
-    _check_blocks("lora_gradients", blocks, g.shape[-1])
-    _check("lora_gradients", x, h=(h, (x.shape[0], "R")), gh=(gh, (x.shape[0], rank)), g=(g, (x.shape[0], "O")))
-    outputs = _as_in_memory(db, g.shape[-1], rank // _count(blocks))
-    _check_outputs("lora_gradients", x, da=_as_in_memory(da, rank, x.shape[-1]), db=outputs)
+    check_drop("lora_gradients", drop, x)
+    check_blocks("lora_gradients", blocks, g.shape[-1])
+    check_matrices("lora_gradients", x, h=(h, (x.shape[0], "R")), gh=(gh, (x.shape[0], rank)), g=(g, (x.shape[0], "O")))
+    outputs = as_in_memory(db, g.shape[-1], rank // _count(blocks))
+    check_outputs("lora_gradients", x, da=as_in_memory(da, rank, x.shape[-1]), db=outputs)
     beside = db is not None and db.stride(0) == 1 < db.stride(1)
     shape = (x.shape[1], g.shape[1], rank // _count(blocks), drop is not None, _count(blocks), beside)
     run = implementation("lora_gradients", x, None, shape)
@@ -210,8 +210,8 @@ def lora_linear(
     if isinstance(drop, (int, float)):
         drop = drawn(drop, x.device)
     outputs = weight.shape[0]
-    _check_drop("lora_linear", drop, x)
-    _check(
+    check_drop("lora_linear", drop, x)
+    check_matrices(
         "lora_linear", x.reshape(-1, x.shape[-1]), weight=(weight, (outputs, x.shape[-1])), bias=(bias, (outputs,)),
         a=(a, ("R", x.shape[-1])), b=(b, (outputs, a.shape[0])),
     )  # fmt: skip
@@ -249,16 +249,6 @@ def _blocks(count: int, columns: int = 48, last: int = BLOCK) -> list[int] | Non
     return [columns - (count - 1) * last, *[last] * (count - 1)] if count > 1 else None
 
 
-def _check_blocks(op: str, blocks: Sequence[int] | None, columns: int) -> None:
-    if blocks is None:
-        return
-    if not 1 <= len(blocks) <= BLOCKS or sum(blocks) != columns or any(size < BLOCK or size % BLOCK for size in blocks):
-        raise ValueError(
-            f"{op}: blocks must be one to {BLOCKS} multiples of {BLOCK} that add up to {columns}, got {list(blocks)}; "
-            f"multiply others one by one."
-        )
-
-
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
@@ -266,46 +256,3 @@ def _wide(x: Tensor) -> torch.dtype:
 def _drop(dropping: bool) -> Drop | None:
     """For examples."""
     return Drop(0.25, ints(7).long(), 3) if dropping else None
-
-
-def _check(op: str, x: Tensor, **others: tuple[Tensor | None, tuple[int | str, ...]]) -> None:
-    """That x is a matrix of floats, and each of the others a tensor of floats beside it; a name in its shape is any size."""
-    if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(
-            f"{op}: its first argument must be a floating-point matrix, got {x.dtype} {tuple(x.shape)}; reshape it."
-        )
-    for name, (t, shape) in others.items():
-        if t is None:
-            continue
-        fits = t.dim() == len(shape) and all(
-            got > 0 if isinstance(want, str) else got == want for want, got in zip(shape, t.shape)
-        )
-        if not fits or not t.is_floating_point():
-            raise ValueError(
-                f"{op}: {name} must be a floating-point tensor ({', '.join(map(str, shape))}), got {t.dtype} {tuple(t.shape)}; "
-                f"its sizes follow from the first argument and the rank."
-            )
-        require_device(op, name, t, x)
-
-
-def _check_drop(op: str, drop: Drop | None, x: Tensor) -> None:
-    if drop is not None:
-        require(op, "drop.seed", drop.seed, torch.int64, (1,), x.device, "make it once, and write each step's seed into it")
-
-
-def _as_in_memory(t: Tensor | None, rows: int, columns: int) -> tuple[Tensor | None, tuple[int, int]]:
-    """The matrix and its shape, transposed where its columns are the rows in memory, as those of several b side by side are."""
-    turned = t is not None and t.dim() == 2 and t.stride(0) == 1 < t.stride(1)
-    return (t.t(), (columns, rows)) if t is not None and turned else (t, (rows, columns))
-
-
-def _check_outputs(op: str, x: Tensor, **outputs: tuple[Tensor | None, tuple[int, int]]) -> None:
-    _check(op, x, **outputs)
-    for name, (t, (rows, columns)) in outputs.items():
-        if t is None or t.numel() == 0:
-            continue
-        if (columns > 1 and t.stride(1) != 1) or (rows > 1 and t.stride(0) < columns):
-            raise ValueError(
-                f"{op}: {name} is written, so its rows must be dense and apart, got strides {t.stride()}; "
-                f"pass a contiguous one."
-            )
