@@ -5,6 +5,7 @@ import torch
 
 from gpubound import kernels
 from gpubound.kernels import plans
+from gpubound.kernels.lora_checks import SHARED_SUMS
 from gpubound.kernels.plans.kinds import Job, ProductPlan
 from gpubound.kernels.rows import Owners
 from gpubound.kernels.triton import lora as fast
@@ -94,6 +95,18 @@ def test_programs_that_share_a_sum(splits, begins, device):
     for name, got, again, want in zip(("da", "db"), *outs):
         same(name, got, want, TOLERANCE[FP32])
         assert torch.equal(got, again)
+
+
+@pytest.mark.parametrize("rows, columns, ranks", [(70, 33, 5), (20, 300, 40), (0, 33, 5)], ids=str)
+@pytest.mark.parametrize("blocks", [None, (16, 16)], ids=str)
+def test_down_makes_the_zeros_to_count_with(rows, columns, ranks, blocks, device):
+    """Of several programs one alone does; h is what it is without."""
+    columns = sum(blocks) if blocks else columns
+    x, a = draw(device, FP32, rows, columns, seed=1), draw(device, FP32, ranks, columns, seed=2)
+    for ops in (fast, reference):
+        counts = torch.arange(1, SHARED_SUMS + 1, dtype=torch.int32, device=device)
+        h = ops.lora_down(x, a, 1.7, blocks=blocks, arrivals=counts)
+        assert not counts.any() and torch.equal(h, ops.lora_down(x, a, 1.7, blocks=blocks))
 
 
 BLOCKED = [(64, 64), (128, 32, 32), (32, 16, 16), (16, 64)]

@@ -20,24 +20,30 @@ from torch import Tensor
 from .checks import require_last
 from .choose import implementation
 from .dropping import Drop, drawn, dropped
-from .lora_checks import BLOCK, as_in_memory, check_blocks, check_drop, check_matrices, check_outputs
+from .lora_checks import (
+    BLOCK,
+    SHARED_SUMS,
+    as_in_memory,
+    check_arrivals,
+    check_blocks,
+    check_drop,
+    check_matrices,
+    check_outputs,
+)
 from .ops import definition, draw, ints
 from .plans.rules import LARGE, WAVE
 from .rows import Owners, OwnRanks, check_own_ranks, check_rows, own_columns
 
-# Of one call, at most. Programs share sums where a GPU has more multiprocessors than there are tiles of columns, each of which
-# may have up to four tiles of ranks.
-SHARED_SUMS = 2048
-
 
 def lora_down(
     x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None,
-    rows: Owners | None = None, blocks: Sequence[int] | None = None,
+    rows: Owners | None = None, blocks: Sequence[int] | None = None, arrivals: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """h (N, R) = scale · drop(x) aᵀ, summed in fp32, in x's dtype; written into `out` if that is given.
 
     With `rows`, h keeps what the adapter of each row has made, and is zero elsewhere.
     With `blocks` it is g times a block-diagonal b, whose blocks' transposes lie side by side in `a`: h has R columns a block.
+    `arrivals` become the zeros that `lora_gradients` wants, where h is the gh of both: a launch of their own takes 2 us.
     """
     ranks = a.shape[0] * _count(blocks)
     check_drop("lora_down", drop, x)
@@ -45,26 +51,31 @@ def lora_down(
     check_blocks("lora_down", blocks, x.shape[-1])
     check_outputs("lora_down", x, out=(out, (x.shape[0], ranks)))
     check_rows("lora_down", rows, x, ranks)
-    shape = (a.shape[0], drop is not None, rows is not None, _count(blocks), a.stride(-1) == 1)
-    return implementation("lora_down", x, None, shape)(x, a, scale, drop, out, rows, blocks)
+    check_arrivals("lora_down", arrivals, x)
+    shape = (a.shape[0], drop is not None, rows is not None, _count(blocks), a.stride(-1) == 1, arrivals is not None)
+    return implementation("lora_down", x, None, shape)(x, a, scale, drop, out, rows, blocks, arrivals)
 
 
 def _draw_down(
-    g: torch.Generator, rank: int = 5, dropping: bool = True, routed: bool = False, blocks: int = 1, along: bool = True
-) -> tuple:
+    g: torch.Generator, rank: int = 5, dropping: bool = True, routed: bool = False, blocks: int = 1, along: bool = True,
+    counted: bool = False,
+) -> tuple:  # fmt: skip
     ranks, columns = rank * blocks, 144  # more than a step along them has: a narrower x has a kernel of its own
     a = draw(g, rank, columns) if along else draw(g, columns, rank).t()
     ids, owner = ints(0, -1, 1, 0, 5).long(), ints(*(i % 2 for i in range(ranks)))
     own = Owners(ids, owner, draw(g, ranks).detach()) if routed else None
-    return draw(g, 80, columns), a, 1.7, _drop(dropping), None, own, _blocks(blocks, columns)
+    counts = ints(*range(SHARED_SUMS)) if counted else None
+    return draw(g, 80, columns), a, 1.7, _drop(dropping), None, own, _blocks(blocks, columns), counts
 
 
 @definition(_draw_down)
 @torch.no_grad()
 def lora_down_reference(
     x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None,
-    rows: Owners | None = None, blocks: Sequence[int] | None = None,
+    rows: Owners | None = None, blocks: Sequence[int] | None = None, arrivals: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    if arrivals is not None:
+        arrivals.zero_()
     wide = _wide(x)
     h = own_columns(scale * (dropped(x.to(wide), drop) @ _diagonal(a.t(), blocks).to(wide)), rows).to(x.dtype)
     return h if out is None else out.copy_(h)

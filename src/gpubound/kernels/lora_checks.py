@@ -9,6 +9,9 @@ from .checks import require, require_device
 from .dropping import Drop
 
 BLOCKS, BLOCK = 3, 16  # an op takes at most 3 blocks; each has a multiple of 16 outputs
+# Of one call, at most. Programs share sums where a GPU has more multiprocessors than there are tiles of columns, each of which
+# may have up to four tiles of ranks.
+SHARED_SUMS = 2048
 
 
 def check_matrices(op: str, x: Tensor, **others: tuple[Tensor | None, tuple[int | str, ...]]) -> None:
@@ -34,6 +37,11 @@ def check_matrices(op: str, x: Tensor, **others: tuple[Tensor | None, tuple[int 
 def check_drop(op: str, drop: Drop | None, x: Tensor) -> None:
     if drop is not None:
         require(op, "drop.seed", drop.seed, torch.int64, (1,), x.device, "make it once, and write each step's seed into it")
+
+
+def check_arrivals(op: str, arrivals: Tensor | None, x: Tensor) -> None:
+    if arrivals is not None:
+        require(op, "arrivals", arrivals, torch.int32, (SHARED_SUMS,), x.device)
 
 
 def as_in_memory(t: Tensor | None, rows: int, columns: int) -> tuple[Tensor | None, tuple[int, int]]:

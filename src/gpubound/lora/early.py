@@ -49,8 +49,8 @@ def _joins(low: LowRank) -> tuple:
 def _site(lows: Sequence[LowRank], stored: Format, biased: bool) -> Iterator[Call]:
     rank, inputs, outputs, count = lows[0].a.shape[0], lows[0].a.shape[1], sum(low.b.shape[0] for low in lows), len(lows)
     ranks, dropping, routed = rank * count, lows[0].rate > 0, lows[0].routing is not None
-    yield "lora_down", (ranks, dropping, routed, 1, True)
-    yield "lora_down", (rank, False, routed, count, False)
+    yield "lora_down", (ranks, dropping, routed, 1, True, False)
+    yield "lora_down", (rank, False, routed, count, False, False)
     if stored is AS_IT_IS:
         own = (lows[0].routing.alike(lows) if routed else None) or (0, 0)
         yield "lora_product", (SIZE, rank, False, True, count, biased, *own)

@@ -8,13 +8,17 @@ from ._step import _begin, _wait
 
 
 @triton.jit(do_not_specialize=["site", "limit", "scale", "tokens"])
-def _lora_down_kernel(x_ptr, a_ptr, h_ptr, seed_ptr, site, limit, scale, ids_ptr, owner_ptr, scales_ptr, tokens, along, N, K, R,
-                      middle, last, sx, sar, sak, sh, EARLY: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-                      DEPTH: tl.constexpr, RANKS: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+def _lora_down_kernel(x_ptr, a_ptr, h_ptr, counts_ptr, seed_ptr, site, limit, scale, ids_ptr, owner_ptr, scales_ptr, tokens,
+                      along, N, K, R, middle, last, sx, sar, sak, sh, EARLY: tl.constexpr, BLOCKS: tl.constexpr,
+                      BLOCK: tl.constexpr, COUNTS: tl.constexpr, DEPTH: tl.constexpr, RANKS: tl.constexpr,
+                      PRECISION: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """ids_ptr: of the batch's rows, of `tokens` rows of x each, `along` from one to the next; None: all columns are kept.
-    BLOCKS: each program sums over the columns of one of them.
+    BLOCKS: each program sums over the columns of one of them. The first makes COUNTS numbers zero.
     """
     _begin(EARLY)
+    if counts_ptr is not None:
+        count = tl.arange(0, COUNTS) + (tl.program_id(0) + tl.program_id(1) + tl.program_id(2)) * COUNTS
+        tl.store(counts_ptr + count, tl.zeros([COUNTS], tl.int32), mask=count < COUNTS)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rank = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
     begin, end, of_block = 0, K, 0

@@ -23,8 +23,9 @@ import triton
 from torch import Tensor
 
 from ..accumulate import bias_gradients, weight_gradient
-from ..adapters import adapter_gradients
+from ..adapters import adapter_gradients, fresh_arrivals
 from ..dropping import Drop
+from ..lora_checks import SHARED_SUMS
 from ..plans import job_of, power_of_two
 from ..plans.kinds import ProductPlan
 from ..rows import Owners, OwnRanks
@@ -37,7 +38,7 @@ from ._lora_tiles import _arithmetic, _dense, _early, _edges, _masked, _ranks, _
 @torch.no_grad()
 def lora_down(
     x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None,
-    rows: Owners | None = None, blocks: Sequence[int] | None = None,
+    rows: Owners | None = None, blocks: Sequence[int] | None = None, arrivals: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     x, (count, columns), rank, of_blocks = _dense(x), x.shape, a.shape[0], len(blocks or (0,))
     h = torch.empty(count, of_blocks * rank, device=x.device, dtype=x.dtype) if out is None else out
@@ -46,13 +47,15 @@ def lora_down(
 
     def run(plan: ProductPlan) -> None:
         _lora_down_kernel[(triton.cdiv(count, plan.rows), triton.cdiv(rank, plan.columns), of_blocks)](
-            x, a, h, *_masked(drop), scale * _upscale(drop), *own, count, columns, rank, *_edges(blocks, columns), x.stride(0),
-            *a.stride(), h.stride(0), EARLY=_early(job), BLOCKS=of_blocks, BLOCK=plan.rows,
+            x, a, h, arrivals, *_masked(drop), scale * _upscale(drop), *own, count, columns, rank, *_edges(blocks, columns),
+            x.stride(0), *a.stride(), h.stride(0), EARLY=_early(job), BLOCKS=of_blocks, BLOCK=plan.rows, COUNTS=SHARED_SUMS,
             DEPTH=min(plan.depth, max(16, power_of_two(columns))), RANKS=plan.columns, **_arithmetic(), num_warps=plan.warps,
             num_stages=plan.stages,
         )  # fmt: skip
 
     launch(job, run)
+    if arrivals is not None and not count:  # a grid of no programs
+        arrivals.zero_()
     return h
 
 
@@ -137,11 +140,13 @@ class _LoraLinear(torch.autograd.Function):
         x, h, weight, a, b = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, *wanted, _, _ = ctx.needs_input_grad
         g = _dense(g.reshape(-1, g.shape[-1]))
-        gh = lora_down(g, b.t(), ctx.scale) if wants_x or wanted[0] else h
-        w, down = weight, a
+        w, down, up = weight, a, b.t()
         weight, bias, a, b = ctx.owners  # with their accumulators
+        made = wants_x or wanted[0]
+        arrivals = fresh_arrivals([a, b]) if made else None
+        gh = lora_down(g, up, ctx.scale, arrivals=arrivals) if made else h
         # Before dx, whose product runs beside this: it needs no h until its end.
-        ours = adapter_gradients([a], [b], x, gh, g, h, ctx.drop, wanted, dependent=True)
+        ours = adapter_gradients([a], [b], x, gh, g, h, ctx.drop, wanted, dependent=True, arrivals=arrivals)
         dx = lora_product(g, w.t(), None, gh, down.t(), ctx.drop, None, True).view(ctx.shape) if wants_x else None
         dw = weight_gradient(weight, g, x) if wants_weight else None
         (db,) = bias_gradients([bias], [wants_bias], g) if bias is not None else (None,)
