@@ -179,6 +179,17 @@ def test_files_that_are_no_config(tmp_path, capsys):
     assert third.startswith(f"gpubound train: config: {tmp_path / 'broken.yaml'} cannot be read as YAML: while parsing")
 
 
+@pytest.mark.parametrize("command", ["train", "plan"])
+@pytest.mark.parametrize("text", ["", "# steps: 2000\n", "---\n"])
+def test_a_file_without_keys(tmp_path, capsys, command, text):
+    (tmp_path / "c.yaml").write_text(text)
+    assert main([command, str(tmp_path / "c.yaml")]) == 2
+    assert capsys.readouterr().err == (
+        f"gpubound {command}: config: {tmp_path / 'c.yaml'} holds no keys, wanted some such as 'steps: 2000'; "
+        f"leave it out to take the defaults.\n"
+    )
+
+
 def test_a_home_folder_in_a_config_file(tmp_path, monkeypatch):
     """As a shell reads it; in the middle of a path it is a name like any other."""
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -225,7 +225,8 @@ def from_file(path: str) -> Train:
         raise ValueError(
             f"config: {path} cannot be read as YAML: {' '.join(str(error).split())}; see gpubound train --help."
         ) from error
-    found = {} if found is None else found
+    if found is None:  # a slip, such as a file that was never saved: the run that nobody asked for would take hours
+        raise ValueError(f"config: {path} holds no keys, wanted some such as 'steps: 2000'; leave it out to take the defaults.")
     if not isinstance(found, dict):
         raise ValueError(f"config: {path} holds a {type(found).__name__}, wanted keys and values such as 'steps: 2000'.")
     try:
