@@ -7,6 +7,7 @@ import gpubound as gb
 from gpubound.decode import calls
 from gpubound.decode.bind import bind
 from gpubound.kernels import choose
+from gpubound.lora.pair import Pair
 
 from . import cases
 
@@ -135,6 +136,27 @@ def test_training_goes_on_and_the_next_token_sees_it(device):
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)).to(p))
     assert of(fast) == own_tokens(model, "Llama") != before
     assert fast.body.layers[0] is bound
+
+
+@pytest.mark.parametrize("targets, fused", [("all-linear", True), ("all-linear", False), (["embed_tokens"], True)], ids=str)
+def test_a_scale_that_is_set_by_hand_is_heard(targets, fused, device):
+    model = adapt(cases.build("Llama", device=device, tie_word_embeddings=False), targets=targets)
+    fast = gb.decoder(model, 2, cases.ROOM, fused=fused, verify=False)
+    before = of(fast)
+    for own in (own for own in model.modules() if isinstance(own, Pair)):
+        own.alpha *= -3
+    assert fast.moved() is not None  # graphs hold the scale, too
+    assert of(fast) == own_tokens(model, "Llama") != before
+    assert fast.moved() is None
+
+
+def test_graphs_of_a_models_own_forward_hear_of_a_switched_table(device):
+    model = adapt(cases.build("Llama", device=device, tie_word_embeddings=False), targets=["embed_tokens"])
+    fast = gb.decoder(model, 2, cases.ROOM, verify=False)
+    assert of(fast) == own_tokens(model, "Llama") and fast.moved() is None
+    gb.lora.disable(model)
+    assert fast.moved() == "model.embed_tokens"
+    assert of(fast) == own_tokens(model, "Llama")
 
 
 def test_pefts_adapters_without_a_merge(device):

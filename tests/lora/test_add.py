@@ -9,6 +9,7 @@ from torch import nn
 
 import gpubound as gb
 from gpubound.decode import bind
+from gpubound.lora.pair import Pair
 from gpubound.models import Decoder, DecoderConfig
 
 from ..place.models import assert_close, assert_near, batch, place, tiny, tokens, training_run
@@ -118,6 +119,83 @@ def test_the_scale(options, scale):
     model = adapted(tiny(), **options)
     (key, *_) = (key for key, _ in model.named_modules() if key.endswith(".lora.default"))
     assert model.get_submodule(key).scale == scale
+
+
+def doubled(own):
+    own.alpha *= 2
+
+
+def of_scale(own):
+    own.scale = 3.0
+
+
+def by_root(own):
+    own.rslora = True
+
+
+def another_half(own):
+    own.a = nn.Parameter(torch.ones_like(own.a))
+
+
+@pytest.mark.parametrize("set_by_hand", [doubled, of_scale, by_root, another_half])
+@pytest.mark.parametrize("targets", ["all-linear", ["embed_tokens"]], ids=str)
+def test_what_is_set_on_an_adapter_by_hand_is_heard(set_by_hand, targets):
+    model = adapted(tiny(), targets=targets)
+    place(model, strict=True)
+    for one in (model, copy.deepcopy(model)):
+        before = one(tokens()).logits
+        for own in (own for own in one.modules() if isinstance(own, Pair)):
+            set_by_hand(own)
+        want = (folded if targets == "all-linear" else words_folded)(one)
+        assert_near(one(tokens()).logits, want(tokens()).logits)
+        assert not torch.allclose(one(tokens()).logits, before)
+
+
+def words_folded(model):
+    plain, own = copy.deepcopy(model), model.model.embed_tokens.lora.default
+    gb.lora.remove(plain)
+    with torch.no_grad():
+        plain.model.embed_tokens.weight += own.scale * own.a @ own.b.t()
+    return plain
+
+
+def test_a_dropout_that_is_set_by_hand_is_heard():
+    model = adapted(tiny(), targets=["q_proj"]).train()
+    torch.testing.assert_close(model(tokens()).logits, model(tokens()).logits)
+    for own in (own for own in model.modules() if isinstance(own, Pair)):
+        own.dropout = nn.Dropout(0.5)
+    assert not torch.allclose(model(tokens()).logits, model(tokens()).logits)
+
+
+def test_rows_hear_a_scale_that_is_set_by_hand():
+    model = adapted(tiny())
+    want = folded(model)
+    for own in (own for own in model.modules() if isinstance(own, Pair)):
+        own.alpha *= 3
+    with gb.lora.rows(model, ["default"]):
+        for own in (own for own in model.modules() if isinstance(own, Pair)):
+            own.alpha /= 3
+        ids = torch.tensor([0] * len(tokens()))
+        assert_near(model(tokens(), adapter_ids=ids).logits, want(tokens()).logits)
+
+
+def test_a_scale_that_cannot_be_heard_is_refused():
+    model = adapted(tiny(), targets=["q_proj"])
+    own = next(own for own in model.modules() if isinstance(own, Pair))
+    with pytest.raises(ValueError, match=r"^lora: alpha must be a finite number, got nan\.$"):
+        own.alpha = float("nan")
+    gb.lora.merge(model)
+    with pytest.raises(ValueError) as error:
+        own.alpha = 3
+    assert str(error.value) == (
+        "lora: alpha was set on an adapter that is merged into its weight, which has the scale it had then; call "
+        "gb.lora.unmerge first."
+    )
+    gb.lora.unmerge(model)
+    own.alpha = 3
+    gb.lora.remove(model)
+    own.alpha = 4  # nobody's by now
+    assert own.scale == 1
 
 
 def test_adapters_of_a_16_bit_model_are_in_fp32():

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import gpubound as gb
+from gpubound.lora.pair import Pair
 from gpubound.place import place
 
 from .objectives.test_causal_lm import SIZES, batch, llama
@@ -288,7 +289,18 @@ def pefts_second():
     return model, [*merged, lambda: [layer.scale_layer(2.0) for layer in layers]], [1, 2, 2, 3]
 
 
-@pytest.mark.parametrize("made", [frozen_second, frozen_second_of_a_table, pefts_second])
+def scaled():
+    model = lora(placed(three()))
+    pairs = [own for own in model.modules() if isinstance(own, Pair)]
+
+    def scale(by):
+        for own in pairs:
+            own.alpha *= by
+
+    return model, [lambda: scale(2), lambda: scale(0.5)], [1, 2, 2]
+
+
+@pytest.mark.parametrize("made", [frozen_second, frozen_second_of_a_table, pefts_second, scaled])
 def test_adapters_that_are_merged_or_switched_make_another_graph(made):
     """A graph has baked in what they add: behind a merge it would add it a second time. Back again, the first one serves."""
     model, changes, want = made()

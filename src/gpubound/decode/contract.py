@@ -14,6 +14,7 @@ from ..device import label, usable_bytes
 from ..graph.held import address_check
 from ..layers.site_parts import adapters_of
 from ..layers.stacked import foreign, site_of
+from ..lora.pairs import adapted_layers
 from ..words import readable
 from .cache import PLAIN, CacheLayout
 from .weights import weight_format
@@ -190,6 +191,7 @@ class Watched:
         self._addresses = [tensor.data_ptr() for tensor in tensors]
         self._adapters = [adapters_of(tensor) for tensor in tensors]
         self._same_addresses = address_check(tensors, self._addresses)
+        self._own = [(name, adapters, adapters.adding) for name, adapters in adapted_layers(model)]
         self._sites = [(name, layer, site_of(layer).added) for name, layer in model.named_modules() if foreign(layer)]
 
     def moved(self) -> str | None:
@@ -198,6 +200,8 @@ class Watched:
             if one.holder.get(one.key) is not one.tensor or adapters_of(one.tensor) != adapters:
                 return one.name
         if (name := next((name for name, layer, added in self._sites if site_of(layer).added != added), None)) is not None:
+            return name
+        if (name := next((name for name, own, adding in self._own if own.adding != adding), None)) is not None:
             return name
         if self._same_addresses():
             return None

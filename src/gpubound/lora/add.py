@@ -1,6 +1,5 @@
 """Low-rank adapters on the layers of a model, in place: added, listed, switched off, removed."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +11,8 @@ from ..kernels.record import seen
 from ..layers.site_parts import shape_of
 from ..layers.stacked import multiply_by_records
 from .base import check, check_no_step, kind_of, quantize_base
-from .pairs import Adapters, Pair, check_module, check_not_chosen, check_not_merged, check_outside, pairs
+from .pair import Pair, is_number
+from .pairs import Adapters, check_module, check_not_chosen, check_not_merged, check_outside, pairs
 from .per_row import BELOW, make_one
 from .targets import DORA, KINDS, by, chosen, layers_of
 
@@ -94,9 +94,9 @@ class AdapterOptions(NamedTuple):
                 f"{who}: rank must be an integer from 1 to {most} for {key}, whose weight is "
                 f"{by(shape_of(self.layer.weight))}, got {self.rank!r}."
             )
-        if not _is_number(self.alpha):
+        if not is_number(self.alpha):
             raise ValueError(f"{who}: alpha must be a finite number, got {self.alpha!r}.")
-        if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
+        if not is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise ValueError(f"{who}: dropout must be from 0 up to, not including, 1, got {self.dropout!r}.")
         if self.dropout and not self.pair.DROPS:
             raise ValueError(f"{who}: {key} takes no dropout, got {self.dropout}; adapt experts in a call of their own.")
@@ -111,10 +111,6 @@ class AdapterOptions(NamedTuple):
             raise ValueError(
                 f"{who}: {key} already has an adapter named {name!r}; give another name, or call gb.lora.remove first."
             )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def attach(model: nn.Module, options: dict[str, AdapterOptions], name: str, who: str) -> dict[str, Pair]:

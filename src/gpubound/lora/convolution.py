@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ..kernels.accumulate import widened
 from ..layers.linear_site import linear
 from .adapter import LowRank
-from .pairs import ForwardAdapters, Pair, on
+from .pair import Pair
+from .pairs import ForwardAdapters, on
 
 
 class ConvAdapters(ForwardAdapters):

@@ -20,7 +20,7 @@ from ..kernels.dropping import Drop, drawn, dropped
 from ..layers.frozen import written
 from ..layers.site_parts import Adapter, format_of, rows_of, whole
 from ..trace import fallback
-from .pairs import Pair
+from .pair import Pair
 
 
 class Dora(Adapter):

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ..kernels.accumulate import widened
 from ..kernels.grouped_linear import by_group
-from .pairs import CHILD, ForwardAdapters, Pair
+from .pair import Pair
+from .pairs import CHILD, ForwardAdapters
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 ALIGN = 8  # numbers: grouped products of 16 bits want rows that begin at multiples of 16 bytes

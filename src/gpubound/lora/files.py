@@ -21,7 +21,8 @@ from ..trace import fallback
 from .add import AdapterOptions, attach
 from .dora import DoraPair
 from .experts import ExpertStack
-from .pairs import Pair, adapted_layers, check_module, check_not_merged, check_values, pairs
+from .pair import Pair
+from .pairs import adapted_layers, check_module, check_not_merged, check_values, pairs
 from .targets import DORA, KINDS, by, layers_of, unfit
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -11,7 +11,8 @@ from ..layers.frozen import Base
 from ..layers.site_parts import format_of, is_sharded
 from .add import take_out
 from .dora import DoraPair
-from .pairs import Adapters, Pair, adapted_layers, check_not_chosen, check_values, pairs
+from .pair import Pair
+from .pairs import Adapters, adapted_layers, check_not_chosen, check_values, pairs
 
 
 @torch.inference_mode(False)

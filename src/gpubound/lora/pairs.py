@@ -5,99 +5,19 @@ A layer's adapters are its child `lora`, by name: `model.layers.0.self_attn.q_pr
 (kernels/record.py). One that is off or merged is not in the record, so it costs nothing.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from ..kernels.record import drop_record, made_record, seen
-from ..layers.site_parts import Adapter, shape_of
+from ..layers.site_parts import Adapter
 from ..layers.stacked import as_torch_has_it
-from .adapter import LowRank
+from .pair import Pair
 from .per_row import PerRow
 
 CHILD = "lora"  # what an adapted layer calls its adapters
-
-
-class Pair(nn.Module):
-    """One adapter of one layer: y += scale · dropout(x) aᵀ bᵀ. Of a convolution a is one, too, and b one of a single pixel."""
-
-    HALVES: ClassVar[dict[str, str]] = {"lora_A.weight": "a", "lora_B.weight": "b"}  # by what PEFT's files call them
-    DROPS: ClassVar[bool] = True  # whether it may have dropout
-
-    def __init__(self, weight: Tensor, rank: int, alpha: float, dropout: float, rslora: bool):
-        super().__init__()
-        dtype = torch.promote_types(weight.dtype, torch.float32)  # small updates of a 16-bit one would be lost
-        a, b = self.shapes(weight, rank)
-        self.a = nn.Parameter(torch.empty(a, dtype=dtype, device=weight.device))
-        self.b = nn.Parameter(torch.empty(b, dtype=dtype, device=weight.device))
-        self.dropout = nn.Dropout(dropout)
-        self.alpha, self.rslora = alpha, rslora
-        self.on, self.merged = True, False
-
-    @staticmethod
-    def shapes(weight: Tensor, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of a and b."""
-        outputs, *inputs = shape_of(weight)
-        return (rank, *inputs), (outputs, rank, *(1 for _ in inputs[1:]))
-
-    @staticmethod
-    def most_rank(weight: Tensor) -> int:
-        outputs, *inputs = shape_of(weight)
-        return min(outputs, math.prod(inputs))
-
-    @property
-    def rank(self) -> int:
-        return self.a.shape[0]
-
-    @property
-    def adds(self) -> bool:
-        return self.on and not self.merged
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
-
-    def begin(self, init: bool | str, weight: Tensor) -> None:
-        """PEFT's ways to begin: all but False, which adds noise, add nothing at first."""
-        if init == "orthogonal":
-            return self._begin_orthogonal()
-        if init == "gaussian":
-            nn.init.normal_(self.a, std=1 / self.rank)
-        else:
-            nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
-        if init is False:
-            nn.init.kaiming_uniform_(self.b, a=math.sqrt(5))
-        else:
-            nn.init.zeros_(self.b)
-
-    @torch.no_grad()
-    def _begin_orthogonal(self) -> None:
-        """b a is zero and neither of them: their ranks are mixed from rows of one orthogonal matrix, every other one."""
-        (rank, inputs), outputs = self.a.shape, self.b.shape[0]
-        mixing, _ = torch.linalg.qr(torch.randn(rank, rank, device="cpu", dtype=torch.float32))
-        self.a.copy_((torch.randn(inputs, rank // 2, device="cpu", dtype=torch.float32) @ mixing[0::2]).t() / 10)
-        self.b.copy_(torch.randn(rank // 2, outputs, device="cpu", dtype=torch.float32).t() @ mixing[1::2] / 10)
-
-    def added(self, weight: Tensor) -> Tensor:
-        """What it adds to the layer's weight, of which this is a copy, in fp32 or wider."""
-        a, b = self.a.to(weight.dtype), self.b.to(weight.dtype)
-        return (self.scale * (b.flatten(1) @ a.flatten(1))).view(b.shape[0], *a.shape[1:])
-
-    def part(self, weight: Tensor) -> Adapter:
-        """What it is in the weight's record."""
-        return LowRank(self.a, self.b, self.scale, self.dropout)
-
-    def filed(self, half: str) -> Tensor:
-        """A half as PEFT's files have it."""
-        return getattr(self, self.HALVES[half]).detach()
-
-    def take(self, half: str, value: Tensor) -> None:
-        """A half from such a file."""
-        getattr(self, self.HALVES[half]).copy_(value)
 
 
 class _Before:
@@ -134,6 +54,11 @@ class Adapters(nn.ModuleDict):
     @property
     def layer(self) -> Any:
         return self._layer[0]
+
+    def add_module(self, name: str, module: Any) -> None:
+        super().add_module(name, module)
+        if isinstance(module, Pair):
+            module.belong_to(self)
 
     def pairs(self) -> Iterator[tuple[str, Pair]]:
         yield from self.items()  # type: ignore[misc]
@@ -173,7 +98,7 @@ class Adapters(nn.ModuleDict):
     @property
     def adding(self) -> tuple:
         """What they add now, by which a call that was captured knows itself again."""
-        return self.routing, *(pair.adds for _, pair in self.pairs())
+        return self.routing, *((pair.adds, pair.alpha, pair.rslora) for _, pair in self.pairs())
 
     def hang(self) -> None:
         record = made_record(self._weight)
@@ -229,6 +154,8 @@ class Adapters(nn.ModuleDict):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy's weight has no record yet."""
         super().__setstate__(state)
+        for _, pair in self.pairs():
+            pair.belong_to(self)
         self.written = self._weight._version
         self.hang()
 

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..kernels.rows import Owners
 from ..layers.site_parts import shape_of
-from .pairs import Adapters, Pair, adapted_layers, pairs
+from .pair import Pair
+from .pairs import Adapters, adapted_layers, pairs
 from .per_row import PerRow, lay_together
 
 KEY = "adapter_ids"  # what a call of the model has, and a batch of TrainStep

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..kernels.accumulate import widened
 from ..layers.vocabulary import table_rows
-from .pairs import ForwardAdapters, Pair, on
+from .pair import Pair
+from .pairs import ForwardAdapters, on
 
 
 class TablePair(Pair):

@@ -14,7 +14,8 @@ from ..trace import fallback
 from .convolution import ConvAdapters
 from .dora import DoraPair
 from .experts import ExpertAdapters, ExpertStack, expert_stacks
-from .pairs import Adapters, Pair
+from .pair import Pair
+from .pairs import Adapters
 from .table import TableAdapters
 
 KINDS: dict[type, type[Adapters]] = {

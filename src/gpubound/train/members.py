@@ -12,7 +12,8 @@ from torch.nn.modules import module as nn_module
 
 from ..layers.frozen import OnlyCodes
 from ..lora import peft_layers
-from ..lora.pairs import AdaptedForward, Adapters, Pair
+from ..lora.pair import Pair
+from ..lora.pairs import AdaptedForward, Adapters
 from ..trace import fallback
 
 ON_MODULE = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
