@@ -115,7 +115,7 @@ class Captured:
         try:
             certificate = certify(work, others, options.tolerance) if options.verify else None
         except BaseException:
-            work.reset()
+            work.undo()
             raise
         if certificate is None:
             unproven = "verify=False: nothing has shown that a replay computes what the function does."

@@ -12,6 +12,7 @@ from ..watch.ops import on_host
 from .held import Held, StaticInputs, check_open
 from .memory import allocating_in
 from .reach import Reach, Values, same, storage_key
+from .rebound import Bindings
 from .rehearse import Leaf, Rehearsal
 from .runner import runner_for
 from .vary import fill_results, scribble
@@ -26,13 +27,22 @@ def prepare(
     refuse_autocast(name, device)
     runner = runner_for(device, pool)
     runner.gate = gate
-    rehearsal = Rehearsal(name, fn, inputs, before, runner, device)
+    bindings = Bindings(before.nodes(), before.functions)
+    try:
+        return _prepared(Rehearsal(name, fn, inputs, before, runner, device), state, warmup, bindings)
+    except BaseException:
+        bindings.put_back()
+        raise
+
+
+def _prepared(rehearsal: Rehearsal, state: Any, warmup: int, bindings: Bindings) -> "Recording":
+    fn, inputs, before = rehearsal.fn, rehearsal.inputs, rehearsal.before
     rehearsal.perform(warmup)
     with rehearsal.undone_on_error():
         rehearsal.reach = Reach(fn, state, inputs.objects)
         leaves = rehearsal.leaves()
         rehearsal.settle()
-        recording = Recording(rehearsal, leaves)
+        recording = Recording(rehearsal, leaves, bindings)
         recording.record()
     recording.reset()
     gradients = held_gradients(rehearsal, recording)
@@ -66,10 +76,10 @@ class Recording:
     outputs: Any
     held: Held
 
-    def __init__(self, rehearsal: Rehearsal, leaves: list[Leaf]) -> None:
+    def __init__(self, rehearsal: Rehearsal, leaves: list[Leaf], bindings: Bindings) -> None:
         self.name, self.fn, self.inputs, self.device = rehearsal.name, rehearsal.fn, rehearsal.inputs, rehearsal.device
         self.runner, self.snapshot, self.generators = rehearsal.runner, rehearsal.snapshot, rehearsal.generators
-        self.reach, self.leaves = rehearsal.reach, leaves
+        self.reach, self.leaves, self.bindings = rehearsal.reach, leaves, bindings
         self.foreign = {*rehearsal.discovery.external, *rehearsal.discovery.inputs}  # the memory that is not the graph's own
 
     def record(self) -> None:
@@ -136,10 +146,15 @@ class Recording:
             else:
                 gradient.detach().zero_()
 
+    def undo(self) -> None:
+        """The state before the first call, and what stood where: nobody will replay this."""
+        self.reset()
+        self.bindings.put_back()
+
     def release(self) -> None:
         """Let go of what only the certificate needed."""
         self.snapshot.memories.clear()
-        del self.reach
+        del self.reach, self.bindings
         self.leaves = self.new_leaves
         for leaf in self.leaves:
             leaf.old = leaf.start = None

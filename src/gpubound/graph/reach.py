@@ -111,6 +111,10 @@ class Reach:
         key = storage_key(tensor)
         return self._lying.get(key) if key else None
 
+    def nodes(self) -> list[Any]:
+        """Every object on the way."""
+        return self._keep
+
     def _walk(self, way: Way, node: Any, depth: int) -> None:
         if isinstance(node, Tensor):
             self._tensor(way, node)
@@ -173,7 +177,7 @@ class Reach:
         elif isinstance(node, (dict, list, tuple)):
             for key, value in _items(node):
                 yield way.to(f"[{self._label(key)}]", ("item", key)), value
-        elif isinstance(node, (types.ModuleType, type)) or _package(node) in _CLOSED:
+        elif isinstance(node, (types.ModuleType, type)) or closed(node):
             return
         elif isinstance(node, (types.FunctionType, types.MethodType, functools.partial)):
             self.functions += _bare(node)
@@ -188,10 +192,10 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) and tensor.layout == torch.strided else 0
 
 
-def _package(node: Any) -> str:
-    """The package that a function, or the class of an object, comes from."""
+def closed(node: Any) -> bool:
+    """Whether it is not looked into, by the package that a function, or the class of an object, comes from."""
     owner = node if isinstance(node, types.FunctionType) else type(node)
-    return (owner.__module__ or "").partition(".")[0]
+    return (owner.__module__ or "").partition(".")[0] in _CLOSED
 
 
 def _items(node: dict | list | tuple) -> list[tuple[Any, Any]]:
@@ -214,7 +218,7 @@ def _roots(fn: Callable) -> list[Way]:
         return [_fixed("", fn)] if isinstance(fn, nn.Module) else [_fixed("self", fn)]
     cells = zip(fn.__code__.co_freevars, fn.__closure__ or ())
     roots = [Way(name, functools.partial(getattr, cell, "cell_contents")) for name, cell in cells]
-    for name in sorted(_names(fn.__code__) & fn.__globals__.keys()):
+    for name in sorted(names_in(fn.__code__) & fn.__globals__.keys()):
         if not isinstance(fn.__globals__[name], (types.ModuleType, type, types.BuiltinFunctionType)):
             roots.append(Way(name, functools.partial(fn.__globals__.get, name)))
     return roots + [_fixed(f"default {i}", value) for i, value in enumerate(fn.__defaults__ or ())]
@@ -228,9 +232,9 @@ def _bare(fn: Any) -> Iterator[types.FunctionType]:
         yield fn
 
 
-def _names(code: types.CodeType) -> set[str]:
+def names_in(code: types.CodeType) -> set[str]:
     """The global names that the code and the functions defined inside it use."""
-    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return set(code.co_names).union(*inner)
 
 
