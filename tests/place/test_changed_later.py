@@ -83,7 +83,58 @@ def swapped_layers(model):
     model.model.layers = torch.nn.ModuleList(reversed(model.model.layers))
 
 
+def narrowed(layer, rows, columns=slice(None)):
+    """The layer with some of its rows and columns alone."""
+    weight, bias = layer.weight.detach()[rows][:, columns], layer.bias
+    other = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    with torch.no_grad():
+        other.weight.copy_(weight)
+        if bias is not None:
+            other.bias.copy_(bias[rows])
+    return other
+
+
+def pruned_heads(model):
+    """Layer 0 keeps the first key head of two, and the two query heads that read it."""
+    attention = model.model.layers[0].self_attn
+    wide, narrow = slice(2 * attention.head_dim), slice(attention.head_dim)
+    attention.q_proj, attention.k_proj = narrowed(attention.q_proj, wide), narrowed(attention.k_proj, narrow)
+    attention.v_proj, attention.o_proj = narrowed(attention.v_proj, narrow), narrowed(attention.o_proj, slice(None), wide)
+
+
+def pruned_query_heads(model):
+    """Layer 0 has one query head for each key head."""
+    attention = model.model.layers[0].self_attn
+    kept = torch.arange(4 * attention.head_dim).view(4, -1)[::2].flatten()
+    attention.q_proj, attention.o_proj = narrowed(attention.q_proj, kept), narrowed(attention.o_proj, slice(None), kept)
+    attention.num_key_value_groups = 1
+
+
+def pruned_heads_of_phi3(model):
+    model.config.num_attention_heads = 2
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        attention.num_key_value_heads = attention.config.num_key_value_heads = 1
+        rows = torch.arange(8 * attention.head_dim).view(8, -1)[[0, 1, 4, 6]].flatten()
+        attention.qkv_proj = narrowed(attention.qkv_proj, rows)
+        attention.o_proj = narrowed(attention.o_proj, slice(None), slice(2 * attention.head_dim))
+
+
+def pruned_mlp(model):
+    mlp, kept = model.model.layers[0].mlp, slice(24)
+    mlp.gate_proj, mlp.up_proj = narrowed(mlp.gate_proj, kept), narrowed(mlp.up_proj, kept)
+    mlp.down_proj = narrowed(mlp.down_proj, slice(None), kept)
+
+
 CHANGES = {
+    "heads pruned": ("llama", pruned_heads),
+    "heads pruned, with biases": ("llama biased", pruned_heads),
+    "heads pruned of qwen3": ("qwen3", pruned_heads),
+    "heads pruned of smollm3": ("smollm3", pruned_heads),
+    "heads pruned of phi3": ("phi3", pruned_heads_of_phi3),
+    "query heads pruned": ("llama", pruned_query_heads),
+    "query heads pruned of gemma2": ("gemma2", pruned_query_heads),
+    "MLP pruned": ("llama", pruned_mlp),
     "eps of llama": ("llama", set_eps),
     "eps of qwen3, heads too": ("qwen3", set_eps),
     "eps of gemma": ("gemma", set_eps),

@@ -7,6 +7,7 @@ tokens, as the product writes them: SDPA gets transposed views, and none of its 
 Legend: B batch, T tokens, H query heads, K key and value heads, D width of a head.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from ..kernels import rope, rope_qkv
 from ..kernels.choose import Call, transformed
+from .linear_site import multiply
 from .norm import RMSNorm
 from .stacked import Kernels, Projecting, Stacked, run_linear
 
@@ -141,19 +143,27 @@ class Attention(Projecting):
 
     def project(self, x: Tensor, turn: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, T, H, D), k and v (B, T, K, D), q and k turned by `turn` if there is one."""
-        packed = self.stacked.product(x, self.projections())
+        joined = self.stacked.joined(self.projections())
+        packed = None if joined is None else multiply(x, joined)
         if packed is None:
             rows = self.one_by_one(x)
             packed = rows[0] if len(rows) == 1 else None
-        if packed is not None and turn is not None and "q_norm" not in self._modules:
-            return rope_qkv(packed, *turn, self.heads, self.kv_heads)
         if packed is not None:
-            wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
+            heads, kv_heads = self.counted(() if joined is None else joined.weights)
+            if turn is not None and "q_norm" not in self._modules:
+                return rope_qkv(packed, *turn, heads, kv_heads)
+            wide, narrow = heads * self.head_dim, kv_heads * self.head_dim
             rows = packed.split([wide, narrow, narrow], -1)
         q, k, v = self.split_heads(*rows)
         if turn is not None:
             q, k = rope(q, k, *turn)
         return q, k, v
+
+    def counted(self, weights: Sequence[Tensor]) -> tuple[int, int]:
+        """How many heads of q and of k these weights make: somebody may have pruned some."""
+        if len(weights) != 3:
+            return self.heads, self.kv_heads
+        return weights[0].shape[0] // self.head_dim, weights[1].shape[0] // self.head_dim
 
     def split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows (B, T, H D) as heads (B, T, H, D), those of q and k normed if they are to be."""

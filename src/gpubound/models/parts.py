@@ -155,12 +155,7 @@ def attention(module: Any, stack: Any, part: type[HFAttention] = HFAttention, ro
     refusal = "" if stack is not None else "it lies outside a decoder stack with a rotary_emb"
     if config._attn_implementation not in part.IMPLEMENTATIONS:
         refusal = f"the config asks for {config._attn_implementation!r} attention; load with attn_implementation='sdpa'"
-    attributes = {
-        "heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
-        "stacked": Stacked(),
-        "delegated": Counter(),
-    }
+    attributes = {"stacked": Stacked(), "delegated": Counter()}
     rotary = rotary or getattr(stack, "rotary_emb", None)
     cases = tuple(attention_case(module, rotary, masked) for masked in (False, True))
     frequencies = getattr(rotary, "inv_freq", None)

@@ -19,6 +19,16 @@ from .stack import HFStack, stack, tried_causal_lm, unswapped
 class PackedAttention(HFAttention):
     PROJECTIONS = ("qkv_proj",)
 
+    num_key_value_heads: int
+
+    @property
+    def heads(self) -> int:  # type: ignore[override]  # as its module's forward has them, which somebody may set later
+        return self.config.num_attention_heads
+
+    @property
+    def kv_heads(self) -> int:  # type: ignore[override]
+        return self.num_key_value_heads
+
 
 class PackedMLP(HFMLP):
     PROJECTIONS = ("gate_up_proj",)
