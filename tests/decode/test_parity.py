@@ -119,3 +119,30 @@ def test_how_many_rows_are_few():
 def one_type(kind: str) -> dict:
     """Of a family whose layers are of two types, what one layer is."""
     return {"layer_types": ["sliding_attention"]} if kind in ("Gemma2", "Gemma3") else {}
+
+
+@torch.no_grad()
+def prune(layer, rows=slice(None), columns=slice(None)):
+    layer.weight = torch.nn.Parameter(layer.weight[rows, columns].clone())
+
+
+def prune_heads(model):
+    """Layer 0 keeps one key head of two, and the two query heads that read it."""
+    attention = model.model.layers[0].self_attn
+    for layer, rows in ((attention.q_proj, 16), (attention.k_proj, 8), (attention.v_proj, 8)):
+        prune(layer, slice(rows))
+    prune(attention.o_proj, columns=slice(16))
+
+
+def test_a_layer_with_other_heads_is_computed_by_its_own_forward(device):
+    """The kernels of a step take one number of heads for all layers."""
+    model = cases.build("Llama", device=device)
+    behind = gb.decoder(model, 1, cases.ROOM)
+    prune_heads(model)
+    why = "model.layers.0.self_attn has 2, 1 and 1 heads of q, k and v, and the config says 4, 2 and 2"
+    with pytest.raises(gb.GenerateError) as error:
+        behind.generate(cases.PROMPT, max_new_tokens=9)
+    assert str(error.value) == f"decoder: the model has changed since its decoder was built: {why}; build a new one."
+    fast = gb.decoder(model, 1, cases.ROOM)
+    assert fast.path == why
+    assert fast.generate(cases.PROMPT, max_new_tokens=9).tokens[0] == cases.hugging_face(model, cases.PROMPT, 9)

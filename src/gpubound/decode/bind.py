@@ -106,7 +106,7 @@ def examine(model: nn.Module, max_length: int, spread: bool = False) -> Reader |
     reader = reader_of(model)
     if reader is None:
         return f"{type(model).__name__} is none of the families with fused kernels ({', '.join(decoded())})"
-    return reader.refusal(max_length) or _unreadable(model, spread) or _unread(model, reader) or reader
+    return reader.refusal(max_length) or _unreadable(model, spread) or _unread(model, reader) or _uneven(reader) or reader
 
 
 def _places(reader: Reader) -> list[torch.device]:
@@ -180,6 +180,20 @@ def _unread(model: nn.Module, reader: Reader) -> str | None:
     if len(dtypes := {half.dtype for low in read for half in (low.a, low.b)}) > 1 or not dtypes <= set(DTYPES):
         return f"its adapters are {' and '.join(sorted(map(str, dtypes)))}; the kernels take fp32, fp16 or bf16, one of them"
     return "the rows of an adapter's a are not dense" if any(low.a.stride(1) != 1 for low in read) else None
+
+
+def _uneven(reader: Reader) -> str | None:
+    """Which layer has other heads than all are said to have, as one whose heads were pruned."""
+    shape = reader.shape()
+    wanted = shape.heads, shape.kv_heads, shape.kv_heads
+    for number, layer in enumerate(reader.layers()):
+        found = (*(len(one.weight) // shape.head_dim for one in (layer.attention.q, layer.attention.k, layer.attention.v)),)
+        if found != wanted:
+            return (
+                f"model.layers.{number}.self_attn has {found[0]}, {found[1]} and {found[2]} heads of q, k and v, and the "
+                f"config says {wanted[0]}, {wanted[1]} and {wanted[2]}"
+            )
+    return None
 
 
 def unadded(model: nn.Module) -> str | None:
