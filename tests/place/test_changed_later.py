@@ -79,6 +79,22 @@ def layer_of_another_class(model):
     model.model.layers[0].__class__ = type("Halved", (kind,), {"forward": forward})
 
 
+def of_another_class(path):
+    """The module there gets a class of its own, below the one that it has."""
+
+    def change(model):
+        module = model.get_submodule(path)
+        kind = type(module)
+        forward = lambda self, *args, **kwargs: shifted(kind.forward(self, *args, **kwargs))  # noqa: E731
+        module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+
+    return change
+
+
+def shifted(found):
+    return (shifted(found[0]), *found[1:]) if isinstance(found, tuple) else found * 0.5 + 0.1
+
+
 def swapped_layers(model):
     model.model.layers = torch.nn.ModuleList(reversed(model.model.layers))
 
@@ -153,6 +169,13 @@ CHANGES = {
     "layer wrapped": ("llama", wrapped_layer),
     "layer wrapped in olmo2": ("olmo2", wrapped_layer),
     "layer of another class": ("llama", layer_of_another_class),
+    "mlp of another class": ("llama", of_another_class("model.layers.0.mlp")),
+    "attention of another class": ("llama", of_another_class("model.layers.0.self_attn")),
+    "attention of another class in gemma2": ("gemma2", of_another_class("model.layers.1.self_attn")),
+    "norm of another class": ("qwen3", of_another_class("model.layers.0.input_layernorm")),
+    "norm behind a part of another class": ("olmo2", of_another_class("model.layers.0.post_feedforward_layernorm")),
+    "final norm of another class": ("phi3", of_another_class("model.norm")),
+    "rotary_emb of another class": ("llama", of_another_class("model.rotary_emb")),
     "layers by turns": ("gemma3", swapped_layers),
     "sliding_window of mistral": ("mistral", of_config("sliding_window", 4)),
     "sliding_window of phi3": ("phi3", of_config("sliding_window", 4)),
@@ -182,3 +205,43 @@ def test_a_change_is_heeded(name):
     with torch.no_grad():
         logits = [each.eval()(tokens(), use_cache=False).logits for each in (model, other)]
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+PATCHED = {
+    "mlp": ("llama", "model.layers.0.mlp"),
+    "attention": ("llama", "model.layers.0.self_attn"),
+    "attention of gemma2": ("gemma2", "model.layers.0.self_attn"),
+    "norms": ("qwen3", "model.norm"),
+    "layers": ("llama", "model.layers.0"),
+    "rotary_emb": ("llama", "model.rotary_emb"),
+    "trunk": ("llama", "model"),
+    "model": ("llama", ""),
+}
+
+
+@pytest.mark.parametrize("name", PATCHED)
+def test_a_forward_set_on_a_class_is_heeded(name, monkeypatch):
+    """As libraries of kernels do, for all models of a family."""
+    kind, path = PATCHED[name]
+    model = tiny(kind)
+    plain = twin(model)
+    placement = place(model, strict=True)
+    before = training_run(model, batch())["loss"]
+    patched = type(plain.get_submodule(path))
+    forward = patched.forward
+
+    def changed(self, *args, **kwargs):
+        found = forward(self, *args, **kwargs)
+        for part in ("loss", "last_hidden_state"):
+            if getattr(found, part, None) is not None:
+                found[part] = shifted(found[part])
+                return found
+        return shifted(found)
+
+    monkeypatch.setattr(patched, "forward", changed)
+    want = training_run(plain, batch())
+    assert abs(want["loss"] - before) > 1e-4
+    assert_close(training_run(model, batch()), want)
+    assert any("forward" in why or "rotary_emb" in why for row in placement.rows for why in row.reasons)
+    monkeypatch.undo()
+    torch.testing.assert_close(training_run(model, batch())["loss"], before)

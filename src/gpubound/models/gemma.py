@@ -35,7 +35,7 @@ class CappedAttention(HFAttention):
 
     def unable(self, kwargs: dict[str, Any]) -> str | None:
         """transformers' function takes what its module takes."""
-        return None
+        return self.patched()
 
     def attended(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cached: bool = False, **kwargs

@@ -21,7 +21,7 @@ from .placing import ACTIVATIONS, BATCH, TOKENS, Case, Delegating, Swap, activat
 from .rotary import halves
 
 
-class HFNorm(RMSNorm):
+class HFNorm(Delegating, RMSNorm):
     @property
     def eps(self) -> float:  # type: ignore[override]  # that of its module, which somebody may set later
         return vars(self)[_eps_name(self)]
@@ -31,6 +31,8 @@ class HFNorm(RMSNorm):
         vars(self)[_eps_name(self)] = eps
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        if why := self.patched():
+            return self.delegate(why, hidden_states)
         return rms_norm(hidden_states, self.weight, self.eps, self.offset)
 
 
@@ -52,7 +54,8 @@ def _eps_name(norm: Any) -> str:
 
 def norm(module: Any, stack: Any, part: type = HFNorm, otherwise: type | None = None) -> Swap:
     shape = (BATCH, TOKENS, module.weight.shape[0])
-    return Swap(part, (("rms_norm", shape[-1:]),), cases=(random_case(module, shape),), otherwise=otherwise)
+    calls = (("rms_norm", shape[-1:]),)
+    return Swap(part, calls, {"delegated": Counter()}, (random_case(module, shape),), otherwise=otherwise)
 
 
 class HFMLP(Delegating, MLP):
@@ -63,7 +66,9 @@ class HFMLP(Delegating, MLP):
         return self.delegate(why, x) if why else self.mix(x)
 
     def unable(self) -> str | None:
-        """Why the activation must be called, which the kernel computes without it; None when it need not be."""
+        """Why the activation must be called, which the kernel computes without it, or another forward; None when neither."""
+        if why := self.patched():
+            return why
         found: Any = _activation(self)
         if type(found) is not self.activates:
             return "another activation than when it was placed"
@@ -137,6 +142,8 @@ class HFAttention(Delegating, Attention):
 
     def unable(self, kwargs: dict[str, Any]) -> str | None:
         """Why this call must take the original forward; None when SDPA computes the same."""
+        if why := self.patched():
+            return why
         if self.config._attn_implementation != "sdpa":
             return f"the config asks for {self.config._attn_implementation!r} attention"
         for name, value in kwargs.items():

@@ -50,10 +50,14 @@ Maker = Callable[[Any, Any], Swap]
 """(module, the decoder stack with a rotary_emb that it lies in, or None) -> its Swap"""
 
 
+PATCHED = "its class has another forward than when it was placed"
+
+
 class Delegating:
     """A part that does not take every call."""
 
     original: Any  # the class of its module
+    forwards: tuple[Any, Any]  # of its class and of its module's, when it was placed
     config: Any
     training: bool
     delegated: Counter[str]
@@ -63,6 +67,10 @@ class Delegating:
         self.delegated[why] += 1
         count("place.delegated")
         return self.original.forward(self, *args, **kwargs)
+
+    def patched(self) -> str | None:
+        """Why its own forward may not stand in for its module's."""
+        return None if self.original.forward is self.forwards[1] else PATCHED
 
     def by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Positional arguments under the names that the original forward gives them."""

@@ -53,6 +53,7 @@ class HFStack(Delegating):
     table: RopeTable
     # What it was placed with:
     rotary: Any
+    turns: type  # the class of `rotary`
     blocks: tuple[Any, ...]  # its layers' classes
     implementation: str  # of attention
     rotary_emb: Any
@@ -96,6 +97,8 @@ class HFStack(Delegating):
     def unable(self, kwargs: dict[str, Any]) -> str | None:
         """Why this call must take the original forward; None when the loop computes the same."""
         config = self.config
+        if why := self.patched():
+            return why
         for name, value in kwargs.items():
             if value is not None and name not in TAKEN and not (name in HARMLESS and value is HARMLESS[name]):
                 return f"{name}={value}" if isinstance(value, bool) else f"{name} was given"
@@ -119,15 +122,20 @@ class HFStack(Delegating):
             return "hooks on the final norm or on every module"
         if not isinstance(self.norm, HFNorm):
             return "the final norm was replaced"
-        if self.rotary_emb is not self.rotary or hooked(self.rotary):
+        kind = type(self.rotary_emb)
+        if (
+            self.rotary_emb is not self.rotary
+            or hooked(self.rotary)
+            or (kind, written(kind)) != (self.turns, as_seen(self.turns))
+        ):
             return "hooks on rotary_emb, or another than when it was placed"
         if len(self.layers) != self.config.num_hidden_layers:
             return "the config counts other layers than there are"
-        forwards = {forward_of(block) for block in self.blocks}
-        for layer in self.layers._modules.values():
-            kind: Any = type(layer)
-            if forward_of(kind) not in forwards:
-                return "a layer was replaced"
+        layers = self.layers._modules.values()
+        if not {written(kind) for kind in set(map(type, layers))} <= set(map(as_seen, self.blocks)):
+            return "a layer was replaced, or its class has another forward than when it was placed"
+        parts: dict[Any, str] = {type(self.norm): "norm"}
+        for layer in layers:
             if hooked(layer, but=getattr(layer, "gathers", ())):
                 return "hooks on a layer"
             for name, part in self.PARTS.items():
@@ -138,16 +146,25 @@ class HFStack(Delegating):
                     return f"hooks on {name}"
                 if isinstance(module, HFMLP) and (why := module.unable()):
                     return why
+                parts[type(module)] = name
+        for kind, name in parts.items():
+            if (kind.forward, kind.original.forward) != kind.forwards:
+                return f"{name} has another class than when it was placed, or its class another forward"
         return None
 
     def fused_kernels(self) -> Kernels:
         return "residual adds in the norms: {}", OPS
 
 
-@cache
-def forward_of(kind: Any) -> Any:
-    """As it was written: FSDP2 gives a layer another class, for which transformers wraps the same forward anew."""
+def written(kind: Any) -> Any:
+    """Its forward as it was written: FSDP2 gives a layer another class, for which transformers wraps the same one anew."""
     return unwrap(kind.forward)
+
+
+@cache
+def as_seen(kind: Any) -> Any:
+    """What `written` said first: when a model with such modules was placed."""
+    return written(kind)
 
 
 def stack(module: Any, _: Any, part: type[HFStack] = HFStack) -> Swap:
@@ -156,10 +173,13 @@ def stack(module: Any, _: Any, part: type[HFStack] = HFStack) -> Swap:
     attributes: dict[str, Any] = {
         "table": RopeTable(HFAngles(module.rotary_emb)),
         "rotary": module.rotary_emb,
+        "turns": type(module.rotary_emb),
         "blocks": tuple({type(layer) for layer in module.layers}),
         "implementation": module.config._attn_implementation,
         "delegated": Counter(),
     }
+    for kind in (attributes["turns"], *attributes["blocks"]):
+        as_seen(kind)
     calls = (("add_rms_norm", tuple(module.norm.weight.shape)),)
     return Swap(part, calls, attributes, refusal=refusal or unswapped(module, part))
 
@@ -214,6 +234,8 @@ class HFCausalLM(Delegating):
         return CausalLMOutputWithPast(loss=loss, logits=None, **rest)
 
     def unable(self, kwargs: dict[str, Any]) -> str | None:
+        if why := self.patched():
+            return why
         keep = kwargs.get("logits_to_keep")
         if keep is not None and not (isinstance(keep, int) and keep == 0):
             return "logits_to_keep was given"

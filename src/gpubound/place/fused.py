@@ -25,6 +25,7 @@ class Fused:
 
     part: type
     original: Any
+    forwards: tuple[Any, Any]  # its own and the original's, when the class was made
     _added: tuple[str, ...]  # the attributes that it got beside its own
 
     def __repr__(self) -> str:  # not by _get_name(), by which Trainer knows whether labels are to be shifted
@@ -40,7 +41,8 @@ def fused_class(part: Any, original: Any) -> Any:
     config.json, and wrapping policies look for it."""
     names = {key: getattr(original, key) for key in ("__module__", "__qualname__", "__doc__")}
     forward = wraps(original.forward)(_copy(part.forward))  # Trainer and generate read the signature
-    return type(original.__name__, (Fused, part, original), {**names, "part": part, "original": original, "forward": forward})
+    forwards = {"forward": forward, "forwards": (forward, original.forward)}
+    return type(original.__name__, (Fused, part, original), {**names, "part": part, "original": original, **forwards})
 
 
 def _copy(function: Any) -> FunctionType:
