@@ -198,13 +198,14 @@ def test_the_ends_that_the_models_files_name(ckpt, tmp_path):
     assert open_saved(tmp_path, CPU).ends == (0, 7, 9)
 
 
-def checkpoint(folder: Path, ckpt: Path, step: int, recipe=None, **average) -> None:
+def checkpoint(folder: Path, ckpt: Path, step: int, recipe=None, where=None, **average) -> None:
     """A checkpoint as a run leaves it, with the model of `ckpt`."""
     model = load_hf(ckpt)
     tensors = {f"model.{name}": t for name, t in model.state_dict().items()} | average
     tensors["model.lm_head.weight"] = tensors["model.lm_head.weight"].clone()
     Tokenizer.load(ckpt).save(folder / "corpus")
     facts = {"recipe": recipe or {"model": str(ckpt), "seq": 32, "data": ["stdlib"], "tokenizer": None}}
+    facts |= {"where": where} if where else {}
     Checkpoints(folder / "checkpoints").save(step, tensors, facts, wait=True)
 
 
@@ -263,6 +264,15 @@ def test_a_checkpoint_whose_first_model_is_gone(ckpt, tmp_path, run, lora):
         f"gpubound generate: {tmp_path / 'checkpoints' / 'step-00000003'}: its run began with the model in there/hf, which is "
         f"not there; put it back, or start this in the folder where the run began.\n"
     )
+
+
+def test_a_checkpoint_whose_first_model_is_where_the_run_was_begun(ckpt, tmp_path, monkeypatch):
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "hf").symlink_to(ckpt)
+    recipe = {"model": "hf", "seq": 32, "data": ["stdlib"], "tokenizer": None}
+    checkpoint(tmp_path, ckpt, 3, recipe=recipe, where=str(tmp_path / "begun"))
+    monkeypatch.chdir(tmp_path)
+    assert open_saved(tmp_path, CPU).folder == tmp_path / "checkpoints" / "step-00000003"
 
 
 def test_of_a_checkpoint_with_an_average_the_average_speaks(ckpt, tmp_path, run):

@@ -67,6 +67,22 @@ def test_options_override_the_file_and_a_run_is_not_begun_twice(config, tmp_path
     )
 
 
+def test_a_run_that_lies_beside_its_config_is_not_begun_anew_elsewhere(config, tmp_path, monkeypatch, capsys):
+    config.write_text(config.read_text().replace(f"out: {tmp_path / 'run'}", "out: run"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "config.yaml", "--steps", "2"]) == 0
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    capsys.readouterr()
+    assert main(["train", "../config.yaml", "--steps", "3", "--resume"]) == 2
+    assert capsys.readouterr().err == (
+        "gpubound train: resume: out: run holds no checkpoint here, and ../run does, where ../config.yaml lies; start this in "
+        ".., or give --out ../run.\n"
+    )
+    assert not list(Path.cwd().iterdir())
+    assert main(["train", "../config.yaml", "--steps", "3", "--resume", "--out", "../run"]) == 0
+
+
 def test_quiet_says_only_what_needs_somebody(config, tmp_path, capsys):
     assert main(["train", str(config), "--quiet", "--json"]) == 0
     said = capsys.readouterr()

@@ -32,6 +32,7 @@ from ..train.adapters import base_of, check_base, kept_state, load_kept_state, m
 from ..train.checkpoint import Checkpoint
 from ..train.making import build_model
 from ..train.objectives import objective_named
+from ..train.places import there
 from ..train.recipe import Recipe
 from ..words import quantity
 from .sources import base_named_in, is_adapter, source_of
@@ -142,7 +143,8 @@ def _foreign(folder: Path, about: dict[str, Any]) -> str | None:
 def _from_checkpoint(found: Checkpoint, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
     """What the run would have exported at that step: the average of its weights if it keeps one."""
     facts, weights = found.facts["recipe"], dict[str, Tensor]()
-    recipe = Recipe(model=facts["model"], seq=facts["seq"], lora=facts.get("lora", {}))
+    model = facts["model"] if is_named(facts["model"]) else there(found, facts["model"])
+    recipe = Recipe(model=model, seq=facts["seq"], lora=facts.get("lora", {}))
     if not is_named(recipe.model) and not Path(recipe.model).is_dir():
         raise DataError(
             f"{found.path}: its run began with the model in {recipe.model}, which is not there; put it back, or start this in "
@@ -154,14 +156,14 @@ def _from_checkpoint(found: Checkpoint, tokenizer: Tokenizer, device: torch.devi
     for part in ("model.", "average."):
         weights |= {name.removeprefix(part): t for name, t in tensors.items() if name.startswith(part)}
     stored = next(t.dtype for name, t in tensors.items() if name.startswith("model."))
-    model = build_model(recipe, tokenizer, device)
+    made = build_model(recipe, tokenizer, device)
     if recipe.adapters is not None:
-        recipe.adapters.add(model)
+        recipe.adapters.add(made)
     first: dict[int, str] = {}
-    for name, tensor in kept_state(model).items():  # an average holds a tied weight under its first name alone
+    for name, tensor in kept_state(made).items():  # an average holds a tied weight under its first name alone
         weights[name] = weights[first.setdefault(tensor.data_ptr(), name)]
-    load_kept_state(model.to(dtype or stored), weights)
-    return model
+    load_kept_state(made.to(dtype or stored), weights)
+    return made
 
 
 def _folder_tokenizer(folder: Path, trust_remote_code: bool) -> Tokenizer:
@@ -181,7 +183,7 @@ def _run_tokenizer(found: Checkpoint) -> Tokenizer:
     """The one that the run was trained with: beside its corpus, or where its recipe says."""
     recipe, run = found.facts["recipe"], found.path.parent.parent
     told = [recipe.get("tokenizer"), recipe["model"], *recipe["data"]]
-    for folder in (run / "corpus", *sorted((run / "corpus").glob("*")), *(Path(name) for name in told if name)):
+    for folder in (run / "corpus", *sorted((run / "corpus").glob("*")), *(Path(there(found, name)) for name in told if name)):
         if folder.name == "tokenizer.json" or (folder / "tokenizer.json").exists():
             return extended(recipe, Tokenizer.load(folder))
     raise ValueError(f"{found.path}: the tokenizer of its run is not in {run / 'corpus'}; give it with --tokenizer FOLDER.")

@@ -94,6 +94,8 @@ def main(argv: Sequence[str]) -> int:
         print(presets())
         return 0
     check_log(options.log)
+    if options.resume and file is not None and options.out == default.out:
+        check_folder(file, options.out)
     recipe, export = options.recipe(), export_folder(options)
     if options.merge and not (export and recipe.lora):
         raise ValueError("merge: it says what --export writes of a run with lora; give both, or leave it out.")
@@ -144,6 +146,20 @@ def main(argv: Sequence[str]) -> int:
     return 1 if outcome.failed else 0
 
 
+def check_folder(file: str, out: str) -> None:
+    """That `out` of a config file is not meant for its own folder: a run that was to go on would begin anew in this one."""
+    here, beside = Path(out), Path(file).parent / out
+    if not _saved(here) and _saved(beside):
+        raise ValueError(
+            f"resume: out: {here} holds no checkpoint here, and {beside} does, where {file} lies; start this in "
+            f"{Path(file).parent}, or give --out {beside}."
+        )
+
+
+def _saved(out: Path) -> bool:
+    return any((out / "checkpoints").glob("step-*"))
+
+
 def exported(run: Run, folder: Path, merge: bool) -> Path:
     with room(folder, f"the run is saved in {run.folder}. Free space, or give another --export; then go on with --resume."):
         return run.export(folder, merge)
@@ -155,7 +171,7 @@ def say_how_to_go_on(typed_in: list[str]) -> None:
 
 def going_on(recipe: Recipe, typed_in: list[str]) -> str | None:
     """The command that goes on with the run; None if it has saved nothing."""
-    return again("train", typed_in) if any(Path(recipe.out, "checkpoints").glob("step-*")) else None
+    return again("train", typed_in) if _saved(Path(recipe.out)) else None
 
 
 def beside_each_other(options: Train, recipe: Recipe, typed_in: list[str]) -> int:

@@ -18,7 +18,7 @@ from torch import nn
 from ..corpus import Corpus, Tokenizer
 from ..device import resolve
 from ..errors import DataError, DeviceError, GraphError
-from ..models.registry import family_of, is_named
+from ..models.registry import family_of
 from ..parallel import ALONE, Ranks
 from ..place import Placement, as_it_is, place
 from ..trace import notice
@@ -28,7 +28,8 @@ from .checkpoint import Checkpoint, Checkpoints
 from .data import Stage, check_data, hold_out, open_data
 from .engine import deals_rows
 from .making import build_model, build_shards, outline
-from .recipe import PHASED, SOURCES, Recipe, check_model
+from .places import WHERE, from_here, leads
+from .recipe import PHASED, Recipe, check_model
 from .run import Run
 
 FREE = (
@@ -55,14 +56,16 @@ def prepare(
     check_shared(recipe, ranks)
     folder, device = Path(recipe.out), resolve(recipe.device)
     checkpoints = Checkpoints(folder / "checkpoints", keep=recipe.keep, keep_every=recipe.keep_every or None, ranks=ranks)
+    found, where = _found(checkpoints, resume), os.getcwd()
+    if found is not None:
+        old = _recipe(found)
+        recipe, where = from_here(recipe, found)
     check_model(recipe.model)
     check_data(recipe)
     if recipe.adapters is not None:
         recipe.adapters.check_model(family_of(recipe.model).outline(recipe.model))
-    found = _found(checkpoints, resume)
     base = base_of(recipe.model) if recipe.adapters else {}
     if found is not None:
-        old = _recipe(found)
         if auto_batch:  # it was tried when the run began
             recipe = replace(recipe, micro_batch=old.micro_batch, accumulate=old.accumulate)
         check_same(found, old, recipe)
@@ -85,7 +88,7 @@ def prepare(
     torch.manual_seed(recipe.seed)
     model, placement = made(recipe, tokenizer, device, ranks)
     chance.part(ranks, recipe.seed)
-    run = Run(recipe, folder, device, tokenizer, stages, model.train(), placement, checkpoints, base, ranks)
+    run = Run(recipe, folder, device, tokenizer, stages, model.train(), placement, checkpoints, base, where, ranks)
     run.enter(found.facts["phase"] if found else 0)
     if found is not None:
         run.restore(found)
@@ -198,7 +201,8 @@ def check_same(found: Checkpoint, old: Recipe, new: Recipe) -> None:
     FREE may change, the number of steps of the phase under way, and everything about phases that have not begun.
     """
     phase, before, after = found.facts["phase"], old.stages(), new.stages()
-    changed = _differences(old, new, {field.name for field in fields(Recipe)} - {*FREE, *PHASED, "phases"})
+    where = found.facts.get(WHERE, "")
+    changed = _differences(old, new, where, {field.name for field in fields(Recipe)} - {*FREE, *PHASED, "phases"})
     for number, (name, own) in enumerate(before[: phase + 1]):
         there = after[number][0] if number < len(after) else None
         if there != name:
@@ -206,7 +210,7 @@ def check_same(found: Checkpoint, old: Recipe, new: Recipe) -> None:
             changed.append(f"phase {number + 1} was {name or 'without a name'}, is {now}")
             break
         keys = set(PHASED) - {*FREE, *(["steps"] if number == phase else [])}
-        changed += [f"phase {name}: {text}" if name else text for text in _differences(own, after[number][1], keys)]
+        changed += [f"phase {name}: {text}" if name else text for text in _differences(own, after[number][1], where, keys)]
     if changed:
         raise ValueError(
             f"resume: the recipe has changed: {'; '.join(changed)}. Give the old values, or begin anew in another --out."
@@ -239,21 +243,21 @@ def _recipe(found: Checkpoint) -> Recipe:
     return Recipe(**read(facts) | {"phases": tuple(map(read, facts.get("phases", ())))})
 
 
-def _differences(old: Recipe, new: Recipe, keys: set[str]) -> list[str]:
+def _differences(old: Recipe, new: Recipe, where: str, keys: set[str]) -> list[str]:
+    """`where`: the folder that the old one's relative paths begin in. A run's folder may have moved with all that is in it, so
+    a path that is written as before is the same."""
     was, will = (json.loads(json.dumps(asdict(recipe))) for recipe in (old, new))
-    meant = [json.loads(json.dumps(asdict(recipe) | _spelled_out(recipe))) for recipe in (old, new)]
-    return [f"{key} was {was[key]!r}, is {will[key]!r}" for key in will if key in keys and meant[0][key] != meant[1][key]]
+    spelled = (asdict(old) | _spelled_out(old) | leads(old, where), asdict(new) | _spelled_out(new) | leads(new))
+    before, after = (json.loads(json.dumps(values)) for values in spelled)
+    changed = (key for key in will if key in keys and was[key] != will[key] and before[key] != after[key])
+    return [f"{key} was {was[key]!r}, is {will[key]!r}" for key in changed]
 
 
 def _spelled_out(recipe: Recipe) -> dict[str, Any]:
-    """The recipe's sections with their defaults filled in, and where its paths lead: who writes that down, or writes a path
-    otherwise, has changed nothing."""
+    """The recipe's sections with their defaults filled in: who writes these down has changed nothing."""
     adapters, objective = recipe.adapters, recipe.new_objective()
     given = fields(objective)  # type: ignore[arg-type]
     return {
-        "data": [name if name in SOURCES else os.path.realpath(name) for name in recipe.data],
-        "model": recipe.model if is_named(recipe.model) else os.path.realpath(recipe.model),
-        "tokenizer": recipe.tokenizer and os.path.realpath(recipe.tokenizer),
         "lora": adapters and asdict(adapters) | {"alpha": adapters.rank if adapters.alpha is None else adapters.alpha},
         "objective": type(objective).__name__,  # which may have two names
         "objective_options": {field.name: getattr(objective, field.name) for field in given if field.init},

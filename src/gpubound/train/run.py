@@ -5,6 +5,7 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from .checkpoint import Checkpoint, Checkpoints, joined
 from .data import Stage
 from .loop import Loop, Record, Stop
 from .objectives import Objective
+from .places import WHERE
 from .price import Price, price_of
 from .recipe import Recipe
 from .recompute import fit_blocks, recompute_blocks
@@ -53,6 +55,7 @@ class Run:
     placement: Placement
     checkpoints: Checkpoints
     base: dict[str, int] = field(default_factory=dict)  # checksums of the frozen model's files
+    where: str = field(default_factory=os.getcwd)  # the folder in which relative paths of its recipe begin
     ranks: Ranks = ALONE  # all of them make every call, and do the same at the same step
     phase: int = 0
     began: int = 0  # the last step before this phase
@@ -252,7 +255,9 @@ class Run:
     def _snapshot(self) -> None:
         tensors = self._state() | joined(random=chance.states(self.ranks, self.device))
         facts = {name: getattr(self, name) for name in ("phase", "began", "over", "evaluations")}
-        facts |= {"recipe": dataclasses.asdict(self.recipe), "feed": self.feed.state_dict(), "base": self.base}
+        facts |= {"recipe": dataclasses.asdict(self.recipe), "feed": self.feed.state_dict(), "base": self.base} | {
+            WHERE: self.where
+        }
         loss = self.evaluations.get(self.done)
         known = loss is not None and math.isfinite(loss)
         score = [-self.phase, loss] if known else None  # the best of a later phase before any of an earlier one
