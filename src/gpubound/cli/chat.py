@@ -18,7 +18,6 @@ from ..decode import FastDecoder
 from ..errors import GpuboundError
 from .saved import HARMLESS, Saved, build, settings_of, stdin_lines
 from .speed import Speed
-from .writer import speed_of
 
 if TYPE_CHECKING:
     from .generate import Generate
@@ -53,7 +52,7 @@ class Chat:
     """What was said, and how the next reply comes about."""
 
     def __init__(self, options: "Generate", saved: Saved, decoder: FastDecoder, settings: dict[str, Any]):
-        self.decoder, self.tokenizer, self.settings, self.speed = decoder, saved.tokenizer, settings, speed_of(options, saved)
+        self.decoder, self.tokenizer, self.settings, self.speed = decoder, saved.tokenizer, settings, Speed(saved.device)
         self.start = [] if options.system is None else [{"role": "system", "content": options.system}]
         self.messages = list(self.start)
         self.quiet, self.live, self.failed = options.json, sys.stdin.isatty(), False
@@ -112,7 +111,7 @@ class Chat:
                 "or give a larger --max-length."
             )
         run = self.decoder.start(ids, **self.settings)
-        mine, written = Speed(self.speed.device, self.speed.at_once), ""
+        mine, written = Speed(self.speed.device), ""
         with mine.counting(), closing(run.play()) as pieces:
             try:
                 for _, piece in pieces:

@@ -22,7 +22,8 @@ from . import arguments
 from .many import check_timeout
 from .prompts import read_prompts
 from .saved import HARMLESS, VERIFY, Saved, check_text
-from .writer import Writer, opened, speed_of
+from .speed import Speed
+from .writer import Writer, opened
 
 STEPS = 1024  # a launch, at most: each is room in a buffer, and a text is shown launch by launch
 
@@ -215,7 +216,7 @@ def check_split(options: Generate) -> None:
 def write(options: Generate, saved: Saved, prompts: list[str]) -> int:
     """Every prompt's sequences, a batch after the other."""
     writer = Writer(options, saved, prompts)
-    speed, found = speed_of(options, saved), []
+    speed, found = Speed(saved.device), []
     for first in range(0, len(prompts), writer.together):
         run = writer.start(first)
         with speed.counting(), closing(run.play()) as pieces:

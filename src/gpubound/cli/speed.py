@@ -24,11 +24,11 @@ FIGURES = (
 class Speed:
     """Sums over one or several generations."""
 
-    def __init__(self, device: torch.device, at_once: int = 1):
-        """`at_once`: how many such devices read a part of the weights each, at the same time."""
-        self.device, self.at_once = device, at_once
+    def __init__(self, device: torch.device):
+        self.device = device
         self.tokens = self.steps = self.bytes_read = 0
-        self.seconds = 0.0
+        self.seconds = self.bytes_of_one = 0.0  # of the bytes, what each of the devices read that did so at once
+        self.at_once = 1  # so many at most
         self.first_token_s: float | None = None  # of the first generation
         self.syncs: int | None = None
         self.uncounted = "no GPU" if device.type == "cpu" else "nothing was generated"
@@ -55,14 +55,18 @@ class Speed:
         needed = min(round(longest / max(found.tokens_a_step, 1)), wanted)
         self.steps += needed
         self.seconds += found.seconds
-        self.bytes_read += found.bytes_read * needed // max(wanted, 1)
+        read = found.bytes_read * needed // max(wanted, 1)
+        self.bytes_read += read
+        self.bytes_of_one += read / found.at_once
+        self.at_once = max(self.at_once, found.at_once)
         if self.first_token_s is None and found.first_token_s:
             self.first_token_s = found.first_token_s
 
     def merge(self, other: "Speed") -> None:
         """Add what another one summed up."""
-        for name in ("tokens", "steps", "seconds", "bytes_read"):
+        for name in ("tokens", "steps", "seconds", "bytes_read", "bytes_of_one"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.at_once = max(self.at_once, other.at_once)
         if self.first_token_s is None:
             self.first_token_s = other.first_token_s
         if other.syncs is not None:
@@ -80,13 +84,16 @@ class Speed:
 
     @property
     def read_bytes_per_s(self) -> float | None:
-        """This machine's, measured once and kept. None where it cannot be measured, which is said."""
+        """A device's, measured once and kept, times those that read at once. None where it cannot be measured, which is
+        said."""
         if self._rate is None:
             try:
                 self._rate = measure.ceilings(self.device, quick=True).read_bytes_per_s
             except MeasureError as error:
                 notice(f"the share of the roofline is left out: {error}")
-        return None if self._rate is None else self._rate * self.at_once
+        if self._rate is None or not self.bytes_of_one:
+            return self._rate
+        return self._rate * self.bytes_read / self.bytes_of_one
 
     @property
     def roofline(self) -> float | None:
@@ -95,7 +102,7 @@ class Speed:
             return None
         if (read := self.bytes_read / self.seconds) <= rate:
             return read / rate
-        share = measure.share(read / self.at_once, "read_bytes_per_s", self.device)
+        share = measure.share(self.bytes_of_one / self.seconds, "read_bytes_per_s", self.device)
         self._rate = None  # it was measured again
         return share
 
@@ -104,8 +111,9 @@ class Speed:
         parts = [f"{self.tokens:,} tokens", f"{self.tokens_per_s:,.1f} tokens/s"]
         share = self.roofline
         if (read := self.bytes_a_step) is not None and (rate := self.read_bytes_per_s):
+            by = f" by {self.at_once} GPUs at once" if self.at_once > 1 else ""
             of = "faster than" if share is None else f"{share:.1%} of"
-            parts.append(f"{of} the roofline ({quantity(read, 'B')} a step / {quantity(rate, 'B/s')} read here)")
+            parts.append(f"{of} the roofline ({quantity(read, 'B')} a step / {quantity(rate, 'B/s')} read here{by})")
         if self.first_token_s is not None:
             parts.append(f"first token after {measure.in_words(self.first_token_s)}")
         parts.append(f"host syncs: {f'not counted ({self.uncounted})' if self.syncs is None else self.syncs}")

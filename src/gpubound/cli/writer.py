@@ -9,7 +9,6 @@ from ..decode.result import Generated
 from ..device import resolve
 from .fill import build as build_sampler, check_kind, fills, settings_of as filling_of
 from .saved import Saved, build, open_saved, settings_of
-from .speed import Speed
 
 if TYPE_CHECKING:
     from .generate import Generate
@@ -68,12 +67,6 @@ def sharing(options: "Generate") -> list[torch.device]:
     if given.type == "cuda" and count > there:
         raise ValueError(f"gpus: got {count}, wanted at most the {there} GPUs that are visible.")
     return [given] * count if given.type == "cpu" else [torch.device("cuda", number) for number in range(count)]
-
-
-def speed_of(options: "Generate", saved: Saved) -> Speed:
-    """What sums up how fast it writes. Slices are read at once, but of a CPU that stands for several devices by one memory."""
-    at_once = len(saved.devices) if options.split == "tensors" and saved.device.type != "cpu" else 1
-    return Speed(saved.device, at_once)
 
 
 def together(options: "Generate") -> int:

@@ -17,6 +17,7 @@ from ..layers.stacked import foreign, site_of
 from ..lora.pairs import adapted_layers
 from ..words import readable
 from .cache import PLAIN, CacheLayout
+from .stages.plan import lanes
 from .weights import weight_format
 
 MEMORY = Path("/proc/meminfo")
@@ -94,7 +95,17 @@ class Body(ABC):
 
     @abstractmethod
     def bytes_a_step(self, live: list[int]) -> int:
-        """What a step cannot do without reading: the weights once, and the keys and values of rows with these lengths."""
+        """What a step of rows that go through together cannot do without reading: the weights once, and the keys and values
+        of rows with these lengths."""
+
+    def lanes(self, rows: int) -> list[range]:
+        """The rows that go through the model together: so often a step reads the weights. Over stages there are several."""
+        return lanes(rows, 1 if self.peers or not self.spans else len(self.spans))
+
+    def readers(self, rows: int) -> int:
+        """How many devices read at the same time, each a part of what is read."""
+        count = len({one.device for one in self.peers or self.spans})  # a CPU may stand for several
+        return max(1, count if self.peers else min(count, len(self.lanes(rows))))
 
     @abstractmethod
     def locate(self, ids: Tensor) -> str:

@@ -196,8 +196,11 @@ class ActiveRequest:
 
     def result(self) -> Generation:
         lengths = [len(s.prompt) + len(s.tokens) // 2 for s in self.sequences]  # of the mean step
-        read = self.decoder.body.bytes_a_step(lengths) + self.decoder.stepper.bytes_a_step(lengths)
+        body = self.decoder.body
+        together = [lengths[lane.start : lane.stop] for lane in body.lanes(len(lengths))]
+        read = sum(map(body.bytes_a_step, together)) + self.decoder.stepper.bytes_a_step(lengths)
         self.found.bytes_read, self.found.wanted = read * self.wanted, self.wanted
+        self.found.at_once = body.readers(len(lengths))
         return self.found
 
 

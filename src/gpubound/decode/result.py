@@ -32,6 +32,7 @@ class Generation:
     row_steps: int = 0  # of them, those that brought a row something, over all rows
     bytes_read: int = 0  # that the wanted steps cannot do without: the roofline's numerator
     wanted: int | None = None  # of the steps, those that a row might need when they were launched; None: all
+    at_once: int = 1  # devices that read at the same time, each a part of these bytes
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -56,8 +57,11 @@ class Generation:
         return self.count / self.seconds if self.seconds else 0.0
 
     def roofline(self, read_bytes_per_s: float) -> float:
-        """The fraction of the time that this machine needs just to read the weights and the live cache once per step."""
-        return self.bytes_read / read_bytes_per_s / self.seconds if self.seconds else 0.0
+        """The fraction of the time that this machine needs just to read the weights and the live cache once per step.
+
+        The rate is that of one device. Where several share the model, those that read at once are counted.
+        """
+        return self.bytes_read / (self.at_once * read_bytes_per_s) / self.seconds if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         figures = "seconds", "first_token_s", "tokens_per_s", "launches", "steps", "tokens_a_step", "bytes_read"

@@ -1,9 +1,12 @@
 """A model in stages, beside the model itself. The CPU stands for each of several devices here; test_gpu.py has two GPUs."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import gpubound as gb
+from gpubound.decode.contract import Body
 from gpubound.decode.stages import graphs
 
 from .. import cases
@@ -47,6 +50,22 @@ def test_settings_stops_and_figures_of_rows_in_lanes():
     found, want = (one.generate(given, **how, stop=stop) for one in (fast, plain))
     assert found.tokens == want.tokens and {s.finish for s in found.sequences} == {"stop token", "length"}
     assert fast.score(given[1])[0] == pytest.approx(plain.score(given[1])[0], abs=1e-4)
+
+
+@pytest.mark.parametrize("devices, rows, at_once", [(2, 1, 1), (2, 3, 2), (4, 3, 3), (4, 9, 4)])
+def test_each_lane_reads_the_weights(devices, rows, at_once):
+    """A device for each lane reads at the same time; the CPU, that stands for several, reads them one after the other."""
+    fast = staged(stages=devices)
+    once, token = fast.body.bytes_a_step([]), fast.body.bytes_a_step([1]) - fast.body.bytes_a_step([])
+    given = cases.prompts(*[5] * min(rows, 4))
+    found = fast.generate(given, max_new_tokens=4)
+    lanes = min(len(given), devices)
+    assert found.bytes_read == 4 * (lanes * once + len(given) * 7 * token) and found.at_once == 1
+    gpus = SimpleNamespace(peers=(), spans=[SimpleNamespace(device=number) for number in range(devices)])
+    gpus.lanes = lambda rows: Body.lanes(gpus, rows)
+    assert Body.readers(gpus, rows) == at_once
+    gpus.peers = gpus.spans  # slices
+    assert Body.readers(gpus, rows) == devices and len(Body.lanes(gpus, rows)) == 1
 
 
 def test_weights_that_change_and_weights_that_move():
