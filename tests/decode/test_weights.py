@@ -118,6 +118,81 @@ def test_an_adapter_added_later_is_refused_until_it_is_gone(fast):
     assert of_decoder(fast) == want
 
 
+def test_a_bias_where_none_was_is_bound_anew(fast, capsys):
+    before = of_decoder(fast)
+    layer = fast.model.model.layers[1].self_attn.o_proj
+    layer.bias = nn.Parameter(torch.linspace(-2, 2, 32))
+    assert of_decoder(fast) == of_model(fast) != before
+    assert capsys.readouterr().err == notice_of("model.layers.1.self_attn.o_proj.bias")
+    layer.bias = None
+    assert of_decoder(fast) == of_model(fast) == before
+    fast.model.lm_head.bias = nn.Parameter(torch.zeros(89))
+    for _ in range(2):
+        assert refusal(fast) == (
+            "decoder: the model has changed since its decoder was built: its head has a bias; build a new one."
+        )
+
+
+def set_eps(model):
+    for module in model.modules():
+        for name in {"eps", "variance_epsilon"} & vars(module).keys():
+            setattr(module, name, 3.0)
+
+
+def set_window(model):
+    model.config.sliding_window = 4
+
+
+NUMBERS = {"eps": ("Llama", set_eps), "eps of our own": ("own", set_eps), "window": ("Mistral", set_window)}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("how", [{}, {"devices": ["cpu", "cpu"]}, {"devices": ["cpu", "cpu"], "split": "tensors"}], ids=str)
+def test_a_number_that_steps_have_taken_is_taken_anew(name, how, capsys):
+    kind, change = NUMBERS[name]
+    fast = gb.decoder(cases.build(kind), 1, cases.ROOM, verify=False, **how)
+    before = of_decoder(fast)
+    capsys.readouterr()
+    change(fast.model)
+    assert of_decoder(fast) == of_model(fast) != before
+    assert " is no longer what it was; bound to the weights as they are now" in capsys.readouterr().err
+    assert of_decoder(fast) == of_model(fast) and capsys.readouterr().err == ""
+
+
+def test_what_no_step_reads_changes_nothing(fast, capsys):
+    of_decoder(fast)
+    bound = fast.body.taken
+    for module in fast.model.modules():
+        module.gradient_checkpointing, module.note = False, "mine"
+    fast.model.model.layers[0].note = "another"
+    if hasattr(fast.model.config, "use_cache"):
+        fast.model.config.use_cache = False
+    of_decoder(fast)
+    assert fast.body.taken == bound and capsys.readouterr().err == ""
+
+
+def test_a_number_of_all_layers_is_refused_until_it_is_back():
+    fast = gb.decoder(cases.build("Llama"), 1, cases.ROOM, verify=False)
+    before = of_decoder(fast)
+    attention = fast.model.model.layers[0].self_attn
+    scaling, attention.scaling = attention.scaling, 1.0
+    for _ in range(2):
+        assert refusal(fast) == (
+            f"decoder: the model has changed since its decoder was built: its scale was {scaling}, is 1.0; build a new one."
+        )
+    attention.scaling = scaling
+    assert of_decoder(fast) == before
+
+
+def test_a_models_own_forward_is_captured_again_where_it_may_have_read_another_number(capsys):
+    fast = gb.decoder(cases.build("Llama"), 1, cases.ROOM, fused=False, verify=False)
+    before = of_decoder(fast)
+    capsys.readouterr()
+    set_eps(fast.model)
+    assert of_decoder(fast) == of_model(fast) != before
+    assert " is no longer what it was; " in capsys.readouterr().err
+
+
 HOW = [{"weights": "int8"}, {"devices": ["cpu", "cpu"]}, {"devices": ["cpu", "cpu"], "split": "tensors"}]
 
 

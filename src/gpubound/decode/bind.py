@@ -8,6 +8,7 @@ optimizer's step, a load in place, a merge is seen by the next launch. What puts
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from logging import WARNING
 from typing import Any
 
@@ -26,6 +27,7 @@ from ..models.decoding import Reader, linear_of, weight_of
 from ..models.registry import decoded, reader_of, role_of
 from ..trace import notice
 from .contract import Watched, model_tensors
+from .numbers import numbers
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -50,6 +52,12 @@ class BoundModel:
             raise GenerateError("decoder: layers lie on other devices than when their decoder was built; build a new one.")
         embed = weight_of(found.trunk.embed_tokens)
         was, now = (self.shape, self.dtype, self.device), (found.shape(), embed.dtype, embed.device)
+        for name, before, after in ((f.name, getattr(was[0], f.name), getattr(now[0], f.name)) for f in fields(was[0])):
+            if before != after and name != "vocab":
+                raise GenerateError(
+                    f"decoder: the model has changed since its decoder was built: its {name} was {before}, is {after}; build a "
+                    f"new one."
+                )
         if now != was:
             raise GenerateError(
                 f"decoder: the weights are now {now[1]} on {now[2]} with {now[0].vocab} words, the decoder was built for "
@@ -77,6 +85,12 @@ class BoundModel:
     def moved(self) -> str | None:
         """The name of the first weight that is another tensor than when it was bound, or lies elsewhere; None if all stayed."""
         return self._watched.moved()
+
+    def numbers(self) -> Any:
+        """What is read of the model now, without its tensors."""
+        reader = self.reader
+        why = reader.refusal(self.max_length)
+        return why or (reader.shape(), numbers(reader.layers()), [angles.stamp() for angles in reader.angles()])
 
     def bytes_read(self) -> int:
         """Of weights, once each, in one step: all but the embedding, of which a step reads single rows, and the experts."""

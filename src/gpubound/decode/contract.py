@@ -93,6 +93,11 @@ class Body(ABC):
     def rebind(self) -> None:
         """Take the weights as they are now."""
 
+    def numbers(self) -> Any:
+        """What a step takes from the model beside tensors, as it is now (numbers.py). None: its graphs hold the model's own
+        forward, which may read anything."""
+        return None
+
     @abstractmethod
     def bytes_a_step(self, live: list[int]) -> int:
         """What a step of rows that go through together cannot do without reading: the weights once, and the keys and values
@@ -192,12 +197,19 @@ def model_tensors(model: nn.Module, *kinds: str) -> Iterator[ModelTensor]:
 class Watched:
     """Graphs hold addresses: a model's tensors of these kinds may change in value, but neither be replaced nor move.
 
-    Nor may a weight get or lose an adapter, or a projection of another library's change what it adds: graphs hold their
-    products, too.
+    Nor may one stand where none was, such as a bias, or a weight get or lose an adapter, or a projection of another library's
+    change what it adds: graphs hold their products, too.
     """
 
     def __init__(self, model: nn.Module, *kinds: str) -> None:
         self._found = list(model_tensors(model, *kinds))
+        self._empty = [
+            (f"{name}.{key}", holder, key)
+            for name, module in model.named_modules()
+            for holder in (getattr(module, kind) for kind in kinds)
+            for key, tensor in holder.items()
+            if tensor is None
+        ]
         tensors = [one.tensor for one in self._found]
         self._addresses = [tensor.data_ptr() for tensor in tensors]
         self._adapters = [adapters_of(tensor) for tensor in tensors]
@@ -213,6 +225,8 @@ class Watched:
         if (name := next((name for name, layer, added in self._sites if site_of(layer).added != added), None)) is not None:
             return name
         if (name := next((name for name, own, adding in self._own if own.adding != adding), None)) is not None:
+            return name
+        if (name := next((name for name, holder, key in self._empty if holder.get(key) is not None), None)) is not None:
             return name
         if self._same_addresses():
             return None

@@ -33,6 +33,7 @@ from .contract import Body, Build, ModuleTree
 from .fused import FusedBody
 from .judge import Accuracy, accuracy
 from .loop import ActiveRequest
+from .numbers import PlainValues
 from .own_model import OwnBody
 from .request import Request, check_options, check_prompts, make_request, pad, read_prompts
 from .result import Generation
@@ -69,6 +70,7 @@ class FastDecoder(Uncopied):
             "thread.",
         )
         self._modules, self._taken = ModuleTree(model), self.body.taken
+        self._read_values()
         self._unbound: str | None = None  # what has moved, until the weights are bound anew
         if verify:
             self.certificate = certify(self, quick=verify == "quick")
@@ -189,16 +191,31 @@ class FastDecoder(Uncopied):
 
         What is refused then, or breaks off, is no longer told as moved: each request tries again until it is bound.
         """
-        if name := self._unbound or self._modules.replaced() or self.moved():
-            self._unbound = name
+        if changed := self._unbound or self._changed():
+            self._unbound = changed
             self.body.rebind()
             self.stepper.rebind()
             self.graphs.clear()
             self._modules, self._taken, self._unbound = ModuleTree(self.model), self.body.taken, None
-            notice(f"decoder: {name} is no longer where it was; bound to the weights as they are now, graphs captured again")
+            self._read_values()
+            notice(f"decoder: {changed}; bound to the weights as they are now, graphs captured again")
         if self.body.taken != self._taken:  # the caller has called `rebind`
             self.graphs.clear()
             self._taken = self.body.taken
+
+    def _read_values(self) -> None:
+        self._numbers = self.body.numbers()
+        self._values = PlainValues(self.model, some=self._numbers is None)
+
+    def _changed(self) -> str | None:
+        """What is no longer as the steps took it from the model."""
+        if name := self._modules.replaced() or self.moved():
+            return f"{name} is no longer where it was"
+        if (name := self._values.changed()) is None:
+            return None
+        before = self._numbers
+        self._read_values()
+        return f"{name} is no longer what it was" if before is None or self._numbers != before else None
 
     def bucket(self, rows: int) -> int:
         """The rows that are launched for so many: the next power of two, so that few graphs serve all batches."""

@@ -249,6 +249,9 @@ class FusedBody(Body):
     def moved(self) -> str | None:
         return self.live.moved() or self.form.changed()
 
+    def numbers(self) -> Any:
+        return self.live.numbers()
+
     def rebind(self) -> None:
         self.live.refresh()
         for span in self.spans:

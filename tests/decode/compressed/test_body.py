@@ -150,6 +150,54 @@ def test_weights_are_read_live_and_one_that_moved_is_bound_anew():
         assert (torch.tensor(before) - own).abs().max() > 1e-2
 
 
+def of_gates(model):
+    for layer in model.model.layers:
+        layer.mlp.gate.routed_scaling_factor = 6.0
+
+
+def of_norm(model):
+    model.model.layers[1].input_layernorm.variance_epsilon = 3.0
+
+
+def of_window(model):
+    model.config.sliding_window = 5
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = 5
+
+
+def of_index(model):
+    model.model.layers[2].self_attn.compressor.indexer.index_topk = 1
+
+
+def of_bias(model):
+    layer = model.model.layers[1].self_attn.q_a_proj
+    layer.bias = torch.nn.Parameter(torch.linspace(-2, 2, layer.out_features))
+
+
+@pytest.mark.parametrize("change", [of_gates, of_norm, of_window, of_index, of_bias])
+@pytest.mark.parametrize("how", [{}, {"devices": ["cpu", "cpu"], "split": "tensors"}], ids=str)
+def test_what_is_set_on_its_modules_later_is_taken_anew(change, how):
+    model, ids = build(), text(40).tolist()
+    fast = gb.decoder(model, 1, ROOM, verify=False, **how)
+    before = fast.score(ids)[0]
+    change(model)
+    own = own_logits(model, torch.tensor(ids))[:-1].log_softmax(-1).gather(-1, torch.tensor(ids)[1:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(fast.score(ids)[0]), own, rtol=0, atol=1e-4)
+    assert (torch.tensor(before) - own).abs().max() > 1e-2
+
+
+def test_experts_and_the_shared_one_with_other_limits_are_refused():
+    model = build()
+    fast = gb.decoder(model, 1, ROOM, verify=False)
+    model.model.layers[1].mlp.experts.limit = 0.25
+    with pytest.raises(gb.GenerateError) as error:
+        fast.score(text(9).tolist())
+    assert str(error.value) == (
+        "decoder: the model has changed since its decoder was built: model.layers.1.mlp: its experts are held within 0.25, and "
+        "the one that all share within 0.5; build a new one."
+    )
+
+
 def test_more_rows_than_read_their_experts_one_by_one():
     """Nine tokens a step are sorted by their experts."""
     body, ids = body_of(rows=9), text(60)

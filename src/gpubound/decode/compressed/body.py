@@ -10,6 +10,7 @@ Legend: B rows, T tokens, N = B T, n streams.
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from math import lcm
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from ...models.registry import reader_of
 from ..bind import DTYPES, closed_projection, unadded
 from ..contract import Body, Build, Watched, check_room
 from ..fused import PARTIAL_ROWS
+from ..numbers import numbers
 from ..stages.plan import LayerStage, described
 from .attention import LatentAttention
 from .ends import Ends, ends_of
@@ -156,6 +158,10 @@ class CompressedBody(Body):
 
     def moved(self) -> str | None:
         return self.watched.moved()
+
+    def numbers(self) -> Any:
+        why = refusal(self.reader, self.max_length)
+        return why or (numbers(self.reader.layers()), numbers(self.reader.collapse()))
 
     def refusal(self, reader: CompressedReader) -> str | None:
         """Why it does not compute the model as it is now."""

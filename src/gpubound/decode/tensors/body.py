@@ -251,6 +251,9 @@ class SlicedBody(Body):
     def moved(self) -> str | None:
         return self.live.moved() or self._versions.changed()
 
+    def numbers(self) -> Any:
+        return self.live.numbers()
+
     def rebind(self) -> None:
         live = self.live
         live.refresh()

@@ -47,6 +47,10 @@ class CompressedReader(Reader):
                     return f"model.layers.{number}.{name}: {type(module).__name__}, not the family's own"
                 if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
                     return f"model.layers.{number}.{name}: it carries hooks or another forward"
+            limit, shared = block.mlp.experts.limit, getattr(block.mlp.shared_experts, "limit", None)
+            if shared not in (None, limit):
+                held = f"its experts are held within {limit}, and the one that all share within {shared}"
+                return f"model.layers.{number}.mlp: {held}"
         return None
 
     @staticmethod
