@@ -6,12 +6,13 @@ final norm.
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..device import constant
 from ..trace import fallback
 from .attention import Rope
 from .norm import RMSNorm
@@ -75,7 +76,27 @@ def mixed(part: Any, *inputs: Any) -> Tensor:
 def heard(module: Any) -> bool:
     """Whether it must be called, for hooks on it or another forward to run: others than sharders' and ours, which the loop
     stands in for."""
+    kind: Any = type(module)
+    if outdone(kind):
+        return True
     return hooked(module, but=getattr(module, "gathers", ())) and not getattr(module, "apart", False)
+
+
+@constant
+def outdone(kind: Any) -> bool:
+    """Whether somebody's class below one of ours has a forward of its own, and not what the loop calls instead. What placing
+    makes of others' modules stands for their forward."""
+    return _outdone(kind)
+
+
+@cache
+def _outdone(kind: Any) -> bool:
+    if hasattr(kind, "forwards"):
+        return False
+    at = next(i for i, base in enumerate(kind.__mro__) if "forward" in vars(base))
+    own, below = kind.__mro__[at], kind.__mro__[at + 1 :]
+    theirs = not own.__module__.startswith("gpubound.") and not {"mix", "add"} & vars(own).keys()
+    return theirs and any(base.__module__.startswith("gpubound.") for base in below)
 
 
 def added(x: Tensor, pending: Tensor | None) -> Tensor:
