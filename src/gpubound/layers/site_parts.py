@@ -7,8 +7,9 @@ Legend: N tokens, O outputs (a weight's rows), K inputs (its columns).
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -95,6 +96,7 @@ class Adapter:
     """
 
     parameters: Sequence[Tensor] = ()
+    of_layer = False  # whether a layer's own adapters hung it, which hang anew where another layer's weight takes their place
 
     @property
     def identity(self) -> tuple:
@@ -151,7 +153,7 @@ def shape_of(weight: Tensor) -> tuple[int, ...]:
     return format_of(weight).shape(weight)
 
 
-def adapters_of(weight: Tensor) -> Sequence[Adapter]:
+def adapters_of(weight: Tensor) -> tuple[Adapter, ...]:
     record = record_of(weight)
     return () if record is None else record.adapters
 
@@ -159,6 +161,20 @@ def adapters_of(weight: Tensor) -> Sequence[Adapter]:
 def adapted(weight: Tensor) -> bool:
     """Whether something is added to this weight's products, so that no form may pass them by."""
     return len(adapters_of(weight)) > 0
+
+
+ADAPTERS = "lora"  # what an adapted layer calls its adapters, a child of its own (lora/pairs.py)
+
+
+def weight_of(layer: Any) -> Any:
+    """The layer's weight, whose record has the layer's adapters: where another one was put in its place, they follow."""
+    weight = layer._parameters.get("weight")
+    if weight is None:  # a hook or a parametrization computes it
+        weight = layer.weight
+    adapters = layer._modules.get(ADAPTERS) if layer._modules else None
+    if adapters is not None and hasattr(adapters, "follow") and not torch.compiler.is_compiling():
+        adapters.follow(weight)
+    return weight
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -22,7 +22,7 @@ from ..kernels.accumulate import join_rows
 from ..trace import fallback
 from .linear_site import linear, multiply
 from .overlap import any_over, movers
-from .site_parts import AS_IT_IS, Adapter, Joined, adapted, format_of
+from .site_parts import AS_IT_IS, Adapter, Joined, adapted, format_of, weight_of
 
 Kernels = tuple[str, tuple[str, ...]]
 """what a module runs, in words for a table, and the ops that its {} stands for"""
@@ -35,7 +35,7 @@ def plain(layer: Any) -> bool:
 
 def bare(layer: Any) -> bool:
     """True when the weight alone says what `layer` does: it is plain and holds numbers, and no adapter adds to its products."""
-    return plain(layer) and not adapted(weight := layer._parameters["weight"]) and not format_of(weight).coded
+    return plain(layer) and not adapted(weight := weight_of(layer)) and not format_of(weight).coded
 
 
 def hooked(module: Any, but: Container = ()) -> bool:
@@ -67,7 +67,7 @@ READERS: dict[tuple[str, str], Callable[[Any], LinearSite]] = {}
 
 def site_of(layer: Any) -> LinearSite:
     if plain(layer):
-        return LinearSite(layer._parameters["weight"], layer._parameters["bias"])
+        return LinearSite(weight_of(layer), layer._parameters["bias"])
     read = _reader(layer)
     return LinearSite(why=describe(layer)) if read is None else read(layer)
 
@@ -147,7 +147,7 @@ class Stacked:
 def run_linear(layer: Any, x: Tensor) -> Tensor:
     """layer(x), by what its weight's record says where calling it does nothing else."""
     if plain(layer):
-        return linear(x, layer._parameters["weight"], layer._parameters["bias"])
+        return linear(x, weight_of(layer), layer._parameters["bias"])
     read = _reader(layer)
     if read is None or torch.compiler.is_compiling():  # the compiler sees through what the other library wrote
         return layer(x)
@@ -247,7 +247,7 @@ def _has_parts(weight: Tensor) -> bool:
 
 
 def _by_record(layer: Any, input: Tensor) -> Tensor:
-    return linear(input, layer.weight, layer.bias)
+    return linear(input, weight_of(layer), layer.bias)
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:

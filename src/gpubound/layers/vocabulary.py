@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..kernels import cross_entropy, linear_cross_entropy
 from ..kernels.accumulate import deliver_rows, main_gradient
 from ..kernels.choose import transformed
-from .site_parts import adapted
+from .site_parts import adapted, weight_of
 from .stacked import Kernels, hooked
 
 # Relative error allowed between two runs of the same model: two roundings to the dtype, and tf32 products.
@@ -112,7 +112,7 @@ def lm_loss(
 def plain_head(head: Any) -> bool:
     """Whether calling it does its weight's product alone, without a bias."""
     plain = type(head) in (LMLoss, nn.Linear) and not hooked(head) and head.bias is None
-    return plain and type(head._parameters.get("weight")) is nn.Parameter and not adapted(head.weight)
+    return plain and type(head._parameters.get("weight")) is nn.Parameter and not adapted(weight_of(head))
 
 
 def logits_loss(logits: Tensor, labels: Tensor, total: Tensor | float | None = None, ignore_index: int = -100) -> Tensor:
@@ -134,7 +134,7 @@ def why_whole(head: nn.Module, logits: Callable[[], Tensor], hidden: Callable[[]
     The head's weights have no say in it: they may be zero, or so small that a cap on the logits does not show. Does it read
     the hidden states, and is what it gives, known and large for this once, what the model gives?
     """
-    if isinstance(head, nn.Linear) and adapted(head.weight):
+    if isinstance(head, nn.Linear) and adapted(weight_of(head)):
         return "its head carries a low-rank adapter"
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
         kind = f"{type(head).__module__.split('.')[0]}.{type(head).__name__}"

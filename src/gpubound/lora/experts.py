@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from ..kernels.accumulate import widened
 from ..kernels.grouped_linear import by_group
+from ..layers.site_parts import ADAPTERS
 from .pair import Pair
-from .pairs import CHILD, ForwardAdapters
+from .pairs import ForwardAdapters
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 ALIGN = 8  # numbers: grouped products of 16 bits want rows that begin at multiples of 16 bytes
@@ -144,7 +145,7 @@ class ExpertAdapters(ForwardAdapters):
 
 
 def _child(name: str) -> str:
-    return f"{name}_{CHILD}"
+    return f"{name}_{ADAPTERS}"
 
 
 def _gated(experts: Any, gate_up: Tensor) -> Tensor:

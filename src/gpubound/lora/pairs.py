@@ -12,12 +12,10 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ..kernels.record import drop_record, made_record, seen
-from ..layers.site_parts import Adapter
+from ..layers.site_parts import ADAPTERS, Adapter, adapters_of
 from ..layers.stacked import as_torch_has_it
 from .pair import Pair
 from .per_row import PerRow
-
-CHILD = "lora"  # what an adapted layer calls its adapters
 
 
 class _Before:
@@ -41,6 +39,8 @@ class Adapters(nn.ModuleDict):
     _layer: tuple[nn.Module]
     _weight: nn.Parameter
     _hung: tuple[Adapter, ...]
+    _left: tuple[Adapter, ...]  # all that the record had then
+    _made_of: list[tuple[dict[str, Any], str, Tensor]]  # where what is hung had its parameters from
     routing: Any  # which rows have which of them (rows.py); None: all that are on are added to all rows
     _before: _Before
     written: int  # the weight's version since an adapter was merged into it: merge.py
@@ -48,7 +48,9 @@ class Adapters(nn.ModuleDict):
     def __init__(self, layer: Any):
         super().__init__()
         # not as nn.Module sets attributes, which would register them: the layer is this module's parent
-        self.__dict__.update(_layer=(layer,), _weight=layer.weight, _hung=(), _before=_Before(), written=0, routing=None)
+        self.__dict__.update(
+            _layer=(layer,), _weight=layer.weight, _hung=(), _left=(), _made_of=[], _before=_Before(), written=0, routing=None
+        )
         self.register_load_state_dict_post_hook(_reload)
 
     @property
@@ -71,15 +73,15 @@ class Adapters(nn.ModuleDict):
     @classmethod
     def of(cls, layer: Any) -> "Adapters | None":
         """Those that `layer` has."""
-        there = layer._modules.get(CHILD)
+        there = layer._modules.get(ADAPTERS)
         return there if isinstance(there, Adapters) else None
 
     def enter(self) -> None:
         """Become a part of the layer."""
-        self.layer.add_module(CHILD, self)
+        self.layer.add_module(ADAPTERS, self)
 
     def leave(self) -> None:
-        del self.layer._modules[CHILD]
+        del self.layer._modules[ADAPTERS]
 
     @classmethod
     def layer_name(cls, path: str) -> str:
@@ -102,9 +104,13 @@ class Adapters(nn.ModuleDict):
 
     def hang(self) -> None:
         record = made_record(self._weight)
-        others = tuple(adapter for adapter in record.adapters if adapter not in self._hung)
-        self.__dict__["_hung"] = tuple(self._parts())
-        record.adapters = (*others, *self._hung)
+        others = tuple(adapter for adapter in record.adapters if not adapter.of_layer)
+        there = [(own._parameters, name, p) for own in self.on() for name, p in own._parameters.items()]
+        hung = tuple(self._parts())
+        for part in hung:
+            part.of_layer = True
+        record.adapters = (*others, *hung)
+        self.__dict__.update(_hung=hung, _left=record.adapters, _made_of=there)
         drop_record(self._weight)
 
     def _parts(self) -> Iterator[Adapter]:
@@ -137,8 +143,20 @@ class Adapters(nn.ModuleDict):
 
     def hang_anew(self) -> None:
         """The layer has another Parameter than the one whose record knows the adapters."""
+        self._hang_on(self.layer.weight)
+
+    def follow(self, weight: Tensor) -> None:
+        """Before a product of the layer by `weight`: hang on it, and be made of the parameters that are here now.
+
+        Both may be others since: `to_empty` makes new ones, torch.func and FSDP lend some for a call, a hook computes some.
+        A weight that two layers have come to share has the adapters of the one that is called.
+        """
+        if adapters_of(weight) is not self._left or any(own[name] is not p for own, name, p in self._made_of):
+            self._hang_on(weight)
+
+    def _hang_on(self, weight: Any) -> None:
         self.unhang()
-        self.__dict__.update(_weight=self.layer.weight, _hung=())
+        self.__dict__.update(_weight=weight, _hung=())
         self.hang()
 
     @property
@@ -149,7 +167,7 @@ class Adapters(nn.ModuleDict):
         self._before.weight = unmerged
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_hung": ()}
+        return {**self.__dict__, "_hung": (), "_left": (), "_made_of": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy's weight has no record yet."""
@@ -188,7 +206,7 @@ class ForwardAdapters(Adapters):
 
 
 def on(layer: Any) -> list[Pair]:
-    return layer._modules[CHILD].on()
+    return layer._modules[ADAPTERS].on()
 
 
 def _reload(adapters: Any, keys: Any) -> None:
