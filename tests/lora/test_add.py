@@ -240,6 +240,22 @@ def test_one_of_two_is_switched_off():
     assert torch.equal(model(tokens()).logits, both)
 
 
+@pytest.mark.parametrize("silent", [gb.lora.disable, gb.lora.merge])
+@pytest.mark.parametrize("placed", [False, True])
+def test_one_that_is_off_or_merged_adds_again_after_others_were_removed(placed, silent):
+    model = tiny()
+    if placed:
+        place(model)
+    adapted(model, name="stays", targets=["q_proj", "o_proj"])
+    want = model(tokens()).logits
+    adapted(model, name="goes")
+    silent(model, "stays")
+    gb.lora.remove(model, "goes")
+    gb.lora.unmerge(model)
+    gb.lora.enable(model)
+    torch.testing.assert_close(model(tokens()).logits, want)
+
+
 def test_removed_without_a_trace():
     model = tiny()
     names, want = list(model.state_dict()), model(tokens()).logits

@@ -22,7 +22,7 @@ from ..kernels.accumulate import join_rows
 from ..trace import fallback
 from .linear_site import linear, multiply
 from .overlap import any_over, movers
-from .site_parts import AS_IT_IS, Adapter, Joined, adapted, format_of, weight_of
+from .site_parts import ADAPTERS, AS_IT_IS, Adapter, Joined, adapted, format_of, weight_of
 
 Kernels = tuple[str, tuple[str, ...]]
 """what a module runs, in words for a table, and the ops that its {} stands for"""
@@ -216,8 +216,8 @@ def multiply_by_records(model: nn.Module, everywhere: bool = False) -> Callable[
     """Let plain linear layers look at their weight's record, of which F.linear knows nothing.
 
     Those of our own modules do so without it. `everywhere`: those, too, for what calls them one by one, such as the forward
-    that a swapped module had before. Returns what undoes it, once no format or adapter is left there: several may have asked
-    for the same layer.
+    that a swapped module had before. Returns what undoes it, once no format or adapter is left there, not even one that is
+    off: several may have asked for the same layer.
     """
     stacks = () if everywhere else [module for module in model.modules() if hasattr(module, "stacked")]
     ours = {id(child) for module in stacks for child in module.children()}
@@ -231,7 +231,7 @@ def multiply_by_records(model: nn.Module, everywhere: bool = False) -> Callable[
 
     def undo() -> None:
         for module in changed:
-            if not _has_parts(module.weight):
+            if not _has_parts(module.weight) and ADAPTERS not in module._modules:
                 vars(module).pop("forward", None)
 
     return undo
