@@ -189,7 +189,7 @@ def test_prompts_that_nobody_answers_are_named_and_answered_later(ckpt, run, mon
     ("options", "sentence"),
     [
         (("--json",), "json: --gpus and --output write a line of JSON for each sequence; leave --json out."),
-        (("--timeout", "nan"), "timeout: got nan minutes, wanted more than 0; 10 is the default."),
+        (("--timeout", "nan"), "timeout: got nan minutes, wanted more than 0 and at most 525,600, a year; 10 is the default."),
         (("--device", "cuda:1"), "gpus: got 2 and --device cuda:1, a single one; leave --device out."),
     ],
 )

@@ -38,7 +38,18 @@ pytestmark, collected = agent.LEAVES_FILES, agent.collected  # the second is a f
         ({"gpus": 2}, "cuda:1", {}, "gpus: got device 'cuda:1', too, which is one GPU; leave --device out."),
         ({"restarts": 3}, "auto", {}, "restarts: they are for a run on several GPUs; give --gpus, too."),
         ({"gpus": 2, "restarts": -1}, "cpu", {}, "restarts: got -1, wanted 0 or more."),
-        ({"timeout": 0}, "cpu", {}, "timeout: got 0 minutes, wanted more than 0; 10 is the default."),
+        (
+            {"timeout": 0},
+            "cpu",
+            {},
+            "timeout: got 0 minutes, wanted more than 0 and at most 525,600, a year; 10 is the default.",
+        ),
+        (
+            {"timeout": float("inf")},
+            "cpu",
+            {},
+            "timeout: got inf minutes, wanted more than 0 and at most 525,600, a year; 10 is the default.",
+        ),
         (
             {"gpus": 2}, "auto", {"TORCHELASTIC_RUN_ID": "none"},
             "gpus: torchrun started this process, and --gpus would start others; give --nproc-per-node to torchrun.",

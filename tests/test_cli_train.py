@@ -15,6 +15,7 @@ from gpubound import device as facts
 from gpubound.cli import main
 from gpubound.cli.train import from_file, presets
 from gpubound.corpus import Corpus
+from gpubound.errors import RankError
 from gpubound.files import LOCK, locked
 from gpubound.models.llama import training as llama
 from gpubound.models.llama.training import PRESETS
@@ -322,8 +323,15 @@ def test_export_onto_a_file_is_refused_before_training(config, tmp_path, capsys)
             "{run}/hf: no space is left on its disk; the run is saved in {run}. "
             "Free space, or give another --export; then go on with --resume.",
         ),
+        (
+            llama,
+            "save",
+            RankError("rank 0: Error while serializing: I/O error: No space left (os error 28)"),
+            "{run}/hf: no space is left on its disk; the run is saved in {run}. "
+            "Free space, or give another --export; then go on with --resume.",
+        ),
     ],
-    ids=["corpus", "export"],
+    ids=["corpus", "export", "export on several ranks"],
 )
 def test_a_full_disk_before_and_after_training(config, tmp_path, monkeypatch, capsys, owner, name, error, said):
     def full(*arguments, **options):

@@ -16,9 +16,9 @@ from tests.parallel import agent
 pytestmark, collected = agent.LEAVES_FILES, agent.collected  # the second is a fixture
 
 
-def note(rank, said, kind, code):
+def note(rank, said, kind, code, trace=""):
     """What a rank that fails does."""
-    about = {"timestamp": "1", "py_callstack": "", "rank": rank, "kind": kind, "code": code, "when": 1.5}
+    about = {"timestamp": "1", "py_callstack": trace, "rank": rank, "kind": kind, "code": code, "when": 1.5}
     left = json.dumps({"message": {"message": said, "extraInfo": about}})
     return f"printf %s {shlex.quote(left)} > $TORCHELASTIC_ERROR_FILE; exit {code}"
 
@@ -38,6 +38,12 @@ def test_a_killed_rank_is_named_with_its_signal_and_its_log_and_ends_the_others(
 def test_a_rank_that_raised_is_the_failure_and_not_those_that_waited_for_it(tmp_path):
     end = launched(tmp_path, note(0, "rank 0 waited", "bereft", 1), note(1, "data: got nothing", REFUSED, 2), restarts=3)
     assert (end.code, end.failure.sentence) == (2, "rank 1: data: got nothing")
+
+
+def test_a_log_that_cannot_be_written_does_not_hide_the_failure(tmp_path):
+    """The disk may be full, and that the failure. Here the folder of the logs is gone."""
+    end = launched(tmp_path, f"rm -r {tmp_path}/ranks; {note(0, 'out: no space', REFUSED, 2, 'the trace')}", "sleep 60")
+    assert (end.code, end.failure.sentence, end.log) == (2, "out: no space", None)
 
 
 def test_what_another_attempt_cannot_mend_is_not_tried_again(tmp_path):

@@ -21,9 +21,14 @@ from ..parallel.failing import AGAIN, INTERRUPTED, UNSOUND, Failure, failure_of,
 PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when the one that started it has ended
 
 
+YEAR = 525_600  # minutes; torch's own waits overflow at much longer ones
+
+
 def check_timeout(minutes: float) -> None:
-    if not minutes > 0:
-        raise ValueError(f"timeout: got {minutes:g} minutes, wanted more than 0; 10 is the default.")
+    if not 0 < minutes <= YEAR:
+        raise ValueError(
+            f"timeout: got {minutes:g} minutes, wanted more than 0 and at most {YEAR:,}, a year; 10 is the default."
+        )
 
 
 @dataclass(frozen=True)

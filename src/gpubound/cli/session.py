@@ -19,7 +19,7 @@ from ..device import label
 from ..doctor.finding import Verdict
 from ..doctor.live import of_run
 from ..doctor.report.terminal import brief
-from ..errors import DataError, MeasureError
+from ..errors import DataError, MeasureError, RankError
 from ..files import locked
 from ..layers.frozen import numbers_of
 from ..models.registry import family_of
@@ -76,8 +76,9 @@ def room(place: str | Path, advice: str) -> Iterator[None]:
     """Inside, `place` is written to. Where its disk is full, one sentence says so, with `advice` behind it."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        if getattr(error, "errno", None) != ENOSPC and f"os error {ENOSPC}" not in str(error):
+    except (OSError, SafetensorError, RankError) as error:  # the last: where another rank, or this one, wrote for all
+        signs = f"os error {ENOSPC}", f"[Errno {ENOSPC}]"
+        if getattr(error, "errno", None) != ENOSPC and not any(sign in str(error) for sign in signs):
             raise
         raise DataError(f"{place}: no space is left on its disk; {advice}") from error
 

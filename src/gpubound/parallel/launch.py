@@ -80,7 +80,8 @@ def _end(failure: Failure, agent: "_Agent", logs: Path) -> End:
         return End(INTERRUPTED)
     log = logs / _name(failure.rank, agent.attempt)
     if failure.rank == 0 and failure.trace:
-        log.write_text(failure.trace, encoding="utf-8")
+        with suppress(OSError):  # a full disk, perhaps the failure itself: its sentence is said all the same
+            log.write_text(failure.trace, encoding="utf-8")
     return End(failure.code, failure, log if log.exists() and log.stat().st_size else None)
 
 
