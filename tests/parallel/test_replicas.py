@@ -1,5 +1,7 @@
 """Ranks that each hold all weights take the steps that one process takes with all of their micro-batches."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 import gpubound as gb
 from gpubound.errors import RankError
 from gpubound.parallel import ALONE, join, reduction
+from gpubound.train import Muon
 from gpubound.train.replicas import assert_alike
 from tests.parallel.processes import RankFailed, on_ranks
 
@@ -125,3 +128,34 @@ def test_ranks_that_differ_are_named():
     assert said[0] == said[1] and said[0].startswith("rank 1 has other values in inner.weight than rank 0")
     with pytest.raises(RankFailed, match=r"rank 1 has .* where rank 0 has .*; make the same model"):
         on_ranks(2, unequal, "shape")
+
+
+def settings_apart(rank: int):
+    """Optimizers and schedules whose second one is rank 1's, and what is said of them."""
+    odd = 0.5 if rank else 1.0
+    return [
+        (gb.AdamW(lr=1e-3 * odd), None, "optimizer.lr is 0.0005, rank 0's 0.001"),
+        (Muon(rest=gb.AdamW(lr=1e-3, eps=odd)), None, "optimizer.rest.eps is 0.5, rank 0's 1.0"),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9 * odd), None, "optimizer (group 0).momentum is 0.45, rank 0's 0.9"),
+        (gb.AdamW(), gb.Schedule("cosine", steps=10, final=odd), "schedule.final is 0.5, rank 0's 1.0"),
+    ]
+
+
+def refused():
+    with join("cpu") as ranks:
+        said = []
+        for config, schedule, _ in settings_apart(ranks.rank):
+            with pytest.raises(ValueError) as error:
+                gb.TrainStep(Tied(), loss, config, precision="fp32", schedule=schedule, ranks=ranks)
+            said.append(str(error.value))
+        gb.TrainStep(Tied(), loss, gb.AdamW(decays=lambda name, p: True), precision="fp32", ranks=ranks).close()
+        return said
+
+
+def test_ranks_with_other_rates_are_refused():
+    """Their weights would part at the first step. Functions are not compared: each process has its own."""
+    want = [
+        f"TrainStep: rank 1 has another one than rank 0: {said}. Start all ranks with the same."
+        for *_, said in settings_apart(0)
+    ]
+    assert on_ranks(2, refused) == [want, want]

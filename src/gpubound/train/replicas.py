@@ -5,6 +5,8 @@ once, at the start, and stay the same without being sent again. `assert_alike` i
 """
 
 from collections.abc import Iterable
+from dataclasses import is_dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,18 @@ def check_replicas(layout: FlatLayout, ranks: Ranks) -> None:
             raise ValueError(
                 f"parameters: rank {rank} has {found}; make the same model, and freeze the same of it, on every rank."
             )
+
+
+def settings(name: str, chosen: Any) -> dict[str, Any]:
+    """What ranks must have been given alike of an optimizer or a schedule, by name. Functions cannot be compared."""
+    found = {name: type(chosen).__name__}
+    if is_dataclass(chosen):
+        for key, value in vars(chosen).items():
+            found |= settings(f"{name}.{key}", value) if is_dataclass(value) else {f"{name}.{key}": value}
+    else:  # a torch optimizer, which has been made
+        groups = chosen.optimizer.param_groups
+        found |= {f"{name} (group {i}).{key}": value for i, group in enumerate(groups) for key, value in group.items()}
+    return {key: value for key, value in found.items() if isinstance(value, int | float | str | tuple | None)}
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ from .objectives import OBJECTIVES, Objective, objective_class
 from .optimizer import AdamW
 from .precision import Fp8Weights, Precision, cast_inputs, precision as precision_named, read, spelled
 from .recompute import recompute_as
-from .replicas import assert_alike, check_replicas
+from .replicas import assert_alike, check_replicas, settings
 from .schedule import Schedule, is_rate
 
 Result = TypeVar("Result")
@@ -97,7 +97,7 @@ class TrainStep(Uncopied):
         kept, graph = held.kept(numbers), held.graph(graph)
         layout = config.lay_out(held, kept)
         alike = {"accumulate": accumulate, "clip": clip, "precision": precision, "graph": graph, "seed": seed}
-        held.ranks.alike("TrainStep", alike | {"optimizer": type(config).__name__})
+        held.ranks.alike("TrainStep", alike | settings("optimizer", config) | settings("schedule", schedule or Schedule()))
         held.check_optimizer(config)
         check_replicas(layout, held.ranks)
         self.memory = layout.bytes(kept.masters) | {"moments": config.moment_bytes(layout)}
