@@ -83,6 +83,11 @@ def stranger(folder):
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
+def whole_numbers(folder):
+    file = folder / "adapter_model.safetensors"
+    save_file({key: tensor.int() for key, tensor in load_file(file).items()}, file)
+
+
 def option(**changes):
     def change(folder):
         file = folder / "adapter_config.json"
@@ -106,6 +111,16 @@ REFUSED = {
         stranger,
         "{w}: base_model.model.other.lora_A.weight is no half of a low-rank adapter of a layer of LlamaForCausalLM; load it on "
         "the model that it was trained on.",
+    ),
+    "a pickle": (
+        lambda folder: (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin"),
+        "{b}: is a pickle, which may run code as it is read, and is not read here; load it with PEFT, and save it by "
+        "save_pretrained, whose files are adapter_model.safetensors.",
+    ),
+    "whole numbers": (
+        whole_numbers,
+        "{w}: base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight has torch.int32 values, wanted floating-point; "
+        "save it again.",
     ),
     "another kind": (
         option(lora_bias=True),
@@ -157,9 +172,41 @@ def test_refused_and_nothing_changed(tmp_path, change, sentence):
     model = tiny()
     with pytest.raises(gb.DataError) as error:
         gb.lora.load(model, tmp_path)
-    where = {"w": tmp_path / "adapter_model.safetensors", "c": tmp_path / "adapter_config.json"}
+    where = {
+        "w": tmp_path / "adapter_model.safetensors",
+        "b": tmp_path / "adapter_model.bin",
+        "c": tmp_path / "adapter_config.json",
+    }
     assert str(error.value).startswith(sentence.format(**where))
     assert all(p.requires_grad for p in model.parameters()) and not any(records(model))
+
+
+@pytest.mark.parametrize(
+    "kind, options, why",
+    [
+        ("gemma", {}, "is of model.embed_tokens, which is a transformers.GemmaTextScaledWordEmbedding, not an nn.Linear"),
+        ("llama", {"use_dora": True}, "is DoRA of an nn.Embedding, which is read of nn.Linear alone; load it with PEFT."),
+    ],
+)
+def test_a_layer_that_takes_none_is_named_with_its_reason(tmp_path, kind, options, why):
+    config = peft.LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM", **options)
+    peft.get_peft_model(tiny(kind), config).save_pretrained(tmp_path, save_embedding_layers=False)
+    with pytest.raises(gb.DataError, match=why):
+        gb.lora.load(tiny(kind), tmp_path)
+
+
+def test_a_model_with_more_layers_than_the_adapters_is_told_of(tmp_path):
+    gb.lora.save(adapted(tiny(), targets=["v_proj", "q_proj"]), tmp_path)
+    with gb.strict():
+        gb.lora.load(tiny(), tmp_path)
+    deeper, said = (
+        tiny(num_hidden_layers=3),
+        "has none for model.layers.2.self_attn.q_proj and 1 more; load it on",
+    )
+    with gb.strict(), pytest.raises(gb.FallbackError, match=said):
+        gb.lora.load(deeper, tmp_path)
+    assert not any(records(deeper)), "nothing is changed"
+    assert len(gb.lora.load(deeper, tmp_path)) == 4
 
 
 def test_over_other_layers_is_refused(tmp_path):

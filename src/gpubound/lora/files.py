@@ -26,6 +26,7 @@ from .pairs import adapted_layers, check_module, check_not_merged, check_values,
 from .targets import DORA, KINDS, by, layers_of, unfit
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PICKLED = "adapter_model.bin"
 PREFIX = "base_model.model."
 UNUSUAL = (  # options of PEFT's that are off in what is read here
     "lora_bias", "use_qalora", "use_bdlora", "fan_in_fan_out", "modules_to_save", "trainable_token_indices",
@@ -119,14 +120,14 @@ def load(model: nn.Module, path: str | Path, name: str = "default") -> list[str]
         if _is_base(folder, word, tensor, layers):
             continue
         if word not in known:
-            raise DataError(
-                f"{folder / WEIGHTS}: {word} is no half of a low-rank adapter of a layer of {type(model).__name__}; "
-                f"load it on the model that it was trained on."
-            )
+            raise DataError(f"{folder / WEIGHTS}: {word} {_unknown(model, config, word)}.")
+        if not tensor.is_floating_point():
+            raise DataError(f"{folder / WEIGHTS}: {word} has {tensor.dtype} values, wanted floating-point; save it again.")
         key, half = known[word]
         halves.setdefault(key, {})[half] = tensor
     options = {key: _options(folder, config, key, layers[key], own) for key, own in halves.items()}
     check_values({key: layers[key].weight for key in options}, "lora.load")
+    _tell_of_missing(folder, config, [key for key, layer in layers.items() if key not in halves and type(layer) is nn.Linear])
     there = {key: (adapters[name].rank, type(adapters[name])) for key, adapters in adapted_layers(model) if name in adapters}
     if there:
         check_not_merged(pairs(model, name, "lora.load"), "lora.load")
@@ -143,6 +144,33 @@ def load(model: nn.Module, path: str | Path, name: str = "default") -> list[str]
         own.alpha, own.dropout.p, own.rslora = options[key][2:5]
         adapters.hang()
     return list(halves)
+
+
+def _unknown(model: nn.Module, config: dict[str, Any], word: str) -> str:
+    """What is wrong with a tensor's name, and what to do."""
+    named = {f"{PREFIX}{key}.": (key, layer) for key, layer in model.named_modules() if key}
+    path = max((path for path in named if word.startswith(path)), key=len, default="")
+    if path and word.removeprefix(path).startswith(("lora_", "base_layer.")):
+        key, layer = named[path]
+        if type(layer) in KINDS and config.get("use_dora") and type(layer) not in DORA:
+            return f"is DoRA of an nn.{type(layer).__name__}, which is read of nn.Linear alone; load it with PEFT"
+        if why := unfit(model, layer):
+            return f"is of {key}, which {why}; load it with PEFT"
+    return f"is no half of a low-rank adapter of a layer of {type(model).__name__}; load it on the model that it was trained on"
+
+
+def _tell_of_missing(folder: Path, config: dict[str, Any], without: list[str]) -> None:
+    """A model with more layers than the adapter's own takes it without a complaint otherwise."""
+    ends = config.get("target_modules")
+    chosen_by_more = config.get("layers_to_transform") is not None or config.get("exclude_modules")
+    if not isinstance(ends, list) or chosen_by_more:
+        return
+    if missing := [key for key in without if any(key == end or key.endswith(f".{end}") for end in ends)]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        fallback(
+            "lora.load: an adapter for every layer that the file's config names",
+            f"{folder / WEIGHTS} has none for {missing[0]}{more}; load it on the model that it was trained on",
+        )
 
 
 def _pair(config: dict[str, Any], layer: Any) -> type[Pair]:
@@ -188,6 +216,11 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
     _check_numbers(folder / CONFIG, config)
     file = folder / WEIGHTS
+    if not file.exists() and (pickled := folder / PICKLED).exists():
+        raise DataError(
+            f"{pickled}: is a pickle, which may run code as it is read, and is not read here; load it with PEFT, and save it "
+            f"by save_pretrained, whose files are {WEIGHTS}."
+        )
     try:
         with reading(file):
             return config, tensors_of(regular(file).read_bytes())
