@@ -93,6 +93,27 @@ def test_a_call_with_lent_parameters(which, parameters):
     assert torch.equal(model(X), mine), "what was lent is gone"
 
 
+@pytest.mark.parametrize("change", [other_weight, other_half, pruned, normed])
+def test_copies_follow(change):
+    model = two()
+    change(model)
+    for p in model.parameters():
+        p.requires_grad_(False)  # what a hook has computed of one that trains cannot be copied
+    model(X)
+    model = copy.deepcopy(model)
+    torch.testing.assert_close(model(X), model.wanted(X))
+
+
+def test_what_was_lent_does_not_reach_a_copy_nor_a_captured_graph():
+    model = two()
+    lent = {key: p * 2 for key, p in model.named_parameters()}
+    captured = gb.capture(lambda x: model(x), X)
+    want = model(X)
+    torch.func.functional_call(model, lent, (X,))
+    assert torch.equal(captured(X), want)
+    assert torch.equal(copy.deepcopy(model)(X), want)
+
+
 def test_each_layer_of_a_weight_that_came_to_be_shared_has_its_own():
     model, other = two(), two()
     other.first.weight = model.first.weight

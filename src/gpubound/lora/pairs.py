@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from ..kernels.record import drop_record, made_record, seen
@@ -28,6 +29,18 @@ class _Before:
         self.weight = weight
 
 
+class _Hung:
+    """What hangs where. In a slot, too: a call may have lent other parameters, and its graph reads the old ones."""
+
+    __slots__ = ("left", "made_of", "parts", "weight")
+
+    def __init__(self, weight: Any):
+        self.weight = weight
+        self.parts: tuple[Adapter, ...] = ()
+        self.left: tuple[Adapter, ...] = ()  # all that the weight's record had then
+        self.made_of: list[tuple[dict[str, Any], str, Tensor]] = []  # where the parts had their parameters from
+
+
 class Adapters(nn.ModuleDict):
     """The adapters of one layer. `hang` puts those that are on into the record of its weight.
 
@@ -37,10 +50,7 @@ class Adapters(nn.ModuleDict):
     PAIR: ClassVar[type[Pair]] = Pair
 
     _layer: tuple[nn.Module]
-    _weight: nn.Parameter
-    _hung: tuple[Adapter, ...]
-    _left: tuple[Adapter, ...]  # all that the record had then
-    _made_of: list[tuple[dict[str, Any], str, Tensor]]  # where what is hung had its parameters from
+    _hung: _Hung
     routing: Any  # which rows have which of them (rows.py); None: all that are on are added to all rows
     _before: _Before
     written: int  # the weight's version since an adapter was merged into it: merge.py
@@ -48,9 +58,7 @@ class Adapters(nn.ModuleDict):
     def __init__(self, layer: Any):
         super().__init__()
         # not as nn.Module sets attributes, which would register them: the layer is this module's parent
-        self.__dict__.update(
-            _layer=(layer,), _weight=layer.weight, _hung=(), _left=(), _made_of=[], _before=_Before(), written=0, routing=None
-        )
+        self.__dict__.update(_layer=(layer,), _hung=_Hung(layer.weight), _before=_Before(), written=0, routing=None)
         self.register_load_state_dict_post_hook(_reload)
 
     @property
@@ -103,21 +111,21 @@ class Adapters(nn.ModuleDict):
         return self.routing, *((pair.adds, pair.alpha, pair.rslora) for _, pair in self.pairs())
 
     def hang(self) -> None:
-        record = made_record(self._weight)
+        hung = self._hung
+        record = made_record(hung.weight)
         others = tuple(adapter for adapter in record.adapters if not adapter.of_layer)
-        there = [(own._parameters, name, p) for own in self.on() for name, p in own._parameters.items()]
-        hung = tuple(self._parts())
-        for part in hung:
+        hung.made_of = [(own._parameters, name, p) for own in self.on() for name, p in own._parameters.items()]  # type: ignore[misc]
+        hung.parts = tuple(self._parts())
+        for part in hung.parts:
             part.of_layer = True
-        record.adapters = (*others, *hung)
-        self.__dict__.update(_hung=hung, _left=record.adapters, _made_of=there)
-        drop_record(self._weight)
+        record.adapters = hung.left = (*others, *hung.parts)
+        drop_record(hung.weight)
 
     def _parts(self) -> Iterator[Adapter]:
         """Those that are on; in one, by their dropout, those of which each row has its own."""
         names = () if self.routing is None else self.routing.names
         alike: dict[float, list[tuple[int, Any]]] = {}
-        weight = seen(self._weight)
+        weight = seen(self._hung.weight)
         for name, pair in ((name, pair) for name, pair in self.pairs() if pair.adds):
             part = pair.part(weight)
             if name in names:
@@ -137,9 +145,10 @@ class Adapters(nn.ModuleDict):
         return None
 
     def unhang(self) -> None:
-        record = made_record(self._weight)
-        record.adapters = tuple(adapter for adapter in record.adapters if adapter not in self._hung)
-        drop_record(self._weight)
+        hung = self._hung
+        record = made_record(hung.weight)
+        record.adapters = tuple(adapter for adapter in record.adapters if adapter not in hung.parts)
+        drop_record(hung.weight)
 
     def hang_anew(self) -> None:
         """The layer has another Parameter than the one whose record knows the adapters."""
@@ -151,12 +160,13 @@ class Adapters(nn.ModuleDict):
         Both may be others since: `to_empty` makes new ones, torch.func and FSDP lend some for a call, a hook computes some.
         A weight that two layers have come to share has the adapters of the one that is called.
         """
-        if adapters_of(weight) is not self._left or any(own[name] is not p for own, name, p in self._made_of):
+        hung = self._hung
+        if adapters_of(weight) is not hung.left or any(own[name] is not p for own, name, p in hung.made_of):
             self._hang_on(weight)
 
     def _hang_on(self, weight: Any) -> None:
         self.unhang()
-        self.__dict__.update(_weight=weight, _hung=())
+        self.__dict__["_hung"] = _Hung(weight)
         self.hang()
 
     @property
@@ -167,14 +177,17 @@ class Adapters(nn.ModuleDict):
         self._before.weight = unmerged
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_hung": (), "_left": (), "_made_of": []}
+        weight = self.layer.weight
+        if not isinstance(weight, nn.Parameter):  # something computes it: a copy's first call will hang them
+            weight = torch.empty(0)
+        return {**self.__dict__, "_hung": _Hung(weight)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy's weight has no record yet."""
         super().__setstate__(state)
+        self.written = self._hung.weight._version
         for _, pair in self.pairs():
             pair.belong_to(self)
-        self.written = self._weight._version
         self.hang()
 
 
