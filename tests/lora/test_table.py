@@ -113,6 +113,17 @@ def test_merged_off_and_removed(dtype):
     assert list(model.state_dict()) == names and torch.equal(model(tokens()).logits, before)
 
 
+def test_ones_that_took_the_place_of_those_switched_off_stay():
+    """`disable` ends behind them: the layer's forward is theirs."""
+    model = tiny()
+    with_table(model)
+    with gb.lora.disable(model):
+        gb.lora.remove(model)
+        with_table(model, name="new")
+        want = model(tokens()).logits
+    assert torch.equal(model(tokens()).logits, want)
+
+
 def test_copies_and_pickles_keep_them():
     assert_copies_keep_them(with_table(tiny()))
 

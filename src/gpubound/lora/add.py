@@ -214,4 +214,5 @@ def enable(model: nn.Module, name: str | None = None) -> None:
 def _switch(found: Sequence[tuple[Adapters, Pair]], on: bool) -> None:
     for adapters, own in found:
         own.on = on
-        adapters.hang()
+        if adapters:  # else all of them were taken out meanwhile, and the layer may have others
+            adapters.hang()
