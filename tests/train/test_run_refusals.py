@@ -163,3 +163,12 @@ def test_nothing_to_resume_is_said(corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(trace, "_said", set())
     prepare(recipe(corpus, tmp_path), resume=True, progress=False)
     assert f"resume: {tmp_path / 'checkpoints'} holds no checkpoint; starting from the beginning." in capsys.readouterr().err
+
+
+def test_checkpoints_that_cannot_be_written_are_refused_before_the_first_step(tmp_path):
+    """It was found out at the first checkpoint, hours later."""
+    build_corpus(tmp_path / "corpus")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("no folder")
+    with pytest.raises(DataError, match=r"run/checkpoints: cannot be written: Not a directory; check its permissions"):
+        prepare(recipe(tmp_path / "corpus", tmp_path / "run"))

@@ -21,13 +21,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..files import beside
+from ..files import beside, writing
 from ..parallel import ALONE, Ranks
 from ..parallel.pieces import Piece, any_sharded, piece_of
 from ..trace import notice
@@ -168,6 +169,12 @@ class Checkpoints:
     def at(self, step: int) -> Checkpoint:
         there = [path for path in self.paths() if _step(path) == step]
         return open_checkpoint(self.ranks.of_first(there[-1] if there else self._place(step)), self.ranks)
+
+    def check_writable(self) -> None:
+        """DataError now, and not hours later at the first checkpoint. That one makes the folder where there is none yet."""
+        if self.folder.exists():
+            with writing(self.folder), TemporaryDirectory(prefix=".try-", dir=self.folder):
+                pass
 
     def clean(self) -> None:
         """Remove what a killed run has left half written, and say so. No other process may be writing there."""

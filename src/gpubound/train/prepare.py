@@ -119,6 +119,7 @@ def check_shared(recipe: Recipe, ranks: Ranks) -> None:
 
 
 def _found(checkpoints: Checkpoints, resume: bool) -> Checkpoint | None:
+    checkpoints.check_writable()
     checkpoints.clean()
     found = checkpoints.latest()
     if found is None and checkpoints.paths():  # a new run would remove them
