@@ -2,7 +2,8 @@
 
 A layer's adapters are its child `lora`, by name: `model.layers.0.self_attn.q_proj.lora.default.a`. So parameters(), state_dict,
 `.to()` and optimizers see them. What multiplies by the layer's weight sees those that are on, through the weight's record
-(kernels/record.py). One that is off or merged is not in the record, so it costs nothing.
+(kernels/record.py). One that is off or merged is not in the record, so it costs nothing. Before each product the adapters look
+whether the record is the one that they left (`follow`): another weight may stand in its place.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
