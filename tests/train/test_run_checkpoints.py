@@ -1,12 +1,15 @@
 """A run's checkpoints: which stay, when they are written, and what a full disk costs."""
 
+import shutil
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from gpubound.errors import DataError
 from gpubound.train import TrainStep
 from gpubound.train.prepare import prepare
+from gpubound.words import readable
 
 from .runs import assert_same, recipe, train
 
@@ -40,6 +43,22 @@ def test_a_full_disk_costs_nothing_that_was_saved(corpus, tmp_path, monkeypatch)
     resumed, _ = train(recipe(corpus, tmp_path, save_every=3), resume=True)
     unbroken, _ = train(recipe(corpus, tmp_path / "whole", save_every=3))
     assert_same(resumed, unbroken)
+
+
+@pytest.mark.parametrize("missing, told", [(1, True), (0, False)])
+def test_a_disk_without_room_for_one_is_told_of_before_the_first_step(corpus, tmp_path, monkeypatch, said, missing, told):
+    """To the byte: what the file of one takes is in it, and what names its tensors."""
+    first, _ = train(recipe(corpus, tmp_path / "first", steps=1))
+    needed = sum(tensor.nbytes for tensor in first._state().values())
+    (file,) = first.checkpoints.paths()[0].glob("*.safetensors")
+    assert needed <= file.stat().st_size < 1.2 * needed
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - missing))
+    said()
+    train(recipe(corpus, tmp_path / "second", steps=1))
+    words = (
+        f"{tmp_path}/second/checkpoints: a checkpoint takes {readable(needed)}, and {readable(needed - missing)} are free on"
+    )
+    assert (words in said()) == told
 
 
 def test_a_checkpoint_does_not_hold_up_the_step(corpus, tmp_path, monkeypatch):

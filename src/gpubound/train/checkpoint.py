@@ -13,6 +13,7 @@ Of many ranks all make every call. Where each holds the whole, the first writes;
 folder is renamed when every rank has said that its files are on disk. Any number of ranks opens what any other has written.
 """
 
+import logging
 import os
 import re
 import shutil
@@ -32,6 +33,7 @@ from ..files import beside, writing
 from ..parallel import ALONE, Ranks
 from ..parallel.pieces import Piece, any_sharded, piece_of
 from ..trace import notice
+from ..words import readable
 from . import state_file, whole
 from .staging import Staging
 from .state_file import STATE
@@ -175,6 +177,18 @@ class Checkpoints:
         if self.folder.exists():
             with writing(self.folder), TemporaryDirectory(prefix=".try-", dir=self.folder):
                 pass
+
+    def tell_of_room(self, needed: int) -> None:
+        """Say now that the disk has no room for one of so many bytes: the first one would find it out when steps are done."""
+        if not self.ranks.first:
+            return
+        free = shutil.disk_usage(next(path for path in (self.folder, *self.folder.parents) if path.exists())).free
+        if free < needed:
+            notice(
+                f"{self.folder}: a checkpoint takes {readable(needed)}, and {readable(free)} are free on its disk; free space "
+                f"before the first one is written, or stop and give another --out.",
+                logging.WARNING,
+            )
 
     def clean(self) -> None:
         """Remove what a killed run has left half written, and say so. No other process may be writing there."""

@@ -106,6 +106,7 @@ class Run:
         Each step's record goes to `on_record` before a checkpoint of it is written. A run that has diverged is not saved.
         """
         stop = stop or Stop(self.ranks)
+        self.checkpoints.tell_of_room(sum(tensor.nbytes for tensor in self._state().values()))
         while not self.finished and not self.diverged:
             if self.over:
                 if self.average:
