@@ -242,10 +242,11 @@ def test_rope_table_computes_once_and_follows_its_frequencies():
     cos, sin = table.first(8, cpu)
     shorter, _ = table.first(5, cpu)
     assert calls == [8] and shorter.shape == (5, D // 2) and shorter.is_contiguous() and torch.equal(shorter, cos[:5])
-    table.first(9, cpu)
+    assert torch.equal(table.first(9, cpu)[0][:8], cos) and torch.equal(table.first(14, cpu)[0][:8], cos)
+    assert calls == [8, 16], "row by row longer, it is made anew each time that the length has doubled"
     table.angles.theta = 5.0
     changed, _ = table.first(9, cpu)
-    assert calls == [8, 9, 9] and not torch.equal(changed[:8], cos)
+    assert calls == [8, 16, 9] and not torch.equal(changed[:8], cos)
     frequency = 5.0 ** (-torch.arange(0, D, 2) / D)
     torch.testing.assert_close(changed, (torch.arange(9.0)[:, None] * frequency).cos())
     copied = pickle.loads(pickle.dumps(layers.RopeTable(layers.RotaryAngles(D))))

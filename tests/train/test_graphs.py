@@ -10,10 +10,12 @@ from torch.nn.modules import module as nn_module
 
 from gpubound.errors import GraphError
 from gpubound.graph import held
+from gpubound.models import Decoder, DecoderConfig
 from gpubound.parallel import Ranks
 from gpubound.trace import fallbacks
 from gpubound.train import AdamW, Schedule, TrainStep, graphs
 
+from ..place.models import place, tiny
 from .conftest import cut, draw, named, small, summed
 
 
@@ -52,6 +54,33 @@ def assert_same(graph: str, precision: str, dropout: float, device: str, capture
     assert all(weights[name].equal(weights_want[name]) for name in weights)
     state, state_want = step.state_dict(), plain.state_dict()
     assert all(state[name].equal(state_want[name]) for name in state_want)
+
+
+def ours():
+    return Decoder(DecoderConfig(hidden=32, intermediate=48, layers=2, heads=4, kv_heads=2, vocabulary=64))
+
+
+def placed():
+    place(model := tiny().train())
+    return model
+
+
+@pytest.mark.usefixtures("on_reference")
+@pytest.mark.parametrize("make", [ours, placed])
+def test_longer_rows_leave_the_shorter_ones_graph_as_it_is(make):
+    """A longer batch wants a longer table of angles. Any module that is made has a graph look at all that it reads."""
+
+    def losses(graph: str) -> list[float | None]:
+        torch.manual_seed(0)
+        step = TrainStep(make(), "causal_lm", AdamW(lr=1e-2), precision="fp32", graph=graph)
+        found = []
+        for tokens in (8, 40, 8, 90, 40, 8):
+            torch.nn.Linear(1, 1)
+            ids = torch.randint(64, (2, tokens), generator=torch.Generator().manual_seed(len(found)))
+            found.append(step([{"input_ids": ids, "labels": ids}]).read().loss)
+        return found
+
+    assert losses("require") == losses("off")
 
 
 @pytest.mark.usefixtures("on_reference")

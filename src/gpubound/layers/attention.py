@@ -52,29 +52,36 @@ class RotaryAngles:
 
 
 class RopeTable:
-    """cos and sin of positions 0..T-1, computed at the first call for a device or a greater T, then sliced."""
+    """cos and sin of positions 0..T-1, computed at the first call for a device or a greater T, then sliced.
+
+    Shorter ones stay where they are: graphs that were captured before read them. Each is twice as long as the one before.
+    """
 
     def __init__(self, angles: Angles) -> None:
         self.angles = angles
-        self._kept: Rope | None = None
+        self._kept: list[Rope] = []
         self._stamp: object = None
 
     def __getstate__(self):
-        return {"angles": self.angles, "_kept": None, "_stamp": None}
+        return {"angles": self.angles, "_kept": [], "_stamp": None}
 
     def first(self, length: int, device: torch.device) -> Rope:
         """(cos, sin) of positions 0..length-1, each (length, D/2)."""
         if transformed():  # of a batch of models, whose frequencies lie nowhere
             return self.at(torch.arange(length, device=device))
-        kept, stamp = self._kept, self.angles.stamp()
-        if kept is None or kept[0].shape[0] < length or kept[0].device != device or stamp != self._stamp:
+        stamp = self.angles.stamp()
+        same = self._kept and self._kept[0][0].device == device and stamp == self._stamp
+        kept = self._kept if same else []
+        if not kept or kept[-1][0].shape[0] < length:
+            wanted = max(length, 2 * kept[-1][0].shape[0]) if kept else length
             with torch.inference_mode(False):  # a table made inside could not be kept for backward later
-                cos, sin = self.at(torch.arange(length, device=device))
-                kept = cos.contiguous(), sin.contiguous()
+                cos, sin = self.at(torch.arange(wanted, device=device))
+                kept = [*kept, (cos.contiguous(), sin.contiguous())]
             # What a capture allocates is its graph's, to be overwritten at the next replay.
             if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
                 self._kept, self._stamp = kept, stamp
-        return kept[0][:length], kept[1][:length]
+        cos, sin = kept[-1]
+        return cos[:length], sin[:length]
 
     def of(self, x: Tensor, positions: Tensor | None) -> Rope:
         """Those of a batch x (B, T, ...): of its first T where no positions are given, and by rows only where those differ."""
