@@ -145,17 +145,17 @@ def test_a_scale_that_is_set_by_hand_is_heard(targets, fused, device):
     before = of(fast)
     for own in (own for own in model.modules() if isinstance(own, Pair)):
         own.alpha *= -3
-    assert fast.moved() is not None  # graphs hold the scale, too
+    assert fast.bound.moved() is not None  # graphs hold the scale, too
     assert of(fast) == own_tokens(model, "Llama") != before
-    assert fast.moved() is None
+    assert fast.bound.moved() is None
 
 
 def test_graphs_of_a_models_own_forward_hear_of_a_switched_table(device):
     model = adapt(cases.build("Llama", device=device, tie_word_embeddings=False), targets=["embed_tokens"])
     fast = gb.decoder(model, 2, cases.ROOM, verify=False)
-    assert of(fast) == own_tokens(model, "Llama") and fast.moved() is None
+    assert of(fast) == own_tokens(model, "Llama") and fast.bound.moved() is None
     gb.lora.disable(model)
-    assert fast.moved() == "model.embed_tokens"
+    assert fast.bound.moved() == "model.embed_tokens"
     assert of(fast) == own_tokens(model, "Llama")
 
 

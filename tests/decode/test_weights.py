@@ -240,14 +240,14 @@ def test_a_move_while_a_stream_runs_is_refused():
 def test_a_move_while_generate_runs_is_refused_at_its_end(monkeypatch):
     """By another thread, as it seems: its tokens may be of either weight."""
     fast, looks = gb.decoder(cases.build("Llama"), 1, cases.ROOM, k=1), []
-    weight, launch, moved = fast.model.model.layers[1].self_attn.q_proj.weight, fast.graphs.launch, fast.moved
+    weight, launch, moved = fast.model.model.layers[1].self_attn.q_proj.weight, fast.graphs.launch, fast.bound.moved
     elsewhere = weight.data.clone()
 
     def moving(*way):
         weight.data = elsewhere
         launch(*way)
 
-    monkeypatch.setattr(fast, "moved", lambda: looks.append(1) or moved())
+    monkeypatch.setattr(fast.bound, "moved", lambda: looks.append(1) or moved())
     fast.generate(PROMPT, max_new_tokens=9)
     assert len(looks) == 2, "before the first launch and behind the last"
     fast.graphs.launch = moving

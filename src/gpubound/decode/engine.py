@@ -25,15 +25,15 @@ from ..parallel.pieces import any_sharded
 from ..single import Turn, Uncopied
 from ..trace import fallback, notice
 from .bind import bind, left_as_found, tell_unheard
+from .bound import Bound
 from .cache import CacheLayout
 from .calls import step_calls
 from .certify import DecoderCertificate, certify
 from .compressed.body import CompressedBody
-from .contract import Body, Build, ModuleTree
+from .contract import Body, Build
 from .fused import FusedBody
 from .judge import Accuracy, accuracy
 from .loop import ActiveRequest
-from .numbers import PlainValues
 from .own_model import OwnBody
 from .request import Request, check_options, check_prompts, make_request, pad, read_prompts
 from .result import Generation
@@ -69,9 +69,7 @@ class FastDecoder(Uncopied):
             "a decoder runs one request at a time: finish or close the stream that is open first, or build another for each "
             "thread.",
         )
-        self._modules, self._taken = ModuleTree(model), self.body.taken
-        self._read_values()
-        self._unbound: str | None = None  # what has moved, until the weights are bound anew
+        self.bound = Bound(model, stepper, self.graphs)
         if verify:
             self.certificate = certify(self, quick=verify == "quick")
         else:
@@ -115,7 +113,7 @@ class FastDecoder(Uncopied):
         """A request, checked and ready: `play()` yields as `stream` does, and then `result()` is what `generate` returns."""
         if settings.get("adapters") is not None:  # of which others may be on by now
             with self.turn, self.plainly():
-                self._follow_weights()
+                self.bound.follow()
         request = make_request(prompts, self.tokenizer, self.body, self.ends, **settings)
         return ActiveRequest(self, request)
 
@@ -124,7 +122,7 @@ class FastDecoder(Uncopied):
         found = read_prompts(prompts, self.tokenizer)
         check_prompts(found, self.body.vocab, max(len(found), 1), self.max_length, "score", new=0)
         with self.turn, self.plainly():  # it uses the cache of the first row
-            self._follow_weights()
+            self.bound.follow()
             return [self._score(number, ids) for number, ids in enumerate(found)]
 
     def _score(self, number: int, ids: list[int]) -> list[float]:
@@ -181,41 +179,6 @@ class FastDecoder(Uncopied):
         prefill(ids, lengths)
         self.stepper.prefill(ids, lengths)
         self.body.begin(self.slots.rows.token[:rows])
-
-    def moved(self) -> str | None:
-        """The name of a weight that is no longer where the graphs read it."""
-        return self.body.moved() or self.stepper.moved()
-
-    def _follow_weights(self) -> None:
-        """Graphs hold addresses: if a weight has moved since, say so, bind anew and capture again.
-
-        What is refused then, or breaks off, is no longer told as moved: each request tries again until it is bound.
-        """
-        if changed := self._unbound or self._changed():
-            self._unbound = changed
-            self.body.rebind()
-            self.stepper.rebind()
-            self.graphs.clear()
-            self._modules, self._taken, self._unbound = ModuleTree(self.model), self.body.taken, None
-            self._read_values()
-            notice(f"decoder: {changed}; bound to the weights as they are now, graphs captured again")
-        if self.body.taken != self._taken:  # the caller has called `rebind`
-            self.graphs.clear()
-            self._taken = self.body.taken
-
-    def _read_values(self) -> None:
-        self._numbers = self.body.numbers()
-        self._values = PlainValues(self.model, some=self._numbers is None)
-
-    def _changed(self) -> str | None:
-        """What is no longer as the steps took it from the model."""
-        if name := self._modules.replaced() or self.moved():
-            return f"{name} is no longer where it was"
-        if (name := self._values.changed()) is None:
-            return None
-        before = self._numbers
-        self._read_values()
-        return f"{name} is no longer what it was" if before is None or self._numbers != before else None
 
     def bucket(self, rows: int) -> int:
         """The rows that are launched for so many: the next power of two, so that few graphs serve all batches."""

@@ -89,7 +89,7 @@ class ActiveRequest:
 
     def _prefill(self) -> None:
         decoder, request = self.decoder, self.request
-        decoder._follow_weights()
+        decoder.bound.follow()
         most = max(request.lengths) - 1  # the last token of a prompt goes through the first step
         width = min(max(16, 1 << (most - 1).bit_length()), decoder.max_length) if most else 0
         device, spare = decoder.body.device, [[0]] * (self.rows - len(request.prompts))
@@ -129,7 +129,7 @@ class ActiveRequest:
         self.wanted += min(steps, wanted)
 
     def _check_weights(self) -> None:
-        if name := self.decoder.moved():
+        if name := self.decoder.bound.moved():
             raise GenerateError(f"{name} was changed, moved or replaced while tokens were generated from it; start again.")
 
     def _left(self) -> int:
