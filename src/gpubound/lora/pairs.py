@@ -180,7 +180,7 @@ class Adapters(nn.ModuleDict):
     def __getstate__(self) -> dict[str, Any]:
         weight = self.layer.weight
         if not isinstance(weight, nn.Parameter):  # something computes it: a copy's first call will hang them
-            weight = torch.empty(0)
+            weight = torch.empty(0, device="cpu", dtype=torch.float32)
         return {**self.__dict__, "_hung": _Hung(weight)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
