@@ -79,10 +79,18 @@ def test_a_signal_asks_and_the_handlers_come_back(number):
     assert signal.getsignal(number) is before
 
 
-def test_a_rank_that_heard_of_ctrl_c_from_another_takes_its_own_for_the_same(monkeypatch):
+@pytest.fixture
+def heard():
+    """What reaches the handler of Ctrl-C, a list instead of the suite's own, which may ignore it."""
+    found: list[tuple] = []
+    before = signal.signal(signal.SIGINT, lambda *given: found.append(given))
+    yield found
+    signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+
+
+def test_a_rank_that_heard_of_ctrl_c_from_another_takes_its_own_for_the_same(monkeypatch, heard):
     """On a busy machine it comes after the answer of the rank that had it first: inside the block, or behind it."""
-    number, heard = signal.SIGINT, []
-    found = signal.signal(number, lambda *given: heard.append(given))  # a suite may run with Ctrl-C ignored
+    number = signal.SIGINT
     poll = SimpleNamespace(ranks=Ranks(rank=1, world=2), ask=lambda here: [number, here])
     monkeypatch.setattr("gpubound.train.loop.Poll", lambda ranks: poll)
     with Stop() as stop:
@@ -96,7 +104,6 @@ def test_a_rank_that_heard_of_ctrl_c_from_another_takes_its_own_for_the_same(mon
     assert not heard, "the one that was under way still"
     signal.raise_signal(number)
     assert len(heard) == 1
-    signal.signal(number, found or signal.SIG_DFL)
 
 
 @pytest.mark.usefixtures("on_reference")

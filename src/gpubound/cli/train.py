@@ -147,7 +147,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_folder(file: str, out: str) -> None:
-    """That `out` of a config file is not meant for its own folder: a run that was to go on would begin anew in this one."""
+    """Refuse to resume where the run lies beside its config file and not in this folder: it would begin anew here."""
     here, beside = Path(out), Path(file).parent / out
     if not _saved(here) and _saved(beside):
         raise ValueError(

@@ -1,7 +1,7 @@
 """What a step takes from a model beside its tensors: eps, scales, windows, kinds of activation. Graphs have baked them in.
 
-Whether one of them is another is asked before each request, so the asking has to be quick: first whether any plain value of a
-module or of the config is another, and only then what the body reads of them.
+Each request asks whether one of them has changed, so that has to be quick: it compares the plain values of modules and of the
+config, and only where one differs asks the body for what it reads of them.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 PLAIN = (bool, int, float, str, type(None))
-# A mode, a setting of training, and torch's own. What linear layers and tables have is theirs by their weights.
+# No part of what a step computes: the mode, a setting of training, and what every nn.Module has. Linear layers and embeddings
+# are left out, too: their sizes follow from their weights.
 ASIDE = {"training", "gradient_checkpointing", *vars(nn.Module())}
 BARE = (nn.Linear, nn.Embedding)
 

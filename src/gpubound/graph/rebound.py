@@ -1,4 +1,4 @@
-"""What a function that is refused has rebound: where other tensors stand than before its first call, they go back.
+"""Puts back what a refused function has rebound: each attribute, item or name that held another tensor before its first call.
 
 An object whose tensors were exchanged gets all of its attributes back, for they belong together: a table and the length that it
 was made for. Numbers alone are left as they are: they may be a count that somebody else keeps.

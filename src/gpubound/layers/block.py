@@ -84,8 +84,8 @@ def heard(module: Any) -> bool:
 
 @constant
 def outdone(kind: Any) -> bool:
-    """Whether somebody's class below one of ours has a forward of its own, and not what the loop calls instead. What placing
-    makes of others' modules stands for their forward."""
+    """Whether it is a user's subclass of one of our modules with a forward of its own, which the loop would step past. The
+    classes that placing makes are not: they stand in for their module's forward."""
     return _outdone(kind)
 
 

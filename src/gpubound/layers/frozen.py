@@ -11,7 +11,6 @@ at once and serves the next product: at any time it holds one product's weights.
 A format is a class here or in a file of its own, and named in FORMATS of lora/base.py.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +23,7 @@ from ..kernels.nf4 import BLOCK, Nf4, dequantize_nf4, to_nf4
 from ..kernels.packed import Packed, pack
 from ..kernels.quantized_product import dequantize
 from ..kernels.record import drop_record, made_record
-from .site_parts import Format, Joined, format_of, shape_of, whole
+from .site_parts import Format, Joined, format_of, shape_of, size_of, whole
 
 CHILD = "base"  # what a layer calls what its codes are read by
 
@@ -97,7 +96,7 @@ class OnlyCodes(nn.Module):
 def numbers_of(model: nn.Module) -> int:
     """A model's parameters, as many as they stand for: one in codes has fewer elements, or is none at all."""
     coded = sum(module.size for module in model.modules() if isinstance(module, OnlyCodes))
-    return coded + sum(math.prod(shape_of(parameter)) for parameter in model.parameters())
+    return coded + sum(map(size_of, model.parameters()))
 
 
 class InNf4(Frozen):

@@ -6,6 +6,7 @@ in a file of its own; linear_site.py runs them.
 Legend: N tokens, O outputs (a weight's rows), K inputs (its columns).
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -96,7 +97,7 @@ class Adapter:
     """
 
     parameters: Sequence[Tensor] = ()
-    of_layer = False  # whether a layer's own adapters hung it, which hang anew where another layer's weight takes their place
+    of_layer = False  # True of what a layer's own adapters put there: they do so anew when the layer gets another weight
 
     @property
     def identity(self) -> tuple:
@@ -151,6 +152,11 @@ def format_of(weight: Tensor) -> Format:
 def shape_of(weight: Tensor) -> tuple[int, ...]:
     """Its own, or where it is in codes that of its numbers."""
     return format_of(weight).shape(weight)
+
+
+def size_of(weight: Tensor) -> int:
+    """How many numbers it stands for; one in codes has fewer elements."""
+    return math.prod(shape_of(weight))
 
 
 def adapters_of(weight: Tensor) -> tuple[Adapter, ...]:

@@ -64,7 +64,7 @@ class Pair(nn.Module):
         vars(self)["_adapters"] = adapters
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What is set once the adapter adds is heard: the weight's record has what was there before, and is made anew."""
+        """What is set on a live adapter takes effect at once: the weight's record, which holds the old value, is made anew."""
         adapters = vars(self).get("_adapters")
         if adapters is not None and name in SCALING:
             self._check_scaling(name, value)

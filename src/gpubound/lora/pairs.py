@@ -31,7 +31,8 @@ class _Before:
 
 
 class _Hung:
-    """What hangs where. In a slot, too: a call may have lent other parameters, and its graph reads the old ones."""
+    """Which parts these adapters have put into which weight's record. In a slot, too: a call may have lent other parameters,
+    and its graph reads the old ones."""
 
     __slots__ = ("left", "made_of", "parts", "weight")
 

@@ -179,7 +179,7 @@ class Checkpoints:
                 pass
 
     def tell_of_room(self, needed: int) -> None:
-        """Say now that the disk has no room for one of so many bytes: the first one would find it out when steps are done."""
+        """Say now that the disk has no room for one of so many bytes; else the first one would fail after many steps."""
         if not self.ranks.first:
             return
         free = shutil.disk_usage(next(path for path in (self.folder, *self.folder.parents) if path.exists())).free

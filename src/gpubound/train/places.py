@@ -20,7 +20,8 @@ def there(found: Checkpoint, name: str) -> str:
 
 
 def from_here(recipe: Recipe, found: Checkpoint) -> tuple[Recipe, str]:
-    """`recipe`, whose run goes on from `found`, a path that leads nowhere from here as it led there; and the folder to note."""
+    """The recipe of a run that goes on from `found`, and the folder to note. A path that leads nowhere from here is taken from
+    the folder where the run was begun."""
     moved = list[str]()
 
     def reached(name: str) -> str:
@@ -48,7 +49,7 @@ def from_here(recipe: Recipe, found: Checkpoint) -> tuple[Recipe, str]:
 
 
 def leads(recipe: Recipe, where: str = "") -> dict[str, Any]:
-    """What its paths stand for. Who writes one otherwise has changed nothing."""
+    """The files that its paths name: another way to write the same path is no change."""
 
     def path(name: str) -> str:
         return os.path.realpath(Path(where, name))

@@ -255,10 +255,8 @@ class Run:
 
     def _snapshot(self) -> None:
         tensors = self._state() | joined(random=chance.states(self.ranks, self.device))
-        facts = {name: getattr(self, name) for name in ("phase", "began", "over", "evaluations")}
-        facts |= {"recipe": dataclasses.asdict(self.recipe), "feed": self.feed.state_dict(), "base": self.base} | {
-            WHERE: self.where
-        }
+        facts = {name: getattr(self, name) for name in ("phase", "began", "over", "evaluations", "base", WHERE)}
+        facts |= {"recipe": dataclasses.asdict(self.recipe), "feed": self.feed.state_dict()}
         loss = self.evaluations.get(self.done)
         known = loss is not None and math.isfinite(loss)
         score = [-self.phase, loss] if known else None  # the best of a later phase before any of an earlier one

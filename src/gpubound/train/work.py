@@ -1,11 +1,10 @@
 """How much arithmetic it takes to train a model on one token, where some of its weights may be frozen."""
 
-import math
 from dataclasses import dataclass
 
 from torch import nn
 
-from ..layers.site_parts import shape_of
+from ..layers.site_parts import size_of
 from ..models.registry import Sizes
 from .recompute import blocks_of
 
@@ -24,11 +23,6 @@ class TokenWork:
     def flops_per_token(self, seq: int) -> int:
         inside = sum(passes * number for passes, number in self.layers) * self.width * seq
         return sum(passes * number for passes, number, _ in self.weights) + inside
-
-
-def size_of(parameter: nn.Parameter) -> int:
-    """How many numbers it stands for; one in codes has fewer elements."""
-    return math.prod(shape_of(parameter))
 
 
 def work_of(model: nn.Module, sizes: Sizes) -> TokenWork:
