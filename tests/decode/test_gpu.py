@@ -159,3 +159,19 @@ def test_adapters_inside_the_products_of_a_graph(monkeypatch):
     eagerly(fast, monkeypatch)
     assert fast.generate(given, **how).tokens == found
     assert fast.generate(given, max_new_tokens=75).tokens != found  # all adapters on every row
+
+
+def test_adapters_behind_the_products_of_a_graph(monkeypatch):
+    """Rows enough for cuBLAS, whose products a kernel adds to: the same tokens each time, captured and not."""
+    model = served(verify="quick").model
+    for number, name in enumerate(("x", "y")):
+        torch.manual_seed(number)
+        gb.lora.add(model, 16 >> number, alpha=8, init=False, name=name)
+    with gb.strict():
+        fast = gb.decoder(model, 12, 512)
+    given, how = cases.prompts(*range(5, 17)), {"max_new_tokens": 75, "adapters": ["x", None, "y"] * 4}
+    found = fast.generate(given, **how).tokens
+    assert [fast.generate(given, **how).tokens for _ in range(5)] == [found] * 5
+    eagerly(fast, monkeypatch)
+    assert fast.generate(given, **how).tokens == found
+    assert fast.generate(given, **how | {"adapters": ["y", None, "x"] * 4}).tokens != found

@@ -23,6 +23,7 @@ NORMS = [(cols,) for cols in (1024, 2048, 4096, 8192)]
 STILL = [*NORMS, (2048, True)]  # a gain that does not train
 # Shapes that an op's example takes, where its plan or its kernel depends on them; all other ops are compiled once a dtype.
 SHAPES: dict[str, list[tuple]] = {
+    "add_adapters": [(16, True), (256, False)],
     "add_dynamic_tanh": NORMS,
     "add_richards_norm": NORMS,
     "add_rms_norm": [*STILL, (1024, False, torch.bfloat16)],

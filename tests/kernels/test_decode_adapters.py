@@ -142,3 +142,83 @@ def test_an_adapter_that_has_diverged_spoils_no_row_of_another(device, source, h
     out = torch.zeros(3, 32, device=device)
     load(source, "norm_product")(x, None, weight, None, None, None, None, None, out, None, None, 0, 0.0, adapters)
     assert out.isnan().any(1).tolist() == [False, True, False]
+
+
+def behind(source, x, adapters, *products):
+    """Those products of x with what the adapters add."""
+    found = [one.clone() for one in products]
+    load(source, "add_adapters")(x, adapters, *found)
+    return found
+
+
+@pytest.mark.parametrize("source", ["triton", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("outputs", [(40,), (37, 37), (130, 16, 16)])
+def test_behind_products_of_many_rows(device, source, dtype, ranks, outputs):
+    ids = [EVERY_ADAPTER, 0, NO_ADAPTER, len(ranks) - 1, 0]
+    x, adapters = draw(device, dtype, 5, 48), adapters_of(device, 48, outputs, ids, ranks, bare=(1,))
+    products = [draw(device, torch.float32, 5, count, seed=9 + n) for n, count in enumerate(outputs)]
+    want = [one.double() + plain(adapters, n, x) for n, one in enumerate(products)]
+    for found, wanted in zip(behind(source, x, adapters, *products), want):
+        same("y", found.double(), wanted, 1e-5)
+
+
+@pytest.mark.parametrize("source", ["triton", "reference"])
+def test_behind_products_whose_rows_lie_apart(device, source):
+    """The halves of one matrix, in 16 bits."""
+    both, x = draw(device, torch.float16, 4, 64, seed=3), draw(device, torch.float16, 4, 48)
+    adapters = adapters_of(device, 48, (24, 24), [0, 1, EVERY_ADAPTER, NO_ADAPTER], (4, 8), torch.float16)
+    want = [one.double() + plain(adapters, n, x) for n, one in enumerate((both[:, :24], both[:, 32:56]))]
+    beside = both[:, 24:32].clone()
+    load(source, "add_adapters")(x, adapters, both[:, :24], both[:, 32:56])
+    same("first", both[:, :24].double(), want[0], 2e-3)
+    same("second", both[:, 32:56].double(), want[1], 2e-3)
+    assert torch.equal(both[:, 24:32], beside)
+
+
+def test_behind_a_product_a_row_gets_the_same_bits_alone(device):
+    x, y = draw(device, torch.float32, 8, 48), draw(device, torch.float32, 8, 32, seed=1)
+    whole = adapters_of(device, 48, (32,), [0, 1, EVERY_ADAPTER, NO_ADAPTER] * 2, (4, 8))
+    (found,) = behind("triton", x, whole, y)
+    for row in range(8):
+        alone = whole._replace(ids=whole.ids[row : row + 1], h=emptied(1, 12, device))
+        assert torch.equal(behind("triton", x[row : row + 1], alone, y[row : row + 1])[0][0], found[row])
+
+
+def test_behind_products_in_turn(device):
+    """As inside of them, each empties what the one before has used."""
+    first, second = (adapters_of(device, 48, (32,), [0, 0], (rank,)) for rank in (4, 70))
+    first, second = first._replace(before=second.h), second._replace(before=first.h)
+    for round_ in range(2):
+        x, y = draw(device, torch.float32, 2, 48, seed=round_), torch.zeros(2, 32, device=device)
+        for one, other in ((first, second), (second, first)):
+            same("y", behind("triton", x, one, y)[0].double(), plain(one, 0, x), 1e-5)
+            assert (other.h == EMPTY).all() and not (one.h[:2] == EMPTY).any()
+
+
+@pytest.mark.parametrize("source", ["triton", "reference"])
+@pytest.mark.parametrize("half", ["a", "b"])
+def test_behind_a_product_an_adapter_that_has_diverged_spoils_no_row_of_another(device, source, half):
+    x, y = draw(device, torch.float32, 3, 48), torch.zeros(3, 32, device=device)
+    adapters = adapters_of(device, 48, (32,), [0, 1, NO_ADAPTER], (4, 8))
+    getattr(adapters.parts[0][1], half).fill_(float("nan"))
+    (found,) = behind(source, x, adapters, y)
+    assert found.isnan().any(1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (
+            lambda y: y[:1],
+            r"a product of x must be torch.float32 \(2, 32\) with dense rows on cpu, got torch.float32 \(1, 32\)",
+        ),
+        (lambda y: torch.zeros(32, 2).t(), r"with dense rows on cpu, got torch.float32 \(2, 32\)"),
+        (lambda y: y[:, :8], r"an adapter must have a \(4, 48\) with dense rows and b \(8, 4\)"),
+    ],
+)
+def test_products_that_do_not_fit(wrong, message):
+    adapters = adapters_of(torch.device("cpu"), 48, (32,), [0, 0])
+    with pytest.raises(ValueError, match=message):
+        kernels.add_adapters(torch.zeros(2, 48), adapters, wrong(torch.zeros(2, 32)))

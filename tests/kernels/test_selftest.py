@@ -26,6 +26,7 @@ FP32 = torch.float32
 
 SHAPED = {
     "adamw": ((0.9, 0.95), 1e-6, False, False),
+    "add_adapters": (16, True),
     "add_dynamic_tanh": (96,),
     "add_norm": (1.0,),
     "add_product": (16, True),

@@ -8,8 +8,9 @@ from .bind import BoundModel
 from .weights import weight_format
 
 
-def step_calls(live: BoundModel, weights: str | None, together: bool = False) -> list[Call]:
-    """The products of its steps, in the forms that its layers ask for; also of steps that take rows `together`."""
+def step_calls(live: BoundModel, weights: str | None, together: bool = False, many: bool = False) -> list[Call]:
+    """The products of its steps, in the forms that its layers ask for; also those of steps that take rows `together`, and what
+    adds adapters to those of `many` rows."""
     norm, prefix = live.layers[0].attention.norm, weight_format(weights).prefix
     product, add, gate_up = (f"{prefix}{op}" for op in ("norm_product", "add_product", "norm_gate_up"))
     found: list[Call] = [(product, form(norm, 0.0)), (add, ())]
@@ -26,4 +27,6 @@ def step_calls(live: BoundModel, weights: str | None, together: bool = False) ->
         if isinstance(mlp, DenseWeights):
             found.append((gate_up, form(norm, activation, added=form_of_layers(mlp.gate, mlp.up))))
             found.append((add, form_of_layers(mlp.down)))
+    if many:
+        found += [("add_adapters", added) for op, added in found if op == add and added]
     return found

@@ -294,5 +294,5 @@ def _body(model: Any, build: Build, fused: bool) -> Body:
         from .any_model import StaticBody
 
         return StaticBody(shell, build, live, model)
-    hasten(step_calls(live, build.weights, tiled_rows(live, build) > 0), live.device, live.dtype)
+    hasten(step_calls(live, build.weights, tiled_rows(live, build) > 0, together), live.device, live.dtype)
     return FusedBody(live, build)

@@ -125,7 +125,7 @@ class FusedBody(Body):
         """
         rows = token.numel()
         if self.host or not self.narrow(rows):
-            self.adapting.mark(len(token), rows // len(token), self.live.dtype)
+            self.adapting.mark(len(token), rows // len(token))
         if self.host:
             return self.host.step(token, position)
         x, mode = self.x[:rows], self.mode(rows)
@@ -229,7 +229,7 @@ class FusedBody(Body):
 
     def streamed(self, ids: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """The stream of ids (B, T) at places start.. behind the last layer, where that lies, and what is to be added to it."""
-        self.adapting.mark(len(ids), ids.shape[1], self.live.dtype)
+        self.adapting.mark(len(ids), ids.shape[1])
         x = self.embedded(ids)
         pending: Any = None
         for span in self.spans:

@@ -10,6 +10,7 @@ from .add_rows import add_rows as add_rows
 from .chosen_experts import choose_experts as choose_experts
 from .compressor import compress as compress
 from .cross_entropy import cross_entropy as cross_entropy, linear_cross_entropy as linear_cross_entropy
+from .decode_adapters import add_adapters as add_adapters
 from .decode_attention import decode_attention as decode_attention, quantized_decode_attention as quantized_decode_attention
 from .decode_product import (
     Norm as Norm,

@@ -1,5 +1,5 @@
-"""Low-rank adapters inside the products of a decoding step (decode_product.py): y += h bᵀ, with h = scale · x aᵀ for the x that
-the product reads, norm included.
+"""Low-rank adapters in a decoding step: y += h bᵀ, with h = scale · x aᵀ. Of few rows inside the step's products
+(decode_product.py), whose x is behind a norm; of more, whose products cuBLAS makes, in a launch of their own (`add_adapters`).
 
 The kernel's first programs compute a column of h for a row of x each. The others multiply by the weight meanwhile, and add h bᵀ
 to their sums at the end. What passes between them is `h`: a place there holds the bits of EMPTY, which no arithmetic gives,
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from .checks import require
-from .ops import draw, ints
+from .choose import implementation
+from .ops import definition, draw, ints
 from .plans import power_of_two
 
 EMPTY = 0x7FA00000  # a signalling NaN: what is computed holds quiet ones alone
@@ -95,10 +96,10 @@ def emptied(rows: int, columns: int, device: torch.device) -> Tensor:
     return torch.full((rows, columns), EMPTY, device=device, dtype=torch.int32)
 
 
-def check_adapters(op: str, adapters: StepAdapters | None, x: Tensor, weights: Sequence[Tensor | None]) -> None:
+def check_adapters(op: str, adapters: StepAdapters | None, x: Tensor, outputs: Sequence[int]) -> None:
+    """outputs: of each weight."""
     if adapters is None:
         return
-    outputs = [w.shape[0] for w in weights if w is not None]
     if len(adapters.parts) != len(outputs):
         raise ValueError(
             f"{op}: adapters.parts must name those of each of {len(outputs)} weights, got {len(adapters.parts)}; "
@@ -132,3 +133,39 @@ def draw_adapters(g: torch.Generator, inputs: int, outputs: Sequence[int], rank:
     device = torch.device("cpu")
     columns = sum(one.a.shape[0] for part in made for one in part)
     return StepAdapters(tuple(made), ints(1, EVERY_ADAPTER), emptied(2, columns, device), emptied(1, 1, device))
+
+
+def add_adapters(
+    x: Tensor, adapters: StepAdapters, y: Tensor, k: Tensor | None = None, v: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Add to y (B, outputs), the product of x and a weight, what the adapters of each row add to it; in place, as to two or
+    three products of the same x. Their rows may lie apart.
+    """
+    given = [one for one in (y, k, v) if one is not None]
+    require("add_adapters", "x", x, None, ("rows", "inputs"), x.device, "the kernel reads row after row")
+    check_adapters("add_adapters", adapters, x, [one.shape[-1] for one in given])
+    for one in given:
+        wanted = len(x), one.shape[-1]
+        if one.shape != wanted or one.dtype != y.dtype or one.device != x.device or one.stride(1) != 1:
+            raise ValueError(
+                f"add_adapters: a product of x must be {y.dtype} {wanted} with dense rows on {x.device}, got {one.dtype} "
+                f"{tuple(one.shape)} on {one.device}; it is changed in place."
+            )
+    return implementation("add_adapters", x, None, form_of(adapters))(x, adapters, y, k, v)
+
+
+def _draw_call(g: torch.Generator, rank: int = 16, wide: bool = True) -> tuple:
+    outputs = 32, 16, 16
+    x, adapters = draw(g, 2, 40), draw_adapters(g, 40, outputs, rank, wide)
+    return x, adapters, *(draw(g, 2, count).detach() for count in outputs)
+
+
+@definition(_draw_call)
+@torch.no_grad()
+def add_adapters_reference(
+    x: Tensor, adapters: StepAdapters, y: Tensor, k: Tensor | None = None, v: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    given, wide = tuple(one for one in (y, k, v) if one is not None), torch.promote_types(x.dtype, torch.float32)
+    for number, one in enumerate(given):
+        one += adapters.added(number, x.to(wide))
+    return given

@@ -99,7 +99,7 @@ def norm_product(
     check_biases("norm_product", (bias, k_bias, v_bias), weights)
     require("norm_product", "out", out, torch.float32, (x.shape[0], rows), x.device, WRITTEN)
     check_best("norm_product", best, arg, rows, x)
-    check_adapters("norm_product", adapters, x, weights)
+    check_adapters("norm_product", adapters, x, [len(w) for w in weights])
     kernel = implementation("norm_product", weight, None, form(norm, cap, added=form_of(adapters)))
     kernel(x, norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out, best, arg, dependent, cap, adapters)
     return out
@@ -150,7 +150,7 @@ def norm_gate_up(
     check_biases("norm_gate_up", (gate_bias, up_bias), [gate, up])
     require("norm_gate_up", "out", out, gate.dtype, (x.shape[0], gate.shape[0]), x.device, WRITTEN)
     check_activation("norm_gate_up", activation)
-    check_adapters("norm_gate_up", adapters, x, [gate, up])
+    check_adapters("norm_gate_up", adapters, x, [len(gate), len(up)])
     kernel = implementation("norm_gate_up", gate, None, form(norm, activation, added=form_of(adapters)))
     return kernel(x, norm, gate, up, gate_bias, up_bias, out, dependent, activation, adapters)
 
@@ -176,7 +176,7 @@ def add_product(
     """x += h weightᵀ, in place: the output and the down product, with the residual."""
     check_add("add_product", h, weight, bias, x.device)
     require("add_product", "x", x, torch.float32, (h.shape[0], weight.shape[0]), x.device, WRITTEN)
-    check_adapters("add_product", adapters, h, [weight])
+    check_adapters("add_product", adapters, h, [len(weight)])
     kernel = implementation("add_product", weight, None, form_of(adapters))
     return kernel(h, weight, bias, x, dependent, adapters)
 

@@ -21,18 +21,25 @@ TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: t
 
 
 @triton.jit
-def _down(program, x_ptr, norm_ptr, eps, table, ids, h, columns, B: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
-          GAIN: tl.constexpr, TYPE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+def _wants(table, ids, b, column, columns):
+    """Whether row b has the adapter of that column."""
+    own = tl.load(ids + b)
+    return (own == tl.load(table + 3 * columns + column)) | (own == _EVERY)
+
+
+@triton.jit
+def _down(program, x_ptr, norm_ptr, eps, table, ids, h, columns, B, K: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr,
+          TYPE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """A column of h for a row of x: the same code for each row, so that its bits are those that it gets alone."""
     b, column = program % B, program // B
-    own, owner = tl.load(ids + b), tl.load(table + 3 * columns + column)
+    wanted = _wants(table, ids, b, column, columns)
     a_ptr = tl.load(table + column).to(tl.pointer_type(TYPE))
     scale = tl.load(table + 4 * columns + column).to(tl.int32).to(tl.float32, bitcast=True)
     col = tl.arange(0, C)
     EVEN: tl.constexpr = K % C == 0
     a = _row(a_ptr, col, K, EVEN)
     _wait(DEPENDENT)
-    if (own == owner) | (own == _EVERY):
+    if wanted:
         total, square = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
         for start in range(0, K, C):
             x = _row(x_ptr + b * K + start, col, K - start, EVEN)
@@ -65,7 +72,12 @@ def _begun(h, table, ids, b, first, last, columns, RANKS: tl.constexpr):
 def _up(table, first, last, columns, row, there, RANKS: tl.constexpr, TYPE: tl.constexpr):
     """The rows `row` of b, in columns from `first` on."""
     column = first + tl.arange(0, RANKS)
-    inside = column < last
+    return _up_of(table, column, column < last, columns, row, there, TYPE)
+
+
+@triton.jit
+def _up_of(table, column, inside, columns, row, there, TYPE: tl.constexpr):
+    """The rows `row` of b, in those columns that are `inside`."""
     start = tl.load(table + columns + column, mask=inside, other=0)
     apart = tl.load(table + 2 * columns + column, mask=inside, other=0)
     at = (start[None] + row.to(tl.int64)[:, None] * apart[None]).to(tl.pointer_type(TYPE))
