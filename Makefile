@@ -67,11 +67,13 @@ test-gpu:
 bench:
 	$(OURS) $(PYTHON) -m gpubound bench $(ARGS)
 
+# These two need torch, but no GPU.
+HERE := $(if $(wildcard $(VENV)/.installed),$(PY),$(PYTHON))
 gates:
-	$(OURS) $(PYTHON) -m benchmarks.gates
+	$(OURS) $(HERE) -m benchmarks.gates
 
 figures:
-	$(OURS) $(PYTHON) -m benchmarks.figures
+	$(OURS) $(HERE) -m benchmarks.figures
 
 docs: $(VENV)/.installed
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
