@@ -4,8 +4,8 @@ logits   of a short random sequence, token by token through the kernels and once
          own forward and plain fp32: no further from fp32 than the model itself is, within a margin. A sliding window of at
          most SHORT tokens is passed; the edge of a longer one is not seen here
 choices  of experts, where there are any, by themselves (judge.py); logits are compared with fp32 at the same choice
-tokens   graphs against the same kernels launched one by one: equal, for every number of steps a launch up to STEPS.
-         Speculative ones against plain steps, where the same kernels compute both
+tokens   graphs against the same kernels launched one by one, for the same rows together: equal, for every number of steps a
+         launch up to STEPS. Speculative ones against plain steps, where the same kernels compute both
 cache    filled with NaN before all of it: what lies beyond the live length is never read. One in 8 bits rounds, and a key that
          lies near the middle of two codes may become either: fp32 rounds its keys and values alike, and ours may lie as much
          further off as a share of what that rounding costs
@@ -14,6 +14,7 @@ cache    filled with NaN before all of it: what lies beyond the live length is n
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -185,32 +186,48 @@ def _logits_after(body: Any, ids: Tensor, place: int, rows: int) -> Tensor:
 
 
 def _compare_tokens(decoder: "FastDecoder", prompt: list[int]) -> int:
-    """Greedy tokens of a ragged batch by single launches, then by graphs of every size that fits."""
-    slots, body, stepper = decoder.slots, decoder.body, decoder.stepper
+    """Greedy tokens of a ragged batch by single launches, then by graphs of every size that fits.
+
+    Rows that the graphs take together (`Body.lanes`) are launched together, and no others: two rows of a model in bf16 go
+    through tensor cores, a row of a lane of its own does not, and then close logits change places.
+    """
+    body, stepper = decoder.body, decoder.stepper
     rows = min(2, decoder.max_batch)
     rows = rows if stepper.exact(rows) else 1
-    single = Stepper(body, slots) if stepper.exact(rows) else stepper
+    single = Stepper(body, decoder.slots) if stepper.exact(rows) else stepper
     prompts = [prompt, prompt[: max(1, len(prompt) // 2)]][:rows]
     steps = min(STEPS, decoder.max_length - len(prompt))
-    request = Request(prompts, steps, Choice())
-    ids = pad([p[:-1] for p in prompts], max(1, len(prompt) - 1), body.device)
-    lengths = torch.tensor([len(p) - 1 for p in prompts], device=body.device)
-
-    def play(launch: Callable[[int, int, LaunchWay], None], k: int, tokens: int) -> list[list[int]]:
-        """The tokens of each row, of which a step brings so many at most."""
-        decoder.begin(request, ids, lengths, body.prefill)
-        found = []
-        for _ in range(steps // k):
-            launch(rows, k, LaunchWay())
-            found.append(slots.emitted[: k * tokens, :rows].clone())
-        return [[token for token in row if token >= 0] for row in torch.cat(found).t().tolist()]
-
-    want = play(single.run, 1, single.tokens)
+    want = []
+    for lane in body.lanes(rows):
+        # The others stand behind it: a prompt alone may be a product of another kernel than two, and leave other keys.
+        order = [*prompts[lane.start :], *prompts[: lane.start]]
+        want += _play(decoder, order, steps, partial(single.run, len(lane), 1), single.tokens, len(lane), 1)
     for k in (k for k in decoder.ladder if k <= steps):
-        got = play(decoder.graphs.launch, k, stepper.tokens)
+        got = _play(decoder, prompts, steps, partial(decoder.graphs.launch, rows, k), stepper.tokens, rows, k)
         if any(len(row) < steps // k * k or row != full[: len(row)] for row, full in zip(got, want)):
             raise GenerateError(
                 f"decoder: greedy tokens of a graph of {k} steps are not those of single launches: {got}, wanted {want}; "
                 "please report it with the model's config."
             )
     return steps * rows
+
+
+def _play(
+    decoder: "FastDecoder",
+    prompts: list[list[int]],
+    steps: int,
+    launch: Callable[[LaunchWay], None],
+    tokens: int,
+    rows: int,
+    k: int,
+) -> list[list[int]]:
+    """The tokens of the first `rows` of these prompts by launches of k steps, each of which brings so many tokens at most."""
+    body, longest = decoder.body, max(map(len, prompts))
+    ids = pad([p[:-1] for p in prompts], max(1, longest - 1), body.device)
+    lengths = torch.tensor([len(p) - 1 for p in prompts], device=body.device)
+    decoder.begin(Request(prompts, steps, Choice()), ids, lengths, body.prefill)
+    found = []
+    for _ in range(steps // k):
+        launch(LaunchWay())
+        found.append(decoder.slots.emitted[: k * tokens, :rows].clone())
+    return [[token for token in row if token >= 0] for row in torch.cat(found).t().tolist()]

@@ -7,6 +7,7 @@ import torch
 
 import gpubound as gb
 from gpubound.decode.contract import Body
+from gpubound.decode.fused import FusedBody
 from gpubound.decode.stages import graphs
 
 from .. import cases
@@ -82,8 +83,26 @@ def test_weights_that_change_and_weights_that_move():
     assert moved == cases.likeliest(fast.model, prompt, moved) and moved != changed
 
 
+def test_rows_are_compared_as_their_lanes_take_them(monkeypatch):
+    """Rows that go through the model together may come out otherwise than alone, as from tensor cores. Here they are others."""
+    leave = FusedBody.leave
+    monkeypatch.setattr(FusedBody, "leave", lambda body, x: leave(body, x) * (1 if len(x) == 1 else -1))
+    monkeypatch.setattr(FusedBody, "finds_best", lambda body, rows: False)
+    assert staged(verify="quick").certificate.tokens_compared == 24
+    with pytest.raises(gb.GenerateError, match="are not those of single launches"):
+        monkeypatch.setattr(Body, "lanes", lambda body, rows: [range(rows)])
+        staged(verify="quick")
+
+
+def test_a_lane_that_reads_the_keys_of_another_fails_the_certificate(monkeypatch):
+    own = FusedBody.pass_stage
+    monkeypatch.setattr(FusedBody, "pass_stage", lambda body, number, *stream: own(body, number, *stream[:-1], 0))
+    with pytest.raises(gb.GenerateError, match="are not those of single launches"):
+        staged(verify="quick")
+
+
 def test_rows_that_are_not_handed_over_fail_the_certificate(monkeypatch):
-    """What the lanes bring is compared with steps of all rows at once."""
+    """What the lanes bring is compared with steps of their rows, stage by stage."""
     monkeypatch.setattr(graphs.Handover, "send", lambda self, to: None)
     with pytest.raises(gb.GenerateError, match=r"greedy tokens of a graph of . steps are not those of single launches"):
         staged(verify="quick")
