@@ -72,6 +72,8 @@ class LayerSpan:
 
     def prompt(self, x: Tensor, pending: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
         """The stream (B, T, hidden) of places start.., and what is still to be added to it."""
+        # These copies lie in the devices' own streams, where one waits for the work of both and holds up what follows. Devices
+        # that read one chunk each meanwhile have the next no later for it; rows in lanes do (stages/graphs.py).
         x, end = x.to(self.device), start + x.shape[1]
         pending = None if pending is None else pending.to(self.device)
         with entered(self.device):

@@ -28,24 +28,48 @@ class Handover:
         stream, token, position = self.flat.split([rows * width, rows, rows])
         self.x = stream.view(rows, width)
         self.token, self.position = token.view(torch.int32), position.view(torch.int32)
-        # A copy between devices waits for the current streams of both. The one here has nothing else to do, so a copy is not
-        # held up by the lanes that this device still works on.
-        self.inbox = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.arrived = torch.cuda.Event() if device.type == "cuda" else None
+        self.copies = CopyStream(device) if device.type == "cuda" else None
 
     def send(self, to: "Handover") -> None:
         """Copy it, once what this device's stream computes is there."""
-        if to.inbox is None or to.arrived is None:
+        if self.copies is None or to.copies is None:
             to.flat.copy_(self.flat)
             return
-        with torch.cuda.stream(to.inbox):
+        self.copies.await_computed()
+        with torch.cuda.stream(self.copies.stream), torch.cuda.stream(to.copies.stream):
             to.flat.copy_(self.flat, non_blocking=True)
-            to.arrived.record(to.inbox)
+            to.copies.arrived.record(to.copies.stream)
 
     def receive(self) -> None:
         """Let this device's stream wait for what was sent here."""
-        if self.arrived is not None:
-            torch.cuda.current_stream(self.flat.device).wait_event(self.arrived)
+        if self.copies is not None:
+            torch.cuda.current_stream(self.flat.device).wait_event(self.copies.arrived)
+
+
+class CopyStream:
+    """A lane's copies to and from a device, in a stream of their own.
+
+    torch puts a copy between devices into the current stream of the source, lets it wait for the target's, and the target's for
+    it. The default streams would be wrong on either side: behind the target's a copy waits for other lanes that it still works
+    on, and a copy in the source's waits for all work of both devices and holds up all that comes after it (CUDA's rule for
+    copies in the NULL stream). 8b on two H200s took 9.4 ms for a step of two lanes, as one after the other, at 4.7 ms a lane.
+    These streams heed no NULL stream (torch's are made so), and the NULL streams of two devices do not heed each other: a
+    device's launches may stay in its own.
+
+    Nothing is overwritten that is still read. A lane goes round: what comes here was computed from what was sent from here the
+    round before, so a copy that arrives waits, device by device, for the copy that left and for the work before it. So does
+    all that works on the lane here, behind `receive`; and the next launch begins on the first device behind its last `receive`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.computed, self.arrived = torch.cuda.Event(), torch.cuda.Event()
+        self.await_computed()  # the zeros, which may have to wait for a prompt: no copy may come before them
+
+    def await_computed(self) -> None:
+        """Let what comes wait for all that the device's current stream has been told to do."""
+        self.computed.record(torch.cuda.current_stream(self.device))
+        self.stream.wait_event(self.computed)
 
 
 @dataclass
