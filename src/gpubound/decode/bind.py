@@ -6,7 +6,7 @@ optimizer's step, a load in place, a merge is seen by the next launch. What puts
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from logging import WARNING
@@ -30,6 +30,7 @@ from .contract import Watched, model_tensors
 from .numbers import numbers
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ANYWHERE = "anywhere"  # see `examine`
 
 
 class BoundModel:
@@ -115,8 +116,11 @@ def bind(model: nn.Module, max_length: int = 1, neighbours: bool = False, spread
     return found if isinstance(found, str) else BoundModel(model, found, max_length, neighbours, spread)
 
 
-def examine(model: nn.Module, max_length: int, spread: bool = False) -> Reader | str:
-    """How it is read, or why not: what `bind` does before it takes anything."""
+def examine(model: nn.Module, max_length: int, spread: bool | str = False) -> Reader | str:
+    """How it is read, or why not: what `bind` does before it takes anything.
+
+    spread  ANYWHERE: of a model that will be moved, whose weights may lie on devices of any kind now
+    """
     reader = reader_of(model)
     if reader is None:
         return f"{type(model).__name__} is none of the families with fused kernels ({', '.join(decoded())})"
@@ -261,7 +265,7 @@ def _computes(module: nn.Module) -> bool:
     return isinstance(vars(module).get("weight"), Tensor) or is_parametrized(module, "weight")
 
 
-def _unreadable(model: nn.Module, spread: bool = False) -> str | None:
+def _unreadable(model: nn.Module, spread: bool | str = False) -> str | None:
     """Why the kernels may not read the parameters directly."""
     trunk: Any = model.model
     if why := closed_projection(model):
@@ -276,10 +280,19 @@ def _unreadable(model: nn.Module, spread: bool = False) -> str | None:
         return "its head has a bias"
     apart = set(map(id, _of_adapters(model)))
     weights = {one.name: one.tensor for one in model_tensors(model, "_parameters") if id(one.tensor) not in apart}
-    kinds = {(t.dtype, t.device.type, None if spread else t.device.index) for t in weights.values()}
-    if len(kinds) > 1:
-        return f"its weights differ in dtype or device: {', '.join(sorted(f'{k[0]} on {k[1]}' for k in kinds))}"
-    if next(iter(kinds))[0] not in DTYPES:
-        return f"its weights are {next(iter(kinds))[0]}; the kernels take fp32, fp16 and bf16"
+    if why := _mixed(weights.values(), spread):
+        return why
+    if (dtype := next(iter(weights.values())).dtype) not in DTYPES:
+        return f"its weights are {dtype}; the kernels take fp32, fp16 and bf16"
     loose = [name for name, t in weights.items() if not t.is_contiguous() or type(t) is not nn.Parameter]
     return f"{loose[0]} is not a plain, contiguous parameter" if loose else None
+
+
+def _mixed(weights: Collection[Tensor], spread: bool | str) -> str | None:
+    """Which dtypes and devices do not go together; None where all do."""
+    where = (lambda device: None) if spread == ANYWHERE else (lambda device: (device.type, None if spread else device.index))
+    if len({(t.dtype, where(t.device)) for t in weights}) == 1:
+        return None
+    told = ", ".join(sorted({f"{t.dtype} on {t.device.type if spread else t.device}" for t in weights}))
+    move = spread and len({t.dtype for t in weights}) == 1  # as of a `.to` that ran out of memory half-way
+    return f"its weights differ in dtype or device: {told}{'; move all of it to the CPU, or to GPUs' if move else ''}"

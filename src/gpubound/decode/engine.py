@@ -233,7 +233,7 @@ def decoder(
     first = next((p for p in model.parameters() if p.is_floating_point()), None)
     if first is None:
         raise ValueError(f"decoder: model: got {type(model).__name__} without weights, wanted a causal language model.")
-    if first.is_meta:
+    if first.is_meta or (devices is not None and any(p.is_meta for p in model.parameters())):
         raise ValueError(f"decoder: model: got {type(model).__name__} on meta, which holds no values; load its weights first.")
     if any(p.is_inference() for p in model.parameters()):
         raise ValueError(

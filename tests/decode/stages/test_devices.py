@@ -61,6 +61,19 @@ def test_each_stage_works_on_its_own_device(kind, sim):
     assert len(fast.score(given[0])[0]) == 6 and fast.body.locate(torch.tensor(given[0], device=sim))
 
 
+def test_a_model_that_lies_on_two_devices_is_put_where_it_belongs(sim):
+    """Also one of whose blocks a part was moved, as by a `.to` that ran out of memory."""
+    model = cases.build("Llama")
+    alone = copy.deepcopy(model)
+    for part in (model.model.embed_tokens, model.model.layers[0].mlp, model.model.layers[1]):
+        part.to(sim)
+    fast = decoder(model, [sim, CPU], verify=False)
+    first, last = ({p.device for p in block.parameters()} for block in model.model.layers)
+    assert first == {sim} and last == {CPU} and model.lm_head.weight.device == model.model.norm.weight.device == sim
+    row = cases.of_decoder(fast, 3)
+    assert row == cases.likeliest(alone, cases.PROMPT, row)
+
+
 def test_a_launch_of_lanes_waits_for_nothing(sim):
     """One pretend device for both stages, for what goes to the CPU is waited for."""
     fast = decoder(cases.build("Llama"), [sim, sim], verify=False)

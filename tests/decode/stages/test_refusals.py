@@ -4,7 +4,11 @@ import pytest
 import torch
 
 import gpubound as gb
+from gpubound.decode import bind
+from gpubound.decode.contract import Build
 from gpubound.decode.stages import spread
+from gpubound.decode.stages.body import fused_reader
+from gpubound.models.decoding import Reader
 
 from .. import cases
 
@@ -56,6 +60,30 @@ def test_a_stage_that_does_not_fit(monkeypatch):
 def test_what_takes_a_single_device(options):
     name = "fused=False" if "fused" in options else next(iter(options))
     assert refused(**options) == f"decoder: devices: got 2 together with {name}, which takes a single device."
+
+
+def test_weights_that_lie_on_two_kinds_of_device():
+    """Stages put them where they belong, slices leave them where they are; what holds no values is refused by both."""
+    model = cases.build("Llama")
+    model.lm_head.to("meta")  # the only second kind that is everywhere
+    assert isinstance(bind.examine(model, cases.ROOM, bind.ANYWHERE), Reader)
+    why = (
+        "its weights differ in dtype or device: torch.float32 on cpu, torch.float32 on meta; move all of it to the CPU, or to "
+        "GPUs"
+    )
+    assert bind.examine(model, cases.ROOM, spread=True) == why
+    with pytest.raises(ValueError) as caught:
+        fused_reader(model, Build(1, cases.ROOM), 2, spread=True)
+    assert str(caught.value) == f"decoder: devices: got 2, which only the fused kernels run on, and {why}."
+    for split in ("layers", "tensors"):
+        assert refused(model=model, split=split) == (
+            "decoder: model: got LlamaForCausalLM on meta, which holds no values; load its weights first."
+        )
+    half = cases.build("Llama")
+    half.lm_head.half()
+    assert bind.examine(half, cases.ROOM, bind.ANYWHERE) == (
+        "its weights differ in dtype or device: torch.float16 on cpu, torch.float32 on cpu"
+    )
 
 
 def test_models_that_are_decoded_on_one():

@@ -8,7 +8,7 @@ import torch
 from ...kernels.choose import hasten
 from ...models.decoding import Reader, weight_of
 from ...models.registry import reader_of
-from ..bind import BoundModel, bind, examine
+from ..bind import ANYWHERE, BoundModel, bind, examine
 from ..cache import PLAIN, Cache
 from ..calls import step_calls
 from ..compressed.body import CompressedBody, check_reader
@@ -63,8 +63,9 @@ class StagedForm(NamedTuple):
     make: Callable[[Any, Build, Sequence[LayerStage]], Body]
 
 
-def fused_reader(model: Any, build: Build, count: int) -> Reader:
-    reader = examine(model, build.max_length, spread=True)
+def fused_reader(model: Any, build: Build, count: int, spread: bool | str = ANYWHERE) -> Reader:
+    """spread: see `examine`. Stages move the weights, wherever they lie: a `.to` that ran out of memory leaves some behind."""
+    reader = examine(model, build.max_length, spread)
     if isinstance(reader, str):
         raise ValueError(f"decoder: devices: got {count}, which only the fused kernels run on, and {reader}.")
     if any(one.adapters for layer in reader.layers() for part in layer for one in part.linears()):

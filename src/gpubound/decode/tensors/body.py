@@ -56,7 +56,7 @@ def sliced_body(model: Any, build: Build, fused: bool, devices: Sequence[torch.d
 
 
 def _fused_slices(model: Any, build: Build, devices: Sequence[torch.device]) -> "SlicedBody":
-    fused_reader(model, build, len(devices))  # or a sentence
+    fused_reader(model, build, len(devices), spread=True)  # or a sentence; the model stays where it lies, and goes on working
     live = bind(model, build.max_length, spread=True)
     assert isinstance(live, BoundModel)  # it was examined
     plans = plan_slices(live.shape, live.layers, devices, PARTIAL_ROWS)
