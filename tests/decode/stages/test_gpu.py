@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import gpubound as gb
+from gpubound.decode.stages.graphs import Handover, StageGraphs
 from gpubound.decode.steps import Stepper
 from gpubound.watch import watch
 
@@ -18,8 +19,11 @@ pytestmark = [
 TWO = ["cuda:0", "cuda:1"]
 
 
-def served(kind: str = "Llama", device: str = "cuda:0", **options) -> torch.nn.Module:
-    model = cases.build(kind, torch.bfloat16, device, **SERVED | {"num_hidden_layers": 6} | options)
+SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 3, "logprobs": True}
+
+
+def served(dtype: torch.dtype = torch.bfloat16, **options) -> torch.nn.Module:
+    model = cases.build("Llama", dtype, "cuda:0", **SERVED | {"num_hidden_layers": 6} | options)
     with torch.no_grad():  # 0.2, as for 32 wide, would let one word win everywhere
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -27,20 +31,53 @@ def served(kind: str = "Llama", device: str = "cuda:0", **options) -> torch.nn.M
     return model
 
 
-@pytest.mark.parametrize(
-    "how", [{}, {"temperature": 1.0, "top_p": 0.95, "seed": 3, "logprobs": True}], ids=["greedy", "sampled"]
-)
-@pytest.mark.parametrize("rows", [1, 2])
-def test_two_gpus_give_the_tokens_of_one(rows, how):
-    """Rows in few enough numbers that each is computed by the same kernels alone and beside others."""
+@pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows, dtype", [(1, torch.bfloat16), (2, torch.float32)], ids=["1", "2 in fp32"])
+def test_two_gpus_give_the_tokens_of_one(rows, dtype, how):
+    """Rows that are computed by the same kernels alone and beside others: in bf16 two go through tensor cores together."""
     given = cases.prompts(*range(5, 5 + rows))
-    want = gb.decoder(served(), 8, 512).generate(given, max_new_tokens=75, **how).tokens
-    fast = gb.decoder(served(), 8, 512, devices=TWO)
+    want = gb.decoder(served(dtype), 8, 512).generate(given, max_new_tokens=75, **how).tokens
+    fast = gb.decoder(served(dtype), 8, 512, devices=TWO)
+    assert fast.body.same_kernels(rows)
     assert {p.device.index for p in fast.model.parameters()} == {0, 1}
     assert fast.generate(given, max_new_tokens=75, **how).tokens == want
     assert len({token for row in want for token in row}) > 20
     fast.graphs.launch = Stepper(fast.body, fast.slots).run  # all rows at once, kernel by kernel
     assert fast.generate(given, max_new_tokens=75, **how).tokens == want
+
+
+@pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [2, 8, 16])
+def test_graphs_of_lanes_give_what_their_kernels_give_one_by_one(rows, how, monkeypatch):
+    """In bf16, in lanes of one row, and of several that go through tensor cores."""
+    fast = gb.decoder(served(), 16, 512, devices=TWO)
+    given = cases.prompts(*range(5, 5 + rows))
+    found = fast.generate(given, max_new_tokens=75, **how).sequences
+    monkeypatch.setattr(StageGraphs, "_capture", lambda stages, lane: None)
+    fast.graphs.clear()
+    assert fast.generate(given, max_new_tokens=75, **how).sequences == found
+    assert len({token for sequence in found for token in sequence.tokens}) > 20
+
+
+def test_a_lane_is_handed_over_while_both_devices_work_on_another():
+    """A copy in a default stream would wait for the work that was asked of either device before, and hold up what follows."""
+    here, there = (Handover(1, 4, torch.device(name)) for name in TWO)
+    here.send(there)  # the first one lets each device reach the other's memory
+    for name in TWO:
+        torch.cuda.synchronize(name)
+    here.flat.fill_(7)
+    busy = []
+    for name in reversed(TWO):
+        with torch.cuda.device(name):
+            if name == TWO[0]:  # its own work on the lane is done, and it begins the next one's
+                here.send(there)
+            torch.cuda._sleep(4_000_000_000)  # 2 s
+            busy.append(torch.cuda.Event())
+            busy[-1].record()
+    there.copies.arrived.synchronize()
+    assert not any(event.query() for event in busy)
+    there.receive()
+    assert there.flat.eq(7).all()
 
 
 @pytest.mark.parametrize("kind", ["Qwen3", "Gemma3", "Mixtral", "own"])
@@ -80,8 +117,10 @@ def test_a_model_that_one_gpu_cannot_hold():
             mine = torch.cuda.memory_reserved(number) + 3.5e9
             torch.cuda.set_per_process_memory_fraction(mine / torch.cuda.get_device_properties(number).total_memory, number)
         with pytest.raises(torch.cuda.OutOfMemoryError):
-            model.to("cuda:0")
+            model.to("cuda:0")  # which leaves the last layers on the CPU
+        assert {p.device.type for p in model.parameters()} == {"cpu", "cuda"}
         fast = gb.decoder(model, 1, 128, verify="quick", devices=TWO)
+        assert {str(p.device) for p in model.parameters()} == set(TWO)
         assert fast.generate(cases.prompts(5), max_new_tokens=20).count == 20
     finally:
         for number in (0, 1):
