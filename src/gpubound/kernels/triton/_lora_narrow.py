@@ -100,14 +100,14 @@ def _lora_gradients_kernel(x_ptr, gh_ptr, g_ptr, h_ptr, da_ptr, db_ptr, parts_pt
         total = _dot(tl.trans(t), _tile(small, row, rank, N, R, along_small, 1), total, PRECISION, WIDE)
     mine = tile * tl.num_programs(1) + tl.program_id(1)
     if SPLITS > 1:
-        at = parts_ptr + mine * SPLITS * BLOCK * RANKS + tl.arange(0, BLOCK)[:, None] * RANKS + tl.arange(0, RANKS)[None]
-        tl.store(at + split * BLOCK * RANKS, total)
+        part = parts_ptr + mine * SPLITS * BLOCK * RANKS + tl.arange(0, BLOCK)[:, None] * RANKS + tl.arange(0, RANKS)[None]
+        tl.store(part + split * BLOCK * RANKS, total)
         tl.debug_barrier()  # every thread's stores before the one thread that counts
         if tl.atomic_add(count_ptr + mine, 1, sem="acq_rel") < SPLITS - 1:
             return
         total = tl.zeros([BLOCK, RANKS], tl.float32)
         for other in tl.static_range(SPLITS):
-            total += tl.load(at + other * BLOCK * RANKS, cache_modifier=".cg")  # written by other multiprocessors
+            total += tl.load(part + other * BLOCK * RANKS, cache_modifier=".cg")  # written by other multiprocessors
         tl.store(count_ptr + mine, 0)
     mask = (column < columns)[:, None] & (rank < R)[None]
     if of_b:
