@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 HOPPER = 90
+SHARED, MULTIPROCESSORS = 232_448, 132  # of an H100 and an H200
 TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -96,6 +97,10 @@ MORE = {
     "index_topk of more scores than a program holds": ("index_topk", scored),
     "layer_norm of wide rows": ("layer_norm", lambda: (torch.randn(2, 8192), torch.ones(8192), torch.ones(8192))),
     "lora_down that makes zeros to count with": ("lora_down", lambda: example_of("lora_down", 16, False, False, 1, True, True)),
+    "lora_gradients of 16-bit adapters": (
+        "lora_gradients",
+        lambda: example_of("lora_gradients", 768, 768, 16, False, 1, False, True),
+    ),
     "lora_product transposed, h and b by descriptors, and in two parts": (
         "lora_product",
         lambda: (
@@ -184,13 +189,24 @@ def arguments_of(case: str) -> tuple[str, tuple]:
     return op, tuple(a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in draw())
 
 
-def main(cases: list[str]) -> None:
+def stand_in(compute_capability: int, shared: int) -> None:
+    """From here on kernels are compiled for this GPU in place of being run, with the plans that it gets."""
     import triton
 
+    from gpubound.device import Chip
+    from gpubound.kernels import plans
+
+    global capability
+    capability = compute_capability
+    plans.chip = plans.kinds.chip = lambda device: Chip(compute_capability, shared, MULTIPROCESSORS, "")
+    triton.runtime.jit.JITFunction.run = compile_instead
+
+
+def main(cases: list[str]) -> None:
     from gpubound.kernels import selftest
     from gpubound.kernels.ops import load
 
-    triton.runtime.jit.JITFunction.run = compile_instead
+    stand_in(HOPPER, SHARED)
     for case in cases:
         compiled.clear()
         try:

@@ -50,7 +50,7 @@ SHAPED = {
     "layer_norm": (96,),
     "linear_cross_entropy": (333, True, False, True, True),
     "lora_down": (16, False, True, 1, True, True),
-    "lora_gradients": (48, 64, 16, False, 2),
+    "lora_gradients": (48, 64, 16, False, 2, False, True),
     "lora_linear": (16, True),
     "lora_product": (0, 16, True, False),
     "lora_up": (16, False, 3),

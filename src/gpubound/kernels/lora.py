@@ -173,20 +173,24 @@ def lora_gradients(
     outputs = as_in_memory(db, g.shape[-1], rank // _count(blocks))
     check_outputs("lora_gradients", x, da=as_in_memory(da, rank, x.shape[-1]), db=outputs)
     beside = db is not None and db.stride(0) == 1 < db.stride(1)
-    shape = (x.shape[1], g.shape[1], rank // _count(blocks), drop is not None, _count(blocks), beside)
+    narrow = any(t is not None and t.dtype != torch.float32 for t in (da, db))
+    shape = (x.shape[1], g.shape[1], rank // _count(blocks), drop is not None, _count(blocks), beside, narrow)
     run = implementation("lora_gradients", x, None, shape)
     return run(x, gh, g, h, da, db, drop, begins, blocks, arrivals, dependent)
 
 
 def _draw_gradients(
     g: torch.Generator, inputs: int = 48, outputs: int = 48, rank: int = 5, dropping: bool = True, blocks: int = 1,
-    beside: bool = False,
+    beside: bool = False, narrow: bool = False,
 ) -> tuple:  # fmt: skip
+    """`narrow`: gradients in the call's own dtype, as autograd takes them, in place of sums in fp32."""
     inward, outward = ((draw(g, 64, columns), draw(g, 64, rank * blocks)) for columns in (inputs, outputs))
     da = draw(g, rank * blocks, inputs).detach()
     db = draw(g, rank, outputs).detach().t() if beside else draw(g, outputs, rank).detach()
+    if narrow:
+        da, db = (torch.nn.Parameter(t, requires_grad=False) for t in (da, db))  # cast as the others are
     last = 64 if outputs >= 64 * blocks else BLOCK  # real layers have blocks of many tiles
-    return *inward, *outward, da, db, _drop(dropping), (True, False), _blocks(blocks, outputs, last), ints(*[0] * SHARED_SUMS)
+    return *inward, *outward, da, db, _drop(dropping), (True, narrow), _blocks(blocks, outputs, last), ints(*[0] * SHARED_SUMS)
 
 
 @definition(_draw_gradients)

@@ -59,6 +59,6 @@ def _site(lows: Sequence[LowRank], stored: Format, biased: bool) -> Iterator[Cal
         yield "lora_up", (rank, False, count)
         yield "lora_up", (ranks, dropping, 1)
     if routed:  # the gradients of a layer's b lie side by side
-        yield from (("lora_gradients", (inputs, low.b.shape[0], rank, dropping, 1, True)) for low in lows)
+        yield from (("lora_gradients", (inputs, low.b.shape[0], rank, dropping, 1, True, False)) for low in lows)
     else:
-        yield "lora_gradients", (inputs, outputs, rank, dropping, count, False)
+        yield "lora_gradients", (inputs, outputs, rank, dropping, count, False, False)
