@@ -203,25 +203,33 @@ class TestOutOfMemory:
 cuda = torch.device("cuda", 0)
 
 
+LAYERS = 128
+
+
 def deep(x: torch.Tensor) -> torch.Tensor:
-    """32 tensors as large as x are kept for backward."""
+    """LAYERS tensors as large as x are kept for backward."""
     leaf = x.detach().requires_grad_()
     y = leaf
-    for _ in range(32):
+    for _ in range(LAYERS):
         y = y.sin()
     return torch.autograd.grad(y.sum(), leaf)[0].sum()
 
 
 @pytest.mark.gpu
 def test_activations_are_not_held_twice():
-    """The eager calls of the certificate live in the graph's own memory."""
-    x = torch.ones(1 << 22, device=cuda)  # 16 MiB, 512 MiB of activations
+    """The eager calls of the certificate live in the graph's own memory.
+
+    Beside it lie what they are given and what that was drawn from, in fp64: some 14 times x, which is small for that reason.
+    """
+    x = torch.ones(1 << 20, device=cuda)  # 4 MiB
+    activations = LAYERS * x.nbytes  # 512 MiB
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     captured = capture(deep, x)
     assert captured.certificate.bitwise
-    assert captured.memory_bytes > 32 * x.nbytes
-    assert torch.cuda.memory_reserved() - before < 1.4 * captured.memory_bytes
+    assert captured.memory_bytes > activations
+    beside = torch.cuda.memory_reserved() - before - captured.memory_bytes
+    assert beside < activations / 2, "held twice, they would be another 512 MiB"
 
 
 @pytest.mark.gpu
