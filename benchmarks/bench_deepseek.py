@@ -191,7 +191,7 @@ def beside(
     model, ids = decoder.model, prompt_of(decoder.model, size)
     tokens = decoder.generate(ids.tolist(), max_new_tokens=size.ours, stop=()).tokens
     with visiting(model.model.layers, bench.device):
-        far = gaps(model, ids, torch.tensor(tokens)[:, : size.peers])
+        far = gaps(model, ids, torch.tensor(tokens)[:, : size.peers], wide=False)  # codes cannot be widened
     print(
         f"{case}: tokens lie {far.mean():.2f} deviations below the model's own in the mean, {far.max():.2f} at most", flush=True
     )

@@ -25,6 +25,7 @@ from benchmarks.decode_goals import GOALS, Goal
 from benchmarks.decode_host import busy, host_us
 from benchmarks.decode_speed import measure_speed
 from benchmarks.harness import Bench
+from benchmarks.widened import in_fp32
 from gpubound import decoder, device as facts, measure
 from gpubound.cli import guarded
 from gpubound.errors import MeasureError
@@ -66,6 +67,44 @@ def test_the_gap_tells_chance_from_another_model(model):
     tokens = decode_peers.CONTENDERS["eager"](model, 2)(ids)
     assert decode_peers.gap(model, ids, tokens) == 0.0
     assert decode_peers.gap(model, ids, (tokens + 1) % 256) > 2
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_judge_computes_in_fp32_and_leaves_the_weights(sparse, monkeypatch):
+    if sparse:
+        small = shapes.SparseShape(64, 24, 2, 4, 2, 256, False, experts=8, chosen=2)
+        monkeypatch.setitem(shapes.SPARSE, "moe", small)
+    model = decode_peers.build_model("moe" if sparse else "tiny", CPU, torch.bfloat16)
+    ids = decode_peers.prompts("tiny", 1, CPU)
+    held = {name: (t.dtype, t.data_ptr()) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    with torch.no_grad():
+        narrow = model(ids).logits
+        with in_fp32(model):
+            wide = model(ids).logits
+        again = model(ids).logits
+    assert {name: (t.dtype, t.data_ptr()) for name, t in [*model.named_parameters(), *model.named_buffers()]} == held
+    assert again.equal(narrow) and wide.dtype == torch.float32
+    want = model.float()(ids).logits
+    torch.testing.assert_close(wide, want, atol=1e-5, rtol=1e-5)
+    assert (narrow - want).abs().max() > 1e-3, "bf16 rounds"
+
+
+@pytest.mark.parametrize("where", ["model.layers.1.mlp", "model.norm", "lm_head"])
+def test_the_judge_leaves_the_weights_of_a_forward_that_raises(where):
+    model = decode_peers.build_model("tiny", CPU, torch.bfloat16)
+    ids = decode_peers.prompts("tiny", 1, CPU)
+    want = model(ids).logits
+
+    def broken(*_):
+        raise RuntimeError("no memory")
+
+    handle = model.get_submodule(where).register_forward_pre_hook(broken)
+    with pytest.raises(RuntimeError, match="no memory"), in_fp32(model):
+        model(ids)
+    handle.remove()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and model(ids).logits.equal(want)
+    hooks = [hook for m in model.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    assert not [hook for hook in hooks if "widened" in hook.__module__], "none stays"
 
 
 def test_ours_beside_peers_budget_and_roofline(bench, model, monkeypatch, capsys):

@@ -44,7 +44,7 @@ def test_a_step_beside_its_peers_and_gates(bench, monkeypatch):
 
 
 def test_a_step_that_computes_something_else_is_not_timed(bench, monkeypatch):
-    monkeypatch.setattr(bench_deepseek, "gaps", lambda *given: torch.full([2], 4.0))
+    monkeypatch.setattr(bench_deepseek, "gaps", lambda *given, wide: torch.full([2], 4.0))
     measure_step(bench, build_model(CPU, dry=True), DRY, rounds=3)
     assert not bench.lines and bench.wrong == [
         "v4, half of Flash batch 1: ours lie 4.00 deviations below the model's own (limit 1.0); not timed"
