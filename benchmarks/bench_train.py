@@ -9,7 +9,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpubound import measure
@@ -183,20 +183,32 @@ def measure_case(
             beside_goal(bench, name, case, mine, rounds, rate)
         for peer, (gate, moonshot) in peers_here(bench, name, case, peers):
             with_peer(bench, name, case, mine, peer, gate, moonshot, rounds, ("bf16 rate", rate) if tokens else None)
-        if case.accumulate > 1:
-            against_one(bench, name, case, mine, rounds)
+        if alone := case.accumulate > 1 and not room_for_two(bench, mine):
+            seconds = take_turns({"ours": mine}, rounds)
+        elif case.accumulate > 1:
+            against_one(bench, name, case, {"ours": mine}, {}, rounds)
+    if alone:  # ours has ended, and given its memory back
+        against_one(bench, name, case, {}, seconds, rounds)
+
+
+def room_gib(bench: Bench) -> float:
+    import torch
+
+    return torch.cuda.get_device_properties(bench.device).total_memory / 2**30
+
+
+def room_for_two(bench: Bench, mine: Worker) -> bool:
+    """Whether the GPU can hold ours twice."""
+    return "peak_gib" not in mine.facts or 2 * mine.facts["peak_gib"] < room_gib(bench)
 
 
 def beside_goal(bench: Bench, name: str, case: Case, mine: Worker, rounds: int, rate: float) -> None:
     """Speed, and peak memory where no peer's is told, by themselves."""
-    import torch
-
     seconds, gates, moonshots = asked(case.least, case.tokens, rounds)
     found = measure.compare_samples(take_turns({"ours": mine}, rounds) | seconds, clock="perf_counter, drained")
     bench.keep(name, found, unit="tok/s", amount=case.tokens, ceiling=("bf16 rate", rate), gates=gates, moonshots=moonshots)
     if not case.peers and "peak_gib" in mine.facts:
-        room = torch.cuda.get_device_properties(bench.device).total_memory / 2**30
-        bench.figure(f"{name} peak memory", "GiB", mine.facts["peak_gib"], {"the GPU's memory": room}, {})
+        bench.figure(f"{name} peak memory", "GiB", mine.facts["peak_gib"], {"the GPU's memory": room_gib(bench)}, {})
 
 
 def with_peer(
@@ -223,11 +235,16 @@ def with_peer(
             )  # fmt: skip
 
 
-def against_one(bench: Bench, name: str, case: Case, mine: Worker, rounds: int) -> None:
-    """Accumulation must not cost: time per micro-batch beside our own step of one."""
-    one = Case(case.shape, case.seq, case.micro, 1, {})
-    with Worker(one.job(case.ours, bench.device.type)) as single:
-        seconds = take_turns({"ours": mine, "accumulate 1": single}, rounds)
+def against_one(
+    bench: Bench, name: str, case: Case, mine: dict[str, Worker], seconds: dict[str, list[float]], rounds: int
+) -> None:
+    """Accumulation must not cost: time per micro-batch beside our own step of one, which takes turns with `mine`, or is held
+    against the `seconds` that ours took before."""
+    one = replace(case, accumulate=1)
+    if (single := started(bench, f"{name} by one micro-batch", Worker, one.job(case.ours, bench.device.type))) is None:
+        return
+    with single:
+        seconds = seconds | take_turns(mine | {"accumulate 1": single}, rounds)
     seconds["ours"] = [s / case.accumulate for s in seconds["ours"]]
     found = measure.compare_samples(seconds, clock="perf_counter, drained")
     bench.keep(name, found, unit="tok/s", amount=one.tokens, gates={"accumulate 1": 1.0})
