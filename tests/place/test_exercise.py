@@ -49,6 +49,21 @@ def test_only_what_rounding_may_explain_is_judged_again():
     assert not exercise.rounding_may_be_it(apart(0.5), BF16) and not exercise.rounding_may_be_it(apart(0.1), torch.float32)
 
 
+def test_that_fp32_had_no_memory_to_judge_is_said(monkeypatch):
+    """An 8b in bf16 wants 64 GB more for it: weights and gradients in fp32."""
+    model = nn.Linear(400, 1, bias=False, dtype=BF16)
+    run = exercise.Exercise(model, torch.ones(1, 400, dtype=BF16))
+    assert not run.trouble
+
+    def full(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(exercise, "judge_by_truth", full)
+    model.weight.data *= 1.1  # further off than the limit, not so far that rounding could not be it
+    verdict = run.again()
+    assert not verdict.ok and "(limit 6.0e-02); whether that is rounding, a run in fp32 would say" in str(verdict)
+
+
 def test_the_model_is_its_placed_self_again():
     model = tiny("llama", BF16)
     placement = gb.place(model, "cpu")

@@ -62,8 +62,10 @@ class Exercise:
             return verdict
         try:
             return judge_by_truth(self.model, self.run, after, self.before, dtype)
-        except torch.OutOfMemoryError:  # no room for the weights in fp32: the first verdict stands
-            return verdict
+        except torch.OutOfMemoryError:  # the first verdict stands
+            return replace(
+                verdict, why=f"{verdict}; whether that is rounding, a run in fp32 would say, for which there is no memory"
+            )
 
 
 def run_of(model: Any, example: Any = None) -> Callable[[], Named] | None:
