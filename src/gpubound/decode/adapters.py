@@ -105,15 +105,15 @@ class AddedProduct:
 
     def __init__(self, adapting: Adapting, layers: Sequence[Linear]) -> None:
         self.adapting = adapting
-        self.parts = tuple(
-            tuple(StepAdapter(low.a.detach(), low.b.detach(), low.scale, adapting.number(low.a)) for low in layer.adapters)
-            for layer in layers
-        )
+        self.parts = tuple(tuple(sorted(map(self._adapter, layer.adapters), key=lambda one: one.owner)) for layer in layers)
         self.table = table_of(self.parts)
         self.scales = self.table[4].int().view(torch.float32)
         self.h = emptied(adapting.narrow, self.table.shape[1], adapting.device)
         self._alone = emptied(1, 1, adapting.device)
         adapting.products.append(self)
+
+    def _adapter(self, low: Any) -> StepAdapter:
+        return StepAdapter(low.a.detach(), low.b.detach(), low.scale, self.adapting.number(low.a))
 
     def given(self, rows: int) -> StepAdapters:
         """For a step's product of so many rows."""

@@ -11,6 +11,7 @@ Legend: B rows, K inputs, O outputs of a weight, R ranks; x (B, K), a (R, K), b 
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -142,6 +143,10 @@ def add_adapters(
     three products of the same x. Their rows may lie apart.
     """
     given = [one for one in (y, k, v) if one is not None]
+    for part in adapters.parts:
+        owners = [owner for owner, _ in groupby(part, key=lambda one: one.owner)]
+        if len(set(owners)) < len(owners):
+            raise ValueError(f"add_adapters: adapters of one number must stand side by side in their weight's part, got {owners}.")
     require("add_adapters", "x", x, None, ("rows", "inputs"), x.device, "the kernel reads row after row")
     check_adapters("add_adapters", adapters, x, [one.shape[-1] for one in given])
     for one in given:
