@@ -146,7 +146,9 @@ def add_adapters(
     for part in adapters.parts:
         owners = [owner for owner, _ in groupby(part, key=lambda one: one.owner)]
         if len(set(owners)) < len(owners):
-            raise ValueError(f"add_adapters: adapters of one number must stand side by side in their weight's part, got {owners}.")
+            raise ValueError(
+                f"add_adapters: adapters of one number must stand side by side in their weight's part, got {owners}."
+            )
     require("add_adapters", "x", x, None, ("rows", "inputs"), x.device, "the kernel reads row after row")
     check_adapters("add_adapters", adapters, x, [one.shape[-1] for one in given])
     for one in given:

@@ -20,7 +20,7 @@ import torch
 
 from ...device import chip, constant
 from ...trace import count, notice
-from .kinds import SPARE as SPARE, Job as Job, Plan as Plan, job_of as job_of, power_of_two as power_of_two
+from .kinds import SPARE as SPARE, Job as Job, Plan as Plan, cdiv as cdiv, job_of as job_of, power_of_two as power_of_two
 from .rules import RULES as RULES, WIDEST as WIDEST
 from .searched import SEARCHED, Key, plans_kept
 

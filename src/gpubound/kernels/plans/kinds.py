@@ -49,6 +49,11 @@ class Plan(Protocol):
 SPARE = 4096
 
 
+def cdiv(n: int, size: int) -> int:
+    """n / size, rounded up. On the host Triton's own takes 2.0 us, and an adapted linear layer asked it 15 times."""
+    return -(-n // size)
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two >= n."""
     return 1 << max(0, n - 1).bit_length()

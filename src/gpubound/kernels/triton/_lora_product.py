@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...device import interpreted
 from ..dropping import Drop
-from ..plans import job_of
+from ..plans import cdiv, job_of
 from ..plans.kinds import ProductPlan
 from ..rows import OwnRanks
 from ._launch import launch, options
@@ -166,7 +166,7 @@ def _product(
         if own is not None:
             tokens, tile, apart = rows // len(own.ids), own.ranks, own.ranks * own.adapters
             plan, routed = plan._replace(rows=math.gcd(plan.rows, tokens)), (own.ids, tokens, own.ids.stride(0))
-        tiles = triton.cdiv(rows, plan.rows) * triton.cdiv(outputs, plan.columns)
+        tiles = cdiv(rows, plan.rows) * cdiv(outputs, plan.columns)
         flat = described and tiles > job.chip.sms
         given: tuple = (x, weight, bias, h, b, y)
         if described:
@@ -182,7 +182,7 @@ def _product(
         _lora_product_kernel[(min(tiles, job.chip.sms) if described else tiles,)](
             *given, *routed, rows, outputs, inputs, rank, *_edges(blocks, outputs), x.stride(0), *weight.stride(), h.stride(0),
             *b.stride(), y.stride(0), DESCRIBED=described, RANKS_DESCRIBED=ranks_described, WEIGHT_ALONG=along,
-            B_ALONG=b_along, COUNT=triton.cdiv(rank, apart), APART=apart, RANKS=tile, BLOCK=plan.rows, COLUMNS=plan.columns,
+            B_ALONG=b_along, COUNT=cdiv(rank, apart), APART=apart, RANKS=tile, BLOCK=plan.rows, COLUMNS=plan.columns,
             DEPTH=plan.depth, PARTS=plan.parts, GROUP=GROUP, FLAT=flat, **_arithmetic(), num_stages=plan.stages,
             **options(plan.warps, dependent * (not flat) * _early(job)),
         )  # fmt: skip

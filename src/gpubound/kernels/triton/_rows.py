@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..accumulate import deliver, main_gradient, opens
 from ..aside import aside
-from ..plans.kinds import RowPlan, job_of, power_of_two
+from ..plans.kinds import RowPlan, cdiv, job_of, power_of_two
 from ._launch import launch
 
 ROWS = 64  # of parts, at a time; masked where there are fewer, so that few programs and many are one compiled kernel
@@ -127,7 +127,7 @@ def deliver_parts(
     add_number = int(adds[-1]) if number is not None else 0
 
     def put() -> None:
-        _norm_sums_kernel[(triton.cdiv(cols, block) if sums else 1, sums + (number is not None))](
+        _norm_sums_kernel[(cdiv(cols, block) if sums else 1, sums + (number is not None))](
             parts, parts if numbers is None else numbers, first, second, parts if number is None else outs[-1], programs,
             add_first, add_second, add_number, cols, sums, number is not None, block, ROWS, num_warps=8,
         )  # fmt: skip

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..plans import cdiv
+
 PROGRAMS = 1024  # of the sum of squares: one wave of 8 warps on an H200, and the order of summation on every GPU
 BLOCK = 4096
 ROWS = 8  # blocks of 256 moments in 8 bits, a program
@@ -228,7 +230,7 @@ def plan_update(
     betas: tuple[float, float], weight_decay: float, clip: float | None, growth_interval: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     n = gradient.numel()
-    programs = max(1, min(PROGRAMS, triton.cdiv(n, BLOCK)))
+    programs = max(1, min(PROGRAMS, cdiv(n, BLOCK)))
     partial = torch.empty(programs, device=gradient.device, dtype=torch.float32)
     plan = torch.empty(6, device=gradient.device, dtype=torch.float32)
     report = torch.empty(7, device=gradient.device, dtype=torch.float64)
@@ -248,7 +250,7 @@ def adamw(
     n = weight.numel()
     block = 2048 if weight.is_cuda else BLOCK
     if n:
-        _adamw_kernel[(triton.cdiv(n, block),)](
+        _adamw_kernel[(cdiv(n, block),)](
             weight, gradient, m, v, master if master is not None else weight, plan, n, decay_until, seed or 0,
             *betas, eps, master is not None, seed is not None, block, num_warps=8,
         )  # fmt: skip
@@ -262,7 +264,7 @@ def adamw8(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     n, blocks = weight.numel(), m_scale.numel()
     if n:
-        _adamw8_kernel[(triton.cdiv(blocks, ROWS),)](
+        _adamw8_kernel[(cdiv(blocks, ROWS),)](
             weight, gradient, m, v, m_scale, v_scale, master if master is not None else weight, plan, n, blocks,
             decay_until, seed or 0, *betas, eps, master is not None, seed is not None, ROWS, num_warps=8,
         )  # fmt: skip

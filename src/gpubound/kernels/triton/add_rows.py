@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plans import power_of_two
+from ..plans import cdiv, power_of_two
 
 ROWS = 8  # of a run at a time: a padding id that fills a whole batch must not be summed one by one
 COLUMNS, WARPS = 1024, 4  # of a program
@@ -59,10 +59,10 @@ def _add_rows_kernel(table_ptr, keys_ptr, order_ptr, rows_ptr, count, size, cols
 def add_rows(table: Tensor, ids: Tensor, rows: Tensor, without: int) -> Tensor:
     (size, cols), count = table.shape, ids.numel()
     keys = torch.empty(count, device=ids.device, dtype=torch.int32)
-    _keys_kernel[(triton.cdiv(count, KEYS),)](ids.flatten().contiguous(), keys, count, without, size, KEYS, num_warps=WARPS)
+    _keys_kernel[(cdiv(count, KEYS),)](ids.flatten().contiguous(), keys, count, without, size, KEYS, num_warps=WARPS)
     keys, order = keys.sort(stable=True)
     block = min(COLUMNS, power_of_two(cols))
-    _add_rows_kernel[(count, triton.cdiv(cols, block))](
+    _add_rows_kernel[(count, cdiv(cols, block))](
         table, keys, order, rows.reshape(-1, cols).contiguous(), count, size, cols, ROWS, block, num_warps=WARPS
     )
     return table

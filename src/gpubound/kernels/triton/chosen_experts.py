@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..chosen_experts import LEAST, Gated
-from ..plans.kinds import power_of_two
+from ..plans.kinds import cdiv, power_of_two
 from ._launch import options
 from ._step import _begin, _wait
 from .gated import _activated, _limited
@@ -105,7 +105,7 @@ def choose_experts(
     if gated is not None:
         gate, up, limit, out = gated
         width, beside, made = out.shape[1], (gate, up, out, gate.stride(0), up.stride(0), limit), (out,)
-    _choose_experts_kernel[(rows + rows * triton.cdiv(width, WIDE),)](
+    _choose_experts_kernel[(rows + rows * cdiv(width, WIDE),)](
         logits, correction, table, token, scale, ids, shares, rows, experts, *beside, slots, power_of_two(slots), block, LEAST,
         width, WIDE, **options(max(1, block // WARP)),
     )  # fmt: skip

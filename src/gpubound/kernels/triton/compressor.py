@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compressor import MOST, Windows
-from ..plans.kinds import TilePlan, job_of, power_of_two
+from ..plans.kinds import TilePlan, cdiv, job_of, power_of_two
 from ._launch import launch, options
 from ._step import _begin, _wait
 
@@ -127,7 +127,7 @@ def compress(parts: Sequence[Windows], position: Tensor, cos: Tensor, sin: Tenso
             sizes += [count, D, wide, W, part.norm.offset, max(1, min(power_of_two(count), plan.elements // wide))]
         sizes += [0, 0, 0, 0, 0.0, 0] if len(parts) < MOST else []
         for pools, keeps in steps:
-            _compress_kernel[(rows, triton.cdiv(tokens, m), len(parts))](
+            _compress_kernel[(rows, cdiv(tokens, m), len(parts))](
                 position, cos, sin, tokens, *given, *sizes, m, cos.shape[1], pools, keeps, **options(plan.warps)
             )
 

@@ -17,11 +17,11 @@ Legend: N tokens, H features, V words.
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from ..accumulate import add_product, deliver, main_gradient, product
 from ..cross_entropy import last
+from ..plans import cdiv
 from ._launch import first_order_only
 from ._logits import Options, chunk_rows, flat_labels, row_gradients, row_losses
 
@@ -68,7 +68,7 @@ def _chunks(x_NH, weight, bias, labels, weights, options, wanted, rows, scale, d
     dx = torch.empty(x_NH.shape, device=x_NH.device, dtype=x_NH.dtype) if want_x else None
     owners = () if dweight is None else (weight,)
     # Rows that begin at a multiple of 64 elements: cuBLAS and 16-byte loads want them aligned. dynamo wants out= contiguous.
-    width = words if torch.compiler.is_compiling() else 64 * triton.cdiv(words, 64)
+    width = words if torch.compiler.is_compiling() else 64 * cdiv(words, 64)
     logits = torch.empty(min(rows, tokens), width, device=x_NH.device, dtype=x_NH.dtype)[:, :words]
     losses, dbias = [], None
     for start in range(0, tokens, rows):

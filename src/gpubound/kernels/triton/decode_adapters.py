@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode_adapters import StepAdapter, StepAdapters
-from ..plans import power_of_two
+from ..plans import cdiv, power_of_two
 from ._adapters import _EMPTY, HELD, _down, _empty, _up_of, _wanted, _widened, launched
 
 TILE = 2048  # numbers of b that a program holds: 16 a thread
@@ -75,7 +75,7 @@ def add_adapters(
     three, most = (*given, *[y[:, :0]] * spare), [*map(_most, adapters.parts), *[0] * spare]
     (rows, width), ranks = x.shape, max(16, min(HELD, power_of_two(max(most))))
     outputs = TILE // ranks
-    tiles = [triton.cdiv(one.shape[1], outputs) for one in three]
+    tiles = [cdiv(one.shape[1], outputs) for one in three]
     more = launched(adapters, rows, width) | {"ahead": rows * sum(most), "RANKS": ranks}
     del more["MORE"]  # a program takes them in turns
     _add_adapters_kernel[(rows * (sum(most) + sum(tiles)),)](

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...device import interpreted
 from ..decode_attention import LARGEST, Heads, LayerCache, Scratch, written
 from ..decode_product import EARLY, Norm
-from ..plans.kinds import AttentionPlan, job_of, power_of_two
+from ..plans.kinds import AttentionPlan, cdiv, job_of, power_of_two
 from ._cached_tiles import _angle, _halves, _head, _new, _old, _place, _with_new
 from ._launch import launch, options
 from ._math import capped
@@ -233,7 +233,7 @@ def decode_attention(
         kind, wide = (tl.float32, 4) if interpreted() or out.dtype == torch.float32 else (tl.bfloat16, 2)
 
     def run(plan: AttentionPlan) -> None:
-        along = min(splits, triton.cdiv(len(cos), plan.keys * tiles))
+        along = min(splits, cdiv(len(cos), plan.keys * tiles))
         _decode_attention_kernel[(position.numel() * KV, along)](
             qkv, position, *cache, cos, sin, q_weight, k_weight, eps, scale, partial, finished, out, len(cos), len(cache.k), KV,
             group, G, D // 2, HP, plan.keys, splits, window, cos.shape[1], *norms, offset, cap, interpreted(), tokens,

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..gated import INFINITE
-from ..plans.kinds import TilePlan, job_of, power_of_two
+from ..plans.kinds import TilePlan, cdiv, job_of, power_of_two
 from ._launch import first_order_only, launch, options
 from ._math import sigmoid
 from ._step import _begin, _wait
@@ -132,7 +132,7 @@ def _launch(kernel: Any, way: str, activation: str, limit: float, matrices: list
         rows, cols = tiled[0].shape
         wide = min(plan.elements, power_of_two(max(cols, 1)))
         high = plan.elements // wide
-        kernel[(triton.cdiv(rows, high) * triton.cdiv(cols, wide),)](
+        kernel[(cdiv(rows, high) * cdiv(cols, wide),)](
             *tiled, rows, *(x.stride(0) for x in tiled[:strided]), cols, high, wide, plan.hint, activation,
             None if limit == INFINITE else limit, **options(plan.warps),
         )  # fmt: skip
@@ -182,7 +182,7 @@ def swiglu_backward(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     def run(plan: TilePlan) -> None:
         wide = min(plan.elements, power_of_two(cols))
         high = plan.elements // wide
-        _swiglu_backward_kernel[(triton.cdiv(rows, high), triton.cdiv(cols, wide))](
+        _swiglu_backward_kernel[(cdiv(rows, high), cdiv(cols, wide))](
             d, gate, up, dgate, dup, h, rows, cols, d.stride(0), gate.stride(0), dgate.stride(0), high, wide,
             num_warps=plan.warps,
         )  # fmt: skip

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plans.kinds import TilePlan, job_of, power_of_two
+from ..plans.kinds import TilePlan, cdiv, job_of, power_of_two
 from ._launch import first_order_only, launch
 from ._math import add_both
 from ._rows import deliver_parts
@@ -228,16 +228,16 @@ def _tiling(rows: int, per_group: int, places: int, elements: int) -> Tiling:
     """For `rows` groups in all and tiles of at most `elements`, each side a power of two."""
     along = min(power_of_two(places), elements)
     channels = min(power_of_two(per_group), elements // along)
-    across = triton.cdiv(places, along)
-    tiles = triton.cdiv(per_group, channels) * across
+    across = cdiv(places, along)
+    tiles = cdiv(per_group, channels) * across
     groups = min(power_of_two(rows), elements // (along * channels)) if tiles == 1 else 1
-    return Tiling((groups, channels, along), across, tiles, triton.cdiv(rows, groups) * tiles)
+    return Tiling((groups, channels, along), across, tiles, cdiv(rows, groups) * tiles)
 
 
 def _turns(cut: Tiling, nbytes: int) -> tuple[int, int]:
     """(programs, those of a turn) where tiles are read twice. A turn has whole groups: its rest needs no later turn's sums."""
     together = cut.tiles * max(1, (TURN if nbytes <= LARGE_BYTES else TURN_OF_LARGE) // cut.tiles)
-    return 2 * triton.cdiv(cut.programs, together) * together, together
+    return 2 * cdiv(cut.programs, together) * together, together
 
 
 def _launch(kernel: Any, way: str, x: Tensor, groups: int, tensors: tuple[Tensor, ...], **constants: Any) -> Tensor:

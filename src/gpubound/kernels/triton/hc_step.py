@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..hc_step import stretch
 from ..mail import Mail
-from ..plans.kinds import TilePlan, job_of, power_of_two
+from ..plans.kinds import TilePlan, cdiv, job_of, power_of_two
 from ._launch import launch, options
 from ._mail import _stamp, _summed, _take, mailed, warps_taking
 from ._step import _begin, _wait
@@ -72,7 +72,7 @@ def _launch(
 ) -> None:  # fmt: skip
     tokens, streams, width = x.shape
     block, products = stretch(width), 0 if weight is None else len(weight)
-    pieces = triton.cdiv(width, block)
+    pieces = cdiv(width, block)
     more_ptr, weight_ptr, sums_ptr = (x if t is None else t for t in (more, weight, following))
     added, mail = 0 if more is None else more.shape[1], mailed(y if isinstance(y, Mail) else None)
     _hc_write_kernel[(tokens, pieces)](
@@ -95,7 +95,7 @@ def hc_read(x: Tensor, sums: Tensor, scale: Tensor, base: Tensor, eps: float, no
 
     def run(plan: TilePlan) -> None:
         block = plan.elements // streams
-        _hc_finish_kernel[(tokens, triton.cdiv(width, block))](
+        _hc_finish_kernel[(tokens, cdiv(width, block))](
             x, sums, scale, base, u, u, u, tokens, len(sums), eps, norm_eps, width, streams, len(base), sums.shape[2], block,
             power_of_two(len(sums)), 0, **options(plan.warps),
         )  # fmt: skip

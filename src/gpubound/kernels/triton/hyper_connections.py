@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..hyper_connections import FEW, mixed
-from ..plans.kinds import MatrixPlan, TilePlan, job_of, power_of_two
+from ..plans.kinds import MatrixPlan, TilePlan, cdiv, job_of, power_of_two
 from ._launch import first_order_only, launch, options
 from ._step import _begin, _wait
 from .sinkhorn import _balanced, _shares, sinkhorn
@@ -180,11 +180,11 @@ def _pre(
     small = [torch.empty(*leading, *size, device=x.device, dtype=torch.float32) for size in sizes]
 
     def project(plan: MatrixPlan) -> Tensor:
-        tiles, blocks = triton.cdiv(tokens, plan.rows), triton.cdiv(reach, plan.columns)
+        tiles, blocks = cdiv(tokens, plan.rows), cdiv(reach, plan.columns)
         # Of few tokens as many as of one: a token's bits are then the same in any batch of them.
         most = min(MOST, blocks, max(1, PROGRAMS * job.chip.sms // (1 if tokens <= FEW else tiles)))
-        chunk = triton.cdiv(blocks, 1 << (most.bit_length() - 1)) * plan.columns
-        splits = triton.cdiv(reach, chunk)
+        chunk = cdiv(blocks, 1 << (most.bit_length() - 1)) * plan.columns
+        splits = cdiv(reach, chunk)
         parts = torch.empty(splits, tokens, padded, device=x.device, dtype=torch.float32)
         _hc_project_kernel[(splits, tiles)](
             x, weight, parts, tokens, chunk, reach, products, padded, plan.rows, plan.columns, **options(plan.warps)
@@ -195,7 +195,7 @@ def _pre(
     parts = launch(job, project)
 
     def finish(plan: TilePlan) -> None:
-        _hc_finish_kernel[(tokens, triton.cdiv(width, plan.elements // streams) + (rounds > 0))](
+        _hc_finish_kernel[(tokens, cdiv(width, plan.elements // streams) + (rounds > 0))](
             x, parts, scale, base, u, small[0] if small else u, small[1] if small else u, tokens, len(parts), eps, norm_eps,
             width, streams, products, padded, plan.elements // streams, power_of_two(len(parts)), rounds, **options(plan.warps),
         )  # fmt: skip
@@ -239,7 +239,7 @@ class _Post(torch.autograd.Function):
 
         def run(plan: TilePlan) -> None:
             block = plan.elements // streams
-            _hc_post_forward_kernel[(prod(leading), triton.cdiv(width, block))](
+            _hc_post_forward_kernel[(prod(leading), cdiv(width, block))](
                 *given, out, width, streams, block, **options(plan.warps)
             )
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import interpreted
-from ..plans.kinds import TilePlan, job_of, power_of_two
+from ..plans.kinds import TilePlan, cdiv, job_of, power_of_two
 from ._launch import launch, options
 from ._step import _begin, _wait
 
@@ -137,7 +137,7 @@ def index_scores(q: Tensor, keys: Tensor, weights: Tensor, limit: Tensor, scale:
     places = keys.shape[1]
 
     def run(plan: TilePlan) -> None:
-        _index_scores_kernel[(triton.cdiv(places, plan.elements), tokens)](
+        _index_scores_kernel[(cdiv(places, plan.elements), tokens)](
             q, keys, weights, limit, out, scale, places, tokens // len(keys), heads, max(16, power_of_two(heads)), width,
             min(128 // q.element_size(), max(16, power_of_two(width))), plan.elements, interpreted(),
             **options(plan.warps),
@@ -153,7 +153,7 @@ def index_topk(scores: Tensor, limit: Tensor, ids: Tensor) -> Tensor:
 
     def run(plan: TilePlan) -> None:
         span = min(plan.elements, power_of_two(places))
-        parts, each = triton.cdiv(places, span), min(slots, span)
+        parts, each = cdiv(places, span), min(slots, span)
 
         def choose(among: Tensor | None, to: Tensor, programs: int, keep: int, reach: int) -> None:
             block = min(plan.elements, power_of_two(reach))

@@ -19,14 +19,13 @@ Ranks are padded to a power of two, and taken 128 at a time. Legend as in kernel
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
 
 from ..accumulate import bias_gradients, weight_gradient
 from ..adapters import adapter_gradients, fresh_arrivals
 from ..dropping import Drop
 from ..lora_checks import SHARED_SUMS
-from ..plans import job_of, power_of_two
+from ..plans import cdiv, job_of, power_of_two
 from ..plans.kinds import ProductPlan
 from ..rows import Owners, OwnRanks
 from ._launch import first_order_only, launch, options
@@ -46,7 +45,7 @@ def lora_down(
     own = (None, None, None, 1, 1) if rows is None else (*rows, max(count // max(len(rows.ids), 1), 1), rows.ids.stride(0))
 
     def run(plan: ProductPlan) -> None:
-        _lora_down_kernel[(triton.cdiv(count, plan.rows), triton.cdiv(rank, plan.columns), of_blocks)](
+        _lora_down_kernel[(cdiv(count, plan.rows), cdiv(rank, plan.columns), of_blocks)](
             x, a, h, arrivals, *_masked(drop), scale * _upscale(drop), *own, count, columns, rank, *_edges(blocks, columns),
             x.stride(0), *a.stride(), h.stride(0), EARLY=_early(job), BLOCKS=of_blocks, BLOCK=plan.rows, COUNTS=SHARED_SUMS,
             DEPTH=min(plan.depth, max(16, power_of_two(columns))), RANKS=plan.columns, **_arithmetic(), num_warps=plan.warps,
@@ -65,7 +64,7 @@ def lora_up(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None, blocks: S
 
     def run(plan: ProductPlan) -> None:
         width = _within(plan.columns, blocks)
-        _lora_up_kernel[(triton.cdiv(columns, width), triton.cdiv(rows, plan.rows))](
+        _lora_up_kernel[(cdiv(columns, width), cdiv(rows, plan.rows))](
             y, h, b, *_masked(drop), _upscale(drop), rows, columns, rank, *_edges(blocks, columns), y.stride(0), h.stride(0),
             *b.stride(), BLOCK=plan.rows, COLUMNS=width, RANKS=plan.depth, **_arithmetic(),
             num_warps=plan.warps, num_stages=plan.stages,
@@ -89,10 +88,10 @@ def lora_gradients(
 
     def run(plan: ProductPlan) -> None:
         width = _within(plan.rows, blocks)
-        of_a, of_b = (triton.cdiv(columns, width) for columns in given)
-        grid = of_a + of_b, triton.cdiv(ranks, plan.columns)
+        of_a, of_b = (cdiv(columns, width) for columns in given)
+        grid = of_a + of_b, cdiv(ranks, plan.columns)
         splits = plan.splits if arrivals is not None and grid[0] * grid[1] <= arrivals.numel() else 1
-        share = triton.cdiv(triton.cdiv(rows, splits), plan.depth) * plan.depth
+        share = cdiv(cdiv(rows, splits), plan.depth) * plan.depth
         parts = x.new_empty(grid[0] * grid[1] * splits * width * plan.columns, dtype=torch.float32) if splits > 1 else None
         _lora_gradients_kernel[(*grid, splits)](
             x, gh, g, h, da, db, parts, arrivals, *_masked(drop), _upscale(drop), of_b, share, rows, inputs, outputs, ranks,

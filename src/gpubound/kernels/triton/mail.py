@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..decode_product import EARLY
 from ..mail import Mail
-from ..plans import power_of_two
+from ..plans import cdiv, power_of_two
 from ._launch import options
 from ._mail import SCALARS, _addresses, _send, _stamp, _summed, _take, mailed, warps_taking
 from ._step import _begin, _wait
@@ -53,7 +53,7 @@ def _take_words_kernel(out_ptr, count, boxes, box, state, number, sender, room, 
 def send_words(y: Tensor, mail: Mail, column: int = 0, more: Tensor | None = None) -> tuple[Tensor, ...]:
     rows, columns = y.shape
     block, bits = min(WORDS, power_of_two(columns)), y.view(torch.int32)
-    _send_words_kernel[(triton.cdiv(columns, block), rows)](
+    _send_words_kernel[(cdiv(columns, block), rows)](
         bits, bits if more is None else more, columns, mail.boxes[0].shape[2], column, **mailed(mail),
         MORE=0 if more is None else more.shape[1], BLOCK=block, **options(WARPS),
     )  # fmt: skip
@@ -65,7 +65,7 @@ def take_words(out: Tensor, mail: Mail, added: bool = False, dependent: int = 0)
     block = min(WORDS, max(32, power_of_two(out.numel())))
     to, given = out if added else out.view(torch.int32), mailed(mail)
     warps = warps_taking(given["S"] * block, WARPS)
-    _take_words_kernel[(triton.cdiv(out.numel(), block),)](
+    _take_words_kernel[(cdiv(out.numel(), block),)](
         to, out.numel(), **given, BLOCK=block, ADDED=added, **options(warps, min(dependent, EARLY))
     )
     return out

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..nf4 import BLOCK, GROUP, Nf4, dynamic_code, nf4_code
+from ..plans import cdiv
 
 BLOCKS = 64  # of a program
 
@@ -34,7 +35,7 @@ def _dequantize_nf4_kernel(codes_ptr, absmax_ptr, scale_ptr, offset_ptr, code_pt
 @torch.no_grad()
 def dequantize_nf4(weight: Nf4, out: Tensor) -> Tensor:
     blocks = len(weight.absmax)
-    _dequantize_nf4_kernel[(triton.cdiv(blocks, BLOCKS),)](
+    _dequantize_nf4_kernel[(cdiv(blocks, BLOCKS),)](
         *weight, nf4_code(out.device), dynamic_code(out.device), out, blocks, B=BLOCKS, BLOCK=BLOCK, GROUP=GROUP, num_warps=4
     )
     return out

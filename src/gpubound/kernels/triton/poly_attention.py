@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...device import interpreted
 from ..accumulate import deliver, weight_gradient
-from ..plans.kinds import AttentionPlan, WalkPlan, job_of, power_of_two
+from ..plans.kinds import AttentionPlan, WalkPlan, cdiv, job_of, power_of_two
 from ._launch import first_order_only, launch
 from ._poly_tiles import _bent, _coefficients, _dot, _even_power, _tile, _weigh, stretches
 from ._poly_walks import _poly_coefficients_kernel, _poly_forward_kernel, _poly_keys_kernel, _poly_queries_kernel
@@ -61,7 +61,7 @@ def _launch(kernel: Any, way: str, tiled: Tensor, tensors: list, sums: bool, q: 
     strides = [step for t in tensors[:3] for step in t.stride()[:3]]
 
     def run(plan: WalkPlan) -> Tensor | None:
-        programs = triton.cdiv(tiled.shape[1], plan.own) * tiled.shape[0] * tiled.shape[2]
+        programs = cdiv(tiled.shape[1], plan.own) * tiled.shape[0] * tiled.shape[2]
         parts = [torch.empty(2, programs, device=q.device, dtype=torch.float32)] if sums else []
         kernel[(programs,)](
             *(q if t is None else t for t in tensors), *parts, *strides, *numbers, **constants, OWN=plan.own, N=plan.other,
@@ -238,7 +238,7 @@ def poly_attention_step(
     DP, job = max(16, power_of_two(D)), job_of("poly_attention_step", "", (H // K, D // 2, q.element_size()), cache_k)
 
     def run(plan: AttentionPlan) -> None:
-        splits = min(MOST_SPLITS, triton.cdiv(L, plan.keys), triton.cdiv(4 * job.chip.sms, B * K))
+        splits = min(MOST_SPLITS, cdiv(L, plan.keys), cdiv(4 * job.chip.sms, B * K))
         parts = torch.empty(splits, B, H, D, device=q.device, dtype=torch.float32)
         _poly_step_kernel[(B * K, splits)](
             q, k, v, cache_k, cache_v, position, q if table is None else table, coefficients, parts, L, window,

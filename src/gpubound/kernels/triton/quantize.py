@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import interpreted
-from ..plans.kinds import MatrixPlan, job_of, power_of_two
+from ..plans.kinds import MatrixPlan, cdiv, job_of, power_of_two
 from ..quantize import FINE, LARGEST
 from ._launch import launch
 from .gated import _activated, _halves, _matrix
@@ -155,7 +155,7 @@ def _launch(
     steps = STEPS[dtype] if interpreted() else None
 
     def run(plan: MatrixPlan) -> None:
-        kernel[triton.cdiv(rows, plan.rows), triton.cdiv(cols, plan.columns)](
+        kernel[cdiv(rows, plan.rows), cdiv(cols, plan.columns)](
             *matrices, state, q, q if q_t is None else q_t, rows, cols, *strides, **constants,
             LARGEST=LARGEST[dtype], STEPS=steps, ROWS=plan.rows, COLS=plan.columns, num_warps=plan.warps,
         )  # fmt: skip
@@ -199,5 +199,5 @@ def quantize_rows(x: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tens
 def transpose(x: Tensor) -> Tensor:
     rows, cols = x.shape
     out = torch.empty(cols, rows, device=x.device, dtype=x.dtype)
-    _transpose_kernel[triton.cdiv(rows, 128), triton.cdiv(cols, 128)](x, out, rows, cols, R=128, C=128, num_warps=4)
+    _transpose_kernel[cdiv(rows, 128), cdiv(cols, 128)](x, out, rows, cols, R=128, C=128, num_warps=4)
     return out

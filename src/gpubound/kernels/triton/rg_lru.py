@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plans.kinds import MatrixPlan, job_of, power_of_two
+from ..plans.kinds import MatrixPlan, cdiv, job_of, power_of_two
 from ._launch import first_order_only, launch
 from ._math import sigmoid
 
@@ -175,8 +175,8 @@ def _launch(way: str, ends, kernel, packed: Tensor, inputs: list, outputs: list,
 
     def run(plan: MatrixPlan) -> None:
         length = min(plan.rows, tokens)
-        chunks = triton.cdiv(tokens, length)
-        across = triton.cdiv(channels, plan.columns)
+        chunks = cdiv(tokens, length)
+        across = cdiv(channels, plan.columns)
         kept = torch.empty(2, batch * chunks, channels, device=packed.device, dtype=torch.float32)
         partial[:] = [kept[0]]
         sizes, options = (tokens, length, channels, plan.columns), {"num_warps": plan.warps}

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..curve import Curve
-from ..plans.kinds import StridePlan, job_of, power_of_two
+from ..plans.kinds import StridePlan, cdiv, job_of, power_of_two
 from ._curve import SUMS, add_sums, deliver_curves, gradients, no_sums, numbers, put_sums, sigma_of, value_of
 from ._launch import first_order_only, launch
 from .gated import _halves, _matrix
@@ -141,7 +141,7 @@ def _stride(kernel: Any, way: str, matrices: list[Tensor], reads: int, strided: 
     def run(plan: StridePlan) -> Tensor | None:
         wide = min(plan.elements, power_of_two(cols))
         high = plan.elements // wide
-        tiles = triton.cdiv(rows, high) * triton.cdiv(cols, wide)
+        tiles = cdiv(rows, high) * cdiv(cols, wide)
         grid = plan.grid(tiles, job)
         parts = None
         own: list[Any] = []

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plans.kinds import RopePlan, job_of, power_of_two
+from ..plans.kinds import RopePlan, cdiv, job_of, power_of_two
 from ._launch import first_order_only, launch
 
 
@@ -84,7 +84,7 @@ def _rotate(sources: list[Tensor], results: list[Tensor], cos: Tensor, sin: Tens
     rest = power_of_two(size - 2 * pairs) if size > 2 * pairs else 0
 
     def run(plan: RopePlan) -> None:
-        tiles, token_tiles = sum(triton.cdiv(n, plan.heads) for n in counts), triton.cdiv(tokens, plan.tokens)
+        tiles, token_tiles = sum(cdiv(n, plan.heads) for n in counts), cdiv(tokens, plan.tokens)
         _rope_kernel[(batch * token_tiles * tiles,)](
             *sources, *results, cos, sin, tokens, token_tiles, *(stride for x in sources for stride in x.stride()[:3]),
             *(x.stride(1) for x in results), 0 if cos.dim() == 2 else cos.stride(0), cos.stride(-2),

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plans import power_of_two
+from ..plans import cdiv, power_of_two
 from ..sampling import Into, Rows, Settings, changed
 from ._draw import NOBODY, _keep, _lead, _leader, _logits, _race, _race_aside
 from ._launch import options
@@ -181,7 +181,7 @@ def sample(
     *scalars, seen = settings
     emitted, embed, x = into
     shape, launch = _plan(logits.shape[1], x, rows.stops, dependent)
-    room = len(logits) * triton.cdiv(logits.shape[1], shape[2]) * shape[2]  # for what is set aside; at worst everything
+    room = len(logits) * cdiv(logits.shape[1], shape[2]) * shape[2]  # for what is set aside; at worst everything
     values = torch.empty(room, device=logits.device, dtype=torch.float32)
     quads = torch.empty(room // 4, device=logits.device, dtype=torch.int32)
     _sample_kernel[(len(logits),)](

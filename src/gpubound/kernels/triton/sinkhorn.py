@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plans.kinds import TilePlan, job_of, power_of_two
+from ..plans.kinds import TilePlan, cdiv, job_of, power_of_two
 from ._launch import first_order_only, launch
 
 
@@ -93,7 +93,7 @@ def _launch(kernel, way: str, tensors: list[Tensor], iterations: int, eps: float
 
     def run(plan: TilePlan) -> None:
         each = max(1, plan.elements // padded**2)
-        kernel[(triton.cdiv(count, each),)](*tensors, count, eps, wide, padded, each, iterations, num_warps=plan.warps)
+        kernel[(cdiv(count, each),)](*tensors, count, eps, wide, padded, each, iterations, num_warps=plan.warps)
 
     launch(job_of("sinkhorn", way, (wide,), tensors[0]), run)
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import interpreted
-from ..plans.kinds import MatrixPlan, job_of, power_of_two
+from ..plans.kinds import MatrixPlan, cdiv, job_of, power_of_two
 from ._launch import launch, options
 from ._step import _begin, _wait
 from .compressor import _turned
@@ -139,8 +139,8 @@ def sparse_attention(
     depth, stages = (wide, 2) if ring.element_size() == 2 else (min(wide, DEPTH), 1)
 
     def run(plan: MatrixPlan) -> None:
-        groups = triton.cdiv(H, plan.rows)
-        tiles = triton.cdiv(window, plan.columns) + triton.cdiv(chosen or places, plan.columns)
+        groups = cdiv(H, plan.rows)
+        tiles = cdiv(window, plan.columns) + cdiv(chosen or places, plan.columns)
         splits = min(MOST, tiles) if N <= FEW else 1
         sums = torch.empty(N, splits, H, D, device=q.device, dtype=torch.float32)
         weights = torch.empty(N, splits, H, 2, device=q.device, dtype=torch.float32)
