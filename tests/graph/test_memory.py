@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpubound.graph import capture, memory, prepare
+from gpubound.graph import bounce, capture, memory, prepare
 from gpubound.graph.memory import EQUAL, Memory, Room, Snapshot, difference, whole
 
 from .cases import drawn, said
@@ -15,11 +15,14 @@ from .tape import TapeRunner
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=["beside", "apart"])
+@pytest.fixture(params=["beside", "up", "down"])
 def places(request, monkeypatch):
-    """Once with copies where the memory is, once by way of a bounce buffer, in parts that no tensor here is a multiple of."""
-    if request.param == "apart":
-        monkeypatch.setattr(memory, "_apart", lambda some, other: True)
+    """Once with copies where the memory is, else by way of bounce buffers, in parts that no tensor here is a multiple of."""
+    if request.param != "beside":
+        for module in (bounce, memory):
+            monkeypatch.setattr(module, "apart", lambda some, other: True)
+        monkeypatch.setattr(bounce, "from_gpu", lambda source: request.param == "down")
+    monkeypatch.setattr(bounce, "CHUNK", 16)
     monkeypatch.setattr(memory, "_CHUNK", 16)
     monkeypatch.setattr(memory, "_PART", 8)
 
@@ -267,7 +270,8 @@ def test_copies_on_the_host_are_the_same_comparison(monkeypatch):
         room.left = 0
 
     monkeypatch.setattr(Room, "__init__", full)
-    monkeypatch.setattr(memory, "_CHUNK", 1 << 10)
+    monkeypatch.setattr(bounce, "CHUNK", 1 << 10)
+    monkeypatch.setattr(memory, "_CHUNK", 1 << 12)
     total = drawn(1000, device=cuda)
     captured = capture(lambda x: total.add_(x) * 2, drawn(1000, device=cuda, seed=1))
     assert captured.certificate.snapshot_on == "host memory" and captured.certificate.mutated == ("total",)
