@@ -217,6 +217,12 @@ def test_what_is_wanted_is_measured_by_a_line_that_is_held_to_it(line, left):
     assert len(wanted.unmeasured([replace(LINE, **line)], [one])) == left
 
 
+def test_a_line_of_before_a_change_does_not_count():
+    one = wanted.Wanted(LINE.bench, LINE.case, LINE.peer_name, "kernels", since="2026-11-27T08:30")
+    days = {"2026-11-27T08:29:59+00:00": 1, "2026-11-27T08:30:00+00:00": 0, "2027-01-01T00:00:00+00:00": 0}
+    assert {day: len(wanted.unmeasured([replace(LINE, date=day)], [one])) for day in days} == days
+
+
 def test_what_is_not_measured_is_told_with_its_command(tmp_path, capsys, monkeypatch):
     append([LINE], tmp_path)
     monkeypatch.setattr(gates, "FOLDER", tmp_path)
