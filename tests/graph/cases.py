@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gpubound.errors import GraphError
+from gpubound.graph import bounce, memory
 
 
 def drawn(*shape: int, seed: int = 0, device: torch.device | str = "cpu") -> Tensor:
@@ -49,3 +50,10 @@ def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
 
 def equal(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
     return some.keys() == others.keys() and all(torch.equal(some[key], others[key]) for key in some)
+
+
+def elsewhere(monkeypatch) -> None:
+    """Let all copies of a state lie where the state does not, as on the host beside a GPU that has no room."""
+    monkeypatch.setattr(memory.Room, "holds", lambda room, live, beside=0: False)
+    for module in (bounce, memory):
+        monkeypatch.setattr(module, "apart", lambda some, other: True)

@@ -15,17 +15,24 @@ import pytest
 import torch
 
 from gpubound.errors import GraphError
-from gpubound.graph import capture, certify, prepare
+from gpubound.graph import calls, capture, certify, prepare
 from gpubound.graph.memory import difference
 from gpubound.graph.vary import DECADE, varied, vary
 
-from .cases import drawn, said
+from .cases import drawn, elsewhere, said
 from .tape import TapeRunner
 
 IGNORES = (
     "the replay ignores {}, which fn takes from the host (a Python number, a NumPy copy, a cached tensor); "
     "compute from the input's tensor inside fn."
 )
+
+
+@pytest.fixture(params=["here", "elsewhere"], autouse=True)
+def places(request, monkeypatch):
+    """Each test with copies beside the state, and with fingerprints in place of copies on the host."""
+    if request.param == "elsewhere":
+        elsewhere(monkeypatch)
 
 
 def peek(tensor: torch.Tensor) -> float:
@@ -339,7 +346,7 @@ def test_difference():
 def compared(eager: list, replayed: list, made: tuple = (None, None)) -> str:
     """What _compare says of these outputs and one gradient, from eager and from the replay."""
     with pytest.raises(GraphError) as error:
-        certify._compare(certify.Results(eager, {"w.grad": made[0]}, []), certify.Results(replayed, {"w.grad": made[1]}, []))
+        certify._compare(calls.Results(eager, {"w.grad": made[0]}, []), calls.Results(replayed, {"w.grad": made[1]}, []))
     return str(error.value)
 
 

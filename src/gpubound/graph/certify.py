@@ -6,11 +6,14 @@ every gradient made. The next round goes on from where the last ended, so counte
 Where they disagree, more calls find out why.
 
 Beside the capture's snapshot one copy of the state is enough: it holds what a round starts from, then in exchange what eager
-has left. The first round starts from the snapshot itself.
+has left. The first round starts from the snapshot itself. Where the second copy would lie on the host, a fingerprint of what
+eager has left stands for it, and the second round's start is made once more, by the snapshot and the first round's replay. Only
+where fingerprints differ are copies wanted after all: they say how far.
 """
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +23,11 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import GraphError
 from ..words import readable
-from .memory import EQUAL, Difference, Memory, Room, difference, where, whole
+from .calls import Results, eager_call, replay_call
+from .cause import cause
+from .memory import EQUAL, Difference, Memory, MemoryMark, Room, difference, where
 from .prepare import Recording
-from .reach import storage_key
-from .vary import SOURCES, varied, vary
+from .vary import varied, vary
 
 
 @dataclass(frozen=True)
@@ -68,38 +72,18 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("s" if number != 1 else "")
 
 
-@dataclass(frozen=True)
-class Results:
-    """What one call gave. The memory that it wrote lies where it is."""
-
-    outputs: list[Any]
-    gradients: dict[str, Tensor | None]
-    random: list[Tensor]
-
-
 def certify(recording: Recording, others: list[list[Tensor]] | None, tolerance: float) -> Certificate:
     """Run the rounds. GraphError names the first tensor that disagrees."""
     started = time.perf_counter()
     examples = [buffer.detach().clone() for buffer in recording.inputs.buffers]
     names = recording.inputs.names
     rounds = [(given, []) for given in others] if others else [vary(examples, index) for index in range(2)]
-    recording.reset()
-    room = Room(recording.device)
-    kept = list(recording.snapshot.memories.values())
-    workspace = [Memory(memory.tensor, memory.name, room, now=False) for memory in kept]
-    (worst_name, worst), same_random = ("", EQUAL), True
-    for index, (given, _) in enumerate(rounds):
-        last = index == len(rounds) - 1
-        verdicts, random = _round(recording, given, workspace, others is None, turn=index, last=last)
-        same_random = same_random and random
-        for name, found in verdicts:
-            if not found.bitwise and not found.relative <= tolerance:
-                why = cause(recording, name, given, examples)
-                raise GraphError(
-                    f"{recording.name}: {name} of the replay is off by {found.absolute:.3g} ({found.relative:.1e} of the "
-                    f"largest value) from eager in round {index + 1} of {len(rounds)}: {why}."
-                )
-        worst_name, worst = max([(worst_name, worst), *verdicts], key=lambda it: (not it[1].bitwise, it[1].relative))
+    judged = None
+    with suppress(Unlike):
+        judged = _judge(recording, rounds, examples, others is None, tolerance, marks=True)
+    if judged is None:  # out here, where the error holds none of the copies
+        judged = _judge(recording, rounds, examples, others is None, tolerance, marks=False)
+    kept, workspace = list(recording.snapshot.memories.values()), judged.workspace
     copies, places = sum(memory.nbytes for memory in [*kept, *workspace]), where([*kept, *workspace])
     mutated = [memory.name for memory in kept if memory.changed()]
     made = [leaf.name for leaf in recording.new_leaves if leaf.name not in mutated]
@@ -112,11 +96,11 @@ def certify(recording: Recording, others: list[list[Tensor]] | None, tolerance: 
         unvaried=tuple(names[index] for index in sorted(unvaried)),
         outputs=len(tree_leaves(recording.outputs)),
         mutated=tuple(mutated + made),
-        bitwise=worst.bitwise,
-        worst=worst,
-        worst_name=worst_name,
+        bitwise=judged.worst.bitwise,
+        worst=judged.worst,
+        worst_name=judged.worst_name,
         tolerance=tolerance,
-        same_random_state=same_random,
+        same_random_state=judged.same_random,
         seconds=time.perf_counter() - started,
         memory_bytes=recording.memory_bytes,
         snapshot_bytes=copies,
@@ -124,21 +108,91 @@ def certify(recording: Recording, others: list[list[Tensor]] | None, tolerance: 
     )
 
 
+class Unlike(Exception):
+    """A replay leaves another fingerprint than eager. How far apart they are takes copies to say."""
+
+
+@dataclass
+class Judged:
+    """What the rounds found."""
+
+    workspace: list[Memory]
+    worst: Difference = EQUAL
+    worst_name: str = ""
+    same_random: bool = True
+
+
+def _judge(
+    recording: Recording,
+    rounds: Sequence[tuple[list[Tensor], Any]],
+    examples: list[Tensor],
+    made_up: bool,
+    tolerance: float,
+    marks: bool,
+) -> Judged:
+    """All rounds, from the state before the first call. `marks`: fingerprints where copies would lie on the host, or Unlike."""
+    recording.reset()
+    workspace = _workspace(recording, marks)
+    judged = Judged([one for one in workspace if isinstance(one, Memory)])
+    marked = len(judged.workspace) < len(workspace)
+    for index, (given, _) in enumerate(rounds):
+        again = [before for before, _ in rounds[:index]] if marked else []
+        verdicts, random = _round(recording, given, workspace, made_up, index, index == len(rounds) - 1, again)
+        judged.same_random = judged.same_random and random
+        for name, found in verdicts:
+            if not found.bitwise and not found.relative <= tolerance:
+                why = cause(recording, name, given, examples)
+                raise GraphError(
+                    f"{recording.name}: {name} of the replay is off by {found.absolute:.3g} ({found.relative:.1e} of the "
+                    f"largest value) from eager in round {index + 1} of {len(rounds)}: {why}."
+                )
+        worst = max([(judged.worst_name, judged.worst), *verdicts], key=lambda it: (not it[1].bitwise, it[1].relative))
+        judged.worst_name, judged.worst = worst
+    return judged
+
+
+def _workspace(recording: Recording, marks: bool) -> list[Memory | MemoryMark]:
+    """One for each storage that a call writes, as long as the device has room; then marks."""
+    room, found, taken = Room(recording.device), list[Memory | MemoryMark](), 0
+    for memory in recording.snapshot.memories.values():
+        if marks and not room.holds(memory.live, taken):
+            found.append(MemoryMark(memory))
+        else:
+            found.append(Memory(memory.tensor, memory.name, room, now=False))
+            taken += memory.live.numel()
+    return found
+
+
 def _round(
-    recording: Recording, given: list[Tensor], workspace: list[Memory], made_up: bool, turn: int, last: bool
+    recording: Recording,
+    given: list[Tensor],
+    workspace: list[Memory | MemoryMark],
+    made_up: bool,
+    turn: int,
+    last: bool,
+    again: list[list[Tensor]],
 ) -> tuple[list[tuple[str, Difference]], bool]:
-    """Eager, then the replay, from one state: at first the snapshot, later the workspace, which holds eager's results next."""
+    """Eager, then the replay, from one state: at first the snapshot, later the workspace, which holds eager's results next.
+    `again`: what the rounds before were given, where their replays make that state once more."""
     before = recording.generators.states()
     with varied(turn, recording.reach):
         eager = eager_call(recording, given, made_up)
-    recording.generators.set(before)
     for memory in workspace:
-        memory.keep() if turn == 0 else memory.swap()
-    if turn == 0:
+        memory.keep() if turn == 0 or again or isinstance(memory, MemoryMark) else memory.swap()
+    if turn == 0 or again:
         recording.snapshot.restore()
+        recording.generators.rewind()
+    for earlier in again:
+        replay_call(recording, earlier)
+    recording.generators.set(before)
     replayed = replay_call(recording, given)
     verdicts = _compare(eager, replayed)
     for memory in workspace:
+        if isinstance(memory, MemoryMark):
+            if memory.changed():
+                raise Unlike(memory.name)
+            verdicts.append((memory.name, EQUAL))
+            continue
         found = memory.difference()
         verdicts.append((memory.name, found))
         if not found.bitwise and not last:
@@ -178,111 +232,3 @@ def _checked(name: str, got: Tensor, want: Tensor) -> Difference:
             f"{tuple(got.shape)}; a graph's shapes are fixed."
         )
     return difference(got, want)
-
-
-def eager_call(recording: Recording, given: Sequence[Tensor], made_up: bool) -> Results:
-    """Call on fresh copies of the inputs. The results outlive a restored state; gradients are bound to the graph's again."""
-    copies = [tensor.detach().clone().requires_grad_(b.requires_grad) for tensor, b in zip(given, recording.inputs.buffers)]
-    recording.bind_gradients()
-    try:
-        outputs = recording.eager(recording.inputs.fill(copies))
-    except Exception as error:
-        if not made_up:
-            raise
-        raise GraphError(
-            f"{recording.name}: failed on inputs made up for its certificate ({type(error).__name__}: {error}); "
-            "pass other_inputs=, a list of two tuples of arguments that it can take."
-        ) from error
-    leaves = [_copy(leaf) for leaf in tree_leaves(outputs)]
-    gradients = {leaf.name: leaf.tensor.grad for leaf in recording.leaves}
-    for name, gradient in gradients.items():  # one made anew is kept as it is, one that lies in restored memory is copied
-        if gradient is not None and storage_key(gradient) in recording.snapshot.memories:
-            gradients[name] = _copy(gradient)
-    recording.bind_gradients()
-    return Results(leaves, gradients, recording.generators.states())
-
-
-def replay_call(recording: Recording, given: Sequence[Tensor]) -> Results:
-    """Replay on `given`. The results are the graph's own tensors: compare or copy them before the next replay."""
-    recording.inputs.copy_in(given)
-    recording.poison_results()
-    recording.runner.replay()
-    gradients = {leaf.name: leaf.tensor.grad for leaf in recording.leaves}
-    return Results(tree_leaves(recording.outputs), gradients, recording.generators.states())
-
-
-MOST_INPUTS = 16  # each costs two calls
-ATOMIC = 1e-2  # sums in another order differ by less than this, a counter on the host by more
-
-HOST_STATE = (
-    "fn keeps something on the host between calls (a number, a list, an attribute that it rebinds); "
-    "keep it in a tensor and update it in place"
-)
-
-
-def cause(recording: Recording, name: str, given: Sequence[Tensor], examples: Sequence[Tensor]) -> str:
-    """The likeliest cause of a difference in the tensor called `name`, and what to do."""
-    first, again = (_value(recording, name, given, turn=0) for _ in range(2))
-    noise = _between(first, again)
-    if not noise.bitwise and noise.relative < ATOMIC:
-        return f"eager differs from itself by {noise.relative:.1e} (atomic adds); pass tolerance={4 * noise.relative:.0e}"
-    if not noise.bitwise:
-        return f"eager itself gives another result at each call from one state, so {HOST_STATE}"
-    if not _between(again, _value(recording, name, given, turn=1)).bitwise:
-        return (
-            f"fn reads {SOURCES} on the host, which a graph bakes in; draw on the device (torch.rand), "
-            "or pass the value as an input tensor"
-        )
-    if ignored := _ignored(recording, given, examples):
-        return (
-            f"the replay ignores {' and '.join(ignored)}, which fn takes from the host (a Python number, a NumPy copy, "
-            "a cached tensor); compute from the input's tensor inside fn"
-        )
-    return f"eager agrees with itself, so {HOST_STATE}"
-
-
-def _value(recording: Recording, name: str, given: Sequence[Tensor], turn: int) -> Any:
-    """What an eager call gives in the tensor called `name`; in another turn the host has other clocks and random numbers."""
-    recording.reset()
-    with varied(turn, recording.reach):
-        results = eager_call(recording, given, made_up=True)
-    return _copy(dict(_left(recording, results))[name])
-
-
-def _left(recording: Recording, results: Results) -> list[tuple[str, Any]]:
-    """Everything that one call left, with names: outputs, gradients, and the memory it may have written."""
-    outputs = [(f"output {index}", output) for index, output in enumerate(results.outputs)]
-    memories = [(memory.name, whole(memory.tensor)) for memory in recording.snapshot.memories.values()]
-    return [*outputs, *results.gradients.items(), *memories]
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _between(one: Any, other: Any) -> Difference:
-    return difference(one, other) if isinstance(one, Tensor) else EQUAL
-
-
-def _ignored(recording: Recording, given: Sequence[Tensor], examples: Sequence[Tensor]) -> list[str]:
-    """Inputs whose change alone moves eager's result and leaves the replay's as it was."""
-
-    def both(tensors: Sequence[Tensor]) -> tuple[list, list]:
-        recording.reset()
-        eager = [_copy(value) for _, value in _left(recording, eager_call(recording, tensors, made_up=True))]
-        recording.reset()
-        return eager, [_copy(value) for _, value in _left(recording, replay_call(recording, tensors))]
-
-    eager, replayed = both(examples)
-    found = []
-    for index, name in enumerate(recording.inputs.names[:MOST_INPUTS]):
-        other, replayed_other = both([given[i] if i == index else example for i, example in enumerate(examples)])
-        if not _same(eager, other) and _same(replayed, replayed_other):
-            found.append(name)
-    return found
-
-
-def _same(some: list, others: list) -> bool:
-    """Whether two calls left the same tensors."""
-    one, other = ([value for value in left if isinstance(value, Tensor)] for left in (some, others))
-    return len(one) == len(other) and all(a.shape == b.shape and difference(a, b).bitwise for a, b in zip(one, other))

@@ -2,7 +2,8 @@
 
 A copy is made of the whole storage, not of a tensor, because views overlap. What holds nothing but zeros, as moments and
 accumulators do at first, costs no copy. Copies lie on the device until they fill half of what is free there, then on the host:
-a training state of tens of GB must not be the reason that a capture fails.
+a training state of tens of GB must not be the reason that a capture fails. Whether such a copy is still what lies on the device
+a fingerprint says, which reads nothing of the host; and what is only to be compared has a fingerprint in place of a copy there.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from torch import Tensor
 from ..device import usable_bytes
 from ..kernels.record import made_record, record_of
 from .bounce import apart, copy_bytes
+from .fingerprint import fingerprint
 from .reach import storage_key
 
 _CHUNK = 1 << 26  # bytes compared at a time
@@ -40,8 +42,12 @@ class Room:
     def __init__(self, device: torch.device) -> None:
         self.left: float = usable_bytes(device) // 2 if device.type == "cuda" else float("inf")
 
+    def holds(self, live: Tensor, beside: int = 0) -> bool:
+        """Whether a copy of that would lie on the device, beside copies of so many bytes to come."""
+        return not live.is_cuda or live.numel() + beside <= self.left
+
     def take(self, live: Tensor) -> Tensor:
-        if live.is_cuda and live.numel() > self.left:
+        if not self.holds(live):
             return torch.empty(live.numel(), dtype=torch.uint8, device="cpu")
         if live.is_cuda:
             self.left -= live.numel()
@@ -67,6 +73,7 @@ class Memory:
             made_record(self.tensor).numbers = self.numbers
         self.live = bytes_of(tensor)
         self.kept: Tensor | None = None  # None: nothing but zeros
+        self.mark: int | None = None  # of what is kept elsewhere than the storage lies
         if now:
             self.keep()
 
@@ -78,16 +85,17 @@ class Memory:
     def keep(self) -> None:
         if not _any(self.live):
             self.room.give_back(self.kept)
-            self.kept = None
+            self.kept = self.mark = None
             return
         if self.kept is None:
             self.kept = self.room.take(self.live)
         copy_bytes(self.live, self.kept)
+        self.mark = fingerprint(self.live) if apart(self.live, self.kept) else None
 
     def put_back(self) -> None:
         if self.kept is None:
             self.live.zero_()
-        else:
+        elif self.mark is None or self.changed():
             copy_bytes(self.kept, self.live)
 
     def swap(self) -> None:
@@ -96,6 +104,10 @@ class Memory:
             self.keep()
             self.live.zero_()
             return
+        if self.mark is not None:
+            if (now := fingerprint(self.live)) == self.mark:
+                return
+            self.mark = now
         for here, there in zip(self.live.split(_CHUNK), self.kept.split(_CHUNK)):
             passing = here.clone()
             copy_bytes(there, here)
@@ -107,12 +119,15 @@ class Memory:
             return False
         self.kept = torch.empty(there.numel(), dtype=torch.uint8, device="cpu")
         copy_bytes(there, self.kept)
+        self.mark = fingerprint(there)
         return True
 
     def changed(self) -> bool:
         """Whether the live bytes differ from the kept ones. Waits for the device."""
         if self.kept is None:
             return _any(self.live)
+        if self.mark is not None:
+            return fingerprint(self.live) != self.mark
         return any(not torch.equal(here, there) for here, there in self._pairs(_CHUNK))
 
     def difference(self) -> "Difference":
@@ -134,6 +149,20 @@ class Memory:
             if apart(here, there):
                 copy_bytes(there, there := torch.empty_like(here))
             yield here, there
+
+
+class MemoryMark:
+    """A fingerprint of what a storage held, in place of a `Memory` whose copy would lie on the host and nobody wants back."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.name, self.live = memory.name, memory.live
+        self.seen: int | None = None
+
+    def keep(self) -> None:
+        self.seen = fingerprint(self.live)
+
+    def changed(self) -> bool:
+        return fingerprint(self.live) != self.seen
 
 
 def _any(raw: Tensor) -> bool:
