@@ -7,7 +7,9 @@ import gpubound as gb
 from gpubound.decode import calls
 from gpubound.decode.bind import bind
 from gpubound.kernels import choose
+from gpubound.kernels.decode_adapters import EMPTY
 from gpubound.lora.pair import Pair
+from gpubound.lora.pairs import adapted_layers
 
 from . import cases
 
@@ -216,6 +218,29 @@ def test_interpreted_kernels_give_the_same_tokens(kind, targets, monkeypatch, de
     assert fast.generate(given, max_new_tokens=3).tokens == want
 
 
+def test_a_step_that_broke_off_leaves_nothing_to_the_next_request(monkeypatch, device):
+    """What passes inside a product is emptied by the next one, which an error or Ctrl-C may keep from being launched."""
+    if device.type == "cuda":
+        pytest.skip("the interpreter replaces compiled kernels for a whole process")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(choose, "verdict", lambda *_: None)
+    fast = gb.decoder(adapt(cases.build("Llama", num_hidden_layers=1)), 1, 16, k=1, verify=False)
+
+    def empty():
+        return [bool((product.h == EMPTY).all()) for product in fast.body.adapting.products]
+
+    def broken_off(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr("gpubound.decode.weights.own.norm_gate_up", broken_off)
+        with pytest.raises(KeyboardInterrupt):
+            fast.generate([5], max_new_tokens=2)
+    assert empty() == [True, False, True, True]
+    fast.body.choose(None)
+    assert all(empty())
+
+
 def three(device):
     """A model with three adapters."""
     model = adapt(cases.build("Llama", device=device), 4, name="x")
@@ -241,6 +266,23 @@ def test_each_row_has_its_own_adapter(rows, settings, device):
     assert_each_alone(model, names, given, fast.generate(given, max_new_tokens=NEW, adapters=names).tokens)
     every = of(fast)  # the next request has all of them again
     assert every == cases.likeliest(model, cases.PROMPT, every)
+
+
+@pytest.mark.parametrize("length", [3, 90])
+@pytest.mark.parametrize("names", [["x", None, "x"], [None] * 3])
+def test_an_adapter_that_has_diverged_spoils_no_rows_but_its_own(length, names, device):
+    model = three(device)
+    fast = gb.decoder(model, 4, cases.ROOM, verify=False)
+    given = cases.prompts(length, length, length)
+    want = fast.generate(given, max_new_tokens=5, adapters=names).tokens
+    with torch.no_grad():
+        for _, adapters in adapted_layers(model):
+            for name, own in adapters.pairs():
+                if name == "z":
+                    own.b.fill_(torch.nan)
+    assert fast.generate(given, max_new_tokens=5, adapters=names).tokens == want
+    with pytest.raises(gb.GenerateError, match="sequence 0: the logits at position"):
+        fast.generate(given, max_new_tokens=5, adapters="z")
 
 
 def test_adapters_make_a_difference_row_by_row(device):
@@ -279,6 +321,17 @@ def test_adapters_that_are_not_there(given, why):
     with pytest.raises(ValueError) as error:
         gb.decoder(three("cpu"), 2, cases.ROOM, verify=False).generate(cases.prompts(3, 4), adapters=given)
     assert str(error.value) == why
+
+
+def test_a_stream_whose_adapter_is_off_when_it_begins_says_so():
+    model = three("cpu")
+    fast = gb.decoder(model, 1, cases.ROOM, verify=False)
+    stream = fast.stream([5], adapters="x", max_new_tokens=2)
+    gb.lora.disable(model, "x")
+    with pytest.raises(ValueError) as error:
+        next(stream)
+    assert str(error.value) == "generate: adapters: got 'x', wanted one of those that are on: 'y', 'z'."
+    assert len(of(fast, adapters="y")) == NEW
 
 
 def test_the_models_own_forward_has_no_rows_of_their_own():

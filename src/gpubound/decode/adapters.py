@@ -63,10 +63,16 @@ class Adapting:
     def begin(self, names: dict[int, str]) -> None:
         """Products are taken from here on, until `close`, in the order in which a step computes them."""
         self.names, self.owners, self.products = names, dict[str, int](), list["AddedProduct"]()
-        self.marked = self.each
-        self.foreign: dict[tuple[int, ...], Tensor] = {}  # by the owners of columns of h: which tokens have another adapter
+        self.marked, self.between = self.each, emptied(1, 0, self.device)[0]  # between: every product's h
+        # By the owners of columns of h: which tokens have another adapter, and where all have.
+        self.foreign: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def close(self) -> None:
+        sizes = [self.narrow * product.columns for product in self.products]
+        aligned = [-(-size // 32) * 32 for size in sizes]
+        self.between = emptied(1, sum(aligned), self.device)[0]
+        for product, size, whole in zip(self.products, sizes, self.between.split(aligned)):
+            product.h = whole[:size].view(self.narrow, product.columns)
         for product, before in zip(self.products, [*self.products[-1:], *self.products]):
             product.before = before.h
 
@@ -78,12 +84,18 @@ class Adapting:
         return self.owners.setdefault(self.names[id(a)], len(self.owners))
 
     def choose(self, names: Sequence[str | None] | None) -> None:
-        """The adapter of each of the first rows, None for none of them. No list: all rows have all that are on."""
+        """The adapter of each of the first rows, None for none of them. No list: all rows have all that are on.
+
+        Called before each request, which finds nothing in what passes inside its products: one that broke off between two of
+        them, by Ctrl-C or for want of memory, has left numbers of its own there.
+        """
+        self.between.fill_(EMPTY)
         chosen = [] if names is None else [NO_ADAPTER if name is None else self.owners[name] for name in names]
+        spare = EVERY_ADAPTER if names is None else NO_ADAPTER  # for rows that nobody reads
         if chosen == self._chosen:
             return
         self._chosen = chosen
-        ids = torch.tensor(chosen + [EVERY_ADAPTER] * (len(self.ids) - len(chosen)), dtype=torch.int32, device="cpu")
+        ids = torch.tensor(chosen + [spare] * (len(self.ids) - len(chosen)), dtype=torch.int32, device="cpu")
         self.ids.copy_(ids.pin_memory() if self.device.type == "cuda" else ids, non_blocking=True)
         self.each.view(-1, self.tokens).copy_(self.ids[:, None])
 
@@ -101,6 +113,7 @@ class Adapting:
 class AddedProduct:
     """The adapters of layers that are multiplied as one."""
 
+    h: Tensor
     before: Tensor
 
     def __init__(self, adapting: Adapting, layers: Sequence[Linear]) -> None:
@@ -108,7 +121,7 @@ class AddedProduct:
         self.parts = tuple(tuple(sorted(map(self._adapter, layer.adapters), key=lambda one: one.owner)) for layer in layers)
         self.table = table_of(self.parts)
         self.scales = self.table[4].int().view(torch.float32)
-        self.h = emptied(adapting.narrow, self.table.shape[1], adapting.device)
+        self.columns = self.table.shape[1]  # of h
         self._alone = emptied(1, 1, adapting.device)
         adapting.products.append(self)
 
@@ -140,14 +153,19 @@ class AddedProduct:
             first = last
 
     def _add_as_one(self, x: Tensor, part: Sequence[StepAdapter], columns: slice, y: Tensor) -> None:
-        """The adapters of a layer as one that has the ranks of all: five launches, where three each would be 24 for eight."""
+        """The adapters of a layer as one that has the ranks of all: six launches, where three each would be 24 for eight.
+
+        What no token here has are zeros in b, too: zeros in h times an adapter that has diverged would be NaN in every row.
+        """
         a, b = (halves[0] if len(part) == 1 else torch.cat(halves, dim) for dim, halves in enumerate(list(zip(*part))[:2]))
         owners, marked = tuple(one.owner for one in part for _ in one.a), self.adapting.marked[:, None]
         if owners not in self.adapting.foreign:
-            self.adapting.foreign[owners] = (marked != self.table[3, columns]) & (marked != EVERY_ADAPTER)
+            foreign = (marked != self.table[3, columns]) & (marked != EVERY_ADAPTER)
+            self.adapting.foreign[owners] = foreign, foreign.all(0)
+        foreign, unused = self.adapting.foreign[owners]
         alike = all(one.scale == part[0].scale for one in part)
         h = lora_down(x, a, part[0].scale) if alike else lora_down(x, a).mul_(self.scales[columns])
-        lora_up(y, h.masked_fill_(self.adapting.foreign[owners], 0.0), b)
+        lora_up(y, h.masked_fill_(foreign, 0.0), b.masked_fill(unused, 0.0))
 
     def tensors(self) -> list[Tensor]:
         return [t for part in self.parts for one in part for t in (one.a, one.b)]

@@ -19,7 +19,7 @@ from weakref import WeakSet
 import torch
 
 from ..errors import GenerateError
-from .request import Request, pad, to_device
+from .request import Request, check_adapters, pad, to_device
 from .result import Generated, Generation, RowText
 from .steps import LaunchWay
 
@@ -90,6 +90,7 @@ class ActiveRequest:
     def _prefill(self) -> None:
         decoder, request = self.decoder, self.request
         decoder.bound.follow()
+        check_adapters(request.adapters, len(request.prompts), decoder.body)  # a stream may begin long after it was asked for
         most = max(request.lengths) - 1  # the last token of a prompt goes through the first step
         width = min(max(16, 1 << (most - 1).bit_length()), decoder.max_length) if most else 0
         device, spare = decoder.body.device, [[0]] * (self.rows - len(request.prompts))
