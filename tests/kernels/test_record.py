@@ -32,7 +32,7 @@ def test_no_field_that_is_not_declared():
         Record().fresh = True
 
 
-def test_copies_have_none_and_files_bring_back_an_empty_one():
+def test_neither_copies_nor_files_have_one():
     weight = nn.Parameter(torch.ones(2))
     made_record(weight).format = lambda: "what no file could hold"
     assert record_of(copy.deepcopy(weight)) is None
@@ -41,7 +41,20 @@ def test_copies_have_none_and_files_bring_back_an_empty_one():
     torch.save(nn.ParameterList([weight]), file)
     file.seek(0)
     (back,) = torch.load(file, weights_only=False)
-    assert torch.equal(back, weight) and (record_of(back) is None or record_of(back).empty)
+    assert torch.equal(back, weight) and record_of(back) is None
+
+
+def test_a_file_of_parameters_holds_what_others_put_on_them_and_nothing_of_ours():
+    """Nothing that torch.load does not read unasked, and no accumulator to which gradients would go unseen."""
+    weight, plain = nn.Parameter(torch.ones(2), requires_grad=False), nn.Parameter(torch.ones(2))
+    made_record(weight).adapters = (1,)
+    weight.main_grad, weight.note, plain.note = torch.zeros(2), "theirs", "theirs"
+    file = io.BytesIO()
+    torch.save([weight, plain], file)
+    file.seek(0)
+    for back, first in zip(torch.load(file), (weight, plain)):
+        assert vars(back) == {"note": "theirs"} == vars(copy.copy(first))
+        assert type(back) is nn.Parameter and back.requires_grad == first.requires_grad and torch.equal(back, first)
 
 
 def test_a_weight_in_rows_and_the_gathered_one_have_one_record_for_good():

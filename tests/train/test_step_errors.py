@@ -321,3 +321,15 @@ def test_its_model_can_be_pickled(tmp_path):
     torch.save(model, tmp_path / "model.pt")
     again = torch.load(tmp_path / "model.pt", weights_only=False)
     assert all(torch.equal(p, again.get_parameter(name)) for name, p in model.named_parameters())
+
+
+def test_a_model_that_was_saved_in_a_step_trains(tmp_path):
+    """It had come back with the step's accumulators: products delivered to these, and grad stayed None."""
+    model, batch = small(), draw(4)
+    TrainStep(model, summed, precision="fp32", graph="off")([batch])
+    torch.save(model, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert not any(hasattr(p, "main_grad") for p in again.parameters())
+    torch.save(dict(model.named_parameters()), tmp_path / "weights.pt")
+    assert all(torch.equal(p, model.get_parameter(name)) for name, p in torch.load(tmp_path / "weights.pt").items())
+    assert TrainStep(again, summed, precision="fp32", graph="off")([batch]).read().updates == 1

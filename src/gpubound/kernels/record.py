@@ -3,15 +3,19 @@
 `main_grad`, a parameter's fp32 accumulator, stays an attribute of its own: it is a convention that other libraries share. All
 else that hangs on a tensor is a field here.
 
-A record is this process's. Copies of a parameter have none, and a pickled one comes back empty.
+A record is this process's, and so is a main_grad beside one. Copies of a parameter have neither, nor has a file that it is
+saved to: read back, a main_grad would take gradients that nobody looks at, and torch.load reads no class of ours unasked.
 """
 
+import copyreg
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 ATTRIBUTE = "gpubound"
+UNSAVED = (ATTRIBUTE, "main_grad")
 
 
 @dataclass(slots=True)
@@ -69,3 +73,15 @@ def seen(tensor: Tensor) -> Tensor:
     """What products see of a parameter."""
     record = record_of(tensor)
     return tensor if record is None or record.gathered is None else record.gathered
+
+
+def _reduced(parameter: Parameter) -> Any:
+    """What pickle, copy.copy and torch.save make of a parameter: torch's own, without what is this process's."""
+    rebuild, arguments = parameter.__reduce_ex__(2)
+    if record_of(parameter) is None:
+        return rebuild, arguments
+    *own, state = arguments
+    return rebuild, (*own, {name: value for name, value in state.items() if name not in UNSAVED})
+
+
+copyreg.pickle(Parameter, _reduced)  # asked before the class's own __reduce_ex__; a reference on the parameter would be a cycle
