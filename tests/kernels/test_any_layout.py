@@ -19,6 +19,7 @@ from gpubound.kernels.ops import OPS, load
 
 # What may hold any integer. Scratch, codes and packed words may not.
 INTEGERS = ("ids", "labels", "position", "arg", "rows", "settings", "text", "chunk", "chosen", "going")
+PASSING = ("adapters.h", "adapters.before")  # numbers on their way between programs: the definition has no use for them
 NUMBERS = ("without", "ignore_index", "window", "decay_until")
 ODD = (-1, -2, 0, 3, 8, 9, 10, 299, 300, 2**20, 2**31 - 1, -(2**31), 2**32 + 1, -(2**32) - 1)
 BY_LAYOUT = ("grouped_linear",)  # where the weights lie may make these fall back
@@ -92,7 +93,8 @@ def outcome(function, arguments: dict, upstream: str) -> dict[str, Tensor]:
     result = function(**arguments)
     results = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
     wired, inputs = [t for t in results if t.grad_fn is not None], {n: t for n, t in given.items() if t.requires_grad}
-    found = {f"result {i}": t.detach() for i, t in enumerate(results)} | {n: t.detach() for n, t in given.items()}
+    found = {f"result {i}": t.detach() for i, t in enumerate(results)}
+    found |= {name: t.detach() for name, t in given.items() if name not in PASSING}
     if wired and inputs:
         ones = [torch.ones((), dtype=t.dtype).expand(t.shape) for t in wired]
         if upstream == "apart":
