@@ -61,7 +61,12 @@ class Knob:
         return plans.trying(self.job, plan)
 
     def line(self, plan: plans.Plan) -> str:
-        return f"{plans.keys_of(self.job)[1]}: {tuple(plan)},".replace("'", '"')  # type: ignore[call-overload]  # a named tuple
+        return table_line(plans.keys_of(self.job)[1], plan)
+
+
+def table_line(key: tuple, plan: plans.Plan) -> str:
+    """As it stands in kernels/plans/searched.py."""
+    return f"{key}: {tuple(plan)},".replace("'", '"')  # type: ignore[call-overload]  # a named tuple
 
 
 # A dry run shows that the script works: two plans a kind, of a few elements.

@@ -26,8 +26,9 @@ from gpubound.kernels import plans
 from gpubound.kernels.plans import Job, Plan
 from gpubound.trace import strict
 
-from .decode_adapters import RANK
-from .decode_peers import PLACES, PROMPT, build_model, prompts
+from .decode_adapters import RANK, adapted
+from .decode_peers import PLACES, PROMPT, prompts
+from .plans import table_line
 from .shapes import SHAPES
 
 OPS = ("product", "packed_product", "tiled_product", "decode_attention")
@@ -46,10 +47,7 @@ class Steps:
     adapters: int
 
     def model(self, device: torch.device) -> Any:
-        model = build_model(self.shape, device)
-        for number in range(self.adapters):
-            gpubound.lora.add(model, RANK, init=False, name=f"adapter{number}")
-        return model
+        return adapted(self.shape, device, self.adapters)
 
     def us(self, model: Any) -> float:
         """Of one step, the median of five requests."""
@@ -127,7 +125,7 @@ def search_all(us: Callable[[], float], jobs: Sequence[Job], seconds: float) -> 
 
 
 def line(job: Job, plan: Plan) -> str:
-    return f"{plans.keys_of(job)[0]}: {tuple(plan)},".replace("'", '"')  # type: ignore[call-overload]
+    return table_line(plans.keys_of(job)[0], plan)
 
 
 def main() -> None:
@@ -138,7 +136,9 @@ def main() -> None:
     parser.add_argument("--weights", choices=["int4", "int8", "fp8"], help="packed copies of the weights")
     parser.add_argument("--adapters", type=int, default=0, help=f"of rank {RANK} on the model (default: %(default)s)")
     parser.add_argument("--ops", default=",".join(OPS), help="whose plans are searched, by comma (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=300.0, help="when this is over no more plans are tried")
+    parser.add_argument(
+        "--seconds", type=float, default=300.0, help="when this is over no more plans are tried (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, help="JSON file for what was found")
     options = parser.parse_args()
     wanted = options.ops.split(",")
@@ -160,7 +160,8 @@ def main() -> None:
     print(f"{today:.1f} -> {now:.1f} us a step; {len(search.known)} steps timed")
     for job, plan in search.won.items():
         print(f"    {line(job, plan)}  # today {tuple(plans.plan_for(job))}")
-    print("\n".join(f"cannot run: {one}" for one in search.broken))
+    for one in search.broken:
+        print(f"cannot run: {one}")
     if options.out:
         found = {"steps": str(steps), "today_us": today, "us": now, "won": [line(*one) for one in search.won.items()]}
         options.out.write_text(json.dumps(found, indent=1))

@@ -49,17 +49,16 @@ def _first(name: str, command: str, bench: str = "train") -> Wanted:
     return Wanted(bench, f"{name} first step", "budget", command, since=MENDED)
 
 
-LORA_FAR = "lora --parts train --only 1b-8192 --peers peft-compile,peft-liger"
 WANTED = [
     Wanted("decode", "1b batch 8, each row with its own of 8 adapters", "one adapter", "decode --parts adapters --only 1b", 0.9,
            since=MENDED),
     Wanted("decode", "8b batch 16 in two stages", "one GPU", "decode --parts stages --only 8b", 1.6, gpus=2, since=MENDED),
     Wanted("train", "135m", "budget", "train --only 135m", budget=186_000),
-    Wanted("train", "8b first step", "budget", "train --only 8b", since=MENDED),
+    _first("8b", "train --only 8b"),
     _first("350m", "train --only 350m --peers liger-autocast"),
     _first("350m-fp8", "train --only 350m-fp8"),
     _first("1b-x8-fp8", "train --only 1b-x8-fp8"),
-    _first("1b-8192", LORA_FAR, "lora"),
+    _first("1b-8192", "lora --parts train --only 1b-8192 --peers peft-compile,peft-liger", "lora"),
     Wanted(
         "checkpoint", "8b in 4 shards, seq 2048 micro 1 x 1, held up", "wanted",
         "checkpoint --model 8b --micro 1 --accumulate 1 --gpus 4 --rounds 1", gpus=4,

@@ -141,14 +141,18 @@ def test_a_kernel_that_fails_on_the_device_fails_the_certificate(monkeypatch):
         served(max_batch=1)
 
 
-def test_adapters_inside_the_products_of_a_graph(monkeypatch):
-    """Programs that wait for what others compute beside them: the same tokens each time, alone and beside others."""
+def served_with_two_adapters(rows):
     model = served(verify="quick").model
     for number, name in enumerate(("x", "y")):
         torch.manual_seed(number)
         gb.lora.add(model, 16 >> number, alpha=8, init=False, name=name)
     with gb.strict():
-        fast = gb.decoder(model, 2, 512)
+        return gb.decoder(model, rows, 512)
+
+
+def test_adapters_inside_the_products_of_a_graph(monkeypatch):
+    """Programs that wait for what others compute beside them: the same tokens each time, alone and beside others."""
+    fast = served_with_two_adapters(2)
     given, names = cases.prompts(5, 6), ["x", None]
     how = {"max_new_tokens": 75, "adapters": names}
     found = fast.generate(given, **how).tokens
@@ -163,12 +167,7 @@ def test_adapters_inside_the_products_of_a_graph(monkeypatch):
 
 def test_adapters_behind_the_products_of_a_graph(monkeypatch):
     """Rows enough for cuBLAS, whose products a kernel adds to: the same tokens each time, captured and not."""
-    model = served(verify="quick").model
-    for number, name in enumerate(("x", "y")):
-        torch.manual_seed(number)
-        gb.lora.add(model, 16 >> number, alpha=8, init=False, name=name)
-    with gb.strict():
-        fast = gb.decoder(model, 12, 512)
+    fast = served_with_two_adapters(12)
     given, how = cases.prompts(*range(5, 17)), {"max_new_tokens": 75, "adapters": ["x", None, "y"] * 4}
     found = fast.generate(given, **how).tokens
     assert [fast.generate(given, **how).tokens for _ in range(5)] == [found] * 5

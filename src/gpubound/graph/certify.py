@@ -177,9 +177,10 @@ def _round(
     before = recording.generators.states()
     with varied(turn, recording.reach):
         eager = eager_call(recording, given, made_up)
+    exchanged = turn > 0 and not again
     for memory in workspace:
-        memory.keep() if turn == 0 or again or isinstance(memory, MemoryMark) else memory.swap()
-    if turn == 0 or again:
+        memory.swap() if exchanged and isinstance(memory, Memory) else memory.keep()
+    if not exchanged:
         recording.snapshot.restore()
         recording.generators.rewind()
     for earlier in again:

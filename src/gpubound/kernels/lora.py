@@ -30,7 +30,7 @@ from .lora_checks import (
     check_matrices,
     check_outputs,
 )
-from .ops import definition, draw, ints
+from .ops import definition, draw, frozen, ints
 from .plans.rules import LARGE, WAVE
 from .rows import Owners, OwnRanks, check_own_ranks, check_rows, own_columns
 
@@ -188,7 +188,7 @@ def _draw_gradients(
     da = draw(g, rank * blocks, inputs).detach()
     db = draw(g, rank, outputs).detach().t() if beside else draw(g, outputs, rank).detach()
     if narrow:
-        da, db = (torch.nn.Parameter(t, requires_grad=False) for t in (da, db))  # cast as the others are
+        da, db = frozen(da), frozen(db)
     last = 64 if outputs >= 64 * blocks else BLOCK  # real layers have blocks of many tiles
     return *inward, *outward, da, db, _drop(dropping), (True, narrow), _blocks(blocks, outputs, last), ints(*[0] * SHARED_SUMS)
 
