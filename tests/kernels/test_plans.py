@@ -49,6 +49,14 @@ def test_a_searched_product_is_of_16_bit_weights():
     assert plan_for(Job("product", "add", (4096, 4096, 4096), 4, H200)) == MatrixPlan(4, 2048, 4)
 
 
+def test_a_product_with_adapters_takes_what_was_found_without_them_where_nothing_else_was():
+    plain, adapted = (Job("product", way, (3072, 2048, 2048, 512, 512), 2, H200) for way in ("qkv", "adapted qkv"))
+    assert plan_for(adapted) == plan_for(plain) != rules.product(plain)
+    assert plan_for(Job("product", "adapted gate_up", (8192, 2048, 8192), 2, H200)) == MatrixPlan(2, 512, 1)
+    assert plan_for(Job("product", "gate_up", (8192, 2048, 8192), 2, H200)) == MatrixPlan(4, 512, 2)
+    assert rules.product(adapted._replace(way="adapted head")) == rules.product(plain._replace(way="head"))
+
+
 def test_no_program_spans_two_parts_of_a_product():
     assert plan_for(Job("product", "qkv", (42, 640, 32, 5, 5), 2, H200)).rows == 1
     assert plan_for(Job("product", "qkv", (48, 640, 32, 8, 8), 2, H200)).rows == 8

@@ -20,7 +20,15 @@ import torch
 
 from ...device import chip, constant
 from ...trace import count, notice
-from .kinds import SPARE as SPARE, Job as Job, Plan as Plan, cdiv as cdiv, job_of as job_of, power_of_two as power_of_two
+from .kinds import (
+    ADAPTED as ADAPTED,
+    SPARE as SPARE,
+    Job as Job,
+    Plan as Plan,
+    cdiv as cdiv,
+    job_of as job_of,
+    power_of_two as power_of_two,
+)  # fmt: skip
 from .rules import RULES as RULES, WIDEST as WIDEST
 from .searched import SEARCHED, Key, plans_kept
 
@@ -86,9 +94,13 @@ def candidates(job: Job) -> list[Plan]:
     return [plan for plan in RULES[job.op].kind.candidates(job) if fits(job, plan)]
 
 
-def keys_of(job: Job) -> tuple[Key, Key]:
-    """Where a searched plan for `job` may stand: under its element size, or under any."""
-    return (*_like(job), job.bytes), (*_like(job), 0)
+def keys_of(job: Job) -> list[Key]:
+    """Where a searched plan for `job` may stand: under its element size, or under any. A product that adds adapters takes what
+    was found without them, where nothing was found with them.
+    """
+    op, way, bucket = _like(job)
+    ways = dict.fromkeys((way, way.removeprefix(ADAPTED)))
+    return [(op, way, bucket, size) for way in ways for size in (job.bytes, 0)]
 
 
 def _like(job: Job) -> tuple[str, str, tuple[int, ...]]:

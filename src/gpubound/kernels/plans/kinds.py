@@ -12,6 +12,8 @@ import torch
 
 from ...device import Chip, chip
 
+ADAPTED = "adapted "  # before the way of a product that adds what adapters give
+
 
 class Job(NamedTuple):
     """What a plan is wanted for."""

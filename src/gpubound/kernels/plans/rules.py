@@ -135,7 +135,7 @@ def product(job: Job) -> MatrixPlan:
     """
     rows, columns, *parts = job.shape
     warps, held = 4, 64  # elements of the tiles a program holds, a thread
-    if job.way == "head":  # its height is the stretch that a partial maximum stands for
+    if job.way.endswith("head"):  # its height is the stretch that a partial maximum stands for
         return MatrixPlan(16, min(512, power_of_two(columns)), warps)
     tile = min(power_of_two(columns), 4096 if job.bytes <= 2 else 2048)
     most = held * 32 * warps // tile // (2 if job.way.endswith("gate_up") else 1)

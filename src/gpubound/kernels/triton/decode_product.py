@@ -16,7 +16,7 @@ from torch import Tensor
 from ..decode_adapters import StepAdapters
 from ..decode_product import Norm
 from ..mail import Mail
-from ..plans import job_of, power_of_two
+from ..plans import ADAPTED, job_of, power_of_two
 from ._adapters import _added, _begun, _down, _empty, _up, launched
 from ._launch import launch_product, options
 from ._mail import SCALARS, _addresses, _send, _stamp, mailed
@@ -262,6 +262,11 @@ def _warps(block: int) -> int:
     return max(1, min(8, block // 512))
 
 
+def _way(use: str, adapters: StepAdapters | None) -> str:
+    """A product that adds adapters waits for their programs in front, and holds rows of b: other plans win there."""
+    return use if adapters is None else ADAPTED + use
+
+
 def _norm_parts(norm: Norm | None) -> tuple[Tensor | None, float, float | None]:
     """Weight, eps and GAIN of a kernel whose norm may be absent."""
     return (None, 0.0, None) if norm is None else norm
@@ -281,8 +286,8 @@ def norm_product(
     if best is not None:
         use, height = "head", power_of_two(-(-rows // best.shape[1]))  # a partial maximum a program
     launch_product(
-        _norm_product_kernel, job_of("product", use, (rows, width, *parts), weight), width, 1, dependent, x, norm_weight,
-        weight, k, v, bias, k_bias, v_bias, out, best, arg, eps, q_rows, k_rows, rows, height=height, B=len(x),
+        _norm_product_kernel, job_of("product", _way(use, adapters), (rows, width, *parts), weight), width, 1, dependent, x,
+        norm_weight, weight, k, v, bias, k_bias, v_bias, out, best, arg, eps, q_rows, k_rows, rows, height=height, B=len(x),
         BIAS=bias is not None, BEST=best is not None, GAIN=gain, CAP=cap, **launched(adapters, len(x), width),
     )  # fmt: skip
     return out, best, arg
@@ -296,8 +301,8 @@ def norm_gate_up(
     norm_weight, eps, gain = _norm_parts(norm)
     rows, width = gate.shape
     launch_product(
-        _norm_gate_up_kernel, job_of("product", "gate_up", (rows, width, rows), gate), width, 1, dependent, x, norm_weight,
-        gate, up, gate_bias, up_bias, out, eps, rows, B=len(x), BIAS=gate_bias is not None, GAIN=gain,
+        _norm_gate_up_kernel, job_of("product", _way("gate_up", adapters), (rows, width, rows), gate), width, 1, dependent, x,
+        norm_weight, gate, up, gate_bias, up_bias, out, eps, rows, B=len(x), BIAS=gate_bias is not None, GAIN=gain,
         ACTIVATION=activation, **launched(adapters, len(x), width),
     )  # fmt: skip
     return out
@@ -307,19 +312,22 @@ def norm_gate_up(
 def add_product(
     h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, adapters: StepAdapters | None = None
 ) -> Tensor:
-    _launch_add(h, weight, bias, x, dependent, **launched(adapters, len(h), weight.shape[1]), **mailed(None))
+    more = launched(adapters, len(h), weight.shape[1]) | mailed(None)
+    _launch_add(_way("add", adapters), h, weight, bias, x, dependent, **more)
     return x
 
 
 @torch.no_grad()
 def send_product(h: Tensor, weight: Tensor, bias: Tensor | None, mail: Mail, dependent: int = 0) -> tuple[Tensor, ...]:
-    _launch_add(h, weight, bias, None, dependent, **launched(None, len(h), weight.shape[1]), **mailed(mail))
+    _launch_add("add", h, weight, bias, None, dependent, **launched(None, len(h), weight.shape[1]), **mailed(mail))
     return mail.boxes
 
 
-def _launch_add(h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor | None, dependent: int, **more: Any) -> None:
+def _launch_add(
+    way: str, h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor | None, dependent: int, **more: Any
+) -> None:
     rows, width = weight.shape
     launch_product(
-        _add_product_kernel, job_of("product", "add", (rows, width, rows), weight), width, 1, dependent, h, weight,
+        _add_product_kernel, job_of("product", way, (rows, width, rows), weight), width, 1, dependent, h, weight,
         bias, x, rows, B=len(h), BIAS=bias is not None, **more,
     )  # fmt: skip
