@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from gpubound import kernels
+from gpubound.kernels import plans
 from gpubound.kernels.decode_adapters import EMPTY, EVERY_ADAPTER, NO_ADAPTER, StepAdapter, StepAdapters, emptied, table_of
 from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.ops import load
+from gpubound.kernels.plans.kinds import MatrixPlan
 
 from .cases import draw, same
 
@@ -105,6 +107,24 @@ def test_a_row_gets_the_same_bits_alone_and_in_a_batch(device):
         alone, one = whole._replace(ids=whole.ids[row : row + 1], h=emptied(1, 12, device)), torch.zeros(1, 32, device=device)
         run(x[row : row + 1], norm, weight, None, None, None, None, None, one, None, None, 0, 0.0, alone)
         assert torch.equal(one[0], found[row])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warps, ranks", [(4, (64,)), (8, (16,) * 8)])
+def test_each_warp_that_holds_a_rank_waits_for_it(warps, ranks):
+    """With more threads than ranks several warps hold one. A warp that went on with another's word made NaN of the row."""
+    device, half = torch.device("cuda"), torch.bfloat16
+    x, weight = draw(device, half, 2, 2048), draw(device, half, 2048, 2048, seed=1)
+    adapters = adapters_of(device, 2048, [2048], [EVERY_ADAPTER] * 2, ranks)
+    adapters = adapters._replace(table=table_of(adapters.parts))
+    results = torch.zeros(500, 2, 2048, device=device)
+    with plans.trying(plans.job_of("product", "adapted add", tuple(weight.shape), weight), MatrixPlan(4, 1024, warps)):
+        for result in results:
+            adapters.h.fill_(EMPTY)
+            load("triton", "add_product")(x, weight, None, result, 0, adapters)
+    want = x.double() @ weight.double().t() + plain(adapters, 0, x)
+    same("y", results[0].double(), want, 1e-4)
+    assert torch.equal(results, results[:1].expand_as(results))
 
 
 def test_products_in_turn_empty_what_the_one_before_has_used(device):

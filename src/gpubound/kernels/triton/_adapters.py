@@ -17,6 +17,7 @@ from ._step import _gained, _row, _wait
 _EMPTY, _EVERY = tl.constexpr(EMPTY), tl.constexpr(EVERY_ADAPTER)
 REACH = 2048  # elements of a row of a that a program asks for at once
 HELD = 128  # ranks of b that a program holds while it multiplies
+LANES = tl.constexpr(32)  # of a warp
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -69,6 +70,18 @@ def _begun(h, table, ids, b, first, last, columns, RANKS: tl.constexpr):
 
 
 @triton.jit
+def _come(words, h, table, ids, b, first, last, columns, RANKS: tl.constexpr):
+    """The words that `_begun` asked for, when all are there."""
+    while tl.max((words == _EMPTY).to(tl.int32), 0) > 0:
+        words = _begun(h, table, ids, b, first, last, columns, RANKS)
+    if RANKS > LANES:
+        # With more threads than words Triton keeps a word in several warps, and each loads its own. Their maximum is of one of
+        # these; another, loaded a moment earlier, may still be empty. What one has seen is there, so who lacks it asks again.
+        words = tl.where(words == _EMPTY, _begun(h, table, ids, b, first, last, columns, RANKS), words)
+    return words
+
+
+@triton.jit
 def _up(table, first, last, columns, row, there, RANKS: tl.constexpr, TYPE: tl.constexpr):
     """The rows `row` of b, in columns from `first` on."""
     column = first + tl.arange(0, RANKS)
@@ -94,14 +107,11 @@ def _widened(up, words):
 def _added(words, up, h, table, ids, b, first, last, columns, row, there, RANKS: tl.constexpr, MORE: tl.constexpr,
            TYPE: tl.constexpr):  # fmt: skip
     """What row b of x gets in the rows `row` of a weight. `words` and `up` are of the first RANKS columns."""
-    while tl.max((words == _EMPTY).to(tl.int32), 0) > 0:
-        words = _begun(h, table, ids, b, first, last, columns, RANKS)
-    y = _widened(up, words)
+    y = _widened(up, _come(words, h, table, ids, b, first, last, columns, RANKS))
     if MORE:
         for at in range(first + RANKS, last, RANKS):
             words = _begun(h, table, ids, b, at, last, columns, RANKS)
-            while tl.max((words == _EMPTY).to(tl.int32), 0) > 0:
-                words = _begun(h, table, ids, b, at, last, columns, RANKS)
+            words = _come(words, h, table, ids, b, at, last, columns, RANKS)
             y += _widened(_up(table, at, last, columns, row, there, RANKS, TYPE), words)
     return y
 
