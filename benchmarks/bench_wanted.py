@@ -13,7 +13,9 @@ from gpubound.device import resolve
 from . import results
 from .harness import chosen
 from .results import FOLDER, newest, read
-from .wanted import WANTED, unmeasured
+from .wanted import unmeasured
+
+BENCHES = ["decode", "train", "lora", "ranks", "checkpoint"]  # of which something may be wanted
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,7 @@ class Missing:
 def main(argv: Sequence[str]) -> int:
     """The highest exit code of them all."""
     options = arguments(Missing, argv, "bench wanted")
-    benches = list(dict.fromkeys(one.bench for one in WANTED))
-    only = chosen("--only", options.only, benches) if options.only else benches
+    only = chosen("--only", options.only, BENCHES) if options.only else BENCHES
     mine = [one for one in unmeasured(newest(read(FOLDER))) if one.gpus == options.gpus and one.bench in only]
     resolve("cpu" if options.dry else "require")
     codes = [0]

@@ -24,7 +24,7 @@ class Wanted:
     """What the peer's figure is at least, where it was raised."""
     gpus: int = 1
     since: str = ""
-    """Lines of before were of another form, or taken beside other work."""
+    """Lines of before were of another form."""
 
     def measured(self, line: Line) -> bool:
         same = (line.gpu, line.bench, line.case, line.peer_name) == (GPU, self.bench, self.case, self.peer)
@@ -40,25 +40,16 @@ class Wanted:
         return f"UNMEASURED  {self.bench}: {self.case}, beside {self.peer} ({self.machine}, gpubound bench {self.command})"
 
 
-# Mended since: copies between stages, what is added to rows with adapters, copies of a large state. And first steps of before
-# are of a host that ran four benchmarks at once.
-MENDED = "2026-11-27T08:30"
-
-
-def _first(name: str, command: str, bench: str = "train") -> Wanted:
-    return Wanted(bench, f"{name} first step", "budget", command, since=MENDED)
-
+# Attention over heads of 64 has had another plan since, and a product with adapters too.
+PLANNED = "2026-11-27T13:00"
 
 WANTED = [
-    Wanted("decode", "1b batch 8, each row with its own of 8 adapters", "one adapter", "decode --parts adapters --only 1b", 0.9,
-           since=MENDED),
-    Wanted("decode", "8b batch 16 in two stages", "one GPU", "decode --parts stages --only 8b", 1.6, gpus=2, since=MENDED),
-    Wanted("train", "135m", "budget", "train --only 135m", budget=186_000),
-    _first("8b", "train --only 8b"),
-    _first("350m", "train --only 350m --peers liger-autocast"),
-    _first("350m-fp8", "train --only 350m-fp8"),
-    _first("1b-x8-fp8", "train --only 1b-x8-fp8"),
-    _first("1b-8192", "lora --parts train --only 1b-8192 --peers peft-compile,peft-liger", "lora"),
+    *(
+        Wanted("decode", f"{name} batch 1{where}", "budget", f"decode --parts {part} --only 350m,1b", since=PLANNED)
+        for where, part in (("", "speed --batch 1 --peers graph"), (" behind 4096 tokens", "far"))
+        for name in ("350m", "1b")
+    ),
+    Wanted("decode", "1b batch 1, an adapter of rank 16", "merged", "decode --parts adapters --only 1b", 0.9, since=PLANNED),
     Wanted(
         "checkpoint", "8b in 4 shards, seq 2048 micro 1 x 1, held up", "wanted",
         "checkpoint --model 8b --micro 1 --accumulate 1 --gpus 4 --rounds 1", gpus=4,

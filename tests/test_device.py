@@ -15,10 +15,11 @@ NONE = Sight(0, "no GPU is visible to CUDA")
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    """No verdict and no notice of another test; no variable of the machine that the suite runs on."""
+def fresh(monkeypatch, request):
+    """No verdict and no notice of another test; no variable of the machine that the suite runs on, but for its own GPU's test:
+    CUDA has counted by it."""
     monkeypatch.setattr(trace, "_said", set())
-    for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"):
+    for name in () if request.node.get_closest_marker("gpu") else ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     verdicts = policy._tested
     verdicts.cache_clear()

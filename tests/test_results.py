@@ -223,6 +223,10 @@ def test_a_line_of_before_a_change_does_not_count():
     assert {day: len(wanted.unmeasured([replace(LINE, date=day)], [one])) for day in days} == days
 
 
+def test_what_is_wanted_is_of_a_benchmark_that_can_be_asked_for():
+    assert {one.bench for one in wanted.WANTED} <= set(bench_wanted.BENCHES)
+
+
 def test_what_is_not_measured_is_told_with_its_command(tmp_path, capsys, monkeypatch):
     append([LINE], tmp_path)
     monkeypatch.setattr(gates, "FOLDER", tmp_path)
