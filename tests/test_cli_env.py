@@ -1,5 +1,6 @@
 """The street door by its exact output: the dispatcher, `env` on pretended machines, and how `bench` finds its work."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -128,6 +129,12 @@ def test_an_unknown_command_suggests_the_near_one(run, monkeypatch):
         (BudgetError("1 sync, 0 allowed."), 1, "gpubound train: 1 sync, 0 allowed.\n"),
         (FileNotFoundError(2, "No such file", "run.yaml"), 2, "gpubound train: [Errno 2] No such file: 'run.yaml'\n"),
         (BrokenPipeError(32, "Broken pipe"), 2, "gpubound train: [Errno 32] Broken pipe\n"),  # a worker's, not stdout
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            2,
+            "gpubound train: what is written finds no room (No space left on device); make room on its disk, or write to "
+            "another.\n",
+        ),
         (KeyboardInterrupt(), 130, "gpubound: interrupted\n"),
         (SystemExit(0), 0, ""),
         (SystemExit(2), 2, ""),

@@ -5,6 +5,7 @@ Exit codes, the same everywhere: 0 done, 1 a gate failed, 2 bad input or the use
 """
 
 import ast
+import errno
 import inspect
 import os
 import select
@@ -92,11 +93,14 @@ def guarded(name: str, command: Callable[[Sequence[str]], int], argv: Sequence[s
 
 
 EXPECTED = (GpuboundError, ValueError, OSError)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def _explained(error: Exception) -> tuple[int, str]:
     """The exit code and the one line of an error. One that no command expects is named, too: it is a defect."""
     said = " ".join(printable(str(error)).split()) or type(error).__name__
+    if isinstance(error, OSError) and error.errno in FULL and error.filename is None:  # a stream's, most often stdout's
+        said = f"what is written finds no room ({error.strerror}); make room on its disk, or write to another."
     if not isinstance(error, EXPECTED):
         return 1, f"{type(error).__name__}: {said}"
     return (1 if isinstance(error, BudgetError) else 3 if isinstance(error, MeasureError) else 2), said
