@@ -24,7 +24,7 @@ class Wanted:
     """What the peer's figure is at least, where it was raised."""
     gpus: int = 1
     since: str = ""
-    """Lines of before were of another form."""
+    """Lines from before this time are of another form."""
 
     def measured(self, line: Line) -> bool:
         same = (line.gpu, line.bench, line.case, line.peer_name) == (GPU, self.bench, self.case, self.peer)
@@ -40,7 +40,7 @@ class Wanted:
         return f"UNMEASURED  {self.bench}: {self.case}, beside {self.peer} ({self.machine}, gpubound bench {self.command})"
 
 
-# Attention over heads of 64 has had another plan since, and a product with adapters too.
+# Since then attention over heads of 64 has another plan, and so have products with adapters.
 PLANNED = "2026-11-27T13:00"
 
 WANTED = [

@@ -132,8 +132,8 @@ def test_an_unknown_command_suggests_the_near_one(run, monkeypatch):
         (
             OSError(errno.ENOSPC, "No space left on device"),
             2,
-            "gpubound train: what is written finds no room (No space left on device); make room on its disk, or write to "
-            "another.\n",
+            "gpubound train: there is no room for what is written (No space left on device); free some space, or write to "
+            "another disk.\n",
         ),
         (KeyboardInterrupt(), 130, "gpubound: interrupted\n"),
         (SystemExit(0), 0, ""),

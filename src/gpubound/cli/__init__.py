@@ -100,7 +100,7 @@ def _explained(error: Exception) -> tuple[int, str]:
     """The exit code and the one line of an error. One that no command expects is named, too: it is a defect."""
     said = " ".join(printable(str(error)).split()) or type(error).__name__
     if isinstance(error, OSError) and error.errno in FULL and error.filename is None:  # a stream's, most often stdout's
-        said = f"what is written finds no room ({error.strerror}); make room on its disk, or write to another."
+        said = f"there is no room for what is written ({error.strerror}); free some space, or write to another disk."
     if not isinstance(error, EXPECTED):
         return 1, f"{type(error).__name__}: {said}"
     return (1 if isinstance(error, BudgetError) else 3 if isinstance(error, MeasureError) else 2), said

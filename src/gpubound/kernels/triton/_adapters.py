@@ -70,14 +70,14 @@ def _begun(h, table, ids, b, first, last, columns, RANKS: tl.constexpr):
 
 
 @triton.jit
-def _come(words, h, table, ids, b, first, last, columns, RANKS: tl.constexpr):
-    """The words that `_begun` asked for, when all are there."""
+def _come(words, at, RANKS: tl.constexpr):
+    """The words at `at`, of which the first answers are given, when all are there. What a row does not want is not empty."""
     while tl.max((words == _EMPTY).to(tl.int32), 0) > 0:
-        words = _begun(h, table, ids, b, first, last, columns, RANKS)
+        words = tl.load(at, mask=words == _EMPTY, other=words, volatile=True)
     if RANKS > LANES:
-        # With more threads than words Triton keeps a word in several warps, and each loads its own. Their maximum is of one of
-        # these; another, loaded a moment earlier, may still be empty. What one has seen is there, so who lacks it asks again.
-        words = tl.where(words == _EMPTY, _begun(h, table, ids, b, first, last, columns, RANKS), words)
+        # With more threads than words Triton keeps a word in several warps, and each loads its own. The maximum looks at one of
+        # these copies. Another, loaded a moment earlier, may still be empty. What one has seen is there, so it asks again.
+        words = tl.load(at, mask=words == _EMPTY, other=words, volatile=True)
     return words
 
 
@@ -107,12 +107,13 @@ def _widened(up, words):
 def _added(words, up, h, table, ids, b, first, last, columns, row, there, RANKS: tl.constexpr, MORE: tl.constexpr,
            TYPE: tl.constexpr):  # fmt: skip
     """What row b of x gets in the rows `row` of a weight. `words` and `up` are of the first RANKS columns."""
-    y = _widened(up, _come(words, h, table, ids, b, first, last, columns, RANKS))
+    at = h + b * columns + first + tl.arange(0, RANKS)
+    y = _widened(up, _come(words, at, RANKS))
     if MORE:
-        for at in range(first + RANKS, last, RANKS):
-            words = _begun(h, table, ids, b, at, last, columns, RANKS)
-            words = _come(words, h, table, ids, b, at, last, columns, RANKS)
-            y += _widened(_up(table, at, last, columns, row, there, RANKS, TYPE), words)
+        for start in range(first + RANKS, last, RANKS):
+            at += RANKS
+            words = _come(_begun(h, table, ids, b, start, last, columns, RANKS), at, RANKS)
+            y += _widened(_up(table, start, last, columns, row, there, RANKS, TYPE), words)
     return y
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..decode_adapters import StepAdapter, StepAdapters
 from ..plans import cdiv, power_of_two
-from ._adapters import HELD, _begun, _come, _down, _empty, _up_of, _wanted, _widened, launched
+from ._adapters import HELD, _come, _down, _empty, _up_of, _wanted, _widened, launched
 
 TILE = 2048  # numbers of b that a program holds: 16 a thread
 
@@ -55,11 +55,12 @@ def _add_adapters_kernel(x_ptr, y_ptr, k_ptr, v_ptr, y_apart, k_apart, v_apart, 
     row = number * R + tl.arange(0, R)
     there = row < tl.where(in_v, v_count, tl.where(in_k, k_count, y_count))
     total = tl.load(to + row, mask=there, other=0.0).to(tl.float32)
-    for at in range(first, first + own, RANKS):
-        column = at + tl.arange(0, RANKS)
-        up = _up_of(table, column, column < first + own, columns, row, there, TYPE)
-        words = _begun(narrow, table, ids, b, at, first + own, columns, RANKS)
-        total += _widened(up, _come(words, narrow, table, ids, b, at, first + own, columns, RANKS))
+    for start in range(first, first + own, RANKS):
+        column = start + tl.arange(0, RANKS)
+        inside, at = column < first + own, narrow + b * columns + column
+        up = _up_of(table, column, inside, columns, row, there, TYPE)
+        words = tl.load(at, mask=inside, other=0, volatile=True)
+        total += _widened(up, _come(words, at, RANKS))
     tl.store(to + row, total.to(y_ptr.dtype.element_ty), mask=there)
 
 
