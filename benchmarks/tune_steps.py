@@ -94,6 +94,7 @@ class Search:
         while (other := next(options, None)) is not None and time.monotonic() < self.until:
             if (took := self.time(job, other)) < WIN * best:
                 plan, best, options, moved = other, took, neighbours(job, other), True
+                print(f"  {best:.1f} us  {line(job, plan)}", flush=True)
         if moved:
             self.won[job] = plan
         return moved

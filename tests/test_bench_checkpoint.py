@@ -45,3 +45,19 @@ def test_a_save_is_held_to_how_much_longer_its_step_is(monkeypatch):
     assert case.endswith("held up") and (unit, gates) == ("ms", {"wanted": 1.0})
     assert ours == pytest.approx(1000) and peers == pytest.approx({"dcp": 3000, "wanted": 1000})
     assert whole[2] == 12000 and whole[3] == {"dcp": 32000}
+
+
+def test_ours_alone_is_held_to_the_gate_and_to_no_peer(monkeypatch):
+    asked, said = [], []
+
+    def ask(save):
+        asked.append(save)
+        return {"normal": 0.2, "triggers": 0.3, "written": 2.0}
+
+    team = Namespace(facts={"bytes": 1}, ask=ask)
+    monkeypatch.setattr(bench_checkpoint, "started", lambda *_, **__: nullcontext(team))
+    bench = Namespace(device=torch.device("cpu"), figure=lambda *given: said.append(given))
+    measure_shards(bench, Checkpoint(gpus=2, alone=True, rounds=1), 1)
+    assert asked == ["ours"] * 2  # the first makes room and is not counted
+    ((_, _, ours, peers, gates),) = said
+    assert ours == pytest.approx(100) and peers == {"wanted": 1000} and gates == {"wanted": 1.0}

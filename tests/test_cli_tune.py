@@ -73,7 +73,7 @@ def test_candidates_fit_their_gpu(gpu):
         ("quantize", "plain", (4096, 4096), 2),
         ("product", "qkv", (6144, 4096, 4096, 1024, 1024), 2),
         ("packed_product", "int4 add", (4096, 14336, 1792), 4),
-        ("decode_attention", "", (4, 64, 2), 2),
+        ("decode_attention", "", (4, 64, 8, 2), 2),
         ("tiled_product", "normed", (1536, 1024, 8), 2),
         ("tiled_product", "", (1024, 4096, 16), 2),
     ):

@@ -76,7 +76,7 @@ def test_any_number_of_splits_sums_the_same(device, splits):
 def test_many_parts_in_every_way_of_launching(device, dependent, window):
     """Ten parts of 16 keys are combined in two trips, three in one; keys are asked for before the wait, or behind it."""
     case = Case(device, torch.float32, [0, 40, 149, 70], splits=16)
-    with plans.trying(plans.job_of("decode_attention", "", (2, 8, 4), case.caches[0]), AttentionPlan(16, 2, 4)):
+    with plans.trying(plans.job_of("decode_attention", "", (2, 8, 2, 4), case.caches[0]), AttentionPlan(16, 2, 4)):
         same("out", case("triton", window, dependent=dependent)[0], case("reference", window)[0], 1e-5)
 
 
@@ -85,7 +85,7 @@ def test_many_parts_in_every_way_of_launching(device, dependent, window):
 def test_parts_have_as_many_tiles_as_they_are_told(device, tiles, window):
     """Of 150 keys four parts of up to 48, or one of all."""
     case = Case(device, torch.float32, [0, 40, 149, 48, 47], splits=16)
-    with plans.trying(plans.job_of("decode_attention", "", (2, 8, 4), case.caches[0]), AttentionPlan(16, 2, 4)):
+    with plans.trying(plans.job_of("decode_attention", "", (2, 8, 2, 4), case.caches[0]), AttentionPlan(16, 2, 4)):
         same("out", case("triton", window, tiles=tiles)[0], case("reference", window)[0], 1e-5)
 
 

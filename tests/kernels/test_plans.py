@@ -50,10 +50,10 @@ def test_a_searched_product_is_of_16_bit_weights():
 
 
 def test_a_product_with_adapters_takes_what_was_found_without_them_where_nothing_else_was():
-    plain, adapted = (Job("product", way, (3072, 2048, 2048, 512, 512), 2, H200) for way in ("qkv", "adapted qkv"))
+    plain, adapted = (Job("product", way, (8192, 2048, 8192), 2, H200) for way in ("gate_up", "adapted gate_up"))
     assert plan_for(adapted) == plan_for(plain) != rules.product(plain)
-    assert plan_for(Job("product", "adapted gate_up", (8192, 2048, 8192), 2, H200)) == MatrixPlan(2, 512, 1)
-    assert plan_for(Job("product", "gate_up", (8192, 2048, 8192), 2, H200)) == MatrixPlan(4, 512, 2)
+    assert plan_for(Job("product", "adapted qkv", (3072, 2048, 2048, 512, 512), 2, H200)) == MatrixPlan(8, 512, 4)
+    assert plan_for(Job("product", "qkv", (3072, 2048, 2048, 512, 512), 2, H200)) == MatrixPlan(4, 1024, 4)
     assert rules.product(adapted._replace(way="adapted head")) == rules.product(plain._replace(way="head"))
 
 
@@ -81,24 +81,29 @@ def test_what_a_searched_norm_asks_for():
         assert not fits(job._replace(chip=ADA), plan)
 
 
+def test_attention_takes_what_was_found_for_as_many_heads_of_keys():
+    searched = [plan_for(Job("decode_attention", "", (4, 32, heads, 2), 2, H200)) for heads in (4, 8, 2)]
+    assert searched == [AttentionPlan(128, 2, 4), AttentionPlan(64, 2, 8), AttentionPlan(64, 3, 4)]
+
+
 def test_what_attention_asks_for():
     """143,360 and 141,312 bytes compiled: too much for a 4090, where one tile less in flight gives the same bits."""
     for half, size, bytes_ in ((64, 4, 143_360), (128, 2, 141_312)):
-        job = Job("decode_attention", "", (4, half, size), size, H200)
+        job = Job("decode_attention", "", (4, half, 8, size), size, H200)
         assert plan_for(job) == AttentionPlan(64, 3, 4) and plan_for(job).shared(job) == bytes_
         assert plan_for(job._replace(chip=ADA)) == AttentionPlan(64, 2, 4)
         assert plan_for(job._replace(chip=CHIPS[80])) == AttentionPlan(64, 3, 4)
     for capability in SHARED:  # heads of 256 in fp32
-        job = Job("decode_attention", "", (4, 128, 4), 4, CHIPS[capability])
+        job = Job("decode_attention", "", (4, 128, 8, 4), 4, CHIPS[capability])
         assert fits(job, plan_for(job))
 
 
 @pytest.mark.parametrize("keys, stages, bytes_", [(64, 3, 214_016), (64, 2, 180_736), (32, 3, 115_200), (32, 2, 98_560)])
 def test_what_attention_over_codes_asks_for(keys, stages, bytes_):
     """Compiled for sm_89: int8 codes of heads of 256, multiplied in fp32; in bf16 three tiles take 76,800 bytes."""
-    job = Job("decode_attention", "", (2, 128, 4), 1, ADA)
+    job = Job("decode_attention", "", (2, 128, 8, 4), 1, ADA)
     assert 0 <= AttentionPlan(keys, stages, 4).shared(job) - bytes_ <= plans.SPARE
-    assert AttentionPlan(64, 3, 4).shared(Job("decode_attention", "", (2, 128, 2), 1, ADA)) == 76_800
+    assert AttentionPlan(64, 3, 4).shared(Job("decode_attention", "", (2, 128, 8, 2), 1, ADA)) == 76_800
 
 
 @pytest.mark.parametrize(

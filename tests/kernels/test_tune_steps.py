@@ -13,7 +13,7 @@ from gpubound.kernels.plans.kinds import AttentionPlan, MatrixPlan
 
 LIKE = torch.zeros(1, dtype=torch.bfloat16)
 DOWN = plans.job_of("product", "add", (1000, 8192, 1000), LIKE)
-ATTENTION = plans.job_of("decode_attention", "", (4, 32, 2), LIKE)
+ATTENTION = plans.job_of("decode_attention", "", (4, 32, 8, 2), LIKE)
 
 
 def test_neighbours_differ_in_one_number():

@@ -227,7 +227,7 @@ class AttentionPlan(NamedTuple):
         """Tiles of keys and values ahead of their turn, by halves; q and the weights where tensor cores read them. Codes are
         widened where they lie, those that are multiplied in fp32 (`wide`) in shared memory.
         """
-        *sizes, wide = job.shape
+        *sizes, _, wide = job.shape
         group, half = (max(16, power_of_two(n)) for n in sizes)
         ahead, codes = self.stages - 1, job.bytes == 1
         tiles = 4 * self.keys * half

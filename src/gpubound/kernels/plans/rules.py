@@ -173,7 +173,7 @@ def packed_product(job: Job) -> MatrixPlan:
 
 
 def decode_attention(job: Job) -> AttentionPlan:
-    """shape: query heads that share a head of keys, half of a head, and the bytes of what is multiplied."""
+    """shape: query heads that share a head of keys, half of a head, heads of keys, and the bytes of what is multiplied."""
     return AttentionPlan(64, 3, 4)
 
 
@@ -235,7 +235,7 @@ RULES = {
     **dict.fromkeys(("dynamic_tanh", "add_dynamic_tanh"), Rule(RowPlan, norm_rows, _width)),
     **dict.fromkeys(("richards_norm", "add_richards_norm"), Rule(RowPlan, striding_rows, _width)),
     "compress": Rule(TilePlan, lambda job: TilePlan(4096, 4), _first(1)),
-    "decode_attention": Rule(AttentionPlan, decode_attention, _first(2)),
+    "decode_attention": Rule(AttentionPlan, decode_attention, _first(3)),
     "gated": Rule(TilePlan, gated, _first(0)),
     "group_norm": Rule(TilePlan, lambda job: TilePlan(8192, 4), _first(0)),
     "hc_mix": Rule(TilePlan, lambda job: TilePlan(2048 if job.way == "read" else 1024, 4), _first(0)),
@@ -246,7 +246,7 @@ RULES = {
     "losses": Rule(TilePlan, losses, _width),
     "packed_product": Rule(MatrixPlan, packed_product, _first(2)),
     "poly_attention": Rule(WalkPlan, poly_attention, _first(1)),
-    "poly_attention_step": Rule(AttentionPlan, decode_attention, _first(2)),
+    "poly_attention_step": Rule(AttentionPlan, decode_attention, _first(3)),
     "product": Rule(MatrixPlan, product, _first(2)),
     "quantize": Rule(MatrixPlan, quantize, _first(0)),
     "richards": Rule(StridePlan, richards, _first(1)),

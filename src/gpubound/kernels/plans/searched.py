@@ -47,7 +47,7 @@ _HOPPER: dict[Key, tuple] = {
     ("rope", "", (64,), 0): (16, 1, 2),
     # Products of a decoding step with 16-bit weights: rows a program, columns a tile, warps. Whole steps: 135m 358 us against
     # 424 by the rule, 350m 399 / 426, 1b 737 / 777, 8b 3,771 / 4,018. Found later by benchmarks/tune_steps.py: 1b 693 / 722,
-    # with an adapter 787 / 842.
+    # with an adapter 766 / 842.
     ("product", "qkv", (960, 576), 2): (4, 1024, 4),
     ("product", "add", (576, 576), 2): (1, 1024, 4),
     ("product", "gate_up", (1536, 576), 2): (2, 1024, 8),
@@ -60,9 +60,9 @@ _HOPPER: dict[Key, tuple] = {
     ("product", "gate_up", (8192, 2048), 2): (4, 512, 2),
     ("product", "add", (2048, 8192), 2): (4, 4096, 4),
     ("product", "head", (128256, 2048), 2): (16, 256, 4),
-    ("product", "adapted gate_up", (8192, 2048), 2): (2, 512, 1),
-    ("product", "adapted add", (2048, 2048), 2): (4, 1024, 4),
-    ("product", "adapted add", (2048, 8192), 2): (4, 2048, 4),
+    ("product", "adapted qkv", (3072, 2048), 2): (8, 512, 4),
+    ("product", "adapted add", (2048, 2048), 2): (4, 1024, 2),
+    ("product", "adapted add", (2048, 8192), 2): (2, 1024, 4),
     ("product", "qkv", (6144, 4096), 2): (8, 512, 4),
     ("product", "add", (4096, 4096), 2): (4, 512, 2),
     ("product", "gate_up", (14336, 4096), 2): (2, 2048, 4),
@@ -85,10 +85,11 @@ _HOPPER: dict[Key, tuple] = {
     ("product", "qkv", (4096, 512), 1): (16, 512, 8),
     ("packed_product", "fp4 routed_gate_up", (512, 4096), 0): (8, 512, 4),
     ("packed_product", "fp4 routed_down", (4096, 512), 0): (16, 64, 1),
-    # Attention of a decoding step: keys a tile, stages, warps. 350m 364 us a step of 375 by the rule; 8b behind 4,096 tokens
-    # 4,107 of 4,132.
-    ("decode_attention", "", (4, 32), 2): (128, 2, 4),
-    ("decode_attention", "", (4, 64), 2): (32, 3, 4),
+    # Attention of a decoding step: keys a tile, stages, warps. 350m decodes 2,606 tokens/s, with 1b's plan 2,557; 1b 1,403,
+    # with 350m's 1,371. A step of 8b behind 4,096 tokens 4,107 us, of 4,132 by the rule.
+    ("decode_attention", "", (4, 32, 4), 2): (128, 2, 4),
+    ("decode_attention", "", (4, 32, 8), 2): (64, 2, 8),
+    ("decode_attention", "", (4, 64, 8), 2): (32, 3, 4),
     ("sparse_attention", "", (16, 512), 2): (16, 16, 8),
 }
 

@@ -31,7 +31,10 @@ def _wants(table, ids, b, column, columns):
 @triton.jit
 def _down(program, x_ptr, norm_ptr, eps, table, ids, h, columns, B, K: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr,
           TYPE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """A column of h for a row of x: the same code for each row, so that its bits are those that it gets alone."""
+    """A column of h for a row of x: the same code for each row, so that its bits are those that it gets alone.
+
+    What the row does not have is zero at once, so that nobody need know whose a column is to know whether h is there.
+    """
     b, column = program % B, program // B
     wanted = _wants(table, ids, b, column, columns)
     a_ptr = tl.load(table + column).to(tl.pointer_type(TYPE))
@@ -52,6 +55,8 @@ def _down(program, x_ptr, norm_ptr, eps, table, ids, h, columns, B, K: tl.conste
         if GAIN is not None:
             y /= tl.sqrt(tl.sum(square, 0) / K + eps)
         tl.atomic_xchg(h + b * columns + column, (y * scale).to(tl.int32, bitcast=True), sem="relaxed")
+    else:
+        tl.atomic_xchg(h + b * columns + column, 0, sem="relaxed")
 
 
 @triton.jit
@@ -62,16 +67,18 @@ def _wanted(table, ids, b, column, there, columns):
 
 
 @triton.jit
-def _begun(h, table, ids, b, first, last, columns, RANKS: tl.constexpr):
-    """The words of row b in columns from `first` on, those that are not its own as zeros."""
+def _asked(h, b, first, last, columns, RANKS: tl.constexpr):
+    """The words of row b in columns from `first` on, as they are now.
+
+    Asked for behind the product: before it they are not there yet, and a step of 1b took 971 us in place of 868 (H200).
+    """
     column = first + tl.arange(0, RANKS)
-    wanted = _wanted(table, ids, b, column, column < last, columns)
-    return tl.load(h + b * columns + column, mask=wanted, other=0, volatile=True)
+    return tl.load(h + b * columns + column, mask=column < last, other=0, volatile=True)
 
 
 @triton.jit
 def _come(words, at, RANKS: tl.constexpr):
-    """The words at `at`, of which the first answers are given, when all are there. What a row does not want is not empty."""
+    """The words at `at`, of which the first answers are given, when all are there."""
     while tl.max((words == _EMPTY).to(tl.int32), 0) > 0:
         words = tl.load(at, mask=words == _EMPTY, other=words, volatile=True)
     if RANKS > LANES:
@@ -104,7 +111,7 @@ def _widened(up, words):
 
 
 @triton.jit
-def _added(words, up, h, table, ids, b, first, last, columns, row, there, RANKS: tl.constexpr, MORE: tl.constexpr,
+def _added(words, up, h, table, b, first, last, columns, row, there, RANKS: tl.constexpr, MORE: tl.constexpr,
            TYPE: tl.constexpr):  # fmt: skip
     """What row b of x gets in the rows `row` of a weight. `words` and `up` are of the first RANKS columns."""
     at = h + b * columns + first + tl.arange(0, RANKS)
@@ -112,7 +119,7 @@ def _added(words, up, h, table, ids, b, first, last, columns, row, there, RANKS:
     if MORE:
         for start in range(first + RANKS, last, RANKS):
             at += RANKS
-            words = _come(_begun(h, table, ids, b, start, last, columns, RANKS), at, RANKS)
+            words = _come(_asked(h, b, start, last, columns, RANKS), at, RANKS)
             y += _widened(_up(table, start, last, columns, row, there, RANKS, TYPE), words)
     return y
 

@@ -241,7 +241,7 @@ def decode_attention(
             num_stages=plan.stages, **options(plan.warps, EARLY if dependent else 0),
         )  # fmt: skip
 
-    launch(job_of("decode_attention", "", (group, D // 2, wide), cache.k), run)
+    launch(job_of("decode_attention", "", (group, D // 2, KV, wide), cache.k), run)
     return written(cache, out)
 
 

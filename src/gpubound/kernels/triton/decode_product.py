@@ -17,7 +17,7 @@ from ..decode_adapters import StepAdapters
 from ..decode_product import Norm
 from ..mail import Mail
 from ..plans import ADAPTED, job_of, power_of_two
-from ._adapters import _added, _begun, _down, _empty, _up, launched
+from ._adapters import _added, _asked, _down, _empty, _up, launched
 from ._launch import launch_product, options
 from ._mail import SCALARS, _addresses, _send, _stamp, mailed
 from ._math import capped
@@ -70,19 +70,17 @@ def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v
     for b in tl.static_range(B):
         if b > 0 and C < K:
             w = _tile(w_ptr, row, col, rows - first, K, K, WHOLE)
-        if table is not None:
-            words = _begun(narrow, table, ids, b, low, high, columns, RANKS)
         total, square = _products(x_ptr + b * K, norm_ptr, w_ptr, w, row, col, rows - first, K, R, C, WHOLE, GAIN)
         if b == B - 1:
             _end(DEPENDENT)
+        if table is not None:
+            words = _asked(narrow, b, low, high, columns, RANKS)
         if GAIN is None:
             y = tl.sum(total, 1) + offset
         else:
             y = tl.sum(total, 1) / tl.sqrt(tl.sum(square, 0) / K + eps) + offset
         if table is not None:
-            y += _added(
-                words, up, narrow, table, ids, b, low, high, columns, local + row, first + row < rows, RANKS, MORE, TYPE
-            )
+            y += _added(words, up, narrow, table, b, low, high, columns, local + row, first + row < rows, RANKS, MORE, TYPE)
         if CAP > 0.0:
             y = capped(y, CAP)
         there = first + row < rows
@@ -127,9 +125,6 @@ def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, 
     if table is not None:
         _empty(before, emptied, program, tl.num_programs(0) - ahead)
     for b in tl.static_range(B):
-        if table is not None:
-            g_words = _begun(narrow, table, ids, b, 0, split, columns, RANKS)
-            u_words = _begun(narrow, table, ids, b, split, columns, columns, RANKS)
         if b > 0 and C < K:
             g, u = _tile(gate_ptr, row, col, left, K, K, WHOLE), _tile(up_ptr, row, col, left, K, K, WHOLE)
         gate, up = tl.zeros([R, C], tl.float32), tl.zeros([R, C], tl.float32)
@@ -145,15 +140,16 @@ def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, 
                 u = _tile(up_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
         if b == B - 1:
             _end(DEPENDENT)
+        if table is not None:
+            g_words = _asked(narrow, b, 0, split, columns, RANKS)
+            u_words = _asked(narrow, b, split, columns, columns, RANKS)
         factor = 1.0
         if GAIN is not None:
             factor = 1.0 / tl.sqrt(tl.sum(square, 0) / K + eps)
         g_sum, u_sum = tl.sum(gate, 1) * factor + g_offset, tl.sum(up, 1) * factor + u_offset
         if table is not None:
-            g_sum += _added(g_words, g_up, narrow, table, ids, b, 0, split, columns, first + row, there, RANKS, MORE, TYPE)
-            u_sum += _added(
-                u_words, u_up, narrow, table, ids, b, split, columns, columns, first + row, there, RANKS, MORE, TYPE
-            )
+            g_sum += _added(g_words, g_up, narrow, table, b, 0, split, columns, first + row, there, RANKS, MORE, TYPE)
+            u_sum += _added(u_words, u_up, narrow, table, b, split, columns, columns, first + row, there, RANKS, MORE, TYPE)
         y = _gated(g_sum, u_sum, ACTIVATION)
         tl.store(out_ptr + b * rows.to(tl.int64) + first + row, y.to(out_ptr.dtype.element_ty), mask=there)
 
@@ -193,8 +189,6 @@ def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, table, ids, narrow,
     for b in tl.static_range(B):
         if b > 0 and C < K:
             w = _tile(w_ptr, row, col, left, K, K, WHOLE)
-        if table is not None:
-            words = _begun(narrow, table, ids, b, 0, columns, columns, RANKS)
         if boxes is None:
             to = x_ptr + b * rows.to(tl.int64) + first + row
             x = tl.load(to, mask=there, other=0.0)
@@ -205,9 +199,11 @@ def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, table, ids, narrow,
                 w = _tile(w_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
         if b == B - 1:
             _end(DEPENDENT)
+        if table is not None:
+            words = _asked(narrow, b, 0, columns, columns, RANKS)
         y = tl.sum(total, 1) + offset
         if table is not None:
-            y += _added(words, up, narrow, table, ids, b, 0, columns, columns, first + row, there, RANKS, MORE, TYPE)
+            y += _added(words, up, narrow, table, b, 0, columns, columns, first + row, there, RANKS, MORE, TYPE)
         if boxes is not None:
             _send(addresses, sender * room + b * rows + first + row, y.to(tl.int32, bitcast=True), stamp, there)
         else:

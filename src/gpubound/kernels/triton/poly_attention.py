@@ -235,7 +235,7 @@ def poly_attention_step(
     (B, H, D), (_, L, K, _) = q.shape, cache_k.shape
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     y, clip = torch.empty(q.shape, device=q.device, dtype=q.dtype), soft_clip or 1.0
-    DP, job = max(16, power_of_two(D)), job_of("poly_attention_step", "", (H // K, D // 2, q.element_size()), cache_k)
+    DP, job = max(16, power_of_two(D)), job_of("poly_attention_step", "", (H // K, D // 2, K, q.element_size()), cache_k)
 
     def run(plan: AttentionPlan) -> None:
         splits = min(MOST_SPLITS, cdiv(L, plan.keys), cdiv(4 * job.chip.sms, B * K))
