@@ -1,0 +1,92 @@
+"""docs/figures.md."""
+
+from dataclasses import replace
+
+from benchmarks import beside, gates, tables
+from benchmarks.results import FLOOR
+
+from .example import LINE, MISSED, SYNCS
+
+
+def row(text: str, case: str) -> str:
+    (found,) = [line for line in text.splitlines() if line.startswith(f"| {case} |")]
+    return found
+
+
+def test_the_page_shows_wins_and_losses():
+    text = tables.page([LINE, MISSED, replace(LINE, peer_name="eager", ratio=0.9, gate=None)])
+    assert row(text, "rms_norm forward 8b") == "| rms_norm forward 8b | 3,912 GB/s | 1.09 | **76%** (gate 85%) | 0.90 |"
+    losses = text[text.index("## Where it falls short") : text.index("## Kernels")]
+    assert "1 of 2 gates hold" in losses
+    assert "| kernels: rms_norm forward 8b | 3,912 GB/s | copy rate | 76% | 85% |" in losses
+    assert "| kernels: rms_norm forward 8b | 3,912 GB/s | 3,600 GB/s | torch, eager | 0.90 |" in losses
+
+
+def test_each_gpu_has_its_own_losses_and_the_one_with_the_most_cases_comes_first():
+    text = tables.page([replace(MISSED, gpu="NVIDIA H100"), LINE, MISSED])
+    first, second = (text.index(f"## Where it falls short{where}\n") for where in ("", ", NVIDIA H100"))
+    assert "1 of 2 gates hold" in text[first:second] and "0 of 1 gates hold" in text[second:]
+    assert text.index("## Kernels\n") < text.index("## Kernels, NVIDIA H100\n")
+    assert "Sections that name no GPU are those of the NVIDIA H200." in text
+
+
+def test_a_miss_by_a_hair_does_not_look_like_a_pass():
+    assert "**0.998** (gate 1.00)" in tables.page([replace(LINE, ratio=0.998)])
+
+
+def test_counts_and_budgets_are_shown_as_such_never_as_ratios():
+    first = replace(LINE, case="first step", unit="s", ours=12.4, peer=10.0, peer_name="budget", ratio=0.81)
+    text = tables.page([SYNCS, first])
+    assert row(text, "loss host syncs") == "| loss host syncs | 0 syncs | 3 syncs |"
+    assert row(text, "first step") == "| first step | 12.4 s | **at most 10.0 s** |"
+    assert "4.00" not in text
+
+
+def test_a_floor_is_told_in_multiples_of_it():
+    """And is nobody that a user could run instead."""
+    priced = {"unit": "us", "peer_name": FLOOR, "spread": None, "ours": 20.0, "peer": 10.0}
+    over = replace(LINE, **priced, ratio=0.5, gate=1 / 1.8)
+    held = replace(LINE, **priced, case="wide", ratio=0.8, gate=1 / 1.35)
+    assert gates.beside(held) == f"{FLOOR} 1.25 x" and gates.beside(over) == f"{FLOOR} 2.00 x SHORT"
+    assert f": 2.00 x of {FLOOR}, gate 1.80 x, short by 10.0% (20.0 us, " in gates.sentence(over)
+    text = tables.page([over, held])
+    assert row(text, "wide") == "| wide | 20.0 us | 1.25 x |"
+    assert row(text, "rms_norm forward 8b") == "| rms_norm forward 8b | 20.0 us | **2.00 x** (gate 1.80 x) |"
+    assert "a peer is ahead" not in text and not tables.is_peer(held)
+
+
+def test_whole_work_stands_beside_every_kind_of_rival():
+    """The fastest of each kind; limits, budgets, other units and single kernels are not there."""
+    work = replace(LINE, unit="tok/s", ours=100.0, gate=None)
+    steps = replace(work, bench="train", case="350m x8")
+    lines = [
+        replace(work, bench="decode", case="350m batch 16", peer_name="graph", ratio=4.5),
+        replace(work, bench="decode", case="350m batch 2", peer_name="graph", ratio=5.6),
+        replace(steps, peer_name="liger-autocast", ratio=1.4),
+        replace(steps, peer_name="liger", ratio=0.98),
+        replace(steps, peer_name="hf", ratio=17.2),
+        replace(steps, peer_name="bf16 rate", ratio=0.6),
+        replace(steps, unit="GiB", peer_name="liger", ratio=0.5),
+        LINE,
+    ]
+    said = [line for line in beside.table(lines).splitlines() if line.startswith("|")]
+    assert said == [
+        "| work | ours | torch, eager | Liger | a CUDA graph by hand |",
+        "|---|---|---|---|---|",
+        "| training 350m x8 | 100 tok/s | 17 | **0.98** |  |",
+        "| decoding 350m batch 2 | 100 tok/s |  |  | 5.60 |",
+        "| decoding 350m batch 16 | 100 tok/s |  |  | 4.50 |",
+    ]
+    assert beside.table([LINE]) == ""
+
+
+def test_every_run_that_a_figure_is_from_is_named():
+    older = [replace(LINE, case=f"case {i}", commit="1de191e", date=f"2026-11-20T1{i}:00:00+00:00") for i in range(3)]
+    other = replace(LINE, case="another", command="gpubound bench kernels --only rope", date="2026-11-19T10:00:00+00:00")
+    said = [line for line in tables.page([other, *older, LINE]).splitlines() if "commit" in line]
+    machine = "- NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0"
+    assert said == [
+        f"{machine}, 2026-11-21, commit 0a55bec: `gpubound bench kernels`",
+        f"{machine}, 2026-11-20, commit 1de191e: `gpubound bench kernels`",
+        f"{machine}, 2026-11-19, commit 0a55bec: `gpubound bench kernels --only rope`",
+    ]
