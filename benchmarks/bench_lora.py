@@ -1,7 +1,8 @@
 """Low-rank adapters beside PEFT's, and beside the frozen model that nobody can leave out: one layer, and whole training steps.
 
 linear: one layer, forward and backward (lora_linear.py). train: whole steps (lora_train.py). rows: eight adapters in one batch,
-a row each, beside one. peft: adapters that PEFT attached, trained by our step, beside our own and beside PEFT.
+a row each, beside one. peft: adapters that PEFT attached, trained by our step, beside our own and beside PEFT. start: the first
+step alone.
 """
 
 import os
@@ -24,11 +25,13 @@ from .harness import Bench, chosen, importable, need_transformers
 from .lora_train import LearningWorker
 from .lora_worker import CONTENDERS
 
-PARTS = ("train", "linear", "rows", "peft")
+PARTS = ("train", "linear", "rows", "peft")  # those of a command that names none
+START = "start"
 MODELS = {  # parts that measure whole models -> what a case is called there, and what it becomes
     "train": ("{}", lambda case: case),
     "rows": ("{}, eight adapters in one batch", lora_train.one_each),
     "peft": ("{}, PEFT's own adapters", lora_train.pefts_own),
+    START: ("{}", lora_train.alone),
 }
 
 
@@ -41,7 +44,7 @@ class Lora:
 
     parts: str = ",".join(PARTS)
     """What to measure, by comma: train (whole steps), linear (one layer), rows (eight adapters in one batch), peft (PEFT's own
-    adapters in our step)."""
+    adapters in our step), start (the first step alone, which train and rows tell, too)."""
     only: str = "1b,135m,8b"
     """Whole models, by comma: 1b (8 x 1024 tokens), 1b-8192, 8b (4096), 135m (512: launch-bound); with the base in fewer bits,
     8b-fp8, 1b-nf4."""
@@ -60,7 +63,7 @@ class Lora:
 
 def main(argv: Sequence[str]) -> int:
     options = arguments(Lora, argv, "bench lora")
-    parts = chosen("--parts", options.parts, PARTS)
+    parts = chosen("--parts", options.parts, (*PARTS, START))
     known = lora_train.TINY if options.dry else lora_train.CASES
     names = list(known) if options.dry else chosen("--only", options.only, list(known))
     theirs = [who for who in CONTENDERS if who.startswith("peft") or who == "ours-lora"]

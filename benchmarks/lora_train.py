@@ -53,6 +53,11 @@ def pefts_own(case: LoraCase) -> LoraCase:
     return replace(case, ours="ours-peft", peers={"ours-lora": UNJUDGED, "peft": UNJUDGED}, least=None, floor=None)
 
 
+def alone(case: LoraCase) -> LoraCase:
+    """Ours, beside nobody."""
+    return replace(case, peers={}, least=None, floor=None)
+
+
 def one_each(case: LoraCase) -> LoraCase:
     """Several adapters in a batch of as many tokens, a row each, beside one adapter for all rows."""
     return replace(

@@ -263,7 +263,7 @@ def forked_workers(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--parts", "row"], "--parts: got 'row', wanted some of train, linear, rows, peft."),
+        (["--parts", "row"], "--parts: got 'row', wanted some of train, linear, rows, peft, start."),
         (["--only", "2b"], "--only: got '2b', wanted some of 1b, 1b-8192, 8b, 135m, 8b-fp8, 1b-nf4."),
         (["--profile", "unsloth"], "--profile: got 'unsloth', wanted some of ours, ours-lora, ours-peft, ours-rows, floor, "),
         (["--peers", "unsloth"], "--peers: got 'unsloth', wanted some of ours-lora, peft, peft-autocast, peft-compile, "),
@@ -286,3 +286,10 @@ def test_a_dry_run_of_whole_steps(capfd, monkeypatch):
     assert guarded("bench", bench_lora.main, ["--dry", "--parts", "train"]) == 0
     said = capfd.readouterr().out
     assert "tiny: LoRA step = " in said and said.endswith("lora: 5 lines, nothing kept (dry); 2 of 2 gates hold\n")
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_a_dry_run_of_first_steps(capfd):
+    assert guarded("bench", bench_lora.main, ["--dry", "--parts", "start"]) == 0
+    said = capfd.readouterr().out
+    assert said.startswith("tiny first step ") and said.endswith("lora: 1 lines, nothing kept (dry); 1 of 1 gates hold\n")
