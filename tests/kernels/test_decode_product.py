@@ -171,18 +171,6 @@ def test_a_row_gives_the_same_bits_in_any_batch(device, dtype, columns, monkeypa
             assert torch.equal(whole[rows], part)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_normed_rows_agree_with_the_reference(device, dtype):
-    x, norm = stream(device, 3, 100), Norm(draw(device, dtype, 100, seed=1), 1e-5)
-    results = []
-    for source in ("triton", "reference"):
-        whole, out = banded((3, 100), device, dtype)
-        run(source, "norm_rows", x, norm, out)
-        assert_inside(whole, out)
-        results.append(out)
-    same("normed", *results, TOLERANCE[dtype])
-
-
 def test_wrong_arguments_are_named(device):
     x, norm, weight = stream(device, 2, 64), Norm(draw(device, torch.float32, 64), 1e-5), draw(device, torch.float32, 32, 64)
     for call, sentence in (
@@ -253,27 +241,6 @@ def test_the_forms_of_other_families(device, offset, normed, cap, activation):
         if normed:
             out = torch.zeros(rows, hidden, device=device)
             same("rows", run(source, "norm_rows", x, norm, out), h, 1e-5)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("hidden", [64, 40])
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_a_norm_before_the_residual_add(device, dtype, hidden, offset):
-    """What was normed is zero afterwards, for the next product to be added to."""
-    norm, results = Norm(draw(device, dtype, hidden, seed=1), 1e-5, offset), []
-    for source in ("triton", "reference"):
-        (whole, x), (beside, y) = banded((3, hidden), device), banded((3, hidden), device)
-        x.copy_(stream(device, 3, hidden))
-        y.copy_(stream(device, 3, hidden, seed=2) * 5)
-        run(source, "add_norm", y, norm, x)
-        assert_inside(whole, x)
-        assert_inside(beside, y)
-        assert not y.any()
-        results.append(x)
-    same("stream", *results, 1e-5)
-    y = stream(device, 3, hidden, seed=2) * 5
-    normed = y * (y.square().mean(1, keepdim=True) + 1e-5).rsqrt() * (norm.weight.float() + offset)
-    same("stream", results[1], stream(device, 3, hidden) + normed, 1e-5)
 
 
 def test_an_unknown_activation_is_named(device):

@@ -12,13 +12,12 @@ from .compressor import compress as compress
 from .cross_entropy import cross_entropy as cross_entropy, linear_cross_entropy as linear_cross_entropy
 from .decode_adapters import add_adapters as add_adapters
 from .decode_attention import decode_attention as decode_attention, quantized_decode_attention as quantized_decode_attention
+from .decode_norm import add_norm as add_norm, norm_rows as norm_rows
 from .decode_product import (
     Norm as Norm,
-    add_norm as add_norm,
     add_product as add_product,
     norm_gate_up as norm_gate_up,
     norm_product as norm_product,
-    norm_rows as norm_rows,
     send_product as send_product,
 )
 from .dynamic_tanh import (

@@ -18,7 +18,7 @@ from ..decode_product import Norm
 from ..mail import Mail
 from ..plans import ADAPTED, job_of, power_of_two
 from ._adapters import _added, _asked, _down, _empty, _up, launched
-from ._launch import launch_product, options
+from ._launch import launch_product
 from ._mail import SCALARS, _addresses, _send, _stamp, mailed
 from ._math import capped
 from ._step import _begin, _end, _gained, _products, _row, _tile, _wait
@@ -208,54 +208,6 @@ def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, table, ids, narrow,
             _send(addresses, sender * room + b * rows + first + row, y.to(tl.int32, bitcast=True), stamp, there)
         else:
             tl.store(to, x + y, mask=there)
-
-
-@triton.jit
-def _norm_rows_kernel(x_ptr, norm_ptr, out_ptr, eps, K: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr,
-                      DEPENDENT: tl.constexpr):  # fmt: skip
-    _begin(DEPENDENT)
-    col = tl.arange(0, C)
-    row = tl.program_id(0) * K
-    gain = _gained(1.0, norm_ptr, col, K, False, GAIN)
-    _wait(DEPENDENT)
-    x = tl.load(x_ptr + row + col, mask=col < K, other=0.0)
-    _end(DEPENDENT)
-    y = x / tl.sqrt(tl.sum(x * x, 0) / K + eps) * gain
-    tl.store(out_ptr + row + col, y.to(out_ptr.dtype.element_ty), mask=col < K)
-
-
-@triton.jit
-def _add_norm_kernel(y_ptr, norm_ptr, x_ptr, eps, K: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr,
-                     DEPENDENT: tl.constexpr):  # fmt: skip
-    _begin(DEPENDENT)
-    col = tl.arange(0, C)
-    at, there = tl.program_id(0) * K + col, col < K
-    gain = _gained(1.0, norm_ptr, col, K, False, GAIN)
-    _wait(DEPENDENT)
-    x, y = tl.load(x_ptr + at, mask=there, other=0.0), tl.load(y_ptr + at, mask=there, other=0.0)
-    _end(DEPENDENT)
-    tl.store(x_ptr + at, x + y / tl.sqrt(tl.sum(y * y, 0) / K + eps) * gain, mask=there)
-    tl.store(y_ptr + at, tl.zeros([C], tl.float32), mask=there)
-
-
-@torch.no_grad()
-def norm_rows(x: Tensor, norm: Norm, out: Tensor, dependent: int = 0) -> Tensor:
-    weight, eps, offset = norm
-    block = power_of_two(x.shape[1])
-    _norm_rows_kernel[(x.shape[0],)](x, weight, out, eps, x.shape[1], block, offset, **options(_warps(block), dependent))
-    return out
-
-
-@torch.no_grad()
-def add_norm(y: Tensor, norm: Norm, x: Tensor, dependent: int = 0) -> Tensor:
-    weight, eps, offset = norm
-    block = power_of_two(x.shape[1])
-    _add_norm_kernel[(x.shape[0],)](y, weight, x, eps, x.shape[1], block, offset, **options(_warps(block), dependent))
-    return x
-
-
-def _warps(block: int) -> int:
-    return max(1, min(8, block // 512))
 
 
 def _way(use: str, adapters: StepAdapters | None) -> str:
