@@ -35,6 +35,13 @@ def test_behind_many_steps_the_last_launch_may_overshoot():
     assert (one.launches, one.steps, one.bytes_read) == (256, 256, found.bytes_read) and one.tokens == found.tokens
 
 
+def test_where_a_step_reads_much_no_step_is_too_many(monkeypatch):
+    monkeypatch.setattr("gpubound.decode.loop.HEAVY", 0)
+    model = cases.build("Llama", max_position_embeddings=300)
+    found = gb.decoder(model, 1, 300, verify=False).generate([5], max_new_tokens=256)
+    assert (found.launches, found.steps, found.count) == (11 + 7, 256, 256)
+
+
 def test_launches_grow_and_then_shrink_near_the_end():
     found = cases.shared("Mistral").generate([3, 4], max_new_tokens=50)
     assert (found.launches, found.steps) == (5, 50)  # of 1, 8, 32, 8 and 1

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -44,6 +44,7 @@ def _end_at_exit() -> WeakSet[Generator]:
 # A launch may hold one step behind the last row's end, of frozen rows, for every 64 that the request has had: the last 7 of 256
 # tokens are one launch of 8 steps, not seven of one, for which the host would have to be quick.
 OVERSHOT = 1 / 64
+HEAVY = 1 << 30  # bytes that a step reads, 0.25 ms on an H200: from here on the host is quick enough, and no step is too many
 
 
 class ActiveRequest:
@@ -111,7 +112,14 @@ class ActiveRequest:
         """Of the next launch. The ladder begins with short ones, so that the first tokens are seen soon."""
         ladder = self.decoder.ladder
         ladder = ladder[max(0, len(ladder) - 1 - self.found.launches) :]
-        return next(k for k in ladder if k <= left + int(self.found.steps * OVERSHOT))
+        spare = 0 if self._heavy else int(self.found.steps * OVERSHOT)
+        return next(k for k in ladder if k <= left + spare)
+
+    @cached_property
+    def _heavy(self) -> bool:
+        """Of one device: where several share the model, short launches keep them from working at once."""
+        body = self.decoder.body
+        return len(body.spans) < 2 and not body.peers and body.bytes_a_step(self.request.lengths) >= HEAVY
 
     def _may_launch(self, steps: int) -> bool:
         """A graph that must be captured first waits until all tokens on their way are read: 32 steps of 350m take 0.4 s."""
