@@ -86,13 +86,13 @@ def margin(logits: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @pytest.fixture
 def run(capsys, monkeypatch):
-    """run(*argv, stdin=None) -> (exit code, stdout, stderr)"""
+    """run(*argv, stdin=None, device="cpu") -> (exit code, stdout, stderr)"""
 
-    def call(*argv, stdin=None):
+    def call(*argv, stdin=None, device="cpu"):
         if stdin is not None:
             monkeypatch.setattr(sys, "stdin", StringIO(stdin))
         capsys.readouterr()
-        code = main(["generate", *map(str, argv), "--device", "cpu"])
+        code = main(["generate", *map(str, argv), "--device", device])
         said = capsys.readouterr()
         return code, said.out, said.err
 

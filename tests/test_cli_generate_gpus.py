@@ -60,6 +60,19 @@ def test_two_copies_answer_as_one_and_a_broken_run_is_gone_on_with(ckpt, run, tm
     assert code == 2 and "line 1 of " in err and "was written by another model or with other settings" in err
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_copies_on_two_gpus_answer_as_one_on_the_cpu(ckpt, run, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    given = (ckpt, "--file", tmp_path / "prompts.jsonl", "--batch", "2", "--max-new-tokens", "12")
+    wanted = json.loads(run(*given, "--json")[1])["sequences"]
+    code, out, err = run(*given, "--gpus", "2", device="auto")
+    assert code == 0 and "5 of 5 prompts answered now" in err, err
+    assert [(one["number"], one["tokens"], one["text"]) for one in lines(out)] == [
+        (number, one["tokens"], one["text"]) for number, one in enumerate(wanted, 1)
+    ]
+
+
 def test_answers_of_the_model_that_lay_there_before_are_not_gone_on_with(ckpt, run, tmp_path, monkeypatch):
     """A run is trained further and exported again: the folder keeps its name."""
     monkeypatch.setattr(answers, "begin", begin_on_reference)

@@ -29,6 +29,17 @@ def test_two_devices_write_what_one_writes(ckpt, run, split):
     assert all(f"decoder: {part} {number} on CPU" in err for number in range(2)) and " on 2 x CPU" in err
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("split", ["layers", "tensors"])
+def test_two_gpus_write_what_the_cpu_writes(ckpt, run, split):
+    given = (ckpt, *PROMPTS, "--max-new-tokens", "12")
+    wanted = run(*given)[1]
+    code, found, err = run(*given, *SHARED, "--split", split, device="auto")
+    assert (code, found) == (0, wanted), err
+    assert " on 2 x NVIDIA" in err
+
+
 def test_a_conversation_and_json(ckpt, run):
     code, out, err = run(ckpt, "--chat", *SHARED, "--split", "tensors", stdin="hello\n")
     assert code == 0 and "hi, how are you?" in out, err
