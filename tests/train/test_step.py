@@ -1,11 +1,13 @@
 """TrainStep: the right update for any cut of the batch, in every precision; bad steps skipped; state resumes; errors."""
 
 import copy
+import gc
 from collections import Counter
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpubound import trace
 from gpubound.feed import feed
@@ -248,6 +250,38 @@ def test_weights_loaded_from_elsewhere_become_the_masters():
     assert model.embed.weight.equal(other.embed.weight)
     assert step.state_dict()["master.embed.weight"].equal(other.embed.weight.float())
     assert step.state_dict()["master.mix.weight"].equal(fine), "untouched masters keep their precision"
+
+
+def test_weights_have_storages_of_their_own_in_a_state_dict():
+    """Who saves them knows tied ones by that: accelerate took all weights in one buffer for the first, and left them out."""
+    model = small()
+    step = TrainStep(model, summed, AdamW(lr=1e-2), precision="bf16", graph="off")
+    tied = {"embed.weight", "head.weight"}
+    for _ in range(2):
+        with torch.inference_mode():
+            state = model.state_dict()
+        storages = {name: tensor.untyped_storage() for name, tensor in state.items()}
+        assert len({storage._cdata for storage in storages.values()}) == len(state) - 1
+        assert len({storages[name]._cdata for name in tied}) == 1
+        assert all(storages[name].nbytes() == tensor.nbytes for name, tensor in state.items())
+        state["mix.weight"].fill_(0.5)  # live, as torch's are
+        assert model.mix.weight.eq(0.5).all()
+        if not step._closed:
+            step(draw(2))
+            assert (step.weights["mix.weight"][1] - 0.5).abs().max() < 0.1, "their masters follow"
+        step.close()
+
+
+def test_a_state_dict_keeps_the_buffer_that_its_weights_lie_in():
+    model = small()
+    step = TrainStep(model, summed, AdamW(lr=1e-2), precision="fp32", graph="off")
+    buffer, state = StorageWeakRef(model.mix.weight.untyped_storage()), model.state_dict()
+    step.close()
+    del model, step
+    gc.collect()
+    assert not buffer.expired()
+    del state
+    assert buffer.expired()
 
 
 @pytest.mark.parametrize("graph", ["off", "auto"])

@@ -19,6 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from .. import lora
 from ..errors import GenerateError
 from ..layers import MLP, Attention, LMLoss, RopeTable
+from ..layers.own_storage import give_own_storages
 from ..layers.site_parts import format_of
 from ..layers.stacked import Projecting, Stacked, describe, foreign, hooked, site_of
 from ..lora.adapter import LowRank
@@ -145,6 +146,7 @@ def _make_neighbours(reader: Reader, stacks: Mapping[tuple[int, int], Stacked]) 
     For many rows they are one product then: at batch 32, three and a concatenation took 0.3 ms a step of a 1b model, a fifth.
     """
     why, others = None, list(reader.model.parameters())
+    give_own_storages(reader.model)
     for number, block in enumerate(reader.trunk.layers):
         for at, group in enumerate(reader.together(block)):
             sites = [linear_of(layer) for layer in group]
@@ -159,7 +161,7 @@ def _make_neighbours(reader: Reader, stacks: Mapping[tuple[int, int], Stacked]) 
 
 @contextmanager
 def left_as_found(*models: nn.Module) -> Iterator[None]:
-    """What is refused inside leaves no weights side by side that lay apart: safetensors' save_model would refuse the model."""
+    """What is refused inside leaves no weights side by side that lay apart."""
     plain = [p for model in models for p in model.parameters() if type(p) is nn.Parameter]
     before = [p.data_ptr() for p in plain]
     try:

@@ -22,6 +22,7 @@ from ..kernels.accumulate import join_rows
 from ..trace import fallback
 from .linear_site import linear, multiply
 from .overlap import any_over, movers
+from .own_storage import own_storages
 from .site_parts import ADAPTERS, AS_IT_IS, Adapter, Joined, adapted, format_of, weight_of
 
 Kernels = tuple[str, tuple[str, ...]]
@@ -181,6 +182,12 @@ class Projecting(nn.Module):
     def projections(self) -> list[Any]:
         children: dict[str, Any] = self._modules
         return [children[name] for name in self.PROJECTIONS]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As any module's; each weight has a storage of its own, over the memory that it shares with its neighbours."""
+        state = super().state_dict(*args, **kwargs)
+        own_storages(self, state, args[1] if len(args) > 1 else kwargs.get("prefix", ""))
+        return state
 
     def separate(self) -> None:
         """Give the layers' weights memory of their own again, each, where they fill a buffer. In a larger one others lie, too,

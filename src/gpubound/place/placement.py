@@ -117,7 +117,7 @@ class Placement:
 
     def undo(self) -> None:
         """Give every swapped module its own class again. The weights stay on their device; those that were put side by side get
-        memory of their own again, each, as safetensors' save_model wants it."""
+        memory of their own again, each."""
         for note in self._notes:
             if isinstance(note.module, Fused) and isinstance(note.module, Projecting):
                 note.module.separate()

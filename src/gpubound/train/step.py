@@ -21,6 +21,7 @@ from ..device import plainly
 from ..graph import Captured
 from ..kernels.choose import Call, hasten
 from ..layers import fp8
+from ..layers.own_storage import give_own_storages
 from ..lora import early
 from ..models.own import LanguageModel
 from ..parallel import ALONE, Ranks
@@ -119,6 +120,7 @@ class TrainStep(Uncopied):
             if self._fp8 is not None:
                 undo.callback(self._fp8.release)
             held.begin_alike()
+            give_own_storages(model)
             self._weights = held.weights(layout, kept.masters)  # last, behind whatever may be refused: it casts the parameters
             self._optimizer = config.flat(self._weights, kept, clip, schedule or Schedule(), seed)
             self._optimizer.hasten()

@@ -1,0 +1,33 @@
+"""A state_dict whose tensors have a storage each, over the memory of a buffer that they lie in together.
+
+Who writes files tells tied weights by their storage: to accelerate all weights in one buffer were copies of the first, and it
+left them out of the file; safetensors' save_model refused them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack, to_dlpack
+
+
+@torch.inference_mode(False)  # or what is made inside could not be written by others
+def own_storages(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """A post hook of `module.state_dict()`. The tensors stay live: writes are seen as before. Tied ones get one storage."""
+    own: dict[int, Tensor] = {}
+    for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
+        tensor = state.get(name)
+        if type(tensor) is not Tensor or tensor.device.type not in ("cpu", "cuda"):
+            continue
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:
+            if id(parameter) not in own:
+                own[id(parameter)] = from_dlpack(to_dlpack(tensor.detach()))  # which goes on holding the buffer
+            tensor.data = own[id(parameter)]  # detached from its parameter, whose version it keeps
+
+
+def give_own_storages(model: nn.Module) -> None:
+    """From now on, for good: the weights stay side by side when whoever put them there is gone."""
+    for module in (model, getattr(model, "_orig_mod", model)):  # torch.compile's wrapper, and what is inside
+        if own_storages not in module._state_dict_hooks.values():
+            module.register_state_dict_post_hook(own_storages)
