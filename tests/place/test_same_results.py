@@ -242,7 +242,9 @@ def test_torch_compile_traces_a_placed_model():
     other = twin(model).eval()
     place(model)
     compiled = torch.compile(model.eval(), backend="eager")
-    torch.testing.assert_close(compiled(input_ids=tokens()).logits, other(input_ids=tokens()).logits, rtol=1e-4, atol=1e-5)
+    for length in (12, 7, 9):  # from the second on, the compiler has symbols for sizes
+        ids = tokens()[:, :length]
+        torch.testing.assert_close(compiled(input_ids=ids).logits, other(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_a_placed_model_trains_under_strict():

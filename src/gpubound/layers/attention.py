@@ -198,7 +198,9 @@ def attend(
 
     With a mask, k and v are repeated: CUDA has masked kernels for equal head counts alone, besides one that stores all T × T.
     """
-    grouped, causal = q.shape[1] != k.shape[1], causal and mask is None and q.shape[2] > 1
+    grouped = q.shape[1] != k.shape[1]
+    if mask is not None or q.shape[2] == 1:  # a branch: SDPA takes no SymBool of torch.compile's
+        causal = False
     if grouped and mask is not None:
         groups = q.shape[1] // k.shape[1]
         k, v, grouped = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), False

@@ -57,7 +57,7 @@ class Remade(NamedTuple):
 def mark(y: Tensor, least: float, op: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
     """Let whoever would keep a result `y`, of `least` bytes or more, for backward know how to have it again: op(*tensors), of
     tensors that are kept anyway."""
-    if y.requires_grad and y.nbytes >= least and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and y.requires_grad and y.nbytes >= least:
         made_record(y).origin = Remade(op, tuple(None if t is None else t.detach() for t in tensors))
     return y
 

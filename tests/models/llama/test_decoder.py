@@ -1,5 +1,6 @@
 """The decoder against Hugging Face's own models: loss and every gradient, both ways through a folder."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -117,6 +118,20 @@ def test_no_token_sees_a_later_one(monkeypatch):
     with torch.no_grad():
         before, after = model(ids), model(changed)
     assert torch.equal(before[:, :7], after[:, :7]) and not torch.equal(before[:, 7:], after[:, 7:])
+
+
+def test_torch_compile_takes_rows_of_any_length(monkeypatch):
+    """From the second length on, sizes are symbols to it."""
+    monkeypatch.setattr("gpubound.device.interpreted", lambda: False)
+    model = Decoder(DecoderConfig(hidden=16, intermediate=24, layers=1, heads=2, kv_heads=1, vocabulary=32))
+    compiled = torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True, dynamic=True)
+    for length in (5, 7):
+        ids, gradients = torch.arange(2 * length).view(2, length), []
+        for one in (model, compiled):
+            one.zero_grad()
+            one(ids).square().sum().backward()
+            gradients.append([p.grad for p in one.parameters()])
+        torch.testing.assert_close(*gradients)
 
 
 def test_positions_given_are_positions_used(monkeypatch):
