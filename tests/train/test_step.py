@@ -338,6 +338,9 @@ def test_floating_point_inputs_are_cast():
     batch = torch.randn(8, 3), torch.randn(8, 2)
     losses = [step(batch).read().loss for _ in range(50)]
     assert losses[-1] < 0.9 * losses[0]
+    average = copy.deepcopy(model)
+    assert average(batch[0]).dtype == torch.bfloat16
+    assert average.float()(batch[0]).equal(nn.Sequential(*average)(batch[0])), "a copy that is kept in fp32 is given fp32"
     step.close()
     assert not model._forward_pre_hooks
 

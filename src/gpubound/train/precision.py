@@ -18,6 +18,7 @@ from ..device import label
 from ..kernels.quantize import CAPABILITY, MULTIPLE
 from ..kernels.record import drop_record, made_record
 from ..layers.fp8 import SMALLEST, Fp8, new_states, renew
+from ..layers.site_parts import is_sharded
 from ..layers.stacked import multiply_by_records
 from ..trace import fallback
 from .flat_buffers import FlatLayout, FlatSlot
@@ -160,6 +161,9 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype) -> Any:
 
 
 def _cast(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    if not any(p.dtype == dtype or is_sharded(p) for p in module.parameters()):
+        return None  # a copy of the model, which has this hook too, and was cast since
+
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64) else value
 
