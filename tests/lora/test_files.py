@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, load_model, save_file, save_model
 
 import gpubound as gb
 
@@ -39,6 +39,23 @@ def test_several_ranks_in_one_file(tmp_path):
     gb.lora.load(again, tmp_path)
     for other in (theirs, again):
         assert_near(other(tokens()).logits, model(tokens()).logits)
+
+
+@pytest.mark.parametrize("base", [None, "nf4", "int8"])
+def test_safetensors_takes_the_whole_model(tmp_path, base):
+    """Adapters of q, k and v are one matrix in memory, of which it refuses parts, and accelerate would leave two out."""
+    model = adapted(tiny(hidden_size=64, head_dim=16), base=base).eval()
+    want, storages = model(tokens()).logits, [t.untyped_storage().data_ptr() for t in model.buffers()]
+    model.state_dict(keep_vars=True)  # which gives the model's own
+    assert storages == [t.untyped_storage().data_ptr() for t in model.buffers()]
+    state = model.state_dict()
+    assert len({t.untyped_storage().data_ptr() for t in state.values()}) == len(state)
+    save_model(model, tmp_path / "model.safetensors")
+    with torch.no_grad():
+        for p in gb.lora.parameters(model):
+            p.zero_()
+    load_model(model, tmp_path / "model.safetensors")
+    assert model(tokens()).logits.equal(want)
 
 
 @pytest.mark.parametrize("placed", [False, True])

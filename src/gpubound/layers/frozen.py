@@ -23,6 +23,7 @@ from ..kernels.nf4 import BLOCK, Nf4, dequantize_nf4, to_nf4
 from ..kernels.packed import Packed, pack
 from ..kernels.quantized_product import dequantize
 from ..kernels.record import drop_record, made_record
+from .own_storage import own_storages
 from .site_parts import Format, Joined, format_of, shape_of, size_of, whole
 
 CHILD = "base"  # what a layer calls what its codes are read by
@@ -162,6 +163,7 @@ class Base(nn.Module):
         weight.data = codes
         layer.add_module(CHILD, self)
         self.register_load_state_dict_post_hook(_reload)
+        self.register_state_dict_post_hook(own_storages)  # absmax is a part of a larger memory
         self.hang()
 
     def numbers(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:

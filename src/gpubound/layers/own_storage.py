@@ -5,6 +5,7 @@ left them out of the file; safetensors' save_model refused them.
 """
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,14 +17,16 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 def own_storages(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
     """A post hook of `module.state_dict()`. The tensors stay live: writes are seen as before. Tied ones get one storage."""
     own: dict[int, Tensor] = {}
-    for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
+    at = prefix.removesuffix(".")
+    here = module.named_parameters(at, remove_duplicate=False), module.named_buffers(at, remove_duplicate=False)
+    for name, kept in chain(*here):
         tensor = state.get(name)
-        if type(tensor) is not Tensor or tensor.device.type not in ("cpu", "cuda"):
-            continue
+        if tensor is kept or type(tensor) is not Tensor or tensor.device.type not in ("cpu", "cuda"):
+            continue  # kept itself, as with keep_vars=True, stays as it is
         if tensor.untyped_storage().nbytes() > tensor.nbytes:
-            if id(parameter) not in own:
-                own[id(parameter)] = from_dlpack(to_dlpack(tensor.detach()))  # which goes on holding the buffer
-            tensor.data = own[id(parameter)]  # detached from its parameter, whose version it keeps
+            if id(kept) not in own:
+                own[id(kept)] = from_dlpack(to_dlpack(tensor.detach()))  # which goes on holding the buffer
+            tensor.data = own[id(kept)]  # detached from what the module keeps, whose version it keeps
 
 
 def give_own_storages(model: nn.Module) -> None:

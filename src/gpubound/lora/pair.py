@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..layers.own_storage import own_storages
 from ..layers.site_parts import Adapter, shape_of
 from .adapter import LowRank
 
@@ -27,6 +28,7 @@ class Pair(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.alpha, self.rslora = alpha, rslora
         self.on, self.merged = True, False
+        self.register_state_dict_post_hook(own_storages)  # those of q, k and v come to lie in one memory
 
     @staticmethod
     def shapes(weight: Tensor, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
