@@ -161,10 +161,11 @@ def test_a_weight_that_does_not_fit_stays_in_bf16_and_is_counted():
     model.blocks[1].append(nn.Linear(24, 32))
     why = ("fp8 product", "blocks.1.0.weight is 24 x 32, no multiples of 16; it is computed in bf16")
     before = trace.fallbacks[why]
-    TrainStep(model, squares, precision="fp8")
+    step = TrainStep(model, squares, precision="fp8")
     assert trace.fallbacks[why] == before + 1
     fits, other = (format_of(block[0].weight) for block in model.blocks)
     assert fits is not AS_IT_IS and other is AS_IT_IS
+    step.close()
 
 
 REFUSED = {

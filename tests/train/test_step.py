@@ -361,6 +361,21 @@ def test_close_gives_the_model_back():
     assert model.mix.weight.dtype == torch.float32
 
 
+def test_a_step_that_is_dropped_gives_the_model_back():
+    """Its hooks held the flat buffers for ever, and gradients of a usual loop went into them: .grad stayed None."""
+    model = small()
+    step = TrainStep(model, summed, precision="bf16", graph="off")
+    step(draw(2))
+    sums = StorageWeakRef(model.mix.weight.main_grad.untyped_storage())
+    del step
+    gc.collect()
+    assert not any(hasattr(p, "main_grad") for p in model.parameters()) and not model._forward_pre_hooks
+    assert sums.expired()
+    TrainStep(model, summed, precision="bf16", graph="off")(draw(2))
+    summed(model, draw(2))[0].backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_nothing_fell_back(monkeypatch):
     """A few steps of each precision, counted by themselves."""
     monkeypatch.setattr(trace, "fallbacks", Counter())

@@ -13,6 +13,7 @@ frozen parameters and buffers stay as they are. `close()` takes everything off a
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, TypeVar
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -125,6 +126,7 @@ class TrainStep(Uncopied):
             self._optimizer = config.flat(self._weights, kept, clip, schedule or Schedule(), seed)
             self._optimizer.hasten()
             self._undo = undo.pop_all()
+            finalize(self, self._undo.close).atexit = False  # one that is dropped must not keep the model's gradients to itself
         device_step = DeviceStep(model, lossy, accumulators, self._optimizer, numbers, accumulate == 1, held, self._fp8)
         self._graphs = WindowGraphs(device_step, graph)
 
