@@ -376,6 +376,21 @@ def test_a_step_that_is_dropped_gives_the_model_back():
     assert all(p.grad is not None for p in model.parameters())
 
 
+def test_an_optimizer_that_moves_nothing_is_told_of(said):
+    model = small()
+    usual, step = torch.optim.SGD(model.parameters(), lr=0.1), TrainStep(model, summed, precision="fp32", graph="off")
+    step(draw(2))
+    assert "moves nothing" not in said()
+    summed(model, draw(2))[0].backward()
+    usual.step()
+    assert "SGD.step() moves nothing: gradients of its parameters go to a TrainStep" in said()
+    step.close()
+    summed(model, draw(2))[0].backward()
+    before = model.mix.weight.detach().clone()
+    usual.step()
+    assert "moves nothing" not in said() and not model.mix.weight.equal(before)
+
+
 def test_nothing_fell_back(monkeypatch):
     """A few steps of each precision, counted by themselves."""
     monkeypatch.setattr(trace, "fallbacks", Counter())
