@@ -41,7 +41,7 @@ def test_several_ranks_in_one_file(tmp_path):
         assert_near(other(tokens()).logits, model(tokens()).logits)
 
 
-@pytest.mark.parametrize("base", [None, "nf4", "int8"])
+@pytest.mark.parametrize("base", [None, "nf4", "int8", "fp8"])
 def test_safetensors_takes_the_whole_model(tmp_path, base):
     """Adapters of q, k and v are one matrix in memory, of which it refuses parts, and accelerate would leave two out."""
     model = adapted(tiny(hidden_size=64, head_dim=16), base=base).eval()

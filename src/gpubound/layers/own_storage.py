@@ -25,8 +25,15 @@ def own_storages(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: A
             continue  # kept itself, as with keep_vars=True, stays as it is
         if tensor.untyped_storage().nbytes() > tensor.nbytes:
             if id(kept) not in own:
-                own[id(kept)] = from_dlpack(to_dlpack(tensor.detach()))  # which goes on holding the buffer
+                own[id(kept)] = _alias(tensor.detach())
             tensor.data = own[id(kept)]  # detached from what the module keeps, whose version it keeps
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Over the same memory, which it goes on holding, with a storage that is no larger. Not every torch's DLPack knows fp8."""
+    if tensor.dtype.is_floating_point and tensor.itemsize == 1:
+        return from_dlpack(to_dlpack(tensor.view(torch.uint8))).view(tensor.dtype)
+    return from_dlpack(to_dlpack(tensor))
 
 
 def give_own_storages(model: nn.Module) -> None:
