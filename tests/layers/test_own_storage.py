@@ -14,12 +14,12 @@ def storages(state):
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.bool]
 )
-def test_parts_of_one_memory(dtype):
+def test_parts_of_one_memory(device, dtype):
     model = nn.Module()
-    whole = torch.zeros(10, 3).to(dtype)
+    whole = torch.zeros(10, 3, device=device).to(dtype)
     for name, part in {"first": whole[:4], "second": whole[4:], "turned": whole[:3].t()}.items():
         model.register_buffer(name, part)
-    model.register_buffer("alone", torch.zeros(2))
+    model.register_buffer("alone", torch.zeros(2, device=device))
     give_own_storages(model)
     give_own_storages(model)  # once is enough
     state = model.state_dict()
@@ -32,8 +32,8 @@ def test_parts_of_one_memory(dtype):
     assert model.second._version == state["second"]._version > 0, "who watches the weight sees the write"
 
 
-def test_tied_weights_keep_one_storage_and_a_models_own_tensors_theirs():
-    model, memory = nn.Module(), torch.arange(12.0)
+def test_tied_weights_keep_one_storage_and_a_models_own_tensors_theirs(device):
+    model, memory = nn.Module(), torch.arange(12.0, device=device)
     model.one, model.other = nn.Parameter(memory[:4]), nn.Parameter(memory[4:])
     model.tied = model.one
     give_own_storages(model)
