@@ -88,6 +88,7 @@ class Team:
         common = {
             "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._store.port,
             "TORCHELASTIC_USE_AGENT_STORE": True,
+            "OMP_NUM_THREADS": max(1, len(os.sched_getaffinity(0)) // world),  # as `train --gpus` gives them
         }  # fmt: skip
         ranks = [{name: str(value) for name, value in {**common, "RANK": i, "LOCAL_RANK": i}.items()} for i in range(world)]
         beginning = [self._many.submit(Worker, job, module, kernels, variables) for variables in ranks]

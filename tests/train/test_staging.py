@@ -1,0 +1,81 @@
+"""Copies of a run's state on their way to the host: on the GPU where steps leave room, over the link where they do not."""
+
+import pytest
+import torch
+
+from gpubound import trace
+from gpubound.train.staging import SPARE, Staging, fitting
+
+TOTAL = 1 << 37
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """A GPU's memory as a test wants it: bytes free at present, and how often the allocator has taken memory back."""
+    now = {"free": TOTAL // 2, "retries": 0}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (now["free"], TOTAL))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": now["retries"]})
+    monkeypatch.setattr(trace, "fallbacks", type(trace.fallbacks)())
+    return now
+
+
+def test_what_fits_is_taken_in_its_order():
+    assert fitting({"a": 4, "b": 7, "c": 6, "d": 0}, 10) == {"a": 4, "c": 6, "d": 0}
+    assert fitting({"a": 4}, 0) == {} and fitting({}, 10) == {}
+
+
+def test_copies_take_what_was_free_before_there_were_any_and_leave_some(memory):
+    staging, gpu = Staging(), torch.device("cuda", 0)
+    assert staging._room_on(gpu) == TOTAL // 2 - TOTAL // SPARE
+    memory["free"] = 0  # the copies of the last time are in the allocator's hands
+    assert staging._room_on(gpu) == TOTAL // 2 - TOTAL // SPARE
+    assert Staging()._room_on(gpu) == 0
+
+
+def test_copies_make_way_where_the_allocator_has_taken_memory_back(memory):
+    memory["retries"] = 5  # before there were any copies
+    staging, gpu = Staging(), torch.device("cuda", 0)
+    whole = staging._room_on(gpu)
+    memory["retries"] = 7
+    assert [staging._room_on(gpu), staging._room_on(gpu)] == [whole // 2, whole // 2]
+    memory["retries"] = 8
+    assert staging._room_on(gpu) == whole // 4
+
+
+def given():
+    made = {"one": torch.arange(1 << 20, device="cuda"), "two": torch.randn(1 << 21, device="cuda")}
+    return made | {"turned": torch.randn(64, 33, device="cuda").t(), "host": torch.arange(5)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("room, here", [(1 << 30, {"one", "two", "turned"}), (1 << 23, {"one"}), (0, set())])
+def test_what_finds_no_room_goes_to_the_host_at_once(memory, room, here):
+    memory["free"] = TOTAL // SPARE + room
+    staging, tensors = Staging(), given()
+    for _ in range(2):
+        wanted = {name: t.cpu().clone() for name, t in tensors.items()}
+        copies = staging.take(tensors)
+        for t in tensors.values():
+            t.add_(1)  # the next step, behind the copies
+        assert {name for name, t in copies.items() if t.is_cuda} == here
+        assert all(copies[name].is_pinned() for name in tensors.keys() - here - {"host"})
+        got = staging.give(copies)
+        assert all(torch.equal(got[name], wanted[name]) and not got[name].is_cuda for name in tensors)
+    assert sum(trace.fallbacks.values()) == (0 if len(here) == 3 else 2)
+
+
+@pytest.mark.gpu
+def test_no_memory_after_all(memory, monkeypatch):
+    """As where another process takes it between the question and the copy."""
+
+    def none(self, *args, **options):
+        raise torch.OutOfMemoryError("no room")
+
+    staging, tensors = Staging(), given()
+    wanted = {name: t.cpu() for name, t in tensors.items() if t.is_cuda}
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "clone", none)
+        copies = staging.take({name: tensors[name] for name in wanted})
+    got = staging.give(copies)
+    assert all(copies[name].is_pinned() and torch.equal(got[name], wanted[name]) for name in wanted)
+    assert staging._room_on(torch.device("cuda", 0)) == 0
