@@ -52,7 +52,7 @@ def test_a_searched_product_is_of_16_bit_weights():
 def test_a_product_with_adapters_takes_what_was_found_without_them_where_nothing_else_was():
     plain, adapted = (Job("product", way, (8192, 2048, 8192), 2, H200) for way in ("gate_up", "adapted gate_up"))
     assert plan_for(adapted) == plan_for(plain) != rules.product(plain)
-    assert plan_for(Job("product", "adapted qkv", (3072, 2048, 2048, 512, 512), 2, H200)) == MatrixPlan(8, 512, 4)
+    assert plan_for(Job("product", "adapted qkv", (3072, 2048, 2048, 512, 512), 2, H200)) == MatrixPlan(8, 1024, 2)
     assert plan_for(Job("product", "qkv", (3072, 2048, 2048, 512, 512), 2, H200)) == MatrixPlan(4, 1024, 4)
     assert rules.product(adapted._replace(way="adapted head")) == rules.product(plain._replace(way="head"))
 

@@ -60,7 +60,7 @@ _HOPPER: dict[Key, tuple] = {
     ("product", "gate_up", (8192, 2048), 2): (4, 512, 2),
     ("product", "add", (2048, 8192), 2): (4, 4096, 4),
     ("product", "head", (128256, 2048), 2): (16, 256, 4),
-    ("product", "adapted qkv", (3072, 2048), 2): (8, 512, 4),
+    ("product", "adapted qkv", (3072, 2048), 2): (8, 1024, 2),
     ("product", "adapted add", (2048, 2048), 2): (4, 1024, 2),
     ("product", "adapted add", (2048, 8192), 2): (2, 1024, 4),
     ("product", "qkv", (6144, 4096), 2): (8, 512, 4),
