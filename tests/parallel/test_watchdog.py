@@ -12,7 +12,7 @@ import torch
 
 from gpubound.parallel import join
 from gpubound.parallel.watchdog import FOR_GPU, Watchdog, Whereabouts, judged
-from tests.parallel.processes import started
+from tests.parallel.processes import SECONDS, started
 
 SOON = timedelta(seconds=2)
 
@@ -55,7 +55,7 @@ def note_of(folder, rank):
 def test_a_hung_rank_is_named_with_its_step_and_line_and_what_the_others_wait_in(deaf, tmp_path):
     """And by a rank that hears of the end of the one that judged before it hears the judgement."""
     processes, _, _store = started(2, standing_still, read_a_file_for_ever, tmp_path, "gpubound-test", "cpu", deaf)
-    assert [process.join(60) or process.exitcode for process in processes] == [1, 1]
+    assert [process.join(SECONDS) or process.exitcode for process in processes] == [1, 1]
     notes = [note_of(tmp_path, rank) for rank in range(2)]
     for note in notes:
         assert note["extraInfo"]["rank"] == 1 and note["extraInfo"]["kind"] == "hung"
@@ -71,14 +71,14 @@ def test_a_hung_rank_is_named_with_its_step_and_line_and_what_the_others_wait_in
 def test_a_rank_that_never_comes_to_a_collective_of_nccl_is_named(tmp_path):
     """The other's host waits for its GPU, which waits for a GPU that was given nothing to do."""
     processes, _, _store = started(2, standing_still, read_a_file_for_ever, tmp_path, "gpubound-test", "cuda")
-    assert [process.join(60) or process.exitcode for process in processes] == [1, 1]
+    assert [process.join(SECONDS) or process.exitcode for process in processes] == [1, 1]
     said = note_of(tmp_path, 0)["message"]
     assert "(read_a_file_for_ever); the others are waiting for the GPU in step 3, at tests/" in said
 
 
 def test_a_frozen_rank_is_named_and_under_somebody_elses_torchrun_one_rank_says_so(tmp_path):
     processes, _, _store = started(2, standing_still, freeze, tmp_path, "theirs")
-    processes[0].join(60)
+    processes[0].join(SECONDS)
     processes[1].kill()
     assert processes[0].exitcode == 1
     said = note_of(tmp_path, 0)["message"]
