@@ -27,6 +27,7 @@ from gpubound.parallel.sharded import shard_made
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.checkpoint import Checkpoints, joined
 from gpubound.train.recompute import blocks_of
+from gpubound.train.run import SETTLED
 from gpubound.train.taking_up import taken_up
 
 from .bench_checkpoint import SavesJob, batches, one_round
@@ -45,6 +46,9 @@ class Way:
     def begin(self, number: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> Future:
         raise NotImplementedError
 
+    def expect(self, tensors: dict[str, Tensor]) -> None:
+        """What a run does long before its first checkpoint."""
+
     def wait(self) -> list[Path]:
         """Until it is there; what it has written."""
         raise NotImplementedError
@@ -53,6 +57,9 @@ class Way:
 class Ours(Way):
     def __init__(self, folder: Path, ranks: Ranks):
         self.store = Checkpoints(folder, keep=1, ranks=ranks)
+
+    def expect(self, tensors: dict[str, Tensor]) -> None:
+        self.store.expect(tensors).result()
 
     def begin(self, number: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> Future:
         return self.store.save(number, tensors, facts)
@@ -132,6 +139,9 @@ def main() -> None:
     with join(job.device) as ranks, training(job, ranks) as (step, ways):
         window = batches(PRESETS[job.shape].vocabulary, job.seq, job.micro, job.accumulate, ranks.device)
         facts = {"read": taken(Path(job.folder), step, ranks)} if job.resume else {}
+        if not job.resume:
+            steps_alone(step, window, SETTLED)
+            ways["ours"].expect(state_of(step))
         answer(facts | {"bytes": sum(t.nbytes for t in state_of(step).values())})
         for number, line in enumerate(sys.stdin):
             wish = json.loads(line)

@@ -1,5 +1,7 @@
 """Copies of a run's state on their way to the host: on the GPU where steps leave room, over the link where they do not."""
 
+import threading
+
 import pytest
 import torch
 
@@ -47,21 +49,45 @@ def given():
     return made | {"turned": torch.randn(64, 33, device="cuda").t(), "host": torch.arange(5)}
 
 
+def ready(staging):
+    """What the thread beside the steps does."""
+    thread = threading.Thread(target=staging.make_ready)
+    thread.start()
+    thread.join()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("room, here", [(1 << 30, {"one", "two", "turned"}), (1 << 23, {"one"}), (0, set())])
-def test_what_finds_no_room_goes_to_the_host_at_once(memory, room, here):
+@pytest.mark.parametrize("expected", [True, False])
+def test_what_finds_no_room_goes_to_the_host_at_once(memory, expected, room, here):
+    """By way of a little pinned memory, until it has its own."""
     memory["free"] = TOTAL // SPARE + room
     staging, tensors = Staging(), given()
-    for _ in range(2):
+    there = tensors.keys() - here - {"host"}
+    if expected:
+        staging.expect(tensors)
+        ready(staging)
+    for number in range(2):
         wanted = {name: t.cpu().clone() for name, t in tensors.items()}
         copies = staging.take(tensors)
         for t in tensors.values():
             t.add_(1)  # the next step, behind the copies
         assert {name for name, t in copies.items() if t.is_cuda} == here
-        assert all(copies[name].is_pinned() for name in tensors.keys() - here - {"host"})
+        assert all(copies[name].is_pinned() == (expected or number > 0) for name in there)
         got = staging.give(copies)
         assert all(torch.equal(got[name], wanted[name]) and not got[name].is_cuda for name in tensors)
+        ready(staging)
     assert sum(trace.fallbacks.values()) == (0 if len(here) == 3 else 2)
+
+
+@pytest.mark.gpu
+def test_another_shape_under_a_known_name(memory):
+    memory["free"] = 0
+    staging = Staging()
+    for size in (5, 7, 7):
+        tensor = torch.randn(size, device="cuda")
+        assert torch.equal(staging.give(staging.take({"one": tensor}))["one"], tensor.cpu())
+        ready(staging)
 
 
 @pytest.mark.gpu
@@ -77,5 +103,18 @@ def test_no_memory_after_all(memory, monkeypatch):
         patched.setattr(torch.Tensor, "clone", none)
         copies = staging.take({name: tensors[name] for name in wanted})
     got = staging.give(copies)
-    assert all(copies[name].is_pinned() and torch.equal(got[name], wanted[name]) for name in wanted)
+    assert all(not copies[name].is_cuda and torch.equal(got[name], wanted[name]) for name in wanted)
     assert staging._room_on(torch.device("cuda", 0)) == 0
+
+
+def test_a_host_that_pins_no_memory_is_told_of_once(memory, monkeypatch):
+    def full(*args, **options):
+        raise RuntimeError("CUDA error: out of memory\nand advice")
+
+    staging = Staging()
+    staging._wanted = {"one": (torch.Size([4]), torch.float32), "two": (torch.Size([4]), torch.float32)}
+    monkeypatch.setattr(torch, "empty", full)
+    staging.make_ready()
+    (said,) = trace.fallbacks
+    assert "no pinned memory of the host (CUDA error: out of memory); steps wait longer" in said[1]
+    assert not staging._wanted and not staging._pinned

@@ -1,7 +1,7 @@
 """Checkpoints: each is complete or absent, and they are written while the training goes on.
 
-`snapshot` clones the tensors on their device, in order with the step's own work, so no step waits for the disk. `write` lets a
-thread copy the clone to the host on a side stream and write a temporary folder, which is renamed once all of it is on disk: a
+`snapshot` copies the tensors in order with the step's own work, so no step waits for the disk (staging.py). `write` lets a
+thread bring the copies to the host on a side stream and write a temporary folder, which is renamed once all of it is on disk: a
 run that is killed at any moment leaves its last complete checkpoint. Opening a checkpoint verifies its checksums.
 
     <folder>/step-00000120/
@@ -130,8 +130,7 @@ class Checkpoints:
         self.wait()  # one snapshot at a time; also where an earlier write's failure is raised
         if self._writers.alone:  # all ranks are here now
             self._writers = self.ranks.aside()
-        sharded = any_sharded(tensors.values())
-        pieces = _form(sharded).mine({name: piece_of(t) for name, t in tensors.items()}, self.ranks)
+        sharded, pieces = self._mine(tensors)
         copies = self._staging.take({name: piece.local for name, piece in pieces.items()})
         scored = {"score": score} if score is not None else {}
         self._snapshot = (
@@ -146,7 +145,15 @@ class Checkpoints:
         if self._snapshot:
             work, self._snapshot = self._snapshot, None
             self._writing = self._thread.submit(self._write, *work)
+            self._thread.submit(self._staging.make_ready)
         return self._writing
+
+    def expect(self, tensors: dict[str, Tensor]) -> Future:
+        """Make ready for a snapshot of these to come, in the background, or the first one may hold a step up for seconds. Call
+        it behind a step or two."""
+        _, pieces = self._mine(tensors)
+        self._staging.expect({name: piece.local for name, piece in pieces.items()})
+        return self._thread.submit(self._staging.make_ready)
 
     def wait(self) -> None:
         """Until the checkpoint under way is on disk. Raises what its writing raised."""
@@ -206,6 +213,11 @@ class Checkpoints:
         the one named after it comes last."""
         there = (p for p in self.folder.glob("step-*") if p.is_dir() and _NAME.search(p.name))
         return sorted(there, key=lambda p: (step := _step(p), step == _number(p), p.name))
+
+    def _mine(self, tensors: dict[str, Tensor]) -> tuple[bool, dict[str, Piece]]:
+        """Whether they are sharded, and what this rank writes of them."""
+        sharded = any_sharded(tensors.values())
+        return sharded, _form(sharded).mine({name: piece_of(t) for name, t in tensors.items()}, self.ranks)
 
     def _write(self, step: int, sharded: bool, pieces: dict[str, Piece], facts: dict[str, Any]) -> None:
         """In two phases: every rank says that its files are on disk, then the first gives the folder its name."""

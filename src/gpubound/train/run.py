@@ -39,6 +39,7 @@ from .step import TrainStep
 from .taking_up import taken_up
 
 EVALUATION_BATCHES = 16  # enough that the held-out loss moves less than 1 % from which batches they are
+SETTLED = 3  # steps behind which a run has all the memory that its steps need
 HOPELESS = 100  # steps skipped in a row; fp16 halves its loss scale at each, and 2^-100 helps nobody
 
 
@@ -122,7 +123,7 @@ class Run:
 
     def _train(self, on_record: Callable[[Record], None], stop: Stop) -> None:
         """This phase, from where it is."""
-        recipe, last = self.stage.recipe, self.began + self.stage.recipe.steps
+        recipe, first, last = self.stage.recipe, self.done, self.began + self.stage.recipe.steps
         loop = Loop(self.step, self._heard(on_record), self.ranks)
         while self.done < last and not (self.over or self.diverged or stop.agreed()):
             self.ranks.at(self.done + 1, "training")
@@ -131,6 +132,8 @@ class Run:
             self.done += 1
             if self.average:
                 self.average.update()
+            if self.done == first + SETTLED and (recipe.save_every or recipe.evaluate_every):
+                self.checkpoints.expect(self._state())
             improved = (self.done == last or self._due(recipe.evaluate_every)) and self._evaluate(loop)
             if self.done < last and (improved or self._due(recipe.save_every)):
                 self.save()

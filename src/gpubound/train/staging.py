@@ -1,10 +1,14 @@
 """From the device to the host, while the training goes on: copies on the device, read behind it on a stream of their own.
 
-Copies take only the memory that steps leave free. What finds no room is copied into pinned memory of the host, and the next
-step waits for that copy alone: an H200 sends 55 GB a second. Pinned memory is kept from one time to the next; its allocation
-takes seconds. Copies of all tensors cost more where nothing but them fits: of 8b in two shards every step took 1.0 to 1.6 s
-instead of 0.32 until they were read, 9 s later, since each freed memory and asked for it again.
+Copies take only the memory that steps leave free. What finds no room goes straight to the host, and the next step waits for
+it: into pinned memory, of which an H200 fills 55 GB a second, or, until there is some, by way of a small piece of it, 4 GB a
+second. Pinned memory is allocated beside the steps (`make_ready`), since 16 GB of it took 17 s, and kept.
+
+Copies of all tensors cost more where nothing but them fits: of 8b in two shards every step took 1.0 to 1.6 s instead of 0.32
+until they were read, 9 s later, since each freed memory and asked for it again.
 """
+
+import threading
 
 import torch
 from torch import Tensor
@@ -14,6 +18,9 @@ from ..words import readable
 
 _BLOCK = 1 << 24  # bytes at a time from the GPU
 SPARE = 32  # one part of so many of the GPU's memory stays free beside copies: what steps allocate changes a little
+WHAT = "checkpoint in the background"
+
+Form = tuple[torch.Size, torch.dtype]
 
 
 class Staging:
@@ -21,13 +28,29 @@ class Staging:
 
     def __init__(self) -> None:
         self._pinned: dict[str, Tensor] = {}
+        self._wanted: dict[str, Form] = {}  # pinned memory that is to be allocated
         self._done: torch.cuda.Event | None = None
         self._room, self._retries = -1, 0
 
+    def expect(self, tensors: dict[str, Tensor]) -> None:
+        """Find out what has no room on the device, for `make_ready`. Steps have been taken: what they leave free is known."""
+        for name in tensors.keys() - self._fitting(tensors):
+            self._want(name, tensors[name])
+
+    def make_ready(self) -> None:
+        """Allocate the pinned memory that is wanted. For a thread of its own; it ends early when the program does."""
+        while self._wanted and threading.main_thread().is_alive():
+            name, (shape, dtype) = self._wanted.popitem()
+            try:
+                self._pinned[name] = torch.empty(shape, dtype=dtype, pin_memory=True, device="cpu")
+            except RuntimeError as error:  # the host's memory is full, or may not be pinned
+                self._wanted.clear()
+                fallback(WHAT, f"no pinned memory of the host ({str(error).partition(chr(10))[0]}); steps wait longer for it")
+
     def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of the tensors as they are when the device comes to it. The host does not wait."""
+        """Copies of the tensors as they are when the device comes to it. The host does not wait where these have a place."""
         device = _gpu_of(tensors)
-        copies = self._copied(tensors, device)
+        copies = self._copied(tensors)
         # The reading stream waits for this event.
         self._done = None if device is None else torch.cuda.current_stream(device).record_event()
         return copies
@@ -40,19 +63,18 @@ class Staging:
         if device is None:
             return {name: t.contiguous() for name, t in copies.items()}
         with torch.cuda.device(device):  # a thread begins on GPU 0, which may be another rank's
-            stream, bounce = torch.cuda.Stream(device), torch.empty(_BLOCK, dtype=torch.uint8, pin_memory=True, device="cpu")
+            stream, bounce = torch.cuda.Stream(device), _bounce()
             with torch.cuda.stream(stream):
                 return {n: _read(t, bounce, stream) if t.is_cuda else t.contiguous() for n, t in copies.items()}
 
-    def _copied(self, tensors: dict[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:
+    def _copied(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        here = self._fitting(tensors)
+        copies = {name: self._copy(name, t.detach(), name in here) for name, t in tensors.items()}
         sizes = {name: t.nbytes for name, t in tensors.items() if t.is_cuda}
-        here = sizes if device is None else fitting(sizes, self._room_on(device))
-        copies = {name: self._copy(name, t.detach(), not t.is_cuda or name in here) for name, t in tensors.items()}
         if there := sum(size for name, size in sizes.items() if not copies[name].is_cuda):
             all_of_it = sum(sizes.values())
             most = f"{readable(all_of_it - there)} of {readable(all_of_it)}"
-            why = f"beside the steps the GPU has room for {most}; the next step waits until the rest is in the host's memory"
-            fallback("checkpoint in the background", why)
+            fallback(WHAT, f"beside the steps the GPU has room for {most}; the next step waits until the host has the rest")
         return copies
 
     def _copy(self, name: str, tensor: Tensor, here: bool) -> Tensor:
@@ -61,7 +83,22 @@ class Staging:
                 return tensor.clone()
             except torch.OutOfMemoryError:  # another process has taken the room
                 self._room = 0
-        return self._pin(name, tensor)
+        kept = self._pinned.get(name)
+        if kept is not None and (kept.shape, kept.dtype) == (tensor.shape, tensor.dtype):
+            return kept.copy_(tensor, non_blocking=True)
+        self._want(name, tensor)
+        return _read(tensor, _bounce(), torch.cuda.current_stream(tensor.device))
+
+    def _fitting(self, tensors: dict[str, Tensor]) -> set[str]:
+        """Those whose copies lie where they do."""
+        sizes = {name: t.nbytes for name, t in tensors.items() if t.is_cuda}
+        device = _gpu_of(tensors)
+        here = {} if device is None else fitting(sizes, self._room_on(device))
+        return (tensors.keys() - sizes.keys()) | here.keys()
+
+    def _want(self, name: str, tensor: Tensor) -> None:
+        self._pinned.pop(name, None)  # of another form than this one
+        self._wanted[name] = tensor.shape, tensor.dtype
 
     def _room_on(self, device: torch.device) -> int:
         """Bytes that copies may take: those that are free when the first are made. And half as many each time that the
@@ -75,12 +112,6 @@ class Staging:
         self._retries = retries
         return self._room
 
-    def _pin(self, name: str, tensor: Tensor) -> Tensor:
-        kept = self._pinned.get(name)
-        if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-            kept = self._pinned[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
-        return kept.copy_(tensor, non_blocking=True)
-
 
 def fitting(sizes: dict[str, int], room: int) -> dict[str, int]:
     """Those that find room, in their order."""
@@ -93,6 +124,10 @@ def fitting(sizes: dict[str, int], room: int) -> dict[str, int]:
 
 def _gpu_of(tensors: dict[str, Tensor]) -> torch.device | None:
     return next((t.device for t in tensors.values() if t.is_cuda), None)
+
+
+def _bounce() -> Tensor:
+    return torch.empty(_BLOCK, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 def _read(tensor: Tensor, bounce: Tensor, stream: torch.cuda.Stream) -> Tensor:
