@@ -134,7 +134,7 @@ def measure_shards(bench: Bench, options: Checkpoint, accumulate: int) -> None:
             print(f"    {readable(team.facts['bytes'])} in all")
             ways = ["ours"] if options.alone else ["ours", "dcp"]
             first, *rounds = ({way: saved(team, way) for way in ways} for _ in range(options.rounds + 1))
-            print(f"    the first, which allocates, holds a step up by {held_ms(first['ours']):.0f} ms")
+            print(f"    the first holds a step up by {held_ms(first['ours']):.0f} ms")
             left = saved(team, "ours", leave=True) if options.resume else None
         if left is not None:
             measure_resumed(bench, case, job, options, left)

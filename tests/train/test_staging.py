@@ -1,6 +1,7 @@
 """Copies of a run's state on their way to the host: on the GPU where steps leave room, over the link where they do not."""
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -114,6 +115,7 @@ def test_a_host_that_pins_no_memory_is_told_of_once(memory, monkeypatch):
     staging = Staging()
     staging._wanted = {"one": (torch.Size([4]), torch.float32), "two": (torch.Size([4]), torch.float32)}
     monkeypatch.setattr(torch, "empty", full)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     staging.make_ready()
     (said,) = trace.fallbacks
     assert "no pinned memory of the host (CUDA error: out of memory); steps wait longer" in said[1]

@@ -29,6 +29,7 @@ class Staging:
     def __init__(self) -> None:
         self._pinned: dict[str, Tensor] = {}
         self._wanted: dict[str, Form] = {}  # pinned memory that is to be allocated
+        self._gpu: torch.device | None = None
         self._done: torch.cuda.Event | None = None
         self._room, self._retries = -1, 0
 
@@ -42,17 +43,17 @@ class Staging:
         while self._wanted and threading.main_thread().is_alive():
             name, (shape, dtype) = self._wanted.popitem()
             try:
-                self._pinned[name] = torch.empty(shape, dtype=dtype, pin_memory=True, device="cpu")
+                with torch.cuda.device(self._gpu):  # a thread begins on GPU 0, which may be another rank's
+                    self._pinned[name] = torch.empty(shape, dtype=dtype, pin_memory=True, device="cpu")
             except RuntimeError as error:  # the host's memory is full, or may not be pinned
                 self._wanted.clear()
                 fallback(WHAT, f"no pinned memory of the host ({str(error).partition(chr(10))[0]}); steps wait longer for it")
 
     def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copies of the tensors as they are when the device comes to it. The host does not wait where these have a place."""
-        device = _gpu_of(tensors)
         copies = self._copied(tensors)
         # The reading stream waits for this event.
-        self._done = None if device is None else torch.cuda.current_stream(device).record_event()
+        self._done = None if self._gpu is None else torch.cuda.current_stream(self._gpu).record_event()
         return copies
 
     def give(self, copies: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -62,7 +63,7 @@ class Staging:
         device = _gpu_of(copies)
         if device is None:
             return {name: t.contiguous() for name, t in copies.items()}
-        with torch.cuda.device(device):  # a thread begins on GPU 0, which may be another rank's
+        with torch.cuda.device(device):  # as above
             stream, bounce = torch.cuda.Stream(device), _bounce()
             with torch.cuda.stream(stream):
                 return {n: _read(t, bounce, stream) if t.is_cuda else t.contiguous() for n, t in copies.items()}
@@ -92,8 +93,8 @@ class Staging:
     def _fitting(self, tensors: dict[str, Tensor]) -> set[str]:
         """Those whose copies lie where they do."""
         sizes = {name: t.nbytes for name, t in tensors.items() if t.is_cuda}
-        device = _gpu_of(tensors)
-        here = {} if device is None else fitting(sizes, self._room_on(device))
+        self._gpu = _gpu_of(tensors)
+        here = {} if self._gpu is None else fitting(sizes, self._room_on(self._gpu))
         return (tensors.keys() - sizes.keys()) | here.keys()
 
     def _want(self, name: str, tensor: Tensor) -> None:
