@@ -46,12 +46,25 @@ def named_and_asked(model, more, monkeypatch):
     monkeypatch.setattr(lora, "implementation", noted)
     monkeypatch.setattr(norms, "implementation", noted)
     monkeypatch.setattr("gpubound.layers.linear_site._adds", lambda format, x: format is early.AS_IT_IS)  # as on a GPU
-    monkeypatch.setattr(early, "SIZE", 0)  # the size of this model's products
     ids = torch.randint(64, (2, 16))
     step = gb.TrainStep(model.train(), "causal_lm", precision="fp32", graph="off")
-    named = set(early.calls(model))
+    named = {*early.calls(model), *early.products(model, {"input_ids": ids})}
     step([{"input_ids": ids, "labels": ids, **more}])
     step.close()
     last = ("rms_norm", (64, True))  # its backward is the last norm's, whose stream nobody reads
     assert last in named
     return named - {last}, asked
+
+
+def test_a_product_is_named_by_the_tokens_of_the_batch_and_of_its_first_row():
+    """As its door will ask: qkv has 128 outputs here, gate and up 256, o and down, and the gradients of x, 64 and 128."""
+    model = placed()
+    gb.lora.add(model, 4)
+    few, many = torch.zeros(2, 16, dtype=torch.long), torch.zeros(4, 1 << 15, dtype=torch.long)
+    sizes = {
+        rows: {shape[0] for _, shape in early.products(model, {"input_ids": ids})}
+        for rows, ids in (("few", few), ("many", many))
+    }
+    assert sizes == {"few": {0}, "many": {0, 1, 2}}  # 2^17 tokens of 2^15 in a row
+    assert {shape[0] for _, shape in early.products(model, (few,))} == {2}  # who knows how many
+    assert {op for op, _ in early.calls(model)} == {"lora_down", "lora_gradients", "rms_norm", "add_rms_norm"}

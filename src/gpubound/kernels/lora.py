@@ -121,10 +121,22 @@ def lora_product(
         h=(h, (tokens, b.shape[-1] * _count(blocks))),
     )  # fmt: skip
     check_own_ranks("lora_product", rows, x, b.shape[-1])
-    size = (tokens * outputs >= WAVE) + (tokens * outputs >= LARGE)
     own = (0, 0) if rows is None else rows[1:]
-    shape = (size, b.shape[1], drop is not None, weight.stride(-1) == 1, _count(blocks), bias is not None, *own)
+    shape = (
+        product_size(tokens, outputs),
+        b.shape[1],
+        drop is not None,
+        weight.stride(-1) == 1,
+        _count(blocks),
+        bias is not None,
+        *own,
+    )
     return implementation("lora_product", x, None, shape)(x, weight, bias, h, b, drop, blocks, dependent, rows)
+
+
+def product_size(tokens: int, outputs: int) -> int:
+    """What a kernel's tiles depend on, in the shape that `lora_product` asks for: less than a wave of them, one, or many."""
+    return (tokens * outputs >= WAVE) + (tokens * outputs >= LARGE)
 
 
 def _draw_product(

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ..device import products
+from ..kernels.choose import hasten
+from ..lora import early
 from ..models.placing import put_back
 from ..parallel import Ranks
 from ..parallel.waiting import Waited
@@ -108,8 +110,10 @@ class DeviceStep:
     def prepare(self, batch: Any) -> None:
         """Before the first step: what one batch shows, forward and backward. What a step depends on is left as it was.
 
-        That is fp8's first scales, and, of several ranks, the order in which backward finishes parameters.
+        That is which kernels its adapters will ask for, fp8's first scales, and, of several ranks, the order in which backward
+        finishes parameters.
         """
+        hasten(early.products(self.model, batch), self.device, self.precision.dtype)
         if self.fp8 is not None and not self.fp8.calibrated:
             with self._trying(), self.fp8.calibrating():
                 self.add(batch)
