@@ -188,17 +188,18 @@ class Discovery:
         """An operation, run and looked at before and after."""
         if self.midst.ourselves:
             return func(*args, **kwargs)
-        self.origins.note(getattr(func, "_opname", str(func)))
+        self.origins.note(getattr(func, "_opname", "") or str(func))
         place = here()
         if func is torch.ops.aten.lift_fresh.default:  # made from host data out of our sight just now
             self.made(args[0], func, args, place, set())
-        given = list(tensors_in((args, kwargs)))
+        given = tensors_in((args, kwargs))
         for tensor in given:
             self.see(tensor, place)
-        with self.in_the_midst("ourselves"):
-            for tensor in written(func, args, kwargs):
-                self.before_write(tensor, place)
-                self._check_host_write(func, tensor, args)
+        if changed := written(func, args, kwargs):
+            with self.in_the_midst("ourselves"):
+                for tensor in changed:
+                    self.before_write(tensor, place)
+                    self._check_host_write(func, tensor, args)
         for value in kwargs.values():
             if isinstance(value, torch.Generator):
                 self.generators.add(value)
@@ -208,7 +209,7 @@ class Discovery:
             self.refill(args[0], args[1] if len(args) > 1 else 0)
         with self.in_the_midst("operation"):
             out = func(*args, **kwargs)
-        keys = {storage_key(tensor) for tensor in given}
+        keys = {storage_key(tensor) for tensor in given}  # what set_() was given lies elsewhere now
         for tensor in tensors_in(out):
             self.made(tensor, func, args, place, keys)
         return out
