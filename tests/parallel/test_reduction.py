@@ -87,27 +87,27 @@ def test_sums_begin_while_the_last_backward_runs():
 class Broken:
     """A loss that fails on one rank at its calls number `at`, behind its forward, where other ranks go on."""
 
-    def __init__(self, rank, at):
-        self.rank, self.at = rank, at
+    def __init__(self, rank, at, error):
+        self.rank, self.at, self.error = rank, at, error
 
     def __call__(self, model, batch):
         calls.append(1)
         result = loss(model, batch)
         if self.rank == 1 and len(calls) in self.at:
-            raise GraphError("no memory for this")
+            raise self.error("no memory for this")
         return result
 
 
 calls: list[int] = []
 
 
-def broken(world, at, each):
+def broken(world, at, each, error=GraphError):
     with join("cpu") if world > 1 else nothing() as ranks:
         torch.manual_seed(0)
         reduction.BUCKET = WIDTH * WORDS
         graphs.has_graphs = lambda device: world > 1
         model = Tied()
-        step = gb.TrainStep(model, Broken(ranks.rank, at), "adamw", accumulate=each, precision="fp32", ranks=ranks)
+        step = gb.TrainStep(model, Broken(ranks.rank, at, error), "adamw", accumulate=each, precision="fp32", ranks=ranks)
         for number in range(2):
             step([window(number, ranks.rank + ranks.world * i) for i in range(each)])
         step.assert_alike()
@@ -115,6 +115,7 @@ def broken(world, at, each):
         return model.state_dict()["table.weight"].numpy(), len(step.captured), said
 
 
+@pytest.mark.parametrize("error", [GraphError, torch.OutOfMemoryError])
 @pytest.mark.parametrize(
     "each, at, captured, reasons",
     [
@@ -125,11 +126,11 @@ def broken(world, at, each):
         (2, (4,), 0, ["rank 1: no memory for this"]),  # in a micro-batch's
     ],
 )
-def test_a_capture_that_one_rank_cannot_have(monkeypatch, each, at, captured, reasons):
+def test_a_capture_that_one_rank_cannot_have(monkeypatch, each, at, captured, reasons, error):
     monkeypatch.setattr(reduction, "BUCKET", reduction.BUCKET)
     monkeypatch.setattr(graphs, "has_graphs", graphs.has_graphs)
     want, *_ = broken(1, (), 2 * each)
-    for weight, number, said in on_ranks(2, broken, 2, at, each):
+    for weight, number, said in on_ranks(2, broken, 2, at, each, error):
         assert (number, said) == (captured, reasons)
         torch.testing.assert_close(torch.from_numpy(weight), torch.from_numpy(want), rtol=1e-5, atol=1e-6)
 

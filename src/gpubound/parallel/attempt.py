@@ -8,6 +8,8 @@ says why instead, and then all of them give up, with the same sentence.
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
+
 from ..errors import GraphError
 from .ranks import Ranks
 
@@ -32,7 +34,7 @@ def all_or_none(ranks: Ranks, attempt: Callable[[Callable[[], None]], T]) -> T:
     except Exception as error:
         if not over:
             said = ranks.gather(("", str(error)))
-            if isinstance(error, GraphError) and len(said) > 1:
+            if isinstance(error, GraphError | torch.OutOfMemoryError) and len(said) > 1:
                 raise GraphError(_why(said)) from error
         raise
     said = ranks.gather((DONE, ""))
