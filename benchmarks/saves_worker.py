@@ -141,6 +141,9 @@ def main() -> None:
         facts = {"read": taken(Path(job.folder), step, ranks)} if job.resume else {}
         if not job.resume:
             steps_alone(step, window, SETTLED)
+            if ranks.device.type == "cuda":
+                torch.cuda.empty_cache()
+            steps_alone(step, window, SETTLED)
             ways["ours"].expect(state_of(step))
         answer(facts | {"bytes": sum(t.nbytes for t in state_of(step).values())})
         for number, line in enumerate(sys.stdin):

@@ -9,6 +9,7 @@ import pytest
 from gpubound.errors import DataError
 from gpubound.train import TrainStep
 from gpubound.train.prepare import prepare
+from gpubound.train.staging import Staging
 from gpubound.words import readable
 
 from .runs import assert_same, recipe, train
@@ -43,6 +44,16 @@ def test_a_full_disk_costs_nothing_that_was_saved(corpus, tmp_path, monkeypatch)
     resumed, _ = train(recipe(corpus, tmp_path, save_every=3), resume=True)
     unbroken, _ = train(recipe(corpus, tmp_path / "whole", save_every=3))
     assert_same(resumed, unbroken)
+
+
+@pytest.mark.parametrize(
+    "more, times", [({"save_every": 8}, 1), ({"evaluate_every": 8}, 1), ({}, 0), ({"save_every": 8, "steps": 5}, 0)]
+)
+def test_a_run_that_will_save_makes_ready_once_it_is_seen_what_steps_need(corpus, tmp_path, monkeypatch, more, times):
+    seen = []
+    monkeypatch.setattr(Staging, "expect", lambda self, tensors: seen.append(set(tensors)))
+    run, _ = train(recipe(corpus, tmp_path, **{"steps": 12, "save_every": 0, "evaluate_every": 0} | more))
+    assert seen == [set(run._state())] * times
 
 
 @pytest.mark.parametrize("missing, told", [(1, True), (0, False)])

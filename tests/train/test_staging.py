@@ -15,9 +15,9 @@ TOTAL = 1 << 37
 @pytest.fixture
 def memory(monkeypatch):
     """A GPU's memory as a test wants it: bytes free at present, and how often the allocator has taken memory back."""
-    now = {"free": TOTAL // 2, "retries": 0}
+    now = {"free": TOTAL // 2, "num_alloc_retries": 0, "reserved_bytes.all.current": 0, "allocated_bytes.all.peak": 0}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (now["free"], TOTAL))
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": now["retries"]})
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: now)
     monkeypatch.setattr(trace, "fallbacks", type(trace.fallbacks)())
     return now
 
@@ -36,13 +36,26 @@ def test_copies_take_what_was_free_before_there_were_any_and_leave_some(memory):
 
 
 def test_copies_make_way_where_the_allocator_has_taken_memory_back(memory):
-    memory["retries"] = 5  # before there were any copies
+    memory["num_alloc_retries"] = 5  # before there were any copies
     staging, gpu = Staging(), torch.device("cuda", 0)
     whole = staging._room_on(gpu)
-    memory["retries"] = 7
+    memory["num_alloc_retries"] = 7
     assert [staging._room_on(gpu), staging._room_on(gpu)] == [whole // 2, whole // 2]
-    memory["retries"] = 8
+    memory["num_alloc_retries"] = 8
     assert staging._room_on(gpu) == whole // 4
+
+
+def test_what_steps_need_is_seen_where_somebody_waited_for_it_else_it_is_the_most_that_was_allocated(memory):
+    memory |= {
+        "free": TOTAL // 4,
+        "reserved_bytes.all.current": TOTAL // 2,
+        "allocated_bytes.all.peak": TOTAL // 2 + TOTAL // 8,
+    }
+    gpu = torch.device("cuda", 0)
+    assert Staging()._room_on(gpu, settled=True) == TOTAL // 4 - TOTAL // SPARE
+    assert Staging()._room_on(gpu) == TOTAL // 8 - TOTAL // SPARE
+    memory["allocated_bytes.all.peak"] = TOTAL  # while placing, say: no room that a step is known to leave
+    assert Staging()._room_on(gpu) == 0
 
 
 def given():

@@ -149,8 +149,10 @@ class Checkpoints:
         return self._writing
 
     def expect(self, tensors: dict[str, Tensor]) -> Future:
-        """Make ready for a snapshot of these to come, in the background, or the first one may hold a step up for seconds. Call
-        it behind a step or two."""
+        """Make ready for snapshots of these, in the background; else the first may hold a step up for seconds.
+
+        What is free on the GPU now is taken for what steps do not need: call it some steps behind torch.cuda.empty_cache().
+        """
         _, pieces = self._mine(tensors)
         self._staging.expect({name: piece.local for name, piece in pieces.items()})
         return self._thread.submit(self._staging.make_ready)

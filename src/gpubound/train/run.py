@@ -39,7 +39,7 @@ from .step import TrainStep
 from .taking_up import taken_up
 
 EVALUATION_BATCHES = 16  # enough that the held-out loss moves less than 1 % from which batches they are
-SETTLED = 3  # steps behind which a run has all the memory that its steps need
+SETTLED = 3  # steps, behind which a run has all the memory that its steps need
 HOPELESS = 100  # steps skipped in a row; fp16 halves its loss scale at each, and 2^-100 helps nobody
 
 
@@ -132,13 +132,20 @@ class Run:
             self.done += 1
             if self.average:
                 self.average.update()
-            if self.done == first + SETTLED and (recipe.save_every or recipe.evaluate_every):
-                self.checkpoints.expect(self._state())
+            if recipe.save_every or recipe.evaluate_every:
+                self._expect_saves(self.done - first)
             improved = (self.done == last or self._due(recipe.evaluate_every)) and self._evaluate(loop)
             if self.done < last and (improved or self._due(recipe.save_every)):
                 self.save()
         loop.finish()
         self.over = self.over or (self.done >= last and not self.diverged)
+
+    def _expect_saves(self, steps: int) -> None:
+        """After so many steps of this phase: give back what placing and capturing have left, then see what steps need."""
+        if steps == SETTLED and self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        elif steps == 2 * SETTLED:
+            self.checkpoints.expect(self._state())
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.done % every == 0

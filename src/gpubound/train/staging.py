@@ -34,8 +34,8 @@ class Staging:
         self._room, self._retries = -1, 0
 
     def expect(self, tensors: dict[str, Tensor]) -> None:
-        """Find out what has no room on the device, for `make_ready`. Steps have been taken: what they leave free is known."""
-        for name in tensors.keys() - self._fitting(tensors):
+        """Find out what has no room on the device, for `make_ready`. What is free now, steps do not need."""
+        for name in tensors.keys() - self._fitting(tensors, settled=True):
             self._want(name, tensors[name])
 
     def make_ready(self) -> None:
@@ -90,23 +90,26 @@ class Staging:
         self._want(name, tensor)
         return _read(tensor, _bounce(), torch.cuda.current_stream(tensor.device))
 
-    def _fitting(self, tensors: dict[str, Tensor]) -> set[str]:
+    def _fitting(self, tensors: dict[str, Tensor], settled: bool = False) -> set[str]:
         """Those whose copies lie where they do."""
         sizes = {name: t.nbytes for name, t in tensors.items() if t.is_cuda}
         self._gpu = _gpu_of(tensors)
-        here = {} if self._gpu is None else fitting(sizes, self._room_on(self._gpu))
+        here = {} if self._gpu is None else fitting(sizes, self._room_on(self._gpu, settled))
         return (tensors.keys() - sizes.keys()) | here.keys()
 
     def _want(self, name: str, tensor: Tensor) -> None:
         self._pinned.pop(name, None)  # of another form than this one
         self._wanted[name] = tensor.shape, tensor.dtype
 
-    def _room_on(self, device: torch.device) -> int:
-        """Bytes that copies may take: those that are free when the first are made. And half as many each time that the
-        allocator has had to take memory back since the last time: copies may have been why."""
-        retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
+    def _room_on(self, device: torch.device, settled: bool = False) -> int:
+        """Bytes that copies may take: what steps leave free; not `settled`, all but the most that was ever allocated. And half
+        as many each time that the allocator has had to take memory back since: copies may have been why."""
+        now = torch.cuda.memory_stats(device)
+        retries = now.get("num_alloc_retries", 0)
         if self._room < 0:
             free, total = torch.cuda.mem_get_info(device)
+            if not settled:
+                free += now.get("reserved_bytes.all.current", 0) - now.get("allocated_bytes.all.peak", 0)
             self._room = max(0, free - total // SPARE)
         elif retries > self._retries:
             self._room //= 2
