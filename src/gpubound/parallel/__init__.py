@@ -7,6 +7,7 @@ sharded.py   a model is dealt to the ranks, row by row
 dealt.py     what a step knows of such a model
 failing.py   one sentence for all of them when they fail
 watchdog.py  who is behind when all wait
+parting.py   what a rank that leaves tells those that wait for it
 telling.py   what they tell the first when their script is over
 wrapped.py   models that a script has wrapped for its ranks
 copies.py    copies of one worker that wait for nobody

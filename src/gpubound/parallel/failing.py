@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import GpuboundError
+from ..errors import GpuboundError, RankError
 
 OURS = "gpubound-"  # how the name of a run begins that parallel/launch.py started
 
@@ -77,7 +77,9 @@ def failure_of(error: Exception, rank: int, said: str, code: int) -> Failure:
     if isinstance(error, torch.OutOfMemoryError):
         kind, said = REFUSED, f"rank {rank} ran out of memory: {said.rstrip('.')}; {SMALLER}."
     elif of_another(error):
-        kind, said = BEREFT, f"rank {rank} waited for another rank that is gone: {said}"
+        kind = BEREFT
+        if not isinstance(error, RankError):
+            said = f"rank {rank} waited for another rank that is gone: {said}"
     elif kind == REFUSED and refused_by_first(rank, said):
         rank = 0
     trace = "".join(traceback.format_exception(error))
@@ -101,6 +103,8 @@ def refused_by_first(rank: int, said: str) -> bool:
 
 def of_another(error: BaseException) -> bool:
     """Whether `error` only says that another rank is gone. gloo's errors have no class of their own."""
+    if isinstance(error, RankError) and error.__cause__ is not None:  # what `join` makes of one
+        return of_another(error.__cause__)
     if isinstance(error, dist.DistError):  # NCCL's, and the store's
         return True
     return type(error) is RuntimeError and _SIGNS.search(str(error)) is not None

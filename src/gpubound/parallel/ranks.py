@@ -22,7 +22,9 @@ from torch import Tensor
 
 from ..errors import DeviceError, RankError
 from ..words import shown
+from .failing import of_another
 from .meeting import begin, meet
+from .parting import Parting
 from .watchdog import Watchdog
 
 TIMEOUT = timedelta(minutes=10)  # a rank may compile kernels or write a checkpoint while the others wait for it
@@ -268,16 +270,20 @@ def join(kind: str, timeout: timedelta = TIMEOUT) -> Iterator[Ranks]:
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(patience.total_seconds())))  # NCCL's own says 8 minutes
     begin(backend, store, rank, world, device, patience)
     host = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=patience)
-    watchdog = Watchdog(rank, world, timeout, start)
+    watchdog, parting = Watchdog(rank, world, timeout, start), Parting(store, rank, world)
     ranks = Ranks(rank, world, local, device, dist.group.WORLD, host, watchdog)
     try:
         yield ranks
-    except RuntimeError:  # of a peer that is gone, perhaps, because it was judged
+    except BaseException as error:
         watchdog.close()
-        watchdog.heed()
+        if isinstance(error, RuntimeError):  # of a peer that is gone, perhaps, because it was judged
+            watchdog.heed()
+        if of_another(error):
+            raise parting.lost() from error
+        parting.fail(error)
         raise
-    finally:
-        watchdog.close()
+    watchdog.close()
+    parting.leave()
     for graph in list(ranks.graphs):
         graph.release()
     _ENDED.extend((dist.group.WORLD, host))
