@@ -81,7 +81,7 @@ def test_sums_begin_while_the_last_backward_runs():
     for said in on_ranks(2, noted, "adamw"):
         assert said[:3] == ["layer 2", "layer 1", "layer 0"], "of two micro-batches only the last"
         first, end = said.index("sum of 64"), len(said) - said[::-1].index("layer 0")
-        assert first < end - 1 and said.count("sum of 64") == 3 and said[-1] == "sum of 2", said
+        assert first < end - 1 and said.count("sum of 64") == 3 and said[-1] == "sum of 3", said
 
 
 class Broken:

@@ -49,9 +49,11 @@ class DeviceStep:
 
     def __post_init__(self) -> None:
         self.device = self.accumulators.layout.device
-        self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        # The sum of the loss, the number of items, and how many ranks had no micro-batch.
+        self.summed = torch.zeros(3, dtype=torch.float64, device=self.device)
+        self.totals = self.summed[:2]
         self.one = torch.ones((), device=self.device, dtype=torch.float32)
-        self.reduction = self.accumulators.reduction(self.ranks, [self.totals], [] if self.fp8 is None else [self.fp8.seen])
+        self.reduction = self.accumulators.reduction(self.ranks, [self.summed], [] if self.fp8 is None else [self.fp8.seen])
         # Compiled code would hold on to whether a sum was opened when it was traced.
         self._compiled = any(getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in self.model.modules())
 
@@ -69,7 +71,7 @@ class DeviceStep:
     def begin(self) -> None:
         """A new window. A single micro-batch writes its gradients over the last ones; of several, all add to zeros."""
         self.accumulators.begin() if self.single and not self._compiled else self.accumulators.zero()
-        self.totals.zero_()
+        self.summed.zero_()
         self.reduction.begin()
 
     def add(self, batch: Any, last: bool = False) -> None:
@@ -107,6 +109,14 @@ class DeviceStep:
         self.sum()
         return self.apply()
 
+    def take_part(self) -> Tensor | None:
+        """A step to which this rank adds nothing; None where no rank has a micro-batch. Waits for the device."""
+        self.begin()
+        self.summed[2] = 1
+        self.finish()
+        self.sum()
+        return None if self.summed[2].item() == self.ranks.world else self.apply()
+
     def prepare(self, batch: Any) -> None:
         """Before the first step: what one batch shows, forward and backward. What a step depends on is left as it was.
 
@@ -133,7 +143,7 @@ class DeviceStep:
         """Every tensor that a step writes, beside the model's own buffers."""
         optimizer, fp8 = self.optimizer, [] if self.fp8 is None else [self.fp8.states, self.fp8.seen]
         masters = [master for _, _, master in optimizer.weights.rounded]
-        own = [self.accumulators.gradient, self.totals, optimizer.state]
+        own = [self.accumulators.gradient, self.summed, optimizer.state]
         return [*own, *optimizer.moments, *optimizer.weights.flat, *masters, *fp8]
 
     def _loss_of(self, batch: Any) -> tuple[Tensor, Tensor | int]:

@@ -121,8 +121,11 @@ class WindowGraphs:
         self._told: list[Exception | None] = []  # of these, in a row of fallbacks
         self._wasted = 0  # graphs of micro-batches that went before they paid
 
-    def run(self, window: list[MicroBatch]) -> Tensor:
+    def run(self, window: list[MicroBatch]) -> Tensor | None:
+        """The step's report. Without a micro-batch this rank takes part in the others' step; None if they have none."""
         step, first = self.step, self._first
+        if not window:
+            return step.take_part()
         self._first = False
         if first:
             step.prepare(window[0].whole())

@@ -31,6 +31,9 @@ Result = TypeVar("Result")
 class HoldsAll:
     """All of it."""
 
+    gathers = False
+    """Whether ranks wait for each other in each forward, too."""
+
     def __init__(self, model: nn.Module, ranks: Ranks):
         self.model, self.ranks = model, ranks
 

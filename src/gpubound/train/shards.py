@@ -17,6 +17,8 @@ from .holding import HoldsAll, Loss, Result
 class HoldsShards(HoldsAll):
     """A block's weights are gathered just before they are used."""
 
+    gathers = True
+
     def __init__(self, model: nn.Module, trains_whole: bool):
         from ..parallel.dealt import DealtModel  # a second's import, for those who shard
 

@@ -25,7 +25,7 @@ from ..layers import fp8
 from ..layers.own_storage import give_own_storages
 from ..lora import early
 from ..models.own import LanguageModel
-from ..parallel import ALONE, Ranks
+from ..parallel import ALONE, Ranks, parting
 from ..parallel.wrapped import tell_if_alone, unwrapped
 from ..single import Turn, Uncopied
 from ..trace import notice
@@ -43,6 +43,7 @@ from .precision import Fp8Weights, Precision, cast_inputs, precision as precisio
 from .recompute import recompute_as
 from .replicas import assert_alike, check_replicas, settings
 from .schedule import Schedule, is_rate
+from .turnout import Turnout
 
 Result = TypeVar("Result")
 MakesOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -129,11 +130,13 @@ class TrainStep(Uncopied):
             finalize(self, self._undo.close).atexit = False  # one that is dropped must not keep the model's gradients to itself
         device_step = DeviceStep(model, lossy, accumulators, self._optimizer, numbers, accumulate == 1, held, self._fp8)
         self._graphs = WindowGraphs(device_step, graph)
+        self._turnout = Turnout(held.ranks, accumulate, held.gathers)
 
     def __call__(self, micro_batches: Any) -> StepResult | None:
         """One step over a list of micro-batches, one batch, a feed (across epochs) or an iterator.
 
-        Returns None when an iterator is empty. A shorter list, or the rest of an iterator, gives a smaller step, just as exact.
+        Returns None when an iterator is empty, on many ranks those of all: one that is empty before adds nothing to the others'
+        steps. A shorter list, or the rest of an iterator, gives a smaller step, just as exact.
         What surrounds the call does not reach it: neither autocast, for which there is `precision`, nor no_grad.
         """
         if self._closed:
@@ -144,7 +147,7 @@ class TrainStep(Uncopied):
     def _step(self, micro_batches: Any) -> StepResult | None:
         self._members.check_unmerged()
         batches = gather(micro_batches, self.accumulate)
-        if not batches:
+        if not self._turnout.begins(len(batches)):
             return None
         self._held.rest()
         self._members.check()
@@ -153,9 +156,14 @@ class TrainStep(Uncopied):
         with self._held.noting() as waited:
             called = self._members.called()
             result = self._graphs.run([MicroBatch(batch, self.device, called) for batch in batches])
+        if result is None:
+            return None
+        if not batches:
+            self._turnout.idle()
         self._optimizer.carry_on(self._graphs.step.accumulators.gradient)
         self._weights.stepped()
         self._held.stepped(len(batches))
+        parting.stepped()
         return StepResult(result, self._graphs.step.reduction.waited, waited)
 
     @property
