@@ -10,8 +10,10 @@ from datetime import timedelta
 import pytest
 import torch
 
+import gpubound as gb
 from gpubound.parallel import join
 from gpubound.parallel.watchdog import FOR_GPU, Watchdog, Whereabouts, judged
+from gpubound.train.checkpoint import Checkpoints
 from tests.parallel.processes import SECONDS, started
 
 SOON = timedelta(seconds=2)
@@ -84,6 +86,58 @@ def test_a_frozen_rank_is_named_and_under_somebody_elses_torchrun_one_rank_says_
     said = note_of(tmp_path, 0)["message"]
     assert "rank 1 is frozen (its process answers no more), last reading a micro-batch in step 3, at tests/parallel/" in said
     assert (tmp_path / "stderr-0").read_text() == f"gpubound: {said}\n"
+
+
+def loop_of_ones_own(what, folder):
+    """Rank 0 does `what` behind the second of four steps."""
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"note-{os.environ['RANK']}")
+    with join("cpu", SOON) as ranks:
+        model = torch.nn.Linear(2, 2)
+        step = gb.TrainStep(model, lambda m, x: (m(x).square().sum(), len(x)), precision="fp32", ranks=ranks)
+        store = Checkpoints(folder, ranks=ranks)
+        for number in range(4):
+            step(torch.ones(3, 2)).read()
+            if number == 1 and ranks.first:
+                what(store, model)
+
+
+def save_alone(store, model):
+    store.save(2, model.state_dict(), {})
+
+
+def read_alone(store, model):
+    time.sleep(300)
+
+
+@pytest.mark.parametrize(
+    "what, words",
+    [
+        (save_alone, "rank 0 is waiting in new_group in step 2, at tests/parallel/"),
+        (read_alone, "rank 0 is busy with something else in step 2, at tests/parallel/"),
+    ],
+)
+def test_a_loop_of_ones_own_is_watched_where_it_calls_what_waits_for_others(what, words, tmp_path):
+    processes, _, _store = started(2, loop_of_ones_own, what, tmp_path)
+    assert [process.join(SECONDS) or process.exitcode for process in processes] == [1, 1]
+    said = note_of(tmp_path, 1)["message"]
+    assert words in said and f"({what.__name__}); the others are taking a step in step 3, at tests/parallel/" in said
+
+
+def test_between_its_steps_a_loop_of_ones_own_may_do_what_it_likes(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    watchdog = Watchdog(0, 1, timedelta(minutes=10))
+    monkeypatch.setattr(watchdog, "_thread", "nobody looks")
+    with watchdog.timing("taking a step", 1):
+        clock[0] += 601
+        assert watchdog.late() == 601
+    clock[0] += 601
+    assert watchdog.late() < 0
+    watchdog.at(2, "training")
+    clock[0] += 601
+    with watchdog.timing("taking a step", 1):
+        assert watchdog.late() == 601, "what says where it is by itself is timed as ever"
+    assert watchdog.late() == 601
 
 
 def test_a_run_that_moves_on_is_not_late_and_after_its_last_step_it_may_rest(monkeypatch):

@@ -19,6 +19,11 @@ def stepped() -> None:
     _steps += 1
 
 
+def steps() -> int:
+    """How many steps this process has launched."""
+    return _steps
+
+
 class Parting:
     """The last words of the ranks of one start, whose store this is."""
 

@@ -9,7 +9,7 @@ import atexit
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
@@ -128,6 +128,10 @@ class Ranks:
         if self.watchdog is not None:
             self.watchdog.at(step, doing)
 
+    def timing(self, doing: str, step: int | None = None) -> AbstractContextManager[None]:
+        """Inside, this rank may wait for others: when that takes longer than the time-out, the run is ended."""
+        return nullcontext() if self.watchdog is None else self.watchdog.timing(doing, step)
+
     def rest(self) -> None:
         """What comes after the last step may take as long as it likes."""
         if self.watchdog is not None:
@@ -152,7 +156,9 @@ class Ranks:
         if self.alone:
             return self
         members = dist.get_process_group_ranks(self.host)
-        host = dist.new_group(members, TIMEOUT, "gloo", use_local_synchronization=True)
+        patience = TIMEOUT if self.watchdog is None else timedelta(seconds=2 * self.watchdog.timeout)
+        with self.timing("asking for a line of its own"):
+            host = dist.new_group(members, patience, "gloo", use_local_synchronization=True)
         _ENDED.append(host)
         return replace(self, host=host)
 

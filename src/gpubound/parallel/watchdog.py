@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,10 +31,12 @@ from .failing import HUNG, Failure, meeting_place, started_by_us
 LOOKS = 20  # within a time-out; every 5 s at most
 FOR_GPU = "waiting for the GPU"
 """What a rank is doing that reads a result: its GPU may wait for another's, which no Python line shows."""
+BETWEEN = "busy with something else"
 FROZEN = 1.0  # seconds at least, and four looks, in which a thread that lives writes again
 ANSWER = timedelta(seconds=10)  # from the store, which does nothing else
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Watchdog:
         self._main = threading.get_ident()
         self._at: tuple[int, str, float] | None = None
         self._beat = 0
+        self._library = _HERE  # whose lines say less than those that call it
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._store: dist.Store | None = None  # once its thread has found it
@@ -84,6 +88,23 @@ class Watchdog:
         """What comes now may take as long as it likes."""
         if self._at is not None:
             self._at = self._at[0], "done with its steps", math.inf
+
+    @contextmanager
+    def timing(self, doing: str, step: int | None = None) -> Iterator[None]:
+        """Inside, this rank may wait for others. A loop of one's own says nothing between such calls, and is not timed there.
+        `step` is that of the rank's last such call if left out."""
+        before = self._at
+        if before is not None and before[2] < math.inf:  # who called `at` knows better what this rank does
+            yield
+            return
+        resting = BETWEEN if before is None else before[1]
+        number = step if step is not None else 0 if before is None else before[0]
+        self._library = _PACKAGE  # it is a loop of one's own
+        self.at(number, doing)
+        try:
+            yield
+        finally:
+            self._at = number, resting, math.inf
 
     def close(self) -> None:
         self._over.set()
@@ -132,7 +153,7 @@ class Watchdog:
         if at is None or frame is None:
             return False
         self._beat += 1
-        store.set(f"at/{self.rank}", json.dumps(asdict(Whereabouts(at[0], at[1], self._beat, *_line(frame)))))
+        store.set(f"at/{self.rank}", json.dumps(asdict(Whereabouts(at[0], at[1], self._beat, *_line(frame, self._library)))))
         return True
 
     def _judged(self, store: dist.Store) -> tuple[str, list[int]]:
@@ -183,8 +204,8 @@ def _told(place: Whereabouts | None, frozen: bool) -> str:
     return f"frozen (its process answers no more), last {place}" if frozen else str(place)
 
 
-def _line(frame: FrameType | None) -> tuple[str, str | None]:
-    """The innermost line that is not torch's or this package's, and the collective that it waits in, if it does."""
+def _line(frame: FrameType | None, library: str) -> tuple[str, str | None]:
+    """The innermost line that is not torch's or in the folder `library`, and the collective that it waits in, if it does."""
     collective, first = None, None
     while frame is not None:
         name, function = frame.f_code.co_filename, frame.f_code.co_name
@@ -192,7 +213,7 @@ def _line(frame: FrameType | None) -> tuple[str, str | None]:
         if name.startswith(os.path.join(_TORCH, "distributed")):
             if not function.startswith("_") and function != "wrapper":
                 collective = function
-        elif not name.startswith((_TORCH, _HERE)):
+        elif not name.startswith((_TORCH, library)):
             return f"{_short(name)}:{frame.f_lineno} ({function})", collective
         frame = frame.f_back
     return first or "no line", collective

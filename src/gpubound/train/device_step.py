@@ -11,7 +11,7 @@ wait only when that step is still running. Whoever reads one step late keeps the
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,8 +23,9 @@ from ..device import products
 from ..kernels.choose import hasten
 from ..lora import early
 from ..models.placing import put_back
-from ..parallel import Ranks
+from ..parallel import ALONE, Ranks
 from ..parallel.waiting import Waited
+from ..parallel.watchdog import FOR_GPU
 from .accumulate import Accumulators
 from .holding import HoldsAll
 from .objectives import Objective
@@ -204,9 +205,16 @@ class StepValues:
 class StepResult:
     """One step's report: scalars on the device, which no later step writes into, and `read()` for the host."""
 
-    def __init__(self, report: Tensor, sums: Tensor | None = None, before: Waited | None = None):
-        """`sums`: from when to when the device waited for those at the step's end; `before`: how long within it."""
-        self._report, self._before = report, before
+    def __init__(
+        self,
+        report: Tensor,
+        sums: Tensor | None = None,
+        before: Waited | None = None,
+        timing: Callable[[str], AbstractContextManager[None]] = ALONE.timing,
+    ):
+        """`sums`: from when to when the device waited for those at the step's end; `before`: how long within it; `timing`:
+        of a wait for it, which may be one for other ranks."""
+        self._report, self._before, self._timing = report, before, timing
         self._sums = sums if sums is None else sums.to("cpu", non_blocking=True, copy=True)
         self._there = report.to("cpu", non_blocking=True)  # pinned, on a GPU: behind the step's own work, and no wait
         self._sent = torch.cuda.current_stream(report.device).record_event() if report.is_cuda else None
@@ -224,7 +232,8 @@ class StepResult:
         """The numbers on the host. Waits for this step alone, and not at all once it is done."""
         if self._values is None:
             if self._sent is not None and not self._sent.query():
-                self._sent.synchronize()
+                with self._timing(FOR_GPU):
+                    self._sent.synchronize()
             loss, norm, tokens, skipped, lr, updates, scale = self._there.tolist()
             self._values = StepValues(loss, norm, tokens, int(skipped), lr, int(updates), scale, self._waited())
         return self._values

@@ -168,3 +168,13 @@ def _cast(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64) else value
 
     return tuple(map(cast, args)), {k: v if k == "time" else cast(v) for k, v in kwargs.items()}
+
+
+def check_precision(own: Tensor, state: dict[str, Tensor]) -> None:
+    """Names and shapes do not tell fp16 from bf16, but fp16's loss scale would reach a step that divides by none."""
+    wanted, got = map(read, (own, state.get("precision", own)))
+    if got != wanted and {got, wanted} != {"fp32", "tf32"}:  # these two differ in how a GPU multiplies alone
+        raise ValueError(
+            f"load_state_dict: precision: got {got}, wanted {wanted}; make the TrainStep with precision={got!r} to go on from "
+            f"this state."
+        )

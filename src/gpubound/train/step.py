@@ -39,7 +39,7 @@ from .members import Members
 from .muon import Muon
 from .objectives import OBJECTIVES, Objective, objective_class
 from .optimizer import AdamW
-from .precision import Fp8Weights, Precision, cast_inputs, precision as precision_named, read, spelled
+from .precision import Fp8Weights, Precision, cast_inputs, check_precision, precision as precision_named, spelled
 from .recompute import recompute_as
 from .replicas import assert_alike, check_replicas, settings
 from .schedule import Schedule, is_rate
@@ -108,7 +108,7 @@ class TrainStep(Uncopied):
         notice(f"train: {precision}, {readable(sum(self.memory.values()))} besides activations: {parts}.")
         self.model, self.accumulate, self.device, self._precision = model, accumulate, layout.device, precision
         self._members = Members(model)
-        self._closed = False
+        self._closed, self._timing = False, ranks.timing
         self._turn = Turn(ValueError, "step: another call of this TrainStep is under way; call it from one thread at a time.")
         hasten(_calls(model, numbers, lossy), layout.device, numbers.dtype)
         with ExitStack() as undo:  # out of memory, no blocks to recompute: the model must not be left half prepared
@@ -141,7 +141,7 @@ class TrainStep(Uncopied):
         """
         if self._closed:
             raise ValueError("step: this TrainStep is closed, its model released; make a new one with TrainStep(model, ...).")
-        with self._turn, plainly(self.device):
+        with self._turn, plainly(self.device), self._timing("taking a step", parting.steps() + 1):
             return self._step(micro_batches)
 
     def _step(self, micro_batches: Any) -> StepResult | None:
@@ -164,7 +164,7 @@ class TrainStep(Uncopied):
         self._weights.stepped()
         self._held.stepped(len(batches))
         parting.stepped()
-        return StepResult(result, self._graphs.step.reduction.waited, waited)
+        return StepResult(result, self._graphs.step.reduction.waited, waited, self._timing)
 
     @property
     def lr(self) -> float:
@@ -210,7 +210,7 @@ class TrainStep(Uncopied):
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue where `state` was taken, bit for bit. Load the model's own state too, before or after."""
         here = self.state_dict()
-        _check_precision(here.pop("precision"), state)
+        check_precision(here.pop("precision"), state)
         here, given = ({n: t for n, t in some.items() if not n.startswith(self._optimizer.loads)} for some in (here, state))
         for name in here.keys() | given.keys() - {"precision"}:
             if name not in state or name not in here or state[name].shape != here[name].shape:
@@ -246,16 +246,6 @@ class TrainStep(Uncopied):
         self._closed = True
         self._graphs.drop()
         self._undo.close()
-
-
-def _check_precision(own: Tensor, state: dict[str, Tensor]) -> None:
-    """Names and shapes do not tell fp16 from bf16, but fp16's loss scale would reach a step that divides by none."""
-    wanted, got = map(read, (own, state.get("precision", own)))
-    if got != wanted and {got, wanted} != {"fp32", "tf32"}:  # these two differ in how a GPU multiplies alone
-        raise ValueError(
-            f"load_state_dict: precision: got {got}, wanted {wanted}; make the TrainStep with precision={got!r} to go on from "
-            f"this state."
-        )
 
 
 def _calls(model: nn.Module, numbers: Precision, lossy: Loss | Objective) -> Iterator[Call]:
