@@ -11,6 +11,7 @@ from gpubound import trace
 from gpubound.errors import RankError
 from gpubound.parallel import join
 from gpubound.parallel.sharded import shard
+from gpubound.train.checkpoint import Checkpoints
 from tests.parallel.processes import on_ranks
 from tests.parallel.test_reduction import Blocks
 from tests.parallel.test_replicas import Tied, loss, nothing, window
@@ -140,6 +141,24 @@ def test_shards_want_as_many_micro_batches_on_every_rank(lengths, steps, has, fr
 
 def test_shards_may_all_end_in_a_smaller_step():
     assert on_ranks(2, of_shards, (3, 3), False) == [(2, "")] * 2
+
+
+def over(folder):
+    with join("cpu") as ranks:
+        step = gb.TrainStep(Tied(), loss, precision="fp32", ranks=ranks)
+        store = Checkpoints(folder, ranks=ranks)
+        own = Checkpoints(folder / f"of-{ranks.rank}")
+        own.save(1, {"a": torch.ones(1)}, {}, wait=True)
+    said = [line for line in trace._said if "saves into" in line]
+    for late in (lambda: step(window(0, 0)), lambda: store.save(1, {}, {}), lambda: ranks.gather(1), ranks.wait):
+        with pytest.raises(ValueError, match="got a call after the end of their"):
+            late()
+    return said
+
+
+def test_ranks_end_with_their_block_and_one_that_saves_without_them_is_told(tmp_path):
+    first, (second,) = on_ranks(2, over, tmp_path)
+    assert first == [] and second.startswith(f"checkpoint: rank 1 of 2 saves into {tmp_path / 'of-1'} without ranks")
 
 
 def leaving(how):

@@ -106,6 +106,7 @@ class Ranks:
         """Every rank's value, by rank, on every rank. Waits for all of them."""
         if self.alone:
             return [value]
+        self.check_joined()
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value, group=self.host)
         return values
@@ -114,6 +115,7 @@ class Ranks:
         """The first rank's value, on every rank. Waits for it."""
         if self.alone:
             return value
+        self.check_joined()
         values = [value]
         dist.broadcast_object_list(values, group_src=0, group=self.host)
         return values[0]
@@ -121,7 +123,16 @@ class Ranks:
     def wait(self) -> None:
         """Until all ranks are here."""
         if not self.alone:
+            self.check_joined()
             dist.barrier(group=self.host)
+
+    def check_joined(self) -> None:
+        """ValueError where what they speak over is gone. torch's calls then do nothing, or fail with a group's address."""
+        if not dist.is_initialized():
+            raise ValueError(
+                "ranks: got a call after the end of their `with gb.parallel.join(...)` block or process group, wanted all "
+                "calls inside of it; put this one, step() or save() perhaps, into the block."
+            )
 
     def at(self, step: int, doing: str) -> None:
         """Say where this rank is, in a word or two: when it does not move on within the time-out, the run is ended."""
@@ -155,6 +166,7 @@ class Ranks:
         """The same ranks with a line of their own, for a thread that speaks while the run does. All must call it."""
         if self.alone:
             return self
+        self.check_joined()
         members = dist.get_process_group_ranks(self.host)
         patience = TIMEOUT if self.watchdog is None else timedelta(seconds=2 * self.watchdog.timeout)
         with self.timing("asking for a line of its own"):

@@ -6,6 +6,7 @@ it knew of the ranks goes to the step. Its hooks do nothing in a backward whose 
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch.distributed as dist
 from torch import nn
@@ -57,6 +58,16 @@ def tell_if_alone(ranks: Ranks) -> None:
         notice(
             f"train: this is one of {dist.get_world_size()} processes, but its step has no ranks and trains alone; "
             f"give ranks=, from gpubound.parallel.join.",
+            logging.WARNING,
+        )
+
+
+def tell_if_saved_apart(ranks: Ranks, folder: Path) -> None:
+    """A line where a rank that is not the first saves by itself: the first may be about to do the same in the same place."""
+    if ranks.alone and dist.is_initialized() and (own := dist.get_rank()) > 0:
+        notice(
+            f"checkpoint: rank {own} of {dist.get_world_size()} saves into {folder} without ranks, and would spoil what "
+            f"another rank saves there; give Checkpoints ranks=, from gpubound.parallel.join, or save on rank 0 alone.",
             logging.WARNING,
         )
 

@@ -32,6 +32,7 @@ from ..errors import DataError
 from ..files import beside, writing
 from ..parallel import ALONE, Ranks
 from ..parallel.pieces import Piece, any_sharded, piece_of
+from ..parallel.wrapped import tell_if_saved_apart
 from ..trace import notice
 from ..words import readable
 from . import state_file, whole
@@ -128,6 +129,7 @@ class Checkpoints:
         """Copy everything as it is now. `write` writes it, later."""
         self.write()
         self.wait()  # one snapshot at a time; also where an earlier write's failure is raised
+        tell_if_saved_apart(self.ranks, self.folder)
         if self._writers.alone:  # all ranks are here now
             self._writers = self.ranks.aside()
         sharded, pieces = self._mine(tensors)

@@ -29,6 +29,7 @@ class Turnout:
         """Whether a step begins, of which `mine` micro-batches are this rank's. RankError if the others' numbers forbid it."""
         if self.ranks.alone:
             return mine > 0
+        self.ranks.check_joined()
         if not self._steps:
             goes = self._may(self.ranks.gather(mine))  # the first step makes ranks wait for each other anyway
         elif self.sharded:
