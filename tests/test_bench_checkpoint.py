@@ -15,6 +15,8 @@ from gpubound.parallel import join
 from gpubound.parallel.saved import shapes
 from tests.parallel.processes import on_ranks
 
+STEPS = {"normal": 0.2, "behind": 0.21, "slowest": 0.25}  # seconds of those around a save
+
 
 def saves(folder):
     os.environ.pop("TRITON_INTERPRET", None)  # as in a worker: the definitions run
@@ -35,7 +37,7 @@ def test_a_save_is_held_to_how_much_longer_its_step_is(monkeypatch):
     seconds, said = {"ours": 1.2, "dcp": 3.2}, []
 
     def ask(save):
-        return {"normal": 0.2, "triggers": seconds[save], "written": 10 * seconds[save]}
+        return {"triggers": seconds[save], "written": 10 * seconds[save]} | STEPS
 
     team = Namespace(facts={"bytes": 1}, ask=ask)
     monkeypatch.setattr(bench_checkpoint, "started", lambda *_, **__: nullcontext(team))
@@ -52,7 +54,7 @@ def test_ours_alone_is_held_to_the_gate_and_to_no_peer(monkeypatch):
 
     def ask(save):
         asked.append(save)
-        return {"normal": 0.2, "triggers": 0.3, "written": 2.0}
+        return {"triggers": 0.3, "written": 2.0} | STEPS
 
     team = Namespace(facts={"bytes": 1}, ask=ask)
     monkeypatch.setattr(bench_checkpoint, "started", lambda *_, **__: nullcontext(team))
