@@ -85,7 +85,7 @@ def sent() -> tuple[dict[str, int], list[dict[str, int]]]:
 
 def test_a_step_sends_what_its_collectives_are_given():
     """A run on two ranks, its own TrainStep of replicas and torch's fully_shard, counted at torch's dispatcher."""
-    losses = 2 * 8  # beside the gradient: the sum of the losses and their number, in fp64
+    losses = 3 * 8  # beside the gradient: the sum of the losses, their number and that of idle ranks, in fp64
     replicas = {"all-reduce": totals(collectives(setting(accumulate=2)))["all-reduce"] + losses}
     shards = [totals(collectives(setting(accumulate=n, sharded=True, once=once))) for n, once in ((1, 0), (2, 0), (2, 1))]
     assert on_ranks(WORLD, sent) == [(replicas, shards)] * WORLD

@@ -124,7 +124,7 @@ def one_of_many(name: str, command: Callable[[], int], explained: Callable[[Exce
         failure = failure_of(error, rank, said, code)
         failure.note()
         _say(name, failure, error, ours)
-        return _soon(code)
+        return _soon(failure.code)
 
 
 def _soon(code: int) -> int:

@@ -77,7 +77,7 @@ def failure_of(error: Exception, rank: int, said: str, code: int) -> Failure:
     if isinstance(error, torch.OutOfMemoryError):
         kind, said = REFUSED, f"rank {rank} ran out of memory: {said.rstrip('.')}; {SMALLER}."
     elif of_another(error):
-        kind = BEREFT
+        kind, code = BEREFT, 1  # nothing is wrong with what this rank was given
         if not isinstance(error, RankError):
             said = f"rank {rank} waited for another rank that is gone: {said}"
     elif kind == REFUSED and refused_by_first(rank, said):
