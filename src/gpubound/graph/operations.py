@@ -170,7 +170,9 @@ def wrong_with_operation(op: Any, args: tuple, kwargs: dict, device: torch.devic
     reads, shapes = _depends(op)
     if reads and any(tensor.device == device for tensor in tensors_in(args)):
         return READ
-    return shape("give it a fixed size, with a mask for what is not used") if shapes and not ops.decides(op) else None
+    if shapes and not ops.decides(op):
+        return shape("give it a fixed size, with a mask for what is not used")
+    return None
 
 
 @cache
@@ -180,29 +182,26 @@ def _depends(op: Any) -> tuple[bool, bool]:
     return torch.Tag.data_dependent_output in tags, torch.Tag.dynamic_output_shape in tags
 
 
+_ASSIGN = {"index_put": 2, "_index_put_impl": 2, "_unsafe_index_put": 2, "copy": 1, "_to_copy": 0}
+
+
 def _assigns_number(op: Any, args: tuple, device: torch.device, call: tuple) -> bool:
     """Whether a Python number goes into a tensor: on a GPU it is still on the CPU, on a CPU only the call tells."""
-    name = _puts(op)
-    if not name:
+    at = _assigned_at(op)
+    if at is None:
         return False
     function, given = call
     item = getattr(function, "__name__", "") == "__setitem__"
-    if name == "put":
-        value = args[2]
-    elif item:
-        value = args[1] if name == "copy" else args[0]
-    else:
-        return False
+    if not item and at < 2:
+        return False  # a copy of its own
+    value = args[at]
     return value.numel() == 1 and (value.device != device or (item and not isinstance(given[-1], Tensor)))
 
 
 @cache
-def _puts(op: Any) -> str:
-    """How an operation takes what is assigned; empty for one that takes nothing such."""
-    name = getattr(op, "_opname", "").rstrip("_")
-    return (
-        "put" if name in ("index_put", "_index_put_impl", "_unsafe_index_put") else name if name in ("copy", "_to_copy") else ""
-    )
+def _assigned_at(op: Any) -> int | None:
+    """Which argument is the value of an operation that `x[...] = value` becomes; None for all others."""
+    return _ASSIGN.get(getattr(op, "_opname", "").rstrip("_"))
 
 
 def _holds(op: Any, args: tuple, device: torch.device, move: ops.Move) -> bool:

@@ -122,15 +122,8 @@ def lora_product(
     )  # fmt: skip
     check_own_ranks("lora_product", rows, x, b.shape[-1])
     own = (0, 0) if rows is None else rows[1:]
-    shape = (
-        product_size(tokens, outputs),
-        b.shape[1],
-        drop is not None,
-        weight.stride(-1) == 1,
-        _count(blocks),
-        bias is not None,
-        *own,
-    )
+    size = product_size(tokens, outputs)
+    shape = (size, b.shape[1], drop is not None, weight.stride(-1) == 1, _count(blocks), bias is not None, *own)
     return implementation("lora_product", x, None, shape)(x, weight, bias, h, b, drop, blocks, dependent, rows)
 
 
