@@ -17,6 +17,7 @@ from gpubound.train.checkpoint import Checkpoints
 from tests.parallel.processes import SECONDS, started
 
 SOON = timedelta(seconds=2)
+LATER = timedelta(seconds=6)  # of ranks that take whole steps before one stands still
 
 
 def read_a_file_for_ever(ranks):
@@ -91,10 +92,11 @@ def test_a_frozen_rank_is_named_and_under_somebody_elses_torchrun_one_rank_says_
 def loop_of_ones_own(what, folder):
     """Rank 0 does `what` behind the second of four steps."""
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"note-{os.environ['RANK']}")
-    with join("cpu", SOON) as ranks:
+    with join("cpu", LATER) as ranks:
         model = torch.nn.Linear(2, 2)
         step = gb.TrainStep(model, lambda m, x: (m(x).square().sum(), len(x)), precision="fp32", ranks=ranks)
         store = Checkpoints(folder, ranks=ranks)
+        ranks.wait()
         for number in range(4):
             step(torch.ones(3, 2)).read()
             if number == 1 and ranks.first:
