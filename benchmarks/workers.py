@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import TCPStore
 
+from gpubound.device import share_of_cores
 from gpubound.errors import MeasureError
 
 from .harness import Bench
@@ -87,8 +88,7 @@ class Team:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has one
         common = {
             "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._store.port,
-            "TORCHELASTIC_USE_AGENT_STORE": True,
-            "OMP_NUM_THREADS": max(1, len(os.sched_getaffinity(0)) // world),  # as `train --gpus` gives them
+            "TORCHELASTIC_USE_AGENT_STORE": True, "OMP_NUM_THREADS": share_of_cores(world),
         }  # fmt: skip
         ranks = [{name: str(value) for name, value in {**common, "RANK": i, "LOCAL_RANK": i}.items()} for i in range(world)]
         beginning = [self._many.submit(Worker, job, module, kernels, variables) for variables in ranks]

@@ -83,13 +83,23 @@ def _chip(index: int) -> Chip:
     return Chip(capability, shared, found.multi_processor_count, found.name)
 
 
-def usable_bytes(device: torch.device) -> int:
-    """What this process may still allocate on a GPU: what is free there, or what set_per_process_memory_fraction leaves of it,
-    and what torch holds that nobody uses. What is free in a graph's pool is that pool's alone."""
+def free_bytes(device: torch.device) -> int:
+    """What nobody has taken of a GPU, or what set_per_process_memory_fraction leaves this process of it."""
     free, total = torch.cuda.mem_get_info(device)
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - torch.cuda.memory_reserved(device)
+    return min(free, allowed)
+
+
+def usable_bytes(device: torch.device) -> int:
+    """What this process may still allocate on a GPU: what is free there, and what torch holds that nobody uses. What is free in
+    a graph's pool is that pool's alone."""
     segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == device.index and not any(s["segment_pool_id"])]
-    return min(free, allowed) + sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
+    return free_bytes(device) + sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
+
+
+def share_of_cores(processes: int) -> str:
+    """OMP_NUM_THREADS for each of so many processes: by itself each would start a thread for every core."""
+    return str(max(1, len(os.sched_getaffinity(0)) // processes))
 
 
 def grow_segments(device: torch.device) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gpubound import trace
+from gpubound.train import staging as home
 from gpubound.train.staging import SPARE, Staging, fitting
 
 TOTAL = 1 << 37
@@ -15,9 +16,12 @@ TOTAL = 1 << 37
 @pytest.fixture
 def memory(monkeypatch):
     """A GPU's memory as a test wants it: bytes free at present, and how often the allocator has taken memory back."""
-    now = {"free": TOTAL // 2, "num_alloc_retries": 0, "reserved_bytes.all.current": 0, "allocated_bytes.all.peak": 0}
+    now = {"free": TOTAL // 2, "unused": 0, "num_alloc_retries": 0}
+    now |= {"allocated_bytes.all.current": 0, "allocated_bytes.all.peak": 0}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (now["free"], TOTAL))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: now)
+    monkeypatch.setattr(home, "free_bytes", lambda device: now["free"])
+    monkeypatch.setattr(home, "usable_bytes", lambda device: now["free"] + now["unused"])
     monkeypatch.setattr(trace, "fallbacks", type(trace.fallbacks)())
     return now
 
@@ -48,7 +52,8 @@ def test_copies_make_way_where_the_allocator_has_taken_memory_back(memory):
 def test_what_steps_need_is_seen_where_somebody_waited_for_it_else_it_is_the_most_that_was_allocated(memory):
     memory |= {
         "free": TOTAL // 4,
-        "reserved_bytes.all.current": TOTAL // 2,
+        "unused": TOTAL // 4,
+        "allocated_bytes.all.current": TOTAL // 4,
         "allocated_bytes.all.peak": TOTAL // 2 + TOTAL // 8,
     }
     gpu = torch.device("cuda", 0)

@@ -22,6 +22,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
+from ..device import share_of_cores
 from ..files import make_folder
 from ..trace import say
 from .failing import AGAIN, INTERRUPTED, OURS, Failure, failure_from, first_of
@@ -157,7 +158,7 @@ class _Logs(DefaultLogsSpecs):
 def _environment(processes: int) -> Iterator[None]:
     """Inside, what each rank inherits; what the user has set stays."""
     wanted = {
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes)),  # or each would start one per core
+        "OMP_NUM_THREADS": share_of_cores(processes),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # torch's default, the agent's is 1: end at once, for an abort waits for peers
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT",
     }

@@ -13,6 +13,7 @@ import threading
 import torch
 from torch import Tensor
 
+from ..device import free_bytes, usable_bytes
 from ..trace import fallback
 from ..words import readable
 
@@ -102,15 +103,16 @@ class Staging:
         self._wanted[name] = tensor.shape, tensor.dtype
 
     def _room_on(self, device: torch.device, settled: bool = False) -> int:
-        """Bytes that copies may take: what steps leave free; not `settled`, all but the most that was ever allocated. And half
-        as many each time that the allocator has had to take memory back since: copies may have been why."""
+        """Bytes that copies may take: what steps leave free; not `settled`, what is left when as much is in use as ever was.
+
+        Half as many each time that the allocator has had to take memory back since: copies may have been why.
+        """
         now = torch.cuda.memory_stats(device)
         retries = now.get("num_alloc_retries", 0)
         if self._room < 0:
-            free, total = torch.cuda.mem_get_info(device)
-            if not settled:
-                free += now.get("reserved_bytes.all.current", 0) - now.get("allocated_bytes.all.peak", 0)
-            self._room = max(0, free - total // SPARE)
+            more = now.get("allocated_bytes.all.peak", 0) - now.get("allocated_bytes.all.current", 0)
+            free = free_bytes(device) if settled else usable_bytes(device) - more
+            self._room = max(0, free - torch.cuda.mem_get_info(device)[1] // SPARE)
         elif retries > self._retries:
             self._room //= 2
         self._retries = retries
