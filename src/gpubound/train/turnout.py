@@ -1,8 +1,8 @@
 """How many micro-batches each rank has in a step, where the data of one may end before the others'.
 
-Ranks with whole weights wait for each other in sums alone, and one without a micro-batch takes part in these with nothing.
-Ranks of a sharded model also gather weights, once in each micro-batch, and must have as many. There the hosts tell each other
-their numbers beside the step, and only one that has fewer than it might have waits to hear them.
+Ranks with whole weights wait for each other in sums alone. A rank without a micro-batch takes part in these, and adds nothing.
+Ranks of a sharded model also gather weights in each micro-batch, so all must have the same number. There the hosts tell each
+other their numbers beside the step. Only a rank with fewer than `accumulate` waits for the others' numbers.
 """
 
 from typing import Any
