@@ -1,6 +1,6 @@
 """The last words of a rank, for those that wait for it: gloo tells them no more than that a connection was closed.
 
-They are written to the store where the ranks met, before the connections end. A rank that finds a connection closed looks there.
+They are written to the store where the ranks met, before the connections end. A rank that finds one closed looks there.
 """
 
 from contextlib import suppress
