@@ -6,11 +6,12 @@ from itertools import pairwise
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
-from ..words import duration, moment, number
+from ..words import duration, moment, number, quantity
 from .chart import LARGEST, Axis
 from .tape import RunTape
 
 Record = dict[str, Any]
+BLOCK_STEPS, BLOCK_S = 20, 20.0  # throughput is compared by blocks of at least both: a pause of a few steps is no slow-down
 RISE = 0.1  # a loss that ends higher than it began by this share rose; noise between two tenths of a run is less
 WORSE = 0.02  # and a held-out loss above its best by this share got worse: which batches are drawn moves it by less than 1 %
 
@@ -125,9 +126,70 @@ class Figures:
         return found | {"skipped": sum(count for _, count in skipped(self.records))}
 
 
+class SlowBlock(NamedTuple):
+    """A block of steps that ran at half the speed of the fastest block before it, or slower."""
+
+    first: int
+    last: int
+    tokens_per_s: float
+    best: float  # tokens per second of the fastest block before
+
+    def __str__(self) -> str:
+        return f"tokens per second fell from {quantity(self.best)} to {quantity(self.tokens_per_s)}"
+
+
+class Throughput:
+    """Median tokens per second of each block of steps, fed record by record.
+
+    A median leaves out evaluations, checkpoints and compilation in the first steps. A new phase has other data or another
+    sequence length, so it is compared with itself alone.
+    """
+
+    def __init__(self) -> None:
+        self.slow: SlowBlock | None = None  # the newest block, if it was slow
+        self.worst: SlowBlock | None = None
+        self._phase: object = None
+        self._best = 0.0
+        self._steps: list[int] = []
+        self._paces: list[float] = []
+        self._seconds = 0.0
+
+    def add(self, record: Record) -> bool:
+        """Return True if this record completes a slow block that follows a fast one."""
+        if record.get("phase") != self._phase:
+            self._phase, self._best, self.slow = record.get("phase"), 0.0, None
+            self._restart()
+        pace = float(record.get("tokens_per_s") or math.nan)
+        if not 0 < pace < math.inf:
+            return False
+        self._steps.append(record["step"])
+        self._paces.append(pace)
+        self._seconds += float(record.get("seconds") or record.get("tokens", pace) / pace)
+        if len(self._paces) < BLOCK_STEPS or self._seconds < BLOCK_S:
+            return False
+        pace, before = median(self._paces), self.slow
+        self.slow = SlowBlock(self._steps[0], self._steps[-1], pace, self._best) if pace <= 0.5 * self._best else None
+        if self.slow and (self.worst is None or pace / self._best < self.worst.tokens_per_s / self.worst.best):
+            self.worst = self.slow
+        self._best = max(self._best, pace)
+        self._restart()
+        return before is None and self.slow is not None
+
+    def _restart(self) -> None:
+        self._steps, self._paces, self._seconds = [], [], 0.0
+
+
 def warnings(records: Sequence[Record]) -> list[str]:
-    """What a reader should hear first: the run diverged, skipped steps, or went on after it had been at its best."""
-    return [said for said in (_divergence(records), _skips(records), _overfit(records)) if said]
+    """Return a sentence each for a run that diverged, slowed down, skipped steps, or trained on after its best step."""
+    return [said for said in (_divergence(records), _slowdown(records), _skips(records), _overfit(records)) if said]
+
+
+def _slowdown(records: Sequence[Record]) -> str | None:
+    throughput = Throughput()
+    for record in records:
+        throughput.add(record)
+    worst = throughput.worst
+    return None if worst is None else f"{worst} (steps {worst.first:,} to {worst.last:,})"
 
 
 def _divergence(records: Sequence[Record]) -> str | None:

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from ..trace import bar, notice, printable
 from ..words import quantity, readable
+from .figures import Throughput
 
 if TYPE_CHECKING:
     import torch  # `gpubound report` needs none, and would wait 2 s for it
@@ -131,6 +132,7 @@ PARTS: dict[str, Callable[[Any], str]] = {
     "loss": lambda loss: f"loss {float(loss):.3f}",
     "held_out": "held out {:.3f}".format,
     "tokens_per_s": lambda pace: quantity(pace, " tok/s"),
+    "slow": lambda block: f"SLOW, was {quantity(block.best, ' tok/s')}",
     "mfu": "{:.1%} of the matrix rate".format,
     "gpu_busy": "GPU busy {:.0%}".format,
     "syncs": "{:g} syncs/step".format,
@@ -159,6 +161,7 @@ class LiveLine:
         self._bar: Any = None
         self._seldom: dict[str, Any] = {}
         self._phase: str | None = None
+        self._throughput = Throughput()
 
     def __enter__(self) -> "LiveLine":
         if self.console.is_terminal:
@@ -171,9 +174,12 @@ class LiveLine:
             self._seldom.pop("held_out", None)  # of other data
         self._seldom |= {key: record[key] for key in SELDOM if key in record}
         record = self._seldom | record
+        slowed = self._throughput.add(record)
+        if self._throughput.slow is not None:
+            record |= {"slow": self._throughput.slow}
         if self._bar:
             self._bar.update(0, completed=record["step"], line=describe(record))
-        elif record["step"] % self._every == 0 or record["step"] == self.steps or not self._shown:
+        elif record["step"] % self._every == 0 or record["step"] == self.steps or slowed or not self._shown:
             line = f"{self.title} {record['step']}/{self.steps}  {describe(record)}"
             self.console.print(Text(line), highlight=False, soft_wrap=True)
         self._shown = True
