@@ -18,10 +18,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from time import perf_counter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import DeviceError
 from .trace import notice
@@ -81,6 +83,35 @@ def _chip(index: int) -> Chip:
     capability = 10 * found.major + found.minor
     shared = found.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs leave it out
     return Chip(capability, shared, found.multi_processor_count, found.name)
+
+
+@constant
+def fast_16bit(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Return True when `device` multiplies matrices of a 16-bit dtype faster than those of fp32.
+
+    A GPU is asked for its compute capability. A CPU is timed once a process, for 50 ms at most: without units for bf16, as with
+    AVX2 alone, torch multiplies it 20 to 50 times slower than fp32, and no flag says which of the two a build of torch does.
+    """
+    if device.type == "cuda":
+        return torch.version.hip is not None or chip(device).capability >= (80 if dtype == torch.bfloat16 else 70)
+    return device.type != "cpu" or _cpu_is_faster_in(dtype)
+
+
+@cache
+def _cpu_is_faster_in(dtype: torch.dtype) -> bool:
+    """Compare the fastest of a few interleaved products: a busy machine slows down some of either kind, and not by a factor."""
+    with _disable_current_modes(), torch.no_grad(), without_autocast(torch.device("cpu")):
+        fp32, half = (torch.ones(192, 192, device="cpu", dtype=kind) for kind in (torch.float32, dtype))
+        seconds: dict[torch.Tensor, list[float]] = {fp32: [], half: []}
+        begun = perf_counter()
+        for round in range(6):
+            for matrix, samples in seconds.items():
+                started = perf_counter()
+                matrix @ matrix
+                samples.append(perf_counter() - started)
+            if round >= 2 and perf_counter() - begun > 0.03:
+                break
+    return min(seconds[half][1:]) < min(seconds[fp32][1:])  # the first call of a kind prepares its kernels
 
 
 def free_bytes(device: torch.device) -> int:

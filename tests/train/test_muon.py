@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpubound.train import AdamW, Muon, Schedule, TrainStep
+from gpubound.train import AdamW, Muon, Schedule, TrainStep, muon
 from gpubound.train.muon import orthogonal
 
 from .conftest import Small, cut, draw, named, run_spoiled, small, spoiled, summed
@@ -29,12 +29,13 @@ def of_mix(name, parameter):
     return name.startswith("mix") and parameter.dim() == 2
 
 
-def test_torch_muon_and_adamw():
+def test_torch_muon_and_adamw(monkeypatch):
+    monkeypatch.setattr(muon, "fast_16bit", lambda device: True)  # torch's own iterates in bf16 on any device
     model = deep()
     theirs, start = copy.deepcopy(model), named(model)
     taken = [p for name, p in theirs.named_parameters() if of_mix(name, p)]
     rest = [p for name, p in theirs.named_parameters() if not of_mix(name, p)]
-    muon = torch.optim.Muon(taken, lr=2e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    matrices = torch.optim.Muon(taken, lr=2e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     groups = [{"params": [p for p in rest if p.dim() > 1]}, {"params": [p for p in rest if p.dim() == 1], "weight_decay": 0.0}]
     adam = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.05)
     config = Muon(lr=2e-2, takes=of_mix, rest=AdamW(lr=1e-2, weight_decay=0.05))
@@ -43,8 +44,8 @@ def test_torch_muon_and_adamw():
         total, items = summed(theirs, draw(8, seed=i))
         (total / items).backward()
         nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
-        muon.step(), adam.step()
-        muon.zero_grad(), adam.zero_grad()
+        matrices.step(), adam.step()
+        matrices.zero_grad(), adam.zero_grad()
         step(cut(draw(8, seed=i), 2))
     for (name, got), want in zip(model.named_parameters(), theirs.parameters()):
         moved = (want - start[name]).norm()
@@ -53,7 +54,8 @@ def test_torch_muon_and_adamw():
 
 
 @pytest.mark.parametrize("shape", [(24, 8), (8, 24), (8, 8)])
-def test_one_update_is_torch_muons_bit_for_bit(shape):
+def test_one_update_is_torch_muons_bit_for_bit(shape, monkeypatch):
+    monkeypatch.setattr(muon, "fast_16bit", lambda device: True)
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     theirs = nn.Parameter(torch.zeros(shape))
     theirs.grad = gradient.clone()
@@ -62,8 +64,23 @@ def test_one_update_is_torch_muons_bit_for_bit(shape):
     assert torch.allclose(orthogonal(gradient[None], 5)[0].float(), want, rtol=1e-6, atol=0)
 
 
-def test_orthogonal():
-    """Singular values of any start come to lie around one; tall and wide alike."""
+@pytest.mark.parametrize("shape", [(3, 16, 40), (2, 40, 16)])
+def test_fp32_where_16_bits_are_slow(shape, monkeypatch):
+    monkeypatch.setattr(muon, "fast_16bit", lambda device: False)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    got = orthogonal(x, 5)
+    u, values, v = torch.linalg.svd(x.double() / x.double().norm(dim=(1, 2), keepdim=True), full_matrices=False)
+    for _ in range(5):
+        a, b, c = muon.COEFFICIENTS
+        values = a * values + b * values**3 + c * values**5
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), u @ torch.diag_embed(values) @ v, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_orthogonal(fast, monkeypatch):
+    """Singular values of any start move close to one, of tall and of wide matrices."""
+    monkeypatch.setattr(muon, "fast_16bit", lambda device: fast)
     for shape in ((3, 16, 40), (2, 40, 16)):
         values = torch.linalg.svdvals(orthogonal(torch.randn(shape, generator=torch.Generator().manual_seed(0)), 5).float())
         assert values.min() > 0.5 and values.max() < 1.5
