@@ -18,6 +18,7 @@ from benchmarks.shapes import SHAPES
 from gpubound import trace
 from gpubound.cli import guarded
 from gpubound.measure import Prepared
+from tests.messages import message
 
 CPU = torch.device("cpu")
 
@@ -49,7 +50,11 @@ def test_a_case_keeps_a_line_a_peer_and_one_for_the_ceiling(bench, tmp_path, cap
     capsys.readouterr()
     assert bench.finish() == 1
     said = capsys.readouterr().err
-    assert said.startswith("SHORT  kernels: c: ") and "of copy rate, gate 0.50, short by " in said and said.count("\n") == 1
+    assert (
+        said.startswith("SHORT  kernels: c: ")
+        and message("bench:a_case_keeps_a_line_a_pe").within(said)
+        and said.count("\n") == 1
+    )
 
 
 def test_results_that_disagree_are_never_timed(bench, tmp_path, capsys):
@@ -58,13 +63,13 @@ def test_results_that_disagree_are_never_timed(bench, tmp_path, capsys):
     assert bench.case("c", works, unit="GB/s", amount=1.0) is None
     assert len(timed) == 1 and not list(tmp_path.iterdir())
     assert bench.finish() == 1
-    assert "WRONG       c: ours and liger differ by 3.3e-02 (limit 1e-02); not timed\n" in capsys.readouterr().err
+    assert message("bench:results_that_disagree_ar").within(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("wrong", [lambda: three(float("nan")), lambda: torch.ones(5)], ids=["nan", "shape"])
 def test_nan_and_another_shape_disagree(bench, wrong):
     assert bench.case("c", {"ours": three, "peer": wrong}, unit="ms", amount=1) is None
-    assert bench.wrong == ["c: ours and peer differ by inf (limit 1e-02); not timed"]
+    assert bench.wrong == [message("bench:nan_and_another_shape_di")]
 
 
 def broken():
@@ -74,16 +79,13 @@ def broken():
 def test_a_gated_peer_that_fails_is_not_green(bench, capsys):
     assert bench.case("c", {"ours": three, "liger": broken}, unit="ms", amount=1, gates={"liger": 1.0}) is None
     assert bench.finish() == 3
-    assert capsys.readouterr().err == (
-        "UNMEASURED  c: liger raised RuntimeError: CUDA error: illegal address\n"
-        "UNMEASURED  c: liger has a gate and was not timed\n"
-    )
+    assert capsys.readouterr().err == message("bench:a_gated_peer_that_fails")
 
 
 def test_ours_that_fails_is_wrong_and_the_next_case_goes_on(bench):
     assert bench.case("c", {"ours": broken, "eager": three}, unit="ms", amount=1) is None
     assert bench.case("d", {"ours": three, "eager": three}, unit="ms", amount=1) is not None
-    assert bench.wrong == ["c: ours raised RuntimeError: CUDA error: illegal address"] and bench.finish() == 1
+    assert bench.wrong == [message("bench:ours_that_fails_is_wrong")] and bench.finish() == 1
 
 
 def test_a_door_that_falls_back_is_not_measured_as_ours(bench):
@@ -185,7 +187,7 @@ def test_bench_kernels_dry():
         "rms_norm forward tiny",
         "rms_norm backward tiny",
         "cross_entropy tiny",
-        "kernels: 6 lines, nothing kept (dry); 0 of 0 gates hold",
+        message("bench:bench_kernels_dry"),
     ]
 
 
@@ -233,7 +235,7 @@ def test_bench_place_takes_turns_and_checks_the_loss(monkeypatch, tmp_path):
     names = ["ours", "liger", "eager", "compile"]
     bench_place.contest(bench, bench_place.SETTINGS["1b"], names, rounds=3, flops_per_s=800e12)
     case = "1b seq 2048 micro 4 forward+backward"
-    assert bench.wrong == [f"{case}: loss is 5 in ours, 5.5 in liger (limit 1%); not timed"]
+    assert bench.wrong == [message("bench:bench_place_takes_turns", case)]
     assert bench.unmeasured == [f"{case}: compile could not start"] and stopped == names
     found = {line.peer_name: line for line in bench.lines}
     assert found.keys() == {"eager", "bf16 rate"} and found["eager"].ratio == 2.0

@@ -29,6 +29,7 @@ from benchmarks.widened import in_fp32
 from gpubound import decoder, device as facts, measure
 from gpubound.cli import guarded
 from gpubound.errors import MeasureError
+from tests.messages import message
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -117,7 +118,7 @@ def test_ours_beside_peers_budget_and_roofline(bench, model, monkeypatch, capsys
     # fp32: 90,432 weights, the head being the embedding; 2 rows of 32 + 6 places, 2 layers of 2 heads of 16 keys and values
     least = 4 * 90_432 + 2 * 38 * 2 * 2 * 16 * 2 * 4
     assert lines["roofline"].peer == pytest.approx(2 * 1e12 / least, rel=1e-3)
-    assert "401kB a step / 1TB/s read here" in capsys.readouterr().out
+    assert message("bench_decode:ours_beside_peers_budget").within(capsys.readouterr().out)
 
 
 def test_a_mixture_of_experts_beside_its_own_forward(bench, monkeypatch):
@@ -153,10 +154,10 @@ def test_behind_a_long_text(bench, model, monkeypatch):
     monkeypatch.setitem(GOALS, "tiny", Goal(far=(100, 200)))
     decode_far.measure_far(bench, "tiny", model, rounds=3, read_bytes_per_s=1e12)
     (line,) = (line for line in bench.lines if line.peer_name == "budget")
-    assert (line.case, line.gate, line.moonshot, line.peer) == ("tiny batch 1 behind 20 tokens", 1.0, 2.0, 100.0)
+    assert (line.case, line.gate, line.moonshot, line.peer) == (message("bench_decode:behind_a_long_text"), 1.0, 2.0, 100.0)
     monkeypatch.setattr(decode_far, "gap", lambda *given: 4.0)
     decode_far.measure_far(bench, "tiny", model, rounds=3, read_bytes_per_s=1e12)
-    assert bench.wrong == ["tiny batch 1 behind 20 tokens: tokens lie up to 4.00 deviations below the model's own; not timed"]
+    assert bench.wrong == [message("bench_decode:behind_a_long_text.2")]
 
 
 def test_adapters_beside_merged_ones_and_beside_one(bench, monkeypatch):
@@ -179,8 +180,8 @@ def test_who_computes_something_else_is_not_timed(bench, model, monkeypatch):
     (wrong,) = bench.wrong
     assert wrong.startswith("tiny batch 1: eager's tokens (1, 12) lie up to ") and wrong.endswith("(limit 0.25); not timed")
     assert bench.unmeasured == [
-        "tiny batch 1: graph raised RuntimeError: no kernel image",
-        "tiny batch 1: no peer and no budget to stand beside",
+        message("bench_decode:who_computes_something_e"),
+        message("bench_decode:who_computes_something_e.2"),
     ]
     assert not bench.lines and bench.finish() == 1
 
@@ -221,7 +222,7 @@ def test_a_fresh_process_tells_what_it_found(monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: ended)
     with pytest.raises(MeasureError) as error:
         decode_first.started("tiny", CPU, "cache")
-    assert str(error.value) == "its fresh process ended with 7 and no figures; its own message is above."
+    assert str(error.value) == message("bench_decode:a_fresh_process_tells_wh")
 
 
 def test_what_start_found_becomes_lines(bench, monkeypatch):
@@ -283,8 +284,11 @@ def test_stages_beside_one_device(capsys, monkeypatch):
     monkeypatch.setattr(decode_stages, "ROWS", 4)
     assert guarded("bench", bench_decode.main, ["--dry", "--parts", "stages"]) == 0
     said = capsys.readouterr().out
-    assert all(f"tiny batch {rows} in two stages" in said for rows in (1, 4, 8)) and "decode: 4 lines" in said
-    assert "tiny batch 1 in two slices" in said
+    assert (
+        all(message("bench_decode:stages_beside_one_device", rows).within(said) for rows in (1, 4, 8))
+        and "decode: 4 lines" in said
+    )
+    assert message("bench_decode:stages_beside_one_device.2").within(said)
 
 
 def test_a_dry_run(capsys):

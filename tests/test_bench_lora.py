@@ -16,6 +16,7 @@ from benchmarks.train_worker import llama, usual
 from gpubound import device as facts
 from gpubound.cli import guarded
 from gpubound.errors import MeasureError
+from tests.messages import message
 
 from . import forked
 
@@ -159,15 +160,13 @@ def test_lines_gates_and_the_sentence(bench, pretended, capsys):
         "budget": (pytest.approx(1280 / 640), 1.0, 4.0),
         "peft": (pytest.approx(4.0), 1.35, 5.0),
     }
-    assert "tiny: LoRA step = 1.25 x (frozen forward + dX)\n" in capsys.readouterr().out
+    assert message("bench_lora:lines_gates_and_the_sent").within(capsys.readouterr().out)
     (peak,) = [line for line in bench.lines if line.unit == "GiB"]
     assert (peak.peer_name, peak.gate) == ("peft", 1.0) and peak.short  # 3 GiB beside 2
     (first,) = [line for line in bench.lines if line.unit == "s"]
     assert (first.ours, first.peer, first.gate) == (2.0, 10.0, 1.0)
-    assert bench.wrong == [
-        "tiny: the loss falls from 7.0000 to 6.0000 in ours, from 7.0000 to 7.0000 in peft-autocast; not timed"
-    ]
-    assert bench.unmeasured == ["tiny: peft-compile: its process ended with 1; its own message is above."]
+    assert bench.wrong == [message("bench_lora:lines_gates_and_the_sent.2")]
+    assert bench.unmeasured == [message("bench_lora:lines_gates_and_the_sent.3")]
     assert stopped == ["floor", "peft", "peft-autocast", "ours"]
 
 
@@ -191,7 +190,7 @@ def test_eight_adapters_beside_one(bench, pretended):
 def test_a_peer_that_a_case_does_not_have_is_said(bench, capsys):
     case = lora_train.CASES["8b"]
     assert [peer for peer, _ in bench_train.peers_here(bench, "8b", case, ["peft", "peft-compile"])] == ["peft"]
-    assert "8b: peft-compile is no peer of this case; it has peft, peft-autocast, peft-liger" in capsys.readouterr().out
+    assert message("bench_lora:a_peer_that_a_case_does").within(capsys.readouterr().out)
     assert bench.unmeasured == []
 
 

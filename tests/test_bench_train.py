@@ -10,6 +10,7 @@ from benchmarks import bench_train
 from benchmarks.bench_train import CASES, measure_case
 from benchmarks.harness import Bench
 from gpubound.errors import MeasureError
+from tests.messages import message
 
 alive, most, jobs = [], [], []
 
@@ -72,5 +73,5 @@ def test_the_step_of_one_micro_batch_is_otherwise_ours(measured):
 def test_the_figures_stay_when_the_step_of_one_micro_batch_does_not_start(measured):
     """GPU memory that others hold is not known beforehand."""
     bench = measured("8b", 140.0, 1)
-    assert bench.unmeasured == ["8b by one micro-batch: ours-8bit: its process ended with 1; its own message is above."]
+    assert bench.unmeasured == [message("bench_train:the_figures_stay_when_th")]
     assert {line.case for line in bench.lines} >= {"8b", "8b first step", "8b peak memory"}

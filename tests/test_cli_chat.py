@@ -13,6 +13,7 @@ import pytest
 from gpubound.cli.chat import ends_of_turn
 from gpubound.corpus import Tokenizer
 from gpubound.models import load_hf, save_hf
+from tests.messages import message
 
 from . import by_heart, forked
 from .by_heart import LINE
@@ -24,7 +25,7 @@ reference, ckpt, run = by_heart.reference, by_heart.ckpt, by_heart.run  # fixtur
 
 def test_a_conversation_from_a_pipe_remembers(ckpt, run):
     code, out, err = run(ckpt, "--chat", stdin="hello\nfine\n")
-    assert (code, out) == (0, "hi, how are you?\ngood to hear.\n")
+    assert (code, out) == (0, message("cli_chat:a_conversation_from_a_pi"))
     assert re.fullmatch(LINE, err.splitlines(keepends=True)[-1])
     assert run(ckpt, "--chat", stdin="fine\n")[1] == "what is?\n"
     assert run(ckpt, "--chat", "--system", "be rude", stdin="hello\n")[1] == "go away.\n"
@@ -41,7 +42,7 @@ def test_a_conversation_as_json(ckpt, run):
 
 def test_a_turn_that_fails_is_said_and_forgotten(ckpt, run):
     code, out, err = run(ckpt, "--chat", "--max-length", "40", stdin=f"hello\n{'fine ' * 50}\nfine\n")
-    assert (code, out) == (2, "hi, how are you?\ngood to hear.\n")
+    assert (code, out) == (2, message("cli_chat:a_turn_that_fails_is_sai"))
     assert re.search(
         r"gpubound generate: with this turn the conversation has \d+ tokens, which leaves no room in max_length=40; say less, "
         r"or give a larger --max-length\.\n", err,
@@ -53,7 +54,7 @@ def test_no_template_no_conversation(ckpt, run, tmp_path):
     save_hf(load_hf(ckpt), tmp_path)
     Tokenizer(Tokenizer.load(ckpt).inner, "<|endoftext|>").save(tmp_path)
     assert run(tmp_path, "--chat", stdin="hello\n")[2].splitlines()[-1] == (
-        f"gpubound generate: {tmp_path}: its tokenizer has no chat template, and a conversation needs one; use --prompt."
+        message("cli_chat:no_template_no_conversat", tmp_path)
     )
 
 
@@ -123,7 +124,7 @@ class Terminal:
 def test_a_conversation_at_a_terminal(ckpt):
     """Replies arrive, /clear forgets, Ctrl-D ends with the figures of it all."""
     with Terminal(ckpt, "--chat") as terminal:
-        assert "Ctrl-C ends a reply, Ctrl-D the conversation.\n" in terminal.until("> ")
+        assert message("cli_chat:a_conversation_at_a_term").within(terminal.until("> "))
         for said, answer in (("hello", "hi, how are you?"), ("fine", "good to hear.")):
             terminal.type(f"{said}\n")
             assert f"\n{answer}\n" in terminal.until("tokens/s")

@@ -12,6 +12,7 @@ from gpubound.cli import main
 from gpubound.cli.demo import FILES, PROMPT, Demo, as_long_as_useful, clear, files, recipe_for
 from gpubound.monitor import RunTape
 from gpubound.train.checkpoint import Checkpoints
+from tests.messages import message
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,7 +40,7 @@ def test_the_whole_path(tmp_path, capsys):
     assert tape["finished"] and tape["sample"].startswith(PROMPT) and tape["sample"] in said
     losses = [json.loads(line)["loss"] for line in (out / "steps.jsonl").read_text().splitlines()]
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
-    assert f"export: {out / 'model'} (a Hugging Face folder, weights of step 8)\nreport: {out / 'report.html'}\n" in said
+    assert message("cli_demo:the_whole_path", out / "model", out / "report.html").within(said)
     page = (out / "report.html").read_text()
     assert "What it writes" in page and "<svg" in page and "http" not in page.replace("http://www.w3.org", "")
     assert (out / "model" / "model.safetensors").exists()
@@ -72,13 +73,11 @@ def test_interrupted_and_gone_on_with(tmp_path, capsys, monkeypatch):
         patch.setattr(Stop, "asked", asked, raising=False)
         assert demo(out) == 0
     said = capsys.readouterr().err
-    assert f"stopped by SIGINT, checkpoint of step 3 in {out / 'checkpoints'}" in said
-    assert f"go on with: gpubound demo --out {out} --steps 8 --device cpu --resume\n" in said
+    assert message("cli_demo:interrupted_and_gone_on", out / "checkpoints").within(said)
+    assert message("cli_demo:interrupted_and_gone_on.2", out).within(said)
     assert Checkpoints(out / "checkpoints").latest().step == 3
     assert demo(out) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        f"gpubound demo: demo: {out} holds an unfinished demo; go on with --resume, or give another folder with --out."
-    )
+    assert capsys.readouterr().err.splitlines()[-1] == message("cli_demo:interrupted_and_gone_on.3", out)
     assert demo(out, "--resume") == 0
     assert [json.loads(line)["step"] for line in lines(out)] == list(range(1, 9))
 
@@ -127,9 +126,7 @@ def test_what_is_not_the_demos_is_left_alone(tmp_path, capsys, name, what):
         (out / name).write_text(what) if what else (out / name).mkdir()
         before = tree(out)
         assert demo(out) == 2
-        assert capsys.readouterr().err.splitlines()[-1] == (
-            f"gpubound demo: demo: {out} holds {name!r}, which no demo wrote; give another folder with --out."
-        )
+        assert capsys.readouterr().err.splitlines()[-1] == message("cli_demo:what_is_not_the_demos_is", out, repr(name))
         assert tree(out) == before
 
 
@@ -140,27 +137,20 @@ def test_a_training_run_is_no_demo(tmp_path, capsys, options):
     (tmp_path / "checkpoints" / "step-00000001").write_text("a week of training")
     before = tree(tmp_path)
     assert demo(tmp_path, *options) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        f"gpubound demo: demo: {tmp_path} holds 'checkpoints/step-00000001', which no demo wrote; "
-        f"give another folder with --out."
-    )
+    assert capsys.readouterr().err.splitlines()[-1] == message("cli_demo:a_training_run_is_no_dem", tmp_path)
     assert tree(tmp_path) == before
 
 
 def test_a_file_for_a_folder(tmp_path, capsys):
     (tmp_path / "thesis.txt").write_text("years of work")
     assert demo(tmp_path / "thesis.txt") == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        f"gpubound demo: out: {tmp_path / 'thesis.txt'} is a file; give a folder with --out."
-    )
+    assert capsys.readouterr().err.splitlines()[-1] == message("cli_demo:a_file_for_a_folder", tmp_path / "thesis.txt")
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
 def test_no_steps_are_not_the_default(tmp_path, capsys):
     assert main(["demo", "--out", str(tmp_path / "demo"), "--steps", "0", "--device", "cpu"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        "gpubound demo: recipe: steps must lie between 1 and 10,000,000, got 0."
-    )
+    assert capsys.readouterr().err.splitlines()[-1] == message("cli_demo:no_steps_are_not_the_def")
     assert not (tmp_path / "demo").exists()
 
 
@@ -175,7 +165,7 @@ def test_as_many_steps_as_the_data_is_worth(device, tokens, steps, passes):
     recipe = recipe_for(torch.device(device), Demo())
     settled, said = as_long_as_useful(recipe, SimpleNamespace(tokens=tokens))
     assert settled.steps == steps
-    assert said == f"demo: {steps:,} steps of {recipe.seq * recipe.micro_batch:,} tokens, {passes}"
+    assert said == message("cli_demo:as_many_steps_as_the_dat", f"{steps:,}", f"{recipe.seq * recipe.micro_batch:,}", passes)
 
 
 def test_the_recipes_are_valid_for_both_kinds_of_device():
@@ -192,5 +182,5 @@ def test_on_a_gpu(tmp_path, monkeypatch, capsys):
     assert {"gpu_busy", "host_lead_ms"} <= records[-1].keys()
     # Beside busy neighbours the matrix rate may be measured below what the run reaches. Then the share is left out, aloud.
     said = capsys.readouterr().err
-    assert "mfu" in records[-1] or "the share of the matrix rate is left out" in said
-    assert "GPU busy " in said and "   host ahead " in said and "doctor: no finding\n" in said
+    assert "mfu" in records[-1] or message("cli_demo:on_a_gpu").within(said)
+    assert "GPU busy " in said and message("cli_demo:on_a_gpu.2").within(said) and "doctor: no finding\n" in said

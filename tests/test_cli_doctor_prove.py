@@ -12,6 +12,7 @@ import pytest
 from gpubound.cli import main
 from gpubound.doctor import seeded
 from gpubound.watch.pretend import simgpu
+from tests.messages import message
 
 READS = """\
 import torch
@@ -85,16 +86,16 @@ def proved(script: Path, text: str, *options: str) -> int:
 def test_the_same_losses_let_the_patch_be_written(script, capsys):
     assert proved(script, READS) == 0
     said = capsys.readouterr().out
-    assert "not timed: a dry run has no GPU; the losses are compared\nthe same: 60 losses are equal bit for bit\n" in said
-    assert "patched: train.py" in said and "+    total += loss.detach().to(torch.float64, copy=True)" in said
+    assert message("cli_doctor_prove:the_same_losses_let_the").within(said)
+    assert "patched: train.py" in said and message("cli_doctor_prove:the_same_losses_let_the.2").within(said)
     assert script.read_text() == READS.replace("loss.item()", "loss.detach().to(torch.float64, copy=True)").replace(
         "print(total)", "print(float(total))"
     )
-    assert "60 losses are equal bit for bit" in (script.parent / ".doctor/doctor.html").read_text()
+    assert message("cli_doctor_prove:the_same_losses_let_the.3").within((script.parent / ".doctor/doctor.html").read_text())
 
 
 def test_other_losses_are_a_failure_and_nothing_is_written(script, capsys):
     assert proved(script, DECAYS, "--step-marker", "update") == 1
     said = capsys.readouterr().out
-    assert "+    model.zero_grad()" in said and "--apply: nothing was written: the losses are not the same." in said
-    assert "NOT the same: 60 losses differ by at most " in said and script.read_text() == DECAYS
+    assert "+    model.zero_grad()" in said and message("cli_doctor_prove:other_losses_are_a_failu").within(said)
+    assert message("cli_doctor_prove:other_losses_are_a_failu.2").within(said) and script.read_text() == DECAYS

@@ -16,6 +16,7 @@ from gpubound.errors import BudgetError, DeviceError, MeasureError
 from gpubound.measure import Ceilings, Machine
 from gpubound.measure.limits import Gpu
 from gpubound.version import __version__
+from tests.messages import message
 
 HERE = Path(cli.__file__).parent
 MACHINE = Machine("Linux 6.1 x86_64", "3.12.3", "2.11.0+cu130", "13.0", "580.95.05", "3.6.0", "Xeon", 16, 128 << 30)
@@ -116,8 +117,8 @@ def test_a_command_is_imported_only_when_called():
 
 def test_an_unknown_command_suggests_the_near_one(run, monkeypatch):
     monkeypatch.setattr(cli, "COMMANDS", {name: cli.COMMANDS[name] for name in ("env", "bench")})
-    assert run("evn") == (2, "", "gpubound: there is no command 'evn'; did you mean 'env'? See gpubound --help.\n")
-    assert run("fly") == (2, "", "gpubound: there is no command 'fly'; the commands are env, bench. See gpubound --help.\n")
+    assert run("evn") == (2, "", message("cli_env:an_unknown_command_sugge"))
+    assert run("fly") == (2, "", message("cli_env:an_unknown_command_sugge.2"))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +262,7 @@ def test_env_with_one_gpu_of_two_that_fails(run, h200, monkeypatch):
     monkeypatch.setattr(env.measure, "gpus", lambda: [H200, Gpu(1, *list(vars(H200).values())[1:])])
     code, out, _ = run("env", "--json")
     assert code == 1
-    assert [gpu["test"] for gpu in json.loads(out)["gpus"]] == ["passes", "GPU 1 is visible but does not work: ECC error."]
+    assert [gpu["test"] for gpu in json.loads(out)["gpus"]] == ["passes", message("cli_env:env_with_one_gpu_of_two")]
 
 
 def test_env_on_a_cpu_says_why(run, h200, monkeypatch):
@@ -269,7 +270,7 @@ def test_env_on_a_cpu_says_why(run, h200, monkeypatch):
     monkeypatch.setattr(env, "look", lambda: env_sight(0, "torch 2.13.0+cpu is a CPU build"))
     monkeypatch.setattr(env, "label", lambda device: "CPU (2 threads)")
     found = {asked: json.loads(run("env", "--json", "--device", asked)[1]) for asked in ("auto", "cpu")}
-    assert found["auto"]["policy"]["why"] == "torch 2.13.0+cpu is a CPU build" and found["auto"]["gpus"] == []
+    assert found["auto"]["policy"]["why"] == message("cli_env:env_on_a_cpu_says_why") and found["auto"]["gpus"] == []
     assert found["cpu"]["policy"]["why"] == "asked for"
 
 
@@ -286,7 +287,7 @@ def test_env_that_cannot_measure(run, h200, monkeypatch):
     assert run("env") == (
         3,
         "",
-        "gpubound env: ceilings: only 40 MiB are free on cuda:0, wanted 256; stop what holds the rest.\n",
+        message("cli_env:env_that_cannot_measure"),
     )
 
 
@@ -310,13 +311,13 @@ def test_an_options_help_is_one_paragraph(run):
     """Its docstring's second line is indented, where tyro would break it."""
     _, out, _ = run("generate", "--help")
     words = " ".join(line.strip("│| ") for line in out.splitlines())
-    assert "A CKPT that is such a folder itself finds its base on its own." in words
+    assert message("cli_env:an_options_help_is_one_p").within(words)
     assert not [line for line in out.splitlines() if line.strip("│| ") == "such a folder"]
 
 
 def test_a_value_that_is_no_number(run):
     code, _, err = run("demo", "--steps", "x")
-    assert code == 2 and "Error parsing --steps: got 'x', wanted a whole number." in err
+    assert code == 2 and message("cli_env:a_value_that_is_no_numbe").within(err)
 
 
 def test_an_unknown_option_suggests_the_near_one(run):
@@ -338,16 +339,12 @@ def test_env_on_this_very_machine(run, monkeypatch, tmp_path):
 
 def test_bench_lists_what_there_is(run):
     code, out, _ = run("bench")
-    assert (
-        code == 0
-        and "benchmarks: blocks, checkpoint, decode, deepseek, doctor, feed, graph, kernels, lora, place, ranks, train" in out
-        and "example: gpubound bench kernels" in out
-    )
+    assert code == 0 and message("cli_env:bench_lists_what_there_i").within(out) and "example: gpubound bench kernels" in out
 
 
 def test_bench_with_an_unknown_name(run):
     code, _, err = run("bench", "kernel")
-    assert (code, err) == (2, "gpubound bench: there is no benchmark 'kernel'; did you mean 'kernels'?\n")
+    assert (code, err) == (2, message("cli_env:bench_with_an_unknown_na"))
 
 
 def test_bench_outside_a_checkout(run, monkeypatch, tmp_path):

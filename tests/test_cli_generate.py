@@ -17,6 +17,7 @@ from gpubound.measure import ceilings
 from gpubound.models import load_hf, save_hf
 from gpubound.train import origin
 from gpubound.train.checkpoint import Checkpoints
+from tests.messages import message
 
 from . import by_heart
 from .by_heart import CPU, LINE
@@ -30,7 +31,7 @@ reference, ckpt, run = by_heart.reference, by_heart.ckpt, by_heart.run  # fixtur
 
 def test_a_prompt_is_written_on_to_its_end(ckpt, run):
     code, out, err = run(ckpt, "--prompt", "the cat")
-    assert (code, out) == (0, " sat on the mat and slept.\n")
+    assert (code, out) == (0, message("cli_generate:a_prompt_is_written_on_t"))
     ready, line = err.splitlines(keepends=True)
     assert re.fullmatch(rf"{ckpt}: 94.5k parameters, float32 on CPU \(1 threads\), plain torch, ready in [\d.]+ s\n", ready)
     tokens, _, kilobytes = re.fullmatch(LINE, line).groups()
@@ -42,21 +43,14 @@ def test_a_prompt_is_written_on_to_its_end(ckpt, run):
 
 def test_several_prompts_keep_their_order_and_names(ckpt, run):
     code, out, _ = run(ckpt, "--prompt", "one two three four five", "--prompt", "the cat", "--echo")
-    assert code == 0 and out == (
-        "--- 1: 'one two three four five'\none two three four five six seven.\n"
-        "--- 2: 'the cat'\nthe cat sat on the mat and slept.\n"
-    )
+    assert code == 0 and out == message("cli_generate:several_prompts_keep_the")
 
 
 @pytest.mark.parametrize("batch", ["1", "2", "32"])
 def test_a_file_a_line_a_prompt_in_any_batch(ckpt, run, tmp_path, batch):
     (tmp_path / "prompts.txt").write_text("the cat\n\none two\nthe cat sat on\n")
     code, out, err = run(ckpt, "--file", tmp_path / "prompts.txt", "--batch", batch)
-    assert code == 0 and out == (
-        "--- 1: 'the cat'\n sat on the mat and slept.\n"
-        "--- 2: 'one two'\n three four five six seven.\n"
-        "--- 3: 'the cat sat on'\n the mat and slept.\n"
-    )
+    assert code == 0 and out == message("cli_generate:a_file_a_line_a_prompt_i")
     assert re.fullmatch(LINE, err.splitlines(keepends=True)[-1])[1] == str(20 + 23 + 14)
 
 
@@ -66,30 +60,27 @@ def test_a_line_of_a_file_ends_where_lines_end(ckpt, tmp_path, run):
     code, out, _ = run(ckpt, "--file", tmp_path / "prompts.txt", "--max-new-tokens", 1, "--json")
     assert [one["prompt"] for one in json.loads(out)["sequences"]] == ["the\u2028cat", "sat\x0con"]
     code, _, err = run(ckpt, "--file", tmp_path / "nowhere.txt")
-    assert code == 2 and f"{tmp_path / 'nowhere.txt'}: cannot be read: No such file or directory; check the path" in err
+    assert code == 2 and message("cli_generate:a_line_of_a_file_ends_wh", tmp_path / "nowhere.txt").within(err)
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_any_is_written_on(ckpt, run, tmp_path):
     """It was in the second batch, so with --json what the first had written was lost. It is named as the headings name it."""
     (tmp_path / "prompts.txt").write_text(f"the cat\n{'the cat ' * 9}\n")
     code, out, err = run(ckpt, "--file", tmp_path / "prompts.txt", "--batch", 1, "--max-length", 20)
-    assert (code, out) == (2, "") and err == (
-        "gpubound generate: prompt 2 has 46 tokens, which leaves no room in max_length=20; shorten it, or give a larger "
-        "--max-length.\n"
-    )
+    assert (code, out) == (2, "") and err == message("cli_generate:a_prompt_that_is_too_lon")
 
 
 @pytest.mark.parametrize(("name", "line"), [("prompts.txt", "the cat"), ("prompts.jsonl", '"the cat"')])
 def test_a_byte_order_mark_is_no_text(ckpt, run, tmp_path, name, line):
     """It had become the first character of the prompt, and no JSON."""
     (tmp_path / name).write_text(f"{line}\n", encoding="utf-8-sig")
-    assert run(ckpt, "--file", tmp_path / name)[:2] == (0, " sat on the mat and slept.\n")
+    assert run(ckpt, "--file", tmp_path / name)[:2] == (0, message("cli_generate:a_byte_order_mark_is_no"))
 
 
 def test_a_whole_file_and_stdin(ckpt, run, tmp_path):
     (tmp_path / "prompt.txt").write_text("the cat sat\n")
-    assert run(ckpt, "--file", tmp_path / "prompt.txt", "--whole")[1] == " on the mat and slept.\n"
-    assert run(ckpt, stdin="the cat sat\n")[1] == " on the mat and slept.\n"
+    assert run(ckpt, "--file", tmp_path / "prompt.txt", "--whole")[1] == message("cli_generate:a_whole_file_and_stdin")
+    assert run(ckpt, stdin="the cat sat\n")[1] == message("cli_generate:a_whole_file_and_stdin.2")
     assert run(ckpt, "--file", "-", stdin="the cat sat\n\none two three four\n")[1].count("---") == 2
 
 
@@ -98,7 +89,7 @@ def test_what_ends_a_text(ckpt, run):
     assert run(ckpt, "--prompt", "<|user|>hello", "--stop", "<|assistant|>")[1] == "\n"
     assert run(ckpt, "--prompt", "the cat", "--max-new-tokens", "1")[2].count("1 tokens, ") == 1
     dot = Tokenizer.load(ckpt).encode(".")[0]
-    assert run(ckpt, "--prompt", "the cat", "--stop-id", dot)[1] == " sat on the mat and slept\n"
+    assert run(ckpt, "--prompt", "the cat", "--stop-id", dot)[1] == message("cli_generate:what_ends_a_text")
     _, on, err = run(ckpt, "--prompt", "the cat", "--ignore-eos", "--special", "--max-new-tokens", "40")
     assert on.startswith(" sat on the mat and slept.<|endoftext|>") and "\n40 tokens, " in err
 
@@ -110,8 +101,8 @@ def test_json_says_everything(ckpt, run, k):
     (sequence,) = found.pop("sequences")
     tokenizer = Tokenizer.load(ckpt)
     assert code == 0 and sequence["prompt"] == "the cat" and sequence["prompt_tokens"] == tokenizer.encode("the cat")
-    assert sequence["text"] == " sat on the mat and slept." and sequence["finish"] == "stop token"
-    assert tokenizer.decode(sequence["tokens"]) == " sat on the mat and slept.<|endoftext|>"
+    assert sequence["text"] == message("cli_generate:json_says_everything") and sequence["finish"] == "stop token"
+    assert tokenizer.decode(sequence["tokens"]) == message("cli_generate:json_says_everything.2")
     ids = torch.tensor(sequence["prompt_tokens"] + sequence["tokens"])
     with torch.no_grad():
         logits = load_hf(ckpt).eval()(ids[None])[0].log_softmax(-1)
@@ -138,17 +129,21 @@ def test_equal_prompts_in_other_batches_are_drawn_anew(ckpt, run):
 
 
 def test_speculation_writes_the_same_text(ckpt, run):
-    assert run(ckpt, "--prompt", "the cat", "--speculate", "3")[:2] == (0, " sat on the mat and slept.\n")
+    assert run(ckpt, "--prompt", "the cat", "--speculate", "3")[:2] == (0, message("cli_generate:speculation_writes_the_s"))
 
 
 def test_the_model_in_another_dtype_and_without_fused_kernels(ckpt, run):
     code, out, err = run(ckpt, "--prompt", "the cat", "--dtype", "bfloat16", "--table", "--verify", "quick")
-    assert (code, out) == (0, " sat on the mat and slept.\n") and "bfloat16 on CPU" in err
-    assert "path: plain torch over the live weights" in err and "greedy tokens equal" in err
+    assert (code, out) == (0, message("cli_generate:the_model_in_another_dty")) and "bfloat16 on CPU" in err
+    assert message("cli_generate:the_model_in_another_dty.2").within(err) and "greedy tokens equal" in err
     code, out, err = run(ckpt, "--prompt", "the cat", "--weights", "int8", "--table")
-    assert (code, out) == (0, " sat on the mat and slept.\n") and "path: plain torch over int8 copies of the weights" in err
+    assert (code, out) == (0, message("cli_generate:the_model_in_another_dty.3")) and message(
+        "cli_generate:the_model_in_another_dty.4"
+    ).within(err)
     code, out, err = run(ckpt, "--prompt", "the cat", "--cache", "int8", "--table")
-    assert (code, out) == (0, " sat on the mat and slept.\n") and "int8, a scale a token and head" in err
+    assert (code, out) == (0, message("cli_generate:the_model_in_another_dty.5")) and message(
+        "cli_generate:the_model_in_another_dty.6"
+    ).within(err)
     assert "verify=False: nothing has shown" in run(ckpt, "--prompt", "the cat", "--verify", "none")[2]
 
 
@@ -175,7 +170,7 @@ def test_another_architecture_through_transformers(ckpt, run, tmp_path):
     got = json.loads(out)["sequences"][0]
     assert code == 0 and got["prompt_tokens"] + got["tokens"] == ids[: len(got["prompt_tokens"] + got["tokens"])]
     assert len(got["tokens"]) == 8 or got["tokens"][-1] in (0, 5)
-    assert "its own forward (GPT2LMHeadModel is none of the families with fused kernels" in err
+    assert message("cli_generate:another_architecture_thr").within(err)
 
 
 def test_without_transformers_other_architectures_are_refused(ckpt, run, tmp_path, monkeypatch):
@@ -220,9 +215,7 @@ def test_a_run_is_its_export_or_a_newer_checkpoint(ckpt, tmp_path, capsys):
     os.utime(step / "state.json", (newer, newer))
     capsys.readouterr()
     assert open_saved(tmp_path, CPU).folder == step
-    assert capsys.readouterr().err == (
-        f"gpubound: {tmp_path / 'model'} does not say of which step it is; taken is {step}, because its files are the newest.\n"
-    )
+    assert capsys.readouterr().err == message("cli_generate:a_run_is_its_export_or_a", tmp_path / "model", step)
 
 
 @pytest.mark.parametrize("done, taken", [(2, "checkpoints/step-00000003"), (3, "model")])
@@ -251,7 +244,7 @@ def test_an_export_whose_step_cannot_be_read(ckpt, tmp_path, run):
     file.write_text('{"done": "all"}')
     code, out, err = run(tmp_path, "--prompt", "x")
     assert (code, out) == (2, "")
-    assert err == f"gpubound generate: {file}: done is 'all', wanted a number of steps; export the run again.\n"
+    assert err == message("cli_generate:an_export_whose_step_can", file)
 
 
 @pytest.mark.parametrize("lora", [{}, {"rank": 2}])
@@ -260,10 +253,7 @@ def test_a_checkpoint_whose_first_model_is_gone(ckpt, tmp_path, run, lora):
     checkpoint(tmp_path, ckpt, 3, recipe={"model": "there/hf", "seq": 32, "data": ["stdlib"], "tokenizer": None, "lora": lora})
     code, out, err = run(tmp_path, "--prompt", "x")
     assert (code, out) == (2, "")
-    assert err == (
-        f"gpubound generate: {tmp_path / 'checkpoints' / 'step-00000003'}: its run began with the model in there/hf, which is "
-        f"not there; put it back, or start this in the folder where the run began.\n"
-    )
+    assert err == message("cli_generate:a_checkpoint_whose_first", tmp_path / "checkpoints" / "step-00000003")
 
 
 def test_a_checkpoint_whose_first_model_is_where_the_run_was_begun(ckpt, tmp_path, monkeypatch):
@@ -279,7 +269,7 @@ def test_of_a_checkpoint_with_an_average_the_average_speaks(ckpt, tmp_path, run)
     zeros = {f"average.{n}": torch.zeros_like(p) for n, p in load_hf(ckpt).named_parameters() if n != "lm_head.weight"}
     checkpoint(tmp_path / "plain", ckpt, 1)
     checkpoint(tmp_path / "averaged", ckpt, 1, **zeros)
-    assert run(tmp_path / "plain", "--prompt", "the cat")[1] == " sat on the mat and slept.\n"
+    assert run(tmp_path / "plain", "--prompt", "the cat")[1] == message("cli_generate:of_a_checkpoint_with_an")
     model = open_saved(tmp_path / "averaged", CPU).model
     assert all(not p.any() for p in model.parameters()) and model.lm_head.weight is model.model.embed_tokens.weight
 
@@ -345,9 +335,7 @@ def test_a_terminal_without_any_prompt(ckpt, run, monkeypatch):
     terminal = StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stdin", terminal)
-    assert run(ckpt)[2] == (
-        "gpubound generate: prompt: got none; give --prompt TEXT or --file FILE, pipe a text in, or --chat.\n"
-    )
+    assert run(ckpt)[2] == message("cli_generate:a_terminal_without_any_p")
 
 
 def test_files_that_are_not_what_they_should_be(ckpt, run, tmp_path):
@@ -356,15 +344,14 @@ def test_files_that_are_not_what_they_should_be(ckpt, run, tmp_path):
         f"gpubound generate: {tmp_path / 'latin'} is not a text in UTF-8: "
     )
     save_hf(load_hf(ckpt), tmp_path / "mute")
-    assert run(tmp_path / "mute", "--prompt", "x")[2] == (
-        f"gpubound generate: {tmp_path / 'mute'} has no tokenizer.json, and texts must become tokens; give one with "
-        "--tokenizer FOLDER.\n"
+    assert run(tmp_path / "mute", "--prompt", "x")[2] == message("cli_generate:files_that_are_not_what", tmp_path / "mute")
+    assert run(tmp_path / "mute", "--prompt", "the cat", "--tokenizer", ckpt)[1] == message(
+        "cli_generate:files_that_are_not_what.2"
     )
-    assert run(tmp_path / "mute", "--prompt", "the cat", "--tokenizer", ckpt)[1] == " sat on the mat and slept.\n"
     Tokenizer.load(ckpt).save(tmp_path / "half")
     (tmp_path / "half" / "config.json").write_text('{"model_type": "llama"}')
     assert run(tmp_path / "half", "--prompt", "x")[2] == (
-        f"gpubound generate: {tmp_path / 'half' / 'config.json'} has no 'max_position_embeddings'; is it a model's?\n"
+        message("cli_generate:files_that_are_not_what.3", tmp_path / "half" / "config.json")
     )
     (tmp_path / "half" / "config.json").write_text("{")
     assert run(tmp_path / "half", "--prompt", "x")[2].startswith(
@@ -376,4 +363,4 @@ def test_an_unknown_option_suggests_the_near_one_and_help_has_an_example(run):
     code, _, err = run("ckpt", "--temprature", "1")
     assert code == 2 and "Unrecognized options: --temprature" in err and "--temperature " in err
     code, out, _ = run("--help")
-    assert code == 0 and 'gpubound generate demo-run --prompt "def main(" --temperature 0.7' in out
+    assert code == 0 and message("cli_generate:an_unknown_option_sugges").within(out)

@@ -9,6 +9,7 @@ from gpubound import device as facts, lora
 from gpubound.cli import main
 from gpubound.corpus import Tokenizer
 from gpubound.models import load_hf
+from tests.messages import message
 
 from . import by_heart
 
@@ -38,7 +39,7 @@ def test_beside_its_base(ckpt, adapter, run):
     assert run(ckpt, *CAT)[1] == BEFORE
     code, out, err = run(ckpt, "--adapter", adapter, *CAT)
     assert (code, out) == (0, AFTER)
-    assert "lora: merged into weights in float32, whose rounding took 0.0% of what the adapters add.\n" in err
+    assert message("cli_generate_adapter:beside_its_base").within(err)
     size = next(line for line in err.splitlines() if line.startswith(f"{ckpt}: "))
     assert size.split(",")[0] in run(ckpt, *CAT)[2], "as many parameters as without"
     assert "fallback" not in err, "the fused kernels read the merged weights"
@@ -59,16 +60,12 @@ def test_a_base_that_is_gone(adapter, run, tmp_path):
     about = json.loads((adapter / "adapter_config.json").read_text()) | {"base_model_name_or_path": "/nowhere"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(about))
     code, _, err = run(tmp_path, *CAT)
-    assert code == 2 and err.splitlines()[-1] == (
-        f"gpubound generate: {tmp_path}: the base of this adapter, /nowhere, is not there; give BASE --adapter {tmp_path}."
-    )
+    assert code == 2 and err.splitlines()[-1] == message("cli_generate_adapter:a_base_that_is_gone", tmp_path)
 
 
 def test_an_adapter_of_an_adapter(adapter, run):
     code, _, err = run(adapter, "--adapter", adapter, *CAT)
-    assert code == 2 and err.splitlines()[-1] == (
-        f"gpubound generate: adapter: got {adapter}, and {adapter} is an adapter itself; give the base in its place."
-    )
+    assert code == 2 and err.splitlines()[-1] == message("cli_generate_adapter:an_adapter_of_an_adapter", adapter)
 
 
 def test_a_run_speaks_with_its_adapters(ckpt, run, tmp_path):

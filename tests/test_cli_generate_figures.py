@@ -7,6 +7,7 @@ import pytest
 from gpubound.cli import main
 from gpubound.cli.speed import Speed
 from gpubound.decode.result import Generated, Generation
+from tests.messages import message
 
 from . import by_heart
 from .by_heart import CPU
@@ -21,10 +22,7 @@ def test_steps_beyond_the_last_token_do_not_count_as_work():
     sequences = [Generated([1], [2] * 20), Generated([1], [2] * 5)]
     speed.add(Generation(sequences, 2.0, 0.5, launches=5, steps=40, row_steps=25, bytes_read=40_000_000))
     assert (speed.tokens, speed.steps, speed.bytes_read) == (25, 20, 20_000_000)
-    assert speed.line() == (
-        "25 tokens, 12.5 tokens/s, 1.0% of the roofline (1MB a step / 1GB/s read here), first token after 500 ms, "
-        "host syncs: not counted (no GPU)"
-    )
+    assert speed.line() == message("cli_generate_figures:steps_beyond_the_last_to")
     speed.merge(speed)
     assert speed.tokens_per_s == 12.5 and speed.first_token_s == 0.5
 

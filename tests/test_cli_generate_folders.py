@@ -13,6 +13,7 @@ from gpubound.cli import sources
 from gpubound.corpus import Tokenizer
 from gpubound.corpus.tokenizer import render
 from gpubound.models import load_hf, save_hf
+from tests.messages import message
 
 from . import by_heart
 
@@ -90,20 +91,19 @@ def test_code_in_a_folder_is_not_run_and_nobody_is_asked(ckpt, run, tmp_path, mo
         "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
     )
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
-    assert refused(run, folder) == (
-        f"{folder}: this model is computed by Python code in its own folder, which was not run; read the code, and if you "
-        "trust it pass --trust-remote-code."
-    )
+    assert refused(run, folder) == message("cli_generate_folders:code_in_a_folder_is_not", folder)
     assert not (tmp_path / "ran").exists()
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))  # which transformers adds that folder to
     code, out, err = run(folder, "--prompt", "the cat", "--trust-remote-code")
-    assert (tmp_path / "ran").exists() and (code, out) == (0, " sat on the mat and slept.\n"), err
+    assert (tmp_path / "ran").exists() and (code, out) == (0, message("cli_generate_folders:code_in_a_folder_is_not.2")), err
 
 
 def test_without_fused_kernels_a_model_of_ours_runs_by_transformers_forward(ckpt, run):
     code, out, err = run(ckpt, "--prompt", "the cat", "--no-fused")
-    assert (code, out) == (0, " sat on the mat and slept.\n") and "its own forward (fused=False was asked for)" in err
+    assert (code, out) == (0, message("cli_generate_folders:without_fused_kernels_a")) and message(
+        "cli_generate_folders:without_fused_kernels_a.2"
+    ).within(err)
 
 
 # --- by name ---
@@ -113,10 +113,7 @@ def test_a_name_on_the_hub_without_a_connection(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert refused(run, "nobody/no-model") == (
-        "nobody/no-model: there is no such folder, the cache of the Hugging Face hub does not hold the model, and the hub "
-        "cannot be reached; give the folder of a downloaded model."
-    )
+    assert refused(run, "nobody/no-model") == message("cli_generate_folders:a_name_on_the_hub_withou")
 
 
 def test_a_name_on_the_hub_is_what_its_cache_holds(ckpt, run, tmp_path, monkeypatch):
@@ -124,7 +121,7 @@ def test_a_name_on_the_hub_is_what_its_cache_holds(ckpt, run, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(ckpt))
     code, out, err = run("owner/cat-model", "--prompt", "the cat")
-    assert (code, out) == (0, " sat on the mat and slept.\n") and err.startswith(f"{ckpt}: ")
+    assert (code, out) == (0, message("cli_generate_folders:a_name_on_the_hub_is_wha")) and err.startswith(f"{ckpt}: ")
     (tmp_path / "owner").mkdir()
     assert refused(run, "owner/cat-model").startswith("owner/cat-model: there is no such folder; wanted")
     assert not sources.is_hub_name("../model") and not sources.is_hub_name("a/b/c") and not sources.is_hub_name("model")
@@ -190,7 +187,7 @@ def test_the_built_in_templates_are_written_as_transformers_writes_them(monkeypa
     theirs = [render(template, messages, prompt, bos_token="^", pad_token="_") for prompt in (True, False)]
     monkeypatch.setattr(sys.modules["gpubound.corpus.tokenizer"], "find_spec", lambda name: None)
     assert [render(template, messages, prompt, bos_token="^", pad_token="_") for prompt in (True, False)] == theirs
-    assert theirs[0] == '^{"role": "user", "content": "<é> & \'x\'"}<é> & \'x\'\n<b>4>_'
+    assert theirs[0] == message("cli_generate_folders:the_built_in_templates_a")
 
 
 def test_of_several_templates_the_default_speaks(chatting, run):

@@ -18,6 +18,7 @@ from gpubound.errors import DataError
 from gpubound.models import load_hf, save_hf
 from gpubound.parallel import copies
 from gpubound.parallel.copies import Copies
+from tests.messages import message
 
 from . import by_heart
 
@@ -48,7 +49,7 @@ def test_two_copies_answer_as_one_and_a_broken_run_is_gone_on_with(ckpt, run, tm
     got = lines(out)
     assert code == 0, err
     assert [one.pop("number") for one in got] == [1, 2, 3, 4, 5] and len({one.pop("run") for one in got}) == 1
-    assert got == wanted and "5 of 5 prompts answered now" in err
+    assert got == wanted and message("cli_generate_gpus:two_copies_answer_as_one").within(err)
 
     file = tmp_path / "answers.jsonl"  # broken off in the third line, the fifth one there
     whole = out.splitlines(keepends=True)
@@ -57,7 +58,7 @@ def test_two_copies_answer_as_one_and_a_broken_run_is_gone_on_with(ckpt, run, tm
     assert (code, out, file.read_text()) == (0, "", "".join(whole)) and "1 of 5" not in err and "2 of 5 prompts" in err
 
     code, _, err = run(*given, "--output", file, "--stop", "mat")
-    assert code == 2 and "line 1 of " in err and "was written by another model or with other settings" in err
+    assert code == 2 and "line 1 of " in err and message("cli_generate_gpus:two_copies_answer_as_one.2").within(err)
 
 
 @pytest.mark.gpu
@@ -67,7 +68,7 @@ def test_copies_on_two_gpus_answer_as_one_on_the_cpu(ckpt, run, tmp_path):
     given = (ckpt, "--file", tmp_path / "prompts.jsonl", "--batch", "2", "--max-new-tokens", "12")
     wanted = json.loads(run(*given, "--json")[1])["sequences"]
     code, out, err = run(*given, "--gpus", "2", device="auto")
-    assert code == 0 and "5 of 5 prompts answered now" in err, err
+    assert code == 0 and message("cli_generate_gpus:copies_on_two_gpus_answe").within(err), err
     assert [(one["number"], one["tokens"], one["text"]) for one in lines(out)] == [
         (number, one["tokens"], one["text"]) for number, one in enumerate(wanted, 1)
     ]
@@ -88,7 +89,7 @@ def test_answers_of_the_model_that_lay_there_before_are_not_gone_on_with(ckpt, r
         model.model.norm.weight.mul_(2)
     save_hf(model, tmp_path / "model")
     code, _, err = run(*given)
-    assert code == 2 and "was written by another model or with other settings" in err
+    assert code == 2 and message("cli_generate_gpus:answers_of_the_model_tha").within(err)
 
 
 def test_an_adapters_base_is_a_part_of_the_model(ckpt, tmp_path):
@@ -114,7 +115,7 @@ def test_a_file_of_somebody_elses_is_not_touched(tmp_path, text):
     file.write_text(text)
     with pytest.raises(ValueError) as error:
         Lines(str(file), PROMPTS, 1, "mark")
-    assert str(error.value) == f"output: line 1 of {file} is no answer of gpubound generate; name another file."
+    assert str(error.value) == message("cli_generate_gpus:a_file_of_somebody_elses", file)
     assert file.read_text() == text
 
 
@@ -124,7 +125,7 @@ def test_one_process_writes_a_file_of_answers(tmp_path):
     first.put(0, [{"prompt": PROMPTS[0]}])
     with pytest.raises(ValueError) as error:
         Lines(str(file), PROMPTS, 1, "mark")
-    assert str(error.value) == f"output: another process writes to {file}; wait until it has ended, or name another file."
+    assert str(error.value) == message("cli_generate_gpus:one_process_writes_a_fil", file)
     first.close()
     again = Lines(str(file), PROMPTS, 1, "mark")
     assert [again.answered(number) for number in (0, 1)] == [True, False]
@@ -151,8 +152,7 @@ def test_a_disk_that_is_full_under_the_answers(ckpt, run, tmp_path, monkeypatch)
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     code, _, err = run(ckpt, "--file", tmp_path / "prompts.txt", "--output", tmp_path / "answers.jsonl")
     assert code == 2 and err.splitlines()[-1] == (
-        f"gpubound generate: {tmp_path / 'answers.jsonl'}: no space is left on its disk; the answers before are in it. "
-        "Free space, then give the same command again."
+        message("cli_generate_gpus:a_disk_that_is_full_unde", tmp_path / "answers.jsonl")
     )
 
 
@@ -194,7 +194,7 @@ def test_prompts_that_nobody_answers_are_named_and_answered_later(ckpt, run, mon
     monkeypatch.setattr(answers, "begin", begin_harmless)
     code, _, err = run(*given)
     there = lines((tmp_path / "answers.jsonl").read_text())
-    assert code == 0 and "1 of 4 prompts answered now" in err
+    assert code == 0 and message("cli_generate_gpus:prompts_that_nobody_answ").within(err)
     assert [(one["number"], one["text"]) for one in there] == [(1, "ONE"), (2, "TWO"), (3, "DEADLY"), (4, "FOUR")]
 
 
@@ -250,13 +250,13 @@ def squares(number, folder, deadly):
 def test_what_a_killed_copy_had_in_hand_goes_to_another(tmp_path, capsys):
     work = Copies(range(5), 2, squares, tmp_path, False, name="piece {}".format)
     assert sorted(work) == [(n, n * n) for n in range(5)] and work.left == []
-    assert "was ended by SIGKILL over piece 3, which goes to another. Copies left: 1." in capsys.readouterr().err
+    assert message("cli_generate_gpus:what_a_killed_copy_had_i").within(capsys.readouterr().err)
 
 
 def test_what_ends_two_copies_is_left_out_and_named(tmp_path, capsys):
     work = Copies(range(5), 3, squares, tmp_path, True)
     assert sorted(work) == [(n, n * n) for n in (0, 1, 2, 4)] and work.left == [3]
-    assert "over 3, as one before it; that is left out. Copies left: 1." in capsys.readouterr().err
+    assert message("cli_generate_gpus:what_ends_two_copies_is").within(capsys.readouterr().err)
 
 
 def test_an_error_of_a_copy_is_ours(tmp_path):
@@ -289,7 +289,7 @@ def test_what_a_copy_that_hangs_had_in_hand_goes_to_another(tmp_path, monkeypatc
             now[0] = 121.0
     assert done == {n: n * n for n in range(5)}
     told = capsys.readouterr().err
-    assert " gave no sign of life for 2 minutes and was ended over piece 3, which goes to another. Copies left: 1." in told
+    assert message("cli_generate_gpus:what_a_copy_that_hangs_h").within(told)
 
 
 def test_a_sign_of_life_is_one_however_long_the_piece(monkeypatch):

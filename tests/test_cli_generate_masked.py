@@ -9,6 +9,7 @@ from gpubound.cli import main
 from gpubound.corpus import Tokenizer
 from gpubound.decode import MaskedSampler
 from gpubound.models import Decoder, DecoderConfig, save_hf
+from tests.messages import message
 
 from .train.runs import build_corpus, recipe, train
 
@@ -42,7 +43,7 @@ def test_it_writes_what_the_sampler_does(trained, command):
     options = ["--prompt", "import", "--prompt", "def", "--max-new-tokens", "8", "--block", "4", "--steps", "4"]
     drawn = [*options, "--temperature", "1.5", "--seed", "3", "--n", "2", "--guidance", "0.5", "--ignore-eos"]
     code, out, err = command(folder / "hf", *drawn, "--json")
-    assert code == 0 and "94.5k parameters, float32 on CPU (1 threads), fills masks, ready in" in err
+    assert code == 0 and message("cli_generate_masked:it_writes_what_the_sampl").within(err)
     told = json.loads(out)
     sampler = MaskedSampler(run.model.eval(), run.tokenizer, ends=[])
     want = sampler.generate(["import", "def"], 8, block=4, steps=4, temperature=1.5, seed=3, n=2, guidance=0.5)
@@ -58,7 +59,7 @@ def test_by_itself_it_takes_blocks_of_32(trained, command):
     _, out, _ = command(trained[0], "--prompt", "import", "--steps", "8", "--json", "--ignore-eos")
     assert len(json.loads(out)["sequences"][0]["tokens"]) == 128 and json.loads(out)["steps"] == 8
     code, _, err = command(trained[0], "--prompt", "import", "--steps", "3")
-    assert code == 2 and "steps: got 3, wanted 4 to 128: at least one for each block of 32 tokens" in err
+    assert code == 2 and message("cli_generate_masked:by_itself_it_takes_block").within(err)
 
 
 def test_options_of_the_other_kind_are_refused(trained, command, tmp_path):
@@ -67,10 +68,8 @@ def test_options_of_the_other_kind_are_refused(trained, command, tmp_path):
         code, _, err = command(hf, "--prompt", "a", *option)
         name = option[0].removeprefix("--").removeprefix("no-")
         assert code == 2
-        assert err.splitlines()[-1] == (
-            f"gpubound generate: {name}: {hf} is a masked diffusion model, for which it has no effect; leave it out."
-        )
+        assert err.splitlines()[-1] == message("cli_generate_masked:options_of_the_other_kin", name, hf)
     torch.manual_seed(0)
     causal = save_hf(Decoder(DecoderConfig(16, 32, 1, 2, 1, 320)), tmp_path / "causal", Tokenizer.load(hf))
     code, _, err = command(causal, "--prompt", "a", "--guidance", "1")
-    assert code == 2 and f"guidance: {causal} is a causal model, for which it has no effect; leave it out." in err
+    assert code == 2 and message("cli_generate_masked:options_of_the_other_kin.2", causal).within(err)

@@ -20,6 +20,7 @@ from gpubound.parallel.failing import Failure, failure_from
 from gpubound.parallel.launch import End
 from gpubound.train.loop import Stop
 from gpubound.train.recipe import Recipe
+from tests.messages import message
 from tests.parallel import agent
 from tests.parallel.processes import on_ranks, started
 
@@ -74,7 +75,7 @@ def test_what_cannot_be_started_is_refused(options, device, variables, sentence,
 def test_more_gpus_than_the_machine_has_are_refused_and_processes_on_the_cpu_are_not(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(RuntimeError, match=r"^gpus: got 2, and this machine has 0 \(.*hides every GPU\); give at most"):
+    with pytest.raises(RuntimeError, check=message("cli_many:more_gpus_than_the_machi")):
         Many(gpus=2).starts("auto")
     assert Many(gpus=2).starts("cpu") and not Many().starts("cpu")
 
@@ -94,19 +95,12 @@ def test_the_processes_are_started_with_the_same_command_line_and_the_end_is_sai
     typed_in = ["train", str(config), "--gpus", "2", "--restarts", "3"]
     assert [cli.main(typed_in) for _ in range(5)] == [1, 2, 1, 130, 0]
     assert started[0] == ([sys.executable, "-m", "gpubound", *typed_in], 2, tmp_path / "run" / "ranks", 3)
-    assert capsys.readouterr().err == (
-        f"gpubound train: rank 1 (process 7) was killed by SIGKILL. More in {tmp_path}/rank-1.log.\n"
-        f"go on with: gpubound {' '.join(typed_in)} --resume\n"
-        f"gpubound train: data: there is none.\n"
-        f"gpubound: interrupted\n"
-    )
+    assert capsys.readouterr().err == message("cli_many:the_processes_are_starte", tmp_path, " ".join(typed_in))
 
 
 def test_variants_are_trained_on_one_gpu(config, capsys):
     assert cli.main(["train", str(config), "--gpus", "2", "--compare", "lr=1e-3,lr=3e-3"]) == 2
-    assert capsys.readouterr().err == (
-        "gpubound train: gpus: got --compare, too, which trains one variant after another on one GPU; leave one of them out.\n"
-    )
+    assert capsys.readouterr().err == message("cli_many:variants_are_trained_on")
 
 
 def test_a_process_that_stands_in_for_a_lost_one_goes_on_from_what_is_saved(monkeypatch):
@@ -219,7 +213,7 @@ def test_under_somebody_elses_torchrun_one_rank_speaks(tmp_path):
     said = [(tmp_path / f"stderr-{rank}").read_text() for rank in range(3)]
     assert sorted(map(len, said))[:2] == [0, 0]
     assert "".join(said).removeprefix("gpubound train: ").removeprefix("rank 1: ").removeprefix("rank 2: ") == (
-        "rows: they are damaged; restore them.\n"
+        message("cli_many:under_somebody_elses_tor")
     )
 
 
@@ -258,8 +252,8 @@ def test_ctrl_c_on_the_whole_command_saves_the_run_and_says_how_to_go_on(config,
     assert cli.main(options) == 0
     keyboard.join()
     said = capfd.readouterr().err
-    assert "steps on 2 ranks" in said and "stopped by SIGINT, checkpoint of step " in said
-    assert f"go on with: gpubound {' '.join(options)} --resume\n" in said
+    assert "steps on 2 ranks" in said and message("cli_many:ctrl_c_on_the_whole_comm").within(said)
+    assert message("cli_many:ctrl_c_on_the_whole_comm.2", " ".join(options)).within(said)
     assert list((tmp_path / "run" / "checkpoints").glob("step-*")) and not (tmp_path / "run" / "ranks").exists()
 
 
@@ -273,4 +267,4 @@ def test_waits_that_nobody_measured_are_said(noted, said):
         ranks=SimpleNamespace(alone=False, world=2),
     )  # fmt: skip
     verdict = judge(run, SimpleNamespace(steps=lambda: steps), SimpleNamespace(asked=None)).verdict  # type: ignore[arg-type]
-    assert ("how long ranks waited for each other was not measured" in verdict) is said
+    assert (message("cli_many:waits_that_nobody_measur").within(verdict)) is said

@@ -8,6 +8,7 @@ import pytest
 
 from gpubound.cli import main
 from gpubound.monitor import RunTape
+from tests.messages import message
 
 
 def a_run(path, name, loss):
@@ -52,9 +53,7 @@ def test_a_figure_that_is_not_finite_is_null(tmp_path, capsys):
 
 def test_what_is_no_run(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == (
-        f"gpubound report: {tmp_path} is not a run: it has no run.json; give the folder that train or demo wrote.\n"
-    )
+    assert capsys.readouterr().err == message("cli_report:what_is_no_run", tmp_path)
 
 
 def test_a_page_replaces_no_file_that_is_none(tmp_path, capsys):

@@ -21,6 +21,7 @@ from gpubound.models.llama import training as llama
 from gpubound.models.llama.training import PRESETS
 from gpubound.models.registry import presets as every_preset
 from gpubound.train.checkpoint import Checkpoints
+from tests.messages import message
 
 from . import forked, tiny_recipe
 from .processes import plain_environment
@@ -43,7 +44,7 @@ def test_from_a_file_to_a_report(config, tmp_path, capsys):
     assert "doctor: STEP " in said.err and said.err.count("\ndoctor: without prices: the CPU computes the steps itself") == 1
     assert answer["doctor"]["step_ms"] > 0 and answer["doctor"]["findings"] == [] and about["doctor"].startswith("STEP ")
     assert about["doctor"].splitlines()[0] in (out / "report.html").read_text()
-    assert f"run: 94.5k parameters, 6 steps of 128 tokens\n{about['mfu']}\n" in said.err
+    assert message("cli_train:from_a_file_to_a_report", about["mfu"]).within(said.err)
     formula, size = re.fullmatch(
         r"share of the matrix rate = tokens/s · \(6 · 94.2k parameters in products \+ 6 · 2 layers · 64 wide · 32 tokens\) / "
         r"([\d.]+)([GT])FLOP/s \(fp32, measured on this machine\)", about["mfu"],
@@ -62,10 +63,7 @@ def test_options_override_the_file_and_a_run_is_not_begun_twice(config, tmp_path
     assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["lr"] == 1e-4
     capsys.readouterr()
     assert main(["train", str(config), "--steps", "2"]) == 2
-    assert capsys.readouterr().err == (
-        f"gpubound train: {tmp_path / 'run' / 'checkpoints'} already holds step 2 of a run; "
-        f"pass --resume to go on with it, or another --out to begin anew.\n"
-    )
+    assert capsys.readouterr().err == message("cli_train:options_override_the_fil", tmp_path / "run" / "checkpoints")
 
 
 def test_a_run_that_lies_beside_its_config_is_not_begun_anew_elsewhere(config, tmp_path, monkeypatch, capsys):
@@ -76,10 +74,7 @@ def test_a_run_that_lies_beside_its_config_is_not_begun_anew_elsewhere(config, t
     monkeypatch.chdir(tmp_path / "other")
     capsys.readouterr()
     assert main(["train", "../config.yaml", "--steps", "3", "--resume"]) == 2
-    assert capsys.readouterr().err == (
-        "gpubound train: resume: out: run holds no checkpoint here, and ../run does, where ../config.yaml lies; start this in "
-        ".., or give --out ../run.\n"
-    )
+    assert capsys.readouterr().err == message("cli_train:a_run_that_lies_beside_i")
     assert not list(Path.cwd().iterdir())
     assert main(["train", "../config.yaml", "--steps", "3", "--resume", "--out", "../run"]) == 0
 
@@ -115,14 +110,12 @@ def test_list(capsys):
     assert main(["train", "--list"]) == 0
     assert capsys.readouterr().out == presets() + "\n"
     assert presets().splitlines()[:4] == [
-        "preset  hidden  intermediate  layers  heads  kv heads  vocabulary  tied",
-        "tiny        64           128       2      4         2         256  yes",
-        "10m        256           768      10      4         2        8192  yes",
-        "135m       576          1536      30      9         3       49152  yes",
+        message("cli_train:list"),
+        message("cli_train:list.2"),
+        message("cli_train:list.3"),
+        message("cli_train:list.4"),
     ]
-    assert presets().splitlines()[-1] == (
-        "10m-tiny and so on: what sets the preset apart, two layers deep and 16 wide a head, to try a recipe"
-    )
+    assert presets().splitlines()[-1] == message("cli_train:list.5")
 
 
 def test_help_has_an_example(capsys):
@@ -186,13 +179,8 @@ def test_files_that_are_no_config(tmp_path, capsys):
         "twice.yaml cannot be read as YAML: 'steps' stands twice, in lines 1 and 5; leave one of them out; "
         "see gpubound train --help."
     )
-    assert first == (
-        f"gpubound train: config: {tmp_path / 'list.yaml'} holds a list, wanted keys and values such as 'steps: 2000'."
-    )
-    assert second == (
-        f"gpubound train: {tmp_path / 'none.yaml'}: cannot be read: No such file or directory; check the path, its permissions "
-        f"and its disk."
-    )
+    assert first == message("cli_train:files_that_are_no_config", tmp_path / "list.yaml")
+    assert second == message("cli_train:files_that_are_no_config.2", tmp_path / "none.yaml")
     assert third.startswith(f"gpubound train: config: {tmp_path / 'broken.yaml'} cannot be read as YAML: while parsing")
 
 
@@ -201,10 +189,7 @@ def test_files_that_are_no_config(tmp_path, capsys):
 def test_a_file_without_keys(tmp_path, capsys, command, text):
     (tmp_path / "c.yaml").write_text(text)
     assert main([command, str(tmp_path / "c.yaml")]) == 2
-    assert capsys.readouterr().err == (
-        f"gpubound {command}: config: {tmp_path / 'c.yaml'} holds no keys, wanted some such as 'steps: 2000'; "
-        f"leave it out to take the defaults.\n"
-    )
+    assert capsys.readouterr().err == message("cli_train:a_file_without_keys", command, tmp_path / "c.yaml")
 
 
 def test_a_home_folder_in_a_config_file(tmp_path, monkeypatch):
@@ -229,10 +214,7 @@ def test_numbers_that_yaml_counts_otherwise_than_they_look(tmp_path, text, sente
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ValueError) as error:
         from_file(str(tmp_path / "c.yaml"))
-    assert str(error.value) == (
-        f"config: {tmp_path / 'c.yaml'} cannot be read as YAML: {sentence}; write the number in tens, or a text in quotes; "
-        f"see gpubound train --help."
-    )
+    assert str(error.value) == message("cli_train:numbers_that_yaml_counts", tmp_path / "c.yaml", sentence)
     (tmp_path / "c.yaml").write_text("steps: 1_000\nseed: 00\nvocabulary: 0x200\nout: '010'\nfinal: 0.05\n")
     options = from_file(str(tmp_path / "c.yaml"))
     assert (options.steps, options.seed, options.vocabulary, options.out, options.final) == (1000, 0, 512, "010", 0.05)
@@ -293,16 +275,13 @@ def test_export_into_what_a_run_needs_is_refused(config, tmp_path, capsys, mark,
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / mark).touch()
     assert main(["train", str(config), "--export", str(tmp_path / "there")]) == 2
-    assert capsys.readouterr().err == (
-        f"gpubound train: export: {tmp_path / 'there'} holds {what}, some of whose files it would replace; give another "
-        f"folder.\n"
-    )
+    assert capsys.readouterr().err == message("cli_train:export_into_what_a_run_n", tmp_path / "there", what)
 
 
 def test_export_onto_a_file_is_refused_before_training(config, tmp_path, capsys):
     for folder in (config, config / "model"):
         assert main(["train", str(config), "--export", str(folder)]) == 2
-        assert capsys.readouterr().err == f"gpubound train: export: {config} is a file; give a folder.\n"
+        assert capsys.readouterr().err == message("cli_train:export_onto_a_file_is_re", config)
     assert not (tmp_path / "run").exists()
 
 
@@ -366,7 +345,9 @@ def test_signals_save_and_say_how_to_go_on(config, tmp_path):
             said = heard.read()
         assert child.wait() == 0, said
         found = Checkpoints(out / "checkpoints").latest()
-        assert f"stopped by {signal.Signals(number).name}, checkpoint of step {found.step} in {out / 'checkpoints'}" in said
+        assert message(
+            "cli_train:signals_save_and_say_how", signal.Signals(number).name, found.step, out / "checkpoints"
+        ).within(said)
         assert f"go on with: {shlex.join(['gpubound', *command[3:], '--resume'])}\n" in said
         assert (out / "report.html").exists() and lines(out) == found.step > before
         stopped.append(found.step)
@@ -401,11 +382,9 @@ def test_torchrun_trains_one_run_whose_first_rank_speaks(corpus, config, tmp_pat
 def test_what_several_processes_cannot_do_is_refused(config, capsys, monkeypatch):
     monkeypatch.setattr("gpubound.cli.demo.launched", lambda: True)
     assert main(["demo", "--device", "cpu"]) == 2
-    assert capsys.readouterr().err == (
-        "gpubound demo: demo: torchrun started several of it, and it shows one GPU; start it without torchrun.\n"
-    )
+    assert capsys.readouterr().err == message("cli_train:what_several_processes_c")
     assert main(["train", str(config), "--parallel", "tensor"]) == 2
-    assert capsys.readouterr().err == "gpubound train: recipe: parallel must be one of auto, ddp, fsdp, got 'tensor'.\n"
+    assert capsys.readouterr().err == message("cli_train:what_several_processes_c.2")
 
 
 def test_a_run_that_diverged_says_so_and_fails(config, tmp_path, capsys):

@@ -7,6 +7,7 @@ import pytest
 
 from gpubound.cli import main
 from gpubound.monitor import live
+from tests.messages import message
 
 from . import tiny_recipe
 
@@ -56,10 +57,13 @@ def test_what_is_done_is_not_trained_again(config, tmp_path, capsys, monkeypatch
     assert not said.out and said.err.splitlines()[-1].endswith("--compare lr=3e-3,lr=1e-4 --resume")
     first = tmp_path / "run" / "lr=3e-3" / "seed-0"
     before = (first / "run.json").read_text()
-    assert main(command) == 2 and "already holds a run; pass --resume" in capsys.readouterr().err
+    assert main(command) == 2 and message("cli_train_compare:what_is_done_is_not_trai").within(capsys.readouterr().err)
     assert main([*command, "--resume"]) == 0
     said = capsys.readouterr()
-    assert "one seed, which shows no spread" in said.out and "lr=3e-3 seed 0: trained before" in said.err
+    assert (
+        message("cli_train_compare:what_is_done_is_not_trai.2").within(said.out)
+        and "lr=3e-3 seed 0: trained before" in said.err
+    )
     assert (first / "run.json").read_text() == before
     assert len(losses(tmp_path / "run" / "lr=1e-4" / "seed-0")) == 6
     assert main([*command, "--resume", "--seed", "7"]) == 0, "another seed has runs of its own"
@@ -89,7 +93,7 @@ def test_a_run_that_diverged_is_left_out_and_fails_the_command(config, tmp_path,
     config.write_text(config.read_text() + "compare: {sound: {}, wild: {lr: 1e30, clip: 1e30}}\n")
     assert main(["train", str(config)]) == 1
     said = capsys.readouterr().out
-    assert "wild: 1 of 1 runs failed" in said and "cannot be compared" in said
+    assert message("cli_train_compare:a_run_that_diverged_is_l").within(said) and "cannot be compared" in said
 
 
 @pytest.mark.parametrize(
@@ -134,4 +138,7 @@ def test_what_is_refused(config, capsys, options, sentence):
 
 def test_parts_that_do_not_go_together_are_refused_before_training(config, tmp_path, capsys):
     assert main(["train", str(config), "--model", "diffusion-tiny", "--compare", "softmax,rg_lru"]) == 2
-    assert "rg_lru reads a text in one direction" in capsys.readouterr().err and not (tmp_path / "run" / "corpus").exists()
+    assert (
+        message("cli_train_compare:parts_that_do_not_go_tog").within(capsys.readouterr().err)
+        and not (tmp_path / "run" / "corpus").exists()
+    )

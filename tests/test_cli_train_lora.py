@@ -12,6 +12,7 @@ import yaml
 from gpubound import device as facts
 from gpubound.cli import main
 from gpubound.cli.train import from_file
+from tests.messages import message
 
 from . import forked
 from .processes import plain_environment
@@ -135,13 +136,13 @@ def test_a_phase_has_no_adapters_of_its_own(config):
     config.write_text(config.read_text() + "phases: [{name: a, lora: {rank: 2}}]\n")
     with pytest.raises(ValueError) as error:
         from_file(str(config))
-    assert str(error.value) == f"{config}: recipe: phase a: 'lora' is the whole run's, not a phase's."
+    assert str(error.value) == message("cli_train_lora:a_phase_has_no_adapters", config)
 
 
 def test_the_base_is_not_written_over(config, base, capsys):
     assert main(["train", str(config), "--export", f"{base}/../hf", "--merge"]) == 2
     said = capsys.readouterr().err
-    assert said == f"gpubound train: export: {base}/../hf holds the model that the run begins with; give another folder.\n"
+    assert said == message("cli_train_lora:the_base_is_not_written", base)
 
 
 @pytest.mark.parametrize(
@@ -156,16 +157,12 @@ def test_adapters_and_whole_models_are_not_mixed(config, tmp_path, capsys, there
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / there).touch()
     assert main(["train", str(config), "--export", str(tmp_path / "there"), *options]) == 2
-    assert capsys.readouterr().err == (
-        f"gpubound train: export: {tmp_path / 'there'} {sentence}; give another folder, or remove that one.\n"
-    )
+    assert capsys.readouterr().err == message("cli_train_lora:adapters_and_whole_model", tmp_path / "there", sentence)
 
 
 def test_merge_needs_an_export(config, capsys):
     assert main(["train", str(config), "--merge"]) == 2
-    assert capsys.readouterr().err == (
-        "gpubound train: merge: it says what --export writes of a run with lora; give both, or leave it out.\n"
-    )
+    assert capsys.readouterr().err == message("cli_train_lora:merge_needs_an_export")
 
 
 def test_the_example_runs(base, tmp_path, monkeypatch, capsys):
@@ -179,5 +176,5 @@ def test_the_example_runs(base, tmp_path, monkeypatch, capsys):
     assert {p.name for p in (tmp_path / "run" / "hf").iterdir()} == {
         "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json", "gpubound.json",
     }  # fmt: skip
-    assert "run: 127k parameters, 32.8k of them trained, 6 steps of 128 tokens\n" in said.err
-    assert "(6 · 32.8k parameters of adapters + 4 · 94.2k frozen parameters in products + " in said.err
+    assert message("cli_train_lora:the_example_runs").within(said.err)
+    assert message("cli_train_lora:the_example_runs.2").within(said.err)

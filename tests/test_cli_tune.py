@@ -13,6 +13,7 @@ from gpubound.kernels import plans
 from gpubound.kernels.plans import Job, searched
 from gpubound.kernels.plans.kinds import RowPlan, TilePlan
 from gpubound.models.llama.decoder import PRESETS
+from tests.messages import message
 
 CPU = torch.device("cpu")
 H200 = Chip(90, 232_448, 132, "NVIDIA H200")
@@ -121,8 +122,8 @@ def test_the_fastest_right_plan_wins(monkeypatch, capsys):
     slow, fast, broken = RowPlan(2, 0, 1), RowPlan(4, 0, 1), RowPlan(1, 0, 2)
     today, found = search(monkeypatch, {slow: 10e-6, fast: 5e-6, broken: 1e-6}, wrong=(broken,))
     assert today == slow and found.plan == fast and found.won and found.tried == 3
-    assert found.line() == "rms_norm forward 64x0: 3 plans, 10.0 -> 5.0 us, 2.00 times as fast: (4, 0, 1, 1, '')"
-    assert "tune: rms_norm (8, 0, 1, 1, '') cannot run: RuntimeError" in capsys.readouterr().err
+    assert found.line() == message("cli_tune:the_fastest_right_plan_w")
+    assert message("cli_tune:the_fastest_right_plan_w.2").within(capsys.readouterr().err)
     assert not plans.TRIED
 
 
@@ -166,7 +167,7 @@ def test_a_damaged_file_is_told_and_left(text, home, capsys):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     assert searched.rows_in(path) == []
-    assert "is not readable as launch plans" in capsys.readouterr().err
+    assert message("cli_tune:a_damaged_file_is_told_a").within(capsys.readouterr().err)
 
 
 def test_where_nothing_can_be_kept_nothing_is_searched(tmp_path, capsys, monkeypatch):
@@ -177,12 +178,12 @@ def test_where_nothing_can_be_kept_nothing_is_searched(tmp_path, capsys, monkeyp
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert cli.main(["tune", str(tmp_path / "model")]) == 2
-    assert f"{tmp_path / 'file' / 'gpubound'}: cannot be written: Not a directory" in capsys.readouterr().err
+    assert message("cli_tune:where_nothing_can_be_kep", tmp_path / "file" / "gpubound").within(capsys.readouterr().err)
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it gives where there is no home
     assert plans.plan_for(Job("gated", "forward", (64,), 2, H200)) == TilePlan(512, 2), "the library's own"
     assert cli.main(["tune", str(tmp_path / "model")]) == 2
-    assert "cannot be kept: there is no home folder; set HOME or XDG_CACHE_HOME." in capsys.readouterr().err
+    assert message("cli_tune:where_nothing_can_be_kep.2").within(capsys.readouterr().err)
 
 
 def test_without_a_gpu_the_command_says_so(tmp_path, capsys, monkeypatch):
@@ -190,9 +191,7 @@ def test_without_a_gpu_the_command_says_so(tmp_path, capsys, monkeypatch):
     models.save_hf(models.Decoder(PRESETS["tiny"]), tmp_path / "model")
     monkeypatch.setattr(tune, "resolve", lambda spec: CPU)
     assert cli.main(["tune", str(tmp_path / "model")]) == 3
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        "gpubound tune: plans are searched by the clock of a GPU, and there is none here; run this on the machine to tune."
-    )
+    assert capsys.readouterr().err.splitlines()[-1] == message("cli_tune:without_a_gpu_the_comman")
 
 
 def test_what_the_command_prints_and_keeps(tmp_path, capsys, monkeypatch):
@@ -208,9 +207,9 @@ def test_what_the_command_prints_and_keeps(tmp_path, capsys, monkeypatch):
     assert cli.main(["tune", str(tmp_path / "model")]) == 0
     path = searched.file_of(H200.name)
     assert capsys.readouterr().out.splitlines() == [
-        "gated forward 128: 9 plans, 12.0 -> 10.0 us, 1.20 times as fast: (1024, 4, '')",
-        "gated backward 128: 9 plans, 12.0 -> 12.0 us, stays as it is",
-        f"1 of 2 searches on NVIDIA H200 won; kept in {path}",
+        message("cli_tune:what_the_command_prints"),
+        message("cli_tune:what_the_command_prints.2"),
+        message("cli_tune:what_the_command_prints.3", path),
     ]
     assert searched.rows_in(path)[0]["plan"] == [1024, 4, ""]
 
@@ -223,4 +222,6 @@ def test_env_lists_them(capsys, monkeypatch):
     monkeypatch.setattr(env, "_ceilings_table", lambda figures: "")
     monkeypatch.setattr(env.measure, "ceilings", lambda device, refresh: type("None_", (), {"as_dict": lambda self: {}})())
     assert cli.main(["env"]) == 0
-    assert "tuned plans" in (said := capsys.readouterr().out) and "NVIDIA H200: 2 (gated 2), kept in" in " ".join(said.split())
+    assert "tuned plans" in (said := capsys.readouterr().out) and message("cli_tune:env_lists_them").within(
+        " ".join(said.split())
+    )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import gpubound as gb
+from tests.messages import message
 
 from .kernels.apart import apart
 
@@ -68,7 +69,7 @@ def test_dir_shows_what_can_be_taken():
 def test_an_unknown_name():
     with pytest.raises(AttributeError) as error:
         gb.plaice  # noqa: B018
-    assert str(error.value) == "module 'gpubound' has no attribute 'plaice'"
+    assert str(error.value) == message("exports:an_unknown_name")
 
 
 def test_the_plugin_and_the_package_import_neither_torch_nor_triton():

@@ -15,6 +15,7 @@ from gpubound import trace
 from gpubound.errors import DataError
 from gpubound.files import LOCK, beside, locked, read_json, reading, regular, write_whole, writing
 from gpubound.models import PRESETS, Decoder, load_hf, save_hf
+from tests.messages import message
 
 
 def refused(call, *arguments, kind=DataError):
@@ -30,12 +31,12 @@ def test_only_regular_files_are_opened(tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX) as server:
         monkeypatch.chdir(tmp_path)
         server.bind("plug")  # the whole path may be longer than the 108 bytes of a socket's name
-        assert refused(regular, plug) == f"{plug}: is a socket, wanted a regular file."
-    assert refused(regular, pipe) == f"{pipe}: is a named pipe, wanted a regular file."
-    assert refused(read_json, pipe) == f"{pipe}: is a named pipe, wanted a regular file."  # and not a hang
-    assert refused(regular, folder) == f"{folder}: is a folder, wanted a regular file."
+        assert refused(regular, plug) == message("files:only_regular_files_are_o", plug)
+    assert refused(regular, pipe) == message("files:only_regular_files_are_o.2", pipe)
+    assert refused(read_json, pipe) == message("files:only_regular_files_are_o.3", pipe)  # and not a hang
+    assert refused(regular, folder) == message("files:only_regular_files_are_o.4", folder)
     assert "/dev/null: is a device" in refused(read_json, type(tmp_path)("/dev/null"))
-    assert refused(regular, missing) == f"{missing}: cannot be read: No such file or directory; check the path."
+    assert refused(regular, missing) == message("files:only_regular_files_are_o.5", missing)
     assert "cannot be read" in refused(regular, tmp_path / "a\0b")
     (tmp_path / "link").symlink_to(missing)
     assert "cannot be read" in refused(regular, tmp_path / "link")
@@ -65,9 +66,7 @@ def test_a_listing_names_only_files_beside_it(tmp_path):
     listing = tmp_path / "corpus.json"
     assert beside(listing, "a.gbt") == tmp_path / "a.gbt" and beside(listing, "..a") == tmp_path / "..a"
     for name in ("../a", "/etc/passwd", "b/a", "..", ".", "", "a/", "a\0b", 3, None, ["a"]):
-        assert refused(beside, listing, name) == (
-            f"{listing}: names the file {name!r}, wanted the name of a file in the same folder."
-        )
+        assert refused(beside, listing, name) == message("files:a_listing_names_only_fil", listing, repr(name))
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
@@ -88,7 +87,7 @@ def test_what_the_system_says_gets_the_files_name(tmp_path):
     path = tmp_path / "shard"
     assert refused(fail, reading, path, errno.EIO).startswith(f"{path}: cannot be read: Input/output error; ")
     assert refused(fail, writing, path, errno.EFBIG).startswith(f"{path}: cannot be written: File too large; ")
-    with pytest.raises(OSError, match=f"No space left on device: '{path}'") as error:
+    with pytest.raises(OSError, check=message("files:what_the_system_says_get", path)) as error:
         fail(writing, path, errno.ENOSPC)
     assert error.value.errno == errno.ENOSPC  # by which commands know a full disk
 
@@ -98,9 +97,9 @@ def test_where_nothing_can_be_written_the_reason_is_told(tmp_path):
     (tmp_path / "file").touch()
     long, below = tmp_path / ("n" * 255), tmp_path / "file" / "run"
     cure = "check its permissions, its disk and its quota."
-    assert refused(write_whole, long, "") == f"{long}: cannot be written: File name too long; {cure}"
-    assert refused(save_hf, Decoder(PRESETS["tiny"]), below) == f"{below}: cannot be written: Not a directory; {cure}"
-    with pytest.raises(DataError, match=f"{below}: cannot be written: Not a directory; "), locked(below):
+    assert refused(write_whole, long, "") == message("files:where_nothing_can_be_wri", long, cure)
+    assert refused(save_hf, Decoder(PRESETS["tiny"]), below) == message("files:where_nothing_can_be_wri.2", below, cure)
+    with pytest.raises(DataError, check=message("files:where_nothing_can_be_wri.3", below)), locked(below):
         pass
 
 
@@ -164,7 +163,7 @@ def test_another_process_has_it_until_it_is_killed(tmp_path, about, described):
     with hold(tmp_path, about) as child:
         with pytest.raises(ValueError) as error, locked(tmp_path):
             pass
-        assert str(error.value) == f"{tmp_path} is in use by {described}; wait until it has ended, or give another --out."
+        assert str(error.value) == message("files:another_process_has_it_u", tmp_path, described)
         child.kill()
         child.wait()
         with locked(tmp_path):  # what kill -9 left behind strands nobody
@@ -218,7 +217,4 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(trace, "_said", set())
     with locked(tmp_path):
         pass
-    assert capsys.readouterr().err == (
-        f"gpubound: {tmp_path}: its file system has no locks ({os.strerror(errno.ENOLCK)}); "
-        f"make sure that no other process trains there.\n"
-    )
+    assert capsys.readouterr().err == message("files:a_file_system_without_lo", tmp_path, os.strerror(errno.ENOLCK))

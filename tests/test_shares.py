@@ -11,6 +11,7 @@ from gpubound.cli.speed import Speed
 from gpubound.decode.result import Generated, Generation
 from gpubound.parallel import ALONE
 from gpubound.train.work import TokenWork
+from tests.messages import message
 
 
 @pytest.fixture
@@ -37,19 +38,19 @@ def speed(bytes_read: int) -> Speed:
 def test_a_roofline_that_is_passed_is_measured_again(limits):
     limits.again = 4e9
     generation = speed(4_000_000_000)  # in two seconds
-    assert ", 50.0% of the roofline (400MB a step / 4GB/s read here), " in generation.line()
+    assert message("shares:a_roofline_that_is_passe").within(generation.line())
     assert limits.asked == [(2e9, "read_bytes_per_s", torch.device("cpu"))]
     assert generation.as_dict()["roofline"] == 0.5 and generation.as_dict()["read_bytes_per_s"] == 4e9
 
 
 def test_a_model_that_no_roofline_holds(limits):
     generation = speed(4_000_000_000)
-    assert ", faster than the roofline (400MB a step / 1GB/s read here), " in generation.line()
+    assert message("shares:a_model_that_no_roofline").within(generation.line())
     assert generation.as_dict()["roofline"] is None
 
 
 def test_within_the_roofline_nothing_is_measured(limits):
-    assert ", 50.0% of the roofline " in speed(1_000_000_000).line() and limits.asked == []
+    assert message("shares:within_the_roofline_noth").within(speed(1_000_000_000).line()) and limits.asked == []
 
 
 def test_a_matrix_rate_that_is_passed_ends_the_shares_of_a_run(limits, capsys, monkeypatch):
@@ -63,4 +64,4 @@ def test_a_matrix_rate_that_is_passed_ends_the_shares_of_a_run(limits, capsys, m
     assert "mfu" not in scale.fill({"tokens_per_s": 200.0})
     assert limits.asked == [(1.2e9, "fp32_flops_per_s", torch.device("cpu"))]
     assert "mfu" not in scale.fill({"tokens_per_s": 100.0}) and len(limits.asked) == 1
-    assert "this run passes the rate that was measured" in capsys.readouterr().err
+    assert message("shares:a_matrix_rate_that_is_pa").within(capsys.readouterr().err)

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from gpubound.single import Turn, Uncopied
+from tests.messages import message
 
 
 def test_one_caller_at_a_time_in_whatever_thread():
@@ -45,7 +46,7 @@ def test_no_copy_is_made(make):
     class Step(Uncopied):
         INSTEAD = "copy the model"
 
-    with pytest.raises(TypeError, match=r"Step: .* neither copied nor pickled; copy the model"):
+    with pytest.raises(TypeError, check=message("single:no_copy_is_made")):
         make(Step())
 
 

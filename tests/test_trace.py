@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from gpubound import trace
+from tests.messages import message
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def say():
 def test_by_default_it_is_printed_once(capsys):
     say()
     say()
-    assert capsys.readouterr().err == "gpubound: 100 % resident\ngpubound: fallback: rms_norm: no Triton\n"
+    assert capsys.readouterr().err == message("trace:by_default_it_is_printed")
     assert trace.fallbacks["rms_norm", "no Triton"] == 2
 
 
@@ -52,14 +53,14 @@ def test_a_handler_of_the_user_gets_it_instead(handler, logger, capsys):
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     say()
-    assert handler.text() == "INFO gpubound 100 % resident\nWARNING gpubound fallback: rms_norm: no Triton\n"
+    assert handler.text() == message("trace:a_handler_of_the_user_ge")
     assert capsys.readouterr().err == "" and not trace.prints()
 
 
 def test_logging_s_own_default_level_shows_warnings(handler, capsys):
     logging.root.addHandler(handler)
     say()
-    assert handler.text() == "WARNING gpubound fallback: rms_norm: no Triton\n" and capsys.readouterr().err == ""
+    assert handler.text() == message("trace:logging_s_own_default_le") and capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("level", "shown"), [(logging.WARNING, ["fallback: rms_norm: no Triton"]), (logging.ERROR, [])])
@@ -101,11 +102,11 @@ def test_a_progress_line_is_a_message_too(handler, capsys):
             report.show(1_000, "1 text")
 
     work()
-    assert capsys.readouterr().err == "gpubound: reading: 1.0 kB of 2.0 kB (50 %), 1 text\n"
+    assert capsys.readouterr().err == message("trace:a_progress_line_is_a_mes")
     trace.logger.addHandler(handler)
     trace.logger.setLevel(logging.INFO)
     work()
-    assert handler.text() == "INFO gpubound reading: 1.0 kB of 2.0 kB (50 %), 1 text\n"
+    assert handler.text() == message("trace:a_progress_line_is_a_mes.2")
     trace.logger.setLevel(logging.WARNING)
     work()
     assert capsys.readouterr().err == "" and handler.text().count("reading") == 1

@@ -12,6 +12,7 @@ from gpubound.corpus import Corpus, batches as serve, train_tokenizer
 from gpubound.errors import FallbackError, GraphError
 from gpubound.feed import feed
 from gpubound.graph import capture
+from tests.messages import message
 
 from ..feed.conftest import Counts
 from .conftest import TEXTS, Bytes
@@ -124,7 +125,7 @@ def test_a_loop_over_an_epoch_is_as_long_on_every_rank(corpus):
 
 def test_a_position_of_ranks_that_shared_rows_in_another_way_is_refused(corpus):
     feed = corpus.batches(16, 2, "cpu")
-    with pytest.raises(ValueError, match=r"^feed: state: it is of 2 ranks that an earlier version dealt other batches to; "):
+    with pytest.raises(ValueError, check=message("corpus/batches:a_position_of_ranks_that")):
         feed.load_state_dict(feed.state_dict() | {"world": 2})
 
 
@@ -207,38 +208,29 @@ def test_through_the_general_door(corpus):
     assert same(served.take(), direct.take()) and served.state_dict() == direct.state_dict()
     with pytest.raises(ValueError) as error:
         feed(corpus, "cpu")
-    assert str(error.value) == (
-        "feed: a Corpus must be cut into rows, wanted seq= and batch_size=, or call corpus.batches(seq, micro_batch)."
-    )
+    assert str(error.value) == message("corpus/batches:through_the_general_door")
     with pytest.raises(ValueError) as error:
         feed(corpus, "cpu", seq=8, batch_size=2, bucket="pow2")
-    assert str(error.value) == (
-        "feed: drop_last, collate, pad, bucket, rows and mode='direct' have no effect on a Corpus; leave them out."
-    )
+    assert str(error.value) == message("corpus/batches:through_the_general_door.2")
 
 
 def test_too_large_for_the_budget_or_the_memory_it_streams(corpus, said, monkeypatch):
     served = corpus.batches(16, 2, "cpu", budget="1 kB")
     assert served.mode == "ring"
-    assert said() == "gpubound: batches: streaming: its 2.5 kB do not fit the budget of 1.0 kB on cpu.\n"
+    assert said() == message("corpus/batches:too_large_for_the_budget")
     with pytest.raises(ValueError) as error:
         corpus.batches(16, 2, "cpu", budget="1 kB", mode="resident")
-    assert str(error.value) == (
-        "batches: mode='resident': its 2.5 kB do not fit the budget of 1.0 kB on cpu; raise budget= or pass mode='ring'."
-    )
+    assert str(error.value) == message("corpus/batches:too_large_for_the_budget.2")
     with pytest.raises(GraphError) as graph_error:
         served.fetch()
-    assert str(graph_error.value) == (
-        "CorpusFeed: this corpus streams through the ring, so its batches are not cut on the device; raise budget=, or take "
-        "the batches outside the graph."
-    )
+    assert str(graph_error.value) == message("corpus/batches:too_large_for_the_budget.3")
 
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(serve, "_to_device", full)
     assert same(corpus.batches(16, 2, "cpu").take(), served.take())
-    assert said() == ("gpubound: fallback: batches: cpu ran out of memory while 2.5 kB were uploaded; streaming instead\n")
+    assert said() == message("corpus/batches:too_large_for_the_budget.4")
     with trace.strict(), pytest.raises(FallbackError):
         corpus.batches(16, 2, "cpu")
 
@@ -304,7 +296,7 @@ def test_sentences(corpus, seq, micro_batch, options, sentence):
 
 def test_a_position_in_another_corpus_is_refused(corpus, tmp_path):
     other = Corpus.build(TEXTS[:50], Bytes(), tmp_path / "o", progress=False)
-    with pytest.raises(ValueError, match=r"^feed: state: corpus was \d+ when it was saved and is \d+ now"):
+    with pytest.raises(ValueError, check=message("corpus/batches:a_position_in_another_co")):
         other.batches(16, 2, "cpu").load_state_dict(corpus.batches(16, 2, "cpu").state_dict())
 
 
@@ -313,7 +305,7 @@ def test_a_position_in_a_corpus_of_other_tokens_in_documents_of_the_same_lengths
     other = Corpus.build([text.upper() for text in TEXTS], Bytes(), tmp_path / "o", shard_tokens=300, progress=False)
     for part in (other, other.split(0.1)[0]):
         state = (corpus if part is other else corpus.split(0.1)[0]).batches(16, 2, "cpu").state_dict()
-        with pytest.raises(ValueError, match=r"^feed: state: the corpus has documents as long as .* other tokens or masks; "):
+        with pytest.raises(ValueError, check=message("corpus/batches:a_position_in_a_corpus_o")):
             part.batches(16, 2, "cpu").load_state_dict(state)
     again = Corpus.build(TEXTS, Bytes(), tmp_path / "a", shard_tokens=700, progress=False)
     again.batches(16, 2, "cpu").load_state_dict(saved)  # the same tokens in larger shards

@@ -17,6 +17,7 @@ from gpubound.corpus.shards import CLAIM, MANIFEST, write_shard
 from gpubound.corpus.texts import Texts
 from gpubound.errors import DataError
 from gpubound.trace import notice
+from tests.messages import message
 
 from .conftest import TEXTS, Bytes
 from .test_tokenizer import CHAT
@@ -41,9 +42,9 @@ def test_every_document_is_there_in_order_and_whole(corpus):
     assert [bytes(corpus.document(i)[:-1].tolist()).decode() for i in range(60)] == TEXTS
     assert all(corpus.document(i)[-1] == 256 for i in range(60))
     assert corpus.tokens == sum(map(len, TEXTS)) + 60 and corpus.offsets()[-1] == corpus.tokens
-    assert str(corpus) == f"Corpus({corpus.tokens:,} tokens, 60 documents, uint16, vocabulary 257)"
+    assert str(corpus) == message("corpus/build:every_document_is_there", f"{corpus.tokens:,}")
     for number in (60, -1, -61):
-        with pytest.raises(IndexError, match=f"got {number}, there are 60, counted from 0"):
+        with pytest.raises(IndexError, check=message("corpus/build:every_document_is_there.2", number)):
             corpus.document(number)
 
 
@@ -97,11 +98,9 @@ def test_the_vocabulary_chooses_the_dtype(tmp_path):
     assert wide.dtype == np.uint32 and wide.document(0)[1] == 60_000 + 98 * 9
     assert build(tmp_path / "forced", dtype="uint32").dtype == np.uint32
     assert refused(tmp_path / "no", tokenizer=Wide(), dtype="uint16", kind=ValueError) == (
-        "Corpus.build: dtype: uint16 holds 65536 ids, the vocabulary has 70000; pass dtype='uint32'."
+        message("corpus/build:the_vocabulary_chooses_t")
     )
-    assert refused(tmp_path / "no", dtype="int8", kind=ValueError) == (
-        "Corpus.build: dtype: got 'int8', wanted 'auto', 'uint16' or 'uint32'."
-    )
+    assert refused(tmp_path / "no", dtype="int8", kind=ValueError) == message("corpus/build:the_vocabulary_chooses_t.2")
     assert not (tmp_path / "no").exists()
 
 
@@ -117,9 +116,7 @@ def test_chats_are_stored_with_their_masks_and_texts_without(tmp_path):
     apart = build(tmp_path / "d", ["plain text", CHAT, "more"], tokenizer, shard_tokens=1)
     assert [part.mask is None for part in apart.parts] == [True, False, True]
     assert np.array_equal(apart.read_mask(np.arange(apart.tokens)), mask)
-    assert refused(tmp_path / "e", [CHAT], kind=ValueError) == (
-        "Corpus.build: chats need a tokenizer with a chat template, got one that only encodes texts."
-    )
+    assert refused(tmp_path / "e", [CHAT], kind=ValueError) == message("corpus/build:chats_are_stored_with_th")
 
 
 SLOW = """
@@ -150,13 +147,10 @@ def test_killed_in_the_middle_it_goes_on_at_the_last_whole_shard(corpus, tmp_pat
     assert 2 <= len(whole) < len(contents(corpus.path)) and not (path / MANIFEST).exists()
     with pytest.raises(DataError) as error:
         Corpus.open(path)
-    assert str(error.value) == (
-        f"{path}: its build was interrupted after {len(whole)} whole shards; call Corpus.build again with the same texts to "
-        "finish it."
-    )
+    assert str(error.value) == message("corpus/build:killed_in_the_middle_it", path, len(whole))
     (path / "shard-00002.gbt.123.partial").write_bytes(b"half")
     done = build(path, iter(TEXTS))
-    assert f"going on in {path} after {len(whole)} whole shards" in said()
+    assert message("corpus/build:killed_in_the_middle_it.2", path, len(whole)).within(said())
     assert contents(path) == contents(corpus.path) and done.identity() == corpus.identity()
     assert not list(path.glob("*.partial")) and not (path / CLAIM).exists()
 
@@ -177,9 +171,7 @@ def test_an_interrupted_build_is_not_finished_with_other_texts_or_settings(tmp_p
     changed = "the texts have changed since the interrupted build; build to another path, or delete that one."
     assert refused(tmp_path, ["x", *TEXTS[1:]]) == f"{tmp_path}: {changed}"
     assert refused(tmp_path, TEXTS[:5]) == f"{tmp_path}: {changed}"
-    assert refused(tmp_path, shard_tokens=200) == (
-        f"{tmp_path}: holds a corpus with shard_tokens 300, wanted 200; build to another path, or delete that one."
-    )
+    assert refused(tmp_path, shard_tokens=200) == message("corpus/build:an_interrupted_build_is", tmp_path)
     assert contents(tmp_path) == before and before
 
 
@@ -195,7 +187,7 @@ def test_two_builds_of_one_corpus_at_once(corpus, tmp_path, said, monkeypatch):
 
     def heard(text):
         notice(text)
-        if text == f"Corpus.build: another process is building {path}; waiting until it has ended.":
+        if text == message("corpus/build:two_builds_of_one_corpus", path):
             waits.set()
 
     # Not read from stderr in a loop: pytest loses a line that one thread prints while another takes the lines before it.
@@ -227,16 +219,14 @@ def test_a_shard_that_is_gone_from_an_interrupted_build(tmp_path, monkeypatch):
 def test_a_finished_corpus_is_left_as_it_is(corpus, said):
     before, stamps = contents(corpus.path), [file.stat().st_mtime_ns for file in corpus.path.glob("*.gbt")]
     build(corpus.path, iter(TEXTS))
-    assert said() == f"gpubound: Corpus.build: {corpus.path} holds this corpus already; nothing was tokenised.\n"
+    assert said() == message("corpus/build:a_finished_corpus_is_lef", corpus.path)
     other = "holds a corpus of other texts; nothing was overwritten; build to another path, or delete that one."
     assert refused(corpus.path, [*TEXTS, "one more"]) == refused(corpus.path, TEXTS[:-1]) == f"{corpus.path}: {other}"
 
     class Other(Bytes):
         fingerprint = "other"
 
-    assert refused(corpus.path, tokenizer=Other()) == (
-        f"{corpus.path}: holds a corpus with tokenizer 'bytes', wanted 'other'; build to another path, or delete that one."
-    )
+    assert refused(corpus.path, tokenizer=Other()) == message("corpus/build:a_finished_corpus_is_lef.2", corpus.path)
     assert contents(corpus.path) == before and stamps == [file.stat().st_mtime_ns for file in corpus.path.glob("*.gbt")]
 
 
@@ -249,15 +239,11 @@ def test_files_that_have_not_changed_are_not_read_again(tmp_path, monkeypatch):
 
 def test_a_folder_of_someone_else_is_not_touched(tmp_path):
     (tmp_path / "thesis.doc").write_text("years of work")
-    assert refused(tmp_path) == (
-        f"{tmp_path}: is not empty and not a corpus of gpubound; nothing was overwritten; build to another path."
-    )
+    assert refused(tmp_path) == message("corpus/build:a_folder_of_someone_else", tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.doc"]
     with pytest.raises(DataError) as error:
         Corpus.open(tmp_path)
-    assert str(error.value) == (
-        f"{tmp_path}: not a corpus of gpubound: it has no corpus.json; wanted a folder that Corpus.build wrote."
-    )
+    assert str(error.value) == message("corpus/build:a_folder_of_someone_else.2", tmp_path)
 
 
 def test_damage_is_named_when_it_is_opened(corpus):
@@ -265,8 +251,7 @@ def test_damage_is_named_when_it_is_opened(corpus):
     with pytest.raises(DataError) as error:
         Corpus.open(corpus.path)
     assert str(error.value) == (
-        f"{corpus.path / 'shard-00001.gbt'}: is missing, though {corpus.path / MANIFEST} lists it; restore the file or build "
-        "the corpus anew."
+        message("corpus/build:damage_is_named_when_it", corpus.path / "shard-00001.gbt", corpus.path / MANIFEST)
     )
 
 
@@ -314,8 +299,7 @@ def test_another_tokenizer_put_in_the_corpus_folder_is_noticed(tmp_path):
     with pytest.raises(DataError) as error:
         Corpus.open(corpus.path).tokenizer()
     assert str(error.value) == (
-        f"{corpus.path}: its tokenizer.json is not the tokenizer that its tokens were made with (fingerprints "
-        f"{other.fingerprint} and {one.fingerprint}); restore the file or build the corpus anew."
+        message("corpus/build:another_tokenizer_put_in", corpus.path, other.fingerprint, one.fingerprint)
     )
 
 
@@ -326,7 +310,7 @@ def test_a_tokenizers_library_that_writes_it_differently_is_no_other_tokenizer(t
     manifest = json.loads((corpus.path / MANIFEST).read_text())
     del manifest["tokenizer_files"]  # as corpora were written before these were recorded
     (corpus.path / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(DataError, match="is not the tokenizer that its tokens were made with"):
+    with pytest.raises(DataError, check=message("corpus/build:a_tokenizers_library_tha")):
         corpus.tokenizer()
 
 
@@ -335,12 +319,10 @@ def test_shards_of_two_corpora_are_not_mixed(corpus, tmp_path):
     write_shard(strange, np.ones(4, np.uint16), np.array([0, 4]), None, vocab_size=9, tokenizer="t", texts_read=0, texts_crc=0)
     with pytest.raises(DataError) as error:
         Corpus.open([corpus.path / "shard-00000.gbt", strange])
-    assert str(error.value) == (
-        f"{strange}: foreign: its vocab_size is 9, that of shard-00000.gbt is 257; open only shards of one corpus together."
-    )
+    assert str(error.value) == message("corpus/build:shards_of_two_corpora_ar", strange)
     with pytest.raises(ValueError) as error:
         Corpus.open([])
-    assert str(error.value) == "Corpus.open: got no shards, wanted the folder of a corpus or a list of its shards."
+    assert str(error.value) == message("corpus/build:shards_of_two_corpora_ar.2")
 
 
 def test_tokenizers_that_go_wrong(tmp_path):
@@ -348,14 +330,10 @@ def test_tokenizers_that_go_wrong(tmp_path):
         def encode_batch(self, texts):
             return [[5, 300] for _ in texts]
 
-    assert refused(tmp_path / "a", tokenizer=Beyond()) == "tokenizer: gave ids from 5 to 300, wanted 0 to 256."
-    assert refused(tmp_path / "b", [], kind=ValueError) == (
-        f"Corpus.build: {tmp_path / 'b'}: the texts hold no tokens, wanted at least one document; give others."
-    )
-    assert refused(tmp_path / "c", shard_tokens=0, kind=ValueError) == (
-        "Corpus.build: got shard_tokens=0, workers=0, wanted 1 or more and 0 or more."
-    )
-    with pytest.raises(DataError, match="no tokenizer was saved with it"):
+    assert refused(tmp_path / "a", tokenizer=Beyond()) == message("corpus/build:tokenizers_that_go_wrong")
+    assert refused(tmp_path / "b", [], kind=ValueError) == message("corpus/build:tokenizers_that_go_wrong.2", tmp_path / "b")
+    assert refused(tmp_path / "c", shard_tokens=0, kind=ValueError) == message("corpus/build:tokenizers_that_go_wrong.3")
+    with pytest.raises(DataError, check=message("corpus/build:tokenizers_that_go_wrong.4")):
         build(tmp_path / "d").tokenizer()
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from gpubound.corpus.shards import _FIXED, _PAGE, read_shard, write_shard
 from gpubound.errors import DataError
+from tests.messages import message
 
 TOKENS = np.arange(1000, 1100, dtype=np.uint16)
 DOCUMENTS = np.array([0, 10, 11, 100])
@@ -53,7 +54,7 @@ def test_nothing_is_overwritten(path):
     before = path.read_bytes()
     with pytest.raises(DataError) as error:
         write(path, TOKENS + 1)
-    assert str(error.value) == f"{path}: exists already; nothing was overwritten." and path.read_bytes() == before
+    assert str(error.value) == message("corpus/shards:nothing_is_overwritten", path) and path.read_bytes() == before
 
 
 def flip(path, at):
@@ -67,7 +68,7 @@ def flip(path, at):
 @pytest.mark.parametrize("section, at", [("tokens", 5), ("documents", 9), ("mask", 0)])
 def test_corrupt_payload(path, section, at):
     flip(path, read_shard(path).header.sections[section][0] + at)
-    assert refused(path) == f"{path}: corrupt: the checksum of its {section} is wrong; {CURE}"
+    assert refused(path) == message("corpus/shards:corrupt_payload", path, section, CURE)
 
 
 def test_every_byte_of_the_header_is_covered(path):
@@ -82,7 +83,7 @@ def test_every_byte_of_the_header_is_covered(path):
 
 def test_corrupt_header(path):
     flip(path, _FIXED.size + 3)
-    assert refused(path) == f"{path}: corrupt: the header's checksum is wrong; {CURE}"
+    assert refused(path) == message("corpus/shards:corrupt_header", path, CURE)
 
 
 @pytest.mark.parametrize("keep", [20, _PAGE - 1, _PAGE, _PAGE + 50, -1])
@@ -91,38 +92,36 @@ def test_truncated(path, keep):
     path.write_bytes(whole[:keep])
     size = len(whole[:keep])
     if size < _PAGE:
-        assert refused(path) == f"{path}: truncated: {size} bytes, wanted at least the header's {_PAGE}; {CURE}"
+        assert refused(path) == message("corpus/shards:truncated", path, size, _PAGE, CURE)
     else:
-        assert refused(path, verify=False) == f"{path}: truncated: {size} bytes, wanted {len(whole)}; {CURE}"
+        assert refused(path, verify=False) == message("corpus/shards:truncated.2", path, size, len(whole), CURE)
 
 
 def test_too_long(path):
     size = path.stat().st_size
     with open(path, "ab") as file:
         file.write(b"x")
-    assert refused(path) == f"{path}: corrupt: {size + 1} bytes, wanted {size}; {CURE}"
+    assert refused(path) == message("corpus/shards:too_long", path, size + 1, size, CURE)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", struct.pack("<256i", 20240520, 1, *range(254))])
 def test_foreign_files(tmp_path, content):
     path = tmp_path / "fineweb_train_000001.bin"
     path.write_bytes(content)
-    assert refused(path) == f"{path}: not a token shard of gpubound: it begins with {content[:8]!r}, wanted b'GBTOKENS'."
+    assert refused(path) == message("corpus/shards:foreign_files", path, repr(content[:8]))
 
 
 def test_another_version(path):
     whole = bytearray(path.read_bytes())
     whole[8:12] = struct.pack("<I", 2)
     path.write_bytes(whole)
-    assert refused(path) == f"{path}: has format version 2, wanted 1; it was written by another version of gpubound."
+    assert refused(path) == message("corpus/shards:another_version", path)
 
 
 def test_ids_beyond_the_vocabulary(tmp_path):
     """An embedding would read out of its table; on a GPU that ends the process."""
     write(tmp_path / "a.gbt", vocab_size=1099)
-    assert refused(tmp_path / "a.gbt") == (
-        f"{tmp_path / 'a.gbt'}: corrupt: it holds the id 1099, its vocabulary ends at 1098; {CURE}"
-    )
+    assert refused(tmp_path / "a.gbt") == message("corpus/shards:ids_beyond_the_vocabular", tmp_path / "a.gbt", CURE)
     write(tmp_path / "b.gbt", vocab_size=1100)
     read_shard(tmp_path / "b.gbt")
 
@@ -172,17 +171,17 @@ def test_a_header_that_is_no_header(path, text):
 
 def test_a_pipe_in_a_shards_place(tmp_path):
     os.mkfifo(tmp_path / "a.gbt")
-    assert refused(tmp_path / "a.gbt") == f"{tmp_path / 'a.gbt'}: is a named pipe, wanted a regular file."
+    assert refused(tmp_path / "a.gbt") == message("corpus/shards:a_pipe_in_a_shards_place", tmp_path / "a.gbt")
 
 
 def test_documents_that_do_not_cover_the_tokens(tmp_path):
     path = tmp_path / "a.gbt"
     write_shard(path, TOKENS, np.array([0, 50, 40, 100]), None, vocab_size=5000, tokenizer="t", texts_read=0, texts_crc=0)
-    assert refused(path) == f"{path}: corrupt: its documents do not cover its tokens in order; {CURE}"
+    assert refused(path) == message("corpus/shards:documents_that_do_not_co", path, CURE)
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    assert refused(tmp_path / "a.gbt") == f"{tmp_path / 'a.gbt'}: cannot be read: No such file or directory; check the path."
+    assert refused(tmp_path / "a.gbt") == message("corpus/shards:a_file_that_is_not_there", tmp_path / "a.gbt")
 
 
 def test_the_checksum_is_crc32_of_the_bytes_as_stored(path):

@@ -5,6 +5,7 @@ import pytest
 
 from gpubound.corpus import Corpus
 from gpubound.corpus.corpus import RUNS, choose, split_tail
+from tests.messages import message
 
 from .conftest import TEXTS, Bytes
 
@@ -79,10 +80,8 @@ def test_sentences(numbered):
     for fraction in (0.001, 0.999):
         with pytest.raises(ValueError) as error:
             numbered.split(fraction)
-        assert str(error.value) == (
-            f"Corpus.split: {fraction} of 60 documents is {round(60 * fraction)}, wanted at least one on either side."
-        )
+        assert str(error.value) == message("corpus/split:sentences", fraction, round(60 * fraction))
     for fraction in (0, 1, -0.1, 1.5, float("nan")):
         with pytest.raises(ValueError) as error:
             numbered.split(fraction)
-        assert str(error.value) == f"Corpus.split: validation: got {fraction!r}, wanted a fraction between 0 and 1."
+        assert str(error.value) == message("corpus/split:sentences.2", repr(fraction))

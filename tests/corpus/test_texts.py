@@ -11,6 +11,7 @@ from gpubound import trace
 from gpubound.corpus import documents as readers
 from gpubound.corpus.texts import Texts
 from gpubound.errors import DataError
+from tests.messages import message
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 
@@ -33,7 +34,7 @@ def test_texts_chats_and_rows_from_the_program():
 def test_a_row_with_a_text_and_a_chat_is_refused(tmp_path):
     """Its text, the chat written out, had been taken in silence: prompts were learnt with the answers."""
     row = {"text": "user: hi", "messages": CHAT}
-    assert refused([row]) == "texts[0]: has both 'text' and 'messages'; name the one to learn with text_key (--text-key)."
+    assert refused([row]) == message("corpus/texts:a_row_with_a_text_and_a")
     assert read([row], text_key="messages") == [CHAT] and read([row], text_key="text") == ["user: hi"]
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
     assert refused(tmp_path).startswith(f"{tmp_path / 'a.jsonl'}:1: has both 'text' and 'messages'; name the one")
@@ -45,9 +46,7 @@ def test_empty_rows_are_no_documents_and_counted(tmp_path, capsys, monkeypatch):
     (tmp_path / "b.jsonl").write_text('{"text": ""}\n')
     texts = Texts([tmp_path, "", {"text": ""}, "y", ""])
     assert list(texts) == ["x", "y"] == list(texts)
-    assert capsys.readouterr().err == (
-        f"gpubound: {tmp_path}: left out: 2 empty texts.\ngpubound: texts: left out: 3 empty texts.\n"
-    )
+    assert capsys.readouterr().err == message("corpus/texts:empty_rows_are_no_docume", tmp_path)
 
 
 def test_a_file_that_two_paths_lead_to_is_refused(tmp_path, monkeypatch):
@@ -58,7 +57,7 @@ def test_a_file_that_two_paths_lead_to_is_refused(tmp_path, monkeypatch):
     one = "sub/a.txt"
     for first, second in ((one, one), ("sub", one), (one, "sub/../sub"), (one, "link.txt")):
         sentence = refused([Path(first), Path(second)], ValueError)
-        assert f" would be read twice, for {Path(first)} and for {Path(second)}; give it once" in sentence
+        assert message("corpus/texts:a_file_that_two_paths_le", Path(first), Path(second)).within(sentence)
         assert refused(map(Path, (first, second)), ValueError) == sentence, "paths that come one by one"
     assert read([Path("sub"), "text"]) == ["text", "text"], "texts of the program may be the same"
 
@@ -93,7 +92,7 @@ def test_a_file_of_several_names_in_one_folder_is_read_once(tmp_path, said):
         (folder / name).symlink_to(to)
     (folder / "e.txt").hardlink_to(folder / "b.txt")
     assert Texts(folder).files == [folder / "b.txt", folder / "c.txt"] and read(folder) == ["inside", "outside"]
-    assert said() == f"gpubound: {folder}: files to read: 2; left out: 3 other names of these files.\n"
+    assert said() == message("corpus/texts:a_file_of_several_names", folder)
 
 
 def test_what_a_folder_holds_besides_is_counted(tmp_path, capsys, monkeypatch):
@@ -103,13 +102,11 @@ def test_what_a_folder_holds_besides_is_counted(tmp_path, capsys, monkeypatch):
         (tmp_path / name).write_text("text")
     (tmp_path / "again").symlink_to(tmp_path)
     assert read(tmp_path) == ["text"]
-    assert capsys.readouterr().err == (
-        f"gpubound: {tmp_path}: files to read: 1; left out: 2 .gz, 1 .TXT, 1 links to folders, 1 without a suffix.\n"
-    )
+    assert capsys.readouterr().err == message("corpus/texts:what_a_folder_holds_besi", tmp_path)
     for number in range(9):
         (tmp_path / f"a.{number}").write_text("")
     read(tmp_path)
-    assert "left out: 2 .gz, 1 .0, 1 .1, 1 .2, 1 .3, 1 .4, 1 .5, 1 .6 and 5 kinds more." in capsys.readouterr().err
+    assert message("corpus/texts:what_a_folder_holds_besi.2").within(capsys.readouterr().err)
 
 
 def test_a_json_file_is_a_list_of_texts_chats_or_rows(tmp_path):
@@ -162,11 +159,11 @@ def test_another_key_holds_the_text(tmp_path):
     path.write_text(json.dumps({"body": "one", "text": "title"}) + "\n" + json.dumps({"body": CHAT}) + "\n")
     assert read(path, text_key="body") == ["one", CHAT] == read([{"body": "one"}, {"body": CHAT}], text_key="body")
     path.write_text(json.dumps({"body": None}) + "\n")
-    assert refused(path, text_key="body") == f"{path}:1: its 'body' is null, wanted a text or a chat; leave the row out."
+    assert refused(path, text_key="body") == message("corpus/texts:another_key_holds_the_te", path)
     (tmp_path / "b.txt").write_text("text")
     assert read(tmp_path / "b.txt") == ["text"]
     assert refused(tmp_path / "b.txt", ValueError, text_key="body") == (
-        f"texts: text_key: 'body' has no effect on {tmp_path / 'b.txt'}, which has no rows; leave it out."
+        message("corpus/texts:another_key_holds_the_te.2", tmp_path / "b.txt")
     )
 
 
@@ -195,22 +192,20 @@ def test_texts_of_several_kinds_are_one(tmp_path):
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path, name):
     os.mkfifo(tmp_path / name)
     for where in (tmp_path, tmp_path / name, [tmp_path / name], iter([tmp_path])):
-        assert refused(where) == f"{tmp_path / name}: is a named pipe, wanted a regular file."
+        assert refused(where) == message("corpus/texts:a_pipe_is_refused_and_no", tmp_path / name)
 
 
 def test_a_pipe_among_a_datasets_files(tmp_path):
     (tmp_path / "dataset_info.json").write_text("{}")
     os.mkfifo(tmp_path / "state.json")
-    assert refused(tmp_path) == f"{tmp_path / 'state.json'}: is a named pipe, wanted a regular file."
+    assert refused(tmp_path) == message("corpus/texts:a_pipe_among_a_datasets", tmp_path / "state.json")
 
 
 @pytest.mark.parametrize("name", ["../a.arrow", "/a.arrow", 3, None])
 def test_a_saved_dataset_names_only_its_own_files(tmp_path, name):
     (tmp_path / "dataset_info.json").write_text("{}")
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
-    assert refused(tmp_path) == (
-        f"{tmp_path / 'state.json'}: names the file {name!r}, wanted the name of a file in the same folder."
-    )
+    assert refused(tmp_path) == message("corpus/texts:a_saved_dataset_names_on", tmp_path / "state.json", repr(name))
 
 
 @pytest.mark.parametrize("state", ["", "[]", "{}", '{"_data_files": 3}', '{"_data_files": [3]}', '{"_data_files": []}'])
@@ -226,7 +221,7 @@ def test_a_damaged_dataset_is_named(tmp_path, state):
 
 def test_a_link_that_leads_nowhere(tmp_path):
     (tmp_path / "a.txt").symlink_to(tmp_path / "gone.txt")
-    assert refused(tmp_path) == f"{tmp_path / 'a.txt'}: cannot be read: No such file or directory; check the path."
+    assert refused(tmp_path) == message("corpus/texts:a_link_that_leads_nowher", tmp_path / "a.txt")
 
 
 def test_links_that_lead_in_a_circle(tmp_path):
@@ -292,10 +287,7 @@ def test_parquet(tmp_path):
     parquet.write_table(pyarrow.table({"messages": [CHAT]}), tmp_path / "u.parquet")
     parquet.write_table(pyarrow.table({"n": [1]}), tmp_path / "v.parquet")
     assert read(tmp_path / "t.parquet") == ["a", "b"] and read(tmp_path / "u.parquet") == [CHAT]
-    assert (
-        refused(tmp_path / "v.parquet")
-        == f"{tmp_path / 'v.parquet'}: has the columns n, wanted 'text' or 'messages'; name another with text_key (--text-key)."
-    )
+    assert refused(tmp_path / "v.parquet") == message("corpus/texts:parquet", tmp_path / "v.parquet")
 
 
 def test_a_saved_dataset(tmp_path):
@@ -307,9 +299,7 @@ def test_a_saved_dataset(tmp_path):
     chats.save_to_disk(str(tmp_path / "chats"))
     assert read(tmp_path / "rows") == read(rows) == ["a", "b", "c"] and read(tmp_path / "chats") == [CHAT]
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "splits"))
-    assert refused(tmp_path / "splits", ValueError) == (
-        f"{tmp_path / 'splits'}: holds the splits train, test, wanted one of them; pass the folder of the split."
-    )
+    assert refused(tmp_path / "splits", ValueError) == message("corpus/texts:a_saved_dataset", tmp_path / "splits")
 
 
 @pytest.mark.parametrize("suffix, package", [("t.parquet", "pyarrow"), ("saved", "datasets")])
@@ -327,9 +317,7 @@ def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch, suffix
         (path / "state.json").write_text('{"_data_files": []}')
     else:
         path.write_bytes(b"")
-    assert refused(path, ValueError) == (
-        f"{path}: reading it needs {package}, which is not installed; pip install 'gpubound[hf]', or convert it to jsonl."
-    )
+    assert refused(path, ValueError) == message("corpus/texts:a_missing_library_is_nam", path, package)
 
 
 def test_sentences(tmp_path, monkeypatch):
@@ -340,24 +328,13 @@ def test_sentences(tmp_path, monkeypatch):
     Path("latin.txt").write_bytes(b"caf\xe9")
     Path("x.csv").write_text("")
     Path("empty").mkdir()
-    assert refused("nowhere.txt", ValueError) == (
-        "texts: 'nowhere.txt' does not exist, wanted the path of a file or folder; pass a single text as a list of one."
-    )
-    assert refused(["a.txt"], ValueError) == (
-        "texts[0]: got 'a.txt', which is the name of a file, wanted a text; write Path('a.txt') to have it read."
-    )
-    assert refused(3, ValueError) == "texts: got a int, wanted a path, or an iterable of strings, chats or paths."
-    assert refused([3]) == "texts[0]: got a int, wanted a string or a chat [{'role': ..., 'content': ...}, ...]."
-    assert refused([[{"role": "user"}]]) == "texts[0][0]: content: got None, wanted a text; leave the row out, or write one."
+    assert refused("nowhere.txt", ValueError) == message("corpus/texts:sentences")
+    assert refused(["a.txt"], ValueError) == message("corpus/texts:sentences.2")
+    assert refused(3, ValueError) == message("corpus/texts:sentences.3")
+    assert refused([3]) == message("corpus/texts:sentences.4")
+    assert refused([[{"role": "user"}]]) == message("corpus/texts:sentences.5")
     assert refused("bad.jsonl").startswith("bad.jsonl:2: is not JSON (")
-    assert refused("keys.jsonl") == (
-        "keys.jsonl:1: has the keys 'body', 'title', wanted 'text' or 'messages'; name another with text_key (--text-key)."
-    )
-    assert refused("latin.txt") == "latin.txt: is not UTF-8 text (unexpected end of data at byte 3); convert it first."
-    assert refused("x.csv", ValueError) == (
-        f"x.csv: cannot be read as texts, wanted {readers.KINDS} or a folder; rename the file if it is one of them."
-    )
-    assert refused("empty", ValueError) == (
-        f"empty: holds no texts, wanted {readers.KINDS} files or a saved Hugging Face dataset; "
-        f"a .json is read where it is named itself."
-    )
+    assert refused("keys.jsonl") == message("corpus/texts:sentences.6")
+    assert refused("latin.txt") == message("corpus/texts:sentences.7")
+    assert refused("x.csv", ValueError) == message("corpus/texts:sentences.8", readers.KINDS)
+    assert refused("empty", ValueError) == message("corpus/texts:sentences.9", readers.KINDS)

@@ -12,6 +12,7 @@ from gpubound.corpus import Tokenizer, python_stdlib_texts, torch_source_texts, 
 from gpubound.corpus.texts import LONGEST, in_parts
 from gpubound.corpus.tokenizer import END_OF_TEXT, SPECIALS, adapt
 from gpubound.errors import DataError
+from tests.messages import message
 
 CHAT = [
     {"role": "system", "content": "be brief"},
@@ -130,35 +131,26 @@ def test_a_template_that_rewrites_earlier_messages_is_refused(tokenizer):
     forgetful = Tokenizer(tokenizer.inner, END_OF_TEXT, "{{ messages[-1]['content'] }}")
     with pytest.raises(DataError) as error:
         forgetful.encode_chats([CHAT])
-    assert str(error.value) == (
-        "chat template: later messages change how earlier ones are written, so the prompts cannot be masked; use a template "
-        "that writes every message once."
-    )
+    assert str(error.value) == message("corpus/tokenizer:a_template_that_rewrites")
 
 
 def test_sentences(tokenizer, tmp_path):
     with pytest.raises(ValueError) as error:
         train_tokenizer(["x"], vocab_size=200)
-    assert str(error.value) == (
-        f"train_tokenizer: vocab_size: got 200, wanted at least 261: 256 bytes and {len(SPECIALS)} special tokens."
-    )
+    assert str(error.value) == message("corpus/tokenizer:sentences", len(SPECIALS))
     with pytest.raises(ValueError) as error:
         Tokenizer.load(tmp_path)
-    assert str(error.value) == (
-        f"tokenizer: {tmp_path / 'tokenizer.json'} does not exist, wanted a tokenizer.json or a folder with one."
-    )
+    assert str(error.value) == message("corpus/tokenizer:sentences.2", tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": 3}))
-    with pytest.raises(DataError, match=r"tokenizer.json: is not a tokenizer that the tokenizers library reads: "):
+    with pytest.raises(DataError, check=message("corpus/tokenizer:sentences.3")):
         Tokenizer.load(tmp_path)
     with pytest.raises(ValueError) as error:
         Tokenizer(tokenizer.inner, "</s>")
-    assert str(error.value) == "tokenizer: the end-of-text token '</s>' is not in its vocabulary; name one that is."
+    assert str(error.value) == message("corpus/tokenizer:sentences.4")
     with pytest.raises(ValueError) as error:
         Tokenizer(tokenizer.inner, None).render(CHAT)
-    assert str(error.value) == "tokenizer: has no chat template, wanted one to write chats with; set tokenizer.chat_template."
-    with pytest.raises(
-        ValueError, match=r"^tokenizer: got a int, wanted a gpubound, tokenizers or fast transformers tokenizer"
-    ):
+    assert str(error.value) == message("corpus/tokenizer:sentences.5")
+    with pytest.raises(ValueError, check=message("corpus/tokenizer:sentences.6")):
         adapt(3)
 
 

@@ -10,6 +10,7 @@ from gpubound.kernels import choose
 from gpubound.kernels.decode_adapters import EMPTY
 from gpubound.lora.pair import Pair
 from gpubound.lora.pairs import adapted_layers
+from tests.messages import message
 
 from . import cases
 
@@ -180,7 +181,7 @@ def test_pefts_adapters_without_a_merge(device):
 def test_an_adapter_that_no_kernel_adds_is_a_fallback(device):
     model = adapt(cases.build("Llama", device=device, tie_word_embeddings=False), targets=["lm_head", "q_proj"])
     fast = gb.decoder(model, 1, cases.ROOM)
-    assert fast.path == "lm_head: it carries a low-rank adapter, and is no projection of a layer"
+    assert fast.path == message("decode/adapters:an_adapter_that_no_kerne")
     assert of(fast) == own_tokens(model, "Llama")
 
 
@@ -189,7 +190,7 @@ def test_packed_weights_wait_until_adapters_are_merged():
     why = "its kernels add no adapters, and the model's are on; merge them, switch them off, or pass weights=None."
     with pytest.raises(gb.GenerateError) as error:
         gb.decoder(model, 1, cases.ROOM, weights="int8")
-    assert str(error.value) == f"decoder: weights: got 'int8', but {why}"
+    assert str(error.value) == message("decode/adapters:packed_weights_wait_unti", why)
     with gb.lora.disable(model):
         fast = gb.decoder(model, 1, cases.ROOM, weights="int8")
         of(fast)
@@ -281,7 +282,7 @@ def test_an_adapter_that_has_diverged_spoils_no_rows_but_its_own(length, names, 
                 if name == "z":
                     own.b.fill_(torch.nan)
     assert fast.generate(given, max_new_tokens=5, adapters=names).tokens == want
-    with pytest.raises(gb.GenerateError, match="sequence 0: the logits at position"):
+    with pytest.raises(gb.GenerateError, check=message("decode/adapters:an_adapter_that_has_dive")):
         fast.generate(given, max_new_tokens=5, adapters="z")
 
 
@@ -330,16 +331,14 @@ def test_a_stream_whose_adapter_is_off_when_it_begins_says_so():
     gb.lora.disable(model, "x")
     with pytest.raises(ValueError) as error:
         next(stream)
-    assert str(error.value) == "generate: adapters: got 'x', wanted one of those that are on: 'y', 'z'."
+    assert str(error.value) == message("decode/adapters:a_stream_whose_adapter_i")
     assert len(of(fast, adapters="y")) == NEW
 
 
 def test_the_models_own_forward_has_no_rows_of_their_own():
     with pytest.raises(ValueError) as error:
         gb.decoder(three("cpu"), 2, cases.ROOM, fused=False, verify=False).generate([5], adapters="x")
-    assert str(error.value) == (
-        "generate: adapters: got 'x', but all rows are computed alike (fused=False was asked for); leave it out."
-    )
+    assert str(error.value) == message("decode/adapters:the_models_own_forward_h")
 
 
 def test_the_kernels_that_steps_ask_for_are_tested_early(monkeypatch):

@@ -11,6 +11,7 @@ import gpubound as gb
 from gpubound.decode.any_model import StaticBody
 from gpubound.decode.contract import Build
 from gpubound.models.keywords import cache_word
+from tests.messages import message
 
 from . import cases
 from .any_cases import ENDS, FALCON, GROUPED, SIZES, build, generated, go_on, loud, model_of, prompts, start
@@ -88,13 +89,8 @@ def test_a_long_rotary_table_is_held_below_its_change():
 
 def test_models_that_are_not_ready():
     t5 = transformers.T5Config(vocab_size=89, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4)
-    assert refusal(transformers.T5ForConditionalGeneration(t5).eval()) == (
-        "StaticBody: model: got T5ForConditionalGeneration, an encoder-decoder, wanted a decoder alone."
-    )
-    assert refusal(nn.Linear(2, 2)) == (
-        "StaticBody: model: got Linear, wanted a transformers PreTrainedModel with a language-model head; of a PEFT model pass "
-        "model.get_base_model()."
-    )
+    assert refusal(transformers.T5ForConditionalGeneration(t5).eval()) == message("decode/any_fit:models_that_are_not_read")
+    assert refusal(nn.Linear(2, 2)) == message("decode/any_fit:models_that_are_not_read.2")
     model = build("gpt2").train()
     training = (
         "StaticBody: model: got GPT2LMHeadModel in training mode, wanted eval mode, where dropout is off; call model.eval() "
@@ -107,27 +103,16 @@ def test_models_that_are_not_ready():
     assert str(error.value) == training
     model.eval()
     model.quantization_method = transformers.utils.quantization_config.QuantizationMethod.BITS_AND_BYTES
-    assert refusal(model) == (
-        "StaticBody: model: got GPT2LMHeadModel, quantised by bitsandbytes, wanted weights in 16 or 32 bits: no capture of its "
-        "kernels has been proven."
-    )
+    assert refusal(model) == message("decode/any_fit:models_that_are_not_read.3")
     model = build("gpt2")
     model.config._attn_implementation = "flex_attention"
-    assert refusal(model) == (
-        "StaticBody: model: got GPT2LMHeadModel, whose attention is flex_attention, wanted sdpa or eager, which take a mask "
-        "for every row; call model.set_attn_implementation('sdpa')."
-    )
-    assert refusal(build("gpt2").to("meta")) == (
-        "StaticBody: model: got GPT2LMHeadModel on meta, wanted all of it on one device; move it there."
-    )
+    assert refusal(model) == message("decode/any_fit:models_that_are_not_read.4")
+    assert refusal(build("gpt2").to("meta")) == message("decode/any_fit:models_that_are_not_read.5")
 
 
 def test_sizes_out_of_range():
     model = model_of("gpt2")
-    assert refusal(model, max_length=97) == (
-        "StaticBody: max_length: got 97, wanted at most 96, the positions that GPT2LMHeadModel is made for "
-        "(config.max_position_embeddings); pass a smaller max_length."
-    )
+    assert refusal(model, max_length=97) == message("decode/any_fit:sizes_out_of_range")
 
 
 def test_a_model_that_does_not_follow_the_mask_is_refused(monkeypatch):
@@ -153,10 +138,7 @@ def test_a_forward_that_fails_with_the_cache_is_refused_with_what_it_said():
         return whole(*inputs, **named)
 
     model.transformer.forward = forward
-    assert refusal(model) == (
-        "StaticBody: model: got GPT2LMHeadModel, whose forward fails with a static cache (AttributeError: 'RowCache' object "
-        "has no attribute 'to_legacy_cache'), wanted one that takes a mask and a position for every row."
-    )
+    assert refusal(model) == message("decode/any_fit:a_forward_that_fails_wit")
 
 
 class Half(nn.Linear):
@@ -185,23 +167,18 @@ def test_a_shell_over_a_decoder_s_weights_runs_none_of_its_changes(change):
     CHANGES[change](model)
     with pytest.raises(ValueError) as error:
         gb.decoder(model, 1, 16, fused=False, verify=False)
-    assert str(error.value) == (
-        f"decoder: model: got a Decoder {change}. Where the fused kernels do not compute it, transformers' Qwen3ForCausalLM "
-        "does, over its weights, and knows nothing of that; undo it."
-    )
+    assert str(error.value) == message("decode/any_fit:a_shell_over_a_decoder_s", change)
 
 
 def test_a_shell_is_tried_against_the_decoder_and_refused_by_its_name():
     def unfused(max_length: int = 16) -> gb.FastDecoder:
         return gb.decoder(model, 1, max_length, fused=False, verify=False)
 
-    with pytest.raises(
-        ValueError, match=r"^decoder: model: got a Decoder that transformers cannot compute .*: no Hugging Face "
-    ):
+    with pytest.raises(ValueError, check=message("decode/any_fit:a_shell_is_tried_against")):
         gb.decoder(cases.build("own", qkv_bias=True, qk_norm=True), 1, 16, fused=False)
     model = cases.build("own", qkv_bias=False, positions=8)
     assert unfused(64).max_length == 64  # positions are no limit of the code
-    with pytest.raises(ValueError, match=r"^StaticBody: model: got Decoder in training mode, .*; call model\.eval\(\) first"):
+    with pytest.raises(ValueError, check=message("decode/any_fit:a_shell_is_tried_against.2")):
         model.train() and unfused()
     hook(model.eval())
     with pytest.raises(ValueError) as error:

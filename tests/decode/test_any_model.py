@@ -11,6 +11,7 @@ from gpubound.decode.any_model import StaticBody
 from gpubound.decode.contract import Build
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
+from tests.messages import message
 
 from .any_cases import ENDS, FAMILIES, NEW, body_of, build, generated, go_on, model_of, prompts, start
 
@@ -93,7 +94,7 @@ def test_the_first_module_with_a_nan_is_located():
     with torch.no_grad():
         body.model.transformer.h[1].mlp.c_fc.weight[3, 4] = float("nan")
     assert body.locate(prompts()[1]) == "transformer.h.1.mlp.c_fc"
-    assert body_of("gpt2").locate(prompts()[1]) == "none of its modules in a pass without a cache"
+    assert body_of("gpt2").locate(prompts()[1]) == message("decode/any_model:the_first_module_with_a")
 
 
 def test_autocast_around_it_changes_nothing():
@@ -135,8 +136,8 @@ class TestOnThePretendGpu:
         assert torch.equal(go_on(body, token, position, 6).cpu(), want)
         assert body.report()[3] == (
             "experts",
-            "batched_mm in steps, eager in prefill",
-            "eager in float32 reads the routing back to the host; batched_mm copies the chosen experts' weights",
+            message("decode/any_model:experts_that_ask_the_hos"),
+            message("decode/any_model:experts_that_ask_the_hos.2"),
         )
 
     def test_a_forward_that_waits_is_refused_with_its_line(self, sim):
@@ -184,9 +185,9 @@ def test_report():
         ("cache", "2 layers, 0.1 MiB, float32", "a device index for each row"),
     ]
     *_, experts, trial = StaticBody(model_of("mixtral"), Build(2, 64)).report()
-    assert experts == ("experts", "grouped_mm", "the model's own setting; a CPU has no host to wait for")
+    assert experts == ("experts", "grouped_mm", message("decode/any_model:report"))
     assert re.fullmatch(r"logits within \d\.\de-0[678] of the model's own", trial[1])
-    assert trial[2] == "rows at two positions; on a CPU nothing waits: stalls not watched for"
+    assert trial[2] == message("decode/any_model:report.2")
 
 
 SERVED = {  # sizes of real models, few layers; what they are here for

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 import gpubound as gb
 from gpubound.decode import cache, certify, fused
 from gpubound.models.keywords import cache_word
+from tests.messages import message
 
 from . import cases
 
@@ -170,10 +171,7 @@ def test_accuracy_is_what_rounding_the_cache_costs(kind, device):
     assert ("accuracy", "measured", str(found)) in fast.body.report()
     with pytest.raises(ValueError) as error:
         cases.shared("Llama", str(device)).accuracy(ids)
-    assert str(error.value) == (
-        "accuracy: the decoder reads the live weights, which are not rounded, and so is its cache; build it with "
-        "weights='int4' or cache='int8'."
-    )
+    assert str(error.value) == message("decode/cache:accuracy_is_what_roundin")
 
 
 def test_a_step_reads_codes_and_scales():
@@ -193,13 +191,13 @@ def test_the_table():
 
     attention, unknown = "2 x rotation, cache, attention reference: ", "accuracy not measured"
     assert rows(cache="int8") == [
-        attention + "quantized_decode_attention", "cache int8, a scale a token and head 0.0369 MB; plain, 0.0983", unknown
+        attention + "quantized_decode_attention", message("decode/cache:the_table"), unknown
     ]  # fmt: skip
     assert rows(pages=5) == [
-        attention + "decode_attention", "cache float32, 5 pages of 64 tokens that all rows share 0.0983 MB; plain, 0.0983"
+        attention + "decode_attention", message("decode/cache:the_table.2")
     ]  # fmt: skip
     assert rows(cache="fp8", pages=5)[1:] == [
-        "cache fp8, a scale a token and head, 5 pages of 64 tokens that all rows share 0.0369 MB; plain, 0.0983",
+        message("decode/cache:the_table.3"),
         unknown,
     ]
 
@@ -221,7 +219,9 @@ def test_places_beyond_the_live_length_may_hold_anything(kind, pages):
 class TestTheCertificate:
     def test_says_what_the_cache_makes_of_fp32(self):
         said = str(cases.shared("Llama", cache="int8").certificate)
-        assert "from fp32 (the model's own forward " in said and ", over a cache that alone makes 6.9e-03; cache beyond" in said
+        assert message("decode/cache:says_what_the_cache_make").within(said) and message(
+            "decode/cache:says_what_the_cache_make.2"
+        ).within(said)
         assert "over a cache" not in str(cases.shared("Llama").certificate)
 
     @pytest.mark.parametrize("name", ["quantized_decode_attention", "encode"])
@@ -239,12 +239,10 @@ class TestTheCertificate:
         monkeypatch.setattr(cache, name, off)
         if name == "encode":
             monkeypatch.setattr(cache.Cache, "rounded", lambda self, x: cache.decode(*own(x, self.kind), x.dtype))
-        with pytest.raises(gb.GenerateError, match="they do not compute this model"):
+        with pytest.raises(gb.GenerateError, check=message("decode/cache:finds_what_is_wrong_with")):
             gb.decoder(cases.build("Llama"), 2, cases.ROOM, cache="int8")
         monkeypatch.setattr(certify, "SEQUENCES", 1)
-        with pytest.raises(
-            gb.GenerateError, match=r"only \d\.\de-07 \(and a cache in int8 makes 6\.9e-03\): they do not compute"
-        ):
+        with pytest.raises(gb.GenerateError, check=message("decode/cache:finds_what_is_wrong_with.2")):
             gb.decoder(cases.build("Llama"), 2, cases.ROOM, cache="int8")
 
     def test_one_key_of_another_code_is_no_fault(self, monkeypatch):
@@ -257,7 +255,10 @@ class TestTheCertificate:
 
         monkeypatch.setattr(cache.Cache, "rounded", further)
         model = cases.build("Llama")
-        with monkeypatch.context() as once, pytest.raises(gb.GenerateError, match="they do not compute this model"):
+        with (
+            monkeypatch.context() as once,
+            pytest.raises(gb.GenerateError, check=message("decode/cache:one_key_of_another_code")),
+        ):
             once.setattr(certify, "SEQUENCES", 1)
             gb.decoder(model, 2, cases.ROOM, cache="int8")
         tried = len(calls)
@@ -268,7 +269,7 @@ class TestTheCertificate:
     def test_finds_keys_that_are_not_rounded_at_all(self, monkeypatch):
         """In fp32 a tenth of what rounding costs may be off, so all of it is seen."""
         monkeypatch.setattr(cache.Cache, "rounded", lambda self, x: x)
-        with pytest.raises(gb.GenerateError, match="they do not compute this model"):
+        with pytest.raises(gb.GenerateError, check=message("decode/cache:finds_keys_that_are_not")):
             gb.decoder(cases.build("Llama"), 2, cases.ROOM, cache="int8")
 
 
@@ -279,7 +280,7 @@ def test_a_key_that_is_not_finite_is_named():
         fast = gb.decoder(model, 1, cases.ROOM, cache=kind)
         with torch.no_grad():
             model.model.layers[1].self_attn.k_proj.weight[3, 2] = float("nan")
-        with pytest.raises(gb.GenerateError, match=r"are not finite; first seen in model\.layers\.1\.self_attn\."):
+        with pytest.raises(gb.GenerateError, check=message("decode/cache:a_key_that_is_not_finite")):
             tokens(fast, cases.prompts(5))
 
 

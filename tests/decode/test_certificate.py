@@ -12,6 +12,7 @@ from gpubound.decode.bind import BoundModel
 from gpubound.decode.steps import StepGraphs
 from gpubound.decode.weights import own as own_weights
 from gpubound.train.precision import cast_inputs
+from tests.messages import message
 
 from . import cases
 
@@ -52,9 +53,7 @@ def test_a_decoder_of_ours_with_hooks_is_not_sent_to_what_refuses_it_too():
     """ "pass fused=False" was the advice, and that computes by the weights alone."""
     model = cases.build("own")
     model.model.layers[0].register_forward_hook(lambda block, given, x: 1.5 * x)
-    with pytest.raises(
-        gb.GenerateError, match=r"it is a Decoder whose model\.layers\.0 carries hooks, which its weights do not"
-    ):
+    with pytest.raises(gb.GenerateError, check=message("decode/certificate:a_decoder_of_ours_with_h")):
         gb.decoder(model, 1, cases.ROOM)
 
 
@@ -189,10 +188,7 @@ def test_weights_that_are_not_finite():
         model.model.layers[0].self_attn.v_proj.weight[1, 1] = float("inf")
     with pytest.raises(gb.GenerateError) as error:
         gb.decoder(model, 1, cases.ROOM)
-    assert str(error.value) == (
-        "decoder: the model's logits are not finite; first seen in model.layers.0.self_attn. Check the weights (a diverged "
-        "training run?) and the dtype."
-    )
+    assert str(error.value) == message("decode/certificate:weights_that_are_not_fin")
 
 
 @pytest.mark.parametrize("kind", ["Mistral", "own"])
@@ -226,22 +222,20 @@ def test_what_it_says():
 def test_none_is_not_silent(said):
     fast = gb.decoder(cases.build("Mistral"), 1, cases.ROOM, verify=False)
     assert fast.certificate is None and str(fast).endswith("\n  not verified")
-    assert said() == ("gpubound: decoder: verify=False: nothing has shown that its tokens are those of the model.\n")
+    assert said() == message("decode/certificate:none_is_not_silent")
 
 
 def test_the_table():
     head, path, *rows, _ = str(cases.shared("Mistral", max_batch=9)).splitlines()
-    assert head == "decoder of MistralForCausalLM on CPU (1 threads): up to 9 rows of 96 tokens, 1 or 8 or 32 tokens a launch"
-    assert path == "  path: reference kernels over the live weights"
+    assert head == message("decode/certificate:the_table")
+    assert path == message("decode/certificate:the_table.2")
     assert rows == [
-        "  2 x norm, q k v                 reference: norm_product",
-        "  2 x rotation, cache, attention  reference: decode_attention",
-        "  2 x output                      reference: add_product",
-        "  2 x norm, gate, up              reference: norm_gate_up",
-        "  2 x down                        reference: add_product",
-        "  norm, head                      reference: norm_product",
-        "  more than 2 rows                products by torch (cuBLAS)   they fill tensor cores",
+        message("decode/certificate:the_table.3"),
+        message("decode/certificate:the_table.4"),
+        message("decode/certificate:the_table.5"),
+        message("decode/certificate:the_table.6"),
+        message("decode/certificate:the_table.7"),
+        message("decode/certificate:the_table.8"),
+        message("decode/certificate:the_table.9"),
     ]
-    assert str(cases.shared("Qwen2", fused=False)).splitlines()[1] == (
-        "  path: the model's own forward: fused=False was asked for"
-    )
+    assert str(cases.shared("Qwen2", fused=False)).splitlines()[1] == message("decode/certificate:the_table.10")

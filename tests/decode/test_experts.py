@@ -14,6 +14,7 @@ from gpubound.kernels import choose
 from gpubound.kernels.experts import likeliest
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
+from tests.messages import message
 
 from . import cases
 from .cases import PROMPT, SPARSE_KINDS, of_decoder
@@ -140,7 +141,7 @@ class TestGroupedProducts:
     def test_which_one(self):
         whole, odd = torch.zeros(2, 16, 8), torch.zeros(2, 16, 7)
         assert not_grouped(whole, whole) is None
-        assert not_grouped(whole, odd) == "F.grouped_mm wants rows of a multiple of 16 bytes"
+        assert not_grouped(whole, odd) == message("decode/experts:which_one")
 
     @pytest.mark.parametrize("form", [grouped, each_expert])
     def test_a_nan_stays_with_the_tokens_of_its_expert(self, form, device):

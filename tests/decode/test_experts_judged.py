@@ -14,6 +14,7 @@ from gpubound.decode import bind, certify, experts
 from gpubound.decode.weights import own as own_weights
 from gpubound.kernels.experts import likeliest
 from gpubound.models.mixtral import SparseReader
+from tests.messages import message
 
 from . import cases
 from .cases import PROMPT, SPARSE_KINDS, of_decoder
@@ -67,7 +68,7 @@ class TestCertificate:
             return found
 
         monkeypatch.setattr(module, door, off)
-        with pytest.raises(gb.GenerateError, match="they do not compute this model; pass fused=False, and report it"):
+        with pytest.raises(gb.GenerateError, check=message("decode/experts_judged:a_kernel_that_is_off_by")):
             gb.decoder(cases.build("Mixtral"), 9, 32)
 
     def test_a_choice_that_is_not_the_best(self, monkeypatch):
@@ -104,7 +105,7 @@ class TestCertificate:
     def test_a_binding_that_leaves_something_out(self, monkeypatch):
         own = SparseReader.mlp
         monkeypatch.setattr(SparseReader, "mlp", lambda reader, block: replace(own(reader, block), normalise=False))
-        with pytest.raises(gb.GenerateError, match=r"it has an option the kernels do not know; pass fused=False\.$"):
+        with pytest.raises(gb.GenerateError, check=message("decode/experts_judged:a_binding_that_leaves_so")):
             gb.decoder(cases.build("Mixtral"), 1, 32)
 
 
@@ -138,20 +139,14 @@ class TestWeights:
         weight = fast.model.get_parameter(f"model.layers.2.mlp.{name}")
         weight.data = weight.data.flip(0).clone()
         assert of_decoder(fast) == of_model(fast)
-        assert capsys.readouterr().err == (
-            f"gpubound: decoder: model.layers.2.mlp.{name} is no longer where it was; bound to the weights as they are now, "
-            "graphs captured again\n"
-        )
+        assert capsys.readouterr().err == message("decode/experts_judged:data_replaced_is_bound_a", name)
 
     def test_a_nan_is_traced_to_its_layer(self, fast):
         with torch.no_grad():
             fast.model.model.layers[2].mlp.experts.down_proj[:, 3, 4] = float("nan")
         with pytest.raises(gb.GenerateError) as error:
             fast.generate([PROMPT, PROMPT[:3]], max_new_tokens=8)
-        assert str(error.value) == (
-            "sequence 0: the logits at position 6 are not finite; first seen in model.layers.2.mlp. Check the weights (a "
-            "diverged training run?) and the dtype."
-        )
+        assert str(error.value) == message("decode/experts_judged:a_nan_is_traced_to_its_l")
 
     def test_what_is_read_is_counted(self, fast):
         """Dense weights once; of 8 experts, 3 a row, as many as are different on average."""
@@ -172,13 +167,13 @@ class TestRefusals:
         assert bind.bind(model) == "model.layers.1.mlp.experts: it carries hooks"
         handle.remove()
         model.model.layers[0].mlp.gate.bias = torch.nn.Parameter(torch.zeros(6))
-        assert bind.bind(model) == "model.layers.0.mlp.gate: MixtralTopKRouter, not the family's own"
+        assert bind.bind(model) == message("decode/experts_judged:what_the_kernels_cannot")
         model = cases.build("Mixtral", hidden_act="gelu")
-        assert bind.bind(model) == "its activation is 'gelu', that of the experts' kernels is silu"
+        assert bind.bind(model) == message("decode/experts_judged:what_the_kernels_cannot.2")
         other = cases.build("Mixtral", num_experts_per_tok=3)
         model = cases.build("Mixtral")
         model.model.layers[1].mlp = other.model.layers[1].mlp
-        assert bind.bind(model) == "its sparse layers differ in experts or width"
+        assert bind.bind(model) == message("decode/experts_judged:what_the_kernels_cannot.3")
 
     def test_another_family(self):
         """Its experts have a shared one beside them."""

@@ -5,6 +5,7 @@ import torch
 
 import gpubound as gb
 from gpubound.decode.steps import Stepper
+from tests.messages import message
 
 from . import cases
 
@@ -137,7 +138,7 @@ def test_a_kernel_that_fails_on_the_device_fails_the_certificate(monkeypatch):
 
     own = module.add_product
     monkeypatch.setattr(module, "add_product", lambda *given, **named: own(*given, **named).mul_(1.05))
-    with pytest.raises(gb.GenerateError, match="they do not compute this model"):
+    with pytest.raises(gb.GenerateError, check=message("decode/gpu:a_kernel_that_fails_on_t")):
         served(max_batch=1)
 
 

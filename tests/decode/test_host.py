@@ -5,6 +5,7 @@ import torch
 
 import gpubound as gb
 from gpubound.decode import host, judge
+from tests.messages import message
 
 from . import cases
 
@@ -76,7 +77,7 @@ def test_weights_that_change_and_weights_that_move():
 def test_rounded_weights_speak_alike_at_full_speed(kind, monkeypatch, said):
     """A CPU has no kernel for packed weights: they are unpacked once, which is said."""
     fast = served("Llama", weights=kind)
-    assert f"no kernel reads {kind} weights on a CPU: the rounded numbers are kept in full" in said()
+    assert message("decode/host:rounded_weights_speak_al", kind).within(said())
     assert f"rounded to {kind}" in str(fast) and fast.body.bytes_a_step([1]) > fast.body.live.bytes_read()
     monkeypatch.setattr(host, "fits", lambda device: False)
     packed = gb.decoder(fast.model, 4, cases.ROOM, weights=kind)

@@ -13,6 +13,7 @@ from gpubound.train import AdamW, TrainStep
 from gpubound.train.objectives.masked_diffusion import MaskedDiffusion
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
+from tests.messages import message
 
 from ..train.both_ways import BothWays
 
@@ -229,9 +230,7 @@ def test_logits_that_are_not_finite_are_told():
     sampler.__dict__.update(MaskedSampler(random_model(), mask_token=MASK).__dict__ | {"model": model})
     with pytest.raises(GenerateError) as error:
         sampler.generate(PROMPTS, 4)
-    assert str(error.value) == (
-        "sequence 0: the logits at position 3 are not finite. Check the weights (a diverged training run?) and the dtype."
-    )
+    assert str(error.value) == message("decode/masked:logits_that_are_not_fini")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from gpubound.decode import bind
 from gpubound.decode.steps import LaunchWay, Stepper
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
+from tests.messages import message
 
 from . import cases
 from .test_cache import FORM, KINDS, SAMPLED, tokens
@@ -75,10 +76,7 @@ class TestPages:
         before = [t.clone() for t in held]
         with pytest.raises(ValueError) as error:
             fast.stream(given, max_new_tokens=None)
-        assert str(error.value) == (
-            "generate: 3 sequences of up to 96 tokens need 6 pages of 64 tokens, but the decoder was built with pages=5; ask "
-            "for fewer, for fewer new tokens, or build it with more."
-        )
+        assert str(error.value) == message("decode/pages:a_request_that_does_not")
         assert all(torch.equal(now, then) for now, then in zip(held, before))
         assert tokens(fast, given, max_new_tokens=14)  # ready for the next
 

@@ -7,6 +7,7 @@ import transformers
 import gpubound as gb
 from gpubound.decode import fused
 from gpubound.kernels import choose
+from tests.messages import message
 
 from . import cases
 from .any_cases import ENDS
@@ -38,10 +39,7 @@ def test_any_other_model_by_its_own_forward():
         for parameter in model.parameters():
             parameter.normal_(std=0.25)
     fast = gb.decoder(model, 4, 96, verify=False)
-    assert fast.path == (
-        "GPT2LMHeadModel is none of the families with fused kernels (Llama, Mistral, Qwen2, Qwen3, SmolLM3, Mixtral, Qwen3Moe, "
-        "Gemma, Gemma2, Gemma3, Olmo2, Phi3)"
-    )
+    assert fast.path == message("decode/parity:any_other_model_by_its_o")
     want = [cases.hugging_face(model, prompt, 32) for prompt in cases.prompts()]
     assert fast.generate(cases.prompts(), max_new_tokens=32).tokens == want
 
@@ -142,7 +140,7 @@ def test_a_layer_with_other_heads_is_computed_by_its_own_forward(device):
     why = "model.layers.0.self_attn has 2, 1 and 1 heads of q, k and v, and the config says 4, 2 and 2"
     with pytest.raises(gb.GenerateError) as error:
         behind.generate(cases.PROMPT, max_new_tokens=9)
-    assert str(error.value) == f"decoder: the model has changed since its decoder was built: {why}; build a new one."
+    assert str(error.value) == message("decode/parity:a_layer_with_other_heads", why)
     fast = gb.decoder(model, 1, cases.ROOM)
     assert fast.path == why
     assert fast.generate(cases.PROMPT, max_new_tokens=9).tokens[0] == cases.hugging_face(model, cases.PROMPT, 9)

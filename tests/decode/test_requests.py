@@ -13,6 +13,7 @@ import gpubound as gb
 from gpubound.decode.bind import bind
 from gpubound.decode.request import Choice, Request
 from gpubound.decode.steps import Slots
+from tests.messages import message
 
 from . import cases
 
@@ -114,61 +115,42 @@ def test_wrong_settings(settings, sentence):
 def test_an_unknown_setting_is_no_setting():
     """It was told to `Choice.__init__()`, whom nobody calls."""
     assert said(lambda: cases.shared().generate(PROMPT, top_q=1), TypeError) == (
-        "generate() got an unexpected keyword argument 'top_q', wanted max_new_tokens, stop, n, logprobs, adapters, "
-        "temperature, top_k, top_p, min_p, repetition_penalty, seed."
+        message("decode/requests:an_unknown_setting_is_no")
     )
 
 
 def test_an_empty_stop_string():
     fast = cases.shared(tokenizer=cases.Bytes())
-    assert said(lambda: fast.generate("AB", stop=["x", ""])) == (
-        "generate: a stop string is empty, which every text holds; leave it out."
-    )
-    assert said(lambda: fast.generate("")) == (
-        "generate: prompt 0 is empty; give it at least one token (the model's bos, say)."
-    )
+    assert said(lambda: fast.generate("AB", stop=["x", ""])) == message("decode/requests:an_empty_stop_string")
+    assert said(lambda: fast.generate("")) == message("decode/requests:an_empty_stop_string.2")
     assert said(lambda: fast.generate("z")) == (  # byte 122
-        "generate: prompt 0 holds the token 122, outside the model's vocabulary of 89; is the tokenizer this model's own?"
+        message("decode/requests:an_empty_stop_string.3")
     )
 
 
 def test_wrong_builds():
     model = cases.shared().model
-    assert said(lambda: gb.decoder(model, tokenizer="folder/tokenizer.json")) == (
-        "decoder: tokenizer: got a str, wanted one that encodes and decodes, of gpubound, tokenizers or transformers."
-    )
-    assert said(lambda: gb.decoder(model, verify="no")) == "decoder: verify: got 'no', wanted True, 'quick' or False."
-    assert said(lambda: gb.decoder(model, max_batch=True)) == "decoder: max_batch: got True, wanted a whole number."
-    assert said(lambda: gb.decoder(model, max_batch=0)) == (
-        "decoder: max_batch and max_length: got 0 and 4096, wanted at least 1 and 2."
-    )
-    assert said(lambda: gb.decoder(model, max_length=1)) == (
-        "decoder: max_batch and max_length: got 1 and 1, wanted at least 1 and 2."
-    )
-    assert said(lambda: gb.decoder(model, k=0)) == "decoder: k: got 0, wanted 'auto' or a number of tokens a launch."
-    assert said(lambda: gb.decoder(model, k="many")) == "decoder: k: got 'many', wanted 'auto' or a number of tokens a launch."
-    assert said(lambda: gb.decoder(model, dtype=torch.bfloat16)) == (
-        "decoder: dtype: got torch.bfloat16, but the weights are torch.float32 and are read as they are; cast the model with "
-        ".to() first."
-    )
+    assert said(lambda: gb.decoder(model, tokenizer="folder/tokenizer.json")) == message("decode/requests:wrong_builds")
+    assert said(lambda: gb.decoder(model, verify="no")) == message("decode/requests:wrong_builds.2")
+    assert said(lambda: gb.decoder(model, max_batch=True)) == message("decode/requests:wrong_builds.3")
+    assert said(lambda: gb.decoder(model, max_batch=0)) == message("decode/requests:wrong_builds.4")
+    assert said(lambda: gb.decoder(model, max_length=1)) == message("decode/requests:wrong_builds.5")
+    assert said(lambda: gb.decoder(model, k=0)) == message("decode/requests:wrong_builds.6")
+    assert said(lambda: gb.decoder(model, k="many")) == message("decode/requests:wrong_builds.7")
+    assert said(lambda: gb.decoder(model, dtype=torch.bfloat16)) == message("decode/requests:wrong_builds.8")
     assert gb.decoder(model, max_length=16, dtype=torch.float32).max_length == 16
 
 
 def test_models_that_cannot_decode():
     assert said(lambda: gb.decoder(cases.build("Llama", device="meta"))) == (
-        "decoder: model: got LlamaForCausalLM on meta, which holds no values; load its weights first."
+        message("decode/requests:models_that_cannot_decod")
     )
-    assert said(lambda: gb.decoder(None)) == "decoder: model: got NoneType, wanted a causal language model."
+    assert said(lambda: gb.decoder(None)) == message("decode/requests:models_that_cannot_decod.2")
     assert said(lambda: gb.decoder(cases.build("Llama"), speculate=gb.Draft(None, 2))) == (
-        "decoder: speculate: its model: got NoneType, wanted a causal language model."
+        message("decode/requests:models_that_cannot_decod.3")
     )
-    assert said(lambda: gb.decoder(torch.nn.ReLU())) == (
-        "decoder: model: got ReLU without weights, wanted a causal language model."
-    )
-    assert said(lambda: gb.decoder(torch.nn.Linear(2, 2))) == (
-        "StaticBody: model: got Linear, wanted a transformers PreTrainedModel with a language-model head; of a PEFT model pass "
-        "model.get_base_model()."
-    )
+    assert said(lambda: gb.decoder(torch.nn.ReLU())) == message("decode/requests:models_that_cannot_decod.4")
+    assert said(lambda: gb.decoder(torch.nn.Linear(2, 2))) == message("decode/requests:models_that_cannot_decod.5")
 
 
 def mixed(model):
@@ -275,9 +257,7 @@ LONGROPE = {
 
 def test_longrope_up_to_where_its_angles_change():
     model = cases.build("Phi3", **LONGROPE)
-    assert bind(model, 65) == (
-        "its rotary angles ('longrope') change with the length of what is read beyond 64 tokens, and max_length is 65"
-    )
+    assert bind(model, 65) == message("decode/requests:longrope_up_to_where_its")
     fast = gb.decoder(model, 1, 64)
     assert fast.path == ""
     assert fast.generate(cases.PROMPT, max_new_tokens=50).tokens[0] == cases.hugging_face(model, cases.PROMPT, 50)
@@ -384,7 +364,7 @@ def test_one_request_at_a_time():
 @pytest.mark.parametrize("make", [copy.deepcopy, copy.copy, pickle.dumps])
 def test_a_decoder_is_not_copied(make):
     """A copy would go on reading weights of the original's, and give tokens of neither."""
-    with pytest.raises(TypeError, match=r"FastDecoder: .* copy the model, and build a decoder of the copy"):
+    with pytest.raises(TypeError, check=message("decode/requests:a_decoder_is_not_copied")):
         make(cases.shared())
 
 

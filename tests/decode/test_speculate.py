@@ -14,6 +14,7 @@ from gpubound.decode.steps import LaunchWay
 from gpubound.kernels import choose
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
+from tests.messages import message
 
 from . import cases
 
@@ -272,10 +273,7 @@ class TestWeights:
             other.model.norm.weight.data = other.model.norm.weight.data.clone()
         found = fast.generate(cases.prompts(5), max_new_tokens=24)
         assert found.tokens_a_step == 4.0
-        assert (
-            "decoder: model.norm.weight is no longer where it was; bound to the weights as they are now"
-            in capsys.readouterr().err
-        )
+        assert message("decode/speculate:a_draft_that_moved_is_bo").within(capsys.readouterr().err)
 
 
 class TestOnThePretendGpu:
@@ -303,11 +301,14 @@ def test_the_table_says_so():
     assert str(shared("Llama", "text", 4)).splitlines()[0].endswith(": up to 4 rows of 96 tokens, 1 or 8 steps a launch")
     rows = {part: (what, why) for part, what, why in shared("Llama", "text", 4).stepper.report()}
     assert rows["speculation"] == (
-        "4 tokens looked up in the text",
-        "the tokens that a row gets alone, up to 1 row; of more, where no two logits lie within rounding",
+        message("decode/speculate:the_table_says_so"),
+        message("decode/speculate:the_table_says_so.2"),
     )
     rows = {part: (what, why) for part, what, why in shared("Llama", "same", 1, 4).stepper.report()}
-    assert rows["speculation"] == ("1 token drafted by a model", "the tokens that a row gets alone")
+    assert rows["speculation"] == (
+        message("decode/speculate:the_table_says_so.3"),
+        message("decode/speculate:the_table_says_so.4"),
+    )
     assert rows["draft: norm, head"] == ("reference: norm_product", "")
 
 
@@ -324,12 +325,8 @@ def test_wrong_arguments():
     assert said(True) == f"decoder: speculate: got True, {wanted}"
     assert said("text") == f"decoder: speculate: got 'text', {wanted}"
     assert said(gb.Draft(cases.shared("Llama").model, 0)) == f"decoder: speculate: got 0, {wanted}"
-    assert said(gb.Draft(cases.build("Llama", device="meta"))) == (
-        "decoder: speculate: the draft model lies on meta, the model is on cpu; move it there."
-    )
-    assert said(gb.Draft(torch.nn.ReLU())) == (
-        "decoder: speculate: the draft model has no weights, the model is on cpu; move it there."
-    )
+    assert said(gb.Draft(cases.build("Llama", device="meta"))) == message("decode/speculate:wrong_arguments")
+    assert said(gb.Draft(torch.nn.ReLU())) == message("decode/speculate:wrong_arguments.2")
 
 
 SERVED = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}

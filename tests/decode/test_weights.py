@@ -6,6 +6,7 @@ from torch import nn
 
 import gpubound as gb
 from gpubound import trace
+from tests.messages import message
 
 from . import cases
 
@@ -128,9 +129,7 @@ def test_a_bias_where_none_was_is_bound_anew(fast, capsys):
     assert of_decoder(fast) == of_model(fast) == before
     fast.model.lm_head.bias = nn.Parameter(torch.zeros(89))
     for _ in range(2):
-        assert refusal(fast) == (
-            "decoder: the model has changed since its decoder was built: its head has a bias; build a new one."
-        )
+        assert refusal(fast) == message("decode/weights:a_bias_where_none_was_is")
 
 
 def set_eps(model):
@@ -155,7 +154,7 @@ def test_a_number_that_steps_have_taken_is_taken_anew(name, how, capsys):
     capsys.readouterr()
     change(fast.model)
     assert of_decoder(fast) == of_model(fast) != before
-    assert " is no longer what it was; bound to the weights as they are now" in capsys.readouterr().err
+    assert message("decode/weights:a_number_that_steps_have").within(capsys.readouterr().err)
     assert of_decoder(fast) == of_model(fast) and capsys.readouterr().err == ""
 
 
@@ -177,9 +176,7 @@ def test_a_number_of_all_layers_is_refused_until_it_is_back():
     attention = fast.model.model.layers[0].self_attn
     scaling, attention.scaling = attention.scaling, 1.0
     for _ in range(2):
-        assert refusal(fast) == (
-            f"decoder: the model has changed since its decoder was built: its scale was {scaling}, is 1.0; build a new one."
-        )
+        assert refusal(fast) == message("decode/weights:a_number_of_all_layers_i", scaling)
     attention.scaling = scaling
     assert of_decoder(fast) == before
 
@@ -190,7 +187,7 @@ def test_a_models_own_forward_is_captured_again_where_it_may_have_read_another_n
     capsys.readouterr()
     set_eps(fast.model)
     assert of_decoder(fast) == of_model(fast) != before
-    assert " is no longer what it was; " in capsys.readouterr().err
+    assert message("decode/weights:a_models_own_forward_is").within(capsys.readouterr().err)
 
 
 HOW = [{"weights": "int8"}, {"devices": ["cpu", "cpu"]}, {"devices": ["cpu", "cpu"], "split": "tensors"}]
@@ -214,10 +211,7 @@ def test_low_rank_adapters_are_refused_until_they_are_merged(how):
 def test_a_cast_is_refused_until_it_is_undone(fast):
     fast.model.to(torch.bfloat16)
     for _ in range(2):
-        assert refusal(fast) == (
-            "decoder: the weights are now torch.bfloat16 on cpu with 89 words, the decoder was built for torch.float32 on cpu "
-            "with 89; build a new one."
-        )
+        assert refusal(fast) == message("decode/weights:a_cast_is_refused_until")
     fast.model.float()
     assert of_decoder(fast) == of_model(fast)
 
@@ -230,10 +224,7 @@ def test_a_move_while_a_stream_runs_is_refused():
     weight.data = weight.data.clone()
     with pytest.raises(gb.GenerateError) as error:
         list(stream)
-    assert str(error.value) == (
-        "model.layers.1.self_attn.q_proj.weight was changed, moved or replaced while tokens were generated from it; start "
-        "again."
-    )
+    assert str(error.value) == message("decode/weights:a_move_while_a_stream_ru")
     assert of_decoder(fast) == of_model(fast)  # not left busy
 
 
@@ -267,10 +258,10 @@ def test_a_nan_is_traced_to_its_layer(fused):
     rest = f"are not finite; first seen in {where}. Check the weights (a diverged training run?) and the dtype."
     with pytest.raises(gb.GenerateError) as error:
         fast.generate([PROMPT, PROMPT[:3]], max_new_tokens=8)
-    assert str(error.value) == f"sequence 0: the logits at position 6 {rest}"
+    assert str(error.value) == message("decode/weights:a_nan_is_traced_to_its_l", rest)
     with pytest.raises(gb.GenerateError) as error:
         fast.score(PROMPT)
-    assert str(error.value) == f"score: the logits of prompt 0 {rest}"
+    assert str(error.value) == message("decode/weights:a_nan_is_traced_to_its_l.2", rest)
     with torch.no_grad():
         fast.model.model.layers[1].mlp.down_proj.weight[3, 4] = 0.0
     assert of_decoder(fast) == of_model(fast)  # and no NaN is left in the cache

@@ -14,6 +14,7 @@ import pytest
 import tyro
 
 from gpubound.cli.train import from_file
+from tests.messages import message
 
 from .. import forked
 from ..processes import plain_environment
@@ -124,4 +125,4 @@ def test_shown_output_is_compared():
     assert _differs(block, "a 22.75 s b\nmore\nmore\nend 4\n") == ""
     assert "line 1" in _differs(block, "another\nend 4\n")
     assert "line 3" in _differs(block, "a 1 s b\nmore\n")
-    assert plain("x 1,024.5 tok/s | ------ |") == ["x # tok/s | -- |"]
+    assert plain("x 1,024.5 tok/s | ------ |") == [message("docs/blocks:shown_output_is_compared")]

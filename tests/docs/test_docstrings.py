@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.messages import message
+
 from .blocks import ROOT
 
 
@@ -20,7 +22,7 @@ def listed(monkeypatch):
 
 def test_columns_become_a_list(listed):
     text = "Do it.\n\nclip        the largest norm;\n            None does not clip\npad, rows   see bucket: pad={}"
-    assert listed(text) == "Do it.\n\n- **`clip`** the largest norm; None does not clip\n- **`pad, rows`** see bucket: pad={}"
+    assert listed(text) == message("docs/docstrings:columns_become_a_list")
 
 
 def test_prose_and_tables_stay(listed):

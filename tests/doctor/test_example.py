@@ -5,6 +5,7 @@ from pathlib import Path
 
 from gpubound.cli import main
 from gpubound.watch.pretend import simgpu
+from tests.messages import message
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "slow_loop.py"
 
@@ -19,5 +20,5 @@ def test_slow_loop(capsys, monkeypatch):
         (finding["kind"], lines[finding["line"] - 1].split()[0], finding["count"]) for finding in json.loads(out)["findings"]
     ]
     assert found == [("h2d", "tokens,", 2), ("sync", "total", 1), ("sync", "hits", 1)]
-    assert "shuffle=True, pin_memory=True" in err and "+        total += loss.detach()" in err
+    assert "shuffle=True, pin_memory=True" in err and message("doctor/example:slow_loop").within(err)
     assert len(lines) < 50

@@ -10,6 +10,7 @@ import torch
 from gpubound.doctor.finding import Finding, Verdict
 from gpubound.errors import DataError
 from gpubound.watch.site import Site
+from tests.messages import message
 
 LINE = Site(os.path.abspath("train.py"), 88, "step", "if loss.item() > best:", 89)
 CLIP = Site(os.path.join(os.path.dirname(torch.__file__), "nn/utils/clip_grad.py"), 41, "clip_grad_norm_", "return norm", 41)
@@ -39,7 +40,7 @@ def test_a_line_of_backward_is_the_one_that_built_the_node():
 
 
 def test_what_is_no_verdict_is_refused():
-    with pytest.raises(DataError, match=r"^a verdict has version 1, got 9; let this gpubound's doctor write it again\.$"):
+    with pytest.raises(DataError, check=message("doctor/finding:what_is_no_verdict_is_re")):
         Verdict.from_dict(VERDICT.as_dict() | {"version": 9})
     with pytest.raises(DataError, match="got None"):
         Verdict.from_dict([])
@@ -55,7 +56,7 @@ def test_what_is_no_verdict_is_refused():
         ("step_ms", float("nan"), "ValueError: step_ms is nan"),
         ("step_ms", 0, "ValueError: step_ms is 0"),
     ]:
-        with pytest.raises(DataError, match=rf"^the verdict is damaged \({said}\); write it again\.$"):
+        with pytest.raises(DataError, check=message("doctor/finding:what_is_no_verdict_is_re.2", said)):
             Verdict.from_dict(VERDICT.as_dict() | {name: value})
-    with pytest.raises(ValueError, match=r"^finding: kind: got 'snyc'; did you mean 'sync'\?$"):
+    with pytest.raises(ValueError, check=message("doctor/finding:what_is_no_verdict_is_re.3")):
         replace(FOUND, kind="snyc")

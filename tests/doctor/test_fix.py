@@ -8,6 +8,7 @@ import torch
 from gpubound.doctor.fix.repair import PATCHES, Repair, Target, repair
 from gpubound.watch import watch
 from gpubound.watch.pretend import simgpu
+from tests.messages import message
 
 
 def mended(tmp_path, text: str, *found: tuple[str, str], asked=()) -> tuple[str, Repair]:
@@ -160,24 +161,24 @@ def test_every_other_byte_stays(tmp_path):
     text, _ = mended(tmp_path, SCRIPT, *FOUND)
     before, after = SCRIPT.splitlines(), text.splitlines()
     assert [line for line in before if line not in after] == [
-        "loader = torch.utils.data.DataLoader(data, batch_size=4,  # vier",
-        "        x, y = x.to(device), y.to(device, )",
-        "        optimizer.zero_grad(set_to_none=False)",
-        "        torch.simgpu.synchronize()",
-        "        running += loss.item() * len(x)",
-        "        losses.append(loss.item())",
-        '            print(f"{running / 4:.6f}", running)',
-        "    kept = [sum(losses), losses, running]",
+        message("doctor/fix:every_other_byte_stays"),
+        message("doctor/fix:every_other_byte_stays.2"),
+        message("doctor/fix:every_other_byte_stays.3"),
+        message("doctor/fix:every_other_byte_stays.4"),
+        message("doctor/fix:every_other_byte_stays.5"),
+        message("doctor/fix:every_other_byte_stays.6"),
+        message("doctor/fix:every_other_byte_stays.7"),
+        message("doctor/fix:every_other_byte_stays.8"),
     ]
     assert [line for line in after if line not in before] == [
-        "loader = torch.utils.data.DataLoader(data, batch_size=4, pin_memory=True,  # vier",
-        "        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True, )",
-        "        optimizer.zero_grad()",
-        "        running += loss.detach().to(torch.float64, copy=True) * len(x)",
-        "        losses.append(loss.detach().to(torch.float64, copy=True))",
-        '            print(f"{running / 4:.6f}", float(running))',
-        "    losses[:] = [float(value) for value in losses]",
-        "    kept = [sum(losses), losses, float(running)]",
+        message("doctor/fix:every_other_byte_stays.9"),
+        message("doctor/fix:every_other_byte_stays.10"),
+        message("doctor/fix:every_other_byte_stays.11"),
+        message("doctor/fix:every_other_byte_stays.12"),
+        message("doctor/fix:every_other_byte_stays.13"),
+        message("doctor/fix:every_other_byte_stays.14"),
+        message("doctor/fix:every_other_byte_stays.15"),
+        message("doctor/fix:every_other_byte_stays.16"),
     ]
 
 
@@ -403,20 +404,17 @@ def test_a_refusal(why, tmp_path):
 
 def test_tf32_is_taken_when_it_is_asked_for(tmp_path):
     text, made = mended(tmp_path, "import torch  # t\nf()  # here\n", ("precision", "# here"), asked=["tf32"])
-    assert text == 'import torch  # t\ntorch.set_float32_matmul_precision("high")\nf()  # here\n' and not made.equal
+    assert text == message("doctor/fix:tf32_is_taken_when_it_is") and not made.equal
     with pytest.raises(ValueError) as error:
         repair([], asked=["tf23"])
-    assert str(error.value) == "fix: 'tf23' is no patch; did you mean 'tf32'?"
+    assert str(error.value) == message("doctor/fix:tf32_is_taken_when_it_is.2")
 
 
 def test_bf16_is_taken_when_it_is_asked_for(tmp_path):
     """A statement of several lines goes into the block as a whole, and still means the same."""
     before = "import torch\ndef f(x):\n    y = (x  # here\n      @ x)  # product\n    return y\n"
     text, made = mended(tmp_path, before, ("precision", "# here"), asked=["bf16"])
-    assert text == (
-        'import torch\ndef f(x):\n    with torch.autocast("cuda", dtype=torch.bfloat16):\n'
-        "        y = (x  # here\n          @ x)  # product\n    return y\n"
-    )
+    assert text == message("doctor/fix:bf16_is_taken_when_it_is")
     assert not made.equal
     on_cpu: dict = {}
     exec(text.replace('"cuda"', '"cpu"'), on_cpu)
@@ -427,9 +425,7 @@ def test_bf16_is_taken_when_it_is_asked_for(tmp_path):
 def test_bf16_keeps_to_tabs(tmp_path):
     before = "import torch\ndef f(x):\n\treturn (x  # here\n\t\t@ x)\n"
     text, _ = mended(tmp_path, before, ("precision", "# here"), asked=["bf16"])
-    assert text == (
-        'import torch\ndef f(x):\n\twith torch.autocast("cuda", dtype=torch.bfloat16):\n\t\treturn (x  # here\n\t\t\t@ x)\n'
-    )
+    assert text == message("doctor/fix:bf16_keeps_to_tabs")
 
 
 BF16_REFUSED = {
@@ -451,10 +447,10 @@ def test_findings_of_one_line_go_together(tmp_path):
     before = "if x:\n    y()\n    torch.cuda.empty_cache()\n    torch.cuda.synchronize()\n    o.zero_grad(False)\n"
     found = [("free", "empty"), ("sync", "empty"), ("sync", "cuda.sync"), ("zero_grad", "zero")]
     text, made = mended(tmp_path, before, *found)
-    assert text == "if x:\n    y()\n    o.zero_grad()\n" and len(made.taken) == 4
+    assert text == message("doctor/fix:findings_of_one_line_go") and len(made.taken) == 4
     said = str(made).replace(f"{tmp_path.name}/", "").splitlines()
-    assert said[0] == "free at train.py:3: waits: the host goes on at once"
-    assert said[-1] == "zero_grad at train.py:5: zero_grad: gradients are made anew"
+    assert said[0] == message("doctor/fix:findings_of_one_line_go.2")
+    assert said[-1] == message("doctor/fix:findings_of_one_line_go.3")
 
 
 def test_every_patch_is_tried_here():

@@ -8,6 +8,7 @@ import pytest
 
 from gpubound.doctor.fix.repair import Repair, Target, repair
 from gpubound.errors import DataError
+from tests.messages import message
 
 
 def mended(folder: Path, text: str) -> Repair:
@@ -38,7 +39,7 @@ def test_a_file_that_changed_meanwhile_is_left_alone(tmp_path):
     path.write_text("other = 1\n")
     with pytest.raises(DataError) as error:
         made.apply()
-    assert str(error.value) == f"{path}: was changed since it was read; look for the findings again."
+    assert str(error.value) == message("doctor/fix_files:a_file_that_changed_mean", path)
     assert path.read_text() == "other = 1\n"
 
 
@@ -79,6 +80,6 @@ def test_files_are_written_all_or_none(tmp_path, monkeypatch):
         patch.setattr(os, "fchmod", full)
         made.apply()
     monkeypatch.setattr(os, "access", lambda path, mode: path != paths[1])
-    with pytest.raises(DataError, match=r"b\.py: is read-only; make it writable, or apply the diff to a copy\.$"):
+    with pytest.raises(DataError, check=message("doctor/fix_files:files_are_written_all_or")):
         made.apply()
     assert sorted(tmp_path.iterdir()) == paths and {path.read_text() for path in paths} == {"o.zero_grad(False)\n"}

@@ -10,6 +10,7 @@ from gpubound.doctor.finding import Finding, Verdict
 from gpubound.doctor.gate import Allowance, Budgets, gate, read_allowances, read_baseline
 from gpubound.errors import DataError
 from gpubound.watch.site import Site
+from tests.messages import message
 
 ITEM = Finding("sync", Site("train.py", 88, "step", "if loss.item() > best:", 88), None, "", None, 2, 1.0, "replayed", "", "")
 SHARES = {"busy": 80.0, "host_late": 15.0, "device_side": 3.0, "comm": 1.0, "unlocated": 1.0}
@@ -52,9 +53,11 @@ def test_a_baseline_holds_the_step_and_the_counts(tmp_path):
     assert gate(DRY, Budgets(), DRY).code == 0
     for now in (DRY, GOOD):  # a limit for the step that the baseline has not
         passage = gate(now, Budgets(max_regress_pct=5), DRY)
-        assert passage.code == 3 and "--max-regress-pct: the baseline has no timed step" in passage.lines()[0]
+        assert passage.code == 3 and message("doctor/gate:a_baseline_holds_the_ste").within(passage.lines()[0])
     assert gate(BLIND, Budgets(), BLIND).code == 3
-    assert "measured on H200, this run on H100" in gate(replace(GOOD, machine={"device": "H100"}), Budgets(), before).lines()[0]
+    assert message("doctor/gate:a_baseline_holds_the_ste.2").within(
+        gate(replace(GOOD, machine={"device": "H100"}), Budgets(), before).lines()[0]
+    )
     for wrong, words in (("{", "is no JSON"), ("[]", "a verdict has version"), ('{"version": 1}', "the verdict is damaged")):
         path.write_text(wrong)
         with pytest.raises(DataError, match=rf"doctor\.json: {words}"):
@@ -84,7 +87,7 @@ def test_a_comment_on_any_line_of_the_statement_allows_it(tmp_path):
 
     assert judged("# gpubound: allow(sync) it decides when to stop").code == 0
     assert judged("# gpubound: allow(h2d) of another kind").code == 1
-    assert "has no reason; write behind it why this may stay" in judged("# gpubound: allow(sync)").lines()[0]
+    assert message("doctor/gate:a_comment_on_any_line_of").within(judged("# gpubound: allow(sync)").lines()[0])
     assert "did you mean 'sync'?" in judged("# gpubound: allow(snyc) typo").lines()[0]
 
 
@@ -108,16 +111,16 @@ def test_an_allow_list_is_read_whole_or_not_at_all(tmp_path):
 
 
 def test_wrong_budgets_are_refused():
-    with pytest.raises(ValueError, match=r"^--max-idle-pct: got -1, wanted a number from 0 up: the most that is allowed\.$"):
+    with pytest.raises(ValueError, check=message("doctor/gate:wrong_budgets_are_refuse")):
         Budgets(max_idle_pct=-1)
     for wrong in (True, float("nan"), "3"):
         with pytest.raises(ValueError, match=r"^--max-syncs-per-step: got"):
             Budgets(max_syncs_per_step=wrong)
-    with pytest.raises(ValueError, match=r"^--max-regress-pct: got no --baseline to compare with; give the doctor\.json"):
+    with pytest.raises(ValueError, check=message("doctor/gate:wrong_budgets_are_refuse.2")):
         gate(GOOD, Budgets(max_regress_pct=1))
 
 
 @pytest.mark.parametrize("read", [read_baseline, read_allowances])
 def test_a_file_that_is_not_there_is_a_sentence(read, tmp_path):
-    with pytest.raises(DataError, match=r"there\.json: cannot be read: .*; check the path\.$"):
+    with pytest.raises(DataError, check=message("doctor/gate:a_file_that_is_not_there")):
         read(tmp_path / "there.json")

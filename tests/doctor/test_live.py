@@ -11,6 +11,7 @@ from gpubound.doctor.live import of_run
 from gpubound.doctor.report.terminal import brief
 from gpubound.train import loop
 from gpubound.watch import pretend
+from tests.messages import message
 
 from .evidences import at, row
 
@@ -26,10 +27,10 @@ def ran(*watched: dict, steps: int = 8) -> list[dict]:
 def test_a_run_that_never_waits():
     said = brief(of_run("books", "a GPU", ran({"syncs": 0, "h2d_bytes": 0})))
     assert said == [
-        "STEP 10.0 ms   GPU busy 98%   host ahead 4.00 ms",
-        "a step has 0 waits for the device and 0 bytes copied from or to pageable memory",
+        message("doctor/live:a_run_that_never_waits"),
+        message("doctor/live:a_run_that_never_waits.2"),
         "no finding",
-        "without prices: the run was counted, not recorded",
+        message("doctor/live:a_run_that_never_waits.3"),
     ]
 
 

@@ -15,6 +15,7 @@ from gpubound.doctor.ranks import merged
 from gpubound.doctor.report.terminal import screen
 from gpubound.watch.pretend import simgpu
 from gpubound.watch.site import Site
+from tests.messages import message
 
 from ..parallel.processes import on_ranks
 
@@ -65,10 +66,7 @@ def test_a_proof_is_for_one_machine(monkeypatch):
         monkeypatch.setenv(name, str(value))
     with pytest.raises(ValueError) as error:
         Mending(fix=True, rounds=3)
-    assert str(error.value) == (
-        "--prove: got 4 ranks, 2 of them on this machine, wanted all on one, where a proof can start them again and again; "
-        "run it on one machine, or leave out --prove."
-    )
+    assert str(error.value) == message("doctor/ranks:a_proof_is_for_one_machi")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert Mending(fix=True, rounds=3).rounds == 3
 
@@ -89,8 +87,8 @@ def test_the_rank_that_the_others_wait_for_is_named():
     assert [(f.kind, round(f.ms, 3)) for f in found.findings] == [("comm", 9.6), ("sync", 6.0)]
     said = "rank 3 comes late: without communication its step takes 39.6 ms, another's 30.0 ms"
     assert found.findings[0].evidence == said
-    assert found.findings[1].evidence == "waits; on 4 of 4 ranks, 1.00 ms to 6.00 ms" and found.together_ms == 6.0
-    assert "4 ranks looked at themselves: a step 40 to 40 ms, GPU busy 75 to 99 %" in screen(found, 200)
+    assert found.findings[1].evidence == message("doctor/ranks:the_rank_that_the_others") and found.together_ms == 6.0
+    assert message("doctor/ranks:the_rank_that_the_others.2").within(screen(found, 200))
     assert [f.kind for f in merged({rank: verdict(25.0 - rank, 1.0) for rank in range(4)}, {}).findings] == ["sync"]
 
 
@@ -98,5 +96,5 @@ def test_what_costs_nothing_on_the_first_rank_may_be_dear_on_another():
     cheap = verdict(5.0, 0.0)
     cheap = replace(cheap, findings=[], harmless=cheap.findings)
     found = merged({0: cheap, 1: verdict(5.0, 4.0)}, {})
-    assert not found.harmless and [f.evidence for f in found.findings] == ["waits; on rank 1 of 2 alone"]
+    assert not found.harmless and [f.evidence for f in found.findings] == [message("doctor/ranks:what_costs_nothing_on_th")]
     assert Verdict.from_dict(json.loads(json.dumps(found.as_dict()))).ranks[1]["step_ms"] == 40.0

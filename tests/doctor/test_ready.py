@@ -14,6 +14,7 @@ from gpubound.graph import prepare
 from gpubound.models.keywords import cache_in, cache_word
 from tests.decode.compressed.cases import CSA, HCA, build
 from tests.graph.tape import TapeRunner
+from tests.messages import message
 
 
 class Block(nn.Module):
@@ -98,7 +99,7 @@ def test_a_hazard_is_told_at_its_module_and_line_with_the_form_to_use(hazard, li
 def test_one_line_in_many_layers_is_told_once():
     found = ready(nn.Sequential(*(ReadsAValue() for _ in range(4)), Block(), ReadsAValue()), torch.randn(3, 4))
     assert [line for line in str(found).splitlines() if line.startswith("NOT READY  ")] == ["NOT READY  0-3,5"]
-    assert "NOT READY: 1 reason; 8 of 14 parts ready." in str(found)
+    assert message("doctor/ready:one_line_in_many_layers").within(str(found))
 
 
 def test_a_replay_on_other_inputs_is_what_counts(monkeypatch):
@@ -110,13 +111,13 @@ def test_a_replay_on_other_inputs_is_what_counts(monkeypatch):
             return self.inner(x) * ctypes.c_float.from_address(x.data_ptr()).value
 
     found = ready(nn.Sequential(nn.Sigmoid(), Peeks()), torch.randn(3, 4))  # a ReLU's zero would hide what it reads
-    assert list(stopped(found)) == ["1"] and "output 0 of the replay is off by" in str(found)
+    assert list(stopped(found)) == ["1"] and message("doctor/ready:a_replay_on_other_inputs").within(str(found))
 
 
 def test_without_a_gpu_nothing_found_is_no_proof():
     found = ready(Block(), torch.randn(3, 4))
     assert found.ready and not found.captured and found.exit_code == 3
-    assert "Nothing was captured: there is no GPU here" in str(found)
+    assert message("doctor/ready:without_a_gpu_nothing_fo").within(str(found))
     assert json.loads(json.dumps(found.as_dict()))["parts"][1] == {
         "name": "inner", "ready": True, "obstacles": [], "stopped_inside": 0, "within": "Block", "certificate": "", "calls": 1,
         "not_copied": [],
@@ -135,7 +136,7 @@ def test_a_wait_that_only_a_gpu_has_is_named_though_the_call_fails():
 
 
 def test_what_gives_no_tensor_is_not_called_ready():
-    assert "nothing shows what a replay does" in str(ready(lambda x: None, torch.randn(3)))
+    assert message("doctor/ready:what_gives_no_tensor_is").within(str(ready(lambda x: None, torch.randn(3))))
 
 
 def test_a_function_names_the_modules_that_it_calls():
@@ -148,7 +149,7 @@ def test_a_function_names_the_modules_that_it_calls():
 def test_something_that_cannot_be_called_is_refused():
     with pytest.raises(ValueError) as error:
         ready(torch.ones(1))
-    assert str(error.value) == "ready: fn: got Tensor, wanted a function or module; pass the callable itself."
+    assert str(error.value) == message("doctor/ready:something_that_cannot_be")
 
 
 @torch.no_grad()

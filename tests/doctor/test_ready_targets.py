@@ -10,6 +10,7 @@ from gpubound.decode import decoder
 from gpubound.doctor.ready.targets import audits, decoding_step, named
 from gpubound.models import Decoder, DecoderConfig
 from tests.decode.compressed.cases import CSA, HCA, build
+from tests.messages import message
 
 PROGRAM = """\
 import torch
@@ -56,7 +57,7 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
 
 def test_a_class_is_audited_with_its_own_inputs(program, capsys):
     code, said, _ = run(capsys, f"{program}:Net")
-    assert code == 1 and "program.py:12 reads the device from the host" in said
+    assert code == 1 and message("doctor/ready_targets:a_class_is_audited_with").within(said)
 
 
 def test_nothing_found_without_a_gpu_exits_3_and_says_less(program, capsys):
@@ -98,7 +99,7 @@ def test_a_bad_name_is_told(program, capsys):
     )
     assert run(capsys, "nothing") == (2, "", said)
     code, _, said = run(capsys, f"{program}:broken")
-    assert (code, said) == (2, f"gpubound doctor: {program}:broken raised KeyError: 'weights'\n")
+    assert (code, said) == (2, message("doctor/ready_targets:a_bad_name_is_told", program))
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def test_a_step_of_our_decoder_of_deepseek_is_ready_until_a_read_is_planted(made
     found = decoding_step(made, prompt=7, steps=6).audit()
     assert found.ready, str(found)
     (part,) = found.parts
-    assert "6 rounds of replay against eager agree bit for bit" in part.certificate
+    assert message("doctor/ready_targets:a_step_of_our_decoder_of").within(part.certificate)
     assert "1 output and" in part.certificate and "mutated tensors compared" in part.certificate
 
     step = made.body.step
@@ -124,7 +125,7 @@ def test_a_step_of_our_decoder_of_deepseek_is_ready_until_a_read_is_planted(made
 
     monkeypatch.setattr(made.body, "step", reading)
     found = decoding_step(made, prompt=7, steps=2).audit()
-    assert not found.ready and "`return step(token, position) * float(position.max().item() >= 0)`" in str(found)
+    assert not found.ready and message("doctor/ready_targets:a_step_of_our_decoder_of.2").within(str(found))
 
 
 def test_on_a_cpu_the_step_that_a_gpu_would_capture_is_audited(monkeypatch):
@@ -138,7 +139,7 @@ def test_on_a_cpu_the_step_that_a_gpu_would_capture_is_audited(monkeypatch):
 @pytest.mark.gpu
 def test_on_a_gpu_each_is_captured(program, capsys):
     assert cli.main(["doctor", "--graph-ready", f"{program}:build"]) == 0
-    assert "READY: one graph holds all of it" in capsys.readouterr().out
+    assert message("doctor/ready_targets:on_a_gpu_each_is_capture").within(capsys.readouterr().out)
     assert cli.main(["doctor", "--graph-ready", f"{program}:Net"]) == 1
     found = decoding_step(decoder(build(dtype=torch.bfloat16, device="cuda"), max_length=48, verify=False), prompt=7).audit()
     assert found.captured and found.ready, str(found)

@@ -16,6 +16,7 @@ from gpubound.doctor.report.sarif import fingerprint, sarif
 from gpubound.doctor.tape import Call, Tape, Work
 from gpubound.version import __version__
 from gpubound.watch.site import Site
+from tests.messages import message
 
 from .tapes import Synthetic
 from .verdicts import CLIP, ITEM, TORCH, judged, looped
@@ -137,13 +138,7 @@ def test_a_fingerprint_follows_the_line_and_no_other():
 
 def test_annotations_whole():
     bare = replace(FINDING, site=None, via=None, node="", built=None, ms=None, certainty="counted", evidence="a\nb::error::c")
-    assert annotate(verdict_of(FINDING, bare)) == (
-        "::warning file=jobs/a b.py,line=7,endLine=8,title=gpubound doctor%3A sync%2C 6.90 ms::sync, 2 a step, 6.90 ms a step "
-        "(replayed), via utils/clip_grad.py:41 clip_grad_norm_; in backward of MulBackward0, built at train.py:88: 100 %25 idle"
-        ". Instead: keep it: there, on the GPU\n"
-        "::warning title=gpubound doctor%3A sync%2C not priced::sync, 2 a step: a%0Ab::error::c. "
-        "Instead: keep it: there, on the GPU\n"
-    )
+    assert annotate(verdict_of(FINDING, bare)) == message("doctor/report_formats:annotations_whole")
 
 
 def test_nothing_that_a_name_holds_steers_a_reader():

@@ -22,6 +22,7 @@ from gpubound.doctor.tape import Tape
 from gpubound.measure.comparison import Ratio
 from gpubound.pages import data
 from gpubound.watch.site import Place, Site
+from tests.messages import message
 
 from .tapes import AUTOGRAD, MAIN, Synthetic
 from .verdicts import ITEM, judged, looped
@@ -149,14 +150,16 @@ def test_the_page_in_a_browser(tmp_path):
         assert "idle: data" in seen["data"] and "for batch in loader:" in seen["data"]
         assert "train.py:" in seen["tip"] and "idle: a sync" in seen["tip"]
         assert (seen["panels"], seen["turned"]) == ([False, True], [True, False]) and seen["change"] == "-old()\n+new()"
-        assert min(seen["rounds"][:3]) > max(seen["rounds"][3:]) and "60 losses are equal bit for bit" in seen["text"]
+        assert min(seen["rounds"][:3]) > max(seen["rounds"][3:]) and message("doctor/report_page:the_page_in_a_browser").within(
+            seen["text"]
+        )
         assert seen["attacked"] == 0 and seen["text"].count("<script>attacked = 1</script>") >= 3 and "{{7*7}}" in seen["text"]
 
 
 def test_a_long_tape_is_cut_to_steps_and_a_long_step_has_no_timeline(monkeypatch):
     tape, located = looped(steps=12)
     verdict = judged(tape, located)
-    assert "this page holds 12 of 12 recorded steps" in page(verdict, Recorded(tape, located))
+    assert message("doctor/report_page:a_long_tape_is_cut_to_st").within(page(verdict, Recorded(tape, located)))
     assert "<td>phase: timing</td><td>steps 20, seconds 1.5</td>" in page(verdict)
     monkeypatch.setattr(page_module, "MOST", 9000)
     cut = re.search(r"this page holds (\d+) of 12 recorded steps", page(verdict, Recorded(tape, located)))

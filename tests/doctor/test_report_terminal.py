@@ -9,6 +9,7 @@ from rich.cells import cell_len
 
 from gpubound.doctor.report import words
 from gpubound.doctor.report.terminal import screen
+from tests.messages import message
 
 from .verdicts import ITEM, judged, looped
 
@@ -20,32 +21,7 @@ VERDICT = replace(VERDICT, findings=[replace(f, ms=ms) for f, ms in zip(VERDICT.
 def test_the_screen():
     shares = {"busy": 62.0, "host_late": 31.0, "device_side": 4.0, "comm": 0.0, "unlocated": 3.0}
     verdict = replace(VERDICT, bar={"shares": shares, "late": {}})
-    assert (
-        screen(verdict, 110, files=["doctor.html", "doctor.json"])
-        == """\
-doctor  train.py --cfg small
-NVIDIA H200 · torch 2.11
-A recorded step took 1.4 times as long as a timed step; prices are for timed steps.
-STEP 41.8 ms   GPU busy 62%   host late 31%   device-side 4%   comm alone 0%   unlocated 3%
-CEILING 25.9 ms (1.61x) if the host never stalled
-
-#  ms/step  kind      where                                            fix
-1     6.90  data      train.py:61                                      DataLoader(num_workers=4,
-            1 a step  for batch in loader:                             pin_memory=True)
-            replayed
-2     4.10  sync      train.py:90                                      pass error_if_nonfinite=False
-            1 a step  clip_grad_norm_(parameters, 1.0)
-            replayed  via utils/clip_grad.py:41 clip_grad_norm_
-3     1.70  sync      train.py:88                                      keep best on the device  [patch]
-            1 a step  if loss.item() > best:
-            replayed
-1+2+3 together: 15.9 ms a step (alone they add up to 12.7 ms)
-harmless: train.py:102  print(loss.item()), 0.25 a step, 0.0 ms
-2 of 61 calls: 0.2 ms.
-without gputrace: not on this build
-written: doctor.html, doctor.json
-"""
-    )
+    assert screen(verdict, 110, files=["doctor.html", "doctor.json"]) == message("doctor/report_terminal:the_screen")
 
 
 @pytest.mark.parametrize("width", [40, 64, 99, 100, 200])
@@ -77,7 +53,9 @@ def test_harmless_ones_are_counted_or_listed():
     verdict = replace(
         VERDICT, harmless=[replace(VERDICT.harmless[0], site=replace(ITEM, line=n)) for n in range(9)], findings=[]
     )
-    assert "no finding" in screen(verdict) and "harmless: 6 more (--all lists them)" in screen(verdict)
+    assert "no finding" in screen(verdict) and message("doctor/report_terminal:harmless_ones_are_counte").within(
+        screen(verdict)
+    )
     assert screen(verdict, everything=True).count("harmless:") == 9
 
 
@@ -85,7 +63,9 @@ def test_many_findings_are_cut_to_a_screen():
     many = [replace(VERDICT.findings[0], ms=20.0 - n, site=replace(ITEM, line=100 + n)) for n in range(11)]
     text = screen(replace(VERDICT, findings=many), 110)
     assert "train.py:107" in text and "train.py:108" not in text and len(text.splitlines()) < 45
-    assert "3 more, the dearest of them 12.0 ms (--all lists them)" in text and "11 priced ones together: 15.9 ms" in text
+    assert message("doctor/report_terminal:many_findings_are_cut_to").within(text) and message(
+        "doctor/report_terminal:many_findings_are_cut_to.2"
+    ).within(text)
     assert "train.py:110" in screen(replace(VERDICT, findings=many), 110, everything=True)
     counted = [replace(finding, ms=None, certainty="counted") for finding in many]
     assert "\n3 more (--all lists them)\n" in screen(replace(VERDICT, findings=counted), 110)

@@ -10,6 +10,7 @@ from textwrap import dedent
 import pytest
 
 from gpubound.doctor.script import Enough, Script
+from tests.messages import message
 
 TELLS = """
     import json, os, sys
@@ -188,11 +189,11 @@ def test_a_script_may_wrap_what_it_prints_to(tmp_path):
 
 
 def test_what_python_cannot_run_is_told_without_the_doctors_own_frames(tmp_path, capsys):
-    with pytest.raises(ValueError, match=r"^broken\.py failed with code 1; "):
+    with pytest.raises(ValueError, check=message("doctor/script:what_python_cannot_run_i")):
         Script(str(write(tmp_path / "broken.py", "def f(:"))).run()
     said = capsys.readouterr().err
     assert "SyntaxError" in said and "broken.py" in said and "script.py" not in said
-    with pytest.raises(ValueError, match=r"^script: .* is nothing that can be run: can't find '__main__' module in '[^']*'\.$"):
+    with pytest.raises(ValueError, check=message("doctor/script:what_python_cannot_run_i.2")):
         Script(str(tmp_path)).run()
     assert capsys.readouterr().err == ""
 
@@ -232,10 +233,7 @@ def test_a_file_of_a_package_is_to_be_run_as_a_module(tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path / where)
     with pytest.raises(ValueError) as error:
         Script(target).run()
-    assert str(error.value) == (
-        f"{Path(target).name} failed with code 1; it imports from its own package, as a module alone can; "
-        f"run gpubound doctor {advised}."
-    )
+    assert str(error.value) == message("doctor/script:a_file_of_a_package_is_t", Path(target).name, advised)
     assert "attempted relative import" in capsys.readouterr().err
 
 
@@ -249,11 +247,9 @@ def test_what_is_not_there_is_a_sentence(tmp_path):
     path = str(tmp_path / "none.py")
     with pytest.raises(ValueError) as error:
         Script(path)
-    assert str(error.value) == f"script: there is no file {path}; give a script, -m and a module, or a trace (.json, .json.gz)."
+    assert str(error.value) == message("doctor/script:what_is_not_there_is_a_s", path)
     notebook = write(tmp_path / "train.ipynb", "{}")
-    with pytest.raises(
-        ValueError, match=r"train.ipynb is a notebook, which python cannot run; make a script of it, as jupyter"
-    ):
+    with pytest.raises(ValueError, check=message("doctor/script:what_is_not_there_is_a_s.2")):
         Script(str(notebook))
-    with pytest.raises(ValueError, match=r"^script: there is no module no_such_module_xyz that can be run: "):
+    with pytest.raises(ValueError, check=message("doctor/script:what_is_not_there_is_a_s.3")):
         Script("no_such_module_xyz", module=True).run()

@@ -7,6 +7,7 @@ from gpubound import device as policy
 from gpubound.device import Sight
 from gpubound.feed.choose import SHARE, allowance, free_bytes, parse_bytes, target
 from gpubound.words import readable
+from tests.messages import message
 
 
 @pytest.mark.parametrize(
@@ -40,9 +41,7 @@ def test_sizes(text, want):
 def test_sizes_that_are_none(text):
     with pytest.raises(ValueError) as error:
         parse_bytes("budget", text)
-    assert (
-        str(error.value) == f"feed: budget: got {text!r}, wanted a number of bytes, as in 2_000_000_000, '2 GB' or '1.9 GiB'."
-    )
+    assert str(error.value) == message("feed/choose:sizes_that_are_none", repr(text))
 
 
 def test_allowance():
@@ -53,9 +52,7 @@ def test_allowance():
     assert allowance("1 kB", None, 50) == 1000
     with pytest.raises(ValueError) as error:
         allowance(5, 5, 5)
-    assert str(error.value) == (
-        "feed: got both budget= and keep=, wanted one; budget is what the feed may take, keep what it must leave."
-    )
+    assert str(error.value) == message("feed/choose:allowance")
 
 
 def test_readable():

@@ -12,6 +12,7 @@ from gpubound import trace
 from gpubound.errors import DataError, FallbackError
 from gpubound.feed import choose, feed
 from gpubound.feed.choose import resident
+from tests.messages import message
 
 from .conftest import Counts, batches, seen
 
@@ -81,7 +82,7 @@ def test_a_new_loop_ends_the_one_before():
     second = iter(served)
     next(second)
     assert ended == [True]
-    with pytest.raises(DataError, match="this loop was ended by a newer one"):
+    with pytest.raises(DataError, check=message("feed/feed:a_new_loop_ends_the_one")):
         next(first)
 
 
@@ -114,20 +115,20 @@ def test_a_state_of_another_feed_is_refused():
     saved = feed(batches(), device="cpu", shuffle=True, seed=1).state_dict()
     with pytest.raises(ValueError) as error:
         feed(batches(), device="cpu", shuffle=True, seed=2).load_state_dict(saved)
-    assert str(error.value) == "feed: state: seed was 1 when it was saved and is 2 now; make the feed as it was made then."
+    assert str(error.value) == message("feed/feed:a_state_of_another_feed")
     with pytest.raises(ValueError) as error:
         feed(batches(6), device="cpu", shuffle=True, seed=1).load_state_dict(saved)
-    assert str(error.value) == "feed: state: length was 7 when it was saved and is 6 now; make the feed as it was made then."
+    assert str(error.value) == message("feed/feed:a_state_of_another_feed.2")
     for state in (None, {"epoch": 1}):
         with pytest.raises(ValueError) as error:
             feed(batches(), device="cpu").load_state_dict(state)
-        assert str(error.value) == f"feed: state: got {state!r}, wanted what state_dict() gave, with its epoch and batch."
+        assert str(error.value) == message("feed/feed:a_state_of_another_feed.3", repr(state))
     with pytest.raises(ValueError) as error:
         feed(batches(), device="cpu").seek(0, 1.5)
-    assert str(error.value) == "feed: seek: got epoch 0, batch 1.5, wanted whole numbers."
+    assert str(error.value) == message("feed/feed:a_state_of_another_feed.4")
     with pytest.raises(ValueError) as error:
         feed(batches(), device="cpu").seek(0, 8)
-    assert str(error.value) == "feed: seek: got epoch 0, batch 8 of 7, wanted a position inside the epoch."
+    assert str(error.value) == message("feed/feed:a_state_of_another_feed.5")
 
 
 def test_tensors_on_the_device_pass_through_untouched():
@@ -191,14 +192,14 @@ def test_the_guard_sees_a_write_to_the_last_batch_and_one_long_after():
         list(served)
     assert str(error.value) == WRITTEN
     last = feed(batches(1), device="cpu")
-    with pytest.raises(DataError, match=r"batch\['x'\] was written to in place in epoch 0, batch 0"):
+    with pytest.raises(DataError, check=message("feed/feed:the_guard_sees_a_write_t")):
         for batch in last:
             batch["x"].zero_()
 
 
 def test_the_guard_sees_requires_grad():
     served = feed(batches(), device="cpu")
-    with pytest.raises(DataError, match=r"batch\['x'\] had requires_grad set in epoch 0, batch 0"):
+    with pytest.raises(DataError, check=message("feed/feed:the_guard_sees_requires")):
         for batch in served:
             batch["x"].requires_grad_()
 
@@ -241,9 +242,7 @@ def test_two_loops_over_one_feed_are_an_error_not_a_mixture():
     next(iter(served))
     with pytest.raises(DataError) as error:
         next(first)
-    assert str(error.value) == (
-        "feed: this loop was ended by a newer one over the same feed, by an error or by close(); make one feed for each loop."
-    )
+    assert str(error.value) == message("feed/feed:two_loops_over_one_feed")
 
 
 def test_memory_that_runs_out_falls_back_and_says_so(monkeypatch, said):
@@ -264,14 +263,12 @@ def test_memory_that_runs_out_falls_back_and_says_so(monkeypatch, said):
 def test_what_does_not_fit_the_budget_streams(monkeypatch, said):
     monkeypatch.setattr(choose, "bytes_needed", lambda *_: 3_000_000)
     assert feed(batches(), device="cpu", budget="2 MB").mode == "direct"
-    assert said() == "gpubound: feed: streaming: its 3.0 MB do not fit the budget of 2.0 MB on cpu.\n"
+    assert said() == message("feed/feed:what_does_not_fit_the_bu")
     with pytest.raises(ValueError) as error:
         feed(batches(), device="cpu", budget="2 MB", mode="resident")
-    assert str(error.value) == (
-        "feed: mode='resident': its 3.0 MB do not fit the budget of 2.0 MB on cpu; raise budget= or pass mode='ring'."
-    )
+    assert str(error.value) == message("feed/feed:what_does_not_fit_the_bu.2")
     assert feed(batches(), device="cpu", budget="3 MB").mode == "resident"
-    assert said() == "gpubound: feed: 3.0 MB resident on cpu (of 3.0 MB allowed).\n"
+    assert said() == message("feed/feed:what_does_not_fit_the_bu.3")
 
 
 @pytest.mark.parametrize("need, budget, fits", [(5, 5, True), (6, 5, False), (6, "auto", True), (0, 0, True), (1, 0, False)])

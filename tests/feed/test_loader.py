@@ -9,6 +9,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from gpubound.errors import DataError
 from gpubound.feed import feed
+from tests.messages import message
 
 # Python 3.12 warns of every fork in a process that has threads, and torch always has some.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
@@ -103,8 +104,8 @@ def test_an_item_that_workers_cannot_send_is_an_error_and_not_a_hang():
     with pytest.raises(DataError) as error:
         list(feed(loader, device="cpu", mode="ring"))
     said = str(error.value)
-    assert "gpubound.errors.DataError: feed: batch['more'][0]: a function cannot be sent from a DataLoader worker (" in said
-    assert "return tensors, numbers and strings, or set num_workers=0." in said
+    assert message("feed/loader:an_item_that_workers_can").within(said)
+    assert message("feed/loader:an_item_that_workers_can.2").within(said)
     assert loader.collate_fn is unpicklable, "the user's loader is as it was"
     local = DataLoader(list(range(4)), batch_size=2, collate_fn=unpicklable)
     assert [batch["x"].tolist() for batch in feed(local, device="cpu", mode="ring")] == [[0, 1], [2, 3]]
@@ -126,12 +127,10 @@ def test_sentences():
     for options in ({"batch_size": 2}, {"shuffle": True}, {"drop_last": True}, {"collate": list}):
         with pytest.raises(ValueError) as error:
             feed(DataLoader(DATA), device="cpu", **options)
-        assert (
-            str(error.value) == f"feed: {next(iter(options))}= has no effect on a DataLoader; give it to the DataLoader itself."
-        )
+        assert str(error.value) == message("feed/loader:sentences", next(iter(options)))
     with pytest.raises(ValueError) as error:
         feed(DataLoader(TensorDataset(torch.ones(3)), batch_size=4, drop_last=True), device="cpu")
-    assert str(error.value) == "feed: source: the DataLoader has no batches, wanted at least one."
+    assert str(error.value) == message("feed/loader:sentences.2")
 
 
 @pytest.mark.parametrize("own", [None, 7])

@@ -7,6 +7,7 @@ import torch
 
 from gpubound.feed import feed
 from gpubound.feed.leaves import Padding, bucket_size, flatten
+from tests.messages import message
 
 
 @pytest.mark.parametrize(
@@ -88,9 +89,7 @@ def test_a_value_that_the_leaf_cannot_hold_is_refused(dtype, value):
     """torch would pad whole numbers with 0 for 0.5, and flags with True for 2."""
     with pytest.raises(ValueError) as error:
         padded({"x": torch.ones(2, 5, dtype=dtype)}, values={"x": value}, bucket="pow2")
-    assert str(error.value) == (
-        f"feed: pad: batch['x'] is of {dtype}, which cannot hold {value!r}, wanted a value that it can."
-    )
+    assert str(error.value) == message("feed/padding:a_value_that_the_leaf_ca", dtype, repr(value))
 
 
 def test_a_batch_with_more_rows_than_said_is_refused():
@@ -98,7 +97,7 @@ def test_a_batch_with_more_rows_than_said_is_refused():
     batches = [{"x": torch.ones(5, 2)}]
     with pytest.raises(ValueError) as error:
         list(feed(batches, device="cpu", rows=3, pad={"x": 0}))
-    assert str(error.value) == ("feed: rows: batch['x'] has 5 rows, wanted at most 3; raise rows= or make smaller batches.")
+    assert str(error.value) == message("feed/padding:a_batch_with_more_rows_t")
     assert [b["x"].shape for b in feed([{"x": torch.ones(n, 2)} for n in (3, 1)], device="cpu", rows=3, pad={"x": 0})] == [
         (3, 2)
     ] * 2

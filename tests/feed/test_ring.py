@@ -9,6 +9,7 @@ import torch
 from gpubound.feed import ring as ring_module
 from gpubound.feed.leaves import Padding, pack
 from gpubound.feed.ring import AHEAD, CudaLane, Lane, Ring
+from tests.messages import message
 
 CPU = torch.device("cpu")
 
@@ -200,9 +201,7 @@ def test_a_source_that_hangs_does_not_hang_the_close(monkeypatch, capsys):
     ring = Ring(source(), Lane(CPU), 3, Padding())
     ring.take()
     ring.close()
-    assert capsys.readouterr().err == (
-        "gpubound: feed: the source is still making a batch; its thread ends when the source returns.\n"
-    )
+    assert capsys.readouterr().err == message("feed/ring:a_source_that_hangs_does")
     gate.set()
 
 
@@ -239,7 +238,4 @@ def test_any_dtype_shape_and_layout_survives_the_flat_run(dtype):
 def test_sparse_leaves_are_refused():
     with pytest.raises(ValueError) as error:
         pack({"x": torch.ones(2, 2).to_sparse()}, CPU, Padding(), always=True)
-    assert str(error.value) == (
-        "feed: got a leaf with layout torch.sparse_coo, wanted plain dense tensors; send its indices and values, or put it "
-        "on the device in the source."
-    )
+    assert str(error.value) == message("feed/ring:sparse_leaves_are_refuse")

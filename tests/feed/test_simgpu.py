@@ -6,6 +6,7 @@ import torch
 from gpubound.feed import feed
 from gpubound.watch import watch
 from gpubound.watch.pretend import simgpu
+from tests.messages import message
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_the_ring_copies_what_is_not_there_in_one_piece(sim):
 
 def test_a_budget_too_small_takes_the_ring(sim, said):
     assert feed(batches(sim), sim, budget=47).mode == "ring"
-    assert said() == "gpubound: feed: streaming: its 48 B do not fit the budget of 47 B on simgpu:0.\n"
+    assert said() == message("feed/simgpu:a_budget_too_small_takes")
     assert feed(batches(sim), sim, budget=48).mode == "resident"
     assert feed([{"x": torch.ones(2, device=sim)}], sim, budget=0).mode == "resident", "nothing to copy fits nothing"
 
@@ -57,10 +58,7 @@ def test_an_unknown_dataset_streams_and_says_how_not_to(sim, said):
     loader = torch.utils.data.DataLoader(torch.arange(4).float(), batch_size=2)
     served = feed(loader, sim)
     assert served.mode == "ring" and [batch.cpu().tolist() for batch in served] == [[0, 1], [2, 3]]
-    assert said() == (
-        "gpubound: feed: streaming: this source may yield other batches every epoch (random order, random transforms); if it "
-        "never does, mode='resident' uploads it once.\n"
-    )
+    assert said() == message("feed/simgpu:an_unknown_dataset_strea")
     kept = feed(loader, sim, mode="resident")
     assert kept.mode == "resident" and [batch.cpu().tolist() for batch in kept] == [[0, 1], [2, 3]]
 

@@ -7,6 +7,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from gpubound.errors import DataError
 from gpubound.feed import feed
+from tests.messages import message
 
 from .conftest import batches, seen
 
@@ -31,10 +32,7 @@ def test_a_generator_is_read_once_and_a_function_again(mode):
     assert seen(once) == [0, 1, 2]
     with pytest.raises(ValueError) as error:
         list(once)
-    assert str(error.value) == (
-        "feed: source: a list_iterator can be read once and has been, wanted batches for epoch 1; pass a list, a DataLoader, "
-        "or a function that returns a fresh iterator."
-    )
+    assert str(error.value) == message("feed/sources:a_generator_is_read_once")
     again = feed(lambda: iter(batches(3)), device="cpu", mode=mode)
     assert seen(again) == seen(again) == [0, 1, 2]
     with pytest.raises(TypeError, match="does not say how many"):
@@ -101,16 +99,14 @@ def test_items_that_cannot_be_stacked_stream_and_say_why(said):
     def pad_together(items):
         return torch.nn.utils.rnn.pad_sequence(items)
 
-    with pytest.raises(ValueError, match=r"^feed: mode='resident': its items cannot be stacked \(stack expects each tensor"):
+    with pytest.raises(ValueError, check=message("feed/sources:items_that_cannot_be_sta")):
         feed(items, device="cpu", batch_size=2, mode="resident")
     assert feed([("a", 1), ("b", 2)], device="cpu", batch_size=2).mode == "direct"
-    assert said() == "gpubound: feed: streaming: its items hold more than tensors and numbers.\n"
+    assert said() == message("feed/sources:items_that_cannot_be_sta.2")
     assert [b.shape for b in feed(items, device="cpu", batch_size=2, collate=pad_together)] == [(2, 2)]
     with pytest.raises(ValueError) as error:
         feed(items, device="cpu", batch_size=2, collate=pad_together, shuffle=True, mode="resident")
-    assert str(error.value) == (
-        "feed: mode='resident': shuffle=True with your own collate makes other batches every epoch; pass mode='ring'."
-    )
+    assert str(error.value) == message("feed/sources:items_that_cannot_be_sta.3")
 
 
 def test_a_dataset_that_fetches_many_items_at_once_is_asked_so():
@@ -184,7 +180,7 @@ def test_sentences(source, options, sentence):
 def test_a_function_that_returns_no_batches_is_refused():
     with pytest.raises(ValueError) as error:
         feed(lambda: 5, device="cpu").take()
-    assert str(error.value) == "feed: source: the function returned a int, wanted an iterable of an epoch's batches."
+    assert str(error.value) == message("feed/sources:a_function_that_returns")
 
 
 def test_unknown_arguments_raise():
@@ -195,19 +191,19 @@ def test_unknown_arguments_raise():
 def test_an_iterable_without_batches_is_an_error_when_it_is_read():
     with pytest.raises(DataError) as error:
         list(feed(lambda: iter([]), device="cpu", mode="ring"))
-    assert str(error.value) == "feed: source: epoch 0 had no batches, wanted at least one."
+    assert str(error.value) == message("feed/sources:an_iterable_without_batc")
 
 
 @pytest.mark.parametrize("source", [{"x": torch.ones(2)}, "text"])
 def test_what_is_no_list_of_items_is_refused(source):
-    with pytest.raises(ValueError, match=f"got a {type(source).__name__}, wanted a list or iterable of batches"):
+    with pytest.raises(ValueError, check=message("feed/sources:what_is_no_list_of_items", type(source).__name__)):
         feed(source, device="cpu", batch_size=2)
 
 
 def test_a_hugging_face_dataset_needs_a_batch_size():
     """It iterates over single rows, whose lists of numbers would pass as they are."""
     rows = pytest.importorskip("datasets").Dataset.from_dict({"x": [[1, 2], [3, 4]]}).with_format("torch")
-    with pytest.raises(ValueError, match="got the map dataset Dataset of single items; pass batch_size="):
+    with pytest.raises(ValueError, check=message("feed/sources:a_hugging_face_dataset_n")):
         feed(rows, device="cpu")
     assert [batch["x"].tolist() for batch in feed(rows, device="cpu", batch_size=2)] == [[[1, 2], [3, 4]]]
 
@@ -216,5 +212,5 @@ def test_a_seed_is_any_whole_number():
     assert seen(feed(batches(), device="cpu", shuffle=True, seed=np.int64(3))) == seen(
         feed(batches(), device="cpu", shuffle=True, seed=3)
     )
-    with pytest.raises(ValueError, match=r"feed: seed: got 1.5, wanted a whole number\."):
+    with pytest.raises(ValueError, check=message("feed/sources:a_seed_is_any_whole_numb")):
         feed(batches(), device="cpu", shuffle=True, seed=1.5)

@@ -8,6 +8,7 @@ from torch import nn
 
 from gpubound.graph import capture, discover as discovery
 from gpubound.graph.memory import Generators, Snapshot
+from tests.messages import message
 
 from .cases import drawn, said
 
@@ -119,18 +120,12 @@ def test_an_input_that_is_written():
         return x
 
     line = fn.__code__.co_firstlineno + 1
-    assert said(capture, fn, torch.ones(3)) == (
-        f"input 0: fn writes into it at tests/graph/test_discover.py:{line}, which would reach only the graph's own copy; "
-        "pass the tensor in state= and use it directly, or write into a new tensor."
-    )
+    assert said(capture, fn, torch.ones(3)) == message("graph/discover:an_input_that_is_written", line)
 
 
 def test_an_input_that_is_given_a_gradient():
     x = torch.ones(3, requires_grad=True)
-    assert said(capture, lambda x: x.square().sum().backward(), x) == (
-        "input 0: fn leaves a gradient on it, which would reach only the graph's own copy; "
-        "return torch.autograd.grad(loss, input) instead."
-    )
+    assert said(capture, lambda x: x.square().sum().backward(), x) == message("graph/discover:an_input_that_is_given_a")
 
 
 def test_state_that_moves():
@@ -143,11 +138,7 @@ def test_state_that_moves():
 
     cell = Recurrent()
     line = Recurrent.step.__code__.co_firstlineno + 1
-    assert said(capture, cell.step, torch.ones(3)) == (
-        f"the float32 tensor of shape (3,) used at tests/graph/test_discover.py:{line}: made at "
-        f"tests/graph/test_discover.py:{line} by one call and read by the next, so it lies elsewhere each time; "
-        "make it before the capture and write into it with copy_()."
-    )
+    assert said(capture, cell.step, torch.ones(3)) == message("graph/discover:state_that_moves", line)
 
 
 def test_moments_whose_first_value_is_lost():
@@ -205,10 +196,7 @@ def test_python_numbers_of_an_optimizer():
         optimizer.param_groups[0]["lr"] *= 0.5
         return x * optimizer.param_groups[0]["lr"]
 
-    assert said(capture, fn, torch.ones(3)) == (
-        "optimizer.param_groups[0]['lr']: fn changes this Python value (0.1 became 0.0125), which a replay would not do again; "
-        "keep it in a tensor on the device and update it in place."
-    )
+    assert said(capture, fn, torch.ones(3)) == message("graph/discover:python_numbers_of_an_opt")
 
 
 def test_state_named_by_the_user(runner):

@@ -9,6 +9,7 @@ from torch import nn
 from gpubound.graph import capture
 from gpubound.graph.runner import capture_stream
 from gpubound.watch import watch
+from tests.messages import message
 
 from .cases import contents, drawn, equal, perceptron, said, training_step
 from .test_held import GRADIENT, MOVED, REPLACED
@@ -152,7 +153,7 @@ def test_a_baked_in_number_fails_its_certificate():
     def keyed(x):
         return x * (1 + numbers.setdefault(x.data_ptr(), len(numbers)))
 
-    assert "output 0 of the replay is off by" in said(capture, keyed, drawn(3, device=cuda))
+    assert message("graph/gpu:a_baked_in_number_fails").within(said(capture, keyed, drawn(3, device=cuda)))
 
 
 ONE_LINERS = {
@@ -207,7 +208,7 @@ def test_a_read_in_a_backward_hook_is_named():
         return torch.autograd.grad(y.sum(), x)[0]
 
     line = fn.__code__.co_firstlineno + 3
-    assert f"tests/graph/test_gpu.py:{line} reads the device from the host" in said(capture, fn, drawn(4, device=cuda))
+    assert message("graph/gpu:a_read_in_a_backward_hoo", line).within(said(capture, fn, drawn(4, device=cuda)))
 
 
 def test_mixed_precision_clipping_and_dropout():
@@ -245,11 +246,9 @@ def test_a_function_that_fails_while_captured_leaves_no_harm():
 
 def test_inputs_on_the_cpu():
     model = perceptron(cuda)
-    assert said(capture, model, drawn(5, 4)) == (
-        "input 0: got a tensor on cpu, wanted cuda:0, where fn works; move it before the capture."
-    )
+    assert said(capture, model, drawn(5, 4)) == message("graph/gpu:inputs_on_the_cpu")
     captured = capture(model, drawn(5, 4, device=cuda))
-    assert said(captured, drawn(5, 4)) == ("input 0: got a tensor on cpu, wanted cuda:0 as captured; move it before the call.")
+    assert said(captured, drawn(5, 4)) == message("graph/gpu:inputs_on_the_cpu.2")
 
 
 def test_weights_that_move_or_are_replaced():
@@ -281,10 +280,7 @@ def test_a_cpu_tensor_baked_in_and_written_later():
     captured = capture(lambda x: x * scale, torch.ones(3, device=cuda))
     assert captured(torch.ones(3, device=cuda)).tolist() == [2, 2, 2]
     scale.fill_(3.0)
-    assert said(captured, torch.ones(3, device=cuda)) == (
-        "scale: got a CPU tensor written after capture, wanted its captured value: the graph has baked it in; "
-        "keep it on the GPU, or call captured.recapture()."
-    )
+    assert said(captured, torch.ones(3, device=cuda)) == message("graph/gpu:a_cpu_tensor_baked_in_an")
 
 
 def test_replay_on_another_stream():

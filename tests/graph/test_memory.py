@@ -8,6 +8,7 @@ from torch import nn
 
 from gpubound.graph import bounce, capture, memory, prepare
 from gpubound.graph.memory import EQUAL, Memory, Room, Snapshot, difference, whole
+from tests.messages import message
 
 from .cases import drawn, said
 from .tape import TapeRunner
@@ -132,7 +133,9 @@ def test_the_second_round_goes_on_from_the_first(start, monkeypatch):
     total = start.clone()
     monkeypatch.setattr(prepare, "runner_for", lambda device, pool: Wrong())
     sentence = said(capture, lambda x: total.add_(x).sum() * 0, drawn(3))
-    assert sentence.startswith("<lambda>: output 0 of the replay is off by") or "total of the replay is off by" in sentence
+    assert sentence.startswith("<lambda>: output 0 of the replay is off by") or message(
+        "graph/memory:the_second_round_goes_on"
+    ).within(sentence)
     assert "in round 2 of 2" in sentence and total.equal(start)
 
 
@@ -191,9 +194,7 @@ class TestOutOfMemory:
         captured = capture(self.failing(total, calls), torch.ones(3), warmup=3)
         assert captured.certificate.bitwise and total.equal(drawn(3))
         assert len(calls) == 2 + 3 + 1 + 2, "all warm-ups again, the capture, two rounds"
-        assert said() == (
-            "gpubound: capture(fn): the device has no memory for fn beside copies of its state; they are moved to the host.\n"
-        )
+        assert said() == message("graph/memory:once_the_copies_have_mov")
         assert captured(torch.ones(3)).equal((drawn(3) + 1) * 2)
 
     def test_where_nothing_can_move_it_is_raised_and_the_state_put_back(self, tape):
@@ -245,7 +246,7 @@ def test_a_kernel_that_the_capture_leaves_out_is_seen():
             torch.mul(x, 2, out=y)
         return y + 1
 
-    assert "of the replay is off by" in said(capture, fn, drawn(1000, device=cuda))
+    assert message("graph/memory:a_kernel_that_the_captur").within(said(capture, fn, drawn(1000, device=cuda)))
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ import torch
 
 from gpubound.graph import capture
 from gpubound.graph.runner import GraphRunner
+from tests.messages import message
 
 from . import one_liners
 from .cases import drawn, perceptron, said, training_step
@@ -74,7 +75,7 @@ def test_each_line_is_named(name, capsys):
     number, text = marked(name)
     sentence = said(capture, getattr(one_liners, name), drawn(4).abs())
     first = re.sub(rf"cannot capture {name}, \d places stop it:\n  ", f"cannot capture {name}: ", sentence).splitlines()[0]
-    assert first == f"cannot capture {name}: `{text}` at tests/graph/one_liners.py:{number} {EXPECTED[name]}."
+    assert first == message("graph/operations:each_line_is_named", name, text, number, EXPECTED[name])
 
 
 def test_every_line_is_in_the_list():
@@ -87,7 +88,7 @@ def test_in_inference_mode_what_is_made_of_other_operations_is_looked_into(name)
     """It arrives whole there: `is_nonzero`, and not the read inside it."""
     number, text = marked(name)
     sentence = said(capture, torch.inference_mode()(getattr(one_liners, name)), drawn(4).abs())
-    assert sentence == f"cannot capture {name}: `{text}` at tests/graph/one_liners.py:{number} {EXPECTED[name]}."
+    assert sentence == message("graph/operations:in_inference_mode_what_i", name, text, number, EXPECTED[name])
 
 
 def test_all_places_are_listed():
@@ -96,21 +97,14 @@ def test_all_places_are_listed():
         return x[x > 0]
 
     line = inspect.getsourcelines(fn)[1]
-    assert said(capture, fn, drawn(4)) == (
-        "cannot capture fn, 2 places stop it:\n"
-        f"  `x = x * x.max().item()` at tests/graph/test_operations.py:{line + 1} {READ}.\n"
-        f"  `return x[x > 0]` at tests/graph/test_operations.py:{line + 2} {MASK}."
-    )
+    assert said(capture, fn, drawn(4)) == message("graph/operations:all_places_are_listed", line + 1, READ, line + 2, MASK)
 
 
 def test_an_optimizer_that_counts_on_the_host():
     model = perceptron()
     step = training_step(model, torch.optim.AdamW(model.parameters()))
     line = inspect.getsourcelines(step)[1] + 4
-    assert said(capture, step, drawn(5, 4), drawn(5, 1)) == (
-        f"cannot capture step: `optimizer.step()` at tests/graph/cases.py:{line} reads the optimizer's step from the host; "
-        "build the optimizer with capturable=True (on a CPU: fused=True)."
-    )
+    assert said(capture, step, drawn(5, 4), drawn(5, 1)) == message("graph/operations:an_optimizer_that_counts", line)
 
 
 def test_clipping_that_looks():
@@ -122,10 +116,7 @@ def test_clipping_that_looks():
         return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
     line = inspect.getsourcelines(fn)[1] + 3
-    assert said(capture, fn, drawn(5, 4)) == (
-        "cannot capture fn: `return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)` "
-        f"at tests/graph/test_operations.py:{line} reads the gradient norm from the host; pass error_if_nonfinite=False."
-    )
+    assert said(capture, fn, drawn(5, 4)) == message("graph/operations:clipping_that_looks", line)
 
 
 def harmless(x):

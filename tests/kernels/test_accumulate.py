@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpubound.kernels import accumulate
 from gpubound.kernels.accumulate import deliver, join_rows, open_sums, weight_gradient, weight_gradients, widened
+from tests.messages import message
 
 from .cases import draw, same
 
@@ -174,10 +175,7 @@ def test_widened_delivers(dtype):
 def test_wrong_accumulator():
     with pytest.raises(ValueError) as error:
         deliver(weight_with(torch.zeros(3, 4, dtype=torch.bfloat16), torch.bfloat16, (4, 3)), torch.zeros(4, 3))
-    assert str(error.value) == (
-        "main_grad: must be torch.float32 (4, 3) on cpu like its weight, got torch.bfloat16 (3, 4) on cpu; "
-        "make it with torch.zeros_like(weight, dtype=torch.float32)."
-    )
+    assert str(error.value) == message("kernels/accumulate:wrong_accumulator")
 
 
 @pytest.mark.gpu

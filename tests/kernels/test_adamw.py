@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gpubound import kernels
 from gpubound.kernels.triton import adamw as fast
+from tests import messages
 
 from .cases import assert_inside, banded, definitions, draw, module, same
 
@@ -249,27 +250,17 @@ def message(call) -> str:
 def test_errors():
     flat, plan, state = torch.ones(4), torch.ones(6), wide(0, 0, 1, 0)
     assert message(lambda: kernels.plan_update(flat, wide(1, 1), state.float(), wide(1))) == (
-        "plan_update: state must be a contiguous torch.float64 (4,), got torch.float32 (4,); "
-        "its docstring says what each number is."
+        messages.message("kernels/adamw:errors")
     )
-    assert message(lambda: kernels.plan_update(flat, wide(1, 1), state, wide())) == (
-        "plan_update: rates must be a contiguous torch.float64 (updates,), got torch.float64 (0,); "
-        "its docstring says what each number is."
-    )
+    assert message(lambda: kernels.plan_update(flat, wide(1, 1), state, wide())) == messages.message("kernels/adamw:errors.2")
     assert message(lambda: kernels.plan_update(flat.view(2, 2), wide(1, 1), state, wide(1))) == (
-        "plan_update: gradient must be a contiguous floating-point tensor (4,), got torch.float32 (2, 2); pass tensor.view(-1)."
+        messages.message("kernels/adamw:errors.3")
     )
     assert message(lambda: kernels.plan_update(flat, wide(1, 1), state.to("meta"), wide(1))) == (
-        "plan_update: state must be a contiguous torch.float64 (4,) on cpu, got torch.float64 (4,) on meta; "
-        "its docstring says what each number is."
+        messages.message("kernels/adamw:errors.4")
     )
-    assert message(lambda: kernels.adamw(flat, flat, flat[:3], flat, plan)) == (
-        "adamw: m must be a contiguous torch.float32 (4,), got torch.float32 (3,); it has a number for each weight."
-    )
+    assert message(lambda: kernels.adamw(flat, flat, flat[:3], flat, plan)) == messages.message("kernels/adamw:errors.5")
     assert message(lambda: kernels.adamw(flat.bfloat16(), flat, flat, flat.half(), plan)) == (
-        "adamw: v must be a contiguous torch.float32 (4,), got torch.float16 (4,); it has a number for each weight."
+        messages.message("kernels/adamw:errors.6")
     )
-    assert message(lambda: kernels.adamw(flat, flat, flat, flat, plan, seed=1)) == (
-        "adamw: seed rounds bfloat16 weights at random where there is no master, got torch.float32 without a master; "
-        "leave seed out."
-    )
+    assert message(lambda: kernels.adamw(flat, flat, flat, flat, plan, seed=1)) == messages.message("kernels/adamw:errors.7")

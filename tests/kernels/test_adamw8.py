@@ -7,6 +7,7 @@ from torch import Tensor
 from gpubound import kernels
 from gpubound.kernels.adamw import decode, encode
 from gpubound.kernels.triton import adamw as fast
+from tests import messages
 
 from .cases import assert_inside, banded, definitions, draw, module, same
 
@@ -205,24 +206,19 @@ def message(call) -> str:
 def test_errors():
     flat, (m, v, scale, _) = torch.ones(300), moments(300, "cpu")
     assert message(lambda: kernels.adamw8(flat, flat, flat, v, scale, scale, plan_of("cpu"))) == (
-        "adamw8: m must be a contiguous torch.int8 (300,), got torch.float32 (300,); "
-        "begin with torch.zeros(300, dtype=torch.int8)."
+        messages.message("kernels/adamw8:errors")
     )
     assert message(lambda: kernels.adamw8(flat, flat, m, v, scale, scale[:1], plan_of("cpu"))) == (
-        "adamw8: v_scale must be a contiguous torch.float32 (2,), got torch.float32 (1,); "
-        "begin with torch.zeros(2, dtype=torch.float32)."
+        messages.message("kernels/adamw8:errors.2")
     )
     assert message(lambda: kernels.adamw8(flat, flat.double(), m, v, scale, scale, plan_of("cpu"))) == (
-        "adamw8: gradient must be a contiguous torch.float32 (300,), got torch.float64 (300,); "
-        "begin with torch.zeros(300, dtype=torch.float32)."
+        messages.message("kernels/adamw8:errors.3")
     )
     assert message(lambda: kernels.adamw8(flat, flat, m, v.to("meta"), scale, scale, plan_of("cpu"))) == (
-        "adamw8: v must be a contiguous torch.uint8 (300,) on cpu, got torch.uint8 (300,) on meta; "
-        "begin with torch.zeros(300, dtype=torch.uint8)."
+        messages.message("kernels/adamw8:errors.4")
     )
     assert message(lambda: kernels.adamw8(flat, flat, m, v, scale, scale, plan_of("cpu"), seed=1)) == (
-        "adamw8: seed rounds bfloat16 weights at random where there is no master, got torch.float32 without a master; "
-        "leave seed out."
+        messages.message("kernels/adamw8:errors.5")
     )
 
 

@@ -12,6 +12,7 @@ from gpubound import kernels, trace
 from gpubound.errors import FallbackError, KernelError
 from gpubound.kernels import choose, selftest
 from gpubound.kernels.triton import norms as fast
+from tests.messages import message
 
 from .cases import definitions, draw, same
 
@@ -77,10 +78,7 @@ def test_strict_forbids_the_fallback(x, monkeypatch):
     monkeypatch.setattr(fast, "rms_norm", wrong_output)
     with trace.strict(), pytest.raises(FallbackError) as error:
         kernels.rms_norm(x)
-    assert str(error.value) == (
-        f"rms_norm: would fall back: {sentence(x.device, BROKEN[wrong_output])}. "
-        "Mend the cause, or leave strict mode to accept the slow path."
-    )
+    assert str(error.value) == message("kernels/choose:strict_forbids_the_fallb", sentence(x.device, BROKEN[wrong_output]))
     assert not trace.fallbacks
 
 
@@ -210,10 +208,7 @@ def test_a_first_call_inside_a_capture(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(KernelError) as error:
         choose._source("rms_norm", torch.device("cuda", 0), FP32, None)
-    assert str(error.value) == (
-        "rms_norm: its first call in torch.float32 on cuda:0 came inside a graph capture, where it cannot test itself; "
-        "call it once before."
-    )
+    assert str(error.value) == message("kernels/choose:a_first_call_inside_a_ca")
     assert not choose._verdicts
 
 
@@ -247,5 +242,5 @@ def test_a_tensor_on_a_gpu_that_is_not_the_current_one():
 
 
 def test_the_definition_of_no_op():
-    with pytest.raises(ValueError, match=r"reference: got 'rmsnorm', wanted the name of an op; did you mean rms_norm\?"):
+    with pytest.raises(ValueError, check=message("kernels/choose:the_definition_of_no_op")):
         kernels.reference("rmsnorm")

@@ -13,6 +13,7 @@ from gpubound.kernels.dynamic_tanh import NORM
 from gpubound.kernels.plans.kinds import RowPlan
 from gpubound.kernels.richards import Curve
 from gpubound.kernels.triton import dynamic_tanh as fast
+from tests.messages import message
 
 from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same
 
@@ -135,10 +136,10 @@ def test_gradients_are_added_to_main_grad(device):
 def test_wrong_alpha():
     with pytest.raises(ValueError) as error:
         kernels.dynamic_tanh(torch.ones(2, 4), torch.ones(4), torch.ones(4))
-    assert str(error.value) == "dynamic_tanh: alpha must hold one element, got shape (4,); reduce it before the call."
+    assert str(error.value) == message("kernels/dynamic_tanh:wrong_alpha")
     with pytest.raises(ValueError) as error:
         kernels.dynamic_tanh(torch.ones(2, 4), torch.ones(1, device="meta"), torch.ones(4))
-    assert str(error.value) == "dynamic_tanh: alpha is on meta, x on cpu; move one of them to the other's device."
+    assert str(error.value) == message("kernels/dynamic_tanh:wrong_alpha.2")
 
 
 LEARNED = {

@@ -7,6 +7,7 @@ import torch
 
 from gpubound import kernels
 from gpubound.kernels.triton import gated as fast
+from tests.messages import message
 
 from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same
 
@@ -72,11 +73,7 @@ def test_door(device):
 def test_wrong_approximation():
     with pytest.raises(ValueError) as error:
         kernels.geglu(torch.ones(4), approximate="erf")
-    assert str(error.value) == (
-        "geglu: approximate must be 'tanh' or 'none', got 'erf'; take the one the model was trained with."
-    )
+    assert str(error.value) == message("kernels/gated_geglu:wrong_approximation")
     with pytest.raises(ValueError) as error:
         kernels.geglu(torch.ones(3))
-    assert str(error.value) == (
-        "geglu: a packed [gate | up] needs an even last dimension, got (3,); pass gate and up apart instead."
-    )
+    assert str(error.value) == message("kernels/gated_geglu:wrong_approximation.2")

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpubound.kernels.triton import cross_entropy as fast
+from tests.messages import message
 
 from .cases import definitions, same
 from .test_linear_cross_entropy import BF16, BOTH, CPU, FP32, MAIN, NAMES, TOLERANCE, accumulate, check, near, problem, truth
@@ -33,7 +34,7 @@ def test_any_upstream_gradient(asked, reduction, chunk, main, op, device):
         (3 * loss).backward()
     elif asked == "loss + loss":
         (loss + loss).backward()
-    elif asked == "2 * loss + loss * loss":
+    elif asked == message("kernels/linear_cross_entropy_gradients:any_upstream_gradient"):
         (2 * loss + loss * loss).backward()
     elif asked == "twice":
         loss.backward(retain_graph=True)
@@ -78,18 +79,12 @@ def test_grad_scale_holds_the_caller_to_the_promise(op):
     scale = torch.tensor(0.25)
     with pytest.raises(RuntimeError) as error:
         (3 * op(x, weight, labels, bias, grad_scale=scale)).backward()
-    assert str(error.value) == (
-        "linear_cross_entropy: with grad_scale backward must start at the loss itself, with a gradient of 1; "
-        "put any factor into grad_scale."
-    )
+    assert str(error.value) == message("kernels/linear_cross_entropy_gradients:grad_scale_holds_the_cal")
     loss = op(x, weight, labels, bias, grad_scale=scale)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError) as error:
         loss.backward()
-    assert str(error.value) == (
-        "linear_cross_entropy: with grad_scale the gradients are made for one backward, and this is the second; "
-        "leave grad_scale out to run backward again."
-    )
+    assert str(error.value) == message("kernels/linear_cross_entropy_gradients:grad_scale_holds_the_cal.2")
 
 
 def test_bf16_accumulators_keep_what_grad_rounds(device):
@@ -197,7 +192,4 @@ def test_second_derivatives_are_refused(device):
     x, weight, _, labels = problem(device)
     with pytest.raises(NotImplementedError) as error:
         torch.autograd.grad(fast.linear_cross_entropy(x, weight, labels), x, create_graph=True)
-    assert str(error.value) == (
-        "linear_cross_entropy: its kernel has no second derivative (create_graph=True); "
-        "call gpubound.kernels.reference('linear_cross_entropy') where one is needed."
-    )
+    assert str(error.value) == message("kernels/linear_cross_entropy_gradients:second_derivatives_are_r")

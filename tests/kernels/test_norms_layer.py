@@ -9,6 +9,7 @@ from gpubound import kernels
 from gpubound.kernels import plans
 from gpubound.kernels.plans.kinds import RowPlan
 from gpubound.kernels.triton import norms as fast
+from tests.messages import message
 
 from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same
 
@@ -117,9 +118,7 @@ def test_gradients_are_added_to_main_grad(device):
 def test_wrong_bias_shape():
     with pytest.raises(ValueError) as error:
         kernels.layer_norm(torch.ones(2, 4), torch.ones(4), torch.ones(1, 4))
-    assert str(error.value) == (
-        "layer_norm: bias must have shape (4,) to match x, got (1, 4); it needs one value for each of x's last dimension."
-    )
+    assert str(error.value) == message("kernels/norms_layer:wrong_bias_shape")
 
 
 @pytest.mark.gpu

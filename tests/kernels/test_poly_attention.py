@@ -16,6 +16,7 @@ from gpubound.device import chip
 from gpubound.kernels import plans
 from gpubound.kernels.plans.kinds import Job, WalkPlan
 from gpubound.kernels.triton import poly_attention as fast
+from tests.messages import message
 
 from .cases import assert_inside, banded, definitions, draw, parity, same
 
@@ -262,7 +263,7 @@ def test_stores_stay_inside(device, monkeypatch):
 
 def test_second_derivatives_are_refused(device):
     q, k, v, c, *_ = inputs(device, tokens=3)
-    with pytest.raises(NotImplementedError, match=r"^poly_attention: its kernel has no second derivative"):
+    with pytest.raises(NotImplementedError, check=message("kernels/poly_attention:second_derivatives_are_r")):
         torch.autograd.grad(fast.poly_attention(q.requires_grad_(), k, v, c).sum(), q, create_graph=True)
 
 
@@ -343,5 +344,5 @@ def test_wrong_arguments(changed, sentence):
 def test_heads_wider_than_the_kernel_holds_fall_back(device, said):
     q, k, v = (draw(device, FP32, 1, 3, 1, 136, seed=i) for i in range(3))
     y = kernels.poly_attention(q, k, v, draw(device, FP32, 3))
-    assert "its kernel holds heads of up to 128 numbers" in said()
+    assert message("kernels/poly_attention:heads_wider_than_the_ker").within(said())
     same("y", y, reference.poly_attention(q, k, v, draw(device, FP32, 3)), 1e-6)

@@ -8,6 +8,7 @@ from gpubound import kernels
 from gpubound.kernels import plans
 from gpubound.kernels.plans.kinds import RopePlan
 from gpubound.kernels.triton import rope as fast
+from tests.messages import message
 
 from .cases import TOLERANCE, assert_inside, banded, definitions, draw, parity, same
 
@@ -174,10 +175,7 @@ def test_second_derivatives_are_refused(device):
     ):
         with pytest.raises(NotImplementedError) as error:
             torch.autograd.grad(got.square().sum(), qkv, create_graph=True)
-        assert str(error.value) == (
-            f"{op}: its kernel has no second derivative (create_graph=True); "
-            f"call gpubound.kernels.reference('{op}') where one is needed."
-        )
+        assert str(error.value) == message("kernels/rope:second_derivatives_are_r", op)
 
 
 Q, K, TABLE = torch.ones(2, 3, 4, 8), torch.ones(2, 3, 2, 8), torch.ones(3, 4)
@@ -220,10 +218,7 @@ def test_wrong_arguments(what):
 def test_wrong_packed_product():
     with pytest.raises(ValueError) as error:
         kernels.rope_qkv(torch.ones(2, 3, 30), TABLE, TABLE, 4, 2)
-    assert str(error.value) == (
-        "rope_qkv: qkv must be a floating-point tensor (batch, tokens, 8 heads x head size), got torch.float32 (2, 3, 30); "
-        "its rows hold 4 q heads, then 2 k heads, then 2 v heads."
-    )
+    assert str(error.value) == message("kernels/rope:wrong_packed_product")
     with pytest.raises(ValueError) as error:
         kernels.rope_qkv(torch.ones(2, 3, 32), TABLE, TABLE, 4, 0)
-    assert str(error.value) == "rope_qkv: heads and kv_heads must be at least 1, got 4 and 0; pass the model's own."
+    assert str(error.value) == message("kernels/rope:wrong_packed_product.2")

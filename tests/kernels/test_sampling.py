@@ -10,6 +10,7 @@ from torch import Tensor
 from gpubound import kernels
 from gpubound.kernels.sampling import Into, Rows, Settings
 from gpubound.kernels.triton import sampling as fast
+from tests import messages
 
 from .apart import apart
 from .cases import definitions, draw, module, same
@@ -281,10 +282,7 @@ def test_errors():
     logits, rows, settings, out = torch.zeros(2, 40), rows_of(2, "cpu"), settings_of(2, "cpu"), outputs(2, "cpu", 40)
     best, arg, into = torch.zeros(2, 5), torch.zeros(2, 5, dtype=INT), Into(out.emitted)
     once = "; make it once, and change it in place."
-    assert message(lambda: kernels.sample(logits.half(), rows, settings, into)) == (
-        "sample: logits must be a torch.float32 matrix (B, V) whose rows are dense, got torch.float16 (2, 40) with strides "
-        "(40, 1); cast or copy them into one buffer."
-    )
+    assert message(lambda: kernels.sample(logits.half(), rows, settings, into)) == messages.message("kernels/sampling:errors")
     assert message(lambda: kernels.sample(logits, rows._replace(alive=rows.alive.bool()), settings, into)) == (
         "sample: rows.alive must be a contiguous torch.int32 (2,), got torch.bool (2,)" + once
     )
@@ -307,13 +305,13 @@ def test_errors():
         "pick: emitted must be a contiguous torch.int32 (2,) on cpu, got torch.int32 (2,) on meta" + once
     )
     assert message(lambda: kernels.pick(best, arg, rows, out._replace(embed=None))) == (
-        "pick: embed and x go together, got only x; pass both or neither."
+        messages.message("kernels/sampling:errors.2")
     )
     assert message(lambda: kernels.sample(logits, rows, settings, out._replace(embed=out.embed[:30]))) == (
-        "sample: embed has 30 rows for a vocabulary of 40; tokens beyond have no embedding."
+        messages.message("kernels/sampling:errors.3")
     )
     assert message(lambda: kernels.pick(best, arg, rows, out._replace(embed=out.embed.int()))) == (
-        "pick: embed must be a contiguous floating-point tensor (V, H), got torch.int32 (40, 70); pass the model's own weight."
+        messages.message("kernels/sampling:errors.4")
     )
     assert message(lambda: kernels.pick(best, arg, rows, out._replace(x=out.x.bfloat16()))) == (
         "pick: x must be a contiguous torch.float32 (2, 70), got torch.bfloat16 (2, 70)" + once

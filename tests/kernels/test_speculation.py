@@ -7,6 +7,7 @@ from torch import Tensor
 from gpubound import kernels
 from gpubound.kernels.speculation import Chunk, Said
 from gpubound.kernels.triton import speculation as fast
+from tests import messages
 
 from .apart import apart
 from .cases import definitions, draw
@@ -176,19 +177,18 @@ def test_errors():
     assert message(lambda: kernels.propose(rows, text, out._replace(alive=out.alive[:, :2]))) == (
         "propose: chunk.alive must be a contiguous torch.int32 (2, 3), got torch.int32 (2, 2), not contiguous" + once
     )
-    assert message(lambda: kernels.propose(rows, text, out, x=torch.zeros(6, 4))) == (
-        "propose: embed and x go together, got only x; pass both or neither."
+    assert message(lambda: kernels.propose(rows, text, out, x=torch.zeros(6, 4))) == messages.message(
+        "kernels/speculation:errors"
     )
     assert message(lambda: kernels.propose(rows, text, out, embed=torch.zeros(5, 4), x=torch.zeros(2, 4))) == (
         "propose: x must be a contiguous torch.float32 (6, 4), got torch.float32 (2, 4)" + once
     )
     chosen, emitted = Said(out.token), torch.zeros(3, 2, dtype=INT)
     assert message(lambda: kernels.accept(out, chosen, rows, text, Said(emitted.t()))) == (
-        "accept: emitted.token must be torch.int32 (3, 2) with dense rows on cpu, got torch.int32 (2, 3) with strides (1, 2) "
-        "on cpu; a line for each token that a row may get."
+        messages.message("kernels/speculation:errors.2")
     )
     assert message(lambda: kernels.accept(out, chosen, rows, text, Said(emitted, emitted.float()))) == (
-        "accept: chosen.logprob and emitted.logprob go together; pass both or neither."
+        messages.message("kernels/speculation:errors.3")
     )
     assert message(lambda: kernels.accept(out._replace(alive=out.alive.bool()), chosen, rows, text, Said(emitted))) == (
         "accept: chunk.alive must be a contiguous torch.int32 (2, 3), got torch.bool (2, 3)" + once

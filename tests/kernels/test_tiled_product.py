@@ -9,6 +9,7 @@ from gpubound.kernels import plans
 from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.ops import load
 from gpubound.kernels.plans.held import HeldPlan
+from tests.messages import message
 
 from .cases import TOLERANCE, assert_inside, banded, draw, same
 
@@ -128,16 +129,14 @@ def test_what_it_refuses():
     x, weight = torch.ones(33, 32), torch.ones(8, 32)
     with pytest.raises(ValueError) as error:
         kernels.tiled_norm_product(x, None, weight)
-    assert str(error.value) == (
-        "tiled_norm_product: takes at most 32 rows at once, got 33; more are worth a matrix product of torch's."
-    )
-    with pytest.raises(ValueError, match=r"^tiled_norm_gate_up: x must be a contiguous torch.float32 or torch.bfloat16 \(rows"):
+    assert str(error.value) == message("kernels/tiled_product:what_it_refuses")
+    with pytest.raises(ValueError, check=message("kernels/tiled_product:what_it_refuses.2")):
         kernels.tiled_norm_gate_up(x[:2].half(), None, weight.bfloat16(), weight.bfloat16())
-    with pytest.raises(ValueError, match=r"^tiled_add_product: copy must be a contiguous torch.float32 \(2, 8\), got"):
+    with pytest.raises(ValueError, check=message("kernels/tiled_product:what_it_refuses.3")):
         kernels.tiled_add_product(x[:2], weight, None, torch.zeros(2, 8), copy=torch.zeros(2, 7))
     with pytest.raises(ValueError) as error:
         kernels.tiled_norm_product(x[:1], None, weight, v_weight=weight)
-    assert str(error.value) == "tiled_norm_product: got v_weight without k_weight; of two weights pass the second as k_weight."
+    assert str(error.value) == message("kernels/tiled_product:what_it_refuses.4")
 
 
 def test_the_doors_make_what_those_of_single_rows_make(device):

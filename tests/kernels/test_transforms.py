@@ -7,6 +7,7 @@ import torch
 
 from gpubound import kernels, trace
 from gpubound.errors import FallbackError
+from tests.messages import message
 
 from .apart import apart
 from .cases import definitions, same
@@ -40,7 +41,7 @@ def test_a_transform_that_sees_into_no_kernel_takes_the_reference(transform, x, 
     """And says so. torch's own error would name its C++."""
     got = transform(sum_of_norm, x)
     ((what, why),) = trace.fallbacks
-    assert what == "rms_norm" and why == "torch.func and forward-mode transforms (vmap, grad, jvp) have no rule for its kernel"
+    assert what == "rms_norm" and why == message("kernels/transforms:a_transform_that_sees_in")
     with trace.strict(), pytest.raises(FallbackError, match=r"^rms_norm: would fall back"):
         transform(sum_of_norm, x)
     monkeypatch.setattr(kernels, "rms_norm", reference.rms_norm)

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import tune_norms
 from gpubound import measure
+from tests.messages import message
 
 
 @pytest.fixture
@@ -47,7 +48,4 @@ def test_a_dry_run_prints_a_line_a_case(tune, tmp_path):
 def test_an_unknown_op(tune, capsys):
     with pytest.raises(SystemExit, match=r"^2$"):
         tune("--only", "rms_norm,norm")
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        "tune_norms.py: error: --only: got norm, wanted some of rms_norm, add_rms_norm, layer_norm, dynamic_tanh, group_norm, "
-        "rope, rope_qkv, swiglu, swiglu_packed, geglu"
-    )
+    assert capsys.readouterr().err.splitlines()[-1] == message("kernels/tune_norms:an_unknown_op")

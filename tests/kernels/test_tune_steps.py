@@ -10,6 +10,7 @@ import torch
 from benchmarks import tune_steps
 from gpubound.kernels import plans
 from gpubound.kernels.plans.kinds import AttentionPlan, MatrixPlan
+from tests import messages
 
 LIKE = torch.zeros(1, dtype=torch.bfloat16)
 DOWN = plans.job_of("product", "add", (1000, 8192, 1000), LIKE)
@@ -88,7 +89,7 @@ def test_steps_are_timed(rows, adapters, monkeypatch):
 
 
 def test_lines_are_those_of_the_table():
-    assert tune_steps.line(DOWN, MatrixPlan(2, 1024, 4)) == '("product", "add", (1000, 8192), 2): (2, 1024, 4),'
+    assert tune_steps.line(DOWN, MatrixPlan(2, 1024, 4)) == messages.message("kernels/tune_steps:lines_are_those_of_the_t")
 
 
 @pytest.mark.parametrize(

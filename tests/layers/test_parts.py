@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize, prune
 
 from gpubound import layers
 from gpubound.kernels.norms import rms_norm_reference as rms_norm
+from tests.messages import message
 
 B, T, HIDDEN, HEADS, KV, D = 2, 7, 12, 4, 2, 6
 
@@ -256,13 +257,13 @@ def test_rope_table_computes_once_and_follows_its_frequencies():
 def test_wrong_sizes():
     with pytest.raises(ValueError) as error:
         layers.Attention(12, 4, 3)
-    assert str(error.value) == "Attention: heads must be a multiple of kv_heads, got 4 and 3; choose kv_heads that divides it."
+    assert str(error.value) == message("layers/parts:wrong_sizes")
     with pytest.raises(ValueError) as error:
         layers.MLP(4, 8, activation="relu")
-    assert str(error.value) == "MLP: activation must be one of silu, gelu, gelu_tanh, got 'relu'."
+    assert str(error.value) == message("layers/parts:wrong_sizes.2")
     with pytest.raises(ValueError) as error:
         layers.RotaryAngles(5)
-    assert str(error.value) == "RotaryAngles: head_dim must be even, got 5; rotation works on pairs."
+    assert str(error.value) == message("layers/parts:wrong_sizes.3")
 
 
 @pytest.mark.parametrize("residual", [False, True])

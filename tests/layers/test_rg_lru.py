@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gpubound.layers import MLP, RGLRU, Block
+from tests.messages import message
 
 HIDDEN, WIDTH = 6, 4
 
@@ -80,4 +81,4 @@ def test_it_stands_in_a_block():
 def test_a_mask_is_refused():
     with pytest.raises(ValueError) as error:
         mixer().mix(x_of(1, 2, HIDDEN), None, torch.ones(2, 2))
-    assert str(error.value) == "RGLRU: mask: got one, but a recurrence reads all tokens before its own; leave the mask out."
+    assert str(error.value) == message("layers/rg_lru:a_mask_is_refused")

@@ -13,6 +13,7 @@ from gpubound import layers, trace
 from gpubound.errors import FallbackError
 from gpubound.layers.linear_site import fused_linear, linear
 from gpubound.layers.vocabulary import look_up
+from tests.messages import message
 
 ROWS = (6, 4, 4)
 
@@ -131,19 +132,19 @@ def refused(modules):
 def test_refuses_what_it_may_not_move():
     hooked = linears()
     hooked[0].register_forward_hook(lambda *_: None)
-    assert refused(hooked) == ["a projection carries hooks, so it is called as it is"]
+    assert refused(hooked) == [message("layers/stacked:refuses_what_it_may_not")]
 
     subclass = linears()
     subclass[2] = type("Odd", (nn.Linear,), {})(5, 4, dtype=torch.float64)
-    assert refused(subclass) == ["a projection is tests.Odd, not nn.Linear, so it is called as it is"]
+    assert refused(subclass) == [message("layers/stacked:refuses_what_it_may_not.2")]
 
     mixed = linears()
     mixed[1].to(torch.float32)
-    assert refused(mixed) == ["the weights differ in dtype, device or input width"]
+    assert refused(mixed) == [message("layers/stacked:refuses_what_it_may_not.3")]
 
     half = linears(bias=True)
     half[1].bias = None
-    assert refused(half) == ["some of the layers have a bias and some have none"]
+    assert refused(half) == [message("layers/stacked:refuses_what_it_may_not.4")]
 
     flat, buffer = linears(), torch.zeros(200, dtype=torch.float64)
     for i, m in enumerate(flat):
@@ -164,7 +165,7 @@ def test_refuses_what_it_may_not_move():
 
     sharded = linears()
     sharded[0]._is_fsdp_managed_module = True
-    assert refused(sharded) == ["FSDP shards the weights and manages their memory"]
+    assert refused(sharded) == [message("layers/stacked:refuses_what_it_may_not.5")]
 
 
 def test_two_tensors_over_the_same_memory_stay_together():
@@ -254,7 +255,7 @@ def test_weight_changed_before_backward_raises():
     y = layers.Stacked().product(x_of(), modules)
     with torch.no_grad():
         modules[1].weight.mul_(2)
-    with pytest.raises(RuntimeError, match="changed in place between forward and backward"):
+    with pytest.raises(RuntimeError, check=message("layers/stacked:weight_changed_before_ba")):
         y.sum().backward()
 
 
@@ -271,18 +272,13 @@ def test_wrong_weights():
     x = torch.ones(2, 5)
     with pytest.raises(ValueError) as error:
         layers.fused_linear(x, [torch.ones(3, 5), torch.ones(3, 4)])
-    assert str(error.value) == (
-        "fused_linear: weights[1] must have shape (outputs, 5) to match x, got (3, 4); "
-        "each row holds one output's factors for x's last dimension."
-    )
+    assert str(error.value) == message("layers/stacked:wrong_weights")
     with pytest.raises(ValueError) as error:
         layers.fused_linear(x, [])
-    assert str(error.value) == "fused_linear: weights is empty; pass at least one."
+    assert str(error.value) == message("layers/stacked:wrong_weights.2")
     with pytest.raises(ValueError) as error:
         layers.fused_linear(x, [torch.ones(3, 5)], [torch.ones(2)])
-    assert str(error.value) == (
-        "fused_linear: biases must have shapes [(3,)] to match the weights, got [(2,)]; pass one for each weight, or None."
-    )
+    assert str(error.value) == message("layers/stacked:wrong_weights.3")
 
 
 @pytest.mark.gpu
@@ -294,7 +290,11 @@ def test_repack_inside_a_capture_raises():
     modules = linears(dtype=torch.float32).cuda()
     stacked, x = layers.Stacked(), torch.randn(4, 5, device="cuda")
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(GraphError, match="run the model once before capturing it"), torch.cuda.graph(graph), torch.no_grad():
+    with (
+        pytest.raises(GraphError, check=message("layers/stacked:repack_inside_a_capture")),
+        torch.cuda.graph(graph),
+        torch.no_grad(),
+    ):
         stacked.product(x, modules)
 
 

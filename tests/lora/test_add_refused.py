@@ -4,6 +4,7 @@ import pytest
 from torch import nn
 
 import gpubound as gb
+from tests.messages import message
 
 from ..place.models import tiny
 from .cases import adapted, records, refusal
@@ -94,47 +95,34 @@ def test_what_is_no_model_is_refused(call):
 
 def test_a_double_add_is_refused():
     model = adapted(tiny(), targets=["v_proj"])
-    assert refusal(lambda: gb.lora.add(model, 4)) == (
-        "lora.add: model.layers.0.self_attn.v_proj already has an adapter named 'default'; give another name, or call "
-        "gb.lora.remove first."
-    )
+    assert refusal(lambda: gb.lora.add(model, 4)) == message("lora/add_refused:a_double_add_is_refused")
     assert len(gb.lora.parameters(model)) == 2 * len(model.model.layers)
 
 
 def test_an_unknown_name_is_refused():
     model = tiny()
-    assert refusal(lambda: gb.lora.disable(model, "x")) == (
-        "lora.disable: the model has no adapter named 'x', nor any other; call gb.lora.add first."
-    )
+    assert refusal(lambda: gb.lora.disable(model, "x")) == message("lora/add_refused:an_unknown_name_is_refus")
     adapted(model)
-    assert refusal(lambda: gb.lora.remove(model, "x")) == "lora.remove: the model has no adapter named 'x', only 'default'."
+    assert refusal(lambda: gb.lora.remove(model, "x")) == message("lora/add_refused:an_unknown_name_is_refus.2")
 
 
 def test_layers_of_one_weight_are_refused():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight = model[0].weight
-    assert refusal(lambda: gb.lora.add(model, 2, targets=["0"])) == (
-        "lora.add: 0 and 1 share one weight, so an adapter of one would change both; untie them."
-    )
+    assert refusal(lambda: gb.lora.add(model, 2, targets=["0"])) == message("lora/add_refused:layers_of_one_weight_are")
 
 
 def test_a_peft_model_is_refused():
     peft = pytest.importorskip("peft")
     model = peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["q_proj"]), tiny())
-    assert refusal(lambda: gb.lora.add(model, 4)) == (
-        "lora.add: model.layers.0.self_attn.q_proj carries an adapter of PEFT's; train that one, or call merge_and_unload() "
-        "first."
-    )
+    assert refusal(lambda: gb.lora.add(model, 4)) == message("lora/add_refused:a_peft_model_is_refused")
 
 
 def test_what_torch_reads_without_calling_it_is_refused():
     """In eval mode torch's encoder layer gives its weights to one fused op: an adapter would be missed."""
     model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), nn.Linear(16, 4))
     assert gb.lora.add(model, 2) == ["1"]
-    assert refusal(lambda: gb.lora.add(model, 2, targets=["linear1"])) == (
-        "lora.add: 0.linear1 lies in an nn.TransformerEncoderLayer, which in eval mode reads its weight without calling it; "
-        "name other layers."
-    )
+    assert refusal(lambda: gb.lora.add(model, 2, targets=["linear1"])) == message("lora/add_refused:what_torch_reads_without")
 
 
 def test_all_linear_says_what_it_leaves_out():
@@ -142,7 +130,7 @@ def test_all_linear_says_what_it_leaves_out():
         pass
 
     model = nn.Sequential(nn.Linear(8, 8), Other(8, 8))
-    with gb.strict(), pytest.raises(gb.FallbackError, match=r"1 is a tests\.Other, not an nn.Linear.*, so it gets no adapter"):
+    with gb.strict(), pytest.raises(gb.FallbackError, check=message("lora/add_refused:all_linear_says_what_it")):
         gb.lora.add(model, 2)
     assert gb.lora.add(model, 2) == ["0"]
 
@@ -150,7 +138,4 @@ def test_all_linear_says_what_it_leaves_out():
 def test_a_model_of_layers_that_take_no_adapter_says_which_do():
     with pytest.raises(ValueError) as error:
         gb.lora.add(nn.Sequential(nn.Conv1d(4, 4, 1), nn.ReLU()), rank=2)
-    assert str(error.value) == (
-        "lora.add: Sequential has no nn.Linear below its head that takes an adapter of rank 2; name as targets what takes one: "
-        "linear layers, 2d convolutions, embeddings, experts."
-    )
+    assert str(error.value) == message("lora/add_refused:a_model_of_layers_that_t")

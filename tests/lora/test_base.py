@@ -13,6 +13,7 @@ from gpubound import trace
 from gpubound.layers.frozen import Base
 from gpubound.models import Decoder, DecoderConfig
 from gpubound.models.llama.weights import load_hf, save_hf
+from tests.messages import message
 
 from ..place.models import assert_close, assert_near, batch, place, rows, tiny, tokens, training_run
 from .cases import adapted, refusal
@@ -209,10 +210,7 @@ def test_several_in_one_batch(format):
 def test_weights_as_numbers_again_may_be_merged_into():
     model = adapted(placed(wide()), base="nf4")
     want = model(tokens()).logits
-    assert refusal(lambda: gb.lora.merge(model)) == (
-        "lora.merge: the weight of model.layers.0.self_attn.q_proj is in codes, whose steps are larger than what an adapter "
-        "adds; call gb.lora.dequantize_base first."
-    )
+    assert refusal(lambda: gb.lora.merge(model)) == message("lora/base:weights_as_numbers_again")
     gb.lora.dequantize_base(model)
     assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
     assert_near(model(tokens()).logits, want)
@@ -258,7 +256,7 @@ def test_a_weight_goes_before_the_next_one_is_rounded(order, monkeypatch):
 def test_what_stays_as_it_is_is_said(fallbacks, capsys):
     model = tiny("llama tied", hidden_size=64, intermediate_size=72, head_dim=16)
     assert len(gb.lora.quantize_base(model, "nf4")) == 12
-    assert "lora: 12 weights in nf4: 22.3 kB instead of 172.0 kB; the head stays as it is.\n" in capsys.readouterr().err
+    assert message("lora/base:what_stays_as_it_is_is_s").within(capsys.readouterr().err)
     assert fallbacks() == {
         ("lora.quantize_base", f"model.layers.{n}.mlp.down_proj has 72 columns, no multiple of 64, so it stays as it is"): 1
         for n in (0, 1)
@@ -289,20 +287,11 @@ def test_a_decoder_runs_the_models_own_forward():
 
 def test_refused_in_words():
     model = adapted(wide())
-    assert refusal(lambda: gb.lora.quantize_base(model, "int4")) == (
-        "lora.quantize_base: format must be one of 'nf4', 'int8', 'fp8', got 'int4'."
-    )
-    assert refusal(lambda: gb.lora.add(model, 4, name="second", base="int4")) == (
-        "lora.add: base must be one of 'nf4', 'int8', 'fp8', got 'int4'."
-    )
-    assert refusal(lambda: gb.lora.quantize_base(model, ["nf4"])) == (
-        "lora.quantize_base: format must be one of 'nf4', 'int8', 'fp8', got ['nf4']."
-    )
+    assert refusal(lambda: gb.lora.quantize_base(model, "int4")) == message("lora/base:refused_in_words")
+    assert refusal(lambda: gb.lora.add(model, 4, name="second", base="int4")) == message("lora/base:refused_in_words.2")
+    assert refusal(lambda: gb.lora.quantize_base(model, ["nf4"])) == message("lora/base:refused_in_words.3")
     gb.lora.merge(model)
-    assert refusal(lambda: gb.lora.quantize_base(model, "nf4")) == (
-        "lora.quantize_base: an adapter is merged into the weight of model.layers.0.self_attn.q_proj, which could not be "
-        "unmerged; call gb.lora.unmerge first."
-    )
+    assert refusal(lambda: gb.lora.quantize_base(model, "nf4")) == message("lora/base:refused_in_words.4")
     gb.lora.unmerge(model)
     step = gb.TrainStep(model, "causal_lm", gb.AdamW(lr=1e-3), precision="fp32", graph="off")
     for call in (lambda: gb.lora.quantize_base(model, "nf4"), lambda: gb.lora.dequantize_base(model)):
@@ -310,9 +299,7 @@ def test_refused_in_words():
     step.close()
     gb.lora.quantize_base(model, "nf4")
     assert gb.lora.quantize_base(model, "nf4") == [], "they are in it"
-    assert refusal(lambda: gb.lora.quantize_base(model, "fp8")) == (
-        "lora.quantize_base: model.layers.0.self_attn.q_proj is in nf4 already; call gb.lora.dequantize_base first."
-    )
+    assert refusal(lambda: gb.lora.quantize_base(model, "fp8")) == message("lora/base:refused_in_words.5")
 
 
 @pytest.fixture

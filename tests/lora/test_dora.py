@@ -14,6 +14,7 @@ from gpubound.kernels.accumulate import main_gradient
 from gpubound.kernels.dropping import Drop, kept
 from gpubound.layers import linear_site
 from gpubound.train import Accumulators
+from tests.messages import message
 
 from ..place.models import assert_close, assert_near, batch, place, tiny, tokens, training_run
 from .cases import adapted, records, refusal
@@ -169,22 +170,16 @@ def test_others_are_not_merged_under_it():
     model = with_dora(tiny())
     adapted(model, seed=5, name="plain", targets=["q_proj"])
     want = model(tokens()).logits
-    assert refusal(lambda: gb.lora.merge(model, "plain")) == (
-        "lora.merge: model.layers.0.self_attn.q_proj has the DoRA adapter 'default', too, which would be over another weight "
-        "then; merge or remove that one first."
-    )
+    assert refusal(lambda: gb.lora.merge(model, "plain")) == message("lora/dora:others_are_not_merged_un")
     assert torch.equal(model(tokens()).logits, want)
-    with gb.lora.disable(model, "default"), pytest.raises(ValueError, match="has the DoRA adapter 'default', too"):
+    with gb.lora.disable(model, "default"), pytest.raises(ValueError, check=message("lora/dora:others_are_not_merged_un.2")):
         gb.lora.merge(model)
 
 
 def test_it_does_not_begin_over_what_is_merged():
     model = adapted(tiny(), targets=["q_proj"])
     gb.lora.merge(model)
-    assert refusal(lambda: gb.lora.add(model, 2, dora=True, name="late")) == (
-        "lora.add: another adapter is merged into model.layers.0.self_attn.q_proj, over whose weight DoRA would begin; call "
-        "gb.lora.unmerge first."
-    )
+    assert refusal(lambda: gb.lora.add(model, 2, dora=True, name="late")) == message("lora/dora:it_does_not_begin_over_w")
 
 
 def test_a_copy_has_its_own():
@@ -200,7 +195,7 @@ def test_a_copy_has_its_own():
 
 def test_it_is_a_counted_fallback():
     model = with_dora(tiny())
-    with gb.strict(), pytest.raises(gb.FallbackError, match="DoRA runs in plain torch, and multiplies by the weight once more"):
+    with gb.strict(), pytest.raises(gb.FallbackError, check=message("lora/dora:it_is_a_counted_fallback")):
         model(tokens())
     trace.fallbacks.clear()
     model(tokens())
@@ -209,7 +204,7 @@ def test_it_is_a_counted_fallback():
 
 def test_a_decoder_runs_the_model_as_it_is():
     model = with_dora(tiny(), targets=["q_proj"]).eval()
-    with gb.strict(), pytest.raises(gb.FallbackError, match="one of its adapters is a Dora, which a step has no kernel for"):
+    with gb.strict(), pytest.raises(gb.FallbackError, check=message("lora/dora:a_decoder_runs_the_model")):
         gb.decoder(model, max_length=16)
     want = model.generate(tokens(1, 5), max_new_tokens=4, do_sample=False)[0, 5:].tolist()
     assert gb.decoder(model, max_length=16).generate(tokens(1, 5), max_new_tokens=4).sequences[0].tokens == want
@@ -291,14 +286,12 @@ def test_peft_loads_what_is_saved_here(tmp_path, options):
 
 def test_other_layers_are_refused():
     model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Linear(4, 4))
-    assert refusal(lambda: gb.lora.add(model, 2, targets=["0"], dora=True)) == (
-        "lora.add: dora is for nn.Linear, and 0 is none; adapt it in a call of its own."
-    )
+    assert refusal(lambda: gb.lora.add(model, 2, targets=["0"], dora=True)) == message("lora/dora:other_layers_are_refused")
 
 
 def test_a_file_of_the_other_sort_is_refused(tmp_path):
     gb.lora.save(with_dora(tiny(), targets=["v_proj"]), tmp_path)
-    with pytest.raises(gb.DataError, match="holds adapters of other layers or ranks than the model's 'default'; load it under"):
+    with pytest.raises(gb.DataError, check=message("lora/dora:a_file_of_the_other_sort")):
         gb.lora.load(adapted(tiny(), targets=["v_proj"]), tmp_path)
 
 
@@ -311,6 +304,4 @@ def test_two_sorts_in_one_file_are_refused(tmp_path):
 
 def test_rows_cannot_choose_from_them():
     model = with_dora(tiny(), targets=["v_proj"])
-    assert refusal(lambda: gb.lora.rows(model, ["default"])) == (
-        "lora.rows: the adapter 'default' of model.layers.0.self_attn.v_proj is DoRA, and rows choose from plain LoRA alone."
-    )
+    assert refusal(lambda: gb.lora.rows(model, ["default"])) == message("lora/dora:rows_cannot_choose_from")

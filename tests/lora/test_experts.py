@@ -12,6 +12,7 @@ import gpubound as gb
 from gpubound.kernels.accumulate import main_gradient
 from gpubound.lora import experts
 from gpubound.train import Accumulators
+from tests.messages import message
 
 from ..models.test_mixtral import KINDS, SIZES
 from ..place.models import assert_close, assert_near, batch, place, tokens, training_run
@@ -179,7 +180,7 @@ def test_a_step_trains_them_alone():
 
 def test_the_fused_decoder_refuses_what_it_does_not_see():
     model = adapted(sparse(), targets=["down_proj"]).eval()
-    with gb.strict(), pytest.raises(gb.FallbackError, match=r"mlp.experts: it carries a low-rank adapter"):
+    with gb.strict(), pytest.raises(gb.FallbackError, check=message("lora/experts:the_fused_decoder_refuse")):
         gb.decoder(model, max_length=16)
     gb.lora.merge(model)
     with gb.strict():
@@ -247,14 +248,12 @@ def test_several_ranks_in_one_file(tmp_path):
 
 def test_dropout_is_refused():
     assert refusal(lambda: gb.lora.add(sparse(), 2, targets=STACKS, dropout=0.1)) == (
-        f"lora.add: {NAME}.gate_up_proj takes no dropout, got 0.1; adapt experts in a call of their own."
+        message("lora/experts:dropout_is_refused", NAME)
     )
 
 
 def test_a_rank_above_the_matrix_is_refused():
-    assert refusal(lambda: gb.lora.add(sparse(), 33, targets=STACKS)) == (
-        f"lora.add: rank must be an integer from 1 to 32 for {NAME}.gate_up_proj, whose weight is 8 x 80 x 32, got 33."
-    )
+    assert refusal(lambda: gb.lora.add(sparse(), 33, targets=STACKS)) == message("lora/experts:a_rank_above_the_matrix", NAME)
 
 
 def test_all_linear_leaves_them_alone():
@@ -266,7 +265,7 @@ def test_experts_of_another_form_are_refused(word):
     model = sparse()
     setattr(model.model.layers[0].mlp.experts, word, True)
     assert refusal(lambda: gb.lora.add(model, 2, targets=STACKS)) == (
-        f"lora.add: {NAME}.gate_up_proj belongs to experts of another form ({word.strip('_')}); name other layers."
+        message("lora/experts:experts_of_another_form", NAME, word.strip("_"))
     )
 
 
@@ -281,7 +280,4 @@ def test_the_order_of_slots_is_undone():
 
 def test_rows_cannot_choose_from_them():
     model = adapted(sparse(), targets=["down_proj"])
-    assert refusal(lambda: gb.lora.rows(model, ["default"])) == (
-        f"lora.rows: the adapter 'default' of {NAME}.down_proj sees rows that a router has gathered, and whose they are is not "
-        f"known there; adapt other layers."
-    )
+    assert refusal(lambda: gb.lora.rows(model, ["default"])) == message("lora/experts:rows_cannot_choose_from", NAME)

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
 
 import gpubound as gb
+from tests.messages import message
 
 from ..place.models import assert_near, place, tiny, tokens
 from .cases import adapted, records, refusal
@@ -229,7 +230,7 @@ def test_a_model_with_more_layers_than_the_adapters_is_told_of(tmp_path):
 def test_over_other_layers_is_refused(tmp_path):
     gb.lora.save(adapted(tiny(), targets=["v_proj"]), tmp_path)
     model = adapted(tiny(), targets=["q_proj"])
-    with pytest.raises(gb.DataError, match="holds adapters of other layers or ranks than the model's 'default'; load it under"):
+    with pytest.raises(gb.DataError, check=message("lora/files:over_other_layers_is_ref")):
         gb.lora.load(model, tmp_path)
 
 
@@ -238,14 +239,14 @@ def test_two_sorts_in_one_file_are_refused(tmp_path):
     adapted(model, targets=["v_proj"], dropout=0.5)
     gb.lora.save(adapted(tiny(), targets=["q_proj"]), tmp_path)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match=r"differs from model\.layers\.0\.self_attn\.q_proj in rslora, dora or dropout"):
+    with pytest.raises(ValueError, check=message("lora/files:two_sorts_in_one_file_ar")):
         gb.lora.save(model, tmp_path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before, "what was there is still whole"
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("a file's")
-    with pytest.raises(gb.DataError, match=r"file: cannot be written: File exists; check its permissions"):
+    with pytest.raises(gb.DataError, check=message("lora/files:a_folder_that_cannot_be")):
         gb.lora.save(adapted(tiny(), targets=["v_proj"]), tmp_path / "file")
 
 
@@ -253,9 +254,7 @@ def test_nothing_is_loaded_into_what_is_merged(tmp_path):
     model = adapted(tiny(), targets=["v_proj"])
     gb.lora.save(model, tmp_path)
     gb.lora.merge(model)
-    assert refusal(lambda: gb.lora.load(model, tmp_path)) == (
-        "lora.load: the adapter of model.layers.0.self_attn.v_proj is merged into its weight; call gb.lora.unmerge first."
-    )
+    assert refusal(lambda: gb.lora.load(model, tmp_path)) == message("lora/files:nothing_is_loaded_into_w")
 
 
 def test_without_values_nothing_is_saved_loaded_or_merged(tmp_path):

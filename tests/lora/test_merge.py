@@ -7,6 +7,7 @@ import torch
 
 import gpubound as gb
 from gpubound.models import Decoder, DecoderConfig, load_hf, save_hf
+from tests.messages import message
 
 from ..place.models import assert_near, place, tiny, tokens
 from .cases import adapted, records, refusal
@@ -82,18 +83,11 @@ def test_what_would_be_lost_is_refused():
     model = adapted(tiny(), targets=["v_proj"])
     gb.lora.merge(model)
     name = "model.layers.0.self_attn.v_proj"
-    assert refusal(lambda: gb.lora.remove(model)) == (
-        f"lora.remove: the adapter of {name} is merged into its weight; call gb.lora.unmerge first."
-    )
-    assert refusal(lambda: gb.lora.disable(model)) == (
-        f"lora.disable: the adapter of {name} is merged into its weight; call gb.lora.unmerge first."
-    )
+    assert refusal(lambda: gb.lora.remove(model)) == message("lora/merge:what_would_be_lost_is_re", name)
+    assert refusal(lambda: gb.lora.disable(model)) == message("lora/merge:what_would_be_lost_is_re.2", name)
     with torch.no_grad():
         model.get_submodule(name).weight.mul_(2)
-    assert refusal(lambda: gb.lora.unmerge(model)) == (
-        f"lora.unmerge: the weight of {name} was changed after an adapter was merged into it, and unmerging would undo that; "
-        f"call gb.lora.unmerge before weights are trained or loaded."
-    )
+    assert refusal(lambda: gb.lora.unmerge(model)) == message("lora/merge:what_would_be_lost_is_re.3", name)
 
 
 def test_a_models_own_files_have_no_place_for_adapters(tmp_path):
@@ -103,10 +97,7 @@ def test_a_models_own_files_have_no_place_for_adapters(tmp_path):
     adapted(model)
     with pytest.raises(ValueError) as error:
         save_hf(model, tmp_path)
-    assert str(error.value) == (
-        "lora: model.layers.0.self_attn.q_proj carries the adapter 'default', and a model's own files have no place for it; "
-        "call gb.lora.merge first, or gb.lora.disable to leave it out."
-    )
+    assert str(error.value) == message("lora/merge:a_models_own_files_have")
     with gb.lora.disable(model):
         save_hf(model, tmp_path)
     assert all(torch.equal(t, before[name]) for name, t in load_hf(tmp_path).state_dict().items())

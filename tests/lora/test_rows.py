@@ -17,6 +17,7 @@ from gpubound.kernels.dropping import drawn, kept
 from gpubound.layers import linear_site
 from gpubound.lora.per_row import PerRow
 from gpubound.train import Accumulators
+from tests.messages import message
 
 from ..place.models import assert_near
 from .cases import refusal
@@ -184,12 +185,12 @@ def test_under_a_checkpoint():
         assert_same(gradients(outer(x, adapter_ids=IDS), leaves), want)
         first = outer(x, adapter_ids=IDS)
         outer(x, adapter_ids=IDS.flip(0))
-        with pytest.raises(RuntimeError, match="run backward before the model's next call"):
+        with pytest.raises(RuntimeError, check=message("lora/rows:under_a_checkpoint")):
             gradients(first, leaves)
         ids = IDS.clone()
         second = outer(x, adapter_ids=ids)
         ids.copy_(IDS.flip(0))
-        with pytest.raises(RuntimeError, match="run backward before the model's next call"):
+        with pytest.raises(RuntimeError, check=message("lora/rows:under_a_checkpoint.2")):
             gradients(second, leaves)
 
 
@@ -266,66 +267,36 @@ def test_after_a_call_that_broke(error):
 def test_what_is_refused():
     model, x = adapted(Projections()), draw(6, 5, K)
     start = partial(gb.lora.rows, model)
-    assert refusal(lambda: start("one")) == (
-        "lora.rows: names must be different names of adapters, such as ['first', 'second'], got 'one'."
-    )
+    assert refusal(lambda: start("one")) == message("lora/rows:what_is_refused")
     for names in (3, None, [["one"]], [1, 2]):
         assert refusal(lambda: start(names)) == (  # noqa: B023
-            f"lora.rows: names must be different names of adapters, such as ['first', 'second'], got {names!r}."
+            message("lora/rows:what_is_refused.2", repr(names))
         )
-    assert refusal(lambda: start(["one", "four"])) == (
-        "lora.rows: the model has no adapter named 'four', only 'one', 'three', 'two'."
-    )
+    assert refusal(lambda: start(["one", "four"])) == message("lora/rows:what_is_refused.3")
     with gb.lora.disable(model, "one"):
-        assert refusal(lambda: start(NAMES)) == (
-            "lora.rows: the adapter 'one' of layers.q is switched off; call gb.lora.enable first."
-        )
+        assert refusal(lambda: start(NAMES)) == message("lora/rows:what_is_refused.4")
     gb.lora.merge(model, "one")
-    assert refusal(lambda: start(NAMES)) == "lora.rows: the adapter 'one' of layers.q is merged; call gb.lora.unmerge first."
+    assert refusal(lambda: start(NAMES)) == message("lora/rows:what_is_refused.5")
     gb.lora.unmerge(model)
     with start(NAMES) as rows:
-        assert refusal(lambda: start(NAMES)) == (
-            "lora.rows: the adapter 'one' of layers.q is one that rows choose from already; call close() of what gb.lora.rows "
-            "returned first."
-        )
+        assert refusal(lambda: start(NAMES)) == message("lora/rows:what_is_refused.6")
         for call in (gb.lora.merge, gb.lora.remove):
-            assert refusal(lambda call=call: call(model)) == (
-                f"lora.{call.__name__}: rows of a batch choose from the adapters of layers.q; call close() of "
-                f"what gb.lora.rows returned first."
-            )
-        assert refusal(lambda: model(x)) == (
-            "lora.rows: the call has no adapter_ids; give one number a row, places in ['one', 'two', 'three'] or -1, or set "
-            "`ids` of what gb.lora.rows returned."
-        )
-        assert refusal(lambda: model(x, adapter_ids=[0, 1])) == (
-            "lora.rows: adapter_ids must be an int32 or int64 tensor (rows,), got a list; give one number for each row of the "
-            "batch, -1 for the model without adapters."
-        )
+            assert refusal(lambda call=call: call(model)) == message("lora/rows:what_is_refused.7", call.__name__)
+        assert refusal(lambda: model(x)) == message("lora/rows:what_is_refused.8")
+        assert refusal(lambda: model(x, adapter_ids=[0, 1])) == message("lora/rows:what_is_refused.9")
         for wrong in (3, -2):
             assert refusal(lambda wrong=wrong: setattr(rows, "ids", torch.tensor([0, wrong]))) == (
-                f"lora.rows: adapter_ids must be from -1 to 2, places in ['one', 'two', 'three'] or -1 for none of them, got "
-                f"{wrong}."
+                message("lora/rows:what_is_refused.10", wrong)
             )
-        assert refusal(lambda: model(x, adapter_ids=IDS[:3])) == (
-            "lora.rows: adapter_ids are 3, and an adapted layer has an x of (6, 5, 24), whose first dimension must be the "
-            "batch's rows; give one for each, and adapt no layers that see rows merged or gathered."
-        )
+        assert refusal(lambda: model(x, adapter_ids=IDS[:3])) == message("lora/rows:what_is_refused.11")
         assert "x of (30, 24)" in refusal(lambda: model(x.flatten(0, 1), adapter_ids=IDS))
-        assert refusal(lambda: model.layers["q"](x)) == (
-            "lora.rows: an adapted layer was called beside the model; call the model with adapter_ids, or set `ids` of what "
-            "gb.lora.rows returned."
-        )
+        assert refusal(lambda: model.layers["q"](x)) == message("lora/rows:what_is_refused.12")
     images = nn.Sequential(nn.Conv2d(4, 8, 3))
     gb.lora.add(images, 2, targets=["0"])
-    assert refusal(lambda: gb.lora.rows(images, ["default"])) == (
-        "lora.rows: the adapter 'default' of 0 is of an nn.Conv2d, and rows choose from adapters of nn.Linear alone."
-    )
+    assert refusal(lambda: gb.lora.rows(images, ["default"])) == message("lora/rows:what_is_refused.13")
     experts = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(K, 8)])})
     gb.lora.add(experts, 2)
-    assert refusal(lambda: gb.lora.rows(experts, ["default"])) == (
-        "lora.rows: the adapter 'default' of experts.0 sees rows that a router has gathered, and whose they are is not known "
-        "there; adapt other layers."
-    )
+    assert refusal(lambda: gb.lora.rows(experts, ["default"])) == message("lora/rows:what_is_refused.14")
 
 
 # On the GPU

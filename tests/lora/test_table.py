@@ -10,6 +10,7 @@ from torch import nn
 import gpubound as gb
 from gpubound.kernels.accumulate import main_gradient
 from gpubound.train import Accumulators
+from tests.messages import message
 
 from ..place.models import assert_close, batch, place, tiny, tokens, training_run
 from .cases import adapted, assert_a_step_trains_them_alone, assert_copies_keep_them, refusal
@@ -140,7 +141,7 @@ def test_a_step_trains_them_alone(placed, targets):
 def test_an_adapted_head_gives_whole_logits():
     model = with_table(tiny())
     step = gb.TrainStep(model, "causal_lm", gb.AdamW(), precision="fp32", graph="off")
-    with gb.strict(), pytest.raises(gb.FallbackError, match="its head carries a low-rank adapter"):
+    with gb.strict(), pytest.raises(gb.FallbackError, check=message("lora/table:an_adapted_head_gives_wh")):
         step(batch())
     step.close()
 
@@ -164,7 +165,7 @@ def test_a_decoder_follows_them(target):
     model = with_table(tiny(), targets=[target]).eval()
     want = model.generate(tokens(1, 5), max_new_tokens=4, do_sample=False)[0, 5:].tolist()
     if target == "embed_tokens":
-        with gb.strict(), pytest.raises(gb.FallbackError, match=r"model\.embed_tokens: it carries a low-rank adapter"):
+        with gb.strict(), pytest.raises(gb.FallbackError, check=message("lora/table:a_decoder_follows_them")):
             gb.decoder(model, max_length=16)
     assert gb.decoder(model, max_length=16).generate(tokens(1, 5), max_new_tokens=4).sequences[0].tokens == want
     gb.lora.merge(model)
@@ -214,9 +215,7 @@ def test_a_file_with_another_base_is_refused(tmp_path):
     save_file(tensors, file)
     with pytest.raises(gb.DataError) as error:
         gb.lora.load(tiny(), tmp_path)
-    assert str(error.value) == (
-        f"{file}: holds a weight of model.embed_tokens that is not the model's; load it on the model that it was trained on."
-    )
+    assert str(error.value) == message("lora/table:a_file_with_another_base", file)
 
 
 # --- what is refused ---
@@ -225,7 +224,7 @@ def test_a_file_with_another_base_is_refused(tmp_path):
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
 def test_tied_ones_are_refused(target):
     assert refusal(lambda: gb.lora.add(tiny("llama tied"), 2, targets=[target])) == (
-        "lora.add: model.embed_tokens and lm_head share one weight, so an adapter of one would change both; untie them."
+        message("lora/table:tied_ones_are_refused")
     )
     assert len(gb.lora.add(tiny("llama tied"), 2)) == 14, "the others go on"
 
@@ -233,6 +232,6 @@ def test_tied_ones_are_refused(target):
 def test_rows_that_change_as_they_are_read_are_refused():
     model = nn.Sequential(nn.Embedding(8, 8, max_norm=1.0), nn.Embedding(8, 8, sparse=True))
     for name in ("0", "1"):
-        assert f"{name} renormalises its rows, scales gradients by frequency, or makes sparse ones" in refusal(
-            lambda name=name: gb.lora.add(model, 2, targets=[name])
+        assert message("lora/table:rows_that_change_as_they", name).within(
+            refusal(lambda name=name: gb.lora.add(model, 2, targets=[name]))
         )

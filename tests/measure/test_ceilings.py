@@ -11,6 +11,7 @@ import torch
 from gpubound import measure, trace
 from gpubound.errors import MeasureError
 from gpubound.measure import Machine, ceiling, limits
+from tests.messages import message
 
 FIGURES = {
     "copy_bytes_per_s": 4.0e12,
@@ -148,7 +149,7 @@ def test_a_corrupt_cache_is_measured_again_and_said(measured, tmp_path, capsys, 
     file.write_text(spoil(json.loads(file.read_text())))
     again = measure.ceilings("cpu")
     assert measured == [False, False] and again.copy_bytes_per_s == found.copy_bytes_per_s
-    assert capsys.readouterr().err == f"gpubound: {file} is not readable as measured ceilings ({why}): measuring again.\n"
+    assert capsys.readouterr().err == message("measure/ceilings:a_corrupt_cache_is_measu", file, why)
     assert measure.ceilings("cpu") == again and len(measured) == 2  # and mended
 
 
@@ -156,10 +157,7 @@ def test_a_cache_that_cannot_be_written_costs_the_cache_only(measured, monkeypat
     (tmp_path / "gpubound").write_text("a file where the folder should be")
     found = measure.ceilings("cpu")
     assert found.launch_us == 8.0
-    assert capsys.readouterr().err == (
-        f"gpubound: the measured ceilings cannot be kept in {ceiling.cache_file(found.key)} (File exists): "
-        "they will be measured again next time.\n"
-    )
+    assert capsys.readouterr().err == message("measure/ceilings:a_cache_that_cannot_be_w", ceiling.cache_file(found.key))
 
 
 def test_a_user_without_a_home_keeps_nothing(measured, monkeypatch, capsys):
@@ -185,7 +183,7 @@ def test_a_disk_that_refuses_the_cache_is_named(measured, monkeypatch, tmp_path,
 
     monkeypatch.setattr(os, "replace", refuse)
     measure.ceilings("cpu")
-    assert "(Permission denied): they will be measured again next time." in capsys.readouterr().err
+    assert message("measure/ceilings:a_disk_that_refuses_the").within(capsys.readouterr().err)
     assert list((tmp_path / "gpubound").iterdir()) == [], "and nothing half-written stays"
 
 
@@ -195,13 +193,11 @@ def test_matrix_rate_by_name_and_by_dtype(measured):
     assert found.flops_per_s(torch.float32) == 5.0e13
     with pytest.raises(MeasureError) as missing:
         found.flops_per_s("fp8")
-    assert str(missing.value) == f"no fp8 matrix rate for {found.name}: it is not measured on a cpu device."
+    assert str(missing.value) == message("measure/ceilings:matrix_rate_by_name_and", found.name)
     for wrong in ("int4", torch.int8):
         with pytest.raises(ValueError) as error:
             found.flops_per_s(wrong)
-        assert str(error.value) == (
-            f"flops_per_s: got {wrong!r}, wanted one of fp32, tf32, bf16, fp16, fp8 or a floating torch.dtype."
-        )
+        assert str(error.value) == message("measure/ceilings:matrix_rate_by_name_and.2", repr(wrong))
 
 
 def test_the_cpu_is_measured_whole(monkeypatch):

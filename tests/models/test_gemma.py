@@ -5,6 +5,7 @@ import torch
 
 from gpubound.errors import PlaceError
 from gpubound.models.parts import HFShiftedNorm
+from tests.messages import message
 
 from ..place.models import assert_close, batch, place, rows, tiny, tokens, training_run, twin
 
@@ -15,9 +16,7 @@ def test_the_cap_on_scores_is_transformers_own():
     placement = place(model, strict=True)
     assert_close(training_run(model, batch()), want)
     assert abs(want["loss"] - uncapped["loss"]) > 1e-3, "a cap of 0.5 shows"
-    assert rows(placement)["model.layers.0.self_attn"].kernel == (
-        "q, k, v as one product; reference rope_qkv; transformers' eager attention (it caps the scores)"
-    )
+    assert rows(placement)["model.layers.0.self_attn"].kernel == message("models/gemma:the_cap_on_scores_is_tra")
     assert placement.unsupported is None and placement.fallbacks == 0
 
 
@@ -40,7 +39,7 @@ def test_capped_logits_keep_transformers_own_loss():
         place(twin(model), strict=True)
     placement = place(model)
     assert (placement.refused, placement.verified) == (1, True)
-    assert "does more than head(hidden states): the logits" in rows(placement)["(the model)"].why
+    assert message("models/gemma:capped_logits_keep_trans").within(rows(placement)["(the model)"].why)
     assert_close(training_run(model, batch()), want)
 
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
+from tests.messages import message
+
 from ..place.models import GEMMA, VOCABULARY, assert_close, batch, place, rows, tiny, tokens, training_run, twin
 
 THETAS = {
@@ -43,7 +45,7 @@ def test_one_that_reads_both_ways_keeps_its_loop():
     placement = place(model)
     found = rows(placement)
     assert found["model.layers.0.self_attn"].why.startswith("verified: ")
-    assert found["model"].why == "not swapped: the config lets tokens see what comes behind them"
+    assert found["model"].why == message("models/gemma3:one_that_reads_both_ways")
     assert_close(training_run(model, batch()), training_run(other, batch()))
     assert placement.fallbacks == 0
 
@@ -53,7 +55,7 @@ def test_changing_frequencies_keep_their_own_loop():
     model = tiny("gemma3", rope_parameters=THETAS | {"full_attention": rope})
     want = training_run(twin(model), batch())
     placement = place(model)
-    assert rows(placement)["model"].why == "not swapped: rope_type 'dynamic' changes its frequencies as it reads"
+    assert rows(placement)["model"].why == message("models/gemma3:changing_frequencies_kee")
     assert_close(training_run(model, batch()), want)
 
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.messages import message
+
 from ..place.models import assert_close, batch, place, rows, tiny, tokens, training_run, twin
 
 PAIRS = 4
@@ -23,8 +25,8 @@ def test_stacked_weights_stay_where_they_are():
     training_run(model, batch())
     assert before == {name: p.data_ptr() for name, p in model.named_parameters()}
     found = rows(placement)
-    assert found["model.layers.0.self_attn"].kernel == "q, k, v as one product; reference rope_qkv; SDPA"
-    assert found["model.layers.0.mlp"].kernel == "gate and up as one product; reference swiglu"
+    assert found["model.layers.0.self_attn"].kernel == message("models/phi3:stacked_weights_stay_whe")
+    assert found["model.layers.0.mlp"].kernel == message("models/phi3:stacked_weights_stay_whe.2")
     assert "model.layers.0.mlp.gate_up_proj" not in found, "the MLP's row speaks for it"
     assert placement.fallbacks == 0 and placement.unsupported is None
 
@@ -67,7 +69,7 @@ def test_dropout_on_the_residual_keeps_its_own_loop():
     model = tiny("phi3", resid_pdrop=0.1)
     placement = place(model)
     found = rows(placement)
-    assert found["model"].why == "not swapped: its blocks have dropout (resid_pdrop 0.1), which the loop has not"
+    assert found["model"].why == message("models/phi3:dropout_on_the_residual")
     assert found["model.layers.0.self_attn"].why.startswith("verified: ")
 
 
@@ -90,4 +92,4 @@ def test_adapted_projections_are_called():
     want = training_run(twin(model), batch())
     placement = place(model)
     assert_close(training_run(model, batch()), want)
-    assert rows(placement)["model.layers.0.self_attn"].kernel == "projections as they are; reference rope_qkv; SDPA"
+    assert rows(placement)["model.layers.0.self_attn"].kernel == message("models/phi3:adapted_projections_are")

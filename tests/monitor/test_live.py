@@ -12,6 +12,7 @@ from rich.console import Console
 from gpubound import trace
 from gpubound.monitor import LiveLine
 from gpubound.monitor.live import Gauges, _Chip, check_log, open_log
+from tests.messages import message
 
 CPU = torch.device("cpu")
 
@@ -71,7 +72,7 @@ def test_what_the_gpu_refuses_is_left_out_aloud_and_not_asked_again(capsys, monk
     nvml = FakeNvml(power=None)
     chip = _Chip(nvml, "handle")
     assert chip.read() == {"sm_active": 0.4}
-    assert capsys.readouterr().err == "gpubound: power_w is left out: NVML says Not Supported.\n"
+    assert capsys.readouterr().err == message("monitor/live:what_the_gpu_refuses_is")
     nvml.power = 100_000
     assert chip.read() == {"sm_active": 0.4}
 
@@ -104,7 +105,7 @@ def test_what_is_measured_seldom_stays_in_the_line():
     with LiveLine(10, "demo", Console(file=out, width=200)) as live:
         live.show({"step": 1, "loss": 3.0, "memory_bytes": 5e8, "held_out": 3.25})
         live.show({"step": 2, "loss": 2.0})
-    assert out.getvalue().splitlines()[-1] == "demo 2/10  loss 2.000  held out 3.250  500.0 MB"
+    assert out.getvalue().splitlines()[-1] == message("monitor/live:what_is_measured_seldom")
 
 
 def test_another_phase_has_another_held_out_loss():
@@ -114,9 +115,9 @@ def test_another_phase_has_another_held_out_loss():
         live.show({"step": 5, "loss": 2.0, "phase": "books"})
         live.show({"step": 6, "loss": 1.0, "phase": "chats"})
     assert out.getvalue().splitlines() == [
-        "demo 4/10  books  loss 3.000  held out 3.250",
-        "demo 5/10  books  loss 2.000  held out 3.250",
-        "demo 6/10  chats  loss 1.000",
+        message("monitor/live:another_phase_has_anothe"),
+        message("monitor/live:another_phase_has_anothe.2"),
+        message("monitor/live:another_phase_has_anothe.3"),
     ]
 
 
@@ -135,9 +136,7 @@ def test_on_a_terminal_of_80_columns_the_bar_and_all_figures_are_seen():
         live.show({"step": 1200, "phase": "pretrain", **figures, "memory_bytes": 2.37e10, "skipped": 1})
     bar, *below = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue().split("\x1b[2K")[-1]).splitlines()
     assert bar.startswith("first ━") and "1200/2000" in bar
-    assert " ".join(" ".join(below).split()) == (
-        "pretrain loss 3.210 held out 3.500 192k tok/s 49.4% of the matrix rate GPU busy 97% 690 W 23.7 GB 1 skipped"
-    )
+    assert " ".join(" ".join(below).split()) == message("monitor/live:on_a_terminal_of_80_colu")
 
 
 def test_live_without_a_terminal_prints_ten_lines():
@@ -146,7 +145,7 @@ def test_live_without_a_terminal_prints_ten_lines():
         for step in range(1, 101):
             live.show({"step": step, "loss": 2.0, "tokens_per_s": 192_400, "syncs": 0})
     lines = out.getvalue().splitlines()
-    assert len(lines) == 11 and lines[-1] == "demo 100/100  loss 2.000  192k tok/s  0 syncs/step"
+    assert len(lines) == 11 and lines[-1] == message("monitor/live:live_without_a_terminal")
 
 
 RECORD = {"step": 7, "loss": 2.5, "lr": 1e-3}
@@ -200,7 +199,7 @@ def test_a_missing_library_is_named(monkeypatch, kind):
     monkeypatch.setitem(sys.modules, kind, None)
     with pytest.raises(ValueError) as error:
         check_log(kind)
-    assert str(error.value) == f"log: {kind} is not installed; pip install {kind}, or leave --log out."
+    assert str(error.value) == message("monitor/live:a_missing_library_is_nam", kind)
 
 
 def test_no_logger_is_none(tmp_path):

@@ -8,6 +8,7 @@ from gpubound import trace
 from gpubound.errors import DataError
 from gpubound.monitor import RunTape
 from gpubound.monitor.figures import Figures
+from tests.messages import message
 
 
 def a_run(path, name="first", steps=30, slope=1.0):
@@ -41,7 +42,7 @@ def test_half_a_line_is_left_out_aloud(tmp_path, capsys, monkeypatch):
     with open(tmp_path / "steps.jsonl", "a") as file:
         file.write('{"step": 4, "lo')
     assert len(RunTape.open(tmp_path).steps()) == 3
-    assert capsys.readouterr().err == f"gpubound: {tmp_path}/steps.jsonl: line 4 is cut off and was left out\n"
+    assert capsys.readouterr().err == message("monitor/tape:half_a_line_is_left_out", tmp_path)
 
 
 def test_a_line_that_was_cut_off_does_not_swallow_the_next(tmp_path):
@@ -78,7 +79,7 @@ def test_a_resumed_run_counts_its_time_and_its_starts_together(tmp_path, monkeyp
     assert Figures(RunTape.open(tmp_path)).seconds == 15.0, "10 s before the stop that count, 5 s after it"
     assert len(again.about["starts"]) == 2
     again.about["starts"] = [{"date": f"2026-11-{day}T08:00:00+00:00", "command": "train"} for day in (20, 21, 22)]
-    assert Figures(again).facts()["resumed"] == "2026-11-21 08:00:00 UTC, 2026-11-22 08:00:00 UTC", "all starts but the first"
+    assert Figures(again).facts()["resumed"] == message("monitor/tape:a_resumed_run_counts_its"), "all starts but the first"
 
 
 def test_time_goes_on_from_the_last_line(tmp_path, monkeypatch):
@@ -100,10 +101,7 @@ def test_a_full_disk(tmp_path):
     (tmp_path / "steps.jsonl").symlink_to("/dev/full")
     with pytest.raises(DataError) as error:
         tape.append({"step": 1})
-    assert str(error.value) == (
-        f"{tmp_path}/steps.jsonl could not be written: No space left on device; the checkpoints beside it are "
-        f"as they were. Free space, then go on with --resume."
-    )
+    assert str(error.value) == message("monitor/tape:a_full_disk", tmp_path)
 
 
 def test_a_folder_that_goes_away(tmp_path):
@@ -113,22 +111,20 @@ def test_a_folder_that_goes_away(tmp_path):
     with pytest.raises(DataError) as error:
         tape.append({"step": 1})
     file = tmp_path / "run" / "steps.jsonl"
-    assert str(error.value) == (
-        f"{file}: cannot be written: No such file or directory; check its permissions, its disk and its quota."
-    )
+    assert str(error.value) == message("monitor/tape:a_folder_that_goes_away", file)
 
 
 def test_not_a_run(tmp_path):
     with pytest.raises(DataError) as error:
         RunTape.open(tmp_path)
-    assert str(error.value) == f"{tmp_path} is not a run: it has no run.json; give the folder that train or demo wrote."
+    assert str(error.value) == message("monitor/tape:not_a_run", tmp_path)
 
 
 def test_a_tape_that_is_no_file_is_not_waited_for(tmp_path):
     a_run(tmp_path, steps=1)
     (tmp_path / "steps.jsonl").unlink()
     os.mkfifo(tmp_path / "steps.jsonl")
-    with pytest.raises(DataError, match=r"steps\.jsonl: is a named pipe, wanted a regular file"):
+    with pytest.raises(DataError, check=message("monitor/tape:a_tape_that_is_no_file_i")):
         RunTape.open(tmp_path).steps()
 
 
@@ -168,7 +164,7 @@ def test_a_run_json_that_is_none_is_named(tmp_path, text, said):
 def test_a_damaged_file_that_is_moved_away_as_the_sentence_says_is_begun_anew(tmp_path, name):
     a_run(tmp_path, steps=1)
     (tmp_path / name).write_bytes(b"\xff")
-    with pytest.raises(DataError, match="; restore it, or move it away and go on with gpubound train --resume, which "):
+    with pytest.raises(DataError, check=message("monitor/tape:a_damaged_file_that_is_m")):
         RunTape.create(tmp_path).steps()
     (tmp_path / name).rename(tmp_path / "damaged")
     tape = RunTape.create(tmp_path)

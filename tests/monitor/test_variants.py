@@ -7,6 +7,7 @@ import pytest
 
 from gpubound.monitor import RunTape
 from gpubound.monitor.variants import RESULT, T_95, LossDifference, Variants
+from tests.messages import message
 
 
 def test_t_holds_95_percent():
@@ -45,7 +46,11 @@ def test_seeds_are_paired(tmp_path):
     assert better["spread"] == pytest.approx(np.std([1.95, 2.251, 2.549], ddof=1)) and better["speed"] == pytest.approx(0.8)
     assert one["failed"] == 2 and one["interval_95"] is None and not one["shown"] and comparison.failed
     said = str(comparison)
-    assert "better: 0.0500 below base" in said and "better by more than seeds do" in said and "no difference is shown" in said
+    assert (
+        "better: 0.0500 below base" in said
+        and message("monitor/variants:seeds_are_paired").within(said)
+        and "no difference is shown" in said
+    )
     page = comparison.report(tmp_path / "page.html").read_text()
     assert page.count('<span class="s0"><i class="key"></i></span>base') == 3, "a variant's runs share its colour"
 
@@ -53,4 +58,6 @@ def test_seeds_are_paired(tmp_path):
 def test_a_worse_one_is_called_worse(tmp_path):
     assert "worse by more" in str(Variants(runs(tmp_path, base=[1.0, 1.0], bad=[1.5, 1.51])))
     assert LossDifference.of([0.0, 0.0]).shown is False, "equal losses show no difference"
-    assert "twin: as low as base with one seed" in str(Variants(runs(tmp_path / "equal", base=[1.0], twin=[1.0])))
+    assert message("monitor/variants:a_worse_one_is_called_wo").within(
+        str(Variants(runs(tmp_path / "equal", base=[1.0], twin=[1.0])))
+    )

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from gpubound.cli.train import Train, from_file
+from tests.messages import message
 
 CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
 SBATCH = CLUSTER / "train.sbatch"
@@ -64,7 +65,7 @@ def test_a_job_whose_time_is_over_saves_and_goes_back_into_the_queue(sbatch, cod
 
 
 def test_a_job_without_a_config_says_so(sbatch):
-    assert sbatch() == (2, "train.sbatch: got no config; sbatch train.sbatch config.yaml\n", [])
+    assert sbatch() == (2, message("parallel/cluster:a_job_without_a_config_s"), [])
 
 
 def test_what_slurm_reads_stands_above_the_first_command():

@@ -12,6 +12,7 @@ from gpubound.models.richards import RichardsConfig, RichardsDecoder
 from gpubound.parallel import join
 from gpubound.parallel.drawn import Drawing, key_of
 from gpubound.parallel.sharded import shard_made
+from tests.messages import message
 from tests.parallel.processes import on_ranks
 
 SHAPE = DecoderConfig(24, 40, 2, 4, 1, 26, tied=True, qkv_bias=True)
@@ -114,10 +115,7 @@ def test_shards_of_a_model_that_was_never_whole_are_those_of_one_process(make):
 
 def test_values_that_are_computed_are_refused():
     for said in on_ranks(2, made, orthogonal):
-        assert said == (
-            "shard_made: 0 is computed by aten::mm, wanted numbers written into all of it by normal_, uniform_, fill_, zero_, "
-            "ones, zeros, full or .to(device), and perhaps changed in place; make the model whole, and give it to shard."
-        )
+        assert said == message("parallel/drawn:values_that_are_computed")
 
 
 def test_values_that_are_drawn_again_in_place_are_refused():

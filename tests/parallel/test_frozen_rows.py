@@ -20,6 +20,7 @@ from gpubound.place import place
 from gpubound.train.adamw8 import AdamW8bit
 from gpubound.train.muon import Muon
 from gpubound.train.recompute import blocks_of
+from tests.messages import message
 from tests.parallel.processes import on_ranks
 from tests.parallel.test_sharded import ADAMW, DTYPES, STEPS, WORDS, batch, distance, whole
 
@@ -311,10 +312,7 @@ def test_a_users_own_fully_shard():
     for losses in on_ranks(2, by_hand, True):
         assert losses == pytest.approx([loss for loss, *_ in reports], rel=1e-5)
     for said in on_ranks(2, by_hand, False):
-        assert said == (
-            "TrainStep: the model's low-rank adapters are sharded like its other parameters; leave them out, as "
-            "gpubound.parallel.sharded.shard does, or by fully_shard(ignored_params=set(gb.lora.parameters(model)))."
-        )
+        assert said == message("parallel/frozen_rows:a_users_own_fully_shard")
 
 
 def refusals():

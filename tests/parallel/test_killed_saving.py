@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from gpubound.parallel import join, saved
 from gpubound.train import checkpoint, state_file
 from gpubound.train.checkpoint import Checkpoints
+from tests.messages import message
 from tests.parallel.processes import RankFailed, on_ranks, started
 
 STAGES = [
@@ -60,7 +61,9 @@ def test_a_rank_killed_in_any_stage_leaves_the_last_whole_checkpoint(tmp_path):
         assert processes[victim].exitcode == -signal.SIGKILL, (name, when)
         other = pipes[1 - victim].recv()
         if not there:  # it was waiting for the dead one, and heard that it is gone
-            assert isinstance(other, RankFailed) and "the checkpoint could not be written" in str(other), (name, when, other)
+            assert isinstance(other, RankFailed) and message("parallel/killed_saving:a_rank_killed_in_any_sta").within(
+                str(other)
+            ), (name, when, other)
         wanted += 2 if there else 1
     on_ranks(2, saves, tmp_path, wanted)
     assert not list(tmp_path.glob(".step-*"))
@@ -71,7 +74,7 @@ def test_leftovers_are_removed_with_a_line(tmp_path, capsys):
         (tmp_path / name).mkdir()
     Checkpoints(tmp_path).clean()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
-    assert capsys.readouterr().err == (f"gpubound: {tmp_path}: removed what was half written when a run ended: step 4, 5.\n")
+    assert capsys.readouterr().err == message("parallel/killed_saving:leftovers_are_removed_wi", tmp_path)
     Checkpoints(tmp_path).clean()
     assert not capsys.readouterr().err
     shutil.rmtree(tmp_path)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gpubound.errors import DeviceError
 from gpubound.parallel import join, meeting
+from tests.messages import message
 from tests.parallel.processes import on_ranks, started
 
 SOON = timedelta(seconds=1)
@@ -35,9 +36,7 @@ def test_ranks_of_two_versions_are_told_which():
 
 
 def test_a_rank_that_does_not_come_is_named():
-    assert on_ranks(1, met, 3) == [
-        "rank 1, 2 of 3 has not come within 1 s; start all of them, and look into the log of those that were."
-    ]
+    assert on_ranks(1, met, 3) == [message("parallel/meeting:a_rank_that_does_not_com")]
 
 
 def test_two_ranks_on_one_gpu_are_named():
@@ -54,15 +53,15 @@ def test_a_port_that_is_taken_and_a_place_where_nobody_is_are_named(monkeypatch)
         for name, value in variables.items():
             monkeypatch.setenv(name, str(value))
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-        with pytest.raises(DeviceError, match=r"^rank 0: the port where the ranks would meet is taken, perhaps by another run"):
+        with pytest.raises(DeviceError, check=message("parallel/meeting:a_port_that_is_taken_and")):
             meeting.meet(0, 2, torch.device("cpu"), SOON)
-    with pytest.raises(DeviceError, match=r"^rank 1 of 2 waited 1 s for the others in vain \(.*\); start all of them, with"):
+    with pytest.raises(DeviceError, check=message("parallel/meeting:a_port_that_is_taken_and.2")):
         meeting.meet(1, 2, torch.device("cpu"), SOON)
 
 
 def test_a_gpu_build_without_nccl_and_an_nccl_that_fails_are_named(monkeypatch):
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    with pytest.raises(DeviceError, match="has no NCCL, which GPUs speak to each other over; install a CUDA build of torch"):
+    with pytest.raises(DeviceError, check=message("parallel/meeting:a_gpu_build_without_nccl")):
         meeting.about(torch.device("cuda", 0))
 
     def fail(*args, **kwargs):
@@ -71,10 +70,7 @@ def test_a_gpu_build_without_nccl_and_an_nccl_that_fails_are_named(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", fail)
     with pytest.raises(DeviceError) as failed:
         meeting.begin("nccl", None, 1, 2, torch.device("cuda", 1), SOON)
-    assert str(failed.value) == (
-        "rank 1: NCCL cannot begin on cuda:1: ncclUnhandledCudaError: Call to CUDA function failed; "
-        "start again with NCCL_DEBUG=INFO, which says what it tried."
-    )
+    assert str(failed.value) == message("parallel/meeting:a_gpu_build_without_nccl.2")
 
 
 def unlike_recipes():

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from gpubound.parallel import join
 from gpubound.parallel.ranks import ranks_of
+from tests.messages import message
 from tests.parallel.processes import RankFailed, on_ranks
 
 
@@ -34,7 +35,4 @@ def wrong_engine():
 def test_a_group_that_cannot_add_up_on_the_device_is_refused():
     with pytest.raises(RankFailed) as error:
         on_ranks(2, wrong_engine)
-    assert (
-        "ranks: got a process group of gloo, wanted nccl for tensors on cuda; begin with "
-        "torch.distributed.init_process_group('nccl'), or leave that to parallel.join." in str(error.value)
-    )
+    assert message("parallel/own_group:a_group_that_cannot_add").within(str(error.value))

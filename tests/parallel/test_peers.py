@@ -12,6 +12,7 @@ from torch.distributed import _symmetric_memory as symmetric
 from gpubound import trace
 from gpubound.parallel import ALONE, join, peers
 from gpubound.parallel.peers import PeerSums, cannot, peer_sums, shares
+from tests.messages import message
 from tests.parallel.processes import on_ranks
 
 
@@ -55,8 +56,8 @@ def test_a_cpu_and_one_that_is_alone_have_none():
 def test_gpus_that_do_not_see_each_other_are_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: other != 2)
     assert cannot(0, [0, 1]) is None
-    assert cannot(1, [0, 1, 2]) == "GPU 1 cannot read the memory of GPU 2"
-    assert cannot(0, [0, 0]) == "each process sees its own GPU alone"
+    assert cannot(1, [0, 1, 2]) == message("parallel/peers:gpus_that_do_not_see_eac")
+    assert cannot(0, [0, 0]) == message("parallel/peers:gpus_that_do_not_see_eac.2")
 
 
 def found_on_cpus():

@@ -12,6 +12,7 @@ from torch import nn
 import gpubound as gb
 from gpubound.parallel import ALONE, join, launched
 from gpubound.parallel.sharded import shard
+from tests.messages import message
 from tests.parallel.processes import RankFailed, on_ranks
 
 
@@ -80,7 +81,7 @@ def shares(accumulate):
 
 def test_the_micro_batches_of_a_step_are_shared_out_evenly_or_refused():
     assert on_ranks(2, shares, 4) == [2, 2]
-    with pytest.raises(RankFailed, match="got 3 micro-batches in a step, wanted a multiple of the 2 ranks"):
+    with pytest.raises(RankFailed, check=message("parallel/ranks:the_micro_batches_of_a_s")):
         on_ranks(2, shares, 3)
 
 
@@ -118,5 +119,5 @@ def test_a_program_that_ends_right_behind_a_sum_ends_well():
     ],
 )
 def test_join_without_its_block_is_named(who, call):
-    with pytest.raises(ValueError, match=rf"^{who}: ranks must be what `with gb.parallel.join\(...\) as ranks:` gives, got a "):
+    with pytest.raises(ValueError, check=message("parallel/ranks:join_without_its_block_i", who)):
         call(nn.Linear(2, 2), join("cpu"))

@@ -13,6 +13,7 @@ from gpubound.errors import DataError
 from gpubound.parallel import join
 from gpubound.train.checkpoint import Checkpoints, open_checkpoint
 from gpubound.train.taking_up import taken_up
+from tests.messages import message
 from tests.parallel.processes import on_ranks
 
 ROWS = 8  # of a step, whatever the number of ranks
@@ -128,7 +129,7 @@ def test_a_table_that_names_a_program_is_not_run(tmp_path):
             return os.mkdir, (str(tmp_path / "ran"),)
 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(DataError, match=r"names posix\.mkdir, which no such table holds"):
+    with pytest.raises(DataError, check=message("parallel/saved:a_table_that_names_a_pro")):
         shapes(tmp_path)
     assert not (tmp_path / "ran").exists()
 
@@ -195,7 +196,9 @@ def test_a_file_that_the_system_refuses_is_said_by_its_ranks_name(tmp_path, owne
     (said, *rest), other = on_ranks(2, limited, tmp_path, owner, sharded)
     assert other == (said, *rest) and rest == [3, True]
     assert (
-        "File too large" in said and f"the checkpoint could not be written: rank {owner}: " in said and said.count("rank ") == 1
+        "File too large" in said
+        and message("parallel/saved:a_file_that_the_system_r", owner).within(said)
+        and said.count("rank ") == 1
     ), said
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
 
@@ -210,7 +213,7 @@ def parted(folder):
 
 def test_what_each_rank_holds_otherwise_is_not_saved_as_if_it_were_one(tmp_path):
     said = on_ranks(2, parted, tmp_path)
-    assert said[0] == said[1] and "written: rank 1: its scales is not rank 0's, and neither is a shard" in said[0]
+    assert said[0] == said[1] and message("parallel/saved:what_each_rank_holds_oth").within(said[0])
     assert not list(tmp_path.iterdir())
 
 

@@ -12,6 +12,7 @@ from gpubound.errors import RankError
 from gpubound.parallel import join
 from gpubound.parallel.sharded import shard
 from gpubound.train.checkpoint import Checkpoints
+from tests.messages import message
 from tests.parallel.processes import on_ranks
 from tests.parallel.test_reduction import Blocks
 from tests.parallel.test_replicas import Tied, loss, nothing, window
@@ -63,7 +64,7 @@ def test_a_rank_without_data_adds_nothing_to_the_steps_of_the_others(accumulate,
             torch.testing.assert_close(torch.from_numpy(theirs[name]), torch.from_numpy(tensor), rtol=1e-5, atol=1e-6, msg=name)
     begun = {1: 3, 2: 3, 4: 2}[accumulate]
     assert first[2] == [] and len(second[2]) == 1
-    assert f"the data of rank 1 ended before step {begun}, and others have more; it adds nothing to their steps" in second[2][0]
+    assert message("parallel/uneven:a_rank_without_data_adds", begun).within(second[2][0])
 
 
 def kinds():
@@ -136,7 +137,7 @@ def test_shards_want_as_many_micro_batches_on_every_rank(lengths, steps, has, fr
     assert second.startswith(
         f"step 2: the data of rank 1 ended: it has {has}, and rank 0 has 2 micro-batches; wanted as many on every rank"
     )
-    assert first == f"rank 0 waited for another rank in vain after 1 step: rank 1 ended with an error: {second}"
+    assert first == message("parallel/uneven:shards_want_as_many_micr", second)
 
 
 def test_shards_may_all_end_in_a_smaller_step():
@@ -151,7 +152,7 @@ def over(folder):
         own.save(1, {"a": torch.ones(1)}, {}, wait=True)
     said = [line for line in trace._said if "saves into" in line]
     for late in (lambda: step(window(0, 0)), lambda: store.save(1, {}, {}), lambda: ranks.gather(1), ranks.wait):
-        with pytest.raises(ValueError, match="got a call after the end of their"):
+        with pytest.raises(ValueError, check=message("parallel/uneven:over")):
             late()
     return said
 
@@ -179,12 +180,9 @@ def leaving(how):
 
 def test_a_rank_that_waits_in_vain_says_what_became_of_the_other():
     said, _ = on_ranks(2, leaving, "raises")
-    assert said == "rank 0 waited for another rank in vain after 2 steps: rank 1 ended with KeyError: 'no such column'."
+    assert said == message("parallel/uneven:a_rank_that_waits_in_vai")
 
 
 def test_a_rank_that_leaves_before_the_others():
     said, none = on_ranks(2, leaving, "leaves")
-    assert none is None and said == (
-        "rank 0 waited for another rank in vain after 3 steps: rank 1 has left its parallel.join block after 3 steps. "
-        "All ranks must make the same calls in the same order, step() as often on each."
-    )
+    assert none is None and said == message("parallel/uneven:a_rank_that_leaves_befor")

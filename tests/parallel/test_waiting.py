@@ -14,6 +14,7 @@ from gpubound.parallel.dealt import groups_of
 from gpubound.parallel.sharded import shard
 from gpubound.parallel.waiting import NEEDED, Waits
 from gpubound.train.recompute import blocks_of
+from tests.messages import message
 from tests.parallel.processes import on_ranks
 from tests.parallel.test_sharded import WORDS, batch
 
@@ -187,7 +188,7 @@ def test_a_torch_that_does_not_show_its_waits_is_said_in_one_line(stream, capsys
         group.wait_for_unshard()
     assert waited.seconds() is None and stream.done == ["FSDP copies"]
     said = f"the fully_shard of torch {torch.__version__} has no _all_gather_result"
-    assert f"gpubound: train: how long ranks wait for each other is not measured: {said}." in capsys.readouterr().err
+    assert message("parallel/waiting:a_torch_that_does_not_sh", said).within(capsys.readouterr().err)
 
 
 def test_what_is_needed_of_this_torch_is_there():

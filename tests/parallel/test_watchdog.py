@@ -14,6 +14,7 @@ import gpubound as gb
 from gpubound.parallel import join
 from gpubound.parallel.watchdog import FOR_GPU, Watchdog, Whereabouts, judged
 from gpubound.train.checkpoint import Checkpoints
+from tests.messages import message
 from tests.parallel.processes import SECONDS, started
 
 SOON = timedelta(seconds=2)
@@ -64,8 +65,8 @@ def test_a_hung_rank_is_named_with_its_step_and_line_and_what_the_others_wait_in
         assert note["extraInfo"]["rank"] == 1 and note["extraInfo"]["kind"] == "hung"
         said = note["message"]
         assert said.startswith("no step has ended within 2 s: rank 1 is reading a micro-batch in step 3, at tests/parallel/")
-        assert "(read_a_file_for_ever); the others are waiting in all_reduce in step 3, at tests/" in said
-    assert "in standing_still\n    fate(ranks)\n" in (tmp_path / "stderr-1").read_text()
+        assert message("parallel/watchdog:a_hung_rank_is_named_wit").within(said)
+    assert message("parallel/watchdog:a_hung_rank_is_named_wit.2").within((tmp_path / "stderr-1").read_text())
     assert (tmp_path / "stderr-0").read_text() == ""  # the process that started it speaks
 
 
@@ -76,7 +77,7 @@ def test_a_rank_that_never_comes_to_a_collective_of_nccl_is_named(tmp_path):
     processes, _, _store = started(2, standing_still, read_a_file_for_ever, tmp_path, "gpubound-test", "cuda")
     assert [process.join(SECONDS) or process.exitcode for process in processes] == [1, 1]
     said = note_of(tmp_path, 0)["message"]
-    assert "(read_a_file_for_ever); the others are waiting for the GPU in step 3, at tests/" in said
+    assert message("parallel/watchdog:a_rank_that_never_comes").within(said)
 
 
 def test_a_frozen_rank_is_named_and_under_somebody_elses_torchrun_one_rank_says_so(tmp_path):
@@ -85,7 +86,7 @@ def test_a_frozen_rank_is_named_and_under_somebody_elses_torchrun_one_rank_says_
     processes[1].kill()
     assert processes[0].exitcode == 1
     said = note_of(tmp_path, 0)["message"]
-    assert "rank 1 is frozen (its process answers no more), last reading a micro-batch in step 3, at tests/parallel/" in said
+    assert message("parallel/watchdog:a_frozen_rank_is_named_a").within(said)
     assert (tmp_path / "stderr-0").read_text() == f"gpubound: {said}\n"
 
 
@@ -122,7 +123,7 @@ def test_a_loop_of_ones_own_is_watched_where_it_calls_what_waits_for_others(what
     processes, _, _store = started(2, loop_of_ones_own, what, tmp_path)
     assert [process.join(SECONDS) or process.exitcode for process in processes] == [1, 1]
     said = note_of(tmp_path, 1)["message"]
-    assert words in said and f"({what.__name__}); the others are taking a step in step 3, at tests/parallel/" in said
+    assert words in said and message("parallel/watchdog:a_loop_of_ones_own_is_wa", what.__name__).within(said)
 
 
 def test_between_its_steps_a_loop_of_ones_own_may_do_what_it_likes(monkeypatch):

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gpubound as gb
 from gpubound import trace
+from tests.messages import message
 from tests.parallel.processes import on_ranks
 
 RATE, STEPS, WORLD = 0.3, 3, 2
@@ -110,19 +111,12 @@ def test_a_model_in_ddp_takes_the_steps_of_one_process_with_all_items():
     for losses, weights, said in on_ranks(WORLD, wrapped):
         check(losses, weights)
         assert said == [
-            "model: 0 is a DistributedDataParallel, whose parameters a step cannot take over; give the model itself, or wrap "
-            "the whole of it.",
-            "model: its DistributedDataParallel has the communication hook halved, which a step that adds up gradients by "
-            "itself would not call; wrap the model without one.",
-            "train: DistributedDataParallel is taken off the model. Its hooks are not used: gradients are summed once a step, "
-            "over 2 ranks.",
-            "train: this is one of 2 processes, but its step has no ranks and trains alone; give ranks=, from "
-            "gpubound.parallel.join.",
+            message("parallel/wrapped:a_model_in_ddp_takes_the"),
+            message("parallel/wrapped:a_model_in_ddp_takes_the.2"),
+            message("parallel/wrapped:a_model_in_ddp_takes_the.3"),
+            message("parallel/wrapped:a_model_in_ddp_takes_the.4"),
         ]
 
 
 def test_data_parallel_is_refused_with_the_way_out():
-    assert refused(nn.DataParallel(made(0))) == (
-        "model: it is a DataParallel, whose parameters a step cannot take over; start a process for each GPU with torchrun, "
-        "and give ranks=."
-    )
+    assert refused(nn.DataParallel(made(0))) == message("parallel/wrapped:data_parallel_is_refused")

@@ -17,6 +17,7 @@ from transformers import (
 
 from gpubound.models import Decoder, DecoderConfig
 from gpubound.place.fused import Fused
+from tests.messages import message
 
 from .models import place, tiny, tokens
 
@@ -69,9 +70,9 @@ def test_examples(example):
 def test_without_an_example_nothing_is_claimed():
     placement = place(Net())
     assert placement.swapped == 5 and not placement.verified
-    assert ": nobody knows what to feed it; pass example=<a batch>. 5 swapped" in placement.summary
+    assert message("place/any_module:without_an_example_nothi").within(placement.summary)
     placement = place(Net(), example=torch.ones(2, 5, 4))
-    assert not placement.verified and "its own forward and backward raised RuntimeError: " in placement.summary
+    assert not placement.verified and message("place/any_module:without_an_example_nothi.2").within(placement.summary)
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # torch's, of its own rms_norm
@@ -106,15 +107,15 @@ def test_a_decoder_of_gpubounds_own():
     assert placement.verified and placement.swapped == 0
     rows = {row.module: (row.kernel, row.why) for row in placement.rows}
     why = "gpubound's own, tested against the reference"
-    assert rows["model.layers.1.self_attn"] == ("q, k, v as one product; reference rope_qkv; SDPA", why)
-    assert rows["lm_head"] == ("loss without whole logits: reference linear_cross_entropy", why)
+    assert rows["model.layers.1.self_attn"] == (message("place/any_module:a_decoder_of_gpubounds_o"), why)
+    assert rows["lm_head"] == (message("place/any_module:a_decoder_of_gpubounds_o.2"), why)
     assert "model.layers.1.self_attn.q_proj" not in rows and rows["model.embed_tokens"] == ("torch", "as it was")
-    assert ": reference kernels. Whole model, forward and backward: " in placement.summary
+    assert message("place/any_module:a_decoder_of_gpubounds_o.3").within(placement.summary)
 
 
 def test_a_norm_over_two_dimensions_is_left_alone():
     placement = place(nn.Sequential(nn.LayerNorm([4, 8])), example=torch.ones(2, 4, 8))
-    assert placement.rows[0].why == "not swapped: it norms over 2 dimensions, the kernel over one"
+    assert placement.rows[0].why == message("place/any_module:a_norm_over_two_dimensio")
 
 
 def test_a_decoder_inside_something_else():

@@ -8,6 +8,7 @@ import pytest
 
 from gpubound import trace
 from gpubound.cli import main
+from tests.messages import message
 
 from .models import tiny
 
@@ -55,7 +56,7 @@ def test_a_function(capsys):
     assert lines[0].split() == ["module", "device", "dtype", "kernel", "fallbacks", "why"]
     assert lines[1].startswith("0       cpu     float32  reference layer_norm  0          verified: ")
     assert lines[2].split() == ["1", "cpu", "float32", "torch", "0", "as", "it", "was"]
-    assert ": reference kernels. Whole model, forward and backward: " in lines[3]
+    assert message("place/cli:a_function").within(lines[3])
 
 
 def test_json(capsys):
@@ -71,23 +72,21 @@ def test_a_folder(tmp_path, capsys, monkeypatch):
     assert "11 swapped, 0 refused" in capsys.readouterr().out
     (tmp_path / "weights" / "model.safetensors").unlink()
     assert place("weights", "--strict", "--dtype", "float32") == 0
-    assert "gpubound: weights holds no weights: placing random ones." in capsys.readouterr().err
+    assert message("place/cli:a_folder").within(capsys.readouterr().err)
 
 
 def test_a_family_without_sdpa(tmp_path, capsys):
     """transformers refuses to load it with any attention but the one it has."""
     tiny("gemma2").save_pretrained(tmp_path / "gemma2")
     assert place(str(tmp_path / "gemma2")) == 0
-    assert "gate and up as one product; reference geglu" in capsys.readouterr().out
+    assert message("place/cli:a_family_without_sdpa").within(capsys.readouterr().out)
 
 
 def test_exit_codes(capsys):
     assert place("users:without") == 3
-    assert "not verified as a whole: nobody knows what to feed it" in capsys.readouterr().out
+    assert message("place/cli:exit_codes").within(capsys.readouterr().out)
     assert place("users:refused", "--strict") == 1
-    assert capsys.readouterr().err.strip().splitlines()[-1] == (
-        "gpubound place: place: the model (LayerNorm) was not swapped: it norms over 2 dimensions, the kernel over one."
-    )
+    assert capsys.readouterr().err.strip().splitlines()[-1] == message("place/cli:exit_codes.2")
 
 
 SAID = {
@@ -114,6 +113,4 @@ def test_help_has_an_example(capsys):
 def test_a_dtype_for_a_function_is_refused(capsys):
     """It had no effect, and nothing said so."""
     assert place("users:without", "--dtype", "bfloat16") == 2
-    assert capsys.readouterr().err == (
-        "gpubound place: --dtype bfloat16 is for a folder's model; users:without builds its own: give it that dtype there.\n"
-    )
+    assert capsys.readouterr().err == message("place/cli:a_dtype_for_a_function_i")

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from gpubound.cli import main
+from tests.messages import message
 
 from .models import tiny
 
@@ -87,7 +88,7 @@ def test_a_model_larger_than_the_memory_is_never_allocated(folders, tmp_path, ca
     shutil.copytree(folders / "bare", folder)
     SIZES["a hundred terabytes"](folder)
     assert main(["place", str(folder), "--device", "cpu"]) == 2
-    assert " GB of memory. Take a smaller configuration." in capsys.readouterr().err
+    assert message("place/cli_folders:a_model_larger_than_the").within(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("kind, damage", CASES)

@@ -8,6 +8,7 @@ import gpubound as gb
 from gpubound.place import exercise
 from gpubound.place.fused import Fused
 from gpubound.place.verify import Named
+from tests.messages import message
 
 from ..decode.compressed.cases import build as deepseek
 from .models import OPTIONS, tiny, tokens
@@ -61,7 +62,7 @@ def test_that_fp32_had_no_memory_to_judge_is_said(monkeypatch):
     monkeypatch.setattr(exercise, "judge_by_truth", full)
     model.weight.data *= 1.1  # further off than the limit, not so far that rounding could not be it
     verdict = run.again()
-    assert not verdict.ok and "(limit 6.0e-02); whether that is rounding, a run in fp32 would say" in str(verdict)
+    assert not verdict.ok and message("place/exercise:that_fp32_had_no_memory").within(str(verdict))
 
 
 def test_the_model_is_its_placed_self_again():

@@ -10,6 +10,7 @@ from torch import nn
 from gpubound import device as facts
 from gpubound.place import Placement
 from gpubound.place.verify import Agreement
+from tests.messages import message
 
 from .models import batch, place, tiny, tokens, training_run
 
@@ -28,19 +29,19 @@ def test_the_whole_table():
     off = "verified: ... off by # (allowed #)"
     norm = f"cpu | float32 | reference rms_norm, add_rms_norm | 0 | {off}"
     assert lines == [
-        "module | device | dtype | kernel | fallbacks | why",
-        f"(the model) | cpu | float32 | loss without whole logits: reference linear_cross_entropy | 0 | {off}",
-        f"model | cpu | float32 | residual adds in the norms: reference add_rms_norm | 0 | {off}",
-        "model.embed_tokens | cpu | float32 | torch | 0 | as it was",
-        f"model.layers.*.self_attn (2) | cpu | float32 | q, k, v as one product; reference rope; SDPA | 0 | {off}",
+        message("place/placement:the_whole_table"),
+        message("place/placement:the_whole_table.2", off),
+        message("place/placement:the_whole_table.3", off),
+        message("place/placement:the_whole_table.4"),
+        message("place/placement:the_whole_table.5", off),
         f"model.layers.*.self_attn.q_norm (2) | {norm}",
         f"model.layers.*.self_attn.k_norm (2) | {norm}",
-        f"model.layers.*.mlp (2) | cpu | float32 | gate and up as one product; reference swiglu | 0 | {off}",
+        message("place/placement:the_whole_table.6", off),
         f"model.layers.*.input_layernorm (2) | {norm}",
         f"model.layers.*.post_attention_layernorm (2) | {norm}",
         f"model.norm | {norm}",
-        "lm_head | cpu | float32 | torch | 0 | as it was",
-        "CPU: reference kernels. Whole model, forward and backward: ... off by # (allowed #). 15 swapped, 0 refused, # s.",
+        message("place/placement:the_whole_table.7"),
+        message("place/placement:the_whole_table.8"),
     ]
 
 
@@ -98,9 +99,7 @@ def test_as_dict_is_json():
 def test_fuse_false_swaps_nothing():
     placement = place(tiny(), fuse=False)
     assert placement.verified and placement.swapped == 0
-    assert figures_hidden(placement.summary) == (
-        "CPU: torch. Whole model, forward and backward: loss off by # (allowed #). 0 swapped, 0 refused, # s."
-    )
+    assert figures_hidden(placement.summary) == message("place/placement:fuse_false_swaps_nothing")
 
 
 def test_gpu_ready_is_said_only_of_a_verified_gpu():

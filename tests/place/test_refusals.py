@@ -10,6 +10,7 @@ from gpubound.layers import run_blocks
 from gpubound.models import stack
 from gpubound.place import exercise, placer, verify
 from gpubound.place.fused import Fused
+from tests.messages import message
 
 from .models import assert_close, batch, place, rows, tiny, tokens, training_run, twin
 
@@ -28,7 +29,7 @@ def test_a_wrong_swap_is_refused(monkeypatch, capsys):
     row = rows(placement)["model.layers.0.mlp"]
     assert row.why.startswith("not swapped: ") and " off by 1." in row.why and row.kernel == "torch"
     assert not isinstance(model.model.layers[0].mlp, Fused) and isinstance(model.model.layers[0].self_attn, Fused)
-    assert rows(placement)["model"].why == "not swapped: layers.0.mlp was not swapped"
+    assert rows(placement)["model"].why == message("place/refusals:a_wrong_swap_is_refused")
     assert "gpubound: fallback: place: LlamaMLP" in capsys.readouterr().err
     assert_close(training_run(model, batch()), want)
 
@@ -46,7 +47,7 @@ def test_strict_raises_and_leaves_the_model_as_it_was(monkeypatch, broken):
     else:
         monkeypatch.setattr("gpubound.layers.attention.rope_qkv", lambda qkv, c, s, h, k: 1 / 0)
     model = tiny()
-    with pytest.raises(PlaceError, match=r"place: model\.layers\.0\.\w+ \(Llama\w+\) was not swapped: "):
+    with pytest.raises(PlaceError, check=message("place/refusals:strict_raises_and_leaves")):
         place(model, strict=True)
     assert not any(isinstance(m, Fused) for m in model.modules())
     with trace.strict(), pytest.raises(FallbackError):
@@ -80,7 +81,7 @@ def test_a_wrong_whole_is_taken_back(monkeypatch):
     placement = place(model)
     assert not any(isinstance(m, Fused) for m in model.modules())
     assert not placement.verified and "not verified as a whole" in placement.summary
-    assert "taken back: the whole model with every swap in it: loss off by 5.0e-01 (limit 1.0e-03)" in str(placement)
+    assert message("place/refusals:a_wrong_whole_is_taken_b").within(str(placement))
 
 
 def test_eager_attention_is_left_alone():
@@ -88,7 +89,7 @@ def test_eager_attention_is_left_alone():
     other = twin(model).eval()
     placement = place(model)
     row = rows(placement)["model.layers.0.self_attn"]
-    assert row.why == "not swapped: the config asks for 'eager' attention; load with attn_implementation='sdpa'"
+    assert row.why == message("place/refusals:eager_attention_is_left")
     got, want = (m.eval()(tokens(), output_attentions=True) for m in (model, other))
     for a, b in zip(got.attentions, want.attentions):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -112,37 +113,29 @@ def refusal(model, **options):
 
 
 def test_refuses_whole_models_by_name():
-    assert refusal("gpt2") == "place: model must be a torch.nn.Module, got str; pass the model itself."
+    assert refusal("gpt2") == message("place/refusals:refuses_whole_models_by")
 
     half = tiny()
     half.model.layers[1].mlp.up_proj.to("meta")
-    assert refusal(half) == (
-        "place: model.layers.1.mlp.up_proj.weight is on the meta device, without values; "
-        "load or initialise the weights (model.to_empty(device=...), then fill them) before placing."
-    )
+    assert refusal(half) == message("place/refusals:refuses_whole_models_by.2")
     with torch.device("meta"):
         empty = nn.Linear(2, 2)
     assert refusal(empty).startswith("place: weight and 1 more tensors are on the meta device")
 
     spread = tiny()
     spread.hf_device_map = {"model": 0, "lm_head": "cpu"}
-    assert refusal(spread) == (
-        "place: the model is spread over 0, cpu by its hf_device_map; load it without device_map, so that it is on one device."
-    )
+    assert refusal(spread) == message("place/refusals:refuses_whole_models_by.3")
 
     sharded = nn.Linear(2, 2)
     sharded.weight.ds_id = 0
-    assert refusal(sharded) == "place: weight is sharded over several devices; place the model before sharding it."
+    assert refusal(sharded) == message("place/refusals:refuses_whole_models_by.4")
 
     model = tiny()
     place(model)
-    assert refusal(model) == (
-        "place: this model is placed already; call undo() on its placement first. "
-        "(model.to(device) moves a placed model: its fused weights follow.)"
-    )
+    assert refusal(model) == message("place/refusals:refuses_whole_models_by.5")
     with pytest.warns((DeprecationWarning, FutureWarning)):  # torch 2.13, 2.14
         script = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
-    assert refusal(script) == ("place: model is a ScriptModule, whose code is frozen; place the nn.Module it was made from.")
+    assert refusal(script) == message("place/refusals:refuses_whole_models_by.6")
     assert refusal(tiny(), device="gpu").startswith("device: got 'gpu', wanted one of auto")
 
 
@@ -167,9 +160,9 @@ def test_refuses_modules_by_name():
     layers[1].mlp.up_proj.to(torch.float64)
     layers[1].mlp.register_forward_pre_hook(lambda m, a: None)
     placement = rows(place(model))
-    assert placement["model.layers.0.mlp"].why == "not swapped: up_proj: Int8Linear's weight is quantised (Tensor, torch.int8)"
-    assert placement["model.layers.0.self_attn"].why == "not swapped: accelerate moves its weights in and out with a hook"
-    assert placement["model.layers.1.self_attn"].why == "not swapped: its forward is already patched on this instance"
+    assert placement["model.layers.0.mlp"].why == message("place/refusals:refuses_modules_by_name")
+    assert placement["model.layers.0.self_attn"].why == message("place/refusals:refuses_modules_by_name.2")
+    assert placement["model.layers.1.self_attn"].why == message("place/refusals:refuses_modules_by_name.3")
     assert placement["model.layers.1.mlp"].why.startswith("not swapped: its verification raised RuntimeError: ")
 
 
@@ -178,10 +171,7 @@ def test_quantised_models_are_not_moved(monkeypatch):
     model.lm_head = Int8Linear(model.lm_head)
     model.is_quantized = True
     monkeypatch.setattr(placer.facts, "resolve", lambda spec: torch.device("cuda", 0))
-    assert refusal(model) == (
-        "place: the model is on cpu and its quantised weights cannot be moved: lm_head (Int8Linear's weight is quantised "
-        "(Tensor, torch.int8)); load it with device_map={'': 'cuda:0'}."
-    )
+    assert refusal(model) == message("place/refusals:quantised_models_are_not")
 
 
 def test_a_subclass_of_ones_own_is_left_alone():
@@ -196,4 +186,4 @@ def test_a_subclass_of_ones_own_is_left_alone():
     placement = place(model)
     assert_close(training_run(model, batch()), want)
     assert type(model.model.layers[0].mlp) is Louder
-    assert rows(placement)["model"].why == "not swapped: layers.0.mlp was not swapped"
+    assert rows(placement)["model"].why == message("place/refusals:a_subclass_of_ones_own_i")

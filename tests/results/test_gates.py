@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from benchmarks import gates
 from benchmarks.results import append, ratio
+from tests.messages import message
 
 from .example import LINE
 
@@ -18,10 +19,7 @@ def test_a_case_that_falls_short_is_listed_with_its_gap(tmp_path, capsys):
     short = replace(LINE, peer_name="copy rate", ratio=0.765, gate=0.85)
     append([LINE, short], tmp_path)
     assert gates.main([str(tmp_path)]) == 1
-    assert capsys.readouterr().out == (
-        "SHORT  kernels: rms_norm forward 8b: 0.765 of copy rate, gate 0.85, short by 10.0%, spread ±0.6% "
-        "(3,912 GB/s, NVIDIA H200, 0a55bec, gpubound bench kernels)\n1 of 2 gates hold\n"
-    )
+    assert capsys.readouterr().out == message("results/gates:a_case_that_falls_short")
 
 
 def test_a_count_is_printed_as_a_count(tmp_path, capsys):
@@ -31,10 +29,7 @@ def test_a_count_is_printed_as_a_count(tmp_path, capsys):
     held = replace(LINE, ours=0.0, ratio=ratio("syncs", 0, 0), **counts)
     append([over], tmp_path)
     assert gates.main([str(tmp_path)]) == 1
-    assert capsys.readouterr().out == (
-        "SHORT  kernels: 350m host syncs: 2 syncs, budget 0 syncs (NVIDIA H200, 0a55bec, gpubound bench kernels)\n"
-        "0 of 1 gates hold\n"
-    )
+    assert capsys.readouterr().out == message("results/gates:a_count_is_printed_as_a")
     assert not held.short and gates.beside(held) == "budget 0" and gates.beside(over) == "budget 0 SHORT"
     liger = replace(held, peer_name="liger", peer=3.0, ratio=4.0, gate=None)  # as an older line has it
     assert gates.beside(liger) == "liger 3" and gates.beside(LINE) == "liger 1.09"
@@ -51,7 +46,7 @@ def test_nothing_measured_is_not_green(tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     append([replace(LINE, gate=None)], tmp_path)
     assert gates.main([str(tmp_path)]) == 3
-    assert capsys.readouterr().err == "no gate was measured: run `make bench ARGS=kernels` on a GPU first\n"
+    assert capsys.readouterr().err == message("results/gates:nothing_measured_is_not")
 
 
 def test_a_ratio_that_is_no_number_is_short():

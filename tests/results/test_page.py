@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from benchmarks import beside, gates, tables
 from benchmarks.results import FLOOR
+from tests.messages import message
 
 from .example import LINE, MISSED, SYNCS
 
@@ -15,11 +16,11 @@ def row(text: str, case: str) -> str:
 
 def test_the_page_shows_wins_and_losses():
     text = tables.page([LINE, MISSED, replace(LINE, peer_name="eager", ratio=0.9, gate=None)])
-    assert row(text, "rms_norm forward 8b") == "| rms_norm forward 8b | 3,912 GB/s | 1.09 | **76%** (gate 85%) | 0.90 |"
+    assert row(text, "rms_norm forward 8b") == message("results/page:the_page_shows_wins_and")
     losses = text[text.index("## Where it falls short") : text.index("## Kernels")]
     assert "1 of 2 gates hold" in losses
-    assert "| kernels: rms_norm forward 8b | 3,912 GB/s | copy rate | 76% | 85% |" in losses
-    assert "| kernels: rms_norm forward 8b | 3,912 GB/s | 3,600 GB/s | torch, eager | 0.90 |" in losses
+    assert message("results/page:the_page_shows_wins_and.2").within(losses)
+    assert message("results/page:the_page_shows_wins_and.3").within(losses)
 
 
 def test_each_gpu_has_its_own_losses_and_the_one_with_the_most_cases_comes_first():
@@ -27,7 +28,7 @@ def test_each_gpu_has_its_own_losses_and_the_one_with_the_most_cases_comes_first
     first, second = (text.index(f"## Where it falls short{where}\n") for where in ("", ", NVIDIA H100"))
     assert "1 of 2 gates hold" in text[first:second] and "0 of 1 gates hold" in text[second:]
     assert text.index("## Kernels\n") < text.index("## Kernels, NVIDIA H100\n")
-    assert "Sections that name no GPU are those of the NVIDIA H200." in text
+    assert message("results/page:each_gpu_has_its_own_los").within(text)
 
 
 def test_a_miss_by_a_hair_does_not_look_like_a_pass():
@@ -37,8 +38,8 @@ def test_a_miss_by_a_hair_does_not_look_like_a_pass():
 def test_counts_and_budgets_are_shown_as_such_never_as_ratios():
     first = replace(LINE, case="first step", unit="s", ours=12.4, peer=10.0, peer_name="budget", ratio=0.81)
     text = tables.page([SYNCS, first])
-    assert row(text, "loss host syncs") == "| loss host syncs | 0 syncs | 3 syncs |"
-    assert row(text, "first step") == "| first step | 12.4 s | **at most 10.0 s** |"
+    assert row(text, "loss host syncs") == message("results/page:counts_and_budgets_are_s")
+    assert row(text, "first step") == message("results/page:counts_and_budgets_are_s.2")
     assert "4.00" not in text
 
 
@@ -48,10 +49,10 @@ def test_a_floor_is_told_in_multiples_of_it():
     over = replace(LINE, **priced, ratio=0.5, gate=1 / 1.8)
     held = replace(LINE, **priced, case="wide", ratio=0.8, gate=1 / 1.35)
     assert gates.beside(held) == f"{FLOOR} 1.25 x" and gates.beside(over) == f"{FLOOR} 2.00 x SHORT"
-    assert f": 2.00 x of {FLOOR}, gate 1.80 x, short by 10.0% (20.0 us, " in gates.sentence(over)
+    assert message("results/page:a_floor_is_told_in_multi", FLOOR).within(gates.sentence(over))
     text = tables.page([over, held])
-    assert row(text, "wide") == "| wide | 20.0 us | 1.25 x |"
-    assert row(text, "rms_norm forward 8b") == "| rms_norm forward 8b | 20.0 us | **2.00 x** (gate 1.80 x) |"
+    assert row(text, "wide") == message("results/page:a_floor_is_told_in_multi.2")
+    assert row(text, "rms_norm forward 8b") == message("results/page:a_floor_is_told_in_multi.3")
     assert "a peer is ahead" not in text and not tables.is_peer(held)
 
 
@@ -71,11 +72,11 @@ def test_whole_work_stands_beside_every_kind_of_rival():
     ]
     said = [line for line in beside.table(lines).splitlines() if line.startswith("|")]
     assert said == [
-        "| work | ours | torch, eager | Liger | a CUDA graph by hand |",
+        message("results/page:whole_work_stands_beside"),
         "|---|---|---|---|---|",
-        "| training 350m x8 | 100 tok/s | 17 | **0.98** |  |",
-        "| decoding 350m batch 2 | 100 tok/s |  |  | 5.60 |",
-        "| decoding 350m batch 16 | 100 tok/s |  |  | 4.50 |",
+        message("results/page:whole_work_stands_beside.2"),
+        message("results/page:whole_work_stands_beside.3"),
+        message("results/page:whole_work_stands_beside.4"),
     ]
     assert beside.table([LINE]) == ""
 
@@ -86,7 +87,7 @@ def test_every_run_that_a_figure_is_from_is_named():
     said = [line for line in tables.page([other, *older, LINE]).splitlines() if "commit" in line]
     machine = "- NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0"
     assert said == [
-        f"{machine}, 2026-11-21, commit 0a55bec: `gpubound bench kernels`",
-        f"{machine}, 2026-11-20, commit 1de191e: `gpubound bench kernels`",
-        f"{machine}, 2026-11-19, commit 0a55bec: `gpubound bench kernels --only rope`",
+        message("results/page:every_run_that_a_figure", machine),
+        message("results/page:every_run_that_a_figure.2", machine),
+        message("results/page:every_run_that_a_figure.3", machine),
     ]

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import bars, curves, figures, scaling
 from benchmarks.results import append
+from tests.messages import message
 
 from .example import LINE, MISSED, TRAIN
 
@@ -17,9 +18,9 @@ def test_bars_are_as_long_as_the_ratio_of_one_run_says():
     limits = [replace(TRAIN, peer_name=name, ratio=0.6) for name in ("bf16 rate", "budget")]
     ((_, found),) = bars.panels([TRAIN, older, *limits, replace(TRAIN, unit="GiB")])
     assert [(bar.name, round(bar.share, 3)) for bar in found] == [("gpubound", 1.0), ("Liger", 0.894), ("Hugging Face", 0.5)]
-    assert found[0].words == "190,000 tok/s" and found[2].words == "90,000 tok/s  (gpubound 180,000: 2.00 x)"
+    assert found[0].words == "190,000 tok/s" and found[2].words == message("results/pictures:bars_are_as_long_as_the")
     near = replace(older, ours=188_000, ratio=2.09)
-    assert bars.panels([TRAIN, near])[0][1][2].words == "90,000 tok/s  (gpubound: 2.09 x)"
+    assert bars.panels([TRAIN, near])[0][1][2].words == message("results/pictures:bars_are_as_long_as_the.2")
 
 
 def test_a_faster_peer_has_the_longest_bar():
@@ -42,7 +43,7 @@ def test_a_curve_goes_through_what_was_measured():
     other = replace(decoding(1, "graph", 5.0, 5.0), case="1b batch 1 int4")
     (found,) = drawn = curves.curves([*lines, other, replace(lines[0], bench="deepseek")])
     assert found.lines["gpubound"] == {1: 900, 2: 1800, 4: 3600, 8: 7200} and found.lines["roofline"] == {1: 1800, 8: 14400}
-    assert "Hugging Face in a CUDA graph 1: 300, 2: 600, 4: 1,200, 8: 2,400" in curves.told(drawn)
+    assert message("results/pictures:a_curve_goes_through_wha").within(curves.told(drawn))
     root = ElementTree.fromstring(curves.picture(drawn, "light"))
     dots = [(float(c.get("cx")), float(c.get("cy"))) for c in root.iter("{http://www.w3.org/2000/svg}circle")]
     ours, theirs = dots[:4], dots[4:]
@@ -114,5 +115,5 @@ def test_what_one_line_in_a_trainer_script_brought_is_told_once_it_is_measured()
 def test_a_readme_without_the_markers(tmp_path, capsys, text):
     (tmp_path / "README.md").write_text(text)
     assert figures.main([], tmp_path, tmp_path) == 2
-    assert "wanted one line <!-- figures --> and after it one <!-- /figures -->" in capsys.readouterr().err
+    assert message("results/pictures:a_readme_without_the_mar").within(capsys.readouterr().err)
     assert (tmp_path / "README.md").read_text() == text

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import bench_wanted, figures, gates, tables, wanted
 from benchmarks.results import append
+from tests.messages import message
 
 from .example import LINE, TRAIN
 
@@ -60,10 +61,7 @@ def test_what_is_not_measured_is_told_with_its_command(tmp_path, capsys, monkeyp
     one = wanted.Wanted("ranks", "1b on 2", "one GPU", "ranks --only 1b", gpus=2)
     monkeypatch.setattr(gates, "unmeasured", lambda lines: [one])
     assert gates.main([]) == 1
-    assert capsys.readouterr().out == (
-        "UNMEASURED  ranks: 1b on 2, beside one GPU (2 NVIDIA H200s, gpubound bench ranks --only 1b)\n"
-        "1 of 1 gates hold; 1 more are not measured\n"
-    )
+    assert capsys.readouterr().out == message("results/wanted:what_is_not_measured_is")
 
 
 def test_what_is_wanted_is_measured_one_command_after_the_other(tmp_path, monkeypatch, capsys):
@@ -83,15 +81,15 @@ def test_what_is_wanted_is_measured_one_command_after_the_other(tmp_path, monkey
     monkeypatch.setattr(bench_wanted.subprocess, "run", run)
     assert bench_wanted.main(["--gpus", "2", "--results", str(tmp_path)]) == 1
     assert ran == [["bench", *words.split(), "--results", str(tmp_path)] for words in ("decode --only 1b", "train --only 8b")]
-    assert "[1 of 2] gpubound bench decode --only 1b\n    exit code 1, 0 s\n" in capsys.readouterr().out
+    assert message("results/wanted:what_is_wanted_is_measur").within(capsys.readouterr().out)
     assert bench_wanted.main(["--gpus", "2", "--only", "ranks,lora"]) == 0 and len(ran) == 2
     assert bench_wanted.main(["--gpus", "4", "--dry"]) == 0 and len(ran) == 2
-    assert capsys.readouterr().out == "[1 of 1] gpubound bench ranks\n"
+    assert capsys.readouterr().out == message("results/wanted:what_is_wanted_is_measur.2")
 
 
 def test_the_page_names_what_is_not_measured():
     one = wanted.Wanted("ranks", "1b on 2", "peft-compile", "ranks --only 1b", gpus=2)
     found = tables.page([LINE], missing=[one])
-    assert "| ranks: 1b on 2 | PEFT, torch.compile | 2 NVIDIA H200s | `ranks --only 1b` |\n" in found
+    assert message("results/wanted:the_page_names_what_is_n").within(found)
     assert "Asked for" not in tables.page([LINE])
-    assert "0 of 1 gates hold, 3 more wait to be measured:\n" in figures.shown([TRAIN], 3)
+    assert message("results/wanted:the_page_names_what_is_n.2").within(figures.shown([TRAIN], 3))

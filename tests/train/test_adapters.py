@@ -18,6 +18,7 @@ from gpubound.train.adapters import Lora
 from gpubound.train.prepare import prepare
 from gpubound.train.recipe import Recipe
 from gpubound.train.work import work_of
+from tests.messages import message
 
 from .runs import CHATS, assert_same, losses, recipe, train
 
@@ -154,10 +155,7 @@ def test_another_base_is_refused(corpus, base, tmp_path):
     save_hf(model, copy)
     with pytest.raises(DataError) as error:
         prepare(adapting(corpus, copy, tmp_path / "run", steps=8), resume=True, progress=False)
-    assert str(error.value) == (
-        f"{found}: its adapters were trained on another base than {copy} holds now: model.safetensors changed; "
-        f"put the files of that base back, or begin anew in another --out."
-    )
+    assert str(error.value) == message("train/adapters:another_base_is_refused", found, copy)
 
 
 def test_a_target_that_is_not_there_is_refused_before_a_corpus_is_built(base, tmp_path):
@@ -174,7 +172,7 @@ def test_a_changed_section_is_refused(corpus, base, tmp_path):
     spelled = RANK | {"alpha": 8.0, "targets": "all-linear", "rslora": False, "init": True, "base": None}
     for same in (base, os.path.relpath(base)):
         assert prepare(adapting(corpus, same, tmp_path, steps=4, lora=spelled), resume=True, progress=False).done == 2
-    with pytest.raises(ValueError, match=r"^resume: the recipe has changed: lora was {.*'rank': 4.*}, is {.*'rank': 8.*}\. "):
+    with pytest.raises(ValueError, check=message("train/adapters:a_changed_section_is_ref")):
         prepare(adapting(corpus, base, tmp_path, steps=4, lora=RANK | {"rank": 8}), resume=True, progress=False)
 
 

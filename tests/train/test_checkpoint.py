@@ -10,6 +10,7 @@ import torch
 from gpubound import trace
 from gpubound.errors import DataError
 from gpubound.train.checkpoint import Checkpoints, open_checkpoint
+from tests.messages import message
 
 from .. import forked
 
@@ -115,7 +116,7 @@ def test_a_damaged_checkpoint_is_skipped_aloud(tmp_path, damage, sentence, capsy
     newest = tmp_path / "step-00000005"
     do_damage(newest, damage)
     assert store.latest().step == 1
-    assert capsys.readouterr().err == f"gpubound: {newest} {sentence.format(newest)} Skipped; trying the one before.\n"
+    assert capsys.readouterr().err == message("train/checkpoint:a_damaged_checkpoint_is", newest, sentence.format(newest))
     with pytest.raises(DataError) as error:
         open_checkpoint(newest)
     assert str(error.value) == f"{newest} {sentence.format(newest)}"
@@ -133,9 +134,7 @@ def test_what_a_folder_is_named_does_not_count(tmp_path, capsys, monkeypatch):
     misnamed = (tmp_path / "step-00000002").rename(tmp_path / "step-00000009")
     assert (store.latest().step, capsys.readouterr().err) == (4, "")
     assert (store.at(2).path, store.at(2).step) == (misnamed, 2)
-    assert capsys.readouterr().err == (
-        f"gpubound: {misnamed} is named after another step than it holds: what counts is the step inside, 2.\n"
-    )
+    assert capsys.readouterr().err == message("train/checkpoint:what_a_folder_is_named_d", misnamed)
     store.save(9, tensors(9), {}, wait=True)  # the name is taken, by a step that is no longer among the newest
     assert [(p.name, open_checkpoint(p).step) for p in store.paths()] == [("step-00000004", 4), ("step-00000009", 9)]
 
@@ -164,17 +163,14 @@ def test_a_full_disk_is_an_error_and_costs_nothing(tmp_path, monkeypatch):
     store.save(2, tensors(2), {})
     with pytest.raises(DataError) as error:
         store.wait()
-    assert str(error.value) == (
-        f"the checkpoint could not be written: [Errno 28] No space left on device; "
-        f"earlier checkpoints in {tmp_path} are intact. Free space or choose another folder."
-    )
+    assert str(error.value) == message("train/checkpoint:a_full_disk_is_an_error", tmp_path)
     assert store.latest().step == 1 and sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001"]
 
 
 def test_keep_nothing_is_refused(tmp_path):
     with pytest.raises(ValueError) as error:
         Checkpoints(tmp_path, keep=0)
-    assert str(error.value) == "Checkpoints: keep must be at least 1, got 0; the newest one is what a resumed run needs."
+    assert str(error.value) == message("train/checkpoint:keep_nothing_is_refused")
 
 
 KILLED = """
@@ -258,7 +254,7 @@ def test_the_benchmark_runs(capsys):
 
     assert main(["--dry", "--rounds", "1"]) == 0
     said = capsys.readouterr().out
-    assert "tiny seq 32 micro 2 x 2, the step that triggers it" in said and "nothing kept (dry)" in said
+    assert message("train/checkpoint:the_benchmark_runs").within(said) and "nothing kept (dry)" in said
 
 
 def test_state_is_readable_json(tmp_path):

@@ -13,6 +13,7 @@ from gpubound.corpus import Corpus, Tokenizer, train_tokenizer
 from gpubound.errors import DataError
 from gpubound.models import PRESETS, Decoder, save_hf
 from gpubound.train.data import check_data, open_data
+from tests.messages import message
 
 from .runs import recipe, texts
 
@@ -58,13 +59,9 @@ def test_a_run_whose_data_has_changed(book, tmp_path):
     book.write_text(f"{before} and more")
     corpus = tmp_path / "run" / "corpus"
     said = f"data: {corpus}: holds a corpus of other texts; nothing was overwritten."
-    assert refused(book, tmp_path / "run", vocabulary=300) == (
-        f"{said} No checkpoint needs it yet: delete that folder, or give another --out."
-    )
+    assert refused(book, tmp_path / "run", vocabulary=300) == message("train/data:a_run_whose_data_has_cha", said)
     (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
-    assert refused(book, tmp_path / "run", vocabulary=300) == (
-        f"{said} Put back the data that this run began with to go on with it, or give another --out to begin anew."
-    )
+    assert refused(book, tmp_path / "run", vocabulary=300) == message("train/data:a_run_whose_data_has_cha.2", said)
     book.write_text(before)
     assert opened(book, tmp_path / "run", vocabulary=300)[0].path == corpus
 
@@ -78,11 +75,10 @@ def hf_folder(path, tokenizer):
 def test_a_tokenizer_named_beside_a_corpus_must_be_its_own(built, tokenizers, tmp_path):
     assert opened(built, tmp_path / "run", tokenizer=str(tokenizers / "one"))[0].tokens > 0
     assert refused(built, tmp_path / "run", tokenizer=str(tokenizers / "other")) == (
-        f"tokenizer: {tokenizers / 'other'} is not the one that {built} was built with; leave --tokenizer out, or build the "
-        "corpus anew with it."
+        message("train/data:a_tokenizer_named_beside", tokenizers / "other", built)
     )
     assert refused(built, tmp_path / "run", tokenizer="/nope", kind=ValueError) == (
-        "tokenizer: /nope does not exist, wanted a tokenizer.json or a folder with one."
+        message("train/data:a_tokenizer_named_beside.2")
     )
 
 
@@ -120,9 +116,7 @@ def test_phases_share_the_tokenizer_of_a_built_corpus(built, book, tokenizers, t
     assert texts_first.fingerprint == corpus.fingerprint == Tokenizer.load(built).fingerprint
     strange = Corpus.build(texts(), str(tokenizers / "other"), tmp_path / "strange", progress=False).path
     phases = ({"name": "a", "data": (str(strange),)}, {"name": "b", "data": (str(built),)})
-    assert refused(book, tmp_path / "run", phases=phases) == (
-        f"data: {strange} and {built} were built with different tokenizers; build them with one."
-    )
+    assert refused(book, tmp_path / "run", phases=phases) == message("train/data:phases_share_the_tokeniz", strange, built)
 
 
 def test_the_key_of_the_text(tmp_path, built, book):
@@ -132,7 +126,7 @@ def test_the_key_of_the_text(tmp_path, built, book):
     assert corpus.tokenizer().decode(corpus.document(3)[:-1]) == texts()[3]
     for data in (built, "stdlib"):
         assert refused(data, tmp_path / "no", text_key="body", kind=ValueError) == (
-            f"text_key: 'body' has no effect on {data}; leave it out."
+            message("train/data:the_key_of_the_text", data)
         )
     assert refused(book, tmp_path / "no", text_key="body", kind=ValueError).endswith("which has no rows; leave it out.")
     phases = ({"name": "a", "data": (str(rows),)}, {"name": "b", "data": (str(built),)})
@@ -141,14 +135,12 @@ def test_the_key_of_the_text(tmp_path, built, book):
 
 def test_what_is_no_data(tmp_path, built):
     made = recipe("", tmp_path, data=(str(built), "stdlib"))
-    with pytest.raises(ValueError, match=f"^data: {built} is a built corpus, got 1 more beside it; give it alone"):
+    with pytest.raises(ValueError, check=message("train/data:what_is_no_data", built)):
         check_data(made)
-    with pytest.raises(ValueError, match=r"^data: stdlib stands twice; give it once, so that no text is both held out"):
+    with pytest.raises(ValueError, check=message("train/data:what_is_no_data.2")):
         check_data(recipe("", tmp_path, data=("stdlib", "torch-source", "stdlib")))
     os.mkfifo(tmp_path / "pipe.txt")
-    assert (
-        refused(tmp_path / "pipe.txt", tmp_path / "run") == f"{tmp_path / 'pipe.txt'}: is a named pipe, wanted a regular file."
-    )
+    assert refused(tmp_path / "pipe.txt", tmp_path / "run") == message("train/data:what_is_no_data.3", tmp_path / "pipe.txt")
 
 
 def test_two_runs_in_one_folder_train_one_tokenizer(book, tmp_path, monkeypatch):

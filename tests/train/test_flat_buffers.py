@@ -6,6 +6,7 @@ from torch import nn
 
 from gpubound.kernels.accumulate import join_rows
 from gpubound.train.flat_buffers import ALIGN, Weights, lay_out
+from tests import messages
 
 
 def packed(*rows: int, width: int = 8, dtype=torch.float32) -> list[nn.Parameter]:
@@ -99,21 +100,17 @@ def message(call) -> str:
 def test_errors():
     weight = nn.Parameter(torch.ones(2, 2))
     assert message(lambda: lay_out(named(a=nn.Parameter(torch.ones(2), requires_grad=False)))) == (
-        "parameters: none of them has requires_grad=True, wanted at least one; unfreeze what is to be trained."
+        messages.message("train/flat_buffers:errors")
     )
     assert message(lambda: lay_out(named(a=nn.Parameter(torch.ones(2).double())))) == (
-        "parameters: a is torch.float64, wanted torch.float32, torch.bfloat16 or torch.float16; "
-        "cast it, or freeze it with requires_grad_(False)."
+        messages.message("train/flat_buffers:errors.2")
     )
     assert message(lambda: lay_out(named(a=nn.Parameter(torch.ones(2, device="meta"))))) == (
-        "parameters: a is on the meta device and has no values yet; load the weights first."
+        messages.message("train/flat_buffers:errors.3")
     )
-    assert message(lambda: lay_out(nn.LazyLinear(3).named_parameters())) == (
-        "parameters: weight is a UninitializedParameter, wanted a plain torch.nn.Parameter; "
-        "run a lazy module once before, and do not shard or quantise what is trained."
-    )
+    assert message(lambda: lay_out(nn.LazyLinear(3).named_parameters())) == messages.message("train/flat_buffers:errors.4")
     assert message(lambda: lay_out(named(a=weight, b=nn.Parameter(torch.ones(2, device="meta"))))) == (
-        "parameters: b is on meta, a on cpu; move the model to one device before it is trained."
+        messages.message("train/flat_buffers:errors.5")
     )
 
 
@@ -126,10 +123,7 @@ def test_what_lies_over_a_trained_weight_is_named(how):
         given = {"named": named(a=weight), "others": named(b=over.detach())}
     else:
         given = {"named": named(a=weight, b=over, c=nn.Parameter(torch.ones(2)))}
-    assert message(lambda: lay_out(**given)) == (
-        "parameters: a and b are two tensors over the same memory, and a is to move into a flat buffer; "
-        "tie them by giving both modules the one Parameter object."
-    )
+    assert message(lambda: lay_out(**given)) == messages.message("train/flat_buffers:what_lies_over_a_trained")
 
 
 def test_frozen_tensors_may_lie_over_one_another():
@@ -144,7 +138,4 @@ def test_moved_parameter_is_named():
     weights = Weights(lay_out(model.named_parameters(), torch.bfloat16), masters=True)
     weights.check()
     model.float()
-    assert message(weights.check) == (
-        "parameters: weight no longer lies in the flat buffer it was moved to (a .to(), .data = or "
-        "load_state_dict(assign=True) since?); copy new values into it in place, or make a new TrainStep."
-    )
+    assert message(weights.check) == messages.message("train/flat_buffers:moved_parameter_is_named")

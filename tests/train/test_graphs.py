@@ -14,6 +14,7 @@ from gpubound.models import Decoder, DecoderConfig
 from gpubound.parallel import Ranks
 from gpubound.trace import fallbacks
 from gpubound.train import AdamW, Schedule, TrainStep, graphs
+from tests.messages import message
 
 from ..place.models import place, tiny
 from .conftest import cut, draw, named, small, summed
@@ -216,10 +217,7 @@ class TestShapes:
         require(draw(2)), auto(draw(2))
         with pytest.raises(GraphError) as error:
             require(draw(3))
-        assert str(error.value) == (
-            "1 shapes of micro-batch are captured already, each mode of the model and each set of hooks and adapters counted "
-            "apart; pad the batches to fewer shapes."
-        )
+        assert str(error.value) == message("train/graphs:too_many")
         assert auto(draw(3)).read().updates == 2
         assert fallbacks.pop(("train step as one graph", str(error.value))) == 1
 
@@ -332,7 +330,7 @@ def test_a_micro_batchs_graph_adds_to_no_sum_that_waits_to_be_written(monkeypatc
     step(cut(draw(4), 2))
     inner = step._graphs.step
     monkeypatch.setattr(inner, "begin", inner.accumulators.begin)
-    with pytest.raises(GraphError, match="the gradient sums were opened to be written, but the graph of a micro-batch adds"):
+    with pytest.raises(GraphError, check=message("train/graphs:a_micro_batchs_graph_add")):
         step(cut(draw(4), 2))
     monkeypatch.undo()
     assert step(cut(draw(4), 2)).read().updates == 2

@@ -12,6 +12,7 @@ from gpubound.monitor import RunTape
 from gpubound.parallel import ALONE
 from gpubound.train.adapters import kept_state
 from gpubound.train.price import Price, frozen_alone
+from tests.messages import message
 
 from .objectives.test_causal_lm import batch
 from .runs import recipe, train
@@ -51,15 +52,13 @@ def test_a_finished_run_tells_its_price_and_is_left_as_it_was(corpus, base, tmp_
 
 def test_in_words():
     step, frozen = (measure.Timing.of([seconds] * 3, "device events") for seconds in (12e-3, 8e-3))
-    assert str(Price(step, frozen)) == "LoRA step = 1.50 x (frozen forward + dX): 12 ms beside 8 ms, device events"
+    assert str(Price(step, frozen)) == message("train/price:in_words")
 
 
 def test_a_model_without_such_a_norm():
     with pytest.raises(MeasureError) as error, frozen_alone(nn.Sequential(nn.Linear(2, 2))):
         pass
-    assert str(error.value) == (
-        "the frozen step trains the gain of the first layer's norm, and no parameter ends in input_layernorm.weight."
-    )
+    assert str(error.value) == message("train/price:a_model_without_such_a_n")
 
 
 def test_it_is_told_at_the_end_of_a_run(tmp_path):
@@ -75,7 +74,7 @@ def test_what_cannot_be_measured_is_left_out(tmp_path, said):
 
     before = session.Outcome(RunTape.create(tmp_path), "8 steps.", failed=False)
     assert session.priced(type("Run", (), {"price": price, "ranks": ALONE})(), before) is before
-    assert "the price of the adapters is left out: no norm.\n" in said()
+    assert message("train/price:what_cannot_be_measured").within(said())
 
 
 @pytest.mark.gpu
@@ -85,5 +84,5 @@ def test_a_run_on_a_gpu_tells_it(corpus, base, tmp_path, capsys):
     options = {"model": str(base), "lora": {"rank": 4, "dropout": 0.1}, "device": "cuda", "steps": 8}
     run = prepare(recipe(corpus, tmp_path, **options), progress=False)
     outcome = session.train(run, "run")
-    assert "x (frozen forward + dX): " in capsys.readouterr().err
+    assert message("train/price:a_run_on_a_gpu_tells_it").within(capsys.readouterr().err)
     assert outcome.tape.about["price"] > 0

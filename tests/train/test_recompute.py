@@ -12,6 +12,7 @@ from gpubound.errors import DeviceError
 from gpubound.train import TrainStep, recompute
 from gpubound.train.recompute import blocks_of, drops_out, find_blocks, fit_blocks, parse, peak_bytes, recompute_blocks
 from gpubound.words import readable
+from tests.messages import message
 
 from .objectives.test_causal_lm import batch, llama
 
@@ -87,10 +88,7 @@ def test_what_is_found():
     assert drops_out(llama(attention_dropout=0.1)) and not drops_out(llama())
     with pytest.raises(ValueError) as error:
         recompute_blocks(nn.Linear(2, 2))
-    assert str(error.value) == (
-        "recompute='blocks': Linear has no list of blocks of one class (nn.ModuleList, nn.Sequential); "
-        "leave it out, or checkpoint inside the model."
-    )
+    assert str(error.value) == message("train/recompute:what_is_found")
 
 
 def kinds():
@@ -117,7 +115,7 @@ def test_the_first_so_many(kind):
     undo()
     with pytest.raises(ValueError) as error:
         recompute_blocks(model, 9)
-    assert str(error.value) == f"recompute: got 9 blocks, the model has {len(by_count) - 1}; give at most so many."
+    assert str(error.value) == message("train/recompute:the_first_so_many", len(by_count) - 1)
 
 
 def test_the_first_are_those_that_recompute():
@@ -147,13 +145,10 @@ def test_a_budget_takes_as_few_as_it_needs(kind, capsys, monkeypatch):
         tried.clear()
         assert fit_blocks(model, lambda: None, peak, torch.device("cpu")) == count
         assert kept(run, model) == peaks[0] and len(tried) <= 3
-    assert f"recompute: 1 of {len(peaks) - 1} blocks; " in capsys.readouterr().err
+    assert message("train/recompute:a_budget_takes_as_few_as", len(peaks) - 1).within(capsys.readouterr().err)
     with pytest.raises(DeviceError) as error:
         fit_blocks(model, lambda: None, peaks[-1] - 1, torch.device("cpu"))
-    assert str(error.value) == (
-        f"recompute: with all {len(peaks) - 1} blocks recomputed a step still needs more than {readable(peaks[-1] - 1)}; "
-        f"take a smaller micro-batch, shorter rows or a larger budget."
-    )
+    assert str(error.value) == message("train/recompute:a_budget_takes_as_few_as.2", len(peaks) - 1, readable(peaks[-1] - 1))
 
 
 def test_out_of_memory_is_too_much(monkeypatch):
@@ -175,10 +170,7 @@ def test_what_is_asked_for():
     ]  # fmt: skip
     with pytest.raises(ValueError) as error:
         peak_bytes(lambda: None, torch.device("cpu"))
-    assert str(error.value) == (
-        "recompute: a byte budget needs a GPU, whose allocator measures the peak, and this runs on cpu; "
-        "take cheap, none, blocks, or a number of blocks."
-    )
+    assert str(error.value) == message("train/recompute:what_is_asked_for")
 
 
 @pytest.mark.gpu

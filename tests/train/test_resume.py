@@ -6,6 +6,7 @@ import pytest
 
 from gpubound import trace
 from gpubound.train.prepare import prepare
+from tests.messages import message
 
 from .runs import assert_same, losses, recipe, state, texts, train
 
@@ -42,9 +43,8 @@ def test_more_steps_say_what_the_schedule_does(corpus, tmp_path, capsys, monkeyp
     monkeypatch.setattr(trace, "_said", set())
     _, before = train(recipe(corpus, tmp_path, steps=8))
     _, after = train(recipe(corpus, tmp_path, steps=12), resume=True)
-    assert (
-        f"resume: steps was 8, is 12: from here on the cosine schedule is that of 12 steps, and the learning rate goes from "
-        f"{before[-1]['lr']:.2e} to {after[0]['lr']:.2e}." in capsys.readouterr().err
+    assert message("train/resume:more_steps_say_what_the", f"{before[-1]['lr']:.2e}", f"{after[0]['lr']:.2e}").within(
+        capsys.readouterr().err
     )
 
 
@@ -52,7 +52,7 @@ def test_fewer_steps_than_are_done(corpus, tmp_path):
     train(recipe(corpus, tmp_path, steps=4))
     with pytest.raises(ValueError) as error:
         prepare(recipe(corpus, tmp_path, steps=3), resume=True, progress=False)
-    assert str(error.value) == "resume: steps: 4 are done, got 3; give at least so many."
+    assert str(error.value) == message("train/resume:fewer_steps_than_are_don")
 
 
 def test_a_phase_that_has_not_begun_may_change(book, tmp_path):
@@ -83,7 +83,7 @@ def test_what_was_trained_with_may_not_change(book, tmp_path, changes, more, sai
     train(recipe("", tmp_path, **phases(book)), until=2)
     with pytest.raises(ValueError) as error:
         prepare(recipe("", tmp_path, **phases(book, *changes), **more), resume=True, progress=False)
-    assert str(error.value) == (f"resume: the recipe has changed: {said}. Give the old values, or begin anew in another --out.")
+    assert str(error.value) == message("train/resume:what_was_trained_with_ma", said)
 
 
 def test_a_path_may_be_written_otherwise(corpus, tmp_path, monkeypatch):
@@ -96,7 +96,7 @@ def test_a_path_may_be_written_otherwise(corpus, tmp_path, monkeypatch):
     for data, tokenizer in ((corpus, "./data"), ("run/../data", corpus), ("names", str(tmp_path / "data"))):
         again = recipe(data, tmp_path / "run", tokenizer=str(tokenizer), steps=2)
         assert prepare(again, resume=True, progress=False).done == 2
-    with pytest.raises(ValueError, match=r"^resume: the recipe has changed: data was \['data'\], is \['copy'\]\. "):
+    with pytest.raises(ValueError, check=message("train/resume:a_path_may_be_written_ot")):
         prepare(recipe("copy", tmp_path / "run", tokenizer="data", steps=2), resume=True, progress=False)
 
 
@@ -127,7 +127,7 @@ def test_from_another_folder_it_finds_what_it_began_with(corpus, tmp_path, monke
     in_folder(tmp_path, monkeypatch, "two")
     for data in (str(corpus), "../one/data"):
         assert prepare(recipe(data, tmp_path / "run", tokenizer="data", **phased), resume=True, progress=False).done == 4
-    with pytest.raises(ValueError, match=r"^data: elsewhere does not exist; "):
+    with pytest.raises(ValueError, check=message("train/resume:from_another_folder_it_f")):
         prepare(recipe("elsewhere", tmp_path / "run", tokenizer="data", **phased), resume=True, progress=False)
 
 
@@ -148,12 +148,12 @@ def test_it_may_end_where_it_was_stopped(corpus, tmp_path):
 
 def test_a_phase_that_is_over_keeps_its_steps(book, tmp_path):
     train(recipe("", tmp_path, **phases(book)), until=5)
-    with pytest.raises(ValueError, match=r"the recipe has changed: phase a: steps was 3, is 4\."):
+    with pytest.raises(ValueError, check=message("train/resume:a_phase_that_is_over_kee")):
         prepare(recipe("", tmp_path, **phases(book, {"steps": 4}, {})), resume=True, progress=False)
 
 
 def test_phases_may_not_go_away(book, tmp_path):
     train(recipe("", tmp_path, **phases(book)))
     for shorter in (phases(book) | {"phases": phases(book)["phases"][:1]}, {"data": (str(book),), "vocabulary": 300}):
-        with pytest.raises(ValueError, match=r"recipe has changed: phase [12] was [ab], is (missing|without a name)\."):
+        with pytest.raises(ValueError, check=message("train/resume:phases_may_not_go_away")):
             prepare(recipe("", tmp_path, **shorter), resume=True, progress=False)

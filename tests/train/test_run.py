@@ -8,6 +8,7 @@ import torch
 from gpubound.errors import DataError
 from gpubound.train.data import hold_out
 from gpubound.train.prepare import prepare
+from tests.messages import message
 
 from .runs import assert_same, losses, recipe, train
 
@@ -93,6 +94,4 @@ def test_a_second_phase_without_anything_to_learn(two_phases, tmp_path):
     phases = (first, second | {"data": (str(tmp_path / "asked.jsonl"),)})
     with pytest.raises(DataError) as error:
         prepare(recipe("", tmp_path / "run", **{**two_phases, "phases": phases}), progress=False)
-    assert str(error.value) == (
-        "phase instruct: data: the training documents hold no token to learn; give chats with assistants' turns."
-    )
+    assert str(error.value) == message("train/run:a_second_phase_without_a")

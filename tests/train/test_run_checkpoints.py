@@ -11,6 +11,7 @@ from gpubound.train import TrainStep
 from gpubound.train.prepare import prepare
 from gpubound.train.staging import Staging
 from gpubound.words import readable
+from tests.messages import message
 
 from .runs import assert_same, recipe, train
 
@@ -36,10 +37,7 @@ def test_a_full_disk_costs_nothing_that_was_saved(corpus, tmp_path, monkeypatch)
     monkeypatch.setattr(whole, "write_tensors", until_full)
     with pytest.raises(DataError) as error:
         train(recipe(corpus, tmp_path, save_every=3))
-    assert str(error.value) == (
-        f"the checkpoint could not be written: [Errno 28] No space left on device; earlier checkpoints in "
-        f"{tmp_path / 'checkpoints'} are intact. Free space or choose another folder."
-    )
+    assert str(error.value) == message("train/run_checkpoints:a_full_disk_costs_nothin", tmp_path / "checkpoints")
     monkeypatch.setattr(whole, "write_tensors", write)
     resumed, _ = train(recipe(corpus, tmp_path, save_every=3), resume=True)
     unbroken, _ = train(recipe(corpus, tmp_path / "whole", save_every=3))

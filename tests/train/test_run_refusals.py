@@ -13,6 +13,7 @@ from gpubound.models.registry import presets
 from gpubound.train.data import Stage
 from gpubound.train.prepare import largest_micro_batch, prepare
 from gpubound.train.recipe import Recipe
+from tests.messages import message
 
 from .runs import build_corpus, recipe, texts, train
 
@@ -25,9 +26,7 @@ def test_not_even_one_row_fits():
 
     with pytest.raises(DeviceError) as error:
         largest_micro_batch(Recipe(micro_batch=2), attempt, torch.device("cpu"))
-    assert str(error.value) == (
-        "auto_batch: not even one row of 512 tokens fits on cpu; take shorter rows, a smaller model, or recompute=blocks."
-    )
+    assert str(error.value) == message("train/run_refusals:not_even_one_row_fits")
 
 
 @pytest.mark.parametrize(
@@ -84,10 +83,8 @@ def test_what_a_run_cannot_begin_with(corpus, tmp_path):
         return str(error.value)
 
     assert refusal(model="12m").startswith(f"model: got '12m', wanted one of {', '.join(presets())} (-tiny behind ")
-    assert refusal(data=("nowhere.txt",)) == (
-        "data: nowhere.txt does not exist; give text files or folders, a built corpus, 'stdlib' or 'torch-source'."
-    )
-    assert refusal(data=()) == "data: got nothing, wanted text files or folders, a built corpus, 'stdlib' or 'torch-source'."
+    assert refusal(data=("nowhere.txt",)) == message("train/run_refusals:what_a_run_cannot_begin")
+    assert refusal(data=()) == message("train/run_refusals:what_a_run_cannot_begin.2")
     book = tmp_path / "book.txt"
     book.write_text("A text. " * 500)
     bad = tmp_path / "tokenizer.json"
@@ -95,10 +92,7 @@ def test_what_a_run_cannot_begin_with(corpus, tmp_path):
     assert refusal(DataError, data=(str(book),), tokenizer=str(bad)).startswith(
         f"{bad}: is not a tokenizer that the tokenizers library reads: "
     )
-    assert refusal(DataError, validation=0.004) == (
-        "validation: the held-out documents have 31 tokens, wanted at least 33, a row of 32 and what follows it; "
-        "give more text, a larger --validation or a shorter --seq."
-    )
+    assert refusal(DataError, validation=0.004) == message("train/run_refusals:what_a_run_cannot_begin.3")
     assert not (tmp_path / "new" / "checkpoints").exists()
 
 
@@ -106,30 +100,24 @@ def test_as_few_rows_as_a_micro_batch_has():
     """129 tokens are 4 rows of 32 with their next tokens, 128 are 3."""
     held_out, own = SimpleNamespace(tokens=33, masked=False), Recipe(seq=32, micro_batch=4)
     Stage("", own, SimpleNamespace(tokens=129, masked=False), held_out).check_rows()
-    with pytest.raises(DataError, match=r"^data: the training documents have 128 tokens, 3 rows of seq 32, wanted at least "):
+    with pytest.raises(DataError, check=message("train/run_refusals:as_few_rows_as_a_micro_b")):
         Stage("", own, SimpleNamespace(tokens=128, masked=False), held_out).check_rows()
 
 
 def test_auto_batch_needs_a_gpu(corpus, tmp_path):
     with pytest.raises(ValueError) as error:
         prepare(recipe(corpus, tmp_path), auto_batch=True, progress=False)
-    assert str(error.value) == "auto_batch: there is no GPU memory to try; on a CPU give --micro-batch yourself."
+    assert str(error.value) == message("train/run_refusals:auto_batch_needs_a_gpu")
 
 
 def test_a_folder_with_another_run(corpus, tmp_path):
     train(recipe(corpus, tmp_path, steps=2))
     with pytest.raises(ValueError) as error:
         prepare(recipe(corpus, tmp_path, steps=2), progress=False)
-    assert str(error.value) == (
-        f"{tmp_path / 'checkpoints'} already holds step 2 of a run; "
-        f"pass --resume to go on with it, or another --out to begin anew."
-    )
+    assert str(error.value) == message("train/run_refusals:a_folder_with_another_ru", tmp_path / "checkpoints")
     with pytest.raises(ValueError) as error:
         prepare(recipe(corpus, tmp_path, steps=2, lr=1e-4, seed=1), resume=True, progress=False)
-    assert str(error.value) == (
-        "resume: the recipe has changed: seed was 0, is 1; lr was 0.003, is 0.0001. "
-        "Give the old values, or begin anew in another --out."
-    )
+    assert str(error.value) == message("train/run_refusals:a_folder_with_another_ru.2")
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -139,10 +127,7 @@ def test_checkpoints_that_are_all_damaged_are_not_replaced(corpus, tmp_path, res
     (step / "state.json").write_text("{")
     with pytest.raises(DataError) as error:
         prepare(recipe(corpus, tmp_path), resume=resume, progress=False)
-    assert str(error.value) == (
-        f"{tmp_path / 'checkpoints'} holds checkpoints, and none of them is whole; "
-        f"restore one, or give another --out to begin anew."
-    )
+    assert str(error.value) == message("train/run_refusals:checkpoints_that_are_all", tmp_path / "checkpoints")
 
 
 def test_a_corpus_that_was_built_anew_from_other_texts(tmp_path):
@@ -153,16 +138,13 @@ def test_a_corpus_that_was_built_anew_from_other_texts(tmp_path):
     Corpus.build(texts()[::-1], train_tokenizer(texts(), 300), tmp_path / "corpus", progress=False)
     with pytest.raises(DataError) as error:
         prepare(recipe(tmp_path / "corpus", tmp_path / "run", steps=4), resume=True, progress=False)
-    assert str(error.value) == (
-        f"{tmp_path / 'corpus'}: holds other tokens than the corpus that this run was trained on up to step 2; put that one "
-        f"back, or its texts, or give another --out to begin anew."
-    )
+    assert str(error.value) == message("train/run_refusals:a_corpus_that_was_built", tmp_path / "corpus")
 
 
 def test_nothing_to_resume_is_said(corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(trace, "_said", set())
     prepare(recipe(corpus, tmp_path), resume=True, progress=False)
-    assert f"resume: {tmp_path / 'checkpoints'} holds no checkpoint; starting from the beginning." in capsys.readouterr().err
+    assert message("train/run_refusals:nothing_to_resume_is_sai", tmp_path / "checkpoints").within(capsys.readouterr().err)
 
 
 def test_checkpoints_that_cannot_be_written_are_refused_before_the_first_step(tmp_path):
@@ -170,5 +152,5 @@ def test_checkpoints_that_cannot_be_written_are_refused_before_the_first_step(tm
     build_corpus(tmp_path / "corpus")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("no folder")
-    with pytest.raises(DataError, match=r"run/checkpoints: cannot be written: Not a directory; check its permissions"):
+    with pytest.raises(DataError, check=message("train/run_refusals:checkpoints_that_cannot")):
         prepare(recipe(tmp_path / "corpus", tmp_path / "run"))

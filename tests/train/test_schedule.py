@@ -8,6 +8,7 @@ import torch
 
 from gpubound.train import AdamW, Schedule, TrainStep
 from gpubound.train.schedule import MOST_STEPS
+from tests.messages import message
 
 from .conftest import draw, named, small, summed
 
@@ -114,7 +115,7 @@ def test_a_function_that_gives_no_rate_is_refused_before_weights_move(given):
     before = named(model)
     with pytest.raises(ValueError) as error:
         TrainStep(model, summed, schedule=Schedule(lambda update: given if update == 3 else 1.0, steps=5))
-    assert str(error.value) == f"Schedule: shape gives {given!r} at update 3, wanted a finite factor of at least 0."
+    assert str(error.value) == message("train/schedule:a_function_that_gives_no", repr(given))
     assert all(p.equal(before[name]) for name, p in model.named_parameters())
     TrainStep(model, summed, graph="off")  # the refused one has let the model go
 

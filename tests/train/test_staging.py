@@ -9,6 +9,7 @@ import torch
 from gpubound import trace
 from gpubound.train import staging as home
 from gpubound.train.staging import SPARE, Staging, fitting
+from tests.messages import message
 
 TOTAL = 1 << 37
 
@@ -136,5 +137,5 @@ def test_a_host_that_pins_no_memory_is_told_of_once(memory, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     staging.make_ready()
     (said,) = trace.fallbacks
-    assert "no pinned memory of the host (CUDA error: out of memory); steps wait longer" in said[1]
+    assert message("train/staging:a_host_that_pins_no_memo").within(said[1])
     assert not staging._wanted and not staging._pinned

@@ -14,6 +14,7 @@ from gpubound.feed import feed
 from gpubound.parallel import ALONE, Ranks
 from gpubound.train import AdamW, Schedule, TrainStep
 from gpubound.train.flat_buffers import Weights
+from tests.messages import message
 
 from .conftest import cut, draw, named, small, summed
 
@@ -350,7 +351,7 @@ def test_memory_is_told_before(capsys):
     step = TrainStep(model, summed, precision="bf16", graph="off")
     flat = 64 * 32 + 64  # the bias of 32 takes a slot of 64
     assert step.memory == {"weights": 2 * flat, "masters": 4 * flat, "gradient": 4 * flat, "moments": 8 * flat}
-    assert "train: bf16, 38.0 kB besides activations: weights 4.2 kB, masters 8.4 kB" in capsys.readouterr().err
+    assert message("train/step:memory_is_told_before").within(capsys.readouterr().err)
 
 
 def test_close_gives_the_model_back():
@@ -383,7 +384,7 @@ def test_an_optimizer_that_moves_nothing_is_told_of(said):
     assert "moves nothing" not in said()
     summed(model, draw(2))[0].backward()
     usual.step()
-    assert "SGD.step() moves nothing: gradients of its parameters go to a TrainStep" in said()
+    assert message("train/step:an_optimizer_that_moves").within(said())
     step.close()
     summed(model, draw(2))[0].backward()
     before = model.mix.weight.detach().clone()

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import gpubound as gb
 from gpubound.lora.pair import Pair
 from gpubound.place import place
+from tests.messages import message
 
 from .objectives.test_causal_lm import SIZES, batch, llama
 from .test_peft import adapted, run_ours, run_theirs
@@ -211,7 +212,7 @@ def test_what_it_has_trained_of_a_wrapped_model_peft_saves(tmp_path):
 
 def test_a_frozen_model_has_nothing_to_train():
     model = nn.Sequential(nn.Linear(4, 4)).requires_grad_(False)
-    with pytest.raises(ValueError, match=r"^parameters: none of them has requires_grad=True, wanted at least one; unfreeze "):
+    with pytest.raises(ValueError, check=message("train/step_adapters:a_frozen_model_has_nothi")):
         gb.TrainStep(model, lambda m, b: (m(b).sum(), 1), "adamw")
 
 
@@ -228,9 +229,7 @@ def test_no_adapter_comes_or_goes_while_a_step_has_the_model(tmp_path):
     for name, call in calls.items():
         with pytest.raises(ValueError) as error:
             call()
-        assert str(error.value) == (
-            f"lora.{name}: the model is in a TrainStep, whose graphs hold its weights; close that first."
-        )
+        assert str(error.value) == message("train/step_adapters:no_adapter_comes_or_goes", name)
     gb.lora.load(model, tmp_path)  # values alone
     step.close()
     calls["remove"]()
@@ -246,10 +245,7 @@ def test_a_merged_adapter_is_not_left_untrained_unseen(graph):
     before, batches = [p.clone() for p in gb.lora.parameters(model)], iter([batch(1)])
     with pytest.raises(ValueError) as error:
         step(batches)
-    assert str(error.value) == (
-        "step: model.layers.0.self_attn.q_proj.lora.second trains, and is merged into its weight, where no gradient reaches "
-        "it; call gb.lora.unmerge first, or close() this step if it was merged for good."
-    )
+    assert str(error.value) == message("train/step_adapters:a_merged_adapter_is_not")
     gb.lora.unmerge(model)
     assert step(batches) is not None, "the refused step has drawn no batch"
     assert not any(p.equal(q) for p, q in zip(gb.lora.parameters(model), before))
@@ -323,10 +319,6 @@ def test_what_peft_has_merged_is_not_left_untrained_unseen():
     batches = iter([batch(1)])
     with pytest.raises(ValueError) as error:
         step(batches)
-    assert str(error.value) == (
-        "step: base_model.model.model.layers.0.self_attn.q_proj has adapters of PEFT's that train, and 'default' merged into "
-        "its weight, where PEFT leaves the others out and no gradient comes; call unmerge_adapter() first, or close() this "
-        "step."
-    )
+    assert str(error.value) == message("train/step_adapters:what_peft_has_merged_is")
     model.unmerge_adapter()
     assert step(batches) is not None, "the refused step has drawn no batch"

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gpubound.train import AdamW, TrainStep
+from tests import messages
 
 from .conftest import draw, named, small, summed
 
@@ -95,9 +96,7 @@ def test_a_closed_step_says_so():
     step.close()
     step.close()
     before = model.mix.weight.detach().clone()
-    assert message(lambda: step(draw(2))) == (
-        "step: this TrainStep is closed, its model released; make a new one with TrainStep(model, ...)."
-    )
+    assert message(lambda: step(draw(2))) == messages.message("train/step_errors:a_closed_step_says_so")
     assert model.mix.weight.equal(before) and not hasattr(model.mix.weight, "main_grad")
 
 
@@ -115,13 +114,13 @@ def test_one_call_at_a_time():
 
     step = TrainStep(small(), counted, precision="fp32", graph="off")
     step(draw(2))
-    assert heard[1] == "step: another call of this TrainStep is under way; call it from one thread at a time."
+    assert heard[1] == messages.message("train/step_errors:one_call_at_a_time")
     step(draw(2))
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, pickle.dumps])
 def test_a_step_is_not_copied(make):
-    with pytest.raises(TypeError, match=r"TrainStep: .* neither copied nor pickled; save its state_dict\(\)"):
+    with pytest.raises(TypeError, check=messages.message("train/step_errors:a_step_is_not_copied")):
         make(TrainStep(small(), summed, precision="fp32", graph="off"))
 
 
@@ -194,7 +193,7 @@ def test_a_rate_that_is_none(lr):
     def set_it():
         step.lr = lr
 
-    assert message(set_it) == f"TrainStep: lr must be a finite number of at least 0, got {lr!r}."
+    assert message(set_it) == messages.message("train/step_errors:a_rate_that_is_none", repr(lr))
     assert step.lr == 1e-2 and step(draw(2)).read().lr == 1e-2
 
 
@@ -210,20 +209,14 @@ def test_what_is_trained_may_not_change_unseen(graph):
     close = "or close() this step and make a new one."
 
     model.mix.weight.requires_grad_(False)
-    assert message(lambda: step(draw(2))) == (
-        f"parameters: mix.weight was frozen {made} set requires_grad back to True, {close}"
-    )
+    assert message(lambda: step(draw(2))) == messages.message("train/step_errors:what_is_trained_may_not", made, close)
     model.mix.weight.requires_grad_(True)
     model.mix.bias.requires_grad_(True)
-    assert message(lambda: step(draw(2))) == (
-        f"parameters: mix.bias was unfrozen {made} set requires_grad back to False, {close}"
-    )
+    assert message(lambda: step(draw(2))) == messages.message("train/step_errors:what_is_trained_may_not.2", made, close)
     model.mix.bias.requires_grad_(False)
     kept = model.head.weight
     model.head.weight = torch.nn.Parameter(kept.detach().clone())
-    assert message(lambda: step(draw(2))) == (
-        f"parameters: head.weight was replaced by another Parameter {made} copy new values into it in place, {close}"
-    )
+    assert message(lambda: step(draw(2))) == messages.message("train/step_errors:what_is_trained_may_not.3", made, close)
     assert all(p.equal(before[name]) for name, p in model.named_parameters())
     model.head.weight = kept
     step(draw(2))
@@ -262,10 +255,7 @@ def test_what_is_taken_out_is_not_trained_on_unseen():
     del model.blocks[1]  # it does not train
     step(draw(2))
     block = model.blocks.pop(0)
-    assert message(lambda: step(draw(2))) == (
-        "parameters: blocks.0.weight was taken out of the model since this TrainStep was made, which trains the parameters it "
-        "found then; put it back, or close() this step and make a new one."
-    )
+    assert message(lambda: step(draw(2))) == messages.message("train/step_errors:what_is_taken_out_is_not")
     model.blocks.append(block)
     step(draw(2))
 
@@ -287,8 +277,7 @@ def test_state_of_another_precision(here, there):
     step = TrainStep(small(), summed, precision=here, graph="off")
     before = {name: t.clone() for name, t in step.state_dict().items()}
     assert message(lambda: step.load_state_dict(state)) == (
-        f"load_state_dict: precision: got {there}, wanted {here}; make the TrainStep with precision={there!r} "
-        f"to go on from this state."
+        messages.message("train/step_errors:state_of_another_precisi", there, here, repr(there))
     )
     assert all(t.equal(before[name]) for name, t in step.state_dict().items())
 
@@ -304,14 +293,10 @@ def test_fp32_and_tf32_share_their_states():
 def test_state_of_another_model():
     step = TrainStep(small(), summed, precision="fp32", graph="off")
     other = TrainStep(small(words=14), summed, precision="fp32", graph="off")
-    with pytest.raises(
-        ValueError, match=r"load_state_dict: [mv].embed.weight: got shape \(14, 8\), wanted shape \(13, 8\); the state is"
-    ):
+    with pytest.raises(ValueError, check=messages.message("train/step_errors:state_of_another_model")):
         step.load_state_dict(other.state_dict())
     state = step.state_dict() | {"m.more": torch.ones(1)}
-    assert message(lambda: step.load_state_dict(state)) == (
-        "load_state_dict: m.more: got shape (1,), wanted nothing; the state is another model's, or another precision's."
-    )
+    assert message(lambda: step.load_state_dict(state)) == messages.message("train/step_errors:state_of_another_model.2")
 
 
 def test_its_model_can_be_pickled(tmp_path):

@@ -6,6 +6,7 @@ import torch
 from gpubound.errors import StallError
 from gpubound.watch import events, no_stall, ops
 from gpubound.watch.rows import TOTALS
+from tests.messages import message
 
 
 def test_every_kind_that_a_ledger_counts_has_a_cause_and_a_remedy():
@@ -46,7 +47,7 @@ def test_a_guard_says_what_to_write_instead(sim, line, cause):
     with pytest.raises(StallError) as error, no_stall():
         line(x)
     wanted = cause or events.THROUGH["torch/nn/utils/clip_grad"]
-    assert f"What to do: {wanted.remedy}; or say" in str(error.value)
+    assert message("watch/events:a_guard_says_what_to_wri", wanted.remedy).within(str(error.value))
 
 
 def test_a_cpu_can_stand_for_the_device_whose_waits_count():

@@ -10,6 +10,7 @@ import torch
 
 from gpubound.errors import StallError
 from gpubound.watch import no_stall, watch
+from tests.messages import message
 
 from .planted import PLANTS, Kit
 from .test_ledger import Block, make_step
@@ -271,7 +272,7 @@ def test_allocations_have_their_lines():
     del held
     rows = [row for row in ledger.rows if row.kind == "alloc"]
     assert ledger.totals["allocations"] == 1
-    assert rows[0].place.site.code == "held = torch.empty(64 << 20, device=CUDA)"
+    assert rows[0].place.site.code == message("watch/gpu:allocations_have_their_l")
 
 
 def test_a_pinned_allocation_is_counted():

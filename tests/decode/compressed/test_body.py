@@ -9,6 +9,7 @@ import gpubound as gb
 from gpubound.decode.compressed import attention, body as compressed
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
+from tests.messages import message
 
 from .cases import CSA, HCA, RATES, ROOM, TOP, WINDOW, body_of, build, model_of, own_logits, stand, step, text
 
@@ -192,10 +193,7 @@ def test_experts_and_the_shared_one_with_other_limits_are_refused():
     model.model.layers[1].mlp.experts.limit = 0.25
     with pytest.raises(gb.GenerateError) as error:
         fast.score(text(9).tolist())
-    assert str(error.value) == (
-        "decoder: the model has changed since its decoder was built: model.layers.1.mlp: its experts are held within 0.25, and "
-        "the one that all share within 0.5; build a new one."
-    )
+    assert str(error.value) == message("decode/compressed/body:experts_and_the_shared_o")
 
 
 def test_more_rows_than_read_their_experts_one_by_one():

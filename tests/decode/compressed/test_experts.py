@@ -9,6 +9,7 @@ from gpubound.decode.compressed import experts
 from gpubound.decode.compressed.experts import CodedExperts, LiveExperts, experts_of
 from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.packed import pack_fp4, unpack
+from tests.messages import message
 
 COUNT, WIDTH, HIDDEN, TOKENS, SLOTS = 5, 32, 64, 11, 3
 
@@ -43,7 +44,9 @@ def test_many_rows(at_once, ungrouped, monkeypatch):
     wanted = live.many(h, ids, shares)
     torch.testing.assert_close(coded.many(h, ids, shares), wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
     firsts = [first for first, *_ in coded.numbers()]
-    assert firsts == list(range(0, COUNT, at_once)) and f"numbers of {at_once} experts at a time, " in coded.report()[0]
+    assert firsts == list(range(0, COUNT, at_once)) and message("decode/compressed/experts:many_rows", at_once).within(
+        coded.report()[0]
+    )
 
 
 def test_few_rows_and_what_is_counted(monkeypatch):

@@ -9,6 +9,7 @@ from torch.nn.utils import prune
 import gpubound as gb
 from gpubound.decode.compressed import attention, experts, mixture, state, trial
 from gpubound.kernels import index_topk
+from tests.messages import message
 
 from .cases import HCA, RATES, ROOM, build
 
@@ -22,26 +23,22 @@ def refusal(model, kind=ValueError, **options) -> str:
 
 
 def test_options_that_the_fused_kernels_read():
-    assert refusal(build(), weights="int8") == (
-        "decoder: weights: got 'int8', which only the fused kernels read, and the model's layers have a step of their own."
-    )
+    assert refusal(build(), weights="int8") == message("decode/compressed/refusals:options_that_the_fused_k")
 
 
 def test_rows_have_no_adapters_of_their_own():
     with pytest.raises(ValueError) as error:
         gb.decoder(build(), 2, ROOM, verify=False).generate([3], adapters="x")
-    assert str(error.value) == "generate: adapters: got 'x', but all rows are computed alike; leave it out."
+    assert str(error.value) == message("decode/compressed/refusals:rows_have_no_adapters_of")
 
 
 def test_adapters_and_hooks():
     model = build()
     gb.lora.add(model, targets=["q_a_proj"], rank=2)
-    assert refusal(model) == (
-        f"{NOT_DECODED}model.layers.0.self_attn.q_a_proj: it carries a low-rank adapter, which a step of its own does not add."
-    )
+    assert refusal(model) == message("decode/compressed/refusals:adapters_and_hooks", NOT_DECODED)
     model = build()
     model.model.layers[1].mlp.gate.register_forward_hook(lambda *given: None)
-    assert refusal(model) == f"{NOT_DECODED}model.layers.1.mlp.gate: it carries hooks or another forward."
+    assert refusal(model) == message("decode/compressed/refusals:adapters_and_hooks.2", NOT_DECODED)
     model = build()
     model.model.layers[2].self_attn.kv_proj.register_forward_hook(lambda *given: None)
     assert refusal(model) == f"{NOT_DECODED}model.layers.2.self_attn.kv_proj: a projection carries hooks."
@@ -56,19 +53,14 @@ SMALL = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", HCA], "mlp
 
 def test_weights_that_no_kernel_takes_and_weights_of_several_dtypes():
     assert refusal(build(torch.float64, **SMALL)) == (
-        f"{NOT_DECODED}its weights are torch.float64; the kernels take fp32, fp16 and bf16."
+        message("decode/compressed/refusals:weights_that_no_kernel_t", NOT_DECODED)
     )
     model = build(torch.float16, **SMALL)
     model.model.layers[1].self_attn.compressor.kv_proj.float()  # as transformers loads a folder with dtype=torch.float16
-    assert refusal(model) == (
-        f"{NOT_DECODED}model.layers.1.self_attn.compressor.kv_proj is torch.float32, its embedding torch.float16; cast it with "
-        ".to(torch.float16)."
-    )
+    assert refusal(model) == message("decode/compressed/refusals:weights_that_no_kernel_t.2", NOT_DECODED)
     model = build(**SMALL)
     model.lm_head.bfloat16()
-    assert refusal(model) == (
-        f"{NOT_DECODED}lm_head is torch.bfloat16, its embedding torch.float32; cast it with .to(torch.float32)."
-    )
+    assert refusal(model) == message("decode/compressed/refusals:weights_that_no_kernel_t.3", NOT_DECODED)
     model = build(**SMALL)
     model.lm_head.bias = torch.nn.Parameter(torch.ones(89))
     assert refusal(model) == f"{NOT_DECODED}its head has a bias."
@@ -101,17 +93,14 @@ def test_a_model_that_is_another_one_since(change, now):
     change(model)
     with pytest.raises(gb.GenerateError) as error:
         fast.generate([3], max_new_tokens=2)
-    assert str(error.value) == (
-        f"decoder: the model is now {now}, the decoder was built for 2 layers in torch.float32 on cpu with 89 words; build a "
-        "new one."
-    )
+    assert str(error.value) == message("decode/compressed/refusals:a_model_that_is_another", now)
 
 
 def test_a_model_that_got_an_adapter_since():
     model = build(**SMALL)
     fast = gb.decoder(model, 2, ROOM, verify=False)
     gb.lora.add(model, targets=["q_a_proj"], rank=2)
-    with pytest.raises(gb.GenerateError, match=r"built: model.layers.0.self_attn.q_a_proj: it carries a low-rank adapter"):
+    with pytest.raises(gb.GenerateError, check=message("decode/compressed/refusals:a_model_that_got_an_adap")):
         fast.generate([3], max_new_tokens=2)
 
 
@@ -119,10 +108,7 @@ def test_a_model_whose_logits_are_not_finite():
     model = build()
     with torch.no_grad():
         model.model.layers[1].self_attn.o_b_proj.weight[0, 0] = float("nan")
-    assert refusal(model, gb.GenerateError) == (
-        "decoder: the model's logits are not finite; first seen in model.layers.1.self_attn. Check the weights (a "
-        "diverged training run?) and the dtype."
-    )
+    assert refusal(model, gb.GenerateError) == message("decode/compressed/refusals:a_model_whose_logits_are")
 
 
 @pytest.mark.parametrize(("weight", "name"), [("model.norm.weight", "model.norm"), ("model.hc_head.hc_base", "model.hc_head")])

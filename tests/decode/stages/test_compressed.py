@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import gpubound as gb
+from tests.messages import message
 
 from ..compressed import cases
 
@@ -22,7 +23,4 @@ def test_tokens_are_those_of_the_model():
 def test_its_cache_has_one_form():
     with pytest.raises(ValueError) as error:
         gb.decoder(cases.model_of(), 1, 64, cache="int8", devices=["cpu", "cpu"])
-    assert str(error.value) == (
-        "decoder: cache, pages: got 'int8', None, which only the fused kernels read, and the model's layers have a step of "
-        "their own; leave them out."
-    )
+    assert str(error.value) == message("decode/stages/compressed:its_cache_has_one_form")

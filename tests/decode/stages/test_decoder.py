@@ -9,6 +9,7 @@ import gpubound as gb
 from gpubound.decode.contract import Body
 from gpubound.decode.fused import FusedBody
 from gpubound.decode.stages import graphs
+from tests.messages import message
 
 from .. import cases
 
@@ -89,7 +90,7 @@ def test_rows_are_compared_as_their_lanes_take_them(monkeypatch):
     monkeypatch.setattr(FusedBody, "leave", lambda body, x: leave(body, x) * (1 if len(x) == 1 else -1))
     monkeypatch.setattr(FusedBody, "finds_best", lambda body, rows: False)
     assert staged(verify="quick").certificate.tokens_compared == 24
-    with pytest.raises(gb.GenerateError, match="are not those of single launches"):
+    with pytest.raises(gb.GenerateError, check=message("decode/stages/decoder:rows_are_compared_as_the")):
         monkeypatch.setattr(Body, "lanes", lambda body, rows: [range(rows)])
         staged(verify="quick")
 
@@ -97,14 +98,14 @@ def test_rows_are_compared_as_their_lanes_take_them(monkeypatch):
 def test_a_lane_that_reads_the_keys_of_another_fails_the_certificate(monkeypatch):
     own = FusedBody.pass_stage
     monkeypatch.setattr(FusedBody, "pass_stage", lambda body, number, *stream: own(body, number, *stream[:-1], 0))
-    with pytest.raises(gb.GenerateError, match="are not those of single launches"):
+    with pytest.raises(gb.GenerateError, check=message("decode/stages/decoder:a_lane_that_reads_the_ke")):
         staged(verify="quick")
 
 
 def test_rows_that_are_not_handed_over_fail_the_certificate(monkeypatch):
     """What the lanes bring is compared with steps of their rows, stage by stage."""
     monkeypatch.setattr(graphs.Handover, "send", lambda self, to: None)
-    with pytest.raises(gb.GenerateError, match=r"greedy tokens of a graph of . steps are not those of single launches"):
+    with pytest.raises(gb.GenerateError, check=message("decode/stages/decoder:rows_that_are_not_handed")):
         staged(verify="quick")
 
 
@@ -112,5 +113,7 @@ def test_the_plan_is_printed_and_stands_in_the_table(said):
     fast = staged(stages=3, verify=False)
     lines = [line for line in said().splitlines() if "stage" in line]
     assert [line.partition(" on ")[0] for line in lines] == [f"gpubound: decoder: stage {number}" for number in range(3)]
-    assert "layer 0: 27.9 kB of weights" in lines[0] and "embedding and head, 11.6 kB" in lines[0]
+    assert (
+        message("decode/stages/decoder:the_plan_is_printed_and").within(lines[0]) and "embedding and head, 11.6 kB" in lines[0]
+    )
     assert ("stage 2", "cpu", "layers 2 to 3: 55.8 kB of weights, 98.3 kB of keys and values") in fast.body.report()

@@ -7,6 +7,7 @@ import gpubound as gb
 from gpubound.decode.stages.graphs import Handover, StageGraphs
 from gpubound.decode.steps import Stepper
 from gpubound.watch import watch
+from tests.messages import message
 
 from .. import cases
 from ..compressed import cases as compressed
@@ -157,5 +158,5 @@ def test_a_model_that_is_spread_trains_and_the_next_token_sees_it():
 
 def test_a_gpu_that_is_not_there():
     count = torch.cuda.device_count()
-    with pytest.raises(gb.DeviceError, match=f"there is no GPU {count}: {count} visible, counted from 0"):
+    with pytest.raises(gb.DeviceError, check=message("decode/stages/gpu:a_gpu_that_is_not_there", count)):
         gb.decoder(cases.build("Llama"), 1, 64, devices=["cuda:0", f"cuda:{count}"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gpubound.decode.stages.plan import DeviceRoom, StageBytes, lanes, plan
+from tests.messages import message
 
 GB = 10**9
 
@@ -52,30 +53,21 @@ def test_what_does_not_fit_goes_where_there_is_room():
 def test_too_many_devices():
     with pytest.raises(ValueError) as error:
         plan(even(2), rooms(9, 9, 9))
-    assert str(error.value) == (
-        "decoder: devices: got 3 devices for 2 layers, and each needs one at least; name fewer devices."
-    )
+    assert str(error.value) == message("decode/stages/plan:too_many_devices")
 
 
 def test_a_stage_that_does_not_fit():
     with pytest.raises(ValueError) as error:
         plan(even(4, kept=0.5, ends=3), rooms(4, 9))
-    assert str(error.value) == (
-        "decoder: devices: stage 0 does not fit: the embedding, the head and one layer take 4.5 GB, but 4.0 GB are free on "
-        "cuda:0; free memory there, name another device, or ask for fewer or shorter sequences."
-    )
-    with pytest.raises(ValueError, match=r"stage 1 does not fit: one layer take 1\.5 GB, but 1\.0 GB are free on cuda:1;"):
+    assert str(error.value) == message("decode/stages/plan:a_stage_that_does_not_fi")
+    with pytest.raises(ValueError, check=message("decode/stages/plan:a_stage_that_does_not_fi.2")):
         plan(even(4, kept=0.5), rooms(9, 1))
 
 
 def test_a_model_that_does_not_fit():
     with pytest.raises(ValueError) as error:
         plan(even(10), rooms(4, 4.5))
-    assert str(error.value) == (
-        "decoder: devices: the model does not fit: its weights, keys, values and logits take 10.0 GB, but there are 4.0 GB on "
-        "cuda:0, 4.5 GB on cuda:1, and a layer lies whole on one device; name more devices, or ask for fewer or shorter "
-        "sequences."
-    )
+    assert str(error.value) == message("decode/stages/plan:a_model_that_does_not_fi")
 
 
 @pytest.mark.parametrize("rows, count", [(1, 2), (2, 2), (3, 2), (16, 2), (7, 3), (5, 8)])

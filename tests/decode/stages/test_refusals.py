@@ -9,6 +9,7 @@ from gpubound.decode.contract import Build
 from gpubound.decode.stages import spread
 from gpubound.decode.stages.body import fused_reader
 from gpubound.models.decoding import Reader
+from tests.messages import message
 
 from .. import cases
 
@@ -28,25 +29,18 @@ def gpus(monkeypatch):
 
 
 def test_devices_that_do_not_work_together(gpus):
-    assert refused(devices=["cuda:0", "cuda:0"]) == "decoder: devices: got cuda:0 twice, wanted different GPUs; name each once."
-    assert refused(devices=["cuda:0", "cpu"]) == (
-        "decoder: devices: got cuda:0 and cpu, wanted devices of one kind: all GPUs, or a CPU to try a plan."
-    )
-    assert refused(devices=["cuda:1", "cuda:3"]) == (
-        "decoder: devices: cuda:1 has compute capability 9.0 and cuda:3 has compute capability 8.0, wanted GPUs of one kind."
-    )
+    assert refused(devices=["cuda:0", "cuda:0"]) == message("decode/stages/refusals:devices_that_do_not_work")
+    assert refused(devices=["cuda:0", "cpu"]) == message("decode/stages/refusals:devices_that_do_not_work.2")
+    assert refused(devices=["cuda:1", "cuda:3"]) == message("decode/stages/refusals:devices_that_do_not_work.3")
     assert refused(gb.DeviceError, devices=["cuda:0", "cuda:1", "cuda:2"]) == (
-        "decoder: devices: cuda:1 may not reach the memory of cuda:2, and stages hand rows over by such copies. What to do: "
-        "name GPUs that `nvidia-smi topo -p2p r` shows as OK for each other, or leave devices out."
+        message("decode/stages/refusals:devices_that_do_not_work.4")
     )
 
 
 def test_what_is_no_list_of_two_devices():
-    assert refused(devices="cuda:0") == (
-        "decoder: devices: got 'cuda:0', wanted a list of devices, such as ['cuda:0', 'cuda:1']."
-    )
-    assert refused(devices=["cpu"]) == "decoder: devices: got 1, wanted two or more; leave devices out to decode on one."
-    assert refused(split=["tensors"]) == "decoder: split: got ['tensors'], wanted 'layers' or 'tensors'."
+    assert refused(devices="cuda:0") == message("decode/stages/refusals:what_is_no_list_of_two_d")
+    assert refused(devices=["cpu"]) == message("decode/stages/refusals:what_is_no_list_of_two_d.2")
+    assert refused(split=["tensors"]) == message("decode/stages/refusals:what_is_no_list_of_two_d.3")
     assert "device='cuda:7'" in refused(gb.DeviceError, devices=["cpu", "cuda:7"])
 
 
@@ -59,7 +53,7 @@ def test_a_stage_that_does_not_fit(monkeypatch):
 @pytest.mark.parametrize("options", [{"speculate": 2}, {"weights": "int8"}, {"fused": False}], ids=str)
 def test_what_takes_a_single_device(options):
     name = "fused=False" if "fused" in options else next(iter(options))
-    assert refused(**options) == f"decoder: devices: got 2 together with {name}, which takes a single device."
+    assert refused(**options) == message("decode/stages/refusals:what_takes_a_single_devi", name)
 
 
 def test_weights_that_lie_on_two_kinds_of_device():
@@ -74,26 +68,16 @@ def test_weights_that_lie_on_two_kinds_of_device():
     assert bind.examine(model, cases.ROOM, spread=True) == why
     with pytest.raises(ValueError) as caught:
         fused_reader(model, Build(1, cases.ROOM), 2, spread=True)
-    assert str(caught.value) == f"decoder: devices: got 2, which only the fused kernels run on, and {why}."
+    assert str(caught.value) == message("decode/stages/refusals:weights_that_lie_on_two", why)
     for split in ("layers", "tensors"):
-        assert refused(model=model, split=split) == (
-            "decoder: model: got LlamaForCausalLM on meta, which holds no values; load its weights first."
-        )
+        assert refused(model=model, split=split) == message("decode/stages/refusals:weights_that_lie_on_two.2")
     half = cases.build("Llama")
     half.lm_head.half()
-    assert bind.examine(half, cases.ROOM, bind.ANYWHERE) == (
-        "its weights differ in dtype or device: torch.float16 on cpu, torch.float32 on cpu"
-    )
+    assert bind.examine(half, cases.ROOM, bind.ANYWHERE) == message("decode/stages/refusals:weights_that_lie_on_two.3")
 
 
 def test_models_that_are_decoded_on_one():
-    assert refused(model=cases.build("Llama", hidden_act="relu")) == (
-        "decoder: devices: got 2, which only the fused kernels run on, and its activation is 'relu', the kernels' are silu, "
-        "gelu, gelu_tanh."
-    )
+    assert refused(model=cases.build("Llama", hidden_act="relu")) == message("decode/stages/refusals:models_that_are_decoded")
     adapted = cases.build("Llama")
     gb.lora.add(adapted, 4)
-    assert refused(model=adapted) == (
-        "decoder: devices: got 2 for a model with low-rank adapters, which are added on one device alone; merge them, switch "
-        "them off, or leave devices out."
-    )
+    assert refused(model=adapted) == message("decode/stages/refusals:models_that_are_decoded.2")

@@ -8,6 +8,7 @@ import torch
 
 import gpubound as gb
 from benchmarks.deepseek_models import build_model
+from tests.messages import message
 
 from ..compressed import cases
 from .test_decoder import WAYS, compute_at_once
@@ -120,7 +121,7 @@ def test_weights_that_change_and_weights_that_move(said):
             parameter.mul_(torch.rand_like(parameter) + 0.5)
     changed = fast.generate(prompt, max_new_tokens=12).tokens[0]
     assert changed == likeliest(model, prompt, changed) and changed != before
-    assert "the weights have changed since their slices were copied: copied again" in said()
+    assert message("decode/tensors/compressed:weights_that_change_and").within(said())
     model.load_state_dict({name: t.clone() for name, t in cases.build().state_dict().items()}, assign=True)
     assert fast.generate(prompt, max_new_tokens=12).tokens[0] == before
 
@@ -165,16 +166,13 @@ NOT_SLICED = {
 def test_models_that_do_not_divide(options, count, why):
     with pytest.raises(ValueError) as error:
         sliced(cases.build(**options), count)
-    assert str(error.value) == (
-        f"decoder: split: got 'tensors' over {count} devices, and {why}; name another number of devices, or pass "
-        "split='layers'."
-    )
+    assert str(error.value) == message("decode/tensors/compressed:models_that_do_not_divid", count, why)
 
 
 def test_layers_that_no_longer_divide():
     """Columns beyond the last whole share would be nobody's."""
     model, other = cases.build(), cases.build(moe_intermediate_size=17)
-    with pytest.raises(ValueError, match="layer 0 has experts of 17 columns, which do not divide by 2"):
+    with pytest.raises(ValueError, check=message("decode/tensors/compressed:layers_that_no_longer_di")):
         sliced(other)
     fast, prompt = sliced(model, verify=False), cases.text(9).tolist()
     before, own = fast.generate(prompt, max_new_tokens=4).tokens, model.model.layers[1].mlp
@@ -183,10 +181,7 @@ def test_layers_that_no_longer_divide():
         for _ in range(2):
             with pytest.raises(gb.GenerateError) as error:
                 fast.generate(prompt, max_new_tokens=4)
-            assert str(error.value) == (
-                f"decoder: the model has changed since its decoder was built: layer 1 has {what} of 17 columns, which do not "
-                "divide by 2; build a new one."
-            )
+            assert str(error.value) == message("decode/tensors/compressed:layers_that_no_longer_di.2", what)
         setattr(model.model.layers[1].mlp, part, getattr(own, part))
     model.model.layers[1].mlp = own
     assert fast.generate(prompt, max_new_tokens=4).tokens == before
@@ -206,7 +201,7 @@ def test_a_model_of_other_sizes_since(options, why):
     for _ in range(2):
         with pytest.raises(gb.GenerateError) as error:
             fast.generate([3], max_new_tokens=2)
-        assert str(error.value) == (f"decoder: the model has changed since its decoder was built: {why}; build a new one.")
+        assert str(error.value) == message("decode/tensors/compressed:a_model_of_other_sizes_s", why)
 
 
 def test_codes_that_do_not_divide():
@@ -214,9 +209,7 @@ def test_codes_that_do_not_divide():
     model.config.o_groups = 4
     for block in model.model.layers:
         block.self_attn.o_a_proj.n_groups = 4
-    with pytest.raises(
-        ValueError, match=r"layer 0 has experts in codes, 64 columns for each device, which are no multiple of 128"
-    ):
+    with pytest.raises(ValueError, check=message("decode/tensors/compressed:codes_that_do_not_divide")):
         sliced(model, 4)
 
 
@@ -224,6 +217,6 @@ def test_a_slice_that_does_not_fit(monkeypatch):
     monkeypatch.setattr("gpubound.decode.compressed.sliced.rooms_beside", lambda devices: [2**40, 1000])
     with pytest.raises(
         ValueError,
-        match=r"decoder: devices: slice 1 does not fit: its weights, state and logits take .* 1.0 kB are free on cpu",
+        check=message("decode/tensors/compressed:a_slice_that_does_not_fi"),
     ):
         sliced()

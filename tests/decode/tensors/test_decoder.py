@@ -12,6 +12,7 @@ from gpubound.decode.steps import LaunchWay
 from gpubound.decode.tensors import body as sliced_body, peers
 from gpubound.kernels import mail
 from gpubound.kernels.mail import Mail
+from tests.messages import message
 
 from .. import cases
 
@@ -140,7 +141,7 @@ def test_weights_that_change_and_weights_that_move(said):
             parameter.add_(torch.randn_like(parameter) * 0.1)
     changed = cases.of_decoder(fast, 12)
     assert changed == cases.likeliest(fast.model, cases.PROMPT, changed) and changed != before
-    assert "the weights have changed since their slices were copied: copied again" in said()
+    assert message("decode/tensors/decoder:weights_that_change_and").within(said())
     fast.model.load_state_dict({name: t.flip(0).clone() for name, t in fast.model.state_dict().items()}, assign=True)
     moved = cases.of_decoder(fast, 12)
     assert moved == cases.likeliest(fast.model, cases.PROMPT, moved) and moved != changed
@@ -160,10 +161,7 @@ def test_a_layer_of_another_width_since():
     for _ in range(2):
         with pytest.raises(gb.GenerateError) as error:
             cases.of_decoder(fast, 8)
-        assert str(error.value) == (
-            "decoder: the model has changed since its decoder was built: layer 1 has 45 columns in its MLP, which do not "
-            "divide by 2; build a new one."
-        )
+        assert str(error.value) == message("decode/tensors/decoder:a_layer_of_another_width")
     fast.model.model.layers[1] = own
     assert cases.of_decoder(fast, 8) == before
 
@@ -197,7 +195,7 @@ def test_a_device_that_waited_in_vain_is_named():
 def test_words_that_do_not_come_fail_the_certificate(monkeypatch):
     """A sum without the other device's part is NaN, and no token comes of it."""
     monkeypatch.setattr(peers, "send_words", lambda y, mail, column=0: None)
-    with pytest.raises(gb.GenerateError, match=r"greedy tokens of a graph of . steps are not those of single launches"):
+    with pytest.raises(gb.GenerateError, check=message("decode/tensors/decoder:words_that_do_not_come_f")):
         sliced(verify="quick")
 
 
@@ -205,5 +203,5 @@ def test_the_plan_is_printed_and_stands_in_the_table(said):
     fast = sliced(verify=False)
     lines = [line for line in said().splitlines() if "slice" in line]
     assert [line.partition(" on ")[0] for line in lines] == [f"gpubound: decoder: slice {number}" for number in range(2)]
-    assert "heads 2 to 3 of each layer, words 48 to 88: 33.5 kB of weights, 49.2 kB of keys and values" in lines[1]
+    assert message("decode/tensors/decoder:the_plan_is_printed_and").within(lines[1])
     assert ("slice 1", "cpu", lines[1].partition("): ")[2].partition(";")[0]) in fast.body.report()

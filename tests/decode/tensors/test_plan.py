@@ -9,6 +9,7 @@ import gpubound as gb
 from gpubound.decode.stages import spread
 from gpubound.decode.tensors import body
 from gpubound.decode.tensors.plan import plan_slices
+from tests.messages import message
 
 from .. import cases
 
@@ -45,19 +46,15 @@ NOT_SLICED = {
 @pytest.mark.parametrize("kind, options, count, why", NOT_SLICED.values(), ids=NOT_SLICED)
 def test_models_that_do_not_divide(kind, options, count, why):
     assert refused(model=cases.build(kind, **options), devices=["cpu"] * count) == (
-        f"decoder: split: got 'tensors' over {count} devices, and {why}; name another number of devices, or pass "
-        "split='layers'."
+        message("decode/tensors/plan:models_that_do_not_divid", count, why)
     )
 
 
 def test_what_is_not_split_so():
-    assert refused(max_batch=9) == (
-        "decoder: split: got 'tensors' for max_batch=9, which is for up to 8 rows: more fill each GPU's products; pass "
-        "split='layers', or ask for fewer rows."
-    )
-    assert refused(devices=None) == ("decoder: split: got 'tensors' without devices; name the GPUs that share the model.")
-    assert refused(split="rows") == "decoder: split: got 'rows', wanted 'layers' or 'tensors'."
-    assert refused(speculate=2) == "decoder: devices: got 2 together with speculate, which takes a single device."
+    assert refused(max_batch=9) == message("decode/tensors/plan:what_is_not_split_so")
+    assert refused(devices=None) == message("decode/tensors/plan:what_is_not_split_so.2")
+    assert refused(split="rows") == message("decode/tensors/plan:what_is_not_split_so.3")
+    assert refused(speculate=2) == message("decode/tensors/plan:what_is_not_split_so.4")
     assert refused(model=cases.build("Llama", hidden_act="relu")).startswith(
         "decoder: devices: got 2, which only the fused kernels run on, and its activation is 'relu'"
     )
@@ -65,10 +62,7 @@ def test_what_is_not_split_so():
 
 def test_a_slice_that_does_not_fit(monkeypatch):
     monkeypatch.setattr(body, "rooms_beside", lambda devices: [10**9, 50_000])
-    assert refused() == (
-        "decoder: devices: slice 1 does not fit: its weights, keys, values and logits take 58.8 kB, but 50.0 kB are free on "
-        "cpu; free memory there, name more devices, or ask for fewer or shorter sequences."
-    )
+    assert refused() == message("decode/tensors/plan:a_slice_that_does_not_fi")
 
 
 def test_gpus_that_do_not_reach_each_other(monkeypatch):
@@ -77,6 +71,5 @@ def test_gpus_that_do_not_reach_each_other(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: abs(one.index - other.index) != 2)
     assert refused(gb.DeviceError, devices=[f"cuda:{n}" for n in range(4)]) == (
-        "decoder: devices: cuda:0 may not reach the memory of cuda:2, and every layer is summed there. What to do: name GPUs "
-        "that `nvidia-smi topo -p2p r` shows as OK for each other, or leave devices out."
+        message("decode/tensors/plan:gpus_that_do_not_reach_e")
     )

@@ -16,6 +16,7 @@ from gpubound.layers.frozen import numbers_of
 from gpubound.models.deepseek_v4 import checkpoint
 from gpubound.models.deepseek_v4.checkpoint import load_coded, numbers
 from gpubound.models.foreign import load_foreign
+from tests.messages import message
 
 from ...decode.compressed.cases import build, own_logits, text
 
@@ -73,7 +74,7 @@ def test_numbers_are_transformers_own_and_are_decoded(folder, theirs):
     model = load_foreign(folder, CPU, torch.float32)
     row = next(key for key in trace.fallbacks if key[0].startswith(f"weights of {folder.name}"))
     assert row[0].endswith("25 in fp8, 54 in fp4") and sum(trace.fallbacks.values()) == before + 1
-    assert row[1] == "read as float32, for no kernel reads codes on a CPU"
+    assert row[1] == message("models/deepseek_v4/checkpoint:numbers_are_transformers")
     ids = text(40)
     torch.testing.assert_close(own_logits(model, ids), own_logits(theirs, ids), rtol=0, atol=1e-6)
     assert (own_logits(model, ids) - own_logits(build(moe_intermediate_size=32), ids)).abs().max() > 1e-2  # codes round
@@ -85,10 +86,7 @@ def test_experts_that_stay_in_fp4_are_decoded_to_the_same_tokens(folder, theirs,
     """By the model's own forward, prompts of any length, and steps; the judge listens to all of them."""
     model = load_coded(folder, CPU, torch.float32, codes=True)
     told = said()
-    assert (
-        "25 weights of linear layers in fp8 and 54 weights of experts in fp4 stay as they are" in told
-        and "fallback" not in told
-    )
+    assert message("models/deepseek_v4/checkpoint:experts_that_stay_in_fp4").within(told) and "fallback" not in told
     assert not any(".experts." in name for name, _ in model.named_parameters())
     assert numbers_of(model) == numbers_of(theirs) == sum(p.numel() for p in theirs.parameters())
     held = sum(t.nbytes for name, t in model.named_buffers() if ".experts." in name)
@@ -97,7 +95,9 @@ def test_experts_that_stay_in_fp4_are_decoded_to_the_same_tokens(folder, theirs,
     torch.testing.assert_close(own_logits(model, ids), own_logits(theirs, ids), rtol=0, atol=1e-6)
     fast = gb.decoder(model, 2, 64)
     rows = [row for row in str(fast).splitlines() if "experts" in row]
-    assert "quantized_routed_gate_up, quantized_routed_down" in rows[0] and "numbers of 6 experts at a time" in rows[1]
+    assert "quantized_routed_gate_up, quantized_routed_down" in rows[0] and message(
+        "models/deepseek_v4/checkpoint:experts_that_stay_in_fp4.2"
+    ).within(rows[1])
     prompts = [ids[:9].tolist(), ids[:23].tolist()]
     for prompt, found in zip(prompts, fast.generate(prompts, max_new_tokens=8, stop=()).tokens):
         wanted = theirs.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, len(prompt) :]
@@ -112,7 +112,7 @@ def test_codes_wait_in_the_hosts_memory_for_the_gpus_that_read_them(folder, thei
     kept = load_coded(folder, CPU, torch.float32, codes=True).state_dict()
     assert kept.keys() == model.state_dict().keys() and all(torch.equal(t, kept[n]) for n, t in model.state_dict().items())
     load_coded(folder, CPU, torch.float32, computes=CPU)
-    assert "read as float32, for no kernel reads codes on a CPU" in said()
+    assert message("models/deepseek_v4/checkpoint:codes_wait_in_the_hosts").within(said())
 
 
 def test_in_16_bits_norms_stay_in_fp32(folder):
@@ -182,14 +182,12 @@ def test_a_folder_that_is_not_whole(folder, tmp_path):
 
     name = "model.layers.1.attn.wkv.weight"
     lacking = said(**{name: None, "model.layers.1.attn.wkv.scale": None})
-    assert lacking == (
-        f"{tmp_path} lacks ['model.layers.1.self_attn.kv_proj.weight'] (1 tensors in all); download the model again."
-    )
+    assert lacking == message("models/deepseek_v4/checkpoint:a_folder_that_is_not_who", tmp_path)
     assert said(**{"model.layers.1.attn.wkv.scale": torch.ones(2, 3)}) == (
-        f"{name}: got scales (2, 3) for (16, 32) numbers, wanted (2, 4): one for each block of 8 x 8; download the model again."
+        message("models/deepseek_v4/checkpoint:a_folder_that_is_not_who.2", name)
     )
     assert said(**{"model.norm.weight": torch.ones(31)}) == (
-        f"{tmp_path}/model.safetensors: model.norm.weight: got (31,), wanted (32,), by config.json; download the model again."
+        message("models/deepseek_v4/checkpoint:a_folder_that_is_not_who.3", tmp_path)
     )
 
 
@@ -205,9 +203,7 @@ def test_layers_that_stay_in_fp8(folder):
     assert layer.blocks.dtype == torch.bfloat16 and layer(torch.ones(1, 32)).equal(before)
     model.float()
     assert copy.deepcopy(model).model.layers[0].self_attn.q_a_proj(torch.ones(1, 32)).equal(before)
-    with pytest.raises(
-        DataError, match=r"^save_pretrained: the model has the codes of .*; keep that folder, or load it with codes="
-    ):
+    with pytest.raises(DataError, check=message("models/deepseek_v4/checkpoint:layers_that_stay_in_fp8")):
         copy.deepcopy(model).save_pretrained(folder)
     layer.register_forward_hook(lambda *given: None)
     with pytest.raises(ValueError, match=r"model.layers.0.self_attn.q_a_proj"):
@@ -248,7 +244,7 @@ def test_scales_of_another_size(folder, tmp_path):
     tensors[name] = tensors[name].view(torch.uint8)[:1].clone()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    with pytest.raises(DataError, match=r"wq_a.weight: got torch.float8_e4m3fn and scales \(1, 4\), wanted e4m3 and \(3, 4\)"):
+    with pytest.raises(DataError, check=message("models/deepseek_v4/checkpoint:scales_of_another_size")):
         load_coded(tmp_path, CPU, torch.float32, codes=True)
 
 
@@ -269,9 +265,7 @@ def test_codes_without_scales_are_no_numbers(of, dtype, codes, folder, tmp_path)
     name = f"model.layers.1.{of}"
     with pytest.raises(DataError) as error:
         load_coded(changed(folder, tmp_path, **{f"{name}.scale": None}), CPU, torch.float32, codes=codes)
-    assert str(error.value) == (
-        f"{tmp_path}/model.safetensors: {name}.weight: got torch.{dtype} codes without their scales; download the model again."
-    )
+    assert str(error.value) == message("models/deepseek_v4/checkpoint:codes_without_scales_are", tmp_path, name, dtype)
 
 
 @pytest.mark.parametrize("codes", [False, True])
@@ -281,10 +275,7 @@ def test_scales_that_are_integers(codes, folder, tmp_path):
     signed = load_file(folder / "model.safetensors")[name].view(torch.int8)
     with pytest.raises(DataError) as error:
         load_coded(changed(folder, tmp_path, **{name: signed}), CPU, torch.float32, codes=codes)
-    assert str(error.value) == (
-        f"{tmp_path}/model.safetensors: {name}: got torch.int8, wanted scales: floating-point numbers, or e8m0 in bytes; "
-        "download the model again."
-    )
+    assert str(error.value) == message("models/deepseek_v4/checkpoint:scales_that_are_integers", tmp_path, name)
 
 
 def test_experts_whose_scales_are_no_powers_of_two_become_numbers(folder, tmp_path, said):
@@ -302,10 +293,7 @@ def test_experts_whose_scales_are_no_powers_of_two_become_numbers(folder, tmp_pa
 def test_a_size_of_blocks_that_is_none(size, folder, tmp_path):
     with pytest.raises(DataError) as error:
         load_foreign(changed(folder, tmp_path, {"weight_block_size": size}), CPU)
-    assert str(error.value) == (
-        f"{tmp_path}/config.json: weight_block_size: got {size!r}, wanted the rows and columns of a block, such as [128, 128]; "
-        "download the model again."
-    )
+    assert str(error.value) == message("models/deepseek_v4/checkpoint:a_size_of_blocks_that_is", tmp_path, repr(size))
 
 
 @pytest.mark.parametrize("codes", [False, True])
@@ -315,7 +303,7 @@ def test_layers_dealt_out_to_several_devices(folder, codes):
     for kind in ("named_parameters", "named_buffers"):
         wanted, found = dict(getattr(whole, kind)()), dict(getattr(dealt, kind)())
         assert wanted.keys() == found.keys() and all(found[name].equal(t) for name, t in wanted.items())
-    with pytest.raises(ValueError, match=r"^load_coded: device: got no device, wanted one, or several that share the layers.$"):
+    with pytest.raises(ValueError, check=message("models/deepseek_v4/checkpoint:layers_dealt_out_to_seve")):
         load_coded(folder, [])
     prompts = [text(9).tolist(), text(23).tolist()]
     tokens = gb.decoder(dealt, 2, 64, devices=["cpu", "cpu"]).generate(prompts, max_new_tokens=8, stop=()).tokens

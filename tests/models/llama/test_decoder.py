@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize, prune
 
 from gpubound.errors import DataError
 from gpubound.models import PRESETS, Decoder, DecoderConfig, load_hf, save_hf
+from tests.messages import message
 
 SHAPE = {
     "hidden_size": 32,
@@ -193,10 +194,7 @@ def test_weights_of_another_model(tmp_path):
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "other" / "model.safetensors").read_bytes())
     with pytest.raises(DataError) as error:
         load_hf(tmp_path)
-    assert str(error.value) == (
-        f"{tmp_path / 'config.json'}: num_hidden_layers: got 2, but its tensors have 1 layers; check that config.json "
-        "belongs to these weights."
-    )
+    assert str(error.value) == message("models/llama/decoder:weights_of_another_model", tmp_path / "config.json")
     save_hf(Decoder(dataclasses.replace(PRESETS["tiny"], qkv_bias=True)), tmp_path / "other")
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "other" / "model.safetensors").read_bytes())
     with pytest.raises(DataError) as error:
@@ -207,4 +205,4 @@ def test_weights_of_another_model(tmp_path):
 def test_shapes_that_do_not_divide():
     with pytest.raises(ValueError) as error:
         DecoderConfig(64, 128, 2, 6, 2, 256)
-    assert str(error.value) == "DecoderConfig: hidden 64 is not a multiple of heads 6; give head_width."
+    assert str(error.value) == message("models/llama/decoder:shapes_that_do_not_divid")

@@ -16,6 +16,7 @@ from gpubound.errors import DataError
 from gpubound.models import Decoder, DecoderConfig, load_hf, save_hf
 from gpubound.models.llama import training
 from gpubound.models.storing import special_ids
+from tests.messages import message
 
 CONFIG = DecoderConfig(32, 48, 2, 4, 2, 320)
 
@@ -130,7 +131,7 @@ def test_an_export_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("gpubound.models.storing.save_file", torn)
-    with pytest.raises(DataError, match=r"model\.safetensors: cannot be written: Input/output error"):
+    with pytest.raises(DataError, check=message("models/llama/weights:an_export_that_fails_lea")):
         save_hf(model_of(2), tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -162,7 +163,9 @@ def test_a_size_that_is_none(folder, name, value):
     if name == "head_dim" and value == 0:
         return  # which some configs say for hidden / heads
     largest = 2**31 if name == "max_position_embeddings" else 2**24
-    assert said(folder) == f"{folder / 'config.json'}: {name}: got {value!r}, wanted a whole number from 1 to {largest}."
+    assert said(folder) == message(
+        "models/llama/weights:a_size_that_is_none", folder / "config.json", name, repr(value), largest
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,10 +201,7 @@ def test_heads_that_do_not_fit(folder):
 
 def test_tensors_of_another_shape(folder):
     change(folder, intermediate_size=40)
-    assert said(folder) == (
-        f"{folder / 'model.safetensors'}: model.layers.0.mlp.gate_proj.weight has the shape (48, 32), but config.json wants "
-        "(40, 32) (6 such tensors); check that config.json belongs to these weights."
-    )
+    assert said(folder) == message("models/llama/weights:tensors_of_another_shape", folder / "model.safetensors")
 
 
 def test_tensors_that_are_codes(folder):

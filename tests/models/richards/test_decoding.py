@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import gpubound as gb
+from tests.messages import message
 
 from .test_model import inputs, made, reference_kernels  # noqa: F401
 
@@ -63,4 +64,4 @@ def test_what_is_not_decoded(options):
     with pytest.raises(ValueError) as error:
         gb.decoder(model, 1, 16)
     why = "its tokens see what comes behind them (causal=False)" if "causal" in options else "its blocks are told a time"
-    assert str(error.value) == f"decoder: model: got a RichardsDecoder that is not decoded token by token: {why}."
+    assert str(error.value) == message("models/richards/decoding:what_is_not_decoded", why)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import gpubound as gb
 from gpubound.models.richards import RichardsConfig, RichardsDecoder
+from tests.messages import message
 
 from . import plain
 
@@ -138,7 +139,4 @@ def test_a_bidirectional_model_does_not_learn_the_next_token():
     ids, _ = inputs(made())
     with pytest.raises(ValueError) as error:
         gb.TrainStep(made(torch.float32, causal=False), "causal_lm", precision="fp32")([{"input_ids": ids, "labels": ids}])
-    assert str(error.value) == (
-        "causal_lm: RichardsDecoder lets every token see the next ones (causal=False), so there is nothing to predict; take a "
-        "causal model, or the objective masked_diffusion."
-    )
+    assert str(error.value) == message("models/richards/model:a_bidirectional_model_do")

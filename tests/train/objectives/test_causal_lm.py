@@ -13,6 +13,7 @@ from gpubound.kernels import accumulate
 from gpubound.place import place
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.objectives.causal_lm import CausalLM, NextToken
+from tests.messages import message
 
 from ..conftest import Small, small
 
@@ -223,7 +224,9 @@ def test_a_head_that_the_forward_steps_past_is_asked_whole(monkeypatch):
     total, *_ = total_and_gradients(model)
     logits = _product(model, batch(0)["input_ids"])[:, :-1].flatten(0, 1)
     want = nn.functional.cross_entropy(logits, batch(0)["labels"][:, 1:].flatten(), reduction="sum")
-    assert said == ["its forward does not call its head"] and total == pytest.approx(want.item(), rel=1e-6)
+    assert said == [message("train/objectives/causal_lm:a_head_that_the_forward")] and total == pytest.approx(
+        want.item(), rel=1e-6
+    )
 
 
 def test_dropout_does_not_confuse_the_trial_and_stays_on(monkeypatch):
@@ -244,10 +247,7 @@ def test_a_plain_module_falls_back_aloud():
     model = Plain(words=97)
     with trace.strict(), pytest.raises(FallbackError) as error:
         CausalLM().prepare(model, batch(0))
-    assert str(error.value) == (
-        "causal_lm without whole logits: would fall back: Plain does not offer a base model and a linear head "
-        "(get_output_embeddings). Mend the cause, or leave strict mode to accept the slow path."
-    )
+    assert str(error.value) == message("train/objectives/causal_lm:a_plain_module_falls_bac")
     b = batch(0)
     total, count = CausalLM()(model, b)
     want = nn.functional.cross_entropy(model(b["input_ids"])[:, :-1].flatten(0, 1), b["labels"][:, 1:].flatten())
