@@ -3,6 +3,7 @@
 #   make test     the whole suite on the CPU            make check    lint, format, types
 #   make test-hard    the suite on a hard machine       make test-newest  the suite with the newest releases
 #   make test-gpu what is marked gpu                    make bench    ARGS=kernels | place | graph | feed | train | ranks | lora | decode | checkpoint
+#   make messages rewrites tests/messages.json, the exact texts that tests compare with, from what the library prints
 #   make plans    compiles every kernel for every GPU since Ampere, and holds it against their limits
 #   make gates    what falls short or is unmeasured     make figures  README's figures from benchmarks/results
 PYTHON ?= python3
@@ -10,7 +11,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 ARGS   ?=
 
-.PHONY: plans demo test test-hard test-newest check format test-gpu bench gates figures docs docs-check clean
+.PHONY: messages plans demo test test-hard test-newest check format test-gpu bench gates figures docs docs-check clean
 
 # One stamp a set of requirements: editing pyproject.toml or constraints.txt installs again.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -29,6 +30,12 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
 	  $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu" $(ARGS)
+
+# Review the diff: every text that a test compares with and that changed is in it. What still fails afterwards is no text.
+messages: $(VENV)/.installed
+	rm -rf build/messages
+	UPDATE_MESSAGES=build/messages OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS) || true
+	UPDATE_MESSAGES=build/messages $(PY) -m tests.messages
 
 # The same suite under other instruction sets, thread counts, orders of files, and beside busy processes: five runs.
 test-hard: $(VENV)/.installed
