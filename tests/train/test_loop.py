@@ -42,6 +42,17 @@ def test_records_come_one_step_late_and_the_last_at_finish(on_reference):
     assert seen[1]["tokens_per_s"] == seen[1]["tokens"] / seen[1]["seconds"]
 
 
+def test_a_step_without_items_has_no_loss_in_its_record(on_reference):
+    seen = []
+    loop = Loop(TrainStep(small(), summed, precision="fp32"), seen.append)
+    ids, labels = draw(4)
+    for number in (1, 2):
+        loop.launch(number, iter([(ids, torch.full_like(labels, -100))]))
+    loop.finish()
+    assert all(record["tokens"] == 0 and record["skipped"] == 0 for record in seen)
+    assert not any({"loss", "grad_norm"} & record.keys() for record in seen)
+
+
 def test_what_is_noted_goes_into_the_newest_record(monkeypatch):
     seen = []
     loop = Loop(TimedStep(monkeypatch), seen.append)

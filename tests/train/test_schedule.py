@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("on_reference")
 
 
 def oracle(shape: str, t: int) -> float:
-    """20 updates, 4 of them warm-up, down to a tenth; wsd falls over the last half of the other 16. t counts from 1."""
+    """20 updates, 4 of them warm-up, down to a tenth; wsd falls over the last half of all 20. t counts from 1."""
     if t <= 4:
         return t / 4
     x = min(t - 5, 16) / 16
@@ -26,7 +26,19 @@ def oracle(shape: str, t: int) -> float:
         return 1.0 - 0.9 * x
     if shape == "cosine":
         return 0.1 + 0.45 * (1 + math.cos(math.pi * x))
-    return 1.0 if x <= 0.5 else 1.0 - 0.9 * (2 * x - 1)
+    return 1.0 if t <= 10 else 1.0 - 0.9 * min(t - 10, 10) / 10
+
+
+def test_wsd_falls_over_its_fraction_of_all_steps():
+    schedule = Schedule("wsd", steps=1000, warmup=500, final=0.1, decay=0.2)
+    assert [schedule.factor(t) for t in (500, 501, 800)] == [1.0, 1.0, 1.0]
+    assert [schedule.factor(t) for t in (801, 900, 1000, 1001)] == pytest.approx([0.9955, 0.55, 0.1, 0.1])
+
+
+def test_wsd_falls_from_the_warm_up_on_where_that_leaves_less():
+    schedule = Schedule("wsd", steps=100, warmup=90, final=0.0, decay=0.5)
+    assert [schedule.factor(t) for t in (90, 91, 95, 100)] == pytest.approx([1.0, 0.9, 0.5, 0.0])
+    assert Schedule("wsd", steps=100, warmup=100, decay=0.5).factor(101) == 1.0  # no update is left to fall in
 
 
 @pytest.mark.parametrize("warmup", [4, 0.2])

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 from collections import Counter
 
 import pytest
@@ -13,6 +14,7 @@ from gpubound import trace
 from gpubound.feed import feed
 from gpubound.parallel import ALONE, Ranks
 from gpubound.train import AdamW, Schedule, TrainStep
+from gpubound.train.average import Average
 from gpubound.train.flat_buffers import Weights
 from tests.messages import message
 
@@ -146,14 +148,35 @@ def test_a_bad_step_is_skipped_and_counted(bad):
     assert values.lr == pytest.approx(1e-3 * 8 / 9), "a skipped step uses no rate up"
 
 
-def test_nothing_to_learn_from_is_skipped():
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_step_without_items_changes_nothing_and_is_not_skipped(precision):
     model = small()
-    step = TrainStep(model, summed, precision="fp32", graph="off")
+    step = TrainStep(model, summed, precision=precision, graph="off", schedule=Schedule("linear", steps=9))
+    step(draw(2))
     ids, labels = draw(2)
-    before = named(model)
+    before, state = named(model), {name: t.clone() for name, t in step.state_dict().items()}
     values = step((ids, torch.full_like(labels, -100))).read()
-    assert (values.skipped, values.tokens) == (1, 0) and values.loss != values.loss
+    assert (values.skipped, values.updates, values.tokens) == (0, 1, 0) and math.isnan(values.loss)
     assert all(p.equal(before[name]) for name, p in model.named_parameters())
+    assert all(t.equal(state[name]) for name, t in step.state_dict().items())
+
+
+def test_the_average_moves_only_with_the_weights():
+    """A step that is not finite, and one without items, leave it and its decay as they were: against the recurrence."""
+    model = Poison()
+    step = TrainStep(model, poisoned, precision="fp32", graph="off")
+    average, (name, weight) = Average(step, 0.9), next(model.named_parameters())
+    wanted, (ids, labels) = weight.detach().clone(), draw(2)
+    updates = 0
+    for factor, labels_now in ((1.0, labels), (float("nan"), labels), (1.0, torch.full_like(labels, -100)), (2.0, labels)):
+        step((ids, labels_now, torch.tensor(factor)))
+        average.update()
+        if factor == factor and (labels_now != -100).any():
+            updates += 1
+            decay = min(0.9, (1 + updates) / (10 + updates))
+            wanted = decay * wanted + (1 - decay) * weight.detach()
+        torch.testing.assert_close(average.average[name], wanted, rtol=1e-6, atol=1e-7)
+    assert updates == 2
 
 
 def test_fp16_scale_halves_until_it_fits_and_the_update_does_not_feel_it():

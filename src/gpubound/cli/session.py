@@ -217,7 +217,7 @@ TOO_MANY = 0.1  # of all steps skipped: the numbers are not sound, even if the l
 def judge(run: Run, tape: RunTape, stop: Stop) -> Outcome:
     """What happened, from the tape."""
     steps = tape.steps()
-    losses = [float(r["loss"]) for r in steps]
+    losses = [float(r["loss"]) for r in steps if "loss" in r]
     paces = sorted(r["tokens_per_s"] for r in steps if "tokens_per_s" in r)
     held_out, skipped = run.evaluations.get(run.done), sum(count for _, count in skipped_steps(steps))
     where = label(run.device) if run.ranks.alone else f"{run.ranks.world} ranks, the first on {label(run.device)}"

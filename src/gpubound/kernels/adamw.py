@@ -49,7 +49,8 @@ def plan_update(
     rates     fp64, the learning rates of update 1, 2, …; the last one holds from there on
     report    fp64 (loss, gradient norm before clipping, items, skipped, rate, updates, loss scale)
 
-    When a step is not finite or has no items, the plan changes no weight, and `skipped` grows by one.
+    When a step is not finite, the plan changes no weight, and `skipped` grows by one. A step without items changes no weight
+    and no count: its loss is NaN, its number of items 0.
     """
     for name, t, length in (("totals", totals, 2), ("state", state, 4), ("rates", rates, "updates")):
         require("plan_update", name, t, torch.float64, (length,), gradient.device, "its docstring says what each number is")
@@ -97,7 +98,7 @@ def plan_update_reference(
         halve = ~apply & ~nothing
         loss_scale = torch.where(halve, loss_scale / 2, torch.where(grow, loss_scale * 2, loss_scale))
         good_steps = torch.where(grow, 0.0, good_steps)
-    state.copy_(torch.stack([torch.where(apply, update, updates), skipped + (~apply).double(), loss_scale, good_steps]))
+    state.copy_(torch.stack([torch.where(apply, update, updates), skipped + (~apply & ~nothing).double(), loss_scale, good_steps]))
     return plan, torch.stack([loss, norm, items, state[1], lr, state[0], state[2]])
 
 

@@ -12,24 +12,34 @@ from .step import TrainStep
 
 
 class Average:
-    """An exponential moving average of the weights, by parameter name, taken at each `update()`: a launch or two, no host sync.
+    """An exponential moving average of the weights, by parameter name, taken at each `update()` without a host sync.
 
-    It reads the finest weights that there are, the fp32 masters of 16-bit ones, where they lie: captured steps write there,
-    too. The decay rises as (1 + t) / (10 + t), or the first random weights would stay in a short run's average.
+    It reads the fp32 masters of 16-bit weights, and other weights themselves, from the step's flat buffers. A step that moved
+    no weight (not finite, or without items) leaves the average as it is: the device compares its own count of updates t with
+    the last one. The decay rises as (1 + t) / (10 + t), or the first random weights would stay in a short run's average.
     """
 
     def __init__(self, step: TrainStep, decay: float):
-        self.decay, self.updates, self._step = decay, 0, step
-        named = step.weights
-        self._weights, self._finest = map(list, zip(*named.values()))
-        self.average = {name: finest.float().clone() for name, (_, finest) in named.items()}
+        self.decay, self._step = decay, step
+        self._updates = step.updates  # the device's count, which each step writes
+        self._included = self._updates.clone()
+        self._weights = [weight for weight, _ in step.weights.values()]
+        self._finest = step.flat_weights.finest()
+        self._flat = [flat.float().clone() for flat in self._finest]
+        groups = zip(step.flat_weights.layout.groups, self._flat)
+        self.average = {
+            slot.name: slot.view(flat, group.start)
+            for group, flat in groups
+            for slot in step.flat_weights.layout.slots_of(group)
+        }
 
     @torch.no_grad()
     def update(self) -> None:
-        self.updates += 1
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        now = [w if w.dtype == torch.float32 else w.float() for w in self._finest]
-        torch._foreach_lerp_(list(self.average.values()), now, 1 - decay)
+        decay = ((1 + self._updates) / (10 + self._updates)).clamp(max=self.decay)
+        weight = torch.where(self._updates > self._included, 1 - decay, 0.0).float()
+        for average, finest in zip(self._flat, self._finest):
+            average.lerp_(finest.float(), weight)
+        self._included.copy_(self._updates)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -47,7 +57,8 @@ class Average:
         said = self._step.said(joined(average=self.average))
         return {name: said[f"average.{name}"] for name in self.average}
 
-    def load(self, average: dict[str, Tensor], updates: int) -> None:
-        self.updates = updates
+    def load(self, average: dict[str, Tensor]) -> None:
+        """Continue from a state that `state()` gave, after the step's own state has been loaded."""
+        self._included.copy_(self._updates)
         for name, tensor in self.state().items():
             tensor.copy_(average[name])

@@ -188,7 +188,8 @@ def _words(thing: Any) -> str:
 
 @dataclass(frozen=True)
 class StepValues:
-    """A step's report on the host. `skipped` and `updates` count all steps so far: the skipped ones, and the others."""
+    """A step's report on the host. `skipped` and `updates` count the steps so far that were not finite, and those that moved the
+    weights. A step in which no item counted (`tokens` 0) has no loss (nan) and is neither."""
 
     loss: float
     grad_norm: float

@@ -149,6 +149,8 @@ class Loop:
         waited = time.perf_counter() - asked
         names = ("loss", "grad_norm", "lr", "tokens", "skipped")
         record: Record = {"step": done.number} | {name: getattr(values, name) for name in names}
+        if not values.tokens:  # no item counted, as where all labels are -100: there is no loss
+            del record["loss"], record["grad_norm"]
         if done.end.event is not None:
             done.end.event.synchronize()  # behind the report that has just been read, by a microsecond
             record["host_lead_ms"] = 1e3 * waited

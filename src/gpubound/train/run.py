@@ -296,7 +296,7 @@ class Run:
         load_kept_state(self.model, _part(tensors, "model."))
         self.step.load_state_dict(_part(tensors, "step."))
         if self.average:
-            self.average.load(_part(tensors, "average."), updates=self.done - self.began)
+            self.average.load(_part(tensors, "average."))
 
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

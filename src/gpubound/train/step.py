@@ -32,6 +32,7 @@ from ..trace import notice
 from ..words import readable
 from .adamw8 import AdamW8bit
 from .device_step import DeviceStep, Loss, StepResult
+from .flat_buffers import Weights
 from .foreign import Foreign
 from .forms import holding
 from .graphs import MODES as GRAPH_MODES, MicroBatch, WindowGraphs, gather
@@ -227,6 +228,16 @@ class TrainStep(Uncopied):
         self._weights.round_masters()
         if self._fp8 is not None:
             self._fp8.loaded()
+
+    @property
+    def flat_weights(self) -> Weights:
+        """The trained weights in their flat buffers."""
+        return self._weights
+
+    @property
+    def updates(self) -> Tensor:
+        """The number of updates so far: a scalar on the device that each step writes."""
+        return self._optimizer.state[0]
 
     @property
     def weights(self) -> dict[str, tuple[Tensor, Tensor]]:

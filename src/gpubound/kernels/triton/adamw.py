@@ -88,7 +88,7 @@ def _adamw_plan_kernel(partial_ptr, totals_ptr, state_ptr, rates_ptr, plan_ptr, 
         loss_scale = tl.where(halve, loss_scale * 0.5, tl.where(grow, loss_scale * 2, loss_scale))
         good_steps = tl.where(grow, 0.0, good_steps)
     updates = tl.where(apply, update, updates)
-    skipped = tl.where(apply, skipped, skipped + 1)
+    skipped = tl.where(apply | nothing, skipped, skipped + 1)
     tl.store(state_ptr, updates)
     tl.store(state_ptr + 1, skipped)
     tl.store(state_ptr + 2, loss_scale)
