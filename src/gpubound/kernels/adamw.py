@@ -98,7 +98,8 @@ def plan_update_reference(
         halve = ~apply & ~nothing
         loss_scale = torch.where(halve, loss_scale / 2, torch.where(grow, loss_scale * 2, loss_scale))
         good_steps = torch.where(grow, 0.0, good_steps)
-    state.copy_(torch.stack([torch.where(apply, update, updates), skipped + (~apply & ~nothing).double(), loss_scale, good_steps]))
+    skipped = skipped + (~apply & ~nothing).double()
+    state.copy_(torch.stack([torch.where(apply, update, updates), skipped, loss_scale, good_steps]))
     return plan, torch.stack([loss, norm, items, state[1], lr, state[0], state[2]])
 
 

@@ -188,8 +188,10 @@ def _words(thing: Any) -> str:
 
 @dataclass(frozen=True)
 class StepValues:
-    """A step's report on the host. `skipped` and `updates` count the steps so far that were not finite, and those that moved the
-    weights. A step in which no item counted (`tokens` 0) has no loss (nan) and is neither."""
+    """A step's report on the host. `skipped` counts the steps so far that were not finite, `updates` those that moved weights.
+
+    A step in which no item counted (`tokens` 0) has no loss (nan), and neither count includes it.
+    """
 
     loss: float
     grad_norm: float
@@ -228,6 +230,10 @@ class StepResult:
     lr = property(lambda self: self._report[4], doc="the learning rate of this update")
     updates = property(lambda self: self._report[5], doc="updates applied so far")
     loss_scale = property(lambda self: self._report[6], doc="fp16's loss scale after this step; 1 elsewhere")
+
+    def ready(self) -> bool:
+        """Whether `read` would return at once."""
+        return self._values is not None or self._sent is None or self._sent.query()
 
     def read(self) -> StepValues:
         """The numbers on the host. Waits for this step alone, and not at all once it is done."""

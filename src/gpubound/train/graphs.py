@@ -75,6 +75,7 @@ class MicroBatch:
             if isinstance(leaf, Tensor) and leaf.is_inference():  # a backward may not keep it
                 self.tree.leaves[at] = leaf.clone()
         self.key, self.tensors = tuple(key), [leaf for _, leaf in self.tree.tensors()]
+        self.signature = self.key[1:]
 
     def whole(self, tensors: Sequence[Tensor] | None = None) -> Any:
         """Put together again, with its own tensors or these."""
@@ -116,6 +117,7 @@ class WindowGraphs:
         self._off = mode == "off" or (mode == "auto" and not has_graphs(step.device))
         self._required = mode == "require"
         self._first = True  # all ranks take their first step
+        self._checked: set[Any] = set()  # signatures of micro-batches
         self._known: dict[Any, Captured] = {}  # by what it holds, and a micro-batch's key
         self._broken: dict[Any, Exception] = {}  # what cannot be captured
         self._told: list[Exception | None] = []  # of these, in a row of fallbacks
@@ -126,6 +128,11 @@ class WindowGraphs:
         step, first = self.step, self._first
         if not window:
             return step.take_part()
+        if isinstance(step.loss, Objective):
+            for batch in window:
+                if batch.signature not in self._checked:
+                    step.loss.check_batch(step.model, batch.whole())
+                    self._checked.add(batch.signature)
         self._first = False
         if first:
             step.prepare(window[0].whole())

@@ -10,7 +10,9 @@ What it changes about the model: the trainable parameters move into flat buffers
 frozen parameters and buffers stay as they are. `close()` takes everything off again but the dtype and the place in memory.
 """
 
-from collections.abc import Callable, Iterator
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 from weakref import finalize
@@ -28,10 +30,10 @@ from ..models.own import LanguageModel
 from ..parallel import ALONE, Ranks, parting
 from ..parallel.wrapped import tell_if_alone, unwrapped
 from ..single import Turn, Uncopied
-from ..trace import notice
+from ..trace import notice, say
 from ..words import readable
 from .adamw8 import AdamW8bit
-from .device_step import DeviceStep, Loss, StepResult
+from .device_step import DeviceStep, Loss, StepResult, StepValues
 from .flat_buffers import Weights
 from .foreign import Foreign
 from .forms import holding
@@ -48,6 +50,8 @@ from .turnout import Turnout
 
 Result = TypeVar("Result")
 MakesOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+IN_A_ROW = 3  # skipped steps that are reported
+FP16_SEARCH = 10  # of fp16, which begins by searching for its loss scale
 OPTIMIZERS: dict[str, type[AdamW] | type[Muon]] = {"adamw": AdamW, "adamw8bit": AdamW8bit, "muon": Muon}
 
 
@@ -96,6 +100,8 @@ class TrainStep(Uncopied):
         _check(model, accumulate, clip, graph, schedule)
         model, ranks = unwrapped(model, ranks)
         numbers, config, lossy = precision_named(precision), _optimizer(optimizer, graph), _loss(loss)
+        if isinstance(lossy, Objective):
+            lossy.check_model(model)
         held = self._held = holding(model, ranks)
         tell_if_alone(held.ranks)
         kept, graph = held.kept(numbers), held.graph(graph)
@@ -131,6 +137,7 @@ class TrainStep(Uncopied):
             finalize(self, self._undo.close).atexit = False  # one that is dropped must not keep the model's gradients to itself
         device_step = DeviceStep(model, lossy, accumulators, self._optimizer, numbers, accumulate == 1, held, self._fp8)
         self._graphs = WindowGraphs(device_step, graph)
+        self._skips = SkippedSteps(precision, lossy, model)
         self._turnout = Turnout(held.ranks, accumulate, held.gathers)
 
     def __call__(self, micro_batches: Any) -> StepResult | None:
@@ -156,7 +163,12 @@ class TrainStep(Uncopied):
         self._optimizer.check()
         with self._held.noting() as waited:
             called = self._members.called()
-            result = self._graphs.run([MicroBatch(batch, self.device, called) for batch in batches])
+            try:
+                result = self._graphs.run([MicroBatch(batch, self.device, called) for batch in batches])
+            except IndexError as error:  # a CPU's, of a token outside the vocabulary
+                if why := self._skips.explain(batches):
+                    raise ValueError(why) from error
+                raise
         if result is None:
             return None
         if not batches:
@@ -165,7 +177,9 @@ class TrainStep(Uncopied):
         self._weights.stepped()
         self._held.stepped(len(batches))
         parting.stepped()
-        return StepResult(result, self._graphs.step.reduction.waited, waited, self._timing)
+        report = StepResult(result, self._graphs.step.reduction.waited, waited, self._timing)
+        self._skips.watch(report, batches)
+        return report
 
     @property
     def lr(self) -> float:
@@ -257,6 +271,48 @@ class TrainStep(Uncopied):
         self._closed = True
         self._graphs.drop()
         self._undo.close()
+
+
+class SkippedSteps:
+    """Warns of a run of skipped steps, from reports that have reached the host: it never waits for the device."""
+
+    def __init__(self, precision: str, loss: Loss | Objective, model: nn.Module):
+        self.loss, self.model = loss, model
+        self._limit = FP16_SEARCH if precision == "fp16" else IN_A_ROW
+        self._pending: StepResult | None = None
+        self._skipped = self._updates = 0  # as reported at the last step that was not skipped
+        self._warned = False
+
+    def watch(self, report: StepResult, batches: Sequence[Any]) -> None:
+        """Read the oldest report that has not been looked at, if it is there, and look at `report` next."""
+        if self._pending is not None:
+            if not self._pending.ready():
+                return
+            self._look(self._pending.read(), batches)
+        self._pending = report
+
+    def _look(self, values: StepValues, batches: Sequence[Any]) -> None:
+        if values.updates != self._updates or values.skipped < self._skipped:  # the weights moved, or a state was loaded
+            self._updates, self._skipped, self._warned = values.updates, values.skipped, False
+        in_a_row = values.skipped - self._skipped
+        if in_a_row < self._limit or self._warned:
+            return
+        self._warned = True
+        bad = "gradient" if math.isfinite(values.loss) else "loss"
+        why = self.explain(batches) or (
+            f"try a lower learning rate (now {values.lr:.2e}) or clip=1.0, and look for inputs that are not finite."
+        )
+        say(f"train: {in_a_row} steps in a row were skipped, because their {bad} is not finite: {why}", logging.WARNING)
+
+    def explain(self, batches: Sequence[Any]) -> str | None:
+        """Return what the objective objects to in these batches, if anything. Waits for the device."""
+        if isinstance(self.loss, Objective):
+            try:
+                for batch in batches:
+                    self.loss.check_batch(self.model, batch)
+            except ValueError as error:
+                return str(error)
+        return None
 
 
 def _calls(model: nn.Module, numbers: Precision, lossy: Loss | Objective) -> Iterator[Call]:

@@ -44,6 +44,13 @@ class Objective:
         """A run's tokenizer with the tokens that this objective adds to it. Called before the model is made."""
         return tokenizer
 
+    def check_model(self, model: Any) -> None:
+        """Refuse a model that the objective cannot call. Called before the model is touched."""
+
+    def check_batch(self, model: Any, batch: Any) -> None:
+        """Refuse a batch that the model cannot take. Called for the first batch of each signature, outside of the step: it may
+        wait for the device."""
+
     def calls(self, model: Any) -> Iterable[Call]:
         """What a training step is known to call for the loss, so that its kernels are compiled beside the others."""
         return ()

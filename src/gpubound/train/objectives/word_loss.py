@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from ...kernels import cross_entropy, linear_cross_entropy
@@ -16,9 +17,11 @@ from ...kernels.choose import Call
 from ...kernels.cross_entropy import loss_shape
 from ...layers.vocabulary import head_of
 from ...models.own import LanguageModel
-from ...models.states import hidden_of, logits_of, why_not_head
+from ...models.placing import mode
+from ...models.states import first_row, hidden_of, logits_of, why_not_head
 from ...trace import fallback
 from . import Objective
+from .inputs import check_arguments, check_tokens
 
 IGNORE = -100
 CHUNK = 4096  # tokens of logits at a time. H200, 16384 tokens, 32768 words: 5.7 ms against 6.6 with 1024, for 0.2 GB more
@@ -32,6 +35,10 @@ class WordLoss(Objective):
     weighted: ClassVar[bool] = False  # whether targets have weights
     _tried: nn.Module | None = field(init=False, default=None)
     _whole: str | None = field(init=False, default=None)  # why this model's logits are needed whole
+    _classes: int | None = field(init=False, default=None)  # number of classes of the logits
+
+    def check_model(self, model: nn.Module) -> None:
+        check_arguments(self.name, model, ["input_ids"], complete=False)
 
     def calls(self, model: nn.Module) -> Iterable[Call]:
         head = head_of(model)
@@ -44,10 +51,21 @@ class WordLoss(Objective):
         if self._tried is not model:
             given, labels = self.split(batch)
             inputs = self.trial(model, given)
+            check_arguments(self.name, model, inputs)
+            check_tokens(self.name, model, given["input_ids"], labels)
             self.check(model, inputs, labels)
-            self._tried, self._whole = model, why_not_head(model, inputs)
+            self._whole = why_not_head(model, inputs)
             if self._whole:
                 fallback(f"{self.name} without whole logits", self._whole)
+                with torch.no_grad(), mode(model, training=False):
+                    self._classes = logits_of(model, first_row(inputs)).shape[-1]
+            self._tried = model
+
+    def check_batch(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
+        self.prepare(model, batch)
+        inputs, labels = self.split(batch)
+        check_arguments(self.name, model, self.trial(model, inputs))
+        check_tokens(self.name, model, inputs["input_ids"], labels, self._classes)
 
     def trial(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
         """What the model takes when it is tried: what it is told in training beside the batch."""
@@ -65,6 +83,9 @@ class WordLoss(Objective):
             )
         inputs = {key: value for key, value in batch.items() if key != "labels"}
         labels = batch["labels"]
+        for key in ("input_ids", "labels"):
+            if not isinstance(batch[key], Tensor):
+                raise ValueError(f"{self.name}: batch[{key!r}] is a {type(batch[key]).__name__}, wanted a tensor of token ids.")
         if labels.shape != batch["input_ids"].shape:
             raise ValueError(
                 f"{self.name}: labels must have the shape of input_ids, {tuple(batch['input_ids'].shape)}, "
