@@ -14,6 +14,7 @@ import json
 import os
 import socket
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -130,13 +131,30 @@ def beside(listing: Path, name: Any) -> Path:
 
 
 def cache_folder() -> Path | None:
-    """Where this user's programs keep what this machine measured: ceilings, tuned plans. None, with a notice, for a user
-    without a home: a container may run under any number."""
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpubound"
-    except RuntimeError:
-        notice("nothing that is measured is kept: HOME is unset and this user has no home folder; set HOME or XDG_CACHE_HOME.")
-        return None
+    """Return the folder for this user's measurements of this machine (ceilings, tuned plans); it may not exist yet.
+
+    A user without a home that can be written to, as in many containers, gets one among the system's temporary files, with a
+    notice. None, with a notice, where that fails, too.
+    """
+    with suppress(RuntimeError):  # ~ of a user that no list of users has
+        wanted = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpubound"
+        if _may_write(wanted):
+            return wanted
+    temporary = Path(tempfile.gettempdir()) / f"gpubound-{os.getuid()}"
+    with suppress(OSError):
+        temporary.mkdir(mode=0o700, exist_ok=True)
+        status = temporary.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
+            notice(f"measurements are cached in {temporary}: no home folder can be written to; XDG_CACHE_HOME names another.")
+            return temporary
+    notice("measurements are not cached: no home folder can be written to; let XDG_CACHE_HOME name one that can.")
+    return None
+
+
+def _may_write(folder: Path) -> bool:
+    """Return True when `folder`, or the nearest of its parents that exists, is a folder that this user may write to."""
+    nearest = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder)
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
 
 @contextmanager

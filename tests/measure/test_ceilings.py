@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from gpubound import measure, trace
 from gpubound.errors import MeasureError
-from gpubound.measure import Machine, ceiling, limits
+from gpubound.measure import Machine, ceiling, limits, timing
 from tests.messages import message
 
 FIGURES = {
@@ -33,6 +34,9 @@ def measured(monkeypatch, tmp_path):
 
     monkeypatch.setattr(limits, "of_cpu", of_cpu)
     monkeypatch.setattr(trace, "_said", set())
+    monkeypatch.setattr(ceiling, "_unsaved", {})
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return calls
 
@@ -77,7 +81,8 @@ def test_a_ceiling_that_is_passed_is_measured_again_and_the_better_kept(measured
     assert measure.share(3.6e12, "read_bytes_per_s", "cpu") == pytest.approx(0.8)
     found = measure.ceilings("cpu", quick=True)
     assert (found.measurements, found.launch_us, found.bf16_flops_per_s) == (2, 8.0, 8.0e14)
-    assert measure.share(4.4e12, "read_bytes_per_s", "cpu") == pytest.approx(44 / 45) and capsys.readouterr().err == ""
+    assert measure.share(4.4e12, "read_bytes_per_s", "cpu") == pytest.approx(44 / 45)
+    assert len(capsys.readouterr().err.splitlines()) == 2, "a line for each measurement"
     assert measure.share(9e14, "bf16_flops_per_s", "cpu") is None
     assert measure.ceilings("cpu", quick=True).measurements == ceiling.MEASUREMENTS == 3
     assert measure.ceilings("cpu", quick=True).bf16_flops_per_s == 8.0e14, "the worse third one does not count"
@@ -149,32 +154,42 @@ def test_a_corrupt_cache_is_measured_again_and_said(measured, tmp_path, capsys, 
     file.write_text(spoil(json.loads(file.read_text())))
     again = measure.ceilings("cpu")
     assert measured == [False, False] and again.copy_bytes_per_s == found.copy_bytes_per_s
-    assert capsys.readouterr().err == message("measure/ceilings:a_corrupt_cache_is_measu", file, why)
+    assert f"gpubound: {file} is not readable as measured ceilings ({why}): measuring again.\n" in capsys.readouterr().err
     assert measure.ceilings("cpu") == again and len(measured) == 2  # and mended
 
 
-def test_a_cache_that_cannot_be_written_costs_the_cache_only(measured, monkeypatch, tmp_path, capsys):
-    (tmp_path / "gpubound").write_text("a file where the folder should be")
-    found = measure.ceilings("cpu")
-    assert found.launch_us == 8.0
-    assert capsys.readouterr().err == message("measure/ceilings:a_cache_that_cannot_be_w", ceiling.cache_file(found.key))
+@pytest.mark.parametrize("home", ["a file", "not there", "closed"])
+def test_a_user_whose_home_takes_no_file_has_a_folder_among_temporary_ones(measured, monkeypatch, tmp_path, capsys, home):
+    """Commands of a container without a home measure once, all together."""
+    if home == "a file":
+        (tmp_path / "gpubound").write_text("where the folder should be")
+    elif home == "not there":  # a container may run under a number that no list of users has
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    else:
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+    first = measure.ceilings("cpu")
+    monkeypatch.setattr(ceiling, "_unsaved", {})  # as another process begins
+    assert measure.ceilings("cpu") == first and len(measured) == 1
+    (file,) = (tmp_path / "temporary").glob("*/*")
+    assert file == ceiling.cache_file(first.key) and file.parent.stat().st_mode & 0o777 == 0o700
+    assert len([line for line in capsys.readouterr().err.splitlines() if str(file.parent) in line]) == 1
 
 
-def test_a_user_without_a_home_keeps_nothing(measured, monkeypatch, capsys):
-    """A container may run under a number that no list of users has."""
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it gives where there is no home
-    assert measure.ceilings("cpu").launch_us == measure.ceilings("cpu").launch_us == 8.0 and len(measured) == 2
-    said = "nothing that is measured is kept: HOME is unset and this user has no home folder; set HOME or XDG_CACHE_HOME."
-    assert capsys.readouterr().err == f"gpubound: {said}\n"
-
-
-def test_a_cache_that_cannot_be_looked_into_is_said(measured, monkeypatch, tmp_path, capsys):
-    """Closed to this user, or with a name that is too long: the system refuses to say whether a file is there."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("n" * 300)))
-    found = measure.ceilings("cpu")
-    said = f"{ceiling.cache_file(found.key)} is not readable as measured ceilings (File name too long): measuring again."
-    assert found.launch_us == 8.0 and capsys.readouterr().err.splitlines()[0] == f"gpubound: {said}"
+@pytest.mark.parametrize("strangers", ["another user's", "open to all", "no folder"])
+def test_a_temporary_folder_of_others_is_not_used(measured, monkeypatch, tmp_path, capsys, strangers):
+    folder = tmp_path / "temporary" / f"gpubound-{os.getuid()}"
+    folder.symlink_to(tmp_path) if strangers == "no folder" else folder.mkdir(mode=0o700)
+    if strangers == "open to all":
+        folder.chmod(0o777)
+    elif strangers == "another user's":
+        mine = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: mine + 1)
+        folder.rename(folder.with_name(f"gpubound-{os.getuid()}"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert measure.ceilings("cpu") == measure.ceilings("cpu") and len(measured) == 1, "within a process"
+    assert ceiling.cache_file("key") is None and not list(tmp_path.glob("temporary/*/*.json"))
+    assert capsys.readouterr().err.count("measurements are not cached") == 1
 
 
 def test_a_disk_that_refuses_the_cache_is_named(measured, monkeypatch, tmp_path, capsys):
@@ -182,8 +197,8 @@ def test_a_disk_that_refuses_the_cache_is_named(measured, monkeypatch, tmp_path,
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(os, "replace", refuse)
-    measure.ceilings("cpu")
-    assert message("measure/ceilings:a_disk_that_refuses_the").within(capsys.readouterr().err)
+    assert measure.ceilings("cpu") == measure.ceilings("cpu") and len(measured) == 1, "within a process"
+    assert capsys.readouterr().err.count("(Permission denied)") == 1
     assert list((tmp_path / "gpubound").iterdir()) == [], "and nothing half-written stays"
 
 
@@ -205,6 +220,34 @@ def test_the_cpu_is_measured_whole(monkeypatch):
     found = limits.of_cpu(quick=True)
     assert found.keys() == FIGURES.keys()
     assert all(figure > 0 for figure in found.values())
+
+
+@pytest.fixture
+def slow_machine(monkeypatch):
+    """slow_machine(flops_per_s) -> rows of the products that were multiplied, on a clock that only they move."""
+    clock, rows = [0.0], []
+
+    def pretend(flops_per_s):
+        def matmul(a, b):
+            rows.append(len(a))
+            clock[0] += 2 * len(a) ** 3 / flops_per_s
+
+        monkeypatch.setattr(torch, "matmul", matmul)
+        monkeypatch.setattr(timing, "perf_counter", lambda: clock[0])
+        return clock, rows
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("gigaflops", "most", "seconds"), [(0.8, 512, 1.5), (1.5, 512, 1.5), (35, 1024, 1.5), (1000, 2048, 1.5), (0.05, 256, 1.5)]
+)
+def test_a_slow_machine_multiplies_smaller_matrices(slow_machine, gigaflops, most, seconds):
+    """0.8 GFLOP/s is bf16 on a CPU with AVX2 alone: eight products of 2,048 rows would take it 172 s."""
+    clock, rows = slow_machine(gigaflops * 1e9)
+    cpu = torch.device("cpu")
+    rate = limits._product_rate(2048, torch.float32, cpu, lambda fn: limits._timed(fn, cpu, 7, 0.5).low_s)
+    assert rate == pytest.approx(gigaflops * 1e9) and max(rows) == most and clock[0] < seconds
 
 
 @pytest.mark.parametrize(("memory_gib", "mib"), [(1, 64), (64, 1024)])

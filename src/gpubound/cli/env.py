@@ -43,7 +43,7 @@ ROWS = {
 class Env:
     """Print what this machine can do, and measure it.
 
-    The figures are measured once (under 10 s) and kept; --refresh measures again. Exit code 1: a visible GPU fails its test.
+    The figures are measured once (about 5 s) and kept; --refresh measures again. Exit code 1: a visible GPU fails its test.
 
     Example: gpubound env --json
     """

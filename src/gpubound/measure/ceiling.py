@@ -17,7 +17,7 @@ import torch
 from ..device import resolve
 from ..errors import DataError, MeasureError
 from ..files import cache_folder, write_whole
-from ..trace import notice
+from ..trace import notice, say
 from . import limits
 from .limits import machine
 
@@ -82,17 +82,21 @@ class Ceilings:
         return asdict(self)
 
 
-def ceilings(device: str | torch.device = "auto", *, refresh: bool = False, quick: bool = False) -> Ceilings:
-    """The limits of `device`: from the cache, or measured now in under 10 s. `quick` takes about 2 s: fewer runs, less data.
+_unsaved: dict[tuple[str, bool], Ceilings] = {}  # (key, quick): what no file could be written for
 
-    `quick` uses full figures if the cache has them. `refresh` always measures again, and keeps the better value of each
-    figure. Delete the cache's file to forget them.
+
+def ceilings(device: str | torch.device = "auto", *, refresh: bool = False, quick: bool = False) -> Ceilings:
+    """Return the limits of `device`: from the cache, or measured now, within about 5 s. `quick` takes 2: fewer runs, less data.
+
+    A line on stderr says when they are measured. Every figure has a limit in seconds: a slow machine makes fewer runs of
+    smaller products. `quick` uses full figures if the cache has them. `refresh` always measures again, and keeps the better
+    value of each figure. Delete the cache's file to forget them.
     """
     where = resolve(device)
     key = _key(where)
     if not refresh:
         for least in (False, True) if quick else (False,):
-            if (kept := _read(cache_file(key, least))) is not None:
+            if (kept := _read(cache_file(key, least)) or _unsaved.get((key, least))) is not None:
                 return kept
     found = _measure(where, key, quick)
     if refresh and (kept := _read(cache_file(key, quick))) is not None:
@@ -137,7 +141,7 @@ def _better(one: Ceilings, other: Ceilings) -> Ceilings:
 
 
 def cache_file(key: str, quick: bool = False) -> Path | None:
-    """None for a user who has no place to keep it."""
+    """Return the file of the figures; None for a user who may write to no folder."""
     folder = cache_folder()
     return folder and folder / f"ceilings-{key}{'-quick' if quick else ''}.json"
 
@@ -156,6 +160,7 @@ def _key(device: torch.device) -> str:
 
 
 def _measure(device: torch.device, key: str, quick: bool) -> Ceilings:
+    say(f"measuring the limits of {_name(device)} ({'about 2 s' if quick else 'about 5 s'}; once a machine)")
     measured = limits.of_gpu(device, quick) if device.type == "cuda" else limits.of_cpu(quick)
     date = datetime.now(UTC).isoformat(timespec="seconds")
     return Ceilings(device=device.type, name=_name(device), key=key, date=date, quick=quick, **measured)
@@ -182,16 +187,18 @@ def _checked(row: object) -> Ceilings:
 
 
 def _write(found: Ceilings) -> None:
-    """A read-only home, or a full one, costs the cache only."""
+    """Write the cache. On a full disk, or without any folder, the figures last as long as this process."""
+    _unsaved[found.key, found.quick] = found
     path = cache_file(found.key, found.quick)
     if path is None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(found.as_dict(), indent=1) + "\n")
+        del _unsaved[found.key, found.quick]
     except (OSError, DataError) as error:
         why = getattr(error.__cause__ or error, "strerror", error)
-        notice(f"the measured ceilings cannot be kept in {path} ({why}): they will be measured again next time.")
+        notice(f"the measured ceilings cannot be kept in {path} ({why}): the next process measures them again.")
 
 
 def bandwidth(bytes_moved: float, seconds: float) -> float:

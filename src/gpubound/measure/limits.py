@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..device import products
 from ..errors import MeasureError
-from .timing import time
+from .timing import Timing, time
 
 MIB = 1 << 20
 
@@ -101,11 +101,18 @@ def machine() -> Machine:
     return Machine()
 
 
+def _timed(fn: Callable[[], Any], device: torch.device, runs: int, budget_s: float) -> Timing:
+    """Time `runs` calls, or as many as fit into `budget_s`, but at least one after a warm-up call."""
+    first = time(fn, warmup=1, runs=1, device=device)
+    more = min(runs, int(budget_s / first.median_s)) - 1
+    return time(fn, warmup=0, runs=more, device=device) if more > 1 else first
+
+
 def of_gpu(device: torch.device, quick: bool = False) -> dict[str, Any]:
-    """The fields of Ceilings that a GPU has. Medians: sustained clocks, as a training run sees them."""
+    """Return the fields of Ceilings that a GPU has. Medians: sustained clocks, as a training run sees them."""
 
     def median(fn: Callable[[], Any]) -> float:
-        return time(fn, runs=5 if quick else 15, device=device).median_s
+        return _timed(fn, device, *((5, 0.2) if quick else (15, 0.5))).median_s
 
     try:
         with torch.cuda.device(device):
@@ -123,17 +130,15 @@ def of_gpu(device: torch.device, quick: bool = False) -> dict[str, Any]:
 
 
 def of_cpu(quick: bool = False) -> dict[str, Any]:
-    """The fields of Ceilings that a CPU has. Lower quartiles: another process only ever makes a run slower."""
+    """Return the fields of Ceilings that a CPU has. Lower quartiles: another process only ever makes a run slower."""
     cpu = torch.device("cpu")
-    runs = 3 if quick else 7
 
     def best(fn: Callable[[], Any]) -> float:
-        return time(fn, warmup=1, runs=runs, device=cpu).low_s
+        return _timed(fn, cpu, *((3, 0.15) if quick else (7, 0.5))).low_s
 
     found = _memory(_cpu_buffer_bytes(quick), cpu, best)
-    size = 1024 if quick else 2048
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        found[f"{name}_flops_per_s"] = _product_rate(size, dtype, cpu, best)
+        found[f"{name}_flops_per_s"] = _product_rate(1024 if quick else 2048, dtype, cpu, best)
     return found | {"launch_us": _launch_us(cpu, 5_000)}
 
 
@@ -170,9 +175,18 @@ def _memory(size_bytes: int, device: torch.device, seconds: Seconds) -> dict[str
     return {"copy_bytes_per_s": 2 * source.nbytes / copy, "read_bytes_per_s": source.nbytes / read}
 
 
-def _product_rate(size: int, dtype: torch.dtype, device: torch.device, seconds: Seconds) -> float:
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / seconds(partial(torch.matmul, a, b))
+def _product_rate(most: int, dtype: torch.dtype, device: torch.device, seconds: Seconds) -> float:
+    """Return the rate of square products: of `most` rows, or of fewer where those take 50 ms and more.
+
+    Eight products of 2048 rows in bf16 are 158 s on a CPU with AVX2 alone, and 0.5 s from 256 rows on.
+    """
+    size = min(256, most)
+    while True:
+        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        took = seconds(partial(torch.matmul, a, b))
+        if took > 0.05 or size >= most:
+            return 2 * size**3 / took
+        size *= 2
 
 
 def _gpu_products(device: torch.device, size: int, seconds: Seconds) -> dict[str, Any]:
