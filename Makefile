@@ -24,20 +24,20 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed
 	$(VENV)/bin/gpubound demo $(ARGS)
 
-# Two processes with a thread each: with torch's default, on two cores, threads would wait for each other. The longest files
-# begin first, as tests/conftest.py orders them. Bytecode is kept in any case: without it each process that a test starts, and
-# each `make test`, compiles the library and rewrites the tests' assertions again, which is 8 s for each of the two.
+# Two processes with a thread each: with torch's default, on two cores, threads would wait for each other. A process that has
+# finished its half of the tests takes over part of the other's. Bytecode is kept in any case: without it each process that a
+# test starts, and each `make test`, compiles the library and rewrites the tests' assertions again: 8 s for each of the two.
 test: $(VENV)/.installed
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
-	  $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu" $(ARGS)
+	  $(PY) -m pytest -n 2 --dist worksteal -m "not gpu" $(ARGS)
 
 # Review the diff: every text that a test compares with and that changed is in it. What still fails afterwards is no text.
 messages: $(VENV)/.installed
 	rm -rf build/messages
-	UPDATE_MESSAGES=build/messages OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS) || true
+	UPDATE_MESSAGES=build/messages OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not gpu" $(ARGS) || true
 	UPDATE_MESSAGES=build/messages $(PY) -m tests.messages
 
-# The same suite under other instruction sets, thread counts, orders of files, and beside busy processes: five runs.
+# The same suite under other instruction sets, thread counts, orders of files, and beside busy processes: seven runs.
 test-hard: $(VENV)/.installed
 	$(PY) tests/hard.py $(ARGS)
 
@@ -45,7 +45,7 @@ test-hard: $(VENV)/.installed
 test-newest:
 	$(PYTHON) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[dev]'
-	.venv-newest/bin/python -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
+	.venv-newest/bin/python -m pytest -n 2 --dist worksteal -m "not gpu" $(ARGS)
 
 check: $(VENV)/.installed
 	$(VENV)/bin/ruff check .

@@ -85,32 +85,9 @@ WARNINGS = [
 ]
 
 
-# The files that take longest on a CPU begin first, so that the last ones are short and all processes end together. In that
-# order: seconds change, and a file at a wrong place costs a few.
-LONGEST = [
-    "decode/test_speculate", "decode/test_cache", "decode/test_parity", "decode/test_adapters", "decode/test_experts",
-    "kernels/test_any_layout", "test_cli_train_compare", "train/test_golden", "docs/test_blocks", "place/test_same_results",
-    "train/test_adapters", "decode/test_pages", "decode/test_stream", "test_cli_train", "parallel/test_run",
-    "lora/test_peft_layers", "decode/test_combinations", "test_bench_decode", "train/test_step_adapters",
-    "train/test_resumed_runs", "parallel/test_trainer", "kernels/test_quantized_experts", "lora/test_base",
-    "decode/test_hostless", "decode/test_any_model", "decode/compressed/test_body", "kernels/test_decode_adapters",
-    "lora/test_add", "test_bench_doctor", "decode/test_invariance", "test_bench_lora", "parallel/test_launch",
-    "train/test_precision_fp8", "plan/test_kept", "doctor/test_ready", "kernels/test_decode_attention",
-    "decode/test_certificate", "parallel/test_sharded", "test_bench_ranks", "corpus/test_build", "decode/test_experts_judged",
-    "lora/test_rows_models", "decode/test_quantized",
-]  # fmt: skip
-
-
-def place_in_line(item) -> int:
-    name = str(item.path.relative_to(TESTS).with_suffix(""))
-    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
-
-
 def pytest_collection_modifyitems(config, items):
     """Without a GPU, what is marked `gpu` is skipped. With one, whatever runs on `device` runs there, and is marked so too."""
     there = torch.cuda.is_available()
-    if not any(argument.split("::")[0].endswith(".py") for argument in config.args):  # files that are named keep their order
-        items.sort(key=place_in_line)
     for item in items:
         item.add_marker(pytest.mark.filterwarnings(*WARNINGS), append=False)  # a test's own marks come later, and win
         if there and "device" in getattr(item, "fixturenames", ()):
