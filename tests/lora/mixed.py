@@ -6,6 +6,7 @@ from torch import nn
 
 import gpubound as gb
 from gpubound.layers import Stacked
+from gpubound.layers.stacked import Projecting
 
 from ..place.models import place, tiny
 
@@ -26,7 +27,7 @@ def adapted(model, names=NAMES, **options):
     return model
 
 
-class Projections(nn.Module):
+class Projections(Projecting):
     """q, k and v as one product."""
 
     def __init__(self, outputs=(16, 8, 8)):
@@ -35,8 +36,11 @@ class Projections(nn.Module):
         self.layers = nn.ModuleDict({name: nn.Linear(K, size) for name, size in zip("qkv", outputs)})
         self.stacked = Stacked()
 
+    def projections(self):
+        return list(self.layers.values())
+
     def forward(self, x):
-        return self.stacked.product(x, list(self.layers.values()))
+        return self.stacked.product(x, self.projections())
 
 
 def formula(model, x, ids, mask=None):

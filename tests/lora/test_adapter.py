@@ -186,8 +186,9 @@ def test_neighbours_are_one_adapter(dropout, monkeypatch):
     """q, k and v: one h, one product for all gradients; the same numbers as one by one."""
     model = nn.ModuleDict({name: frozen(outputs) for name, outputs in (("q", 32), ("k", 16), ("v", 16))})
     add(model, 4, dropout=dropout, init=False)
-    sums = Accumulators(model.named_parameters())
     stacked, x, found, written = Stacked(), draw(2, 3, K), [], []
+    stacked.product(x, list(model.values()))
+    sums = Accumulators(model.named_parameters())
     count = adapters.lora_gradients
     monkeypatch.setattr(adapters, "lora_gradients", lambda *given: written.append(given[5].shape) or count(*given))
     for known in (adapters.blocks_of, lambda b: None):

@@ -9,15 +9,19 @@ Legend: N tokens, K inputs, O outputs, R ranks; x (N, K), a (R, K), b (O, R), h 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.accumulate import one_matrix
+from ..kernels.accumulate import join_rows
 from ..kernels.adapters import adapter_gradients, blocks_of
 from ..kernels.dropping import Drop, drawn
 from ..kernels.lora import lora_down, lora_up
 from ..kernels.rows import Owners, OwnRanks
-from ..layers.site_parts import Adapter, Factors, Spanning, rows_of
+from ..layers.site_parts import Adapter, Factors, Spanning, adapters_of, is_sharded, rows_of, shape_of
+from ..layers.stacked import Projecting, foreign, site_of
+from ..trace import fallback
+from .packing import COLUMNS, pack
 
 
 class LowRank(Adapter):
@@ -27,6 +31,7 @@ class LowRank(Adapter):
 
     def __init__(self, a: Tensor, b: Tensor, scale: float = 1.0, dropout: nn.Module | None = None):
         self.parameters = self.a, self.b = a, b
+        self.all_a, self.all_b = [a], [b]
         self.scale, self.dropout = scale, dropout
 
     @property
@@ -139,9 +144,59 @@ class Together(Adapter):
     def _each(self, h: Tensor) -> Iterator[tuple[LowRank, Spanning, Tensor, Tensor]]:
         return zip(self.lows, self.spans, h.split(self.ranks, 1), (low.b.detach() for low in self.lows))
 
+    def pack(self) -> None:
+        """Store a and b as one matrix each, wherever they are now."""
+        if self._packable or self.routing is not None:
+            pack([a for low in self.lows for a in low.all_a], force=True)
+        if self._packable and self.blocks:
+            pack([low.b for low in self.lows], force=True)
+        for low in self.lows:
+            pack(low.all_b, COLUMNS, force=True)
+
+    @property
+    def _packable(self) -> bool:
+        """Whether each adapter has a weight of its own among those that are multiplied as one."""
+        follows = [0, *(span.stop for span in self.spans)]
+        return self.routing is None and all(span.start >= stop for span, stop in zip(self.spans, follows))
+
     def _a(self) -> Tensor:
         """All a, one below the other."""
-        return one_matrix([low.a for low in self.lows])
+        return self._matrix([low.a for low in self.lows])
 
     def _b(self) -> Tensor:
-        return one_matrix([low.b for low in self.lows])
+        return self._matrix([low.b for low in self.lows])
+
+    def _matrix(self, parameters: Sequence[Tensor]) -> Tensor:
+        joined = join_rows([p.detach() for p in parameters])
+        if joined is None and self._packable:
+            if (why := pack(parameters)) is not None:
+                fallback("lora: the adapters of layers that are multiplied as one, as one matrix", f"{why}: they are copied")
+            joined = join_rows([p.detach() for p in parameters])
+        return torch.cat([p.detach() for p in parameters]) if joined is None else joined
+
+
+def pack_adapters(model: nn.Module) -> None:
+    """Store the adapters of all layers that are multiplied as one as one matrix, and those that rows of a batch choose from.
+
+    A TrainStep calls it before it lays out its flat buffers, which keep neighbours next to each other.
+    """
+    for layers in _multiplied_together(model):
+        sites = [site_of(layer) for layer in layers]
+        if any(site.why is not None or is_sharded(site.weight) for site in sites):
+            continue
+        members, stop = list[Spanning](), 0
+        for site in sites:
+            start, stop = stop, stop + shape_of(site.weight)[0]
+            found = (*adapters_of(site.weight), *site.extra)
+            members += [Spanning(low, start, stop) for low in found if isinstance(low, LowRank)]
+        for spanning in LowRank.join(members):
+            spanning.adapter.pack()  # type: ignore[attr-defined]
+
+
+def _multiplied_together(model: nn.Module) -> Iterator[list[Any]]:
+    groups = [module.projections() for module in model.modules() if isinstance(module, Projecting)]
+    yield from groups
+    grouped = {id(layer) for layers in groups for layer in layers}
+    for module in model.modules():
+        if id(module) not in grouped and (isinstance(module, nn.Linear) or foreign(module)):
+            yield [module]

@@ -10,10 +10,10 @@ from ..device import without_autocast
 from ..kernels.record import seen
 from ..layers.site_parts import shape_of
 from ..layers.stacked import multiply_by_records
+from .adapter import pack_adapters
 from .base import check, check_no_step, kind_of, quantize_base
 from .pair import Pair, is_number
 from .pairs import Adapters, check_module, check_not_chosen, check_not_merged, check_outside, pairs
-from .per_row import BELOW, make_one
 from .targets import DORA, KINDS, by, chosen, layers_of
 
 INITS = (True, False, "gaussian", "orthogonal")
@@ -136,22 +136,9 @@ def attach(model: nn.Module, options: dict[str, AdapterOptions], name: str, who:
         own.train(found.layer.training)
         adapters[name] = own
         adapters.hang()
-    _make_neighbours({key: own for key, own in made.items() if isinstance(options[key].layer, nn.Linear)})
+    pack_adapters(model)
     multiply_by_records(model, everywhere=True)
     return made
-
-
-def _make_neighbours(of_layers: dict[str, Pair]) -> None:
-    """Let the a of linear layers that may read the same x, siblings, lie one behind the other, and so their b.
-
-    Wherever the siblings are multiplied as one they are one matrix then, and so are their gradients (train/flat_buffers.py).
-    """
-    siblings: dict[tuple, list[nn.Parameter]] = {}
-    for key, own in of_layers.items():
-        for word, p in (("a", own.a), ("b", own.b)):
-            siblings.setdefault((word, key.rpartition(".")[0], p.shape[1], p.dtype, p.device), []).append(p)
-    for group in siblings.values():
-        make_one(group, BELOW)
 
 
 def _check_apart(model: nn.Module, chosen: Sequence[Any], who: str) -> None:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..kernels.rows import Owners
-from ..layers.site_parts import shape_of
+from .adapter import pack_adapters
 from .pair import Pair
 from .pairs import Adapters, adapted_layers, pairs
-from .per_row import PerRow, lay_together
+from .per_row import PerRow
 
 KEY = "adapter_ids"  # what a call of the model has, and a batch of TrainStep
 
@@ -34,14 +34,9 @@ class rows:
         self._routing = Routing(names)
         self._kept: dict[tuple[int, torch.device], Tensor] = {}
         self._layers = [adapters for _, adapters, _ in layers]
-        siblings: dict[tuple, list[Sequence[Pair]]] = {}
-        for key, adapters, own in layers:
-            weight = adapters.layer.weight
-            siblings.setdefault((key.rpartition(".")[0], shape_of(weight)[1], weight.dtype, weight.device), []).append(own)
-        for group in siblings.values():
-            lay_together(group)
         for adapters in self._layers:
             adapters.route(self._routing)
+        pack_adapters(model)
         self._hooks = [hook for entry in _entries(model) for hook in self._routing.watch(entry)]
 
     @property

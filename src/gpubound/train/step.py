@@ -26,6 +26,7 @@ from ..kernels.choose import Call, hasten
 from ..layers import fp8
 from ..layers.own_storage import give_own_storages
 from ..lora import early
+from ..lora.adapter import pack_adapters
 from ..models.own import LanguageModel
 from ..parallel import ALONE, Ranks, parting
 from ..parallel.wrapped import tell_if_alone, unwrapped
@@ -105,6 +106,7 @@ class TrainStep(Uncopied):
         held = self._held = holding(model, ranks)
         tell_if_alone(held.ranks)
         kept, graph = held.kept(numbers), held.graph(graph)
+        pack_adapters(model)
         layout = config.lay_out(held, kept)
         alike = {"accumulate": accumulate, "clip": clip, "precision": precision, "graph": graph, "seed": seed}
         held.ranks.alike("TrainStep", alike | settings("optimizer", config) | settings("schedule", schedule or Schedule()))
