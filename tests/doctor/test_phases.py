@@ -33,6 +33,17 @@ class Noted(Phase):
         self.notes.append(f"end {self.name}")
 
 
+def test_slow_steps_are_reported_within_a_phase(monkeypatch):
+    now, lines = [0.0], []
+    monkeypatch.setattr(sys.modules[Phases.__module__], "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    with Phases([Phase(1), Phase(9)], keep_going=True, report=lines.append) as phases:
+        for _ in range(10):
+            now[0] += 6.0
+            phases.ended()
+    assert [line.split(",")[0] for line in lines] == ["warm-up 1/1"] + [f"warm-up {n}/9" for n in (2, 4, 6, 8, 9)]
+    assert lines[1].endswith("6 s a step")
+
+
 def test_phases_follow_each_other_and_then_the_script_is_stopped():
     notes = []
     with pytest.raises(Enough), Phases([Noted("a", 1, notes), Noted("b", 2, notes)]) as phases:

@@ -79,3 +79,13 @@ def test_the_examples_of_the_words():
 def test_a_refused_replay_is_no_missing_gpu():
     bare = [replace(f, ms=None, certainty="counted") for f in VERDICT.findings]
     assert "prices need a GPU" not in screen(replace(VERDICT, findings=bare), 110)
+
+
+def test_the_ceiling_names_what_it_leaves_out():
+    """An fp32 product is no stall of the host: the step of the ceiling still has it."""
+    precision = replace(VERDICT.findings[1], kind="precision", certainty="estimate")
+    text = screen(replace(VERDICT, findings=[precision, VERDICT.findings[0]], together_ms=26.0), 200)
+    (best,) = [line for line in text.splitlines() if line.startswith("CEILING")]
+    assert "25.9 ms" in best and "1 precision" in best and "2 data" not in best
+    (joint,) = [line for line in text.splitlines() if line.startswith("1+2 together")]
+    assert "15.8 ms (2.65x)" in joint, "41.8 - 26.0 ms"

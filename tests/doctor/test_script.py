@@ -10,6 +10,7 @@ from textwrap import dedent
 import pytest
 
 from gpubound.doctor.script import Enough, Script
+from tests import forked
 from tests.messages import message
 
 TELLS = """
@@ -119,7 +120,7 @@ def test_it_stops_a_thread_without_a_word(tmp_path):
     """
     script = write(tmp_path / "threads.py", text)
     run = f"from gpubound.doctor.script import Script; print(Script({str(script)!r}).run())"
-    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True)
+    done = subprocess.run([forked.python(), "-c", run], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n" and "KeyError: 'told'" in done.stderr and "Enough" not in done.stderr
 
 
@@ -151,14 +152,14 @@ LEAVES = """
 def test_a_script_that_leaves_at_once_leaves_a_verdict(tmp_path, how, code, said):
     script = write(tmp_path / "leaves.py", LEAVES)
     run = f"from gpubound.doctor.script import Script; print(Script({str(script)!r}, ({how!r},)).run())"
-    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True)
+    done = subprocess.run([forked.python(), "-c", run], capture_output=True, text=True)
     assert done.returncode == code and (done.stderr if code else done.stdout).endswith(said)
 
 
 FORKS = """
     import os, sys
     import torch
-    weight = torch.nn.Parameter(torch.ones(1))
+    weight = torch.nn.Parameter(torch.ones(1, device=torch.accelerator.current_accelerator()))
     optimizer = torch.optim.SGD([weight])
     for _ in range(3):
         weight.sum().backward()
@@ -173,10 +174,11 @@ FORKS = """
 @pytest.mark.parametrize(("ends", "code"), [("pass", 0), ("sys.exit()", 0), ("sys.exit('why')", 1), ("raise KeyError", 1)])
 def test_a_forked_process_ends_by_its_own_code_and_leaves_the_verdict_to_its_parent(tmp_path, ends, code):
     script = write(tmp_path / "s.py", FORKS.format(ends))
-    command = [sys.executable, "-m", "gpubound", "doctor", "--dry-run", "--keep-going", "-o", tmp_path / "out", script]
+    command = [forked.python(), "-m", "gpubound", "doctor", "--dry-run", "--keep-going", "-o", tmp_path / "out", script]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0 and f"child {code}\n" in ran.stdout
-    assert ran.stdout.count("doctor  s.py") == 1 and "gpubound doctor:" not in ran.stderr
+    assert ran.stdout.count("doctor  s.py") == 1 and ran.stderr.count("running s.py") == 1
+    assert "failed" not in ran.stderr and "no verdict" not in ran.stderr
     assert ("KeyError" in ran.stderr, "why" in ran.stderr) == ("KeyError" in ends, "why" in ends)
 
 
@@ -184,7 +186,7 @@ def test_a_script_may_wrap_what_it_prints_to(tmp_path):
     """The wrapper owns the buffer: it would close stdout with itself."""
     script = write(tmp_path / "wraps.py", "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)\nprint('first')")
     run = f"from gpubound.doctor.script import Script; Script({str(script)!r}).run(); print('second')"
-    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True)
+    done = subprocess.run([forked.python(), "-c", run], capture_output=True, text=True, check=True)
     assert done.stdout == "first\nsecond\n"
 
 

@@ -8,6 +8,7 @@ gpubound doctor --graph-ready train.py:build   says whether a CUDA graph can hol
 
 import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import tyro
 
@@ -30,16 +31,16 @@ from ..errors import DataError, GpuboundError
 from ..parallel.telling import numbers
 from ..trace import printable
 from . import arguments
-from .doctor_after import Gate, Mending
+from .doctor_after import Gate, Mending, progress
 
 
 @dataclass(frozen=True)
 class Doctor:
     """Find what makes a script's GPU wait for its host: each line, its price, and what to write instead.
 
-    The script runs unmodified, with what follows its name as its own arguments. A step ends with Optimizer.step. When enough
-    steps have been seen, the script is stopped. Options of the doctor stand before the script. A trace of torch.profiler
-    (.json, .json.gz) can stand in a script's place.
+    The script runs unmodified, with the arguments that follow its name. A step ends with Optimizer.step. After enough steps
+    the script is stopped. The doctor's own options come before the script; after -- everything belongs to the script. Instead
+    of a script, a trace of torch.profiler (.json, .json.gz) can be read.
 
     --graph-ready says instead whether a CUDA graph can hold a model or a function, and which lines stop it. TARGET is a folder
     with a config.json, a preset's name, MODULE:NAME or FILE.py:NAME. NAME is a function or class that is called without
@@ -101,8 +102,9 @@ class Doctor:
 
 
 def main(argv: Sequence[str]) -> int:
-    own, target, rest, module = split(argv)
-    options = arguments(Doctor, own, "doctor")
+    command = split(argv)
+    target, rest, module = command.target, command.rest, command.module
+    options = arguments(Doctor, command.own, "doctor")
     if options.graph_ready is not None:
         if target:
             raise ValueError(f"graph-ready: got the script {target}, too; run one without the other.")
@@ -113,6 +115,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"device: got {options.device!r}; it is for --graph-ready, a script chooses its own.")
     if not target:
         raise ValueError("script: got none; give a script, -m and a module, or a trace, as in gpubound doctor train.py.")
+    refuse_misplaced(command)
     mending = Mending(
         options.fix, tuple(filter(None, options.fix_also.split(","))), options.apply, options.prove, options.step_marker,
         options.dry_run,
@@ -170,7 +173,7 @@ def look(options: Doctor, target: str, rest: Sequence[str], module: bool) -> Evi
         warmup=options.warmup, timed=options.timed, taped=options.taped, marker=options.step_marker,
         keep_going=options.keep_going, dry=options.dry_run,
     )  # fmt: skip
-    return examine(Script(target, tuple(rest), module), plan)
+    return examine(Script(target, tuple(rest), module), plan, progress() if numbers()[0] == 0 else None)
 
 
 @contextmanager
@@ -196,16 +199,55 @@ def printable_screen(text: str, colour: bool) -> str:
     return text if colour else printable(text)
 
 
-def split(argv: Sequence[str]) -> tuple[list[str], str, list[str], bool]:
-    """(the doctor's own arguments, the script or module, its arguments, whether it is a module)."""
+class Command(NamedTuple):
+    own: list[str]  # the doctor's own arguments
+    target: str  # the script or module
+    rest: list[str]  # its arguments
+    module: bool
+    separated: bool = False  # by --, so that everything after it belongs to the script
+
+
+def split(argv: Sequence[str]) -> Command:
+    """Split the command line at the script, at -m, or at -- (which may be followed by -m)."""
     flags = {f"--{field.name.replace('_', '-')}" for field in fields(Doctor) if field.type is bool} | {"-h", "--help"}
     at = 0
     while at < len(argv):
         word = argv[at]
         if word in ("-m", "--"):
-            after = argv[at + 1 : at + 2]
-            return list(argv[:at]), "".join(after), list(argv[at + 2 :]), word == "-m"
+            separated = word == "--"
+            module = word == "-m" or argv[at + 1 : at + 2] == ["-m"]
+            target = at + 1 + (separated and module)
+            return Command(list(argv[:at]), "".join(argv[target : target + 1]), list(argv[target + 1 :]), module, separated)
         if not word.startswith("-"):
-            return list(argv[:at]), word, list(argv[at + 1 :]), False
+            return Command(list(argv[:at]), word, list(argv[at + 1 :]), False)
         at += 1 if word in flags or word.replace("_", "-") in flags or "=" in word else 2
-    return list(argv), "", [], False
+    return Command(list(argv), "", [], False)
+
+
+# Options that many scripts have, too, and whose loss is seen at once: they may follow a script without a word.
+SHARED = {"--warmup", "--out", "--json", "--all", "--device"}
+
+
+def refuse_misplaced(command: Command) -> None:
+    """Refuse an option of the doctor that follows a script that does not name it: a budget would silently not be checked."""
+    if command.separated:
+        return
+    own = {f"--{field.name.replace('_', '-')}" for field in fields(Doctor)} - SHARED
+    source = source_of(command)
+    for word in command.rest:
+        option = word.partition("=")[0].replace("_", "-")
+        if option in own and not re.search(rf"\b{option[2:].replace('-', '[-_]')}\b", source):
+            script = f"-m {command.target}" if command.module else command.target
+            raise ValueError(
+                f"{option}: got it after {script}, which does not name it; put {option} before the script, or write "
+                f"gpubound doctor -- {script} ... if it is the script's own."
+            )
+
+
+def source_of(command: Command) -> str:
+    """The text of the script, or of a module below this folder; empty where it is elsewhere."""
+    path = Path(command.target.replace(".", os.sep)) if command.module else Path(command.target)
+    for file in (path, path / "__main__.py", path.with_suffix(".py")):
+        if file.is_file():
+            return file.read_text(encoding="utf-8", errors="replace")
+    return ""

@@ -2,7 +2,8 @@
 
 import gc
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -19,6 +20,12 @@ from ..parallel.telling import numbers
 from ..words import hint
 
 UNWRITTEN = 2
+
+
+def progress() -> Callable[[str], None]:
+    """Return a function that prints lines of progress to the present stderr, which the script may replace."""
+    stderr = sys.stderr
+    return lambda line: print(f"gpubound doctor: {line}", file=stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,7 @@ class Mending:
         _put_away()
         proof = prove(
             script, arguments, changes=changes, equal=repair.equal, rounds=self.rounds, module=module, marker=self.marker,
-            dry=self.dry, ranks=numbers()[1] if launched() else 0,
+            dry=self.dry, ranks=numbers()[1] if launched() else 0, report=progress(),
         )  # fmt: skip
         return Mended(verdict, repair, proof)
 

@@ -31,6 +31,7 @@ from ..watch.sensors import statistics
 from ..watch.site import Place, here
 from ..watch.unchanged import unchanged
 from ..watch.unseen import replaced
+from ..words import in_words
 from .kineto import read_trace
 from .marking import ANNOTATION, MarkingLedger
 from .script import Enough
@@ -45,16 +46,17 @@ class Phase:
     def __init__(self, steps: int):
         self.steps, self.done, self.seconds = steps, 0, 0.0
         self.absent: dict[str, str] = {}
+        self.began = 0.0
 
     def begin(self) -> None:
-        self._began = time.perf_counter()
+        self.began = time.perf_counter()
 
     def step(self) -> None:
         self.done += 1
 
     def end(self) -> None:
         """Also called where the script ended first."""
-        self.seconds = time.perf_counter() - self._began
+        self.seconds = time.perf_counter() - self.began
 
 
 class Timed(Phase):
@@ -244,11 +246,19 @@ class Located(Phase):
         return self._taped.tape if self._taped is not None else None
 
 
-class Phases:
-    """Takes a script from phase to phase, step by step, and stops it after the last one unless it is to go on."""
+QUIET_S = 10.0  # of slow steps, after which a line of progress is printed within a phase
 
-    def __init__(self, phases: Sequence[Phase], keep_going: bool = False):
+
+class Phases:
+    """Takes a script from phase to phase, step by step, and stops it after the last one unless it is to go on.
+
+    `report` receives a line of progress when a phase ends, and in a phase of slow steps every QUIET_S seconds.
+    """
+
+    def __init__(self, phases: Sequence[Phase], keep_going: bool = False, report: Callable[[str], None] | None = None):
         self.phases, self.keep_going = phases, keep_going
+        self._report = report
+        self._reported = 0.0
         self.total = 0
         self._now = 0
         self._open = False
@@ -272,8 +282,11 @@ class Phases:
             phase.step()
             if phase.done >= phase.steps:
                 self._end()
+                self._progress(phase, phase.seconds)
                 self._now += 1
                 self._begin()
+            elif time.perf_counter() - self._reported > QUIET_S:
+                self._progress(phase, time.perf_counter() - phase.began)
         if self.finished and not self.keep_going:
             raise Enough
 
@@ -281,6 +294,14 @@ class Phases:
         if not self.finished:
             self._open = True  # what begins is ended, also when it fails half-way
             self.phases[self._now].begin()
+            self._reported = time.perf_counter()
+
+    def _progress(self, phase: Phase, seconds: float) -> None:
+        self._reported = time.perf_counter()
+        if self._report is not None:
+            first = phase is self.phases[0]  # which began before the script's imports
+            took = f"after {in_words(seconds)}" if first else f"{in_words(seconds / max(phase.done, 1))} a step"
+            self._report(f"{phase.name} {phase.done}/{phase.steps}, {took}")
 
     def _end(self) -> None:
         if self._open:

@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 
 from ..errors import MeasureError
 from ..measure.comparison import Ratio, compare_samples
+from ..words import in_words
 from .seeded import SeededJob
 
 WARMUP = 10  # steps: the first ones allocate, autotune and compile
@@ -109,6 +110,7 @@ def prove(
     marker: str = "",
     dry: bool = False,
     ranks: int = 0,
+    report: Callable[[str], None] = lambda line: None,
 ) -> Proof:
     """Run `script` as it is and with `changes` (a file's new bytes), `rounds` times each.
 
@@ -116,6 +118,7 @@ def prove(
     module  `script` is a module's name, as after `python -m`. marker: what ends a step, if not an optimizer.
     dry  on the pretend device, so that the losses alone are compared.
     ranks  of a script that torchrun starts: so many processes on this machine. 0: it is started by python.
+    report  receives a line of progress for each run.
     """
     if rounds < 3:
         raise ValueError(f"prove: rounds: got {rounds}, wanted at least 3: an interval needs them.")
@@ -138,6 +141,8 @@ def prove(
                 result = str(Path(folder) / "result.json")
                 job = SeededJob(str(script), list(arguments), files, result, seed, steps, module, marker, dry)
                 runs[side].append(run_once(job, side, Path(folder), ranks))
+                number = sum(map(len, runs.values()))
+                report(f"--prove: run {number}/{2 * rounds}, {side}: {in_words(runs[side][-1].step_ms / 1e3)} a step")
     return judged(runs["before"], runs["after"], 0.0 if equal else TOLERANCE, timed=not dry)
 
 

@@ -26,9 +26,9 @@ from .script import Enough, Script
 from .steps import Steps
 from .tape import Tape
 
+PYTHON, COMMAND = "pass dry_run=True", "put --dry-run before the script"
 DRY = "a dry run counts and names lines; prices need a GPU"
 UNUSED = "nothing ran on the device, so nothing could wait for it"
-UNMET = f"{UNUSED}; in a dry run the script must take the device from torch.accelerator.current_accelerator()"
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Itinerary:
         return [Phase(self.warmup), Timed(self.timed), Taped(self.taped + 1), Located(self.located + 1, taped=True)]
 
 
-def examine(script: Script, plan: Itinerary) -> Evidence:
-    """Run a script until its phases are over, or it ends."""
+def examine(script: Script, plan: Itinerary, report: Callable[[str], None] | None = None) -> Evidence:
+    """Run a script until its phases are over, or it ends. `report` receives lines of progress."""
 
     def stepped(phases: Phases) -> None:
         with Steps(phases.ended, plan.marker):
             script.run()
 
-    return _examined(script.name, stepped, plan)
+    return _examined(script.name, stepped, plan, COMMAND, report)
 
 
 def examine_trace(path: Path, marker: str = "") -> Evidence:
@@ -84,6 +84,8 @@ def doctor(step: Callable[[], object], *, steps: int = 20, warmup: int = 10, dry
     """
     if not callable(step):
         raise ValueError(f"doctor: step: got {type(step).__name__}, wanted a function of no arguments that makes one step.")
+    if steps < 1:
+        raise ValueError(f"doctor: steps: got {steps}, wanted at least 1.")
     plan = Itinerary(warmup=warmup, timed=steps, dry=dry_run)
 
     def program(phases: Phases) -> None:
@@ -92,23 +94,28 @@ def doctor(step: Callable[[], object], *, steps: int = 20, warmup: int = 10, dry
                 step()
                 phases.ended()
 
-    return judge(_examined(getattr(step, "__name__", "step"), program, plan))
+    return judge(_examined(getattr(step, "__name__", "step"), program, plan, PYTHON))
 
 
-def _examined(name: str, program: Callable[[Phases], object], plan: Itinerary) -> Evidence:
-    _ready(plan.dry)
+def _examined(
+    name: str, program: Callable[[Phases], object], plan: Itinerary, ask: str, report: Callable[[str], None] | None = None
+) -> Evidence:
+    """`ask` is how the caller asks for a dry run."""
+    _ready(plan.dry, ask)
     steps = plan.phases()
-    with Phases(steps, plan.keep_going) as phases:
+    if report is not None:
+        report(f"running {name}: " + ", ".join(f"{phase.name} {phase.steps}" for phase in steps) + " steps")
+    with Phases(steps, plan.keep_going, report) as phases:
         program(phases)
     return _gathered(name, steps, phases, plan)
 
 
-def _ready(dry: bool) -> None:
+def _ready(dry: bool, ask: str) -> None:
     if dry:
         pretend.simgpu()
     elif not torch.cuda.is_available():
         raise MeasureError(
-            "no CUDA GPU works here, and prices need one; --dry-run counts stalls and names their lines without a GPU."
+            f"no CUDA GPU works here, and prices need one; {ask} to count stalls and name their lines without a GPU."
         )
 
 
@@ -148,10 +155,20 @@ def _gathered(name: str, steps: Sequence[Phase], phases: Phases, plan: Itinerary
 
 
 def _used(evidence: Evidence, dry: bool) -> Evidence:
-    """Evidence without counts where the device did nothing: 0 waits of a script on the CPU would pass every budget. On a GPU
-    only a tape says so, as the sensors see no launch in the replay of a graph."""
-    if (dry or evidence.tape is not None) and idle(evidence):
-        return replace(evidence, counted=frozenset(), absent={"counts": UNMET if dry else UNUSED} | dict(evidence.absent))
+    """Return evidence without counts where the device did nothing: 0 waits of a script on the CPU would pass every budget.
+
+    A dry run that never used the pretend device has nothing to report, so it raises. On a GPU only a tape shows that nothing
+    ran, because the sensors see no launch in the replay of a graph.
+    """
+    if dry and idle(evidence):
+        took = "may have used the real GPU" if torch.cuda.is_available() else "ran on the CPU"
+        raise MeasureError(
+            f"{evidence.script} {took}: torch.cuda.is_available() is {torch.cuda.is_available()} here, and in a dry run the "
+            "pretend device is torch.accelerator.current_accelerator(). gb.place and gb.TrainStep do not run on it. Take the "
+            "device from there, or run the doctor on a GPU without a dry run."
+        )
+    if evidence.tape is not None and idle(evidence):
+        return replace(evidence, counted=frozenset(), absent={"counts": UNUSED} | dict(evidence.absent))
     return evidence
 
 

@@ -21,6 +21,7 @@ from types import ModuleType, TracebackType
 
 import torch
 
+from ..watch.pretend import NAME
 from ..watch.simtensor import SimTensor
 from ..watch.unseen import replaced
 
@@ -31,7 +32,10 @@ NO_CUDA = (
     "or run the doctor on a GPU"
 )
 
-NOT_PLAIN = "it wants plain tensors, as gb.TrainStep does, which those of the pretend device are not; run the doctor on a GPU"
+NOT_PLAIN = (
+    "gb.place, gb.TrainStep and other code that needs plain tensors cannot use the pretend device of a dry run; run the doctor "
+    "on a GPU"
+)
 
 
 class Enough(BaseException):
@@ -99,7 +103,9 @@ class Script:
     def _advice(self, error: Exception) -> str:
         if isinstance(error, ImportError) and "no known parent package" in str(error):
             return f"it imports from its own package, as a module alone can; run gpubound doctor {self._as_module()}"
-        return NO_CUDA if _asked_for_cuda(error) else NOT_PLAIN if SimTensor.__name__ in str(error) else RUNS
+        if any(name in str(error) for name in (SimTensor.__name__, NAME)):
+            return NOT_PLAIN
+        return NO_CUDA if _asked_for_cuda(error) else RUNS
 
     def _as_module(self) -> str:
         """How the doctor is told to run this file by its package, and where."""

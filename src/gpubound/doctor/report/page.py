@@ -31,6 +31,7 @@ from .whatif import picks, program
 from .words import (
     LEAVES,
     SHARES,
+    ceiling,
     code_of,
     late,
     machine,
@@ -109,7 +110,7 @@ def _tiles(verdict: Verdict) -> list[tuple[str, str]]:
         found.append(("a step", milliseconds(verdict.step_ms)))
     found += [(SHARES[share], f"{parts[share]:.0f} %") for share in ("busy", "host_late") if share in parts]
     if verdict.ceiling_ms is not None:
-        found.append(("a step if the host never stalled", milliseconds(verdict.ceiling_ms)))
+        found.append((f"a step {ceiling(verdict)}", milliseconds(verdict.ceiling_ms)))
     if verdict.together_ms is not None:
         found.append(("all findings together", milliseconds(verdict.together_ms)))
     return found

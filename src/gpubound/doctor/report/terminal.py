@@ -13,6 +13,7 @@ from rich.text import Text
 from ..finding import COUNTS, Finding, Verdict
 from .words import (
     SHARES,
+    ceiling,
     clean,
     code_of,
     machine,
@@ -56,7 +57,7 @@ def _parts(verdict: Verdict, width: int, everything: bool, files: Sequence[str])
         yield _step(verdict)
     if verdict.step_ms and verdict.ceiling_ms:
         faster = verdict.step_ms / verdict.ceiling_ms
-        yield _text(f"CEILING {milliseconds(verdict.ceiling_ms)} ({faster:.2f}x) if the host never stalled", "bold")
+        yield _text(f"CEILING {milliseconds(verdict.ceiling_ms)} ({faster:.2f}x) {ceiling(verdict)}", "bold")
     shown = verdict.findings if everything else verdict.findings[:FINDINGS]
     if shown:
         yield Text()

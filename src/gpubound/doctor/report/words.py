@@ -22,6 +22,10 @@ LEAVES = {
     "alloc": "the allocator",
     "dispatch": "Python and dispatch",
 }
+# What the ceiling leaves out: waits of the host, and its pauses for data, collections, compilations and checkpoints.
+HOST_STALLS = frozenset({
+    "sync", "h2d", "d2h", "pageable", "repeat", "alloc", "free", "retry", "pin", "data", "gc", "compile", "checkpoint",
+})  # fmt: skip
 NOWHERE = "no single line"
 NAMED = 6  # numbers in a row that a reader still adds up
 SLOWED = 1.05  # a recording that slows a step by less is not worth a line
@@ -107,15 +111,24 @@ def without(verdict: Verdict) -> list[str]:
     return [f"without {what}: {why}" for what, why in verdict.absent.items()]
 
 
+def ceiling(verdict: Verdict) -> str:
+    """What the ceiling assumes, and the findings that it leaves out because they are no stall of the host."""
+    others = [f"{n} {f.kind}" for n, f in enumerate(verdict.findings, 1) if f.ms and f.kind not in HOST_STALLS]
+    return "if the host never stalled" + (f", with {' and '.join(others)} still in it" if others else "")
+
+
 def together(verdict: Verdict) -> list[str]:
-    """What mending everything that has a price would gain. Waits overlap: it is not the sum."""
+    """What fixing everything that has a price would gain, and the step that is left. Waits overlap: it is not the sum."""
     numbers = [number for number, finding in enumerate(verdict.findings, 1) if finding.ms]
     if verdict.together_ms is None or len(numbers) < 2:
         return []
     alone = sum(finding.ms for finding in verdict.findings if finding.ms)
     named = "+".join(map(str, numbers)) if len(numbers) <= NAMED else f"{len(numbers)} priced ones"
-    said = f"{named} together: {milliseconds(verdict.together_ms)} a step"
-    return [f"{said} (alone they add up to {milliseconds(alone)})"]
+    said = f"{named} together: {milliseconds(verdict.together_ms)} a step (alone they add up to {milliseconds(alone)})"
+    if verdict.step_ms and verdict.together_ms < verdict.step_ms:
+        left = verdict.step_ms - verdict.together_ms
+        said += f", which leaves {milliseconds(left)} ({verdict.step_ms / left:.2f}x)"
+    return [said]
 
 
 def summary(finding: Finding) -> str:
