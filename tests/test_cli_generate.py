@@ -223,7 +223,7 @@ def test_which_is_newer_the_steps_tell_and_no_file_s_time(ckpt, tmp_path, done, 
     """A copy of a run, or a restored one, has its files in any order."""
     checkpoint(tmp_path, ckpt, 3)
     Tokenizer.load(ckpt).save(save_hf(load_hf(ckpt), tmp_path / "model"))
-    origin.note(tmp_path / "model", 1, done)
+    origin.note(tmp_path / "model", "run", 1, done)
     for folder in ("model", "checkpoints/step-00000003"):
         for file in (tmp_path / folder).iterdir():
             os.utime(file, (1000 * (folder != taken),) * 2)  # what is taken looks older
@@ -234,7 +234,7 @@ def test_a_run_whose_export_is_in_its_own_folder(ckpt, tmp_path):
     checkpoint(tmp_path, ckpt, 3)
     Tokenizer.load(ckpt).save(save_hf(load_hf(ckpt), tmp_path))
     for done, taken in ((3, tmp_path), (2, tmp_path / "checkpoints" / "step-00000003")):
-        origin.note(tmp_path, 1, done)
+        origin.note(tmp_path, "run", 1, done)
         assert open_saved(tmp_path, CPU).folder == taken
 
 

@@ -60,13 +60,15 @@ def test_a_page_replaces_no_file_that_is_none(tmp_path, capsys):
     run = a_run(tmp_path / "first", "first", 3.0)
     lines = (run / "steps.jsonl").read_text()
     for out, why in (
-        (run / "steps.jsonl", f"{run / 'steps.jsonl'} exists and is not an HTML page; give another file."),
+        (run / "steps.jsonl", f"{run / 'steps.jsonl'} exists"),
         (run, f"'{run}' is a folder; give a file such as report.html."),
         (tmp_path / "no" / "page.html", f"'{tmp_path / 'no' / 'page.html'}' is in a folder that does not exist; give a file"),
     ):
         assert main(["report", str(run), "--out", str(out)]) == 2
         assert capsys.readouterr().err.startswith(f"gpubound report: out: {why}")
     assert (run / "steps.jsonl").read_text() == lines
+    (tmp_path / "theirs.html").write_text("<!doctype html><title>mine</title>")
+    assert main(["report", str(run), "--out", str(tmp_path / "theirs.html")]) == 2
     for _ in range(2):
         assert main(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0, "an older page is replaced"
 

@@ -267,15 +267,62 @@ def test_what_is_refused(config, tmp_path, capsys, options, sentence):
     assert capsys.readouterr().err.splitlines()[-1] == f"gpubound train: {sentence}"
 
 
-@pytest.mark.parametrize(
-    "mark, what", [("corpus.json", "a corpus"), ("building.json", "a corpus"), ("state.json", "a checkpoint")]
-)
-def test_export_into_what_a_run_needs_is_refused(config, tmp_path, capsys, mark, what):
-    """An objective adds tokens to a tokenizer, and an exported one in the place of the corpus's would not fit it."""
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / mark).touch()
-    assert main(["train", str(config), "--export", str(tmp_path / "there")]) == 2
-    assert capsys.readouterr().err == message("cli_train:export_into_what_a_run_n", tmp_path / "there", what)
+def contents_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+FOREIGN = {"model": "config.json", "template": "chat_template.jinja", "corpus": "corpus.json", "checkpoint": "state.json"}
+
+
+@pytest.mark.parametrize("name", FOREIGN.values(), ids=FOREIGN)
+def test_an_export_does_not_replace_files_of_another_origin(config, tmp_path, capsys, name):
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / name).write_text("{}")
+    assert main(["train", str(config), "--export", str(there)]) == 2
+    assert str(there) in capsys.readouterr().err and not (tmp_path / "run").exists()
+    assert contents_of(there) == {name: b"{}"}
+
+
+def test_an_export_into_the_folder_of_the_run_is_refused(config, tmp_path, capsys):
+    assert main(["train", str(config), "--export", str(tmp_path / "run")]) == 2
+    assert "--out" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_an_export_replaces_only_that_of_its_own_run(config, tmp_path, capsys):
+    """The same run may export again, also when it is resumed; another run with the same recipe may not."""
+    there, export = tmp_path / "there", ["--export", str(tmp_path / "there")]
+    assert main(["train", str(config), *export]) == 0
+    first = contents_of(there)
+    assert main(["train", str(config), "--resume", "--steps", "9", *export]) == 0
+    second = contents_of(there)
+    assert json.loads(second["gpubound.json"])["run"] == json.loads(first["gpubound.json"])["run"]
+    assert second["model.safetensors"] != first["model.safetensors"]
+    capsys.readouterr()
+    assert main(["train", str(config), "--out", str(tmp_path / "other"), *export]) == 2
+    assert str(there) in capsys.readouterr().err and not list((tmp_path / "other").glob("checkpoints/step-*"))
+    assert contents_of(there) == second
+
+
+def test_a_run_does_not_replace_a_run_json_of_another_origin(config, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text('{"name": "mine"}')
+    assert main(["train", str(config)]) == 2
+    assert "run.json" in capsys.readouterr().err and (tmp_path / "run" / "run.json").read_text() == '{"name": "mine"}'
+
+
+@pytest.mark.parametrize("token", [5, 65_000], ids=["within the vocabulary", "beyond it"])
+def test_resuming_verifies_the_corpus_that_the_run_built(config, tmp_path, capsys, token):
+    (tmp_path / "text.txt").write_text("\n\n".join(texts()))
+    command = ["train", str(config), "--data", str(tmp_path / "text.txt"), "--vocabulary", "300"]
+    assert main(command) == 0
+    (shard,) = (tmp_path / "run" / "corpus").glob("*.gbt")
+    with open(shard, "r+b") as file:
+        file.seek(4096 + 2 * 100)  # a header's page, then two bytes a token
+        file.write(token.to_bytes(2, "little"))
+    capsys.readouterr()
+    assert main([*command, "--resume", "--steps", "9"]) == 2
+    assert str(shard) in capsys.readouterr().err
 
 
 def test_export_onto_a_file_is_refused_before_training(config, tmp_path, capsys):

@@ -11,7 +11,10 @@ import sys
 
 import pytest
 
-from gpubound import trace
+from gpubound import lora, trace
+from gpubound.corpus import train_tokenizer
+from gpubound.doctor.finding import Verdict
+from gpubound.doctor.report import write_reports
 from gpubound.errors import DataError
 from gpubound.files import LOCK, beside, locked, read_json, reading, regular, write_whole, writing
 from gpubound.models import PRESETS, Decoder, load_hf, save_hf
@@ -218,3 +221,39 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
     with locked(tmp_path):
         pass
     assert capsys.readouterr().err == message("files:a_file_system_without_lo", tmp_path, os.strerror(errno.ENOLCK))
+
+
+def save_model(folder, **options):
+    save_hf(Decoder(PRESETS["tiny"], device="cpu"), folder, **options)
+
+
+def save_tokenizer(folder, **options):
+    train_tokenizer(["some text"], 270).save(folder, **options)
+
+
+def save_adapter(folder, **options):
+    model = Decoder(PRESETS["tiny"], device="cpu")
+    lora.add(model, rank=2)
+    lora.save(model, folder, **options)
+
+
+def save_report(folder, **options):
+    write_reports(folder, Verdict("a.py", {}, None, {}, None, [], None, [], [], {}, {}, None), **options)
+
+
+FOREIGN = [
+    (save_model, "config.json"), (save_model, "model.safetensors"), (save_model, "model-00001-of-00002.safetensors"),
+    (save_tokenizer, "tokenizer.json"), (save_tokenizer, "chat_template.jinja"), (save_adapter, "adapter_model.safetensors"),
+    (save_report, "doctor.html"), (save_report, "doctor.json"), (save_report, "doctor.sarif"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("save, name", FOREIGN, ids=[name for _, name in FOREIGN])
+def test_a_saver_replaces_no_file_of_another_origin(tmp_path, save, name):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=name):
+        save(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == "{}"
+    if save is not save_report:
+        save(tmp_path, overwrite=True)
+        assert not (tmp_path / name).exists() or (tmp_path / name).read_bytes() != b"{}"

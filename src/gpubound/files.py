@@ -16,7 +16,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,6 +26,7 @@ from .trace import notice
 
 _KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 LOCK = "run.lock"
+EXPORT = "gpubound.json"  # in a folder that a run exported: the id of the run
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EBADF, errno.EINVAL)  # EBADF: a folder on NFS
 
 
@@ -92,6 +93,40 @@ def make_folder(path: Path) -> None:
     """The folder, if it is not there, and those above it."""
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
+
+
+def check_replaceable(
+    folder: Path, argument: str, names: Iterable[str] | None = None, run: str | None = None, overwrite: bool = False
+) -> None:
+    """Raise ValueError if writing to `folder` would replace files of unknown origin.
+
+    Every function that writes a folder calls this before its first write. Weights that are replaced cannot be restored.
+
+    argument   the argument or function that the error names
+    names      the files that are going to be written or removed; None: any file in the folder counts
+    run        the id of the run that writes: its own export may be replaced
+    overwrite  the caller has asked for the replacement
+    """
+    if overwrite or not folder.is_dir():
+        return
+    present = sorted(path.name for path in folder.iterdir())
+    if names is not None:
+        present = sorted(set(present) & set(names))
+    if not present or (run is not None and exporting_run(folder) == run):
+        return
+    if run is None:
+        raise ValueError(
+            f"{argument}: {folder} holds {present[0]!r}, which would be replaced; give another folder, or overwrite=True."
+        )
+    raise ValueError(f"{argument}: {folder} holds {present[0]!r} and is not an export of this run; give another folder.")
+
+
+def exporting_run(folder: Path) -> str | None:
+    """Return the id of the run that exported to `folder`; None for a folder without one."""
+    if not (folder / EXPORT).exists():
+        return None
+    run = read_json(folder / EXPORT, "export the run again, to another folder").get("run")
+    return run if isinstance(run, str) else None
 
 
 @contextmanager

@@ -295,7 +295,7 @@ def test_another_tokenizer_put_in_the_corpus_folder_is_noticed(tmp_path):
     one, other = train_tokenizer(TEXTS, 280), train_tokenizer(["other words " * 9], 280)
     corpus = build(tmp_path / "c", tokenizer=one)
     assert Corpus.open(corpus.path).tokenizer().fingerprint == one.fingerprint
-    other.save(corpus.path)
+    other.save(corpus.path, overwrite=True)
     with pytest.raises(DataError) as error:
         Corpus.open(corpus.path).tokenizer()
     assert str(error.value) == (

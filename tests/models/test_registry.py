@@ -30,8 +30,8 @@ class Bag(nn.Module):
 def bags(monkeypatch):
     """A family whose only model is "bag"; a folder of one holds bag.pt."""
 
-    def save(model, folder, tokenizer, weights):
-        folder.mkdir()
+    def save(model, folder, tokenizer, weights, overwrite=False):
+        folder.mkdir(exist_ok=True)
         torch.save(dict(weights), folder / "bag.pt")
         return folder
 

@@ -50,7 +50,7 @@ def exported(folder, tied):
         for block in ours.model.layers:
             fully_shard(block)
         fully_shard(ours)
-        export(lambda weights: save_hf(ours, folder, weights=weights), storing.stored_state(ours), ranks)
+        export(lambda weights: save_hf(ours, folder, weights=weights, overwrite=True), storing.stored_state(ours), ranks)
         return live.most, live.largest, sum(p.numel() * 4 for p in ours.parameters())
 
 
@@ -70,7 +70,7 @@ def test_transformers_loads_what_ranks_exported_shard_by_shard(tmp_path, tied):
     torch.testing.assert_close(theirs, wanted if isinstance(wanted, torch.Tensor) else wanted.logits, rtol=1e-4, atol=1e-5)
     back = load_hf(tmp_path).state_dict()
     assert all(torch.equal(back[name], t) for name, t in ours.state_dict().items())
-    save_hf(ours, tmp_path)  # in one file again
+    save_hf(ours, tmp_path, overwrite=True)  # in one file again
     assert [path.name for path in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
 
 

@@ -152,7 +152,7 @@ def test_another_base_is_refused(corpus, base, tmp_path):
         model.model.norm.weight[3] += 1
     from gpubound.models import save_hf
 
-    save_hf(model, copy)
+    save_hf(model, copy, overwrite=True)
     with pytest.raises(DataError) as error:
         prepare(adapting(corpus, copy, tmp_path / "run", steps=8), resume=True, progress=False)
     assert str(error.value) == message("train/adapters:another_base_is_refused", found, copy)

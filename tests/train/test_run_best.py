@@ -84,7 +84,7 @@ def test_the_best_weights_are_exported(corpus, tmp_path, monkeypatch):
     wanted = run.checkpoints.at(6).tensors()
     assert all(torch.equal(exported[name], wanted[f"average.{name}"]) for name in run.average.average)
     assert all(torch.equal(live[name], t) for name, t in run.model.state_dict().items())
-    assert json.loads((tmp_path / "model" / "gpubound.json").read_text()) == {"step": 6, "done": 12}
+    assert json.loads((tmp_path / "model" / "gpubound.json").read_text()) == {"run": run.id, "step": 6, "done": 12}
 
 
 def test_without_an_average_the_best_step_s_own_weights(corpus, tmp_path, monkeypatch):

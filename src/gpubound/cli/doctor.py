@@ -24,7 +24,7 @@ from ..doctor.evidence import Evidence
 from ..doctor.judge import judge
 from ..doctor.leaving import end_anyway
 from ..doctor.ranks import tell, tell_error
-from ..doctor.report import annotate, screen, write_reports
+from ..doctor.report import annotate, check_reports, screen, write_reports
 from ..doctor.run import Itinerary, examine, examine_trace
 from ..doctor.script import Script
 from ..errors import DataError, GpuboundError
@@ -123,6 +123,8 @@ def main(argv: Sequence[str]) -> int:
     folder = Path(options.out or ".doctor") if options.out is not None or not options.json else None
     if folder is not None and folder.exists() and not folder.is_dir():
         raise ValueError(f"out: {folder} is a file; give a folder with --out.")
+    if folder is not None:
+        check_reports(folder)
     rank, _ = numbers()
     threads = threading.enumerate()
     held = Gate.of(options, options.baseline, options.allow)

@@ -20,9 +20,8 @@ from typing import Annotated, Any
 import tyro
 import yaml
 
-from ..corpus.shards import CLAIM, MANIFEST
 from ..device import resolve
-from ..files import reading
+from ..files import check_replaceable, exporting_run, reading
 from ..lora.files import CONFIG as ADAPTER
 from ..models.registry import trainable
 from ..monitor.live import check_log
@@ -30,7 +29,6 @@ from ..parallel import join, launched
 from ..train.prepare import prepare
 from ..train.recipe import Recipe
 from ..train.run import Run
-from ..train.state_file import STATE
 from . import arguments
 from .compare import compare, keep, variants_of
 from .many import Many, again, start
@@ -123,6 +121,8 @@ def main(argv: Sequence[str]) -> int:
     with join(kind, options.longest_step) as ranks, quietly(options.quiet, ranks), alone(recipe.out, ranks):
         resume = options.resume or options.begins_again
         run = prepare(recipe, resume, options.auto_batch, progress=ranks.first, ranks=ranks)
+        if export is not None:
+            check_replaceable(export, "export", run=run.id)
         if not ranks.first:
             failed = follow(run)
             if export and not failed:
@@ -198,22 +198,24 @@ def export_folder(options: Train) -> Path | None:
     if not options.export.strip():
         raise ValueError("export: got an empty text; give hf or a folder.")
     folder = Path(options.out, "hf") if options.export == "hf" else Path(options.export)
+    if os.path.realpath(folder) == os.path.realpath(options.out):
+        raise ValueError(f"export: {folder} is --out itself, which holds the run's own files; give hf or another folder.")
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         raise ValueError(f"export: {there} is a file; give a folder.")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"export: {there} may not be written to; give another folder.")
-    _check_contents(folder, options)
     if folder.exists() and Path(options.model).exists() and folder.samefile(options.model):
         raise ValueError(f"export: {folder} holds the model that the run begins with; give another folder.")
+    _check_contents(folder, options)
     return folder
 
 
 def _check_contents(folder: Path, options: Train) -> None:
-    """That an export does not spoil what lies in `folder`, and is not hidden by it."""
-    for what, marks in (("a corpus", (MANIFEST, CLAIM)), ("a checkpoint", (STATE,))):
-        if any((folder / mark).exists() for mark in marks):
-            raise ValueError(f"export: {folder} holds {what}, some of whose files it would replace; give another folder.")
+    """Refuse a folder of other files before the run is prepared. The run's id is compared once it is known."""
+    if not folder.is_dir():
+        return
+    check_replaceable(folder, "export", run=exporting_run(folder) or "")
     bare = bool(options.lora) and not options.merge
     if (folder / ("config.json" if bare else ADAPTER)).exists():
         there, comes = ("a whole model", "an adapter") if bare else ("an adapter", "a whole model")

@@ -50,8 +50,9 @@ def build(
     progress: bool = True,
     separator: str | None = None,
     text_key: str | None = None,
-) -> None:
-    """Write the corpus of `texts` to the folder `path`, or finish the build that was interrupted there.
+) -> bool:
+    """Write the corpus of `texts` to the folder `path`, or finish the build that was interrupted there. Return False if the
+    folder holds this corpus already.
 
     texts         see gpubound.corpus.texts.Texts, as for separator and text_key
     tokenizer     see gpubound.corpus.tokenizer.adapt; it is saved with the corpus
@@ -73,14 +74,14 @@ def build(
         "text_key": text_key,
     }
     with building_alone(path):
-        _build(path, source, encoder, settings, workers, progress)
+        return _build(path, source, encoder, settings, workers, progress)
 
 
-def _build(path: Path, source: Texts, encoder: Encoder, settings: dict[str, Any], workers: int, progress: bool) -> None:
+def _build(path: Path, source: Texts, encoder: Encoder, settings: dict[str, Any], workers: int, progress: bool) -> bool:
     # Before they are read: what changes later must not look the same. The same files need not be read again to be known.
     sources: Any = source.files and [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in source.files]
     if _finished(path, settings, source, sources, progress):
-        return
+        return False
     state, texts = _resume(path, settings, encoder), iter(source)
     if not _begin_with(texts, state.at, source, progress):
         raise OtherCorpus(path, "the texts have changed since the interrupted build")
@@ -101,6 +102,7 @@ def _build(path: Path, source: Texts, encoder: Encoder, settings: dict[str, Any]
     }
     write_whole(path / MANIFEST, json.dumps(manifest))
     (path / CLAIM).unlink()
+    return True
 
 
 @contextmanager
@@ -174,7 +176,7 @@ def _resume(path: Path, settings: dict[str, Any], encoder: Encoder) -> Shards:
     for rest in path.glob("*.partial"):
         rest.unlink()
     if isinstance(encoder, Tokenizer):
-        encoder.save(path)
+        encoder.save(path, overwrite=True)
     state = Shards.found(path, settings)
     if state.names:
         notice(f"Corpus.build: going on in {path} after {len(state.names)} whole shards and {state.at.texts} texts.")

@@ -46,9 +46,10 @@ class Corpus:
 
     @staticmethod
     def build(texts: Any, tokenizer: Any, path: str | Path, **options: Any) -> "Corpus":
-        """Tokenise `texts` into shards in the folder `path`; see `gpubound.corpus.build.build` for the options."""
-        build(texts, tokenizer, Path(path), **options)
-        return Corpus.open(path, verify=False)
+        """Tokenise `texts` into shards in the folder `path`; see `gpubound.corpus.build.build` for the options. A corpus that
+        is there already is verified as by `open`."""
+        built = build(texts, tokenizer, Path(path), **options)
+        return Corpus.open(path, verify=not built)
 
     def batches(self, seq: int, micro_batch: int, device: Any = None, **options: Any) -> CorpusFeed:
         """A CorpusFeed of `micro_batch` rows of `seq` tokens; see `gpubound.corpus.batches.batches` for the options."""

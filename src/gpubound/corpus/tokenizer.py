@@ -12,13 +12,14 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ..errors import DataError
-from ..files import make_folder, read_json, read_text, regular, write_whole
+from ..files import check_replaceable, make_folder, read_json, read_text, regular, write_whole
 from .texts import Progress, Texts, in_parts
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIALS = (END_OF_TEXT, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 MASK = "<|mask|>"
 CURE = "copy the tokenizer again"
+REPLACED = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")  # would be read beside the files of `save`
 SPECIAL_NAMES = ("eos_token", "bos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 CHAT = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -122,14 +123,16 @@ class Tokenizer:
         names = {"eos_token": self.eos_token or "", "bos_token": ""} | self.special
         return render(self.chat_template, messages, prompt, **names)
 
-    def save(self, folder: str | Path) -> None:
-        """Write a folder that `Tokenizer.load` and `transformers.AutoTokenizer.from_pretrained` both read."""
+    def save(self, folder: str | Path, overwrite: bool = False) -> None:
+        """Write a folder that `Tokenizer.load` and `transformers.AutoTokenizer.from_pretrained` both read. A tokenizer that
+        is there is replaced only with `overwrite`."""
         folder = Path(folder)
+        check_replaceable(folder, "tokenizer.save", ("tokenizer.json", "tokenizer_config.json", *REPLACED), overwrite=overwrite)
         make_folder(folder)
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos_token}
         config |= {"chat_template": self.chat_template} | self.special
-        for name in ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json"):
-            (folder / name).unlink(missing_ok=True)  # of a tokenizer that was here before: they would be read, too
+        for name in REPLACED:
+            (folder / name).unlink(missing_ok=True)
         write_whole(folder / "tokenizer_config.json", json.dumps(config))
         write_whole(folder / "tokenizer.json", self.inner.to_str())  # last: where it is, the other is, too
 

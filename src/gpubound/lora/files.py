@@ -15,7 +15,7 @@ from safetensors.torch import load as tensors_of, save as bytes_of
 from torch import Tensor, nn
 
 from ..errors import DataError
-from ..files import make_folder, read_json, reading, regular, replacing, write_whole
+from ..files import check_replaceable, make_folder, read_json, reading, regular, replacing, write_whole
 from ..layers.site_parts import shape_of
 from ..trace import fallback
 from .add import AdapterOptions, attach
@@ -44,13 +44,15 @@ USUAL = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # PEFT's own defaults
 PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}  # what has other values for some layers
 
 
-def save(model: nn.Module, path: str | Path, name: str = "default") -> None:
-    """Write the adapters called `name` into the folder `path`, as PEFT's save_pretrained does."""
+def save(model: nn.Module, path: str | Path, name: str = "default", overwrite: bool = False) -> None:
+    """Write the adapters called `name` into the folder `path`, as PEFT's save_pretrained does. An adapter that is there is
+    replaced only with `overwrite`."""
     there = pairs(model, name, "lora.save")
     check_values({key: own.a for key, _, own in there}, "lora.save")
     found, layers = {key: own for key, _, own in there}, {key: adapters.layer for key, adapters, _ in there}
     config = _config(model, found, layers)  # what it refuses leaves files that are there as they were
     folder = Path(path)
+    check_replaceable(folder, "lora.save", (WEIGHTS, CONFIG), overwrite=overwrite)
     make_folder(folder)
     tensors = {}
     for key, adapters, own in there:

@@ -15,7 +15,7 @@ PRESETS, MODELS   the models that have a name, for people to choose from; and al
 FOREIGN           whether transformers has these models, too
 make              a new one of MODELS: (name, vocabulary, positions, device) -> model
 reads, load, save of a folder: whether it is this family's; (folder, device, dtype or None) -> model; (model, folder, tokenizer,
-                  its weights one by one or None)
+                  its weights one by one or None, overwrite)
 config_of         (what config.json says, folder) -> a config; Beyond where our own model cannot compute it
 outline, unread   the model of a folder's config.json on the meta device; and the same where the folder was seen to hold its
                   tensors, for storing.read_parts to fill

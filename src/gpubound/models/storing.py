@@ -18,7 +18,7 @@ from torch import Tensor
 from ..corpus import Tokenizer
 from ..corpus.tokenizer import ends_of_turn
 from ..errors import DataError
-from ..files import make_folder, partial, write_whole
+from ..files import check_replaceable, make_folder, partial, write_whole
 from ..lora.merge import plain_state
 from .folder import (
     GENERATION,
@@ -102,11 +102,14 @@ def write_model(
     path: Path,
     tokenizer: Tokenizer | None = None,
     weights: Weights | None = None,
+    overwrite: bool = False,
 ) -> Path:
-    """Write the model's folder. One that is already there is replaced.
+    """Write the model's folder. A model that is there is replaced only with `overwrite`.
 
     `weights` None takes the model's own. Sharded ones are put together one by one, and one file's are held at a time.
     """
+    own = ("config.json", GENERATION, WEIGHTS, INDEX, *(part.name for part in path.glob(PARTS)))
+    check_replaceable(path, "save", own, overwrite=overwrite)
     make_folder(path)
     state = stored_state(model)
     generation = dict(model.generation) | (special_ids(model, tokenizer) if tokenizer else {})
@@ -116,7 +119,7 @@ def write_model(
     for name, content in (("config.json", config), (GENERATION, generation)):
         write_whole(path / name, json.dumps(content, indent=2) + "\n")
     if tokenizer:
-        tokenizer.save(path)
+        tokenizer.save(path, overwrite=overwrite)
     return path
 
 

@@ -51,6 +51,8 @@ class RunTape:
         path = Path(path)
         make_folder(path)
         old = _about(path) if (path / ABOUT).exists() else {}
+        if old and "starts" not in old:
+            raise DataError(f"{path / ABOUT}: was not written by a run, and a run would replace it; give another folder.")
         start = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "command": _command()}
         tape = cls(path, old | {"starts": [*(old.get("starts") or []), start]} | about)
         if (path / STEPS).exists():

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from ..files import write_whole as write_whole
 
-DOCTYPE = "<!doctype html>"
+OWN = "gpubound</title>"  # in the head of every page of ours
 
 
 def environment(package: str, **filters: Callable[..., Any]) -> Environment:
@@ -33,12 +33,12 @@ def data(value: Any) -> Markup:
 
 
 def check_page(out: Path) -> None:
-    """Refuse a place where the page cannot lie, or where it would replace something that is no page."""
+    """Raise ValueError if `out` cannot be a page, or is a file that gpubound did not write."""
     if not str(out).strip() or out.is_dir() or not out.parent.is_dir():
         why = "a folder" if out.is_dir() else "in a folder that does not exist"
         raise ValueError(f"out: {str(out)!r} is {why}; give a file such as report.html.")
-    if out.is_file() and out.stat().st_size and DOCTYPE not in out.read_bytes()[:64].decode("latin-1").lower():
-        raise ValueError(f"out: {out} exists and is not an HTML page; give another file.")
+    if out.is_file() and out.stat().st_size and OWN not in out.read_bytes()[:4096].decode("utf-8", errors="replace"):
+        raise ValueError(f"out: {out} exists and is not an HTML page of gpubound; give another file.")
 
 
 def write_page(out: Path, page: str) -> None:

@@ -8,17 +8,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import DataError
-from ..files import read_json, write_whole
+from ..files import EXPORT as ORIGIN, check_replaceable, make_folder, read_json, write_whole
 from ..trace import notice
 from .checkpoint import Checkpoint
 from .state_file import STATE
 
-ORIGIN = "gpubound.json"
+
+def claim(folder: Path, run: str, overwrite: bool = False) -> None:
+    """Mark `folder` as an export of the run with this id before anything is written; ValueError if it holds other files.
+
+    An export that is interrupted leaves the mark, so the run can write the folder again.
+    """
+    check_replaceable(folder, "export", run=run, overwrite=overwrite)
+    make_folder(folder)
+    write_whole(folder / ORIGIN, json.dumps({"run": run}) + "\n")
 
 
-def note(folder: Path, step: int, done: int) -> None:
-    """`step` is the weights'; the run had `done` so many."""
-    write_whole(folder / ORIGIN, json.dumps({"step": step, "done": done}) + "\n")
+def note(folder: Path, run: str, step: int, done: int) -> None:
+    """Write which step the exported weights are of, and how many steps the run had done."""
+    write_whole(folder / ORIGIN, json.dumps({"run": run, "step": step, "done": done}) + "\n")
 
 
 def done_at(folder: Path) -> int | None:
@@ -26,6 +34,8 @@ def done_at(folder: Path) -> int | None:
     if not (folder / ORIGIN).exists():
         return None
     done = read_json(folder / ORIGIN, "export the run again").get("done")
+    if done is None:  # the export was interrupted
+        return None
     if type(done) is not int:
         raise DataError(f"{folder / ORIGIN}: done is {done!r}, wanted a number of steps; export the run again.")
     return done

@@ -6,6 +6,7 @@
 import dataclasses
 import math
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ class Run:
     base: dict[str, int] = field(default_factory=dict)  # checksums of the frozen model's files
     where: str = field(default_factory=os.getcwd)  # the folder in which relative paths of its recipe begin
     ranks: Ranks = ALONE  # all of them make every call, and do the same at the same step
+    id: str = field(default_factory=lambda: secrets.token_hex(8))  # marks its exports; kept in its checkpoints
     phase: int = 0
     began: int = 0  # the last step before this phase
     over: bool = False  # this phase has ended, early or not
@@ -225,31 +227,32 @@ class Run:
             self.step, lambda: recipe.make_step(self.model, recipe.new_objective(self.tokenizer), self.device), batches
         )
 
-    def export(self, path: str | Path, merge: bool = False) -> Path:
+    def export(self, path: str | Path, merge: bool = False, overwrite: bool = False) -> Path:
         """The best weights (see `best_weights`) and the tokenizer as the family writes them: a Hugging Face folder.
 
         Of a run with adapters, these in PEFT's files; with `merge`, the whole model that they are part of. The first rank
-        writes.
+        writes. A folder that holds anything but an earlier export of this run is refused, unless `overwrite`.
         """
+        self.ranks.together(lambda: origin.claim(Path(path), self.id, overwrite) if self.ranks.first else None)
         with self.best_weights() as step:
             if self.recipe.adapters is not None:
                 self.ranks.together(lambda: self._write_adapted(Path(path), merge) if self.ranks.first else None)
             else:
-                save = partial(family_of(self.recipe.model).save, self.model, path, self.tokenizer)
+                save = partial(family_of(self.recipe.model).save, self.model, path, self.tokenizer, overwrite=True)
                 pieces.export(save, stored_state(self.model), self.ranks)
         if self.ranks.first:
-            origin.note(Path(path), step, self.done)
+            origin.note(Path(path), self.id, step, self.done)
         return Path(path)
 
     def _write_adapted(self, path: Path, merge: bool) -> None:
         if not merge:
-            lora.save(self.model, path)
-            self.tokenizer.save(path)
+            lora.save(self.model, path, overwrite=True)
+            self.tokenizer.save(path, overwrite=True)
             return
         adapters, family = self.recipe.adapters, family_of(self.recipe.model)
         assert adapters is not None
         model = adapters.merged(family.load(self.recipe.model, "cpu"), kept_state(self.model))
-        family.save(model, path, self.tokenizer)
+        family.save(model, path, self.tokenizer, overwrite=True)
 
     def save(self, wait: bool = False) -> None:
         """Snapshot the state. It is written behind the training once the newest record is out; `wait` writes it at once."""
@@ -265,7 +268,7 @@ class Run:
 
     def _snapshot(self) -> None:
         tensors = self._state() | joined(random=chance.states(self.ranks, self.device))
-        facts = {name: getattr(self, name) for name in ("phase", "began", "over", "evaluations", "base", WHERE)}
+        facts = {name: getattr(self, name) for name in ("id", "phase", "began", "over", "evaluations", "base", WHERE)}
         facts |= {"recipe": dataclasses.asdict(self.recipe), "feed": self.feed.state_dict()}
         loss = self.evaluations.get(self.done)
         known = loss is not None and math.isfinite(loss)
@@ -287,6 +290,7 @@ class Run:
             )
         tensors = taken_up(checkpoint, self._state())
         self.done, self.began, self.over = checkpoint.step, facts["began"], facts["over"]
+        self.id = facts.get("id", self.id)  # checkpoints of earlier versions have none
         self._load(tensors)
         self.feed.load_state_dict(facts["feed"])
         chance.restore(_part(tensors, "random."), self.ranks, self.device, self.recipe.seed, self.done)

@@ -49,7 +49,7 @@ def test_an_export_takes_the_place_of_a_model_in_several_files(tmp_path):
     theirs.save_pretrained(tmp_path, max_shard_size="20KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     assert torch.equal(load_hf(tmp_path).lm_head.weight, old.lm_head.weight)
-    save_hf(new, tmp_path)
+    save_hf(new, tmp_path, overwrite=True)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     for got in (load_hf(tmp_path).state_dict(), loaded.state_dict()):
         assert all(torch.equal(got[name], tensor) for name, tensor in new.state_dict().items())
@@ -84,7 +84,7 @@ def test_transformers_finds_where_a_text_ends(tmp_path, tokenizer):
 
 def test_our_own_decoder_stops_there_too(tmp_path, tokenizer):
     assert gb.decoder(load_hf(save_hf(model_of(0), tmp_path)), 1, 32, verify="quick").ends == []
-    assert gb.decoder(load_hf(save_hf(model_of(0), tmp_path, tokenizer)), 1, 32, verify="quick").ends == [0, 4]
+    assert gb.decoder(load_hf(save_hf(model_of(0), tmp_path, tokenizer, overwrite=True)), 1, 32, verify="quick").ends == [0, 4]
 
 
 def test_what_a_fine_tuned_model_called_its_tokens_stays(tmp_path, tokenizer):
@@ -110,7 +110,7 @@ def test_what_a_fine_tuned_model_called_its_tokens_stays(tmp_path, tokenizer):
 def test_an_older_tokenizers_files_do_not_speak_for_the_new_one(tmp_path, tokenizer):
     (tmp_path / "chat_template.jinja").write_text("old")
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|user|>"}')
-    save_hf(model_of(0), tmp_path, tokenizer)
+    save_hf(model_of(0), tmp_path, tokenizer, overwrite=True)
     assert Tokenizer.load(tmp_path).chat_template == tokenizer.chat_template
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert (theirs.chat_template, theirs.eos_token) == (tokenizer.chat_template, "<|endoftext|>")
@@ -132,7 +132,7 @@ def test_an_export_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
 
     monkeypatch.setattr("gpubound.models.storing.save_file", torn)
     with pytest.raises(DataError, check=message("models/llama/weights:an_export_that_fails_lea")):
-        save_hf(model_of(2), tmp_path)
+        save_hf(model_of(2), tmp_path, overwrite=True)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ...files import make_folder, write_whole
-from ...pages import write_page
+from ...files import make_folder, read_json, write_whole
+from ...pages import check_page, write_page
 from ..finding import Verdict
 from ..prove import Proof
 from ..recorded import Recorded
@@ -17,11 +17,21 @@ from .sarif import sarif
 JSON, PAGE, SARIF, TRACE = "doctor.json", "doctor.html", "doctor.sarif", "doctor.trace.json"
 
 
+def check_reports(folder: Path) -> None:
+    """Raise ValueError if a report would replace a file in `folder` that the doctor did not write."""
+    if (folder / PAGE).is_file():
+        check_page(folder / PAGE)
+    for name, key in ((JSON, "findings"), (SARIF, "runs")):
+        if (folder / name).is_file() and key not in read_json(folder / name, "give another folder with --out"):
+            raise ValueError(f"out: {folder / name} was not written by the doctor; give another folder.")
+
+
 def write_reports(
     folder: Path, verdict: Verdict, recording: Recorded | None = None, proof: Proof | None = None, patch: str = ""
 ) -> list[Path]:
     """Write doctor.json, doctor.html and doctor.sarif, and of a recording doctor.trace.json for Perfetto; returns their paths.
     `proof` and `patch` are the page's."""
+    check_reports(folder)
     make_folder(folder)
     write_whole(folder / JSON, json.dumps(verdict.as_dict(), indent=1) + "\n")
     write_page(folder / PAGE, page(verdict, recording, proof, patch))

@@ -35,12 +35,19 @@ def outline(path: str | Path) -> Decoder:
     return Decoder(config_of(read_config(Path(path)), Path(path)), device="meta")
 
 
-def save_hf(model: Decoder, path: str | Path, tokenizer: Tokenizer | None = None, weights: Weights | None = None) -> Path:
-    """Write a folder that transformers loads, with the same logits. A model that is already there is replaced.
+def save_hf(
+    model: Decoder,
+    path: str | Path,
+    tokenizer: Tokenizer | None = None,
+    weights: Weights | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a folder that transformers loads, with the same logits. A model that is there is replaced only with `overwrite`.
 
     With `tokenizer` the folder is complete: it also holds the tokenizer, and which tokens begin, end and pad a text.
     """
-    return write_model(model, hf_config(model.config, next(model.parameters()).dtype), Path(path), tokenizer, weights)
+    config = hf_config(model.config, next(model.parameters()).dtype)
+    return write_model(model, config, Path(path), tokenizer, weights, overwrite)
 
 
 def as_transformers(model: Decoder) -> Any:

@@ -34,12 +34,17 @@ def outline(path: str | Path) -> RichardsDecoder:
 
 
 def save_richards(
-    model: RichardsDecoder, path: str | Path, tokenizer: Tokenizer | None = None, weights: Weights | None = None
+    model: RichardsDecoder,
+    path: str | Path,
+    tokenizer: Tokenizer | None = None,
+    weights: Weights | None = None,
+    overwrite: bool = False,
 ) -> Path:
-    """Write config.json, the weights as safetensors and, with `tokenizer`, all that `gpubound generate` needs."""
+    """Write config.json, the weights as safetensors and, with `tokenizer`, all that `gpubound generate` needs. A model that is
+    there is replaced only with `overwrite`."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     about = {"model_type": MODEL_TYPE, "architectures": [type(model).__name__], "dtype": dtype}
-    return write_model(model, about | asdict(model.config), Path(path), tokenizer, weights)
+    return write_model(model, about | asdict(model.config), Path(path), tokenizer, weights, overwrite)
 
 
 def config_of(about: dict[str, Any], path: Path) -> RichardsConfig:
