@@ -70,7 +70,7 @@ def test_examples(example):
 def test_without_an_example_nothing_is_claimed():
     placement = place(Net())
     assert placement.swapped == 5 and not placement.verified
-    assert message("place/any_module:without_an_example_nothi").within(placement.summary)
+    assert "pass example=" in placement.summary and "5 swapped" in placement.summary
     placement = place(Net(), example=torch.ones(2, 5, 4))
     assert not placement.verified and message("place/any_module:without_an_example_nothi.2").within(placement.summary)
 
@@ -110,7 +110,7 @@ def test_a_decoder_of_gpubounds_own():
     assert rows["model.layers.1.self_attn"] == (message("place/any_module:a_decoder_of_gpubounds_o"), why)
     assert rows["lm_head"] == (message("place/any_module:a_decoder_of_gpubounds_o.2"), why)
     assert "model.layers.1.self_attn.q_proj" not in rows and rows["model.embed_tokens"] == ("torch", "as it was")
-    assert message("place/any_module:a_decoder_of_gpubounds_o.3").within(placement.summary)
+    assert ": reference kernels" in placement.summary
 
 
 def test_a_norm_over_two_dimensions_is_left_alone():

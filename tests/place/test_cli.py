@@ -56,7 +56,7 @@ def test_a_function(capsys):
     assert lines[0].split() == ["module", "device", "dtype", "kernel", "fallbacks", "why"]
     assert lines[1].startswith("0       cpu     float32  reference layer_norm  0          verified: ")
     assert lines[2].split() == ["1", "cpu", "float32", "torch", "0", "as", "it", "was"]
-    assert message("place/cli:a_function").within(lines[3])
+    assert ": reference kernels" in lines[3]
 
 
 def test_json(capsys):
@@ -84,7 +84,7 @@ def test_a_family_without_sdpa(tmp_path, capsys):
 
 def test_exit_codes(capsys):
     assert place("users:without") == 3
-    assert message("place/cli:exit_codes").within(capsys.readouterr().out)
+    assert "not verified as a whole" in capsys.readouterr().out
     assert place("users:refused", "--strict") == 1
     assert capsys.readouterr().err.strip().splitlines()[-1] == message("place/cli:exit_codes.2")
 

@@ -295,6 +295,7 @@ def test_a_model_made_inside_inference_mode_is_left_as_it_is_with_a_reason(said)
         model = tiny()
     placement, why = place(model), "made inside torch.inference_mode(), and has no gradients to be"
     assert not placement.verified and placement.swapped == 0 and why in placement.summary and "RuntimeError" not in said()
+    placement.undo()
     with pytest.raises(PlaceError, check=message("place/mechanics:a_model_made_inside_infe", re.escape(why))):
         place(model, strict=True)
     with torch.no_grad():

@@ -1,5 +1,8 @@
 """What placing refuses or takes back, by name: what computes otherwise, what it cannot move, what is not its own."""
 
+import copy
+from collections import UserDict
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +10,7 @@ from torch import nn
 from gpubound import trace
 from gpubound.errors import FallbackError, PlaceError
 from gpubound.layers import run_blocks
-from gpubound.models import stack
+from gpubound.models import Decoder, DecoderConfig, stack
 from gpubound.place import exercise, placer, verify
 from gpubound.place.fused import Fused
 from tests.messages import message
@@ -130,9 +133,6 @@ def test_refuses_whole_models_by_name():
     sharded.weight.ds_id = 0
     assert refusal(sharded) == message("place/refusals:refuses_whole_models_by.4")
 
-    model = tiny()
-    place(model)
-    assert refusal(model) == message("place/refusals:refuses_whole_models_by.5")
     with pytest.warns((DeprecationWarning, FutureWarning)):  # torch 2.13, 2.14
         script = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
     assert refusal(script) == message("place/refusals:refuses_whole_models_by.6")
@@ -187,3 +187,35 @@ def test_a_subclass_of_ones_own_is_left_alone():
     assert_close(training_run(model, batch()), want)
     assert type(model.model.layers[0].mlp) is Louder
     assert rows(placement)["model"].why == message("place/refusals:a_subclass_of_ones_own_i")
+
+
+@pytest.mark.parametrize("example", [5, "text", [1, 2], {"x": 3}, ()], ids=repr)
+def test_an_example_without_a_tensor(example):
+    with pytest.raises(ValueError, match=f"example: got {type(example).__name__}"):
+        place(nn.Linear(2, 2), example=example)
+
+
+def test_a_mapping_is_keywords():
+    """transformers' BatchEncoding is one, and no dict."""
+    batch = UserDict(input=torch.ones(1, 2))
+    assert place(nn.Linear(2, 2), example=batch).verified
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        tiny,
+        lambda: Decoder(DecoderConfig(16, 24, 1, 2, 1, 50)),
+        lambda: nn.Sequential(nn.LayerNorm(4)),
+        lambda: nn.Linear(2, 2),
+    ],
+    ids=["transformers", "Decoder", "norms", "nothing to swap"],
+)
+def test_a_placed_model_is_refused_until_undo(make):
+    model = make()
+    placement = place(model)
+    for again in (model, copy.deepcopy(model), nn.ModuleList([model])):
+        with pytest.raises(ValueError, match="placed already"):
+            place(again)
+    placement.undo()
+    place(model)

@@ -21,5 +21,5 @@ def cache_word(takes: Callable[..., Any]) -> str:
 
 
 def cache_in(output: Mapping[str, Any]) -> Any:
-    """The keys and values in what a model returned, if there are some."""
-    return next((output[name] for name in NAMES if name in output), None)
+    """Return the keys and values among a model's outputs, or None. Asking 5.24's outputs for the older name would warn."""
+    return next((value for name, value in output.items() if name in NAMES), None)

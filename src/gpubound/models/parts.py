@@ -42,20 +42,15 @@ class HFShiftedNorm(HFNorm):
     offset = 1.0
 
 
-def eps_of(norm: Any) -> float | None:
-    found = vars(norm).get(_eps_name(norm))
-    return found if isinstance(found, float) else None
-
-
 def _eps_name(norm: Any) -> str:
     """Llama's kind calls it variance_epsilon, Gemma's eps."""
     return "variance_epsilon" if "variance_epsilon" in vars(norm) else "eps"
 
 
-def norm(module: Any, stack: Any, part: type = HFNorm, otherwise: type | None = None) -> Swap:
+def norm(module: Any, stack: Any, part: type = HFNorm) -> Swap:
     shape = (BATCH, TOKENS, module.weight.shape[0])
     calls = (("rms_norm", shape[-1:]),)
-    return Swap(part, calls, {"delegated": Counter()}, (random_case(module, shape),), otherwise=otherwise)
+    return Swap(part, calls, {"delegated": Counter()}, (random_case(module, shape),))
 
 
 class HFMLP(Delegating, MLP):

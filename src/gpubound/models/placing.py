@@ -42,7 +42,6 @@ class Swap:
     attributes: dict[str, Any] = field(default_factory=dict)
     cases: tuple[Case, ...] = ()
     refusal: str = ""
-    otherwise: type | None = None  # the part to try when `part` is found to compute something else
     trial: Callable[[], str | None] | None = None  # what the exercise would not show: why not to swap, or None
 
 

@@ -2,11 +2,11 @@
 language model of transformers has. Which are better left alone, and what a model must be before it is placed: each refusal
 names what it found.
 
-Of families that nobody here knows, RMS norms are swapped by the formula that their verification finds to be theirs, and the
-loss where the model is shown to do nothing to its logits.
+In models of other families and in plain modules, norms are swapped by what they compute (norms.py), and the loss of a
+transformers model where a trial shows that its logits are its head's product alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from ..kernels.choose import Call
 from ..layers.overlap import overlapping
 from ..layers.site_parts import format_of
-from ..models.placing import BATCH, TOKENS, Swap, random_case, reads_tokens
+from ..models.placing import Swap, reads_tokens
 from ..models.registry import role_of, swaps_of
-from .fused import TORCH_NORMS, Fused, adopt
+from .fused import adopt, is_placed
+from .norms import TORCH_NORMS, custom_norm, torch_norm
 
 STACKS = ("Model", "TextModel")  # roles of decoder stacks
 WHOLES = (*STACKS, "ForCausalLM")  # verified by exercise, in this order, once their leaves are swapped
@@ -43,13 +44,11 @@ def leaves(model: nn.Module) -> Iterator[Candidate]:
     for name, module in model.named_modules():
         role = role_of(module)
         if type(module) in TORCH_NORMS:
-            yield Candidate(name, module, _torch_norm(module))
+            yield Candidate(name, module, torch_norm(module))
         elif role is not None and role not in WHOLES and role in (swaps := swaps_of(module)):
             yield Candidate(name, module, swaps[role](module, _stack(model, name)))
-        elif not swaps_of(module) and _foreign_norm(module):
-            from ..models.parts import HFShiftedNorm, norm  # imports transformers, as the model has that leads here
-
-            yield Candidate(name, module, norm(module, None, otherwise=HFShiftedNorm))
+        elif not swaps_of(module) and (swap := custom_norm(module)) is not None:
+            yield Candidate(name, module, swap)
 
 
 def wholes(model: nn.Module) -> Iterator[Candidate]:
@@ -73,9 +72,14 @@ def unsupported(model: nn.Module) -> str | None:
     return next(iter(types), None)
 
 
-def calls_of(model: nn.Module) -> Iterator[Call]:
-    """What the parts that will be swapped into `model` are going to call. Found while they are drawn."""
-    for candidate in chain(leaves(model), wholes(model)):
+def plain(model: nn.Module) -> bool:
+    """Return whether no module of `model` is transformers' or ours: then only norms can be swapped."""
+    return not any(_home(module) or hasattr(type(module), "fused_kernels") for module in model.modules())
+
+
+def calls_of(model: nn.Module, leaves: Iterable[Candidate]) -> Iterator[Call]:
+    """Yield the kernel calls of the parts that will be swapped in, while the candidates are made."""
+    for candidate in chain(leaves, wholes(model)):
         yield from candidate.swap.calls
 
 
@@ -86,27 +90,9 @@ def _stack(model: nn.Module, name: str) -> nn.Module | None:
     return above if turns and role_of(above) in STACKS else None
 
 
-def _torch_norm(module: Any) -> Swap:
-    width = getattr(module, "normalized_shape", (getattr(module, "num_channels", 0),))
-    shape = (BATCH, width[0], 4, 4) if isinstance(module, nn.GroupNorm) else (BATCH, TOKENS, *width)
-    part: Any = TORCH_NORMS[type(module)]
-    refusal = f"it norms over {len(width)} dimensions, the kernel over one" if len(width) > 1 else ""
-    return Swap(part, (part.call(shape),), cases=(random_case(module, shape),), refusal=refusal)
-
-
 def _home(module: nn.Module) -> bool:
     """Whether its class is one of transformers' own models'."""
     return getattr(type(module), "original", type(module)).__module__.startswith("transformers.models.")
-
-
-def _foreign_norm(module: Any) -> bool:
-    """An RMS norm of another family, to judge by its name: one gain for each column, an eps, and nothing else."""
-    kinds = list(module._parameters), list(module._buffers), list(module._modules)
-    if not (_home(module) and type(module).__name__.endswith("RMSNorm") and kinds == (["weight"], [], [])):
-        return False
-    from ..models.parts import eps_of  # imports transformers, as the model has that leads here
-
-    return module.weight.dim() == 1 and eps_of(module) is not None
 
 
 def _foreign_causal_lm(module: Any) -> bool:
@@ -121,7 +107,7 @@ def check_placeable(model: nn.Module) -> None:
     """Raise ValueError when the model as a whole cannot be placed."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"place: model must be a torch.nn.Module, got {type(model).__name__}; pass the model itself.")
-    if any(isinstance(m, Fused) for m in model.modules()):
+    if is_placed(model):
         raise ValueError(
             "place: this model is placed already; call undo() on its placement first. (model.to(device) moves a placed model: "
             "its fused weights follow.)"

@@ -16,14 +16,14 @@ Gradients are reduced to a sketch, 4,096 elements of each and nothing more, so t
 them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..kernels.checks import SIXTEEN_BITS
 from ..layers import LMLoss
@@ -40,7 +40,7 @@ class Exercise:
     """A model on its device and its run as it came, which later ones are compared with. `trouble`: why there was no run."""
 
     def __init__(self, model: nn.Module, example: Any = None) -> None:
-        self.model, self.trouble = model, "nobody knows what to feed it; pass example=<a batch>"
+        self.model, self.trouble = model, "its input cannot be guessed; pass example=<a batch>"
         run = run_of(model, example)
         if run is None:
             return
@@ -69,7 +69,7 @@ class Exercise:
 
 
 def run_of(model: Any, example: Any = None) -> Callable[[], Named] | None:
-    """How to run `model` forward and backward, or None when nobody knows what to feed it."""
+    """How to run `model` forward and backward, or None where its input cannot be guessed."""
     if example is not None:
         return lambda: _sketched(model, lambda: _call(model, example), training=model.training)
     if isinstance(getattr(model, "lm_head", None), LMLoss):  # a model of gpubound's own (models/)
@@ -79,6 +79,19 @@ def run_of(model: Any, example: Any = None) -> Callable[[], Named] | None:
     if hasattr(model, "lm_head") or "ForCausalLM" in type(model).__name__:
         return lambda: _sketched(model, lambda: _language_loss(model), training=True) | _padded_logits(model)
     return lambda: _sketched(model, lambda: _call(model, {"input_ids": made_up(model)[:1]}), training=True)
+
+
+def check_example(example: Any) -> None:
+    """Raise ValueError for an example that is no batch: one without a tensor."""
+    if example is not None and not any(isinstance(leaf, Tensor) for leaf in _leaves(example)):
+        raise ValueError(
+            f"place: example: got {type(example).__name__} without a tensor in it, wanted a batch: a dict of keywords, a tuple "
+            f"of arguments, or one argument, with torch tensors in it."
+        )
+
+
+def _leaves(example: Any) -> list:
+    return tree_leaves(dict(example) if isinstance(example, Mapping) else example)
 
 
 def compare(after: Named, before: Named, dtype: torch.dtype) -> Agreement:
@@ -141,6 +154,7 @@ def _padded_logits(model: Any) -> Named:
 def _call(model: nn.Module, example: Any) -> tuple[Named, Named]:
     """Any model on the user's example: a dict of keywords, a tuple of arguments, or one argument."""
     device = next((p.device for p in model.parameters()), None)
+    example = dict(example) if isinstance(example, Mapping) else example  # transformers' BatchEncoding is a Mapping
     example = example if device is None else tree_map_only(Tensor, lambda t: t.to(device), example)
     if isinstance(example, dict):
         result = model(**example)

@@ -5,19 +5,14 @@ instance keeps its parameters, buffers, hooks, attributes and name in the tree; 
 class's name hold; the original forward stays within reach (`self.original.forward(self, ...)`); and undoing is setting the
 class back. Nothing is patched for other instances.
 
-Below are the parts for torch's own normalisations, in any model; those for families are in models/.
+norms.py has the parts for norms, in any model; those for families are in models/.
 """
 
 from functools import cache, wraps
 from types import FunctionType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from ..kernels import group_norm, layer_norm, rms_norm
-from ..kernels.choose import Call
-from ..layers.stacked import Kernels
+from torch import nn
 
 
 class Fused:
@@ -75,46 +70,9 @@ def release(module: nn.Module) -> None:
         module.__class__ = original
 
 
-class _TorchNorm:
-    """A norm of torch's own. Under autocast it runs as torch has it: autocast gives norms rules of their own."""
-
-    op: str
-
-    @classmethod
-    def call(cls, x: tuple[int, ...]) -> Call:
-        """What it calls for an input of shape `x`."""
-        return cls.op, x[-1:]
-
-    def forward(self: Any, x: Tensor) -> Tensor:  # self is the module that it is swapped into, too
-        return self.original.forward(self, x) if torch.is_autocast_enabled(x.device.type) else self.normed(x)
-
-    def fused_kernels(self) -> Kernels:
-        return "{}", (self.op,)
+MARK = "_placed"
 
 
-class TorchRMSNorm(_TorchNorm):
-    op = "rms_norm"
-
-    def normed(self: Any, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps if self.eps is not None else torch.finfo(x.dtype).eps)
-
-
-class TorchLayerNorm(_TorchNorm):
-    op = "layer_norm"
-
-    def normed(self: Any, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps)
-
-
-class TorchGroupNorm(_TorchNorm):
-    op = "group_norm"
-
-    @classmethod
-    def call(cls, x: tuple[int, ...]) -> Call:
-        return cls.op, ()  # its self-test takes no shape
-
-    def normed(self: Any, x: Tensor) -> Tensor:
-        return group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
-
-
-TORCH_NORMS: dict[type, type] = {nn.RMSNorm: TorchRMSNorm, nn.LayerNorm: TorchLayerNorm, nn.GroupNorm: TorchGroupNorm}
+def is_placed(model: nn.Module) -> bool:
+    """Return whether a placement of `model`, or of a part of it, has not been undone."""
+    return any(isinstance(module, Fused) or MARK in vars(module) for module in model.modules())

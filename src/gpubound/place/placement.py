@@ -12,7 +12,7 @@ from torch import nn
 from .. import device as facts
 from ..layers.stacked import Projecting
 from ..models.registry import fused_types
-from .fused import Fused, release
+from .fused import MARK, Fused, release
 from .verify import Agreement
 
 
@@ -70,6 +70,7 @@ class Placement:
     _verdict: Agreement  # of the whole model
     seconds: float
     unsupported: str | None = None  # the model_type of a transformers model whose attention and MLP have no parts here
+    plain: bool = False  # no module was transformers' or ours
 
     @property
     def verified(self) -> bool:
@@ -101,12 +102,20 @@ class Placement:
                 f". Attention and MLP stay transformers' own: {self.unsupported!r} is not among the families that have fused "
                 f"ones ({', '.join(fused_types())})"
             )
+        if self.plain:
+            found = "Only norms were swapped" if self.swapped else "Nothing was swapped"
+            swaps += (
+                f". {found}: {type(self.model).__name__} is a plain module, whose attention, MLP and loss run as written; "
+                f"docs/your-own-model.md has three changes that fuse them"
+            )
         where = facts.label(self.device)
         if not self.verified:
             return f"On {where}, not verified as a whole: {self._verdict}. {swaps}."
         if self.device.type == "cuda":
             return f"GPU ready: {where}. Whole model, forward and backward: {self._verdict}. {swaps}."
-        kernels = "Triton's interpreter (slow, for tests)" if facts.interpreted() else "reference kernels"
+        kernels = "reference kernels, plain PyTorch (a CPU gains nothing)"
+        if facts.interpreted():
+            kernels = "Triton's interpreter (slow, for tests)"
         ours = self.swapped or any(hasattr(type(note.module), "fused_kernels") for note in self._notes)
         return f"{where}: {kernels if ours else 'torch'}. Whole model, forward and backward: {self._verdict}. {swaps}."
 
@@ -122,6 +131,7 @@ class Placement:
             if isinstance(note.module, Fused) and isinstance(note.module, Projecting):
                 note.module.separate()
             release(note.module)
+        vars(self.model).pop(MARK, None)
 
     def __str__(self) -> str:
         columns = ("module", "device", "dtype", "kernel", "fallbacks", "why")

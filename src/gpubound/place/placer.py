@@ -7,7 +7,6 @@ dtype; then the decoder loop and the loss, each by a run of what it wraps. A swa
 
 import time
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ from ..lora import peft_layers as peft_layers  # from now on, projections that P
 from ..trace import fallback
 from . import candidates
 from .candidates import Candidate
-from .exercise import Exercise
-from .fused import Fused, release
+from .exercise import Exercise, check_example
+from .fused import MARK, Fused, release
 from .placement import Note, Placement
 from .verify import Agreement, coarsest, judged, made_inside, verify
 
@@ -44,6 +43,7 @@ def place(
     """
     begin = time.perf_counter()
     candidates.check_placeable(model)
+    check_example(example)
     there = facts.resolve(device)
     # A weight moved inside inference_mode could not be trained, and autocast would round what is compared.
     with facts.plainly(there):
@@ -52,13 +52,14 @@ def place(
 
 def _placed(model: nn.Module, there: torch.device, fuse: bool, strict: bool, example: Any, begin: float) -> Placement:
     candidates.move(model, there)
+    plain, leaves = candidates.plain(model), list(candidates.leaves(model)) if fuse else []
     if fuse:
-        hasten(candidates.calls_of(model), there, coarsest(model))
+        hasten(candidates.calls_of(model, leaves), there, coarsest(model))
     whole, placer = Exercise(model, example), _Placer(model, strict)
     verdict = Agreement(why=whole.trouble)
     try:
         if fuse:
-            placer.leaves()
+            placer.leaves(leaves)
             placer.wholes()
         if not whole.trouble:
             verdict = placer.last(whole)
@@ -71,7 +72,9 @@ def _placed(model: nn.Module, there: torch.device, fuse: bool, strict: bool, exa
         for counter in note.counters():  # the exercises' own
             counter.clear()
     unsupported = candidates.unsupported(model) if fuse else None
-    return Placement(model, there, notes, verdict, time.perf_counter() - begin, unsupported)
+    if fuse:
+        vars(model)[MARK] = True  # refused until undo(), even where nothing could be swapped
+    return Placement(model, there, notes, verdict, time.perf_counter() - begin, unsupported, fuse and plain)
 
 
 def as_it_is(model: nn.Module, device: str | torch.device, why: str) -> Placement:
@@ -92,20 +95,15 @@ class _Placer:
         self.decided: dict[str, Note] = {}
         self.refusals: Counter[tuple[str, str]] = Counter()
 
-    def leaves(self) -> None:
+    def leaves(self, leaves: list[Candidate]) -> None:
         shared = candidates.shared_memory(self.model)
-        for found in candidates.leaves(self.model):
+        for found in leaves:
             why = found.swap.refusal or candidates.leave_alone(found.module)
             why = why or made_inside(found.module) or _torn(found, shared)
             if why:
                 self.refuse(found, why)
                 continue
-            verdict = self._verified(found)
-            if not verdict.ok and found.swap.otherwise is not None:
-                release(found.module)
-                found = found._replace(swap=replace(found.swap, part=found.swap.otherwise))
-                verdict = self._verified(found)
-            self.settle(found, verdict)
+            self.settle(found, self._verified(found))
 
     def wholes(self) -> None:
         for found in candidates.wholes(self.model):

@@ -1,0 +1,260 @@
+"""Norms of any class are recognised by what they compute, and swapped once they are verified."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gpubound as gb
+from gpubound.place.fused import Fused
+from gpubound.place.norms import recognise
+
+from .models import assert_close, place, rows
+
+WIDTH = 24
+
+
+class LayerNorm(nn.Module):
+    """nanoGPT's: an optional bias, and an eps that only its forward names."""
+
+    def __init__(self, bias=True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.bias = nn.Parameter(torch.zeros(WIDTH)) if bias else None
+
+    def forward(self, input):
+        return F.layer_norm(input, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+class HandWritten(nn.Module):
+    """Llama's formula under other names."""
+
+    offset = 0.0
+
+    def __init__(self, eps=3e-6):
+        super().__init__()
+        self.scale, self.little = nn.Parameter(torch.ones(WIDTH)), eps
+
+    def forward(self, x):
+        y = x.float() if x.dtype != torch.float64 else x
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.little)
+        return (y * (self.scale.to(y.dtype) + self.offset)).to(x.dtype)
+
+
+class Shifted(HandWritten):
+    """Gemma's gain."""
+
+    offset = 1.0
+
+
+class Fp32LayerNorm(nn.LayerNorm):
+    def __init__(self):
+        super().__init__(WIDTH, eps=1e-6)
+
+    def forward(self, x):
+        return super().forward(x.float()).to(x.dtype) if x.dtype != torch.float64 else super().forward(x)
+
+
+KINDS = {
+    "layer_norm": (LayerNorm, "layer_norm", 1e-5),
+    "layer_norm without bias": (lambda: LayerNorm(False), "layer_norm", 1e-5),
+    "rms_norm": (HandWritten, "rms_norm", 3e-6),
+    "rms_norm large eps": (lambda: HandWritten(1e-3), "rms_norm", 1e-3),
+    "rms_norm shifted": (Shifted, "rms_norm", 3e-6),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside, self.norm, self.out = nn.Linear(WIDTH, WIDTH), norm(), nn.Linear(WIDTH, WIDTH)
+        for p in self.norm.parameters():
+            nn.init.normal_(p, 1.0, 0.3)
+
+    def forward(self, x):
+        return self.out(self.norm(self.inside(x)))
+
+
+def drawn(dtype=torch.float32, scale=1.0, shape=(2, 5, WIDTH)):
+    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(1))).to(dtype)
+
+
+def results(net, x):
+    y = net(x)
+    return dict(enumerate([y.detach(), *torch.autograd.grad(y.float().square().sum(), list(net.parameters()))]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_custom_class_is_swapped_for_what_it_computes(kind, dtype):
+    make, op, eps = KINDS[kind]
+    net = Net(make).to(dtype)
+    plain = copy.deepcopy(net)
+    placement = place(net, example=drawn(dtype))
+    assert placement.verified and (placement.swapped, placement.refused) == (1, 0)
+    assert (net.norm.norm_formula.op, net.norm.norm_formula.eps) == (op, eps)
+    assert rows(placement)["norm"].kernel == f"reference {op}" and rows(placement)["norm"].error is not None
+    tolerance = {8: 1e-6, 4: 2e-5, 2: 2e-2}[dtype.itemsize]
+    for scale in (1.0, 1e-3):  # the square of the smaller one is below eps
+        assert_close(results(net, drawn(dtype, scale)), results(plain, drawn(dtype, scale)), tolerance)
+    assert placement.fallbacks == 0
+    placement.undo()
+    assert type(net.norm) is type(plain.norm)
+
+
+class Doubled(HandWritten):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class SquaredGain(HandWritten):
+    """At a gain of 1 only its gradient differs."""
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class Buffered(HandWritten):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+
+class Noisy(HandWritten):
+    def forward(self, x):
+        y = super().forward(x)
+        return F.dropout(y, 0.5, self.training)
+
+
+class Counting(HandWritten):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class TwoInputs(HandWritten):
+    def forward(self, x, residual):
+        return super().forward(x + residual)
+
+
+class OverChannels(nn.Module):
+    """ConvNeXt's, over the second dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x):
+        u = x.mean(1, keepdim=True)
+        s = (x - u).pow(2).mean(1, keepdim=True)
+        return self.weight[:, None, None] * ((x - u) / torch.sqrt(s + 1e-6)) + self.bias[:, None, None]
+
+
+class Gain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+@pytest.mark.parametrize("kind", [Doubled, SquaredGain, Buffered, Noisy, Counting, TwoInputs, OverChannels, Gain, nn.PReLU])
+def test_another_formula_is_no_candidate(kind):
+    net = nn.ModuleDict({"norm": kind()})
+    placement = place(net)
+    assert (placement.swapped, placement.refused) == (0, 0) and type(net.norm) is kind
+    assert "norm" in rows(placement) or kind is nn.PReLU
+    if kind is Counting:
+        assert net.norm.calls == 0
+
+
+class _Lying(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 1.5 * dy
+
+
+class WrongBackward(HandWritten):
+    """The formula's outputs with other gradients."""
+
+    def forward(self, x):
+        return _Lying.apply(super().forward(x))
+
+
+def test_gradients_are_compared():
+    net = nn.Sequential(WrongBackward())
+    placement = place(net, example=drawn())
+    assert (placement.swapped, placement.refused) == (0, 1)
+    assert "gradient" in placement.rows[0].why and not hasattr(net[0], "_added")
+    with pytest.raises(gb.PlaceError, match="WrongBackward"):
+        place(nn.Sequential(WrongBackward()), strict=True)
+
+
+class PerRank(HandWritten):
+    """Images have their channels first."""
+
+    def forward(self, x):
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1) if x.dim() == 4 else super().forward(x)
+
+
+def test_calls_outside_the_formula_take_the_modules_own_forward():
+    net = nn.Sequential(PerRank())
+    plain = copy.deepcopy(net)
+    placement = place(net, example=drawn())
+    assert placement.swapped == 1 and recognise(plain[0]).ranks == {2, 3}
+    image = drawn(shape=(2, WIDTH, 5, 6))
+    torch.testing.assert_close(net(image), plain(image))
+    assert placement.fallbacks == 1
+
+    net[0].little = plain[0].little = 0.5
+    torch.testing.assert_close(net(drawn()), plain(drawn()))
+    assert placement.fallbacks == 2 and net[0].delegated["an attribute was changed after it was placed"] == 1
+
+    torch.testing.assert_close(net(drawn(torch.bfloat16)), plain(drawn(torch.bfloat16)))
+    assert placement.fallbacks == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_gives_the_modules_own_dtypes(dtype):
+    net = Net(LayerNorm).to(dtype)
+    plain = copy.deepcopy(net)
+    place(net)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = net.norm(drawn(dtype)), plain.norm(drawn(dtype))
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got, want)
+
+
+def test_the_callers_random_state_and_parameters_stay():
+    net = Net(LayerNorm)
+    before, state = copy.deepcopy(net.state_dict()), torch.random.get_rng_state()
+    place(net)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+
+
+def test_a_subclass_of_torchs_norm():
+    placement = place(net := Net(Fp32LayerNorm), example=drawn())
+    assert isinstance(net.norm, Fused) and placement.verified
+
+
+def test_the_last_line_says_what_was_not_gained():
+    names_the_page = "docs/your-own-model.md"
+    only_norms = place(Net(LayerNorm))
+    nothing = place(nn.Sequential(nn.Linear(4, 4)))
+    assert names_the_page in only_norms.summary and "Only norms" in only_norms.summary
+    assert names_the_page in nothing.summary and "Nothing was swapped" in nothing.summary
+    own = place(gb.Decoder(gb.DecoderConfig(16, 24, 1, 2, 1, 50)))
+    assert names_the_page not in own.summary
+    unfused = place(nn.Sequential(nn.Linear(4, 4)), fuse=False)
+    assert names_the_page not in unfused.summary
