@@ -52,7 +52,7 @@ REFUSED = {
     ),
     "no regular expression": (
         {"targets": "q_proj("},
-        "lora.add: targets 'q_proj(' is no regular expression (missing ), unterminated subpattern at position 6); list names.",
+        "lora.add: targets is 'q_proj(', no regular expression (missing ), unterminated subpattern at position 6); list names.",
     ),
     "a rank that is an answer": (
         {"rank": True, "targets": ["k_proj"]},

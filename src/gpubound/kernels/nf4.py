@@ -1,4 +1,4 @@
-"""Weights in 4 bits, byte for byte as bitsandbytes keeps NF4 with double quantisation (QLoRA, arXiv 2305.14314).
+"""Weights in 4 bits, in the format of bitsandbytes' NF4 with double quantisation (QLoRA, arXiv 2305.14314).
 
 codes    two numbers a byte, the first in its upper half: places in CODE, sixteen quantiles of a normal distribution
 absmax   the largest magnitude of every 64 numbers, which theirs are multiples of: 8 bits, places in `dynamic_code`

@@ -118,7 +118,7 @@ def attach(model: nn.Module, options: dict[str, AdapterOptions], name: str, who:
     if not isinstance(name, str) or not name or "." in name:
         raise ValueError(f"{who}: name must be a word without dots, got {name!r}.")
     check_no_step(model, who)
-    _check_apart(model, [found.layer for found in options.values()], who)
+    _check_apart(model, list(options), [found.layer for found in options.values()], who)
     check_outside({key.rpartition(".")[0]: p for key, p in model.named_parameters()}, who)  # frozen gains are kept, too
     for key, found in options.items():
         found.check(key, name, who)
@@ -141,13 +141,17 @@ def attach(model: nn.Module, options: dict[str, AdapterOptions], name: str, who:
     return made
 
 
-def _check_apart(model: nn.Module, chosen: Sequence[Any], who: str) -> None:
+def _check_apart(model: nn.Module, names: Sequence[str], chosen: Sequence[Any], who: str) -> None:
     """What is added to a weight's products, or merged into it, shows wherever the weight is used."""
     weights, first = {id(layer.weight) for layer in chosen}, dict[int, str]()
     for key, layer in layers_of(model).items():
         other = first.setdefault(id(layer.weight), key)
         if other != key and id(layer.weight) in weights:
-            raise ValueError(f"{who}: {other} and {key} share one weight, so an adapter of one would change both; untie them.")
+            ends = sorted({name.rpartition(".")[2] for name in names if name not in (other, key)})
+            others = f", or give targets={ends}" if ends else ""
+            raise ValueError(
+                f"{who}: {other} and {key} share one weight, so an adapter of one would change both; untie them{others}."
+            )
 
 
 def parameters(model: nn.Module, name: str | None = None) -> list[nn.Parameter]:
@@ -157,7 +161,7 @@ def parameters(model: nn.Module, name: str | None = None) -> list[nn.Parameter]:
 
 def remove(model: nn.Module, name: str | None = None) -> None:
     """Take adapters out, or those called `name`. What `add` froze stays frozen."""
-    found = pairs(model, name, "lora.remove")
+    found = pairs(model, name, "lora.remove", some=True)
     check_no_step(model, "lora.remove")
     check_not_chosen(found, "lora.remove")
     check_not_merged(found, "lora.remove")

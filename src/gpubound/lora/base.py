@@ -11,13 +11,12 @@ from ..layers.frozen import Base, Frozen, InInt8, InNf4
 from ..layers.frozen_fp8 import InFp8
 from ..layers.site_parts import format_of, is_sharded
 from ..layers.stacked import Stacked, multiply_by_records
-from ..layers.vocabulary import head_of
 from ..trace import fallback, notice
 from ..words import readable
 from .experts import ExpertStack
 from .pairs import adapted_layers
 from .peft_layers import of_peft
-from .targets import layers_of, unfit
+from .targets import layers_of, output_layer, unfit
 
 FORMATS: dict[str, type[Frozen]] = {kind.name: kind for kind in (InNf4, InInt8, InFp8)}
 
@@ -35,7 +34,7 @@ def quantize_base(model: nn.Module, format: str) -> list[str]:
     made = encode(model, kind)
     multiply_by_records(model, everywhere=True)
     experts = sum(stack.weight.nbytes for stack in layers_of(model, (ExpertStack,)).values())
-    tell([made], format, head_of(model) is not None, experts)
+    tell([made], format, output_layer(model) is not None, experts)
     return made.names
 
 
@@ -97,7 +96,7 @@ def kind_of(format: str, who: str) -> type[Frozen]:
 
 def _judged(model: nn.Module, kind: type[Frozen]) -> Iterator[tuple[str, nn.Linear, str | None]]:
     """The layers below the head that hold numbers, and why one of them cannot be in codes."""
-    head, uses = head_of(model), Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    head, uses = output_layer(model), Counter(id(p) for module in model.modules() for p in module._parameters.values())
     adapters = {id(child) for module in model.modules() for child in _adapters_of_peft(module)}
     layers = {
         key: layer for key, layer in layers_of(model, (nn.Linear,)).items() if layer is not head and id(layer) not in adapters

@@ -23,7 +23,7 @@ from .dora import DoraPair
 from .experts import ExpertStack
 from .pair import Pair
 from .pairs import adapted_layers, check_module, check_not_merged, check_values, pairs
-from .targets import DORA, KINDS, by, layers_of, unfit
+from .targets import DORA, KINDS, by, check_pattern, layers_of, unfit
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
@@ -236,12 +236,7 @@ def _check_numbers(file: Path, config: dict[str, Any]) -> None:
         table = config.get(pattern) or {}
         given += [(pattern, *one) for one in (table.items() if isinstance(table, dict) else [("", str(table))])]
     for option, expression, value in given:
-        try:
-            re.compile(expression)
-        except re.error as error:
-            raise DataError(
-                f"{file}: {option} has {expression!r}, no regular expression ({error}); save the adapter again."
-            ) from error
+        check_pattern(expression, f"{file}: {option} has {expression!r}", "save the adapter again", DataError)
         rank = PATTERNS.get(option, option) == "r"
         if isinstance(value, bool) or not isinstance(value, int if rank else (int, float)) or (rank and value < 1):
             wanted = "a rank" if rank else "a number"

@@ -26,7 +26,7 @@ def merge(model: nn.Module, name: str | None = None, for_good: bool = False) -> 
     In bf16 it is large where an adapter is small: one hundredth of a weight keeps one or two bits.
     """
     found: dict[str, tuple[Adapters, list[Pair]]] = {}
-    named = pairs(model, name, "lora.merge")
+    named = pairs(model, name, "lora.merge", some=True)
     check_not_chosen(named, "lora.merge")
     for key, adapters, own in named:
         if own.on and not own.merged:

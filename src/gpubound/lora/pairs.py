@@ -239,14 +239,19 @@ def check_module(model: Any, who: str) -> None:
         raise ValueError(f"{who}: model must be a torch.nn.Module, got a {type(model).__name__}; pass the model itself.")
 
 
-def pairs(model: nn.Module, name: str | None, who: str) -> list[tuple[str, Adapters, Pair]]:
-    """(a layer's name, its adapters, the one called `name`), of all names where that is None."""
+def pairs(model: nn.Module, name: str | None, who: str, some: bool = False) -> list[tuple[str, Adapters, Pair]]:
+    """Return (a layer's name, its adapters, the one called `name`), of all names where that is None.
+
+    some: raise ValueError if there is none at all
+    """
     check_module(model, who)
     layers = adapted_layers(model)
     found = [(key, adapters, own) for key, adapters in layers for word, own in adapters.pairs() if name in (None, word)]
     if name is not None and not found:
         there = sorted({word for _, adapters in layers for word in adapters})
         raise ValueError(f"{who}: the model has no adapter named {name!r}, {_has(there)}.")
+    if some and not found:
+        raise ValueError(f"{who}: the model has no adapter; call gb.lora.add first.")
     return found
 
 

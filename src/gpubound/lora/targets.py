@@ -1,7 +1,9 @@
-"""Which layers of a model are to be adapted: all of a kind, by the ends of their names, or by a regular expression."""
+"""The layers of a model that `add` adapts: all of a kind, by the ends of their names, or by a regular expression."""
 
+import math
 import re
 from collections.abc import Sequence
+from re import _parser  # type: ignore[attr-defined]  # the parsed pattern, of which `re` has no public form
 from typing import Any
 
 from torch import nn
@@ -75,10 +77,47 @@ def _check_words(targets: Any, wanted: Sequence[Any]) -> None:
             f"lora.add: targets must be {', '.join(map(repr, ALL))}, a regular expression, or a list of names' ends, got "
             f"{targets!r}."
         )
+    if isinstance(targets, str):
+        check_pattern(targets, f"lora.add: targets is {targets!r}", "list names", ValueError)
+
+
+STEPS = 10**7  # of a match, about 50 ms
+
+
+def check_pattern(pattern: str, where: str, do: str, error: type[Exception], length: int = 100) -> None:
+    """Raise `error` for an invalid pattern, and for one that may take more than STEPS on a name of `length` characters.
+
+    Python's `re` backtracks, without a limit: `(a+)+b` takes 2^n steps on n characters.
+    """
     try:
-        re.compile(targets if isinstance(targets, str) else "")
-    except re.error as error:
-        raise ValueError(f"lora.add: targets {targets!r} is no regular expression ({error}); list names.") from error
+        re.compile(pattern)
+        steps = _most_steps(_parser.parse(pattern), length)
+    except (re.error, RecursionError, OverflowError) as raised:
+        raise error(f"{where}, no regular expression ({raised}); {do}.") from raised
+    if steps > STEPS:
+        raise error(f"{where}, which could take {steps:.0e} steps to match one name, limit {STEPS:.0e}; {do}.")
+
+
+def _most_steps(parsed: Any, length: int) -> float:
+    """An upper bound of the ways in which a parsed pattern can match a prefix of `length` characters; infinity at most."""
+    ways, open_ended = 1.0, 0
+    for op, value in parsed:
+        name = str(op)
+        if name in ("MAX_REPEAT", "MIN_REPEAT"):
+            least, most, body = int(value[0]), min(int(value[1]), length), _most_steps(value[2], length)
+            if body == 1 and most == length:
+                open_ended += 1
+            elif body == 1:
+                ways *= max(most - least + 1, 1)
+            else:
+                ways *= body**most if most * math.log10(body) < 300 else math.inf
+        elif name == "BRANCH":
+            ways *= sum(_most_steps(branch, length) for branch in value[1])
+        elif name in ("SUBPATTERN", "ASSERT", "ASSERT_NOT", "ATOMIC_GROUP"):
+            ways *= _most_steps(value if name == "ATOMIC_GROUP" else value[-1], length)
+        elif name == "GROUPREF_EXISTS":
+            ways *= sum(_most_steps(branch, length) for branch in value[1:] if branch)
+    return ways * math.comb(length + open_ended, open_ended)  # the places where the parts of open end are divided
 
 
 def _matches(key: str, target: str, regex: bool) -> bool:
@@ -86,7 +125,7 @@ def _matches(key: str, target: str, regex: bool) -> bool:
 
 
 def _all(model: nn.Module, targets: str, rank: Any) -> dict[str, Any]:
-    head = head_of(model)
+    head = output_layer(model)
     layers = {key: layer for key, layer in layers_of(model, ALL[targets]).items() if layer is not head}
     left = {key: why for key, layer in layers.items() if (why := unfit(model, layer) or _too_small(layer, rank))}
     if len(left) == len(layers):
@@ -101,6 +140,21 @@ def _all(model: nn.Module, targets: str, rank: Any) -> dict[str, Any]:
         others = f" and {len(coded) - 1} more linear layers" if len(coded) > 1 else ""
         fallback(f"lora.add: {targets}", f"the weights of {coded[0]}{others} are codes and no parameters: no adapter for them")
     return {key: layer for key, layer in layers.items() if key not in left}
+
+
+def output_layer(model: nn.Module) -> Any:
+    """Return the layer that computes the logits, or None.
+
+    A model without `get_output_embeddings`: the last nn.Linear that shares its weight with an nn.Embedding, or else that has
+    as many outputs as the largest nn.Embedding has rows.
+    """
+    if hasattr(model, "get_output_embeddings"):
+        return head_of(model)
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    tied = [layer for layer in linear if any(layer.weight is table.weight for table in tables)]
+    vocabulary = max((table.num_embeddings for table in tables), default=None)
+    return next(reversed(tied or [layer for layer in linear if layer.out_features == vocabulary]), None)
 
 
 def _too_small(layer: Any, rank: Any) -> str | None:
