@@ -69,10 +69,13 @@ class Message(str):
 
 
 def merge(folder: str) -> None:
-    """Write the texts that processes left in `folder` into messages.json."""
-    known = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+    """Write the texts that processes left in `folder` into messages.json, and drop those that no test names."""
+    known = json.loads(FILE.read_text(encoding="utf-8"))
     for path in sorted(Path(folder).glob("*.jsonl")):
         known |= dict(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    sources = [path.read_text(encoding="utf-8") for path in FILE.parent.rglob("test_*.py")]
+    used = {name for source in sources for name in re.findall(r'message\(\s*"([^"]+)"', source)}
+    known = {name: text for name, text in known.items() if name in used}
     FILE.write_text(json.dumps(known, indent=0, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import bench_deepseek
-from benchmarks.bench_deepseek import DRY, measure_codes, measure_flash, measure_step
+from benchmarks.bench_deepseek import DRY, measure_step
 from benchmarks.deepseek_models import build_model, v4_config
 from benchmarks.harness import Bench
 from gpubound import device as facts
@@ -50,16 +50,6 @@ def test_a_step_that_computes_something_else_is_not_timed(bench, monkeypatch):
     assert not bench.lines and bench.wrong == [message("bench_deepseek:a_step_that_computes_som")]
 
 
-def test_experts_in_fp4_beside_16_bits(bench, monkeypatch):
-    seconds = iter([0.01, 0.02] * 3)
-    monkeypatch.setattr(bench_deepseek, "captured", lambda *given: next(seconds))
-    models = {"ours": build_model(CPU, dry=True, codes=True), "16 bits": build_model(CPU, dry=True)}
-    assert sum(p.numel() for p in models["ours"].parameters()) < 0.9 * sum(p.numel() for p in models["16 bits"].parameters())
-    monkeypatch.setattr(bench_deepseek, "GAP", 1e-3)
-    measure_codes(bench, *models.values(), DRY, 3)
-    assert not bench.wrong and {line.peer_name: (line.gate, line.ratio) for line in bench.lines}["16 bits"] == (1.0, 2.0)
-
-
 def test_the_model_that_is_measured():
     """19.5 billion weights, layers in V4-Flash's order; on meta, for they take 39 GB."""
     from transformers import DeepseekV4ForCausalLM
@@ -69,40 +59,6 @@ def test_the_model_that_is_measured():
     with torch.device("meta"):
         model = DeepseekV4ForCausalLM(config)
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(19.5e9, rel=0.01)
-
-
-def test_flash_itself():
-    """More than a GPU has; on meta."""
-    from transformers import DeepseekV4ForCausalLM
-
-    from gpubound.models.deepseek_v4.coded import in_fp4
-
-    with torch.device("meta"), in_fp4(True):
-        model = DeepseekV4ForCausalLM._from_config(v4_config(dry=False, flash=True), dtype=torch.bfloat16)
-    assert sum(t.nbytes for t in (*model.parameters(), *model.buffers())) == pytest.approx(162e9, rel=0.01)
-
-
-@pytest.mark.parametrize(("split", "told", "rate"), [("layers", "", 1e12), ("tensors", ", each layer split", 2e12)])
-def test_flash_on_two(bench, monkeypatch, split, told, rate):
-    """Its layers in equal shares, or each on both, which then read at once; its tokens are those of its own forward."""
-    made, read = [], bench_deepseek.decoder_of
-    monkeypatch.setattr(bench_deepseek, "captured", lambda *given: 0.002)
-    monkeypatch.setattr(bench_deepseek, "decoder_of", lambda *given, **named: made.append(read(*given, **named)) or made[-1])
-    measure_flash(bench, 2, split, DRY, 3)
-    case = f"v4, Flash in fp4 batch 1 on 2{told}"
-    assert not bench.wrong
-    assert [(line.case, line.peer_name, line.gate) for line in bench.lines] == [(case, "budget", 1.0), (case, "roofline", None)]
-    assert [line.ours for line in bench.lines] == [500.0, 500.0]
-    assert bench.lines[1].peer == pytest.approx(rate / made[0].body.bytes_a_step([DRY.prompt + DRY.ours // 2]), rel=1e-3)
-
-
-def test_flash_on_fewer_gpus_than_asked_for(bench):
-    bench.dry = False
-    measure_flash(bench, 400, "layers", DRY, 3)
-    (said,) = bench.unmeasured
-    assert (
-        said.startswith("v4, Flash in fp4: needs 400 GPUs, and ") and said.endswith(" visible; pass --gpus") and not bench.lines
-    )
 
 
 def test_a_dry_run_of_the_small_parts(capsys):

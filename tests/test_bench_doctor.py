@@ -1,11 +1,5 @@
 """The corpus of planted stalls is what it says it is: every script runs, its truth is on the right lines, its score adds up."""
 
-import fcntl
-import math
-import operator
-import os
-import sys
-import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -13,15 +7,14 @@ import pytest
 import torch
 
 from benchmarks import bench_doctor
-from benchmarks.doctor_corpus import by_doctor, by_others, crew
+from benchmarks.doctor_corpus import by_doctor, by_others
 from benchmarks.doctor_corpus.by_ledger import findings
-from benchmarks.doctor_corpus.cases import CALM, cases, fits, sample, write_calm, write_clean, write_planted
+from benchmarks.doctor_corpus.cases import CALM, cases, sample, write_calm, write_clean, write_planted
 from benchmarks.doctor_corpus.eyes import DRY as DRY_STEPS
-from benchmarks.doctor_corpus.hosts import write
 from benchmarks.doctor_corpus.kinds import PLANTS
 from benchmarks.doctor_corpus.plant import HERE, Case, Script
-from benchmarks.doctor_corpus.running import FIRST, Alone, run, timed
-from benchmarks.doctor_corpus.score import Found, Outcome, Score, Sight, read_outcomes, write_outcomes
+from benchmarks.doctor_corpus.running import run
+from benchmarks.doctor_corpus.score import Found, Outcome, Score, Sight
 from gpubound.errors import MeasureError
 from gpubound.watch.pretend import simgpu
 from tests.messages import message
@@ -85,34 +78,6 @@ def test_nothing_is_found_where_nothing_is(what, name, sim, tmp_path):
     script = write_calm(CALM[what][name], tmp_path)
     assert findings(script.path, DRY_STEPS) == []
     assert not Outcome(name, script, by_doctor.look(script.path, DRY_STEPS, nullcontext(), dry=True).found).wrong
-
-
-def test_a_step_alone_is_the_time_of_many(sim, tmp_path, monkeypatch):
-    """By a clock that only a step takes on: short ones until there are many, long ones until there are a few."""
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    for step_s, steps in ((1 / 1024, 308), (1 / 128, 40), (1 / 16, 13), (2.0, 10)):
-        alone = Alone()
-        alone.begin()
-        while alone.done < alone.steps:
-            now[0] += step_s
-            alone.step()
-        alone.end()
-        assert (alone.done, alone.ms) == (steps, pytest.approx(1e3 * step_s))
-    rare = write(tmp_path, {"update": f"if step < {FIRST}:\n    optimizer.step()"}, host="plain", model="launch-bound").path
-    with pytest.raises(MeasureError, check=message("bench_doctor:a_step_alone_is_the_time")):
-        timed(rare, ["--size", "tiny", "--steps", "30"])
-
-
-def test_a_script_leaves_the_process_as_it_found_it(sim, tmp_path):
-    argv, path = list(sys.argv), list(sys.path)
-    run(write(tmp_path, {}, host="helper", model="gpu-bound").path, TINY)
-    assert (sys.argv, sys.path) == (argv, path) and "helper" not in sys.modules
-
-
-def test_an_unknown_slot_is_refused(tmp_path):
-    with pytest.raises(ValueError, check=message("bench_doctor:an_unknown_slot_is_refus")):
-        write(tmp_path, {"forwards": ""}, host="plain", model="gpu-bound")
 
 
 def test_the_doctor_looks_in_its_turn_and_thinks_outside(sim, tmp_path, monkeypatch):
@@ -186,55 +151,6 @@ def test_the_score_adds_up(tmp_path):
     assert Score().recall is None and Score().price_error is None and Score().overhead is None and Score().seconds is None
 
 
-def test_a_price_is_held_only_against_a_truth_that_stands_above_the_noise(tmp_path):
-    """Of one model two timings of a script differ by 10 %, of the other by 0.2 %: there a plant of 0.1 % is none. Of a third
-    the timings agree, but those of equal scripts without their stalls are 10 and 14 ms."""
-    script, right = script_of(tmp_path, "sync"), Found("sync", "/a/train.py", 7, ms=2.0)
-
-    def outcome(model: str, said: float, true: float, step: float = 10.0, same: str = "") -> Outcome:
-        return Outcome("", script, [right], step, true, said_step_ms=said, model=model, same=same)
-
-    unsteady = [outcome("launches", said, true, same=f"{true}") for said, true in ((9.0, 3.0), (11.0, 5.0), (11.0, -2.0))]
-    steady = [outcome("products", said, true, same=f"{true}") for said, true in ((10.02, 3.0), (10.02, 0.01))]
-    drifting = [outcome("drifting", step, true, step, "a") for step, true in ((36.0, 26.0), (20.0, 6.0))]
-    score = Score([*unsteady, *steady, *drifting]).judged()
-    assert [o.noise for o in score.outcomes] == pytest.approx([0.1] * 3 + [0.002] * 2 + [1 / 6] * 2)
-    assert [o.stalls for o in score.outcomes] == [True, True, True, True, False, True, True]
-    errors = [o.price_error for o in score.outcomes]
-    assert errors == [None, pytest.approx(0.6), None, pytest.approx(1 / 3), None, pytest.approx(24 / 26), None]
-
-
-def test_the_overhead_is_of_the_step_and_the_seconds_are_of_the_looking(tmp_path):
-    script = script_of(tmp_path)
-    told = [(10.1, 10.0, 4.0), (10.3, 10.0, 5.0), (22.0, 20.0, 9.0), (None, 10.0, None)]
-    score = Score([Outcome("", script, [], alone, said_step_ms=said, seconds=seconds) for said, alone, seconds in told])
-    assert score.overhead == pytest.approx(3.0) and score.seconds == 5.0
-    assert Score([Outcome("faster", script, [], 10.0, said_step_ms=9.0)]).overhead == 0.0
-
-
-def test_calls_in_a_few_processes(monkeypatch):
-    """A process does several, or as many as it is told; one that dies or hangs costs its own task alone."""
-    monkeypatch.setattr(crew, "PRELOAD", ["benchmarks.doctor_corpus.crew"])
-    found = dict(crew.calls(operator.call, {str(n): (os.getpid,) for n in range(4)}, processes=2))
-    assert len(found) == 4 and len(set(found.values())) <= 2 and os.getpid() not in found.values()
-    alone = dict(crew.calls(operator.call, {str(n): (os.getpid,) for n in range(3)}, processes=1, most=1))
-    assert len(set(alone.values())) == 3
-    tasks = {"dies": (os._exit, 7), "fails": (math.sqrt, "two"), "works": (math.sqrt, 4)}
-    found = dict(crew.calls(operator.call, tasks, processes=1))
-    assert str(found["dies"]) == message("bench_doctor:calls_in_a_few_processes") and found["works"] == 2.0
-    assert message("bench_doctor:calls_in_a_few_processes.2").within(str(found["fails"]))
-    ((_, late),) = crew.calls(operator.call, {"hangs": (time.sleep, 600)}, processes=1, timeout_s=0.1)
-    assert str(late) == "no result after 0.1 s"
-    assert list(crew.calls(operator.call, tasks, processes=1, until=0.0)) == []
-
-
-def test_one_at_a_time_has_its_turn(tmp_path):
-    with crew.turn(tmp_path / "lock"), open(tmp_path / "lock") as other, pytest.raises(BlockingIOError):
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    with open(tmp_path / "lock") as other:
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
 @pytest.fixture
 def half_blind(monkeypatch):
     """The doctor sees only `.item()`, in this process, and each step of a script without a stall takes 2 ms, else 3."""
@@ -264,37 +180,3 @@ def test_the_bench_reports_what_was_missed(half_blind, capsys):
     assert message("bench_doctor:the_bench_reports_what_w.2").within(said.err)
     assert "50.0 %" in said.out and message("bench_doctor:the_bench_reports_what_w.3").within(said.out)
     assert half_blind == [("doctor", True)] * 2 + [("doctor", False)]
-
-
-def test_a_run_goes_on_where_the_last_one_ended(half_blind, monkeypatch, tmp_path, capsys):
-    """Outcomes are kept one by one. Each script is timed beside its own clean one, and another eye is held against that."""
-    monkeypatch.setattr(bench_doctor, "resolve", lambda wanted: torch.device("cpu"))
-    run_bench = ["--results", str(tmp_path), "--only", "item/launch-bound,printed/launch-bound"]
-    assert bench_doctor.main([*run_bench, "--from", "printed/plain/launch-bound"]) == 1  # it finds nothing
-    (kept,) = (tmp_path / "corpus").iterdir()
-    assert [outcome.true_ms for outcome in read_outcomes(kept)] == [1.0] * 3 and kept.name.startswith("doctor-")
-    assert bench_doctor.main(["--results", str(tmp_path), "--only", "item"]) == 1
-    said = capsys.readouterr().out
-    assert message("bench_doctor:a_run_goes_on_where_the").within(said)
-    assert message("bench_doctor:a_run_goes_on_where_the.2").within(said) and "44.4 %" in said
-    outcomes = read_outcomes(kept)
-    write_outcomes(tmp_path / "again", outcomes)
-    assert len(outcomes) == 9 and read_outcomes(tmp_path / "again") == outcomes
-    assert half_blind == [("doctor", True)] * 9
-    assert bench_doctor.main(["--results", str(tmp_path), "--only", "item", "--eye", "ledger"]) == 0
-    (seen,) = [file for file in (tmp_path / "corpus").iterdir() if file.name.startswith("ledger-")]
-    assert half_blind[9:] == [("ledger", False)] * 6 and {outcome.true_ms for outcome in read_outcomes(seen)} == {1.0}
-
-
-def test_parts_of_names_choose_scripts():
-    asked = bench_doctor.asked(bench_doctor.Doctor(only="gpu-bound/plain/item,decoy"))
-    assert asked[0] == "item/plain/gpu-bound" and len(asked) == 1 + 6 and fits("control", "control/fed")
-    assert (
-        len(bench_doctor.asked(bench_doctor.Doctor(from_="item/plain/gpu-bound")))
-        < 196
-        == len(bench_doctor.asked(bench_doctor.Doctor()))
-    )
-    with pytest.raises(ValueError, check=message("bench_doctor:parts_of_names_choose_sc")):
-        bench_doctor.asked(bench_doctor.Doctor(only="items"))
-    with pytest.raises(ValueError, check=message("bench_doctor:parts_of_names_choose_sc.2")):
-        bench_doctor.asked(bench_doctor.Doctor(from_="item"))

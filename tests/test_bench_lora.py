@@ -5,18 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import bench_lora, bench_train, lora_linear, lora_train, workers
+from benchmarks import bench_lora, lora_linear, lora_train, workers
 from benchmarks.harness import Bench
 from benchmarks.lora_linear import Drawn, measure_linear
-from benchmarks.lora_train import TINY, differs, measure_case, one_each, pefts_own
+from benchmarks.lora_train import TINY, differs
 from benchmarks.lora_worker import BASES, CONTENDERS, freeze
 from benchmarks.results import FLOOR
 from benchmarks.shapes import SHAPES
 from benchmarks.train_worker import llama, usual
 from gpubound import device as facts
 from gpubound.cli import guarded
-from gpubound.errors import MeasureError
-from tests.messages import message
 
 from . import forked
 
@@ -117,93 +115,6 @@ def test_who_computes_another_thing_begins_alike_and_learns(ours, theirs, alike)
     assert (differs(ours, theirs, alike=False) is None) == alike
 
 
-SECONDS = {"ours": 0.1, "floor": 0.08, "peft": 0.4, "peft-autocast": 0.2}
-SECONDS |= {"ours-lora": 0.1, "ours-peft": 0.11, "ours-rows": 0.125}
-LAST = {"peft-autocast": 7.0, "ours-rows": 5.0}  # losses; of all others 6
-stopped: list[str] = []
-
-
-class Pretend:
-    """A worker that knows what it would say."""
-
-    def __init__(self, job, kernels=None):
-        if job.who == "peft-compile":
-            raise MeasureError("peft-compile: its process ended with 1; its own message is above.")
-        self.who = job.who
-        self.facts = {"first_step_s": 2.0, "loss": 7.0, "captured": False, "parameters": 5, "syncs": 0}
-        self.facts["peak_gib"] = 3.0 if job.who.startswith("ours") else 2.0
-
-    def ask(self, losses=0, steps=0):
-        return [LAST.get(self.who, 6.0)] * losses if losses else SECONDS[self.who]
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        stopped.append(self.who)
-
-
-@pytest.fixture
-def pretended(monkeypatch):
-    monkeypatch.setattr(lora_train, "LearningWorker", Pretend)
-    stopped.clear()
-
-
-def test_lines_gates_and_the_sentence(bench, pretended, capsys):
-    peers = {"peft": (1.35, 5.0), "peft-autocast": (None, None), "peft-compile": (None, None)}
-    case = replace(TINY["tiny"], peers=peers, least=(640, 2560))
-    measure_case(bench, "tiny", case, 3, 1e15, [])
-    speed = {line.peer_name: (line.ratio, line.gate, line.moonshot) for line in bench.lines if line.unit == "tok/s"}
-    assert speed.pop("bf16 rate")[1] is None
-    assert speed == {
-        FLOOR: (pytest.approx(0.8), None, None),
-        "budget": (pytest.approx(1280 / 640), 1.0, 4.0),
-        "peft": (pytest.approx(4.0), 1.35, 5.0),
-    }
-    assert message("bench_lora:lines_gates_and_the_sent").within(capsys.readouterr().out)
-    (peak,) = [line for line in bench.lines if line.unit == "GiB"]
-    assert (peak.peer_name, peak.gate) == ("peft", 1.0) and peak.short  # 3 GiB beside 2
-    (first,) = [line for line in bench.lines if line.unit == "s"]
-    assert (first.ours, first.peer, first.gate) == (2.0, 10.0, 1.0)
-    assert bench.wrong == [message("bench_lora:lines_gates_and_the_sent.2")]
-    assert bench.unmeasured == [message("bench_lora:lines_gates_and_the_sent.3")]
-    assert stopped == ["floor", "peft", "peft-autocast", "ours"]
-
-
-def test_pefts_own_adapters_beside_ours(bench, pretended):
-    measure_case(bench, "tiny", pefts_own(TINY["tiny"]), 3, 1e15, [])
-    speed = {line.peer_name: line.ratio for line in bench.lines if line.unit == "tok/s"}
-    assert speed == {"ours-lora": pytest.approx(0.1 / 0.11, rel=1e-3), "peft": pytest.approx(0.4 / 0.11, rel=1e-3)}
-    assert {line.peer_name: line.gate for line in bench.lines if line.unit == "GiB"} == {"ours-lora": None, "peft": 1.0}
-
-
-def test_eight_adapters_beside_one(bench, pretended):
-    """They learn otherwise, and are timed all the same."""
-    case = one_each(lora_train.CASES["1b"])
-    assert case == one_each(lora_train.CASES["1b-8192"]) and (case.micro, case.seq) == (8, 1024)
-    measure_case(bench, "tiny", case, 3, 1e15, [])
-    (speed,) = [line for line in bench.lines if line.unit == "tok/s"]
-    assert (speed.peer_name, speed.ratio, speed.gate) == ("ours-lora", pytest.approx(0.8), 0.9) and speed.short
-    assert not bench.wrong and stopped == ["ours-lora", "ours-rows"]
-
-
-def test_a_peer_that_a_case_does_not_have_is_said(bench, capsys):
-    case = lora_train.CASES["8b"]
-    assert [peer for peer, _ in bench_train.peers_here(bench, "8b", case, ["peft", "peft-compile"])] == ["peft"]
-    assert message("bench_lora:a_peer_that_a_case_does").within(capsys.readouterr().out)
-    assert bench.unmeasured == []
-
-
-def test_a_peer_that_was_not_asked_for_is_not_started(bench, pretended):
-    measure_case(bench, "tiny", replace(TINY["tiny"], peers={"peft": (1.0, None)}), 3, 1e15, ["peft-liger"])
-    assert stopped == ["floor", "ours"]
-
-
-def test_operations_of_a_frozen_model():
-    """350m: 2 of the 6 operations a weight and token are its gradient's."""
-    assert SHAPES["350m"].frozen_flops_per_token(1024) == 4 * 398_458_880 + 6 * 24 * 1024 * 1024
-
-
 # --- one layer ---
 
 
@@ -274,21 +185,8 @@ def test_what_is_refused(capsys, options, sentence):
 
 
 @pytest.mark.usefixtures("forked_workers")
-def test_a_profile(capfd):
-    assert guarded("bench", bench_lora.main, ["--dry", "--profile", "floor"]) == 0
-    assert capfd.readouterr().out.startswith("tiny floor: ")
-
-
-@pytest.mark.usefixtures("forked_workers")
 def test_a_dry_run_of_whole_steps(capfd, monkeypatch):
     monkeypatch.setattr(workers, "SAMPLE_S", 0.01)
     assert guarded("bench", bench_lora.main, ["--dry", "--parts", "train"]) == 0
     said = capfd.readouterr().out
     assert "tiny: LoRA step = " in said and said.endswith("lora: 5 lines, nothing kept (dry); 2 of 2 gates hold\n")
-
-
-@pytest.mark.usefixtures("forked_workers")
-def test_a_dry_run_of_first_steps(capfd):
-    assert guarded("bench", bench_lora.main, ["--dry", "--parts", "start"]) == 0
-    said = capfd.readouterr().out
-    assert said.startswith("tiny first step ") and said.endswith("lora: 1 lines, nothing kept (dry); 1 of 1 gates hold\n")
