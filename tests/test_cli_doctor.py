@@ -92,12 +92,12 @@ def test_colours_are_for_who_wants_them(script, capsys, monkeypatch, asked, colo
     assert ("\x1b[" in capsys.readouterr().out) == coloured
 
 
-def test_a_module_is_run_with_annotations(script, capsys, monkeypatch):
+def test_a_module_is_run(script, capsys, monkeypatch):
     monkeypatch.syspath_prepend(str(script.parent))
     script.rename(script.parent / "looped_module.py")
-    assert main(["doctor", "--dry-run", "--github", "-m", "looped_module", "100"]) == 0
+    assert main(["doctor", "--dry-run", "-m", "looped_module", "100"]) == 0
     screen = capsys.readouterr().out
-    assert "closed after 3" in screen and "file=looped_module.py,line=15" in screen
+    assert "closed after 3" in screen and "looped_module.py:15" in screen
 
 
 @pytest.mark.parametrize(

@@ -126,36 +126,6 @@ def test_a_value_that_stays_on_the_device_is_the_number_it_was(tmp_path, sim, ca
     assert first == second
 
 
-def test_a_fed_loop_computes_the_same_without_a_copy(tmp_path, sim, one_thread):
-    text = """\
-import torch
-device = torch.accelerator.current_accelerator()
-torch.manual_seed(0)
-weight = torch.rand(3).to(device).requires_grad_()
-optimizer = torch.optim.SGD([weight], lr=0.1)
-batches = [(torch.rand(4, 3), torch.rand(4)) for _ in range(3)]
-losses = []
-for epoch in range(2):
-    for step, (x, y) in enumerate(batches):
-        x, y = x.to(device), y.to(device)  # here
-        loss = (x @ weight - y).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-losses = torch.stack(losses)
-"""
-    after, made = mended(tmp_path, text, ("h2d", "# here"))
-    found = []
-    for script in (text, after):
-        (tmp_path / "train.py").write_text(script)
-        with watch() as ledger:
-            losses = runpy.run_path(str(tmp_path / "train.py"))["losses"]
-        found.append((losses.cpu().tolist(), ledger.totals["repeated_uploads"], ledger.totals["h2d_copies"]))
-    assert found[0] == (found[1][0], 6, 13) and found[1][1:] == (0, 7)  # then each tensor is uploaded once
-    assert made.equal
-
-
 def test_every_other_byte_stays(tmp_path):
     """The changed lines, one by one; comments, umlauts, double blanks and trailing commas are as before."""
     text, _ = mended(tmp_path, SCRIPT, *FOUND)
@@ -270,13 +240,6 @@ CASES = {
             "total = loss.detach().to(torch.float64, copy=True)  # here\n    if step % 3 == 0: log(float(total))"
         ),
     ),
-    "fed": (
-        "h2d",
-        '"""Doc."""\nimport torch\nd = "cuda"\nbatches = [f(i) for i in r]\nfor e in r:\n    for x in batches:\n'
-        "        x = x.to(d)  # here\n",
-        '"""Doc."""\nimport torch\nimport gpubound as gb\nd = "cuda"\nbatches = [f(i) for i in r]\n'
-        "batches = gb.feed(batches, d)\nfor e in r:\n    for x in batches:\n        x = x.to(d)  # here\n",
-    ),
     "without a last newline": ("zero_grad", "o.zero_grad(False) # here", "o.zero_grad() # here"),
     "lines of Windows": ("sync", "if x:\r\n  y()\r\n  cuda.synchronize() # here\r\nz()\r\n", "if x:\r\n  y()\r\nz()\r\n"),
 }
@@ -301,12 +264,6 @@ REFUSED = {
     "copies: it copies to the host": ("h2d", "l = DataLoader(d)\ny = x.to('cpu')  # here\n"),
     "copies: it copies to more than one place": ("h2d", "l = DataLoader(d)\nf(x.to(a), y.to(b))  # here\n"),
     "copies: the batches must be pinned where they are made, and there is no": ("pageable", "x = x.cuda()  # here\n"),
-    "feed: the loader shuffles": ("repeat", "l = DataLoader(d, shuffle=True)\nfor x in l:\n    x.to('cuda')  # here\n"),
-    "feed: l is used in another way in line 2": ("repeat", "l = [1]\nl.sort()\nfor x in l:\n    x.to('cuda')  # here\n"),
-    "feed: the device `d` is not known before line 2": (
-        "repeat",
-        "l = [1]\nfor x in l:\n    d = 'cuda'\n    x.to(d)  # here\n",
-    ),
     "reads: total is used in every step, in line 5": ("sync", LOOP.format("total += loss.item()  # here\n    log(total)")),
     "reads: total is used in every step, in line 6": (
         "sync",
@@ -333,10 +290,6 @@ REFUSED = {
         "sync",
         HEAD
         + "losses = []\ntry:\n    for x in data:\n        losses.append(x.item())  # here\nexcept OSError: pass\nlog(losses)\n",
-    ),
-    "feed: y may be wanted on the host, in line 4": (
-        "h2d",
-        "d = 'cuda'\nl = [(a, b)]\nfor i, (x, y) in enumerate(l):\n    seen += y.numpy().sum() * i\n    f(x.to(d))  # here\n",
     ),
     "reads: losses is used inside the loop, in line 5": (
         "sync",
@@ -408,38 +361,6 @@ def test_tf32_is_taken_when_it_is_asked_for(tmp_path):
     with pytest.raises(ValueError) as error:
         repair([], asked=["tf23"])
     assert str(error.value) == message("doctor/fix:tf32_is_taken_when_it_is.2")
-
-
-def test_bf16_is_taken_when_it_is_asked_for(tmp_path):
-    """A statement of several lines goes into the block as a whole, and still means the same."""
-    before = "import torch\ndef f(x):\n    y = (x  # here\n      @ x)  # product\n    return y\n"
-    text, made = mended(tmp_path, before, ("precision", "# here"), asked=["bf16"])
-    assert text == message("doctor/fix:bf16_is_taken_when_it_is")
-    assert not made.equal
-    on_cpu: dict = {}
-    exec(text.replace('"cuda"', '"cpu"'), on_cpu)
-    x = torch.rand(4, 4)
-    assert torch.equal(on_cpu["f"](x), x.bfloat16() @ x.bfloat16())
-
-
-def test_bf16_keeps_to_tabs(tmp_path):
-    before = "import torch\ndef f(x):\n\treturn (x  # here\n\t\t@ x)\n"
-    text, _ = mended(tmp_path, before, ("precision", "# here"), asked=["bf16"])
-    assert text == message("doctor/fix:bf16_keeps_to_tabs")
-
-
-BF16_REFUSED = {
-    "bf16: the line is no assignment": "import torch\nif x @ y:  # here\n    pass\n",
-    "bf16: the file uses autocast itself": "import torch\ny = x @ x  # here\nwith autocast(): pass\n",
-    "bf16: the statement holds a string of several": 'import torch\ny = f(x @ x, """  # here\nb""")\n',
-    "bf16: line 2 holds several": "import torch\ny = x @ x; z = y  # here\n",
-}
-
-
-@pytest.mark.parametrize("why", BF16_REFUSED)
-def test_bf16_is_refused(why, tmp_path):
-    text, made = mended(tmp_path, BF16_REFUSED[why], ("precision", "# here"), asked=["bf16"])
-    assert why in next(iter(made.refused.values())) and text == BF16_REFUSED[why]
 
 
 def test_findings_of_one_line_go_together(tmp_path):

@@ -5,21 +5,15 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given, strategies as st
 
 from gpubound.doctor.finding import KINDS, Finding, Verdict
 from gpubound.doctor.recorded import Recorded
 from gpubound.doctor.report import write_reports
-from gpubound.doctor.report.github import annotate
-from gpubound.doctor.report.perfetto import perfetto
 from gpubound.doctor.report.sarif import fingerprint, sarif
-from gpubound.doctor.tape import Call, Tape, Work
 from gpubound.version import __version__
 from gpubound.watch.site import Site
-from tests.messages import message
 
-from .tapes import Synthetic
-from .verdicts import CLIP, ITEM, TORCH, judged, looped
+from .verdicts import ITEM, TORCH, judged, looped
 
 SITE = Site("jobs/a b.py", 7, "step", "x =  loss.item()", 8)
 FINDING = Finding("sync", SITE, TORCH, "MulBackward0", ITEM, 2.0, 6.9, "replayed", "100 % idle", "keep it: there, on the GPU")
@@ -136,94 +130,11 @@ def test_a_fingerprint_follows_the_line_and_no_other():
     assert ends == [":1", ":2"], "the same line twice in a function is two findings"
 
 
-def test_annotations_whole():
-    bare = replace(FINDING, site=None, via=None, node="", built=None, ms=None, certainty="counted", evidence="a\nb::error::c")
-    assert annotate(verdict_of(FINDING, bare)) == message("doctor/report_formats:annotations_whole")
-
-
 def test_nothing_that_a_name_holds_steers_a_reader():
     site = Site("\x1b[2J\ud800,:.py", 1, "f\ud800", "\ud800\x1b]0;x\x07", 1)
     verdict = verdict_of(replace(FINDING, site=site, built=None, evidence="\ud800\x1b[31m"))
-    for text in (sarif(verdict), annotate(verdict)):
-        text.encode()
-        assert "\x1b" not in text and "\\ud800" not in text
-    assert annotate(verdict).count("\n") == 1
-
-
-def traced(recording):
-    """The events of a trace as Perfetto reads them: times in whole nanoseconds, cut off in older ones, rounded in newer."""
-    events = json.loads(perfetto(recording))["traceEvents"]
-    for event in events:
-        for key in {"ts", "dur"} & event.keys():
-            assert int(event[key] * 1000) == round(event[key] * 1000) >= 0
-            event[key] = round(event[key] * 1000)
-    return events
-
-
-def test_a_trace_has_every_event_on_its_track_and_the_lines_as_slices():
-    tape, located = looped(steps=2)
-    events = traced(Recorded(tape, located))
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    slices = [e for e in events if e["ph"] == "X"]
-    on = {track: [e for e in slices if names[e["pid"], e["tid"]] == track] for track in set(names.values())}
-    first, _ = tape.steps[0]
-    called = [(call.name, round((call.start - first) * 1e3)) for call in tape.calls]
-    assert [e["name"] for e in on["steps"]] == ["step 1", "step 2"]
-    assert [(e["name"], e["ts"]) for e in on["thread 1: calls"]] == called
-    assert {e["name"] for e in on["thread 1: lines"]} == {f"train.py:88  {ITEM.code}", f"train.py:90  {CLIP.code}"}
-    assert len(on["stream 7"]) == len(tape.work) and {e["name"] for e in on["idle"]} >= {"data", "a sync"}
-    assert min(e["ts"] for e in slices) == 0 and {e["ph"] for e in events} == set("MXsf")
-
-
-@st.composite
-def untidy(draw):
-    """A tape of any clock, in fractions of a ns, whose works of one stream touch, overlap and hold each other."""
-    at = draw(st.sampled_from([0.0, -50.0, 1.7e9, 123.4567]))
-    times = st.floats(0, 9).map(lambda us: round(us, 4))
-    calls, work = [], []
-    for n in range(1, draw(st.integers(1, 12)) + 1):
-        start = at + draw(times)
-        calls.append(Call("cudaLaunchKernel", "launch", 1, at, at + 1 / 3, n))
-        work.append(Work(f"kernel {n}", "kernel", 0, draw(st.sampled_from([7, 20])), start, start + draw(times), n))
-        at += draw(times) + 1
-    return Tape(calls, work)
-
-
-def of_one_stream(*times):
-    calls = [Call("cudaLaunchKernel", "launch", 1, float(n - 9), n - 8.5, n) for n in range(1, len(times) + 1)]
-    return Tape(calls, [Work(f"kernel {n}", "kernel", 0, 7, *when, n) for n, when in enumerate(times, 1)])
-
-
-@given(untidy())
-@example(of_one_stream((0.0, 3.0), (1.0, 4.0), (2.0, 4.0), (2.0, 2.5), (2.5, 6.0)))
-def test_a_trace_keeps_the_rules_of_its_format(tape):
-    """What Perfetto would drop without a word: slices that cross, arrows that begin or end outside a slice or in the past."""
-    events = traced(Recorded(tape))
-    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
-    slices = [e for e in events if e["ph"] == "X"]
-    assert {(e["pid"], e["tid"]) for e in events if e["ph"] != "M"} <= named
-    assert sum(e["name"].startswith("kernel") for e in slices) == len(tape.work)
-    for track in named:
-        ends = []
-        mine = [e for e in slices if (e["pid"], e["tid"]) == track]
-        assert [e["ts"] for e in mine] == sorted(e["ts"] for e in mine)
-        for begin, end in ((e["ts"], e["ts"] + e["dur"]) for e in mine):
-            while ends and ends[-1] <= begin:
-                ends.pop()
-            assert not ends or end <= ends[-1], "it begins inside another slice and ends after it"
-            ends.append(end)
-    arrows = {n: {e["ph"]: e for e in events if e.get("id") == n} for n in {e["id"] for e in events if e["ph"] in "sf"}}
-    assert len(arrows) == len(tape.work)
-    for number, ends_of in arrows.items():
-        begin, end = ends_of["s"], ends_of["f"]
-        assert (end["ts"], f"kernel {number}") in {(e["ts"], e["name"]) for e in slices}
-        assert any(e["ts"] == begin["ts"] and e["name"] == "cudaLaunchKernel" for e in slices)
-
-
-def test_a_trace_whose_idleness_cannot_be_told_says_so():
-    tape = Synthetic().graph(hidden=True).launch().sync().step().tape()
-    found = json.loads(perfetto(Recorded(tape)))
-    assert "not told: " in found["otherData"]["idle"] and any(e["name"] == "cudaGraphLaunch" for e in found["traceEvents"])
+    sarif(verdict).encode()
+    assert "\x1b" not in sarif(verdict) and "\\ud800" not in sarif(verdict)
 
 
 def test_the_files_of_a_run(tmp_path):
@@ -232,8 +143,7 @@ def test_the_files_of_a_run(tmp_path):
     located = {call: replace(place, site=home) for call, place in located.items()}
     verdict = verdict_of(replace(FINDING, site=home))
     paths = write_reports(tmp_path / "new" / "out", verdict, Recorded(tape, located))
-    assert [path.name for path in paths] == ["doctor.json", "doctor.html", "doctor.sarif", "doctor.trace.json"]
+    assert [path.name for path in paths] == ["doctor.json", "doctor.html", "doctor.sarif"]
     texts = [path.read_text(encoding="utf-8") for path in paths]
     assert Verdict.from_dict(json.loads(texts[0])) == Verdict.from_dict(verdict.as_dict())
     assert all("project/train.py" in text and "/home/" not in text and "somebody" not in text for text in texts)
-    assert [path.name for path in write_reports(tmp_path, verdict)][-1] == "doctor.sarif", "without a tape there is no trace"

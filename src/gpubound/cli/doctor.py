@@ -24,7 +24,7 @@ from ..doctor.evidence import Evidence
 from ..doctor.judge import judge
 from ..doctor.leaving import end_anyway
 from ..doctor.ranks import tell, tell_error
-from ..doctor.report import annotate, check_reports, screen, write_reports
+from ..doctor.report import check_reports, screen, write_reports
 from ..doctor.run import Itinerary, examine, examine_trace
 from ..doctor.script import Script
 from ..errors import DataError, GpuboundError
@@ -65,17 +65,15 @@ class Doctor:
     keep_going: bool = False
     """Let the script run to its end."""
     out: Annotated[str | None, tyro.conf.arg(aliases=["-o"], metavar="FOLDER")] = None
-    """Where to write the page, doctor.json, SARIF and a trace for Perfetto. By default .doctor; with --json nowhere."""
+    """Where to write the page, doctor.json and SARIF. By default .doctor; with --json nowhere."""
     json: bool = False
     """Print the verdict as JSON. What the script prints then goes to stderr."""
-    github: bool = False
-    """Print annotations of GitHub's actions as well."""
     all: bool = False
     """List all that is harmless."""
     fix: bool = False
     """Show patches for the findings as one diff."""
     fix_also: str = ""
-    """With --fix: patches that change the numbers, too: tf32, bf16, or both with a comma."""
+    """With --fix: patches that change the numbers, too: tf32."""
     apply: bool = False
     """With --fix: write the patches into the files."""
     prove: Annotated[int | None, tyro.conf.arg(metavar="ROUNDS")] = None
@@ -152,8 +150,6 @@ def main(argv: Sequence[str]) -> int:
         width, colour = shutil.get_terminal_size().columns, sys.stdout.isatty() and likes_colours()
         print(printable_screen(screen(verdict, width, colour, options.all, files), colour), end="")
     beside = sys.stderr if options.json else sys.stdout
-    if options.github:
-        print(annotate(verdict), file=beside)
     lines, passed = held.hold(verdict)  # before a patch is written: what is allowed is read from the files
     said, proved = mending.finish(mended)
     for text in [*said, *lines]:

@@ -13,14 +13,13 @@ from ...errors import DataError
 from ...files import reading, replacing
 from ...watch.site import shorten
 from ...words import hint
-from . import bf16, copies, feed, loader, optimizer, precision, reads, step, waits, zero_grad
+from . import copies, loader, optimizer, precision, reads, step, waits, zero_grad
 from .patch import Patch
 from .source import Edit, Refused, SourceText
 
 # In the order in which they are tried: what changes least comes first.
 PATCHES: dict[str, Patch] = {
-    module.PATCH.name: module.PATCH
-    for module in (reads, waits, loader, copies, feed, zero_grad, optimizer, step, precision, bf16)
+    module.PATCH.name: module.PATCH for module in (reads, waits, loader, copies, zero_grad, optimizer, step, precision)
 }
 
 

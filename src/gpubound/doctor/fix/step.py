@@ -12,10 +12,10 @@ between, and where nothing else uses the optimizer: a scheduler or a checkpoint 
 import ast
 from dataclasses import dataclass
 
-from .feed import IMPORT, imports_gb
 from .patch import Patch
 from .source import Edit, Refused, SourceText, imported, last_name, name_of
 
+IMPORT = "import gpubound as gb"
 NARROW = (b"autocast", b"bfloat16", b"float16", b".half(", b"GradScaler")
 FUNCTION, STEP = "loss_of", "train_step"
 
@@ -39,7 +39,7 @@ def propose(source: SourceText, line: int) -> list[Edit]:
         raise Refused("the file uses 16-bit numbers; write gb.TrainStep(..., precision=...) by hand")
     if taken := {FUNCTION, STEP} & _names(source.tree):
         raise Refused(f"the name {min(taken)} is taken in this file")
-    if "gb" in _names(source.tree) and not imports_gb(source):
+    if "gb" in _names(source.tree) and IMPORT not in map(source.text, source.tree.body):
         raise Refused("the name gb is taken in this file")
     plain = _plain_loop(source, line)
     outermost = [n for n in (plain.loop, *source.above(plain.loop)) if isinstance(n, (ast.For, ast.While))][-1]

@@ -11,10 +11,9 @@ from ..finding import Verdict
 from ..prove import Proof
 from ..recorded import Recorded
 from .page import page
-from .perfetto import perfetto
 from .sarif import sarif
 
-JSON, PAGE, SARIF, TRACE = "doctor.json", "doctor.html", "doctor.sarif", "doctor.trace.json"
+JSON, PAGE, SARIF = "doctor.json", "doctor.html", "doctor.sarif"
 
 
 def check_reports(folder: Path) -> None:
@@ -29,13 +28,9 @@ def check_reports(folder: Path) -> None:
 def write_reports(
     folder: Path, verdict: Verdict, recording: Recorded | None = None, proof: Proof | None = None, patch: str = ""
 ) -> list[Path]:
-    """Write doctor.json, doctor.html and doctor.sarif, and of a recording doctor.trace.json for Perfetto; returns their paths.
-    `proof` and `patch` are the page's."""
-    check_reports(folder)
+    """Write doctor.json, doctor.html and doctor.sarif; return their paths. `recording`, `proof` and `patch` go to the page."""
     make_folder(folder)
     write_whole(folder / JSON, json.dumps(verdict.as_dict(), indent=1) + "\n")
     write_page(folder / PAGE, page(verdict, recording, proof, patch))
     write_whole(folder / SARIF, sarif(verdict) + "\n")
-    if recording is not None:
-        write_whole(folder / TRACE, perfetto(recording))
-    return [folder / name for name in (JSON, PAGE, SARIF, *([TRACE] if recording is not None else []))]
+    return [folder / name for name in (JSON, PAGE, SARIF)]
