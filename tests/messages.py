@@ -73,7 +73,7 @@ def merge(folder: str) -> None:
     known = json.loads(FILE.read_text(encoding="utf-8"))
     for path in sorted(Path(folder).glob("*.jsonl")):
         known |= dict(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-    sources = [path.read_text(encoding="utf-8") for path in FILE.parent.rglob("test_*.py")]
+    sources = [path.read_text(encoding="utf-8") for path in FILE.parent.rglob("*.py")]
     used = {name for source in sources for name in re.findall(r'message\(\s*"([^"]+)"', source)}
     known = {name: text for name, text in known.items() if name in used}
     FILE.write_text(json.dumps(known, indent=0, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
