@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -11,6 +12,7 @@ import gpubound as gb
 from gpubound import layers
 from gpubound.layers import recompute
 from gpubound.layers.block import Block, run_block
+from gpubound.layers.linear_site import linear
 from gpubound.layers.richards import RichardsGLU
 from tests.messages import message
 
@@ -181,3 +183,71 @@ def test_an_activation_whose_reader_would_keep_it_is_computed_again(make, device
     kept, again = run(float("inf")), run(0)
     assert not any(kept[0]) and again[0].count(True) == 1 and again[0][-1], "down's product, the last one, has it again"
     assert all(close(a, b) for a, b in zip(again[1], kept[1], strict=True))
+
+
+ROWS, COLUMNS = 2048, 1024
+"""of a float32 tensor of LEAST_BYTES: with fewer bytes nothing is computed again"""
+
+
+def _norm_of(kind):
+    return {
+        "rms": layers.RMSNorm,
+        "dynamic tanh": layers.DynamicTanh,
+        "richards": layers.RichardsNorm,
+    }[kind](COLUMNS)
+
+
+def _gradient(norm, between, read):
+    """The gradient of a linear layer's weight, and that of the same calls whose input is a copy without a recipe."""
+    layer, x = nn.Linear(COLUMNS, 4, bias=False), draw_rows(3).requires_grad_()
+    got, want = ((read(layer, make(between(norm(x), x)))) for make in (lambda y: y, lambda y: y.clone()))
+    return got, want
+
+
+def draw_rows(seed):
+    return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed))
+
+
+def _weight_gradient(layer, y):
+    assert y.nbytes >= recompute.LEAST_BYTES
+    return torch.autograd.grad(linear(y, layer.weight).square().sum(), layer.weight)[0]
+
+
+@pytest.mark.parametrize("kind", ["rms", "dynamic tanh", "richards"])
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda y, x: y.relu_(),
+        lambda y, x: y.detach().mul_(2) is None or y,
+        lambda y, x: y[:7].mul_(3) is None or y,
+    ],
+    ids=["relu_", "a detached alias", "a view"],
+)
+def test_a_linear_layer_reads_what_was_written_into_a_norms_result(kind, between):
+    got, want = _gradient(_norm_of(kind), between, _weight_gradient)
+    torch.testing.assert_close(got, want)
+
+
+def test_a_linear_layer_reads_a_norm_whose_input_was_written_since():
+    def between(y, x):
+        x.detach().mul_(-5)
+        return y
+
+    got, want = _gradient(layers.RMSNorm(COLUMNS), between, _weight_gradient)
+    # The second call's x is -5 times the first's: so is its norm, whose square has the same gradient but for eps.
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * want.abs().max().item())
+
+
+@pytest.mark.parametrize("norm", ["input_layernorm", "post_attention_layernorm"])
+def test_a_forward_hook_that_writes_into_a_norms_result_of_a_block(norm):
+    def gradients(hook):
+        torch.manual_seed(0)
+        own = Block(layers.Attention(COLUMNS, 4), layers.MLP(COLUMNS, 8), COLUMNS)
+        getattr(own, norm).register_forward_hook(hook)
+        own(draw_rows(3)[None].requires_grad_(), None).square().mean().backward()
+        return [p.grad for p in own.parameters()]
+
+    got = gradients(lambda module, args, y: y.mul_(2) is None or None)
+    want = gradients(lambda module, args, y: 2 * y)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)

@@ -31,7 +31,7 @@ class Record:
     # of a parameter whose rows are dealt to ranks: the Parameter that products see, gathered. Both have this record
     gathered: Any = field(default=None, compare=False)
     # of what a forward computed
-    origin: Any = None  # how backward may have it again rather than keep it, a Remade of layers/recompute.py
+    origin: Any = None  # how backward computes it again, a Recipe of layers/recompute.py
     # of a state in codes: from its storage's bytes to the numbers they stand for, part by part: what a certificate compares
     numbers: Any = None
 

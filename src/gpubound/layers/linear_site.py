@@ -116,7 +116,9 @@ class _Product(torch.autograd.Function):
                 ctx.starts.append(len(kept))
                 kept += spanning.adapter.forward(x, spanning.of(y))
         reads_x = adapters or (format.reads_input and any(ctx.needs_input_grad[4 : 4 + len(joined.weights)]))
-        ctx.again, made_of = (recompute.origin(x) or (None, (x,))) if reads_x else (None, (None,))
+        recipe = recompute.origin(x) if reads_x else None
+        ctx.again = None if recipe is None else recipe.op
+        made_of = recipe.tensors if recipe is not None else (x if reads_x else None,)
         ctx.made_of = len(made_of)
         ctx.save_for_backward(*made_of, *kept)
         ctx.format, ctx.adapters, ctx.joined, ctx.parameters = format, adapters, joined, parameters

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..kernels.choose import transformed
 from ..kernels.record import made_record, record_of
 
 LEAST_BYTES: float = 8 << 20  # of a result that is computed again
@@ -47,21 +48,32 @@ def recomputing(model: nn.Module, least: float) -> Iterator[None]:
         yield
 
 
-class Remade(NamedTuple):
-    """How a result is had again: it is op(*tensors)."""
+class Recipe(NamedTuple):
+    """How to compute a result again: op(*tensors), as long as neither the result nor a tensor was written in place since."""
 
     op: Callable[..., Tensor]
     tensors: tuple[Tensor | None, ...]
+    versions: tuple[int, ...]  # of the result and of the tensors
 
 
 def mark(y: Tensor, least: float, op: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-    """Let whoever would keep a result `y`, of `least` bytes or more, for backward know how to have it again: op(*tensors), of
-    tensors that are kept anyway."""
-    if not torch.compiler.is_compiling() and y.requires_grad and y.nbytes >= least:
-        made_record(y).origin = Remade(op, tuple(None if t is None else t.detach() for t in tensors))
+    """Attach a recipe to `y`, if it has `least` bytes or more: y = op(*tensors), of tensors that are saved for backward anyway.
+
+    A linear layer that reads `y` then saves the tensors in its place.
+    """
+    if not torch.compiler.is_compiling() and not transformed() and y.requires_grad and y.nbytes >= least:
+        inputs = tuple(None if t is None else t.detach() for t in tensors)
+        made_record(y).origin = Recipe(op, inputs, _versions(y, inputs))
     return y
 
 
-def origin(y: Tensor) -> Remade | None:
+def origin(y: Tensor) -> Recipe | None:
+    """Return the recipe of `y`. None if it has none, or if `y` or an input was written in place since: op(*tensors) would be
+    another tensor then."""
     record = record_of(y)
-    return None if record is None else record.origin
+    recipe = None if record is None else record.origin
+    return recipe if recipe is None or recipe.versions == _versions(y, recipe.tensors) else None
+
+
+def _versions(y: Tensor, tensors: Iterable[Tensor | None]) -> tuple[int, ...]:
+    return tuple(t._version for t in (y, *tensors) if t is not None)
