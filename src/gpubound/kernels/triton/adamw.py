@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plans import cdiv
+from ._launch import bump_versions
 
 PROGRAMS = 1024  # of the sum of squares: one wave of 8 warps on an H200, and the order of summation on every GPU
 BLOCK = 4096
@@ -239,6 +240,7 @@ def plan_update(
         partial, totals, state, rates, plan, report, programs, len(rates),
         *betas, weight_decay, clip, growth_interval, triton.next_power_of_2(programs), num_warps=4,
     )  # fmt: skip
+    bump_versions(state)
     return plan, report
 
 
@@ -254,6 +256,7 @@ def adamw(
             weight, gradient, m, v, master if master is not None else weight, plan, n, decay_until, seed or 0,
             *betas, eps, master is not None, seed is not None, block, num_warps=8,
         )  # fmt: skip
+    bump_versions(weight, m, v, master)
     return weight, m, v
 
 
@@ -268,4 +271,5 @@ def adamw8(
             weight, gradient, m, v, m_scale, v_scale, master if master is not None else weight, plan, n, blocks,
             decay_until, seed or 0, *betas, eps, master is not None, seed is not None, ROWS, num_warps=8,
         )  # fmt: skip
+    bump_versions(weight, m, v, m_scale, v_scale, master)
     return weight, m, v, m_scale, v_scale

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plans import cdiv, power_of_two
+from ._launch import bump_versions
 
 ROWS = 8  # of a run at a time: a padding id that fills a whole batch must not be summed one by one
 COLUMNS, WARPS = 1024, 4  # of a program
@@ -65,4 +66,5 @@ def add_rows(table: Tensor, ids: Tensor, rows: Tensor, without: int) -> Tensor:
     _add_rows_kernel[(count, cdiv(cols, block))](
         table, keys, order, rows.reshape(-1, cols).contiguous(), count, size, cols, ROWS, block, num_warps=WARPS
     )
+    bump_versions(table)
     return table

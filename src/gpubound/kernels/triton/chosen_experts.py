@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..chosen_experts import LEAST, Gated
 from ..plans.kinds import cdiv, power_of_two
-from ._launch import options
+from ._launch import bump_versions, options
 from ._step import _begin, _wait
 from .gated import _activated, _limited
 
@@ -109,4 +109,5 @@ def choose_experts(
         logits, correction, table, token, scale, ids, shares, rows, experts, *beside, slots, power_of_two(slots), block, LEAST,
         width, WIDE, **options(max(1, block // WARP)),
     )  # fmt: skip
+    bump_versions(ids, shares, *made)
     return ids, shares, *made

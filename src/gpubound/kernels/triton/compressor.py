@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..compressor import MOST, Windows
 from ..plans.kinds import TilePlan, cdiv, job_of, power_of_two
-from ._launch import launch, options
+from ._launch import bump_versions, launch, options
 from ._step import _begin, _wait
 
 
@@ -132,4 +132,6 @@ def compress(parts: Sequence[Windows], position: Tensor, cos: Tensor, sin: Tenso
             )
 
     launch(job_of("compress", "", (max(part.store.shape[2] for part in parts),), first.store), run)
-    return tuple(t for part in parts for t in (part.store, *part.pending))
+    written = tuple(t for part in parts for t in (part.store, *part.pending))
+    bump_versions(*written)
+    return written

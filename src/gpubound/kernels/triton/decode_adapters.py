@@ -16,6 +16,7 @@ from torch import Tensor
 from ..decode_adapters import StepAdapter, StepAdapters
 from ..plans import cdiv, power_of_two
 from ._adapters import HELD, _come, _down, _empty, _up_of, _wanted, _widened, launched
+from ._launch import bump_versions
 
 TILE = 2048  # numbers of b that a program holds: 16 a thread
 
@@ -80,6 +81,7 @@ def add_adapters(
         x, *three, *(one.stride(0) for one in three), *(one.shape[1] for one in three), *tiles[:2], sum(tiles), *most, rows,
         K=width, R=outputs, WIDTH=power_of_two(max(adapters.columns)), **more, num_warps=4,
     )  # fmt: skip
+    bump_versions(adapters.h, adapters.before, *given)
     return given
 
 

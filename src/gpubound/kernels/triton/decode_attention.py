@@ -22,7 +22,7 @@ from ..decode_attention import LARGEST, Heads, LayerCache, Scratch, written
 from ..decode_product import EARLY, Norm
 from ..plans.kinds import AttentionPlan, cdiv, job_of, power_of_two
 from ._cached_tiles import _angle, _halves, _head, _new, _old, _place, _with_new
-from ._launch import launch, options
+from ._launch import bump_versions, launch, options
 from ._math import capped
 from ._step import _begin, _wait
 
@@ -242,7 +242,9 @@ def decode_attention(
         )  # fmt: skip
 
     launch(job_of("decode_attention", "", (group, D // 2, KV, wide), cache.k), run)
-    return written(cache, out)
+    results = written(cache, out)
+    bump_versions(*results)
+    return results
 
 
 quantized_decode_attention = decode_attention  # the cache says by its dtype what it holds

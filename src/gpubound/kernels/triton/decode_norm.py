@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..decode_product import Norm
 from ..plans import power_of_two
-from ._launch import options
+from ._launch import bump_versions, options
 from ._step import _begin, _end, _gained, _wait
 
 
@@ -44,6 +44,7 @@ def norm_rows(x: Tensor, norm: Norm, out: Tensor, dependent: int = 0) -> Tensor:
     weight, eps, offset = norm
     block = power_of_two(x.shape[1])
     _norm_rows_kernel[(x.shape[0],)](x, weight, out, eps, x.shape[1], block, offset, **options(_warps(block), dependent))
+    bump_versions(out)
     return out
 
 
@@ -52,6 +53,7 @@ def add_norm(y: Tensor, norm: Norm, x: Tensor, dependent: int = 0) -> Tensor:
     weight, eps, offset = norm
     block = power_of_two(x.shape[1])
     _add_norm_kernel[(x.shape[0],)](y, weight, x, eps, x.shape[1], block, offset, **options(_warps(block), dependent))
+    bump_versions(y, x)
     return x
 
 

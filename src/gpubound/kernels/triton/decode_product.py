@@ -18,7 +18,7 @@ from ..decode_product import Norm
 from ..mail import Mail
 from ..plans import ADAPTED, job_of, power_of_two
 from ._adapters import _added, _asked, _down, _empty, _up, launched
-from ._launch import launch_product
+from ._launch import bump_versions, launch_product
 from ._mail import SCALARS, _addresses, _send, _stamp, mailed
 from ._math import capped
 from ._step import _begin, _end, _gained, _products, _row, _tile, _wait
@@ -238,6 +238,7 @@ def norm_product(
         norm_weight, weight, k, v, bias, k_bias, v_bias, out, best, arg, eps, q_rows, k_rows, rows, height=height, B=len(x),
         BIAS=bias is not None, BEST=best is not None, GAIN=gain, CAP=cap, **launched(adapters, len(x), width),
     )  # fmt: skip
+    bump_versions(out, best, arg)
     return out, best, arg
 
 
@@ -253,6 +254,7 @@ def norm_gate_up(
         norm_weight, gate, up, gate_bias, up_bias, out, eps, rows, B=len(x), BIAS=gate_bias is not None, GAIN=gain,
         ACTIVATION=activation, **launched(adapters, len(x), width),
     )  # fmt: skip
+    bump_versions(out)
     return out
 
 
@@ -262,12 +264,14 @@ def add_product(
 ) -> Tensor:
     more = launched(adapters, len(h), weight.shape[1]) | mailed(None)
     _launch_add(_way("add", adapters), h, weight, bias, x, dependent, **more)
+    bump_versions(x)
     return x
 
 
 @torch.no_grad()
 def send_product(h: Tensor, weight: Tensor, bias: Tensor | None, mail: Mail, dependent: int = 0) -> tuple[Tensor, ...]:
     _launch_add("add", h, weight, bias, None, dependent, **launched(None, len(h), weight.shape[1]), **mailed(mail))
+    bump_versions(*mail.boxes)
     return mail.boxes
 
 

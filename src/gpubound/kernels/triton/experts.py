@@ -21,7 +21,7 @@ from torch import Tensor
 from ..decode_product import Norm
 from ..gated import INFINITE
 from ..plans.kinds import job_of, power_of_two
-from ._launch import launch_product
+from ._launch import bump_versions, launch_product
 from ._step import _begin, _end, _row, _tile, _wait
 
 COMPARED = 4096  # pairs of experts that a program compares at a time
@@ -188,6 +188,7 @@ def route(
         router, logits, count, ids, weights, norm.eps, experts, S=ids.shape[1], E=block,
         EB=max(1, min(block, COMPARED // block)), NORMALISE=normalise,
     )  # fmt: skip
+    bump_versions(logits, count, ids, weights)
     return ids, weights
 
 
@@ -200,6 +201,7 @@ def routed_gate_up(
         _routed_gate_up_kernel, job_of("product", "routed_gate_up", (rows, width, rows), gate_up), width, ids.numel(),
         dependent, x, norm.weight, gate_up, ids, out, norm.eps, limit, len(gate_up), rows, S=ids.shape[1],
     )  # fmt: skip
+    bump_versions(out)
     return out
 
 
@@ -210,6 +212,7 @@ def add_routed(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor,
         _add_routed_kernel, job_of("product", "add_routed", (rows, width, rows), down), width, len(x), dependent, h, down, ids,
         weights, x, experts, rows, S=ids.shape[1],
     )  # fmt: skip
+    bump_versions(x)
     return x
 
 
@@ -220,4 +223,5 @@ def routed_down(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, out: Tens
         _routed_down_kernel, job_of("product", "routed_down", (rows, width, rows), down), width, ids.numel(), dependent, h,
         down, ids, weights, out, experts, rows,
     )  # fmt: skip
+    bump_versions(out)
     return out

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..hc_step import stretch
 from ..mail import Mail
 from ..plans.kinds import TilePlan, cdiv, job_of, power_of_two
-from ._launch import launch, options
+from ._launch import bump_versions, launch, options
 from ._mail import _stamp, _summed, _take, mailed, warps_taking
 from ._step import _begin, _wait
 from .hyper_connections import _factor, _hc_finish_kernel, _spread
@@ -86,6 +86,7 @@ def _launch(
 @torch.no_grad()
 def hc_sums(x: Tensor, weight: Tensor, sums: Tensor) -> Tensor:
     _launch(x, x, sums, x, x, 0.0, 0.0, 0, None, weight, x, sums)
+    bump_versions(sums)
     return sums
 
 
@@ -101,6 +102,7 @@ def hc_read(x: Tensor, sums: Tensor, scale: Tensor, base: Tensor, eps: float, no
         )  # fmt: skip
 
     launch(job_of("hc_mix", "read", (width,), x), run)
+    bump_versions(u)
     return u
 
 
@@ -110,4 +112,5 @@ def hc_write(
     more: Tensor | None, weight: Tensor | None, out: Tensor, following: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     _launch(x, y, sums, scale, base, eps, norm_eps, rounds, more, weight, out, following)
+    bump_versions(out, following)
     return out, following

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...device import interpreted
 from ..plans.kinds import TilePlan, cdiv, job_of, power_of_two
-from ._launch import launch, options
+from ._launch import bump_versions, launch, options
 from ._step import _begin, _wait
 
 
@@ -144,6 +144,7 @@ def index_scores(q: Tensor, keys: Tensor, weights: Tensor, limit: Tensor, scale:
         )  # fmt: skip
 
     launch(job_of("index_scores", "", (heads, width), keys), run)
+    bump_versions(out)
     return out
 
 
@@ -169,4 +170,5 @@ def index_topk(scores: Tensor, limit: Tensor, ids: Tensor) -> Tensor:
         choose(best, ids, 1, slots, parts * each)
 
     launch(job_of("index_topk", "", (places,), scores), run)
+    bump_versions(ids)
     return ids

@@ -28,7 +28,7 @@ from ..lora_checks import SHARED_SUMS
 from ..plans import cdiv, job_of, power_of_two
 from ..plans.kinds import ProductPlan
 from ..rows import Owners, OwnRanks
-from ._launch import first_order_only, launch, options
+from ._launch import bump_versions, first_order_only, launch, options
 from ._lora_narrow import _lora_down_kernel, _lora_gradients_kernel, _lora_up_kernel
 from ._lora_product import FP32_RANKS, _fit, _product, _taken, _way
 from ._lora_tiles import _arithmetic, _dense, _early, _edges, _masked, _ranks, _rows, _upscale, _within
@@ -71,6 +71,7 @@ def lora_up(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None, blocks: S
         )  # fmt: skip
 
     launch(job_of("lora", "up", (_rows(rows), columns, _ranks(rank)), y), run)
+    bump_versions(y)
     return y
 
 
@@ -102,6 +103,7 @@ def lora_gradients(
 
     if any(given):
         launch(job, run)
+    bump_versions(da, db)
     return da, db
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..decode_product import EARLY
 from ..mail import Mail
 from ..plans import cdiv, power_of_two
-from ._launch import options
+from ._launch import bump_versions, options
 from ._mail import SCALARS, _addresses, _send, _stamp, _summed, _take, mailed, warps_taking
 from ._step import _begin, _wait
 
@@ -57,6 +57,7 @@ def send_words(y: Tensor, mail: Mail, column: int = 0, more: Tensor | None = Non
         bits, bits if more is None else more, columns, mail.boxes[0].shape[2], column, **mailed(mail),
         MORE=0 if more is None else more.shape[1], BLOCK=block, **options(WARPS),
     )  # fmt: skip
+    bump_versions(*mail.boxes)
     return mail.boxes
 
 
@@ -68,4 +69,5 @@ def take_words(out: Tensor, mail: Mail, added: bool = False, dependent: int = 0)
     _take_words_kernel[(cdiv(out.numel(), block),)](
         to, out.numel(), **given, BLOCK=block, ADDED=added, **options(warps, min(dependent, EARLY))
     )
+    bump_versions(out)
     return out

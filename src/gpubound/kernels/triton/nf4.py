@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..nf4 import BLOCK, GROUP, Nf4, dynamic_code, nf4_code
 from ..plans import cdiv
+from ._launch import bump_versions
 
 BLOCKS = 64  # of a program
 
@@ -38,4 +39,5 @@ def dequantize_nf4(weight: Nf4, out: Tensor) -> Tensor:
     _dequantize_nf4_kernel[(cdiv(blocks, BLOCKS),)](
         *weight, nf4_code(out.device), dynamic_code(out.device), out, blocks, B=BLOCKS, BLOCK=BLOCK, GROUP=GROUP, num_warps=4
     )
+    bump_versions(out)
     return out

@@ -17,7 +17,7 @@ from ..fp8_blocks import Fp8Blocks
 from ..mail import Mail
 from ..norm_products import MOST, MOST_CODED
 from ..plans import job_of
-from ._launch import launch_product
+from ._launch import bump_versions, launch_product
 from ._mail import SCALARS, _addresses, _send, _stamp, mailed
 from ._step import BEFORE, _begin, _end, _fresh_row, _gained, _products, _tile, _wait
 
@@ -140,12 +140,14 @@ def _norm_products_kernel(x_ptr, norm_ptr, w0, w1, w2, w3, w4, w5, w6, w7, q0, q
 @torch.no_grad()
 def norm_products(x: Tensor, norm: Norm | None, weights: Sequence[Tensor | Fp8Blocks], out: Tensor) -> Tensor:
     _launch(x, norm, weights, out, None)
+    bump_versions(out)
     return out
 
 
 @torch.no_grad()
 def send_products(x: Tensor, weight: Tensor | Fp8Blocks, mail: Mail) -> tuple[Tensor, ...]:
     _launch(x, None, [weight], None, mail)
+    bump_versions(*mail.boxes)
     return mail.boxes
 
 

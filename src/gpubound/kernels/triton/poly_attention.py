@@ -18,7 +18,7 @@ from torch import Tensor
 from ...device import interpreted
 from ..accumulate import deliver, weight_gradient
 from ..plans.kinds import AttentionPlan, WalkPlan, cdiv, job_of, power_of_two
-from ._launch import first_order_only, launch
+from ._launch import bump_versions, first_order_only, launch
 from ._poly_tiles import _bent, _coefficients, _dot, _even_power, _tile, _weigh, stretches
 from ._poly_walks import _poly_coefficients_kernel, _poly_forward_kernel, _poly_keys_kernel, _poly_queries_kernel
 
@@ -251,4 +251,5 @@ def poly_attention_step(
         _poly_joined_kernel[(B * H,)](parts, given, position, y, L, splits, H, D, DP, gates is not None, num_warps=1)
 
     launch(job, run)
+    bump_versions(cache_k, cache_v)
     return y, cache_k, cache_v

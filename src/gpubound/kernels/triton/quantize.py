@@ -18,7 +18,7 @@ from torch import Tensor
 from ...device import interpreted
 from ..plans.kinds import MatrixPlan, cdiv, job_of, power_of_two
 from ..quantize import FINE, LARGEST
-from ._launch import launch
+from ._launch import bump_versions, launch
 from .gated import _activated, _halves, _matrix
 
 _ROUND = "{{ .reg .b16 a, b; cvt.rn.satfinite.{0}.f32 a, $2, $1; cvt.rn.satfinite.{0}.f32 b, $4, $3; mov.b32 $0, {{a, b}}; }}"
@@ -161,6 +161,7 @@ def _launch(
         )  # fmt: skip
 
     launch(job_of("quantize", way, (rows, cols), like), run)
+    bump_versions(state)
     return q, q_t
 
 

@@ -19,7 +19,7 @@ from ..decode_product import Norm
 from ..gated import INFINITE
 from ..packed import Packed
 from ..plans import job_of, power_of_two
-from ._launch import launch_product
+from ._launch import bump_versions, launch_product
 from ._math import capped
 from ._packed import (
     _FP4_HALFWAY,
@@ -211,6 +211,7 @@ def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
     _dequantize_kernel[grid](
         weight.words, weight.scale, out, _ONE, weight.rows, weight.columns, weight.kind, turns, 4, 256, num_warps=4
     )
+    bump_versions(out)
     return out
 
 
@@ -229,6 +230,7 @@ def quantized_norm_product(
         bias, out, best, arg, _ONE, eps, rows, height=height, B=at_once, BIAS=bias is not None, BEST=best is not None,
         GAIN=gain, CAP=cap,
     )  # fmt: skip
+    bump_versions(out, best, arg)
     return out, best, arg
 
 
@@ -244,6 +246,7 @@ def quantized_norm_gate_up(
         gate_up.words, gate_up.scale, bias, out, _ONE, eps, rows, B=at_once, BIAS=bias is not None, GAIN=gain,
         ACTIVATION=activation,
     )  # fmt: skip
+    bump_versions(out)
     return out
 
 
@@ -254,6 +257,7 @@ def quantized_add_product(h: Tensor, weight: Packed, bias: Tensor | None, x: Ten
         _add_product_kernel, "add", weight, rows, len(x) // at_once, dependent, h, weight.words, weight.scale,
         bias, x, _ONE, rows, B=at_once, BIAS=bias is not None,
     )  # fmt: skip
+    bump_versions(x)
     return x
 
 
@@ -266,6 +270,7 @@ def quantized_routed_gate_up(
         _routed_gate_up_kernel, "routed_gate_up", gate_up, rows, ids.numel(), dependent, x, norm.weight, gate_up.words,
         gate_up.scale, ids, out, _ONE, norm.eps, limit, gate_up.rows // (2 * rows), rows, S=ids.shape[1],
     )  # fmt: skip
+    bump_versions(out)
     return out
 
 
@@ -276,6 +281,7 @@ def quantized_add_routed(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, 
         _add_routed_kernel, "add_routed", down, rows, len(x), dependent, h, down.words, down.scale, ids, weights, x,
         _ONE, down.rows // rows, rows, S=ids.shape[1],
     )  # fmt: skip
+    bump_versions(x)
     return x
 
 
@@ -286,4 +292,5 @@ def quantized_routed_down(h: Tensor, down: Packed, ids: Tensor, weights: Tensor,
         _routed_down_kernel, "routed_down", down, rows, ids.numel(), dependent, h, down.words, down.scale, ids, weights, out,
         _ONE, down.rows // rows, rows,
     )  # fmt: skip
+    bump_versions(out)
     return out

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..plans import cdiv, power_of_two
 from ..sampling import Into, Rows, Settings, changed
 from ._draw import NOBODY, _keep, _lead, _leader, _logits, _race, _race_aside
-from ._launch import options
+from ._launch import bump_versions, options
 
 TILE = 4096  # elements of a row at a time, 4 a thread: a search keeps five numbers for each, and 1024 threads have 64 registers
 # One number a row is read or written here. Alignment gains nothing, and an `emitted` that is now and then aligned, such as the
@@ -171,7 +171,9 @@ def pick(
         best, arg, *rows, into.emitted, seen, into.embed, into.x, best.shape[1], 0 if seen is None else seen.shape[1],
         *_shape(into.embed), *shape, **launch,
     )  # fmt: skip
-    return changed(rows, into.emitted, seen, into.x)
+    written = changed(rows, into.emitted, seen, into.x)
+    bump_versions(*written)
+    return written
 
 
 @torch.no_grad()
@@ -188,7 +190,9 @@ def sample(
         logits, *scalars, *rows, emitted, seen, logprob, embed, x, values, quads, logits.stride(0), logits.shape[1],
         *_shape(embed), *shape, **launch,
     )  # fmt: skip
-    return changed(rows, emitted, seen, logprob, x)
+    written = changed(rows, emitted, seen, logprob, x)
+    bump_versions(*written)
+    return written
 
 
 def _shape(embed: Tensor | None) -> tuple[int, int]:

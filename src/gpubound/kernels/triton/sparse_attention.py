@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...device import interpreted
 from ..plans.kinds import MatrixPlan, cdiv, job_of, power_of_two
-from ._launch import launch, options
+from ._launch import bump_versions, launch, options
 from ._step import _begin, _wait
 from .compressor import _turned
 
@@ -157,4 +157,5 @@ def sparse_attention(
         )  # fmt: skip
 
     launch(job, run)
+    bump_versions(out)
     return out

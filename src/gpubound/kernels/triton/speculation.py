@@ -8,7 +8,7 @@ from torch import Tensor
 from ..plans import power_of_two
 from ..sampling import Rows, changed
 from ..speculation import NGRAM, Chunk, Said
-from ._launch import options
+from ._launch import bump_versions, options
 from .sampling import ROWS, _embedding, _shape, _start
 
 TILE = 1024  # places of a text, or elements of an embedding, at a time
@@ -90,6 +90,7 @@ def propose(
         rows.position, rows.alive, text, *chunk, embed, x, text.shape[1], *_shape(embed), chunk.token.shape[1],
         min(TILE, max(16, power_of_two(text.shape[1]))), **options(4, dependent),
     )  # fmt: skip
+    bump_versions(*chunk, x)
     return chunk if x is None else (*chunk, x)
 
 
@@ -104,4 +105,6 @@ def accept(
         chosen.logprob, logprob, text.shape[1], 0 if seen is None else seen.shape[1], to.stride(0),
         0 if logprob is None else logprob.stride(0), tokens, power_of_two(tokens), **options(1, dependent),
     )  # fmt: skip
-    return changed(rows, to, text, seen, logprob)
+    written = changed(rows, to, text, seen, logprob)
+    bump_versions(*written)
+    return written

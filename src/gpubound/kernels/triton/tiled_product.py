@@ -18,7 +18,7 @@ from ...device import interpreted
 from ..decode_product import Norm
 from ..plans import job_of, power_of_two
 from ..plans.held import HeldPlan
-from ._launch import launch, options
+from ._launch import bump_versions, launch, options
 from ._step import _begin, _end, _wait
 from .decode_product import _gated, _norm_parts
 
@@ -173,6 +173,7 @@ def tiled_norm_product(
         _tiled_norm_product_kernel, weight, x, rows, dependent, x, norm_weight, weight, k, v, bias, k_bias, v_bias, out, eps,
         len(weight), len(k), rows, BIAS=bias is not None, GAIN=gain,
     )  # fmt: skip
+    bump_versions(out)
     return out
 
 
@@ -186,6 +187,7 @@ def tiled_norm_gate_up(
         _tiled_norm_gate_up_kernel, gate, x, 2 * len(gate), dependent, x, norm_weight, gate, up, gate_bias, up_bias, out, eps,
         len(gate), BIAS=gate_bias is not None, GAIN=gain, ACTIVATION=activation,
     )  # fmt: skip
+    bump_versions(out)
     return out
 
 
@@ -198,6 +200,7 @@ def tiled_add_product(
         _tiled_add_product_kernel, weight, h, rows, dependent, h, weight, bias, x, copy, rows, BIAS=bias is not None,
         COPY=copy is not None,
     )  # fmt: skip
+    bump_versions(x, copy)
     return x if copy is None else (x, copy)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..plans.kinds import TilePlan, job_of, power_of_two
 from ..turned_heads import MOST, TurnedHeads
-from ._launch import launch, options
+from ._launch import bump_versions, launch, options
 from ._step import _begin, _wait
 
 
@@ -92,4 +92,6 @@ def turn_heads(
         )
 
     launch(job_of("turn_heads", "", (max(part.x.shape[2] for part in parts),), parts[0].x), run)
-    return tuple(part.out for part in parts)
+    written = tuple(part.out for part in parts)
+    bump_versions(*written)
+    return written
