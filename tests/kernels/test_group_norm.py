@@ -28,8 +28,7 @@ def test_group_norm_matches(shape, groups, dtype, device):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Tiles of 64 elements, a group a turn: groups and channels span several tiles at sizes the interpreter can run."""
-    monkeypatch.setattr(fast, "TURN", 1)
+    """Tiles of 64 elements: groups and channels span several tiles at sizes the interpreter can run."""
     for way in ("forward", "backward"):
         monkeypatch.setitem(plans.TRIED, ("group_norm", way, ()), TilePlan(64, 1))
 
@@ -119,7 +118,7 @@ def test_reference_against_torch_and_its_gradients_in_fp64():
 
 
 @pytest.mark.parametrize("elements", [64, 16], ids=["whole groups", "groups of several tiles"])
-def test_stores_stay_inside(elements, device, monkeypatch):
+def test_stores_stay_inside(elements, device):
     """Three samples of two channels in one group with 21 places: no size fills its tile."""
     x, w = draw(device, FP32, 3, 2, 21), draw(device, FP32, 2)
     cut = fast._tiling(3, 2, 21, elements)
@@ -133,17 +132,17 @@ def test_stores_stay_inside(elements, device, monkeypatch):
     }
     bands = {name: banded(size, device) for name, size in sizes.items()}
     y, dx, mean, rstd, parts, sums = (inside for _, inside in bands.values())
-    monkeypatch.setattr(fast, "TURN", 2 * cut.tiles)  # two turns of two groups, the last half full
-    programs, together = fast._turns(cut, x.nbytes) if cut.tiles > 1 else (cut.programs, 1)
-    common = (3, 21, cut.tiles, cut.across, together)
-    shape = (1, 2, *cut.shape, fast.power_of_two(cut.tiles))
-    done = torch.zeros(2, 3, device=device, dtype=torch.int32)
-    fast._group_norm_forward_kernel[(programs,)](x, w, w, y, mean, rstd, parts, done[0], *common, 1e-5, *shape, "", True, True)
-    fast._group_norm_backward_kernel[(programs,)](
-        x, x, w, mean, rstd, dx, sums, parts, done[1], *common, *shape, "", True, True, True
-    )
+    shape = (1, 2, *cut.shape)
+    common, tiles = (3, 21, cut.tiles, cut.across), fast.power_of_two(cut.tiles)
+    steps = [fast.AT_ONCE] if cut.tiles == 1 else [fast.SUMS_ALONE, fast.THE_REST]
+    for step in (step.value for step in steps):
+        run = fast._group_norm_forward_kernel[(cut.programs,)]
+        run(x, w, w, y, mean, rstd, parts, *common, 1e-5, step, *shape, tiles, "", True, True)
+    for step in (step.value for step in steps):
+        run = fast._group_norm_backward_kernel[(cut.programs,)]
+        run(x, x, w, mean, rstd, dx, sums, parts, *common, step, *shape, tiles, "", True, True, True)
     if cut.tiles == 1:
-        parts.zero_()  # nobody has left anything there
+        parts.zero_()  # nothing is stored there
     for whole, inside in bands.values():
         assert_inside(whole, inside)
     same("y", y, reference.group_norm(x, 1, w, w, 1e-5), TOLERANCE[FP32])

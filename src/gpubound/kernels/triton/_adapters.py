@@ -15,6 +15,8 @@ from ..plans import power_of_two
 from ._step import _gained, _row, _wait
 
 _EMPTY, _EVERY = tl.constexpr(EMPTY), tl.constexpr(EVERY_ADAPTER)
+_NAN = tl.constexpr(0x7FC00000)  # a quiet one, which EMPTY is not
+POLLS = tl.constexpr(1 << 22)  # at 0.5 to 1 us each 2 s and more; the programs that are waited for take microseconds
 REACH = 2048  # elements of a row of a that a program asks for at once
 HELD = 128  # ranks of b that a program holds while it multiplies
 LANES = tl.constexpr(32)  # of a warp
@@ -78,14 +80,22 @@ def _asked(h, b, first, last, columns, RANKS: tl.constexpr):
 
 @triton.jit
 def _come(words, at, RANKS: tl.constexpr):
-    """The words at `at`, of which the first answers are given, when all are there."""
-    while tl.max((words == _EMPTY).to(tl.int32), 0) > 0:
+    """The words at `at`, of which the first answers are given, when all are there; NaN for one that has not come after POLLS.
+
+    The NaN is stored in its place, so that other programs that need it wait no longer. It makes the row's logits NaN, which
+    decoding reports as an error.
+    """
+    polls = 0
+    while (tl.max((words == _EMPTY).to(tl.int32), 0) > 0) & (polls < POLLS):
         words = tl.load(at, mask=words == _EMPTY, other=words, volatile=True)
+        polls += 1
     if RANKS > LANES:
         # With more threads than words Triton keeps a word in several warps, and each loads its own. The maximum looks at one of
         # these copies. Another, loaded a moment earlier, may still be empty. What one has seen is there, so it asks again.
         words = tl.load(at, mask=words == _EMPTY, other=words, volatile=True)
-    return words
+    late = (words == _EMPTY) & (tl.zeros_like(words) + polls >= POLLS)  # the interpreter makes int32 of a scalar truth
+    tl.store(at, tl.full([RANKS], _NAN, tl.int32), mask=late)
+    return tl.where(words == _EMPTY, _NAN, words)
 
 
 @triton.jit

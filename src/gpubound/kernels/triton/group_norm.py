@@ -1,10 +1,8 @@
 """GroupNorm over x (N, C, *). fp32 inside, the tensors' dtype at the edges; any number of places behind a channel.
 
 A program holds a tile: channels of a group by their places, or several whole groups when these are small. A group of one tile
-is read once. A group of many tiles is read twice, in one launch: some programs leave the sums of each tile in memory, others
-combine those of a group and do the rest. They take turns, a stretch of tiles that is summed, then the rest of the stretch
-before, so that the second read finds most of x in the L2. Who does the rest waits for the sums of its group. They are made by
-programs before it, which the GPU starts first, so nobody waits for a program that has no room to run.
+is read once. A group of several tiles is read twice, in two launches: the first leaves the sums of each tile in memory, the
+second combines those of a group, in a fixed order, and does the rest.
 
 Backward, with g = dy · weight and x̂ = (x − mean) · rstd: dx = rstd · (g − mean_D(g) − x̂ · mean_D(g · x̂)). Both means come
 from the sums of dy and dy · x̂ over each channel's places, which are also the parts of dbias and dweight. Nothing is added by
@@ -24,24 +22,16 @@ from ._launch import first_order_only, launch
 from ._math import add_both
 from ._rows import deliver_parts
 
-# Programs that sum before those that do the rest have their turn; fewer where x is larger than the L2 keeps beside what is
-# written. H200, forward, of 4 x C x 2048, turns of 256 and 1024: C 4096 (67 MB) 0.70 and 0.62 of a copy, C 1024 0.63 and 0.66.
-TURN, TURN_OF_LARGE, LARGE_BYTES = 1024, 256, 32 << 20
+AT_ONCE, SUMS_ALONE, THE_REST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""what a launch does: all, where a tile has whole groups; else first the sums of each tile, then all that needs them"""
 
 
 @triton.jit
-def _turn(together, programs, TILES: tl.constexpr):
-    """(whether this program does the rest of a tile, or sums it; the tile's number among all)
-
-    The turns of `together` programs each: sums of stretch 0, sums of 1, rest of 0, sums of 2, rest of 1, and so on.
-    """
-    me = tl.program_id(0)
-    if TILES == 1:
-        return False, me
-    turn, last = me // together, 2 * tl.cdiv(programs, together) - 1
-    rest = (turn > 0) & ((turn % 2 == 0) | (turn == last))
-    stretch = tl.where(rest, (turn + (turn == last)) // 2 - 1, (turn + 1) // 2)
-    return rest, stretch * together + me % together
+def _tile_number(STEP: tl.constexpr):
+    """The program's tile. The second launch begins at the end, with tiles that the first has just read."""
+    if STEP == THE_REST:
+        return tl.num_programs(0) - 1 - tl.program_id(0)
+    return tl.program_id(0)
 
 
 @triton.jit
@@ -76,25 +66,19 @@ def _count(number, places, across, PER_GROUP: tl.constexpr, CH: tl.constexpr, PL
 
 
 @triton.jit
-def _leave(parts_ptr, done_ptr, tile, tiles, first, second):
-    """Keep two numbers of a tile, and count it among those of its group that are done."""
+def _store_parts(parts_ptr, tile, first, second):
+    """Store two numbers of a tile, which all of its lines have: it is one group's."""
     part = parts_ptr + tile.to(tl.int64) * 2
-    tl.store(part, tl.max(first, 0))  # one group: one number in all lines
+    tl.store(part, tl.max(first, 0))
     tl.store(part + 1, tl.max(second, 0))
-    tl.debug_barrier()  # every thread's stores before the one thread that counts
-    tl.atomic_add(done_ptr + tile // tiles, 1, sem="release")
 
 
 @triton.jit
-def _parts(parts_ptr, done_ptr, group, tiles, TILES: tl.constexpr):
-    """(the numbers of a group's tiles, the first and the second thing that each has left), as soon as all have."""
-    while tl.atomic_add(done_ptr + group, 0, sem="acquire") < tiles:
-        pass
+def _load_parts(parts_ptr, group, tiles, TILES: tl.constexpr):
+    """(the numbers of a group's tiles, the first and the second that each has stored)"""
     i = tl.arange(0, TILES)
     at = parts_ptr + group.to(tl.int64) * tiles * 2 + i * 2
-    # .cg: from the L2, where other programs' stores are
-    first = tl.load(at, mask=i < tiles, other=0.0, cache_modifier=".cg")
-    return i, first, tl.load(at + 1, mask=i < tiles, other=0.0, cache_modifier=".cg")
+    return i, tl.load(at, mask=i < tiles, other=0.0), tl.load(at + 1, mask=i < tiles, other=0.0)
 
 
 @triton.jit
@@ -122,33 +106,29 @@ def _normalise(x, mean, squares, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, at, ma
     tl.store(rstd_ptr + group, rstd, mask=first)
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "across", "together"])
-def _group_norm_forward_kernel(x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, parts_ptr, done_ptr, rows, places, tiles, across,
-                               together, eps, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, G: tl.constexpr,
+@triton.jit(do_not_specialize=["rows", "tiles", "across"])
+def _group_norm_forward_kernel(x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, parts_ptr, rows, places, tiles, across, eps,
+                               STEP: tl.constexpr, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, G: tl.constexpr,
                                CH: tl.constexpr, PL: tl.constexpr, TILES: tl.constexpr, HINT: tl.constexpr,
                                WEIGHT: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
-    rest, tile = _turn(together, rows * tiles, TILES)
+    tile = _tile_number(STEP)
     group, channel, at, mask, number = _tile(tile, rows, places, tiles, across, PER_GROUP, G, CH, PL)
-    only = tile // tiles
-    if TILES == 1:
+    if STEP == SUMS_ALONE:
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        mean, squares = _tile_mean(x, mask, _count(number, places, across, PER_GROUP, CH, PL), G, CH)
+        _store_parts(parts_ptr, tile, mean, squares)
+    else:
         x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
-        mean, squares = _tile_mean(x, mask, PER_GROUP * places, G, CH)
-        _normalise(x, mean, squares, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, at, mask, group, channel, rows, places, eps,
-                   GROUPS, PER_GROUP, WEIGHT, BIAS)  # fmt: skip
-    elif only < rows:
-        if rest:
-            i, means, all_squares = _parts(parts_ptr, done_ptr, only, tiles, TILES)
+        if STEP == AT_ONCE:
+            mean, squares = _tile_mean(x, mask, PER_GROUP * places, G, CH)
+        else:
+            i, means, all_squares = _load_parts(parts_ptr, tile // tiles, tiles, TILES)
             counts = tl.where(i < tiles, _count(i, places, across, PER_GROUP, CH, PL), 0).to(tl.float32)
             whole, zero = tl.sum(means * counts, 0) / (PER_GROUP * places), tl.zeros([G * CH], tl.float32)
             shift = means - whole
-            squares = tl.sum(all_squares + counts * shift * shift, 0) + zero
-            x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
-            _normalise(x, whole + zero, squares, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, at, mask, group, channel, rows,
-                       places, eps, GROUPS, PER_GROUP, WEIGHT, BIAS)  # fmt: skip
-        else:
-            x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-            mean, squares = _tile_mean(x, mask, _count(number, places, across, PER_GROUP, CH, PL), G, CH)
-            _leave(parts_ptr, done_ptr, tile, tiles, mean, squares)
+            mean, squares = whole + zero, tl.sum(all_squares + counts * shift * shift, 0) + zero
+        _normalise(x, mean, squares, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, at, mask, group, channel, rows, places, eps,
+                   GROUPS, PER_GROUP, WEIGHT, BIAS)  # fmt: skip
 
 
 @triton.jit
@@ -175,44 +155,40 @@ def _input_gradient(dy, x, w, mean, rstd, plain, with_x, count, WEIGHT: tl.const
     return rstd * (g - (plain * share)[:, None] - (x - mean) * rstd * (with_x * share)[:, None])
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "across", "together"])
-def _group_norm_backward_kernel(dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, sums_ptr, parts_ptr, done_ptr, rows, places,
-                                tiles, across, together, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, G: tl.constexpr,
+@triton.jit(do_not_specialize=["rows", "tiles", "across"])
+def _group_norm_backward_kernel(dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, sums_ptr, parts_ptr, rows, places, tiles,
+                                across, STEP: tl.constexpr, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, G: tl.constexpr,
                                 CH: tl.constexpr, PL: tl.constexpr, TILES: tl.constexpr, HINT: tl.constexpr,
                                 WEIGHT: tl.constexpr, SUMS: tl.constexpr, DX: tl.constexpr):  # fmt: skip
     """sums (N · across, 2, C): a row for each sample and run of places, Σ dy · x̂ and Σ dy of each channel there."""
-    rest, tile = _turn(together, rows * tiles, TILES)
+    tile = _tile_number(STEP)
     group, channel, at, mask, number = _tile(tile, rows, places, tiles, across, PER_GROUP, G, CH, PL)
-    only, here = tile // tiles, (group < rows) & (channel < PER_GROUP)
+    here = (group < rows) & (channel < PER_GROUP)
     c = group % GROUPS * PER_GROUP + channel
     mean = tl.load(mean_ptr + group, mask=group < rows, other=0.0)[:, None]
     rstd = tl.load(rstd_ptr + group, mask=group < rows, other=0.0)[:, None]
     w = mean
     if WEIGHT:
         w = tl.load(w_ptr + c, mask=here, other=0.0).to(tl.float32)
-    if TILES == 1:
+    if STEP == SUMS_ALONE:
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    else:
         dy = tl.load(dy_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
         x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
+    if STEP == THE_REST:
+        _, all_plain, all_with_x = _load_parts(parts_ptr, tile // tiles, tiles, TILES)
+        zero = tl.zeros([G * CH], tl.float32)
+        plain, with_x = tl.sum(all_plain, 0) + zero, tl.sum(all_with_x, 0) + zero
+    else:
         plain, with_x = _backward_sums(dy, x, w, mean, rstd, sums_ptr, group, c, here, number, across, GROUPS, PER_GROUP, G,
                                        CH, WEIGHT, SUMS)  # fmt: skip
+    if STEP == SUMS_ALONE:
         if DX:
-            dx = _input_gradient(dy, x, w, mean, rstd, plain, with_x, PER_GROUP * places, WEIGHT)
-            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    elif only < rows:
-        if rest:
-            _, all_plain, all_with_x = _parts(parts_ptr, done_ptr, only, tiles, TILES)
-            zero = tl.zeros([G * CH], tl.float32)
-            dy = tl.load(dy_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
-            x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=HINT).to(tl.float32)
-            dx = _input_gradient(dy, x, w, mean, rstd, tl.sum(all_plain, 0) + zero, tl.sum(all_with_x, 0) + zero,
-                                 PER_GROUP * places, WEIGHT)  # fmt: skip
-            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        else:
-            dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
-            x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-            plain, with_x = _backward_sums(dy, x, w, mean, rstd, sums_ptr, group, c, here, number, across, GROUPS, PER_GROUP,
-                                           G, CH, WEIGHT, SUMS)  # fmt: skip
-            _leave(parts_ptr, done_ptr, tile, tiles, plain, with_x)
+            _store_parts(parts_ptr, tile, plain, with_x)
+    elif DX:
+        dx = _input_gradient(dy, x, w, mean, rstd, plain, with_x, PER_GROUP * places, WEIGHT)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 class Tiling(NamedTuple):
@@ -234,12 +210,6 @@ def _tiling(rows: int, per_group: int, places: int, elements: int) -> Tiling:
     return Tiling((groups, channels, along), across, tiles, cdiv(rows, groups) * tiles)
 
 
-def _turns(cut: Tiling, nbytes: int) -> tuple[int, int]:
-    """(programs, those of a turn) where tiles are read twice. A turn has whole groups: its rest needs no later turn's sums."""
-    together = cut.tiles * max(1, (TURN if nbytes <= LARGE_BYTES else TURN_OF_LARGE) // cut.tiles)
-    return 2 * cdiv(cut.programs, together) * together, together
-
-
 def _launch(kernel: Any, way: str, x: Tensor, groups: int, tensors: tuple[Tensor, ...], **constants: Any) -> Tensor:
     """Launch a kernel over the tiles of x: (N · runs of places, 2, C), each run's sums, empty unless SUMS are wanted."""
     samples, channels = x.shape[:2]
@@ -247,18 +217,16 @@ def _launch(kernel: Any, way: str, x: Tensor, groups: int, tensors: tuple[Tensor
 
     def run(plan: TilePlan) -> Tensor:
         cut = _tiling(rows, per_group, places, plan.elements)
-        twice = cut.tiles > 1 and constants.get("DX", True)
-        programs, together = _turns(cut, x.nbytes) if twice else (cut.programs, 1)
-        # Where the tiles of a group leave their sums, and how many have; stand-ins where nobody reads them.
-        parts = torch.empty(rows if twice else 0, cut.tiles, 2, device=x.device, dtype=torch.float32)
-        done = torch.zeros(rows if twice else 0, device=x.device, dtype=torch.int32)
+        steps = [AT_ONCE] if cut.tiles == 1 else [SUMS_ALONE, THE_REST] if constants.get("DX", True) else [SUMS_ALONE]
+        parts = torch.empty(rows if len(steps) == 2 else 0, cut.tiles, 2, device=x.device, dtype=torch.float32)
         runs = samples * cut.across if constants.get("SUMS") else 0
         sums = torch.empty(runs, 2, channels, device=x.device, dtype=torch.float32)
-        kernel[(programs,)](
-            *tensors, *((sums,) if way == "backward" else ()), parts, done, rows, places, cut.tiles, cut.across, together,
-            GROUPS=groups, PER_GROUP=per_group, G=cut.shape[0], CH=cut.shape[1], PL=cut.shape[2],
-            TILES=power_of_two(cut.tiles) if twice else 1, HINT=plan.hint, **constants, num_warps=plan.warps,
-        )  # fmt: skip
+        for step in steps:
+            kernel[(cut.programs,)](
+                *tensors, *((sums,) if way == "backward" else ()), parts, rows, places, cut.tiles, cut.across, STEP=step.value,
+                GROUPS=groups, PER_GROUP=per_group, G=cut.shape[0], CH=cut.shape[1], PL=cut.shape[2],
+                TILES=power_of_two(cut.tiles) if step == THE_REST else 1, HINT=plan.hint, **constants, num_warps=plan.warps,
+            )  # fmt: skip
         return sums
 
     return launch(job_of("group_norm", way, (per_group, places), x), run)

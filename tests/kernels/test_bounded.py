@@ -1,0 +1,59 @@
+"""No kernel waits without a bound: a program that never comes costs a NaN, which the host reports, and not the GPU."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from gpubound.kernels import triton as package
+from gpubound.kernels.decode_adapters import EMPTY
+from gpubound.kernels.triton import _adapters
+from gpubound.kernels.triton._adapters import _come
+
+BOUNDED = {
+    ("_adapters", "_come"): "POLLS",
+    ("_draw", "_search"): "PASSES",
+    ("_mail", "_take"): "polls",
+    ("add_rows", "_add_rows_kernel"): "more",  # until the ids end
+}
+"""a name in the condition of each loop that a kernel decides to leave, by its file and function"""
+
+
+def _loops() -> dict[tuple[str, str], str]:
+    found = {}
+    for path in sorted(Path(package.__file__).parent.glob("*.py")):
+        for function in ast.parse(path.read_text()).body:
+            compiled = isinstance(function, ast.FunctionDef) and any(
+                ast.unparse(d).startswith("triton.jit") for d in function.decorator_list
+            )
+            for node in ast.walk(function) if compiled else ():
+                if isinstance(node, ast.While):
+                    found[path.stem, function.name] = ast.unparse(node.test)
+    return found
+
+
+def test_each_loop_of_a_kernel_has_a_bound():
+    loops = _loops()
+    assert loops.keys() == BOUNDED.keys() and all(BOUNDED[at] in test for at, test in loops.items())
+
+
+@triton.jit
+def _wait_kernel(words_ptr, out_ptr, RANKS: tl.constexpr):
+    at = words_ptr + tl.arange(0, RANKS)
+    tl.store(out_ptr + tl.arange(0, RANKS), _come(tl.load(at, volatile=True), at, RANKS))
+
+
+@pytest.mark.parametrize("ranks", [16, 64])
+def test_a_word_of_an_adapter_that_never_comes_is_nan(ranks, device, monkeypatch):
+    if device.type == "cpu":  # the compiler refuses globals that change
+        monkeypatch.setattr(_adapters, "POLLS", tl.constexpr(3))
+    words = torch.arange(ranks, device=device, dtype=torch.int32)
+    words[5] = EMPTY
+    out = torch.empty_like(words)
+    _wait_kernel[(1,)](words, out, RANKS=ranks)
+    for found in (out, words):  # nor does another program wait for it
+        assert found.view(torch.float32).isnan().nonzero().tolist() == [[5]] and found[5] != EMPTY
+        assert found[6:].tolist() == list(range(6, ranks))
