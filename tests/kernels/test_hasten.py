@@ -85,3 +85,22 @@ def test_a_module_that_another_thread_is_importing_is_waited_for(monkeypatch):
         second = threads.submit(ops.load, "triton", "swiglu")
         threading.Timer(0.2, go.set).start()
         assert first.result() is second.result()
+
+
+def test_a_self_test_that_asks_for_a_verdict_which_waits_for_a_thread(tested, monkeypatch):
+    """The one thread runs the first test, and the second, which it asks for, would come after it."""
+    there, first = torch.device("cuda", 0), selftest.check
+
+    def check(op, device, dtype, shape=()):
+        begun.wait(60)
+        if op == "quantize":
+            choose.verdict("add_rows", device, dtype)
+        return first(op, device, dtype, shape)
+
+    begun, threads = threading.Event(), ThreadPoolExecutor(1, thread_name_prefix="gpubound-selftest")
+    monkeypatch.setattr(selftest, "check", check)
+    monkeypatch.setattr(choose, "_threads", lambda: threads)
+    choose.hasten([("quantize", ()), ("add_rows", ())], there, torch.bfloat16)
+    outer = choose._early["quantize", there, torch.bfloat16, ()]
+    begun.set()
+    assert outer.result(60) is None and sorted(op for op, _ in tested) == ["add_rows", "quantize"]

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from gpubound import kernels
+from gpubound import kernels, trace
+from gpubound.errors import FallbackError
 from gpubound.kernels import plans
+from gpubound.kernels.adapters import adapter_gradients
 from gpubound.kernels.lora_checks import SHARED_SUMS
 from gpubound.kernels.plans.kinds import Job, ProductPlan
 from gpubound.kernels.rows import Owners
@@ -195,3 +197,22 @@ def test_parts_of_wider_tensors(device):
     stack = torch.zeros(12, 40, device=device)
     kernels.lora_gradients(x, part, y[:, 20:40], part, stack[4:8], None)
     same("da", stack[4:8], part.t() @ x, TOLERANCE[FP32])
+
+
+def test_accumulators_of_several_adapters_that_are_not_adjacent_are_counted():
+    def parameter(*shape, main):
+        made = torch.nn.Parameter(torch.ones(shape))
+        made.main_grad = main
+        return made
+
+    a_sums, b_sums = torch.zeros(2, 2, 8), torch.zeros(2, 64, 2)
+    x, gh, g, h = torch.ones(3, 8), torch.ones(3, 4), torch.ones(3, 128), torch.ones(3, 4)
+    b = [parameter(64, 2, main=main) for main in b_sums]
+    with trace.strict():
+        adapter_gradients([parameter(2, 8, main=main) for main in a_sums], b, x, gh, g, h, wanted=[True] * 4)
+        apart = [parameter(2, 8, main=torch.zeros(2, 8)) for _ in range(2)]
+        with pytest.raises(FallbackError, match="not adjacent"):
+            adapter_gradients(apart, b, x, gh, g, h, wanted=[True] * 4)
+    adapter_gradients(apart, b, x, gh, g, h, wanted=[True] * 4)
+    for p in apart:
+        torch.testing.assert_close(p.main_grad, a_sums[0])

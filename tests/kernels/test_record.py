@@ -1,13 +1,16 @@
 """The record of a tensor: declared fields, gone with their last entry, and no passenger of copies and files."""
 
 import copy
+import copyreg
 import io
 
 import pytest
 import torch
 from torch import nn
 
+from gpubound.kernels.accumulate import accumulator
 from gpubound.kernels.record import Record, drop_record, made_record, record_of, seen, share_record
+from gpubound.layers.linear_site import linear
 
 
 def test_it_is_dropped_with_its_last_entry_and_not_before():
@@ -32,29 +35,48 @@ def test_no_field_that_is_not_declared():
         Record().fresh = True
 
 
-def test_neither_copies_nor_files_have_one():
-    weight = nn.Parameter(torch.ones(2))
-    made_record(weight).format = lambda: "what no file could hold"
-    assert record_of(copy.deepcopy(weight)) is None
-    assert record_of(weight.detach()) is None
+def saved(value):
+    """The value from a file that torch.load reads without being asked for more than tensors."""
     file = io.BytesIO()
-    torch.save(nn.ParameterList([weight]), file)
+    torch.save(value, file)
     file.seek(0)
-    (back,) = torch.load(file, weights_only=False)
-    assert torch.equal(back, weight) and record_of(back) is None
+    return torch.load(file)
+
+
+def test_importing_the_kernels_changes_no_pickling():
+    assert not any(isinstance(kind, type) and issubclass(kind, torch.Tensor) for kind in copyreg.dispatch_table)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, saved])
+@pytest.mark.parametrize("make", [nn.Parameter, torch.clone], ids=["parameter", "tensor"])
+def test_neither_copies_nor_files_have_one(make, again):
+    weight = make(torch.ones(2))
+    made_record(weight).format = lambda: "no file can hold a function"
+    back = again(weight)
+    assert torch.equal(back, weight) and record_of(back) is None and not vars(back)
+    assert record_of(weight.detach()) is None
 
 
 def test_a_file_of_parameters_holds_what_others_put_on_them_and_nothing_of_ours():
-    """Nothing that torch.load does not read unasked, and no accumulator to which gradients would go unseen."""
+    """An accumulator in a file would collect gradients that no optimizer reads."""
     weight, plain = nn.Parameter(torch.ones(2), requires_grad=False), nn.Parameter(torch.ones(2))
     made_record(weight).adapters = (1,)
     weight.main_grad, weight.note, plain.note = torch.zeros(2), "theirs", "theirs"
-    file = io.BytesIO()
-    torch.save([weight, plain], file)
-    file.seek(0)
-    for back, first in zip(torch.load(file), (weight, plain)):
-        assert vars(back) == {"note": "theirs"} == vars(copy.copy(first))
+    for back, first in zip(saved([weight, plain]), (weight, plain)):
+        assert accumulator(back) is None and vars(back) == {"note": "theirs"}
         assert type(back) is nn.Parameter and back.requires_grad == first.requires_grad and torch.equal(back, first)
+
+
+def test_a_linear_layer_read_from_a_file_gives_its_own_gradient():
+    layer = nn.Linear(3, 2, bias=False)
+    made_record(layer.weight).opening = False
+    layer.weight.main_grad = torch.zeros(2, 3)
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    back = torch.load(file, weights_only=False)
+    linear(torch.ones(1, 3), back.weight).sum().backward()
+    assert torch.equal(back.weight.grad, torch.ones(2, 3)) and not hasattr(back.weight, "main_grad")
 
 
 def test_a_weight_in_rows_and_the_gathered_one_have_one_record_for_good():

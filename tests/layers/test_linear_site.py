@@ -341,3 +341,30 @@ def test_in_autocast():
     for a, b in zip(gradients(y, leaves), gradients(want, leaves)):
         assert a.dtype == b.dtype
         torch.testing.assert_close(a, b, rtol=3e-2, atol=1e-1)
+
+
+@pytest.mark.parametrize("owner", ["plain", "main_grad", "adapter"])
+@pytest.mark.parametrize("call", ["linear", "stacked", "mlp"])
+def test_an_input_of_another_dtype_is_refused_without_autocast(owner, call):
+    """With a main_grad the weight was silently cast, without one torch raised."""
+    layer = {
+        "linear": layer_of(),
+        "stacked": layers.Attention(INPUTS, 2),
+        "mlp": layers.MLP(INPUTS, OUTPUTS),
+    }[call]
+    run = {
+        "linear": lambda x: linear(x, layer.weight, layer.bias),
+        "stacked": lambda x: layer(x, None),
+        "mlp": layer,
+    }[call]
+    for p in layer.parameters():
+        if owner == "main_grad":
+            p.main_grad = torch.zeros_like(p)
+        elif owner == "adapter" and p.dim() == 2:
+            low_rank(p)
+    x = draw(1, 3, INPUTS, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"bfloat16.*float32"):
+        run(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run(x).dtype == torch.bfloat16
+    assert run(x.float()).dtype == torch.float32

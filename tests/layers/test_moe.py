@@ -5,7 +5,10 @@ import torch
 import torch.nn.functional as F
 
 import gpubound as gb
+from gpubound import trace
+from gpubound.errors import FallbackError
 from gpubound.layers import MoE
+from gpubound.layers.moe import grouped_product
 from gpubound.models.richards import RichardsConfig, RichardsDecoder
 from gpubound.watch import no_stall
 from gpubound.watch.pretend import simgpu
@@ -96,3 +99,9 @@ def test_a_step_with_experts_never_waits_for_the_device():
     model(ids).sum().backward()
     with no_stall():
         model(ids).sum().backward()
+
+
+def test_experts_of_another_dtype_are_a_counted_cast():
+    experts, ends = torch.ones(2, 8, 8), torch.tensor([1, 2], dtype=torch.int32)
+    with trace.strict(), pytest.raises(FallbackError, match=r"float32 experts are cast to .*bfloat16"):
+        grouped_product(torch.ones(2, 8, dtype=torch.bfloat16), experts, ends)

@@ -326,3 +326,14 @@ def test_torch_func_takes_plain_products():
     got = torch.func.vmap(torch.func.grad(loss))(torch.randn(2, 2, 5), ids)
     torch.testing.assert_close(got, want.expand(2, 2, 5))
     assert not any(weight.main_grad.any() for weight in (*weights, table.weight))
+
+
+def test_weights_that_were_pruned_in_place_are_read_as_they_are():
+    """Their first rows keep their addresses, and were multiplied by with all the rows that had been there."""
+    mlp, x = layers.MLP(8, 12), torch.ones(2, 8)
+    mlp(x)
+    for layer in (mlp.gate_proj, mlp.up_proj):
+        layer.weight.data = layer.weight.data[:6]
+    mlp.down_proj.weight.data = mlp.down_proj.weight.data[:, :6].contiguous()
+    want = mlp.down_proj(torch.nn.functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
+    torch.testing.assert_close(mlp(x), want)

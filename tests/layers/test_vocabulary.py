@@ -5,7 +5,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from gpubound import trace
+from gpubound.errors import FallbackError
 from gpubound.layers import linear, look_up, vocabulary
+from gpubound.layers.vocabulary import table_rows
 from gpubound.train.accumulate import Accumulators
 
 IDS = torch.tensor([[1, 3, 1], [0, 1, 2]])
@@ -103,3 +106,12 @@ def test_what_is_more_than_a_lookup_is_called(what, deliveries):
     if x.requires_grad:
         x.sum().backward()
     assert not deliveries
+
+
+def test_a_lookup_into_a_main_grad_that_is_not_contiguous_is_counted():
+    weight = torch.nn.Parameter(torch.ones(5, 3))
+    weight.main_grad = torch.zeros(3, 5).t()
+    with trace.strict(), pytest.raises(FallbackError, match="not contiguous"):
+        table_rows(weight, torch.tensor([1]))
+    table_rows(weight, torch.tensor([1])).sum().backward()
+    assert weight.grad[1].tolist() == [1, 1, 1]

@@ -200,6 +200,9 @@ def hooks_on(weight: Tensor) -> Iterator[Any]:
 
 def accumulator(weight: Tensor) -> Tensor | None:
     """The weight's fp32 accumulator, if it has one."""
+    if getattr(weight, "main_grad", None) is None:
+        return None
+    record_of(weight)  # removes the main_grad of a parameter that was pickled
     main = getattr(weight, "main_grad", None)
     if main is None:
         return None

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..trace import fallback
 from .accumulate import join, main_gradient, opens
 from .aside import aside
 from .dropping import Drop
@@ -75,8 +76,10 @@ class _Into(NamedTuple):
             return None
         if not mains:
             return cls(parameters, beside, torch.cat([torch.empty_like(p) for p in parameters], int(beside)), True)
-        joined = mains[0] if len(mains) == 1 else join(mains, beside)
-        return None if joined is None else cls(parameters, beside, joined)
+        if (joined := mains[0] if len(mains) == 1 else join(mains, beside)) is None:
+            fallback("lora: gradients of several adapters", "their accumulators are not adjacent in memory")
+            return None
+        return cls(parameters, beside, joined)
 
     def begins(self) -> bool:
         return self.out is None or self.made or opens(self.parameters)

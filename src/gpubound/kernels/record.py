@@ -3,19 +3,18 @@
 `main_grad`, a parameter's fp32 accumulator, stays an attribute of its own: it is a convention that other libraries share. All
 else that hangs on a tensor is a field here.
 
-A record is this process's, and so is a main_grad beside one. Copies of a parameter have neither, nor has a file that it is
-saved to: read back, a main_grad would take gradients that nobody looks at, and torch.load reads no class of ours unasked.
+A record is this process's, and so is a main_grad next to one. A pickled or deep-copied tensor has an empty OrderedDict in the
+record's place, which torch.load reads unasked; `record_of` removes it, and the main_grad with it: it would collect gradients
+that no optimizer reads.
 """
 
-import copyreg
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Parameter
 
 ATTRIBUTE = "gpubound"
-UNSAVED = (ATTRIBUTE, "main_grad")
 
 
 @dataclass(slots=True)
@@ -31,12 +30,12 @@ class Record:
     # of a parameter whose rows are dealt to ranks: the Parameter that products see, gathered. Both have this record
     gathered: Any = field(default=None, compare=False)
     # of what a forward computed
-    origin: Any = None  # how backward computes it again, a Recipe of layers/recompute.py
+    origin: Any = None  # how backward computes it again, a RecomputeRecipe of layers/recompute.py
     # of a state in codes: from its storage's bytes to the numbers they stand for, part by part: what a certificate compares
     numbers: Any = None
 
     def __reduce__(self):
-        return Record, ()
+        return OrderedDict, ()
 
     @property
     def empty(self) -> bool:
@@ -44,7 +43,13 @@ class Record:
 
 
 def record_of(tensor: Tensor) -> Record | None:
-    return getattr(tensor, ATTRIBUTE, None)
+    """Return the tensor's record, if it has one."""
+    record = getattr(tensor, ATTRIBUTE, None)
+    if record is None or type(record) is Record:
+        return record
+    for name in {ATTRIBUTE, "main_grad"} & vars(tensor).keys():  # it was pickled or copied
+        delattr(tensor, name)
+    return None
 
 
 def made_record(tensor: Tensor) -> Record:
@@ -73,15 +78,3 @@ def seen(tensor: Tensor) -> Tensor:
     """What products see of a parameter."""
     record = record_of(tensor)
     return tensor if record is None or record.gathered is None else record.gathered
-
-
-def _reduced(parameter: Parameter) -> Any:
-    """What pickle, copy.copy and torch.save make of a parameter: torch's own, without what is this process's."""
-    rebuild, arguments = parameter.__reduce_ex__(2)
-    if record_of(parameter) is None:
-        return rebuild, arguments
-    *own, state = arguments
-    return rebuild, (*own, {name: value for name, value in state.items() if name not in UNSAVED})
-
-
-copyreg.pickle(Parameter, _reduced)  # asked before the class's own __reduce_ex__; a reference on the parameter would be a cycle

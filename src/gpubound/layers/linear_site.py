@@ -29,12 +29,15 @@ from .site_parts import AS_IT_IS, Adapter, Factors, Format, Joined, Spanning, ad
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, extra: Sequence[Adapter] = ()) -> Tensor:
     """x weightᵀ + bias. The gradient goes into the weight's main_grad, if it has one, and what its record says takes part.
 
-    torch's own product where nothing is to be said of weight and x. It would keep an x that can be had again.
+    Without any of these it is torch's own product, unless x has a recipe for recomputing it: torch would save x. As for torch,
+    x, weight and bias have one dtype; under autocast each is cast.
 
     extra: adapters of this call alone
     """
-    silent = getattr(weight, "main_grad", None) is None and ((record := record_of(weight)) is None or record.empty)
+    record = record_of(weight)
+    silent = (record is None or record.empty) and getattr(weight, "main_grad", None) is None
     if not extra and silent and recompute.origin(x) is None:
+        check_dtypes(x, weight, bias)
         return F.linear(x, weight, bias)
     if _seen_through():
         return _plain(x, weight, bias, extra)
@@ -57,9 +60,11 @@ def fused_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] 
 
 def multiply(x: Tensor, joined: Joined) -> Tensor:
     """The product at the site that the weights' records describe."""
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:  # autocast leaves fp64 alone, so do we
-        x = x.to(torch.get_autocast_dtype(x.device.type))
     weights, format = joined.weights, format_of(joined.weights[0])
+    if autocasts(x):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    elif not format.coded:
+        check_dtypes(x, *weights, *joined.biases)
     adapters = _spanning(joined) if joined.adapted else ()
     if torch.is_grad_enabled():
         theirs = [p for spanning in adapters for p in spanning.adapter.parameters]
@@ -70,6 +75,21 @@ def multiply(x: Tensor, joined: Joined) -> Tensor:
     for spanning in adapters:
         spanning.adapter.forward(x, spanning.of(y))
     return y
+
+
+def autocasts(x: Tensor) -> bool:
+    """Return whether autocast is on for x; it leaves float64 as it is."""
+    return torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+
+
+def check_dtypes(x: Tensor, *parameters: Tensor | None) -> None:
+    """Refuse parameters of another dtype than x without autocast, as torch does: a cast copies a weight in each call."""
+    for p in parameters:
+        if p is not None and p.dtype != x.dtype and not autocasts(x):
+            raise ValueError(
+                f"linear: x is {x.dtype} and a parameter {p.dtype}; cast one of them to the other's dtype, or call the layer "
+                f"under torch.autocast."
+            )
 
 
 def _said(format: Format, x: Tensor, joined: Joined, adapters: Sequence[Spanning]) -> tuple[Factors, Sequence[Tensor]] | None:

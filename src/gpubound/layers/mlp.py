@@ -12,7 +12,7 @@ from ..kernels import geglu, swiglu, swiglu_backward
 from ..kernels.accumulate import deliver, weight_gradient
 from ..kernels.choose import Call, transformed
 from . import recompute
-from .linear_site import check_unchanged, multiply
+from .linear_site import check_dtypes, check_unchanged, multiply
 from .site_parts import AS_IT_IS, Joined, format_of
 from .stacked import Kernels, Projecting, Stacked, bare, run_linear
 
@@ -104,6 +104,7 @@ SWIGLU = Unit()
 
 def gated_down(packed: Tensor, weight: Tensor, unit: Unit = SWIGLU, small: Sequence[Tensor | None] = ()) -> Tensor:
     """unit(packed) weightᵀ, keeping neither what the unit gives nor what it computes on the way."""
+    check_dtypes(packed, weight)
     if transformed():  # torch.func sees through plain products alone
         return F.linear(unit.forward(packed, *small), weight)
     return _GatedDown.apply(packed, weight.detach(), weight, unit, *small)

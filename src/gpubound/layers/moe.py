@@ -88,7 +88,9 @@ def imbalance(probabilities: Tensor, ids: Tensor) -> Tensor:
 
 def grouped_product(x: Tensor, weights: Any, ends: Tensor) -> Tensor:
     """Rows of x (M, K) up to ends[0] times weights[0]ᵀ, those up to ends[1] times weights[1]ᵀ, and so on; weights (E, O, K)."""
-    weights = weights.to(x.dtype)
+    if weights.dtype != x.dtype:
+        fallback("layers: products of experts", f"{weights.dtype} experts are cast to {x.dtype} in each call")
+        weights = weights.to(x.dtype)
     why = "F.grouped_mm takes no doubles" if x.dtype == torch.float64 else not_trained(weights)
     if why is None:
         return F.grouped_mm(x, weights.transpose(-2, -1), offs=ends)

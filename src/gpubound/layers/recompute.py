@@ -48,7 +48,7 @@ def recomputing(model: nn.Module, least: float) -> Iterator[None]:
         yield
 
 
-class Recipe(NamedTuple):
+class RecomputeRecipe(NamedTuple):
     """How to compute a result again: op(*tensors), as long as neither the result nor a tensor was written in place since."""
 
     op: Callable[..., Tensor]
@@ -63,11 +63,11 @@ def mark(y: Tensor, least: float, op: Callable[..., Tensor], *tensors: Tensor | 
     """
     if not torch.compiler.is_compiling() and not transformed() and y.requires_grad and y.nbytes >= least:
         inputs = tuple(None if t is None else t.detach() for t in tensors)
-        made_record(y).origin = Recipe(op, inputs, _versions(y, inputs))
+        made_record(y).origin = RecomputeRecipe(op, inputs, _versions(y, inputs))
     return y
 
 
-def origin(y: Tensor) -> Recipe | None:
+def origin(y: Tensor) -> RecomputeRecipe | None:
     """Return the recipe of `y`. None if it has none, or if `y` or an input was written in place since: op(*tensors) would be
     another tensor then."""
     record = record_of(y)

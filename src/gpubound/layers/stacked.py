@@ -86,7 +86,7 @@ class Stacked:
     """Keeps the weights of some nn.Linear as row slices of one buffer. A copy or pickle of it is empty."""
 
     def __init__(self) -> None:
-        self._addresses: tuple[int, ...] = ()
+        self._layout: tuple[tuple, ...] = ()
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
         self.fallbacks: Counter[str] = Counter()
@@ -109,7 +109,7 @@ class Stacked:
                 return self._refuse(f"{site.why}, so it is called as it is")
         weights = [site.weight for site in sites]
         biases = [site.bias for site in sites if site.bias is not None]
-        if tuple(p.data_ptr() for p in weights + biases) != self._addresses:
+        if _memory([*weights, *biases]) != self._layout:
             if any(getattr(layer, "_is_fsdp_managed_module", False) for layer in layers):
                 return self._refuse("FSDP shards the weights and manages their memory")
             if why := self.repack(weights, biases):
@@ -131,18 +131,23 @@ class Stacked:
                 return why
         self._weight = _stack(weights)
         self._bias = _stack(biases) if biases else None
-        self._addresses = tuple(p.data_ptr() for p in [*weights, *biases])
+        self._layout = _memory([*weights, *biases])
         return None
 
     def forget(self) -> None:
         """Hold no memory that nobody multiplies by."""
-        self._addresses, self._weight, self._bias = (), None, None
+        self._layout, self._weight, self._bias = (), None, None
 
     def _refuse(self, why: str) -> Any:
         self.forget()
         self.fallbacks[why] += 1
         fallback("layers: several weights as one product", why)
         return None
+
+
+def _memory(parameters: Sequence[Tensor]) -> tuple[tuple, ...]:
+    """Where each is in memory and what of it: pruning in place keeps the address."""
+    return tuple((p.data_ptr(), p.shape, p.stride()) for p in parameters)
 
 
 def run_linear(layer: Any, x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..kernels import cross_entropy, linear_cross_entropy
 from ..kernels.accumulate import deliver_rows, main_gradient
 from ..kernels.choose import transformed
+from ..trace import fallback
 from .site_parts import adapted, weight_of
 from .stacked import Kernels, hooked
 
@@ -33,9 +34,12 @@ def look_up(table: Any, ids: Tensor) -> Tensor:
 
 def table_rows(weight: Any, ids: Tensor, padding: int | None = None) -> Tensor:
     """weight[ids], whose gradient goes to weight's main_grad where it has one. The row `padding` gets none."""
-    main = getattr(weight, "main_grad", None)
-    through = torch.is_grad_enabled() and weight.requires_grad and main is not None and main.is_contiguous()
-    if not through or torch.compiler.is_compiling() or transformed() or main_gradient(weight) is None:
+    trains = torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_compiling() and not transformed()
+    main = main_gradient(weight) if trains else None
+    if main is not None and not main.is_contiguous():
+        fallback("layers: an embedding's gradient into its main_grad", "the main_grad is not contiguous")
+        main = None
+    if main is None:
         return F.embedding(ids, weight, padding)
     return _LookUp.apply(ids, -1 if padding is None else padding, weight.detach(), weight)
 

@@ -18,7 +18,7 @@ from torch.autograd import Variable
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..kernels.accumulate import Taker, close_sums, deliver_all, open_sums
+from ..kernels.accumulate import Taker, accumulator, close_sums, deliver_all, open_sums
 from ..kernels.aside import Side
 from ..kernels.record import drop_record, made_record
 from ..parallel import Ranks
@@ -50,7 +50,7 @@ class Accumulators:
     ):
         self.layout = named if isinstance(named, FlatLayout) else lay_out(named)
         for slot in self.layout.slots:
-            if hasattr(slot.parameter, "main_grad"):
+            if accumulator(slot.parameter) is not None:
                 raise ValueError(
                     f"Accumulators: {slot.name} already has a main_grad, so its gradients would be counted for one owner only; "
                     f"call release() on the other Accumulators (close() on the other TrainStep) first."
