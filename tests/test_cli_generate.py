@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import sys
 from io import StringIO
 from pathlib import Path
@@ -152,6 +153,39 @@ def test_control_characters_do_not_reach_a_terminal():
 
 
 # --- what is opened ---
+
+
+def with_generation(ckpt: Path, folder: Path, **config) -> Path:
+    shutil.copytree(ckpt, folder)
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_the_models_own_sampling_is_used_and_named(ckpt, run, tmp_path):
+    """Its generation_config.json was read for the end of text alone."""
+    model = with_generation(ckpt, tmp_path / "m", do_sample=True, temperature=3.0, top_k=40, num_beams=3)
+    ask = ("--prompt", "the cat", "--max-new-tokens", "16", "--ignore-eos", "--json")
+
+    def tokens(folder: Path, *options: str) -> list[int]:
+        return json.loads(run(folder, *ask, *options)[1])["sequences"][0]["tokens"]
+
+    want = tokens(ckpt, "--temperature", "3", "--top-k", "40")
+    assert tokens(model) == want != tokens(ckpt)
+    assert tokens(model, "--temperature", "0") == tokens(ckpt)  # an option wins
+    assert tokens(model, "--top-k", "5") == tokens(ckpt, "--temperature", "3", "--top-k", "5")
+    _, _, err = run(model, *ask, "--top-k", "5")
+    (line,) = [line for line in err.splitlines() if line.startswith("sampling: ")]
+    assert "temperature 3" in line and "top_k 5" in line and "num_beams=3" in line
+    assert "sampling: " not in run(ckpt, *ask)[2]
+
+
+@pytest.mark.parametrize("options", [("--prompt", "the cat"), ("--chat",)])
+def test_an_end_of_text_outside_the_vocabulary(ckpt, run, tmp_path, options):
+    model = with_generation(ckpt, tmp_path / "m", eos_token_id=[0, 999])
+    code, out, err = run(model, *options, stdin="hello\n" if options == ("--chat",) else None)
+    assert (code, out) == (2, "") and "eos_token_id: got 999" in err and "--ignore-eos" in err
+    if options != ("--chat",):
+        assert run(model, *options, "--ignore-eos", "--max-new-tokens", "2")[0] == 0
 
 
 def test_another_architecture_through_transformers(ckpt, run, tmp_path):

@@ -76,7 +76,7 @@ REFUSED = {
 def test_models_that_no_static_cache_holds(what):
     name, make = REFUSED[what]
     said = refusal(make())
-    assert said == f"StaticBody: model: got {name}{' ' if what.startswith('with') else ', '}{what}."
+    assert said == f"decoder: model: got {name}{' ' if what.startswith('with') else ', '}{what}."
 
 
 def test_a_long_rotary_table_is_held_below_its_change():
@@ -93,8 +93,7 @@ def test_models_that_are_not_ready():
     assert refusal(nn.Linear(2, 2)) == message("decode/any_fit:models_that_are_not_read.2")
     model = build("gpt2").train()
     training = (
-        "StaticBody: model: got GPT2LMHeadModel in training mode, wanted eval mode, where dropout is off; call model.eval() "
-        "first."
+        "decoder: model: got GPT2LMHeadModel in training mode, wanted eval mode, where dropout is off; call model.eval() first."
     )
     assert refusal(model) == training
     body = StaticBody(model.eval(), Build(2, 32))
@@ -119,7 +118,7 @@ def test_a_model_that_does_not_follow_the_mask_is_refused(monkeypatch):
     """BERT looks both ways unless it is told to be a decoder; a body whose mask shows one place too many is found too."""
     bert = loud(tiny("Bert", **{**SIZES, "pad_token_id": 0}))
     sentence = (
-        r"StaticBody: model: got {}, whose logits with a static cache differ from its own by [\d.]+ of the largest, wanted at "
+        r"decoder: model: got {}, whose logits with a static cache differ from its own by [\d.]+ of the largest, wanted at "
         r"most 0\.005: its attention does not follow the mask and the positions that it is given\."
     )
     assert re.fullmatch(sentence.format("BertLMHeadModel"), refusal(bert))
@@ -128,17 +127,35 @@ def test_a_model_that_does_not_follow_the_mask_is_refused(monkeypatch):
     assert re.fullmatch(sentence.format("GPT2LMHeadModel"), refusal(model_of("gpt2")))
 
 
-def test_a_forward_that_fails_with_the_cache_is_refused_with_what_it_said():
+@pytest.mark.parametrize(
+    ("fails", "facts"),
+    [
+        (lambda cache: type(cache).__name__ == "RowCache", ("fails with a static cache",)),
+        (lambda cache: cache is not None, ("own forward fails", "its own cache", "config")),  # no other cache would help
+        (lambda cache: True, ("own forward fails", "config")),
+    ],
+    ids=["the static cache", "any cache", "every call"],
+)
+def test_a_forward_that_fails_is_refused_by_what_it_fails_at(fails, facts):
+    """A broken model was said to fail with a static cache, or ended in its own exception."""
     model = build("gpt2")
-    whole = model.transformer.forward
+    forward = model.transformer.forward
 
-    def forward(*inputs, **named):
-        if (word := cache_word(whole)) in named:
-            named[word] = named[word] and named[word].to_legacy_cache()
-        return whole(*inputs, **named)
+    def failing(*inputs, **named):
+        if fails(named.get(cache_word(forward))):
+            raise TypeError("broken\non purpose")
+        return forward(*inputs, **named)
 
-    model.transformer.forward = forward
-    assert refusal(model) == message("decode/any_fit:a_forward_that_fails_wit")
+    model.transformer.forward = failing
+    sentence = refusal(model)
+    assert all(fact in sentence for fact in ("GPT2LMHeadModel", "TypeError: broken", *facts)) and "\n" not in sentence
+
+
+def test_a_broken_model_of_a_fused_family_is_refused_by_its_own_forward():
+    model = cases.build("Llama")
+    model.model.norm.forward = lambda x: 1 / 0
+    with pytest.raises(ValueError, match=r"own forward fails .*ZeroDivisionError"):
+        gb.decoder(model, 1, 16)
 
 
 class Half(nn.Linear):
@@ -184,7 +201,7 @@ def test_a_shell_is_tried_against_the_decoder_and_refused_by_its_name():
     with pytest.raises(ValueError) as error:
         unfused()
     assert re.fullmatch(
-        r"StaticBody: model: got Decoder, whose logits with a static cache differ from its own by [\d.]+ of the "
+        r"decoder: model: got Decoder, whose logits with a static cache differ from its own by [\d.]+ of the "
         r"largest, wanted at most 0\.005: transformers' Qwen3ForCausalLM over its weights runs no hook on it, and no forward "
         r"of its own; take that off\.",
         str(error.value),

@@ -16,6 +16,7 @@ from gpubound.watch.pretend import simgpu
 from tests.messages import message
 
 from ..train.both_ways import BothWays
+from .test_text import word_tokenizers
 
 MASK = 15
 PROMPTS = [[1, 2, 3], [4, 5, 6], [7, 1, 7]]
@@ -282,3 +283,18 @@ def test_refused_models(make, sentence):
     with pytest.raises(ValueError) as error:
         make()
     assert str(error.value) == f"MaskedSampler: {sentence}"
+
+
+@pytest.mark.parametrize("kind", ["tokenizers", "transformers", "gpubound"])
+def test_special_tokens_of_every_kind_of_tokenizer(kind):
+    """transformers calls them mask_token_id and eos_token_id; the end of text is an added token, and was never written."""
+    model, tokenizer = random_model(), word_tokenizers()[kind]
+    sampler = MaskedSampler(model, tokenizer)
+    assert (sampler.mask_token, sampler.ends) == (12, (11,))
+    assert sampler.barred.isinf().nonzero().flatten().tolist() == [12, *range(13, sampler.vocab)]
+    with torch.no_grad():
+        model.head.weight[11] = 50 * model.head.weight.abs().max() * torch.ones_like(model.head.weight[11])
+        forward = model.below.forward
+        model.below.forward = lambda *inputs, **named: forward(*inputs, **named).abs()
+    found = sampler.generate("w1 w2", 4).sequences[0]
+    assert found.tokens == [11] and found.finish == "stop token" and found.text == ""

@@ -39,7 +39,7 @@ def test_any_other_model_by_its_own_forward():
         for parameter in model.parameters():
             parameter.normal_(std=0.25)
     fast = gb.decoder(model, 4, 96, verify=False)
-    assert fast.path == message("decode/parity:any_other_model_by_its_o")
+    assert "GPT2LMHeadModel" in fast.path and "Qwen3MoeForCausalLM" in fast.path and "DeepseekV4" not in fast.path
     want = [cases.hugging_face(model, prompt, 32) for prompt in cases.prompts()]
     assert fast.generate(cases.prompts(), max_new_tokens=32).tokens == want
 

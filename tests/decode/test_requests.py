@@ -52,8 +52,6 @@ WRONG_PROMPTS = [
     ),
     (torch.zeros(3, dtype=torch.bool), BOOL),
     (torch.tensor(3), "a tensor of prompts must hold token ids (T,) or (B, T), got torch.int64 ()."),
-    ([1.5, 2.0], "prompt 0: got 1.5, wanted text or a list of token ids."),
-    ([[3, 4], [1.5]], "prompt 1: got [1.5], wanted text or a list of token ids."),
     (
         {"ids": [PROMPT]},
         "prompts: got dict, wanted text, token ids, a list of either, or a tokenizer's output with input_ids.",
@@ -149,8 +147,70 @@ def test_models_that_cannot_decode():
     assert said(lambda: gb.decoder(cases.build("Llama"), speculate=gb.Draft(None, 2))) == (
         message("decode/requests:models_that_cannot_decod.3")
     )
-    assert said(lambda: gb.decoder(torch.nn.ReLU())) == message("decode/requests:models_that_cannot_decod.4")
-    assert said(lambda: gb.decoder(torch.nn.Linear(2, 2))) == message("decode/requests:models_that_cannot_decod.5")
+    assert "ReLU, a plain module" in said(lambda: gb.decoder(torch.nn.ReLU()))
+
+
+def test_a_plain_module_is_refused_without_a_fallback(monkeypatch):
+    """It was announced as a fallback first, and refused by the name of an internal class."""
+    monkeypatch.setattr(gb.trace, "fallbacks", Counter())
+    for options in ({}, {"fused": False}, {"devices": ["cpu", "cpu"]}):
+        sentence = said(lambda: gb.decoder(torch.nn.Linear(2, 2), **options))  # noqa: B023
+        assert "Linear, a plain module" in sentence and "gb.Decoder" in sentence and "Body" not in sentence
+    draft = gb.Draft(torch.nn.Linear(2, 2), 2)
+    assert "Linear, a plain module" in said(lambda: gb.decoder(cases.build("Llama"), speculate=draft))
+    assert not gb.trace.fallbacks
+
+
+@pytest.mark.parametrize(
+    ("given", "facts"),
+    [
+        ([1.5, 2.0], ("prompt 0", "1.5", "index 0")),
+        ([5, 6.5], ("prompt 0", "6.5", "index 1")),
+        ([[3, 4], [7, 1.5]], ("prompt 1", "1.5", "index 1")),
+        ([5, True], ("prompt 0", "True", "index 1")),
+        ([3, "text"], ("prompt 0", "'text'", "index 1")),
+        (np.array([1.0, 2.0]), ("float64", "(2,)")),
+        (np.array([True]), ("bool", "(1,)")),
+        (np.zeros((1, 1, 1), dtype=np.int64), ("int64", "(1, 1, 1)")),
+    ],
+)
+def test_a_wrong_token_is_named_with_its_index(given, facts):
+    sentence = said(lambda: cases.shared().generate(given, max_new_tokens=2))
+    assert all(fact in sentence for fact in facts)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*((name, True) for name in ("temperature", "top_k", "top_p", "seed", "n", "max_new_tokens", "stop", "repetition_penalty")),
+     ("stop", 1.5), ("stop", [False]), ("sampling", "own"), ("adapters", 5)],
+)  # fmt: skip
+def test_settings_of_another_type(name, value):
+    sentence = said(lambda: cases.shared().generate(PROMPT, **{name: value}))
+    assert sentence.startswith(f"generate: {name}: got {value!r}" if value != [False] else "generate: stop: got False")
+
+
+def test_a_batch_of_arrays_is_a_batch():
+    fast = cases.shared()
+    want = fast.generate([[5, 6, 7], [8, 9, 3]], max_new_tokens=4).tokens
+    for dtype in (np.int64, np.int32, np.uint16):
+        assert fast.generate(np.array([[5, 6, 7], [8, 9, 3]], dtype), max_new_tokens=4).tokens == want
+    assert fast.generate(np.array([5, 6, 7]), max_new_tokens=4).tokens == want[:1]
+
+
+def test_padding_of_a_tensor_is_removed_where_its_id_is_known():
+    """transformers infers the attention mask from pad_token_id. Here the padding counted as a part of the prompt."""
+    model = cases.build("Llama")
+    fast = gb.decoder(model, 2, cases.ROOM)
+    want = fast.generate([[5, 6, 7, 8], [9, 3]], max_new_tokens=6).tokens
+    left, right = torch.tensor([[5, 6, 7, 8], [0, 0, 9, 3]]), torch.tensor([[5, 6, 7, 8], [9, 3, 0, 0]])
+    assert fast.generate(left, max_new_tokens=6).tokens != want  # no id is known: all of them count
+    model.generation_config.pad_token_id = 0
+    for form in (left, right, left.numpy(), {"input_ids": left}):
+        assert fast.generate(form, max_new_tokens=6).tokens == want
+    assert [s.prompt for s in fast.generate([[0, 9, 3]], max_new_tokens=1).sequences] == [[0, 9, 3]]  # lists have no padding
+    assert list(map(len, fast.score(right))) == [3, 1]
+    model.generation_config.eos_token_id = [0]  # one id for both: nothing tells padding from an end of text
+    assert [s.prompt for s in fast.generate(left, max_new_tokens=1).sequences] == left.tolist()
 
 
 def mixed(model):
@@ -395,7 +455,18 @@ def test_the_models_own_end_of_text_ends_a_sequence_unless_told_otherwise():
     model = cases.build("Llama")
     fast = gb.decoder(model, 1, cases.ROOM)
     whole = fast.generate([3, 4], max_new_tokens=20, stop=()).tokens[0]
-    model.generation_config.eos_token_id = [whole[5], 10**6]  # and one that the model has no word for
+    model.generation_config.eos_token_id = [whole[5]]
     found = fast.generate([3, 4], max_new_tokens=20)
     assert found.tokens[0] == whole[: whole.index(whole[5]) + 1] and found.sequences[0].finish == "stop token"
     assert fast.generate([3, 4], max_new_tokens=20, stop=()).tokens[0] == whole
+
+
+@pytest.mark.parametrize("wrong", [89, -1])
+def test_an_end_of_text_outside_the_vocabulary_is_refused(wrong):
+    """It was left out without a word, and texts ended at max_length."""
+    model = cases.build("Llama")
+    fast = gb.decoder(model, 1, cases.ROOM)
+    model.generation_config.eos_token_id = [3, wrong]
+    sentence = said(lambda: fast.generate([3, 4], max_new_tokens=2))
+    assert f"eos_token_id: got {wrong}" in sentence and "89" in sentence
+    assert len(fast.generate([3, 4], max_new_tokens=2, stop=()).tokens[0]) == 2

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from gpubound.decode.result import RowText
+from gpubound.corpus import Tokenizer
+from gpubound.decode.text import TextCodec, TextStream
 
 from .cases import Bytes
 
@@ -25,15 +26,15 @@ class Contextual(Bytes):
         return super().decode(tokens).replace(" .", ".")
 
 
-def arriving(tokenizer, tokens: list[int], sizes, stops=(), ends=()) -> tuple[list[str], str, RowText]:
-    text, pieces, at = RowText(tokenizer, stops, ends), [], 0
+def arriving(tokenizer, tokens: list[int], sizes, stops=(), ends=()) -> tuple[list[str], str, TextStream]:
+    text, pieces, at = TextStream(tokenizer, stops, ends), [], 0
     while at < len(tokens) and not text.stopped:
         size = next(sizes)
         pieces.append(text.add(tokens[at : at + size]))
         at += size
     if not text.stopped:
         pieces.append(text.rest())
-    return pieces, text.whole(), text
+    return pieces, text.complete(), text
 
 
 def ones():
@@ -102,13 +103,13 @@ def test_a_stop_string_across_pieces_and_inside_characters():
 
 def test_a_stop_string_at_the_very_beginning():
     pieces, whole, row = arriving(Bytes(), list(b"end"), ones(), stops=["end"])
-    assert (whole, "".join(pieces), row.kept_tokens()) == ("", "", 0)
+    assert (whole, "".join(pieces), row.tokens_before_stop()) == ("", "", 0)
 
 
 @pytest.mark.parametrize(("text", "stop", "kept"), [("añ漢b", "漢", 3), ("añ漢b", "b", 6), ("abc", "bc", 1)])
 def test_the_tokens_that_write_the_text_before_a_stop_string(text, stop, kept):
     _, whole, row = arriving(Bytes(), list(text.encode()), iter([99]), stops=[stop])
-    assert row.kept_tokens() == kept and Bytes().decode(list(text.encode())[:kept]) == whole
+    assert row.tokens_before_stop() == kept and Bytes().decode(list(text.encode())[:kept]) == whole
 
 
 def test_a_stop_string_that_never_comes():
@@ -122,11 +123,50 @@ def test_a_stop_token_is_no_text():
 
 
 def test_rows_do_not_mix():
-    first, second = (RowText(Bytes(), ["x"]) for _ in range(2))
+    first, second = (TextStream(Bytes(), ["x"]) for _ in range(2))
     assert [first.add([65, 0xC3]), second.add([66, 120, 67]), first.add([0xA9])] == ["A", "B", "é"]
     assert [first.stopped, second.stopped] == [False, True]
 
 
 def test_without_a_tokenizer_there_are_no_texts():
-    text = RowText(None)
-    assert text.add([65]) is None and text.whole() is None and text.rest() == ""
+    text = TextStream(None)
+    assert text.add([65]) is None and text.complete() is None and text.rest() == ""
+
+
+def word_tokenizers():
+    """The same words as tokenizers of three packages: two special tokens, one of them beyond the base vocabulary."""
+    import transformers
+    from tokenizers import Tokenizer as Inner, models, pre_tokenizers, processors
+
+    inner = Inner(models.WordLevel({f"w{i}": i for i in range(10)}, unk_token="w0"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.add_special_tokens(["<s>", "<|endoftext|>", "<|mask|>"])
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 10)])
+    special = {"bos_token": "<s>", "eos_token": "<|endoftext|>", "mask_token": "<|mask|>"}
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **special)
+    return {"tokenizers": inner, "transformers": theirs, "gpubound": Tokenizer(inner, **special)}
+
+
+@pytest.mark.parametrize("kind", ["tokenizers", "transformers", "gpubound"])
+def test_one_codec_for_tokenizers_of_all_kinds(kind):
+    codec = TextCodec(word_tokenizers()[kind])
+    assert (codec.eos, codec.mask, codec.size(0)) == (11, 12, 13)
+    assert codec.encode("w3 w4") == [10, 3, 4]
+    assert TextCodec(codec.tokenizer, skip_special=True).decode([10, 3, 11]) == "w3"
+    assert TextCodec(codec.tokenizer, skip_special=False).decode([10, 3, 11]).split() == ["<s>", "w3", "<|endoftext|>"]
+
+
+@pytest.mark.parametrize("kind", ["tokenizers", "transformers", "gpubound"])
+def test_a_text_with_its_special_tokens_gets_them_once(kind):
+    """apply_chat_template(tokenize=False) writes them, and encode added them again."""
+    codec = TextCodec(word_tokenizers()[kind])
+    assert codec.encode("<s> w3 w4") == [10, 3, 4]
+    assert codec.encode("") == [10]
+
+
+def test_any_object_with_encode_and_decode_is_a_tokenizer():
+    codec = TextCodec(Bytes())
+    assert codec.encode("AB") == [65, 66] and codec.decode([65]) == "A"
+    assert (codec.eos, codec.mask, codec.pad, codec.size(89)) == (None, None, None, 89)
+    with pytest.raises(ValueError, match="here: tokenizer: got a dict"):
+        TextCodec({}, "here")

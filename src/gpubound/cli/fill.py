@@ -3,16 +3,14 @@
 import sys
 import time
 from dataclasses import MISSING, fields
-from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ..decode import MaskedSampler
+from ..decode.text import TextCodec
 from ..device import label
 from ..layers.frozen import numbers_of
-from ..layers.vocabulary import head_of
 from ..words import quantity
-from .saved import Saved
+from .saved import Saved, checked_ends
 
 if TYPE_CHECKING:
     from .generate import Generate
@@ -48,11 +46,8 @@ def build(options: "Generate", saved: Saved, probe: list[list[int]]) -> MaskedSa
         raise ValueError(
             f"{saved.folder}: its tokenizer has no mask_token, and the model fills masks; give --tokenizer FOLDER."
         )
-    decode = partial(own.decode, skip_special=not options.special)
-    tokenizer = SimpleNamespace(encode=own.encode, decode=decode, mask=own.mask, vocab_size=own.vocab_size)
-    words = head_of(saved.model).weight.shape[0]
-    ends = [] if options.ignore_eos else [i for i in saved.ends if i < words]
-    made = MaskedSampler(saved.model, tokenizer, ends=[*ends, *options.stop_id])
+    ends = [] if options.ignore_eos else checked_ends(saved)
+    made = MaskedSampler(saved.model, TextCodec(own, skip_special=not options.special), ends=[*ends, *options.stop_id])
     if saved.device.type == "cuda":  # what such a request compiles and captures: not on its clock
         made.generate(probe, **settings_of(options) | {"steps": None})
     first = next(saved.model.parameters())
@@ -70,5 +65,6 @@ def settings_of(options: "Generate") -> dict[str, Any]:
     """What the sampler's start() takes."""
     tokens = options.max_new_tokens or NEW
     block = options.block or (BLOCK if tokens % BLOCK == 0 else None)
-    names = ("steps", "temperature", "guidance", "seed", "n")
-    return {name: getattr(options, name) for name in names} | {"tokens": tokens, "block": block}
+    names = ("steps", "guidance", "seed", "n")
+    temperature = options.temperature or 0.0
+    return {name: getattr(options, name) for name in names} | {"temperature": temperature, "tokens": tokens, "block": block}

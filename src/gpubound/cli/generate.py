@@ -21,7 +21,7 @@ from ..decode.stages.spread import SPLITS
 from . import arguments
 from .many import check_timeout
 from .prompts import read_prompts
-from .saved import HARMLESS, VERIFY, Saved, check_text
+from .saved import HARMLESS, VERIFY, Saved, check_text, explicit_sampling
 from .speed import Speed
 from .writer import Writer, opened
 
@@ -65,16 +65,17 @@ class Generate:
     """Print special tokens such as <|endoftext|>."""
     max_new_tokens: int | None = None
     """How many tokens to write: 256 by default, in a conversation as many as fit."""
-    temperature: float = 0.0
-    """0 takes the likeliest token each time. Above 0, tokens are drawn at random; higher is more varied."""
-    top_k: int = 0
+    temperature: float | None = None
+    """0 takes the likeliest token each time. Above 0, tokens are drawn at random; higher is more varied. This and the next
+    four: by default as the model's generation_config.json says, else 0 and off."""
+    top_k: int | None = None
     """Draw among this many of the likeliest tokens; 0 is off."""
-    top_p: float = 1.0
+    top_p: float | None = None
     """Draw among the likeliest tokens that together have this probability; 1 is off."""
-    min_p: float = 0.0
+    min_p: float | None = None
     """Draw among tokens at least this likely, relative to the likeliest; 0 is off."""
-    repetition_penalty: float = 1.0
-    """Above 1, tokens that are already in the text become less likely."""
+    repetition_penalty: float | None = None
+    """Above 1, tokens that are already in the text become less likely; 1 is off."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Stop at this text, or at the special token of this name. Repeat the option for several."""
     stop_id: tyro.conf.UseAppendAction[tuple[int, ...]] = ()
@@ -163,7 +164,7 @@ def dealt(options: Generate) -> bool:
 
 def check(options: Generate) -> None:
     """What can be refused before a checkpoint is read."""
-    Choice(options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty, options.seed)
+    Choice(seed=options.seed, **explicit_sampling(options))
     for name in ("max_new_tokens", "n", "batch", "max_length", "steps", "block", "gpus"):
         value, least = getattr(options, name), 2 if name == "max_length" else 1
         if value is not None and value < least:

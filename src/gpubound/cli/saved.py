@@ -7,9 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +18,8 @@ from ..corpus import Tokenizer
 from ..corpus.tokenizer import adapt
 from ..decode import FastDecoder, decoder
 from ..decode.contract import host_bytes
+from ..decode.request import SAMPLING, describe_sampling, model_sampling
+from ..decode.text import TextCodec
 from ..device import label
 from ..errors import DataError
 from ..layers.frozen import numbers_of
@@ -55,6 +55,7 @@ class Saved:
     tokenizer: Tokenizer
     folder: Path  # where the weights were read
     ends: tuple[int, ...]  # tokens that end a text: the tokenizer's, and those that the model's files name
+    generation: dict[str, Any]  # the model's generation_config.json
     positions: int  # tokens that the model is made for
     devices: tuple[torch.device, ...]  # where it is run: several share it
     begun: float  # when it was asked for
@@ -109,7 +110,7 @@ def open_saved(
     if lora.parameters(model):
         merge(model)
     ends = [*([] if own.eos is None else [own.eos]), *ends_of(told)]
-    return Saved(model.eval(), own, folder, tuple(dict.fromkeys(ends)), _positions(model), devices, begun)
+    return Saved(model.eval(), own, folder, tuple(dict.fromkeys(ends)), told, _positions(model), devices, begun)
 
 
 def _host_has_room(folder: Path) -> bool:
@@ -224,8 +225,7 @@ def build(options: "Generate", saved: Saved, probe: list[list[int]], length: int
     """The decoder for prompts like `probe` in sequences of `length` tokens, and a line on stderr that says what it is."""
     # On a CPU a launch of many steps saves nothing, and the first token would wait for the last.
     k = int(options.k) if options.k != "auto" else 1 if saved.device.type == "cpu" else "auto"
-    decode = partial(saved.tokenizer.decode, skip_special=not options.special)
-    tokenizer = SimpleNamespace(encode=saved.tokenizer.encode, decode=decode)
+    tokenizer = TextCodec(saved.tokenizer, skip_special=not options.special)
     way: dict[str, Any] = {"fused": options.fused, "verify": VERIFY[options.verify]}
     way |= {"speculate": options.speculate, "weights": options.weights, "cache": options.cache}
     if options.split is not None:
@@ -241,15 +241,35 @@ def build(options: "Generate", saved: Saved, probe: list[list[int]], length: int
         f"ready in {time.perf_counter() - saved.begun:.2f} s",
     ]
     print(", ".join(parts), file=sys.stderr, flush=True)
+    if saved.generation.get("do_sample") or any(model_sampling(saved.generation).values()):
+        print(describe_sampling(saved.generation, explicit_sampling(options)), file=sys.stderr, flush=True)
     if options.table:
         print(made, file=sys.stderr, flush=True)
     return made
 
 
 def settings_of(options: "Generate", saved: Saved) -> dict[str, Any]:
-    """What the decoder's generate() takes. A special token's name among the stops is its number: texts leave it out."""
+    """Return the arguments of the decoder's generate(). A stop that names a special token becomes its id."""
     special = {token.content: i for i, token in saved.tokenizer.inner.get_added_tokens_decoder().items() if token.special}
-    ends = [] if options.ignore_eos else [i for i in saved.ends if i < head_of(saved.model).weight.shape[0]]
+    ends = [] if options.ignore_eos else checked_ends(saved)
     stops = [*ends, *options.stop_id, *(special.get(text, text) for text in options.stop)]
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "n", "logprobs", "max_new_tokens")
-    return {name: getattr(options, name) for name in names} | {"stop": tuple(dict.fromkeys(stops))}
+    names = ("seed", "n", "logprobs", "max_new_tokens")
+    sampling = model_sampling(saved.generation) | explicit_sampling(options)
+    return {name: getattr(options, name) for name in names} | sampling | {"stop": tuple(dict.fromkeys(stops))}
+
+
+def explicit_sampling(options: "Generate") -> dict[str, Any]:
+    """Return the sampling options that the command line has."""
+    return {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
+
+
+def checked_ends(saved: Saved) -> list[int]:
+    """Return the tokens that end a text. One outside the model's vocabulary would never end any."""
+    size = head_of(saved.model).weight.shape[0]
+    for token in saved.ends:
+        if not 0 <= token < size:
+            raise ValueError(
+                f"{saved.folder}: eos_token_id: got {token}, outside the model's vocabulary of {size}; correct it in "
+                f"generation_config.json, config.json or the tokenizer, or give --ignore-eos."
+            )
+    return list(saved.ends)

@@ -6,6 +6,7 @@ import torch
 
 from ..decode.layer import NARROW
 from ..decode.result import Generated
+from ..decode.text import TextCodec
 from ..device import resolve
 from .fill import build as build_sampler, check_kind, fills, settings_of as filling_of
 from .saved import Saved, build, open_saved, settings_of
@@ -31,7 +32,8 @@ class Writer:
 
     def __init__(self, options: "Generate", saved: Saved, prompts: list[str]):
         self.options, self.prompts = options, prompts
-        self.ids = [saved.tokenizer.encode(prompt) for prompt in prompts]
+        codec = TextCodec(saved.tokenizer)
+        self.ids = [codec.encode(prompt) for prompt in prompts]
         self.together = together(options)
         self.made, self.settings = (filler if fills(saved) else continuer)(options, saved, self.ids, self.together)
 

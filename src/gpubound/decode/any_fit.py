@@ -20,13 +20,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from ..device import without_autocast
 from ..models.keywords import NAMES, cache_name
+from .contract import config_value
 
 CHUNKED = "chunked_attention"
 
 
 def in_training(model: nn.Module) -> str:
     return (
-        f"StaticBody: model: got {type(model).__name__} in training mode, wanted eval mode, where dropout is off; call "
+        f"decoder: model: got {type(model).__name__} in training mode, wanted eval mode, where dropout is off; call "
         f"model.eval() first."
     )
 
@@ -39,21 +40,21 @@ def examine(model: PreTrainedModel, max_length: int, of: nn.Module) -> tuple[Any
     name = type(of).__name__
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"StaticBody: model: got {name}, wanted a transformers PreTrainedModel with a language-model head; of a PEFT model "
+            f"decoder: model: got {name}, wanted a transformers PreTrainedModel with a language-model head; of a PEFT model "
             f"pass model.get_base_model()."
         )
     config = model.config.get_text_config(decoder=True)
     if unfit := _build(model, config) or _rotary(config, max_length):
-        raise ValueError(f"StaticBody: model: got {name}, {unfit}.")
-    if (most := getattr(config, "max_position_embeddings", None)) and max_length > most:
+        raise ValueError(f"decoder: model: got {name}, {unfit}.")
+    if (most := config_value(config, "max_position_embeddings")) and max_length > most:
         raise ValueError(
-            f"StaticBody: max_length: got {max_length}, wanted at most {most}, the positions that {name} is made for "
+            f"decoder: max_length: got {max_length}, wanted at most {most}, the positions that {name} is made for "
             f"(config.max_position_embeddings); pass a smaller max_length."
         )
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1 or devices == ["meta"]:
         raise ValueError(
-            f"StaticBody: model: got {name} on {' and '.join(devices)}, wanted all of it on one device; move it there."
+            f"decoder: model: got {name} on {' and '.join(devices)}, wanted all of it on one device; move it there."
         )
     if of.training:
         raise ValueError(in_training(of))
@@ -106,24 +107,24 @@ def _layers(name: str, config: Any) -> list[Any]:
     try:
         likes = DynamicCache(config=config).layers
     except KeyError as kind:
-        raise ValueError(f"StaticBody: model: got {name} with layers of the kind {kind}, {wanted}") from kind
+        raise ValueError(f"decoder: model: got {name} with layers of the kind {kind}, {wanted}") from kind
     for like in likes:
         if type(like) not in (DynamicLayer, DynamicSlidingWindowLayer) and type(like).__name__ != "DummyLayer":
-            raise ValueError(f"StaticBody: model: got {name} with a {type(like).__name__} in its cache, {wanted}")
+            raise ValueError(f"decoder: model: got {name} with a {type(like).__name__} in its cache, {wanted}")
     return likes
 
 
 def cache_bytes(config: Any, layers: int, rows: int, length: int, dtype: torch.dtype) -> int:
     """Of keys, values and logits, by the names that most configs have; a lower bound for the others."""
-    heads: int = getattr(config, "num_attention_heads", None) or 1
-    kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
-    width: int = getattr(config, "head_dim", None) or getattr(config, "hidden_size", heads) // heads
-    return rows * (2 * layers * kv_heads * width * length * dtype.itemsize + 4 * (getattr(config, "vocab_size", None) or 0))
+    heads = config_value(config, "num_attention_heads") or 1
+    kv_heads = config_value(config, "num_key_value_heads") or heads
+    width = config_value(config, "head_dim") or (config_value(config, "hidden_size") or heads) // heads
+    return rows * (2 * layers * kv_heads * width * length * dtype.itemsize + 4 * (config_value(config, "vocab_size") or 0))
 
 
 def windows(model: PreTrainedModel, config: Any, likes: list[Any]) -> dict[str, int | None]:
     """The window of each kind of layer, by the name that the model's dict of masks has for it. None: it sees everything."""
-    local = "sliding_attention" if getattr(config, "sliding_window", None) else CHUNKED
+    local = "sliding_attention" if config_value(config, "sliding_window") else CHUNKED
     kinds = getattr(config, "layer_types", None) or [local if like.is_sliding else "full_attention" for like in likes]
     found: dict[str, int | None] = {}
     for kind, like in zip(kinds, likes):
@@ -131,7 +132,7 @@ def windows(model: PreTrainedModel, config: Any, likes: list[Any]) -> dict[str, 
             window = getattr(like, "sliding_window", None)
             if found.setdefault(kind, window) != window:
                 raise ValueError(
-                    f"StaticBody: model: got {type(model).__name__} with windows of {found[kind]} and {window} in layers of "
+                    f"decoder: model: got {type(model).__name__} with windows of {found[kind]} and {window} in layers of "
                     f"the kind {kind}, wanted one window for each kind."
                 )
     return found
@@ -158,7 +159,7 @@ def routing(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) ->
 def bytes_read(model: nn.Module, config: Any) -> int:
     """Of weights in one step, at the least: each once, of an embedding single rows, of the experts what one token chooses."""
     read: dict[int, int] = {}
-    chosen: Any = getattr(config, "num_experts_per_tok", None)
+    chosen: Any = config_value(config, "num_experts_per_tok")
     for module in model.modules():
         if not isinstance(module, nn.Embedding):
             routed: Any = module if chosen and hasattr(module, "is_concatenated") else None  # Hugging Face's expert modules

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from ..device import without_autocast
 from ..errors import StallError
 from ..layers.stacked import multiply_by_records
-from ..models.keywords import cache_word
+from ..models.keywords import cache_in, cache_word
 from ..watch.forbid import no_stall
 from .any_fit import (
     CHUNKED,
@@ -41,7 +41,7 @@ from .any_fit import (
     routing,
     windows,
 )
-from .contract import Body, Build, Watched, check_room
+from .contract import Body, Build, Watched, check_room, own_forward, summary
 
 CHUNK = 1024  # prompt tokens that one forward of a prefill takes: its mask is CHUNK x L bytes
 SCORED = 256  # tokens whose logits are whole in memory while a text is scored
@@ -198,7 +198,7 @@ class StaticBody(Body):
         place_B = (tokens - 1 - self.row_B % 2).clamp(min=0)
         last_BT = self.place_L[max(0, tokens - self.tokens) : tokens].expand(self.max_batch, -1)
         last_BT = last_BT if self.tokens > 1 else last_BT[:, 0]
-        with self._refusing():
+        with self._refusing(ids_T):
             self.prefill(ids_T[:-1].expand(self.max_batch, -1))
             first = self.step(ids_T[place_B], place_B) - own_TV[place_B]
             self._guarded(ids_T[last_BT], last_BT)
@@ -211,7 +211,7 @@ class StaticBody(Body):
                 name = type(self.model).__name__
                 why = f"transformers' {name} over its weights runs no hook on it, and no forward of its own; take that off"
             raise ValueError(
-                f"StaticBody: model: got {type(self.of).__name__}, whose logits with a static cache differ from its own by "
+                f"decoder: model: got {type(self.of).__name__}, whose logits with a static cache differ from its own by "
                 f"{error:.2g} of the largest, wanted at most {bound:g}: {why}."
             )
         for buffer in self.buffers():
@@ -220,7 +220,7 @@ class StaticBody(Body):
 
     def _own_logits(self, ids_T: Tensor) -> Tensor:
         """Those (T, V) of the caller's model, without a cache."""
-        with torch.no_grad(), without_autocast(self.device):
+        with torch.no_grad(), without_autocast(self.device), own_forward(self.of):
             if self.of is self.model:
                 return self.model(input_ids=ids_T[None], use_cache=False, return_dict=True).logits[0].float()
             own_TV = self.of(ids_T[None])[0].float()
@@ -241,23 +241,30 @@ class StaticBody(Body):
         raise stalls[0]
 
     @contextmanager
-    def _refusing(self) -> Iterator[None]:
+    def _refusing(self, ids_T: Tensor) -> Iterator[None]:
         name = type(self.of).__name__
         try:
             yield
         except StallError as stall:
             raise ValueError(
-                f"StaticBody: model: got {name}, whose forward makes the host wait in every token, wanted one that a CUDA "
+                f"decoder: model: got {name}, whose forward makes the host wait in every token, wanted one that a CUDA "
                 f"graph can hold: {stall}"
             ) from stall
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as failure:
-            said = (str(failure).splitlines() or [""])[0]
+        except Exception as failure:
+            self._try_own_cache(ids_T)
             raise ValueError(
-                f"StaticBody: model: got {name}, whose forward fails with a static cache ({type(failure).__name__}: {said}), "
-                f"wanted one that takes a mask and a position for every row."
+                f"decoder: model: got {name}, whose forward fails with a static cache ({summary(failure)}), wanted one that "
+                f"takes a mask and a position for every row."
             ) from failure
+
+    def _try_own_cache(self, ids_T: Tensor) -> None:
+        """Raise a ValueError where the model's forward fails with the cache that it makes itself, too."""
+        with torch.no_grad(), without_autocast(self.device), own_forward(self.of, " with its own cache"):
+            output = self.model(input_ids=ids_T[None, :-1], use_cache=True, return_dict=True)
+            cached = {cache_word(self.model.forward): cache_in(output)}
+            self.model(input_ids=ids_T[None, -1:], use_cache=True, return_dict=True, **cached)
 
     def report(self) -> list[tuple[str, str, str]]:
         """(part, what runs, why) for the decoder's table."""

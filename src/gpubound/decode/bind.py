@@ -124,8 +124,18 @@ def examine(model: nn.Module, max_length: int, spread: bool | str = False) -> Re
     """
     reader = reader_of(model)
     if reader is None:
-        return f"{type(model).__name__} is none of the families with fused kernels ({', '.join(decoded())})"
+        return _unknown(model)
     return reader.refusal(max_length) or _unreadable(model, spread) or _unread(model, reader) or _uneven(reader) or reader
+
+
+def _unknown(model: Any) -> str:
+    """Return why the fused kernels do not read a model that has no reader."""
+    name, config = type(model).__name__, getattr(model, "config", None)
+    families = ", ".join(f"{prefix}ForCausalLM" for prefix in decoded())
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    if text is not config:
+        return f"{name} wraps a text model ({text.model_type}), and the fused kernels read text models alone ({families})"
+    return f"{name} is none of the families with fused kernels ({families})"
 
 
 def _places(reader: Reader) -> list[torch.device]:

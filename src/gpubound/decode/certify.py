@@ -24,6 +24,7 @@ from ..errors import GenerateError
 from ..models import Decoder
 from ..models.llama.weights import changed_below
 from . import judge
+from .contract import config_value, own_forward
 from .judge import Choices, listening
 from .request import Choice, Request, pad
 from .steps import LaunchWay, Stepper
@@ -74,7 +75,7 @@ def certify(decoder: "FastDecoder", quick: bool = False) -> DecoderCertificate:
     begun = time.perf_counter()
     body = decoder.body
     config = getattr(decoder.model, "config", None)
-    window = getattr(config, "sliding_window", None) or 0  # as the model says, not as it was bound
+    window = config_value(config, "sliding_window") or 0  # as the model says, not as it was bound
     length = min(max(TOKENS, window + 4 if window <= SHORT else 0), decoder.max_length - 1)
     errors: tuple[float | None, ...] = (None, None, None)
     if not quick and body.exact() is not None:
@@ -94,7 +95,7 @@ def _sequence(body: Any, length: int, number: int = 0) -> Tensor:
 def _compare_logits(decoder: "FastDecoder", body: Any, length: int, number: int = 0) -> tuple[float, float, float | None]:
     """How far from fp32 ours are, the model's own, and what a cache in 8 bits makes of fp32."""
     ids = _sequence(body, length, number).to(body.device)
-    with listening(body.live.reader.routers()) as choices:
+    with listening(body.live.reader.routers()) as choices, own_forward(decoder.model):
         output = decoder.model(ids[None].to(body.live.device))
     own = getattr(output, "logits", output)[0].float().to(ids.device)
     exact = body.exact()

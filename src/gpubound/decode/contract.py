@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..device import label, usable_bytes
+from ..errors import GpuboundError
 from ..graph.held import address_check
 from ..layers.site_parts import adapters_of
 from ..layers.stacked import foreign, site_of
@@ -248,6 +250,33 @@ class ModuleTree:
                 key = next(key for key in {**children, **were} if children.get(key) is not were.get(key))
                 return f"{name}.{key}".lstrip(".")
         return None
+
+
+def config_value(config: Any, name: str) -> Any:
+    """Return a value of a model's config; None where it has none, or another for each layer, for which transformers raises."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError
+        return None
+
+
+@contextmanager
+def own_forward(model: nn.Module, how: str = "") -> Iterator[None]:
+    """Raise a ValueError where the model's own forward fails: a decoder cannot repair it."""
+    try:
+        yield
+    except (GpuboundError, torch.OutOfMemoryError):
+        raise
+    except Exception as failure:
+        raise ValueError(
+            f"decoder: model: got {type(model).__name__}, whose own forward fails{how} ({summary(failure)}); check its config "
+            f"and weights."
+        ) from failure
+
+
+def summary(failure: Exception) -> str:
+    """Return the class of an exception and the first line of its message."""
+    return f"{type(failure).__name__}: {(str(failure).strip().splitlines() or [''])[0]}"
 
 
 def check_room(needed: int, device: torch.device, build: Build) -> None:

@@ -17,7 +17,6 @@ from ..errors import GenerateError
 from ..kernels.choose import hasten
 from ..lora.peft_layers import base_of
 from ..models import Decoder
-from ..models.folder import ends_of
 from ..models.llama.weights import as_transformers
 from ..models.own import LanguageModel
 from ..models.registry import reader_of
@@ -35,7 +34,18 @@ from .fused import FusedBody
 from .judge import Accuracy, accuracy
 from .loop import ActiveRequest
 from .own_model import OwnBody
-from .request import Request, check_options, check_prompts, make_request, pad, read_prompts
+from .request import (
+    SAMPLING,
+    Request,
+    check_prompts,
+    check_verify,
+    describe_sampling,
+    make_request,
+    model_ends,
+    pad,
+    padding_of,
+    read_prompts,
+)
 from .result import Generation
 from .speculate import Draft, stepper_of, tokens_a_step
 from .stages.body import staged_body
@@ -44,6 +54,7 @@ from .stages.spread import devices_of
 from .steps import Slots, StepGraphs, Stepper
 from .tensors.body import sliced_body
 from .tensors.graphs import SliceGraphs
+from .text import TextCodec
 from .ways import narrow_rows, tiled_rows
 
 LADDER = (32, 8, 1)  # steps a launch
@@ -55,8 +66,10 @@ class FastDecoder(Uncopied):
 
     INSTEAD = "copy the model, and build a decoder of the copy"
 
-    def __init__(self, model: nn.Module, stepper: Stepper, ladder: tuple[int, ...], tokenizer: Any, verify: bool | str) -> None:
-        self.model, self.stepper, self.ladder, self.tokenizer = model, stepper, ladder, tokenizer
+    def __init__(
+        self, model: nn.Module, stepper: Stepper, ladder: tuple[int, ...], text: TextCodec | None, verify: bool | str
+    ) -> None:
+        self.model, self.stepper, self.ladder, self.text = model, stepper, ladder, text
         self.body: Body = stepper.body
         self.slots = stepper.slots
         self.graphs = _graphs(stepper)
@@ -78,20 +91,31 @@ class FastDecoder(Uncopied):
             tell_unheard(model)
 
     @property
+    def tokenizer(self) -> Any:
+        """The tokenizer that the decoder was built with, or None."""
+        return None if self.text is None else self.text.tokenizer
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """The model's generation config."""
+        config: Any = getattr(self.model, "generation_config", None)
+        return vars(config) if config is not None else getattr(self.model, "generation", {})
+
+    @property
     def ends(self) -> list[int]:
         """The tokens that end a text, from the model's generation config. The list may be empty."""
-        config: Any = getattr(self.model, "generation_config", None)
-        told = vars(config) if config is not None else getattr(self.model, "generation", {})
-        return [token for token in ends_of(told) if 0 <= token < self.body.vocab]
+        return list(model_ends(self.generation, self.body.vocab))
 
     def generate(self, prompts: Any, **settings: Any) -> Generation:
         """Tokens for one prompt or several: text, ids, lists of either, a tensor.
 
         max_new_tokens  None: as many as max_length allows
         temperature     0 is greedy. top_k, top_p, min_p and repetition_penalty work as usual; each is off by default
+        sampling        'model': the settings of the model's generation config, where none is passed here
         stop            tokens or strings that end a sequence. None: the model's own end of text. (): nothing. A stop token
                         stays in the sequence's tokens, but its text ends before whatever stopped it
-        seed            with the same seed, a prompt gets the same tokens in any batch
+        seed            with the same seed, a prompt draws the same random numbers in any batch. In fp32 its tokens are the
+                        same, too; in 16 bits, logits of other batch sizes round differently and may choose other tokens
         n               sequences per prompt
         logprobs        True: also the log-probability of each token under the model
         adapters        a name for each prompt: that adapter alone is added to its rows; None for the model without any.
@@ -114,12 +138,15 @@ class FastDecoder(Uncopied):
         if settings.get("adapters") is not None:  # of which others may be on by now
             with self.turn, self.plainly():
                 self.bound.follow()
-        request = make_request(prompts, self.tokenizer, self.body, self.ends, **settings)
+        request = make_request(prompts, self.text, self.body, self.generation, **settings)
+        if settings.get("sampling") == "model":
+            explicit = {name: value for name, value in settings.items() if name in SAMPLING}
+            notice(f"decoder: {describe_sampling(self.generation, explicit)}")
         return ActiveRequest(self, request)
 
     def score(self, prompts: Any) -> list[list[float]]:
         """For each sequence, the log-probability of every token but the first, given the tokens before it."""
-        found = read_prompts(prompts, self.tokenizer)
+        found = read_prompts(prompts, self.text, padding_of(self.generation, self.text))
         check_prompts(found, self.body.vocab, max(len(found), 1), self.max_length, "score", new=0)
         with self.turn, self.plainly():  # it uses the cache of the first row
             self.bound.follow()
@@ -144,7 +171,7 @@ class FastDecoder(Uncopied):
                 "accuracy: the decoder reads the live weights, which are not rounded, and so is its cache; build it with "
                 "weights='int4' or cache='int8'."
             )
-        texts = read_prompts(text, self.tokenizer)
+        texts = read_prompts(text, self.text)
         if len(texts) != 1:
             raise ValueError(f"accuracy: text: got {len(texts)}, wanted one; put them one behind the other.")
         return accuracy(self.body, texts[0])
@@ -227,8 +254,10 @@ def decoder(
         if not isinstance(given, nn.Module):
             raise ValueError(f"decoder: {name}: got {type(given).__name__}, wanted a causal language model.")
     model = base_of(model)
-    check_options(tokenizer, verify)
-    if k != "auto" and (not isinstance(k, int) or k < 1):
+    check_kind(model)
+    text = TextCodec.of(tokenizer)
+    check_verify(verify)
+    if k != "auto" and (not isinstance(k, int) or isinstance(k, bool) or k < 1):
         raise ValueError(f"decoder: k: got {k!r}, wanted 'auto' or a number of tokens a launch.")
     first = next((p for p in model.parameters() if p.is_floating_point()), None)
     if first is None:
@@ -255,12 +284,14 @@ def decoder(
     over = None if devices is None else devices_of(devices, split)
     where = first.device if over is None else over[0]
     drafts = [base_of(speculate.model)] if isinstance(speculate, Draft) else []
+    for draft in drafts:
+        check_kind(draft)
     with plainly(where), torch.no_grad(), left_as_found(model, *drafts):
         shared = sliced_body if split == "tensors" else staged_body
         body = _body(model, build, fused) if over is None else shared(model, build, fused, over)
         drafting = _body(drafts[0], Build(max_batch, max_length), fused) if drafts else None
         slots = Slots(body.max_batch, body.vocab, max(ladder) * width, body.device)
-        return FastDecoder(model, stepper_of(body, slots, width, drafting), ladder, tokenizer, verify)
+        return FastDecoder(model, stepper_of(body, slots, width, drafting), ladder, text, verify)
 
 
 def _graphs(stepper: Stepper) -> StepGraphs:
@@ -272,6 +303,26 @@ def _graphs(stepper: Stepper) -> StepGraphs:
 OWN_STEP = "the model's layers have a step of their own"
 # What runs layers that are no attention part beside an MLP part, by Reader.BODY.
 BODIES: dict[str, Callable[[Any, Build], Body]] = {"compressed": CompressedBody}
+
+
+def check_kind(model: nn.Module) -> None:
+    """Refuse a module that is neither one of transformers' models nor one of ours: no decoder knows its cache."""
+    bases = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(model).__mro__}
+    if not isinstance(model, LanguageModel) and "transformers.PreTrainedModel" not in bases:
+        raise ValueError(
+            f"decoder: model: got {type(model).__name__}, a plain module; wanted a causal language model of transformers or a "
+            f"gb.Decoder. gb.capture(model) holds a forward of it in a CUDA graph."
+        )
+
+
+def _slow_body(model: Any, build: Build, why: str) -> Body:
+    """Return the body that runs the model's own forward."""
+    if isinstance(model, LanguageModel) and model.cached is not None:
+        return OwnBody(model, build, why)
+    shell = as_transformers(model) if isinstance(model, Decoder) else model
+    from .any_model import StaticBody  # imports transformers
+
+    return StaticBody(shell, build, why, model)
 
 
 def _body(model: Any, build: Build, fused: bool) -> Body:
@@ -286,13 +337,9 @@ def _body(model: Any, build: Build, fused: bool) -> Body:
     if special is not None:
         return special(reader, build)
     if isinstance(live, str):
+        body = _slow_body(model, build, live)
         if fused:
             fallback("decoder: the fused kernels", live)
-        if isinstance(model, LanguageModel) and model.cached is not None:
-            return OwnBody(model, build, live)
-        shell = as_transformers(model) if isinstance(model, Decoder) else model  # first: below is an import of transformers
-        from .any_model import StaticBody
-
-        return StaticBody(shell, build, live, model)
+        return body
     hasten(step_calls(live, build.weights, tiled_rows(live, build) > 0, together), live.device, live.dtype)
     return FusedBody(live, build)

@@ -20,8 +20,9 @@ import torch
 
 from ..errors import GenerateError
 from .request import Request, check_adapters, pad, to_device
-from .result import Generated, Generation, RowText
+from .result import Generated, Generation
 from .steps import LaunchWay
+from .text import TextStream
 
 if TYPE_CHECKING:
     from .engine import FastDecoder
@@ -61,7 +62,7 @@ class ActiveRequest:
         self.way = LaunchWay(request.choice.greedy, request.choice.repetition_penalty != 1, request.logprobs)
         self.sequences = [Generated(prompt) for prompt in request.prompts]
         self.found = Generation(self.sequences)
-        self.texts = [RowText(decoder.tokenizer, request.stop_strings, request.stops) for _ in self.sequences]
+        self.texts = [TextStream(decoder.text, request.stop_strings, request.stops) for _ in self.sequences]
 
     def play(self, alone: bool = False) -> Generator[tuple[int, Any], None, None]:
         """(row, new tokens or text) as they come. A stream that nobody read to its end is closed before Python ends.
@@ -198,9 +199,9 @@ class ActiveRequest:
     def _finish(self) -> None:
         for sequence, text in zip(self.sequences, self.texts):
             sequence.finish = sequence.finish or "length"
-            sequence.text = text.whole()
+            sequence.text = text.complete()
             if sequence.finish == "stop string":
-                kept = text.kept_tokens()
+                kept = text.tokens_before_stop()
                 sequence.tokens, sequence.logprobs = sequence.tokens[:kept], sequence.logprobs[:kept]
 
     def result(self) -> Generation:

@@ -28,7 +28,8 @@ from ..single import Turn
 from ..trace import fallback
 from .canvas import Canvas, Filling, filling
 from .request import Choice, check_count, check_prompts, read_prompts
-from .result import Generated, Generation, RowText
+from .result import Generated, Generation
+from .text import TextCodec, TextStream
 
 MODES = ("auto", "require", "off")
 MOST = 8  # shapes of request whose rows and graph are kept
@@ -51,17 +52,19 @@ class MaskedSampler:
         ends: Sequence[int] | None = None,
         graph: str = "auto",
     ) -> None:
-        self.model, self.tokenizer, self.device = model, tokenizer, next(model.parameters()).device
+        self.model, self.device = model, next(model.parameters()).device
+        self.text = TextCodec.of(tokenizer, "MaskedSampler")
         self.vocab = head_of(model).weight.shape[0]
-        self.mask_token = _mask_token(mask_token, tokenizer, self.vocab)
-        own = getattr(tokenizer, "eos", None)
+        self.mask_token = _mask_token(mask_token, self.text, self.vocab)
+        own = None if self.text is None else self.text.eos
         self.ends = tuple(ends) if ends is not None else () if own is None else (own,)
         if graph not in MODES:
             raise ValueError(f"MaskedSampler: graph: got {graph!r}, wanted one of {', '.join(MODES)}.")
         self.graph = graph
-        # what is never written: the mask, ids of no token
+        # Never written: the mask, and ids that the tokenizer has no token for.
+        size = self.vocab if self.text is None else self.text.size(self.vocab)
         self.barred = torch.zeros(self.vocab, device=self.device, dtype=torch.float32)
-        self.barred[[self.mask_token, *range(getattr(tokenizer, "vocab_size", self.vocab), self.vocab)]] = -torch.inf
+        self.barred[[self.mask_token, *(token for token in range(size, self.vocab) if token not in self.ends)]] = -torch.inf
         self.whole = self._try()
         self.turn = Turn(
             GenerateError,
@@ -121,7 +124,8 @@ class MaskedSampler:
         check_count("n", n)
         if not 0 <= guidance < float("inf"):
             raise ValueError(f"generate: guidance: got {guidance!r}, wanted a finite number of at least 0; 0 is off.")
-        given = read_prompts(prompts, self.tokenizer)
+        pad = None if self.text is None or self.text.pad in self.ends else self.text.pad
+        given = read_prompts(prompts, self.text, pad)
         check_prompts(given, self.vocab, len(given), 1 << 30)
         for number, prompt in enumerate(given):
             if self.mask_token in prompt:
@@ -154,7 +158,7 @@ class ActiveFilling:
         self.sampler, self.how, self.choice, self.guidance = sampler, how, choice, guidance
         self.sequences = [Generated(prompt) for prompt in prompts]
         self.found = Generation(self.sequences)
-        self.texts = [RowText(sampler.tokenizer, ends=sampler.ends) for _ in prompts]
+        self.texts = [TextStream(sampler.text, ends=sampler.ends) for _ in prompts]
 
     def play(self, reading: bool = True) -> Iterator[tuple[int, Any]]:
         """(row, new tokens or text) after each block; not `reading`, after the last alone."""
@@ -191,7 +195,7 @@ class ActiveFilling:
             new = sequence.tokens[known:]
             piece = text.add(new)
             if piece is not None and sequence.finish:
-                piece, sequence.text = piece + text.rest(), text.whole()
+                piece, sequence.text = piece + text.rest(), text.complete()
             if shown := new if piece is None else piece:
                 yield number, shown
 
@@ -200,8 +204,8 @@ class ActiveFilling:
         return self.found
 
 
-def _mask_token(given: int | None, tokenizer: Any, vocab: int) -> int:
-    found = getattr(tokenizer, "mask", None) if given is None else given
+def _mask_token(given: int | None, text: TextCodec | None, vocab: int) -> int:
+    found = (None if text is None else text.mask) if given is None else given
     if found is None:
         raise ValueError(
             "MaskedSampler: mask_token: got none, and the tokenizer has none; give the id that the model was trained with."

@@ -2,16 +2,19 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..models.folder import ends_of
 from .contract import Body
+from .text import TextCodec
 
 LARGEST = 1e30  # of a temperature or a penalty: in fp32, logits times or over it stay finite
 STOPS = 32  # stop tokens that a request may name
@@ -38,7 +41,7 @@ class Choice:
             ("seed", Integral, lambda seed: -(2**63) <= seed < 2**63, "a whole number of 64 bits"),
         ):
             value = getattr(self, name)
-            if not isinstance(value, kind) or not fits(value):
+            if not isinstance(value, kind) or isinstance(value, bool) or not fits(value):
                 raise ValueError(f"generate: {name}: got {value!r}, wanted {wanted}.")
 
     @property
@@ -64,82 +67,142 @@ class Request:
 
 def make_request(
     prompts: Any,
-    tokenizer: Any,
+    text: TextCodec | None,
     body: Body,
-    ends: list[int],
+    generation: Mapping[str, Any],
     max_new_tokens: int | None = None,
     stop: Any = None,
     n: int = 1,
     logprobs: bool = False,
     adapters: Any = None,
+    sampling: str | None = None,
     **choice: Any,
 ) -> Request:
-    """What `generate` was given, checked: of one that is not accepted, nothing has been launched."""
+    """Check the arguments of `generate`, before anything is launched. `generation` is the model's generation config."""
     if unknown := choice.keys() - (known := [one.name for one in fields(Choice)]):
         raise TypeError(
             f"generate() got an unexpected keyword argument {min(unknown)!r}, wanted max_new_tokens, stop, n, logprobs, "
-            f"adapters, {', '.join(known)}."
+            f"adapters, sampling, {', '.join(known)}."
         )
     check_count("n", n)
     if max_new_tokens is not None:
         check_count("max_new_tokens", max_new_tokens, "; None takes as many as fit")
-    given = read_prompts(prompts, tokenizer)
+    if sampling not in (None, "model"):
+        raise ValueError(
+            f"generate: sampling: got {sampling!r}, wanted 'model', for the settings of the model's generation config, or None."
+        )
+    if sampling == "model":
+        choice = model_sampling(generation) | {name: value for name, value in choice.items() if value is not None}
+    given = read_prompts(prompts, text, padding_of(generation, text))
     own = check_adapters(adapters, len(given), body)
     found = [prompt for prompt in given for _ in range(n)]
     check_prompts(found, body.vocab, body.max_batch, body.max_length)
     body.check_request([min(len(p) + (max_new_tokens or body.max_length), body.max_length) for p in found])
-    stop = ends if stop is None else stop
-    stops = [stop] if isinstance(stop, (str, Integral)) else list(stop)
-    strings = tuple(s for s in stops if isinstance(s, str))
-    if strings and tokenizer is None:
-        raise ValueError("generate: a stop string needs a tokenizer; pass tokenizer= to gb.decoder, or stop token ids.")
-    if "" in strings:
-        raise ValueError("generate: a stop string is empty, which every text holds; leave it out.")
+    stops, strings = read_stops(stop, text, generation, body.vocab)
     return Request(
         found,
         body.max_length if max_new_tokens is None else max_new_tokens,
         Choice(**choice),
-        check_stops([s for s in stops if not isinstance(s, str)], body.vocab),
+        stops,
         strings,
         logprobs,
         None if own is None else tuple(name for name in own for _ in range(n)),
     )
 
 
-def read_prompts(given: Any, tokenizer: Any) -> list[list[int]]:
-    """Token ids of one prompt or several: text, ids, lists of either, a tensor (T,) or (B, T), all of whose ids count, or a
-    tokenizer's output, whose attention_mask says which ids are padding."""
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+OTHER_SAMPLING = (
+    "num_beams", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "penalty_alpha", "no_repeat_ngram_size",
+    "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "guidance_scale",
+)  # fmt: skip
+"""Settings of a generation config that change tokens and that no decoder here has."""
+
+
+def model_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling settings of a model's generation config, as transformers reads them.
+
+    Without `do_sample` the model decodes greedily: the temperature is 0, and a repetition penalty applies alone. A setting
+    that the config leaves out is off.
+    """
+    found = {name: generation[name] for name in SAMPLING if generation.get(name) is not None}
+    if not generation.get("do_sample"):
+        return {"temperature": 0.0} | {key: value for key, value in found.items() if key == "repetition_penalty"}
+    return {"temperature": 1.0} | found
+
+
+def describe_sampling(generation: Mapping[str, Any], explicit: Mapping[str, Any] | None = None) -> str:
+    """Return one line with the settings in force, and those of the model's generation config that are not."""
+    explicit = {name: value for name, value in (explicit or {}).items() if value is not None}
+    choice = Choice(**model_sampling(generation) | explicit)
+    values = {name: getattr(choice, name) for name in SAMPLING}
+    default = {name: getattr(Choice(), name) for name in SAMPLING}
+    shown = [f"{name} {value:g}" for name, value in values.items() if value != default[name]]
+    greedy = ["greedy"] if choice.temperature == 0 else []
+    unused = [
+        f"{name}={generation[name]!r}" for name in OTHER_SAMPLING if generation.get(name) not in (None, 1, 1.0, 0, 0.0, [], ())
+    ]
+    missing = f"; not available here: {', '.join(unused)}" if unused else ""
+    return f"sampling: {', '.join(greedy + shown)} (from the model's generation config{missing})"
+
+
+def padding_of(generation: Mapping[str, Any], text: TextCodec | None = None) -> int | None:
+    """Return the id that pads a tensor of prompts; None where no id can be told from a token, as one that also ends a text."""
+    pad = generation.get("pad_token_id")
+    pad = pad if pad is not None or text is None else text.pad
+    return None if pad is None or pad in ends_of(dict(generation)) else pad
+
+
+def read_prompts(given: Any, text: TextCodec | None, pad: int | None = None) -> list[list[int]]:
+    """Return the token ids of one prompt or several.
+
+    given  text, ids, lists of either, a tensor or array (T,) or (B, T), or a tokenizer's output, whose attention_mask marks
+           the padding
+    pad    the id of the padding: in a (B, T) without an attention_mask, it is removed from both ends of each row
+    """
     if isinstance(given, Mapping) and "input_ids" in given:
-        ids = read_prompts(given["input_ids"], tokenizer)
         mask = given.get("attention_mask")
+        ids = read_prompts(given["input_ids"], text, pad if mask is None else None)
         return ids if mask is None else _unpadded(ids, mask)
-    if isinstance(given, Tensor):
-        if given.dim() not in (1, 2) or given.dtype.is_floating_point or given.dtype == torch.bool:
+    if isinstance(given, (Tensor, np.ndarray)):
+        if given.ndim not in (1, 2) or str(given.dtype).removeprefix("torch.")[:3] not in ("int", "uin"):
             raise ValueError(
                 f"generate: a tensor of prompts must hold token ids (T,) or (B, T), got {given.dtype} {tuple(given.shape)}."
             )
-        return [row.tolist() for row in (given if given.dim() == 2 else given[None])]
+        if given.ndim == 1:
+            return [given.tolist()]
+        return [_without(pad, row) for row in given.tolist()]
     if isinstance(given, str):
-        return [_encode(given, tokenizer)]
+        return [_encode(given, text)]
     if not isinstance(given, Sequence):
         raise ValueError(
             f"generate: prompts: got {type(given).__name__}, wanted text, token ids, a list of either, or a tokenizer's output "
             "with input_ids."
         )
-    if given and all(isinstance(item, Integral) for item in given):
-        return [[int(token) for token in given]]
-    return [_encode(item, tokenizer) if isinstance(item, str) else _ids(number, item) for number, item in enumerate(given)]
+    if given and any(isinstance(item, Real) for item in given):
+        return [_ids(0, given)]
+    return [_encode(item, text) if isinstance(item, str) else _ids(number, item) for number, item in enumerate(given)]
 
 
 def _ids(number: int, item: Any) -> list[int]:
     tokens = item.tolist() if hasattr(item, "tolist") else item
-    if not isinstance(tokens, Sequence) or not all(isinstance(token, Integral) for token in tokens):
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str):
         raise ValueError(f"generate: prompt {number}: got {item!r}, wanted text or a list of token ids.")
+    for at, token in enumerate(tokens):
+        if not isinstance(token, Integral) or isinstance(token, bool):
+            raise ValueError(
+                f"generate: prompt {number}: got {token!r} at index {at}, wanted token ids, which are whole numbers."
+            )
     return [int(token) for token in tokens]
 
 
+def _without(pad: int | None, row: list[int]) -> list[int]:
+    """Return the row without padding before and after its tokens. A row of padding alone stays."""
+    real = [at for at, token in enumerate(row) if token != pad]
+    return row[real[0] : real[-1] + 1] if real else row
+
+
 def _unpadded(ids: list[list[int]], mask: Any) -> list[list[int]]:
-    """Of each row the ids that count. Padding stands before them or behind them."""
+    """Return the ids of each row that its mask marks. Padding is before or after them."""
     rows = mask.tolist() if hasattr(mask, "tolist") else mask
     rows = rows if not rows or isinstance(rows[0], Sequence) or hasattr(rows[0], "tolist") else [rows]
     marks = [list(map(bool, row)) for row in rows]
@@ -154,20 +217,42 @@ def _unpadded(ids: list[list[int]], mask: Any) -> list[list[int]]:
     return [[token for token, real in zip(*pair) if real] for pair in zip(ids, marks)]
 
 
-def _encode(text: str, tokenizer: Any) -> list[int]:
-    if tokenizer is None:
+def _encode(prompt: str, text: TextCodec | None) -> list[int]:
+    if text is None:
         raise ValueError("generate: a prompt is text, but the decoder has no tokenizer; pass tokenizer= to gb.decoder, or ids.")
-    found = tokenizer.encode(text)
-    return list(getattr(found, "ids", found))  # the tokenizers package gives an Encoding
+    return text.encode(prompt)
 
 
-def check_options(tokenizer: Any, verify: Any) -> None:
-    """Of a decoder, what no part of it looks at before a request is on its way."""
-    if tokenizer is not None and not all(callable(getattr(tokenizer, what, None)) for what in ("encode", "decode")):
-        raise ValueError(
-            f"decoder: tokenizer: got a {type(tokenizer).__name__}, wanted one that encodes and decodes, of gpubound, "
-            f"tokenizers or transformers."
-        )
+def read_stops(
+    stop: Any, text: TextCodec | None, generation: Mapping[str, Any], vocab: int
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the stop tokens and the stop strings. None: the end-of-text tokens of the model's generation config."""
+    if stop is None:
+        return model_ends(generation, vocab), ()
+    if not isinstance(stop, (str, Integral, Iterable)):
+        raise ValueError(f"generate: stop: got {stop!r}, wanted token ids and strings.")
+    stops = [stop] if isinstance(stop, (str, Integral)) else list(stop)
+    strings = tuple(s for s in stops if isinstance(s, str))
+    if strings and text is None:
+        raise ValueError("generate: a stop string needs a tokenizer; pass tokenizer= to gb.decoder, or stop token ids.")
+    if "" in strings:
+        raise ValueError("generate: a stop string is empty, which every text holds; leave it out.")
+    return check_stops([s for s in stops if not isinstance(s, str)], vocab), strings
+
+
+def model_ends(generation: Mapping[str, Any], vocab: int) -> tuple[int, ...]:
+    """Return the end-of-text tokens of a model's generation config. It may have none."""
+    ends = ends_of(dict(generation))
+    for token in ends:
+        if not 0 <= token < vocab:
+            raise ValueError(
+                f"generate: the model's config: eos_token_id: got {token}, outside its vocabulary of {vocab}; correct it, or "
+                f"pass stop=."
+            )
+    return check_stops(ends, vocab)
+
+
+def check_verify(verify: Any) -> None:
     if verify not in (True, "quick", False, None):
         raise ValueError(f"decoder: verify: got {verify!r}, wanted True, 'quick' or False.")
 
@@ -177,6 +262,8 @@ def check_adapters(given: Any, prompts: int, body: Body) -> list[str | None] | N
     if given is None:
         return None
     known = body.adapters
+    if not isinstance(given, (str, Sequence)):
+        raise ValueError(f"generate: adapters: got {given!r}, wanted a name or None for each prompt.")
     if known is None:
         why = f" ({body.path})" if body.path else ""
         raise ValueError(f"generate: adapters: got {given!r}, but all rows are computed alike{why}; leave it out.")
@@ -191,7 +278,7 @@ def check_adapters(given: Any, prompts: int, body: Body) -> list[str | None] | N
 
 
 def check_count(name: str, value: Any, also: str = "") -> None:
-    if not isinstance(value, Integral) or value < 1:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise ValueError(f"generate: {name}: got {value!r}, wanted a whole number, 1 or more{also}.")
 
 
@@ -224,7 +311,7 @@ def check_prompts(
 
 def check_stops(stops: Sequence[Any], vocab: int) -> tuple[int, ...]:
     for stop in stops:
-        if not isinstance(stop, Integral):
+        if not isinstance(stop, Integral) or isinstance(stop, bool):
             raise ValueError(f"generate: stop: got {stop!r}, wanted token ids and strings.")
     found = tuple(dict.fromkeys(int(stop) for stop in stops))
     if len(found) > STOPS:
@@ -238,10 +325,9 @@ def check_stops(stops: Sequence[Any], vocab: int) -> tuple[int, ...]:
 
 
 def draws(prompts: list[list[int]]) -> list[int]:
-    """The number under which each row draws: of its prompt and of how many equal ones stand before it.
+    """Return the number that seeds each row's draws, made of its prompt and of the number of equal prompts before it.
 
-    So a prompt gives the same tokens alone, in any batch and in any order, copies of it differ, and different prompts do not
-    share their luck, as they would if all counted from 0.
+    It does not depend on the batch or on the order of the prompts; copies of a prompt differ, and so do different prompts.
     """
     before: Counter[tuple[int, ...]] = Counter()
     found = []

@@ -1,12 +1,7 @@
 """What a generation gives back: sequences, figures, and texts while their tokens arrive."""
 
-from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-UNFINISHED = "\ufffd"  # what a decoder shows for bytes that do not end a character yet
-WINDOW = 16  # tokens decoded again behind the last piece, so that spaces between words come out as in the whole
 
 
 @dataclass
@@ -67,72 +62,3 @@ class Generation:
         figures = "seconds", "first_token_s", "tokens_per_s", "launches", "steps", "tokens_a_step", "bytes_read"
         sequences = [vars(sequence) for sequence in self.sequences]
         return {"sequences": sequences, "tokens": self.count} | {name: getattr(self, name) for name in figures}
-
-
-class RowText:
-    """The text of a row while its tokens arrive: a piece is shown once no later token can change it.
-
-    What stopped the row is not part of its text: `stops` are strings, `ends` tokens. No tokenizer, no text.
-    """
-
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), ends: Sequence[int] = ()) -> None:
-        self.tokenizer, self.stops, self.ends = tokenizer, stops, frozenset(ends)
-        self._tokens: list[int] = []
-        self._shown = ""  # given out already
-        self._end: int | None = None  # where a stop string begins
-        self._done = 0, ""  # tokens, and their text, that nothing changes any more
-
-    def add(self, tokens: list[int]) -> str | None:
-        """The text that these tokens complete."""
-        if self.tokenizer is None:
-            return None
-        self._tokens += [token for token in tokens if token not in self.ends]
-        return self._show(self._text().rstrip(UNFINISHED))
-
-    @property
-    def stopped(self) -> bool:
-        return self._end is not None
-
-    def rest(self) -> str:
-        """What was held back, at the end of the row."""
-        return self._show(self._text(), held=False) if self.tokenizer is not None else ""
-
-    def whole(self) -> str | None:
-        return self._text()[: self._end] if self.tokenizer is not None else None
-
-    def kept_tokens(self) -> int:
-        """How many tokens it takes to write the text before the stop string."""
-
-        def written(count: int) -> int:
-            return len(self._decode(0, count).rstrip(UNFINISHED))
-
-        return bisect_left(range(len(self._tokens)), self._end or 0, key=written)
-
-    def _show(self, text: str, held: bool = True) -> str:
-        found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
-        if found:
-            self._end = min(found)
-            text = text[: self._end]
-        elif held:  # the beginning of a stop string is not shown before it is known to be none
-            text = text[: len(text) - max((_overlap(text, stop) for stop in self.stops), default=0)]
-        new = text[len(self._shown) :]
-        self._shown += new
-        return new
-
-    def _text(self) -> str:
-        """All of the text. Decoded in stretches: a whole decode for every token would cost the square of the length."""
-        (count, text), every = self._done, len(self._tokens)
-        begin = max(0, count - WINDOW)
-        before, after = self._decode(begin, count), self._decode(begin, every)
-        whole = text + after[len(before) :] if after.startswith(before) else self._decode(0, every)
-        if every - count >= 4 * WINDOW and not whole.endswith(UNFINISHED):
-            self._done = every, whole
-        return whole
-
-    def _decode(self, begin: int, end: int) -> str:
-        return self.tokenizer.decode(self._tokens[begin:end])
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The longest end of `text` that `stop` begins with."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
