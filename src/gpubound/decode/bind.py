@@ -130,7 +130,8 @@ def examine(model: nn.Module, max_length: int, spread: bool | str = False) -> Re
 
 def _unknown(model: Any) -> str:
     """Return why the fused kernels do not read a model that has no reader."""
-    name, config = type(model).__name__, getattr(model, "config", None)
+    name = type(model).__name__
+    config: Any = getattr(model, "config", None)
     families = ", ".join(f"{prefix}ForCausalLM" for prefix in decoded())
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     if text is not config:
