@@ -3,16 +3,18 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gpubound import cli, parallel
-from gpubound.cli.many import Many
+from gpubound.cli.many import Many, save_when_launcher_ends
 from gpubound.cli.session import judge
 from gpubound.errors import DataError
 from gpubound.parallel import join, launch
@@ -25,6 +27,7 @@ from tests.parallel import agent
 from tests.parallel.processes import on_ranks, started
 
 from . import forked, tiny_recipe
+from .processes import plain_environment
 
 on_reference, corpus, config = tiny_recipe.on_reference, tiny_recipe.corpus, tiny_recipe.config  # fixtures
 
@@ -92,10 +95,10 @@ def test_the_processes_are_started_with_the_same_command_line_and_the_end_is_sai
     started = []
     monkeypatch.setattr(launch, "launch", lambda *args: started.append(args) or ends.pop(0))
     (tmp_path / "run" / "checkpoints" / "step-00000002").mkdir(parents=True)
-    typed_in = ["train", str(config), "--gpus", "2", "--restarts", "3"]
+    typed_in = ["train", str(config), "--accumulate", "2", "--gpus", "2", "--restarts", "3", "--resume"]
     assert [cli.main(typed_in) for _ in range(5)] == [1, 2, 1, 130, 0]
     assert started[0] == ([sys.executable, "-m", "gpubound", *typed_in], 2, tmp_path / "run" / "ranks", 3)
-    assert capsys.readouterr().err == message("cli_many:the_processes_are_starte", tmp_path, " ".join(typed_in))
+    assert capsys.readouterr().err == message("cli_many:the_processes_are_starte", tmp_path, " ".join(typed_in[:-1]))
 
 
 def test_variants_are_trained_on_one_gpu(config, capsys):
@@ -218,10 +221,11 @@ def test_under_somebody_elses_torchrun_one_rank_speaks(tmp_path):
 
 
 def orphaned():
-    """As Linux does it to a rank whose starter is killed: once for each thread of it."""
+    """As Linux does it to a rank whose launcher is killed: once for each thread of it."""
     os.environ["TORCHELASTIC_RUN_ID"] = "gpubound-test"
 
     def command(argv):
+        save_when_launcher_ends()
         with Stop() as stop:
             for _ in range(3):
                 os.kill(os.getpid(), signal.SIGHUP)
@@ -230,8 +234,89 @@ def orphaned():
     return cli.guarded("train", command, [])
 
 
-def test_a_rank_whose_starter_is_gone_is_asked_to_end_once():
+def test_a_training_rank_whose_launcher_is_gone_is_asked_to_end_once():
     assert on_ranks(1, orphaned) == [0]
+
+
+LAUNCH = """
+import sys
+from pathlib import Path
+from gpubound.parallel.launch import launch
+launch([sys.executable, "-c", sys.argv[1], sys.argv[2], sys.argv[3]], 2, Path(sys.argv[2], "logs"))
+"""
+RANK = """
+import os, sys, time
+from pathlib import Path
+from gpubound.cli.many import one_of_many
+from gpubound.parallel import join
+
+folder, early, parent = Path(sys.argv[1]), sys.argv[2] == "early", os.getppid()
+os.environ["WORLD_SIZE"] = "3"  # the third never comes
+os.environ["MASTER_PORT"] = "9"  # where nobody listens, as after the end of the launcher
+def command():
+    if not early:
+        (folder / f"rank-{os.environ['RANK']}").write_text(f"{os.getpid()}\\n")
+    with join("cpu"):
+        return 0
+if early:
+    (folder / f"rank-{os.environ['RANK']}").write_text(f"{os.getpid()}\\n")
+    while os.getppid() == parent:
+        time.sleep(0.01)
+sys.exit(one_of_many("train", command, lambda error: (1, str(error))))
+"""
+
+
+def running(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal to a child whose parent ends")
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_ranks_that_have_not_joined_end_with_their_launcher(tmp_path, when):
+    """Killed before the ranks have asked the kernel for its signal, and while they wait for another rank inside of torch."""
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCH, RANK, str(tmp_path), when], env=plain_environment())
+    processes = []
+    try:
+        for rank in range(2):
+            file, until = tmp_path / f"rank-{rank}", time.monotonic() + 120
+            while not (file.exists() and file.read_text().endswith("\n")):
+                assert time.monotonic() < until and launcher.poll() is None, f"rank {rank} has not begun"
+                time.sleep(0.05)
+            processes.append(int(file.read_text()))
+        launcher.kill()
+        launcher.wait()
+        until = time.monotonic() + 60
+        while left := [process for process in processes if running(process)]:
+            assert time.monotonic() < until, f"{left} still run"
+            time.sleep(0.05)
+    finally:
+        for process in filter(running, processes):
+            os.kill(process, signal.SIGKILL)
+        launcher.kill()
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--gpus", "2"], "accumulate"), (["--gpus", "2", "--accumulate", "4", "--model", "nowhere"], "nowhere"),
+        (["--gpus", "2", "--accumulate", "4", "--data", "nowhere.txt"], "nowhere.txt"),
+        (["--gpus", "1000", "--accumulate", "1000"], "1000 processes"),
+    ],
+)  # fmt: skip
+def test_the_launcher_refuses_what_every_rank_would(config, tmp_path, monkeypatch, capsys, options, said):
+    monkeypatch.setattr(launch, "launch", lambda *args: pytest.fail("ranks were started"))
+    assert cli.main(["train", str(config), *options]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_the_launcher_refuses_to_begin_a_run_twice(config, tmp_path, monkeypatch, capsys):
+    assert cli.main(["train", str(config)]) == 0
+    monkeypatch.setattr(launch, "launch", lambda *args: pytest.fail("ranks were started"))
+    assert cli.main(["train", str(config), "--accumulate", "2", "--gpus", "2"]) == 2
+    assert "--resume" in capsys.readouterr().err
 
 
 def test_ctrl_c_on_the_whole_command_saves_the_run_and_says_how_to_go_on(config, tmp_path, capfd, monkeypatch):

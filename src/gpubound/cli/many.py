@@ -16,9 +16,10 @@ from typing import Any
 from ..device import look
 from ..errors import DeviceError
 from ..parallel import launched
-from ..parallel.failing import AGAIN, INTERRUPTED, UNSOUND, Failure, failure_of, speaks, started_by_us
+from ..parallel.failing import AGAIN, INTERRUPTED, LAUNCHER, UNSOUND, Failure, failure_of, speaks, started_by_us
 
 PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when the one that started it has ended
+PROCESSES_A_CORE = 4  # on a CPU; each takes 250 MB before it has read a model
 
 
 YEAR = 525_600  # minutes; torch's own waits overflow at much longer ones
@@ -75,6 +76,12 @@ class Many:
                 f"gpus: got {self.gpus}, and this machine has {sight.count} ({sight.why}); "
                 f"give at most so many, or --device cpu to run on the CPU."
             )
+        cores = len(os.sched_getaffinity(0))
+        if device == "cpu" and self.gpus > PROCESSES_A_CORE * cores:
+            raise ValueError(
+                f"gpus: got {self.gpus} processes for {cores} CPU cores, wanted at most {PROCESSES_A_CORE * cores}, "
+                f"{PROCESSES_A_CORE} a core."
+            )
         return True
 
 
@@ -107,7 +114,7 @@ def one_of_many(name: str, command: Callable[[], int], explained: Callable[[Exce
     """The exit code of `command()` in a process that is one rank of several. `explained` gives an error's code and line."""
     rank, ours = int(os.environ["RANK"]), started_by_us()
     if ours:
-        _follow()
+        _end_with_launcher()
         if rank:
             os.dup2(2, 1)  # its log takes both
     try:
@@ -144,16 +151,39 @@ def _say(name: str, failure: Failure, error: Exception, ours: bool) -> None:
         print(f"gpubound {name}: {failure.sentence}", file=sys.stderr)
 
 
-def _follow() -> None:
-    """End as by Ctrl-C, after a checkpoint, when the process that started this one is gone: nobody else would end it.
+def _end_with_launcher() -> None:
+    """Let the kernel end this rank when the process that launched it ends, and end it now if that has happened.
 
-    Linux tells of each of its threads that ends, and a second Ctrl-C would mean: now. So only the first is heard.
+    A rank that waits for the others to join is inside of torch, where no Python signal handler runs, and would wait for ranks
+    that nobody starts any more until the time-out. Later a run has steps to save: `save_when_launcher_ends`.
     """
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGHUP)
+    if (launcher := os.environ.get(LAUNCHER)) and not _runs(int(launcher)):  # it ended before these lines
+        os._exit(INTERRUPTED)
 
-    def gone(number: int, frame: Any) -> None:
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+        stat = Path(f"/proc/{process}/stat")
+        return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] not in "ZX"  # Z: ended, and not reaped
+    except OSError:
+        return False
+
+
+def save_when_launcher_ends() -> None:
+    """Let a rank that trains end as by Ctrl-C, after a checkpoint, when its launcher ends.
+
+    Linux sends the signal for each thread of the launcher that ends, and a second Ctrl-C means: at once. So only the first
+    one counts.
+    """
+    if not started_by_us():
+        return
+
+    def save(number: int, frame: Any) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    signal.signal(signal.SIGHUP, gone)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGHUP)
+    signal.signal(signal.SIGHUP, save)

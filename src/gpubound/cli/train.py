@@ -26,12 +26,12 @@ from ..lora.files import CONFIG as ADAPTER
 from ..models.registry import trainable
 from ..monitor.live import check_log
 from ..parallel import join, launched
-from ..train.prepare import prepare
+from ..train.prepare import check_launch, prepare
 from ..train.recipe import Recipe
 from ..train.run import Run
 from . import arguments
 from .compare import compare, keep, variants_of
-from .many import Many, again, start
+from .many import Many, again, save_when_launcher_ends, start
 from .options import AsWritten, typed
 from .session import alone, finish, follow, quietly, room, say, train
 
@@ -115,10 +115,11 @@ def main(argv: Sequence[str]) -> int:
         )
     if starts:
         with alone(recipe.out):  # nobody else's logs are there
-            pass
+            check_launch(recipe, options.resume, options.gpus or 1)
         return start("train", typed_in, options, Path(recipe.out, "ranks"), lambda: going_on(recipe, typed_in))
     kind = resolve(recipe.device).type
     with join(kind, options.longest_step) as ranks, quietly(options.quiet, ranks), alone(recipe.out, ranks):
+        save_when_launcher_ends()
         resume = options.resume or options.begins_again
         run = prepare(recipe, resume, options.auto_batch, progress=ranks.first, ranks=ranks)
         if export is not None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ..errors import GpuboundError, RankError
 
+LAUNCHER = "GPUBOUND_LAUNCHER"  # of the environment: the process id of the launcher
 OURS = "gpubound-"  # how the name of a run begins that parallel/launch.py started
 
 # What can become of a rank.

@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 from ..device import share_of_cores
 from ..files import make_folder
 from ..trace import say
-from .failing import AGAIN, INTERRUPTED, OURS, Failure, failure_from, first_of
+from .failing import AGAIN, INTERRUPTED, LAUNCHER, OURS, Failure, failure_from, first_of
 
 LOOK = 0.1  # seconds between two looks at the processes
 NOW = 5.0  # seconds after a second Ctrl-C until what still runs is killed: a rank inside a collective hears no signal
@@ -163,11 +163,12 @@ def _environment(processes: int) -> Iterator[None]:
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT",
     }
     fresh = wanted.keys() - os.environ.keys()
+    os.environ[LAUNCHER] = str(os.getpid())
     os.environ.update({name: wanted[name] for name in fresh})
     try:
         yield
     finally:
-        for name in fresh:
+        for name in (*fresh, LAUNCHER):
             del os.environ[name]
 
 

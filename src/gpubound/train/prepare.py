@@ -60,10 +60,7 @@ def prepare(
     if found is not None:
         old = _recipe(found)
         recipe, where = from_here(recipe, found)
-    check_model(recipe.model)
-    check_data(recipe)
-    if recipe.adapters is not None:
-        recipe.adapters.check_model(family_of(recipe.model).outline(recipe.model))
+    check_inputs(recipe)
     base = base_of(recipe.model) if recipe.adapters else {}
     if found is not None:
         if auto_batch:  # it was tried when the run began
@@ -107,6 +104,26 @@ def made(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, ranks: Rank
         torch.manual_seed(recipe.seed)  # placing has drawn: adapters begin as they do over rows
         recipe.adapters.add(model)
     return model, placement
+
+
+def check_inputs(recipe: Recipe) -> None:
+    """Raise what is wrong with the model and the data that `recipe` names, before any is read."""
+    check_model(recipe.model)
+    check_data(recipe)
+    if recipe.adapters is not None:
+        recipe.adapters.check_model(family_of(recipe.model).outline(recipe.model))
+
+
+def check_launch(recipe: Recipe, resume: bool, processes: int) -> None:
+    """Raise in the launcher what `prepare` would raise on each of `processes` ranks, before any of them is started."""
+    for _, own in recipe.stages():
+        Ranks(world=processes).share(own.accumulate)
+    if resume:  # the paths are those of the checkpoint, and reading one takes its time
+        return
+    checkpoints = Checkpoints(Path(recipe.out, "checkpoints"))
+    if checkpoints.paths():
+        _found(checkpoints, resume)
+    check_inputs(recipe)
 
 
 def check_shared(recipe: Recipe, ranks: Ranks) -> None:
