@@ -7,10 +7,10 @@ from pathlib import Path
 from time import perf_counter
 
 from gpubound.doctor.finding import Verdict
-from gpubound.doctor.judge import judge
-from gpubound.doctor.phases import Phase
-from gpubound.doctor.run import Itinerary, examine
-from gpubound.doctor.script import Script
+from gpubound.doctor.record.phases import Phase
+from gpubound.doctor.record.run import Itinerary, examine
+from gpubound.doctor.record.script import Script
+from gpubound.doctor.rules.judge import judge
 
 from .running import FIRST, Alone, forgetting, timed
 from .score import Found, Sight

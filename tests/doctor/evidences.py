@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from gpubound.doctor.evidence import Evidence
+from gpubound.doctor.price.measurements import Evidence
 from gpubound.watch.rows import LedgerRow
 from gpubound.watch.site import Place, Site
 

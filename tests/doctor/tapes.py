@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from gpubound.doctor.tape import Call, Mark, Span, Tape, Work
+from gpubound.doctor.record.tape import Call, Mark, Span, Tape, Work
 
 MAIN, AUTOGRAD, LOADER = 1, 2, 3
 

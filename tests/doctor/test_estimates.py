@@ -3,10 +3,9 @@
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from gpubound.doctor.prices import Prices
-from gpubound.doctor.rules.launches import ADDED, FUSED
-from gpubound.doctor.rules.products import ALIGNED_GAIN, MATH_GAIN, TF32_GAIN
-from gpubound.doctor.tape import Span
+from gpubound.doctor.price.prices import Prices
+from gpubound.doctor.record.tape import Span
+from gpubound.doctor.rules.compute import ADDED, ALIGNED_GAIN, FUSED, MATH_GAIN, TF32_GAIN
 
 from .evidences import seen
 from .programs import length

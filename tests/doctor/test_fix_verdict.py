@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from gpubound.doctor.finding import Finding
-from gpubound.doctor.fix.verdict import patched
+from gpubound.doctor.fix.repair import patched
 from gpubound.watch.site import Site
 from tests.messages import message
 

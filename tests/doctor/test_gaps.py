@@ -3,8 +3,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from gpubound.doctor.gaps import LEAVES, SHARES, analyse
-from gpubound.doctor.tape import Call, Span, Tape, Work
+from gpubound.doctor.price.idle import LEAVES, SHARES, analyse
+from gpubound.doctor.record.tape import Call, Span, Tape, Work
 from gpubound.errors import MeasureError
 from tests.doctor.programs import program, stalling
 from tests.doctor.tapes import AUTOGRAD, LOADER, MAIN, Synthetic

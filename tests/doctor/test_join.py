@@ -1,7 +1,7 @@
 """Lines go from the tape under sensors to the one without."""
 
-from gpubound.doctor.join import joined, marked
-from gpubound.doctor.tape import Call, Mark, Span, Tape
+from gpubound.doctor.record.locate import joined, marked
+from gpubound.doctor.record.tape import Call, Mark, Span, Tape
 from gpubound.watch.site import Place, Site
 
 A, B, C = (Place(Site("train.py", line, "step", "code", line)) for line in (10, 20, 30))

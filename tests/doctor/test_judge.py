@@ -2,8 +2,8 @@
 
 import pytest
 
-from gpubound.doctor.judge import judge
-from gpubound.doctor.replay import Replay
+from gpubound.doctor.price.replay import Replay
+from gpubound.doctor.rules.judge import judge
 
 from .evidences import STEPS, at, replace, row, seen, steps
 

@@ -4,11 +4,11 @@ import tracemalloc
 
 import pytest
 
-from gpubound.doctor import chrome
-from gpubound.doctor.gaps import analyse
-from gpubound.doctor.kineto import call_kind, read_trace
-from gpubound.doctor.replay import Replay
-from gpubound.doctor.tape import Tape
+from gpubound.doctor.price.idle import analyse
+from gpubound.doctor.price.replay import Replay
+from gpubound.doctor.record import kineto
+from gpubound.doctor.record.kineto import call_kind, read_trace
+from gpubound.doctor.record.tape import Tape
 from gpubound.errors import DataError
 from tests.doctor.tapes import AUTOGRAD, MAIN, Synthetic
 from tests.messages import message
@@ -77,7 +77,7 @@ def written(path, content) -> str:
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 @pytest.mark.parametrize("hip", [False, True])
 def test_a_trace_gives_the_tape_that_it_was_written_from(tmp_path, name, hip, monkeypatch):
-    monkeypatch.setattr(chrome, "CHUNK", 997)  # so that events are cut everywhere
+    monkeypatch.setattr(kineto, "CHUNK", 997)  # so that events are cut everywhere
     tape, read = everything(), read_trace(written(tmp_path / name, as_kineto(everything(), hip)))
     assert len(read.calls) == len(tape.calls) and len(read.work) == len(tape.work)
     for got, was in zip(read.calls, tape.calls):
@@ -179,7 +179,7 @@ def test_other_files_are_named(tmp_path, content, sentence):
     path.write_bytes(content)
     with pytest.raises(DataError) as error:
         read_trace(path)
-    assert str(error.value) == sentence.format(path, chrome.WANTED)
+    assert str(error.value) == sentence.format(path, kineto.WANTED)
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
@@ -204,7 +204,7 @@ def test_damage_is_named(tmp_path):
 
 def test_the_text_is_never_held(tmp_path, monkeypatch):
     """2 MB of text in events that the reader passes over need less than a quarter of this."""
-    monkeypatch.setattr(chrome, "CHUNK", 1 << 14)
+    monkeypatch.setattr(kineto, "CHUNK", 1 << 14)
     path = tmp_path / "t.json"
     with open(path, "w") as file:
         file.write('{"traceEvents": [')

@@ -13,7 +13,7 @@ LEFT = {
 HEAD = """
 import multiprocessing, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
-from gpubound.doctor.leaving import end_anyway
+from gpubound.doctor.record.script import end_anyway
 before = threading.enumerate()
 """
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpubound.doctor.link import BYTES, pinned_rate
-from gpubound.doctor.replay import Replay
+from gpubound.doctor.price.replay import Replay
+from gpubound.doctor.record.run import BYTES, pinned_rate
 
 from .tapes import Synthetic
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpubound.doctor.finding import Verdict
-from gpubound.doctor.live import of_run
+from gpubound.doctor.record.run import of_run
 from gpubound.doctor.report.terminal import brief
 from gpubound.train import loop
 from gpubound.watch import pretend

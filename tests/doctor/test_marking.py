@@ -2,8 +2,8 @@
 
 import torch
 
-from gpubound.doctor.marking import MarkingLedger
-from gpubound.doctor.tape import MARK
+from gpubound.doctor.record.phases import MarkingLedger
+from gpubound.doctor.record.tape import MARK
 from gpubound.watch.pretend import simgpu
 
 

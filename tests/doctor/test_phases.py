@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpubound.doctor.phases import Located, Phase, Phases, Taped
-from gpubound.doctor.script import Enough
+from gpubound.doctor.record.phases import Located, Phase, Phases, Taped
+from gpubound.doctor.record.script import Enough
 from gpubound.watch.pretend import simgpu
 from gpubound.watch.unchanged import unchanged
 from gpubound.watch.unseen import replaced

@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 
 from gpubound.doctor.finding import KINDS
-from gpubound.doctor.judge import judge
-from gpubound.doctor.order import Stalls
-from gpubound.doctor.preparing import MUCH, preparing
-from gpubound.doctor.report.whatif import picks, program
-from gpubound.doctor.rules.copies import CONVERTED
-from gpubound.doctor.tape import Span, Tape
+from gpubound.doctor.price.dependencies import Stalls
+from gpubound.doctor.record.tape import Span, Tape
+from gpubound.doctor.report.page import picks, program
+from gpubound.doctor.rules.judge import judge
+from gpubound.doctor.rules.waits import CONVERTED, MUCH, preparing
 
 from .evidences import STEPS, at, row, seen
 from .programs import length

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpubound.doctor import prove as proving
-from gpubound.doctor.prove import Proof, SeededRun, difference, judged, prove, run_once
-from gpubound.doctor.seeded import Recorder, SeededJob, run
+from gpubound.doctor.fix import prove as proving
+from gpubound.doctor.fix.prove import Proof, SeededRun, difference, judged, prove, run_once
+from gpubound.doctor.fix.prove_run import Recorder, SeededJob, run
 from gpubound.errors import MeasureError
 from gpubound.train.graphs import WindowGraphs
 from tests.messages import message

@@ -3,8 +3,8 @@ import dataclasses
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from gpubound.doctor.replay import SLOWED, Replay
-from gpubound.doctor.tape import Tape
+from gpubound.doctor.price.replay import SLOWED, Replay
+from gpubound.doctor.record.tape import Tape
 from gpubound.errors import MeasureError
 from tests.doctor.programs import length, program, running, stalling
 from tests.doctor.tapes import AUTOGRAD, MAIN, Synthetic

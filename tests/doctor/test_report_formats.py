@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from gpubound.doctor.finding import KINDS, Finding, Verdict
-from gpubound.doctor.recorded import Recorded
+from gpubound.doctor.price.measurements import Recorded
 from gpubound.doctor.report import write_reports
-from gpubound.doctor.report.sarif import fingerprint, sarif
+from gpubound.doctor.report.files import fingerprint, sarif
 from gpubound.version import __version__
 from gpubound.watch.site import Site
 

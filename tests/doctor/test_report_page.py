@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from gpubound.doctor.gaps import analyse
-from gpubound.doctor.prove import Proof
-from gpubound.doctor.recorded import Recorded
-from gpubound.doctor.replay import Replay
+from gpubound.doctor.fix.prove import Proof
+from gpubound.doctor.price.idle import analyse
+from gpubound.doctor.price.measurements import Recorded
+from gpubound.doctor.price.replay import Replay
+from gpubound.doctor.record.tape import Tape
 from gpubound.doctor.report import page as page_module
-from gpubound.doctor.report.page import page, snippet
-from gpubound.doctor.report.whatif import Pick, program
-from gpubound.doctor.tape import Tape
+from gpubound.doctor.report.page import Pick, page, program, snippet
 from gpubound.measure.comparison import Ratio
 from gpubound.pages import data
 from gpubound.watch.site import Place, Site

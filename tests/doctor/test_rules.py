@@ -6,12 +6,11 @@ import pytest
 
 import gpubound
 from gpubound.doctor.finding import KINDS
-from gpubound.doctor.judge import judge
+from gpubound.doctor.record.tape import Span
 from gpubound.doctor.rules import RULES
-from gpubound.doctor.rules.copies import ROUND_TRIP
-from gpubound.doctor.rules.launches import FEW, FUSED
-from gpubound.doctor.rules.reads import MASKED
-from gpubound.doctor.tape import Span
+from gpubound.doctor.rules.compute import FEW, FUSED
+from gpubound.doctor.rules.judge import judge
+from gpubound.doctor.rules.waits import MASKED, ROUND_TRIP
 
 from .evidences import STEPS, at, quiet, replace, row, seen, steps
 from .programs import length

@@ -9,7 +9,7 @@ from textwrap import dedent
 
 import pytest
 
-from gpubound.doctor.script import Enough, Script
+from gpubound.doctor.record.script import Enough, Script
 from tests import forked
 from tests.messages import message
 
@@ -82,7 +82,7 @@ def test_it_stops_through_finally_but_not_through_except(tmp_path, capsys):
     script = write(
         tmp_path / "loop.py",
         """
-        from gpubound.doctor.script import Enough
+        from gpubound.doctor.record.script import Enough
         try:
             try:
                 raise Enough
@@ -110,7 +110,7 @@ def test_a_script_may_go_elsewhere_and_print_elsewhere(tmp_path, monkeypatch, ca
 def test_it_stops_a_thread_without_a_word(tmp_path):
     text = """
         import threading
-        from gpubound.doctor.script import Enough
+        from gpubound.doctor.record.script import Enough
         def step(error):
             raise error
         for error in (Enough, KeyError("told")):
@@ -119,7 +119,7 @@ def test_it_stops_a_thread_without_a_word(tmp_path):
             thread.join()
     """
     script = write(tmp_path / "threads.py", text)
-    run = f"from gpubound.doctor.script import Script; print(Script({str(script)!r}).run())"
+    run = f"from gpubound.doctor.record.script import Script; print(Script({str(script)!r}).run())"
     done = subprocess.run([forked.python(), "-c", run], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n" and "KeyError: 'told'" in done.stderr and "Enough" not in done.stderr
 
@@ -151,7 +151,7 @@ LEAVES = """
 )
 def test_a_script_that_leaves_at_once_leaves_a_verdict(tmp_path, how, code, said):
     script = write(tmp_path / "leaves.py", LEAVES)
-    run = f"from gpubound.doctor.script import Script; print(Script({str(script)!r}, ({how!r},)).run())"
+    run = f"from gpubound.doctor.record.script import Script; print(Script({str(script)!r}, ({how!r},)).run())"
     done = subprocess.run([forked.python(), "-c", run], capture_output=True, text=True)
     assert done.returncode == code and (done.stderr if code else done.stdout).endswith(said)
 
@@ -185,7 +185,7 @@ def test_a_forked_process_ends_by_its_own_code_and_leaves_the_verdict_to_its_par
 def test_a_script_may_wrap_what_it_prints_to(tmp_path):
     """The wrapper owns the buffer: it would close stdout with itself."""
     script = write(tmp_path / "wraps.py", "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)\nprint('first')")
-    run = f"from gpubound.doctor.script import Script; Script({str(script)!r}).run(); print('second')"
+    run = f"from gpubound.doctor.record.script import Script; Script({str(script)!r}).run(); print('second')"
     done = subprocess.run([forked.python(), "-c", run], capture_output=True, text=True, check=True)
     assert done.stdout == "first\nsecond\n"
 
@@ -211,7 +211,7 @@ def test_a_failing_script_is_a_sentence_with_its_code(tmp_path, capsys, text, co
     said = capsys.readouterr().err
     if "1 / 0" in text:
         assert "ZeroDivisionError" in said and "fails.py" in said
-        assert "runpy" not in said and "doctor/script.py" not in said
+        assert "runpy" not in said and "record/script.py" not in said
     if "no data" in text:
         assert said == "no data\n"
 

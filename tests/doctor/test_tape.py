@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from gpubound.doctor.tape import Call, Mark, Tape, chosen
+from gpubound.doctor.record.tape import Call, Mark, Tape, chosen
 from gpubound.errors import DataError
 from tests.doctor.tapes import Synthetic
 from tests.messages import message

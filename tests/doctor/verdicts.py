@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from gpubound.doctor.finding import Finding, Verdict
-from gpubound.doctor.gaps import analyse
-from gpubound.doctor.replay import Replay
-from gpubound.doctor.tape import Tape
+from gpubound.doctor.price.idle import analyse
+from gpubound.doctor.price.replay import Replay
+from gpubound.doctor.record.tape import Tape
 from gpubound.watch.site import Place, Site
 
 from .tapes import Synthetic

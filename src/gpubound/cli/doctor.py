@@ -20,13 +20,12 @@ from typing import Annotated, NamedTuple
 
 import tyro
 
-from ..doctor.evidence import Evidence
-from ..doctor.judge import judge
-from ..doctor.leaving import end_anyway
+from ..doctor.price.measurements import Evidence
 from ..doctor.ranks import tell, tell_error
+from ..doctor.record.run import Itinerary, examine, examine_trace
+from ..doctor.record.script import Script, end_anyway
 from ..doctor.report import check_reports, screen, write_reports
-from ..doctor.run import Itinerary, examine, examine_trace
-from ..doctor.script import Script
+from ..doctor.rules.judge import judge
 from ..errors import DataError, GpuboundError
 from ..parallel.telling import numbers
 from ..trace import printable

@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 
 from ..doctor.finding import Verdict
-from ..doctor.fix.repair import PATCHES, Repair
-from ..doctor.fix.verdict import patched
+from ..doctor.fix.prove import Proof, prove
+from ..doctor.fix.repair import PATCHES, Repair, patched
 from ..doctor.gate import FAILED, NOT_MEASURED, OK, Allowance, Budgets, gate, read_allowances, read_baseline
-from ..doctor.prove import Proof, prove
 from ..errors import DataError
 from ..parallel import launched
 from ..parallel.telling import numbers

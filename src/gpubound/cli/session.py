@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from .. import measure, trace
 from ..device import label
 from ..doctor.finding import Verdict
-from ..doctor.live import of_run
+from ..doctor.record.run import of_run
 from ..doctor.report.terminal import brief
 from ..errors import DataError, MeasureError, RankError
 from ..files import locked

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .run import doctor
+    from .record.run import doctor
 
 __all__ = ["doctor"]
 
@@ -11,7 +11,7 @@ __all__ = ["doctor"]
 def __getattr__(name: str):
     if name != "doctor":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .run import doctor
+    from .record.run import doctor
 
     return doctor
 

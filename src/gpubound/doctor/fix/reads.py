@@ -9,8 +9,7 @@ the loop, or under an `if` inside it: a value that every step needs would be wai
 
 import ast
 
-from .patch import Patch
-from .source import Edit, Refused, SourceText, constant, last_name, name_of
+from .source import Edit, Patch, Refused, SourceText, constant, last_name, name_of
 
 KEPT = "detach().to(torch.float64, copy=True)"
 COUNTED = "detach().clone()"  # of a whole number or a truth value
@@ -218,4 +217,4 @@ def _converted_list(source: SourceText, statement: ast.Expr, loop: ast.stmt, kin
     return [source.inserted_line((loop.end_lineno or 0) + 1, line)]
 
 
-PATCH = Patch("reads", frozenset({"sync"}), "the value stays on the device until it is used", propose)
+READS = Patch("reads", frozenset({"sync"}), "the value stays on the device until it is used", propose)

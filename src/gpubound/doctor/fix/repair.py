@@ -6,20 +6,22 @@ import os
 import stat
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ...errors import DataError
 from ...files import reading, replacing
 from ...watch.site import shorten
 from ...words import hint
-from . import copies, loader, optimizer, precision, reads, step, waits, zero_grad
-from .patch import Patch
-from .source import Edit, Refused, SourceText
+from ..finding import Finding, Verdict
+from .reads import READS
+from .simple import COPIES, LOADER, OPTIMIZER, TF32, WAITS, ZERO_GRAD
+from .source import Edit, Patch, Refused, SourceText
+from .step import TRAIN_STEP
 
 # In the order in which they are tried: what changes least comes first.
 PATCHES: dict[str, Patch] = {
-    module.PATCH.name: module.PATCH for module in (reads, waits, loader, copies, zero_grad, optimizer, step, precision)
+    patch.name: patch for patch in (READS, WAITS, LOADER, COPIES, ZERO_GRAD, OPTIMIZER, TRAIN_STEP, TF32)
 }
 
 
@@ -152,3 +154,21 @@ def _first_that_fits(source: SourceText, target: Target, line: int, asked: Colle
         else:
             return patch, edits
     raise Refused("; ".join(reasons) or f"no patch is written for {target.kind}")
+
+
+def patched(verdict: Verdict, asked: Collection[str] = ()) -> tuple[Verdict, Repair]:
+    """The verdict with a diff in each finding that a patch mends, and the repair of all its findings.
+
+    What is harmless gets none: there is nothing to gain. `asked` names patches that change the numbers, such as tf32.
+    """
+    findings = [replace(finding, patch=_diff(finding, asked)) for finding in verdict.findings]
+    return replace(verdict, findings=findings), repair(targets(findings), asked)
+
+
+def targets(findings: Iterable[Finding]) -> list[Target]:
+    """The findings that have a line."""
+    return [Target(finding.kind, line.file, line.line, line.code) for finding in findings if (line := finding.line) is not None]
+
+
+def _diff(finding: Finding, asked: Collection[str]) -> str:
+    return repair(targets([finding]), asked).diff()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -233,3 +233,19 @@ def imported(source: SourceText, statement: str) -> list[Edit]:
         if isinstance(node, (ast.Import, ast.ImportFrom)) or (docstring and last is None):
             last = node
     return [source.inserted_line(1 if last is None else (last.end_lineno or 0) + 1, statement)]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """`propose(source, line)` returns edits, or raises Refused.
+
+    equal: the losses stay the same, bit for bit, because the same numbers are computed in the same order. Otherwise they are
+    rounded elsewhere, and a proof wants a tolerance. asked: taken only when the user names it.
+    """
+
+    name: str
+    kinds: frozenset[str]
+    does: str
+    propose: Callable[[SourceText, int], list[Edit]]
+    equal: bool = True
+    asked: bool = False

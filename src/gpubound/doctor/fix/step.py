@@ -12,8 +12,7 @@ between, and where nothing else uses the optimizer: a scheduler or a checkpoint 
 import ast
 from dataclasses import dataclass
 
-from .patch import Patch
-from .source import Edit, Refused, SourceText, imported, last_name, name_of
+from .source import Edit, Patch, Refused, SourceText, imported, last_name, name_of
 
 IMPORT = "import gpubound as gb"
 NARROW = (b"autocast", b"bfloat16", b"float16", b".half(", b"GradScaler")
@@ -201,4 +200,4 @@ def _ordered(node: ast.AST) -> dict[str, None]:
     return dict.fromkeys(n.id for n in sorted(names, key=lambda n: (n.lineno, n.col_offset)))
 
 
-PATCH = Patch("step", frozenset({"launch_bound"}), "gb.TrainStep makes the step, as CUDA graphs", propose, equal=False)
+TRAIN_STEP = Patch("step", frozenset({"launch_bound"}), "gb.TrainStep makes the step, as CUDA graphs", propose, equal=False)

@@ -1,21 +1,13 @@
 """The rules: what counts as a stall, from which number on, and what to write instead.
 
-A rule is a function from evidence to claims. A call of the tape belongs to the first rule that claims it, so the more telling
-ones stand first.
+A rule is a function from measurements to candidates. A call of the profile belongs to the first rule that claims it, so the
+more specific ones come first.
 """
 
-from ..claim import StallRule
-from . import copies, host, launches, memory, others, pauses, products, reads, saving, waste
+from .base import StallRule
+from .compute import HOST, LAUNCHES, OTHERS, PRODUCTS, WASTE
+from .waits import CHECKPOINTS, COPIES, MEMORY, PAUSES, READS
 
 RULES: tuple[StallRule, ...] = (
-    saving.RULE,
-    *pauses.RULES,
-    memory.RULE,
-    *waste.RULES,
-    copies.RULE,
-    reads.RULE,
-    *host.RULES,
-    *launches.RULES,
-    *products.RULES,
-    *others.RULES,
-)
+    CHECKPOINTS, *PAUSES, MEMORY, *WASTE, COPIES, READS, *HOST, *LAUNCHES, *PRODUCTS, *OTHERS,
+)  # fmt: skip

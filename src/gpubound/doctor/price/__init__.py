@@ -1,0 +1,1 @@
+"""What a stall costs: the recorded steps are replayed without it."""

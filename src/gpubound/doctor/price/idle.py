@@ -1,0 +1,196 @@
+"""Where each moment of a step went: the device was busy, or why it was not.
+
+A gap is a time in which a device runs nothing. The work that ends it tells why. Was its launch over before the gap began, then
+the work stood in the queue: something on the device held it up. Otherwise the host was late, and what it did meanwhile is cut
+into pieces, each with one leaf. docs/doctor-how.md has the whole account.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from math import fsum
+from typing import NamedTuple
+
+import numpy as np
+
+from ...errors import MeasureError
+from ..record.tape import Tape
+from .dependencies import HostOrder, Stalls
+
+SHARES = ("busy", "host_late", "device_side", "comm", "unlocated")
+LEAVES = ("sync", "copy", "data", "gc", "compile", "checkpoint", "alloc", "dispatch")
+DRAINED = 20.0  # µs; a wait that ended so shortly before the device ran dry is why it did: an item() takes 10
+
+_LEAF = {"sync": "sync", "copy": "copy", "alloc": "alloc", "free": "alloc", "pin": "alloc"}
+
+
+class Gap(NamedTuple):
+    """A time in which `device` ran nothing, for one cause. Times as on the tape."""
+
+    device: int
+    start: float
+    end: float
+    cause: str  # one of SHARES, but never busy or comm
+    leaf: str = ""  # one of LEAVES, where the host was late
+    call: int | None = None  # the place on the tape of the call to blame: the wait, or the launch that came late
+    span: int | None = None  # the place of the span to blame
+
+    @property
+    def us(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A step's time in percent. `shares` add up to 100, and `late` to the share of host_late. Several devices: their mean."""
+
+    step_ms: float
+    steps: int
+    shares: dict[str, float]
+    late: dict[str, float]
+    devices: dict[int, dict[str, float]]  # the shares of each
+    gaps: tuple[Gap, ...]
+
+    def ms(self, share: str) -> float:
+        """Milliseconds a step of one of SHARES or LEAVES."""
+        return self.step_ms * (self.shares | self.late)[share] / 100
+
+
+def analyse(tape: Tape, order: HostOrder | None = None) -> Bar:
+    """Cut the steps of a tape into what their devices did and what kept them from it."""
+    order = order or HostOrder(tape)
+    order.measurable()
+    start, end = tape.window
+    if end <= start:
+        raise MeasureError("the tape's steps take no time; record some steps of a loop.")
+    blame = _Blame(tape, order)
+    gaps: list[Gap] = []
+    devices, leaves = {}, []
+    for device in sorted({work.device for work in tape.work}):
+        mine = [place for place, work in enumerate(tape.work) if work.device == device]
+        busy, comm, idle = _cover(tape, mine, start, end)
+        found = blame.pieces(device, mine, idle)
+        gaps += found
+        parts: dict[str, list[float]] = {"busy": [busy], "comm": [comm]}
+        for gap in found:
+            parts.setdefault(gap.leaf or gap.cause, []).append(gap.us)
+        times = {name: fsum(each) for name, each in parts.items()}
+        times["host_late"] = fsum(times.get(leaf, 0.0) for leaf in LEAVES)
+        whole = fsum(times.get(share, 0.0) for share in SHARES)
+        devices[device] = {share: 100 * times.get(share, 0.0) / whole for share in SHARES}
+        leaves.append({leaf: 100 * times.get(leaf, 0.0) / whole for leaf in LEAVES})
+    shares = {share: fsum(each[share] for each in devices.values()) / len(devices) for share in SHARES}
+    late = {leaf: fsum(each[leaf] for each in leaves) / len(leaves) for leaf in LEAVES}
+    steps = max(len(tape.steps), 1)
+    return Bar((end - start) / steps / 1e3, steps, shares, late, devices, tuple(gaps))
+
+
+def _cover(tape: Tape, mine: list[int], start: float, end: float) -> tuple[float, float, list[tuple[float, float, int | None]]]:
+    """(time with other work than communication, time with communication alone, idle times with the work that ends each)."""
+    starts = np.array([tape.work[place].start for place in mine])
+    ends = np.array([tape.work[place].end for place in mine])
+    other = np.array([tape.work[place].kind != "comm" for place in mine])
+    idle, any_work = _holes(starts, ends, start, end)
+    _, computing = _holes(starts[other], ends[other], start, end)
+    return computing, any_work - computing, [(a, b, mine[n] if n < len(mine) else None) for a, b, n in idle]
+
+
+def _holes(starts: np.ndarray, ends: np.ndarray, start: float, end: float) -> tuple[list[tuple[float, float, int]], float]:
+    """The times between `start` and `end` that no interval covers, each with the interval after it; what they leave over."""
+    reached = np.concatenate([[-np.inf], np.maximum.accumulate(ends)]) if len(ends) else np.array([-np.inf])
+    upto = np.concatenate([starts, [np.inf]])
+    low, high = np.maximum(reached, start), np.minimum(upto, end)
+    (where,) = np.nonzero(high > low)
+    holes = [(float(low[n]), float(high[n]), int(n)) for n in where]
+    return holes, (end - start) - fsum(b - a for a, b, _ in holes)
+
+
+class _Blame:
+    def __init__(self, tape: Tape, order: HostOrder):
+        self.tape, self.order, self.stalls = tape, order, Stalls(tape)
+        self._starts = [call.start for call in tape.calls]
+        self._ends = [call.end for call in tape.calls]
+        self._may_wait = [call.waits for call in tape.calls]
+        self._waits = [place for place, waits in enumerate(self._may_wait) if waits]
+
+    def pieces(self, device: int, mine: list[int], idle: list[tuple[float, float, int | None]]) -> list[Gap]:
+        """Each idle time of one device, cut by cause."""
+        found: list[Gap] = []
+        queued = self._queued(mine)
+        root: tuple[int, float] | None = None  # the wait that drained the queue, and until when gaps are its own
+        for start, end, work in idle:
+            late = self._late_call(work, end)
+            if late is None:
+                found.append(Gap(device, start, end, "unlocated"))
+            elif work is not None and self._ends[late] <= start:
+                found.append(Gap(device, start, end, "device_side", call=late))
+            else:
+                drain = self._drain(late, start)
+                if drain is not None:
+                    root = (drain, self._recovery(drain, end, queued))
+                elif root is not None and start > root[1]:
+                    root = None
+                found += self._host_late(device, start, end, work, late, root[0] if root else None)
+        return found
+
+    def _late_call(self, work: int | None, end: float) -> int | None:
+        """The launch that ends a gap. At the end of the tape there is none: then the last call before."""
+        if work is not None:
+            return self.order.launch[work] if self.order.launch[work] >= 0 else None
+        before = bisect_right(self._starts, end) - 1
+        return before if before >= 0 else None
+
+    def _queued(self, mine: list[int]) -> list[float]:
+        """When the device came to works that already stood in its queue: there the host was ahead."""
+        calls, work, launch = self.tape.calls, self.tape.work, self.order.launch
+        reached, found = float("-inf"), []
+        for place in mine:
+            if launch[place] >= 0 and calls[launch[place]].end <= reached:
+                found.append(work[place].start)
+            reached = max(reached, work[place].end)
+        return found
+
+    def _drain(self, late: int, start: float) -> int | None:
+        """The wait in which the host was when the device ran dry, or that had just ended."""
+        ends, waits, before = self._ends, self._may_wait, self.order.before
+        place = late
+        while place >= 0 and ends[place] > start - DRAINED:
+            if waits[place] and self._starts[place] < start:
+                return place
+            place = before[place]
+        return None
+
+    def _recovery(self, drain: int, end: float, queued: list[float]) -> float:
+        """Until when the host, set back by this wait, runs after its device: never, if the next wait comes before that."""
+        ahead = bisect_right(queued, end)
+        following = bisect_right(self._waits, drain)
+        next_wait = self.tape.calls[self._waits[following]].start if following < len(self._waits) else float("inf")
+        return queued[ahead] if ahead < len(queued) and queued[ahead] < next_wait else end
+
+    def _host_late(self, device: int, start: float, end: float, work: int | None, late: int, root: int | None) -> list[Gap]:
+        """Cut a gap: waits and stalls take their own time; the rest is the root's, or else dispatch."""
+        calls, before = self.tape.calls, self.order.before
+        taken: list[tuple[float, float, str, int | None, int | None]] = []
+        threads = {calls[late].thread}
+        place = late
+        while place >= 0 and self._ends[place] > start:
+            call = calls[place]
+            threads.add(call.thread)
+            if self._may_wait[place] and call.start < end:
+                taken.append((max(call.start, start), min(call.end, end), _LEAF[call.kind], place, None))
+            place = before[place]
+        for a, b, span in self.stalls.within(start, end, threads):
+            taken.append((a, b, self.tape.spans[span].kind, None, span))
+        rest = (_LEAF[calls[root].kind], root) if root is not None else ("dispatch", late if work is not None else None)
+        gaps, at = [], start
+        for a, b, leaf, call_place, span_place in sorted(taken, key=lambda piece: piece[:2]):
+            if b <= at:
+                continue
+            if a > at:
+                gaps.append(Gap(device, at, a, "host_late", *rest))
+            gaps.append(Gap(device, max(a, at), b, "host_late", leaf, call_place, span_place))
+            at = b
+        if at < end:
+            gaps.append(Gap(device, at, end, "host_late", *rest))
+        return gaps

@@ -1,0 +1,118 @@
+"""What the phases of a run measured: all that the rules read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import mean
+from typing import Any
+
+from ...watch.rows import LedgerRow
+from ...watch.site import Place
+from ..record.tape import Tape
+from .dependencies import HostOrder
+from .idle import Bar, analyse
+from .replay import Replay
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was seen of a script. What could not be seen is None or empty, and `absent` says why."""
+
+    script: str  # as the user called it, without folders of this machine
+    device: str  # in words, such as "NVIDIA H200 (cuda:0)"
+    rows: Sequence[LedgerRow] = ()  # of `steps` steps under the sensors
+    steps: int = 0
+    counted: frozenset[str] = frozenset()  # the ledger's totals that a running sensor counted
+    tape: Tape | None = None  # recorded without sensors
+    step_ms: Sequence[float] = ()  # of each step timed without hooks
+    located: Mapping[int, Place] = field(default_factory=dict)  # a call's place on the tape -> its line
+    places: Mapping[str, Place] = field(default_factory=dict)  # a span's name -> its line: a loader, a checkpoint
+    memory: Mapping[str, float] = field(default_factory=dict)  # per timed step: alloc, free, retry, pin
+    about: Mapping[str, Any] = field(default_factory=dict)  # versions and settings
+    phases: Mapping[str, Any] = field(default_factory=dict)  # steps and seconds of each phase
+    absent: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def recording(self) -> Recorded | None:
+        return None if self.tape is None else Recorded(self.tape, self.located, self.places, self.ms)
+
+    @property
+    def ms(self) -> float | None:
+        """A timed step's mean. What happens in every fifth step, such as a checkpoint, has a share of it, as of a price."""
+        return mean(self.step_ms) if self.step_ms else None
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """`bar` and `replay` raise MeasureError where the tape does not show what it would take.
+
+    `step_ms` is a step that was not recorded, if one was timed. The replay runs at its pace.
+    """
+
+    tape: Tape
+    located: Mapping[int, Place] = field(default_factory=dict)  # a call's place on the tape -> its line
+    places: Mapping[str, Place] = field(default_factory=dict)  # a span's name -> its line
+    step_ms: float | None = None
+
+    @cached_property
+    def order(self) -> HostOrder:
+        return HostOrder(self.tape)
+
+    @cached_property
+    def bar(self) -> Bar:
+        return analyse(self.tape, self.order)
+
+    @cached_property
+    def replay(self) -> Replay:
+        replay = Replay(self.tape, self.order)
+        return replay if self.step_ms is None else replay.paced(self.step_ms)
+
+    def cut(self, count: int) -> Recorded:
+        """The first `count` steps, and `located` by the calls' places among those."""
+        if count >= len(self.tape.steps):
+            return self
+        part = self.tape.cut(0, count)
+        lines = {id(self.tape.calls[call]): place for call, place in self.located.items()}
+        located = {n: lines[id(call)] for n, call in enumerate(part.calls) if id(call) in lines}
+        return Recorded(part, located, self.places, self.step_ms)
+
+
+Line = tuple[str, int]  # a file and a line of it
+
+
+def line_of(place: Place) -> Line | None:
+    """The user's line; in backward, where there may be none, the line that built the node."""
+    site = place.site or place.built
+    return (site.file, site.line) if site else None
+
+
+def by_line(evidence: Evidence, *kinds: str) -> list[list[LedgerRow]]:
+    """The rows of these kinds, those of one line together, the most frequent first."""
+    found: dict[Line | None, list[LedgerRow]] = {}
+    for row in sorted(evidence.rows, key=lambda row: -row.count):
+        if row.kind in kinds:
+            found.setdefault(line_of(row.place), []).append(row)
+    return list(found.values())
+
+
+def times(evidence: Evidence, rows: list[LedgerRow]) -> float:
+    """How often a step."""
+    return sum(row.count for row in rows) / max(evidence.steps, 1)
+
+
+def size(evidence: Evidence, rows: list[LedgerRow]) -> float:
+    """Bytes a step."""
+    return sum(row.bytes for row in rows) / max(evidence.steps, 1)
+
+
+def calls_at(evidence: Evidence, place: Place) -> frozenset[int]:
+    """The calls of the tape that this line made, as far as they are located."""
+    line = line_of(place)
+    return frozenset(n for n, there in evidence.located.items() if line is not None and line_of(there) == line)
+
+
+def taped(evidence: Evidence) -> int:
+    """How many steps the tape has."""
+    return max(len(evidence.tape.steps), 1) if evidence.tape else 1

@@ -1,0 +1,1 @@
+"""Run a program in phases and read what they recorded: steps, tapes, lines."""

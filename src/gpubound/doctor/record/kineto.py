@@ -1,0 +1,336 @@
+"""Read what torch.profiler writes (Kineto's JSON in Chrome's trace format, of CUDA or ROCm) into a tape, event by event."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import IO, Any
+
+from ...errors import DataError
+from ...files import reading, regular
+from ...words import readable, shown
+from .tape import MARK, SPAN, SPANS, Call, Mark, Span, Tape, Work
+
+CHUNK = 1 << 20  # characters
+LARGEST = 1 << 26  # characters that one value outside the events may have
+LONG = 1 << 20  # characters; no string of a trace is as long: an error so far from the end is damage, not a cut
+
+WANTED = "give the file that torch.profiler's export_chrome_trace wrote (.json or .json.gz)."
+
+_decode = json.JSONDecoder(strict=False).raw_decode
+_space = re.compile(r"[\s,]*")
+
+
+def events(path: Path, head: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Each event of a trace. What stands beside the events is put into `head`."""
+    with reading(regular(path)), open(path, "rb") as file:
+        begin = file.read(16)
+    if begin.startswith(b"SQLite format 3") or path.suffix in (".nsys-rep", ".qdrep"):
+        raise DataError(f"{path}: is a report of Nsight Systems, wanted a trace of torch.profiler; {WANTED}")
+    open_ = gzip.open if begin.startswith(b"\x1f\x8b") else open
+    with reading(path), open_(path, "rt", encoding="utf-8", errors="replace") as text:
+        yield from _JsonReader(path, text).events(head)
+
+
+class _JsonReader:
+    def __init__(self, path: Path, text: IO[str]):
+        self.path, self.text = path, text
+        self.buffer, self.at, self.ended = "", 0, False
+        self.count = 0
+
+    def events(self, head: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        first = self.peek()
+        if first == "[":
+            yield from self.array()
+        elif first == "{":
+            self.at += 1
+            yield from self.members(head)
+        else:
+            begin = shown(self.buffer[self.at : self.at + 20])
+            raise DataError(f"{self.path}: begins with {begin}, wanted JSON; {WANTED}")
+
+    def members(self, head: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        found = False
+        while self.peek() != "}":
+            key = self.value()
+            if self.peek() != ":":
+                raise self.damaged()
+            self.at += 1
+            if key == "traceEvents" and self.peek() == "[":
+                found = True
+                yield from self.array()
+            else:
+                head[key] = self.value()
+        if not found:
+            raise DataError(f"{self.path}: is JSON without traceEvents, so it is no trace; {WANTED}")
+
+    def array(self) -> Iterator[dict[str, Any]]:
+        self.at += 1
+        while self.peek() != "]":
+            event = self.value()
+            if not isinstance(event, dict):
+                raise self.damaged()
+            self.count += 1
+            yield event
+        self.at += 1
+
+    def peek(self) -> str:
+        """The next character that is neither space nor a comma."""
+        while True:
+            self.at = _space.match(self.buffer, self.at).end()  # type: ignore[union-attr]
+            if self.at < len(self.buffer):
+                return self.buffer[self.at]
+            if self.ended:
+                raise self.cut()
+            self.fill()
+
+    def value(self) -> Any:
+        self.peek()
+        while True:
+            try:
+                value, end = _decode(self.buffer, self.at)
+            except json.JSONDecodeError as error:
+                size = len(self.buffer) - self.at
+                if size > LARGEST or (error.pos and len(self.buffer) - error.pos > LONG):
+                    raise self.damaged() from error
+                if self.ended:
+                    raise self.cut() from error
+                self.fill()
+                continue
+            if end == len(self.buffer) and not self.ended:
+                self.fill()  # a number may go on
+                continue
+            self.at = end
+            return value
+
+    def fill(self) -> None:
+        try:
+            more = self.text.read(CHUNK)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise self.cut() from error
+        self.buffer, self.at, self.ended = self.buffer[self.at :] + more, 0, not more
+
+    def cut(self) -> DataError:
+        return DataError(
+            f"{self.path}: ends in the middle, after {self.count:,} events; let the profiler finish writing, or copy the file "
+            "again."
+        )
+
+    def damaged(self) -> DataError:
+        read = readable(self.path.stat().st_size)
+        return DataError(f"{self.path}: is not JSON after event {self.count:,} (file of {read}); record the trace again.")
+
+
+TIMED = "(dynamo_timed)"  # ends the name of torch's own spans of a compilation and its parts
+PYTHON = 100.0  # µs; shorter calls of Python functions are left out: a trace with stacks has millions of them
+
+RUNTIME = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "hip_driver"})
+DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+HOST = frozenset({"cpu_op", "user_annotation", "python_function"})
+CATEGORIES = RUNTIME | DEVICE | HOST | {"cuda_sync", "gpu_user_annotation", "overhead", "ac2g", "Trace"}
+
+_PREFIX = re.compile(r"^(?:cuda|cu|hip)(?=[A-Z])|_(?:v\d+|ptsz|spt|ptds).*$")
+_COMM = re.compile(r"nccl|rccl|msccl|nvshmem|cross_device_reduce|all_?reduce_kernel", re.IGNORECASE)
+
+# Calls by their names without prefix and version, the first that fits.
+_CALLS: list[tuple[str, str]] = [
+    (r"GraphLaunch", "graph"),
+    (r"(Stream|Device|Event|Ctx)Synchronize", "sync"),
+    (r"LaunchHostFunc|.*(Malloc|Free|Alloc)\w*Async", "other"),
+    (r"(Ext|Module|ExtModule)?Launch|Memset", "launch"),
+    (r"Memcpy", "copy"),
+    (r"HostAlloc|HostMalloc|MallocHost|MemHostAlloc|HostRegister|MemHostRegister", "pin"),
+    (r"FreeHost|HostFree|MemFreeHost|HostUnregister|MemHostUnregister", "pin"),
+    (r"Malloc|MemAlloc|MemCreate|MemMap", "alloc"),
+    (r"Free|MemFree|MemUnmap|MemRelease", "free"),
+    (r"EventRecord|StreamWaitEvent", "event"),
+]
+_COPIES = {"HtoD": "h2d", "HostToDevice": "h2d", "DtoH": "d2h", "DeviceToHost": "d2h"}
+
+
+def call_kind(name: str) -> str:
+    """What a call of the runtime or driver is, by its name.
+
+    >>> call_kind("cudaLaunchKernelExC_v11060"), call_kind("hipFree"), call_kind("cudaMallocAsync")
+    ('launch', 'free', 'other')
+    """
+    bare = _PREFIX.sub("", name)
+    return next((kind for pattern, kind in _CALLS if re.match(pattern, bare)), "other")
+
+
+def read_trace(path: str | Path, step: str = "") -> Tape:
+    """The tape of a trace. A step is what an annotation of this name spans, or else the profiler's own step, or else what lies
+    between two ends of Optimizer.step; without any of them the tape has no steps."""
+    path = Path(path)
+    reader = _Reader(step)
+    head: dict[str, Any] = {}
+    ours = count = 0
+    for event in events(path, head):
+        count += 1
+        if event.get("cat") in CATEGORIES:
+            ours += 1
+            try:
+                reader.take(event)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise DataError(
+                    f"{path}: event {count:,} is damaged ({type(error).__name__}: {error}); record it again."
+                ) from error
+    if not ours:
+        raise DataError(f"{path}: has {count:,} events, but none of torch.profiler (cpu_op, cuda_runtime, kernel); {WANTED}")
+    return reader.tape(head)
+
+
+class _Reader:
+    def __init__(self, step: str):
+        self.step = step
+        self.origin: float | None = None  # the first event's time: small numbers keep their nanoseconds
+        self.calls: list[Call] = []
+        self.work: list[Work] = []
+        self.spans: list[Span] = []
+        self.marks: list[Mark] = []
+        self.marked: list[tuple[float, float]] = []
+        self.profiled: list[tuple[float, float]] = []
+        self.updates: list[float] = []
+        self.waits: dict[int, dict[str, Any]] = {}  # what each wait waited for, by its call's correlation
+        self.names: dict[str, str] = {}  # one text for all events of a name; sys.intern would grow the whole process's table
+        self.kinds: dict[str, str] = {}
+        self.streams: dict[str, int] = {}
+
+    def take(self, event: dict[str, Any]) -> None:
+        category, args = event["cat"], event.get("args") or {}
+        if event.get("ph") != "X" or "ts" not in event or category == "Trace":
+            return
+        ts = float(event["ts"])
+        if self.origin is None:
+            self.origin = ts
+        start = ts - self.origin
+        end = start + max(float(event.get("dur") or 0.0), 0.0)
+        name = str(event["name"])
+        name = self.names.setdefault(name, name)
+        if category in RUNTIME:
+            kind = self.kinds.get(name) or self.kinds.setdefault(name, call_kind(name))
+            self.calls.append(Call(name, kind, int(event["tid"]), start, end, _correlation(args)))
+        elif category in DEVICE:
+            self._work(category, name, start, end, args, event)
+        elif category == "cuda_sync":
+            self.waits[int(args.get("correlation") or 0)] = args
+        elif category in HOST:
+            self._span(category, name, int(event["tid"]), start, end)
+
+    def _work(self, category: str, name: str, start: float, end: float, args: dict[str, Any], event: dict[str, Any]) -> None:
+        kind = "comm" if _COMM.search(name) else "kernel"
+        if category == "gpu_memset":
+            kind = "memset"
+        elif category == "gpu_memcpy":
+            kind = next((kind for word, kind in _COPIES.items() if word in name), "d2d")
+        device, stream = int(args.get("device", event["pid"])), self._stream(args.get("stream", event["tid"]))
+        size = int(args.get("bytes") or 0)
+        self.work.append(Work(name, kind, device, stream, start, end, _correlation(args), size, "Pageable" in name))
+
+    def _stream(self, value: Any) -> int:
+        """A stream's number. ROCm may write an address."""
+        text = str(value)
+        return int(text) if text.lstrip("-").isdigit() else self.streams.setdefault(text, 1_000 + len(self.streams))
+
+    def _span(self, category: str, name: str, thread: int, start: float, end: float) -> None:
+        if name.startswith(MARK):
+            self.marks.append(Mark(name[len(MARK) :], thread, start))
+            return
+        if self.step and name == self.step:
+            self.marked.append((start, end))
+        if name.startswith("ProfilerStep#"):
+            self.profiled.append((start, end))
+            return
+        kind = {"cpu_op": "op", "python_function": "python"}.get(category, "annotation")
+        if name.startswith(SPAN):
+            _, kind, name = name.split("|", 2)
+            if kind not in SPANS:
+                raise ValueError(f"a span of kind {kind!r}, wanted one of {', '.join(SPANS)}")
+        elif name.startswith("Optimizer.step"):
+            kind = "optimizer"
+            self.updates.append(end)
+        elif name.startswith("enumerate(DataLoader)"):
+            kind = "data"
+        elif name == "Python GC":
+            kind = "gc"
+        elif name.endswith(TIMED):
+            kind = "compile"
+        elif name.startswith("autograd::engine::evaluate_function"):
+            kind = "backward"
+        elif kind == "python":
+            if end - start < PYTHON:
+                return
+            name = "/".join(name.split("/")[-2:])  # not where somebody keeps his files
+        self.spans.append(Span(name, kind, thread, start, end))
+
+    def tape(self, head: dict[str, Any]) -> Tape:
+        steps = self.marked or self.profiled or list(pairwise(sorted(self.updates)))
+        return Tape(self._completed(), self.work, _outermost(self.spans), self.marks, steps, _about(head))
+
+    def _completed(self) -> list[Call]:
+        """The calls, each with what other events say of it, and none inside another."""
+        launched = {work.correlation: work for work in reversed(self.work) if work.correlation}
+        sources = {
+            int(args["wait_on_cuda_event_record_corr_id"]): int(args.get("wait_on_stream", -1))
+            for args in self.waits.values()
+            if int(args.get("wait_on_cuda_event_record_corr_id", -1)) > 0
+        }
+        found: list[Call] = []
+        last: dict[int, int] = {}  # the place of each thread's last call
+        for call in sorted(self.calls, key=lambda call: (call.start, -call.end)):
+            place = last.get(call.thread)
+            if place is not None and call.start < found[place].end and call.end <= found[place].end:
+                outer = found[place]  # the runtime's call, and inside it the driver's
+                if call.correlation in launched and outer.correlation not in launched:
+                    found[place] = replace(outer, correlation=call.correlation, kind=call.kind)
+                if found[place] is not outer or call.correlation not in launched:
+                    continue
+            last[call.thread] = len(found)
+            found.append(call)
+        return [self._with_facts(call, launched.get(call.correlation), sources) for call in found]
+
+    def _with_facts(self, call: Call, work: Work | None, sources: dict[int, int]) -> Call:
+        if work is not None and call.correlation:
+            plain = call.kind == "copy" and "Async" not in call.name and work.kind != "d2d"
+            blocks = call.kind == "copy" and (work.pageable or plain)
+            return replace(call, stream=work.stream, device=work.device, bytes=work.bytes, blocks=blocks)
+        if (args := self.waits.get(call.correlation)) and call.correlation:
+            stream, record = (int(args.get(key, -1)) for key in ("stream", "wait_on_cuda_event_record_corr_id"))
+            device = int(args["device"]) if "device" in args else None
+            return replace(call, stream=stream if stream >= 0 else None, device=device, record=max(record, 0))
+        if (stream := sources.get(call.correlation, -1)) >= 0:
+            return replace(call, stream=stream)
+        return call
+
+
+def _outermost(spans: list[Span]) -> list[Span]:
+    """Of compilations, which torch times in parts of parts, each whole one, by the name that the doctor gave to it."""
+    kept = [span for span in spans if span.kind != "compile"]
+    whole: dict[int, Span] = {}  # each thread's last one
+    for span in sorted((span for span in spans if span.kind == "compile"), key=lambda span: (span.start, -span.end)):
+        outer = whole.get(span.thread)
+        if outer is None or span.start >= outer.end:
+            whole[span.thread] = span
+            kept += [outer] if outer else []
+        elif not span.name.endswith(TIMED):
+            whole[span.thread] = replace(outer, name=span.name)
+    return kept + list(whole.values())
+
+
+def _correlation(args: dict[str, Any]) -> int:
+    """What a work and its launch have in common. ROCm's older traces have External id alone, and there it is theirs."""
+    return int(args.get("correlation") or args.get("External id") or 0)
+
+
+def _about(head: dict[str, Any]) -> dict[str, Any]:
+    """What the trace says of its machine: no names of hosts or files."""
+    devices = [str(each.get("name", "")) for each in head.get("deviceProperties") or [] if isinstance(each, dict)]
+    spread = head.get("distributedInfo") or {}
+    ranks = {key: spread[key] for key in ("backend", "rank", "world_size") if key in spread} if isinstance(spread, dict) else {}
+    return {"source": "torch.profiler", "devices": devices, **ranks}

@@ -1,0 +1,346 @@
+"""The phases that a run goes through, so that the steps that locate a stall never price it.
+
+Warm-up, then steps timed without hooks, then steps under the profiler without sensors, then steps under the sensors of watch
+with a mark in the profile for each stall. What a phase could not do goes into `absent`, with the reason.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from ...watch.events import EMPTIED, KINDS
+from ...watch.ledger import Ledger
+from ...watch.rows import LedgerRow
+from ...watch.sensors import statistics
+from ...watch.site import Place, here
+from ...watch.unchanged import unchanged
+from ...watch.unseen import replaced
+from ...words import in_words
+from .kineto import read_trace
+from .script import Enough
+from .tape import MARK, SPAN, Tape
+
+MARKED = frozenset({"sync", "h2d", "d2h", "alloc", "free", "pin"})
+ANNOTATION: Any = getattr(torch._C._profiler, "_RecordFunctionFast", None)  # goes past dispatch modes; private
+
+
+class MarkingLedger(Ledger):
+    """A ledger that writes a mark for each stall into the profile that runs: the id of its place in `places`."""
+
+    def __init__(self, gputrace: bool):
+        super().__init__(None, gputrace, "ops", frozenset())
+        self.places: dict[str, Place] = {}
+        self._ids: dict[Place, str] = {}
+        self._deaf: Collection[str] = ()
+
+    @contextmanager
+    def paused(self, kinds: Collection[str] = KINDS) -> Iterator[None]:
+        """What happens inside is not counted, or not what is of these kinds."""
+        before, self._deaf = self._deaf, kinds
+        try:
+            yield
+        finally:
+            self._deaf = before
+
+    def record(
+        self, kind: str, what: str, count: int = 1, bytes: int = 0, ms: float = 0, detail: str = "", place: Place | None = None
+    ) -> None:
+        assert kind in KINDS, kind
+        if kind in self._deaf:
+            return
+        if kind in MARKED and place is None:
+            place = here(self.origins)
+            number = self._ids.setdefault(place, str(len(self._ids)))
+            self.places[number] = place
+            if ANNOTATION is not None:
+                with ANNOTATION(MARK + number):
+                    pass
+        super().record(kind, what, count, bytes, ms, detail, place)
+
+
+class Phase:
+    """A number of steps, and what happens at their edges."""
+
+    name = "warm-up"
+
+    def __init__(self, steps: int):
+        self.steps, self.done, self.seconds = steps, 0, 0.0
+        self.absent: dict[str, str] = {}
+        self.began = 0.0
+
+    def begin(self) -> None:
+        self.began = time.perf_counter()
+
+    def step(self) -> None:
+        self.done += 1
+
+    def end(self) -> None:
+        """Also called where the script ended first."""
+        self.seconds = time.perf_counter() - self.began
+
+
+class Timed(Phase):
+    """Steps that nothing disturbs: an event of the device after each, read when all are done."""
+
+    name = "timed"
+    step_ms: Sequence[float] = ()
+
+    def begin(self) -> None:
+        super().begin()
+        torch.cuda.synchronize()
+        self._before = statistics()
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(self.steps + 1)]
+        self._events[0].record()
+
+    def step(self) -> None:
+        super().step()
+        self._events[self.done].record()
+
+    def end(self) -> None:
+        torch.cuda.synchronize()
+        ran = self._events[: self.done + 1]
+        self.step_ms = [before.elapsed_time(after) for before, after in pairwise(ran)]
+        after, steps = statistics(), max(self.done, 1)
+        self.memory = {kind: (after[kind] - self._before[kind]) / steps for kind in after}
+        super().end()
+
+
+class Taped(Phase):
+    """Steps under the profiler, without stacks. Its first step is not on the tape: a profiler is slow to start."""
+
+    name = "taped"
+    foreign = False  # whether the script runs a profiler
+
+    def __init__(self, steps: int):
+        super().__init__(steps)
+        self.places: dict[str, Place] = {}  # a span's name -> its line
+        folder = tempfile.mkdtemp(prefix="gpubound-tape-")
+        self._trace = Path(folder) / "trace.json"
+        finalize(self, rmtree, folder, ignore_errors=True)
+
+    @cached_property
+    def tape(self) -> Tape | None:
+        """Read when it is asked for, which is when the script has ended: a second for 100,000 events."""
+        return read_trace(self._trace) if self._trace.exists() else None
+
+    def begin(self) -> None:
+        super().begin()
+        self._ending = ExitStack()
+        self._profile: profile | None = None
+        if torch.autograd._profiler_enabled():
+            self.foreign = True
+            self.absent["tape"] = "the script runs a profiler of its own; leave it out while the doctor looks"
+            return
+        torch.cuda.synchronize()
+        self._profile = profile(
+            activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA],
+            schedule=self._action,
+            experimental_config=torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True),
+            on_trace_ready=lambda done: done.export_chrome_trace(str(self._trace)),
+        )
+        with warnings.catch_warnings():  # torch 2.11 warns that a cycle's events go when it ends; there is one cycle
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+            self._profile.start()
+        if ANNOTATION is None:
+            self.absent["marks"] = f"torch {torch.__version__} has no _RecordFunctionFast"
+            return
+        gc.callbacks.append(self._collecting)
+        self._ending.callback(gc.callbacks.remove, self._collecting)
+        self._ending.enter_context(replaced(torch, "save", self._saving))
+        if (dynamo := sys.modules.get("torch._dynamo.callback")) is not None:
+            dynamo.callback_handler.register_start_callback(self._compiling)
+            self._ending.callback(dynamo.callback_handler.remove_start_callback, self._compiling)
+
+    def step(self) -> None:
+        super().step()
+        if self._profile is None:
+            return
+        if self.done == 1:  # what it left in the queues would hold up the next step's works without being on the tape
+            torch.cuda.synchronize()
+        self._profile.step()
+
+    def end(self) -> None:
+        self._ending.close()
+        if self._profile is not None:
+            self._profile.stop()
+        super().end()
+
+    def _action(self, step: int) -> ProfilerAction:
+        if step == self.steps - 1:
+            return ProfilerAction.RECORD_AND_SAVE
+        return ProfilerAction.RECORD if 0 < step < self.steps else ProfilerAction.WARMUP if step == 0 else ProfilerAction.NONE
+
+    def _named(self, what: str) -> str:
+        """The name of a span of what happens here, by which its line is known."""
+        place = Place(here().site)
+        known = (name for name, there in self.places.items() if there == place and name.startswith(what))
+        name = next(known, f"{what} ({len(self.places)})")
+        self.places[name] = place
+        return name
+
+    def _saving(self, save: Callable) -> Callable:
+        def saved(*args: Any, **kwargs: Any) -> Any:
+            with ANNOTATION(f"{SPAN}checkpoint|{self._named('save')}"):
+                return save(*args, **kwargs)
+
+        return saved
+
+    def _compiling(self, args: Any) -> None:
+        """Torch's own span of a compilation, which is around this one, has no line."""
+        with ANNOTATION(f"{SPAN}compile|{self._named('compile')}"):
+            pass
+
+    def _collecting(self, phase: str, info: dict[str, Any]) -> None:
+        if phase == "start":
+            what = f"generation {info['generation']}"
+            # A young generation takes some 10 µs, as long as it takes to find its line.
+            self._collection = ANNOTATION(f"{SPAN}gc|{self._named(what) if info['generation'] else what}")
+            self._collection.__enter__()
+        elif (begun := self.__dict__.pop("_collection", None)) is not None:
+            begun.__exit__(None, None, None)
+
+
+class Located(Phase):
+    """Steps under the ledger's sensors; with a GPU also on a tape, where each stall leaves a mark.
+
+    `places` are the lines that wait for data, by the names of their spans. `unchanged` are conversions of nothing.
+    """
+
+    name = "located"
+
+    def __init__(self, steps: int, taped: bool):
+        super().__init__(steps)
+        self._taped = Taped(steps) if taped else None
+        self._loading: Counter[tuple[str, Place]] = Counter()
+
+    def begin(self) -> None:
+        super().begin()
+        self._ending = ExitStack()
+        if self._taped is not None:
+            self._taped.begin()
+            self._ending.callback(self._taped.end)
+        self.ledger = MarkingLedger(gputrace=self._taped is not None)
+        self._ending.enter_context(self.ledger)
+        self._unchanged = self._ending.enter_context(unchanged())
+        self._ending.enter_context(replaced(_BaseDataLoaderIter, "__next__", self._loaded))
+        if self._taped is not None:
+            self._ending.enter_context(replaced(torch.cuda, "empty_cache", self._emptied))
+
+    def step(self) -> None:
+        super().step()
+        self.ledger.step()
+        if self._taped is not None:
+            with self.ledger.paused():  # a profiler that ends waits for the device: 0.3 waits a step that are not the script's
+                self._taped.step()
+
+    def end(self) -> None:
+        self._ending.close()
+        super().end()
+
+    def _loaded(self, original: Callable) -> Callable:
+        def following(iterator: Any) -> Any:
+            self._loading[iterator._profile_name, Place(here().site)] += 1
+            with self.ledger.paused({"cpu_op"}):  # the loader is where such work belongs; that it is waited for is seen as data
+                return original(iterator)
+
+        return following
+
+    def _emptied(self, original: Callable) -> Callable:
+        def emptying() -> None:
+            self.ledger.record("free", EMPTIED, count=0)  # what is freed is counted, but nobody tells its line
+            original()
+
+        return emptying
+
+    @property
+    def places(self) -> dict[str, Place]:
+        """Where several lines go over loaders of one name, the busiest."""
+        return {name: place for (name, place), _ in reversed(self._loading.most_common())}
+
+    @property
+    def unchanged(self) -> list[LedgerRow]:
+        return list(self._unchanged.values())
+
+    @property
+    def tape(self) -> Tape | None:
+        return self._taped.tape if self._taped is not None else None
+
+
+QUIET_S = 10.0  # of slow steps, after which a line of progress is printed within a phase
+
+
+class Phases:
+    """Takes a script from phase to phase, step by step, and stops it after the last one unless it is to go on.
+
+    `report` receives a line of progress when a phase ends, and in a phase of slow steps every QUIET_S seconds.
+    """
+
+    def __init__(self, phases: Sequence[Phase], keep_going: bool = False, report: Callable[[str], None] | None = None):
+        self.phases, self.keep_going = phases, keep_going
+        self._report = report
+        self._reported = 0.0
+        self.total = 0
+        self._now = 0
+        self._open = False
+
+    def __enter__(self) -> Phases:
+        self._begin()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    @property
+    def finished(self) -> bool:
+        return self._now >= len(self.phases)
+
+    def ended(self) -> None:
+        """A step has ended."""
+        self.total += 1
+        if not self.finished:
+            phase = self.phases[self._now]
+            phase.step()
+            if phase.done >= phase.steps:
+                self._end()
+                self._progress(phase, phase.seconds)
+                self._now += 1
+                self._begin()
+            elif time.perf_counter() - self._reported > QUIET_S:
+                self._progress(phase, time.perf_counter() - phase.began)
+        if self.finished and not self.keep_going:
+            raise Enough
+
+    def _begin(self) -> None:
+        if not self.finished:
+            self._open = True  # what begins is ended, also when it fails half-way
+            self.phases[self._now].begin()
+            self._reported = time.perf_counter()
+
+    def _progress(self, phase: Phase, seconds: float) -> None:
+        self._reported = time.perf_counter()
+        if self._report is not None:
+            first = phase is self.phases[0]  # which began before the script's imports
+            took = f"after {in_words(seconds)}" if first else f"{in_words(seconds / max(phase.done, 1))} a step"
+            self._report(f"{phase.name} {phase.done}/{phase.steps}, {took}")
+
+    def _end(self) -> None:
+        if self._open:
+            self._open = False
+            self.phases[self._now].end()

@@ -1,0 +1,255 @@
+"""Run a script or a function through the phases, and collect what they measured; or read it from a trace or a run log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from ...device import label
+from ...errors import MeasureError
+from ...version import __version__
+from ...watch import pretend
+from ...watch.rows import LedgerRow
+from ..finding import Verdict
+from ..price.measurements import Evidence
+from ..rules.compute import idle
+from ..rules.judge import judge
+from .kineto import read_trace
+from .locate import joined, marked
+from .phases import Located, Phase, Phases, Taped, Timed
+from .script import Enough, Script
+from .steps import Steps
+from .tape import Tape
+
+PYTHON, COMMAND = "pass dry_run=True", "put --dry-run before the script"
+DRY = "a dry run counts and names lines; prices need a GPU"
+UNUSED = "nothing ran on the device, so nothing could wait for it"
+
+
+@dataclass(frozen=True)
+class Itinerary:
+    """How many steps each phase has, and how they are found."""
+
+    warmup: int = 10
+    timed: int = 20
+    taped: int = 10
+    located: int = 2
+    marker: str = ""
+    keep_going: bool = False
+    dry: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("warmup", "timed", "taped", "located"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, wanted at least 1 step.")
+
+    def phases(self) -> list[Phase]:
+        """A profiler's first step is not on its tape, so that a taped phase has one more."""
+        if self.dry:
+            return [Phase(1), Located(self.located, taped=False)]
+        return [Phase(self.warmup), Timed(self.timed), Taped(self.taped + 1), Located(self.located + 1, taped=True)]
+
+
+def examine(script: Script, plan: Itinerary, report: Callable[[str], None] | None = None) -> Evidence:
+    """Run a script until its phases are over, or it ends. `report` receives lines of progress."""
+
+    def stepped(phases: Phases) -> None:
+        with Steps(phases.ended, plan.marker):
+            script.run()
+
+    return _examined(script.name, stepped, plan, COMMAND, report)
+
+
+def examine_trace(path: Path, marker: str = "") -> Evidence:
+    """What a trace alone tells: where its time went, but no lines."""
+    tape = read_trace(path, marker)
+    device = ", ".join(dict.fromkeys(tape.about.get("devices", ()))) or "device not named"
+    absent = {"lines": "a trace has none", "timed": "a trace has recorded steps alone"}
+    return Evidence(path.name, device, tape=tape, about={"source": "a trace of torch.profiler"}, absent=absent)
+
+
+def doctor(step: Callable[[], object], *, steps: int = 20, warmup: int = 10, dry_run: bool = False) -> Verdict:
+    """Call `step` again and again, and say what made the GPU wait for the host.
+
+    steps    steps that are timed; as many as the phases need are run besides
+    warmup   steps before
+    dry_run  count on the pretend device (gpubound.watch.pretend.simgpu), without prices
+
+    >>> print(gb.doctor(train_step).findings)  # doctest: +SKIP
+    """
+    if not callable(step):
+        raise ValueError(f"doctor: step: got {type(step).__name__}, wanted a function of no arguments that makes one step.")
+    if steps < 1:
+        raise ValueError(f"doctor: steps: got {steps}, wanted at least 1.")
+    plan = Itinerary(warmup=warmup, timed=steps, dry=dry_run)
+
+    def program(phases: Phases) -> None:
+        with suppress(Enough):
+            while True:
+                step()
+                phases.ended()
+
+    return judge(_examined(getattr(step, "__name__", "step"), program, plan, PYTHON))
+
+
+def _examined(
+    name: str, program: Callable[[Phases], object], plan: Itinerary, ask: str, report: Callable[[str], None] | None = None
+) -> Evidence:
+    """`ask` is how the caller asks for a dry run."""
+    _ready(plan.dry, ask)
+    steps = plan.phases()
+    if report is not None:
+        report(f"running {name}: " + ", ".join(f"{phase.name} {phase.steps}" for phase in steps) + " steps")
+    with Phases(steps, plan.keep_going, report) as phases:
+        program(phases)
+    return _gathered(name, steps, phases, plan)
+
+
+def _ready(dry: bool, ask: str) -> None:
+    if dry:
+        pretend.simgpu()
+    elif not torch.cuda.is_available():
+        raise MeasureError(
+            f"no CUDA GPU works here, and prices need one; {ask} to count stalls and name their lines without a GPU."
+        )
+
+
+def _gathered(name: str, steps: Sequence[Phase], phases: Phases, plan: Itinerary) -> Evidence:
+    located = steps[-1]
+    assert isinstance(located, Located)
+    wanted = sum(phase.steps for phase in steps)
+    if phases.total == 0:
+        raise MeasureError(
+            f"{name} ended without a step: neither Optimizer.step nor a gb.TrainStep was called; "
+            f"name what ends a step with --step-marker."
+            if not plan.marker
+            else f"{name} ended without a step: {plan.marker!r} was never reached; give another --step-marker."
+        )
+    if located.done == 0:
+        raise MeasureError(
+            f"{name} ended after {phases.total} steps, wanted {wanted}; let it run longer, "
+            f"or ask for fewer (--warmup, --timed, --taped)."
+        )
+    never_asked = ("kernels", "simgpu")
+    sensors = {name: why for name, why in located.ledger.absent.items() if not plan.dry and name not in never_asked}
+    absent = {what: why for phase in steps for what, why in phase.absent.items()} | sensors
+    if located.done < located.steps:
+        absent["steps"] = f"the script ended after {phases.total} steps, wanted {wanted}"
+    evidence = Evidence(
+        script=name,
+        device=_device(plan.dry),
+        rows=[*located.ledger.rows, *located.unchanged],
+        steps=located.ledger.steps,
+        counted=located.ledger.counted,
+        about=_about(steps),
+        phases={phase.name: {"steps": phase.done, "seconds": round(phase.seconds, 3)} for phase in steps},
+        **_measured(steps, located),
+        absent=absent | ({"prices": DRY} if plan.dry else {}),
+    )
+    return _used(evidence, plan.dry)
+
+
+def _used(evidence: Evidence, dry: bool) -> Evidence:
+    """Return evidence without counts where the device did nothing: 0 waits of a script on the CPU would pass every budget.
+
+    A dry run that never used the pretend device has nothing to report, so it raises. On a GPU only a tape shows that nothing
+    ran, because the sensors see no launch in the replay of a graph.
+    """
+    if dry and idle(evidence):
+        took = "may have used the real GPU" if torch.cuda.is_available() else "ran on the CPU"
+        raise MeasureError(
+            f"{evidence.script} {took}: torch.cuda.is_available() is {torch.cuda.is_available()} here, and in a dry run the "
+            "pretend device is torch.accelerator.current_accelerator(). gb.place and gb.TrainStep do not run on it. Take the "
+            "device from there, or run the doctor on a GPU without a dry run."
+        )
+    if evidence.tape is not None and idle(evidence):
+        return replace(evidence, counted=frozenset(), absent={"counts": UNUSED} | dict(evidence.absent))
+    return evidence
+
+
+def _measured(steps: Sequence[Phase], located: Located) -> dict[str, Any]:
+    """What the timed and the taped phase brought."""
+    found: dict[str, Any] = {}
+    for phase in steps:
+        if isinstance(phase, Timed) and phase.done:
+            found |= {"step_ms": phase.step_ms, "memory": phase.memory}
+        if isinstance(phase, Taped) and phase.tape is not None:
+            found |= {"tape": _with_link(phase.tape), "places": located.places | phase.places}
+            if located.tape is not None:
+                lines = marked(located.tape, located.ledger.places)
+                found["located"] = joined(phase.tape, located.tape, lines)
+    return found
+
+
+def _with_link(tape: Tape) -> Tape:
+    """A tape with blocking copies also says how fast they could be here."""
+    if not any(call.blocks for call in tape.calls) or (rate := pinned_rate()) is None:
+        return tape
+    return replace(tape, about={**tape.about, "pinned": rate})
+
+
+def _device(dry: bool) -> str:
+    return f"{pretend.NAME}, the pretend device" if dry else label(torch.device("cuda", torch.cuda.current_device()))
+
+
+def _about(steps: Sequence[Phase]) -> dict[str, Any]:
+    versions: dict[str, Any] = {"torch": torch.__version__, "gpubound": __version__}
+    return versions | ({"profiler": True} if any(isinstance(phase, Taped) and phase.foreign for phase in steps) else {})
+
+
+BYTES = 32 << 20
+
+
+def pinned_rate() -> float | None:
+    """Bytes a µs, of the fastest of three copies; None where the script has left no room for one."""
+    try:
+        source = torch.empty(BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
+        target = torch.empty(BYTES, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError:
+        return None
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+    marks[0].record()
+    for mark in marks[1:]:
+        target.copy_(source, non_blocking=True)
+        mark.record()
+    torch.cuda.synchronize()
+    return BYTES / (1e3 * min(before.elapsed_time(after) for before, after in pairwise(marks)))
+
+
+NO_DEVICE = "the CPU computes the steps itself, so no device waits for its host"
+UNWATCHED = "no step was watched: a run's sixth is the first"
+UNRECORDED = "the run was counted, not recorded"
+EAGER = "the steps were not captured, and gaps between the launches of an eager step are not seen from outside"
+
+
+def of_run(name: str, device: str, records: Iterable[Mapping[str, Any]]) -> Verdict:
+    """`records` are the lines of the run's tape; `device` in words."""
+    records = list(records)
+    watched = [record for record in records if "syncs" in record]
+    on_device = any("host_lead_ms" in record for record in records)
+    busy, leads = (
+        [record[name] for record in records if record.get(name) is not None] for name in ("gpu_busy", "host_lead_ms")
+    )
+    absent = {
+        "counts": UNWATCHED if on_device and not watched else None,
+        "the busy share": EAGER if on_device and not busy else None,
+        "prices": UNRECORDED if on_device else NO_DEVICE,
+    }
+    evidence = Evidence(
+        script=name,
+        device=device,
+        rows=[LedgerRow.of_record(told) for record in watched for told in record.get("stalls", ())],
+        steps=len(watched),
+        counted=frozenset({"syncs", "pageable_copies"}) if watched else frozenset(),
+        step_ms=[1e3 * record["seconds"] for record in records if record.get("seconds") is not None],
+        absent={what: why for what, why in absent.items() if why},
+    )
+    shares = {"shares": {"busy": 100 * median(busy)}} if busy else {}
+    return replace(judge(evidence), bar=shares, lead_ms=median(leads) if leads else None)

@@ -1,0 +1,263 @@
+"""Runs a user's script in this process, as `python script.py args` or `python -m module args` would, unmodified.
+
+It is `__main__`, has its own sys.argv and sys.path[0], and its children started by spawn import it as they always do: none of
+them meets a doctor. It is stopped by an exception that no `except Exception` catches, so that its `finally` blocks run.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import runpy
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from pkgutil import get_importer
+from types import ModuleType, TracebackType
+
+import torch
+
+from ...watch.pretend import NAME
+from ...watch.simtensor import SimTensor
+from ...watch.unseen import replaced
+
+_LIBRARY = str(Path(__file__).parents[2]) + os.sep
+RUNS = "mend it, and see that it runs without the doctor"
+NO_CUDA = (
+    'it needs CUDA, which a dry run has not; take the device from torch.accelerator.current_accelerator() instead of "cuda", '
+    "or run the doctor on a GPU"
+)
+
+NOT_PLAIN = (
+    "gb.place, gb.TrainStep and other code that needs plain tensors cannot use the pretend device of a dry run; run the doctor "
+    "on a GPU"
+)
+
+
+class Enough(BaseException):
+    """Raised in the script when the doctor has seen enough of it."""
+
+
+class Forked(SystemExit):
+    """Ends a process that the script forked, with the code that it would have had."""
+
+
+@dataclass(frozen=True)
+class Script:
+    target: str  # a file, or a module's name
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.module and not Path(self.target).exists():
+            raise ValueError(
+                f"script: there is no file {self.target}; give a script, -m and a module, or a trace (.json, .json.gz)."
+            )
+        if not self.module and self.target.endswith(".ipynb"):
+            raise ValueError(
+                f"script: {self.target} is a notebook, which python cannot run; make a script of it, as jupyter nbconvert "
+                "--to script does."
+            )
+
+    @property
+    def name(self) -> str:
+        """As it is called in reports: no folders of this machine."""
+        return f"-m {self.target}" if self.module else os.path.basename(os.path.abspath(self.target))
+
+    def run(self) -> bool:
+        """Whether it ended by itself. A script that fails is one sentence, after its own traceback."""
+        try:
+            with self._stage(), _forks_leave():
+                if self.module:
+                    runpy.run_module(self.target, run_name="__main__", alter_sys=True)
+                elif get_importer(self.target) is None:
+                    _run_file(os.path.abspath(self.target))
+                else:  # a folder or an archive, with a __main__ in it
+                    runpy.run_path(self.target, run_name="__main__")
+        except Enough:
+            return False
+        except Forked:
+            raise
+        except SystemExit as stop:
+            if stop.code in (None, 0):
+                return True
+            if not isinstance(stop.code, int):
+                print(stop.code, file=sys.stderr)
+            raise self._failed(stop.code if isinstance(stop.code, int) else 1) from stop
+        except Exception as error:
+            own = _its_own(error.__traceback__)
+            if isinstance(error, ImportError) and own is None:
+                what = f"there is no module {self.target} that" if self.module else f"{self.target} is nothing that"
+                raise ValueError(f"script: {what} can be run: {str(error).rstrip('.')}.") from error
+            traceback.print_exception(type(error), error, own)
+            raise self._failed(1, self._advice(error)) from error
+        return True
+
+    def _failed(self, code: int, advice: str = RUNS) -> ValueError:
+        return ValueError(f"{self.name} failed with code {code}; {advice}.")
+
+    def _advice(self, error: Exception) -> str:
+        if isinstance(error, ImportError) and "no known parent package" in str(error):
+            return f"it imports from its own package, as a module alone can; run gpubound doctor {self._as_module()}"
+        if any(name in str(error) for name in (SimTensor.__name__, NAME)):
+            return NOT_PLAIN
+        return NO_CUDA if _asked_for_cuda(error) else RUNS
+
+    def _as_module(self) -> str:
+        """How the doctor is told to run this file by its package, and where."""
+        path = Path(self.target).resolve()
+        package = path if path.is_dir() else path.parent
+        names = [package.name] if path.is_dir() or path.stem == "__main__" else [package.name, path.stem]
+        home = package.parent
+        while (home / "__init__.py").exists():
+            home, names = home.parent, [home.name, *names]
+        where = os.path.relpath(home)
+        return f"-m {'.'.join(names)}" + ("" if where == "." else f" in {where}")
+
+    @contextmanager
+    def _stage(self) -> Iterator[None]:
+        """What Python sets before it runs a script, and as it was before afterwards, also the folder and where prints go."""
+        argv, path, here = sys.argv, sys.path[:], os.getcwd()
+        folder = here if self.module else os.path.dirname(os.path.realpath(self.target))
+        sys.argv = [self.target, *self.arguments]
+        sys.path[:] = [folder, *path[1:]]
+        try:
+            with _streams(), replaced(os, "_exit", _leaving), replaced(threading, "excepthook", _unless_enough):
+                yield
+        finally:
+            sys.argv, sys.path[:] = argv, path
+            os.chdir(here)
+
+
+@contextmanager
+def _forks_leave() -> Iterator[None]:
+    """A process that the script forked ends as it would without the doctor: the verdict is its parent's alone."""
+    process = os.getpid()
+    try:
+        yield
+    except SystemExit as stop:
+        if os.getpid() == process:
+            raise
+        if not isinstance(stop.code, int | None):  # sys.exit("why") prints it, and is code 1
+            print(stop.code, file=sys.stderr)
+        raise Forked(stop.code if isinstance(stop.code, int | None) else 1) from None
+    except Exception as error:
+        if os.getpid() == process:
+            raise
+        traceback.print_exception(type(error), error, _its_own(error.__traceback__))
+        raise Forked(1) from None
+    if os.getpid() != process:
+        raise Forked(0)
+
+
+def _unless_enough(told: Callable) -> Callable:
+    """A thread whose step was the last one has ended, not failed."""
+    return lambda failed: None if failed.exc_type is Enough else told(failed)
+
+
+def _leaving(leave: Callable[[int], None]) -> Callable[[int], None]:
+    """os._exit ends the script, and not the doctor with it: no verdict and code 0 would pass every budget. Forks do leave."""
+    process, thread = os.getpid(), threading.get_ident()
+
+    def left(code: int) -> None:
+        if os.getpid() != process:
+            leave(code)
+        if threading.get_ident() == thread:
+            raise SystemExit(code)
+        print(f"gpubound doctor: a thread of the script called os._exit({code}); there is no verdict.", file=sys.stderr)
+        leave(code or 2)
+
+    return left
+
+
+_LEFT: list[object] = []  # streams of scripts: one that wraps ours would close it when it goes
+
+
+@contextmanager
+def _streams() -> Iterator[None]:
+    """Afterwards sys.stdout and sys.stderr are again what they were, unless the script has taken their buffers for its own."""
+    before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
+    try:
+        yield
+    finally:
+        for name, stream in before.items():
+            if (now := getattr(sys, name)) is not stream:
+                _LEFT.append(now)
+                with suppress(AttributeError, ValueError, OSError):  # what it holds back comes before the verdict
+                    now.flush()
+                with suppress(ValueError, OSError):  # closed or detached by the script, which then goes on with its own
+                    stream.flush()
+                    setattr(sys, name, stream)
+
+
+def _run_file(file: str) -> None:
+    """As Python runs a script: its file's name is absolute, sys.argv[0] is what was typed. runpy makes them the same."""
+    main, before = ModuleType("__main__"), sys.modules["__main__"]
+    main.__dict__.update(__file__=file, __builtins__=__builtins__)
+    with io.open_code(file) as source:
+        code = compile(source.read(), file, "exec", dont_inherit=True)  # this file's __future__ is not the script's
+    sys.modules["__main__"] = main
+    try:
+        exec(code, main.__dict__)
+    finally:
+        sys.modules["__main__"] = before
+
+
+def _asked_for_cuda(error: Exception) -> bool:
+    """Torch has many sentences for it, and raises half of them in torch/cuda."""
+    file = traceback.extract_tb(error.__traceback__)[-1].filename
+    return not torch.cuda.is_available() and (
+        "cuda" in str(error).lower() or file.startswith(os.path.dirname(torch.cuda.__file__))
+    )
+
+
+def _its_own(step: TracebackType | None) -> TracebackType | None:
+    """A traceback from the script's first frame on; None when there is none."""
+    while step is not None:
+        file = step.tb_frame.f_code.co_filename
+        if not file.startswith((_LIBRARY, "<frozen")) and os.path.basename(file) not in ("runpy.py", "contextlib.py"):
+            return step
+        step = step.tb_next
+    return None
+
+
+PATIENCE = 30.0  # seconds: one that saves a file may end by itself
+
+
+def end_anyway(code: int, before: Collection[threading.Thread], patience: float = PATIENCE) -> None:
+    """End this process with `code` if, so long after Python began to end, something runs that was not there `before`."""
+    if not (left := _left(before)):
+        return
+    ending = threading.Event()
+    threading._register_atexit(ending.set)  # type: ignore[attr-defined]  # atexit's own comes after threads were waited for
+    threading.Thread(target=_watch, args=(ending, code, before, patience), daemon=True).start()
+    _say(f"the script was stopped, and left {left}; waiting for up to {patience:g} s.")
+
+
+def _watch(ending: threading.Event, code: int, before: Collection[threading.Thread], patience: float) -> None:
+    ending.wait()
+    end = time.monotonic() + patience
+    while time.monotonic() < end and _left(before):
+        time.sleep(min(patience, 0.1))
+    if left := _left(before):
+        _say(f"ended {left}, which waited for the script.")
+        for child in multiprocessing.active_children():
+            child.kill()
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _left(before: Collection[threading.Thread]) -> str:
+    threads = [thread.name for thread in threading.enumerate() if not thread.daemon and thread not in before]
+    children = [child.name for child in multiprocessing.active_children() if not child.daemon]
+    return ", ".join(threads + children)
+
+
+def _say(text: str) -> None:
+    print(f"gpubound doctor: {text}", file=sys.stderr, flush=True)

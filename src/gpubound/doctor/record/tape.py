@@ -1,0 +1,164 @@
+"""A tape: what the host called and what the device did, in the order of one clock. The doctor reads nothing else.
+
+All times are microseconds. A tape says no more of a program than names, sizes and times: no values, no paths.
+
+A profiled program can write into its tape. An annotation (`torch.profiler.record_function`) whose name begins with MARK becomes
+a `Mark`: the rest of the name is the id of a site. One whose name is SPAN, a kind and a name becomes a `Span` of this kind:
+"span|checkpoint|save".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any
+
+from ...errors import DataError
+
+VERSION = 1
+MARK, SPAN = "stall|", "span|"
+
+CALLS = ("launch", "copy", "sync", "alloc", "free", "pin", "graph", "event", "other")
+WORKS = ("kernel", "h2d", "d2h", "d2d", "memset", "comm", "graph")
+SPANS = ("op", "data", "gc", "compile", "checkpoint", "python", "backward", "optimizer", "annotation")
+
+_WAITING = frozenset({"sync", "alloc", "free", "pin"})  # the driver waits in all of these: cudaMalloc stops the device, too
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the driver or runtime, on a thread of the host."""
+
+    name: str
+    kind: str  # one of CALLS; what never waits, such as cudaMallocAsync or cudaEventQuery, is "other"
+    thread: int
+    start: float
+    end: float
+    correlation: int = 0  # the works that it launched have the same; 0: none known
+    stream: int | None = None  # where it waits, records or launches; None: not known, or all streams of the device
+    bytes: int = 0
+    device: int | None = None
+    blocks: bool = False  # a copy that may keep its host: from or to pageable memory, or a plain cudaMemcpy
+    record: int = 0  # for a wait on an event: the correlation of the call that recorded it
+
+    @property
+    def waits(self) -> bool:
+        """Whether the host may have waited for the device in here."""
+        return self.kind in _WAITING or self.blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One thing that the device did."""
+
+    name: str
+    kind: str  # one of WORKS; "graph": a whole replay, where its nodes were not recorded one by one
+    device: int
+    stream: int
+    start: float
+    end: float
+    correlation: int
+    bytes: int = 0
+    pageable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a thread of the host was doing."""
+
+    name: str
+    kind: str  # one of SPANS
+    thread: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where in the source a thread was: `site` is the id that the attribution gave to the line."""
+
+    site: str
+    thread: int
+    at: float
+
+    @property
+    def start(self) -> float:
+        return self.at
+
+
+@dataclass(frozen=True)
+class Tape:
+    """Everything sorted by its start. A step is (start, end) on the host; none: the whole tape is taken for one."""
+
+    calls: Sequence[Call] = ()
+    work: Sequence[Work] = ()
+    spans: Sequence[Span] = ()
+    marks: Sequence[Mark] = ()
+    steps: Sequence[tuple[float, float]] = ()
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in _ROWS:
+            object.__setattr__(self, name, tuple(sorted(getattr(self, name), key=attrgetter("start"))))
+        object.__setattr__(self, "steps", tuple(sorted((float(start), float(end)) for start, end in self.steps)))
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """From the first step's start to the last one's end; without steps, from the first event to the last."""
+        if self.steps:
+            return self.steps[0][0], max(end for _, end in self.steps)
+        events: list[Call | Work] = [*self.calls, *self.work]
+        return min((e.start for e in events), default=0.0), max((e.end for e in events), default=0.0)
+
+    def cut(self, first: int, count: int) -> Tape:
+        """The steps `first` to `first + count` alone, with what their calls launched."""
+        steps = self.steps[first : first + count]
+        if not steps:
+            raise ValueError(f"a tape of {len(self.steps)} steps has no steps {first} to {first + count}; cut within them.")
+        start, end = steps[0][0], max(end for _, end in steps)
+        calls = [call for call in self.calls if start <= call.start < end]
+        launched = {call.correlation for call in calls} - {0}
+        return Tape(
+            calls,
+            [w for w in self.work if w.correlation in launched],
+            [s for s in self.spans if start <= s.start < end],
+            [m for m in self.marks if start <= m.at < end],
+            steps,
+            self.about,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON. An event is the list of its fields in their order, its name a place in `names`, its times to the ns."""
+        names: dict[str, int] = {}
+        rows = {name: [_row(event, names) for event in getattr(self, name)] for name in _ROWS}
+        steps = [[round(start, 3), round(end, 3)] for start, end in self.steps]
+        return {"version": VERSION, "about": self.about, "names": list(names), **rows, "steps": steps}
+
+    @classmethod
+    def from_dict(cls, content: Any) -> Tape:
+        version = content.get("version") if isinstance(content, dict) else None
+        if version != VERSION:
+            raise DataError(f"a tape has version {VERSION}, got {version!r}; record it again with this gpubound.")
+        try:
+            names = content["names"]
+            rows = {name: [event(names[row[0]], *row[1:]) for row in content[name]] for name, event in _ROWS.items()}
+            return cls(**rows, steps=content["steps"], about=content["about"])
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(f"the tape is damaged ({type(error).__name__}: {error}); record it again.") from error
+
+
+_ROWS: dict[str, type] = {"calls": Call, "work": Work, "spans": Span, "marks": Mark}
+
+
+def _row(event: Any, names: dict[str, int]) -> list:
+    name, *rest = (getattr(event, each.name) for each in fields(event))
+    return [names.setdefault(name, len(names)), *(round(v, 3) if isinstance(v, float) else v for v in rest)]
+
+
+def chosen(indices: Iterable[int], size: int, of: str) -> frozenset[int]:
+    """Places on a tape, if the tape has them."""
+    picked = frozenset(indices)
+    if wrong := sorted(i for i in picked if not 0 <= i < size):
+        raise ValueError(f"{of} are numbered 0 to {size - 1} on this tape, got {wrong[0]}; give places of tape.{of}.")
+    return picked

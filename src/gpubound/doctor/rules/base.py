@@ -1,0 +1,43 @@
+"""What a rule says before it is priced, and what a rule is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ...watch.site import Place
+from ..price.measurements import Evidence
+from ..price.prices import Prices
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One thing at one place. Its price is what a step saves without `calls` and `spans`; or `ms`, where a rule knows it."""
+
+    kind: str
+    place: Place
+    count: float  # a step
+    evidence: str
+    calls: frozenset[int] = frozenset()
+    spans: frozenset[int] = frozenset()
+    ms: float | None = None
+    certainty: str = "counted"
+    fix: str = ""  # empty: the remedy of its kind
+    waits: bool = False  # it is made of waits: if none of them is located, they are among those that are not
+
+
+@dataclass(frozen=True)
+class StallRule:
+    """`threshold` in the words of the table in docs/doctor-rules.md, with `why`."""
+
+    name: str
+    kinds: tuple[str, ...]
+    finds: str
+    threshold: str
+    why: str
+    look: Callable[[Evidence, Prices], Iterable[Claim]]
+
+
+def estimate(kind: str, place: Place, count: float, evidence: str, ms: float | None, fix: str = "") -> Claim:
+    """A claim whose price is a rule's own; None: counted alone."""
+    return Claim(kind, place, count, evidence, ms=ms, certainty="counted" if ms is None else "estimate", fix=fix)

@@ -1,0 +1,342 @@
+"""Rules for work that need not be done, work on the wrong device, launches, slow products, and other processes."""
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator
+from functools import partial
+
+from ...watch.rows import LedgerRow
+from ...watch.site import Place
+from ...words import readable
+from ..price.measurements import Evidence, by_line, calls_at, line_of, size, taped, times
+from ..price.prices import Prices, named
+from ..record.tape import Span
+from .base import Claim, StallRule, estimate
+from .waits import saves
+
+WORTH = 0.005  # of a step: below it the doctor calls anything harmless
+EVERY = 0.9  # a step: recorded steps may begin in the middle of one
+
+
+def repeats(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+    for rows in by_line(evidence, "repeat"):
+        if (count := times(evidence, rows)) >= EVERY:
+            said = f"{readable(size(evidence, rows))} a step are on the device already"
+            yield Claim("repeat", rows[0].place, count, said, calls_at(evidence, rows[0].place), waits=True)
+
+
+def clones(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+    for rows in by_line(evidence, "clone"):
+        if (count := times(evidence, rows)) >= EVERY:
+            amount = size(evidence, rows)
+            ms = copying(evidence, prices, count, amount)
+            yield estimate("clone", rows[0].place, count, f"{readable(amount)} a step", ms)
+
+
+def conversions(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+    """They cost the host alone. So they are named only where the device waits for Python, and where they are worth it."""
+    waited = prices.host * prices.bar.ms("dispatch") if prices.bar else 0.0
+    for rows in by_line(evidence, "noop"):
+        took = sum(row.ms for row in rows) / max(evidence.steps, 1)
+        ms = min(took, waited)
+        if (count := times(evidence, rows)) >= EVERY and (prices.share(ms) or 0.0) >= WORTH:
+            said = f"{rows[0].what} {count:.3g} times a step changes nothing, and takes the host {took:.2g} ms"
+            yield estimate("noop", rows[0].place, count, said, ms)
+
+
+def copying(evidence: Evidence, prices: Prices, count: float, amount: float) -> float | None:
+    """An estimate for copies on the device: their launches, or their bytes at the rate of the tape's own copies."""
+    works = evidence.tape.work if evidence.tape else ()
+    rates = [work.bytes / (work.end - work.start) for work in works if work.kind == "d2d" and work.bytes >= 1 << 20]
+    return max(prices.of_launches(count) or 0.0, amount / max(rates) / 1e3) if rates else None
+
+
+WASTE = (
+    StallRule(
+        "repeats",
+        ("repeat",),
+        "the same bytes uploaded every step",
+        "every step",
+        "an upload now and then may be meant",
+        repeats,
+    ),
+    StallRule(
+        "clones",
+        ("clone",),
+        "clones whose source nobody uses again",
+        "every step",
+        "one clone before the loop is free",
+        clones,
+    ),
+    StallRule(
+        "conversions",
+        ("noop",),
+        ".to() and its kin that change nothing, where the device waits for Python",
+        "every step, and 0.5 % of it",
+        "one takes the host a µs, a whole model's some ms; the device does nothing for it",
+        conversions,
+    ),
+)
+
+
+ELSEWHERE = ("torch/utils/data/", "torch/optim/")  # the loader's work is a wait for data; a step count is bookkeeping
+
+
+def cpu_ops(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+    lines = [rows for rows in ([r for r in some if _own(r)] for some in by_line(evidence, "cpu_op")) if rows]
+    if lines and idle(evidence):
+        rows = max(lines, key=lambda rows: times(evidence, rows))
+        count = sum(times(evidence, some) for some in lines)
+        said = f"nothing ran on the device, and {count:.3g} ops a step ran on the CPU"
+        yield Claim(
+            "cpu_op", rows[0].place, count, said, fix="move model and batches to the device: model.to(device), x.to(device)"
+        )
+        return
+    for rows in lines:
+        if (count := times(evidence, rows)) >= EVERY:
+            names = ", ".join(list(dict.fromkeys(row.what for row in rows))[:3])
+            ms = waited(evidence, prices, rows)
+            yield estimate("cpu_op", rows[0].place, count, f"{count:.3g} ops a step on the CPU: {names}", ms)
+
+
+def idle(evidence: Evidence) -> bool:
+    """Whether no work reached a device at all."""
+    ran = any(row.kind in ("launch", "h2d", "d2h") for row in evidence.rows)
+    return not ran and not (evidence.tape and evidence.tape.work)
+
+
+def _own(row: LedgerRow) -> bool:
+    via = row.place.via
+    return row.place.site is not None and not saves(row) and not (via and any(name in via.file for name in ELSEWHERE))
+
+
+def waited(evidence: Evidence, prices: Prices, rows: list[LedgerRow]) -> float | None:
+    """The device's idle time in ops of these names that launched nothing, shared among the lines that use such an op."""
+    if prices.bar is None or evidence.tape is None:
+        return None
+    starts = sorted((c.thread, c.start) for c in evidence.tape.calls if c.kind in ("launch", "copy", "graph"))
+
+    def on_cpu(name: str, span: Span) -> bool:
+        after = bisect_left(starts, (span.thread, span.start))
+        return span.name == name and (after == len(starts) or starts[after] >= (span.thread, span.end))
+
+    total = 0.0
+    for name in {row.what for row in rows}:
+        mine = sum(row.count for row in rows if row.what == name)
+        every = sum(row.count for row in evidence.rows if row.what == name and row.kind == "cpu_op")
+        total += (prices.idle_in(partial(on_cpu, f"aten::{name}")) or 0.0) * mine / every
+    return total
+
+
+def fallbacks(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+    for rows in by_line(evidence, "fallback"):
+        said = f"{rows[0].what}: {rows[0].detail}" if rows[0].detail else rows[0].what
+        yield Claim("fallback", rows[0].place, times(evidence, rows), said)
+
+
+HOST = (
+    StallRule(
+        "host",
+        ("cpu_op",),
+        "the model or tensors of a step on the CPU",
+        "every step",
+        "scalars and the loader's work are left out; an op now and then is bookkeeping",
+        cpu_ops,
+    ),
+    StallRule("fallbacks", ("fallback",), "slow paths that gpubound took", "one", "each has its reason", fallbacks),
+)
+
+
+MANY = 16  # a step: a small model's parameters; few lines run one in-place op as often for another reason
+BOUND = 0.10  # of a step: below it a graph gains less than its fixed shapes cost in work
+FUSED = 0.55  # of AdamW one by one, which passes over memory 21 times, fused 7. H200: 0.47 to 0.58 of tensors of 8M to 50M
+FEW = 0.9  # of the host's time in an update by parameters; H200: 0.90 to 0.96 of 64 and of 400 small tensors
+ADDED = 4.0  # passes over memory for one that fills with zeros: that one, and three to add a gradient to it
+NORMS = frozenset({"linalg_vector_norm", "norm"})
+ZEROS = frozenset({"_foreach_zero_", "zero_", "fill_"})
+OPTIMIZERS = "torch/optim/"
+FUSIBLE = ("adam", "sgd", "adagrad")
+
+
+def optimizer(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+    for rows in by_line(evidence, "launch"):
+        mine = [row for row in rows if row.place.via and row.place.via.function.startswith("_single_tensor_")]
+        if (count := times(evidence, mine)) >= MANY and (via := mine[0].place.via):
+            ms = fused(evidence, prices)
+            fix = "" if any(name in via.function for name in FUSIBLE) else "build the optimizer with foreach=True"
+            yield estimate("optimizer", mine[0].place, count, f"{count:.3g} launches a step", ms, fix)
+
+
+def fused(evidence: Evidence, prices: Prices) -> float | None:
+    """What a fused update would save: the greater of its passes over memory and of its launches."""
+    spans = [n for n, span in enumerate(evidence.tape.spans) if span.kind == "optimizer"] if evidence.tape else []
+    calls = prices.inside(lambda span: span.kind == "optimizer")
+    work, (host, _) = prices.without_work(calls, FUSED, spans), prices.saved(calls, spans)
+    return None if work is None or host is None else max(work, FEW * host)
+
+
+def zeros(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+    for rows in by_line(evidence, "launch"):
+        mine = [r for r in rows if r.what in ZEROS and r.place.via and r.place.via.function == "zero_grad"]
+        if mine:
+            ms = prices.without_work(prices.inside(named(f"aten::{mine[0].what}")), ADDED)
+            yield estimate("zero_grad", mine[0].place, times(evidence, mine), "zero_grad(set_to_none=False)", ms)
+
+
+def loops(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+    for rows in by_line(evidence, "launch"):
+        for row in rows:
+            inplace = row.what.endswith("_") and not row.what.startswith("_")
+            count = times(evidence, [row])
+            if (inplace or row.what in NORMS) and count >= MANY and not row.place.node and row.place.via is None:
+                fix = f"one call for all of them: torch._foreach_{'norm' if row.what in NORMS else row.what}"
+                said = f"{row.what} {count:.3g} times a step"
+                yield estimate("launch", row.place, count, said, prices.of_launches(count), fix)
+                break
+
+
+def bound(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+    """What is left of the host's time when it never stalls. A graph costs one launch."""
+    ceiling, alone = prices.ceiling, prices.launch_free
+    if ceiling is None or alone is None or prices.step_ms is None or evidence.tape is None:
+        return
+    if ceiling - alone >= BOUND * prices.step_ms:
+        launches = sum(call.kind == "launch" for call in evidence.tape.calls) / taped(evidence)
+        said = f"{launches:.0f} launches a step; as a graph it would take the device's {alone:.3g} ms"
+        yield Claim("launch_bound", updating(evidence), launches, said, ms=ceiling - alone, certainty="replayed")
+
+
+def updating(evidence: Evidence) -> Place:
+    """The line that ends a step: the one from which an optimizer launches most."""
+    every = by_line(evidence, "launch")
+    lines = [[row for row in rows if row.place.via and OPTIMIZERS in row.place.via.file] for rows in every]
+    rows = max(lines, key=lambda rows: times(evidence, rows), default=[])
+    return rows[0].place if rows else Place()
+
+
+LAUNCHES = (
+    StallRule(
+        "optimizer",
+        ("optimizer",),
+        "an optimizer that updates parameter by parameter",
+        f"{MANY} launches a step",
+        "a small model's parameters; foreach and fused need a few",
+        optimizer,
+    ),
+    StallRule("zeros", ("zero_grad",), "zero_grad(set_to_none=False)", "one", "gradients made anew cost nothing", zeros),
+    StallRule(
+        "loops",
+        ("launch",),
+        "loops over parameters, one launch each",
+        f"an in-place op or a norm {MANY} times a step on one line",
+        "a forward runs few in-place ops, and its layers' lines go through torch/nn",
+        loops,
+    ),
+    StallRule(
+        "bound",
+        ("launch_bound",),
+        "steps that launches hold up",
+        f"{BOUND:.0%} of the step, by replay",
+        "below that a graph gains less than its fixed shapes cost in work",
+        bound,
+    ),
+)
+
+
+SHARE = 0.05  # of a step: what it would gain is known to a factor alone
+FP32 = re.compile("sgemm|f32f32_f32f32_f32")  # TF32's names have s1688gemm or f32f32_tf32f32
+TF32_GAIN = 0.85  # H200: 0.87 of 4096 x 4096 x 4096 and 0.85 of 8192; 0.59 of 1024, which is mostly launch
+UNALIGNED = re.compile("(f16|h[0-9]).*align[12](?![0-9])")
+ALIGNED_GAIN = 0.75  # H200, beside 4096 x 4096 x 4096: 0.81 of 4097, 0.72 of 4098, 0.73 of 4100
+PAD = "pad the sizes of weights and batches to multiples of 8"
+SORTS = ((FP32, TF32_GAIN, "in fp32 without tensor cores", ""), (UNALIGNED, ALIGNED_GAIN, "of unaligned sizes", PAD))
+OPS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution"})
+MATH = "_scaled_dot_product_attention_math"
+SOFTMAX = frozenset({"_safe_softmax"})
+MATH_GAIN = 1.9  # of its forward, for both ways: 1.85 to 2.05 on an H200, 512 to 2048 tokens, heads of 64 and 128
+
+
+def busiest(evidence: Evidence, ops: frozenset[str]) -> Place:
+    """The line that runs most of these ops, not counting backward."""
+    lines = [[row for row in rows if row.what in ops and not row.place.node] for rows in by_line(evidence, "launch")]
+    rows = max(lines, key=lambda rows: times(evidence, rows), default=[])
+    return rows[0].place if rows else Place()
+
+
+def products(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+    tape = evidence.tape
+    if tape is None:
+        return
+    own = line_of(busiest(evidence, SOFTMAX)) if any(MATH in span.name for span in tape.spans) else None  # attention's own line
+    for names, gain, said, fix in SORTS:
+        works = [work for work in tape.work if work.kind == "kernel" and names.search(work.name)]
+        numbers = {work.correlation for work in works} - {0}
+        ms = prices.without_work([n for n, call in enumerate(tape.calls) if call.correlation in numbers], gain)
+        place = busiest(evidence, OPS)
+        if (prices.share(ms) or 0.0) >= SHARE and (line_of(place) is None or line_of(place) != own):
+            count = len(works) / taped(evidence)
+            spent = sum(work.end - work.start for work in works) / taped(evidence) / 1e3
+            told = f"{count:.3g} products a step {said} take {spent:.3g} ms"
+            yield estimate("precision", place, count, told, ms, fix)
+
+
+def attention(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+    spans = [n for n, span in enumerate(evidence.tape.spans) if MATH in span.name] if evidence.tape else []
+    if count := len(spans) / taped(evidence):
+        ms = prices.without_work(prices.inside(lambda span: MATH in span.name), MATH_GAIN, spans)
+        place = busiest(evidence, SOFTMAX)
+        yield estimate("attention", place, count, f"{count:.3g} calls a step write all scores to memory", ms)
+
+
+PRODUCTS = (
+    StallRule(
+        "products",
+        ("precision",),
+        "products in fp32 without tensor cores, or of unaligned sizes",
+        f"{SHARE:.0%} of the step, estimated",
+        "what it would gain is known to a factor alone",
+        products,
+    ),
+    StallRule(
+        "attention",
+        ("attention",),
+        "scaled_dot_product_attention on its math path",
+        "0.5 % of the step, estimated",
+        "the math path of a small input is as fast as any",
+        attention,
+    ),
+)
+
+
+EXPOSED = 5.0  # per cent of a step: the last bucket of gradients is never hidden
+LATE = 3.0  # times the median: one rank came late, and the others waited inside the collective
+
+
+def communication(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+    bar = prices.bar
+    if bar is None or evidence.tape is None or bar.shares["comm"] < EXPOSED:
+        return
+    lasted = sorted(work.end - work.start for work in evidence.tape.work if work.kind == "comm")
+    said = f"{bar.shares['comm']:.0f} % of the step is communication alone"
+    if lasted[-1] > LATE * lasted[len(lasted) // 2]:
+        said += f"; the longest took {lasted[-1] / lasted[len(lasted) // 2]:.0f} times the median: a rank comes late"
+    ms = prices.scale * bar.ms("comm")
+    yield Claim("comm", Place(), len(lasted) / bar.steps, said, ms=ms, certainty="measured")
+
+
+def profiler(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+    if evidence.about.get("profiler"):
+        yield Claim("profiler", evidence.places.get("profiler", Place()), 1, "the script itself records a profile")
+
+
+OTHERS = (
+    StallRule(
+        "waits",
+        ("comm",),
+        "communication that nothing hides, and ranks that come late",
+        f"{EXPOSED:.0f} % of the step",
+        "the last bucket of gradients is never hidden",
+        communication,
+    ),
+    StallRule("profiler", ("profiler",), "a profiler left on", "one", "it costs the host some µs an op", profiler),
+)

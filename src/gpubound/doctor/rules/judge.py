@@ -1,0 +1,128 @@
+"""From evidence to a verdict: every rule's claims, priced, ranked, and set apart from what costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ...watch.rows import TOTALS
+from ..finding import KINDS, Finding, Verdict
+from ..price.measurements import Evidence, Line, line_of, size, times
+from ..price.prices import Prices
+from . import RULES
+from .base import Claim, StallRule
+from .waits import MEMORY_KINDS
+
+HARMLESS = 0.005  # of a step: two timings of the same step differ by as much
+
+
+def judge(evidence: Evidence, rules: Iterable[StallRule] = RULES) -> Verdict:
+    prices = Prices(evidence)
+    claims = _distinct(claim for rule in rules for claim in rule.look(evidence, prices))
+    found = [(claim, _priced(claim, evidence, prices)) for claim in claims]
+    harmless = [(claim, finding) for claim, finding in found if _costs_nothing(finding, prices)]
+    dear = [pair for pair in found if pair not in harmless]
+    dear.sort(key=lambda pair: (pair[1].ms is None, -(pair[1].ms or 0.0), -pair[1].count))
+    absent = ({"prices": prices.refused} if prices.refused else {}) | dict(evidence.absent)  # a dry run knows better why
+    bar = prices.bar
+    return Verdict(
+        script=evidence.script,
+        machine={"device": evidence.device} | {name: fact for name, fact in evidence.about.items() if isinstance(fact, str)},
+        step_ms=prices.step_ms,
+        bar={"shares": bar.shares, "late": bar.late} if bar else {},
+        ceiling_ms=prices.ceiling,
+        findings=[finding for _, finding in dear],
+        together_ms=_together(dear, prices),
+        harmless=[finding for _, finding in harmless],
+        unlocated=_unlocated(evidence, prices),
+        phases=dict(evidence.phases),
+        absent=absent,
+        distortion=prices.distortion,
+        counts=_counts(evidence),
+    )
+
+
+def _distinct(claims: Iterable[Claim]) -> list[Claim]:
+    """A call or a span belongs to the first claim of it. A wait whose line has a claim already is the same thing; a read beside
+    a copy is told with it, because the tape says of a call which line made it, not which word of the line."""
+    calls: set[int] = set()
+    spans: set[int] = set()
+    lines = dict[Line, int]()  # of waits: which of the kept ones has it
+    kept = list[Claim]()
+    for claim in claims:
+        mine = replace(claim, calls=claim.calls - calls, spans=claim.spans - spans)
+        line = line_of(claim.place)
+        first = lines.get(line) if claim.waits and line is not None else None
+        if first is not None and claim.kind == "sync":
+            kept[first] = replace(kept[first], evidence=f"{kept[first].evidence}; the line also {claim.evidence}")
+        if first is not None or (claim.waits and claim.calls and not mine.calls):
+            continue
+        calls |= mine.calls
+        spans |= mine.spans
+        if claim.waits and line is not None:
+            lines[line] = len(kept)
+        kept.append(mine)
+    return kept
+
+
+def _priced(claim: Claim, evidence: Evidence, prices: Prices) -> Finding:
+    ms, certainty = claim.ms, claim.certainty
+    if ms is None:
+        ms, certainty = prices.saved(claim.calls, claim.spans)
+    if ms is None and claim.waits and prices.replay is not None:  # its waits are among those without a line
+        most, certainty = prices.saved(_without_line(evidence))
+        small = most is None or (prices.share(most) or 0.0) < HARMLESS
+        ms, certainty = ((most or 0.0), "replayed") if small else (None, "counted")
+    place, fix = claim.place, claim.fix or KINDS[claim.kind].remedy
+    return Finding(claim.kind, place.site, place.via, place.node, place.built, claim.count, ms, certainty, claim.evidence, fix)
+
+
+def _costs_nothing(finding: Finding, prices: Prices) -> bool:
+    share = prices.share(finding.ms)
+    return share is not None and share < HARMLESS
+
+
+def _together(pairs: list[tuple[Claim, Finding]], prices: Prices) -> float | None:
+    """What a step would save without all of them: stalls by one replay, and what the rest is said to save."""
+    priced = [(claim, finding) for claim, finding in pairs if finding.ms is not None]
+    if not priced or prices.step_ms is None:
+        return None
+    calls = [n for claim, _ in priced if claim.ms is None for n in claim.calls]
+    spans = [n for claim, _ in priced if claim.ms is None for n in claim.spans]
+    joint, _ = prices.saved(calls, spans)
+    rest = sum(finding.ms or 0.0 for claim, finding in priced if claim.ms is not None)
+    return min((joint or 0.0) + rest, prices.step_ms)
+
+
+def _without_line(evidence: Evidence) -> frozenset[int]:
+    """Waits inside steps whose line is not known; calls for memory are told by what they are. Behind the last step the recorder
+    itself waits."""
+    if evidence.tape is None or not evidence.tape.steps:
+        return frozenset()
+    (begin, _), (_, end) = evidence.tape.steps[0], evidence.tape.steps[-1]
+    known = {n for n, place in evidence.located.items() if line_of(place)}
+    waits = [n for n, call in enumerate(evidence.tape.calls) if call.waits and call.kind not in MEMORY_KINDS]
+    return frozenset(n for n in waits if n not in known and begin <= evidence.tape.calls[n].start < end)
+
+
+def _unlocated(evidence: Evidence, prices: Prices) -> list[str]:
+    lost = _without_line(evidence)
+    if not lost or evidence.tape is None:
+        return []
+    calls = evidence.tape.calls
+    names = ", ".join(sorted({calls[n].name for n in lost}))
+    waits = sum(call.waits for call in calls)
+    ms, _ = prices.saved(lost)
+    cost = "" if ms is None else f": {ms:.2g} ms a step"
+    return [f"{len(lost)} of {waits} waits have no line ({names}){cost}"]
+
+
+def _counts(evidence: Evidence) -> dict[str, float]:
+    """A step's totals, of what the ledger vouches for."""
+    found = {}
+    if "syncs" in evidence.counted:
+        kind, _ = TOTALS["syncs"]
+        found["syncs"] = times(evidence, [row for row in evidence.rows if row.kind == kind])
+    if "pageable_copies" in evidence.counted:
+        found["pageable_bytes"] = size(evidence, [row for row in evidence.rows if row.pageable])
+    return found

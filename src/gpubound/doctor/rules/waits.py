@@ -1,0 +1,297 @@
+"""Rules for what the host waits for: checkpoints, data, collections, compilations, memory, copies, reads of the device."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from ...watch.events import DOWNLOAD, EMPTIED, HOST_DATA, MASKING, UPLOAD, cause_of
+from ...watch.ops import DOWN, UP
+from ...watch.rows import LedgerRow
+from ...watch.site import Place
+from ...words import readable
+from ..finding import KINDS
+from ..price.measurements import Evidence, Line, by_line, calls_at, line_of, size, taped, times
+from ..price.prices import Prices
+from ..record.tape import Span, Tape
+from .base import Claim, StallRule
+
+WRITERS = ("torch/serialization.py", "torch/storage.py", "torch/distributed/checkpoint/", "safetensors/torch.py")
+
+
+def saves(row: LedgerRow) -> bool:
+    """Whether a file of weights was being written."""
+    via = row.place.via
+    return via is not None and any(writer in via.file.replace("\\", "/") for writer in WRITERS)
+
+
+def checkpoints(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+    spans = [n for n, span in enumerate(evidence.tape.spans) if span.kind == "checkpoint"] if evidence.tape else []
+    rows = [row for row in evidence.rows if saves(row) and row.kind in ("sync", "d2h")]
+    places = [evidence.places.get(evidence.tape.spans[n].name) for n in spans] if evidence.tape else []
+    place = next((p for p in [*places, *(row.place for row in rows)] if p is not None and line_of(p)), Place())
+    if not spans and not rows:
+        return
+    calls = prices.inside(lambda span: span.kind == "checkpoint")
+    for row in rows:
+        calls |= calls_at(evidence, row.place)
+    count = len(spans) / taped(evidence) if spans else 1 / max(evidence.steps, 1)
+    waits = frozenset(n for n in calls if evidence.tape and evidence.tape.calls[n].waits)
+    yield Claim("checkpoint", place, count, f"{count:.3g} checkpoints a step", waits, frozenset(spans))
+
+
+CHECKPOINTS = StallRule(
+    "saving",
+    ("checkpoint",),
+    "torch.save and its kin while the device waits",
+    "0.5 % of the step, by replay",
+    "a checkpoint that is rare enough costs nothing a step",
+    checkpoints,
+)
+
+
+WITH_WORKERS = "MultiProcess"  # in the name of torch's loader
+MORE = "raise num_workers or prefetch_factor, or do less for an item: the workers cannot keep up"
+
+
+def spans_of(evidence: Evidence, kind: str) -> dict[Line | None, tuple[Place, list[int]]]:
+    """The spans of a kind, those of one line together."""
+    found: dict[Line | None, tuple[Place, list[int]]] = {}
+    for n, span in enumerate(evidence.tape.spans if evidence.tape else ()):
+        if span.kind == kind:
+            place = evidence.places.get(span.name, Place())
+            found.setdefault(line_of(place), (place, []))[1].append(n)
+    return found
+
+
+def lasting(evidence: Evidence, spans: list[int]) -> float:
+    """Milliseconds a step."""
+    every = evidence.tape.spans if evidence.tape else ()
+    return sum(every[n].end - every[n].start for n in spans) / taped(evidence) / 1e3
+
+
+def data(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+    for place, spans in spans_of(evidence, "data").values():
+        workers = evidence.tape is not None and any(WITH_WORKERS in evidence.tape.spans[n].name for n in spans)
+        said = f"the host is {lasting(evidence, spans):.3g} ms a step in the loader"
+        count = len(spans) / taped(evidence)
+        yield Claim("data", place, count, said, spans=frozenset(spans), fix=MORE if workers else "")
+
+
+def collections(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+    """One claim for each gc.collect(). Python's own fall on any line: they are one claim, at the line that has most of them."""
+    spans = spans_of(evidence, "gc")
+    for rows in by_line(evidence, "gc"):
+        if (site := rows[0].place.site) and "gc.collect" in site.code:
+            _, mine = spans.pop(line_of(rows[0].place), (None, []))
+            said = f"gc.collect() takes {sum(row.ms for row in rows) / max(evidence.steps, 1):.3g} ms a step"
+            fix = "leave out gc.collect(), or collect between epochs"
+            yield Claim("gc", rows[0].place, times(evidence, rows), said, spans=frozenset(mine), fix=fix)
+    if spans:
+        every = [n for _, some in spans.values() for n in some]
+        placed = [pair for line, pair in spans.items() if line]
+        place, most = max(placed, key=lambda pair: lasting(evidence, pair[1]), default=(Place(), []))
+        said = f"collections take {lasting(evidence, every):.3g} ms a step"
+        said += f", {lasting(evidence, most):.3g} of them in this line" if len(placed) > 1 else ""
+        yield Claim("gc", place, len(every) / taped(evidence), said, spans=frozenset(every))
+
+
+def compilations(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+    spans = spans_of(evidence, "compile")
+    _, lost = spans.pop(None, (None, []))
+    for rows in by_line(evidence, "compile"):  # the busiest first: what has no line is its own
+        _, mine = spans.pop(line_of(rows[0].place), (None, []))
+        count = times(evidence, rows)
+        yield Claim("compile", rows[0].place, count, f"{rows[0].what}: {count:.3g} a step", spans=frozenset([*mine, *lost]))
+        lost = []
+    for place, mine in [*spans.values(), *([(Place(), lost)] if lost else [])]:
+        yield Claim("compile", place, len(mine) / taped(evidence), "compilations after the warm-up", spans=frozenset(mine))
+
+
+PAUSES = (
+    StallRule(
+        "data",
+        ("data",),
+        "waits for the next batch",
+        "0.5 % of the step, by replay",
+        "a loader that is ahead of the device is waited for, too, but for nothing",
+        data,
+    ),
+    StallRule(
+        "collections",
+        ("gc",),
+        "garbage collections, and gc.collect() in a step",
+        "0.5 % of the step, by replay",
+        "a young generation takes some 10 µs",
+        collections,
+    ),
+    StallRule(
+        "compilations",
+        ("compile",),
+        "compilations after the warm-up",
+        "one",
+        "a steady step compiles nothing",
+        compilations,
+    ),
+)
+
+
+MEMORY_KINDS = ("free", "alloc", "pin")
+STEADY = 0.5  # a step
+
+
+def driver_calls(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+    tape = evidence.tape.calls if evidence.tape else ()
+    emptied = any(row.what == EMPTIED for row in evidence.rows)
+    again = frozenset(n for n, call in enumerate(tape) if call.kind == "alloc" and emptied)
+    claimed: frozenset[int] = frozenset()
+    for kind in MEMORY_KINDS:
+        if evidence.memory.get(kind, STEADY) < STEADY:  # the timed steps were steadier than the recorded ones
+            continue
+        known = next((rows[0].place for rows in by_line(evidence, kind) if line_of(rows[0].place)), Place())
+        lines: dict[Line | None, tuple[Place, list[int]]] = {}
+        for n, call in enumerate(tape):
+            if call.kind == kind and n not in claimed:
+                place = evidence.located.get(n, known)
+                lines.setdefault(line_of(place), (place, []))[1].append(n)
+        for place, calls in lines.values():
+            if (count := len(calls) / taped(evidence)) >= STEADY:
+                mine = frozenset(calls) | again if kind == "free" else frozenset(calls)  # what is given back is asked for again
+                claimed |= mine
+                yield Claim(kind, place, count, f"{count:.3g} a step", mine)
+    for rows in by_line(evidence, "retry"):
+        count = times(evidence, rows)
+        yield Claim("retry", rows[0].place, count, f"the memory was full {count:.3g} times a step")
+
+
+MEMORY = StallRule(
+    "memory",
+    ("alloc", "free", "pin", "retry"),
+    "cudaMalloc, cudaFree (empty_cache), pinning, retries when memory is full",
+    "one in two steps",
+    "a cache that still grows asks now and then; a retry is one too many",
+    driver_calls,
+)
+
+
+MUCH = 100.0  # µs; an op that only copies kept its host for 45 to 56 beside the copy's own call, on a machine with an H200
+
+
+def preparing(tape: Tape, calls: Collection[int]) -> frozenset[int]:
+    """The outermost ops around these copies, as far as their host was busy for longer than that in them."""
+    outermost = _outermost_ops(tape)
+    busy: dict[int, float] = {}
+    for place in calls:
+        call = tape.calls[place]
+        spans = outermost.get(call.thread, [])
+        before = bisect_right(spans, call.start, key=lambda pair: pair[1].start) - 1
+        if call.kind == "copy" and before >= 0 and call.end <= spans[before][1].end:
+            number, span = spans[before]
+            busy[number] = busy.get(number, span.end - span.start) - (call.end - call.start)
+    return frozenset(number for number, us in busy.items() if us > MUCH)
+
+
+def _outermost_ops(tape: Tape) -> dict[int, list[tuple[int, Span]]]:
+    """Each thread's ops that lie in no other op, with their places on the tape."""
+    found: dict[int, list[tuple[int, Span]]] = {}
+    for place, span in enumerate(tape.spans):
+        if span.kind == "op":
+            mine = found.setdefault(span.thread, [])
+            if not mine or span.start >= mine[-1][1].end:
+                mine.append((place, span))
+            elif span.start == mine[-1][1].start and span.end > mine[-1][1].end:
+                mine[-1] = (place, span)
+    return found
+
+
+FREE = "pinned, non_blocking"
+ROUND_TRIP = "keep it on the device: what goes down here comes up again"
+CONVERTED = "the host prepares it first: copy it as it is, and convert on the device: x.to(device, non_blocking=True).to(dtype)"
+BUILT = ("torch.tensor(", "as_tensor(")
+
+
+def copies(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+    for rows in by_line(evidence, "h2d", "d2h"):
+        rows = [row for row in rows if row.detail != FREE and not saves(row)]
+        if not rows:
+            continue
+        kind, fix = kind_and_fix(rows)
+        count = times(evidence, rows)
+        said = f"{readable(size(evidence, rows))} a step ({rows[0].detail})"
+        calls = calls_at(evidence, rows[0].place)
+        prepared = preparing(evidence.tape, calls) if evidence.tape else frozenset[int]()
+        fix = CONVERTED if prepared and kind != "d2h" else fix
+        claim = Claim(kind, rows[0].place, count, said, calls, prepared, fix=fix, waits=True)
+        if fix == ROUND_TRIP and (ms := prices.without_work(calls, 1.0, prepared)) is not None:  # the copies go, too
+            claim = replace(claim, ms=ms, certainty="estimate")
+        yield claim
+
+
+def kind_and_fix(rows: list[LedgerRow]) -> tuple[str, str]:
+    """(the kind, what to write instead) of one line's copies."""
+    first, site = rows[0], rows[0].place.site
+    if len({row.kind for row in rows}) == 2:
+        return "d2h", ROUND_TRIP
+    if first.kind == "d2h":
+        return "d2h", DOWNLOAD.remedy
+    if first.detail == "pageable, non_blocking":  # said to be non_blocking: the driver stages it, and the host waits
+        return "pageable", KINDS["pageable"].remedy
+    if site and any(call in site.code for call in BUILT):
+        return "h2d", HOST_DATA.remedy
+    return "h2d", UPLOAD.remedy if first.pageable else "pass non_blocking=True: the memory is pinned"
+
+
+COPIES = StallRule(
+    "copies",
+    ("h2d", "d2h", "pageable"),
+    "blocking or pageable copies, non_blocking on pageable memory, gradients through the host",
+    "0.5 % of the step, by replay",
+    "a pageable copy under 64 kB does not keep its host, so its kind says too little",
+    copies,
+)
+
+
+MASKED = 0.9  # of what indexing by a mask takes, with its backward, which sorts and scatters; torch.where has passes, too
+
+
+def reads(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+    masks = list({line_of(row.place) for row in evidence.rows if row.what == MASKING} - {None})
+    for rows in by_line(evidence, "sync"):
+        rows = [row for row in rows if row.what not in (UP, DOWN) and not saves(row)]
+        if not rows:
+            continue
+        first = rows[0]
+        count = times(evidence, rows)
+        what = ", ".join(dict.fromkeys(row.what for row in rows))
+        calls = calls_at(evidence, first.place)
+        remedy = cause_of("sync", first.what, first.place.through).remedy
+        claim = Claim("sync", first.place, count, f"waits in {what}", calls, fix=remedy, waits=True)
+        if masks == [line_of(first.place)] and (ms := masking(evidence, prices)) is not None:
+            claim = replace(claim, ms=ms, certainty="estimate")
+        yield claim
+
+
+def masking(evidence: Evidence, prices: Prices) -> float | None:
+    """What a step would save without indexing by masks: its waits, and the kernels that gather and scatter what is chosen."""
+    spans = evidence.tape.spans if evidence.tape else ()
+    chosen = sorted((s.thread, s.start) for s in spans if s.name == "aten::nonzero")
+
+    def masked(span: Span) -> bool:
+        at = bisect_left(chosen, (span.thread, span.start))
+        return at < len(chosen) and chosen[at] < (span.thread, span.end)
+
+    every = [span for span in spans if span.name == "aten::index"]
+    alone = bool(every) and all(masked(span) for span in every)  # or it is not known which backward is a mask's
+    calls = prices.inside(lambda s: (s.name == "aten::index" and masked(s)) or (alone and s.name == "IndexBackward0"))
+    return prices.without_work(calls, MASKED) if calls and prices.replay is not None else None
+
+
+READS = StallRule(
+    "reads",
+    ("sync",),
+    "item, if t, print, masks, nonzero, clipping with checks, GradScaler, synchronize",
+    "0.5 % of the step, by replay",
+    "a wait beside a full queue is free",
+    reads,
+)
