@@ -1,18 +1,23 @@
 """The data of a run: which tokenizer it takes, and what is said where data, tokenizer and model do not belong together."""
 
 import json
+import math
 import os
 import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 import pytest
+import torch
 
 from gpubound.corpus import Corpus, Tokenizer, train_tokenizer
 from gpubound.errors import DataError
 from gpubound.models import PRESETS, Decoder, save_hf
-from gpubound.train.data import check_data, open_data
+from gpubound.train.data import check_data, open_data, stage_of
+from gpubound.train.prepare import prepare
+from gpubound.train.recipe import Recipe
 from tests.messages import message
 
 from .runs import recipe, texts
@@ -160,3 +165,70 @@ def test_two_runs_in_one_folder_train_one_tokenizer(book, tmp_path, monkeypatch)
     with ThreadPoolExecutor(2) as pool:
         first, second = [work.result() for work in (pool.submit(run), pool.submit(run))]
     assert first == second and len(trained) == 1
+
+
+def chats(folder, count: int) -> str:
+    """A set of `count` short chats, as someone tries a first fine-tuning with."""
+    rows = [
+        [{"role": "user", "content": f"what is {n} plus 1?"}, {"role": "assistant", "content": f"it is {n + 1}."}]
+        for n in range(count)
+    ]
+    path = folder / f"chats-{count}.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in rows))
+    return str(path)
+
+
+def defaults(corpus, tmp_path, **changes) -> Recipe:
+    """A recipe that says nothing of rows, batches and what is held out."""
+    return Recipe(
+        **{"model": "tiny", "tokenizer": str(corpus), "device": "cpu", "out": str(tmp_path / "run"), "steps": 2} | changes
+    )
+
+
+@pytest.mark.parametrize("count, seq, micro_batch", [(300, 512, 8), (144, 256, 8), (40, 128, 8), (12, 64, 4)])
+def test_the_defaults_fit_a_small_set_of_chats(on_reference, corpus, tmp_path, capsys, count, seq, micro_batch):
+    run = prepare(defaults(corpus, tmp_path, data=(chats(tmp_path, count),)), progress=False)
+    stage, said = run.stage, capsys.readouterr().err
+    rows = (stage.training.tokens - 1) // stage.recipe.seq
+    assert rows >= stage.recipe.micro_batch >= 1
+    assert stage.held_out.tokens <= 0.25 * (stage.training.tokens + stage.held_out.tokens)
+    assert (stage.recipe.seq, stage.recipe.micro_batch) == (seq, micro_batch)
+    assert ("micro_batch" in said) == ((seq, micro_batch) != (512, 8)) and "are held out" in said
+    records = []
+    run.go(records.append)
+    assert math.isfinite(records[-1]["held_out"]) and run.finished
+    again = prepare(defaults(corpus, tmp_path, data=(chats(tmp_path, count),)), resume=True, progress=False)
+    assert again.done == 2 and again.stage.recipe == stage.recipe, "the same set fits in the same way"
+
+
+def test_a_model_folder_needs_data_and_a_preset_does_not(base, tmp_path):
+    assert Recipe(model="tiny").data == ("stdlib",)
+    with pytest.raises(ValueError) as error:
+        prepare(Recipe(model=str(base), out=str(tmp_path / "run"), device="cpu"), progress=False)
+    assert "data" in str(error.value) and str(base) in str(error.value)
+    assert not (tmp_path / "run").exists(), "nothing was tokenised"
+
+
+def test_each_kind_of_run_has_its_own_rates_and_says_them(on_reference, corpus, base, tmp_path, capsys):
+    lora = {"lora": {"rank": 2}, "model": str(base)}
+    kinds = [({"model": "tiny"}, 3e-3, 0.1), ({"model": str(base)}, 2e-5, 0.0), (lora, 2e-4, 0.0)]
+    for changes, lr, weight_decay in kinds:
+        made = Recipe(**changes)
+        assert (made.lr, made.weight_decay) == (lr, weight_decay) == (made.numbers.lr, made.numbers.weight_decay)
+        given = Recipe(**changes, lr=1e-3, weight_decay=0.01)
+        assert (given.numbers.lr, given.numbers.weight_decay) == (1e-3, 0.01)
+    run = prepare(recipe(corpus, tmp_path / "run", **lora, steps=1), progress=False)
+    said = capsys.readouterr().err
+    assert "low-rank adapters: lr 0.0002, weight decay 0 (the defaults of low-rank adapters)" in said
+    assert run.step.lr == 2e-4
+
+
+def test_an_evaluation_takes_as_many_tokens_whatever_the_micro_batch(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("gpubound.train.data.EVALUATION_TOKENS", 256)
+    whole = Corpus.open(corpus)
+    for rows, batches in ((1, 8), (2, 4), (4, 2), (16, 1)):
+        stage = stage_of("", recipe(corpus, tmp_path, micro_batch=rows, validation=0.1), whole)
+        assert stage.held_out_batches == batches
+        assert len(list(islice(stage.held_out_feed(torch.device("cpu")), stage.held_out_batches))) == batches
+    monkeypatch.setattr("gpubound.train.data.EVALUATION_TOKENS", 1 << 30)
+    assert stage.held_out_batches == 1, "no more than there are"

@@ -84,7 +84,6 @@ def test_what_a_run_cannot_begin_with(corpus, tmp_path):
 
     assert refusal(model="12m").startswith(f"model: got '12m', wanted one of {', '.join(presets())} (-tiny behind ")
     assert refusal(data=("nowhere.txt",)) == message("train/run_refusals:what_a_run_cannot_begin")
-    assert refusal(data=()) == message("train/run_refusals:what_a_run_cannot_begin.2")
     book = tmp_path / "book.txt"
     book.write_text("A text. " * 500)
     bad = tmp_path / "tokenizer.json"
@@ -92,7 +91,6 @@ def test_what_a_run_cannot_begin_with(corpus, tmp_path):
     assert refusal(DataError, data=(str(book),), tokenizer=str(bad)).startswith(
         f"{bad}: is not a tokenizer that the tokenizers library reads: "
     )
-    assert refusal(DataError, validation=0.004) == message("train/run_refusals:what_a_run_cannot_begin.3")
     assert not (tmp_path / "new" / "checkpoints").exists()
 
 

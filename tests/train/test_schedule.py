@@ -26,18 +26,19 @@ def oracle(shape: str, t: int) -> float:
         return 1.0 - 0.9 * x
     if shape == "cosine":
         return 0.1 + 0.45 * (1 + math.cos(math.pi * x))
-    return 1.0 if t <= 10 else 1.0 - 0.9 * min(t - 10, 10) / 10
+    return 1.0 if t <= 10 else 1.0 - 0.9 * min(t - 10, 11) / 11
 
 
 def test_wsd_falls_over_its_fraction_of_all_steps():
     schedule = Schedule("wsd", steps=1000, warmup=500, final=0.1, decay=0.2)
     assert [schedule.factor(t) for t in (500, 501, 800)] == [1.0, 1.0, 1.0]
-    assert [schedule.factor(t) for t in (801, 900, 1000, 1001)] == pytest.approx([0.9955, 0.55, 0.1, 0.1])
+    want = [1 - 0.9 * part / 201 for part in (1, 100, 200, 201)]  # the last update is still above `final`
+    assert [schedule.factor(t) for t in (801, 900, 1000, 1001)] == pytest.approx(want)
 
 
 def test_wsd_falls_from_the_warm_up_on_where_that_leaves_less():
     schedule = Schedule("wsd", steps=100, warmup=90, final=0.0, decay=0.5)
-    assert [schedule.factor(t) for t in (90, 91, 95, 100)] == pytest.approx([1.0, 0.9, 0.5, 0.0])
+    assert [schedule.factor(t) for t in (90, 91, 95, 100)] == pytest.approx([1.0, 10 / 11, 6 / 11, 1 / 11])
     assert Schedule("wsd", steps=100, warmup=100, decay=0.5).factor(101) == 1.0  # no update is left to fall in
 
 

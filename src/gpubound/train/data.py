@@ -1,6 +1,6 @@
 """The data of a run: texts to a corpus for each phase, the tokenizer that fits it, what of it is held out, and its feeds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from ..parallel import ALONE, Ranks
 from ..trace import notice
 from .recipe import SOURCES, STDLIB, TORCH, Recipe
 
+EVALUATION_TOKENS = 65_536  # enough that the held-out loss moves less than 1 % from which rows they are
+MOST_HELD_OUT = 0.2  # of a small set
+SHORTEST = 64  # tokens of a row, when a small set has too few for the default
 WANTED = "text files or folders, a built corpus, 'stdlib' or 'torch-source'"
 
 
@@ -24,7 +27,7 @@ def check_data(recipe: Recipe) -> None:
     """Refuse what needs no reading to be seen."""
     for _, own in recipe.stages():
         if not own.data:
-            raise ValueError(f"data: got nothing, wanted {WANTED}.")
+            raise ValueError(f"data: got nothing to train {own.model} on, wanted {WANTED}.")
         for name in own.data:
             if name not in SOURCES and not Path(name).exists():
                 raise ValueError(f"data: {name} does not exist; give {WANTED}.")
@@ -134,10 +137,43 @@ def _key(recipe: Recipe) -> str | None:
     return None if _has_no_rows(recipe) else recipe.text_key
 
 
-def hold_out(corpus: Corpus, validation: float) -> tuple[Corpus, Corpus]:
-    """(training, held out): documents from all over the corpus, the same ones for every seed of a run, so that the held-out
-    losses of two runs can be compared. Where even one document would be too many, the last tokens."""
-    return corpus.split(validation) if round(corpus.documents * validation) >= 1 else split_tail(corpus, validation)
+def hold_out(corpus: Corpus, validation: float, row: int = 1) -> tuple[Corpus, Corpus]:
+    """Return (training, held out): documents from all over the corpus, the same ones for every seed of a run, so that the
+    held-out losses of two runs can be compared. Where one document is more than the fraction, the last tokens are held out.
+
+    Where the fraction has fewer tokens than a row and the next token need, up to MOST_HELD_OUT of the corpus is held out.
+    """
+    fraction = validation
+    while True:
+        at_least_one = round(corpus.documents * fraction) >= 1
+        training, held_out = corpus.split(fraction) if at_least_one else split_tail(corpus, fraction)
+        if held_out.tokens > row or fraction >= MOST_HELD_OUT:
+            return training, held_out
+        fraction = min(1.25 * fraction, MOST_HELD_OUT)
+
+
+def stage_of(name: str, recipe: Recipe, corpus: Corpus) -> "Stage":
+    """Return the phase of this recipe on this corpus. Where seq and micro_batch are the defaults, they fit a small corpus."""
+    seq, micro_batch = recipe.seq, recipe.micro_batch
+    defaults = {field.name: field.default for field in fields(Recipe)}
+    training, held_out = hold_out(corpus, recipe.validation, seq)
+    while seq > SHORTEST and recipe.seq == defaults["seq"] and (training.tokens - 1) // seq < micro_batch:
+        seq //= 2
+        training, held_out = hold_out(corpus, recipe.validation, seq)
+    if micro_batch == defaults["micro_batch"]:
+        micro_batch = max(1, min(micro_batch, (training.tokens - 1) // seq))
+    where = f"phase {name}: " if name else ""
+    if (seq, micro_batch) != (recipe.seq, recipe.micro_batch):
+        notice(
+            f"{where}data: {training.tokens:,} tokens are fewer than {recipe.micro_batch} rows of {recipe.seq}; seq is {seq} "
+            f"and micro_batch {micro_batch}. Give --seq and --micro-batch to choose."
+        )
+    if held_out.tokens > 2 * recipe.validation * corpus.tokens:
+        notice(
+            f"{where}validation: {recipe.validation:.2%} of the data may be less than a row of {seq}; {held_out.tokens:,} "
+            f"tokens are held out, {held_out.tokens / corpus.tokens:.0%} of the data."
+        )
+    return Stage(name, replace(recipe, seq=seq, micro_batch=micro_batch), training, held_out)
 
 
 @dataclass
@@ -149,6 +185,18 @@ class Stage:
     training: Corpus
     held_out: Corpus
 
+    @property
+    def held_out_seq(self) -> int:
+        """The length of a held-out row: `seq`, or what a smaller held-out set has."""
+        return min(self.recipe.seq, self.held_out.tokens - 1)
+
+    @property
+    def held_out_batches(self) -> int:
+        """The number of held-out batches of an evaluation: EVALUATION_TOKENS, at least one batch, at most all there are."""
+        rows = (self.held_out.tokens - 1) // self.held_out_seq
+        size = self._held_out_rows()
+        return min(rows // size, -(-EVALUATION_TOKENS // (size * self.held_out_seq)))
+
     def feed(self, device: torch.device, ranks: Ranks = ALONE) -> CorpusFeed:
         """The training batches, of which the ranks take turns."""
         recipe, turns = self.recipe, {"rank": ranks.rank, "world": ranks.world}
@@ -157,13 +205,13 @@ class Stage:
     def held_out_feed(self, device: torch.device) -> CorpusFeed:
         """The held-out batches, the same on every rank."""
         rows = self._held_out_rows()
-        return self.held_out.batches(self.recipe.seq, rows, device, shuffle=False, labels=self._labels())
+        return self.held_out.batches(self.held_out_seq, rows, device, shuffle=False, labels=self._labels())
 
     def _labels(self) -> str:
         return self.recipe.new_objective().labels
 
     def _held_out_rows(self) -> int:
-        return min(self.recipe.micro_batch, (self.held_out.tokens - 1) // self.recipe.seq)
+        return min(self.recipe.micro_batch, (self.held_out.tokens - 1) // self.held_out_seq)
 
     def check_rows(self) -> None:
         """DataError when there is too little text for this phase's rows."""
@@ -175,11 +223,15 @@ class Stage:
                 f"{recipe.seq:,}, wanted at least micro_batch = {recipe.micro_batch:,} rows; give more text, a shorter --seq "
                 f"or a smaller --micro-batch."
             )
-        if self._held_out_rows() < 1:
+        if self.held_out.tokens < 2:
             raise DataError(
-                f"{where}validation: the held-out documents have {self.held_out.tokens:,} tokens, wanted at least "
-                f"{recipe.seq + 1:,}, a row of {recipe.seq:,} and what follows it; give more text, a larger --validation or a "
-                f"shorter --seq."
+                f"{where}validation: the held-out documents have {self.held_out.tokens:,} tokens, wanted 2 or more; give more "
+                f"text, or a larger --validation."
+            )
+        if self.held_out_seq < recipe.seq:
+            notice(
+                f"{where}validation: the held-out documents have {self.held_out.tokens:,} tokens; the held-out loss is that of "
+                f"one row of {self.held_out_seq:,}."
             )
         for corpus, what in ((self.training, "training"), (self.held_out, "held-out")):
             if corpus.masked and not any(mask.any() for mask in corpus.masks()):

@@ -25,7 +25,7 @@ from ..trace import notice
 from . import chance
 from .adapters import base_of, check_base
 from .checkpoint import Checkpoint, Checkpoints
-from .data import Stage, check_data, hold_out, open_data
+from .data import Stage, check_data, open_data, stage_of
 from .engine import deals_rows
 from .making import build_model, build_shards, outline
 from .places import WHERE, from_here, leads
@@ -69,9 +69,10 @@ def prepare(
         if recipe.adapters is not None:
             check_base(recipe.model, base, found)
     stages = [
-        Stage(name, own, *hold_out(corpus, own.validation))
+        stage_of(name, own, corpus)
         for (name, own), corpus in zip(recipe.stages(), corpora or open_data(recipe, folder, progress, ranks))
     ]
+    tell_rates(stages)
     tokenizer = recipe.extended(stages[0].training.tokenizer())
     for stage in stages:
         stage.check_rows()
@@ -81,7 +82,7 @@ def prepare(
         )
     if auto_batch and found is None:
         stages[0] = fitted(stages, tokenizer, device, ranks)
-        recipe = stages[0].recipe
+        recipe = replace(recipe, micro_batch=stages[0].recipe.micro_batch, accumulate=stages[0].recipe.accumulate)
     torch.manual_seed(recipe.seed)
     model, placement = made(recipe, tokenizer, device, ranks)
     chance.part(ranks, recipe.seed)
@@ -91,6 +92,15 @@ def prepare(
         run.restore(found)
         run.over = run.over and run.stage.recipe.steps <= old.stages()[run.phase][1].steps  # or it has more of them now
     return run
+
+
+def tell_rates(stages: list[Stage]) -> None:
+    """Print the learning rate and weight decay of each phase, which depend on the kind of the run where it does not say."""
+    for stage in stages:
+        recipe, (kind, *defaults) = stage.recipe, stage.recipe.kind
+        source = f" (the defaults of {kind})" if [recipe.lr, recipe.weight_decay] == defaults else ""
+        phase = f"phase {stage.name}: " if stage.name else ""
+        notice(f"train: {phase}{kind}: lr {recipe.lr:g}, weight decay {recipe.weight_decay:g}{source}.")
 
 
 def made(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, ranks: Ranks) -> tuple[nn.Module, Placement]:
@@ -243,7 +253,7 @@ def _check_steps(found: Checkpoint, old: Recipe, new: Recipe) -> None:
         return
     if new.steps < done:
         raise ValueError(f"resume: steps: {done:,} are done, got {new.steps:,}; give at least so many.")
-    was, will = (own.lr * own.rates.factor(at) for own, at in ((old, max(done, 1)), (new, done + 1)))
+    was, will = (own.numbers.lr * own.rates.factor(at) for own, at in ((old, max(done, 1)), (new, done + 1)))
     notice(
         f"resume: steps was {old.steps:,}, is {new.steps:,}: from here on the {new.schedule} schedule is that of {new.steps:,} "
         f"steps, and the learning rate goes from {was:.2e} to {will:.2e}."

@@ -36,6 +36,13 @@ PHASED = (
 )  # fmt: skip
 """What a phase may have of its own. The rest belongs to the model, or to the run as a whole."""
 
+KINDS = {
+    "pretraining": ("pretraining", 3e-3, 0.1),
+    "full fine-tuning": ("full fine-tuning", 2e-5, 0.0),
+    "adapters": ("low-rank adapters", 2e-4, 0.0),
+}
+"""(name, learning rate, weight decay) of each kind of run."""
+
 OFF_AT_0 = ("evaluate_every", "patience", "save_every", "keep_every")
 LIMITS = (
     ("seq", 1, 1 << 24), ("micro_batch", 1, 1 << 24), ("accumulate", 1, 1 << 16), ("steps", 1, MOST_STEPS),
@@ -56,9 +63,9 @@ class Recipe:
     lora: dict[str, Any] = field(default_factory=dict)
     """Train low-rank adapters over the frozen model of a Hugging Face folder: their rank, alpha, targets, dropout, rslora, init
     and base, as gpubound.lora.add takes them. Only in a config file. Without it every weight is trained."""
-    data: tuple[str, ...] = (STDLIB,)
+    data: tuple[str, ...] = ()
     """Texts, source code, json, jsonl, parquet, folders of them, HF datasets; a built corpus; 'stdlib' or 'torch-source', the
-    source of this Python or of its torch."""
+    source of this Python or of its torch. Without data a preset trains on 'stdlib'; a model folder needs data."""
     data_bytes: int | None = None
     """Read at most this many bytes of 'stdlib', and of 'torch-source'."""
     text_key: str | None = None
@@ -81,8 +88,8 @@ class Recipe:
     """Optimizer steps."""
     optimizer: str = "adamw"
     """adamw, adamw8bit (moments in 8 bits), or muon (for the matrices; adamw for everything else)."""
-    lr: float = 3e-3
-    """The highest learning rate."""
+    lr: float | None = None
+    """The highest learning rate. By default 3e-3 for a preset, 2e-5 for all weights of a model folder, 2e-4 for adapters."""
     schedule: str = "cosine"
     """constant, linear, cosine or wsd."""
     warmup: float = 0.02
@@ -91,8 +98,8 @@ class Recipe:
     """For wsd: the fraction of the steps, at the end, in which the rate falls."""
     final: float = 0.1
     """The learning rate at the end, as a fraction of lr."""
-    weight_decay: float = 0.1
-    """Weight decay of the matrices; gains and biases do not decay."""
+    weight_decay: float | None = None
+    """Weight decay of the matrices; gains and biases do not decay. By default 0.1 for a preset, 0 for a model folder."""
     clip: float = 1.0
     """The largest global gradient norm."""
     precision: str = "auto"
@@ -129,6 +136,7 @@ class Recipe:
     """Phases, trained one after the other, each with a name and its own data, steps, lr and so on. Only in a config file."""
 
     def __post_init__(self) -> None:
+        self._fill_defaults()
         for key in fields(Recipe):
             check_kind(key, getattr(self, key.name))
         for name, least, most in LIMITS:
@@ -164,6 +172,26 @@ class Recipe:
             self.adapters.check_beside(self.model, self.optimizer, self.precision)
         self.budget, self.rates, self.numbers, self.new_objective(), self.stages()  # each refuses what it cannot make
 
+    def _fill_defaults(self) -> None:
+        """Set what was left out to the values of this kind of run."""
+        _, lr, weight_decay = self.kind
+        filled = {"lr": lr if self.lr is None else self.lr}
+        filled["weight_decay"] = weight_decay if self.weight_decay is None else self.weight_decay
+        for name, value in filled.items():
+            object.__setattr__(self, name, value)
+        if not self.data and not self.trains_further:
+            object.__setattr__(self, "data", (STDLIB,))
+
+    @property
+    def trains_further(self) -> bool:
+        """Whether the model is a folder, whose weights were trained before."""
+        return isinstance(self.model, str) and not is_named(self.model) and Path(self.model).is_dir()
+
+    @property
+    def kind(self) -> tuple[str, float, float]:
+        """(name, default learning rate, default weight decay) of this kind of run."""
+        return KINDS["adapters" if self.lora else "full fine-tuning" if self.trains_further else "pretraining"]
+
     @property
     def adapters(self) -> Lora | None:
         """What is trained instead of the model's own weights."""
@@ -176,6 +204,7 @@ class Recipe:
     @property
     def numbers(self) -> AdamW | Muon:
         """The optimizer's. Betas as language models are trained: the second moment forgets within 20 steps."""
+        assert self.lr is not None and self.weight_decay is not None  # filled in by __post_init__
         adamw = AdamW(self.lr, betas=(0.9, 0.95), weight_decay=self.weight_decay)
         if self.optimizer not in ("adamw", "adamw8bit", "muon"):
             raise ValueError(f"recipe: optimizer must be adamw, adamw8bit or muon, got {self.optimizer!r}.")

@@ -39,7 +39,6 @@ from .recompute import fit_blocks, recompute_blocks
 from .step import TrainStep
 from .taking_up import taken_up
 
-EVALUATION_BATCHES = 16  # enough that the held-out loss moves less than 1 % from which batches they are
 SETTLED = 3  # steps, behind which a run has all the memory that its steps need
 HOPELESS = 100  # steps skipped in a row; fp16 halves its loss scale at each, and 2^-100 helps nobody
 
@@ -196,7 +195,7 @@ class Run:
         """What the objective says of the first held-out batches, always the same ones."""
         self.held_out.seek(0)
         with mode(self.model, training=False), self.average.applied() if self.average else nullcontext():
-            held_out = islice(self.held_out, EVALUATION_BATCHES)
+            held_out = islice(self.held_out, self.stage.held_out_batches)
             return self.step.within(lambda: self.objective.validate(self.model, held_out))
 
     @contextmanager

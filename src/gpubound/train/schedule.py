@@ -22,8 +22,7 @@ class Schedule:
     """A factor on the learning rate for each update 1, 2, … `steps`. Later updates keep the last factor.
 
     shape    "constant"; "linear" or "cosine" from 1 to `final`; "wsd" (warm-up, stable, decay): 1, then linear to `final`
-             over the last `decay` x `steps` updates, of which the last one has `final`; or a function from the number of the
-             update (1, 2, …) to the factor
+             over the last `decay` x `steps` updates; or a function from the number of the update (1, 2, …) to the factor
     steps    the planned number of updates; only "constant" does without it
     warmup   the number of updates, or if below 1 the fraction of `steps`, in which the factor rises evenly from above 0 to 1
     """
@@ -71,7 +70,7 @@ class Schedule:
             return np.where(updates <= warmup, rising, 1.0)
         if self.shape == "wsd":  # the last `decay` of all steps, or what the warm-up leaves of them
             falling_steps = min(round(self.decay * self.steps), self.steps - warmup)
-            done = np.clip((updates - (self.steps - falling_steps)) / max(1, falling_steps), 0.0, 1.0 if falling_steps else 0.0)
+            done = np.clip((updates - (self.steps - falling_steps)) / (falling_steps + 1), 0.0, float(falling_steps > 0))
         else:
             done = np.minimum(1.0, (updates - 1 - warmup) / max(1, self.steps - warmup))  # of what follows the warm-up
         if self.shape == "cosine":  # by math.cos: numpy's own has other last bits from one machine to the next
