@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from textwrap import dedent
 
@@ -293,7 +294,7 @@ def test_reports_that_cannot_be_written_cost_no_verdict(script, capsys, monkeypa
     def full(*given):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("gpubound.cli.doctor.write_reports", full)
+    monkeypatch.setattr(import_module("gpubound.doctor.report"), "write_reports", full)
     assert main(["doctor", "--dry-run", "--max-syncs-per-step", "0", "train.py", "100"]) == 2
     said = capsys.readouterr()
     assert "sync, 1 a step, counted" in said.out and "FAILED: --max-syncs-per-step: 1, allowed 0" in said.out

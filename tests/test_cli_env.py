@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpubound import cli, measure
-from gpubound.cli import bench, env
+from gpubound import cli, device, measure
+from gpubound.cli import bench
 from gpubound.errors import BudgetError, DeviceError, MeasureError
 from gpubound.measure import Ceilings, Machine
 from gpubound.measure.limits import Gpu
@@ -53,12 +53,12 @@ def run(capsys):
 @pytest.fixture
 def h200(monkeypatch):
     """A machine with one GPU that passes its test."""
-    monkeypatch.setattr(env.measure, "machine", lambda: MACHINE)
-    monkeypatch.setattr(env.measure, "gpus", lambda: [H200])
-    monkeypatch.setattr(env.measure, "ceilings", lambda device, refresh: CEILINGS)
-    monkeypatch.setattr(env, "resolve", lambda spec: torch.device("cuda", 0))
-    monkeypatch.setattr(env, "label", lambda device: f"NVIDIA H200 ({device})")
-    monkeypatch.setattr(env, "look", lambda: env_sight(1))
+    monkeypatch.setattr(measure, "machine", lambda: MACHINE)
+    monkeypatch.setattr(measure, "gpus", lambda: [H200])
+    monkeypatch.setattr(measure, "ceilings", lambda device, refresh: CEILINGS)
+    monkeypatch.setattr(device, "resolve", lambda spec: torch.device("cuda", 0))
+    monkeypatch.setattr(device, "label", lambda device: f"NVIDIA H200 ({device})")
+    monkeypatch.setattr(device, "look", lambda: env_sight(1))
 
 
 def env_sight(count, why="1 visible"):
@@ -244,8 +244,8 @@ def test_env_with_a_gpu_that_fails_is_a_failed_gate(run, h200, monkeypatch):
     def broken(spec):
         raise DeviceError("GPU 0 is visible but does not work: out of memory.")
 
-    monkeypatch.setattr(env, "resolve", broken)
-    monkeypatch.setattr(env.measure, "ceilings", lambda *a, **k: pytest.fail("measured a device that does not work"))
+    monkeypatch.setattr(device, "resolve", broken)
+    monkeypatch.setattr(measure, "ceilings", lambda *a, **k: pytest.fail("measured a device that does not work"))
     code, out, _ = run("env")
     assert code == 1 and out.endswith("\ndevice=auto   ERROR: GPU 0 is visible but does not work: out of memory.\n")
     code, out, _ = run("env", "--json")
@@ -254,21 +254,21 @@ def test_env_with_a_gpu_that_fails_is_a_failed_gate(run, h200, monkeypatch):
 
 def test_env_with_one_gpu_of_two_that_fails(run, h200, monkeypatch):
     def second_broken(spec):
-        if spec == torch.device("cuda", 1):
+        if spec == "cuda:1":
             raise DeviceError("GPU 1 is visible but does not work: ECC error.")
         return torch.device("cuda", 0)
 
-    monkeypatch.setattr(env, "resolve", second_broken)
-    monkeypatch.setattr(env.measure, "gpus", lambda: [H200, Gpu(1, *list(vars(H200).values())[1:])])
+    monkeypatch.setattr(device, "resolve", second_broken)
+    monkeypatch.setattr(measure, "gpus", lambda: [H200, Gpu(1, *list(vars(H200).values())[1:])])
     code, out, _ = run("env", "--json")
     assert code == 1
     assert [gpu["test"] for gpu in json.loads(out)["gpus"]] == ["passes", message("cli_env:env_with_one_gpu_of_two")]
 
 
 def test_env_on_a_cpu_says_why(run, h200, monkeypatch):
-    monkeypatch.setattr(env, "resolve", lambda spec: torch.device("cpu"))
-    monkeypatch.setattr(env, "look", lambda: env_sight(0, "torch 2.13.0+cpu is a CPU build"))
-    monkeypatch.setattr(env, "label", lambda device: "CPU (2 threads)")
+    monkeypatch.setattr(device, "resolve", lambda spec: torch.device("cpu"))
+    monkeypatch.setattr(device, "look", lambda: env_sight(0, "torch 2.13.0+cpu is a CPU build"))
+    monkeypatch.setattr(device, "label", lambda device: "CPU (2 threads)")
     found = {asked: json.loads(run("env", "--json", "--device", asked)[1]) for asked in ("auto", "cpu")}
     assert found["auto"]["policy"]["why"] == message("cli_env:env_on_a_cpu_says_why") and found["auto"]["gpus"] == []
     assert found["cpu"]["policy"]["why"] == "asked for"
@@ -283,7 +283,7 @@ def test_env_that_cannot_measure(run, h200, monkeypatch):
     def broken(device, refresh):
         raise MeasureError("ceilings: only 40 MiB are free on cuda:0, wanted 256; stop what holds the rest.")
 
-    monkeypatch.setattr(env.measure, "ceilings", broken)
+    monkeypatch.setattr(measure, "ceilings", broken)
     assert run("env") == (
         3,
         "",

@@ -73,21 +73,21 @@ def test_nothing_that_fits_is_exit_code_1(capsys):
         ),
         (
             ["--gpus", "3"],
-            "plan: a step has 8 rows (micro_batch 8 x accumulate 1), wanted a multiple of the 3 GPUs that share them; give "
+            "a step has 8 rows (micro_batch 8 x accumulate 1), wanted a multiple of the 3 GPUs that share them; give "
             "--accumulate 3.",
         ),
-        (["--gpus", "0"], "plan: gpus must be above 0, got 0."),
-        (["--nvlink", "nan"], "plan: nvlink must be above 0, got nan."),
-        (["--memory", "inf"], "plan: memory must be at most 1e+15, got inf."),
-        (["--memory", "1e300"], "plan: memory must be at most 1e+15, got 1e+300."),
+        (["--gpus", "0"], "gpus must be above 0, got 0."),
+        (["--nvlink", "nan"], "nvlink must be above 0, got nan."),
+        (["--memory", "inf"], "memory must be at most 1e+15, got inf."),
+        (["--memory", "1e300"], "memory must be at most 1e+15, got 1e+300."),
         (
             ["--gpus", "20", "--accumulate", "20"],
-            "plan: gpus: got 20 in nodes of 8, wanted whole nodes; give --gpus 16, or another --node.",
+            "gpus: got 20 in nodes of 8, wanted whole nodes; give --gpus 16, or another --node.",
         ),
         (["--recompute", "11"], "recompute: got 11 blocks, the model has 10; give at most so many."),
         (
             ["--model", "diffusion-tiny"],
-            "plan: model: got diffusion-tiny, a RichardsDecoder, wanted one that our Llama-shaped Decoder computes; what "
+            "model: got diffusion-tiny, a RichardsDecoder, wanted one that our Llama-shaped Decoder computes; what "
             "backward keeps of other models is not counted.",
         ),
         (["--check", "--results", "nowhere"], "check: nowhere/nvidia-h200.jsonl is missing; give the folder of the committed "
@@ -131,5 +131,5 @@ def test_adapters_are_planned_beside_their_frozen_base(adapters, capsys):
 def test_a_lora_section_that_is_not_counted_is_one_sentence(adapters, capsys):
     adapters.write_text(adapters.read_text().replace("base: nf4", "dora: true"))
     assert main(["plan", str(adapters)]) == 2
-    said = "gpubound plan: plan: lora: got dora, wanted plain adapters, whose kept bytes are counted; leave dora out to plan.\n"
+    said = "gpubound plan: lora: got dora, wanted plain adapters, whose kept bytes are counted; leave dora out to plan.\n"
     assert capsys.readouterr().err == said

@@ -166,7 +166,7 @@ def beside(listing: Path, name: Any) -> Path:
 
 
 def cache_folder() -> Path | None:
-    """Return the folder for this user's measurements of this machine (ceilings, tuned plans); it may not exist yet.
+    """Return the folder for this user's measurements of this machine (its ceilings); it may not exist yet.
 
     A user without a home that can be written to, as in many containers, gets one among the system's temporary files, with a
     notice. None, with a notice, where that fails, too.

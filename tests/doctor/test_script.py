@@ -246,10 +246,6 @@ def test_what_ends_well_and_what_the_user_interrupts(tmp_path):
 
 
 def test_what_is_not_there_is_a_sentence(tmp_path):
-    path = str(tmp_path / "none.py")
-    with pytest.raises(ValueError) as error:
-        Script(path)
-    assert str(error.value) == message("doctor/script:what_is_not_there_is_a_s", path)
     notebook = write(tmp_path / "train.ipynb", "{}")
     with pytest.raises(ValueError, check=message("doctor/script:what_is_not_there_is_a_s.2")):
         Script(str(notebook))

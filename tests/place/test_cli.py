@@ -95,7 +95,7 @@ SAID = {
     "users:nothing": "users:nothing raised AttributeError: module 'users' has no attribute 'nothing'",
     "absent:f": "absent:f raised ModuleNotFoundError: No module named 'absent'",
     "nowhere": "target: got 'nowhere', wanted a folder with a config.json, or MODULE:FUNCTION.",
-    "users:no_model": "place: model must be a torch.nn.Module, got int; pass the model itself.",
+    "users:no_model": "model must be a torch.nn.Module, got int; pass the model itself.",
 }
 
 

@@ -41,7 +41,6 @@ COMMANDS = {
     "generate": 'gpubound generate path/to/checkpoint --prompt "Once"',
     "doctor": "gpubound doctor train.py --epochs 3",
     "bench": "gpubound bench kernels",
-    "tune": "gpubound tune path/to/checkpoint",
     "report": "gpubound report runs/first",
 }
 
@@ -88,7 +87,7 @@ def guarded(name: str, command: Callable[[Sequence[str]], int], argv: Sequence[s
         if os.environ.get("GPUBOUND_TRACEBACK") == "1":
             traceback.print_exc()
         code, said = _explained(error)
-        print(f"gpubound {name}: {said}", file=sys.stderr)
+        print(f"gpubound {name}: {said.removeprefix(f'{name}: ')}", file=sys.stderr)  # the library's functions name themselves
         return code
 
 

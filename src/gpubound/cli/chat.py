@@ -16,7 +16,8 @@ from rich.console import Console
 from ..corpus.tokenizer import ends_of_turn
 from ..decode import FastDecoder
 from ..errors import GpuboundError
-from .saved import HARMLESS, Saved, build, settings_of, stdin_lines
+from .prompts import HARMLESS, stdin_lines
+from .saved import Saved, build, settings_of
 from .speed import Speed
 
 if TYPE_CHECKING:

@@ -8,21 +8,18 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ..corpus import Corpus
-from ..device import resolve
 from ..files import LOCK
 from ..monitor.tape import ABOUT, RunTape
-from ..parallel import launched
-from ..train.data import open_data
-from ..train.prepare import prepare as prepare_run
 from ..train.recipe import STDLIB, TORCH, Recipe
-from ..train.run import Run
 from . import arguments
-from .session import alone, finish, say, train
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..corpus import Corpus
+    from ..train.run import Run
 
 PROMPT = 'import sys\n\n\ndef main(argv):\n    """'
 TEMPERATURE = 0.5
@@ -57,6 +54,10 @@ class Demo:
 
 def main(argv: Sequence[str]) -> int:
     options = arguments(Demo, argv, "demo")
+    from ..device import resolve  # torch takes two seconds: options are read first
+    from ..parallel import launched
+    from .session import alone, finish, say, train
+
     if launched():
         raise ValueError("demo: torchrun started several of it, and it shows one GPU; start it without torchrun.")
     recipe = recipe_for(resolve(options.device), options)
@@ -78,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
     return 1 if outcome.failed else 0
 
 
-def recipe_for(device: torch.device, options: Demo) -> Recipe:
+def recipe_for(device: "torch.device", options: Demo) -> Recipe:
     """Small enough for the machine at hand: two cores do a step of 1,024 tokens of the 1m model in about 0.08 s.
 
     Small batches and Muon, because little data is seen: in the same time 2,048 tokens a step with AdamW came to 2.1 bits a
@@ -95,8 +96,12 @@ def recipe_for(device: torch.device, options: Demo) -> Recipe:
     return Recipe(model="1m", vocabulary=1024, data_bytes=3_000_000, seq=128, micro_batch=8, lr=8e-3, **common)
 
 
-def prepare(recipe: Recipe, options: Demo) -> Run:
+def prepare(recipe: Recipe, options: Demo) -> "Run":
     """The run, with as many steps as its data is worth."""
+    from ..train.data import open_data
+    from ..train.prepare import prepare as prepare_run
+    from .session import say
+
     corpora = open_data(recipe, Path(recipe.out), progress=True)
     if options.steps is None:
         recipe, why = as_long_as_useful(recipe, corpora[0])
@@ -105,7 +110,7 @@ def prepare(recipe: Recipe, options: Demo) -> Run:
     return prepare_run(replace(recipe, evaluate_every=evaluate_every, patience=PATIENCE), options.resume, corpora=corpora)
 
 
-def as_long_as_useful(recipe: Recipe, corpus: Corpus) -> tuple[Recipe, str]:
+def as_long_as_useful(recipe: Recipe, corpus: "Corpus") -> tuple[Recipe, str]:
     """PASSES over the data, but no more than MOST_STEPS. And a line that says so."""
     tokens, a_step = corpus.tokens * (1 - recipe.validation), recipe.tokens_per_step
     wanted = max(round(PASSES * tokens / a_step), 1)
@@ -149,6 +154,6 @@ def files(out: Path) -> dict[str, list[int]]:
     return {name: stamp for name, stamp in found.items() if name != LOCK}
 
 
-def write(run: Run) -> str | None:
+def write(run: "Run") -> str | None:
     """What the model makes of PROMPT."""
     return run.objective.sample(run.model, run.tokenizer, PROMPT, WRITTEN, run.recipe.seq, TEMPERATURE)

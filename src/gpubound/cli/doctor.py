@@ -16,21 +16,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import tyro
 
-from ..doctor.price.measurements import Evidence
-from ..doctor.ranks import tell, tell_error
-from ..doctor.record.run import Itinerary, examine, examine_trace
-from ..doctor.record.script import Script, end_anyway
-from ..doctor.report import check_reports, screen, write_reports
-from ..doctor.rules.judge import judge
 from ..errors import DataError, GpuboundError
-from ..parallel.telling import numbers
 from ..trace import printable
 from . import arguments
-from .doctor_after import Gate, Mending, progress
+
+if TYPE_CHECKING:
+    from ..doctor.price.measurements import Evidence
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,15 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"device: got {options.device!r}; it is for --graph-ready, a script chooses its own.")
     if not target:
         raise ValueError("script: got none; give a script, -m and a module, or a trace, as in gpubound doctor train.py.")
+    check_target(target, rest, module)
     refuse_misplaced(command)
+    from ..doctor.ranks import tell, tell_error  # torch takes two seconds: options are read first
+    from ..doctor.record.script import end_anyway
+    from ..doctor.report import check_reports, screen, write_reports
+    from ..doctor.rules.judge import judge
+    from ..parallel.telling import numbers
+    from .doctor_after import Gate, Mending
+
     mending = Mending(
         options.fix, tuple(filter(None, options.fix_also.split(","))), options.apply, options.prove, options.step_marker,
         options.dry_run,
@@ -161,10 +164,24 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def look(options: Doctor, target: str, rest: Sequence[str], module: bool) -> Evidence:
-    if not module and target.endswith((".json", ".json.gz")):
-        if rest:
-            raise ValueError(f"trace: got {rest[0]!r} after {target}; a trace takes no arguments.")
+def check_target(target: str, rest: Sequence[str], module: bool) -> None:
+    if rest and is_trace(target, module):
+        raise ValueError(f"trace: got {rest[0]!r} after {target}; a trace takes no arguments.")
+    if not module and not Path(target).exists():
+        raise ValueError(f"script: there is no file {target}; give a script, -m and a module, or a trace (.json, .json.gz).")
+
+
+def is_trace(target: str, module: bool) -> bool:
+    return not module and target.endswith((".json", ".json.gz"))
+
+
+def look(options: Doctor, target: str, rest: Sequence[str], module: bool) -> "Evidence":
+    from ..doctor.record.run import Itinerary, examine, examine_trace
+    from ..doctor.record.script import Script
+    from ..parallel.telling import numbers
+    from .doctor_after import progress
+
+    if is_trace(target, module):
         return examine_trace(Path(target), options.step_marker)
     plan = Itinerary(
         warmup=options.warmup, timed=options.timed, taped=options.taped, marker=options.step_marker,

@@ -1,24 +1,19 @@
 """Print what this machine can do, and measure it.
 
-Versions and devices, the device that `auto` means here and why, launch plans that `gpubound tune` kept for its GPUs, then the
-measured ceilings: the denominators of every percentage the project prints.
+Versions and devices, the device that `auto` means here and why, then the measured ceilings: the denominators of every
+percentage the project prints.
 """
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from .. import measure
-from ..device import label, look, resolve
 from ..errors import DeviceError
-from ..kernels.plans.searched import file_of, rows_in
 from ..words import readable
 from . import arguments
 
@@ -58,13 +53,12 @@ class Env:
 
 def main(argv: Sequence[str]) -> int:
     options = arguments(Env, argv, "env")
+    from .. import measure  # torch takes two seconds: options are read first
+
     policy = verdict(options.device)
     found: dict[str, Any] = {"machine": asdict(measure.machine()), "gpus": policy.pop("gpus"), "policy": policy}
     if policy["device"] is not None:
         found["ceilings"] = measure.ceilings(policy["device"], refresh=options.refresh).as_dict()
-    kept = {gpu["name"]: rows_in(file_of(gpu["name"])) for gpu in found["gpus"]}
-    if any(kept.values()):
-        found["plans"] = kept
     if options.json:
         print(json.dumps(found, indent=1))
     else:
@@ -76,6 +70,9 @@ def main(argv: Sequence[str]) -> int:
 
 def verdict(spec: str) -> dict[str, Any]:
     """Which device `spec` means and why, after the real test of every visible GPU. device None: the answer is an error."""
+    from .. import measure
+    from ..device import label, look, resolve
+
     try:
         device = resolve(spec)
     except DeviceError as error:
@@ -91,8 +88,10 @@ def verdict(spec: str) -> dict[str, Any]:
 
 
 def _test(index: int) -> str:
+    from ..device import resolve
+
     try:
-        resolve(torch.device("cuda", index))
+        resolve(f"cuda:{index}")
     except DeviceError as error:
         return str(error)
     return "passes"
@@ -107,9 +106,6 @@ def _show(found: dict[str, Any], console: Console) -> None:
     for gpu in found["gpus"]:
         sizes = f"{readable(gpu['memory_bytes'])}, L2 {readable(gpu['l2_bytes'])}, {gpu['sms']} SMs"
         facts.add_row(f"cuda:{gpu['index']}", f"{gpu['name']}, {sizes}, capability {gpu['capability']}; test: {gpu['test']}")
-    for name, rows in found.get("plans", {}).items():
-        ops = ", ".join(f"{op} {count}" for op, count in Counter(row["op"] for row in rows).items())
-        facts.add_row("tuned plans", f"{name}: {len(rows)} ({ops}), kept in {file_of(name)}")
     policy = found["policy"]
     facts.add_row(f"device={policy['asked']}", f"{policy.get('name', 'ERROR')}: {policy['why']}")
     with console.capture() as shown:

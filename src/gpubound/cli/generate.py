@@ -10,20 +10,18 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from ..decode.layer import NARROW
-from ..decode.request import Choice
-from ..decode.result import Generated
-from ..decode.stages.spread import SPLITS
 from . import arguments
 from .many import check_timeout
-from .prompts import read_prompts
-from .saved import HARMLESS, VERIFY, Saved, check_text, explicit_sampling
-from .speed import Speed
-from .writer import Writer, opened
+from .prompts import HARMLESS, VERIFY, check_text, read_prompts
+from .sources import check_path
+
+if TYPE_CHECKING:
+    from ..decode.result import Generated
+    from .saved import Saved
 
 STEPS = 1024  # a launch, at most: each is room in a buffer, and a text is shown launch by launch
 
@@ -138,23 +136,22 @@ class Generate:
 
 def main(argv: Sequence[str]) -> int:
     options = arguments(Generate, argv, "generate")
-    try:
-        check(options)
-        prompts = [] if options.chat else read_prompts(options)
-        if dealt(options):
-            from .answers import answer
+    check(options)
+    check_path(options.ckpt)
+    prompts = [] if options.chat else read_prompts(options)
+    check_choice(options)
+    if dealt(options):
+        from .answers import answer
 
-            return answer(options, prompts)
-        saved = opened(options, options.device)
-        if options.chat:
-            from .chat import converse
+        return answer(options, prompts)
+    from .writer import opened
 
-            return converse(options, saved)
-        return write(options, saved, prompts)
-    except ValueError as error:
-        if not str(error).startswith("generate: "):  # as the command line's own sentences do: once is enough
-            raise
-        raise ValueError(str(error).removeprefix("generate: ")) from error
+    saved = opened(options, options.device)
+    if options.chat:
+        from .chat import converse
+
+        return converse(options, saved)
+    return write(options, saved, prompts)
 
 
 def dealt(options: Generate) -> bool:
@@ -164,7 +161,6 @@ def dealt(options: Generate) -> bool:
 
 def check(options: Generate) -> None:
     """What can be refused before a checkpoint is read."""
-    Choice(seed=options.seed, **explicit_sampling(options))
     for name in ("max_new_tokens", "n", "batch", "max_length", "steps", "block", "gpus"):
         value, least = getattr(options, name), 2 if name == "max_length" else 1
         if value is not None and value < least:
@@ -193,11 +189,26 @@ def check(options: Generate) -> None:
         raise ValueError("prompt: give one of --prompt, --file and --chat.")
 
 
+def check_choice(options: Generate) -> None:
+    """Refuse what the decoder would refuse. This imports torch, which takes two seconds."""
+    from ..decode.layer import NARROW
+    from ..decode.request import Choice
+    from ..decode.stages.spread import SPLITS
+    from .saved import explicit_sampling
+
+    Choice(seed=options.seed, **explicit_sampling(options))
+    if options.split is not None and options.split not in SPLITS:
+        raise ValueError(f"split: got {options.split!r}, wanted {' or '.join(SPLITS)}.")
+    if options.split == "tensors" and options.n > NARROW:
+        raise ValueError(
+            f"n: got {options.n}, but --split tensors writes up to {NARROW} sequences at once, and those of a prompt are "
+            f"written together; give a smaller --n, or --split layers."
+        )
+
+
 def check_split(options: Generate) -> None:
     if options.split is None:
         return
-    if options.split not in SPLITS:
-        raise ValueError(f"split: got {options.split!r}, wanted {' or '.join(SPLITS)}.")
     if options.output is not None:
         raise ValueError(
             "output: it takes what several copies of the model write, and --split has one copy; leave --output out."
@@ -207,15 +218,13 @@ def check_split(options: Generate) -> None:
     alone = {"weights": options.weights is not None, "speculate": options.speculate is not None, "no-fused": not options.fused}
     if name := next((name for name, given in alone.items() if given), None):
         raise ValueError(f"{name}: it is for a model on a single GPU; leave --{name} or --split out.")
-    if options.split == "tensors" and options.n > NARROW:
-        raise ValueError(
-            f"n: got {options.n}, but --split tensors writes up to {NARROW} sequences at once, and those of a prompt are "
-            f"written together; give a smaller --n, or --split layers."
-        )
 
 
-def write(options: Generate, saved: Saved, prompts: list[str]) -> int:
+def write(options: Generate, saved: "Saved", prompts: list[str]) -> int:
     """Every prompt's sequences, a batch after the other."""
+    from .speed import Speed
+    from .writer import Writer
+
     writer = Writer(options, saved, prompts)
     speed, found = Speed(saved.device), []
     for first in range(0, len(prompts), writer.together):
@@ -235,7 +244,7 @@ def write(options: Generate, saved: Saved, prompts: list[str]) -> int:
 
 
 def print_in_order(
-    rows: list[tuple[int, str, int]], many: bool, options: Generate, pieces: Iterator[tuple[int, str]], found: list[Generated]
+    rows: list[tuple[int, str, int]], many: bool, options: Generate, pieces: Iterator[tuple[int, str]], found: "list[Generated]"
 ) -> None:
     """Sequences on stdout one after the other: the first as it arrives, the next once it has ended."""
     safe = HARMLESS if sys.stdout.isatty() else {}

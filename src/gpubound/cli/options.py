@@ -7,7 +7,6 @@ from typing import Any, get_args
 
 import yaml
 
-from ..train.adapters import Lora
 from ..train.kinds import check_kind
 from ..train.recipe import Recipe
 from ..words import hint, shown
@@ -66,6 +65,8 @@ def _as(field: Field, value: Any) -> Any:
     """What YAML read, as the field wants it: it reads 3e-4 as a text, and 12 blocks as a number."""
     wanted = (get_args(field.type) or (field.type,))[0]
     if field.name == "lora" and isinstance(value, dict):
+        from ..train.adapters import Lora
+
         if not value:
             Lora.of(value)  # refuses it: an empty section would train every weight
         known = {f.name: f for f in fields(Lora)}

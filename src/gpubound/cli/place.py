@@ -10,20 +10,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import tyro
 
 from ..errors import DataError, PlaceError
-from ..measure import machine
-from ..models.folder import Beyond, dtype_asked, read_config
-from ..models.foreign import attempt, layer_counts, load_foreign, needs_transformers
-from ..models.registry import family_of
-from ..place import place
 from ..trace import notice
 from ..words import readable
 from . import arguments
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_LAYERS = 1024  # of a model without weights; the deepest published ones have some 130
 
@@ -58,18 +55,29 @@ class PlaceOptions:
 
 def main(argv: Sequence[str]) -> int:
     options = arguments(PlaceOptions, argv, "place")
+    check_target(options.target)
+    from ..place import place  # torch takes two seconds: options are read first
+
     model, example = load(options.target, options.dtype, options.trust_remote_code)
     try:
         placement = place(model, options.device, fuse=options.fuse, strict=options.strict, example=example)
     except PlaceError as error:
-        print(f"gpubound place: {error}", file=sys.stderr)
+        print(f"gpubound place: {str(error).removeprefix('place: ')}", file=sys.stderr)
         return 1
     print(json.dumps(placement.as_dict(), indent=1) if options.json else placement)
     return 0 if placement.verified else 3
 
 
+def check_target(target: str) -> None:
+    if not (Path(target) / "config.json").is_file() and ":" not in target:
+        raise ValueError(f"target: got {target!r}, wanted a folder with a config.json, or MODULE:FUNCTION.")
+
+
 def load(target: str, dtype: str = "auto", trust_remote_code: bool = False) -> tuple[Any, Any]:
     """(model, example or None) of what the user named."""
+    from ..models.folder import dtype_asked
+
+    check_target(target)
     if (Path(target) / "config.json").is_file():
         return _from_folder(Path(target), dtype_asked(dtype), trust_remote_code), None
     if dtype != "auto":
@@ -82,7 +90,13 @@ def load(target: str, dtype: str = "auto", trust_remote_code: bool = False) -> t
     return built
 
 
-def _from_folder(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
+def _from_folder(folder: Path, dtype: "torch.dtype | None", trust_remote_code: bool) -> Any:
+    import torch
+
+    from ..models.folder import Beyond, read_config
+    from ..models.foreign import attempt, load_foreign, needs_transformers
+    from ..models.registry import family_of
+
     about, family = read_config(folder), family_of(str(folder))
     if not family.FOREIGN:
         return family.load(folder, "cpu", dtype)
@@ -95,8 +109,12 @@ def _from_folder(folder: Path, dtype: torch.dtype | None, trust_remote_code: boo
     return attempt(folder, lambda: _random(folder, about, dtype, trust_remote_code))
 
 
-def _random(folder: Path, about: dict[str, Any], dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
+def _random(folder: Path, about: dict[str, Any], dtype: "torch.dtype | None", trust_remote_code: bool) -> Any:
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ..measure import machine
+    from ..models.foreign import layer_counts
 
     for name, layers in layer_counts(about):  # no tensors bound them here: a billion layers would be built for ever
         if not 1 <= layers <= MOST_LAYERS:
@@ -117,8 +135,6 @@ def _random(folder: Path, about: dict[str, Any], dtype: torch.dtype | None, trus
 def _built(target: str) -> Any:
     """What MODULE:FUNCTION returns, imported as `python -m` would: the working directory comes first."""
     module, _, function = target.partition(":")
-    if not function:
-        raise ValueError(f"target: got {target!r}, wanted a folder with a config.json, or MODULE:FUNCTION.")
     sys.path.insert(0, "")
     try:
         return getattr(import_module(module), function)()

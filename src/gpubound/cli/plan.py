@@ -15,13 +15,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from ..plan import check as committed
-from ..plan.cards import GIB, GIGA, Network, card_named
-from ..plan.pace import EAGER, LAST_BUCKET
-from ..plan.propose import FREE, Proposal, proposals
-from ..plan.setting import Setting
 from ..train.recipe import Recipe
-from ..words import in_words, quantity, readable
 from . import arguments
 from .options import RECIPE
 from .train import from_file
@@ -59,8 +53,8 @@ class Planned(Recipe):
     """Rows of the table."""
     check: bool = False
     """Compare the predictions with committed measurements instead; exit code 1 where one is too far off."""
-    results: str = str(committed.RESULTS)
-    """With --check: the folder of the measurements."""
+    results: str | None = None
+    """With --check: the folder of the measurements; by default the checkout's."""
     json: bool = False
     """Print everything as JSON."""
 
@@ -74,9 +68,16 @@ class Planned(Recipe):
 def main(argv: Sequence[str]) -> int:
     argv = list(argv)
     file, argv = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
-    given = from_file(file) if file is not None else None
-    known = Recipe() if given is None else given.recipe()
-    options = arguments(Planned, argv, "plan", Planned(**vars(known), gpus=getattr(given, "gpus", None) or 1))
+    known = Planned()
+    options = arguments(Planned, argv, "plan", known)
+    if file is not None:  # a mistyped option is refused before torch is imported to check the file
+        given = from_file(file)
+        known = Planned(**vars(given.recipe()), gpus=given.gpus or 1)
+        options = arguments(Planned, argv, "plan", known)
+    from ..plan.cards import GIB, GIGA, Network, card_named  # torch takes two seconds: options are read first
+    from ..plan.propose import proposals
+    from ..plan.report import ABOUT, as_json, gib, headline, parts, row, table
+
     if options.check:
         return checked(options)
     for name in ("gpus", "node", "most", "nvlink", "network", "memory"):
@@ -94,9 +95,9 @@ def main(argv: Sequence[str]) -> int:
     best = found[0] if found[0].fits else None
     assumed = [card.about(), *network.about(options.gpus), *as_it_is.setting.assumed, *ABOUT]
     if options.json:
-        print(json.dumps(as_json(options, total, assumed, as_it_is, best, found), indent=1))
+        print(json.dumps(as_json(options.model, options.gpus, options.gpu, total, assumed, as_it_is, best, found), indent=1))
         return 0 if best else 1
-    print(headline(options, as_it_is.setting, f"{card.name}, {gib(total)} GiB"))
+    print(headline(options.recipe(), as_it_is.setting, f"{options.gpus:,} x {card.name}, {gib(total)} GiB"))
     print(*assumed, "", sep="\n")
     print(table(found[: options.most], best))
     print(f"{'as it is':9}{row(as_it_is)}\n")
@@ -111,17 +112,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 CUT = {"micro_batch", "accumulate", "recompute", "parallel"}  # what a proposal chooses
-ABOUT = [
-    f"assumed: replicas sum their gradient beside the last backward, but for its last {readable(LAST_BUCKET)}; sharded ranks "
-    f"gather and sum beside the blocks",
-    f"assumed: a step of replicas is captured; a sharded one is not, and costs the host {EAGER} bare launches for each kernel",
-    "assumed: the data keeps up, and takes no memory; what passes over links slows no kernel beside it",
-    "checked: on one GPU, on two and on four, by gpubound plan --check; no prediction for more has met a run yet",
-    f"fits: at most {1 - FREE:.0%} of the memory is used",
-]
 
 
-def train_options(file: str | None, known: Recipe, options: Planned) -> list[str]:
+def train_options(file: str | None, known: Planned, options: Planned) -> list[str]:
     """What gpubound train takes for this recipe, but for what a proposal says: the file, and what overrides it."""
     words = [] if file is None else [file]
     for name in (name for name in RECIPE if name not in CUT):
@@ -130,59 +123,9 @@ def train_options(file: str | None, known: Recipe, options: Planned) -> list[str
     return words
 
 
-def headline(options: Planned, setting: Setting, card: str) -> str:
-    vocabulary, tokens = f"vocabulary {setting.config.vocabulary:,}", quantity(setting.tokens_per_step)
-    model = f"{options.model}, {vocabulary}: {setting}, {options.optimizer}"
-    return f"{model}; a step has {tokens} tokens, rows of {setting.seq:,}; {options.gpus:,} x {card}"
-
-
-def gib(total: int) -> str:
-    """The memory of a GPU. --memory may say less than 1 GiB."""
-    return f"{total / GIB:.0f}" if total >= 10 * GIB else f"{total / GIB:.1f}"
-
-
-def table(found: list[Proposal], best: Proposal | None) -> str:
-    head = f"{'':9}{'sharing':9}{'micro':>6}{'acc':>6} {'recompute':10}{'GiB':>7}{'fits':>6}{'sent':>10}{'step':>10}"
-    head += f"{'tok/s':>9}{'MFU':>6}  bound by"
-    return "\n".join([head, *(f"{'best' if p is best else '':9}{row(p)}" for p in found)])
-
-
-def row(p: Proposal) -> str:
-    s = p.setting
-    sharing = p.sharing or "one GPU"
-    sent = readable(sum(call.sent(s.world) for call in p.wire)) if p.wire else "-"
-    cut = f"{sharing:9}{s.rows:>6}{s.accumulate * s.world:>6} {s.recompute:10}"
-    size = f"{p.bytes / GIB:>7.1f}{'yes' if p.fits else 'no':>6}"
-    pace = f"{in_words(p.step_s):>10}{quantity(p.tokens_per_s):>9}{p.mfu:>6.0%}"
-    return f"{cut}{size}{sent:>10}{pace}  {p.bottleneck}"
-
-
-def parts(p: Proposal) -> str:
-    lines = [f"memory of a GPU, {p.bytes / GIB:.1f} GiB:"]
-    lines += [f"  {name:36}{size / GIB:>8.2f} GiB" for name, size in p.memory.items()]
-    if p.wire:
-        lines.append("sent by a GPU in a step:")
-        for call in p.wire:
-            whole, sent = readable(call.bytes), readable(call.sent(p.setting.world))
-            lines.append(f"  {f'{call.what}, {call.kind}':56}{call.times:>6} x {whole:>9}{sent:>11}")
-    lines.append(f"a step, {in_words(p.step_s)}:")
-    lines += [f"  {name:36}{1e3 * s:>9.2f} ms {s / p.step_s:>5.0%}" for name, s in p.seconds.items()]
-    return "\n".join(lines)
-
-
-def as_json(
-    options: Planned, total: int, assumed: list[str], as_it_is: Proposal, best: Proposal | None, found: list[Proposal]
-) -> dict[str, Any]:
-    return {
-        "model": options.model, "gpus": options.gpus, "gpu": options.gpu, "memory_bytes": total, "assumed": assumed,
-        "parameters": as_it_is.setting.outline.parameters, "trained": as_it_is.setting.trained,
-        "tokens_per_step": as_it_is.setting.tokens_per_step, "precision": as_it_is.setting.precision,
-        "as_it_is": as_it_is.as_dict(), "best": best.as_dict() if best else None,
-        "plans": [p.as_dict() for p in found],
-    }  # fmt: skip
-
-
 def checked(options: Planned) -> int:
-    rows = committed.check(Path(options.results))
+    from ..plan import check as committed
+
+    rows = committed.check(committed.RESULTS if options.results is None else Path(options.results))
     print(json.dumps([r.as_dict() for r in rows], indent=1) if options.json else committed.table(rows))
     return 0 if all(r.holds for r in rows) else 1

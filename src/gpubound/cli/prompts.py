@@ -2,15 +2,19 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..files import reading
 from ..words import shown
-from .saved import check_text, stdin_lines
 
 if TYPE_CHECKING:
     from .generate import Generate
+
+VERIFY: dict[str, bool | str] = {"full": True, "quick": "quick", "none": False}
+# What a model writes may hold control characters, and a terminal obeys them.
+HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def read_prompts(options: "Generate") -> list[str]:
@@ -58,3 +62,21 @@ def _text(file: str) -> str:
             return Path(file).read_text(encoding="utf-8-sig")  # sig: a byte order mark is no text
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not a text in UTF-8: {error}.") from error
+
+
+def check_text(where: str, text: str) -> None:
+    """Bytes that are not UTF-8 reach Python as surrogates, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: is not a text in UTF-8 (at character {error.start + 1}); convert it first.") from error
+
+
+def stdin_lines() -> Iterator[str]:
+    """Every line of stdin, with its end."""
+    try:
+        for line in sys.stdin:
+            check_text("stdin", line)
+            yield line
+    except UnicodeDecodeError as error:
+        raise ValueError(f"stdin is not a text in UTF-8: {error}.") from error

@@ -5,7 +5,7 @@ The model is a Hugging Face folder, one by its name on the hub, a run of `gpubou
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,15 +35,13 @@ from ..train.objectives import objective_named
 from ..train.places import there
 from ..train.recipe import Recipe
 from ..words import quantity
+from .prompts import VERIFY
 from .sources import base_named_in, is_adapter, source_of
 
 if TYPE_CHECKING:
     from .generate import Generate
 
 SLOW = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")  # tokenizers that transformers alone can read
-VERIFY: dict[str, bool | str] = {"full": True, "quick": "quick", "none": False}
-# What a model writes may hold control characters, and a terminal obeys them.
-HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 POSITIONS = 4096  # of a model that does not say for how many it is made
 
 
@@ -201,24 +199,6 @@ def extended(recipe: dict[str, Any], tokenizer: Tokenizer) -> Tokenizer:
 def _positions(model: Any) -> int:
     config = model.config.get_text_config(decoder=True) if hasattr(model.config, "get_text_config") else model.config
     return getattr(config, "positions", None) or getattr(config, "max_position_embeddings", None) or POSITIONS
-
-
-def check_text(where: str, text: str) -> None:
-    """Bytes that are not UTF-8 reach Python as surrogates, which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: is not a text in UTF-8 (at character {error.start + 1}); convert it first.") from error
-
-
-def stdin_lines() -> Iterator[str]:
-    """Every line of stdin, with its end."""
-    try:
-        for line in sys.stdin:
-            check_text("stdin", line)
-            yield line
-    except UnicodeDecodeError as error:
-        raise ValueError(f"stdin is not a text in UTF-8: {error}.") from error
 
 
 def build(options: "Generate", saved: Saved, probe: list[list[int]], length: int) -> FastDecoder:

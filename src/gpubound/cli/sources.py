@@ -3,13 +3,15 @@
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import DataError
 from ..files import read_json
-from ..lora.files import CONFIG as ADAPTER
-from ..train.checkpoint import Checkpoint, Checkpoints, open_checkpoint
-from ..train.origin import newer
-from ..train.state_file import STATE
+
+if TYPE_CHECKING:
+    from ..train.checkpoint import Checkpoint
+
+ADAPTER = "adapter_config.json"
 
 WANTED = "wanted a Hugging Face folder, a model's name on the hub (owner/model), or a run of gpubound train or demo"
 EXPORTS = ("model", "hf")  # where `demo` and `train --export hf` leave the trained model
@@ -17,7 +19,7 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # owner/model
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
 
 
-def source_of(path: str | Path, trust_remote_code: bool = False) -> Path | Checkpoint:
+def source_of(path: str | Path, trust_remote_code: bool = False) -> "Path | Checkpoint":
     """Where the weights of `path` are: a folder, perhaps one that is downloaded first, or a run's checkpoint."""
     known = not Path(path).exists() and is_hub_name(path)
     return find(_download(str(path), trust_remote_code) if known else Path(path))
@@ -39,10 +41,19 @@ def base_named_in(adapter: Path) -> str:
     return base
 
 
-def find(path: Path) -> Path | Checkpoint:
+def check_path(path: str | Path) -> None:
+    """Refuse what is neither a folder nor a name on the hub."""
+    if not Path(path).is_dir() and not (is_hub_name(path) and not Path(path).exists()):
+        raise ValueError(f"{path}: {'this is a file' if Path(path).exists() else 'there is no such folder'}; {WANTED}.")
+
+
+def find(path: Path) -> "Path | Checkpoint":
     """The Hugging Face folder, adapter or checkpoint that `path` means; of a run its export, or a later checkpoint."""
-    if not path.is_dir():
-        raise ValueError(f"{path}: {'this is a file' if path.exists() else 'there is no such folder'}; {WANTED}.")
+    from ..train.checkpoint import Checkpoints, open_checkpoint
+    from ..train.origin import newer
+    from ..train.state_file import STATE
+
+    check_path(path)
     if (path / STATE).exists():
         return open_checkpoint(path)
     exports = [path] if _is_model(path) else [path / name for name in EXPORTS if _is_model(path / name)]

@@ -15,25 +15,20 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 import yaml
 
-from ..device import resolve
 from ..files import check_replaceable, exporting_run, reading
-from ..lora.files import CONFIG as ADAPTER
-from ..models.registry import trainable
 from ..monitor.live import check_log
-from ..parallel import join, launched
-from ..train.prepare import check_launch, prepare
 from ..train.recipe import Recipe
-from ..train.run import Run
 from . import arguments
-from .compare import compare, keep, variants_of
 from .many import Many, again, save_when_launcher_ends, start
 from .options import AsWritten, typed
-from .session import alone, finish, follow, quietly, room, say, train
+
+if TYPE_CHECKING:
+    from ..train.run import Run
 
 
 @dataclass(frozen=True)
@@ -86,11 +81,19 @@ class Train(Many, Recipe):
 def main(argv: Sequence[str]) -> int:
     typed_in = argv = list(argv)
     file, argv = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
-    default = from_file(file) if file is not None else Train()
+    default = Train()
     options = arguments(Train, argv, "train", default)
+    if file is not None:  # a mistyped option is refused before torch is imported to check the file
+        default = from_file(file)
+        options = arguments(Train, argv, "train", default)
     if options.list:
         print(presets())
         return 0
+    from ..device import resolve  # torch takes two seconds: options are read first
+    from ..parallel import join, launched
+    from ..train.prepare import check_launch, prepare
+    from .session import alone, finish, follow, quietly, say, train
+
     check_log(options.log)
     if options.resume and file is not None and options.out == default.out:
         check_folder(file, options.out)
@@ -161,12 +164,16 @@ def _saved(out: Path) -> bool:
     return any((out / "checkpoints").glob("step-*"))
 
 
-def exported(run: Run, folder: Path, merge: bool) -> Path:
+def exported(run: "Run", folder: Path, merge: bool) -> Path:
+    from .session import room
+
     with room(folder, f"the run is saved in {run.folder}. Free space, or give another --export; then go on with --resume."):
         return run.export(folder, merge)
 
 
 def say_how_to_go_on(typed_in: list[str]) -> None:
+    from .session import say
+
     say(f"go on with: {again('train', typed_in)}", needed=True)
 
 
@@ -177,6 +184,9 @@ def going_on(recipe: Recipe, typed_in: list[str]) -> str | None:
 
 def beside_each_other(options: Train, recipe: Recipe, typed_in: list[str]) -> int:
     """--compare: the table goes to stdout, or the numbers as JSON."""
+    from .compare import compare, keep, variants_of
+    from .session import alone, quietly, say
+
     for name in ("export", "merge", "auto_batch"):
         if getattr(options, name):
             raise ValueError(f"{name}: it is for a single run, got --compare, too; leave one of them out.")
@@ -214,6 +224,8 @@ def export_folder(options: Train) -> Path | None:
 
 def _check_contents(folder: Path, options: Train) -> None:
     """Refuse a folder of other files before the run is prepared. The run's id is compared once it is known."""
+    from ..lora.files import CONFIG as ADAPTER
+
     if not folder.is_dir():
         return
     check_replaceable(folder, "export", run=exporting_run(folder) or "")
@@ -263,6 +275,8 @@ def from_file(path: str) -> Train:
 
 
 def presets() -> str:
+    from ..models.registry import trainable
+
     lines = [line for family in trainable() for line in family.table()]
     lines.append("10m-tiny and so on: what sets the preset apart, two layers deep and 16 wide a head, to try a recipe")
     return "\n".join(lines)

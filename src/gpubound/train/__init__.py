@@ -9,10 +9,38 @@
 docs/training.md tells how they fit together.
 """
 
-from .accumulate import Accumulators as Accumulators
-from .adamw8 import AdamW8bit as AdamW8bit
-from .device_step import StepResult as StepResult, StepValues as StepValues
-from .muon import Muon as Muon
-from .optimizer import AdamW as AdamW
-from .schedule import Schedule as Schedule
-from .step import TrainStep as TrainStep
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .accumulate import Accumulators as Accumulators
+    from .adamw8 import AdamW8bit as AdamW8bit
+    from .device_step import StepResult as StepResult, StepValues as StepValues
+    from .muon import Muon as Muon
+    from .optimizer import AdamW as AdamW
+    from .schedule import Schedule as Schedule
+    from .step import TrainStep as TrainStep
+
+# Imported when first used: commands read a recipe's options from this package before they import torch.
+_MODULES = {
+    "Accumulators": "accumulate",
+    "AdamW": "optimizer",
+    "AdamW8bit": "adamw8",
+    "Muon": "muon",
+    "Schedule": "schedule",
+    "StepResult": "device_step",
+    "StepValues": "device_step",
+    "TrainStep": "step",
+}
+
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,26 +3,23 @@
 import re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from ..corpus.tokenizer import SPECIALS, Tokenizer
-from ..models.registry import is_named, presets
-from ..parallel import ALONE, Ranks
 from ..words import hint, shown
-from .adamw8 import AdamW8bit
-from .adapters import Lora
-from .graphs import MODES as GRAPH_MODES
 from .kinds import check_kind
-from .muon import Muon
-from .objectives import Objective, objective_named
-from .optimizer import AdamW
-from .precision import precision as precision_named
-from .recompute import parse as parse_recompute
-from .schedule import MOST_STEPS, Schedule
-from .step import TrainStep
+
+if TYPE_CHECKING:  # a command reads its options before it imports torch
+    import torch
+    from torch import nn
+
+    from ..corpus.tokenizer import Tokenizer
+    from ..parallel import Ranks
+    from .adapters import Lora
+    from .muon import Muon
+    from .objectives import Objective
+    from .optimizer import AdamW
+    from .schedule import Schedule
+    from .step import TrainStep
 
 STDLIB, TORCH = "stdlib", "torch-source"
 SOURCES = (STDLIB, TORCH)  # data that has a name and no path
@@ -44,12 +41,19 @@ KINDS = {
 """(name, learning rate, weight decay) of each kind of run."""
 
 OFF_AT_0 = ("evaluate_every", "patience", "save_every", "keep_every")
-LIMITS = (
-    ("seq", 1, 1 << 24), ("micro_batch", 1, 1 << 24), ("accumulate", 1, 1 << 16), ("steps", 1, MOST_STEPS),
-    ("keep", 1, 1 << 31), *((name, 0, 1 << 31) for name in OFF_AT_0), ("vocabulary", 256 + len(SPECIALS), 1 << 24),
-    ("data_bytes", 1, 1 << 62), ("seed", 0, (1 << 63) - 1),
-)  # fmt: skip
-"""(key, least, most). The most are far above any use; they keep a slip of the hand from filling the memory."""
+MOST_ACCUMULATE = 1 << 16
+
+
+def limits() -> tuple[tuple[str, int, int], ...]:
+    """Return (key, least, most). The most are far above any use; they keep a slip of the hand from filling the memory."""
+    from ..corpus.tokenizer import SPECIALS
+    from .schedule import MOST_STEPS
+
+    return (
+        ("seq", 1, 1 << 24), ("micro_batch", 1, 1 << 24), ("accumulate", 1, MOST_ACCUMULATE), ("steps", 1, MOST_STEPS),
+        ("keep", 1, 1 << 31), *((name, 0, 1 << 31) for name in OFF_AT_0), ("vocabulary", 256 + len(SPECIALS), 1 << 24),
+        ("data_bytes", 1, 1 << 62), ("seed", 0, (1 << 63) - 1),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class Recipe:
     clip: float = 1.0
     """The largest global gradient norm."""
     precision: str = "auto"
-    """auto: bf16 on a GPU, fp32 on the CPU; or fp32, tf32, bf16, bf16-pure, fp16, fp8."""
+    """auto: bf16 on a GPU that has units for it, else fp32; or fp32, tf32, bf16, bf16-pure, fp16, fp8."""
     graph: str = "auto"
     """Run the step as CUDA graphs: auto (where it can be), require, or off."""
     recompute: str = "cheap"
@@ -136,10 +140,13 @@ class Recipe:
     """Phases, trained one after the other, each with a name and its own data, steps, lr and so on. Only in a config file."""
 
     def __post_init__(self) -> None:
+        from .graphs import MODES as GRAPH_MODES
+        from .precision import precision as precision_named
+
         self._fill_defaults()
         for key in fields(Recipe):
             check_kind(key, getattr(self, key.name))
-        for name, least, most in LIMITS:
+        for name, least, most in limits():
             value = getattr(self, name)
             if not least <= (least if value is None else value) <= most:
                 at_least = "0 (off)" if name in OFF_AT_0 else f"{least:,}"
@@ -185,6 +192,8 @@ class Recipe:
     @property
     def trains_further(self) -> bool:
         """Whether the model is a folder, whose weights were trained before."""
+        from ..models.registry import is_named
+
         return isinstance(self.model, str) and not is_named(self.model) and Path(self.model).is_dir()
 
     @property
@@ -193,17 +202,25 @@ class Recipe:
         return KINDS["adapters" if self.lora else "full fine-tuning" if self.trains_further else "pretraining"]
 
     @property
-    def adapters(self) -> Lora | None:
+    def adapters(self) -> "Lora | None":
         """What is trained instead of the model's own weights."""
+        from .adapters import Lora
+
         return Lora.of(self.lora) if self.lora else None
 
     @property
-    def rates(self) -> Schedule:
+    def rates(self) -> "Schedule":
+        from .schedule import Schedule
+
         return Schedule(self.schedule, steps=self.steps, warmup=self.warmup, final=self.final, decay=self.decay)
 
     @property
-    def numbers(self) -> AdamW | Muon:
+    def numbers(self) -> "AdamW | Muon":
         """The optimizer's. Betas as language models are trained: the second moment forgets within 20 steps."""
+        from .adamw8 import AdamW8bit
+        from .muon import Muon
+        from .optimizer import AdamW
+
         assert self.lr is not None and self.weight_decay is not None  # filled in by __post_init__
         adamw = AdamW(self.lr, betas=(0.9, 0.95), weight_decay=self.weight_decay)
         if self.optimizer not in ("adamw", "adamw8bit", "muon"):
@@ -212,9 +229,13 @@ class Recipe:
             return AdamW8bit(**vars(adamw))
         return adamw if self.optimizer == "adamw" else Muon(self.lr, weight_decay=self.weight_decay, rest=adamw)
 
-    def precision_on(self, device: torch.device) -> str:
+    def precision_on(self, device: "torch.device") -> str:
         """Which of the precisions `precision` means there."""
-        return self.precision if self.precision != "auto" else "bf16" if device.type == "cuda" else "fp32"
+        from ..device import fast_16bit
+
+        if self.precision != "auto":
+            return self.precision
+        return "bf16" if device.type == "cuda" and fast_16bit(device) else "fp32"
 
     @property
     def tokens_per_step(self) -> int:
@@ -223,24 +244,34 @@ class Recipe:
     @property
     def budget(self) -> int | None:
         """The bytes that a step may take, where recomputing is to keep it within them."""
+        from .recompute import parse as parse_recompute
+
         way, number = parse_recompute(self.recompute)
         return number if way == "budget" else None
 
-    def new_objective(self, tokenizer: Tokenizer | None = None) -> Objective:
+    def new_objective(self, tokenizer: "Tokenizer | None" = None) -> "Objective":
         """A new objective, as the recipe wants it; one that is to be used knows the run's tokenizer."""
+        from .objectives import objective_named
+
         objective = objective_named(self.objective, self.objective_options)
         if tokenizer is not None:
             objective.extended(tokenizer)
         return objective
 
-    def extended(self, tokenizer: Tokenizer) -> Tokenizer:
+    def extended(self, tokenizer: "Tokenizer") -> "Tokenizer":
         """`tokenizer` with the tokens that the objectives of all phases add to it."""
         for _, own in self.stages():
             tokenizer = own.new_objective().extended(tokenizer)
         return tokenizer
 
-    def make_step(self, model: nn.Module, objective: Objective, device: torch.device, ranks: Ranks = ALONE) -> TrainStep:
+    def make_step(
+        self, model: "nn.Module", objective: "Objective", device: "torch.device", ranks: "Ranks | None" = None
+    ) -> "TrainStep":
         """This rank's part of the optimizer step; with a byte budget for recomputing, without any yet."""
+        from ..parallel import ALONE
+        from .step import TrainStep
+
+        ranks = ranks or ALONE
         return TrainStep(
             model,
             objective,
@@ -286,6 +317,8 @@ class Recipe:
 
 
 def check_model(name: str) -> None:
+    from ..models.registry import is_named, presets
+
     if not is_named(name) and not Path(name).is_dir():
         raise ValueError(
             f"model: got {name!r}, wanted one of {', '.join(presets())} (-tiny behind it: a small one like it), "

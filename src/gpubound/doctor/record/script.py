@@ -55,10 +55,6 @@ class Script:
     module: bool = False
 
     def __post_init__(self) -> None:
-        if not self.module and not Path(self.target).exists():
-            raise ValueError(
-                f"script: there is no file {self.target}; give a script, -m and a module, or a trace (.json, .json.gz)."
-            )
         if not self.module and self.target.endswith(".ipynb"):
             raise ValueError(
                 f"script: {self.target} is a notebook, which python cannot run; make a script of it, as jupyter nbconvert "

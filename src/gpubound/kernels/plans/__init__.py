@@ -4,9 +4,8 @@ A plan is taken from the first of these that knows the job and fits the GPU in h
 
 1. TRIED: what a test or a running search wants
 2. what a launch has found: the compiler asked for more than the GPU has, and the next smaller plan was taken
-3. the user's own: what `gpubound tune` kept for this machine's GPU   searched.py
-4. what a search found on this architecture                           searched.py
-5. the op's rule, made smaller until it fits                          rules.py
+3. what a search found on this architecture          searched.py
+4. the op's rule, made smaller until it fits         rules.py
 
 So no plan raises. Where even the least is too large for a GPU, the launch says so to the op's self-test, and the call takes the
 reference, counted as a fallback (choose.py).
@@ -30,7 +29,7 @@ from .kinds import (
     power_of_two as power_of_two,
 )  # fmt: skip
 from .rules import RULES as RULES, WIDEST as WIDEST
-from .searched import SEARCHED, Key, plans_kept
+from .searched import SEARCHED, Key
 
 # (op, way, bucket) -> a plan of the op's kind
 TRIED: dict[tuple[str, str, tuple[int, ...]], Any] = {}
@@ -114,10 +113,10 @@ def fits(job: Job, plan: Plan) -> bool:
 
 
 def _first_that_fits(job: Job) -> Plan:
-    for table in (plans_kept(job.chip.name), SEARCHED.get(job.chip.capability, {})):
-        for key in keys_of(job):
-            if key in table and fits(job, plan := RULES[job.op].kind(*table[key])):
-                return plan
+    table = SEARCHED.get(job.chip.capability, {})
+    for key in keys_of(job):
+        if key in table and fits(job, plan := RULES[job.op].kind(*table[key])):
+            return plan
     plan = RULES[job.op].plan(job)
     while not fits(job, plan) and (smaller := plan.smaller()) is not None:
         plan = smaller

@@ -1,21 +1,8 @@
-"""Plans that a search on a GPU found better than the rules: the library's, by compute capability, and the user's own, which
-`gpubound tune` found on this machine, one file for each name of GPU. They hold there alone.
+"""Launch plans that a search on a GPU found better than the rules, by compute capability.
 
-A key is (op, way, bucket of the shape, bytes of an element); 0 bytes: any. `python -m benchmarks.tune_norms` prints lines as
-they stand here, LOG.md has the figures.
+A key is (op, way, bucket of the shape, bytes of an element); 0 bytes: any. `python -m benchmarks.tune_norms` and `tune_steps`
+print lines as they are here, LOG.md has the figures.
 """
-
-import json
-import os
-import re
-from functools import cache
-from pathlib import Path
-from typing import Any
-
-from ...errors import DataError
-from ...files import cache_folder, make_folder, write_whole
-from ...trace import notice
-from .rules import RULES
 
 Key = tuple[str, str, tuple[int, ...], int]
 
@@ -94,57 +81,3 @@ _HOPPER: dict[Key, tuple] = {
 }
 
 SEARCHED: dict[int, dict[Key, tuple]] = {90: _HOPPER}
-
-
-def file_of(name: str) -> Path | None:
-    """Where the plans for GPUs of that name are kept. None for a user who has no place to keep them."""
-    folder = cache_folder()
-    return folder and folder / f"plans-{re.sub(r'[^a-z0-9.]+', '-', name.lower()).strip('-')}.json"
-
-
-def plans_kept(name: str) -> dict[Key, tuple]:
-    """The plans kept for GPUs of that name, read once in a process. The interpreter's GPU has no name, and none."""
-    return _read(file_of(name)) if name else {}
-
-
-@cache
-def _read(path: Path | None) -> dict[Key, tuple]:
-    return {_key(row): tuple(row["plan"]) for row in rows_in(path)}
-
-
-def rows_in(path: Path | None) -> list[dict[str, Any]]:
-    """What the file holds, a row a plan. None when there is no file or, with a notice, when it is not what `keep` writes."""
-    try:
-        if path is None or not path.exists():
-            return []
-        found = json.loads(path.read_text(encoding="utf-8"))["plans"]
-        for row in found:
-            RULES[row["op"]].kind(*row["plan"])
-            hash(_key(row))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # OSError: also of a folder that is closed
-        notice(f"{path} is not readable as launch plans ({type(error).__name__}: {error}): the library's own are used.")
-        return []
-    return found
-
-
-def place(name: str) -> Path:
-    """The file that `keep` writes for that name of GPU. DataError where it cannot: to be asked before minutes are searched."""
-    if (path := file_of(name)) is None:
-        raise DataError(f"plans for {name} cannot be kept: there is no home folder; set HOME or XDG_CACHE_HOME.")
-    make_folder(path.parent)
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise DataError(f"{path.parent}: may not be written to; change its permissions, or set XDG_CACHE_HOME.")
-    return path
-
-
-def keep(name: str, found: list[dict[str, Any]]) -> Path:
-    """Add rows to what is kept for that name of GPU, in place of older rows of the same key."""
-    path = place(name)
-    rows = {_key(row): row for row in [*rows_in(path), *found]}
-    write_whole(path, json.dumps({"gpu": name, "plans": list(rows.values())}, indent=1) + "\n")
-    _read.cache_clear()
-    return path
-
-
-def _key(row: dict[str, Any]) -> Key:
-    return row["op"], row["way"], tuple(row["shape"]), row["bytes"]
