@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gpubound.layers.noise import TARGETS, alpha_bar, ddim_step, min_snr, noised, parts_of, target_of
+from gpubound.layers.noise import TARGETS, alpha_bar, ddim_step, min_snr, noise_share, noised, parts_of, target_of
 
 TIMES = torch.tensor([0.05, 0.3, 0.62, 0.9])
 ROWS = alpha_bar(TIMES).double()
@@ -52,3 +52,14 @@ def test_ddims_step_has_its_coefficients():
     now, then = ROWS.view(4, 1, 1), later.view(4, 1, 1)
     want = (then / now).sqrt() * x + ((1 - then).sqrt() - (then * (1 - now) / now).sqrt()) * noise
     assert (ddim_step("eps", x, noise, ROWS, later) - want).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_weights_near_the_clean_end_with_a_large_cap(target):
+    """1 - ᾱ is 3e-7 at the smallest of these times, a few units in the last place of ᾱ in fp32."""
+    times = torch.tensor([1e-5, 1e-4, 1e-3, 0.01, 0.5, 0.9])
+    angle, first = (times.double() + 0.008) / 1.008 * math.pi / 2, 0.008 / 1.008 * math.pi / 2
+    signal = (angle.cos() / math.cos(first)).square()
+    noise = (angle - first).sin() * (angle + first).sin() / math.cos(first) ** 2
+    got = min_snr(target, alpha_bar(times), 1e6, noise_share(times)).double()
+    assert (got / min_snr(target, signal, 1e6, noise) - 1).abs().max() < 2e-5

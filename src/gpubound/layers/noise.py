@@ -38,6 +38,16 @@ def alpha_bar(t: Tensor) -> Tensor:
     return ((angle * (math.pi / 2)).cos() / math.cos(first * math.pi / 2)).square().clamp(LEAST, 1.0)
 
 
+def noise_share(t: Tensor) -> Tensor:
+    """Return 1 - ᾱ at time t. Subtracting ᾱ from 1 in fp32 would leave few digits near t = 0.
+
+    With a = (t + s) / (1 + s) · π / 2 and a0 its value at 0: 1 - cos²a / cos²a0 = sin(a - a0) · sin(a + a0) / cos²a0.
+    """
+    turn = t.float() / (1 + OFFSET) * (math.pi / 2)
+    first = OFFSET / (1 + OFFSET) * math.pi / 2
+    return (turn.sin() * (turn + 2 * first).sin() / math.cos(first) ** 2).clamp(0.0, 1.0 - LEAST)
+
+
 def roots(alpha_bar_B: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     """(√ᾱ, √(1 - ᾱ)) of each row of `like`, in fp32 or wider, to be multiplied with it."""
     rows = alpha_bar_B.to(torch.promote_types(like.dtype, torch.float32)).view(-1, *[1] * (like.dim() - 1))
@@ -57,10 +67,14 @@ def target_of(target: str, x0: Tensor, noise: Tensor, alpha_bar_B: Tensor) -> Te
     return noise if target == "eps" else x0
 
 
-def min_snr(target: str, alpha_bar_B: Tensor, most: float) -> Tensor:
-    """The weight of each row's squared error: that of an error in x0, ᾱ / (1 - ᾱ), but no more than `most` (min-SNR, Hang et
-    al. 2023), in units of the target. So the three targets have one loss."""
-    signal, noise = alpha_bar_B, 1 - alpha_bar_B  # an error of ε is the ratio's root times one of x0, one of v 1 / √(1 - ᾱ)
+def min_snr(target: str, alpha_bar_B: Tensor, most: float, noise_B: Tensor | None = None) -> Tensor:
+    """Return the weight of each row's squared error: that of an error in x0, ᾱ / (1 - ᾱ), but no more than `most` (min-SNR,
+    Hang et al. 2023), in units of the target. So the three targets have one loss.
+
+    noise_B: 1 - ᾱ where it is known more exactly (noise_share), for a large `most`
+    """
+    signal, noise = alpha_bar_B, 1 - alpha_bar_B if noise_B is None else noise_B
+    # an error of ε is the ratio's root times one of x0, one of v 1 / √(1 - ᾱ)
     capped = torch.minimum(signal, most * noise)
     return capped / {"eps": signal, "v": torch.ones_like(noise), "x0": noise.clamp_min(torch.finfo(noise.dtype).tiny)}[target]
 

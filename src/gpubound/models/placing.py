@@ -82,6 +82,7 @@ def _names(forward: Callable) -> tuple[str, ...]:
 
 
 BATCH, TOKENS = 2, 16
+OF_TEXT = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id")
 
 
 def noise(shape: tuple[int, ...], like: Tensor, seed: int = 0) -> Tensor:
@@ -97,21 +98,29 @@ def random_case(module: nn.Module, shape: tuple[int, ...]) -> Case:
 
 
 def reads_tokens(model: Any) -> bool:
-    """A Hugging Face model of text, read left to right: it can be fed made-up tokens."""
+    """Return whether this is a transformers model of text, read left to right. One that also takes images reads text alone."""
     config = getattr(model, "config", None)
     return (
         getattr(model, "main_input_name", None) == "input_ids"
         and hasattr(model, "get_input_embeddings")
-        and hasattr(config, "vocab_size")
+        and hasattr(config, "get_text_config")
+        and hasattr(config.get_text_config(), "vocab_size")
         and not getattr(config, "is_encoder_decoder", False)
     )
 
 
 def made_up(model: Any) -> Tensor:
-    """Token ids to feed it, the same at every call."""
+    """Return random token ids for a model, the same at every call. Ids that stand for images or sounds are left out."""
     generator = torch.Generator().manual_seed(0)
-    words = model.lm_head.out_features if isinstance(getattr(model, "lm_head", None), LMLoss) else model.config.vocab_size
-    ids = torch.randint(words, (BATCH, TOKENS), generator=generator, device="cpu")
+    if isinstance(getattr(model, "lm_head", None), LMLoss):
+        size, others = model.lm_head.out_features, set()
+    else:
+        size, names = model.config.get_text_config().vocab_size, vars(model.config)
+        others = {names[name] for name in names if name.endswith(("_token_id", "_token_index")) and name not in OF_TEXT}
+    ids = torch.randint(size, (BATCH, TOKENS), generator=generator, device="cpu")
+    if others:
+        text = torch.tensor([i for i in range(min(size, 1024)) if i not in others], device="cpu")
+        ids = text[ids % len(text)]
     return ids.to(next(model.parameters()).device)
 
 

@@ -100,7 +100,7 @@ def _foreign_causal_lm(module: Any) -> bool:
     named = _home(module) and type(module).__name__.endswith("ForCausalLM") and reads_tokens(module)
     usual = getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
     routed = hasattr(module.config, "output_router_logits") if named else False  # a loss of the router's is added to it
-    return named and usual and not routed and isinstance(getattr(module, "lm_head", None), nn.Module)
+    return named and usual and not routed and isinstance(getattr(module, "lm_head", None), nn.Linear)
 
 
 def check_placeable(model: nn.Module) -> None:

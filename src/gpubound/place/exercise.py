@@ -53,6 +53,8 @@ class Exercise:
             self.trouble = "" if self.before else "it gives no floating-point output"
         except Exception as error:  # the model is the user's, and may not take what was made up for it; the reason is reported
             self.trouble = f"its own forward and backward raised {said(error)}"
+            if example is None:
+                self.trouble += " on random tokens; pass example=<a batch>"
 
     def again(self) -> Agreement:
         """The model as it is now, against what it was."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 from gpubound.errors import DataError
-from gpubound.models import PRESETS, Decoder, DecoderConfig, load_hf, save_hf
+from gpubound.models import PRESETS, Decoder, DecoderConfig, RichardsConfig, load_hf, save_hf
 from tests.messages import message
 
 SHAPE = {
@@ -206,3 +206,23 @@ def test_shapes_that_do_not_divide():
     with pytest.raises(ValueError) as error:
         DecoderConfig(64, 128, 2, 6, 2, 256)
     assert str(error.value) == message("models/llama/decoder:shapes_that_do_not_divid")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(
+            (name, value)
+            for name in ("hidden", "layers", "heads", "vocabulary", "positions")
+            for value in ("a", 2.0, None, True)
+        ),
+        *((name, value) for name in ("eps", "rope_theta") for value in ("a", None, float("nan"), 0.0, -1.0, True)),
+        *(("tied", value) for value in ("yes", 1, None)),
+        *(("head_width", value) for value in ("a", 8.0, 0, -8)),
+    ],
+)
+@pytest.mark.parametrize("kind", [DecoderConfig, RichardsConfig])
+def test_values_of_another_type_are_refused_by_name(kind, name, value):
+    sizes = {"hidden": 16, "intermediate": 24, "layers": 1, "heads": 2, "kv_heads": 1, "vocabulary": 32}
+    with pytest.raises(ValueError, match=f"{kind.__name__}: {name}: got {value!r}"):
+        kind(**sizes | {name: value})

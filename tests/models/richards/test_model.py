@@ -84,6 +84,20 @@ def test_times_near_each_other_look_different():
     assert (a - b).norm() > 0.1 * a.norm()
 
 
+def test_an_untrained_model_depends_on_the_time():
+    model = made(time="film", causal=False)
+    with torch.no_grad():
+        x = torch.randn(2, 8, model.config.hidden, generator=torch.Generator().manual_seed(0))
+        a, b = (model.model.run(x, time=torch.full((2,), t)) for t in (0.1, 0.9))
+    assert (a - b).norm() > 1e-4 * a.norm()  # 3e-6 with the deviation of the other weights
+
+
+@pytest.mark.parametrize("kind", [gb.Decoder, RichardsDecoder])
+def test_a_config_of_another_class(kind):
+    with pytest.raises(ValueError, match="config: got str"):
+        kind("10m")
+
+
 @pytest.mark.parametrize(
     "options,said",
     [

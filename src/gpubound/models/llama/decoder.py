@@ -7,8 +7,10 @@ weights.py moves a checkpoint in or out without renaming.
 Legend: B batch, T tokens.
 """
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import get_args
 
 from torch import Tensor, nn
 
@@ -42,6 +44,7 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         kind = type(self).__name__
+        self._check_types()
         for name in ("hidden", "intermediate", "layers", "heads", "kv_heads", "vocabulary", "positions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{kind}: {name}: got {getattr(self, name)}, wanted 1 or more.")
@@ -51,6 +54,18 @@ class DecoderConfig:
             raise ValueError(
                 f"{kind}: heads {self.heads} is not a multiple of kv_heads {self.kv_heads}; choose one that divides it."
             )
+
+    def _check_types(self) -> None:
+        for field in fields(self):
+            value, kinds = getattr(self, field.name), get_args(field.type) or (field.type,)
+            fits = isinstance(value, (*kinds, int) if float in kinds else kinds)
+            if not fits or (isinstance(value, bool) and bool not in kinds) or (float in kinds and not math.isfinite(value)):
+                wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+                raise ValueError(f"{type(self).__name__}: {field.name}: got {value!r}, wanted a value of type {wanted}.")
+        for name in ("eps", "rope_theta", "head_width"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{type(self).__name__}: {name}: got {value!r}, wanted a number above 0.")
 
     @property
     def head_dim(self) -> int:
@@ -122,6 +137,8 @@ class Decoder(LanguageModel):
     reader = OwnReader
 
     def __init__(self, config: DecoderConfig, device=None, dtype=None) -> None:
+        if not isinstance(config, DecoderConfig):
+            raise ValueError(f"Decoder: config: got {type(config).__name__}, wanted a DecoderConfig.")
         super().__init__(config, Trunk(config, device, dtype), device, dtype)
 
     def calls(self) -> Iterator[Call]:

@@ -110,7 +110,21 @@ class RichardsDecoder(LanguageModel):
     config: RichardsConfig
 
     def __init__(self, config: RichardsConfig, device=None, dtype=None) -> None:
+        if not isinstance(config, RichardsConfig):
+            raise ValueError(f"RichardsDecoder: config: got {type(config).__name__}, wanted a RichardsConfig.")
         super().__init__(config, RichardsTrunk(config, device, dtype), device, dtype)
+
+    @torch.no_grad()
+    def initialise(self, std: float = 0.02) -> None:
+        """Draw weights as every language model does, those that read the time with a deviation of 1 / √inputs.
+
+        With 0.02, as all other weights have, an untrained model 64 wide changes by 3e-6 between the times 0.1 and 0.9; so it
+        changes by 6e-4.
+        """
+        super().initialise(std)
+        if self.model.time is not None:
+            for layer in (self.model.time.inner, self.model.time.outer, *(block.film for block in self.model.layers)):
+                layer.weight.normal_(0.0, layer.in_features**-0.5)
 
     def cached(self, rows: int, places: int) -> CachedModel:
         return CachedModel(self, rows, places)

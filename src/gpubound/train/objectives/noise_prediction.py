@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...layers.noise import alpha_bar, check_target, min_snr, noised, spread_times, target_of
+from ...layers.noise import alpha_bar, check_target, min_snr, noise_share, noised, spread_times, target_of
 from . import Objective
 
 SEED = 0x5EED  # of the times and the noise that validation draws
@@ -64,7 +64,7 @@ class NoisePrediction(Objective):
                 f"noise_prediction: {type(model).__name__} predicts {tuple(predicted.shape)} for x {tuple(wanted.shape)}; it "
                 f"must give one value for each of x's."
             )
-        weights = min_snr(self.target, share, self.most_snr)
+        weights = min_snr(self.target, share, self.most_snr, noise_share(times))
         return (weights * (predicted.to(x.dtype) - wanted.to(x.dtype)).square().flatten(1).sum(1)).sum()
 
 
