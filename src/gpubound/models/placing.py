@@ -99,7 +99,7 @@ def random_case(module: nn.Module, shape: tuple[int, ...]) -> Case:
 
 def reads_tokens(model: Any) -> bool:
     """Return whether this is a transformers model of text, read left to right. One that also takes images reads text alone."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     return (
         getattr(model, "main_input_name", None) == "input_ids"
         and hasattr(model, "get_input_embeddings")

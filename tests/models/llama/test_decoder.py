@@ -195,7 +195,7 @@ def test_weights_of_another_model(tmp_path):
     with pytest.raises(DataError) as error:
         load_hf(tmp_path)
     assert str(error.value) == message("models/llama/decoder:weights_of_another_model", tmp_path / "config.json")
-    save_hf(Decoder(dataclasses.replace(PRESETS["tiny"], qkv_bias=True)), tmp_path / "other")
+    save_hf(Decoder(dataclasses.replace(PRESETS["tiny"], qkv_bias=True)), tmp_path / "other", overwrite=True)
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "other" / "model.safetensors").read_bytes())
     with pytest.raises(DataError) as error:
         load_hf(tmp_path)
