@@ -52,3 +52,9 @@ def test_a_model_is_decoded_or_refused_in_one_sentence(kind):
             logits = model(input_ids=torch.tensor([[*prompt, *row[:-1]]])).logits[0, len(prompt) - 1 :].float()
         best, chosen = logits.max(-1).values, logits.gather(-1, torch.tensor(row)[:, None])[:, 0]
         assert (best - chosen <= 2e-2 * logits.abs().amax(-1)).all()
+
+
+def test_a_wrapper_of_a_fused_family_is_named_as_one():
+    """Its path said that Gemma3 was none of the families, which named Gemma3 among them."""
+    fast = gb.decoder(tiny("gemma3"), 1, 32)
+    assert "gemma3_text" in fast.path and "Gemma3ForConditionalGeneration" in fast.path and "Gemma3ForCausalLM" in fast.path

@@ -2,18 +2,23 @@
 
 import re
 from dataclasses import replace
+from inspect import signature
 
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 import gpubound as gb
 from gpubound.decode import cache, fused, layer
-from gpubound.decode.bind import BoundModel
+from gpubound.decode.bind import BoundModel, bind
 from gpubound.decode.steps import StepGraphs
 from gpubound.decode.weights import own as own_weights
+from gpubound.models import registry
+from gpubound.models.decoding import READ, unread_option
 from gpubound.train.precision import cast_inputs
 from tests.messages import message
 
+from ..models_table import class_of, config_of
 from . import cases
 
 OTHER = (
@@ -154,6 +159,38 @@ def test_a_binding_that_leaves_something_out(kind, layers, shape, monkeypatch):
     gb.decoder(cases.build(kind), 2, cases.ROOM)
     bound(monkeypatch, layers, shape)
     assert re.fullmatch(OTHER, refusal(kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "named"),
+    [
+        ("ministral3", {}, "llama_4_scaling_beta"),  # scales queries by their position, beyond the original length
+        ("olmoe", {"clip_qkv": 0.05}, "clip_qkv"),  # bounds q, k and v, which the certificate's texts may not reach
+    ],
+)
+def test_an_option_that_a_reader_does_not_know_is_refused(kind, options, named, monkeypatch):
+    """The certificate's eight tokens see neither length nor size. So a family's file has to name each option that it reads."""
+    config = config_of(kind)
+    for name, value in options.items():
+        setattr(config, name, value)
+    model = class_of(kind)(config).eval()
+    family = "mixtral" if kind == "olmoe" else "llama"
+    prefix = type(model).__name__.removesuffix("ForCausalLM")
+    monkeypatch.setitem(registry.FAMILIES, family, registry.FAMILIES[family] | {kind: prefix})
+    why = bind(model, 32)
+    assert isinstance(why, str) and named in why
+
+
+@pytest.mark.parametrize("kind", [*cases.FAMILIES, *cases.SPARSE, *cases.OTHERS])
+def test_every_option_of_the_families_is_known(kind):
+    """A field that a newer transformers adds to one of these configs has to be read, or named as one without effect."""
+    config = cases.build(kind).config
+    known = READ | type(registry.reader_of(cases.build(kind))).READS
+    for name in signature(type(config)).parameters.keys() - signature(PreTrainedConfig).parameters.keys():
+        assert name in known or (kind == "Gemma3" and name == "attn_logit_softcapping"), name
+    assert unread_option(config, known) is None
+    config.hidden_size = 48
+    assert unread_option(config, known - {"hidden_size"}) == "hidden_size=48"
 
 
 def test_a_model_with_something_of_its_own():

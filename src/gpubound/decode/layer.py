@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from ..device import can_launch
 from ..kernels import add_norm, norm_rows, rms_norm, rope
@@ -168,9 +169,7 @@ class CachedAttention(Part):
         """What the output gives for normed h (B, T, hidden) at places start to end."""
         q, k, v = self._project(h, start, end)
         k, v = self.bench.cache.extend(self.number, start, k, v)
-        mask = _mask(start, end, self.weights.window, h.device)
-        q, scale, cap = q.transpose(1, 2), self.bench.shape.scale, self.weights.cap
-        mixed = capped_attend(q, k, v, mask, scale, cap) if cap else attend(q, k, v, mask, scale)
+        mixed = attend_prompt(q.transpose(1, 2), k, v, start, self.weights.window, self.bench.shape.scale, self.weights.cap)
         y = F.linear(mixed := mixed.flatten(2), self.o.matrices()[0], self.weights.o.bias)
         add(self.o, mixed, y)
         return y
@@ -291,6 +290,40 @@ def normed_rows(x: Tensor, norm: Norm | None, out: Tensor, mode: int = 0) -> Ten
     return out.copy_(x) if norm is None else norm_rows(x, norm, out, mode)
 
 
+def attend_prompt(q: Tensor, k: Tensor, v: Tensor, start: int, window: int, scale: float, cap: float = 0.0) -> Tensor:
+    """Return the causal attention (B, T, H, D) of a prompt's queries (B, H, T, D) at positions start to start + T.
+
+    k and v (B, K, start + T, D) hold all positions so far. window: each token sees this many of the nearest; 0: all. Only a
+    window makes a mask in memory, of at most T + window keys.
+    """
+    end, mask = k.shape[2], None
+    if window and end > window:
+        first = max(0, start + 1 - window)  # no query sees an earlier key
+        k, v = k[:, :, first:], v[:, :, first:]
+        age = torch.arange(start, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
+        mask = (age >= 0) & (age < window)
+    if cap:
+        return capped_attend(q, k, v, mask, scale, cap)
+    return attend(q, k, v, mask, scale) if mask is not None or start == 0 else attend_lower_right(q, k, v, scale)
+
+
+def attend_lower_right(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Return the attention of the last T of S positions, whose causal mask ends in the lower right corner of (T, S).
+
+    torch's bias of that name runs flash attention on a GPU: a dense mask of 2,048 x 32,768 would be 64 MB in each layer, and
+    rule flash attention out. Without flash attention (fp32, heads wider than 256) the memory-efficient kernel takes the bias,
+    for equal head counts alone.
+    """
+    if not q.is_cuda:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+        return attend(q, k, v, mask, scale)
+    if q.dtype == torch.float32 or q.shape[-1] > 256:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    bias = causal_lower_right(q.shape[2], k.shape[2])
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return y.transpose(1, 2)
+
+
 def capped_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
     """`attend` with capped scores, which SDPA does not have: some queries at a time, for their scores are whole in memory."""
     B, H, T, D = q.shape
@@ -307,11 +340,3 @@ def capped_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: f
 
 def _spread(rows: int) -> tuple[int, int]:
     return FEW_SPREAD if rows <= NARROW else WIDE_SPREAD
-
-
-def _mask(start: int, end: int, window: int, device: torch.device) -> Tensor | None:
-    """Who sees whom among the places start..end and all before: None for plain causal from the beginning."""
-    if start == 0 and not (window and end > window):
-        return None
-    age = torch.arange(start, end, device=device)[:, None] - torch.arange(end, device=device)
-    return (age >= 0) & (age < (window or end))

@@ -6,8 +6,10 @@ weights compute is said here once, in plain fp32 (`define`), for the judge; deco
 Legend: T tokens, H query heads, K key and value heads, D width of a head, S experts a token (its slots), E experts in all.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from inspect import signature
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -172,12 +174,59 @@ def plain_norm(x: Tensor, norm: Norm | None) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * (norm.weight.float() + norm.offset)
 
 
+# Fields of a config that every reader reads itself, that its modules and tensors show, or that change nothing in eval mode.
+READ = frozenset((
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "hidden_act", "hidden_activation", "rms_norm_eps", "attention_bias", "mlp_bias", "rope_parameters",
+    "original_max_position_embeddings", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
+    "use_bidirectional_attention", "max_position_embeddings", "tie_word_embeddings", "final_logit_softcapping",
+    "pad_token_id", "bos_token_id", "eos_token_id", "initializer_range", "use_cache", "pretraining_tp",
+    "attention_dropout", "resid_pdrop", "embd_pdrop", "no_rope_layers", "no_rope_layer_interval",
+))  # fmt: skip
+# Keys of rope_parameters that change the frequencies, which are taken from the model's rotary module.
+ROTARY = frozenset((
+    "rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "attention_factor",
+    "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim",
+    "short_factor", "long_factor", "max_position_embeddings", "low_freq_factor", "high_freq_factor",
+))  # fmt: skip
+
+
+@cache
+def default_config(kind: Any) -> Any:
+    """Return a config with the defaults of its class."""
+    return kind()
+
+
+def unread_option(config: Any, read: Collection[str]) -> str | None:
+    """Return the first option of a transformers config that is not in `read` and not its class's default.
+
+    The certificate compares a few random tokens: it cannot see an option that depends on a text's length or on the size of
+    a value, such as a scale of queries beyond some length, or a clamp.
+    """
+    base = next((one for one in type(config).__mro__ if one.__name__ == "PreTrainedConfig"), None)
+    if base is None:  # a config of ours
+        return None
+    declared = signature(type(config)).parameters.keys() - signature(base).parameters.keys()
+    kind: Any = type(config)
+    default = default_config(kind)
+    for name in sorted(declared - set(read)):
+        if getattr(config, name, None) != getattr(default, name, None):
+            return f"{name}={getattr(config, name, None)!r}"
+    tables = getattr(config, "rope_parameters", None) or {}
+    for table in [tables, *(value for value in tables.values() if isinstance(value, dict))]:
+        for key, value in table.items():
+            if key not in ROTARY and not isinstance(value, dict):
+                return f"rope_parameters.{key}={value!r}"
+    return None
+
+
 class Reader:
     """Reads a causal language model of Llama's kind, whose tensors are taken as they are. A family's own says what differs."""
 
     # A block's norms: before attention, behind it, before the MLP, behind it.
     NORMS: ClassVar[tuple[str | None, ...]] = ("input_layernorm", None, "post_attention_layernorm", None)
     OFFSET = 0.0  # of all norms
+    READS: ClassVar[frozenset[str]] = frozenset()  # fields of the config that this family has besides READ
     BODY: ClassVar[str] = "fused"  # which of decode/engine.py's runs it
 
     def __init__(self, model: Any) -> None:
@@ -196,6 +245,8 @@ class Reader:
             return "its heads have an odd width, and rotation works on pairs"
         if getattr(self.config, "use_bidirectional_attention", False):
             return "its tokens see what comes behind them"
+        if option := unread_option(self.config, READ | self.READS):
+            return f"its config has {option}, an option that its reader does not know"
         return None
 
     def longest(self) -> int:

@@ -154,6 +154,7 @@ class GemmaReader(Reader):
 
 class SandwichReader(GemmaReader):
     NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    READS = frozenset({"query_pre_attn_scalar", "attn_logit_softcapping"})
 
     def cap(self, attention: Any) -> float:
         """transformers' SDPA leaves it out."""

@@ -25,6 +25,8 @@ SWAPS: dict[str, Maker] = {
 
 
 class TypedReader(SandwichReader):
+    READS = frozenset({"query_pre_attn_scalar"})
+
     def kinds(self) -> list[str]:
         return sorted(set(self.config.layer_types))
 

@@ -21,6 +21,11 @@ class SparseReader(Reader):
     """A sparse block has a router (`gate`) and its experts' weights stacked in two parameters. Qwen3-MoE may have dense layers
     between; Mixtral has none, and always divides the shares of the chosen experts by their sum."""
 
+    READS = frozenset((
+        "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+        "decoder_sparse_step", "mlp_only_layers", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
+    ))  # fmt: skip
+
     def refusal(self, max_length: int) -> str | None:
         if why := super().refusal(max_length):
             return why

@@ -1,0 +1,98 @@
+"""Attention of a prompt that is read in chunks: against its definition in fp64, and without a mask over all positions."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gpubound as gb
+from gpubound.decode import fused
+from gpubound.decode.layer import attend_lower_right, attend_prompt
+
+from . import cases
+
+B, H, K, D = 2, 4, 2, 8
+
+
+def tensors(T: int, S: int, dtype=torch.float32, device="cpu", heads=(H, K), width=D) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = (B, heads[0], T, width), (B, heads[1], S, width), (B, heads[1], S, width)
+    return [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
+
+
+def definition(q, k, v, start: int, window: int, scale: float, cap: float) -> torch.Tensor:
+    k, v = (t.double().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = q.double() @ k.transpose(2, 3) * scale
+    scores = cap * (scores / cap).tanh() if cap else scores
+    age = torch.arange(start, k.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
+    hidden = (age < 0) | (age >= (window or k.shape[2]))
+    return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+@pytest.mark.parametrize("window", [0, 3, 9, 100])
+@pytest.mark.parametrize(("start", "T"), [(0, 7), (7, 7), (7, 1), (20, 5)])
+def test_a_chunk_attends_to_all_before_it(start, T, window, cap):
+    q, k, v = tensors(T, start + T)
+    got = attend_prompt(q, k, v, start, window, 0.4, cap)
+    torch.testing.assert_close(got.double(), definition(q, k, v, start, window, 0.4, cap), atol=1e-5, rtol=1e-5)
+
+
+def test_torchs_lower_right_bias_is_the_mask():
+    """What a GPU is given, by torch's own fallback on a CPU."""
+    q, k, v = tensors(5, 12)
+    got = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(5, 12), scale=0.4, enable_gqa=True)
+    torch.testing.assert_close(got.transpose(1, 2).double(), definition(q, k, v, 7, 0, 0.4, 0.0), atol=1e-5, rtol=1e-5)
+
+
+class LargestMask(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.keys = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.dtype == torch.bool:
+            self.keys = max(self.keys, found.shape[-1])
+        return found
+
+
+def test_the_mask_of_a_window_ends_with_the_window():
+    """It had a column for each position so far, and so k and v were read from the first."""
+    q, k, v = tensors(4, 1004)
+    with LargestMask() as mask:
+        attend_prompt(q, k, v, 1000, 9, 0.4)
+    assert mask.keys == 4 + 9 - 1
+
+
+@pytest.mark.parametrize("kind", ["Mistral", "Gemma2", "Gemma3"])
+def test_a_long_prompt_in_chunks_gives_the_logits_of_one(kind, monkeypatch):
+    fast, ids = cases.shared(kind), cases.prompts(40)[0]
+    want = torch.tensor(fast.score(ids))
+    for size in (7, 16):
+        monkeypatch.setattr(fused, "CHUNK", size)
+        torch.testing.assert_close(torch.tensor(fast.score(ids)), want, atol=1e-4, rtol=1e-4)
+    assert isinstance(fast, gb.FastDecoder) and not fast.path
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "width"), [(torch.bfloat16, 128), (torch.float16, 64), (torch.bfloat16, 512), (torch.float32, 64)]
+)
+def test_no_dense_mask_on_a_gpu(dtype, width):
+    """2,048 queries after 6,144 positions: a mask would take 16 MB, and repeated keys and values 67 MB."""
+    T, S = 2048, 8192
+    q, k, v = tensors(T, S, dtype, "cuda", heads=(8, 2), width=width)
+    attend_lower_right(q, k, v, width**-0.5)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    got = attend_lower_right(q, k, v, width**-0.5)
+    grown = torch.cuda.max_memory_allocated() - before - got.nbytes
+    flash = dtype != torch.float32 and width <= 256
+    more = 0 if flash else 8 * k.nbytes + 4 * got.numel()  # k and v for 8 heads instead of 2, and sums in fp32
+    assert grown <= more + 4 * B * 8 * T + (1 << 20)  # and one fp32 for each query and head
+    at = slice(T - 64, T)  # the definition of the last queries: that of all would take 2 GB
+    want = definition(q[:, :, at], k, v, S - 64, 0, width**-0.5, 0.0)
+    torch.testing.assert_close(got[:, at].double(), want, atol=2e-2 if dtype != torch.float32 else 1e-3, rtol=2e-2)
