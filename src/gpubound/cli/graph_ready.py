@@ -1,34 +1,164 @@
-"""`gpubound doctor --graph-ready TARGET`: the audit of what a CUDA graph can hold."""
+"""`gpubound doctor --graph-ready TARGET`: the audit of what a CUDA graph can hold.
 
+Of a language model the step that makes one token is audited, as transformers runs it and as `gpubound.decoder` does. A function
+or another module is audited with the inputs that came with it.
+"""
+
+import importlib.util
 import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from ..decode import FastDecoder, decoder
+from ..decode.fused import FusedBody
+from ..decode.steps import LaunchWay
 from ..device import resolve
-from ..doctor.ready.targets import audits, named
+from ..errors import GpuboundError
+from ..graph.audit import Audit, AuditedPart, Obstacle, audit
+from ..models.keywords import cache_in, cache_word
+from ..models.own import LanguageModel
 from ..models.registry import family_of, is_named
 from .place import load
 
 VOCABULARY, POSITIONS = 512, 512  # of a preset, whose tokenizer is not known here
+PROMPT = 16  # tokens before the step
+STEPS = 12  # tokens in a row that a replay makes and an eager call compares
 
 
 def graph_ready(target: str, device: str, as_json: bool) -> int:
-    """Print the audits of what `target` names. 0: all is ready; 1: something is not; 3: no device to capture on."""
+    """Print the audits of `target`. Return 0: all is ready; 1: something is not; 3: no device to capture on."""
     there = resolve(device)
-    found = audits(_thing(target, there), there)
+    found = audits(_load(target, there), there)
     code = max((audit.exit_code for audit in found), key=(0, 3, 1).index)
     if as_json:
-        print(
-            json.dumps({"version": 1, "target": target, "exit": code, "audits": [audit.as_dict() for audit in found]}, indent=1)
-        )
+        print(json.dumps({"version": 2, "target": target, "exit": code, "audits": [a.as_dict() for a in found]}, indent=1))
     else:
         print("\n\n".join(map(str, found)))
     return code
 
 
-def _thing(target: str, device: Any) -> Any:
+def _load(target: str, device: Any) -> Any:
     if (Path(target) / "config.json").is_file():
         return load(target)[0]
     if is_named(target):
         return family_of(target).make(target, VOCABULARY, POSITIONS, device)
-    return named(target)
+    return call_named(target)
+
+
+def audits(thing: Any, device: torch.device) -> list[Audit]:
+    """Return the audits of a model, of a callable, or of (callable, *inputs), on `device`."""
+    fn, *inputs = thing if isinstance(thing, tuple) else (thing,)
+    if isinstance(fn, nn.Module):
+        fn = fn.to(device)
+    with torch.no_grad() if isinstance(fn, nn.Module) else nullcontext():
+        if not inputs and (isinstance(fn, LanguageModel) or hasattr(fn, "prepare_inputs_for_generation")):
+            return [_audit_token(fn.eval(), device), _audit_decoder(fn)]
+        return [audit(fn, *tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), tuple(inputs)))]
+
+
+def _audit_token(model: Any, device: torch.device) -> Audit:
+    """Audit the model's own call for one token, with the cache of a prompt where the model is transformers' own."""
+    config = model.config
+    own = isinstance(model, LanguageModel)
+    vocabulary = config.vocabulary if own else config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary, (1, PROMPT + 1), generator=torch.Generator().manual_seed(0), device="cpu").to(device)
+    if own:
+        return audit(model, ids)
+    prompt = model(input_ids=ids[:, :-1], use_cache=True)
+    return audit(model, kwargs={"input_ids": ids[:, -1:], cache_word(model.forward): cache_in(prompt), "use_cache": True})
+
+
+def _audit_decoder(model: Any) -> Audit:
+    name = f"gpubound.decoder({type(model).__name__})"
+    try:
+        engine = decoder(model, max_length=PROMPT + 4 * STEPS)
+    except (GpuboundError, ValueError) as error:  # its sentence is the answer
+        refused = AuditedPart(name, model, (), {}, obstacles=[Obstacle(str(error).rstrip("."))])
+        return Audit(name, next(model.parameters()).device, [refused])
+    if isinstance(engine.body, FusedBody):
+        engine.body.host = None  # the CPU's own path reads positions; the step that a GPU would capture is audited
+    return audit_decoding(engine, name)
+
+
+def audit_decoding(engine: FastDecoder, name: str = "gpubound.decoder", prompt: int = PROMPT, steps: int = STEPS) -> Audit:
+    """Audit the whole step of a decoder after a prompt, sampling included. Replays make `steps` tokens in a row."""
+    step = decoding_step(engine, prompt, steps)
+    step.__name__ = name
+    return audit(step, other_inputs=[()] * steps)
+
+
+def decoding_step(engine: FastDecoder, prompt: int, steps: int) -> Callable[[], torch.Tensor]:
+    ids = torch.randint(engine.body.vocab, (prompt,), generator=torch.Generator().manual_seed(0), device="cpu")
+    run = engine.start(ids.tolist(), max_new_tokens=min(3 * steps, engine.max_length - prompt), stop=())
+    with engine.plainly():
+        tokens = ids[None, :-1].to(engine.body.device, torch.int32)
+        lengths = torch.tensor([prompt - 1], dtype=torch.int32, device="cpu").to(engine.body.device)
+        engine.begin(run.request, tokens, lengths, engine.body.prefill)
+    state = engine.slots.rows.first(1)
+
+    def step() -> torch.Tensor:
+        with engine.plainly():
+            if engine.body.device.type == "cpu":  # where the choice by a kernel has a short cut that reads its tensors
+                state.token.copy_(engine.body.step(state.token, state.position).argmax(-1))
+                engine.body.begin(state.token)
+                state.position.add_(1)
+                return state.token.clone()
+            engine.stepper.run(1, 1, LaunchWay())
+            return engine.slots.emitted[0, :1].clone()
+
+    return step
+
+
+def call_named(target: str) -> Any:
+    """Call what MODULE:NAME or FILE.py:NAME names, without arguments; return a callable, or a callable with its inputs.
+
+    Where the call returns neither, the named function itself is the step that is audited.
+    """
+    where, _, name = target.rpartition(":")
+    if not where or not name.isidentifier():
+        raise ValueError(
+            f"graph-ready: got {target!r}, wanted a folder with a config.json, a preset's name, MODULE:NAME or FILE.py:NAME."
+        )
+    try:
+        maker = getattr(_module(where), name)
+        result = maker()
+    except (Exception, SystemExit) as error:  # the user's own code may raise anything, or end; the cause is kept
+        raise ValueError(f"{target} raised {type(error).__name__}: {error}") from error
+    inputs: Any = getattr(result, "example_inputs", None)
+    if isinstance(result, nn.Module) and inputs is not None:
+        return (result, *inputs())
+    first = result[0] if isinstance(result, tuple) and result else result
+    return result if callable(first) else maker
+
+
+def _module(where: str) -> Any:
+    if not where.endswith(".py"):
+        sys.path.insert(0, "")  # as `python -m` would
+        try:
+            return import_module(where)
+        finally:
+            sys.path.remove("")
+    name = Path(where).stem
+    while name in sys.modules:  # another file's
+        name += "_"
+    spec = importlib.util.spec_from_file_location(name, where)
+    assert spec is not None and spec.loader is not None  # its name ends with .py
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(where).resolve().parent))
+    sys.modules[name] = module  # where dataclasses and pickle look for a class's module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        sys.path.pop(0)
+    return module

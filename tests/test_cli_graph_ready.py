@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from gpubound import cli
+from gpubound.cli.graph_ready import audit_decoding, audits, call_named
 from gpubound.decode import decoder
-from gpubound.doctor.ready.targets import audits, decoding_step, named
 from gpubound.models import Decoder, DecoderConfig
 from tests.decode.compressed.cases import CSA, HCA, build
-from tests.messages import message
 
 PROGRAM = """\
 import torch
@@ -57,7 +56,7 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
 
 def test_a_class_is_audited_with_its_own_inputs(program, capsys):
     code, said, _ = run(capsys, f"{program}:Net")
-    assert code == 1 and message("doctor/ready_targets:a_class_is_audited_with").within(said)
+    assert code == 1 and "program.py:12 reads the device from the host" in said
 
 
 def test_nothing_found_without_a_gpu_exits_3_and_says_less(program, capsys):
@@ -67,7 +66,7 @@ def test_nothing_found_without_a_gpu_exits_3_and_says_less(program, capsys):
 
 
 def test_a_function_that_gives_no_callable_is_the_step_itself(program):
-    step = named(f"{program}:step")
+    step = call_named(f"{program}:step")
     assert step.__name__ == "step" and step() is None
 
 
@@ -80,7 +79,7 @@ def test_a_file_may_hold_dataclasses_and_be_called_as_another_module(tmp_path, n
         "@dataclass\nclass Config:\n    width: int = 8\n"
         "def build():\n    import json\n    return (lambda: json.dumps(Config().width)),\n"
     )
-    (made,) = named(f"{path}:build")
+    (made,) = call_named(f"{path}:build")
     assert made() == "8"
 
 
@@ -89,17 +88,14 @@ def test_a_target_that_ends_the_process_is_told(tmp_path, code):
     """Code 0 would say that a graph holds all of it, code 3 that nothing was found."""
     (tmp_path / "ends.py").write_text(f"raise SystemExit({code})")
     with pytest.raises(ValueError, match=rf"ends\.py:build raised SystemExit: {code}$"):
-        named(f"{tmp_path / 'ends.py'}:build")
+        call_named(f"{tmp_path / 'ends.py'}:build")
 
 
 def test_a_bad_name_is_told(program, capsys):
-    said = (
-        "gpubound doctor: graph-ready: got 'nothing', wanted a folder with a config.json, a preset's name, MODULE:NAME or "
-        "FILE.py:NAME.\n"
-    )
-    assert run(capsys, "nothing") == (2, "", said)
+    code, out, said = run(capsys, "nothing")
+    assert (code, out) == (2, "") and "'nothing'" in said and "FILE.py:NAME" in said
     code, _, said = run(capsys, f"{program}:broken")
-    assert (code, said) == (2, message("doctor/ready_targets:a_bad_name_is_told", program))
+    assert code == 2 and f"{program}:broken raised KeyError: 'weights'" in said
 
 
 @pytest.fixture
@@ -112,10 +108,10 @@ def made(monkeypatch):
 
 def test_a_step_of_our_decoder_of_deepseek_is_ready_until_a_read_is_planted(made, monkeypatch):
     """Its replays pass the ends of a window of 12 and of stretches of 4 and 8."""
-    found = decoding_step(made, prompt=7, steps=6).audit()
+    found = audit_decoding(made, prompt=7, steps=6)
     assert found.ready, str(found)
     (part,) = found.parts
-    assert message("doctor/ready_targets:a_step_of_our_decoder_of").within(part.certificate)
+    assert "6 rounds of replay" in part.certificate
     assert "1 output and" in part.certificate and "mutated tensors compared" in part.certificate
 
     step = made.body.step
@@ -124,8 +120,8 @@ def test_a_step_of_our_decoder_of_deepseek_is_ready_until_a_read_is_planted(made
         return step(token, position) * float(position.max().item() >= 0)
 
     monkeypatch.setattr(made.body, "step", reading)
-    found = decoding_step(made, prompt=7, steps=2).audit()
-    assert not found.ready and message("doctor/ready_targets:a_step_of_our_decoder_of.2").within(str(found))
+    found = audit_decoding(made, prompt=7, steps=2)
+    assert not found.ready and "position.max().item()" in str(found)
 
 
 def test_on_a_cpu_the_step_that_a_gpu_would_capture_is_audited(monkeypatch):
@@ -139,7 +135,7 @@ def test_on_a_cpu_the_step_that_a_gpu_would_capture_is_audited(monkeypatch):
 @pytest.mark.gpu
 def test_on_a_gpu_each_is_captured(program, capsys):
     assert cli.main(["doctor", "--graph-ready", f"{program}:build"]) == 0
-    assert message("doctor/ready_targets:on_a_gpu_each_is_capture").within(capsys.readouterr().out)
+    assert "READY: one graph" in capsys.readouterr().out
     assert cli.main(["doctor", "--graph-ready", f"{program}:Net"]) == 1
-    found = decoding_step(decoder(build(dtype=torch.bfloat16, device="cuda"), max_length=48, verify=False), prompt=7).audit()
+    found = audit_decoding(decoder(build(dtype=torch.bfloat16, device="cuda"), max_length=48, verify=False), prompt=7)
     assert found.captured and found.ready, str(found)
