@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gpubound import kernels
 from gpubound.errors import MeasureError
+from gpubound.layers import linear
+from gpubound.lora.adapter import LowRank
 
 from .harness import CAPTURED, WAITED_FOR, Bench, release
 from .results import FLOOR
@@ -61,7 +62,7 @@ class Drawn:
         self.g = draw(shape.batch, shape.seq, shape.width)
 
     def ours(self) -> tuple[Tensor, ...]:
-        y = kernels.lora_linear(self.x, self.weight, None, self.a, self.b, ALPHA_OVER_RANK)
+        y = linear(self.x, self.weight, extra=[LowRank(self.a, self.b, ALPHA_OVER_RANK)])
         return y, *torch.autograd.grad(y, [self.x, self.a, self.b], self.g)
 
     def ours_summed(self) -> Callable[[], tuple[Tensor, ...]]:
@@ -71,7 +72,7 @@ class Drawn:
             p.main_grad = torch.zeros_like(p, dtype=torch.float32)  # type: ignore[attr-defined]
 
         def run() -> tuple[Tensor, ...]:
-            y = kernels.lora_linear(self.x, self.weight, None, a, b, ALPHA_OVER_RANK)
+            y = linear(self.x, self.weight, extra=[LowRank(a, b, ALPHA_OVER_RANK)])
             (dx,) = torch.autograd.grad(y, [self.x], self.g)
             return y, dx, a.main_grad, b.main_grad  # type: ignore[attr-defined]
 

@@ -96,7 +96,6 @@ MORE = {
     "hc_pre of many tokens": ("hc_pre", lambda: example_of("hc_pre", 4, True)),
     "index_topk of more scores than a program holds": ("index_topk", scored),
     "layer_norm of wide rows": ("layer_norm", lambda: (torch.randn(2, 8192), torch.ones(8192), torch.ones(8192))),
-    "lora_down that makes zeros to count with": ("lora_down", lambda: example_of("lora_down", 16, False, False, 1, True, True)),
     "lora_gradients of 16-bit adapters": (
         "lora_gradients",
         lambda: example_of("lora_gradients", 768, 768, 16, False, 1, False, True),

@@ -7,15 +7,15 @@ from gpubound import kernels, trace
 from gpubound.errors import FallbackError
 from gpubound.kernels import plans
 from gpubound.kernels.adapters import adapter_gradients
-from gpubound.kernels.lora_checks import SHARED_SUMS
+from gpubound.kernels.dropping import Drop, drawn, dropped
 from gpubound.kernels.plans.kinds import Job, ProductPlan
-from gpubound.kernels.rows import Owners
+from gpubound.kernels.rows import Owners, OwnRanks
 from gpubound.kernels.triton import lora as fast
 from gpubound.kernels.triton._lora_product import _product
 from tests.messages import message
 
 from .cases import TOLERANCE, assert_inside, banded, draw, same
-from .lora_cases import FP32, SHAPES, arguments, dropout, reference, routed
+from .lora_cases import FP32, ROUNDED, SHAPES, arguments, dropout, reference, routed
 from .test_plans import CHIPS
 
 
@@ -98,18 +98,6 @@ def test_programs_that_share_a_sum(splits, begins, device):
     for name, got, again, want in zip(("da", "db"), *outs):
         same(name, got, want, TOLERANCE[FP32])
         assert torch.equal(got, again)
-
-
-@pytest.mark.parametrize("rows, columns, ranks", [(70, 33, 5), (20, 300, 40), (0, 33, 5)], ids=str)
-@pytest.mark.parametrize("blocks", [None, (16, 16)], ids=str)
-def test_down_makes_the_zeros_to_count_with(rows, columns, ranks, blocks, device):
-    """Of several programs one alone does; h is what it is without."""
-    columns = sum(blocks) if blocks else columns
-    x, a = draw(device, FP32, rows, columns, seed=1), draw(device, FP32, ranks, columns, seed=2)
-    for ops in (fast, reference):
-        counts = torch.arange(1, SHARED_SUMS + 1, dtype=torch.int32, device=device)
-        h = ops.lora_down(x, a, 1.7, blocks=blocks, arrivals=counts)
-        assert not counts.any() and torch.equal(h, ops.lora_down(x, a, 1.7, blocks=blocks))
 
 
 BLOCKED = [(64, 64), (128, 32, 32), (32, 16, 16), (16, 64)]
@@ -216,3 +204,73 @@ def test_accumulators_of_several_adapters_that_are_not_adjacent_are_counted():
     adapter_gradients(apart, b, x, gh, g, h, wanted=[True] * 4)
     for p in apart:
         torch.testing.assert_close(p.main_grad, a_sums[0])
+
+
+def test_the_parts_are_the_gradients_of_the_whole():
+    """The definitions in fp64, put together as a linear layer's backward does, next to autograd through the formula."""
+    x, weight, bias, a, b = (t.requires_grad_() for t in arguments((6, 5, 7, 3), torch.float64, torch.device("cpu")))
+    drop, g = dropout(x.device), draw(x.device, torch.float64, 6, 7, seed=9)
+    y = x @ weight.t() + bias + 1.7 * dropped(x, drop) @ a.t() @ b.t()
+    dx, da, db = torch.autograd.grad(y, (x, a, b), g)
+    x, weight, bias, a, b = (t.detach() for t in (x, weight, bias, a, b))
+    h, gh = reference.lora_down(x, a, 1.7, drop), reference.lora_down(g, b.t(), 1.7)
+    torch.testing.assert_close(reference.lora_product(x, weight, bias, h, b), y)
+    torch.testing.assert_close(reference.lora_up(torch.nn.functional.linear(x, weight, bias), h, b), y)
+    torch.testing.assert_close(reference.lora_product(g, weight.t(), None, gh, a.t(), drop), dx)
+    got = adapter_gradients([a], [b], x, gh, g, h, drop)
+    torch.testing.assert_close(got, [da, db])
+
+
+def test_one_accumulator_alone(device):
+    """A gradient that is added to a main_grad next to one that autograd gets."""
+    a, b = (torch.nn.Parameter(torch.ones(*size, device=device)) for size in ((4, 20), (30, 4)))
+    a.main_grad = torch.ones_like(a)
+    x, gh, g, h = (draw(device, FP32, 9, n, seed=n) for n in (20, 4, 30, 4))
+    da, db = adapter_gradients([a], [b], x, gh, g, h)
+    assert da is None
+    same("a", a.main_grad - 1, gh.t() @ x, 1e-5)
+    same("b", db, g.t() @ h, 1e-5)
+
+
+def test_wrong_arguments():
+    x, a, b = torch.ones(4, 6), torch.ones(2, 6), torch.ones(5, 2)
+    own = OwnRanks(torch.zeros(2, dtype=torch.int32), 3, 2)
+    cases = {
+        "probability .* got 1.5": lambda: drawn(1.5, x.device),
+        r"h must .* \(4, 3\), got torch.float32 \(4, 2\)": lambda: kernels.lora_product(
+            x, torch.ones(5, 6), None, torch.ones(4, 2), torch.ones(5, 3)
+        ),
+        r"matrix, got torch.float32 \(2, 2, 6\)": lambda: kernels.lora_down(torch.ones(2, 2, 6), a),
+        r"got strides \(0, 1\)": lambda: kernels.lora_up(torch.ones(5).expand(4, 5), torch.ones(4, 2), b),
+        r"batch of 4 tokens, got torch.int32 \(3,\)": lambda: kernels.lora_down(x, a, rows=routed(x.device, (0, 0, 0), (2,))),
+        "2 adapters of 3 ranks": lambda: kernels.lora_product(x, torch.ones(5, 6), None, torch.ones(4, 2), b, rows=own),
+        r"torch.int64 \(1,\), got torch.int64 \(2,\)": lambda: kernels.lora_down(x, a, 1.0, Drop(0.5, torch.tensor([1, 2]))),
+    }
+    for facts, call in cases.items():
+        with pytest.raises(ValueError, match=facts):
+            call()
+
+
+# On the GPU
+
+LARGE = [(2048, 768, 768, 16), (2048, 1024, 1024, 32), (4096, 4096, 4096, 16), (1000, 2048, 520, 64), (777, 333, 1001, 5)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropping", [False, True], ids=["", "dropout"])
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+def test_real_sizes_on_the_gpu(shape, dropping, device):
+    """A layer by its parts, as linear products put them together."""
+
+    def layer(ops, x, weight, bias, a, b, g):
+        drop = dropout(device) if dropping else None
+        h, gh = ops.lora_down(x, a, 1.7, drop), ops.lora_down(g, b.t(), 1.7)
+        sums = torch.empty(a.shape, device=device), torch.empty(b.shape, device=device)
+        ops.lora_gradients(x, gh, g, h, *sums, drop)
+        return ops.lora_product(x, weight, bias, h, b), ops.lora_product(g, weight.t(), None, gh, a.t(), drop), *sums
+
+    for dtype in (torch.float16, torch.bfloat16):
+        given = *arguments(shape, dtype, device), draw(device, dtype, shape[0], shape[2], seed=9)
+        for name, got, want in zip(("y", "dx", "da", "db"), layer(fast, *given), layer(reference, *given)):
+            same(name, got, want, ROUNDED[dtype])
+        assert all(one.equal(other) for one, other in zip(layer(fast, *given), layer(fast, *given)))

@@ -41,7 +41,6 @@ from .indexer import index_scores as index_scores, index_topk as index_topk
 from .lora import (
     lora_down as lora_down,
     lora_gradients as lora_gradients,
-    lora_linear as lora_linear,
     lora_product as lora_product,
     lora_up as lora_up,
 )

@@ -17,14 +17,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .checks import require_last
 from .choose import implementation
-from .dropping import Drop, drawn, dropped
+from .dropping import Drop, dropped
 from .lora_checks import (
     BLOCK,
     SHARED_SUMS,
     as_in_memory,
-    check_arrivals,
     check_blocks,
     check_drop,
     check_matrices,
@@ -37,13 +35,12 @@ from .rows import Owners, OwnRanks, check_own_ranks, check_rows, own_columns
 
 def lora_down(
     x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None,
-    rows: Owners | None = None, blocks: Sequence[int] | None = None, arrivals: Tensor | None = None,
+    rows: Owners | None = None, blocks: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """h (N, R) = scale · drop(x) aᵀ, summed in fp32, in x's dtype; written into `out` if that is given.
 
     With `rows`, h keeps what the adapter of each row has made, and is zero elsewhere.
     With `blocks` it is g times a block-diagonal b, whose blocks' transposes lie side by side in `a`: h has R columns a block.
-    `arrivals` become the zeros that `lora_gradients` wants, where h is the gh of both: a launch of their own takes 2 us.
     """
     ranks = a.shape[0] * _count(blocks)
     check_drop("lora_down", drop, x)
@@ -51,31 +48,26 @@ def lora_down(
     check_blocks("lora_down", blocks, x.shape[-1])
     check_outputs("lora_down", x, out=(out, (x.shape[0], ranks)))
     check_rows("lora_down", rows, x, ranks)
-    check_arrivals("lora_down", arrivals, x)
-    shape = (a.shape[0], drop is not None, rows is not None, _count(blocks), a.stride(-1) == 1, arrivals is not None)
-    return implementation("lora_down", x, None, shape)(x, a, scale, drop, out, rows, blocks, arrivals)
+    shape = (a.shape[0], drop is not None, rows is not None, _count(blocks), a.stride(-1) == 1)
+    return implementation("lora_down", x, None, shape)(x, a, scale, drop, out, rows, blocks)
 
 
 def _draw_down(
     g: torch.Generator, rank: int = 5, dropping: bool = True, routed: bool = False, blocks: int = 1, along: bool = True,
-    counted: bool = False,
 ) -> tuple:  # fmt: skip
     ranks, columns = rank * blocks, 144  # more than a step along them has: a narrower x has a kernel of its own
     a = draw(g, rank, columns) if along else draw(g, columns, rank).t()
     ids, owner = ints(0, -1, 1, 0, 5).long(), ints(*(i % 2 for i in range(ranks)))
     own = Owners(ids, owner, draw(g, ranks).detach()) if routed else None
-    counts = ints(*range(SHARED_SUMS)) if counted else None
-    return draw(g, 80, columns), a, 1.7, _drop(dropping), None, own, _blocks(blocks, columns), counts
+    return draw(g, 80, columns), a, 1.7, _drop(dropping), None, own, _blocks(blocks, columns)
 
 
 @definition(_draw_down)
 @torch.no_grad()
 def lora_down_reference(
     x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None,
-    rows: Owners | None = None, blocks: Sequence[int] | None = None, arrivals: Tensor | None = None,
+    rows: Owners | None = None, blocks: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
-    if arrivals is not None:
-        arrivals.zero_()
     wide = _wide(x)
     h = own_columns(scale * (dropped(x.to(wide), drop) @ _diagonal(a.t(), blocks).to(wide)), rows).to(x.dtype)
     return h if out is None else out.copy_(h)
@@ -103,15 +95,13 @@ def lora_up_reference(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None,
 
 def lora_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None,
-    blocks: Sequence[int] | None = None, dependent: bool = False, rows: OwnRanks | None = None,
+    blocks: Sequence[int] | None = None, rows: OwnRanks | None = None,
 ) -> Tensor:  # fmt: skip
     """x weightᵀ + bias + h bᵀ, with `drop` + drop(h bᵀ), as one kernel.
 
     With g, weight.t(), None, gh and a.t() it is the gradient dx.
 
-    dependent   the kernel before this one in the stream made h, and all else was there before that one began: this may start
-                while it still runs (programmatic dependent launch)
-    rows        says where h may be other than zero: only that is multiplied
+    rows  says where h may be other than zero: only that is multiplied
     """
     tokens, outputs = x.shape[0], weight.shape[0]
     check_drop("lora_product", drop, x)
@@ -124,7 +114,7 @@ def lora_product(
     own = (0, 0) if rows is None else rows[1:]
     size = product_size(tokens, outputs)
     shape = (size, b.shape[1], drop is not None, weight.stride(-1) == 1, _count(blocks), bias is not None, *own)
-    return implementation("lora_product", x, None, shape)(x, weight, bias, h, b, drop, blocks, dependent, rows)
+    return implementation("lora_product", x, None, shape)(x, weight, bias, h, b, drop, blocks, rows)
 
 
 def product_size(tokens: int, outputs: int) -> int:
@@ -143,14 +133,14 @@ def _draw_product(
     if rows is not None:
         adapter = torch.arange(rank * blocks, device="cpu") // ranks % count
         h = (h.detach() * (rows.ids.repeat_interleave(tokens // 2)[:, None] == adapter)).requires_grad_()
-    return draw(g, tokens, 48), weight, bias, h, b, _drop(dropping), _blocks(blocks, outputs, 64), False, rows
+    return draw(g, tokens, 48), weight, bias, h, b, _drop(dropping), _blocks(blocks, outputs, 64), rows
 
 
 @definition(_draw_product)
 @torch.no_grad()
 def lora_product_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None,
-    blocks: Sequence[int] | None = None, dependent: bool = False, rows: OwnRanks | None = None,
+    blocks: Sequence[int] | None = None, rows: OwnRanks | None = None,
 ) -> Tensor:  # fmt: skip
     wide = _wide(x)
     y = x.to(wide) @ weight.to(wide).t() + dropped(h.to(wide) @ _diagonal(b, blocks).to(wide).t(), drop)
@@ -160,7 +150,6 @@ def lora_product_reference(
 def lora_gradients(
     x: Tensor, gh: Tensor, g: Tensor, h: Tensor, da: Tensor | None, db: Tensor | None, drop: Drop | None = None,
     begins: tuple[bool, bool] = (True, True), blocks: Sequence[int] | None = None, arrivals: Tensor | None = None,
-    dependent: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """da (R, K) = ghᵀ drop(x) and db (O, R) = gᵀ h, written into what is given: None is not computed.
 
@@ -169,7 +158,6 @@ def lora_gradients(
     begins      for da and for db: True writes over what is there, False adds to it, which then is fp32
     arrivals    int32 zeros, which the call leaves zero: with them programs may share a sum, and count there who has come.
                 Nobody else may use them meanwhile
-    dependent   as of `lora_product`, gh being what the kernel before this one made
     """
     rank = h.shape[-1]
     check_drop("lora_gradients", drop, x)
@@ -181,7 +169,7 @@ def lora_gradients(
     narrow = any(t is not None and t.dtype != torch.float32 for t in (da, db))
     shape = (x.shape[1], g.shape[1], rank // _count(blocks), drop is not None, _count(blocks), beside, narrow)
     run = implementation("lora_gradients", x, None, shape)
-    return run(x, gh, g, h, da, db, drop, begins, blocks, arrivals, dependent)
+    return run(x, gh, g, h, da, db, drop, begins, blocks, arrivals)
 
 
 def _draw_gradients(
@@ -203,7 +191,6 @@ def _draw_gradients(
 def lora_gradients_reference(
     x: Tensor, gh: Tensor, g: Tensor, h: Tensor, da: Tensor | None, db: Tensor | None, drop: Drop | None = None,
     begins: tuple[bool, bool] = (True, True), blocks: Sequence[int] | None = None, arrivals: Tensor | None = None,
-    dependent: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     wide = _wide(x)
     for out, begin, left, right in ((da, begins[0], gh, x), (db, begins[1], g, h)):
@@ -214,45 +201,6 @@ def lora_gradients_reference(
                 product = torch.cat([part.split(columns, 1)[i] for i, part in enumerate(rows)])
             out.copy_(product) if begin else out.add_(product)
     return da, db
-
-
-def lora_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, drop: Drop | float | None = None
-) -> Tensor:
-    """x weightᵀ + bias + scale · (drop(x) aᵀ) bᵀ of x (..., K), with the gradients of all of them.
-
-    Those of a and b go into their main_grad, if they have one (docs/kernels-lora.md). A number as `drop` is the probability of
-    a dropout by a seed drawn for this call.
-    """
-    require_last("lora_linear", "x", x, "(..., K)")
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    if isinstance(drop, (int, float)):
-        drop = drawn(drop, x.device)
-    outputs = weight.shape[0]
-    check_drop("lora_linear", drop, x)
-    check_matrices(
-        "lora_linear", x.reshape(-1, x.shape[-1]), weight=(weight, (outputs, x.shape[-1])), bias=(bias, (outputs,)),
-        a=(a, ("R", x.shape[-1])), b=(b, (outputs, a.shape[0])),
-    )  # fmt: skip
-    if torch.compiler.is_compiling():  # inductor sees through the definition's products
-        return lora_linear_reference(x, weight, bias, a, b, scale, drop)
-    return implementation("lora_linear", x, None, (a.shape[0], drop is not None))(x, weight, bias, a, b, scale, drop)
-
-
-def _draw_linear(g: torch.Generator, rank: int = 5, dropping: bool = False) -> tuple[Tensor | Drop | float | None, ...]:
-    return draw(g, 2, 9, 48), draw(g, 40, 48), draw(g, 40), draw(g, rank, 48), draw(g, 40, rank), 1.7, _drop(dropping)
-
-
-@definition(_draw_linear)
-def lora_linear_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, drop: Drop | None = None
-) -> Tensor:
-    wide = _wide(x)
-    rows = x.to(wide).reshape(-1, x.shape[-1])
-    y = rows @ weight.to(wide).t() + scale * (dropped(rows, drop) @ a.to(wide).t()) @ b.to(wide).t()
-    y = y if bias is None else y + bias.to(wide)
-    return y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
 def _count(blocks: Sequence[int] | None) -> int:

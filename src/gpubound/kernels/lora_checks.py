@@ -39,11 +39,6 @@ def check_drop(op: str, drop: Drop | None, x: Tensor) -> None:
         require(op, "drop.seed", drop.seed, torch.int64, (1,), x.device, "make it once, and write each step's seed into it")
 
 
-def check_arrivals(op: str, arrivals: Tensor | None, x: Tensor) -> None:
-    if arrivals is not None:
-        require(op, "arrivals", arrivals, torch.int32, (SHARED_SUMS,), x.device)
-
-
 def as_in_memory(t: Tensor | None, rows: int, columns: int) -> tuple[Tensor | None, tuple[int, int]]:
     """The matrix and its shape, transposed where its columns are the rows in memory, as those of several b side by side are."""
     turned = t is not None and t.dim() == 2 and t.stride(0) == 1 < t.stride(1)

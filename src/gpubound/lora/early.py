@@ -66,8 +66,8 @@ def _joins(low: LowRank) -> tuple:
 def _of_every_batch(lows: Sequence[LowRank], stored: Format) -> Iterator[Call]:
     rank, inputs, outputs, count = lows[0].a.shape[0], lows[0].a.shape[1], _outputs(lows), len(lows)
     ranks, dropping, routed = rank * count, lows[0].rate > 0, lows[0].routing is not None
-    yield "lora_down", (ranks, dropping, routed, 1, True, False)
-    yield "lora_down", (rank, False, routed, count, False, False)
+    yield "lora_down", (ranks, dropping, routed, 1, True)
+    yield "lora_down", (rank, False, routed, count, False)
     if stored is not AS_IT_IS:
         yield "lora_up", (rank, False, count)
         yield "lora_up", (ranks, dropping, 1)

@@ -4,21 +4,16 @@ import triton
 import triton.language as tl
 
 from ._lora_tiles import _block, _dot, _kept, _keys, _tile
-from ._step import _begin, _wait
 
 
 @triton.jit(do_not_specialize=["site", "limit", "scale", "tokens"])
-def _lora_down_kernel(x_ptr, a_ptr, h_ptr, counts_ptr, seed_ptr, site, limit, scale, ids_ptr, owner_ptr, scales_ptr, tokens,
-                      along, N, K, R, middle, last, sx, sar, sak, sh, EARLY: tl.constexpr, BLOCKS: tl.constexpr,
-                      BLOCK: tl.constexpr, COUNTS: tl.constexpr, DEPTH: tl.constexpr, RANKS: tl.constexpr,
+def _lora_down_kernel(x_ptr, a_ptr, h_ptr, seed_ptr, site, limit, scale, ids_ptr, owner_ptr, scales_ptr, tokens,
+                      along, N, K, R, middle, last, sx, sar, sak, sh, BLOCKS: tl.constexpr,
+                      BLOCK: tl.constexpr, DEPTH: tl.constexpr, RANKS: tl.constexpr,
                       PRECISION: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """ids_ptr: of the batch's rows, of `tokens` rows of x each, `along` from one to the next; None: all columns are kept.
-    BLOCKS: each program sums over the columns of one of them. The first makes COUNTS numbers zero.
+    BLOCKS: each program sums over the columns of one of them.
     """
-    _begin(EARLY)
-    if counts_ptr is not None:
-        count = tl.arange(0, COUNTS) + (tl.program_id(0) + tl.program_id(1) + tl.program_id(2)) * COUNTS
-        tl.store(counts_ptr + count, tl.zeros([COUNTS], tl.int32), mask=count < COUNTS)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rank = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
     begin, end, of_block = 0, K, 0
@@ -70,14 +65,11 @@ def _lora_up_kernel(y_ptr, h_ptr, b_ptr, seed_ptr, site, limit, scale, N, O, R, 
 def _lora_gradients_kernel(x_ptr, gh_ptr, g_ptr, h_ptr, da_ptr, db_ptr, parts_ptr, count_ptr, seed_ptr, site, limit, scale,
                            tiles, share, N, K, O, RA, RB, middle, last, sx, sgh, sg, sh, sar, sak, sbo, sbr,
                            a_begins, b_begins, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-                           DEPTH: tl.constexpr, RANKS: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-                           DEPENDENT: tl.constexpr):  # fmt: skip
+                           DEPTH: tl.constexpr, RANKS: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """The first `tiles` programs own columns of g and rows of db, those behind them columns of x and of da.
 
     SPLITS programs sum `share` rows each. The last of them to come adds up what all have written, in their order.
     """
-    _begin(DEPENDENT)
-    _wait(DEPENDENT)
     tile, split = tl.program_id(0), tl.program_id(2)
     of_b = tile < tiles
     tall, small = g_ptr if of_b else x_ptr, h_ptr if of_b else gh_ptr

@@ -17,9 +17,8 @@ from ..dropping import Drop
 from ..plans import cdiv, job_of
 from ..plans.kinds import ProductPlan
 from ..rows import OwnRanks
-from ._launch import launch, options
-from ._lora_tiles import _arithmetic, _block, _dot, _early, _edges, _ranks, _rows, _tile, _within
-from ._step import _wait
+from ._launch import launch
+from ._lora_tiles import _arithmetic, _block, _dot, _edges, _ranks, _rows, _tile, _within
 
 # Of the product by descriptors, at most: three tiles in flight and 128 x 256 sums take 229,416 of Hopper's 232,448 bytes then,
 # and 344,064 for 130.
@@ -43,16 +42,14 @@ def _lora_product_kernel(x, weight, bias_ptr, h, b, y, ids_ptr, tokens, along, N
                          B_ALONG: tl.constexpr, COUNT: tl.constexpr, APART: tl.constexpr,
                          BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
                          DEPTH: tl.constexpr, RANKS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
-                         PRECISION: tl.constexpr, WIDE: tl.constexpr, FLAT: tl.constexpr,
-                         DEPENDENT: tl.constexpr):  # fmt: skip
+                         PRECISION: tl.constexpr, WIDE: tl.constexpr, FLAT: tl.constexpr):  # fmt: skip
     """DESCRIBED: x, weight and y are tensor descriptors; RANKS_DESCRIBED: h and b are. The ALONG ones have their rows in memory
     as they are named, (O, K) and (O, R); else columns are rows there. COUNT tiles of ranks, APART from one to the next.
 
     ids_ptr: of the batch's rows, of `tokens` rows of x each, `along` from one to the next; a tile lies within one of them, and
     takes the ranks of its adapter alone. None: it takes all.
 
-    FLAT: a program takes several tiles, and loads ahead across them. It is never DEPENDENT: a wait within such a loop leaves
-    the compiler one tile in flight, of three.
+    FLAT: a program takes several tiles, and loads ahead across them.
     """
     tall, wide = tl.cdiv(N, BLOCK), tl.cdiv(O, COLUMNS)
     for tile in tl.range(tl.program_id(0), tall * wide, tl.num_programs(0), flatten=FLAT):
@@ -75,7 +72,6 @@ def _lora_product_kernel(x, weight, bias_ptr, h, b, y, ids_ptr, tokens, along, N
         if ids_ptr is not None:
             own = tl.load(ids_ptr + top // tokens * along).to(tl.int32)
             own = tl.where((own >= 0) & (own < APART // RANKS), own, 0) * RANKS  # h is zero where a row has no adapter
-        _wait(DEPENDENT)
         for i in tl.static_range(COUNT):
             begin = own + i * APART
             if RANKS_DESCRIBED:
@@ -146,7 +142,7 @@ def _taken(rank: int, own: OwnRanks | None) -> int:
 
 def _product(
     x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, described: bool,
-    blocks: Sequence[int] | None = None, dependent: bool = False, own: OwnRanks | None = None,
+    blocks: Sequence[int] | None = None, own: OwnRanks | None = None,
 ) -> Tensor:  # fmt: skip
     """`own` is what `_fit` gives."""
     (rows, inputs), outputs, rank = x.shape, weight.shape[0], b.shape[1]
@@ -183,8 +179,8 @@ def _product(
             *given, *routed, rows, outputs, inputs, rank, *_edges(blocks, outputs), x.stride(0), *weight.stride(), h.stride(0),
             *b.stride(), y.stride(0), DESCRIBED=described, RANKS_DESCRIBED=ranks_described, WEIGHT_ALONG=along,
             B_ALONG=b_along, COUNT=cdiv(rank, apart), APART=apart, RANKS=tile, BLOCK=plan.rows, COLUMNS=plan.columns,
-            DEPTH=plan.depth, PARTS=plan.parts, GROUP=GROUP, FLAT=flat, **_arithmetic(), num_stages=plan.stages,
-            **options(plan.warps, dependent * (not flat) * _early(job)),
+            DEPTH=plan.depth, PARTS=plan.parts, GROUP=GROUP, FLAT=flat, **_arithmetic(), num_warps=plan.warps,
+            num_stages=plan.stages,
         )  # fmt: skip
 
     launch(job, run)

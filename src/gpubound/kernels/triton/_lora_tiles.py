@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...device import interpreted
 from ..dropping import Drop, threshold
-from ..plans import Job, power_of_two
+from ..plans import power_of_two
 
 RANKS = 128  # of a tile
 
@@ -81,11 +81,6 @@ def _arithmetic() -> dict[str, Any]:
 def _fp32_precision() -> str:
     """What torch's own fp32 products are."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"  # type: ignore[attr-defined]
-
-
-def _early(job: Job) -> int:
-    """1 where a kernel may let its successor in before it ends."""
-    return int(job.chip.capability >= 90 and not interpreted())
 
 
 def _ranks(rank: int) -> int:

@@ -7,9 +7,6 @@ a sum; the last of them adds up all their parts in one order, so the bits are th
 Adapters of several weights that are multiplied as one are one adapter: a has the rows of all, and b is block-diagonal. Its
 blocks lie one behind the other, and no tile spans two of them.
 
-The four may overlap by programmatic dependent launch: `down` lets its successor in at once. The product multiplies x by weight
-meanwhile, and waits for h when it comes to add h bᵀ; `dependent` says that the kernel before it made h.
-
 The product is one kernel (_lora_product.py). Where neither of its forms is the faster one, cuBLAS makes the product and `up`
 adds to it.
 
@@ -21,23 +18,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..accumulate import bias_gradients, weight_gradient
-from ..adapters import adapter_gradients, fresh_arrivals
 from ..dropping import Drop
-from ..lora_checks import SHARED_SUMS
 from ..plans import cdiv, job_of, power_of_two
 from ..plans.kinds import ProductPlan
 from ..rows import Owners, OwnRanks
-from ._launch import bump_versions, first_order_only, launch, options
+from ._launch import bump_versions, launch
 from ._lora_narrow import _lora_down_kernel, _lora_gradients_kernel, _lora_up_kernel
 from ._lora_product import FP32_RANKS, _fit, _product, _taken, _way
-from ._lora_tiles import _arithmetic, _dense, _early, _edges, _masked, _ranks, _rows, _upscale, _within
+from ._lora_tiles import _arithmetic, _dense, _edges, _masked, _ranks, _rows, _upscale, _within
 
 
 @torch.no_grad()
 def lora_down(
     x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None,
-    rows: Owners | None = None, blocks: Sequence[int] | None = None, arrivals: Tensor | None = None,
+    rows: Owners | None = None, blocks: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     x, (count, columns), rank, of_blocks = _dense(x), x.shape, a.shape[0], len(blocks or (0,))
     h = torch.empty(count, of_blocks * rank, device=x.device, dtype=x.dtype) if out is None else out
@@ -46,15 +40,13 @@ def lora_down(
 
     def run(plan: ProductPlan) -> None:
         _lora_down_kernel[(cdiv(count, plan.rows), cdiv(rank, plan.columns), of_blocks)](
-            x, a, h, arrivals, *_masked(drop), scale * _upscale(drop), *own, count, columns, rank, *_edges(blocks, columns),
-            x.stride(0), *a.stride(), h.stride(0), EARLY=_early(job), BLOCKS=of_blocks, BLOCK=plan.rows, COUNTS=SHARED_SUMS,
+            x, a, h, *_masked(drop), scale * _upscale(drop), *own, count, columns, rank, *_edges(blocks, columns),
+            x.stride(0), *a.stride(), h.stride(0), BLOCKS=of_blocks, BLOCK=plan.rows,
             DEPTH=min(plan.depth, max(16, power_of_two(columns))), RANKS=plan.columns, **_arithmetic(), num_warps=plan.warps,
             num_stages=plan.stages,
         )  # fmt: skip
 
     launch(job, run)
-    if arrivals is not None and not count:  # a grid of no programs
-        arrivals.zero_()
     return h
 
 
@@ -79,7 +71,6 @@ def lora_up(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None, blocks: S
 def lora_gradients(
     x: Tensor, gh: Tensor, g: Tensor, h: Tensor, da: Tensor | None, db: Tensor | None, drop: Drop | None = None,
     begins: tuple[bool, bool] = (True, True), blocks: Sequence[int] | None = None, arrivals: Tensor | None = None,
-    dependent: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     x, gh, g, h = (_dense(t).to(x.dtype) for t in (x, gh, g, h))
     (rows, inputs), outputs, ranks = x.shape, g.shape[1], h.shape[1]
@@ -98,7 +89,7 @@ def lora_gradients(
             x, gh, g, h, da, db, parts, arrivals, *_masked(drop), _upscale(drop), of_b, share, rows, inputs, outputs, ranks,
             rank, *_edges(blocks, outputs), *(t.stride(0) for t in (x, gh, g, h)), *((0, 0) if da is None else da.stride()),
             *((0, 0) if db is None else db.stride()), *map(int, begins), SPLITS=splits, BLOCK=width, DEPTH=plan.depth,
-            RANKS=plan.columns, **_arithmetic(), num_stages=plan.stages, **options(plan.warps, dependent * _early(job)),
+            RANKS=plan.columns, **_arithmetic(), num_warps=plan.warps, num_stages=plan.stages,
         )  # fmt: skip
 
     if any(given):
@@ -110,9 +101,8 @@ def lora_gradients(
 @torch.no_grad()
 def lora_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None,
-    blocks: Sequence[int] | None = None, dependent: bool = False, rows: OwnRanks | None = None,
+    blocks: Sequence[int] | None = None, rows: OwnRanks | None = None,
 ) -> Tensor:  # fmt: skip
-    given = x, h, weight, b
     x, h, weight = _dense(x), _dense(h).to(x.dtype), weight.to(x.dtype)
     own = _fit(rows, x.shape[0])
     taken = _taken(b.shape[1], own)
@@ -122,39 +112,4 @@ def lora_product(
         return lora_up(torch.nn.functional.linear(x, weight, bias), h, b, drop, blocks)
     if taken > FP32_RANKS:
         b = b.to(x.dtype)
-    copied = any(one is not other for one, other in zip((x, h, weight, b), given))  # by the kernel before this one
-    return _product(x, weight, bias, h, b, way == "described", blocks, dependent and not copied, own)
-
-
-class _LoraLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, a, b, scale, drop):
-        rows = _dense(x.reshape(-1, x.shape[-1]))
-        h = lora_down(rows, a, scale, drop)
-        ctx.save_for_backward(rows, h, weight, a, b)  # for backward to see that nobody has changed the last three
-        ctx.owners, ctx.scale, ctx.drop, ctx.shape = (weight, bias, a, b), scale, drop, x.shape
-        return lora_product(rows, weight, bias, h, b, dependent=True).view(*x.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    def backward(ctx, g):
-        first_order_only("lora_linear")
-        x, h, weight, a, b = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias, *wanted, _, _ = ctx.needs_input_grad
-        g = _dense(g.reshape(-1, g.shape[-1]))
-        w, down, up = weight, a, b.t()
-        weight, bias, a, b = ctx.owners  # with their accumulators
-        made = wants_x or wanted[0]
-        arrivals = fresh_arrivals([a, b]) if made else None
-        gh = lora_down(g, up, ctx.scale, arrivals=arrivals) if made else h
-        # Before dx, whose product runs beside this: it needs no h until its end.
-        ours = adapter_gradients([a], [b], x, gh, g, h, ctx.drop, wanted, dependent=True, arrivals=arrivals)
-        dx = lora_product(g, w.t(), None, gh, down.t(), ctx.drop, None, True).view(ctx.shape) if wants_x else None
-        dw = weight_gradient(weight, g, x) if wants_weight else None
-        (db,) = bias_gradients([bias], [wants_bias], g) if bias is not None else (None,)
-        return dx, dw, db, *ours, None, None
-
-
-def lora_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, drop: Drop | None = None
-) -> Tensor:
-    return _LoraLinear.apply(x, weight, bias, a, b, scale, drop)
+    return _product(x, weight, bias, h, b, way == "described", blocks, own)
