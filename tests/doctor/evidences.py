@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from gpubound.doctor.price.measurements import Evidence
 from gpubound.watch.rows import LedgerRow
-from gpubound.watch.site import Place, Site
+from gpubound.watch.source_line import Place, Site
 
 from .tapes import Synthetic
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from gpubound.doctor.finding import Finding
 from gpubound.doctor.fix.repair import patched
-from gpubound.watch.site import Site
+from gpubound.watch.source_line import Site
 from tests.messages import message
 
 from .verdicts import judged, looped

@@ -2,7 +2,7 @@
 
 from gpubound.doctor.record.locate import joined, marked
 from gpubound.doctor.record.tape import Call, Mark, Span, Tape
-from gpubound.watch.site import Place, Site
+from gpubound.watch.source_line import Place, Site
 
 A, B, C = (Place(Site("train.py", line, "step", "code", line)) for line in (10, 20, 30))
 PLACES = {"a": A, "b": B, "c": C}

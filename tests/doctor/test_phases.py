@@ -11,8 +11,7 @@ import torch
 from gpubound.doctor.record.phases import Located, Phase, Phases, Taped
 from gpubound.doctor.record.script import Enough
 from gpubound.watch.pretend import simgpu
-from gpubound.watch.unchanged import unchanged
-from gpubound.watch.unseen import replaced
+from gpubound.watch.python_calls import replaced, unchanged
 
 
 class Noted(Phase):

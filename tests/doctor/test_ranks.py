@@ -14,7 +14,7 @@ from gpubound.doctor.finding import Finding, Verdict
 from gpubound.doctor.ranks import merged
 from gpubound.doctor.report.terminal import screen
 from gpubound.watch.pretend import simgpu
-from gpubound.watch.site import Site
+from gpubound.watch.source_line import Site
 from tests.messages import message
 
 from ..parallel.processes import on_ranks

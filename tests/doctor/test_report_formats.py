@@ -11,7 +11,7 @@ from gpubound.doctor.price.measurements import Recorded
 from gpubound.doctor.report import write_reports
 from gpubound.doctor.report.files import fingerprint, sarif
 from gpubound.version import __version__
-from gpubound.watch.site import Site
+from gpubound.watch.source_line import Site
 
 from .verdicts import ITEM, TORCH, judged, looped
 

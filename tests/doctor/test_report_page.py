@@ -20,7 +20,7 @@ from gpubound.doctor.report import page as page_module
 from gpubound.doctor.report.page import Pick, page, program, snippet
 from gpubound.measure.comparison import Ratio
 from gpubound.pages import data
-from gpubound.watch.site import Place, Site
+from gpubound.watch.source_line import Place, Site
 from tests.messages import message
 
 from .tapes import AUTOGRAD, MAIN, Synthetic

@@ -6,7 +6,7 @@ from gpubound.doctor.finding import Finding, Verdict
 from gpubound.doctor.price.idle import analyse
 from gpubound.doctor.price.replay import Replay
 from gpubound.doctor.record.tape import Tape
-from gpubound.watch.site import Place, Site
+from gpubound.watch.source_line import Place, Site
 
 from .tapes import Synthetic
 

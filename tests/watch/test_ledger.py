@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from gpubound import trace
 from gpubound.errors import BudgetError
 from gpubound.watch import pretend, watch
-from gpubound.watch.dispatch import Dispatch
 from gpubound.watch.ledger import SENSORS
+from gpubound.watch.op_mode import Dispatch
 from tests.messages import message
 
 from .planted import PLANTS, Kit

@@ -220,6 +220,6 @@ def test_beside_a_real_gpu(monkeypatch):
 
 def test_importing_registers_nothing():
     assert apart(
-        "import torch, gpubound.watch.pretend, gpubound.watch.forbid, gpubound.watch.ledger\n"
+        "import torch, gpubound.watch.pretend, gpubound.watch.guard, gpubound.watch.ledger\n"
         "print(torch._C._get_privateuse1_backend_name(), torch.accelerator.current_accelerator())"
     ).startswith("privateuseone")

@@ -13,7 +13,7 @@ import torch
 from torch._utils import CallbackRegistry
 
 from gpubound.errors import BudgetError
-from gpubound.watch import events, gputrace, ops, pretend, sensors, site, unseen, watch
+from gpubound.watch import events, ops, pretend, python_calls, sensors, source_line, watch
 from tests.messages import message
 
 from ..kernels.apart import apart
@@ -78,22 +78,22 @@ def call(entry: int, name: str) -> None:
 
 
 def test_torch_calls_python_at_synchronizations_alone(monkeypatch):
-    """Python called at a free would lose the exception that is on its way up: see gputrace.py."""
+    """Python called at a free would lose the exception that is on its way up: see sensors.py."""
     from torch.cuda import _gpu_trace
 
     heard = []
     for name in [name for name in vars(_gpu_trace) if name.endswith("Callbacks")]:
         monkeypatch.setattr(_gpu_trace, name, registry := CallbackRegistry(name))
         registry.add_callback(lambda *values, name=name: heard.append((name, *values)))
-    hook = gputrace.Hook()
+    hook = sensors.Hook()
     hook.set(True)
     try:
-        table = gputrace._at(gputrace._at(hook.pointer.value))  # as torch finds it
+        table = sensors._at(sensors._at(hook.pointer.value))  # as torch finds it
     finally:
         hook.set(False)
     for slot, name in enumerate(hook.names):
         if name.startswith("trace_gpu_"):
-            call(gputrace._at(table + slot * ctypes.sizeof(ctypes.c_void_p)), name)
+            call(sensors._at(table + slot * ctypes.sizeof(ctypes.c_void_p)), name)
     assert heard == [
         ("DeviceSynchronizationCallbacks",),
         ("StreamSynchronizationCallbacks", 7),
@@ -103,7 +103,7 @@ def test_torch_calls_python_at_synchronizations_alone(monkeypatch):
 
 
 def test_the_hook_is_off_once_the_last_ledger_has_left():
-    hook = gputrace._make()
+    hook = sensors._make()
     with watch(gputrace=True):
         assert hook.flag.value
         with watch() as inner:
@@ -119,9 +119,9 @@ def test_a_trace_that_another_turned_on_stays_on():
     code = """
 import torch
 from gpubound.watch import watch
-from gpubound.watch import gputrace
+from gpubound.watch import sensors
 torch._C._activate_gpu_trace()
-hook = gputrace._make()
+hook = sensors._make()
 theirs = hook.pointer.value
 with watch(gputrace=True):
     print(hook.flag.value, hook.pointer.value == theirs)
@@ -131,12 +131,12 @@ print(hook.flag.value, hook.pointer.value == theirs)
 
 
 def test_a_torch_whose_table_is_not_known_is_left_alone(monkeypatch):
-    monkeypatch.setattr(gputrace, "functions", lambda header: ["trace_gpu_memory_allocation"])
-    monkeypatch.setattr(gputrace, "_make", gputrace._make.__wrapped__)
+    monkeypatch.setattr(sensors, "functions", lambda header: ["trace_gpu_memory_allocation"])
+    monkeypatch.setattr(sensors, "_make", sensors._make.__wrapped__)
     with watch(gputrace=True) as ledger:
         pass
     assert "its header names no synchronizations" in ledger.absent["gputrace"]
-    assert not gputrace.Hook.listeners
+    assert not sensors.Hook.listeners
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to count syncs on")
@@ -155,7 +155,7 @@ def test_synchronize_calls_are_heard_while_somebody_listens():
         heard.append((what, device))
         raise InterruptedError  # before the driver, which may not be there, is reached
 
-    unseen.listen(listener)
+    python_calls.listen(listener)
     try:
         for call in (
             torch.cuda.synchronize,
@@ -165,7 +165,7 @@ def test_synchronize_calls_are_heard_while_somebody_listens():
             with pytest.raises(InterruptedError):
                 call()
     finally:
-        unseen.leave(listener)
+        python_calls.leave(listener)
     assert heard == [("torch.cuda.synchronize", "cuda"), ("stream.synchronize", "cuda"), ("event.synchronize", "cuda")]
     assert torch.cuda.Event.synchronize is original
 
@@ -243,7 +243,7 @@ def test_allocations_with_their_lines(monkeypatch):
         ("pin", "pinned allocation", 3, 0, None),
     ]
     assert ledger.totals["allocations"] == 3
-    assert site.site_in([library]) is None
+    assert source_line.site_in([library]) is None
 
 
 @pytest.mark.parametrize("build", [None, "cuda", "xpu"], ids=str)
@@ -293,36 +293,36 @@ def test_a_synchronize_waits_for_an_accelerator_that_works(monkeypatch, works):
     only(monkeypatch, "xpu", works)
     heard = []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
-    unseen.listen(listener := lambda *what: heard.append(what))
+    python_calls.listen(listener := lambda *what: heard.append(what))
     try:
         torch.accelerator.synchronize()
     finally:
-        unseen.leave(listener)
+        python_calls.leave(listener)
     assert heard == [("torch.accelerator.synchronize", "xpu")] * works
 
 
 @pytest.mark.parametrize(
     ("file", "whose"),
     [
-        (__file__, site.USER),
-        (torch.__file__, site.TORCH),
-        (torch._ops.__file__, site.PLUMBING),
-        (torch.optim.__file__, site.READER),
-        (getattr(find_spec("triton"), "origin", torch._ops.__file__), site.PLUMBING),
-        (ops.__file__.replace("watch/ops", "graph/runner"), site.PLUMBING),
-        (ops.__file__.replace("watch/ops", "trace"), site.PLUMBING),
-        (threading.__file__, site.STDLIB),
-        (pytest.__file__, site.LIBRARY),
-        (unseen.__file__, site.OWN),
-        (ops.__file__.replace("watch/ops", "device"), site.LIBRARY),
-        ("<string>", site.UNNAMED),
-        ("<stdin>", site.USER),
-        ("<ipython-input-3-abc>", site.USER),
-        ("<frozen runpy>", site.UNNAMED),
+        (__file__, source_line.USER),
+        (torch.__file__, source_line.TORCH),
+        (torch._ops.__file__, source_line.PLUMBING),
+        (torch.optim.__file__, source_line.READER),
+        (getattr(find_spec("triton"), "origin", torch._ops.__file__), source_line.PLUMBING),
+        (ops.__file__.replace("watch/ops", "graph/runner"), source_line.PLUMBING),
+        (ops.__file__.replace("watch/ops", "trace"), source_line.PLUMBING),
+        (threading.__file__, source_line.STDLIB),
+        (pytest.__file__, source_line.LIBRARY),
+        (python_calls.__file__, source_line.OWN),
+        (ops.__file__.replace("watch/ops", "device"), source_line.LIBRARY),
+        ("<string>", source_line.UNNAMED),
+        ("<stdin>", source_line.USER),
+        ("<ipython-input-3-abc>", source_line.USER),
+        ("<frozen runpy>", source_line.UNNAMED),
     ],
 )
 def test_whose_file(file, whose):
-    assert site.owner(file) is whose
+    assert source_line.owner(file) is whose
 
 
 def test_packages_in_a_folder_of_sys_path_are_libraries_and_the_files_beside_them_are_not(tmp_path, monkeypatch):
@@ -330,36 +330,38 @@ def test_packages_in_a_folder_of_sys_path_are_libraries_and_the_files_beside_the
     (tmp_path / "dep-1.0.dist-info").mkdir()
     (tmp_path / "dep-1.0.dist-info" / "RECORD").write_text("dep/__init__.py,sha256=x,1\nsingle.py,sha256=y,2\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = {name: site.owner(str(tmp_path / name)) for name in ("dep/inner/core.py", "single.py", "train.py", "de/x.py")}
+    found = {
+        name: source_line.owner(str(tmp_path / name)) for name in ("dep/inner/core.py", "single.py", "train.py", "de/x.py")
+    }
     assert found == {
-        "dep/inner/core.py": site.LIBRARY,
-        "single.py": site.LIBRARY,
-        "train.py": site.USER,
-        "de/x.py": site.USER,
+        "dep/inner/core.py": source_line.LIBRARY,
+        "single.py": source_line.LIBRARY,
+        "train.py": source_line.USER,
+        "de/x.py": source_line.USER,
     }
 
 
 def test_code_run_as_main_from_a_string_is_the_users():
     code = compile("def f():\n    return here()\nplace = f()", "<string>", "exec")
-    space = {"__name__": "__main__", "here": site.here}
+    space = {"__name__": "__main__", "here": source_line.here}
     exec(code, space)
     assert (space["place"].site.function, space["place"].site.line) == ("f", 2)
 
 
 def test_a_statement_over_several_lines():
     place = (
-        site.here()
+        source_line.here()
     )  # fmt: skip
-    assert place.site.code.startswith("site.here()")
+    assert place.site.code.startswith("source_line.here()")
 
 
 def test_origins_of_another_thread_s_nodes_are_not_believed():
-    origins = site.Origins()
+    origins = source_line.Origins()
     x = torch.ones(2, requires_grad=True)
     node = (x * 2).grad_fn
-    origins._built[node._sequence_nr()] = ("addmm", site.here().site)
+    origins._built[node._sequence_nr()] = ("addmm", source_line.here().site)
     assert origins.of(node) is None
-    origins._built[node._sequence_nr()] = ("mul", site.here().site)
+    origins._built[node._sequence_nr()] = ("mul", source_line.here().site)
     assert origins.of(node).function == "test_origins_of_another_thread_s_nodes_are_not_believed"
 
 

@@ -27,7 +27,7 @@ from ..device import without_autocast
 from ..errors import StallError
 from ..layers.stacked import multiply_by_records
 from ..models.keywords import cache_in, cache_word
-from ..watch.forbid import no_stall
+from ..watch.guard import no_stall
 from .any_fit import (
     CHUNKED,
     Places,

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import DataError
 from ..watch.events import KINDS as EVENTS, Cause
-from ..watch.site import Place, Site
+from ..watch.source_line import Place, Site
 from ..words import hint
 
 VERSION = 1

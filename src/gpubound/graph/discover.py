@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..watch.events import Cause
 from ..watch.ops import OpMode
-from ..watch.site import Origins, Place, here
+from ..watch.source_line import Origins, Place, here
 from .memory import Generators, Memory, Snapshot
 from .operations import (
     HOST_WRITE,

@@ -22,8 +22,8 @@ from ..device import has_triton, interpreted
 from ..errors import GraphError
 from ..watch import ops
 from ..watch.events import DOWNLOAD, HOST_DATA, NUMBER, PRINT, READ, THROUGH, UPLOAD, WAIT, Cause, shape
-from ..watch.site import Place, Site, site_of_error
-from ..watch.unseen import replaced
+from ..watch.python_calls import replaced
+from ..watch.source_line import Place, Site, site_of_error
 
 _NORM_STATISTICS = ("running_mean", "running_var")  # written by batch norms whose schemas do not say so
 _CONSTANTS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import GraphError
 from ..trace import notice
 from ..watch.events import WAIT
-from ..watch.site import Place
+from ..watch.source_line import Place
 from .discover import Discovery
 from .held import StaticInputs
 from .memory import Generators, Snapshot, whole

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..device import without_autocast
 from ..errors import GraphError
-from ..watch.site import Place, here
+from ..watch.source_line import Place, here
 from .operations import broken_capture
 from .reach import storage_key
 

@@ -13,10 +13,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .forbid import no_stall
+    from .guard import no_stall
     from .ledger import Ledger, watch
 
-_HOMES = {"Ledger": "ledger", "watch": "ledger", "no_stall": "forbid"}
+_HOMES = {"Ledger": "ledger", "watch": "ledger", "no_stall": "guard"}
 __all__ = ["Ledger", "no_stall", "watch"]
 
 

@@ -17,12 +17,11 @@ from ..device import accelerator
 from ..errors import BudgetError
 from ..words import listed, nearest
 from . import pretend
-from .dispatch import Calls, Dispatch, SimGpu
 from .events import KINDS
-from .gputrace import GpuTrace
+from .op_mode import Calls, Dispatch, SimGpu
 from .rows import TOTALS, LedgerRow, offenders, render
-from .sensors import Allocator, Collector, Compiles, Fallbacks, Kernels, Sensor, Triton
-from .site import Origins, Place, here
+from .sensors import Allocator, Collector, Compiles, Fallbacks, GpuTrace, Kernels, Sensor, Triton
+from .source_line import Origins, Place, here
 
 # Started in this order and ended in reverse: what synchronizes when it stops (Kineto) must not be heard by what counts syncs.
 _STARTED = (Kernels, Allocator, Collector, Compiles, Fallbacks, Triton, Calls, SimGpu, Dispatch, GpuTrace)

@@ -22,8 +22,8 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils, backend_registration
 
 from ..errors import DeviceError
+from .python_calls import announce
 from .simtensor import KERNELS, NAME, SimTensor as SimTensor, is_pinned, observers as observers, pin_memory
-from .unseen import announce
 
 # Seconds. The device's thread in autograd calls Python once more behind the backward that it ran, to leave the device. A
 # program that ended just then had no interpreter for it, and was aborted: 7 of 81 starts of `gpubound doctor --dry-run` on a
@@ -141,7 +141,7 @@ def _engine(run_backward, threaded: bool):
 
 
 def _synchronized(device_index: int) -> None:
-    """Work is done when it is asked for. Who counts waits has heard of this one from the call above it (unseen.py)."""
+    """Work is done when it is asked for. Who counts waits has heard of this one from the call above it (python_calls.py)."""
 
 
 def _no_allocator() -> bool:

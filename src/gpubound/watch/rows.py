@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..words import readable
-from .site import Place, Site
+from .source_line import Place, Site
 
 if TYPE_CHECKING:
     from .ledger import Ledger

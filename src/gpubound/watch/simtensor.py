@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
 from .ops import composite, mixes, on_host, tensors
-from .unseen import announce
+from .python_calls import announce
 
 NAME = "simgpu"
 

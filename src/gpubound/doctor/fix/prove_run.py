@@ -28,7 +28,7 @@ import torch
 
 from ...parallel.telling import met, numbers
 from ...watch import pretend
-from ...watch.unseen import replaced
+from ...watch.python_calls import replaced
 from ..record.script import Script
 from ..record.steps import Steps, TrainSteps
 

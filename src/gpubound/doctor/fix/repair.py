@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...errors import DataError
 from ...files import reading, replacing
-from ...watch.site import shorten
+from ...watch.source_line import shorten
 from ...words import hint
 from ..finding import Finding, Verdict
 from .reads import READS

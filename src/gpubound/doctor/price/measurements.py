@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any
 
 from ...watch.rows import LedgerRow
-from ...watch.site import Place
+from ...watch.source_line import Place
 from ..record.tape import Tape
 from .dependencies import HostOrder
 from .idle import Bar, analyse

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from difflib import SequenceMatcher
 from typing import TypeVar
 
-from ...watch.site import Place
+from ...watch.source_line import Place
 from .tape import Call, Tape
 
 Id = TypeVar("Id")

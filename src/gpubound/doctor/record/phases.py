@@ -27,11 +27,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ...watch.events import EMPTIED, KINDS
 from ...watch.ledger import Ledger
+from ...watch.python_calls import replaced, unchanged
 from ...watch.rows import LedgerRow
 from ...watch.sensors import statistics
-from ...watch.site import Place, here
-from ...watch.unchanged import unchanged
-from ...watch.unseen import replaced
+from ...watch.source_line import Place, here
 from ...words import in_words
 from .kineto import read_trace
 from .script import Enough

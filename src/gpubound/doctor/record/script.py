@@ -24,8 +24,8 @@ from types import ModuleType, TracebackType
 import torch
 
 from ...watch.pretend import NAME
+from ...watch.python_calls import replaced
 from ...watch.simtensor import SimTensor
-from ...watch.unseen import replaced
 
 _LIBRARY = str(Path(__file__).parents[2]) + os.sep
 RUNS = "mend it, and see that it runs without the doctor"

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...train.device_step import StepResult
 from ...train.step import TrainStep
-from ...watch.unseen import replaced
+from ...watch.python_calls import replaced
 
 
 class TrainSteps:

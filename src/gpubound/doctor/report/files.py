@@ -12,7 +12,7 @@ from urllib.parse import quote
 from ...files import make_folder, read_json, write_whole
 from ...pages import check_page, write_page
 from ...version import __version__
-from ...watch.site import Site
+from ...watch.source_line import Site
 from ..finding import KINDS, Finding, Verdict
 from ..fix.prove import Proof
 from ..price.measurements import Recorded

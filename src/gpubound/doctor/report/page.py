@@ -17,7 +17,7 @@ from jinja2 import Template
 from ...errors import MeasureError
 from ...pages import environment
 from ...trace import printable
-from ...watch.site import Place
+from ...watch.source_line import Place
 from ..finding import Finding, Verdict
 from ..fix.prove import Proof
 from ..price.dependencies import Stalls

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ...watch.site import Place
+from ...watch.source_line import Place
 from ..price.measurements import Evidence
 from ..price.prices import Prices
 

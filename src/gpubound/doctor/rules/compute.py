@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from ...watch.rows import LedgerRow
-from ...watch.site import Place
+from ...watch.source_line import Place
 from ...words import readable
 from ..price.measurements import Evidence, by_line, calls_at, line_of, size, taped, times
 from ..price.prices import Prices, named

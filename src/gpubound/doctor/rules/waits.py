@@ -9,7 +9,7 @@ from dataclasses import replace
 from ...watch.events import DOWNLOAD, EMPTIED, HOST_DATA, MASKING, UPLOAD, cause_of
 from ...watch.ops import DOWN, UP
 from ...watch.rows import LedgerRow
-from ...watch.site import Place
+from ...watch.source_line import Place
 from ...words import readable
 from ..finding import KINDS
 from ..price.measurements import Evidence, Line, by_line, calls_at, line_of, size, taped, times

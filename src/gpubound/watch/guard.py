@@ -30,9 +30,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..errors import StallError
 from ..words import listed, nearest
-from . import ops, unseen
+from . import ops, python_calls
 from .events import Cause, cause_of
-from .site import Origins, Place, Site, here
+from .source_line import Origins, Place, Site, here
 
 STALLS = ("sync", "h2d", "d2h")
 
@@ -66,7 +66,7 @@ class NoStall(ContextDecorator):
         return super().__call__(func)
 
     def __enter__(self) -> NoStall:
-        unseen.listen(_called)
+        python_calls.listen(_called)
         _Forbidding(self).__enter__()
         return self
 
@@ -74,7 +74,7 @@ class NoStall(ContextDecorator):
         if not (entered := _entered()):
             raise RuntimeError("no_stall: this thread has entered no guard; leave it on the thread that it guards.")
         entered[-1].__exit__(kind, error, traceback)
-        unseen.leave(_called)
+        python_calls.leave(_called)
 
     def meet(self, origins: Origins, kind: str, what: str, device: str, cause: Cause) -> None:
         """The thread is about to stall: pass if that is allowed here, else raise."""

@@ -12,10 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..device import accelerator
-from . import ops, pretend, unseen
+from . import ops, pretend, python_calls
 from .events import SCALARS
 from .sensors import Sensor
-from .site import Place, here
+from .source_line import Place, here
 
 if TYPE_CHECKING:
     from .ledger import Ledger
@@ -243,8 +243,8 @@ class Calls(Sensor):
         return None if self.ledger.device_is_here or pretend.ready() else "no GPU and no pretend device"
 
     def start(self, ending: ExitStack) -> None:
-        unseen.listen(self._heard)
-        ending.callback(unseen.leave, self._heard)
+        python_calls.listen(self._heard)
+        ending.callback(python_calls.leave, self._heard)
 
     def _heard(self, what: str, device_type: str) -> None:
         if what is SCALARS and device_type == pretend.NAME:
