@@ -8,10 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from gpubound.cli import sources
 from gpubound.corpus import Tokenizer
-from gpubound.corpus.tokenizer import render
+from gpubound.corpus.chat import render
 from gpubound.models import load_hf, save_hf
 from tests.messages import message
 
@@ -139,7 +140,7 @@ def test_a_name_without_the_hubs_library(run, tmp_path, monkeypatch):
 @pytest.fixture
 def chatting(ckpt, tmp_path):
     def make(**fields):
-        save_hf(load_hf(ckpt), tmp_path, Tokenizer.load(ckpt))
+        save_hf(load_hf(ckpt), tmp_path, Tokenizer.load(ckpt), overwrite=True)
         change(tmp_path, "tokenizer_config.json", **fields)
         return tmp_path
 
@@ -158,7 +159,6 @@ def test_a_tokenizer_that_is_wrong(chatting, run, fields, sentence):
     assert refused(run, chatting(**fields)).endswith(sentence)
 
 
-@pytest.mark.parametrize("installed", [True, False], ids=["transformers", "built in"])
 @pytest.mark.parametrize(
     "template,sentence",
     [
@@ -167,16 +167,16 @@ def test_a_tokenizer_that_is_wrong(chatting, run, fields, sentence):
         ("{% for m in messages %}", "chat template: Unexpected end of template."),
         ("{{ raise_exception('no system here') }}", "chat template: no system here"),
         ("{{ ''.__class__.__mro__ }}", "chat template: access to attribute '__class__'"),
-        ("{{ 'x' * 10 ** 12 }}", "chat template: MemoryError"),
+        ("{{ 'x' * 10 ** 12 }}", "memory"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "5 seconds"),
+        ("{{ 'x' * 10 ** 8 }}", "100,000,000 characters"),
     ],
 )
-def test_a_template_that_fails(chatting, run, monkeypatch, template, sentence, installed):
-    if not installed:
-        monkeypatch.setattr(sys.modules["gpubound.corpus.tokenizer"], "find_spec", lambda name: None)
+def test_a_template_that_fails(chatting, run, template, sentence):
     assert sentence in refused(run, chatting(chat_template=template), "--chat")
 
 
-def test_the_built_in_templates_are_written_as_transformers_writes_them(monkeypatch):
+def test_templates_are_rendered_as_transformers_renders_them():
     template = (
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<{{ m.content }}>"
         "{% endgeneration %}{% else %}{{ m | tojson }}{{ m.content }}\n{% endif %}"
@@ -184,8 +184,8 @@ def test_the_built_in_templates_are_written_as_transformers_writes_them(monkeypa
         "{{ strftime_now('%Y') | length }}{% if add_generation_prompt %}>{% endif %}{{ pad_token }}"
     )
     messages = [{"role": "user", "content": "<é> & 'x'"}, {"role": "assistant", "content": "b"}]
-    theirs = [render(template, messages, prompt, bos_token="^", pad_token="_") for prompt in (True, False)]
-    monkeypatch.setattr(sys.modules["gpubound.corpus.tokenizer"], "find_spec", lambda name: None)
+    names = {"chat_template": template, "bos_token": "^", "pad_token": "_"}
+    theirs = [render_jinja_template([messages], add_generation_prompt=prompt, **names)[0][0] for prompt in (True, False)]
     assert [render(template, messages, prompt, bos_token="^", pad_token="_") for prompt in (True, False)] == theirs
     assert theirs[0] == message("cli_generate_folders:the_built_in_templates_a")
 

@@ -87,7 +87,7 @@ def test_answers_of_the_model_that_lay_there_before_are_not_gone_on_with(ckpt, r
     model = load_hf(tmp_path / "model")
     with torch.no_grad():
         model.model.norm.weight.mul_(2)
-    save_hf(model, tmp_path / "model")
+    save_hf(model, tmp_path / "model", overwrite=True)
     code, _, err = run(*given)
     assert code == 2 and message("cli_generate_gpus:answers_of_the_model_tha").within(err)
 
@@ -104,7 +104,7 @@ def test_an_adapters_base_is_a_part_of_the_model(ckpt, tmp_path):
         model.model.norm.weight.mul_(2)
     lora.remove(model)
     assert answers.mark_of(options) == before
-    save_hf(model, tmp_path / "base")
+    save_hf(model, tmp_path / "base", overwrite=True)
     assert answers.mark_of(options) != before
 
 

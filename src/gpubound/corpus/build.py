@@ -253,11 +253,20 @@ def encode(encoder: Encoder, texts: list[Document]) -> list[Encoded]:
     return [_ended(next(plain), None, encoder) if isinstance(text, str) else _ended(*next(masked), encoder) for text in texts]
 
 
+def _has_end(ids: np.ndarray, encoder: Encoder) -> bool:
+    """Return whether a document ends with the end of a text. A chat template may write a line break after it."""
+    ends = np.flatnonzero(ids == encoder.eos)
+    if not ends.size:
+        return False
+    after = ids[ends[-1] + 1 :]
+    return not after.size or (isinstance(encoder, Tokenizer) and not encoder.decode(after).strip())
+
+
 def _ended(ids: Any, mask: np.ndarray | None, encoder: Encoder) -> Encoded:
     found = np.asarray(ids, dtype=np.int64)
     if found.size and not 0 <= int(found.min()) <= int(found.max()) < encoder.vocab_size:
         raise DataError(f"tokenizer: gave ids from {found.min()} to {found.max()}, wanted 0 to {encoder.vocab_size - 1}.")
-    if encoder.eos is not None and (not found.size or found[-1] != encoder.eos):
+    if encoder.eos is not None and not _has_end(found, encoder):
         found = np.append(found, encoder.eos)
         mask = None if mask is None else np.append(mask, np.uint8(0))
     return found.astype(np.uint32), mask

@@ -3,9 +3,6 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import datetime
-from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,11 +10,13 @@ import numpy as np
 
 from ..errors import DataError
 from ..files import check_replaceable, make_folder, read_json, read_text, regular, write_whole
+from .chat import render_spans, write_chat
 from .texts import Progress, Texts, in_parts
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIALS = (END_OF_TEXT, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 MASK = "<|mask|>"
+LARGEST = 1 << 31  # ids fit an int32
 CURE = "copy the tokenizer again"
 REPLACED = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")  # would be read beside the files of `save`
 SPECIAL_NAMES = ("eos_token", "bos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -54,8 +53,8 @@ class Tokenizer:
         if eos_token is not None and self.eos is None:
             raise ValueError(f"tokenizer: the end-of-text token {eos_token!r} is not in its vocabulary; name one that is.")
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        if not self.vocab_size:
-            raise ValueError("tokenizer: its vocabulary is empty, wanted at least one token.")
+        if not 0 < self.vocab_size <= LARGEST:
+            raise ValueError(f"tokenizer: its ids end at {self.vocab_size - 1:,}, wanted 1 to {LARGEST:,} tokens; use another.")
         said = json.dumps([inner.to_str(), eos_token, self.chat_template])
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()[:16]
 
@@ -98,30 +97,23 @@ class Tokenizer:
 
     def encode_chats(self, chats: list[list[dict[str, Any]]]) -> list[tuple[list[int], np.ndarray]]:
         """(ids, mask) of each chat. The mask is 1 on the assistant's tokens, which the model learns, and 0 on the prompts."""
-        written = [self._write_chat(chat) for chat in chats]
+        written = [write_chat(self.render_spans, chat) for chat in chats]
         encodings = self.inner.encode_batch([text for text, _ in written], add_special_tokens=False)
         return [(encoding.ids, _mask(encoding.offsets, spans)) for encoding, (_, spans) in zip(encodings, written)]
 
-    def _write_chat(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """The chat as text, and the spans that the assistant wrote: what each of its messages adds to the prompt before it."""
-        text, spans = self.render(messages), []
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant":
-                prompt, answered = self.render(messages[:i], prompt=True), self.render(messages[: i + 1])
-                if not (answered.startswith(prompt) and text.startswith(answered)):
-                    raise DataError(
-                        "chat template: later messages change how earlier ones are written, so the prompts cannot be masked; "
-                        "use a template that writes every message once."
-                    )
-                spans.append((len(prompt), len(answered)))
-        return text, spans
-
     def render(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
-        """The chat as text. With `prompt` it ends where the assistant's answer begins."""
+        """Return the chat as text. With `prompt` it ends where the assistant's answer begins."""
+        return self.render_spans(messages, prompt)[0]
+
+    def render_spans(self, messages: list[dict[str, Any]], prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
+        """Return the chat as text, and the spans of the template's {% generation %} blocks."""
         if self.chat_template is None:
-            raise ValueError("tokenizer: has no chat template, wanted one to write chats with; set tokenizer.chat_template.")
+            raise ValueError(
+                "tokenizer: has no chat template, wanted one to write chats with; put a chat_template.jinja into its folder, "
+                "or set tokenizer.chat_template."
+            )
         names = {"eos_token": self.eos_token or "", "bos_token": ""} | self.special
-        return render(self.chat_template, messages, prompt, **names)
+        return render_spans(self.chat_template, messages, prompt, **names)
 
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
         """Write a folder that `Tokenizer.load` and `transformers.AutoTokenizer.from_pretrained` both read. A tokenizer that
@@ -234,57 +226,6 @@ def _plain(source: Texts, report: Progress, vocab_size: int) -> Iterator[str]:
         for plain in [text] if isinstance(text, str) else [message["content"] for message in text]:
             yield from in_parts(plain)
     report.say(f"{number:,} texts read, learning up to {vocab_size:,} tokens")
-
-
-def render(template: str, messages: list[dict[str, Any]], prompt: bool, **names: Any) -> str:
-    """The chat as text. With `prompt` it ends where the assistant's answer begins. `names` are the template's other variables.
-
-    By transformers where it is installed, so that the text is the one its models were trained on; else by the same rules here.
-    A template comes with a downloaded tokenizer, so either way it runs in a sandbox.
-    """
-    from jinja2 import TemplateError  # imported when a chat is written
-
-    try:
-        if find_spec("transformers") is None:
-            return _compiled(template).render(messages=messages, add_generation_prompt=prompt, **names)
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        made = render_jinja_template([messages], chat_template=template, add_generation_prompt=prompt, **names)
-        return made[0][0]
-    except Exception as error:  # a template is a program, and may raise anything
-        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-        raise DataError(f"chat template: {kind}{error}") from error
-
-
-@lru_cache(8)
-def _compiled(template: str) -> Any:
-    """`template` as transformers compiles it."""
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class GenerationTag(Extension):
-        """{% generation %} ... {% endgeneration %} marks what the assistant wrote; the text inside is kept as it is."""
-
-        tags = {"generation"}  # noqa: RUF012 (as the base class has it)
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def refuse(message: str) -> None:
-        """Templates call it on chats that their model never saw."""
-        raise TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        """Without the HTML escapes of jinja's own."""
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag])
-    environment.filters["tojson"] = to_json
-    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    return environment.from_string(template)
 
 
 def ends_of_turn(tokenizer: Tokenizer) -> list[int]:
