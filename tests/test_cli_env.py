@@ -297,12 +297,14 @@ def test_env_help_holds_an_example(run):
     assert "Example: gpubound env --json" in out
 
 
-@pytest.mark.parametrize("command", ["train", "generate", "place", "env", "bench", "report", "demo"])
-def test_help_speaks_of_values_in_words(run, command, monkeypatch):
+@pytest.mark.parametrize("command", ["train", "plan", "generate", "doctor", "place", "env", "bench", "report", "demo"])
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_speaks_of_values_in_words(run, command, columns, monkeypatch):
     """An example to copy, N for a whole number, nothing of how Python writes a type, and no line beyond the terminal's."""
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", str(columns))
     code, out, err = run(command, "--help")
-    assert command == "bench" or max(map(len, out.split("\n  Example")[0].splitlines())) <= 80
+    lines = [line for line in out.splitlines() if "gpubound" not in line]  # an example is one line, to copy
+    assert command == "bench" or max(map(len, lines)) <= columns
     assert (code, err) == (0, "") and f"gpubound {command} " in out.split("usage:")[1].split("\n", 1)[1]
     assert not [raw for raw in ("{None}", "INT", "FLOAT", "STR", "default: None") if raw in out]
 
@@ -315,14 +317,30 @@ def test_an_options_help_is_one_paragraph(run):
     assert not [line for line in out.splitlines() if line.strip("│| ") == "such a folder"]
 
 
-def test_a_value_that_is_no_number(run):
-    code, _, err = run("demo", "--steps", "x")
-    assert code == 2 and message("cli_env:a_value_that_is_no_numbe").within(err)
+@pytest.mark.parametrize(
+    ("argv", "facts"),
+    [
+        (("env", "--jsn"), ("--jsn", "'--json'")),
+        (("train", "--modle", "1m"), ("--modle", "'--model'")),
+        (("generate", "--temprature", "3", "x"), ("--temprature", "'--temperature'")),
+        (("demo", "--steps", "x"), ("--steps", "'x'", "a whole number")),
+        (("demo", "--steps"), ("--steps",)),
+        (("generate",), ("CKPT",)),
+        (("generate", "one", "two"), ("two",)),
+    ],
+)
+def test_options_are_refused_in_one_line_as_values_are(run, argv, facts):
+    code, out, err = run(*argv)
+    assert (code, out) == (2, "") and err.count("\n") == 1 and err.startswith(f"gpubound {argv[0]}: ")
+    assert not [fact for fact in facts if fact not in err] and f"gpubound {argv[0]} --help" in err
 
 
-def test_an_unknown_option_suggests_the_near_one(run):
-    code, _, err = run("env", "--jsn")
-    assert code == 2 and "Unrecognized options: --jsn" in err and "Perhaps you meant:" in err and "--json" in err
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_list_of_commands_fits_any_terminal(run, columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    code, out, _ = run("--help")
+    words = {word for name in cli.COMMANDS for word in import_module(f"gpubound.cli.{name}").__doc__.split("\n")[0].split()}
+    assert code == 0 and max(map(len, out.splitlines())) <= columns and words <= set(out.split()), "no word is broken"
 
 
 def test_env_on_this_very_machine(run, monkeypatch, tmp_path):

@@ -7,6 +7,7 @@ Exit codes, the same everywhere: 0 done, 1 a gate failed, 2 bad input or the use
 import ast
 import errno
 import inspect
+import io
 import os
 import select
 import shutil
@@ -15,6 +16,8 @@ import textwrap
 import traceback
 import types
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
+from dataclasses import fields
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -129,21 +132,22 @@ def _nobody_reads() -> bool:
 
 def _help() -> str:
     """Read from the modules' docstrings without importing them: torch takes seconds, this must not."""
+    columns = min(shutil.get_terminal_size().columns, WIDEST)
     width = max(map(len, COMMANDS))
     lines = ["usage: gpubound COMMAND [options]", "", "Makes PyTorch transformers GPU-bound, and proves it.", "", "commands:"]
     for name in COMMANDS:
         source = (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
         first, *_ = (ast.get_docstring(ast.parse(source)) or "").split("\n")
-        lines.append(f"  {name:{width}}  {first}")
+        lines.append(_filled(first, columns, f"  {name:{width}}  ", " " * (width + 4)))
     lines += ["", "examples:", *(f"  {example}" for example in COMMANDS.values()), ""]
-    lines.append("Each command explains itself with --help. gpubound --version prints the version.")
+    lines.append(_filled("Each command explains itself with --help. gpubound --version prints the version.", columns))
     return "\n".join(lines)
 
 
 def arguments(kind: type[Config], argv: Sequence[str], command: str, default: Config | None = None) -> Config:
     """Parse `argv` into the dataclass `kind`. Its docstring is the help text, its fields' docstrings are the options'.
 
-    Unknown options end with exit code 2 and the near ones; `--help` prints the docstring, which holds an example.
+    `--help` prints the docstring, which holds an example. A ValueError names an unknown option and the most similar one.
     """
     import tyro  # here, because gpubound's own --help and --version are answered without it
 
@@ -153,8 +157,37 @@ def arguments(kind: type[Config], argv: Sequence[str], command: str, default: Co
     start: Any = {} if default is None else {"default": default}
     _join_lines(kind)  # type: ignore[arg-type]
     about = _in_lines(kind.__doc__ or "", min(shutil.get_terminal_size().columns, WIDEST))
-    words, prog = list(argv), f"gpubound {command}"
-    return tyro.cli(kind, args=words, prog=prog, description=about, config=config, registry=registry, **start)
+    prog = f"gpubound {command}"
+    _check_names(kind, argv, prog)
+
+    def parse() -> Config:
+        return tyro.cli(kind, args=list(argv), prog=prog, description=about, config=config, registry=registry, **start)
+
+    try:
+        with redirect_stderr(io.StringIO()) as said:
+            return parse()
+    except SystemExit as stop:
+        if stop.code != 2:
+            raise
+    raise ValueError(f"{_unboxed(said.getvalue()).rstrip('.')}. See {prog} --help.")
+
+
+def _check_names(kind: type, argv: Sequence[str], prog: str) -> None:
+    """Refuse an option that does not exist, with the most similar one that does."""
+    names = {f"--{field.name.replace('_', '-')}" for field in fields(kind)}
+    for word in argv:
+        name = word.partition("=")[0].replace("_", "-")
+        if name.startswith("--") and name not in names | {"--help"} and f"--{name.removeprefix('--no-')}" not in names:
+            near = hint(name, names, "")
+            raise ValueError(f"there is no option {name}{f'; {near}' if '?' in near else '.'} See {prog} --help.")
+
+
+def _unboxed(text: str) -> str:
+    """Return the first paragraph in a box of tyro's as one line: the other refusals of a command are one line, too."""
+    lines = [line.strip("│ ") for line in text.splitlines()]
+    rule = [index for index, line in enumerate(lines) if set(line) <= set("─╭╮╰╯")]
+    body = lines[1 : next((index for index in rule if index > 0), None)] if lines[0].startswith("╭") else lines
+    return " ".join(" ".join(body).split())
 
 
 @cache
@@ -178,8 +211,10 @@ def _in_lines(text: str, columns: int) -> str:
     )
 
 
-def _filled(paragraph: str, columns: int) -> str:
-    return textwrap.fill(paragraph, columns, break_on_hyphens=False, break_long_words=False)
+def _filled(paragraph: str, columns: int, first: str = "", rest: str = "") -> str:
+    return textwrap.fill(
+        paragraph, columns, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False, break_long_words=False
+    )
 
 
 def _in_words(info: "PrimitiveTypeInfo") -> "PrimitiveConstructorSpec | None":
