@@ -11,7 +11,7 @@ from gpubound.errors import GraphError
 from gpubound.parallel import ALONE, Ranks, join, reduction
 from gpubound.parallel.reduction import LATE, cut
 from gpubound.trace import fallbacks
-from gpubound.train import graphs
+from gpubound.train import graph_cache
 from tests.parallel.processes import on_ranks
 from tests.parallel.test_replicas import WIDTH, WORDS, Tied, loss, nothing, reduction_of, window
 
@@ -105,7 +105,7 @@ def broken(world, at, each, error=GraphError):
     with join("cpu") if world > 1 else nothing() as ranks:
         torch.manual_seed(0)
         reduction.BUCKET = WIDTH * WORDS
-        graphs.has_graphs = lambda device: world > 1
+        graph_cache.has_graphs = lambda device: world > 1
         model = Tied()
         step = gb.TrainStep(model, Broken(ranks.rank, at, error), "adamw", accumulate=each, precision="fp32", ranks=ranks)
         for number in range(2):
@@ -128,7 +128,7 @@ def broken(world, at, each, error=GraphError):
 )
 def test_a_capture_that_one_rank_cannot_have(monkeypatch, each, at, captured, reasons, error):
     monkeypatch.setattr(reduction, "BUCKET", reduction.BUCKET)
-    monkeypatch.setattr(graphs, "has_graphs", graphs.has_graphs)
+    monkeypatch.setattr(graph_cache, "has_graphs", graph_cache.has_graphs)
     want, *_ = broken(1, (), 2 * each)
     for weight, number, said in on_ranks(2, broken, 2, at, each, error):
         assert (number, said) == (captured, reasons)

@@ -1,6 +1,9 @@
 """fp32 gradient sums: exact over micro-batches, whoever computes the gradient; born zero; nothing twice, nothing lost."""
 
 import doctest
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -199,3 +202,28 @@ def test_release_leaves_no_record():
     assert all(record_of(p).opening is None for p in model.parameters())
     sums.release()
     assert all(record_of(p) is None for p in model.parameters())
+
+
+def test_a_backward_calls_few_functions_for_each_parameter():
+    """Of plain modules, whose gradients autograd makes: a hook and a look at the accumulator, however a sum begins."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(20)))
+    sums = Accumulators(model.named_parameters())
+    root, counts = str(Path(accumulate.__file__).parents[1]), {}
+    calls = []
+
+    def profile(frame, event, argument):
+        calls.extend([frame] if event == "call" else [])
+
+    for begin in (sums.begin, sums.zero):
+        calls.clear()
+        begin()
+        threading.setprofile(profile)
+        sys.setprofile(profile)
+        try:
+            model(torch.ones(1, 2)).sum().backward()
+            sums.finish()
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+        counts[begin.__name__] = sum(frame.f_code.co_filename.startswith(root) for frame in calls) / 40
+    assert max(counts.values()) < 4, counts

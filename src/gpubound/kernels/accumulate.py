@@ -26,7 +26,7 @@ from ..errors import GraphError
 from ..trace import fallback
 from .add_rows import add_rows
 from .aside import aside
-from .record import made_record, record_of
+from .record import ATTRIBUTE, Record, made_record, record_of
 
 
 def weight_gradient(weight: Tensor, g: Tensor, x: Tensor) -> Tensor | None:
@@ -105,9 +105,16 @@ def deliver_all(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
     """`deliver` for many (weight, gradient) at once, all of them weights that have a main_grad: few launches for small ones."""
     written: list[tuple[Tensor, Tensor]] = []
     added: list[tuple[Tensor, Tensor]] = []
+    recording = _recording(gradients[0][0]) if gradients else False
     for weight, gradient in gradients:
         if (main := accumulator(weight)) is not None:
-            (written if opens([weight]) else added).append((main, gradient))
+            record: Any = getattr(weight, ATTRIBUTE, None)
+            writes = record is not None and record.opening is not None
+            if writes and record.opening is recording:
+                record.opening = None
+            elif writes:
+                opens([weight])  # raises
+            (written if writes else added).append((main, gradient))
 
     def put() -> None:
         for op, pairs in ((torch._foreach_copy_, written), (torch._foreach_add_, added)):
@@ -115,7 +122,7 @@ def deliver_all(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
                 op([main for main, _ in pairs], [gradient for _, gradient in pairs])
 
     if gradients:
-        aside(gradients[0][0], put, *(gradient for _, gradient in gradients))
+        aside(gradients[0][0], put, *[gradient for _, gradient in gradients])
 
 
 def deliver_rows(weight: Tensor, ids: Tensor, rows: Tensor, without: int = -1) -> None:
@@ -136,13 +143,15 @@ def open_sums(weights: Sequence[Tensor]) -> None:
     """Begin a new sum in every main_grad of `weights`, without a memset. `close_sums` must follow the last delivery."""
     recording = _recording(weights[0])
     for weight in weights:
-        made_record(weight).opening = recording
+        record = getattr(weight, ATTRIBUTE, None)
+        (record if type(record) is Record else made_record(weight)).opening = recording
 
 
 def close_sums(weights: Sequence[Tensor]) -> None:
     """Zero what nobody has delivered to since `open_sums`."""
     for weight in weights:
-        if opens([weight]):
+        record = getattr(weight, ATTRIBUTE, None)
+        if record is not None and getattr(record, "opening", None) is not None and opens([weight]):
             weight.main_grad.zero_()  # type: ignore[attr-defined]
 
 
@@ -182,13 +191,10 @@ def main_gradient(weight: Tensor) -> Tensor | None:
 
 
 class Taker:
-    """The hook that takes what autograd has computed for a parameter into its main_grad. All others are to see it first."""
-
-    def __init__(self, take: Callable[[Tensor], None]):
-        self._take = take
+    """A hook that takes what autograd has computed for a parameter into its main_grad. All others are to see it first."""
 
     def __call__(self, parameter: Tensor) -> None:
-        self._take(parameter)
+        raise NotImplementedError
 
 
 def hooks_on(weight: Tensor) -> Iterator[Any]:

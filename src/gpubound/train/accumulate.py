@@ -69,7 +69,7 @@ class Accumulators:
             slot.parameter.grad = None
             slot.parameter.main_grad = slot.view(self.gradient)  # type: ignore[attr-defined]
             made_record(slot.parameter).side = side
-            self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(Taker(self._take)))
+            self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(_Take(self)))
 
     def zero(self) -> None:
         """Begin a new sum with one memset."""
@@ -130,28 +130,38 @@ class Accumulators:
             close_sums(parameters)
 
     def _let_others_see(self) -> None:
-        """Hooks that came later are to find the gradient in parameter.grad, too: `_take` is the last, and leaves None there."""
+        """Let hooks that came later find the gradient in parameter.grad, too.
+
+        The hook of these sums leaves None there, so it is moved to the end.
+        """
         for parameter, handle in zip(self._parameters, self._hooks):
             hooks: dict = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
             if len(hooks) > 1:
                 hooks[handle.id] = hooks.pop(handle.id)  # autograd does not heed move_to_end
 
-    def _take(self, parameter: Any) -> None:
-        """The gradient that autograd has just finished, into main_grad at the end of this backward pass at the latest."""
-        if parameter.grad is None:
-            return
-        with self._lock:
-            if not self._taken:
-                Variable._execution_engine.queue_callback(self._settle)  # type: ignore[attr-defined]
-            self._taken.append((parameter, parameter.grad))
-            self._bytes += parameter.grad.nbytes
-            parameter.grad = None
-            if self._bytes > TOGETHER_BYTES:
-                self._settle()
-
     def _settle(self) -> None:
         taken, self._taken, self._bytes = self._taken, [], 0
         deliver_all(taken)
+
+
+class _Take(Taker):
+    """Takes the gradient that autograd has just finished, into main_grad at the end of this backward pass at the latest."""
+
+    def __init__(self, sums: Accumulators):
+        self._sums = sums
+
+    def __call__(self, parameter: Any) -> None:
+        gradient, sums = parameter.grad, self._sums
+        if gradient is None:
+            return
+        with sums._lock:
+            if not sums._taken:
+                Variable._execution_engine.queue_callback(sums._settle)  # type: ignore[attr-defined]
+            sums._taken.append((parameter, gradient))
+            sums._bytes += gradient.nbytes
+            parameter.grad = None
+            if sums._bytes > TOGETHER_BYTES:
+                sums._settle()
 
 
 @cache

@@ -7,6 +7,7 @@ that lie side by side in one storage, as q, k and v, stay so in the same order: 
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.nn import Parameter
 
 from ..layers.overlap import overlapping
 
+VERSION = attrgetter("_version")
 ADAMW, MUON = "adamw", "muon"  # the rules of update; AdamW's groups come first
 ALIGN = 64  # elements: 128 bytes at 16 bits, what the widest loads and the tensor cores ask for
 SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
@@ -214,30 +216,29 @@ class Weights:
 
         kept = zip(layout.groups, self.flat, self.masters)
         self.rounded = [(group, flat, master) for group, flat, master in kept if master is not None]
-        self._addresses = [slot.parameter.data_ptr() for slot in layout.slots]
-        self._versions = self._now()
-
-    def _now(self) -> list[int]:
-        return [slot.parameter._version for slot in self.layout.slots]
+        self._parameters = [slot.parameter for slot in layout.slots]
+        self._addresses = list(map(Tensor.data_ptr, self._parameters))
+        self._versions = list(map(VERSION, self._parameters))
 
     def stepped(self) -> None:
         """Tell who watches versions that an update has written them: to torch, a kernel's or a graph's writes are none."""
-        torch.autograd.graph.increment_version([slot.parameter for slot in self.layout.slots])
-        self._versions = self._now()  # or the next step would take them for somebody else's writes and read all of them back
+        torch.autograd.graph.increment_version(self._parameters)
+        # Or the next step would take them for somebody else's writes and read all of them back.
+        self._versions = list(map(VERSION, self._parameters))
 
     def check(self) -> None:
         """That every parameter still lies where it was put, or the update would miss it (a cast, a move, an assigning load).
 
         New values copied into the weights since, as by load_state_dict, become their masters' too.
         """
-        now = [slot.parameter.data_ptr() for slot in self.layout.slots]
+        now = list(map(Tensor.data_ptr, self._parameters))
         if now != self._addresses:
             moved = next(slot.name for slot, a, b in zip(self.layout.slots, now, self._addresses) if a != b)
             raise ValueError(
                 f"parameters: {moved} no longer lies in the flat buffer it was moved to (a .to(), .data = or "
                 f"load_state_dict(assign=True) since?); copy new values into it in place, or make a new TrainStep."
             )
-        if (versions := self._now()) != self._versions:
+        if (versions := list(map(VERSION, self._parameters))) != self._versions:
             self._versions = versions
             self._read_back()
 

@@ -140,7 +140,7 @@ class Recipe:
     """Phases, trained one after the other, each with a name and its own data, steps, lr and so on. Only in a config file."""
 
     def __post_init__(self) -> None:
-        from .graphs import MODES as GRAPH_MODES
+        from .graph_cache import MODES as GRAPH_MODES
         from .precision import precision as precision_named
 
         self._fill_defaults()

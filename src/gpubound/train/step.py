@@ -38,8 +38,8 @@ from .device_step import DeviceStep, Loss, StepResult, StepValues
 from .flat_buffers import Weights
 from .foreign import Foreign
 from .forms import holding
-from .graphs import MODES as GRAPH_MODES, MicroBatch, WindowGraphs, gather
-from .members import Members
+from .graph_cache import MODES as GRAPH_MODES, MicroBatch, StepGraphs, gather
+from .model_guard import ModelGuard
 from .muon import Muon
 from .objectives import OBJECTIVES, Objective, objective_class
 from .optimizer import AdamW
@@ -116,7 +116,7 @@ class TrainStep(Uncopied):
         parts = ", ".join(f"{name} {readable(size)}" for name, size in self.memory.items() if size)
         notice(f"train: {precision}, {readable(sum(self.memory.values()))} besides activations: {parts}.")
         self.model, self.accumulate, self.device, self._precision = model, accumulate, layout.device, precision
-        self._members = Members(model)
+        self._guard = ModelGuard(model)
         self._closed, self._timing = False, ranks.timing
         self._turn = Turn(ValueError, "step: another call of this TrainStep is under way; call it from one thread at a time.")
         hasten(_calls(model, numbers, lossy), layout.device, numbers.dtype)
@@ -138,7 +138,7 @@ class TrainStep(Uncopied):
             self._undo = undo.pop_all()
             finalize(self, self._undo.close).atexit = False  # one that is dropped must not keep the model's gradients to itself
         device_step = DeviceStep(model, lossy, accumulators, self._optimizer, numbers, accumulate == 1, held, self._fp8)
-        self._graphs = WindowGraphs(device_step, graph)
+        self._graphs = StepGraphs(device_step, graph)
         self._skips = SkippedSteps(precision, lossy, model)
         self._turnout = Turnout(held.ranks, accumulate, held.gathers)
 
@@ -155,18 +155,17 @@ class TrainStep(Uncopied):
             return self._step(micro_batches)
 
     def _step(self, micro_batches: Any) -> StepResult | None:
-        self._members.check_unmerged()
+        self._guard.check_unmerged()
         batches = gather(micro_batches, self.accumulate)
         if not self._turnout.begins(len(batches)):
             return None
         self._held.rest()
-        self._members.check()
+        signature = self._guard.check()
         self._weights.check()
         self._optimizer.check()
         with self._held.noting() as waited:
-            called = self._members.called()
             try:
-                result = self._graphs.run([MicroBatch(batch, self.device, called) for batch in batches])
+                result = self._graphs.run([MicroBatch(batch, self.device, signature) for batch in batches])
             except IndexError as error:  # a CPU's, of a token outside the vocabulary
                 if why := self._skips.explain(batches):
                     raise ValueError(why) from error

@@ -1,6 +1,7 @@
 """The captured step: the eager one bit for bit, the state untouched by capturing, shapes apart, reasons said."""
 
 import gc
+import sys
 import weakref
 from functools import partial
 
@@ -13,7 +14,7 @@ from gpubound.graph import held
 from gpubound.models import Decoder, DecoderConfig
 from gpubound.parallel import Ranks
 from gpubound.trace import fallbacks
-from gpubound.train import AdamW, Schedule, TrainStep, graphs
+from gpubound.train import AdamW, Schedule, TrainStep, graph_cache, model_guard
 from tests.messages import message
 
 from ..place.models import place, tiny
@@ -211,8 +212,8 @@ class TestShapes:
         assert runs[0] == runs[1]
 
     def test_too_many(self, monkeypatch):
-        monkeypatch.setattr(graphs, "MOST", 1)
-        monkeypatch.setattr(graphs, "has_graphs", lambda device: True)
+        monkeypatch.setattr(graph_cache, "MOST", 1)
+        monkeypatch.setattr(graph_cache, "has_graphs", lambda device: True)
         require, auto = (TrainStep(small(), summed, precision="fp32", graph=mode) for mode in ("require", "auto"))
         require(draw(2)), auto(draw(2))
         with pytest.raises(GraphError) as error:
@@ -221,46 +222,49 @@ class TestShapes:
         assert auto(draw(3)).read().updates == 2
         assert fallbacks.pop(("train step as one graph", str(error.value))) == 1
 
-    @pytest.mark.parametrize("accumulate", [1, 2])
-    def test_what_can_serve_no_more_is_given_up(self, accumulate):
-        """A removed hook's number and a replaced module come never back: their graphs were held, and counted as shapes."""
-        model = small()
-        step = TrainStep(model, summed, accumulate=accumulate, precision="fp32", graph="require")
-        window = cut(draw(4), accumulate)
-        step(window)
-        for _ in range(3):
-            hook = model.mix.register_forward_hook(lambda module, inputs, y: None)
-            step(window)
-            old = step.captured[-1]
-            hook.remove()
-            step(window)
-            assert len(step.captured) == 2 * accumulate, "those without a hook, and with the last one"
-        model.dropout = torch.nn.Identity()
-        step(window)
-        assert len(step.captured) == accumulate and not any(graph is old for graph in step.captured)
-        with pytest.raises(GraphError, match="given up by release"):
-            old()
-
     def test_a_model_that_keeps_changing_is_not_captured_for_ever(self, monkeypatch):
-        """Each capture takes seconds. A graph that has paid for its own counts for nothing."""
-        monkeypatch.setattr(graphs, "MOST", 2)
-        monkeypatch.setattr(graphs, "has_graphs", lambda device: True)
-        for pays in (1, 2):
-            monkeypatch.setattr(graphs, "PAYS", pays)
-            model = small()
-            step = TrainStep(model, summed, precision="fp32")
-            for _ in range(6):
-                model.dropout = torch.nn.Identity()
-                step(draw(2))
-            rows = {key: fallbacks.pop(key) for key in [*fallbacks] if key[0] == "train step as one graph"}
-            assert len(step.captured) == (1 if pays == 1 else 0) and len(step._graphs._broken) == (0 if pays == 1 else 1)
-            assert [reason.partition(",")[0] for _, reason in rows] == ["2 graphs were captured in vain"][: pays - 1]
+        monkeypatch.setattr(graph_cache, "MOST", 2)
+        monkeypatch.setattr(graph_cache, "has_graphs", lambda device: True)
+        monkeypatch.setattr(model_guard, "MOST_SIGNATURES", 3)
+        model = small()
+        step = TrainStep(model, summed, precision="fp32")
+        step(draw(2))
+        for _ in range(6):
+            hook = model.mix.register_forward_hook(lambda module, inputs, y: None)
+            step(draw(2))
+            hook.remove()
+        assert len(step.captured) == 2 and not step._graphs._broken and len(step._guard._numbers) <= 3
+        (reason,) = [key for key in fallbacks if key[0] == "train step as one graph"]
+        assert fallbacks.pop(reason) == 1 and "2 shapes" in reason[1]
+
+    def test_a_steady_step_compares_lists_and_looks_at_no_name(self, monkeypatch):
+        """Of any number of modules: no Python function is called for each of them."""
+        model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(40)))
+        guard = model_guard.ModelGuard(model)
+        before, calls = guard.check(), []
+        sys.setprofile(lambda frame, event, argument: calls.append(frame.f_code.co_name) if event == "call" else None)
+        try:
+            now = guard.check()
+        finally:
+            sys.setprofile(None)
+        assert now == before and len(calls) < 12, calls
+        changes = [
+            lambda: model[3].register_forward_hook(lambda module, inputs, y: None),
+            lambda: model[5].weight.register_post_accumulate_grad_hook(lambda parameter: None),
+            lambda: model[7].eval(),
+            lambda: setattr(model[9], "forward", lambda x: x),
+        ]
+        for change in changes:
+            change()
+            assert guard.check() != before
+            before = guard.signature
+            assert guard.check() == before
 
 
 @pytest.mark.usefixtures("on_reference")
 def test_a_refused_capture_keeps_nothing(monkeypatch):
     """Its error, which is kept, had led to the activations of the call that there was no room for."""
-    monkeypatch.setattr(graphs, "has_graphs", lambda device: True)
+    monkeypatch.setattr(graph_cache, "has_graphs", lambda device: True)
     seen = []
 
     def runs_out(model, batch):
@@ -288,15 +292,15 @@ def test_what_cannot_be_captured(monkeypatch):
     before, model = None, small()
     step = TrainStep(model, reads, precision="fp32", graph="require")
     before = named(model)
-    with pytest.raises(GraphError, match=r"test_graphs.py:\d+"):
+    with pytest.raises(GraphError, match=r"test_graph_cache.py:\d+"):
         step(draw(2))
     assert all(p.equal(before[name]) for name, p in model.named_parameters()), "the refused attempt left no trace"
-    monkeypatch.setattr(graphs, "has_graphs", lambda device: True)
+    monkeypatch.setattr(graph_cache, "has_graphs", lambda device: True)
     auto, off = (TrainStep(small(), reads, precision="fp32", graph=mode) for mode in ("auto", "off"))
     for i in range(3):
         assert auto(draw(2, seed=i)).read() == off(draw(2, seed=i)).read()
     (reason,) = [key for key in fallbacks if key[0] == "train step as one graph"]
-    assert "test_graphs.py" in reason[1] and fallbacks.pop(reason) == 1 and not auto.captured
+    assert "test_graph_cache.py" in reason[1] and fallbacks.pop(reason) == 1 and not auto.captured
 
 
 @pytest.mark.usefixtures("on_reference")
@@ -308,20 +312,20 @@ def test_an_update_that_cannot_be_captured(monkeypatch):
             tensor.mul_(1 + 0 * tensor[1].item())
             return super().begin_sum(tensor)
 
-    monkeypatch.setattr(graphs, "has_graphs", lambda device: True)
+    monkeypatch.setattr(graph_cache, "has_graphs", lambda device: True)
     steps = {
         mode: TrainStep(small(), summed, AdamW(lr=1e-2), accumulate=2, precision="fp32", graph=mode, ranks=Reads())
         for mode in ("auto", "off", "require")
     }
     before = named(steps["require"].model)
-    with pytest.raises(GraphError, match=r"update.*test_graphs.py:\d+"):
+    with pytest.raises(GraphError, match=r"update.*test_graph_cache.py:\d+"):
         steps["require"](cut(draw(4), 2))
     assert all(p.equal(before[name]) for name, p in steps["require"].model.named_parameters())
     for i in range(3):
         window = cut(draw(4, seed=i), 2)
         assert steps["auto"](window).read() == steps["off"](window).read()
     (reason,) = [key for key in fallbacks if key[0] == "train step as one graph"]
-    assert "test_graphs.py" in reason[1] and fallbacks.pop(reason) == 1 and not steps["auto"].captured
+    assert "test_graph_cache.py" in reason[1] and fallbacks.pop(reason) == 1 and not steps["auto"].captured
 
 
 @pytest.mark.usefixtures("on_reference")
@@ -339,12 +343,16 @@ def test_a_micro_batchs_graph_adds_to_no_sum_that_waits_to_be_written(monkeypatc
 @pytest.mark.usefixtures("on_reference")
 def test_no_rate_lets_a_certificate_pass_anything(monkeypatch):
     """Rates beside the largest weight: small ones widen the limit for what noise moves, no rate widens it to a value's size."""
-    monkeypatch.setattr(graphs, "has_graphs", lambda device: True)
+    monkeypatch.setattr(graph_cache, "has_graphs", lambda device: True)
     limits = []
     for rate in (0.0, 1e-3, 1.0, 1e6):
         step = TrainStep(small(), summed, AdamW(lr=rate))
         limits.append(step._graphs._tolerance())
-    assert limits[0] == graphs.NOISE < limits[1] < 2 * graphs.NOISE and limits[2:] == [graphs.MOST_NOISE] * 2 and limits[3] < 1
+    assert (
+        limits[0] == graph_cache.NOISE < limits[1] < 2 * graph_cache.NOISE
+        and limits[2:] == [graph_cache.MOST_NOISE] * 2
+        and limits[3] < 1
+    )
 
 
 @pytest.mark.usefixtures("on_reference")

@@ -24,14 +24,12 @@ from ..parallel import ALONE
 from ..parallel.attempt import all_or_none, refusal
 from ..trace import fallback
 from .device_step import DeviceStep
-from .members import Called
 from .objectives import Objective
 
 MODES = ("auto", "require", "off")
 WHOLE, PART = "a step of one micro-batch", "a micro-batch"
 UPDATE, APPLY = "the update", "the update behind the sums over ranks"
 MOST = 8  # shapes of micro-batch: each takes seconds to capture, and some memory beside the pool
-PAYS = 100  # replays that make up for a capture
 # A replay may differ from eager by this much of the largest value: attention's backward adds in another order at every run, so
 # that eager differs from itself. At 350m in bf16 the squares of gradients (AdamW's v) were 1.3e-2 apart. What a certificate is
 # to find, an input or a state that a graph has baked in, is off by the value's own size.
@@ -63,19 +61,22 @@ def gather(given: Any, accumulate: int) -> list[Any]:
 
 
 class MicroBatch:
-    """One micro-batch, opened to its tensors and checked. Those of equal shapes, dtypes and constants have equal keys, where
-    the model is to do the same with them: `called` is how it is called."""
+    """One micro-batch, taken apart into its tensors and checked.
 
-    def __init__(self, batch: Any, device: torch.device, called: Called):
-        self.tree, self.called = flatten(batch), called
-        key: list[tuple] = [called]
+    signature  its shapes, dtypes and constants
+    key        the signature, and that of the model (ModelGuard.signature): what one graph serves
+    """
+
+    def __init__(self, batch: Any, device: torch.device, model: int):
+        self.tree, self.model = flatten(batch), model
+        signature = list[tuple]()
         for at, (path, leaf) in enumerate(zip(self.tree.paths, self.tree.leaves)):
             _check(path, leaf, device)
-            key.append((path, leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (path, leaf))
+            signature.append((path, leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (path, leaf))
             if isinstance(leaf, Tensor) and leaf.is_inference():  # a backward may not keep it
                 self.tree.leaves[at] = leaf.clone()
-        self.key, self.tensors = tuple(key), [leaf for _, leaf in self.tree.tensors()]
-        self.signature = self.key[1:]
+        self.signature, self.tensors = tuple(signature), [leaf for leaf in self.tree.leaves if isinstance(leaf, Tensor)]
+        self.key = model, self.signature
 
     def whole(self, tensors: Sequence[Tensor] | None = None) -> Any:
         """Put together again, with its own tensors or these."""
@@ -100,8 +101,8 @@ def _check(path: Path, leaf: Any, device: torch.device) -> None:
         ) from None
 
 
-class WindowGraphs:
-    """Runs the device step on given micro-batches: as graphs where the device has them and `mode` allows it.
+class StepGraphs:
+    """Runs the device step on micro-batches: as graphs where the device has them and `mode` allows it.
 
     auto captures on a GPU alone. require always goes through capture(), which on a CPU makes the same checks, without a graph.
     A step of one micro-batch is one graph; of more, a graph that every micro-batch is a replay of, and one for the update.
@@ -120,11 +121,11 @@ class WindowGraphs:
         self._checked: set[Any] = set()  # signatures of micro-batches
         self._known: dict[Any, Captured] = {}  # by what it holds, and a micro-batch's key
         self._broken: dict[Any, Exception] = {}  # what cannot be captured
-        self._told: list[Exception | None] = []  # of these, in a row of fallbacks
-        self._wasted = 0  # graphs of micro-batches that went before they paid
+        self._reported: list[Exception | None] = []  # of these, in a row of fallbacks
+        self._full: GraphError | None = None  # that there are MOST graphs already
 
     def run(self, window: list[MicroBatch]) -> Tensor | None:
-        """The step's report. Without a micro-batch this rank takes part in the others' step; None if they have none."""
+        """Return the step's report. Without a micro-batch this rank takes part in the others' step; None if they have none."""
         step, first = self.step, self._first
         if not window:
             return step.take_part()
@@ -147,10 +148,10 @@ class WindowGraphs:
         for batch in window:
             self._check_adding()
             self._known[PART, batch.key](*batch.tensors)
-        return self._update(window[0].called, first)
+        return self._update(window[0].model, first)
 
     def _whole(self, batch: MicroBatch, first: bool) -> Captured | None:
-        """The graph of a whole step of this one micro-batch."""
+        """Return the graph of a whole step of this one micro-batch, or None."""
         key, step = (WHOLE, batch.key), self.step
 
         def train_step(*leaves: Tensor) -> Tensor:
@@ -163,9 +164,11 @@ class WindowGraphs:
         return self._known.get(key)
 
     def _parts(self, window: list[MicroBatch], first: bool) -> bool:
-        """Whether each micro-batch has a graph, without sums over ranks."""
+        """Return whether each micro-batch has a graph, without sums over ranks."""
         step, keys = self.step, [(PART, batch.key) for batch in window]
         for batch, key in zip(window, keys):
+            if key in self._known:
+                continue
 
             def micro_batch(*leaves: Tensor, batch: MicroBatch = batch) -> None:
                 if step.single:
@@ -174,17 +177,15 @@ class WindowGraphs:
                 if step.single:
                     step.finish()
 
-            if key not in self._known:
-                self._check_adding()
+            self._check_adding()
             self._try(key, partial(self._graph, micro_batch, batch))
         return self._have(keys, first)
 
-    def _update(self, called: Called, first: bool) -> Tensor:
-        """The update's graph, captured at its first time: only behind real gradients does its certificate see weights move.
-
-        It calls no module, but what it names leads to the model, so a model in another mode is another one to its graph.
+    def _update(self, model: int, first: bool) -> Tensor:
+        """Run the update as a graph, captured at its first time: only after real gradients does its certificate see weights
+        move. It calls no module, but what it names leads to the model, so a model in another mode is another one to its graph.
         """
-        step, whole, apart = self.step, (UPDATE, (called,)), (APPLY, (called,))
+        step, whole, apart = self.step, (UPDATE, model), (APPLY, model)
 
         def update() -> Tensor:
             with step.reduction.completed():
@@ -202,7 +203,7 @@ class WindowGraphs:
         return self._known[apart]() if self._have([apart], first) else self._give_up(step.apply)
 
     def _give_up(self, calls: Callable[[], Tensor]) -> Tensor:
-        """A step is graphs or calls, so that nobody takes the times of one for those of the other."""
+        """A step is graphs or calls, so that no reader takes the times of one for those of the other."""
         self._off = True
         self.drop()
         return calls()
@@ -223,41 +224,31 @@ class WindowGraphs:
         """Capture it at its first time, if that can be."""
         if key in self._known or key in self._broken:
             return
-        self._forget(key[1][0])
         try:
             self._known[key] = capturing()
             self.captured.append(self._known[key])
         except (GraphError, torch.OutOfMemoryError) as error:
-            self._broken[key] = error if self._required else without_frames(error)
-
-    def _forget(self, now: Called) -> None:
-        """Give up what was captured, or could not be, of a model that is called like that no more: it would pile up."""
-        for key in [key for key in (*self._known, *self._broken) if not key[1][0].may_come_back(now)]:
-            self._broken.pop(key, None)
-            if (graph := self._known.pop(key, None)) is not None:
-                self._wasted += key[0] in (WHOLE, PART) and graph.replays < PAYS
-                self.captured.remove(graph)
-                graph.release()
-        self._told = [error for error in self._told if error is None or error in self._broken.values()]
+            if error is not self._full:  # or a row for every shape there is
+                self._broken[key] = error if self._required else without_frames(error)
 
     def _have(self, keys: Sequence[Any], first: bool = False, last: bool = True) -> bool:
-        """Whether there are graphs for all of `keys`; at the first step, on all ranks. `last`: no other way has graphs."""
-        error = next((self._broken[key] for key in keys if key in self._broken), None)
+        """Return whether there are graphs for all of `keys`; at the first step, on all ranks. `last`: nothing else has any."""
+        error = next((self._broken.get(key, self._full) for key in keys if key not in self._known), None)
         said = refusal(self.step.ranks if first else ALONE, None if error is None else str(error))
         if said is None:
             return True
         if self._required and last:
             raise error or GraphError(said)
-        if error is None or error not in self._told:
+        if error is None or error not in self._reported:
             fallback("train step as one graph", said)
-            self._told.append(error)
+            self._reported.append(error)
         if first and not self.step.ranks.alone:
             self._off = True
             self.drop()
         return False
 
     def _at_once(self, part: Callable, batch: MicroBatch | None = None) -> Captured:
-        """A graph with sums over ranks inside, which all ranks capture at once."""
+        """Capture a graph with sums over ranks inside, which all ranks capture at once."""
         captured = all_or_none(self.step.ranks, lambda go: self._graph(part, batch, go))
         self.step.ranks.graphs.add(captured)
         return captured
@@ -265,15 +256,11 @@ class WindowGraphs:
     def _graph(self, part: Callable, batch: MicroBatch | None = None, gate: Callable[[], None] = open_gate) -> Captured:
         step = self.step
         if batch is not None and sum(kind in (WHOLE, PART) for kind, _ in self._known) >= MOST:
-            raise GraphError(
+            self._full = self._full or GraphError(
                 f"{MOST} shapes of micro-batch are captured already, each mode of the model and each set of hooks and adapters "
                 f"counted apart; pad the batches to fewer shapes."
             )
-        if batch is not None and self._wasted >= MOST:
-            raise GraphError(
-                f"{MOST} graphs were captured in vain, as hooks were removed or modules replaced within {PAYS} steps; leave "
-                f"them as they are from step to step, or close() this step and make a new one."
-            )
+            raise self._full
         if batch is not None and isinstance(step.loss, Objective):
             step.loss.prepare(step.model, batch.whole())
         tensors = () if batch is None else batch.tensors
