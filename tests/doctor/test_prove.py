@@ -14,7 +14,7 @@ from gpubound.doctor.fix import prove as proving
 from gpubound.doctor.fix.prove import Proof, SeededRun, difference, judged, prove, run_once
 from gpubound.doctor.fix.prove_run import Recorder, SeededJob, run
 from gpubound.errors import MeasureError
-from gpubound.train.graph_cache import StepGraphs
+from gpubound.train.graph_cache import GraphCache
 from tests.messages import message
 
 from .. import forked
@@ -252,17 +252,17 @@ assert step([torch.ones(4, 2)]) is not None and step(iter(())) is None
 def test_a_train_step_is_one_step_whatever_is_called_inside(tmp_path, monkeypatch):
     """Its first call rehearses and certifies the graph; then come replays, for which a stand-in calls nothing that is heard."""
     (tmp_path / "trained.py").write_text(TRAINED)
-    heard, ended, original = [], [], StepGraphs.run
+    heard, ended, original = [], [], GraphCache.run
 
     def counted(name: str, call):
         return lambda *args, **kwargs: (heard.append(name), call(*args, **kwargs))[1]
 
-    def captured(graphs: StepGraphs, window: list) -> torch.Tensor:
+    def captured(graphs: GraphCache, window: list) -> torch.Tensor:
         return torch.arange(7.0) + len(recorder.ends) if recorder.ends else original(graphs, window)
 
     monkeypatch.setattr(torch.autograd, "backward", counted("backward", torch.autograd.backward))
     monkeypatch.setattr(torch.optim.Adam, "step", counted("step", torch.optim.Adam.step))
-    monkeypatch.setattr(StepGraphs, "run", captured)
+    monkeypatch.setattr(GraphCache, "run", captured)
     recorder = Recorder(4, enough=lambda: ended.append(len(recorder.losses)))
     run(SeededJob(str(tmp_path / "trained.py"), [], {}, "", steps=4), recorder)
     assert (len(recorder.ends), torch.stack(recorder.losses)[1:].tolist()) == (7, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])

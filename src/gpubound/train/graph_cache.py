@@ -101,7 +101,7 @@ def _check(path: Path, leaf: Any, device: torch.device) -> None:
         ) from None
 
 
-class StepGraphs:
+class GraphCache:
     """Runs the device step on micro-batches: as graphs where the device has them and `mode` allows it.
 
     auto captures on a GPU alone. require always goes through capture(), which on a CPU makes the same checks, without a graph.

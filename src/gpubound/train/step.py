@@ -38,7 +38,7 @@ from .device_step import DeviceStep, Loss, StepResult, StepValues
 from .flat_buffers import Weights
 from .foreign import Foreign
 from .forms import holding
-from .graph_cache import MODES as GRAPH_MODES, MicroBatch, StepGraphs, gather
+from .graph_cache import MODES as GRAPH_MODES, GraphCache, MicroBatch, gather
 from .model_guard import ModelGuard
 from .muon import Muon
 from .objectives import OBJECTIVES, Objective, objective_class
@@ -138,7 +138,7 @@ class TrainStep(Uncopied):
             self._undo = undo.pop_all()
             finalize(self, self._undo.close).atexit = False  # one that is dropped must not keep the model's gradients to itself
         device_step = DeviceStep(model, lossy, accumulators, self._optimizer, numbers, accumulate == 1, held, self._fp8)
-        self._graphs = StepGraphs(device_step, graph)
+        self._graphs = GraphCache(device_step, graph)
         self._skips = SkippedSteps(precision, lossy, model)
         self._turnout = Turnout(held.ranks, accumulate, held.gathers)
 
