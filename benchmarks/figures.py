@@ -82,11 +82,11 @@ def shown(lines: Sequence[Line], missing: int = 0) -> str:
     holding = sum(not line.short for line in gated)
     dates = sorted(line.date[:10] for line in here)
     when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-    hold = f"{holding} of {len(gated)} gates hold{f', {missing} more wait to be measured' if missing else ''}"
+    hold = f"We publish {len(gated) + missing} targets; {holding} are met"
     return (
         f"{_in_both_themes(PICTURE, found)}\n"
-        f"Measured on one {here[0].gpu}, {when}; each ratio is from one run of both. {hold}:\n"
-        f"[all figures]({PAGE}) begin with those that fall short.\n"
+        f"Measured on one {here[0].gpu}, {when}; each ratio is from one run of both. {hold}.\n"
+        f"[All figures]({PAGE}), misses first.\n"
     )
 
 
