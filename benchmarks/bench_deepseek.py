@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 import gpubound
-from gpubound import kernels, measure
+from gpubound import measure
 from gpubound.cli import arguments, guarded
 from gpubound.decode.stages.spread import SPLITS
 from gpubound.decode.steps import LaunchWay
 from gpubound.device import resolve, usable_bytes
-from gpubound.kernels import hyper_connections, sinkhorn
 from gpubound.layers.visiting import visiting
+from gpubound.models.deepseek_v4 import kernels
+from gpubound.models.deepseek_v4.kernels import hyper_connections
+from gpubound.models.deepseek_v4.kernels.sinkhorn import sinkhorn_reference
 from gpubound.models.keywords import cache_in, cache_word
 from gpubound.trace import strict
 from gpubound.words import quantity
@@ -293,7 +295,7 @@ def measure_memory(bench: Bench) -> None:
     gradient = torch.randn_like(z)
     peaks = [
         peak_gib(lambda op=op: torch.autograd.grad(op(z), z, gradient), bench.device)
-        for op in (kernels.sinkhorn, sinkhorn.sinkhorn_reference)
+        for op in (kernels.sinkhorn, sinkhorn_reference)
     ]
     case = f"sinkhorn forward and backward, {SITES} sites of {TOKENS:,} tokens, peak"
     bench.figure(case, "GiB", peaks[0], {"eager": peaks[1]}, {"eager": MEMORY})

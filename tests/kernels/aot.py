@@ -66,9 +66,9 @@ def by_token() -> tuple:
 
 
 def example_of(op: str, *shape: Any) -> tuple:
-    from gpubound.kernels.ops import OPS
+    from gpubound.kernels.ops import every
 
-    return OPS[op].example(torch.Generator().manual_seed(0), *shape)
+    return every()[op].example(torch.Generator().manual_seed(0), *shape)
 
 
 # Cases that take kernels or plans which an op's self-test does not.
@@ -180,10 +180,10 @@ def compile_instead(kernel, *arguments, grid, warmup, **named):
 
 
 def arguments_of(case: str) -> tuple[str, tuple]:
-    from gpubound.kernels.ops import OPS
+    from gpubound.kernels.ops import every
 
     if case not in MORE:
-        return case, OPS[case].example(torch.Generator().manual_seed(0))
+        return case, every()[case].example(torch.Generator().manual_seed(0))
     op, draw = MORE[case]
     return op, tuple(a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in draw())
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from gpubound.kernels.ops import OPS
+from gpubound.kernels.ops import FAMILIES, every
 
 # Last-dimension edges: one element, just under a power of two, a power of two, neither; several leading dimensions; nothing.
 ROW_SHAPES = [(1, 1), (3, 63), (2, 5, 128), (4, 1000), (0, 64)]
@@ -18,14 +19,15 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 def module(file: str) -> ModuleType:
-    """gpubound/kernels/<file>.py itself. `from gpubound.kernels import rope` is the op."""
-    return import_module(f"gpubound.kernels.{file}")
+    """gpubound/kernels/<file>.py itself, or a family's. `from gpubound.kernels import rope` is the op."""
+    packages = ("gpubound.kernels", *FAMILIES)
+    return import_module(next(name for p in packages if find_spec(name := f"{p}.{file}") is not None))
 
 
 def definitions(file: str) -> ModuleType:
     """The definitions in that file, each by its op's name as the kernels' own file has them; and what else the file holds."""
     found = ModuleType(file)
-    vars(found).update(vars(module(file)) | {name: op.reference for name, op in OPS.items() if op.file == file})
+    vars(found).update(vars(module(file)) | {name: op.reference for name, op in every().items() if op.file == file})
     return found
 
 

@@ -122,8 +122,10 @@ def compile_all(capability: int) -> None:
     import triton
 
     from gpubound.kernels import selftest
-    from gpubound.kernels.ops import OPS, load
+    from gpubound.kernels.ops import every, load
     from tests.kernels import aot
+
+    OPS = every()
 
     known, seen = _kept(), set()
 

@@ -5,11 +5,11 @@ import re
 import pytest
 import torch
 
-from gpubound import kernels
-from gpubound.kernels.compressor import Pending, Windows
 from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.ops import OPS, load
-from gpubound.kernels.triton import compressor as fast
+from gpubound.models.deepseek_v4 import kernels
+from gpubound.models.deepseek_v4.kernels.compressor import Pending, Windows
+from gpubound.models.deepseek_v4.kernels.triton import compressor as fast
 
 from .cases import TOLERANCE, assert_inside, banded, draw, same
 from .deepseek import angles, config, filled, theirs

@@ -11,6 +11,7 @@ from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.experts import likeliest
 from gpubound.kernels.ops import load
 from gpubound.kernels.plans.kinds import MatrixPlan
+from gpubound.models.deepseek_v4.kernels import choose_experts
 
 from .apart import apart
 from .cases import TOLERANCE, assert_inside, banded, draw, same
@@ -318,7 +319,7 @@ def test_wrong_arguments_are_named(device):
             "routed_gate_up: norm.offset must be 0, got 1.0; add it to norm.weight before the call.",
         ),
         (
-            lambda: kernels.choose_experts(weights, None, None, None, 1.0, ids, weights),
+            lambda: choose_experts(weights, None, None, None, 1.0, ids, weights),
             "choose_experts: pass correction, or table and token: experts are chosen by scores or by the token.",
         ),
         (

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from gpubound import kernels
-from gpubound.kernels.hc_step import stretch, sums_shape
-from gpubound.kernels.hyper_connections import hc_post_reference, hc_pre_reference
+from gpubound.kernels import send_words
 from gpubound.kernels.mail import POLLS
+from gpubound.models.deepseek_v4 import kernels
+from gpubound.models.deepseek_v4.kernels.hc_step import stretch, sums_shape
+from gpubound.models.deepseek_v4.kernels.hyper_connections import hc_post_reference, hc_pre_reference
 
 from .cases import draw
 from .test_experts import SOURCES, run
@@ -82,7 +83,7 @@ def test_what_comes_by_mail_is_as_if_it_had_been_there(source, device):
     sums, devices = sums_of(source, x, weight), mails(device, 3, 40)
     parts = [draw(device, torch.float32, 2, 40, seed=seed) for seed in (4, 5, 6)]
     for mail, part in zip(devices, parts):
-        kernels.send_words(part, mail)
+        send_words(part, mail)
     rest = sums, scale, base, EPS, NORM_EPS, ROUNDS, None, weight
     here, there = (
         run(source, "hc_write", x, y, *rest, torch.empty_like(x), torch.empty_like(sums))

@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from gpubound import kernels
-from gpubound.kernels.triton import hyper_connections as fast
+from gpubound.models.deepseek_v4 import kernels
+from gpubound.models.deepseek_v4.kernels.triton import hyper_connections as fast
 
 from .cases import TOLERANCE, assert_inside, banded, definitions, draw, parity, same
 from .deepseek import config, filled, theirs

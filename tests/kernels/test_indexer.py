@@ -5,10 +5,10 @@ import re
 import pytest
 import torch
 
-from gpubound import kernels
 from gpubound.kernels import plans
 from gpubound.kernels.ops import load
 from gpubound.kernels.plans.kinds import TilePlan
+from gpubound.models.deepseek_v4 import kernels
 
 from .cases import TOLERANCE, assert_inside, banded, draw, same
 from .deepseek import config, filled, theirs

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from gpubound import kernels
 from gpubound.kernels.decode_product import Norm
-from gpubound.kernels.fp8_blocks import Fp8Blocks, numbers, scales_shape
+from gpubound.models.deepseek_v4 import kernels
+from gpubound.models.deepseek_v4.kernels.fp8_blocks import Fp8Blocks, numbers, scales_shape
 from tests.messages import message
 
 from .cases import assert_inside, banded, draw

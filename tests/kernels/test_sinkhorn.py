@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpubound import kernels
-from gpubound.kernels.triton import sinkhorn as fast
+from gpubound.models.deepseek_v4 import kernels
+from gpubound.models.deepseek_v4.kernels.triton import sinkhorn as fast
 
 from .cases import TOLERANCE, assert_inside, banded, definitions, draw, parity, same
 

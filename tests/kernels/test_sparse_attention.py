@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpubound import kernels
 from gpubound.kernels import plans
 from gpubound.kernels.ops import OPS, load
 from gpubound.kernels.plans.kinds import MatrixPlan
+from gpubound.models.deepseek_v4 import kernels
 
 from .cases import TOLERANCE, assert_inside, banded, draw, same
 from .deepseek import theirs

@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from gpubound import kernels
-from gpubound.kernels.turned_heads import TurnedHeads
+from gpubound.models.deepseek_v4 import kernels
+from gpubound.models.deepseek_v4.kernels.turned_heads import TurnedHeads
 
 from .cases import assert_inside, banded, draw
 from .test_experts import SOURCES, run

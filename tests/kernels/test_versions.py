@@ -5,8 +5,10 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from gpubound import kernels
-from gpubound.kernels.ops import OPS, load
+from gpubound.kernels.ops import every, load
 from gpubound.layers.linear_site import linear
+
+OPS = every()
 
 IN_PLACE = [
     "accept", "adamw", "adamw8", "add_adapters", "add_norm", "add_product", "add_routed", "add_rows", "choose_experts",

@@ -7,8 +7,6 @@ An op's file holds that function and the op's definition. Its kernel is in trito
 
 from .adamw import adamw as adamw, adamw8 as adamw8, plan_update as plan_update
 from .add_rows import add_rows as add_rows
-from .chosen_experts import choose_experts as choose_experts
-from .compressor import compress as compress
 from .cross_entropy import cross_entropy as cross_entropy, linear_cross_entropy as linear_cross_entropy
 from .decode_adapters import add_adapters as add_adapters
 from .decode_attention import decode_attention as decode_attention, quantized_decode_attention as quantized_decode_attention
@@ -35,9 +33,6 @@ from .experts import (
 from .gated import geglu as geglu, swiglu as swiglu, swiglu_backward as swiglu_backward
 from .group_norm import group_norm as group_norm
 from .grouped_linear import grouped_linear as grouped_linear
-from .hc_step import hc_read as hc_read, hc_sums as hc_sums, hc_write as hc_write
-from .hyper_connections import hc_head as hc_head, hc_post as hc_post, hc_pre as hc_pre
-from .indexer import index_scores as index_scores, index_topk as index_topk
 from .lora import (
     lora_down as lora_down,
     lora_gradients as lora_gradients,
@@ -46,7 +41,6 @@ from .lora import (
 )
 from .mail import send_words as send_words, take_words as take_words
 from .nf4 import dequantize_nf4 as dequantize_nf4
-from .norm_products import norm_products as norm_products, send_products as send_products
 from .norms import add_rms_norm as add_rms_norm, layer_norm as layer_norm, rms_norm as rms_norm
 from .ops import reference as reference
 from .poly_attention import poly_attention as poly_attention, poly_attention_step as poly_attention_step
@@ -75,12 +69,9 @@ from .richards import (
 )
 from .rope import rope as rope, rope_qkv as rope_qkv
 from .sampling import pick as pick, sample as sample
-from .sinkhorn import sinkhorn as sinkhorn
-from .sparse_attention import sparse_attention as sparse_attention
 from .speculation import accept as accept, propose as propose
 from .tiled_product import (
     tiled_add_product as tiled_add_product,
     tiled_norm_gate_up as tiled_norm_gate_up,
     tiled_norm_product as tiled_norm_product,
 )
-from .turned_heads import turn_heads as turn_heads

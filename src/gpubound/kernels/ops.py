@@ -2,20 +2,25 @@
 
 kernels/<file>.py says what an op is: a public function that checks its arguments and chooses an implementation, and its
 definition in plain torch. kernels/triton/<file>.py has a function of the op's name and the definition's signature: its kernel.
+An op of a single family is in that family's package instead, models/<family>/kernels, with the same two files. It is
+registered when that package is imported.
 """
 
 from collections.abc import Callable
 from importlib import import_module
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
 from ..device import constant
 from ..words import nearest
-from . import triton  # the package: its files, which import triton itself, are imported when called for
+
+FAMILIES = ("gpubound.models.deepseek_v4.kernels",)  # packages of ops that only one family needs
 
 
 class Op(NamedTuple):
+    package: str
     file: str
     reference: Callable
     # Draws positional arguments for the self-test: example(generator), or with the shape that the door passes on. Of that shape
@@ -30,8 +35,8 @@ def definition(example: Callable[..., tuple], op: str | None = None) -> Callable
     """Mark `<op>_reference` as the definition of <op>, or of `op`: its CPU path, and what the kernel is tested against."""
 
     def register(function: Callable) -> Callable:
-        file = function.__module__.rpartition(".")[2]
-        OPS[op or function.__name__.removesuffix("_reference")] = Op(file, function, example)
+        package, _, file = function.__module__.rpartition(".")
+        OPS[op or function.__name__.removesuffix("_reference")] = Op(package, file, function, example)
         return function
 
     return register
@@ -67,23 +72,26 @@ def doubles(*values: float) -> torch.Tensor:
 
 def reference(op: str) -> Callable:
     """The definition of the op named `op`: plain torch, at least fp32 inside, differentiable any number of times."""
-    if op not in OPS:
+    if op not in OPS and op not in every():
         raise ValueError(f"reference: got {op!r}, wanted the name of an op{nearest(str(op), OPS)}")
     return load("reference", op)
 
 
+def every() -> dict[str, Op]:
+    """Return all ops, those of single families included."""
+    import_module("gpubound.kernels")
+    for package in FAMILIES:
+        import_module(package)
+    return OPS
+
+
 def load(source: str, op: str) -> Callable:
     """The function that computes `op`: its kernel for the source "triton", its definition for "reference"."""
-    file, function, _ = OPS[op]
-    if source == "reference":
-        return function
-    _import(file)
-    return getattr(getattr(triton, file), op)
+    package, file, function, _ = OPS[op]
+    return function if source == "reference" else getattr(_kernels(package, file), op)
 
 
 @constant
-def _import(file: str) -> None:
-    # A module is in sys.modules from the beginning of its import, which another thread's self-test may be in the middle of; its
-    # package has it at the end.
-    if not hasattr(triton, file):
-        import_module(f"{triton.__name__}.{file}")
+def _kernels(package: str, file: str) -> ModuleType:
+    # import_module waits for another thread that is in the middle of the same import, as a self-test may be.
+    return import_module(f"{package}.triton.{file}")

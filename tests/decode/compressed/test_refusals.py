@@ -8,7 +8,7 @@ from torch.nn.utils import prune
 
 import gpubound as gb
 from gpubound.decode.compressed import attention, experts, mixture, state, trial
-from gpubound.kernels import index_topk
+from gpubound.models.deepseek_v4.kernels import index_topk
 from tests.messages import message
 
 from .cases import HCA, RATES, ROOM, build

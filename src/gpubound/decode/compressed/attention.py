@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels import compress, index_scores, index_topk, sparse_attention, turn_heads
-from ...kernels.turned_heads import TurnedHeads
+from ...models.deepseek_v4.kernels import compress, index_scores, index_topk, sparse_attention, turn_heads
+from ...models.deepseek_v4.kernels.turned_heads import TurnedHeads
 from ...models.deepseek_v4.weights import IndexWeights, LatentWeights
 from ..contract import Build
 from .products import NARROW, by_groups, products

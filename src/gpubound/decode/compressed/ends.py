@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels import hc_head, norm_product
+from ...kernels import norm_product
 from ...kernels.decode_product import Norm
 from ...models.decoding import weight_of
 from ...models.deepseek_v4.family import CompressedReader
+from ...models.deepseek_v4.kernels import hc_head
 from ...models.deepseek_v4.weights import CollapseWeights
 from .products import NARROW
 from .state import normed

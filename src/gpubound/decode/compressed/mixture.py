@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels import choose_experts
 from ...kernels.chain import ahead
-from ...kernels.chosen_experts import Gated
+from ...models.deepseek_v4.kernels import choose_experts
+from ...models.deepseek_v4.kernels.chosen_experts import Gated
 from ...models.deepseek_v4.weights import MixtureWeights
 from ..experts import PIECE
 from .experts import experts_of

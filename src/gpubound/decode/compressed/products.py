@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels import norm_products
 from ...kernels.decode_product import Norm
-from ...kernels.fp8_blocks import Fp8Blocks, numbers
-from ...kernels.norm_products import MOST, MOST_CODED
+from ...models.deepseek_v4.kernels import norm_products
+from ...models.deepseek_v4.kernels.fp8_blocks import Fp8Blocks, numbers
+from ...models.deepseek_v4.kernels.norm_products import MOST, MOST_CODED
 from ...models.deepseek_v4.weights import LinearWeights
 
 NARROW = 8  # rows

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.compressor import Pending, Windows, turned
 from ...kernels.decode_product import Norm
+from ...models.deepseek_v4.kernels.compressor import Pending, Windows, turned
 from ...models.deepseek_v4.weights import EntryWeights
 from ..contract import Build
 

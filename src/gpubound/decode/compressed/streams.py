@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from ...kernels import hc_post, hc_pre, hc_read, hc_sums, hc_write, send_products, send_words
+from ...kernels import send_words
+from ...models.deepseek_v4.kernels import hc_post, hc_pre, hc_read, hc_sums, hc_write, send_products
 from ...models.deepseek_v4.weights import HyperWeights, LinearWeights
 from ..tensors.peers import Peer
 from .products import NARROW, product, products

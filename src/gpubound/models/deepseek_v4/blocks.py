@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.fp8_blocks import Fp8Blocks, numbers, scales_shape
 from ...layers.frozen import OnlyCodes
+from .kernels.fp8_blocks import Fp8Blocks, numbers, scales_shape
 
 
 class Fp8Linear(OnlyCodes):

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import DataError
-from ...kernels.fp8_blocks import BLOCK, Fp8Blocks, scales_shape
 from ...kernels.packed import E2M1, MX, Packed, pack_fp4
 from ...kernels.quantize import has_cores
 from ...trace import fallback, notice
@@ -25,6 +24,7 @@ from ..folder import CURE, Stored, opened, stored_tensors
 from .blocks import Fp8Linear
 from .dealing import deal
 from .destinations import destinations, holds_integers, is_scale, own_name, scales_of
+from .kernels.fp8_blocks import BLOCK, Fp8Blocks, scales_shape
 
 BYTES = {torch.int8, torch.uint8}  # that hold two fp4 numbers each
 CODES = {"F8_E4M3": "fp8", "F8_E5M2": "fp8", "I8": "fp4", "U8": "fp4", "F4": "fp4"}  # by safetensors' names

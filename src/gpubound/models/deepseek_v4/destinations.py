@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ...kernels.fp8_blocks import Fp8Blocks
 from ...kernels.packed import Packed
 from ..folder import Stored
 from .blocks import Fp8Linear
+from .kernels.fp8_blocks import Fp8Blocks
 
 Place = Tensor | Packed | Fp8Blocks
 

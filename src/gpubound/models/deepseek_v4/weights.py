@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...kernels.decode_product import Norm
-from ...kernels.fp8_blocks import Fp8Blocks
 from ...kernels.packed import Packed
+from .kernels.fp8_blocks import Fp8Blocks
 
 
 class LinearWeights(NamedTuple):

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import require
-from .choose import implementation
-from .decode_product import WRITTEN, Norm, rms_normed
-from .ops import definition, draw, ints
-from .rope import draw_angles
+from ....kernels.checks import require
+from ....kernels.choose import implementation
+from ....kernels.decode_product import WRITTEN, Norm, rms_normed
+from ....kernels.ops import definition, draw, ints
+from ....kernels.rope import draw_angles
 
 MOST = 2  # parts that a launch takes
 

@@ -10,10 +10,10 @@ Legend: N tokens, those of a row side by side; B rows, H heads, L places of the 
 import torch
 from torch import Tensor
 
-from .checks import require
-from .choose import implementation
-from .decode_product import WRITTEN
-from .ops import definition, draw, ints, zeros
+from ....kernels.checks import require
+from ....kernels.choose import implementation
+from ....kernels.decode_product import WRITTEN
+from ....kernels.ops import definition, draw, ints, zeros
 
 SEEN = "it says how many entries each token sees"
 

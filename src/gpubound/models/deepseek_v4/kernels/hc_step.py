@@ -13,13 +13,13 @@ Legend: N tokens, S streams, D width, P products of a part, Z pieces of D.
 import torch
 from torch import Tensor
 
-from .checks import require
-from .choose import implementation
-from .decode_product import WRITTEN
+from ....kernels.checks import require
+from ....kernels.choose import implementation
+from ....kernels.decode_product import WRITTEN
+from ....kernels.mail import Mail, check_mail, example_mail
+from ....kernels.ops import definition, draw
+from ....kernels.plans.kinds import power_of_two
 from .hyper_connections import STREAMS
-from .mail import Mail, check_mail, example_mail
-from .ops import definition, draw
-from .plans.kinds import power_of_two
 from .sinkhorn import check_rounds, sinkhorn_reference
 
 PIECES = 64  # about: programs that share a token. Each balances for itself

@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .....kernels.plans.kinds import cdiv, power_of_two
+from .....kernels.triton._launch import bump_versions, options
+from .....kernels.triton._step import _begin, _wait
+from .....kernels.triton.gated import _activated, _limited
 from ..chosen_experts import LEAST, Gated
-from ..plans.kinds import cdiv, power_of_two
-from ._launch import bump_versions, options
-from ._step import _begin, _wait
-from .gated import _activated, _limited
 
 WARP = 1024  # experts that one warp ranks
 WIDE = 512  # numbers of the shared expert that a program makes

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .checks import require
-from .choose import implementation
-from .decode_product import WRITTEN, Norm, check_stream, draw_stream, form, rms_normed
+from ....kernels.checks import require
+from ....kernels.choose import implementation
+from ....kernels.decode_product import WRITTEN, Norm, check_stream, draw_stream, form, rms_normed
+from ....kernels.mail import Mail, check_mail, example_mail
+from ....kernels.ops import definition, draw, zeros
+from ....kernels.quantize import has_cores
 from .fp8_blocks import Fp8Blocks, numbers, scales_shape
-from .mail import Mail, check_mail, example_mail
-from .ops import definition, draw, zeros
-from .quantize import has_cores
 
 MOST, MOST_CODED = 8, 4  # weights in all, and of those in fp8
 

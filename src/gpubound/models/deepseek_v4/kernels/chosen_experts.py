@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import require
-from .choose import implementation
-from .decode_product import WRITTEN
-from .gated import check_limit, swiglu_reference
-from .ops import definition, draw, ints, zeros
+from ....kernels.checks import require
+from ....kernels.choose import implementation
+from ....kernels.decode_product import WRITTEN
+from ....kernels.gated import check_limit, swiglu_reference
+from ....kernels.ops import definition, draw, ints, zeros
 
 LEAST = 1e-20  # added to a sum of shares
 

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import require
-from .choose import implementation
+from ....kernels.checks import require
+from ....kernels.choose import implementation
+from ....kernels.decode_product import WRITTEN
+from ....kernels.ops import definition, draw, ints, zeros
 from .compressor import turned
-from .decode_product import WRITTEN
-from .ops import definition, draw, ints, zeros
 
 MOST = 3  # tensors of heads that a launch turns
 

@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..decode_product import Norm
+from .....kernels.decode_product import Norm
+from .....kernels.mail import Mail
+from .....kernels.plans import job_of
+from .....kernels.triton._launch import bump_versions, launch_product
+from .....kernels.triton._mail import SCALARS, _addresses, _send, _stamp, mailed
+from .....kernels.triton._step import BEFORE, _begin, _end, _fresh_row, _gained, _products, _tile, _wait
 from ..fp8_blocks import Fp8Blocks
-from ..mail import Mail
 from ..norm_products import MOST, MOST_CODED
-from ..plans import job_of
-from ._launch import bump_versions, launch_product
-from ._mail import SCALARS, _addresses, _send, _stamp, mailed
-from ._step import BEFORE, _begin, _end, _fresh_row, _gained, _products, _tile, _wait
 
 
 @triton.jit

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plans.kinds import TilePlan, cdiv, job_of, power_of_two
-from ._launch import first_order_only, launch
+from .....kernels.plans.kinds import TilePlan, cdiv, job_of, power_of_two
+from .....kernels.triton._launch import first_order_only, launch
 
 
 @triton.jit

@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...device import interpreted
-from ..plans.kinds import TilePlan, cdiv, job_of, power_of_two
-from ._launch import bump_versions, launch, options
-from ._step import _begin, _wait
+from .....device import interpreted
+from .....kernels.plans.kinds import TilePlan, cdiv, job_of, power_of_two
+from .....kernels.triton._launch import bump_versions, launch, options
+from .....kernels.triton._step import _begin, _wait
 
 
 @triton.jit

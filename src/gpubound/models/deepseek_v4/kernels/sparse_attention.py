@@ -11,12 +11,12 @@ the store, k chosen entries.
 import torch
 from torch import Tensor
 
-from .checks import require
-from .choose import implementation
+from ....kernels.checks import require
+from ....kernels.choose import implementation
+from ....kernels.decode_product import WRITTEN
+from ....kernels.ops import definition, draw, ints, zeros
+from ....kernels.rope import draw_angles
 from .compressor import turned
-from .decode_product import WRITTEN
-from .ops import definition, draw, ints, zeros
-from .rope import draw_angles
 
 
 def sparse_attention(

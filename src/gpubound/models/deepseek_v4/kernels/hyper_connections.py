@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import require_device
-from .choose import implementation
-from .ops import definition, draw
+from ....kernels.checks import require_device
+from ....kernels.choose import implementation
+from ....kernels.ops import definition, draw
 from .sinkhorn import check_rounds, sinkhorn_reference
 
 FEW = 4  # tokens up to which a program multiplies by itself; of more, tensor cores take 16 or 64 at a time

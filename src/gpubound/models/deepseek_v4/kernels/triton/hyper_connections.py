@@ -21,10 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .....kernels.plans.kinds import MatrixPlan, TilePlan, cdiv, job_of, power_of_two
+from .....kernels.triton._launch import first_order_only, launch, options
+from .....kernels.triton._step import _begin, _wait
 from ..hyper_connections import FEW, mixed
-from ..plans.kinds import MatrixPlan, TilePlan, cdiv, job_of, power_of_two
-from ._launch import first_order_only, launch, options
-from ._step import _begin, _wait
 from .sinkhorn import _balanced, _shares, sinkhorn
 
 MOST = 128  # parts of a sum: 32 KB for a token of 128 parts lie in the L2

@@ -7,8 +7,8 @@ lets them die out.
 import torch
 from torch import Tensor
 
-from .choose import implementation
-from .ops import definition, draw
+from ....kernels.choose import implementation
+from ....kernels.ops import definition, draw
 
 WIDEST = 16  # rows of a matrix that a few threads hold in registers
 

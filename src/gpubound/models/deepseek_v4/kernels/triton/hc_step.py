@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .....kernels.mail import Mail
+from .....kernels.plans.kinds import TilePlan, cdiv, job_of, power_of_two
+from .....kernels.triton._launch import bump_versions, launch, options
+from .....kernels.triton._mail import _stamp, _summed, _take, mailed, warps_taking
+from .....kernels.triton._step import _begin, _wait
 from ..hc_step import stretch
-from ..mail import Mail
-from ..plans.kinds import TilePlan, cdiv, job_of, power_of_two
-from ._launch import bump_versions, launch, options
-from ._mail import _stamp, _summed, _take, mailed, warps_taking
-from ._step import _begin, _wait
 from .hyper_connections import _factor, _hc_finish_kernel, _spread
 
 WARPS = 4

@@ -1,0 +1,1 @@
+"""The kernels of DeepSeek-V4's ops."""
