@@ -18,7 +18,7 @@ import gpubound
 from gpubound import measure
 from gpubound.cli import arguments, guarded
 from gpubound.decode.stages.spread import SPLITS
-from gpubound.decode.steps import LaunchWay
+from gpubound.decode.step_graphs import LaunchWay
 from gpubound.device import resolve, usable_bytes
 from gpubound.layers.visiting import visiting
 from gpubound.models.deepseek_v4 import kernels

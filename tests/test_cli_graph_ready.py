@@ -126,7 +126,7 @@ def test_a_step_of_our_decoder_of_deepseek_is_ready_until_a_read_is_planted(made
 
 def test_on_a_cpu_the_step_that_a_gpu_would_capture_is_audited(monkeypatch):
     """A CPU has a way of its own, which reads how far the rows are: no reason against a graph."""
-    for name in ("gpubound.kernels.choose.can_launch", "gpubound.decode.host.can_launch"):
+    for name in ("gpubound.kernels.choose.can_launch", "gpubound.decode.cpu_step.can_launch"):
         monkeypatch.setattr(name, lambda device: False)
     _, ours = audits(Decoder(DecoderConfig(32, 64, layers=1, heads=2, kv_heads=1, vocabulary=64)), torch.device("cpu"))
     assert ours.ready, str(ours)

@@ -5,8 +5,8 @@ import functools
 import torch
 import transformers
 
-from gpubound.decode.any_model import StaticBody
-from gpubound.decode.contract import Build
+from gpubound.decode.hf_forward import StaticBody
+from gpubound.decode.runner import Build
 
 SIZES = {
     "vocab_size": 89,

@@ -5,7 +5,7 @@ import torch
 
 import gpubound as gb
 from gpubound.decode import calls
-from gpubound.decode.bind import bind
+from gpubound.decode.weight_view import bind
 from gpubound.kernels import choose
 from gpubound.kernels.decode_adapters import EMPTY
 from gpubound.lora.pair import Pair
@@ -199,7 +199,7 @@ def test_packed_weights_wait_until_adapters_are_merged():
 
 
 def test_a_cpus_own_step_adds_them_too(monkeypatch):
-    monkeypatch.setattr("gpubound.decode.host.fits", lambda device: device.type == "cpu")
+    monkeypatch.setattr("gpubound.decode.cpu_step.fits", lambda device: device.type == "cpu")
     model = adapt(cases.build("Phi3"))
     fast = gb.decoder(model, 2, cases.ROOM, verify=False)
     assert fast.body.host and of(fast) == own_tokens(model, "Phi3")

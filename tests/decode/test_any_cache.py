@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from gpubound.decode import any_model as any_body
-from gpubound.decode.any_model import StaticBody
-from gpubound.decode.contract import Build
+from gpubound.decode import hf_forward as any_body
+from gpubound.decode.hf_forward import StaticBody
+from gpubound.decode.runner import Build
 
 from .any_cases import body_of, go_on, model_of, prompts, start
 

@@ -8,8 +8,8 @@ import transformers
 from torch import nn
 
 import gpubound as gb
-from gpubound.decode.any_model import StaticBody
-from gpubound.decode.contract import Build
+from gpubound.decode.hf_forward import StaticBody
+from gpubound.decode.runner import Build
 from gpubound.models.keywords import cache_word
 from tests.messages import message
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 import transformers
 
-from gpubound.decode import any_fit as fit, any_model as any_body
-from gpubound.decode.any_model import StaticBody
-from gpubound.decode.contract import Build
+from gpubound.decode import hf_cache as fit, hf_forward as any_body
+from gpubound.decode.hf_forward import StaticBody
+from gpubound.decode.runner import Build
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
 from tests.messages import message

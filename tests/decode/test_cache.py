@@ -6,7 +6,7 @@ import transformers
 from torch.nn import functional as F
 
 import gpubound as gb
-from gpubound.decode import cache, certify, fused
+from gpubound.decode import certificate, kv_cache, transformer
 from gpubound.models.keywords import cache_word
 from tests.messages import message
 
@@ -100,7 +100,7 @@ def test_a_prompt_in_chunks_gives_the_same_tokens(form, monkeypatch, device):
         fast = cases.shared(family, str(device), **form)
         want = tokens(fast, given)
         with monkeypatch.context() as patch:
-            patch.setattr(fused, "CHUNK", 7)
+            patch.setattr(transformer, "CHUNK", 7)
             assert tokens(fast, given) == want
 
 
@@ -141,7 +141,7 @@ def test_wide_batches(form, device):
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_rounded_weights_over_a_rounded_cache_in_pages(weights, device):
     """Its tokens are those of the rounded weights in plain fp32 with rounded keys and values, row by row."""
-    from gpubound.decode import judge
+    from gpubound.decode import reference
 
     fast = gb.decoder(cases.build("Qwen2", device=device), 3, cases.ROOM, weights=weights, cache="int8", pages=4, verify=False)
     given = cases.prompts(1, 19, 6)
@@ -150,7 +150,7 @@ def test_rounded_weights_over_a_rounded_cache_in_pages(weights, device):
         ids = list(prompt)
         for _ in range(12):
             now = torch.tensor(ids, device=device)
-            ids.append(int(judge.logits(fast.body.exact(), now, rounded=lambda x: nearest(x, "int8"))[-1].argmax()))
+            ids.append(int(reference.logits(fast.body.exact(), now, rounded=lambda x: nearest(x, "int8"))[-1].argmax()))
         want.append(ids[len(prompt) :])
     assert tokens(fast, given, max_new_tokens=12) == want
     assert [row[0] for row in fast.body.report()][-4:] == ["prompts", "weights", "cache", "accuracy"]
@@ -227,7 +227,7 @@ class TestTheCertificate:
     @pytest.mark.parametrize("name", ["quantized_decode_attention", "encode"])
     def test_finds_what_is_wrong_with_a_rounded_cache(self, name, monkeypatch):
         """Attention that is off by a hundredth; a prompt that is rounded otherwise than the steps and fp32 are."""
-        own = getattr(cache, name)
+        own = getattr(kv_cache, name)
 
         def off(*given, **named):
             found = own(*given, **named)
@@ -236,30 +236,30 @@ class TestTheCertificate:
             given[-2].mul_(1.01)
             return found
 
-        monkeypatch.setattr(cache, name, off)
+        monkeypatch.setattr(kv_cache, name, off)
         if name == "encode":
-            monkeypatch.setattr(cache.Cache, "rounded", lambda self, x: cache.decode(*own(x, self.kind), x.dtype))
+            monkeypatch.setattr(kv_cache.Cache, "rounded", lambda self, x: kv_cache.decode(*own(x, self.kind), x.dtype))
         with pytest.raises(gb.GenerateError, check=message("decode/cache:finds_what_is_wrong_with")):
             gb.decoder(cases.build("Llama"), 2, cases.ROOM, cache="int8")
-        monkeypatch.setattr(certify, "SEQUENCES", 1)
+        monkeypatch.setattr(certificate, "SEQUENCES", 1)
         with pytest.raises(gb.GenerateError, check=message("decode/cache:finds_what_is_wrong_with.2")):
             gb.decoder(cases.build("Llama"), 2, cases.ROOM, cache="int8")
 
     def test_one_key_of_another_code_is_no_fault(self, monkeypatch):
         """A key that lies between two codes. Here the judge finds other keys in a layer, for the first sequence alone."""
-        own, calls = cache.Cache.rounded, []
+        own, calls = kv_cache.Cache.rounded, []
 
         def further(self, x):
             calls.append(x)
             return own(self, x) * (1.1 if len(calls) == 1 else 1.0)
 
-        monkeypatch.setattr(cache.Cache, "rounded", further)
+        monkeypatch.setattr(kv_cache.Cache, "rounded", further)
         model = cases.build("Llama")
         with (
             monkeypatch.context() as once,
             pytest.raises(gb.GenerateError, check=message("decode/cache:one_key_of_another_code")),
         ):
-            once.setattr(certify, "SEQUENCES", 1)
+            once.setattr(certificate, "SEQUENCES", 1)
             gb.decoder(model, 2, cases.ROOM, cache="int8")
         tried = len(calls)
         calls.clear()
@@ -268,7 +268,7 @@ class TestTheCertificate:
 
     def test_finds_keys_that_are_not_rounded_at_all(self, monkeypatch):
         """In fp32 a tenth of what rounding costs may be off, so all of it is seen."""
-        monkeypatch.setattr(cache.Cache, "rounded", lambda self, x: x)
+        monkeypatch.setattr(kv_cache.Cache, "rounded", lambda self, x: x)
         with pytest.raises(gb.GenerateError, check=message("decode/cache:finds_keys_that_are_not")):
             gb.decoder(cases.build("Llama"), 2, cases.ROOM, cache="int8")
 

@@ -9,9 +9,9 @@ import torch
 from transformers import PreTrainedConfig
 
 import gpubound as gb
-from gpubound.decode import cache, fused, layer
-from gpubound.decode.bind import BoundModel, bind
-from gpubound.decode.steps import StepGraphs
+from gpubound.decode import kv_cache, layer, transformer
+from gpubound.decode.step_graphs import StepGraphs
+from gpubound.decode.weight_view import BoundModel, bind
 from gpubound.decode.weights import own as own_weights
 from gpubound.models import registry
 from gpubound.models.decoding import READ, unread_option
@@ -95,20 +95,20 @@ def test_a_kernel_of_wide_batches_alone(monkeypatch):
 
 def test_a_prefill_of_its_own(monkeypatch):
     """The keys that a prefill writes, one token late; single steps have written the right ones."""
-    own = fused.FusedBody.streamed
-    monkeypatch.setattr(fused.FusedBody, "streamed", lambda body, ids, start: own(body, ids.roll(1, 1), start))
+    own = transformer.FusedBody.streamed
+    monkeypatch.setattr(transformer.FusedBody, "streamed", lambda body, ids, start: own(body, ids.roll(1, 1), start))
     assert re.fullmatch(WRONG, refusal())
 
 
 def test_an_attention_that_reads_beyond_the_live_length(monkeypatch):
     """What lies there is NaN while the certificate is made."""
-    own = cache.decode_attention
+    own = kv_cache.decode_attention
 
     def longer(qkv, position, held, heads, scratch, out, mode):
         found, place = own(qkv, position, held, heads, scratch, out, mode), position.long() + 1
         return out.add_(held.v[torch.arange(len(out)), :, place].repeat_interleave(2, 1).flatten(1) * 1e-9), *found[1:]
 
-    monkeypatch.setattr(cache, "decode_attention", longer)
+    monkeypatch.setattr(kv_cache, "decode_attention", longer)
     assert re.fullmatch(WRONG, refusal())
 
 
@@ -205,12 +205,12 @@ def test_a_model_with_something_of_its_own():
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_graph_that_does_something_else(fused, monkeypatch):
+def test_a_graph_that_does_something_else(transformer, monkeypatch):
     """Every eighth step of a launch is left out, as of a graph whose capture missed it."""
     own = StepGraphs.launch
     monkeypatch.setattr(StepGraphs, "launch", lambda graphs, rows, k, way: own(graphs, rows, k - (k == 8), way))
     with pytest.raises(gb.GenerateError) as error:
-        gb.decoder(cases.build("Mistral"), 2, cases.ROOM, fused=fused)
+        gb.decoder(cases.build("Mistral"), 2, cases.ROOM, fused=transformer)
     tokens = r"\[\[[\d, ]+\], \[[\d, ]+\]\]"  # of each row
     assert re.fullmatch(
         rf"decoder: greedy tokens of a graph of 8 steps are not those of single launches: {tokens}, wanted {tokens}; please "

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import gpubound as gb
-from gpubound.decode import bind, experts
-from gpubound.decode.experts import each_expert, grouped, not_grouped
-from gpubound.decode.steps import LaunchWay, Stepper
+from gpubound.decode import moe, weight_view
+from gpubound.decode.moe import each_expert, grouped, not_grouped
+from gpubound.decode.step_graphs import LaunchWay, Stepper
 from gpubound.kernels import choose
 from gpubound.kernels.experts import likeliest
 from gpubound.watch import no_stall, watch
@@ -65,7 +65,7 @@ class TestTokens:
 
     def test_a_prompt_in_pieces(self, monkeypatch, device):
         want = cases.shared("Mixtral", str(device)).generate(cases.prompts(45, 30), max_new_tokens=16).tokens
-        monkeypatch.setattr(experts, "PIECE", 7)
+        monkeypatch.setattr(moe, "PIECE", 7)
         fast = gb.decoder(cases.build("Mixtral", device=device), 2, cases.ROOM, verify=False)
         assert fast.generate(cases.prompts(45, 30), max_new_tokens=16).tokens == want
 
@@ -161,7 +161,7 @@ class TestHost:
         if torch.cuda.is_available():
             pytest.skip("the pretend device contends with a real one")
         sim = simgpu()
-        monkeypatch.setattr(bind, "_unreadable", lambda model, spread: None)  # its tensors are of a kind of their own
+        monkeypatch.setattr(weight_view, "_unreadable", lambda model, spread: None)  # its tensors are of a kind of their own
         fast = gb.decoder(cases.build(kind, device=sim), rows, 32, verify=False)
         assert fast.path == ""
         given = cases.prompts(*range(3, 3 + rows))

@@ -10,7 +10,7 @@ import transformers
 
 import gpubound as gb
 from gpubound import trace
-from gpubound.decode import bind, certify, experts
+from gpubound.decode import certificate, moe, weight_view
 from gpubound.decode.weights import own as own_weights
 from gpubound.kernels.experts import likeliest
 from gpubound.models.mixtral import SparseReader
@@ -42,10 +42,10 @@ class TestCertificate:
                 if parameter.dim() > 1:
                     parameter.normal_(std=0.15)
         made = gb.decoder(model.to(torch.bfloat16), 1, 32).certificate
-        monkeypatch.setattr(certify.Choices, "__bool__", lambda choices: False)
+        monkeypatch.setattr(certificate.Choices, "__bool__", lambda choices: False)
         apart = gb.decoder(model, 1, 32, verify=False)
         ids = torch.randint(cases.VOCABULARY, (8,), generator=torch.Generator().manual_seed(0)).to(device)
-        truth = certify.judge.logits(apart.body.exact(), ids)
+        truth = certificate.judge.logits(apart.body.exact(), ids)
         free = ((cases.logits(model, ids.tolist()) - truth).norm() / truth.norm()).item()
         assert free > 1.5 * made.model_error
 
@@ -59,7 +59,7 @@ class TestCertificate:
         ],
     )
     def test_a_kernel_that_is_off_by_a_thousandth(self, door, change, monkeypatch):
-        module = own_weights if hasattr(own_weights, door) else experts
+        module = own_weights if hasattr(own_weights, door) else moe
         own = getattr(module, door)
 
         def off(*given, **named):
@@ -73,7 +73,7 @@ class TestCertificate:
 
     def test_a_choice_that_is_not_the_best(self, monkeypatch):
         """The kernel takes the third best for the second."""
-        own = experts.route
+        own = moe.route
 
         def second_best(x, norm, router, normalise, logits, count, ids, weights, *rest):
             own(x, norm, router, normalise, logits, count, ids, weights, *rest)
@@ -81,7 +81,7 @@ class TestCertificate:
             ids[:, 1], weights[:] = order[:, 2], (shares[:, [0, 2]] / shares[:, [0, 2]].sum(-1, keepdim=True))
             return ids, weights
 
-        monkeypatch.setattr(experts, "route", second_best)
+        monkeypatch.setattr(moe, "route", second_best)
         with pytest.raises(gb.GenerateError) as error:
             gb.decoder(cases.build("Mixtral"), 1, 32)
         assert re.fullmatch(
@@ -164,19 +164,19 @@ class TestRefusals:
     def test_what_the_kernels_cannot_read(self):
         model = cases.build("Mixtral")
         handle = model.model.layers[1].mlp.experts.register_forward_hook(lambda *_: None)
-        assert bind.bind(model) == "model.layers.1.mlp.experts: it carries hooks"
+        assert weight_view.bind(model) == "model.layers.1.mlp.experts: it carries hooks"
         handle.remove()
         model.model.layers[0].mlp.gate.bias = torch.nn.Parameter(torch.zeros(6))
-        assert bind.bind(model) == message("decode/experts_judged:what_the_kernels_cannot")
+        assert weight_view.bind(model) == message("decode/experts_judged:what_the_kernels_cannot")
         model = cases.build("Mixtral", hidden_act="gelu")
-        assert bind.bind(model) == message("decode/experts_judged:what_the_kernels_cannot.2")
+        assert weight_view.bind(model) == message("decode/experts_judged:what_the_kernels_cannot.2")
         other = cases.build("Mixtral", num_experts_per_tok=3)
         model = cases.build("Mixtral")
         model.model.layers[1].mlp = other.model.layers[1].mlp
-        assert bind.bind(model) == message("decode/experts_judged:what_the_kernels_cannot.3")
+        assert weight_view.bind(model) == message("decode/experts_judged:what_the_kernels_cannot.3")
 
     def test_another_family(self):
         """Its experts have a shared one beside them."""
         config = transformers.Qwen2MoeConfig(**cases.SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
         model = transformers.AutoModelForCausalLM.from_config(config)
-        assert bind.bind(model).startswith("Qwen2MoeForCausalLM is none of the families with fused kernels")
+        assert weight_view.bind(model).startswith("Qwen2MoeForCausalLM is none of the families with fused kernels")

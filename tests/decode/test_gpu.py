@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode.steps import Stepper
+from gpubound.decode.step_graphs import Stepper
 from tests.messages import message
 
 from . import cases

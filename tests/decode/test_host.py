@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode import host, judge
+from gpubound.decode import cpu_step, reference
 from tests.messages import message
 
 from . import cases
@@ -56,7 +56,7 @@ def test_logits_are_those_of_fp32():
     prompts = cases.prompts(5, 9)
     tokens = fast.generate(prompts, max_new_tokens=6, stop=()).tokens
     for row, (prompt, new) in enumerate(zip(prompts, tokens)):
-        want = judge.logits(fast.body.exact(), torch.tensor(prompt + new[:-1]))[-1]
+        want = reference.logits(fast.body.exact(), torch.tensor(prompt + new[:-1]))[-1]
         torch.testing.assert_close(fast.body.logits[row], want, atol=1e-4, rtol=1e-4)
 
 
@@ -79,7 +79,7 @@ def test_rounded_weights_speak_alike_at_full_speed(kind, monkeypatch, said):
     fast = served("Llama", weights=kind)
     assert message("decode/host:rounded_weights_speak_al", kind).within(said())
     assert f"rounded to {kind}" in str(fast) and fast.body.bytes_a_step([1]) > fast.body.live.bytes_read()
-    monkeypatch.setattr(host, "fits", lambda device: False)
+    monkeypatch.setattr(cpu_step, "fits", lambda device: False)
     packed = gb.decoder(fast.model, 4, cases.ROOM, weights=kind)
     assert packed.body.host is None
     prompts = cases.prompts(4, 12)

@@ -8,8 +8,8 @@ import torch
 from torch._subclasses import FakeTensor
 
 import gpubound as gb
-from gpubound.decode import bind
-from gpubound.decode.steps import LaunchWay, Stepper
+from gpubound.decode import weight_view
+from gpubound.decode.step_graphs import LaunchWay, Stepper
 from gpubound.kernels import choose
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
@@ -24,7 +24,7 @@ def sim(monkeypatch) -> torch.device:
     """Its weights are no plain nn.Parameters, which the fused kernels would refuse."""
     if torch.cuda.is_available():
         pytest.skip("the pretend device contends with a real one; the gpu tests below have the real one's")
-    monkeypatch.setattr(bind, "_unreadable", lambda model, spread: None)
+    monkeypatch.setattr(weight_view, "_unreadable", lambda model, spread: None)
     return simgpu()
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode import bind
-from gpubound.decode.steps import LaunchWay, Stepper
+from gpubound.decode import weight_view
+from gpubound.decode.step_graphs import LaunchWay, Stepper
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
 from tests.messages import message
@@ -85,7 +85,7 @@ class TestPages:
 def test_steps_never_wait_for_the_device(form, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("the pretend device contends with a real one")
-    monkeypatch.setattr(bind, "_unreadable", lambda model, spread: None)  # a weight there is no plain nn.Parameter
+    monkeypatch.setattr(weight_view, "_unreadable", lambda model, spread: None)  # a weight there is no plain nn.Parameter
     fast = gb.decoder(cases.build("Mistral", device=simgpu()), 2, 32, verify=False, **form)
     assert fast.path == ""
     fast.generate(cases.prompts(5, 3), max_new_tokens=1, temperature=1.0)

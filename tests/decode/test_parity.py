@@ -5,7 +5,7 @@ import torch
 import transformers
 
 import gpubound as gb
-from gpubound.decode import fused
+from gpubound.decode import transformer
 from gpubound.kernels import choose
 from tests.messages import message
 
@@ -75,7 +75,7 @@ def test_bf16_logits_are_as_near_to_fp32_as_the_models_own(kind, rows, device):
 @pytest.mark.parametrize("kind", ["Mistral", "Qwen3"])
 def test_a_prompt_in_chunks_gives_the_same_tokens(kind, monkeypatch, device):
     want = cases.shared(kind, str(device)).generate(cases.prompts(45, 30), max_new_tokens=16).tokens
-    monkeypatch.setattr(fused, "CHUNK", 16)
+    monkeypatch.setattr(transformer, "CHUNK", 16)
     fast = gb.decoder(cases.build(kind, device=device), 2, cases.ROOM, verify=False)
     assert fast.generate(cases.prompts(45, 30), max_new_tokens=16).tokens == want
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 import gpubound as gb
-from gpubound.decode.fused import PARTS, FusedBody
 from gpubound.decode.layer import DenseMLP
+from gpubound.decode.transformer import PARTS, FusedBody
 from gpubound.decode.weights import FORMATS
 from gpubound.decode.weights.own import OwnProduct, OwnWeights
 from gpubound.kernels import decode_attention, norm_product

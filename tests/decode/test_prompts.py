@@ -7,7 +7,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpubound as gb
-from gpubound.decode import fused
+from gpubound.decode import transformer
 from gpubound.decode.layer import attend_lower_right, attend_prompt
 
 from . import cases
@@ -71,7 +71,7 @@ def test_a_long_prompt_in_chunks_gives_the_logits_of_one(kind, monkeypatch):
     fast, ids = cases.shared(kind), cases.prompts(40)[0]
     want = torch.tensor(fast.score(ids))
     for size in (7, 16):
-        monkeypatch.setattr(fused, "CHUNK", size)
+        monkeypatch.setattr(transformer, "CHUNK", size)
         torch.testing.assert_close(torch.tensor(fast.score(ids)), want, atol=1e-4, rtol=1e-4)
     assert isinstance(fast, gb.FastDecoder) and not fast.path
 

@@ -8,14 +8,14 @@ import torch
 from torch.nn import functional as F
 
 import gpubound as gb
-from gpubound.decode import judge
-from gpubound.decode.bind import bind
-from gpubound.decode.certify import MARGIN
-from gpubound.decode.contract import Build
-from gpubound.decode.engine import LADDER, FastDecoder
-from gpubound.decode.fused import FusedBody
-from gpubound.decode.judge import accuracy
-from gpubound.decode.steps import Slots, Stepper
+from gpubound.decode import reference
+from gpubound.decode.certificate import MARGIN
+from gpubound.decode.generate import LADDER, FastDecoder
+from gpubound.decode.reference import accuracy
+from gpubound.decode.runner import Build
+from gpubound.decode.step_graphs import Slots, Stepper
+from gpubound.decode.transformer import FusedBody
+from gpubound.decode.weight_view import bind
 from gpubound.kernels.packed import KINDS, pack, unpack
 from gpubound.models import Decoder, DecoderConfig
 
@@ -50,7 +50,7 @@ def greedy(body: FusedBody, prompt: list[int], tokens: list[int]) -> list[int]:
     By plain fp32 over the numbers that the packed weights stand for.
     """
     ids = torch.tensor([*prompt, *tokens[:-1]], device=body.device)
-    return judge.logits(body.exact(), ids)[len(prompt) - 1 :].argmax(-1).tolist()
+    return reference.logits(body.exact(), ids)[len(prompt) - 1 :].argmax(-1).tolist()
 
 
 # Packing knows no family: each has one kind in turn, and three that differ most have all.
@@ -75,7 +75,7 @@ def test_what_weights_stand_for_is_what_the_model_would_be_rounded(device, famil
     model = build(family, device=device)
     ids = torch.tensor(prompts(20)[0], device=device)
     want = rounded(model, kind)(ids[None]).logits[0]
-    torch.testing.assert_close(judge.logits(make(model, kind).exact(), ids), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(reference.logits(make(model, kind).exact(), ids), want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,7 +96,7 @@ def test_logits_in_bf16_are_near_the_rounded_model(device):
     ids = torch.tensor(prompts(12)[0], device=device)
     for kind in KINDS:
         body = make(model, kind, 1)
-        truth = judge.logits(body.exact(), ids)[-1]
+        truth = reference.logits(body.exact(), ids)[-1]
         own = rounded(model, kind)(ids[None]).logits[0, -1].float()
         body.prefill(ids[None, :-1], torch.tensor([11], device=device))
         body.begin(ids[-1:])

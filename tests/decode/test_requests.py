@@ -10,9 +10,9 @@ import torch
 from torch.nn.utils import parametrize, prune
 
 import gpubound as gb
-from gpubound.decode.bind import bind
 from gpubound.decode.request import Choice, Request
-from gpubound.decode.steps import Slots
+from gpubound.decode.step_graphs import Slots
+from gpubound.decode.weight_view import bind
 from tests.messages import message
 
 from . import cases

@@ -36,10 +36,10 @@ def test_no_logprobs_unless_asked_for():
 
 @pytest.mark.parametrize("kind", ["Mistral", "Qwen3", "own"])
 def test_score_is_the_log_probability_under_the_model(kind, monkeypatch):
-    from gpubound.decode import fused
+    from gpubound.decode import transformer
 
-    monkeypatch.setattr(fused, "CHUNK", 32)
-    monkeypatch.setattr(fused, "SCORED", 12)
+    monkeypatch.setattr(transformer, "CHUNK", 32)
+    monkeypatch.setattr(transformer, "SCORED", 12)
     fast = cases.shared(kind)
     texts = cases.prompts(90, 2, 1, 33)
     found = fast.score(texts)

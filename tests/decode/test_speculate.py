@@ -7,10 +7,10 @@ import torch
 import transformers
 
 import gpubound as gb
-from gpubound.decode.bind import bind
-from gpubound.decode.contract import Build
-from gpubound.decode.fused import FusedBody
-from gpubound.decode.steps import LaunchWay
+from gpubound.decode.runner import Build
+from gpubound.decode.step_graphs import LaunchWay
+from gpubound.decode.transformer import FusedBody
+from gpubound.decode.weight_view import bind
 from gpubound.kernels import choose
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu

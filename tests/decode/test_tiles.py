@@ -5,9 +5,9 @@ import torch
 
 import gpubound as gb
 from gpubound.decode import ways
-from gpubound.decode.bind import bind
-from gpubound.decode.contract import Build
-from gpubound.decode.fused import FusedBody
+from gpubound.decode.runner import Build
+from gpubound.decode.transformer import FusedBody
+from gpubound.decode.weight_view import bind
 from gpubound.kernels import choose
 
 from . import cases

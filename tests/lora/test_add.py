@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpubound as gb
-from gpubound.decode import bind
+from gpubound.decode import weight_view
 from gpubound.lora.pair import Pair
 from gpubound.models import Decoder, DecoderConfig
 from tests.messages import message
@@ -319,7 +319,7 @@ def test_the_fused_decoder_reads_a_merged_model():
     """bf16 weights beside adapters in fp32, which nothing multiplies by."""
     model = adapted(tiny(dtype=torch.bfloat16))
     gb.lora.merge(model)
-    assert bind._unreadable(model) is None
+    assert weight_view._unreadable(model) is None
 
 
 def test_a_decoder_follows_what_is_switched():

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..decode import FastDecoder, decoder
-from ..decode.fused import FusedBody
-from ..decode.steps import LaunchWay
+from ..decode.step_graphs import LaunchWay
+from ..decode.transformer import FusedBody
 from ..device import resolve
 from ..errors import GpuboundError
 from ..graph.audit import Audit, AuditedPart, Obstacle, audit

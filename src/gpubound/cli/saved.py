@@ -17,8 +17,8 @@ from .. import lora
 from ..corpus import Tokenizer
 from ..corpus.tokenizer import adapt
 from ..decode import FastDecoder, decoder
-from ..decode.contract import host_bytes
 from ..decode.request import SAMPLING, describe_sampling, model_sampling
+from ..decode.runner import host_bytes
 from ..decode.text import TextCodec
 from ..device import label
 from ..errors import DataError

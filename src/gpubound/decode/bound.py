@@ -5,9 +5,9 @@ them is baked into them.
 from torch import nn
 
 from ..trace import notice
-from .contract import ModuleTree
 from .numbers import PlainValues
-from .steps import StepGraphs, Stepper
+from .runner import ModuleTree
+from .step_graphs import StepGraphs, Stepper
 
 
 class Bound:

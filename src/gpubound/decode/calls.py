@@ -3,8 +3,8 @@
 from ..kernels.choose import Call
 from ..kernels.decode_product import form
 from ..models.decoding import DenseWeights
-from .adapters import form_of_layers
-from .bind import BoundModel
+from .lora import form_of_layers
+from .weight_view import BoundModel
 from .weights import weight_format
 
 

@@ -2,10 +2,10 @@
 
 Each part has three forms: `step` for few rows, whose products are kernels of our own that read the weights once and may each
 start while the one before still runs; `wide_step` for more, whose products are cuBLAS's; and `prompt`. It
-gets its weights in any format (weights/) and keeps keys and values in any cache (cache.py). What it computes is said by its
+gets its weights in any format (weights/) and keeps keys and values in any cache (kv_cache.py). What it computes is said by its
 weights' records (models/decoding.py), and once more in plain fp32.
 
-Experts are another file with the same methods (experts.py); so is whatever comes next.
+Experts are another file with the same methods (moe.py); so is whatever comes next.
 
 Legend: B rows, T tokens of a prompt, H query heads, K key and value heads, D width of a head.
 """
@@ -27,8 +27,8 @@ from ..layers.attention import attend
 from ..layers.linear_site import fused_linear
 from ..layers.mlp import gated
 from ..models.decoding import AttentionWeights, DenseWeights, Linear, Shape
-from .adapters import Adapting
-from .cache import Cache
+from .kv_cache import Cache
+from .lora import Adapting
 
 NARROW = 8  # rows that are few, beside products by kernels of our own: a row's bits are the same among 1 of them or 8
 # How many programs may share the keys of a row and kv head, and how many tiles each takes at least. H200, a step of 1 row at

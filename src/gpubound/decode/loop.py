@@ -21,11 +21,11 @@ import torch
 from ..errors import GenerateError
 from .request import Request, check_adapters, pad, to_device
 from .result import Generated, Generation
-from .steps import LaunchWay
+from .step_graphs import LaunchWay
 from .text import TextStream
 
 if TYPE_CHECKING:
-    from .engine import FastDecoder
+    from .generate import FastDecoder
 
 
 @cache

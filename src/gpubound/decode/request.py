@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..models.folder import ends_of
-from .contract import Body
+from .runner import Body
 from .text import TextCodec
 
 LARGEST = 1e30  # of a temperature or a penalty: in fp32, logits times or over it stay finite

@@ -12,13 +12,13 @@ from ..device import entered
 from ..kernels import add_rms_norm
 from ..kernels.decode_product import Norm
 from ..models.decoding import AttentionWeights, DenseWeights, ExpertWeights, Reader
-from .adapters import names_of
-from .bind import BoundModel
-from .cache import Cache
-from .contract import Build
-from .experts import SparseMLP
+from .kv_cache import Cache
 from .layer import Bench, CachedAttention, DenseMLP, normed
+from .lora import names_of
+from .moe import SparseMLP
+from .runner import Build
 from .stages.plan import LayerStage, described
+from .weight_view import BoundModel
 
 # What runs the weights of a layer's part. Another MLP is one more line, its record in models/decoding.py.
 PARTS: dict[type, Any] = {AttentionWeights: CachedAttention, DenseWeights: DenseMLP, ExpertWeights: SparseMLP}

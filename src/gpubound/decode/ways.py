@@ -4,9 +4,9 @@ import torch
 
 from ..device import can_launch
 from ..models.decoding import DenseWeights
-from .bind import BoundModel
-from .contract import Build
 from .layer import NARROW
+from .runner import Build
+from .weight_view import BoundModel
 
 # Rows of a step that are few: NARROW of packed weights and experts, and where a speculating row must get the bits of a plain
 # step. Where cuBLAS can read the weights, a third row costs more than its tensor cores do. H200, us a step by rows, kernels and

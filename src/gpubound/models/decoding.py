@@ -227,7 +227,7 @@ class Reader:
     NORMS: ClassVar[tuple[str | None, ...]] = ("input_layernorm", None, "post_attention_layernorm", None)
     OFFSET = 0.0  # of all norms
     READS: ClassVar[frozenset[str]] = frozenset()  # fields of the config that this family has besides READ
-    BODY: ClassVar[str] = "fused"  # which of decode/engine.py's runs it
+    BODY: ClassVar[str] = "fused"  # which runner of decode/generate.py runs it
 
     def __init__(self, model: Any) -> None:
         self.model, self.trunk, self.config = model, model.model, model.config
@@ -346,7 +346,7 @@ def weight_of(module: Any) -> Tensor:
 def linear_of(layer: Any) -> Linear:
     """A projection, PEFT's too, as it is now."""
     site = site_of(layer)
-    if site.why is not None:  # decode/bind.py has said which of these a step may read
+    if site.why is not None:  # decode/weight_view.py refuses those that a step may not read
         return Linear(weight_of(layer), layer.bias)
     return Linear(site.weight, site.bias, (*adapters_of(site.weight), *site.extra))
 

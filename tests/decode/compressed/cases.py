@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from gpubound.decode.compressed.body import CompressedBody
-from gpubound.decode.contract import Build
+from gpubound.decode.runner import Build
 from gpubound.models.registry import reader_of
 
 VOCABULARY, ROOM, WINDOW = 89, 320, 12

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode.steps import LaunchWay, Stepper
+from gpubound.decode.step_graphs import LaunchWay, Stepper
 from gpubound.watch import watch
 
 from .cases import ROOM, body_of, build, own_logits, stand, text

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode.contract import Body
-from gpubound.decode.fused import FusedBody
+from gpubound.decode.runner import Body
 from gpubound.decode.stages import graphs
+from gpubound.decode.transformer import FusedBody
 from tests.messages import message
 
 from .. import cases

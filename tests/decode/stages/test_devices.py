@@ -5,14 +5,14 @@ import copy
 import pytest
 import torch
 
-from gpubound.decode import bind
+from gpubound.decode import weight_view
 from gpubound.decode.compressed.body import CompressedBody
-from gpubound.decode.contract import Build
-from gpubound.decode.engine import FastDecoder
-from gpubound.decode.fused import FusedBody
+from gpubound.decode.generate import FastDecoder
+from gpubound.decode.runner import Build
 from gpubound.decode.stages.plan import LayerStage
 from gpubound.decode.stages.spread import spread
-from gpubound.decode.steps import LaunchWay, Slots, Stepper
+from gpubound.decode.step_graphs import LaunchWay, Slots, Stepper
+from gpubound.decode.transformer import FusedBody
 from gpubound.models.registry import reader_of
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
@@ -28,7 +28,7 @@ def sim(monkeypatch) -> torch.device:
     """Its weights are no plain nn.Parameters, which the fused kernels would refuse."""
     if torch.cuda.is_available():
         pytest.skip("the pretend device contends with a real one; test_gpu.py has two real ones")
-    monkeypatch.setattr(bind, "_unreadable", lambda model, spread: None)
+    monkeypatch.setattr(weight_view, "_unreadable", lambda model, spread: None)
     monkeypatch.setattr("gpubound.decode.compressed.body.check_reader", lambda reader, max_length: None)
     return simgpu()
 
@@ -42,7 +42,7 @@ def decoder(model, devices: list[torch.device], rows: int = 3, **options) -> Fas
     if reader.BODY == "compressed":
         body = CompressedBody(reader, build, stages)
     else:
-        body = FusedBody(bind.bind(model, cases.ROOM, spread=True), build, stages)
+        body = FusedBody(weight_view.bind(model, cases.ROOM, spread=True), build, stages)
     return FastDecoder(model, Stepper(body, Slots(rows, body.vocab, 32, body.device)), (2, 1), None, **options)
 
 

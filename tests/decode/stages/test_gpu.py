@@ -5,7 +5,7 @@ import torch
 
 import gpubound as gb
 from gpubound.decode.stages.graphs import Handover, StageGraphs
-from gpubound.decode.steps import Stepper
+from gpubound.decode.step_graphs import Stepper
 from gpubound.watch import watch
 from tests.messages import message
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode.steps import LaunchWay
+from gpubound.decode.step_graphs import LaunchWay
 from gpubound.decode.tensors import body as sliced_body, peers
 from gpubound.kernels import mail
 from gpubound.kernels.mail import Mail

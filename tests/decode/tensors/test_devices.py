@@ -5,14 +5,14 @@ import copy
 import pytest
 import torch
 
-from gpubound.decode import bind
+from gpubound.decode import weight_view
 from gpubound.decode.compressed import body
 from gpubound.decode.compressed.sliced import SlicedStreams
-from gpubound.decode.contract import Build
-from gpubound.decode.engine import FastDecoder
+from gpubound.decode.generate import FastDecoder
+from gpubound.decode.runner import Build
 from gpubound.decode.stages.plan import LayerStage
 from gpubound.decode.stages.spread import spread
-from gpubound.decode.steps import LaunchWay, Slots, Stepper
+from gpubound.decode.step_graphs import LaunchWay, Slots, Stepper
 from gpubound.decode.tensors import peers
 from gpubound.decode.tensors.body import SlicedBody, sliced_body
 from gpubound.decode.tensors.plan import dealt, plan_slices
@@ -31,13 +31,13 @@ def sim(monkeypatch) -> torch.device:
     """Its weights are no plain nn.Parameters, which the fused kernels would refuse, and its memory has no addresses."""
     if torch.cuda.is_available():
         pytest.skip("the pretend device contends with a real one; test_gpu.py has two real ones")
-    monkeypatch.setattr(bind, "_unreadable", lambda model, spread: None)
+    monkeypatch.setattr(weight_view, "_unreadable", lambda model, spread: None)
     monkeypatch.setattr(peers, "addresses_of", lambda boxes, device: None)
     return simgpu()
 
 
 def decoder(model, devices: list[torch.device], rows: int = 3, verify: bool = True) -> FastDecoder:
-    live = bind.bind(model, cases.ROOM)
+    live = weight_view.bind(model, cases.ROOM)
     body = SlicedBody(live, Build(rows, cases.ROOM), plan_slices(live.shape, live.layers, devices, 16))
     return FastDecoder(model, Stepper(body, Slots(rows, body.vocab, 32, body.device)), (2, 1), None, verify)
 
@@ -55,7 +55,7 @@ def test_each_slice_works_on_its_own_device(sim):
 
 def test_a_model_that_lies_on_several_devices_already(sim, monkeypatch):
     """Another decoder has moved its layers there, in stages."""
-    monkeypatch.setattr(bind, "_unreadable", lambda model, spread: None if spread else "its weights differ in device")
+    monkeypatch.setattr(weight_view, "_unreadable", lambda model, spread: None if spread else "its weights differ in device")
     monkeypatch.setattr("gpubound.decode.tensors.body.rooms_beside", lambda devices: [2**40] * len(devices))
     model = cases.build("Llama")
     alone = copy.deepcopy(model)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode.steps import Stepper
+from gpubound.decode.step_graphs import Stepper
 from gpubound.decode.tensors.peers import connected
 from gpubound.kernels import send_words
 from gpubound.watch import watch

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...models.deepseek_v4.kernels import compress, index_scores, index_topk, sparse_attention, turn_heads
 from ...models.deepseek_v4.kernels.turned_heads import TurnedHeads
 from ...models.deepseek_v4.weights import IndexWeights, LatentWeights
-from ..contract import Build
+from ..runner import Build
 from .products import NARROW, by_groups, products
 from .state import Entries, EntryProducts, Moment, Stretch, TokenRing
 

@@ -21,11 +21,11 @@ from ...models.decoding import weight_of
 from ...models.deepseek_v4.family import CompressedReader
 from ...models.deepseek_v4.weights import StreamedLayerWeights
 from ...models.registry import reader_of
-from ..bind import DTYPES, closed_projection, unadded
-from ..contract import Body, Build, Watched, check_room
-from ..fused import PARTIAL_ROWS
 from ..numbers import numbers
+from ..runner import Body, Build, Watched, check_room
 from ..stages.plan import LayerStage, described
+from ..transformer import PARTIAL_ROWS
+from ..weight_view import DTYPES, closed_projection, unadded
 from .attention import LatentAttention
 from .ends import Ends, ends_of
 from .products import NARROW

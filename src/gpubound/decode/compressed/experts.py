@@ -17,7 +17,7 @@ from ...kernels import dequantize, quantized_routed_down, quantized_routed_gate_
 from ...kernels.decode_product import Norm
 from ...kernels.packed import Packed
 from ...models.deepseek_v4.weights import MixtureWeights
-from ..experts import each_expert, grouped, not_grouped
+from ..moe import each_expert, grouped, not_grouped
 
 WIDE = 1 << 28  # numbers that are made of codes at a time: 512 MB in 16 bits
 

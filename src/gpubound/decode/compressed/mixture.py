@@ -12,7 +12,7 @@ from ...kernels.chain import ahead
 from ...models.deepseek_v4.kernels import choose_experts
 from ...models.deepseek_v4.kernels.chosen_experts import Gated
 from ...models.deepseek_v4.weights import MixtureWeights
-from ..experts import PIECE
+from ..moe import PIECE
 from .experts import experts_of
 from .products import NARROW, products
 from .state import normed

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...device import entered
 from ...models.deepseek_v4.family import CompressedReader
 from ...models.deepseek_v4.weights import HyperWeights
-from ..contract import Build
+from ..runner import Build
 from ..stages.plan import LayerStage
 from .attention import LatentAttention
 from .mixture import Mixture

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...kernels.decode_product import Norm
 from ...models.deepseek_v4.kernels.compressor import Pending, Windows, turned
 from ...models.deepseek_v4.weights import EntryWeights
-from ..contract import Build
+from ..runner import Build
 
 Tables = list[tuple[Tensor, Tensor]]
 

@@ -3,7 +3,7 @@ forward.
 
 Experts are a choice by comparison, and so are the entries that an index chooses. Rounding may make another one of it, and
 neither is wrong. So the model's forward takes what the body chose, and how far the scores of the choice lie below the best ones
-is judged by itself (judge.py).
+is judged by itself (reference.py).
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from torch import Tensor
 from ...errors import GenerateError
 from ...layers.visiting import visiting
 from ...models.deepseek_v4.strict import rounded
-from ..certify import MISSED_LIMIT
-from ..judge import Choices
+from ..certificate import MISSED_LIMIT
+from ..reference import Choices
 
 if TYPE_CHECKING:
     from .body import CompressedBody

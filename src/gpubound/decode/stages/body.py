@@ -8,15 +8,15 @@ import torch
 from ...kernels.choose import hasten
 from ...models.decoding import Reader, weight_of
 from ...models.registry import reader_of
-from ..bind import ANYWHERE, BoundModel, bind, examine
-from ..cache import PLAIN, Cache
 from ..calls import step_calls
 from ..compressed.body import CompressedBody, check_reader
 from ..compressed.span import bytes_kept
-from ..contract import Body, Build
-from ..fused import ON_ONE, FusedBody
+from ..kv_cache import PLAIN, Cache
+from ..runner import Body, Build
 from ..span import META, bytes_of_tables
+from ..transformer import ON_ONE, FusedBody
 from ..ways import narrow_rows, tiled_rows
+from ..weight_view import ANYWHERE, BoundModel, bind, examine
 from .plan import LayerStage, StageBytes, plan
 from .spread import rooms_of, spread, tell
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...kernels.sampling import Into
-from ..steps import LaunchWay, Slots, StepGraphs, choose
+from ..step_graphs import LaunchWay, Slots, StepGraphs, choose
 from .plan import lanes
 
 

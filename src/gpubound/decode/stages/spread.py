@@ -16,7 +16,7 @@ from ...errors import DeviceError
 from ...layers.block import brought
 from ...trace import say
 from ...words import readable
-from ..contract import host_bytes
+from ..runner import host_bytes
 from .plan import DeviceRoom, LayerStage, StageBytes, described
 
 SPARE = 1 << 30  # on a GPU, for what a prompt of 2,048 tokens passes through, graphs, and libraries

@@ -22,17 +22,17 @@ from ...kernels.decode_product import capped_
 from ...models.registry import reader_of
 from ...trace import notice
 from ...words import readable
-from ..bind import BoundModel, bind
-from ..cache import Cache
 from ..calls import step_calls
 from ..compressed.sliced import compressed_slices
-from ..contract import Body, Build
-from ..fused import CHUNK, ON_ONE, PARTIAL_ROWS, SCORED, FusedBody
-from ..judge import Choices, first_not_finite
+from ..kv_cache import Cache
 from ..layer import NARROW
+from ..reference import Choices, first_not_finite
+from ..runner import Body, Build
 from ..span import META, added
 from ..stages.body import fused_reader, refuse_together
 from ..stages.spread import rooms_beside
+from ..transformer import CHUNK, ON_ONE, PARTIAL_ROWS, SCORED, FusedBody
+from ..weight_view import BoundModel, bind
 from ..weights.versions import WeightVersions
 from .peers import connected
 from .plan import SlicePlan, fit_slice, indivisible, plan_slices

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..steps import LaunchWay, StepGraphs, choose, into_body
+from ..step_graphs import LaunchWay, StepGraphs, choose, into_body
 from .body import PROMPT_ROWS
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...kernels.decode_product import Norm
 from ...models.decoding import AttentionWeights, DenseWeights, LayerWeights, Linear
-from ..bind import BoundModel
+from ..weight_view import BoundModel
 from .plan import SlicePlan
 
 

@@ -19,7 +19,7 @@ from ...kernels import (
 )
 from ...kernels.mail import Mail
 from ...models.decoding import Linear
-from ..adapters import AddedProduct, given
+from ..lora import AddedProduct, given
 
 Maxima = tuple[Tensor | None, Tensor | None]
 """where the partial maxima of a product go, and their rows"""

@@ -26,7 +26,7 @@ from ...kernels import (
 from ...kernels.packed import Packed, pack, pack_gate_up, pack_stacked, unpack
 from ...models.decoding import Linear
 from ...trace import notice
-from ..adapters import AddedProduct
+from ..lora import AddedProduct
 from .own import NO_MAXIMA, Maxima
 from .versions import WeightVersions
 

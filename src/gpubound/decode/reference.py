@@ -18,7 +18,7 @@ from ..kernels.decode_product import capped_
 from ..models.decoding import LayerWeights, Linear, Rounding, plain_linear, plain_norm
 
 if TYPE_CHECKING:
-    from .fused import FusedBody
+    from .transformer import FusedBody
 
 PIECE = 512  # tokens that `accuracy` reads at a time, each piece from its own beginning
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from ..kernels import accept, propose
 from ..kernels.sampling import Into, Rows, Settings
 from ..kernels.speculation import Chunk, Said
-from .contract import Body
-from .steps import LaunchWay, Slots, StepGraphs, Stepper, choose, into_body
+from .runner import Body
+from .step_graphs import LaunchWay, Slots, StepGraphs, Stepper, choose, into_body
 
 MOST = 15  # tokens that may be drafted: with the last token, as many as a tile of a tensor core has rows
 

@@ -1,7 +1,7 @@
 """gpubound.decoder: generation from the live weights, with no host in the loop.
 
-The way of a token: loop.py launches for a request and reads what comes; steps.py runs k steps and chooses; fused.py is a step,
-layer by layer, by the parts in layer.py.
+One token passes loop.py (launches, and reads what arrives), step_graphs.py (k steps in a graph, then a choice) and
+transformer.py (a step, layer by layer).
 """
 
 import math
@@ -23,17 +23,14 @@ from ..models.registry import reader_of
 from ..parallel.pieces import any_sharded
 from ..single import Turn, Uncopied
 from ..trace import fallback, notice
-from .bind import bind, left_as_found, tell_unheard
 from .bound import Bound
-from .cache import CacheLayout
 from .calls import step_calls
-from .certify import DecoderCertificate, certify
+from .certificate import DecoderCertificate, certify
 from .compressed.body import CompressedBody
-from .contract import Body, Build
-from .fused import FusedBody
-from .judge import Accuracy, accuracy
+from .kv_cache import CacheLayout
 from .loop import ActiveRequest
-from .own_model import OwnBody
+from .module_forward import OwnBody
+from .reference import Accuracy, accuracy
 from .request import (
     SAMPLING,
     Request,
@@ -47,15 +44,18 @@ from .request import (
     read_prompts,
 )
 from .result import Generation
-from .speculate import Draft, stepper_of, tokens_a_step
+from .runner import Body, Build
+from .speculation import Draft, stepper_of, tokens_a_step
 from .stages.body import staged_body
 from .stages.graphs import StageGraphs
 from .stages.spread import devices_of
-from .steps import Slots, StepGraphs, Stepper
+from .step_graphs import Slots, StepGraphs, Stepper
 from .tensors.body import sliced_body
 from .tensors.graphs import SliceGraphs
 from .text import TextCodec
+from .transformer import FusedBody
 from .ways import narrow_rows, tiled_rows
+from .weight_view import bind, left_as_found, tell_unheard
 
 LADDER = (32, 8, 1)  # steps a launch
 SPECULATIVE_LADDER = (8, 1)  # they bring several tokens each: long launches would run on for long behind the last
@@ -320,7 +320,7 @@ def _slow_body(model: Any, build: Build, why: str) -> Body:
     if isinstance(model, LanguageModel) and model.cached is not None:
         return OwnBody(model, build, why)
     shell = as_transformers(model) if isinstance(model, Decoder) else model
-    from .any_model import StaticBody  # imports transformers
+    from .hf_forward import StaticBody  # imports transformers
 
     return StaticBody(shell, build, why, model)
 

@@ -133,7 +133,7 @@ class LaunchWay(NamedTuple):
 
 
 class Stepper:
-    """Runs the steps of the rows of `slots`: plain ones here, a token of a row each. speculate.py has others."""
+    """Runs the steps of the rows of `slots`: plain ones here, a token of a row each. speculation.py has others."""
 
     tokens = 1  # of a row that a step may bring
 

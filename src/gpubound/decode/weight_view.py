@@ -27,8 +27,8 @@ from ..lora.pairs import adapted_layers
 from ..models.decoding import Reader, linear_of, weight_of
 from ..models.registry import decoded, reader_of, role_of
 from ..trace import notice
-from .contract import Watched, model_tensors
 from .numbers import numbers
+from .runner import Watched, model_tensors
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ANYWHERE = "anywhere"  # see `examine`

@@ -18,7 +18,7 @@ from ..layers.site_parts import adapters_of
 from ..layers.stacked import foreign, site_of
 from ..lora.pairs import adapted_layers
 from ..words import readable
-from .cache import PLAIN, CacheLayout
+from .kv_cache import PLAIN, CacheLayout
 from .stages.plan import lanes
 from .weights import weight_format
 
@@ -167,7 +167,7 @@ class Body(ABC):
         return False
 
     def exact(self) -> Any:
-        """The model as the judge reads it (judge.py), for a body whose logits the certificate compares with fp32; else None."""
+        """Return the model as reference.py reads it; None where the certificate compares no logits with fp32."""
         return None
 
     def carried(self) -> list[Tensor]:

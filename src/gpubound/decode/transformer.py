@@ -3,7 +3,7 @@
 Few rows are products by kernels that multiply row after row (kernels/decode_product.py), in a chain where each may start while
 the one before still runs; `narrow_rows` says how many are few. Some more are taken together by such kernels on tensor cores
 (kernels/tiled_product.py), up to `tiled_rows`. Many are matrices for cuBLAS. What a layer is made of is its own affair
-(layer.py, experts.py); how weights are held, that of their format (weights/).
+(layer.py, moe.py); how weights are held, that of their format (weights/).
 
 The layers may lie on several devices, a span (span.py) on each. The stream begins and ends on the first, which has the
 embedding, the norm and the head.
@@ -24,15 +24,15 @@ from ..errors import GenerateError
 from ..kernels.chain import can_chain
 from ..kernels.decode_product import EARLY, LATE, capped_
 from ..models.decoding import DenseWeights
-from . import host
-from .bind import BoundModel
-from .cache import PLAIN
-from .contract import Body, Build, check_room
-from .judge import Accuracy, Choices, RoundedModel, first_not_finite
+from . import cpu_step
+from .kv_cache import PLAIN
 from .layer import NARROW, Bench, normed_rows
+from .reference import Accuracy, Choices, RoundedModel, first_not_finite
+from .runner import Body, Build, check_room
 from .span import PARTS as PARTS, Layer, LayerSpan, added
 from .stages.plan import LayerStage
 from .ways import narrow_rows, tiled_rows
+from .weight_view import BoundModel
 from .weights import weight_format
 
 PARTIAL_ROWS = 16  # of the head's weight, whose greatest logit is found where they are computed
@@ -73,11 +73,11 @@ class FusedBody(Body):
         self.few = narrow_rows(build) if dense and live.whole else NARROW
         self.tilable = tiled_rows(live, build)
         plain = build.tokens == 1 and build.cache == PLAIN and len(self.spans) == 1 and live.whole
-        on_host = host.fits(self.device) and plain and dense
+        on_host = cpu_step.fits(self.device) and plain and dense
         parts = 1 if on_host else -(-self.vocab // PARTIAL_ROWS)
         self.best = torch.zeros(B, parts, **wide)
         self.arg = torch.zeros(B, parts, device=self.device, dtype=torch.int32)
-        self.host = host.HostStep(self) if on_host else None
+        self.host = cpu_step.HostStep(self) if on_host else None
         self.rounds = ", ".join(part for part in (build.weights, build.cache.kind and f"{build.cache.kind} cache") if part)
         kernels = "fused kernels" if self.bench.kernels == "triton" else "reference kernels"
         self.kernels, self.reads = "plain torch" if on_host else kernels, self.form.reads

@@ -19,11 +19,11 @@ from ..kernels.accumulate import join_rows
 from ..kernels.decode_attention import turn
 from ..kernels.decode_product import ACTIVATIONS, Norm
 from ..models.decoding import AttentionWeights, DenseWeights, Linear
-from .adapters import AddedProduct
 from .layer import capped_attend
+from .lora import AddedProduct
 
 if TYPE_CHECKING:
-    from .fused import FusedBody
+    from .transformer import FusedBody
 
 
 def fits(device: torch.device) -> bool:

@@ -22,7 +22,7 @@ from ..kernels.decode_attention import KINDS, Heads, LayerCache, Scratch, decode
 from ..models.decoding import Shape
 
 if TYPE_CHECKING:
-    from .contract import Build
+    from .runner import Build
 
 PAGE = 64  # places: a tile of the attention's
 

@@ -28,7 +28,7 @@ from ..errors import StallError
 from ..layers.stacked import multiply_by_records
 from ..models.keywords import cache_in, cache_word
 from ..watch.guard import no_stall
-from .any_fit import (
+from .hf_cache import (
     CHUNKED,
     Places,
     Prompt,
@@ -41,7 +41,7 @@ from .any_fit import (
     routing,
     windows,
 )
-from .contract import Body, Build, Watched, check_room, own_forward, summary
+from .runner import Body, Build, Watched, check_room, own_forward, summary
 
 CHUNK = 1024  # prompt tokens that one forward of a prefill takes: its mask is CHUNK x L bytes
 SCORED = 256  # tokens whose logits are whole in memory while a text is scored

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..layers.moe import MoE
 from ..layers.stacked import Projecting
 from ..models.own import LanguageModel
-from .contract import Body, Build, Watched, check_room
+from .runner import Body, Build, Watched, check_room
 
 TRIED = 8  # tokens of the text that a new body is tried with
 SCORED = 256  # tokens whose logits are whole in memory while a text is scored

@@ -3,7 +3,7 @@
 logits   of a short random sequence, token by token through the kernels and once by way of the prefill, against the model's
          own forward and plain fp32: no further from fp32 than the model itself is, within a margin. A sliding window of at
          most SHORT tokens is passed; the edge of a longer one is not seen here
-choices  of experts, where there are any, by themselves (judge.py); logits are compared with fp32 at the same choice
+choices  of experts, where there are any, by themselves (reference.py); logits are compared with fp32 at the same choice
 tokens   graphs against the same kernels launched one by one, for the same rows together: equal, for every number of steps a
          launch up to STEPS. Speculative ones against plain steps, where the same kernels compute both
 cache    filled with NaN before all of it: what lies beyond the live length is never read. One in 8 bits rounds, and a key that
@@ -23,14 +23,14 @@ from torch import Tensor
 from ..errors import GenerateError
 from ..models import Decoder
 from ..models.llama.weights import changed_below
-from . import judge
-from .contract import config_value, own_forward
-from .judge import Choices, listening
+from . import reference
+from .reference import Choices, listening
 from .request import Choice, Request, pad
-from .steps import LaunchWay, Stepper
+from .runner import config_value, own_forward
+from .step_graphs import LaunchWay, Stepper
 
 if TYPE_CHECKING:
-    from .engine import FastDecoder
+    from .generate import FastDecoder
 
 TOKENS = 8  # of the sequence whose logits are compared
 SHORT = 64  # the longest window that the sequence is made longer for
@@ -99,10 +99,10 @@ def _compare_logits(decoder: "FastDecoder", body: Any, length: int, number: int 
         output = decoder.model(ids[None].to(body.live.device))
     own = getattr(output, "logits", output)[0].float().to(ids.device)
     exact = body.exact()
-    model_truth = judge.logits(body.live, ids, choices)
+    model_truth = reference.logits(body.live, ids, choices)
     own_missed = choices.missed  # before rounded weights and a rounded cache have judged them too
-    whole = model_truth if exact is body.live else judge.logits(exact, ids, choices)
-    truth = whole if body.cache.kind is None else judge.logits(exact, ids, choices, body.cache.rounded)
+    whole = model_truth if exact is body.live else reference.logits(exact, ids, choices)
+    truth = whole if body.cache.kind is None else reference.logits(exact, ids, choices, body.cache.rounded)
     if not (truth.isfinite().all() and own.isfinite().all()):
         raise GenerateError(
             f"decoder: the model's logits are not finite; first seen in {body.locate(ids)}. Check the weights (a diverged "
@@ -141,7 +141,7 @@ def _not_of_its_shape(model: Any) -> str:
 def _truth_of(body: Any, ids: Tensor, truth: Tensor, chosen: list[Choices]) -> Tensor:
     """What `_all_logits` approaches: after each token, and after the last one again."""
     rounded = body.cache.rounded
-    steps, prefilled = (judge.logits(body.exact(), ids, choices, rounded) if choices else truth for choices in chosen)
+    steps, prefilled = (reference.logits(body.exact(), ids, choices, rounded) if choices else truth for choices in chosen)
     return torch.cat([steps, prefilled[-1:]])
 
 

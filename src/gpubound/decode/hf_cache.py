@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from ..device import without_autocast
 from ..models.keywords import NAMES, cache_name
-from .contract import config_value
+from .runner import config_value
 
 CHUNKED = "chunked_attention"
 
