@@ -1,5 +1,6 @@
 """`gpubound train`: config files and options, what is refused and in which words, and whole runs."""
 
+import dataclasses
 import json
 import os
 import re
@@ -13,7 +14,8 @@ from safetensors import SafetensorError
 
 from gpubound import device as facts
 from gpubound.cli import main
-from gpubound.cli.train import from_file, presets
+from gpubound.cli.options import HERE, OTHERS
+from gpubound.cli.train import Train, from_file, presets
 from gpubound.corpus import Corpus
 from gpubound.errors import RankError
 from gpubound.files import LOCK, locked
@@ -143,7 +145,7 @@ def test_an_unknown_option_names_the_near_one(capsys):
         ("quiet: perhaps", "recipe: quiet must be true or false, got 'perhaps'."),
         ("seq: 0", "recipe: seq must lie between 1 and 16,777,216, got 0."),
         ("steps: 100000000000", "recipe: steps must lie between 1 and 10,000,000, got 100,000,000,000."),
-        ("clip: -1", "recipe: clip must be above 0, got -1.0."),
+        ("clip: -1", "recipe: clip must be above 0, got -1.0; null does not clip."),
         (f"lr: {10**400}", f"recipe: lr must be a finite number, got {10**400}."),
         ("warmup: .nan", "recipe: warmup must be a finite number, got nan."),
         ("lr: 1e999", "recipe: lr must be a finite number, got inf."),
@@ -155,8 +157,8 @@ def test_an_unknown_option_names_the_near_one(capsys):
         ("graph: maybe", "recipe: graph must be one of auto, require, off, got 'maybe'."),
         ('out: ""', "recipe: out must be UTF-8 text, not empty, without control characters, got ''."),
         ('data: ""', "recipe: data must be UTF-8 text, not empty, without control characters, got ''."),
-        ("phases: [{name: a}, {name: b, clip: 0}]", "recipe: phase b: clip must be above 0, got 0.0."),
-        ("phases: &all [{phases: *all}]", "recipe: phase phase-1: 'phases' is the whole run's, not a phase's."),
+        ("phases: [{name: a}, {name: b, clip: 0}]", "recipe: phase b: clip must be above 0, got 0.0; null does not clip."),
+        ("phases: [{phases: []}]", "recipe: phase phase-1: 'phases' is the whole run's, not a phase's."),
     ],
 )
 def test_a_wrong_file(tmp_path, text, sentence):
@@ -265,6 +267,59 @@ def test_what_is_refused(config, tmp_path, capsys, options, sentence):
     first = [] if "--data" in options or "--tokenizer" not in options else ["--data", str(tmp_path / "text.txt")]
     assert main(["train", str(config), *first, *options]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == f"gpubound train: {sentence}"
+
+
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in zip("abcdefgh", "bcdefghi")
+)
+HOSTILE = {
+    "itself": "data: &a [*a]\n",
+    "aliases": LAUGHS + "data: *i\n",
+    "merges": LAUGHS.replace("[x, x, x, x, x, x, x, x, x, x]", "{x: 1}").replace("[*", "{<<: [*").replace("]", "]}"),
+    "deep": "data: " + "[" * 200 + "]" * 200 + "\n",
+    "deeper": "data: " + "[" * 100_000 + "\n",
+    "large": "#" * (2 << 20),
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_a_config_that_would_never_be_read_is_refused(tmp_path, capsys, command, text):
+    (tmp_path / "c.yaml").write_text(text)
+    assert main([command, str(tmp_path / "c.yaml")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(tmp_path / "c.yaml") in line
+
+
+def test_a_config_that_is_no_file_is_refused(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/zero", str(tmp_path / "pipe"), str(tmp_path)):
+        for command in ("train", "plan"):
+            assert main([command, path]) == 2
+            assert path in capsys.readouterr().err
+
+
+def test_aliases_and_merges_of_a_config_are_read(config):
+    config.write_text(config.read_text() + "phases: [&a {name: a, lr: 1.0e-3}, {<<: *a, name: b}]\n")
+    assert [own.lr for _, own in from_file(str(config)).recipe().stages()] == [1e-3, 1e-3]
+
+
+@pytest.mark.parametrize("key, here", [("learning_rate", "lr"), ("batch-size", "micro_batch"), ("max_grad_norm", "clip")])
+def test_a_key_of_another_trainer_is_named_as_it_is_here(config, capsys, key, here):
+    config.write_text(config.read_text() + f"{key}: 1\n")
+    assert main(["train", str(config)]) == 2
+    assert f"{here!r} here" in capsys.readouterr().err
+
+
+def test_every_key_of_another_trainer_means_one_of_ours():
+    known = {field.name for field in dataclasses.fields(Train)}
+    assert set(OTHERS) <= known and not set(HERE) & known
+
+
+def test_clipping_is_switched_off(config, tmp_path):
+    config.write_text(config.read_text() + "clip: null\n")
+    assert from_file(str(config)).recipe().clip is None
+    assert main(["train", str(config), "--quiet"]) == 0
 
 
 def contents_of(folder):

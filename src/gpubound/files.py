@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 from .errors import DataError
 from .trace import notice
+from .words import readable
 
 _KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 LOCK = "run.lock"
@@ -68,11 +69,21 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
+LARGEST = 1 << 28  # bytes of a JSON file; an index of 100,000 tensors has 10 MB
+
+
+def check_size(path: Path, largest: int, cure: str) -> None:
+    """Raise DataError if the regular file `path` has more bytes than any file of its kind."""
+    if (size := regular(path).stat().st_size) > largest:
+        raise DataError(f"{path}: has {readable(size)}, wanted at most {readable(largest)}; {cure}.")
+
+
 def read_json(path: Path, cure: str = "restore the file") -> dict[str, Any]:
-    """The JSON object in `path`. `cure` tells the user what to do about a file that holds none."""
+    """Return the JSON object in `path`. `cure` tells the user what to do about a file that holds none."""
+    check_size(path, LARGEST, cure)
     try:
         with reading(path):
-            found = json.loads(regular(path).read_bytes())
+            found = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:  # RecursionError: nested a thousand deep
         raise DataError(f"{path}: is not JSON ({' '.join(str(error).split())}); {cure}.") from error
     if not isinstance(found, dict):
@@ -80,8 +91,11 @@ def read_json(path: Path, cure: str = "restore the file") -> dict[str, Any]:
     return found
 
 
-def read_text(path: Path, cure: str) -> str:
-    """The text in `path`. `cure` tells the user what to do about a file that holds none."""
+def read_text(path: Path, cure: str, largest: int | None = None) -> str:
+    """Return the text in `path`. `cure` tells the user what to do about a file that holds none, or has more than `largest`
+    bytes."""
+    if largest is not None:
+        check_size(path, largest, cure)
     try:
         with reading(path):
             return regular(path).read_text(encoding="utf-8")

@@ -1,10 +1,14 @@
 """Devices compared rightly, sizes read rightly, the budget's arithmetic."""
 
+import re
+
 import pytest
 import torch
 
 from gpubound import device as policy
 from gpubound.device import Sight
+from gpubound.errors import DeviceError
+from gpubound.feed import feed
 from gpubound.feed.choose import SHARE, allowance, free_bytes, parse_bytes, target
 from gpubound.words import readable
 from tests.messages import message
@@ -63,3 +67,9 @@ def test_readable():
 
 def test_free_memory_of_the_cpu_is_measured():
     assert free_bytes(torch.device("cpu")) > 10**6
+
+
+@pytest.mark.parametrize("device", ["mars", "cpu:x", torch.device("cuda", 99)])
+def test_a_device_that_is_not_there_is_named(device):
+    with pytest.raises((ValueError, DeviceError), match=re.escape(str(device))):
+        feed([torch.ones(1)], device)

@@ -24,7 +24,7 @@ from ..train.prepare import prepare
 from ..train.recipe import Recipe, check_model
 from ..train.run import Run
 from ..words import hint
-from .options import RECIPE, AsWritten, typed
+from .options import RECIPE, load_yaml, typed
 from .session import say, train
 
 SAME = (
@@ -66,7 +66,7 @@ def _variant(recipe: Recipe, name: str, given: dict[str, Any]) -> Recipe:
     elif "=" in name:
         key, _, text = name.partition("=")
         try:
-            options = {key.strip().replace("-", "_"): yaml.load(text, AsWritten)}
+            options = {key.strip().replace("-", "_"): load_yaml(text)}
         except ValueError as error:
             raise ValueError(f"compare: {name}: {error}.") from error
         except yaml.YAMLError:

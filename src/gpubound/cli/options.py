@@ -12,6 +12,49 @@ from ..train.recipe import Recipe
 from ..words import hint, shown
 
 RECIPE = {field.name: field for field in fields(Recipe)}
+OTHERS = {
+    "lr": ("learning_rate",),
+    "micro_batch": ("batch_size", "micro_batch_size", "per_device_train_batch_size", "device_batch_size"),
+    "accumulate": ("gradient_accumulation_steps", "grad_accum_steps", "accumulate_grad_batches"),
+    "seq": (
+        "max_seq_length",
+        "max_seq_len",
+        "max_length",
+        "seq_len",
+        "sequence_len",
+        "block_size",
+        "cutoff_len",
+        "context_length",
+    ),
+    "steps": ("max_steps", "num_steps", "train_steps", "epochs", "num_epochs", "num_train_epochs"),
+    "clip": ("max_grad_norm", "grad_clip", "gradient_clipping", "clip_grad_norm"),
+    "recompute": ("gradient_checkpointing", "activation_checkpointing"),
+    "out": ("output_dir", "out_dir", "save_dir"),
+    "model": ("base_model", "model_name", "model_name_or_path", "model_id"),
+    "data": ("dataset", "datasets", "dataset_name", "train_data", "train_file", "data_path"),
+    "schedule": ("lr_scheduler", "lr_scheduler_type", "lr_schedule"),
+    "warmup": ("warmup_steps", "warmup_ratio", "warmup_iters", "num_warmup_steps"),
+    "decay": ("decay_ratio", "decay_steps"),
+    "final": ("min_lr_ratio", "min_lr"),
+    "validation": ("val_set_size", "eval_fraction", "validation_split", "test_size"),
+    "evaluate_every": ("eval_steps", "eval_interval", "eval_every"),
+    "save_every": ("save_steps", "save_interval", "checkpoint_interval"),
+    "keep": ("save_total_limit",),
+    "patience": ("early_stopping_patience",),
+    "precision": ("bf16", "fp16", "tf32", "dtype", "mixed_precision", "amp"),
+    "optimizer": ("optim",),
+    "vocabulary": ("vocab_size",),
+    "parallel": ("fsdp", "ddp", "strategy"),
+    "graph": ("compile", "torch_compile"),
+    "seed": ("random_seed",),
+    "resume": ("resume_from_checkpoint",),
+    "log": ("report_to", "logger"),
+}
+"""What other trainers call these keys."""
+HERE = {name: key for key, names in OTHERS.items() for name in names}
+
+LARGEST = 1 << 20  # bytes of a config file
+DEEPEST, MOST = 32, 100_000  # levels, and values with every alias written out
 
 
 class AsWritten(yaml.SafeLoader):
@@ -43,11 +86,44 @@ for _kind in ("int", "float"):
     AsWritten.add_constructor(f"tag:yaml.org,2002:{_kind}", AsWritten.construct_number)
 
 
+def load_yaml(text: str) -> Any:
+    """Return the value that `text` holds. ValueError if it contains itself, is too deep, or grows too large by its aliases."""
+    loader = AsWritten(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _size(node, {}, 0) > MOST:
+            raise ValueError(f"with every alias (*name) written out it holds more than {MOST:,} values; write it without them")
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _size(node: yaml.Node, known: dict[int, int | None], depth: int) -> int:
+    """Return the number of values in `node`, those of an alias as often as it stands there."""
+    if id(node) in known:
+        if (size := known[id(node)]) is None:
+            raise ValueError(f"line {node.start_mark.line + 1} holds a value that contains itself; write it without the alias")
+        return size
+    if depth > DEEPEST:
+        raise ValueError(f"line {node.start_mark.line + 1} is nested more than {DEEPEST} deep; write fewer levels")
+    known[id(node)], size = None, 1
+    if isinstance(node, yaml.SequenceNode):
+        size += sum(_size(item, known, depth + 1) for item in node.value)
+    elif isinstance(node, yaml.MappingNode):
+        size += sum(_size(item, known, depth + 1) for pair in node.value for item in pair)
+    known[id(node)] = size
+    return size
+
+
 def typed(found: Mapping[Any, Any], known: Mapping[str, Field], where: str = "config") -> dict[str, Any]:
     """`found`, its values as the `known` fields want them. Unknown keys are refused; values of another kind, by the recipe."""
     for key, value in found.items():
         if key not in known:
-            raise ValueError(f"{where}: {shown(key)} is unknown; {hint(key, known, 'the keys are')}")
+            here = HERE.get(str(key).lower().replace("-", "_"))
+            said = f"it is {here!r} here." if here in known else hint(key, known, "the keys are")
+            raise ValueError(f"{where}: {shown(key)} is unknown; {said}")
         if key not in RECIPE:
             check_kind(known[key], value)
     return {key: _as(known[key], value) for key, value in found.items()}

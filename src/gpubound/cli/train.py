@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 import yaml
 
-from ..files import check_replaceable, exporting_run, reading
+from ..files import check_replaceable, exporting_run, read_text
 from ..monitor.live import check_log
 from ..train.recipe import Recipe
 from . import arguments
 from .many import Many, again, save_when_launcher_ends, start
-from .options import AsWritten, typed
+from .options import LARGEST, load_yaml, typed
 
 if TYPE_CHECKING:
     from ..train.run import Run
@@ -250,8 +250,7 @@ def at_home(value: Any) -> Any:
 def from_file(path: str) -> Train:
     """The options in a YAML file. An unknown key is an error that names the near one."""
     try:
-        with reading(Path(path)):
-            found: Any = yaml.load(Path(path).read_text(encoding="utf-8"), AsWritten)
+        found: Any = load_yaml(read_text(Path(path), "give a config file", LARGEST))
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(
             f"config: {path} cannot be read as YAML: {' '.join(str(error).split())}; see gpubound train --help."

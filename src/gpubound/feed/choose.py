@@ -159,7 +159,11 @@ def target(device: str | torch.device | None) -> torch.device:
     cpu = isinstance(device, torch.device) and device.type == "cpu"  # perhaps with an index, which no policy has
     if not cpu and str(device).partition(":")[0] in POLICIES:
         return resolve(device)
-    return torch.empty(0, device=device, dtype=torch.float32).device
+    try:
+        return torch.empty(0, device=device, dtype=torch.float32).device
+    except RuntimeError as error:  # torch knows no such device, or cannot use it
+        why = str(error).partition("\n")[0].partition(": ")[0]
+        raise ValueError(f"feed: device: got {str(device)!r}, wanted {', '.join(POLICIES)} or cuda:<index>: {why}.") from error
 
 
 def free_bytes(device: torch.device) -> int | None:

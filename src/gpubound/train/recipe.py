@@ -104,8 +104,8 @@ class Recipe:
     """The learning rate at the end, as a fraction of lr."""
     weight_decay: float | None = None
     """Weight decay of the matrices; gains and biases do not decay. By default 0.1 for a preset, 0 for a model folder."""
-    clip: float = 1.0
-    """The largest global gradient norm."""
+    clip: float | None = 1.0
+    """The largest global gradient norm; null (None) does not clip."""
     precision: str = "auto"
     """auto: bf16 on a GPU that has units for it, else fp32; or fp32, tf32, bf16, bf16-pure, fp16, fp8."""
     graph: str = "auto"
@@ -151,9 +151,10 @@ class Recipe:
             if not least <= (least if value is None else value) <= most:
                 at_least = "0 (off)" if name in OFF_AT_0 else f"{least:,}"
                 raise ValueError(f"recipe: {name} must lie between {at_least} and {most:,}, got {value:,}.")
-        for name in ("lr", "clip"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"recipe: {name} must be above 0, got {getattr(self, name)}.")
+        if not (self.lr or 0) > 0:
+            raise ValueError(f"recipe: lr must be above 0, got {self.lr}.")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"recipe: clip must be above 0, got {self.clip}; null does not clip.")
         if not 0 < self.validation < 1:
             raise ValueError(
                 f"recipe: validation must lie between 0 and 1, got {self.validation}; 0.02 holds out 2 % of the documents."

@@ -94,6 +94,7 @@ def write_reports(
     folder: Path, verdict: Verdict, recording: Recorded | None = None, proof: Proof | None = None, patch: str = ""
 ) -> list[Path]:
     """Write doctor.json, doctor.html and doctor.sarif; return their paths. `recording`, `proof` and `patch` go to the page."""
+    check_reports(folder)
     make_folder(folder)
     write_whole(folder / JSON, json.dumps(verdict.as_dict(), indent=1) + "\n")
     write_page(folder / PAGE, page(verdict, recording, proof, patch))
