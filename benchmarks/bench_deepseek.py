@@ -20,7 +20,7 @@ from gpubound.cli import arguments, guarded
 from gpubound.decode.stages.spread import SPLITS
 from gpubound.decode.step_graphs import LaunchWay
 from gpubound.device import resolve, usable_bytes
-from gpubound.layers.visiting import visiting
+from gpubound.layers.offload_forward import visiting
 from gpubound.models.deepseek_v4 import kernels
 from gpubound.models.deepseek_v4.kernels import hyper_connections
 from gpubound.models.deepseek_v4.kernels.sinkhorn import sinkhorn_reference

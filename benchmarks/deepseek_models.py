@@ -83,7 +83,7 @@ def _in_fp8(model: Any) -> Any:
 
 def _drawn(model: Any) -> Any:
     """With the experts of words, and codes of experts, which transformers does not draw."""
-    from gpubound.kernels.packed import BIAS
+    from gpubound.kernels.packed_weights import BIAS
     from gpubound.models.deepseek_v4.coded import PARTS, Fp4Experts
 
     for name, buffer in model.named_buffers():

@@ -9,7 +9,7 @@ import torch
 
 from gpubound.device import chip
 from gpubound.kernels import plans
-from gpubound.kernels.plans.kinds import RopePlan, RowPlan, TilePlan
+from gpubound.kernels.plans.types import RopePlan, RowPlan, TilePlan
 
 from .door import Door, Drawer
 from .doors import DOORS, GROUPS
@@ -65,7 +65,7 @@ class Knob:
 
 
 def table_line(key: tuple, plan: plans.Plan) -> str:
-    """As it stands in kernels/plans/searched.py."""
+    """As it stands in kernels/plans/tuned.py."""
     return f"{key}: {tuple(plan)},".replace("'", '"')  # type: ignore[call-overload]  # a named tuple
 
 

@@ -101,7 +101,7 @@ def test_a_bad_name_is_told(program, capsys):
 @pytest.fixture
 def made(monkeypatch):
     """A decoder of a small DeepSeek-V4, computed by the references: the interpreter would take a minute for its kernels."""
-    monkeypatch.setattr("gpubound.kernels.choose.can_launch", lambda device: False)
+    monkeypatch.setattr("gpubound.kernels.dispatch.can_launch", lambda device: False)
     model = build(num_hidden_layers=2, layer_types=[HCA, CSA], mlp_layer_types=["hash_moe", "moe"])
     return decoder(model, max_length=48, verify=False)
 
@@ -126,7 +126,7 @@ def test_a_step_of_our_decoder_of_deepseek_is_ready_until_a_read_is_planted(made
 
 def test_on_a_cpu_the_step_that_a_gpu_would_capture_is_audited(monkeypatch):
     """A CPU has a way of its own, which reads how far the rows are: no reason against a graph."""
-    for name in ("gpubound.kernels.choose.can_launch", "gpubound.decode.cpu_step.can_launch"):
+    for name in ("gpubound.kernels.dispatch.can_launch", "gpubound.decode.cpu_step.can_launch"):
         monkeypatch.setattr(name, lambda device: False)
     _, ours = audits(Decoder(DecoderConfig(32, 64, layers=1, heads=2, kv_heads=1, vocabulary=64)), torch.device("cpu"))
     assert ours.ready, str(ours)

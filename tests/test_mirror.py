@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gpubound.kernels.ops import FAMILIES, every, load
+from gpubound.kernels.registry import FAMILIES, every, load
 
 TESTS = Path(__file__).parent / "kernels"
 OPS = every()

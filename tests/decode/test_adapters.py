@@ -6,7 +6,7 @@ import torch
 import gpubound as gb
 from gpubound.decode import calls
 from gpubound.decode.weight_view import bind
-from gpubound.kernels import choose
+from gpubound.kernels import dispatch
 from gpubound.kernels.decode_adapters import EMPTY
 from gpubound.lora.pair import Pair
 from gpubound.lora.pairs import adapted_layers
@@ -213,7 +213,7 @@ def test_interpreted_kernels_give_the_same_tokens(kind, targets, monkeypatch, de
     given = cases.prompts(5, 3)
     want = gb.decoder(model, 2, 16, k=1, verify=False).generate(given, max_new_tokens=3).tokens
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(choose, "verdict", lambda *_: None)  # self-tests are tests/kernels' subject, and slow here
+    monkeypatch.setattr(dispatch, "verdict", lambda *_: None)  # self-tests are tests/kernels' subject, and slow here
     fast = gb.decoder(model, 2, 16, k=1, verify=False)
     assert fast.body.report()[0][1] == "triton: norm_product"
     assert fast.generate(given, max_new_tokens=3).tokens == want
@@ -224,7 +224,7 @@ def test_a_step_that_broke_off_leaves_nothing_to_the_next_request(monkeypatch, d
     if device.type == "cuda":
         pytest.skip("the interpreter replaces compiled kernels for a whole process")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(choose, "verdict", lambda *_: None)
+    monkeypatch.setattr(dispatch, "verdict", lambda *_: None)
     fast = gb.decoder(adapt(cases.build("Llama", num_hidden_layers=1)), 1, 16, k=1, verify=False)
 
     def empty():
@@ -346,7 +346,7 @@ def test_the_kernels_that_steps_ask_for_are_tested_early(monkeypatch):
 
     def noted(op, x, unable=None, shape=()):
         asked.add((op, tuple(shape)))
-        return choose.implementation(op, x, unable, shape)
+        return dispatch.implementation(op, x, unable, shape)
 
     monkeypatch.setattr("gpubound.kernels.decode_product.implementation", noted)
     of(gb.decoder(model, 1, cases.ROOM))

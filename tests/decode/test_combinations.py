@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.kernels.packed import KINDS as WEIGHTS, pack, unpack
+from gpubound.kernels.packed_weights import KINDS as WEIGHTS, pack, unpack
 
 from . import cases
 from .test_cache import emulated
@@ -155,12 +155,12 @@ def test_a_step_reads_the_packed_bytes_of_the_chosen_experts(device):
 def test_interpreted_kernels_give_the_same_tokens(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("the interpreter replaces compiled kernels for a whole process")
-    from gpubound.kernels import choose
+    from gpubound.kernels import dispatch
 
     model = cases.build("Mixtral", num_hidden_layers=1)
     want = gb.decoder(model, 1, 16, k=1, weights="int4", verify=False).generate([5], max_new_tokens=2).tokens
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(choose, "verdict", lambda *_: None)  # self-tests are tests/kernels' subject, and slow here
+    monkeypatch.setattr(dispatch, "verdict", lambda *_: None)  # self-tests are tests/kernels' subject, and slow here
     fast = gb.decoder(model, 1, 16, k=1, weights="int4", verify=False)
     assert ("1 x down of experts", "triton: quantized_add_routed", "") in fast.body.report()
     assert fast.generate([5], max_new_tokens=2).tokens == want

@@ -10,7 +10,7 @@ import gpubound as gb
 from gpubound.decode import moe, weight_view
 from gpubound.decode.moe import each_expert, grouped, not_grouped
 from gpubound.decode.step_graphs import LaunchWay, Stepper
-from gpubound.kernels import choose
+from gpubound.kernels import dispatch
 from gpubound.kernels.experts import likeliest
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
@@ -108,7 +108,7 @@ class TestTokens:
         model, given = cases.build("Qwen3Moe", num_hidden_layers=1), cases.prompts(4, 2)
         want = gb.decoder(model, 2, 16, k=1, verify=False).generate(given, max_new_tokens=2).tokens
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        monkeypatch.setattr(choose, "verdict", lambda *_: None)  # self-tests are tests/kernels' subject, and slow here
+        monkeypatch.setattr(dispatch, "verdict", lambda *_: None)  # self-tests are tests/kernels' subject, and slow here
         fast = gb.decoder(model, 2, 16, k=1, verify=False)
         assert ("1 x norm, router, choice", "triton: route", "3 of 8 experts a row") in fast.body.report()
         assert fast.generate(given, max_new_tokens=2).tokens == want

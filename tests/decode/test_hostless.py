@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensor
 import gpubound as gb
 from gpubound.decode import weight_view
 from gpubound.decode.step_graphs import LaunchWay, Stepper
-from gpubound.kernels import choose
+from gpubound.kernels import dispatch
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
 
@@ -86,7 +86,7 @@ def test_10000_tokens_leave_nothing_behind_on_the_device():
     fast = gb.decoder(cases.build("Llama", torch.bfloat16, device, max_position_embeddings=512), 8, 512)
     for settings in ({}, {"temperature": 1.0}):
         fast.generate(cases.prompts(*range(1, 9)), **settings)
-    wait([*choose._early.values()])  # self-tests that nobody has asked after yet hold memory of their own
+    wait([*dispatch._early.values()])  # self-tests that nobody has asked after yet hold memory of their own
     gc.collect()  # what an earlier test has left in cycles goes now, not in between
     torch.cuda.synchronize()
     before, tokens = (torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), held()[1]), 0

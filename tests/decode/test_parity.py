@@ -6,7 +6,7 @@ import transformers
 
 import gpubound as gb
 from gpubound.decode import transformer
-from gpubound.kernels import choose
+from gpubound.kernels import dispatch
 from tests.messages import message
 
 from . import cases
@@ -96,7 +96,7 @@ def test_interpreted_kernels_give_the_same_tokens(kind, max_batch, monkeypatch):
     fast = gb.decoder(model, max_batch, 16, k=1, verify=False)
     want = [fast.generate(given, **how).tokens for how in ({"max_new_tokens": 2 - wide}, sampled)]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(choose, "verdict", lambda *_: None)  # self-tests are tests/kernels' subject, and slow here
+    monkeypatch.setattr(dispatch, "verdict", lambda *_: None)  # self-tests are tests/kernels' subject, and slow here
     fast = gb.decoder(model, max_batch, 16, k=1, verify=False)
     assert fast.body.report()[0][1] == "triton: norm_product"
     assert [fast.generate(given, **how).tokens for how in ({"max_new_tokens": 2 - wide}, sampled)] == want

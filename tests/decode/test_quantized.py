@@ -16,7 +16,7 @@ from gpubound.decode.runner import Build
 from gpubound.decode.step_graphs import Slots, Stepper
 from gpubound.decode.transformer import FusedBody
 from gpubound.decode.weight_view import bind
-from gpubound.kernels.packed import KINDS, pack, unpack
+from gpubound.kernels.packed_weights import KINDS, pack, unpack
 from gpubound.models import Decoder, DecoderConfig
 
 from .cases import ALL, ROOM, VOCABULARY, build, prompts

@@ -11,7 +11,7 @@ from gpubound.decode.runner import Build
 from gpubound.decode.step_graphs import LaunchWay
 from gpubound.decode.transformer import FusedBody
 from gpubound.decode.weight_view import bind
-from gpubound.kernels import choose
+from gpubound.kernels import dispatch
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
 from tests.messages import message
@@ -209,7 +209,7 @@ def test_the_models_own_forward_speculates_too(draft):
 def test_several_tokens_at_once_have_the_logits_of_one_by_one_to_the_bit(monkeypatch):
     """The kernels themselves, interpreted: logits and cache of four tokens at once and one by one, with normed heads."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(choose, "_verdicts", {})
+    monkeypatch.setattr(dispatch, "_verdicts", {})
     body = FusedBody(bind(cases.build("Qwen3", num_hidden_layers=1)), Build(2, 8, 4))
     ids = torch.tensor(cases.prompts(4, 4), dtype=torch.int32)
     places = torch.arange(4, dtype=torch.int32).repeat(2, 1)

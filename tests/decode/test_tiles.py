@@ -8,7 +8,7 @@ from gpubound.decode import ways
 from gpubound.decode.runner import Build
 from gpubound.decode.transformer import FusedBody
 from gpubound.decode.weight_view import bind
-from gpubound.kernels import choose
+from gpubound.kernels import dispatch
 
 from . import cases
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(choose, "verdict", lambda *_: None)  # self-tests are tests/kernels' subject, and slow here
+    monkeypatch.setattr(dispatch, "verdict", lambda *_: None)  # self-tests are tests/kernels' subject, and slow here
 
 
 def body_of(model, rows: int, **build) -> FusedBody:

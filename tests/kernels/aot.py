@@ -40,7 +40,7 @@ def adapted(op: str, *shape: Any, dependent: int, at: int) -> tuple:
 
 def shared(op: str, devices: int) -> tuple:
     """A part of a sum, or the sum, in a chain of launches."""
-    from gpubound.kernels.mail import example_mail
+    from gpubound.kernels.peer_exchange import example_mail
 
     g = torch.Generator().manual_seed(0)
     mail = example_mail(g, devices, devices, 48)
@@ -66,7 +66,7 @@ def by_token() -> tuple:
 
 
 def example_of(op: str, *shape: Any) -> tuple:
-    from gpubound.kernels.ops import every
+    from gpubound.kernels.registry import every
 
     return every()[op].example(torch.Generator().manual_seed(0), *shape)
 
@@ -180,7 +180,7 @@ def compile_instead(kernel, *arguments, grid, warmup, **named):
 
 
 def arguments_of(case: str) -> tuple[str, tuple]:
-    from gpubound.kernels.ops import every
+    from gpubound.kernels.registry import every
 
     if case not in MORE:
         return case, every()[case].example(torch.Generator().manual_seed(0))
@@ -197,13 +197,13 @@ def stand_in(compute_capability: int, shared: int) -> None:
 
     global capability
     capability = compute_capability
-    plans.chip = plans.kinds.chip = lambda device: Chip(compute_capability, shared, MULTIPROCESSORS, "")
+    plans.chip = plans.types.chip = lambda device: Chip(compute_capability, shared, MULTIPROCESSORS, "")
     triton.runtime.jit.JITFunction.run = compile_instead
 
 
 def main(cases: list[str]) -> None:
     from gpubound.kernels import selftest
-    from gpubound.kernels.ops import load
+    from gpubound.kernels.registry import load
 
     stand_in(HOPPER, SHARED)
     for case in cases:

@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from gpubound.kernels.ops import FAMILIES, every
+from gpubound.kernels.registry import FAMILIES, every
 
 # Last-dimension edges: one element, just under a power of two, a power of two, neither; several leading dimensions; nothing.
 ROW_SHAPES = [(1, 1), (3, 63), (2, 5, 128), (4, 1000), (0, 64)]

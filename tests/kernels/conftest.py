@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpubound import trace
-from gpubound.kernels import choose
+from gpubound.kernels import dispatch
 
 from .cases import draw
 
@@ -14,7 +14,7 @@ from .cases import draw
 @pytest.fixture
 def fresh(monkeypatch):
     """No verdicts, no fallbacks, nothing said yet; all restored afterwards."""
-    monkeypatch.setattr(choose, "_verdicts", {})
+    monkeypatch.setattr(dispatch, "_verdicts", {})
     monkeypatch.setattr(trace, "fallbacks", Counter())
     monkeypatch.setattr(trace, "_said", set())
 

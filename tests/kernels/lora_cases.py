@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from gpubound.kernels.dropping import Drop
-from gpubound.kernels.rows import Owners
+from gpubound.kernels.adapter_routing import Owners
+from gpubound.kernels.hash_dropout import Drop
 
 from .cases import TOLERANCE, definitions, draw
 

@@ -122,7 +122,7 @@ def compile_all(capability: int) -> None:
     import triton
 
     from gpubound.kernels import selftest
-    from gpubound.kernels.ops import every, load
+    from gpubound.kernels.registry import every, load
     from tests.kernels import aot
 
     OPS = every()

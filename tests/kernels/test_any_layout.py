@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpubound import kernels, trace
 from gpubound.kernels import selftest
-from gpubound.kernels.ops import every, load
+from gpubound.kernels.registry import every, load
 
 OPS = every()
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpubound.kernels.ops import every
+from gpubound.kernels.registry import every
 
 from .aot import MORE
 from .apart import apart

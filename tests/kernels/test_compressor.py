@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpubound.kernels.decode_product import Norm
-from gpubound.kernels.ops import OPS, load
+from gpubound.kernels.registry import OPS, load
 from gpubound.models.deepseek_v4 import kernels
 from gpubound.models.deepseek_v4.kernels.compressor import Pending, Windows
 from gpubound.models.deepseek_v4.kernels.triton import compressor as fast

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpubound import kernels
-from gpubound.kernels.triton import _logits, cross_entropy as fast
+from gpubound.kernels.triton import _softmax_loss, cross_entropy as fast
 from tests.messages import message
 
 from .cases import TOLERANCE, assert_inside, banded, definitions, draw, same
@@ -229,7 +229,7 @@ def test_stores_stay_inside(write, device):
     logits.copy_(draw(device, FP32, 3, 63))
     original, labels, options = logits.clone(), torch.tensor([5, -100, 62], device=device), (-100, 0.1, 0.0, 1.0)
     (around_loss, loss), (around_lse, lse) = banded((3,), device), banded((3,), device)
-    _logits._cross_entropy_loss_kernel[(3,)](
+    _softmax_loss._cross_entropy_loss_kernel[(3,)](
         logits, labels, labels, loss, lse, loss, 63, 3, 0, 63, *options, False, True, False, False, write, 32
     )
     for band, inside in ((whole, logits), (around_loss, loss), (around_lse, lse)):
@@ -238,7 +238,7 @@ def test_stores_stay_inside(write, device):
     upstream = torch.full((1,), 0.5, device=device)  # what loss_and_gradient takes for one loss
     same("loss", loss.sum(), want[0], 2e-6)
     whole, gradient = banded((3, 63), device)
-    _logits._cross_entropy_gradient_kernel[(3, 2)](
+    _softmax_loss._cross_entropy_gradient_kernel[(3, 2)](
         original, labels, lse, upstream, gradient, 63, 3, 0, 63, 0, *options, False, 32
     )
     assert_inside(whole, gradient)

@@ -7,8 +7,8 @@ from gpubound import kernels
 from gpubound.kernels import plans
 from gpubound.kernels.decode_adapters import EMPTY, EVERY_ADAPTER, NO_ADAPTER, StepAdapter, StepAdapters, emptied, table_of
 from gpubound.kernels.decode_product import Norm
-from gpubound.kernels.ops import load
-from gpubound.kernels.plans.kinds import MatrixPlan
+from gpubound.kernels.plans.types import MatrixPlan
+from gpubound.kernels.registry import load
 
 from .cases import draw, same
 
@@ -140,7 +140,7 @@ def test_products_in_turn_empty_what_the_one_before_has_used(device):
             kernels.norm_product(x, norm, weight, out=out, adapters=one)
             h = normed(x, norm)
             same("y", out.double(), h @ weight.double().t() + plain(one, 0, h), 1e-5)
-            if load("triton", "norm_product") is kernels.choose.implementation("norm_product", weight):
+            if load("triton", "norm_product") is kernels.dispatch.implementation("norm_product", weight):
                 assert (other.h == EMPTY).all() and not (one.h[:2] == EMPTY).any()
 
 

@@ -7,8 +7,8 @@ from gpubound import kernels
 from gpubound.kernels import plans
 from gpubound.kernels.decode_attention import Heads, LayerCache, Scratch
 from gpubound.kernels.decode_product import EARLY, LATE, Norm
-from gpubound.kernels.ops import load
-from gpubound.kernels.plans.kinds import AttentionPlan
+from gpubound.kernels.plans.types import AttentionPlan
+from gpubound.kernels.registry import load
 
 from .cases import TOLERANCE, draw, same
 

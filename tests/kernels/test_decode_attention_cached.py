@@ -9,7 +9,7 @@ import torch
 from gpubound import kernels
 from gpubound.kernels.decode_attention import KINDS, Heads, LayerCache, Scratch, decode, encode
 from gpubound.kernels.decode_product import EARLY, Norm
-from gpubound.kernels.ops import load
+from gpubound.kernels.registry import load
 
 from .apart import apart
 from .cases import draw, same

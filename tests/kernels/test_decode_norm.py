@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpubound.kernels.decode_product import Norm
-from gpubound.kernels.ops import load
+from gpubound.kernels.registry import load
 
 from .cases import TOLERANCE, assert_inside, banded, draw, same
 

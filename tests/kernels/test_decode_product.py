@@ -6,8 +6,8 @@ import torch
 from gpubound import kernels
 from gpubound.kernels import plans
 from gpubound.kernels.decode_product import Norm
-from gpubound.kernels.ops import load
-from gpubound.kernels.plans.kinds import MatrixPlan
+from gpubound.kernels.plans.types import MatrixPlan
+from gpubound.kernels.registry import load
 from tests.messages import message
 
 from .cases import TOLERANCE, assert_inside, banded, draw, same

@@ -10,7 +10,7 @@ import triton.language as tl
 from gpubound import kernels
 from gpubound.kernels import plans
 from gpubound.kernels.dynamic_tanh import NORM
-from gpubound.kernels.plans.kinds import RowPlan
+from gpubound.kernels.plans.types import RowPlan
 from gpubound.kernels.richards import Curve
 from gpubound.kernels.triton import dynamic_tanh as fast
 from tests.messages import message

@@ -9,8 +9,8 @@ from gpubound import kernels
 from gpubound.kernels import plans
 from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.experts import likeliest
-from gpubound.kernels.ops import load
-from gpubound.kernels.plans.kinds import MatrixPlan
+from gpubound.kernels.plans.types import MatrixPlan
+from gpubound.kernels.registry import load
 from gpubound.models.deepseek_v4.kernels import choose_experts
 
 from .apart import apart

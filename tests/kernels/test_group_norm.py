@@ -5,7 +5,7 @@ import torch
 
 from gpubound import kernels
 from gpubound.kernels import plans
-from gpubound.kernels.plans.kinds import TilePlan
+from gpubound.kernels.plans.types import TilePlan
 from gpubound.kernels.triton import group_norm as fast
 
 from .cases import TOLERANCE, assert_inside, banded, definitions, draw, parity, same

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpubound import kernels
-from gpubound.kernels.ops import load
+from gpubound.kernels.registry import load
 from gpubound.kernels.triton import grouped_linear as fast
 from tests.messages import message
 

@@ -8,7 +8,7 @@ from importlib.machinery import PathFinder
 import pytest
 import torch
 
-from gpubound.kernels import choose, ops, selftest, triton
+from gpubound.kernels import dispatch, registry, selftest, triton
 
 
 @pytest.fixture
@@ -21,49 +21,49 @@ def tested(monkeypatch):
         return f"{op} is wrong" if op == "add_rows" else None
 
     monkeypatch.setattr(selftest, "check", check)
-    monkeypatch.setattr(choose, "_verdicts", {})
-    monkeypatch.setattr(choose, "_early", {})
-    monkeypatch.setattr(choose, "has_triton", lambda: True)
+    monkeypatch.setattr(dispatch, "_verdicts", {})
+    monkeypatch.setattr(dispatch, "_early", {})
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return runs
 
 
 def test_a_verdict_waits_for_the_test_that_was_begun(tested):
     there = torch.device("cuda", 0)
-    choose.hasten([("quantize", ()), ("add_rows", ()), ("quantize", ())], there, torch.bfloat16)
-    assert choose.verdict("quantize", there, torch.bfloat16) is None
-    assert choose.verdict("add_rows", there, torch.bfloat16) == "add_rows is wrong"
-    assert choose.verdict("add_rows", there, torch.bfloat16) == "add_rows is wrong"
+    dispatch.hasten([("quantize", ()), ("add_rows", ()), ("quantize", ())], there, torch.bfloat16)
+    assert dispatch.verdict("quantize", there, torch.bfloat16) is None
+    assert dispatch.verdict("add_rows", there, torch.bfloat16) == "add_rows is wrong"
+    assert dispatch.verdict("add_rows", there, torch.bfloat16) == "add_rows is wrong"
     assert sorted(op for op, _ in tested) == ["add_rows", "quantize"]
     assert all(thread.startswith("gpubound-selftest") for _, thread in tested)
 
 
 def test_what_was_not_begun_is_tested_when_asked_for(tested):
     there = torch.device("cuda", 0)
-    choose.hasten([("quantize", ())], there, torch.bfloat16)
-    assert choose.verdict("quantize", there, torch.float32) is None  # another dtype is another kernel
-    choose.verdict("quantize", there, torch.bfloat16)
+    dispatch.hasten([("quantize", ())], there, torch.bfloat16)
+    assert dispatch.verdict("quantize", there, torch.float32) is None  # another dtype is another kernel
+    dispatch.verdict("quantize", there, torch.bfloat16)
     assert len(tested) == 2
 
 
 def test_nothing_begins_where_no_kernel_could_run(tested):
-    choose.hasten([("quantize", ())], torch.device("cpu"), torch.bfloat16)
-    choose.hasten([("quantize", ())], torch.device("cuda", 0), torch.float64)
-    assert not tested and not choose._early
+    dispatch.hasten([("quantize", ())], torch.device("cpu"), torch.bfloat16)
+    dispatch.hasten([("quantize", ())], torch.device("cuda", 0), torch.float64)
+    assert not tested and not dispatch._early
 
 
 def test_a_test_in_one_shape_speaks_for_no_other(tested):
     there = torch.device("cuda", 0)
-    choose.hasten([("rms_norm", (64,))], there, torch.bfloat16)
-    assert choose.verdict("rms_norm", there, torch.bfloat16, torch.Size([64])) is None
+    dispatch.hasten([("rms_norm", (64,))], there, torch.bfloat16)
+    assert dispatch.verdict("rms_norm", there, torch.bfloat16, torch.Size([64])) is None
     assert len(tested) == 1
-    assert choose.verdict("rms_norm", there, torch.bfloat16, torch.Size([128])) is None
+    assert dispatch.verdict("rms_norm", there, torch.bfloat16, torch.Size([128])) is None
     assert len(tested) == 2
 
 
 def test_a_module_that_another_thread_is_importing_is_waited_for(monkeypatch):
     name, begun, go = "gpubound.kernels.triton.gated", threading.Event(), threading.Event()
-    ops.load("triton", "swiglu")  # so that there is something to put back afterwards
+    registry.load("triton", "swiglu")  # so that there is something to put back afterwards
     monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(triton, "gated")
 
@@ -80,9 +80,9 @@ def test_a_module_that_another_thread_is_importing_is_waited_for(monkeypatch):
 
     monkeypatch.setattr(sys, "meta_path", [Slow(), *sys.meta_path])
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(ops.load, "triton", "swiglu")
+        first = threads.submit(registry.load, "triton", "swiglu")
         assert begun.wait(60)
-        second = threads.submit(ops.load, "triton", "swiglu")
+        second = threads.submit(registry.load, "triton", "swiglu")
         threading.Timer(0.2, go.set).start()
         assert first.result() is second.result()
 
@@ -94,13 +94,13 @@ def test_a_self_test_that_asks_for_a_verdict_which_waits_for_a_thread(tested, mo
     def check(op, device, dtype, shape=()):
         begun.wait(60)
         if op == "quantize":
-            choose.verdict("add_rows", device, dtype)
+            dispatch.verdict("add_rows", device, dtype)
         return first(op, device, dtype, shape)
 
     begun, threads = threading.Event(), ThreadPoolExecutor(1, thread_name_prefix="gpubound-selftest")
     monkeypatch.setattr(selftest, "check", check)
-    monkeypatch.setattr(choose, "_threads", lambda: threads)
-    choose.hasten([("quantize", ()), ("add_rows", ())], there, torch.bfloat16)
-    outer = choose._early["quantize", there, torch.bfloat16, ()]
+    monkeypatch.setattr(dispatch, "_threads", lambda: threads)
+    dispatch.hasten([("quantize", ()), ("add_rows", ())], there, torch.bfloat16)
+    outer = dispatch._early["quantize", there, torch.bfloat16, ()]
     begun.set()
     assert outer.result(60) is None and sorted(op for op, _ in tested) == ["add_rows", "quantize"]

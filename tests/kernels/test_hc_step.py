@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from gpubound.kernels import send_words
-from gpubound.kernels.mail import POLLS
+from gpubound.kernels.peer_exchange import POLLS
 from gpubound.models.deepseek_v4 import kernels
 from gpubound.models.deepseek_v4.kernels.hc_step import stretch, sums_shape
 from gpubound.models.deepseek_v4.kernels.hyper_connections import hc_post_reference, hc_pre_reference
 
 from .cases import draw
 from .test_experts import SOURCES, run
-from .test_mail import mails
+from .test_peer_exchange import mails
 
 EPS, NORM_EPS, ROUNDS = 1e-6, 1e-5, 20
 

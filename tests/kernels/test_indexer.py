@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gpubound.kernels import plans
-from gpubound.kernels.ops import load
-from gpubound.kernels.plans.kinds import TilePlan
+from gpubound.kernels.plans.types import TilePlan
+from gpubound.kernels.registry import load
 from gpubound.models.deepseek_v4 import kernels
 
 from .cases import TOLERANCE, assert_inside, banded, draw, same

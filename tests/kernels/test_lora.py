@@ -6,10 +6,10 @@ import torch
 from gpubound import kernels, trace
 from gpubound.errors import FallbackError
 from gpubound.kernels import plans
-from gpubound.kernels.adapters import adapter_gradients
-from gpubound.kernels.dropping import Drop, drawn, dropped
-from gpubound.kernels.plans.kinds import Job, ProductPlan
-from gpubound.kernels.rows import Owners, OwnRanks
+from gpubound.kernels.adapter_routing import Owners, OwnRanks
+from gpubound.kernels.hash_dropout import Drop, drawn, dropped
+from gpubound.kernels.lora_grads import adapter_gradients
+from gpubound.kernels.plans.types import Job, ProductPlan
 from gpubound.kernels.triton import lora as fast
 from gpubound.kernels.triton._lora_product import _product
 from tests.messages import message

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from gpubound.kernels import plans
-from gpubound.kernels.plans.kinds import Job, ProductPlan
-from gpubound.kernels.rows import OwnRanks
+from gpubound.kernels.adapter_routing import OwnRanks
+from gpubound.kernels.plans.types import Job, ProductPlan
 from gpubound.kernels.triton import _lora_product as fast, _lora_tiles as tiles
 
 from .cases import TOLERANCE, draw, same

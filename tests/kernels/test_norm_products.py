@@ -10,7 +10,7 @@ from tests.messages import message
 
 from .cases import assert_inside, banded, draw
 from .test_experts import SOURCES, run
-from .test_mail import mails
+from .test_peer_exchange import mails
 
 
 @pytest.mark.parametrize("source", SOURCES)

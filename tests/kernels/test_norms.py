@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpubound import kernels, trace
 from gpubound.kernels import plans
-from gpubound.kernels.plans.kinds import RowPlan
+from gpubound.kernels.plans.types import RowPlan
 from gpubound.kernels.triton import norms as fast
 from tests.messages import message
 

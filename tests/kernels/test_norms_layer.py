@@ -7,7 +7,7 @@ import torch
 
 from gpubound import kernels
 from gpubound.kernels import plans
-from gpubound.kernels.plans.kinds import RowPlan
+from gpubound.kernels.plans.types import RowPlan
 from gpubound.kernels.triton import norms as fast
 from tests.messages import message
 

@@ -6,9 +6,9 @@ import torch
 from gpubound import kernels
 from gpubound.kernels import plans
 from gpubound.kernels.decode_product import Norm
-from gpubound.kernels.ops import load
-from gpubound.kernels.packed import E2M1, Packed, pack_fp4, unpack
-from gpubound.kernels.plans.kinds import MatrixPlan
+from gpubound.kernels.packed_weights import E2M1, Packed, pack_fp4, unpack
+from gpubound.kernels.plans.types import MatrixPlan
+from gpubound.kernels.registry import load
 from tests.messages import message
 
 from .cases import TOLERANCE, assert_inside, banded, draw, same
@@ -110,7 +110,7 @@ def test_experts_agree_with_the_reference_and_a_row_has_its_bits_in_any_batch(de
 
 
 OURS = """
-from gpubound.kernels.ops import OPS
+from gpubound.kernels.registry import OPS
 
 for op in ("dequantize", "quantized_routed_gate_up"):
     OPS[op] = OPS[op]._replace(example=lambda g, example=OPS[op].example: example(g, "fp4"))

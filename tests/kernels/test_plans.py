@@ -7,8 +7,8 @@ from triton.runtime.errors import OutOfResources
 from gpubound import trace
 from gpubound.device import INTERPRETED, Chip, chip
 from gpubound.kernels import plans
-from gpubound.kernels.plans import Job, fits, plan_for, rules
-from gpubound.kernels.plans.kinds import AttentionPlan, MatrixPlan, RopePlan, RowPlan, StridePlan, TilePlan, WalkPlan
+from gpubound.kernels.plans import Job, defaults, fits, plan_for
+from gpubound.kernels.plans.types import AttentionPlan, MatrixPlan, RopePlan, RowPlan, StridePlan, TilePlan, WalkPlan
 from gpubound.kernels.triton._launch import launch
 from tests.messages import message
 
@@ -29,7 +29,7 @@ def test_the_rule_bounds_the_partial_sums():
     for cols in (1, 64, 576, 4096, 16384):
         job = Job("layer_norm", "backward", (cols, 2), 2, CHIPS[100])
         plan = plan_for(job)
-        assert plan.each * 132 * cols * 2 * 4 <= max(rules.PARTIAL_BYTES, 132 * cols * 2 * 4)
+        assert plan.each * 132 * cols * 2 * 4 <= max(defaults.PARTIAL_BYTES, 132 * cols * 2 * 4)
         assert plan.rows * plans.power_of_two(cols) <= 32 * 32 * plan.warps, "more than 32 elements a thread"
 
 
@@ -52,10 +52,10 @@ def test_a_searched_product_is_of_16_bit_weights():
 
 def test_a_product_with_adapters_takes_what_was_found_without_them_where_nothing_else_was():
     plain, adapted = (Job("product", way, (8192, 2048, 8192), 2, H200) for way in ("gate_up", "adapted gate_up"))
-    assert plan_for(adapted) == plan_for(plain) != rules.product(plain)
+    assert plan_for(adapted) == plan_for(plain) != defaults.product(plain)
     assert plan_for(Job("product", "adapted qkv", (3072, 2048, 2048, 512, 512), 2, H200)) == MatrixPlan(8, 1024, 2)
     assert plan_for(Job("product", "qkv", (3072, 2048, 2048, 512, 512), 2, H200)) == MatrixPlan(4, 1024, 4)
-    assert rules.product(adapted._replace(way="adapted head")) == rules.product(plain._replace(way="head"))
+    assert defaults.product(adapted._replace(way="adapted head")) == defaults.product(plain._replace(way="head"))
 
 
 def test_no_program_spans_two_parts_of_a_product():
@@ -66,7 +66,7 @@ def test_no_program_spans_two_parts_of_a_product():
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize("op", NORMS)
 def test_every_norm_fits_every_gpu(op, capability):
-    for width in (64, 1024, 2049, 4096, 8192, 16384, rules.WIDEST):
+    for width in (64, 1024, 2049, 4096, 8192, 16384, defaults.WIDEST):
         for size in (2, 4):
             for way, sums in (("forward", 0), ("backward", 2)):
                 job = Job(op, way, (width, sums), size, CHIPS[capability])

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpubound import kernels
 from gpubound.device import chip
 from gpubound.kernels import plans
-from gpubound.kernels.plans.kinds import Job, WalkPlan
+from gpubound.kernels.plans.types import Job, WalkPlan
 from gpubound.kernels.triton import poly_attention as fast
 from tests.messages import message
 

@@ -5,8 +5,8 @@ import torch
 
 from gpubound import kernels
 from gpubound.kernels.decode_product import Norm
-from gpubound.kernels.ops import load
-from gpubound.kernels.packed import KINDS, Packed, pack
+from gpubound.kernels.packed_weights import KINDS, Packed, pack
+from gpubound.kernels.registry import load
 
 from .cases import TOLERANCE, assert_inside, banded, draw, same
 from .test_experts import some_ids

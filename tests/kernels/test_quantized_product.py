@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from gpubound import kernels
-from gpubound.kernels import packed as packing, plans
+from gpubound.kernels import packed_weights as packing, plans
 from gpubound.kernels.decode_product import Norm
-from gpubound.kernels.ops import load
-from gpubound.kernels.packed import KINDS, Packed, pack, pack_gate_up, pack_stacked, unpack
-from gpubound.kernels.plans.kinds import MatrixPlan
+from gpubound.kernels.packed_weights import KINDS, Packed, pack, pack_gate_up, pack_stacked, unpack
+from gpubound.kernels.plans.types import MatrixPlan
+from gpubound.kernels.registry import load
 
 from .cases import TOLERANCE, assert_inside, banded, draw, same
 from .test_compiles import compile_apart
@@ -204,7 +204,7 @@ def test_weights_that_share_an_x_are_one(device):
 OTHERS = """
 import torch
 from gpubound.kernels.decode_product import Norm, draw_stream
-from gpubound.kernels.ops import OPS, draw
+from gpubound.kernels.registry import OPS, draw
 from gpubound.kernels.quantized_product import draw_packed
 
 def give(op, example):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gpubound import kernels
 from gpubound.kernels import plans
-from gpubound.kernels.plans.kinds import MatrixPlan, job_of
+from gpubound.kernels.plans.types import MatrixPlan, job_of
 from gpubound.kernels.triton import rg_lru as fast
 
 from .cases import TOLERANCE, assert_inside, banded, definitions, draw, parity, same

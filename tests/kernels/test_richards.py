@@ -12,7 +12,7 @@ import triton.language as tl
 from gpubound import kernels
 from gpubound.kernels import plans
 from gpubound.kernels.curve import LEAST, NAMES, POSITIVE, Curve
-from gpubound.kernels.plans.kinds import StridePlan
+from gpubound.kernels.plans.types import StridePlan
 from gpubound.kernels.richards import GATE, VALUE
 from gpubound.kernels.triton import _curve, richards as fast
 from tests.messages import message

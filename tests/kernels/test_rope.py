@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gpubound import kernels
 from gpubound.kernels import plans
-from gpubound.kernels.plans.kinds import RopePlan
+from gpubound.kernels.plans.types import RopePlan
 from gpubound.kernels.triton import rope as fast
 from tests.messages import message
 

@@ -10,8 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from gpubound import kernels
-from gpubound.kernels import choose, selftest
-from gpubound.kernels.ops import every
+from gpubound.kernels import dispatch, selftest
+from gpubound.kernels.registry import every
 from gpubound.kernels.richards import GATE, VALUE, Curve
 from gpubound.kernels.triton import norms as fast
 
@@ -151,7 +151,7 @@ def test_a_self_test_runs_on_its_device(monkeypatch):
 def test_the_verdict_does_not_depend_on_the_callers_modes(mode, x):
     with mode():
         kernels.rms_norm(x)
-    assert list(choose._verdicts.values()) == [None]
+    assert list(dispatch._verdicts.values()) == [None]
 
 
 def test_first_use_inside_a_checkpointed_block(x):
@@ -167,7 +167,7 @@ def test_the_default_dtype_does_not_reach_the_self_test(x):
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        assert choose.verdict("rms_norm", x.device, FP32) is None
+        assert dispatch.verdict("rms_norm", x.device, FP32) is None
     finally:
         torch.set_default_dtype(before)
 

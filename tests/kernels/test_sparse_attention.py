@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from gpubound.kernels import plans
-from gpubound.kernels.ops import OPS, load
-from gpubound.kernels.plans.kinds import MatrixPlan
+from gpubound.kernels.plans.types import MatrixPlan
+from gpubound.kernels.registry import OPS, load
 from gpubound.models.deepseek_v4 import kernels
 
 from .cases import TOLERANCE, assert_inside, banded, draw, same

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from gpubound.kernels.accumulate import open_sums, opens
-from gpubound.kernels.triton import _rows
-from gpubound.kernels.triton._rows import deliver_parts
+from gpubound.kernels.triton import _row_reduction
+from gpubound.kernels.triton._row_reduction import deliver_parts
 
 from .cases import assert_inside, banded, draw, same
 
@@ -51,6 +51,6 @@ def test_stores_stay_inside(device):
     parts, numbers = draw(device, FP32, 3, 2, 63), draw(device, FP32, 3)
     bands = [banded(shape, device) for shape in ((63,), (63,), (1,))]
     first, second, number = (inside for _, inside in bands)
-    _rows._norm_sums_kernel[(2, 3)](parts, numbers, first, second, number, 3, 0, 0, 0, 63, 2, True, 32, 4)
+    _row_reduction._norm_sums_kernel[(2, 3)](parts, numbers, first, second, number, 3, 0, 0, 0, 63, 2, True, 32, 4)
     for whole, inside in bands:
         assert_inside(whole, inside)

@@ -7,8 +7,8 @@ from gpubound import kernels
 from gpubound.device import Chip
 from gpubound.kernels import plans
 from gpubound.kernels.decode_product import Norm
-from gpubound.kernels.ops import load
-from gpubound.kernels.plans.held import HeldPlan
+from gpubound.kernels.plans.tensorcore import HeldPlan
+from gpubound.kernels.registry import load
 from tests.messages import message
 
 from .cases import TOLERANCE, assert_inside, banded, draw, same

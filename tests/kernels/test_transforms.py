@@ -92,11 +92,11 @@ COMPARE = """
 # Without a GPU dynamo takes Triton kernels for plain Python and refuses them. Told that there is one, it traces them.
 TRACE = """
     import torch.utils._triton
-    from gpubound.kernels import choose
+    from gpubound.kernels import dispatch
 
     torch._dynamo.reset()
     torch.utils._triton.has_triton = lambda *_: True
-    choose._source = torch.compiler.assume_constant_result(lambda *_: "triton")
+    dispatch._source = torch.compiler.assume_constant_result(lambda *_: "triton")
 
     class Traced(Exception):
         pass

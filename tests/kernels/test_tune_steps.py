@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import tune_steps
 from gpubound.kernels import plans
-from gpubound.kernels.plans.kinds import AttentionPlan, MatrixPlan
+from gpubound.kernels.plans.types import AttentionPlan, MatrixPlan
 from tests import messages
 
 LIKE = torch.zeros(1, dtype=torch.bfloat16)

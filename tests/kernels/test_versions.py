@@ -5,8 +5,8 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from gpubound import kernels
-from gpubound.kernels.ops import every, load
-from gpubound.layers.linear_site import linear
+from gpubound.kernels.registry import every, load
+from gpubound.layers.linear_product import linear
 
 OPS = every()
 

@@ -12,7 +12,7 @@ import gpubound as gb
 from gpubound import layers
 from gpubound.layers import recompute
 from gpubound.layers.block import Block, run_block
-from gpubound.layers.linear_site import linear
+from gpubound.layers.linear_product import linear
 from gpubound.layers.richards import RichardsGLU
 from tests.messages import message
 

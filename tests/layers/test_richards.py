@@ -9,7 +9,7 @@ from torch import nn
 import gpubound as gb
 from gpubound.kernels import Curve
 from gpubound.layers import MLP, Attention, Block, DynamicTanh, RichardsCurve, RichardsGLU, RichardsNorm, run_blocks
-from gpubound.layers.linear_site import linear
+from gpubound.layers.linear_product import linear
 from gpubound.layers.recompute import recomputing
 from gpubound.layers.richards import richards_glu_calls
 from gpubound.train import Accumulators

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import gpubound as gb
-from gpubound.kernels.record import record_of
+from gpubound.kernels.tensor_state import record_of
 
 from ..place.models import assert_near, batch, place, tokens
 

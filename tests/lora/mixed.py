@@ -6,7 +6,7 @@ from torch import nn
 
 import gpubound as gb
 from gpubound.layers import Stacked
-from gpubound.layers.stacked import Projecting
+from gpubound.layers.fused_weights import Projecting
 
 from ..place.models import place, tiny
 

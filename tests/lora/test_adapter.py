@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gpubound.kernels import adapters
-from gpubound.kernels.record import made_record
-from gpubound.layers import Stacked, linear_site
-from gpubound.layers.linear_site import linear
+from gpubound.kernels import lora_grads
+from gpubound.kernels.tensor_state import made_record
+from gpubound.layers import Stacked, linear_product
+from gpubound.layers.linear_product import linear
 from gpubound.lora import adapter, add, parameters
 from gpubound.lora.adapter import LowRank, Together
 from gpubound.train import Accumulators
@@ -78,8 +78,11 @@ def test_where_one_kernel_multiplies_and_adds(shape, dropout, monkeypatch):
     layers, x = nn.ModuleList(frozen(outputs) for outputs in (8, 16)), draw(*shape).requires_grad_()
     lows, stacked = [low_rank(layer, i, dropout=dropout) for i, layer in enumerate(layers)], Stacked()
     leaves = [x, *(p for low in lows for p in low.parameters)]
-    products, product = [], linear_site.lora_product
-    monkeypatch.setattr(linear_site, "lora_product", lambda *given, rows: products.append(rows) or product(*given, rows=rows))
+    products, product = [], linear_product.lora_product
+
+    monkeypatch.setattr(
+        linear_product, "lora_product", lambda *given, rows: products.append(rows) or product(*given, rows=rows)
+    )
     found = []
     for interpret in ("0", "1"):
         monkeypatch.setenv("TRITON_INTERPRET", interpret)
@@ -189,10 +192,10 @@ def test_neighbours_are_one_adapter(dropout, monkeypatch):
     stacked, x, found, written = Stacked(), draw(2, 3, K), [], []
     stacked.product(x, list(model.values()))
     sums = Accumulators(model.named_parameters())
-    count = adapters.lora_gradients
-    monkeypatch.setattr(adapters, "lora_gradients", lambda *given: written.append(given[5].shape) or count(*given))
-    for known in (adapters.blocks_of, lambda b: None):
-        for room in (adapter, adapters):
+    count = lora_grads.lora_gradients
+    monkeypatch.setattr(lora_grads, "lora_gradients", lambda *given: written.append(given[5].shape) or count(*given))
+    for known in (lora_grads.blocks_of, lambda b: None):
+        for room in (adapter, lora_grads):
             monkeypatch.setattr(room, "blocks_of", known)
         torch.manual_seed(3)
         sums.gradient.fill_(float("nan"))

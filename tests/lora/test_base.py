@@ -10,7 +10,7 @@ from torch import nn
 
 import gpubound as gb
 from gpubound import trace
-from gpubound.layers.frozen import Base
+from gpubound.layers.quantized_base import Base
 from gpubound.models import Decoder, DecoderConfig
 from gpubound.models.llama.weights import load_hf, save_hf
 from tests.messages import message
@@ -61,7 +61,7 @@ def test_the_numbers_are_near_the_weights(format):
 @pytest.mark.parametrize("order", ["plain", "placed", "adapters first", "placed last"])
 @pytest.mark.parametrize("format", ["nf4", "int8"])
 def test_loss_and_gradients_are_those_of_the_numbers(format, order):
-    """fp8 rounds x and g too: tests/layers/test_frozen.py holds it to its formula."""
+    """fp8 rounds x and g too: tests/layers/test_quantized_base.py holds it to its formula."""
     model = wide()
     if order == "placed":
         place(model, strict=True)

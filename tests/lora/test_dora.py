@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import gpubound as gb
 from gpubound import trace
 from gpubound.kernels.accumulate import main_gradient
-from gpubound.kernels.dropping import Drop, kept
-from gpubound.layers import linear_site
+from gpubound.kernels.hash_dropout import Drop, kept
+from gpubound.layers import linear_product
 from gpubound.train import Accumulators
 from tests.messages import message
 
@@ -217,7 +217,7 @@ def test_compiled_code_sees_it():
             self.layer = layer(torch.float32)[0]
 
         def forward(self, x):
-            return linear_site.linear(x, self.layer.weight, self.layer.bias)
+            return linear_product.linear(x, self.layer.weight, self.layer.bias)
 
     calls, x = Calls(), draw(5, 8).float()
     got = torch.compile(calls, backend="aot_eager", fullgraph=True)(x)

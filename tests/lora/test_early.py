@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.kernels import choose, lora, norms
+from gpubound.kernels import dispatch, lora, norms
 from gpubound.lora import early
 
 from ..place.models import place, tiny
@@ -41,11 +41,11 @@ def named_and_asked(model, more, monkeypatch):
     def noted(op, x, unable=None, shape=()):
         if model.training and (op.startswith("lora") or shape[1:]):  # not the row that the objective tries first
             asked.add((op, tuple(shape)))
-        return choose.implementation(op, x, unable, shape)
+        return dispatch.implementation(op, x, unable, shape)
 
     monkeypatch.setattr(lora, "implementation", noted)
     monkeypatch.setattr(norms, "implementation", noted)
-    monkeypatch.setattr("gpubound.layers.linear_site._adds", lambda format, x: format is early.AS_IT_IS)  # as on a GPU
+    monkeypatch.setattr("gpubound.layers.linear_product._adds", lambda format, x: format is early.AS_IT_IS)  # as on a GPU
     ids = torch.randint(64, (2, 16))
     step = gb.TrainStep(model.train(), "causal_lm", precision="fp32", graph="off")
     named = {*early.calls(model), *early.products(model, {"input_ids": ids})}

@@ -7,7 +7,7 @@ import torch
 
 import gpubound as gb
 from gpubound import trace
-from gpubound.layers.linear_site import _Product
+from gpubound.layers.linear_product import _Product
 from tests.messages import message
 
 from ..place.models import assert_close, assert_near, batch, place, rows, tiny, tokens, training_run

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mi
 
 import gpubound as gb
 from gpubound.errors import GraphError
-from gpubound.kernels.record import seen
+from gpubound.kernels.tensor_state import seen
 from gpubound.lora.base import FORMATS, encode
 from gpubound.models.llama import Decoder, DecoderConfig
 from gpubound.parallel import ALONE, join

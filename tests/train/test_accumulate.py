@@ -11,7 +11,7 @@ from torch import nn
 
 from gpubound.errors import GraphError
 from gpubound.kernels.accumulate import open_sums, weight_gradients
-from gpubound.kernels.record import record_of
+from gpubound.kernels.tensor_state import record_of
 from gpubound.train import Accumulators, accumulate
 from tests.messages import message
 

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 import gpubound as gb
 from gpubound.corpus import train_tokenizer
 from gpubound.errors import DataError
-from gpubound.layers.frozen import Base
+from gpubound.layers.quantized_base import Base
 from gpubound.models.llama import Decoder, DecoderConfig, save_hf
 from gpubound.models.llama.training import MODELS
 from gpubound.models.richards.training import make as make_richards, save as save_richards

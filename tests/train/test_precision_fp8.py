@@ -8,9 +8,9 @@ from torch import nn
 
 from gpubound import trace
 from gpubound.kernels.quantize import has_cores
-from gpubound.kernels.record import record_of
+from gpubound.kernels.tensor_state import record_of
 from gpubound.layers import fp8
-from gpubound.layers.site_parts import AS_IT_IS, format_of
+from gpubound.layers.linear_formats import AS_IT_IS, format_of
 from gpubound.models import Decoder, DecoderConfig
 from gpubound.place import place
 from gpubound.train import AdamW, Schedule, TrainStep, precision as sites

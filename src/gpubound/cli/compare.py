@@ -13,7 +13,7 @@ import yaml
 
 from ..corpus import Corpus
 from ..files import write_whole
-from ..layers.frozen import numbers_of
+from ..layers.quantized_base import numbers_of
 from ..models.registry import family_of, is_named, presets
 from ..monitor import RunTape
 from ..monitor.tape import ABOUT

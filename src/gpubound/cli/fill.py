@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..decode import MaskedSampler
 from ..decode.text import TextCodec
 from ..device import label
-from ..layers.frozen import numbers_of
+from ..layers.quantized_base import numbers_of
 from ..words import quantity
 from .saved import Saved, checked_ends
 

@@ -22,8 +22,8 @@ from ..decode.runner import host_bytes
 from ..decode.text import TextCodec
 from ..device import label
 from ..errors import DataError
-from ..layers.frozen import numbers_of
-from ..layers.vocabulary import head_of
+from ..layers.embedding_and_head import head_of
+from ..layers.quantized_base import numbers_of
 from ..models.deepseek_v4.checkpoint import is_coded
 from ..models.folder import Beyond, dtype_asked, ends_of, read_config, read_generation
 from ..models.foreign import attempt, load_foreign, needs_transformers

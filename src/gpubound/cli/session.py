@@ -21,7 +21,7 @@ from ..doctor.record.run import of_run
 from ..doctor.report.terminal import brief
 from ..errors import DataError, MeasureError, RankError
 from ..files import locked
-from ..layers.frozen import numbers_of
+from ..layers.quantized_base import numbers_of
 from ..models.registry import family_of
 from ..monitor import LiveLine, RunTape, write_report
 from ..monitor.figures import skipped as skipped_steps, warnings

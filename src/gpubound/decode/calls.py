@@ -1,7 +1,7 @@
-"""What the steps of a bound model call, so that its kernels' self-tests can begin side by side (kernels/choose.py)."""
+"""What the steps of a bound model call, so that its kernels' self-tests can begin side by side (kernels/dispatch.py)."""
 
-from ..kernels.choose import Call
 from ..kernels.decode_product import form
+from ..kernels.dispatch import Call
 from ..models.decoding import DenseWeights
 from .lora import form_of_layers
 from .weight_view import BoundModel

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..graph import Captured
 from ..kernels import sample
 from ..kernels.sampling import Into, Rows, Settings
-from ..layers.vocabulary import head_of
+from ..layers.embedding_and_head import head_of
 from ..models.states import hidden_of, logits_of, told_places, told_time
 from .request import Choice, check_count, draws, to_device
 

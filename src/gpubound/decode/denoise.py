@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..graph import Captured, capture
-from ..layers.noise import alpha_bar, check_target, ddim_step
+from ..layers.diffusion_schedule import alpha_bar, check_target, ddim_step
 from ..models.placing import mode
 from .masked import MODES, MOST
 from .request import check_count

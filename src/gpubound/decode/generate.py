@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..device import label, plainly
 from ..errors import GenerateError
-from ..kernels.choose import hasten
+from ..kernels.dispatch import hasten
 from ..lora.peft_layers import base_of
 from ..models import Decoder
 from ..models.llama.weights import as_transformers

@@ -24,7 +24,7 @@ from ..kernels import add_norm, norm_rows, rms_norm, rope
 from ..kernels.decode_attention import Heads, Scratch
 from ..kernels.decode_product import EARLY, FENCE, Norm, capped_
 from ..layers.attention import attend
-from ..layers.linear_site import fused_linear
+from ..layers.linear_product import fused_linear
 from ..layers.mlp import gated
 from ..models.decoding import AttentionWeights, DenseWeights, Linear, Shape
 from .kv_cache import Cache

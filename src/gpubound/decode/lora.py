@@ -25,7 +25,7 @@ from ..kernels.decode_adapters import (
     table_of,
 )
 from ..kernels.lora import lora_down, lora_up
-from ..layers.stacked import foreign
+from ..layers.fused_weights import foreign
 from ..lora.pairs import adapted_layers
 from ..models.decoding import Linear
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..errors import GenerateError
 from ..graph import capture
-from ..layers.vocabulary import head_of
+from ..layers.embedding_and_head import head_of
 from ..models.placing import mode
 from ..models.states import is_causal, told_time, why_not_head
 from ..single import Turn

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..layers.fused_weights import Projecting
 from ..layers.moe import MoE
-from ..layers.stacked import Projecting
 from ..models.own import LanguageModel
 from .runner import Body, Build, Watched, check_room
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ..device import label, usable_bytes
 from ..errors import GpuboundError
 from ..graph.held import address_check
-from ..layers.site_parts import adapters_of
-from ..layers.stacked import foreign, site_of
+from ..layers.fused_weights import foreign, site_of
+from ..layers.linear_formats import adapters_of
 from ..lora.pairs import adapted_layers
 from ..words import readable
 from .kv_cache import PLAIN, CacheLayout

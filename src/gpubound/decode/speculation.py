@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import accept, propose
+from ..kernels.ngram_speculation import Chunk, Said
 from ..kernels.sampling import Into, Rows, Settings
-from ..kernels.speculation import Chunk, Said
 from .runner import Body
 from .step_graphs import LaunchWay, Slots, StepGraphs, Stepper, choose, into_body
 

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import GenerateError
-from ..kernels.chain import can_chain
 from ..kernels.decode_product import EARLY, LATE, capped_
+from ..kernels.dependent_launch import can_chain
 from ..models.decoding import DenseWeights
 from . import cpu_step
 from .kv_cache import PLAIN

@@ -19,9 +19,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from .. import lora
 from ..errors import GenerateError
 from ..layers import MLP, Attention, LMLoss, RopeTable
-from ..layers.own_storage import give_own_storages
-from ..layers.site_parts import format_of
-from ..layers.stacked import Projecting, Stacked, describe, foreign, hooked, site_of
+from ..layers.fused_weights import Projecting, Stacked, describe, foreign, hooked, site_of
+from ..layers.linear_formats import format_of
+from ..layers.state_dict_storage import give_own_storages
 from ..lora.adapter import LowRank
 from ..lora.pairs import adapted_layers
 from ..models.decoding import Reader, linear_of, weight_of

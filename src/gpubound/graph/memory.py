@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..device import usable_bytes
-from ..kernels.record import made_record, record_of
+from ..kernels.tensor_state import made_record, record_of
 from .bounce import apart, copy_bytes
 from .fingerprint import fingerprint
 from .reach import storage_key

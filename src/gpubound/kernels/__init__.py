@@ -39,10 +39,10 @@ from .lora import (
     lora_product as lora_product,
     lora_up as lora_up,
 )
-from .mail import send_words as send_words, take_words as take_words
 from .nf4 import dequantize_nf4 as dequantize_nf4
+from .ngram_speculation import accept as accept, propose as propose
 from .norms import add_rms_norm as add_rms_norm, layer_norm as layer_norm, rms_norm as rms_norm
-from .ops import reference as reference
+from .peer_exchange import send_words as send_words, take_words as take_words
 from .poly_attention import poly_attention as poly_attention, poly_attention_step as poly_attention_step
 from .quantize import (
     quantize as quantize,
@@ -60,6 +60,7 @@ from .quantized_product import (
     quantized_routed_down as quantized_routed_down,
     quantized_routed_gate_up as quantized_routed_gate_up,
 )
+from .registry import reference as reference
 from .rg_lru import rg_lru as rg_lru
 from .richards import (
     Curve as Curve,
@@ -69,7 +70,6 @@ from .richards import (
 )
 from .rope import rope as rope, rope_qkv as rope_qkv
 from .sampling import pick as pick, sample as sample
-from .speculation import accept as accept, propose as propose
 from .tiled_product import (
     tiled_add_product as tiled_add_product,
     tiled_norm_gate_up as tiled_norm_gate_up,

@@ -25,8 +25,8 @@ from torch.autograd.function import once_differentiable
 from ..errors import GraphError
 from ..trace import fallback
 from .add_rows import add_rows
-from .aside import aside
-from .record import ATTRIBUTE, Record, made_record, record_of
+from .side_stream import aside
+from .tensor_state import ATTRIBUTE, Record, made_record, record_of
 
 
 def weight_gradient(weight: Tensor, g: Tensor, x: Tensor) -> Tensor | None:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from .checks import require
-from .choose import implementation
-from .ops import definition, doubles, draw
+from .dispatch import implementation
+from .registry import definition, doubles, draw
 
 STATE = ("updates", "skipped", "loss_scale", "good_steps")  # fp64, carried from step to step
 PLAN = ("apply", "gradient_factor", "decay_factor", "step_size", "inverse_root", "update")  # fp32, for adamw

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from .checks import INTEGERS
-from .choose import implementation
-from .ops import definition, draw, ints
+from .dispatch import implementation
+from .registry import definition, draw, ints
 
 
 def add_rows(table: Tensor, ids: Tensor, rows: Tensor, without: int = -1) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .accumulate import widened
 from .checks import INTEGERS, require_device, require_last
-from .choose import implementation
-from .ops import definition, doubles, draw
+from .dispatch import implementation
+from .registry import definition, doubles, draw
 
 
 def loss_shape(words: int, label_smoothing: float = 0.0, softcap: float | None = None) -> tuple:

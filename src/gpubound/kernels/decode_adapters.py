@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from .checks import require
-from .choose import implementation
-from .ops import definition, draw, ints
+from .dispatch import implementation
 from .plans import power_of_two
+from .registry import definition, draw, ints
 
 EMPTY = 0x7FA00000  # a signalling NaN: what is computed holds quiet ones alone
 NO_ADAPTER, EVERY_ADAPTER = -1, -2  # in place of a row's adapter

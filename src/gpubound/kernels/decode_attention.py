@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from .checks import require
-from .choose import implementation
 from .decode_product import WRITTEN, Norm, capped_, rms_normed
-from .ops import definition, draw, ints, zeros
+from .dispatch import implementation
+from .registry import definition, draw, ints, zeros
 from .rope import draw_angles
 
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from .checks import require
-from .choose import implementation
 from .decode_product import WRITTEN, Norm, check_stream, draw_stream, form, rms_normed
-from .ops import definition, draw, zeros
+from .dispatch import implementation
+from .registry import definition, draw, zeros
 
 
 def norm_rows(x: Tensor, norm: Norm, out: Tensor, dependent: int = 0) -> Tensor:

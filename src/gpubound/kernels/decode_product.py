@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import require
-from .choose import implementation
 from .decode_adapters import StepAdapters, check_adapters, draw_adapters, form_of
-from .mail import Mail, check_mail, example_mail
-from .ops import definition, draw, zeros
+from .dispatch import implementation
+from .peer_exchange import Mail, check_mail, example_mail
+from .registry import definition, draw, zeros
 
 WRITTEN = "it is written in place"
 EARLY, LATE, FENCE, AHEAD = 1, 2, 3, 4  # values of `dependent`; 0 is a plain launch
@@ -167,7 +167,7 @@ def add_product_reference(
 
 
 def send_product(h: Tensor, weight: Tensor, bias: Tensor | None, mail: Mail, dependent: int = 0) -> tuple[Tensor, ...]:
-    """Write h weightᵀ into the boxes of `mail` (mail.py): one device's part of a sum, which `take_words` adds to the stream."""
+    """Write h weightᵀ, a device's part of a sum that `take_words` adds to the stream, into the boxes of `mail`."""
     check_add("send_product", h, weight, bias, h.device)
     check_mail("send_product", mail, (len(h), len(weight)), h.device, fills=True)
     return implementation("send_product", weight)(h, weight, bias, mail, dependent)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from .checks import require_device, require_residual, require_rows, too_wide
-from .choose import implementation
 from .curve import Curve
-from .ops import definition, draw
+from .dispatch import implementation
+from .registry import definition, draw
 from .richards import chosen, draw_free, require_free
 
 NORM = Curve(("nu", "k", "m"), "tanh", k=0.5)

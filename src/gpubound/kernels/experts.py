@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import require
-from .choose import implementation
 from .decode_product import WRITTEN, Norm, check_stream, draw_stream, rms_normed
+from .dispatch import implementation
 from .gated import INFINITE, check_limit
-from .ops import definition, doubles, draw, ints, zeros
+from .registry import definition, doubles, draw, ints, zeros
 
 STACKED = "an expert's weight follows the other's"
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import require_last
-from .choose import implementation
-from .ops import definition, draw
+from .dispatch import implementation
+from .registry import definition, draw
 
 INFINITE = float("inf")
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from .checks import require_columns, require_floating
-from .choose import implementation
+from .dispatch import implementation
 from .norms import layer_norm_reference
-from .ops import definition, draw
+from .registry import definition, draw
 
 
 def group_norm(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:

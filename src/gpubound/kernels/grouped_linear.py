@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import require_device
-from .choose import implementation
-from .ops import definition, draw, ints
+from .dispatch import implementation
+from .registry import definition, draw, ints
 
 FEW = 96  # choices in all, up to which each reads its weight by itself. H200: 172 us, F.grouped_mm 182; of 384 669 and 237
 

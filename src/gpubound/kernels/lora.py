@@ -17,8 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .choose import implementation
-from .dropping import Drop, dropped
+from .adapter_routing import Owners, OwnRanks, check_own_ranks, check_rows, own_columns
+from .dispatch import implementation
+from .hash_dropout import Drop, dropped
 from .lora_checks import (
     BLOCK,
     SHARED_SUMS,
@@ -28,9 +29,8 @@ from .lora_checks import (
     check_matrices,
     check_outputs,
 )
-from .ops import definition, draw, frozen, ints
-from .plans.rules import LARGE, WAVE
-from .rows import Owners, OwnRanks, check_own_ranks, check_rows, own_columns
+from .plans.defaults import LARGE, WAVE
+from .registry import definition, draw, frozen, ints
 
 
 def lora_down(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .checks import require, require_device
-from .dropping import Drop
+from .hash_dropout import Drop
 
 BLOCKS, BLOCK = 3, 16  # an op takes at most 3 blocks; each has a multiple of 16 outputs
 # Of one call, at most. Programs share sums where a GPU has more multiprocessors than there are tiles of columns, each of which

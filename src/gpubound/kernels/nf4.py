@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..device import constant
 from .checks import require
-from .choose import implementation
-from .ops import definition, draw
+from .dispatch import implementation
+from .registry import definition, draw
 
 CODE = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,

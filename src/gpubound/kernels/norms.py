@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .checks import require_residual, require_rows, too_wide
-from .choose import implementation
-from .ops import definition, draw, frozen
+from .dispatch import implementation
+from .registry import definition, draw, frozen
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:

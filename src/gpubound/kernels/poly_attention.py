@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from .checks import require
-from .choose import implementation
-from .ops import definition, draw, ints
+from .dispatch import implementation
+from .registry import definition, draw, ints
 
 DEGREES = (1, 3, 5, 7)
 WIDEST_HEAD = 128

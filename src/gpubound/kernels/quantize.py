@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..device import constant
 from .checks import require, too_wide
-from .choose import implementation
+from .dispatch import implementation
 from .gated import check_half, swiglu_backward_reference, swiglu_reference
-from .ops import definition, doubles, draw
+from .registry import definition, doubles, draw
 
 FINE = torch.float8_e4m3fn
 LARGEST = {FINE: 448.0, torch.float8_e5m2: 57344.0}

@@ -1,4 +1,5 @@
-"""A decoding step's products with packed weights (packed.py): of whole weights, as in decode_product.py, and of a sparse MLP's
+"""A decoding step's products with packed weights (packed_weights.py): of whole weights, as in decode_product.py, and of a
+sparse MLP's
 experts, as in experts.py. Everything is written in place.
 
 The experts' weights are packed as one, whose rows are those of one expert after the other. Which experts a row is given is read
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .checks import require
-from .choose import implementation
 from .decode_product import (
     WRITTEN,
     Norm,
@@ -25,6 +25,7 @@ from .decode_product import (
     norm_gate_up_reference,
     norm_product_reference,
 )
+from .dispatch import implementation
 from .experts import (
     add_routed_reference,
     check_apart,
@@ -35,8 +36,8 @@ from .experts import (
     routed_gate_up_reference,
 )
 from .gated import INFINITE, check_limit
-from .ops import definition, draw, ints, zeros
-from .packed import BIAS, BITS, GROUP, MX, Packed, pack, pack_fp4, unpack
+from .packed_weights import BIAS, BITS, GROUP, MX, Packed, pack, pack_fp4, unpack
+from .registry import definition, draw, ints, zeros
 
 
 def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:

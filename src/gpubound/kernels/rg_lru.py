@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import require_device, require_last
-from .choose import implementation
-from .ops import definition, draw
+from .dispatch import implementation
+from .registry import definition, draw
 
 POWER = 8.0
 LEAST = -80.0  # of log a: exp of less is 0 in fp32, and sums of many such logs stay finite

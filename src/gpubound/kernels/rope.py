@@ -7,8 +7,8 @@ cos and sin are constants here: no gradient reaches them.
 import torch
 from torch import Tensor
 
-from .choose import implementation
-from .ops import definition, draw
+from .dispatch import implementation
+from .registry import definition, draw
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from .checks import require
-from .choose import implementation
-from .ops import definition, doubles, draw, ints
+from .dispatch import implementation
+from .registry import definition, doubles, draw, ints
 
 
 class Rows(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from ..device import entered
-from .ops import OPS, load
+from .registry import OPS, load
 
 # Relative error allowed between a kernel and the reference, by the dtype of the call: summation order, tf32 where the op holds
 # a product, and rounding on the way (2^-11, 2^-8 a time). A wrong kernel is off by far more. Bytes are moved, and stay equal.

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .checks import require
-from .choose import implementation
 from .decode_product import (
     WRITTEN,
     Norm,
@@ -29,7 +28,8 @@ from .decode_product import (
     norm_product_reference,
     side_by_side,
 )
-from .ops import definition, draw, frozen, zeros
+from .dispatch import implementation
+from .registry import definition, draw, frozen, zeros
 
 MOST = 32  # rows
 WIDE = 1064  # columns of an example: a slice of weights, which a program walks along by, and a part of another

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels import rope, rope_qkv
-from ..kernels.choose import Call, transformed
-from .linear_site import multiply
+from ..kernels.dispatch import Call, transformed
+from .fused_weights import Kernels, Projecting, Stacked, run_linear
+from .linear_product import multiply
 from .norm import RMSNorm
-from .stacked import Kernels, Projecting, Stacked, run_linear
 
 Rope = tuple[Tensor, Tensor]
 """cos and sin in fp32: (T, D/2), or (B, T, D/2) where rows have positions of their own"""

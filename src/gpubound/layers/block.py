@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ..device import constant
 from ..trace import fallback
 from .attention import Rope
+from .fused_weights import Projecting, hooked
 from .norm import RMSNorm
-from .stacked import Projecting, hooked
 
 
 class Block(nn.Module):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..kernels import Curve, add_dynamic_tanh, add_richards_norm, dynamic_tanh, richards_norm
 from ..kernels.dynamic_tanh import NORM
 from . import recompute
+from .fused_weights import Kernels
 from .richards import CurveNumbers, at_least_fp32
-from .stacked import Kernels
 
 
 class _Elementwise(nn.Module):

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ..kernels import quantize, quantize_swiglu, quantize_swiglu_backward
 from ..kernels.accumulate import deliver_product, weight_gradients
-from ..kernels.choose import Call
+from ..kernels.dispatch import Call
 from ..kernels.quantize import LARGEST, MULTIPLE, scaled_product
 from ..trace import fallback
-from .linear_site import check_unchanged
-from .site_parts import AS_IT_IS, Format, Joined, format_of, rows_of
+from .linear_formats import AS_IT_IS, Format, Joined, format_of, rows_of
+from .linear_product import check_unchanged
 
 FINE, WIDE = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENT = WIDE

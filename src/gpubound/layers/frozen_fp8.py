@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..kernels.quantize import FINE, MULTIPLE, has_cores, quantize_rows, scaled_product, transpose
 from ..trace import fallback
-from .frozen import Frozen
-from .site_parts import Joined, format_of, rows_of
+from .linear_formats import Joined, format_of, rows_of
+from .quantized_base import Frozen
 
 
 class InFp8(Frozen):

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from ..kernels import geglu, swiglu, swiglu_backward
 from ..kernels.accumulate import deliver, weight_gradient
-from ..kernels.choose import Call, transformed
+from ..kernels.dispatch import Call, transformed
 from . import recompute
-from .linear_site import check_dtypes, check_unchanged, multiply
-from .site_parts import AS_IT_IS, Joined, format_of
-from .stacked import Kernels, Projecting, Stacked, bare, run_linear
+from .fused_weights import Kernels, Projecting, Stacked, bare, run_linear
+from .linear_formats import AS_IT_IS, Joined, format_of
+from .linear_product import check_dtypes, check_unchanged, multiply
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -111,7 +111,7 @@ def gated_down(packed: Tensor, weight: Tensor, unit: Unit = SWIGLU, small: Seque
 
 
 class _GatedDown(torch.autograd.Function):
-    """The Parameters are kept on ctx for their main_grad, as in layers/linear_site.py."""
+    """The Parameters are kept on ctx for their main_grad, as in layers/linear_product.py."""
 
     @staticmethod
     def forward(ctx, packed, plain, weight, unit, *small):

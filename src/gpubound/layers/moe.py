@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..kernels import swiglu
 from ..kernels.grouped_linear import by_group, not_trained
 from ..trace import fallback
-from .stacked import Kernels
+from .fused_weights import Kernels
 
 
 class Router(nn.Module):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..kernels import add_rms_norm, rms_norm
 from . import recompute
-from .stacked import Kernels
+from .fused_weights import Kernels
 
 
 class RMSNorm(nn.Module):

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import poly_attention, poly_attention_step
-from ..kernels.choose import Call
+from ..kernels.dispatch import Call
 from ..kernels.poly_attention import EVEN
 from ..kernels.richards import GATE
 from .attention import Attention, Rope
+from .fused_weights import Kernels, run_linear
 from .richards import RichardsCurve, given
-from .stacked import Kernels, run_linear
 
 TABLE_SPREAD = 0.02
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels.choose import transformed
-from ..kernels.record import made_record, record_of
+from ..kernels.dispatch import transformed
+from ..kernels.tensor_state import made_record, record_of
 
 LEAST_BYTES: float = 8 << 20  # of a result that is computed again
 KEEP_ALL = float("inf")

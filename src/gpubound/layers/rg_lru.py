@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import rg_lru
-from ..kernels.choose import Call
+from ..kernels.dispatch import Call
 from ..kernels.rg_lru import POWER
 from .attention import Rope
-from .stacked import Kernels, Projecting, Stacked, run_linear
+from .fused_weights import Kernels, Projecting, Stacked, run_linear
 
 REMEMBERED = (0.9, 0.999)  # what a channel keeps of its state in a token whose gate is open, at first: drawn between these
 

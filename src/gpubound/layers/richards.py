@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import Curve, richards, richards_glu, richards_glu_backward
-from ..kernels.choose import Call
 from ..kernels.curve import NAMES
+from ..kernels.dispatch import Call
 from ..kernels.richards import GATE, VALUE
 from . import recompute
-from .linear_site import multiply
+from .fused_weights import Kernels, Projecting, Stacked, run_linear
+from .linear_formats import AS_IT_IS, format_of
+from .linear_product import multiply
 from .mlp import Unit, gated_down, trained_weight
-from .site_parts import AS_IT_IS, format_of
-from .stacked import Kernels, Projecting, Stacked, run_linear
 
 
 class CurveNumbers(nn.Module):

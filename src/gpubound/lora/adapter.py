@@ -1,4 +1,4 @@
-"""A low-rank adapter of a linear product: y += scale · drop(x) aᵀ bᵀ, as a part of its site (layers/linear_site.py).
+"""A low-rank adapter of a linear product: y += scale · drop(x) aᵀ bᵀ, as a part of its site (layers/linear_product.py).
 
 Several of them, on one weight or on weights that are multiplied as one, are computed together: x is read once for all of their
 aᵀ, and once more for all of their gradients. For backward they keep x and the narrow product h.
@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.accumulate import join_rows
-from ..kernels.adapters import adapter_gradients, blocks_of
-from ..kernels.dropping import Drop, drawn
+from ..kernels.adapter_routing import Owners, OwnRanks
+from ..kernels.hash_dropout import Drop, drawn
 from ..kernels.lora import lora_down, lora_up
-from ..kernels.rows import Owners, OwnRanks
-from ..layers.site_parts import Adapter, Factors, Spanning, adapters_of, is_sharded, rows_of, shape_of
-from ..layers.stacked import Projecting, foreign, site_of
+from ..kernels.lora_grads import adapter_gradients, blocks_of
+from ..layers.fused_weights import Projecting, foreign, site_of
+from ..layers.linear_formats import Adapter, Factors, Spanning, adapters_of, is_sharded, rows_of, shape_of
 from ..trace import fallback
 from .packing import COLUMNS, pack
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from ..device import without_autocast
-from ..kernels.record import seen
-from ..layers.site_parts import shape_of
-from ..layers.stacked import multiply_by_records
+from ..kernels.tensor_state import seen
+from ..layers.fused_weights import multiply_by_records
+from ..layers.linear_formats import shape_of
 from .adapter import pack_adapters
 from .base import check, check_no_step, kind_of, quantize_base
 from .pair import Pair, is_number

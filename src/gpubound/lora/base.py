@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..layers.frozen import Base, Frozen, InInt8, InNf4
 from ..layers.frozen_fp8 import InFp8
-from ..layers.site_parts import format_of, is_sharded
-from ..layers.stacked import Stacked, multiply_by_records
+from ..layers.fused_weights import Stacked, multiply_by_records
+from ..layers.linear_formats import format_of, is_sharded
+from ..layers.quantized_base import Base, Frozen, InInt8, InNf4
 from ..trace import fallback, notice
 from ..words import readable
 from .experts import ExpertStack

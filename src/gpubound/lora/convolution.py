@@ -1,7 +1,7 @@
 """Adapters of nn.Conv2d, in PEFT's form: a is a convolution like the layer's own with `rank` channels, b one of a single pixel.
 
 The layer's forward adds them, in torch's own convolutions. One of a single pixel whose images lie channels last is a product of
-rows, and runs as one (layers/linear_site.py).
+rows, and runs as one (layers/linear_product.py).
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.accumulate import widened
-from ..layers.linear_site import linear
+from ..layers.linear_product import linear
 from .adapter import LowRank
 from .pair import Pair
 from .pairs import ForwardAdapters, on

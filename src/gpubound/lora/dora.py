@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from ..device import without_autocast
 from ..kernels.accumulate import deliver
-from ..kernels.dropping import Drop, drawn, dropped
-from ..layers.frozen import written
-from ..layers.site_parts import Adapter, format_of, rows_of, whole
+from ..kernels.hash_dropout import Drop, drawn, dropped
+from ..layers.linear_formats import Adapter, format_of, rows_of, whole
+from ..layers.quantized_base import written
 from ..trace import fallback
 from .pair import Pair
 

@@ -5,12 +5,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..kernels.adapters import blocks_of
-from ..kernels.choose import Call
+from ..kernels.dispatch import Call
 from ..kernels.lora import product_size
+from ..kernels.lora_grads import blocks_of
+from ..layers.fused_weights import Projecting
+from ..layers.linear_formats import AS_IT_IS, Format, adapters_of, format_of
 from ..layers.norm import RMSNorm
-from ..layers.site_parts import AS_IT_IS, Format, adapters_of, format_of
-from ..layers.stacked import Projecting
 from .adapter import LowRank
 
 MANY = 1 << 20  # tokens of a batch that does not say how many it has

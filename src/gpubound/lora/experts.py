@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..kernels.accumulate import widened
 from ..kernels.grouped_linear import by_group
-from ..layers.site_parts import ADAPTERS
+from ..layers.linear_formats import ADAPTERS
 from .pair import Pair
 from .pairs import ForwardAdapters
 

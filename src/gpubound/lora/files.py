@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import DataError
 from ..files import check_replaceable, make_folder, read_json, reading, regular, replacing, write_whole
-from ..layers.site_parts import shape_of
+from ..layers.linear_formats import shape_of
 from ..trace import fallback
 from .add import AdapterOptions, attach
 from .dora import DoraPair

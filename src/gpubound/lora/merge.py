@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ..device import without_autocast
-from ..layers.frozen import Base
-from ..layers.site_parts import format_of, is_sharded
+from ..layers.linear_formats import format_of, is_sharded
+from ..layers.quantized_base import Base
 from .add import take_out
 from .dora import DoraPair
 from .pair import Pair

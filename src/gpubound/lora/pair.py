@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..layers.own_storage import own_storages
-from ..layers.site_parts import Adapter, shape_of
+from ..layers.linear_formats import Adapter, shape_of
+from ..layers.state_dict_storage import own_storages
 from .adapter import LowRank
 
 SCALING = ("alpha", "rslora")  # what its scale is made of

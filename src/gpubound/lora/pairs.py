@@ -2,8 +2,8 @@
 
 A layer's adapters are its child `lora`, by name: `model.layers.0.self_attn.q_proj.lora.default.a`. So parameters(), state_dict,
 `.to()` and optimizers see them. What multiplies by the layer's weight sees those that are on, through the weight's record
-(kernels/record.py). One that is off or merged is not in the record, so it costs nothing. Before each product the adapters look
-whether the record is the one that they left (`follow`): another weight may stand in its place.
+(kernels/tensor_state.py). One that is off or merged is not in the record, so it costs nothing. Before each product the adapters
+look whether the record is the one that they left (`follow`): another weight may stand in its place.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..kernels.record import drop_record, made_record, seen
-from ..layers.site_parts import ADAPTERS, Adapter, adapters_of
-from ..layers.stacked import as_torch_has_it
+from ..kernels.tensor_state import drop_record, made_record, seen
+from ..layers.fused_weights import as_torch_has_it
+from ..layers.linear_formats import ADAPTERS, Adapter, adapters_of
 from .pair import Pair
 from .per_row import PerRow
 

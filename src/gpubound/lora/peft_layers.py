@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layers.stacked import READERS, LinearSite, describe, hooked, plain
+from ..layers.fused_weights import READERS, LinearSite, describe, hooked, plain
 from .adapter import LowRank
 from .per_row import PerRow
 from .rows import Routing

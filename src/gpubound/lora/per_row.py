@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.accumulate import one_matrix
-from ..kernels.adapters import adapter_gradients
-from ..kernels.dropping import Drop
-from ..kernels.rows import own_columns
+from ..kernels.adapter_routing import own_columns
+from ..kernels.hash_dropout import Drop
+from ..kernels.lora_grads import adapter_gradients
 from .adapter import LowRank
 from .packing import COLUMNS
 

@@ -1,8 +1,8 @@
 """Several adapters in one batch: each of its rows has one of them, or none.
 
 The adapters of a weight become one (per_row.py), and a row keeps of its narrow product h the columns of its own adapter
-(kernels/rows.py). So x is read once for all adapters, forward and backward. Which adapter a row has is read on the device: a
-captured step takes other numbers at each replay.
+(kernels/adapter_routing.py). So x is read once for all adapters, forward and backward. Which adapter a row has is read on the
+device: a captured step takes other numbers at each replay.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ..kernels.rows import Owners
+from ..kernels.adapter_routing import Owners
 from .adapter import pack_adapters
 from .pair import Pair
 from .pairs import Adapters, adapted_layers, pairs

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.accumulate import widened
-from ..layers.vocabulary import table_rows
+from ..layers.embedding_and_head import table_rows
 from .pair import Pair
 from .pairs import ForwardAdapters, on
 

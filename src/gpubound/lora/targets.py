@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from ..kernels.record import seen
-from ..layers.frozen import OnlyCodes
-from ..layers.site_parts import format_of, is_sharded, shape_of
-from ..layers.vocabulary import head_of
+from ..kernels.tensor_state import seen
+from ..layers.embedding_and_head import head_of
+from ..layers.linear_formats import format_of, is_sharded, shape_of
+from ..layers.quantized_base import OnlyCodes
 from ..trace import fallback
 from .convolution import ConvAdapters
 from .dora import DoraPair

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ..kernels.decode_attention import turn
 from ..kernels.decode_product import ACTIVATIONS, Norm, capped_
 from ..layers.attention import Angles
-from ..layers.site_parts import adapters_of
-from ..layers.stacked import site_of
+from ..layers.fused_weights import site_of
+from ..layers.linear_formats import adapters_of
 from .placing import ACTIVATIONS as NAMES, activation_name
 from .rotary import FIXED, HFAngles, rope_types
 

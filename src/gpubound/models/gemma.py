@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..layers.attention import Attention, Rope, RopeTable
 from ..layers.block import run_blocks
-from ..layers.stacked import Kernels
+from ..layers.fused_weights import Kernels
 from .decoding import Reader
 from .parts import HFMLP, HFAttention, HFShiftedNorm, attention, mlp, norm
 from .placing import Maker, Swap

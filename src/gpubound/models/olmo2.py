@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ..layers.attention import Rope
-from ..layers.stacked import Kernels
+from ..layers.fused_weights import Kernels
 from .decoding import Reader
 from .parts import HFMLP, HFAttention, HFNorm, attention, mlp, norm
 from .placing import Maker

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.choose import Call
-from ..layers.vocabulary import LMLoss, lm_loss, logits_loss, plain_head
+from ..kernels.dispatch import Call
+from ..layers.embedding_and_head import LMLoss, lm_loss, logits_loss, plain_head
 from ..trace import fallback
 
 INTO_STREAM = ("o_proj.weight", "down_proj.weight", "down_proj")

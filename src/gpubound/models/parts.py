@@ -14,9 +14,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kernels import rms_norm
 from ..layers.attention import Attention, Rope, attend, turn_calls
+from ..layers.fused_weights import Kernels, Stacked, hooked
 from ..layers.mlp import MLP, gated_calls
 from ..layers.norm import RMSNorm
-from ..layers.stacked import Kernels, Stacked, hooked
 from .placing import ACTIVATIONS, BATCH, TOKENS, Case, Delegating, Swap, activation_name, random_case
 from .rotary import halves
 

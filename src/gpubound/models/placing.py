@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.choose import Call
+from ..kernels.dispatch import Call
 from ..layers import LMLoss
 from ..trace import count
 

@@ -17,9 +17,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from ..kernels.cross_entropy import loss_shape
 from ..layers.attention import RopeTable
 from ..layers.block import run_block, run_blocks
+from ..layers.embedding_and_head import LOSS, lm_loss, look_up, why_whole
+from ..layers.fused_weights import Kernels, bare, describe, hooked
 from ..layers.norm import RMSNorm
-from ..layers.stacked import Kernels, bare, describe, hooked
-from ..layers.vocabulary import LOSS, lm_loss, look_up, why_whole
 from .keywords import cache_in, cache_word
 from .parts import HFMLP, HFAttention, HFNorm
 from .placing import Delegating, Swap, made_up, mode

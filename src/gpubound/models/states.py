@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layers.vocabulary import head_of, why_whole
+from ..layers.embedding_and_head import head_of, why_whole
 from .placing import mode
 
 

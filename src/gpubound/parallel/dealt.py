@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
-from ..kernels.record import record_of, share_record
-from ..layers.frozen import Base
-from ..layers.site_parts import is_sharded
+from ..kernels.tensor_state import record_of, share_record
+from ..layers.linear_formats import is_sharded
+from ..layers.quantized_base import Base
 from ..lora.pairs import Adapters
 from .ranks import ranks_of
 from .waiting import Waits

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..layers.site_parts import is_sharded as is_sharded, whole
+from ..layers.linear_formats import is_sharded as is_sharded, whole
 from .ranks import Ranks
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
-from ..kernels.clock import Stamps, can_stamp
+from ..kernels.device_timestamps import Stamps, can_stamp
 from .peers import PeerSums
 from .ranks import Ranks
 

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import Parameter
 
 from ..device import grow_segments
-from ..kernels.record import record_of
-from ..layers.frozen import Base
-from ..layers.site_parts import format_of, is_sharded
+from ..kernels.tensor_state import record_of
+from ..layers.linear_formats import format_of, is_sharded
+from ..layers.quantized_base import Base
 from ..lora.peft_layers import of_peft
 from .dealt import give_gathered, has_parts, join_records, units
 from .drawn import Drawing, key_of
@@ -209,7 +209,7 @@ def _give_room(part: nn.Module, device: torch.device, dtype: torch.dtype) -> Non
 
 def _as_floats(part: nn.Module) -> None:
     """Codes as fp32 numbers of the same bits: fully_shard takes no integers in torch 2.11, and gloo no numbers of 8 bits. Where
-    they are gathered they become codes again (layers/frozen.py)."""
+    they are gathered they become codes again (layers/quantized_base.py)."""
     for module in part.modules():
         if isinstance(module, Base) and not is_sharded(weight := module.layer.weight):
             weight.data = weight.data.view(torch.float32)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels.choose import Call
-from ..layers.overlap import overlapping
-from ..layers.site_parts import format_of
+from ..kernels.dispatch import Call
+from ..layers.linear_formats import format_of
+from ..layers.shared_memory import overlapping
 from ..models.placing import Swap, reads_tokens
 from ..models.registry import role_of, swaps_of
 from .fused import adopt, is_placed

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import device as facts
-from ..layers.stacked import Projecting
+from ..layers.fused_weights import Projecting
 from ..models.registry import fused_types
 from .fused import MARK, Fused, release
 from .verify import Agreement

@@ -14,9 +14,9 @@ from torch import nn
 
 from .. import device as facts
 from ..errors import PlaceError
-from ..kernels.choose import hasten, runs
+from ..kernels.dispatch import hasten, runs
+from ..layers.fused_weights import Projecting
 from ..layers.richards import CurveNumbers
-from ..layers.stacked import Projecting
 from ..lora import peft_layers as peft_layers  # from now on, projections that PEFT has adapted are read
 from ..trace import fallback
 from . import candidates

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import FallbackError, GpuboundError
 from ..layers import recompute
-from ..layers.frozen import by_numbers
+from ..layers.quantized_base import by_numbers
 from ..models.placing import Case, mode, noise
 
 FACTOR = 2.0

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from ..layers.site_parts import shape_of
+from ..layers.linear_formats import shape_of
 from ..lora.base import FORMATS, suited
 from ..lora.pairs import adapted_layers
 from ..models.llama.decoder import Decoder

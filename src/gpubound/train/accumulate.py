@@ -19,8 +19,8 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..kernels.accumulate import Taker, accumulator, close_sums, deliver_all, open_sums
-from ..kernels.aside import Side
-from ..kernels.record import drop_record, made_record
+from ..kernels.side_stream import Side
+from ..kernels.tensor_state import drop_record, made_record
 from ..parallel import Ranks
 from ..parallel.peers import PeerSums
 from ..parallel.reduction import Reduction

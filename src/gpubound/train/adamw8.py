@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.adamw import BLOCK, adamw8, decode, encode, number
-from ..kernels.record import made_record
+from ..kernels.tensor_state import made_record
 from ..parallel.pieces import is_sharded
 from .flat_buffers import FlatLayout, Group
 from .optimizer import AdamW, FlatAdamW

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import lora
 from ..errors import DataError
-from ..layers.frozen import Base
+from ..layers.quantized_base import Base
 from ..lora.add import INITS
 from ..lora.base import FORMATS, suited
 from ..models.folder import weight_files

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..device import products
-from ..kernels.choose import hasten
+from ..kernels.dispatch import hasten
 from ..lora import early
 from ..models.placing import put_back
 from ..parallel import ALONE, Ranks

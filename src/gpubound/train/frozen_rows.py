@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..layers.site_parts import format_of
+from ..layers.linear_formats import format_of
 from ..parallel import Ranks
 from ..parallel.pieces import is_sharded
 from ..parallel.reduction import Reduction

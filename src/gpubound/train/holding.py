@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..kernels.aside import Side
-from ..layers.vocabulary import head_of
+from ..kernels.side_stream import Side
+from ..layers.embedding_and_head import head_of
 from ..parallel import Ranks
 from ..parallel.peers import peer_sums
 from ..parallel.waiting import Waited

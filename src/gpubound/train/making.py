@@ -9,7 +9,7 @@ from torch import nn
 
 from ..corpus import Tokenizer
 from ..errors import DataError
-from ..layers.vocabulary import head_of
+from ..layers.embedding_and_head import head_of
 from ..lora.base import FORMATS, InCodes, encode as put_into_codes, tell
 from ..models.registry import family_of, is_named
 from ..models.storing import read_parts

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 from torch.utils.hooks import RemovableHandle
 
-from ..layers.frozen import OnlyCodes
+from ..layers.quantized_base import OnlyCodes
 from ..lora import peft_layers
 from ..lora.pair import Pair
 from ..lora.pairs import AdaptedForward, Adapters

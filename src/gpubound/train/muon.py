@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..device import fast_16bit
-from ..layers.vocabulary import head_of
+from ..layers.embedding_and_head import head_of
 from .adamw8 import AdamW8bit
 from .flat_buffers import MUON, FlatLayout, FlatSlot, Group, lay_out
 from .optimizer import AdamW, FlatAdamW

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from ..kernels import adamw, plan_update
 from ..kernels.adamw import plan_shape
-from ..kernels.choose import hasten
+from ..kernels.dispatch import hasten
 from .flat_buffers import ADAMW, FlatLayout, Group, Weights, lay_out, matrices
 from .precision import Precision
 from .schedule import Schedule, is_rate

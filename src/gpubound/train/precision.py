@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from ..device import label
 from ..kernels.quantize import CAPABILITY, MULTIPLE
-from ..kernels.record import drop_record, made_record
+from ..kernels.tensor_state import drop_record, made_record
 from ..layers.fp8 import SMALLEST, Fp8, new_states, renew
-from ..layers.site_parts import is_sharded
-from ..layers.stacked import multiply_by_records
+from ..layers.fused_weights import multiply_by_records
+from ..layers.linear_formats import is_sharded
 from ..trace import fallback
 from .flat_buffers import FlatLayout, FlatSlot
 from .recompute import find_blocks

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from ..device import plainly
 from ..graph import Captured
-from ..kernels.choose import Call, hasten
+from ..kernels.dispatch import Call, hasten
 from ..layers import fp8
-from ..layers.own_storage import give_own_storages
+from ..layers.state_dict_storage import give_own_storages
 from ..lora import early
 from ..lora.adapter import pack_adapters
 from ..models.own import LanguageModel

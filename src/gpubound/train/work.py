@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..layers.site_parts import size_of
+from ..layers.linear_formats import size_of
 from ..models.registry import Sizes
 from .recompute import blocks_of
 

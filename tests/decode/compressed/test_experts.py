@@ -8,7 +8,7 @@ import torch
 from gpubound.decode.compressed import experts
 from gpubound.decode.compressed.experts import CodedExperts, LiveExperts, experts_of
 from gpubound.kernels.decode_product import Norm
-from gpubound.kernels.packed import pack_fp4, unpack
+from gpubound.kernels.packed_weights import pack_fp4, unpack
 from tests.messages import message
 
 COUNT, WIDTH, HIDDEN, TOKENS, SLOTS = 5, 32, 64, 11, 3

@@ -10,8 +10,8 @@ import torch
 import gpubound as gb
 from gpubound.decode.step_graphs import LaunchWay
 from gpubound.decode.tensors import body as sliced_body, peers
-from gpubound.kernels import mail
-from gpubound.kernels.mail import Mail
+from gpubound.kernels import peer_exchange
+from gpubound.kernels.peer_exchange import Mail
 from tests.messages import message
 
 from .. import cases
@@ -119,14 +119,14 @@ def test_devices_at_once_wait_for_each_other(devices, way, monkeypatch):
 
 def test_what_compiles_beforehand_is_what_is_called(monkeypatch):
     """In the same forms: another would be compiled and tested in vain, and this one at the first request."""
-    named, called, own = [], set(), mail.implementation
+    named, called, own = [], set(), peer_exchange.implementation
     monkeypatch.setattr(sliced_body, "hasten", lambda calls, *where: named.extend(calls))
 
     def asked(op, like, unable=None, shape=()):
         called.add((op, shape))
         return own(op, like, unable, shape)
 
-    monkeypatch.setattr(mail, "implementation", asked)
+    monkeypatch.setattr(peer_exchange, "implementation", asked)
     sliced(verify=False).generate(cases.PROMPT, max_new_tokens=2)
     assert called == {("send_words", (0,)), ("take_words", (False,)), ("take_words", (True,))} and called <= {*named}
 

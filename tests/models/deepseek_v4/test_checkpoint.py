@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 import gpubound as gb
 from gpubound import trace
 from gpubound.errors import DataError
-from gpubound.kernels.packed import E2M1, unpack
-from gpubound.layers.frozen import numbers_of
+from gpubound.kernels.packed_weights import E2M1, unpack
+from gpubound.layers.quantized_base import numbers_of
 from gpubound.models.deepseek_v4 import checkpoint
 from gpubound.models.deepseek_v4.checkpoint import load_coded, numbers
 from gpubound.models.foreign import load_foreign

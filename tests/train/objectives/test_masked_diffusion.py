@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gpubound import Decoder, DecoderConfig, trace
-from gpubound.layers.noise import spread_times
+from gpubound.layers.diffusion_schedule import spread_times
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.objectives.masked_diffusion import MaskedDiffusion
 

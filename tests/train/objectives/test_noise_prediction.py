@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpubound.layers.noise import TARGETS
+from gpubound.layers.diffusion_schedule import TARGETS
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.objectives.noise_prediction import NoisePrediction
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...errors import GenerateError
-from ...kernels.chain import chained
+from ...kernels.dependent_launch import chained
 from ...models.decoding import weight_of
 from ...models.deepseek_v4.family import CompressedReader
 from ...models.deepseek_v4.weights import StreamedLayerWeights

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...kernels import dequantize, quantized_routed_down, quantized_routed_gate_up, routed_down, routed_gate_up, swiglu
 from ...kernels.decode_product import Norm
-from ...kernels.packed import Packed
+from ...kernels.packed_weights import Packed
 from ...models.deepseek_v4.weights import MixtureWeights
 from ..moe import each_expert, grouped, not_grouped
 

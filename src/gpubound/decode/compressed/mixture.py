@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.chain import ahead
+from ...kernels.dependent_launch import ahead
 from ...models.deepseek_v4.kernels import choose_experts
 from ...models.deepseek_v4.kernels.chosen_experts import Gated
 from ...models.deepseek_v4.weights import MixtureWeights

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.packed import GROUP, Packed
+from ...kernels.packed_weights import GROUP, Packed
 from ...models.deepseek_v4.kernels.fp8_blocks import Fp8Blocks
 from ...models.deepseek_v4.weights import CompressedWeights, LatentWeights, LinearWeights, MixtureWeights, StreamedLayerWeights
 from ..tensors.plan import SlicePlan

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...errors import GenerateError
-from ...layers.visiting import visiting
+from ...layers.offload_forward import visiting
 from ...models.deepseek_v4.strict import rounded
 from ..certificate import MISSED_LIMIT
 from ..reference import Choices

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...kernels.choose import hasten
+from ...kernels.dispatch import hasten
 from ...models.decoding import Reader, weight_of
 from ...models.registry import reader_of
 from ..calls import step_calls

@@ -17,8 +17,8 @@ from torch import Tensor
 from ...device import entered
 from ...errors import GenerateError
 from ...kernels import send_words
-from ...kernels.choose import hasten
 from ...kernels.decode_product import capped_
+from ...kernels.dispatch import hasten
 from ...models.registry import reader_of
 from ...trace import notice
 from ...words import readable

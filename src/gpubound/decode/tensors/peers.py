@@ -1,10 +1,10 @@
 """What one device tells the others in a step: the boxes of all exchanges, and how each device uses them.
 
 A step has three kinds of exchange. The first device tells the others what it chose: the stream of the next token and its
-position, or the token itself. Every part of a layer is a sum over all devices (`kernels/mail.py`): attention and MLP have a
-box each, so they take turns. At the end the others hand the first their stretch of the logits, or of their partial maxima. A
-box of the last and of the first kind is written once a step, after the other kind has been answered: so none is written before
-it was read.
+position, or the token itself. Every part of a layer is a sum over all devices (`kernels/peer_exchange.py`): attention and MLP
+have a box each, so they take turns. At the end the others hand the first their stretch of the logits, or of their partial
+maxima. A box of the last and of the first kind is written once a step, after the other kind has been answered: so none is
+written before it was read.
 
 A kernel that sends waits for nobody, and one that waits has sent before. So devices may compute at once (graphs.py), or one
 after the other, if all send before any takes.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import send_words, take_words
-from ...kernels.mail import POLLS, Mail, addresses_of, new_state
+from ...kernels.peer_exchange import POLLS, Mail, addresses_of, new_state
 
 SUMS = ("attention", "mlp")  # the boxes that sums take turns with
 

@@ -15,7 +15,7 @@ once (`early_bytes`), whether its copies are out of date (`changed`), and what i
 
 from typing import Any
 
-from ...kernels.packed import KINDS
+from ...kernels.packed_weights import KINDS
 from .own import OwnWeights
 from .packed import PackedWeights
 

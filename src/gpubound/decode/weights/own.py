@@ -17,7 +17,7 @@ from ...kernels import (
     tiled_norm_gate_up,
     tiled_norm_product,
 )
-from ...kernels.mail import Mail
+from ...kernels.peer_exchange import Mail
 from ...models.decoding import Linear
 from ..lora import AddedProduct, given
 

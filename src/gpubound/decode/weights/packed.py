@@ -1,8 +1,8 @@
 """Packed weights: int8, int4 or fp8 copies of a model's matrices, made when the decoder is.
 
-A step reads the packed weights alone (kernels/packed.py says how they lie). Prompts, and many rows at once, have products for
-tensor cores: a layer's weights are unpacked to a scratch that all layers share, and multiplied there. The embedding, norms and
-biases are not packed.
+A step reads the packed weights alone (kernels/packed_weights.py says how they lie). Prompts, and many rows at once, have
+products for tensor cores: a layer's weights are unpacked to a scratch that all layers share, and multiplied there. The
+embedding, norms and biases are not packed.
 
 The copies are of the weights as they were. `changed` names one that has changed since (versions.py) at the next request, and
 all of them are packed again, a layer at a time.
@@ -23,7 +23,7 @@ from ...kernels import (
     quantized_norm_product,
     quantized_routed_gate_up,
 )
-from ...kernels.packed import Packed, pack, pack_gate_up, pack_stacked, unpack
+from ...kernels.packed_weights import Packed, pack, pack_gate_up, pack_stacked, unpack
 from ...models.decoding import Linear
 from ...trace import notice
 from ..lora import AddedProduct

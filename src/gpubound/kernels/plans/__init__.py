@@ -4,11 +4,11 @@ A plan is taken from the first of these that knows the job and fits the GPU in h
 
 1. TRIED: what a test or a running search wants
 2. what a launch has found: the compiler asked for more than the GPU has, and the next smaller plan was taken
-3. what a search found on this architecture          searched.py
-4. the op's rule, made smaller until it fits         rules.py
+3. what a search found on this architecture          tuned.py
+4. the op's rule, made smaller until it fits         defaults.py
 
 So no plan raises. Where even the least is too large for a GPU, the launch says so to the op's self-test, and the call takes the
-reference, counted as a fallback (choose.py).
+reference, counted as a fallback (dispatch.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,9 @@ import torch
 
 from ...device import chip, constant
 from ...trace import count, notice
-from .kinds import (
+from .defaults import RULES as RULES, WIDEST as WIDEST
+from .tuned import SEARCHED, Key
+from .types import (
     ADAPTED as ADAPTED,
     SPARE as SPARE,
     Job as Job,
@@ -28,8 +30,6 @@ from .kinds import (
     job_of as job_of,
     power_of_two as power_of_two,
 )  # fmt: skip
-from .rules import RULES as RULES, WIDEST as WIDEST
-from .searched import SEARCHED, Key
 
 # (op, way, bucket) -> a plan of the op's kind
 TRIED: dict[tuple[str, str, tuple[int, ...]], Any] = {}

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..decode_adapters import EMPTY, EVERY_ADAPTER, StepAdapters, table_of
 from ..plans import power_of_two
-from ._step import _gained, _row, _wait
+from ._pdl import _gained, _row, _wait
 
 _EMPTY, _EVERY = tl.constexpr(EMPTY), tl.constexpr(EVERY_ADAPTER)
 _NAN = tl.constexpr(0x7FC00000)  # a quiet one, which EMPTY is not

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..accumulate import deliver, main_gradient, opens
-from ..aside import aside
 from ..curve import LEAST, NAMES, POSITIVE, Curve
+from ..side_stream import aside
 
 SUMS = 8  # five, and room to a power of two
 PARTS = 512  # programs whose sums are added at a time: as many as most launches have, for each round waits for memory

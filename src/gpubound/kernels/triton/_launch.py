@@ -7,9 +7,9 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from ...device import interpreted
-from ..chain import chain_mode
+from ..dependent_launch import chain_mode
 from ..plans import Job, plan_for, plan_traced, step_down
-from ..plans.kinds import MatrixPlan
+from ..plans.types import MatrixPlan
 
 Result = TypeVar("Result")
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...device import interpreted
-from ..dropping import Drop
+from ..adapter_routing import OwnRanks
+from ..hash_dropout import Drop
 from ..plans import cdiv, job_of
-from ..plans.kinds import ProductPlan
-from ..rows import OwnRanks
+from ..plans.types import ProductPlan
 from ._launch import launch
 from ._lora_tiles import _arithmetic, _block, _dot, _edges, _ranks, _rows, _tile, _within
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import interpreted
-from ..dropping import Drop, threshold
+from ..hash_dropout import Drop, threshold
 from ..plans import power_of_two
 
 RANKS = 128  # of a tile

@@ -1,4 +1,4 @@
-"""Sums of x times the rows of a packed weight (packed.py): memory-bound, so a weight may cost few instructions.
+"""Sums of x times the rows of a packed weight (packed_weights.py): memory-bound, so a weight may cost few instructions.
 
 At 4.3 TB/s an H200 reads 8.6e12 int4 weights a second and issues 132 · 128 · 1.75 GHz = 3e13 instructions of a lane: 3.4 a
 weight, of which 1.7 may be integer ones, that have half the lanes. What one costs here, for a row of x and 16 rows of the
@@ -18,8 +18,8 @@ row of x (hidden 4096, 16 rows a program), 5.0 with two.
 import triton
 import triton.language as tl
 
-from ..packed import BITS, GROUP, MX
-from ._step import _end, _row, _wait
+from ..packed_weights import BITS, GROUP, MX
+from ._pdl import _end, _row, _wait
 
 _ONE = 127 << 23  # the bits of 1.0
 # x of an fp8 product is multiplied by 2^60 beforehand and its sum afterwards, so that neither leaves the range of fp32.

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that are the caller's, and of x weightᵀ + bias, whose logits are ours (kernels in _logits.py).
+"""Cross-entropy of logits that are the caller's, and of x weightᵀ + bias, whose logits are ours (kernels in _softmax_loss.py).
 
 The caller's logits are left alone: backward computes their gradient from them and the saved lse. They are read twice in all.
 
@@ -23,7 +23,7 @@ from ..accumulate import add_product, deliver, main_gradient, product
 from ..cross_entropy import last
 from ..plans import cdiv
 from ._launch import first_order_only
-from ._logits import Options, chunk_rows, flat_labels, row_gradients, row_losses
+from ._softmax_loss import Options, chunk_rows, flat_labels, row_gradients, row_losses
 
 
 def _readable(logits: Tensor) -> Tensor:

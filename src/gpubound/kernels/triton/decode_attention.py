@@ -20,11 +20,11 @@ from torch import Tensor
 from ...device import interpreted
 from ..decode_attention import LARGEST, Heads, LayerCache, Scratch, written
 from ..decode_product import EARLY, Norm
-from ..plans.kinds import AttentionPlan, cdiv, job_of, power_of_two
+from ..plans.types import AttentionPlan, cdiv, job_of, power_of_two
 from ._cached_tiles import _angle, _halves, _head, _new, _old, _place, _with_new
 from ._launch import bump_versions, launch, options
 from ._math import capped
-from ._step import _begin, _wait
+from ._pdl import _begin, _wait
 
 NOTHING = tl.constexpr(-1e30)  # below every score; -inf would make NaN of -inf - -inf
 # Parts that are asked for at once. H200, a step of 350m: at 150 tokens, 3 parts, 377 us by 4, 380 by 8, 397 all in one tile of
@@ -93,7 +93,7 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
                              DEPENDENT: tl.constexpr):  # fmt: skip
     """PAGE: places a page, or None. MOST: the largest code, and KIND: what codes are multiplied as; or None. TILES: of N keys,
     that a part has at least. AHEAD: the first keys are asked for before the wait, for what a launch before the fence wrote is
-    there (_step.py).
+    there (_pdl.py).
     """
     _begin(DEPENDENT)
     b, kv, split = tl.program_id(0) // KV, tl.program_id(0) % KV, tl.program_id(1)

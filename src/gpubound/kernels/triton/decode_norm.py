@@ -8,7 +8,7 @@ from torch import Tensor
 from ..decode_product import Norm
 from ..plans import power_of_two
 from ._launch import bump_versions, options
-from ._step import _begin, _end, _gained, _wait
+from ._pdl import _begin, _end, _gained, _wait
 
 
 @triton.jit

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ..decode_adapters import StepAdapters
 from ..decode_product import Norm
-from ..mail import Mail
+from ..peer_exchange import Mail
 from ..plans import ADAPTED, job_of, power_of_two
 from ._adapters import _added, _asked, _down, _empty, _up, launched
 from ._launch import bump_versions, launch_product
-from ._mail import SCALARS, _addresses, _send, _stamp, mailed
 from ._math import capped
-from ._step import _begin, _end, _gained, _products, _row, _tile, _wait
+from ._pdl import _begin, _end, _gained, _products, _row, _tile, _wait
+from ._peer_exchange import SCALARS, _addresses, _send, _stamp, mailed
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from ..curve import Curve
 from ._curve import SUMS, add_sums, deliver_curves, no_sums, numbers, put_sums, sigma_of, value_of
 from ._launch import first_order_only
 from ._math import reciprocal
-from ._rows import _columns, _tile, _tile_of, deliver_parts, walk
+from ._row_reduction import _columns, _tile, _tile_of, deliver_parts, walk
 
 
 @triton.jit

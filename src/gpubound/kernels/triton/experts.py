@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ..decode_product import Norm
 from ..gated import INFINITE
-from ..plans.kinds import job_of, power_of_two
+from ..plans.types import job_of, power_of_two
 from ._launch import bump_versions, launch_product
-from ._step import _begin, _end, _row, _tile, _wait
+from ._pdl import _begin, _end, _row, _tile, _wait
 
 COMPARED = 4096  # pairs of experts that a program compares at a time
 

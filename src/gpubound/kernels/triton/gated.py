@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..gated import INFINITE
-from ..plans.kinds import TilePlan, cdiv, job_of, power_of_two
+from ..plans.types import TilePlan, cdiv, job_of, power_of_two
 from ._launch import first_order_only, launch, options
 from ._math import sigmoid
-from ._step import _begin, _wait
+from ._pdl import _begin, _wait
 
 
 @triton.jit

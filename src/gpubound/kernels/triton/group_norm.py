@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plans.kinds import TilePlan, cdiv, job_of, power_of_two
+from ..plans.types import TilePlan, cdiv, job_of, power_of_two
 from ._launch import first_order_only, launch
 from ._math import add_both
-from ._rows import deliver_parts
+from ._row_reduction import deliver_parts
 
 AT_ONCE, SUMS_ALONE, THE_REST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """what a launch does: all, where a tile has whole groups; else first the sums of each tile, then all that needs them"""

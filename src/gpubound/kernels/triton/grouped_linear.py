@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..accumulate import deliver
 from ..grouped_linear import FEW, by_group, grouped_linear_reference, not_trained
-from ..plans.kinds import job_of
+from ..plans.types import job_of
 from ._launch import first_order_only, launch_product
-from ._step import _row, _tile
+from ._pdl import _row, _tile
 
 
 @triton.jit

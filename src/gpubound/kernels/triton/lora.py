@@ -18,12 +18,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..dropping import Drop
+from ..adapter_routing import Owners, OwnRanks
+from ..hash_dropout import Drop
 from ..plans import cdiv, job_of, power_of_two
-from ..plans.kinds import ProductPlan
-from ..rows import Owners, OwnRanks
+from ..plans.types import ProductPlan
 from ._launch import bump_versions, launch
-from ._lora_narrow import _lora_down_kernel, _lora_gradients_kernel, _lora_up_kernel
+from ._lora_gemv import _lora_down_kernel, _lora_gradients_kernel, _lora_up_kernel
 from ._lora_product import FP32_RANKS, _fit, _product, _taken, _way
 from ._lora_tiles import _arithmetic, _dense, _edges, _masked, _ranks, _rows, _upscale, _within
 

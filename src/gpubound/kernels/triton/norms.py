@@ -1,7 +1,7 @@
 """Norms over rows. One pass over memory each way; fp32 inside, the tensors' dtype at the edges.
 
-A program walks over tiles of rows, and backward sums the small weights' gradients over its own (_rows.py). With x̂ the normed
-row and g = dy · weight,
+A program walks over tiles of rows, and backward sums the small weights' gradients over its own (_row_reduction.py). With x̂ the
+normed row and g = dy · weight,
 
     RMSNorm        dx = rstd · (g − x̂ · mean(g · x̂))              dweight = Σ_rows dy · x̂
     LayerNorm      dx = rstd · (g − mean(g) − x̂ · mean(g · x̂))    dweight = Σ_rows dy · x̂         dbias = Σ_rows dy
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ._launch import first_order_only
 from ._math import add_both
-from ._rows import _columns, _tile, _tile_of, deliver_parts, walk
+from ._row_reduction import _columns, _tile, _tile_of, deliver_parts, walk
 
 
 @triton.jit(do_not_specialize=["rows"])

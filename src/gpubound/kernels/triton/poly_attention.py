@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...device import interpreted
 from ..accumulate import deliver, weight_gradient
-from ..plans.kinds import AttentionPlan, WalkPlan, cdiv, job_of, power_of_two
+from ..plans.types import AttentionPlan, WalkPlan, cdiv, job_of, power_of_two
 from ._launch import bump_versions, first_order_only, launch
 from ._poly_tiles import _bent, _coefficients, _dot, _even_power, _tile, _weigh, stretches
 from ._poly_walks import _poly_coefficients_kernel, _poly_forward_kernel, _poly_keys_kernel, _poly_queries_kernel
@@ -79,7 +79,7 @@ def _term(q: Tensor, table: Tensor) -> Tensor:
 
 
 class _PolyAttention(torch.autograd.Function):
-    """The Parameters are kept on ctx for their main_grad, as in layers/linear_site.py."""
+    """The Parameters are kept on ctx for their main_grad, as in layers/linear_product.py."""
 
     @staticmethod
     def forward(ctx, q, k, v, coefficients, table, gates, form):

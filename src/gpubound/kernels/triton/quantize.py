@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import interpreted
-from ..plans.kinds import MatrixPlan, cdiv, job_of, power_of_two
+from ..plans.types import MatrixPlan, cdiv, job_of, power_of_two
 from ..quantize import FINE, LARGEST
 from ._launch import bump_versions, launch
 from .gated import _activated, _halves, _matrix

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..decode_product import Norm
 from ..gated import INFINITE
-from ..packed import Packed
+from ..packed_weights import Packed
 from ..plans import job_of, power_of_two
 from ._launch import bump_versions, launch_product
 from ._math import capped
@@ -35,7 +35,7 @@ from ._packed import (
     _sums_from,
     _words,
 )
-from ._step import _begin, _end, _wait
+from ._pdl import _begin, _end, _wait
 from .decode_product import _gated, _norm_parts
 from .experts import _expert
 from .gated import _limited

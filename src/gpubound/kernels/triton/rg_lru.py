@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plans.kinds import MatrixPlan, cdiv, job_of, power_of_two
+from ..plans.types import MatrixPlan, cdiv, job_of, power_of_two
 from ._launch import first_order_only, launch
 from ._math import sigmoid
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..curve import Curve
-from ..plans.kinds import StridePlan, cdiv, job_of, power_of_two
+from ..plans.types import StridePlan, cdiv, job_of, power_of_two
 from ._curve import SUMS, add_sums, deliver_curves, gradients, no_sums, numbers, put_sums, sigma_of, value_of
 from ._launch import first_order_only, launch
 from .gated import _halves, _matrix

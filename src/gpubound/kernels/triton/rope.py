@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plans.kinds import RopePlan, cdiv, job_of, power_of_two
+from ..plans.types import RopePlan, cdiv, job_of, power_of_two
 from ._launch import first_order_only, launch
 
 

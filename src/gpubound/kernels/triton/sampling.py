@@ -1,8 +1,8 @@
 """The choice of the next token and the step of a row: one program a row, in one launch.
 
 `sample` reads the logits once for the largest, and once more for the race of kernels/sampling.py. Under top-k, top-p or min-p
-it reads them instead to set aside what may be kept; thresholds are searched and the race is run among that (_draw.py). What is
-off is skipped at run time, by the settings on the device.
+it reads them instead to set aside what may be kept; thresholds are searched and the race is run among that (_top_k_top_p.py).
+What is off is skipped at run time, by the settings on the device.
 """
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..plans import cdiv, power_of_two
 from ..sampling import Into, Rows, Settings, changed
-from ._draw import NOBODY, _keep, _lead, _leader, _logits, _race, _race_aside
 from ._launch import bump_versions, options
+from ._top_k_top_p import NOBODY, _keep, _lead, _leader, _logits, _race, _race_aside
 
 TILE = 4096  # elements of a row at a time, 4 a thread: a search keeps five numbers for each, and 1024 threads have 64 registers
 # One number a row is read or written here. Alignment gains nothing, and an `emitted` that is now and then aligned, such as the

@@ -17,9 +17,9 @@ from torch import Tensor
 from ...device import interpreted
 from ..decode_product import Norm
 from ..plans import job_of, power_of_two
-from ..plans.held import HeldPlan
+from ..plans.tensorcore import HeldPlan
 from ._launch import bump_versions, launch, options
-from ._step import _begin, _end, _wait
+from ._pdl import _begin, _end, _wait
 from .decode_product import _gated, _norm_parts
 
 ROWS = 8  # of x, at least: the narrowest product of a tensor core

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...layers.frozen import OnlyCodes
+from ...layers.quantized_base import OnlyCodes
 from .kernels.fp8_blocks import Fp8Blocks, numbers, scales_shape
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import DataError
-from ...kernels.packed import E2M1, MX, Packed, pack_fp4
+from ...kernels.packed_weights import E2M1, MX, Packed, pack_fp4
 from ...kernels.quantize import has_cores
 from ...trace import fallback, notice
 from ..folder import CURE, Stored, opened, stored_tensors

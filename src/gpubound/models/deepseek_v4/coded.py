@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 
-from ...kernels.packed import BIAS, BITS, GROUP, MX, Packed, unpack
-from ...layers.frozen import OnlyCodes
+from ...kernels.packed_weights import BIAS, BITS, GROUP, MX, Packed, unpack
+from ...layers.quantized_base import OnlyCodes
 
 PARTS = ("gate_up", "down")
 

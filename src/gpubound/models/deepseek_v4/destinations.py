@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...kernels.packed import Packed
+from ...kernels.packed_weights import Packed
 from ..folder import Stored
 from .blocks import Fp8Linear
 from .kernels.fp8_blocks import Fp8Blocks

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...layers.stacked import hooked
+from ...layers.fused_weights import hooked
 from ..decoding import Reader, linear_of
 from ..placing import Maker, activation_name
 from ..registry import role_of

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...kernels.decode_product import Norm
-from ...kernels.packed import Packed
+from ...kernels.packed_weights import Packed
 from .kernels.fp8_blocks import Fp8Blocks
 
 

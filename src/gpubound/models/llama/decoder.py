@@ -14,12 +14,12 @@ from typing import get_args
 
 from torch import Tensor, nn
 
-from ...kernels.choose import Call
+from ...kernels.dispatch import Call
 from ...layers.attention import Angles, Attention, RopeTable, RotaryAngles, turn_calls
 from ...layers.block import Block, run_blocks
+from ...layers.embedding_and_head import look_up
 from ...layers.mlp import MLP, gated_calls
 from ...layers.norm import RMSNorm
-from ...layers.vocabulary import look_up
 from ..decoding import Reader, Shape
 from ..own import LanguageModel
 

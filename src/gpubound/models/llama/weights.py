@@ -10,7 +10,7 @@ import torch
 
 from ...corpus import Tokenizer
 from ...errors import DataError
-from ...layers.stacked import hooked
+from ...layers.fused_weights import hooked
 from ..folder import Beyond, ConfigFields, read_config
 from ..foreign import needs_transformers
 from ..registry import FAMILIES

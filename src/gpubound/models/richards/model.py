@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...kernels.choose import Call
+from ...kernels.dispatch import Call
 from ...layers.attention import RopeTable, RotaryAngles
 from ...layers.block import run_block, run_blocks
+from ...layers.embedding_and_head import look_up
 from ...layers.moe import MoE
-from ...layers.vocabulary import look_up
 from ..decoding import ExpertWeights, Linear
 from ..llama.decoder import OwnReader
 from ..own import LanguageModel

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ...kernels.choose import Call
+from ...kernels.dispatch import Call
 from ...kernels.dynamic_tanh import NORM
 from ...layers.attention import Attention, turn_calls
 from ...layers.dynamic_tanh import DynamicTanh, RichardsNorm

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...corpus import Tokenizer
-from ...kernels.choose import Call
+from ...kernels.dispatch import Call
 from ...words import hint
 
 OBJECTIVES = {

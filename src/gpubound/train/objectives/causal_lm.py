@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...corpus import Tokenizer
-from ...layers.vocabulary import shift
+from ...layers.embedding_and_head import shift
 from ...models.placing import mode
 from ...models.states import logits_of
 from .word_loss import IGNORE, WordLoss

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.checks import INTEGERS
-from ...layers.vocabulary import head_of
+from ...layers.embedding_and_head import head_of
 
 IGNORE = -100
 ID_DTYPES = (torch.int32, torch.int64)  # that an embedding takes

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ...corpus import Tokenizer
-from ...layers.noise import spread_times
-from ...layers.vocabulary import head_of
+from ...layers.diffusion_schedule import spread_times
+from ...layers.embedding_and_head import head_of
 from ...models.states import is_causal, told_time
 from .word_loss import IGNORE, WordLoss
 

@@ -1,8 +1,8 @@
 """Continuous diffusion, for embeddings and other dense data: noise is added at a random time, and the model finds it.
 
 Each row gets a time t, uniform in (0, 1]. The model is called as `model(x, time=t)` with the noised x and predicts the noise
-(eps), the clean data (x0) or v (layers/noise.py). The loss is the squared error, weighed by min-SNR: an error of x0 counts by
-the ratio of signal to noise of its row, but for no more than `most_snr`.
+(eps), the clean data (x0) or v (layers/diffusion_schedule.py). The loss is the squared error, weighed by min-SNR: an error of
+x0 counts by the ratio of signal to noise of its row, but for no more than `most_snr`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...layers.noise import alpha_bar, check_target, min_snr, noise_share, noised, spread_times, target_of
+from ...layers.diffusion_schedule import alpha_bar, check_target, min_snr, noise_share, noised, spread_times, target_of
 from . import Objective
 
 SEED = 0x5EED  # of the times and the noise that validation draws

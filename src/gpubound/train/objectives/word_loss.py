@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels import cross_entropy, linear_cross_entropy
-from ...kernels.choose import Call
 from ...kernels.cross_entropy import loss_shape
-from ...layers.vocabulary import head_of
+from ...kernels.dispatch import Call
+from ...layers.embedding_and_head import head_of
 from ...models.own import LanguageModel
 from ...models.placing import mode
 from ...models.states import first_row, hidden_of, logits_of, why_not_head

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....kernels.checks import require
-from ....kernels.choose import implementation
 from ....kernels.decode_product import WRITTEN
+from ....kernels.dispatch import implementation
 from ....kernels.gated import check_limit, swiglu_reference
-from ....kernels.ops import definition, draw, ints, zeros
+from ....kernels.registry import definition, draw, ints, zeros
 
 LEAST = 1e-20  # added to a sum of shares
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ....kernels.checks import require
-from ....kernels.choose import implementation
 from ....kernels.decode_product import WRITTEN, Norm, rms_normed
-from ....kernels.ops import definition, draw, ints
+from ....kernels.dispatch import implementation
+from ....kernels.registry import definition, draw, ints
 from ....kernels.rope import draw_angles
 
 MOST = 2  # parts that a launch takes

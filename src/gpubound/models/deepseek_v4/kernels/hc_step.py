@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ....kernels.checks import require
-from ....kernels.choose import implementation
 from ....kernels.decode_product import WRITTEN
-from ....kernels.mail import Mail, check_mail, example_mail
-from ....kernels.ops import definition, draw
-from ....kernels.plans.kinds import power_of_two
+from ....kernels.dispatch import implementation
+from ....kernels.peer_exchange import Mail, check_mail, example_mail
+from ....kernels.plans.types import power_of_two
+from ....kernels.registry import definition, draw
 from .hyper_connections import STREAMS
 from .sinkhorn import check_rounds, sinkhorn_reference
 

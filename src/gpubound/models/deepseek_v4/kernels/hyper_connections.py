@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....kernels.checks import require_device
-from ....kernels.choose import implementation
-from ....kernels.ops import definition, draw
+from ....kernels.dispatch import implementation
+from ....kernels.registry import definition, draw
 from .sinkhorn import check_rounds, sinkhorn_reference
 
 FEW = 4  # tokens up to which a program multiplies by itself; of more, tensor cores take 16 or 64 at a time

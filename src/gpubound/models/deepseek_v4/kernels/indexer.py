@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ....kernels.checks import require
-from ....kernels.choose import implementation
 from ....kernels.decode_product import WRITTEN
-from ....kernels.ops import definition, draw, ints, zeros
+from ....kernels.dispatch import implementation
+from ....kernels.registry import definition, draw, ints, zeros
 
 SEEN = "it says how many entries each token sees"
 

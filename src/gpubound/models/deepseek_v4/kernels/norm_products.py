@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ....kernels.checks import require
-from ....kernels.choose import implementation
 from ....kernels.decode_product import WRITTEN, Norm, check_stream, draw_stream, form, rms_normed
-from ....kernels.mail import Mail, check_mail, example_mail
-from ....kernels.ops import definition, draw, zeros
+from ....kernels.dispatch import implementation
+from ....kernels.peer_exchange import Mail, check_mail, example_mail
 from ....kernels.quantize import has_cores
+from ....kernels.registry import definition, draw, zeros
 from .fp8_blocks import Fp8Blocks, numbers, scales_shape
 
 MOST, MOST_CODED = 8, 4  # weights in all, and of those in fp8

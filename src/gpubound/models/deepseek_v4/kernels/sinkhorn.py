@@ -7,8 +7,8 @@ lets them die out.
 import torch
 from torch import Tensor
 
-from ....kernels.choose import implementation
-from ....kernels.ops import definition, draw
+from ....kernels.dispatch import implementation
+from ....kernels.registry import definition, draw
 
 WIDEST = 16  # rows of a matrix that a few threads hold in registers
 

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .....kernels.plans.kinds import cdiv, power_of_two
+from .....kernels.plans.types import cdiv, power_of_two
 from .....kernels.triton._launch import bump_versions, options
-from .....kernels.triton._step import _begin, _wait
+from .....kernels.triton._pdl import _begin, _wait
 from .....kernels.triton.gated import _activated, _limited
 from ..chosen_experts import LEAST, Gated
 

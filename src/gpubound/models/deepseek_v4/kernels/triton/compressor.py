@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .....kernels.plans.kinds import TilePlan, cdiv, job_of, power_of_two
+from .....kernels.plans.types import TilePlan, cdiv, job_of, power_of_two
 from .....kernels.triton._launch import bump_versions, launch, options
-from .....kernels.triton._step import _begin, _wait
+from .....kernels.triton._pdl import _begin, _wait
 from ..compressor import MOST, Windows
 
 

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .....kernels.mail import Mail
-from .....kernels.plans.kinds import TilePlan, cdiv, job_of, power_of_two
+from .....kernels.peer_exchange import Mail
+from .....kernels.plans.types import TilePlan, cdiv, job_of, power_of_two
 from .....kernels.triton._launch import bump_versions, launch, options
-from .....kernels.triton._mail import _stamp, _summed, _take, mailed, warps_taking
-from .....kernels.triton._step import _begin, _wait
+from .....kernels.triton._pdl import _begin, _wait
+from .....kernels.triton._peer_exchange import _stamp, _summed, _take, mailed, warps_taking
 from ..hc_step import stretch
 from .hyper_connections import _factor, _hc_finish_kernel, _spread
 

@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .....kernels.plans.kinds import MatrixPlan, TilePlan, cdiv, job_of, power_of_two
+from .....kernels.plans.types import MatrixPlan, TilePlan, cdiv, job_of, power_of_two
 from .....kernels.triton._launch import first_order_only, launch, options
-from .....kernels.triton._step import _begin, _wait
+from .....kernels.triton._pdl import _begin, _wait
 from ..hyper_connections import FEW, mixed
 from .sinkhorn import _balanced, _shares, sinkhorn
 

@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .....kernels.decode_product import Norm
-from .....kernels.mail import Mail
+from .....kernels.peer_exchange import Mail
 from .....kernels.plans import job_of
 from .....kernels.triton._launch import bump_versions, launch_product
-from .....kernels.triton._mail import SCALARS, _addresses, _send, _stamp, mailed
-from .....kernels.triton._step import BEFORE, _begin, _end, _fresh_row, _gained, _products, _tile, _wait
+from .....kernels.triton._pdl import BEFORE, _begin, _end, _fresh_row, _gained, _products, _tile, _wait
+from .....kernels.triton._peer_exchange import SCALARS, _addresses, _send, _stamp, mailed
 from ..fp8_blocks import Fp8Blocks
 from ..norm_products import MOST, MOST_CODED
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .....kernels.plans.kinds import TilePlan, cdiv, job_of, power_of_two
+from .....kernels.plans.types import TilePlan, cdiv, job_of, power_of_two
 from .....kernels.triton._launch import first_order_only, launch
 
 

@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .....device import interpreted
-from .....kernels.plans.kinds import MatrixPlan, cdiv, job_of, power_of_two
+from .....kernels.plans.types import MatrixPlan, cdiv, job_of, power_of_two
 from .....kernels.triton._launch import bump_versions, launch, options
-from .....kernels.triton._step import _begin, _wait
+from .....kernels.triton._pdl import _begin, _wait
 from .compressor import _turned
 
 NOTHING = tl.constexpr(-1e30)  # below every score; -inf would make NaN of -inf - -inf

@@ -1,0 +1,260 @@
+"""The plan of each op where nobody has searched: rules that hold for any shape and GPU. A new op is one more line in RULES."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .tensorcore import HeldPlan, tiled_product
+from .types import (
+    AttentionPlan,
+    Job,
+    MatrixPlan,
+    Plan,
+    ProductPlan,
+    RopePlan,
+    RowPlan,
+    StridePlan,
+    TilePlan,
+    WalkPlan,
+    power_of_two,
+)
+
+# Rows of a norm's forward tile. H200, 16384 x 4096 bf16: layer_norm takes 68.7 us with two (a copy of it 69.0), 70.2 with one.
+TILE_ROWS = 2
+WIDEST_TILE = 16384
+
+# What a norm's backward holds. A thread has 64 elements of each tensor of the tile, half of them if it sums two gradients: so
+# compiled for compute capability 9.0, rms_norm takes 250 to 254 of 255 registers and layer_norm 160 to 240, up to a width of
+# 8192. More spills. 16384 elements a tile because 256 threads of that kind are all that a multiprocessor's registers serve.
+THREAD_ELEMENTS = 64
+BACKWARD_TILE = 16384
+
+# What all programs together may hold of partial weight gradients. They are written and read once more, from the L2 where they
+# fit (50 MB on an H200): 1056 programs would make 17 MB each way at width 4096, beside 537 MB of bf16 rows; 4.3 at width 1024.
+PARTIAL_BYTES = 10 << 20
+
+# Widest row that one program holds whole; the doors give wider ones to the reference. At 16384 the backward's four fp32 rows
+# (dy, x, weight, sum) are as many as a multiprocessor's 65536 registers: from there on they spill, which is slow but right.
+WIDEST = 65536
+
+
+def norm_rows(job: Job) -> RowPlan:
+    """shape: columns, and how many gradients of that width the backward sums.
+
+    H200, backward at 16384 x 1024 bf16 with the residual's gradient: 4 rows, 8 programs a multiprocessor and 2 warps take 41 us
+    (floor 31); 2 rows, 4 programs and 8 warps 104 us; the worst choice tried 856. A thread loads 8 neighbours, so 2 warps lie
+    along 512 of the 1024 columns and summing a column over the tile's rows stays inside a thread; 8 warps lie in two rows.
+    """
+    cols, sums = job.shape
+    block, sums = power_of_two(cols), max(1, sums)
+    if job.way == "forward":
+        return RowPlan(max(1, min(TILE_ROWS, WIDEST_TILE // block)), 0, max(1, min(16, block // 512)))
+    warps = max(1, min(block // 512, 4), min(block // 1024, 16))
+    rows = max(1, min(BACKWARD_TILE, THREAD_ELEMENTS * 32 * warps) // sums // block)
+    fits = PARTIAL_BYTES // (4 * cols * sums * job.chip.sms)
+    return RowPlan(rows, max(1, min(8, fits)), warps)
+
+
+def striding_rows(job: Job) -> RowPlan:
+    """As `norm_rows`, but no program visits one tile alone: each makes the numbers of a curve first."""
+    plan = norm_rows(job)
+    return plan if plan.each else plan._replace(each=8)
+
+
+def gated(job: Job) -> TilePlan:
+    """Programs follow each other along a row, so that those which run at the same time read and write neighbouring memory.
+
+    H200, 16384 x 14336 packed: forward 326 us, backward 545, either 103 % of what copying as much takes; plans from 512 to 8192
+    elements lie within 1 % of each other.
+    """
+    return TilePlan(512, 2)
+
+
+def hyper_connections(job: Job) -> MatrixPlan:
+    """shape: tokens, up to a power of two, and the numbers of one. rows: tokens of a program, which walks along columns."""
+    if job.way == "few":
+        return MatrixPlan(1, 128, 4)
+    return MatrixPlan(64, 64, 4) if job.shape[0] > 2048 else MatrixPlan(16, 64, 4)
+
+
+def richards(job: Job) -> StridePlan:
+    """shape: tensors that it reads. 8 elements a thread are 16 bytes of each tensor in 16 bits.
+
+    Under a GPU's power limit the clock falls, and instructions are the time: forward has none for tiles in flight, since 64
+    programs wait their turn on each multiprocessor, and backward, whose sums want few programs, 16 elements a thread. 16384 x
+    4096 of the gated unit in bf16, H200: 104 us forward, 175 backward, 203 with h again (96, 156 and 193 at the copy rate).
+    """
+    if job.way == "forward":
+        return StridePlan(1024, 64, 4)
+    return StridePlan(2048, 3, 4, 3)
+
+
+def losses(job: Job) -> TilePlan:
+    """shape: words. `elements` are the logits that a program holds at a time.
+
+    H200, 1024 rows of 128256 bf16 logits, loss and gradient: 224 us with 8192 and 8 warps, 251 with 4096, 275 with 2048.
+    """
+    block = min(8192, power_of_two(job.shape[0]))
+    return TilePlan(block, 8 if block > 1024 else 4)
+
+
+def quantize(job: Job) -> MatrixPlan:
+    """128 rows are 128 bytes side by side in the transposed copy, and a thread holds 32 or 64 elements of each tensor."""
+    tiles = {"plain": (128, 128, 8), "swiglu": (128, 64, 8), "swiglu_backward": (64, 64, 4)}
+    return MatrixPlan(*tiles[job.way])
+
+
+CHUNKS = 64  # of a text at most: a program folds the ends of all chunks before its own
+
+
+def rg_lru(job: Job) -> MatrixPlan:
+    """shape: tokens, up to a power of two, and channels. rows: tokens of a chunk, which a program walks one by one.
+
+    A warp of four neighbouring channels a thread: 16 texts of 1,024 tokens, 1,024 wide, are 2,048 such programs.
+    """
+    return MatrixPlan(max(64, job.shape[0] // CHUNKS), 128, 1)
+
+
+def rope(job: Job) -> RopePlan:
+    """shape: pairs of a head, and the largest number of heads that q, k or v has.
+
+    About 1024 pairs a program, and a warp for every 32 pairs of a head: few warps with many loads in flight each.
+    """
+    pairs, most = job.shape
+    block = power_of_two(pairs)
+    return RopePlan(min(power_of_two(most), max(1, 1024 // block)), 1, max(1, min(4, block // 32)))
+
+
+ROUTERS = 64  # programs over which the few rows of a router are spread
+
+
+def product(job: Job) -> MatrixPlan:
+    """shape: rows and columns of the weight, then the rows of its parts that lie apart: no program may span two of them.
+
+    A step of a small model is launches and latency, not bandwidth: a program should ask for all of its weights at once, before
+    it waits for x, and one wave of programs should hold the whole weight in registers.
+    """
+    rows, columns, *parts = job.shape
+    warps, held = 4, 64  # elements of the tiles a program holds, a thread
+    if job.way.endswith("head"):  # its height is the stretch that a partial maximum stands for
+        return MatrixPlan(16, min(512, power_of_two(columns)), warps)
+    tile = min(power_of_two(columns), 4096 if job.bytes <= 2 else 2048)
+    most = held * 32 * warps // tile // (2 if job.way.endswith("gate_up") else 1)
+    if job.way == "router":
+        most = min(most, power_of_two(rows) // ROUTERS)
+    height = max(1, min(16, most))
+    while any(part % height for part in parts) and height > 1 and len(parts) > 1:
+        height //= 2
+    return MatrixPlan(height, tile, warps)
+
+
+# A program of `add_routed` reads one expert after the other, so few of them keep too few bytes on their way. H200, six of 64
+# experts of 1024 in fp4 into 2048: 256 programs of 8 rows take 13.0 us, 512 of 4 take 8.8, 1024 of 2 take 7.4, 2048 of 1 9.7.
+LONE_PROGRAMS = 4  # at least, for each multiprocessor
+LANE_WORDS = 4  # of a row of a packed weight that a thread reads at once: 16 bytes
+# Words of a tile that a thread holds. Each row of x wants as many registers again for its products.
+THREAD_WORDS = {"add": 32, "qkv": 32, "gate_up": 64, "head": 64, "routed_gate_up": 32, "add_routed": 32, "routed_down": 16}
+
+
+def packed_product(job: Job) -> MatrixPlan:
+    """shape: rows and columns of the weight, and the words that hold a row. way: the format and the use, "int4 qkv".
+
+    All warps lie along a row, whatever the number of rows, so that its sum is added up in one order in any batch.
+    """
+    words = job.shape[2]
+    warps = min(4, power_of_two(-(-words // (32 * LANE_WORDS))))
+    while words % (32 * LANE_WORDS * warps) and warps > 1:
+        warps //= 2
+    use = job.way.split()[1]
+    columns = min(32 * LANE_WORDS * warps, max(32, power_of_two(words)))  # of a short row, lanes have several
+    height = THREAD_WORDS[use] * 32 * warps // columns
+    while use == "add_routed" and height > 2 and job.shape[0] < LONE_PROGRAMS * height * job.chip.sms:
+        height //= 2
+    return MatrixPlan(height, columns, warps)
+
+
+def decode_attention(job: Job) -> AttentionPlan:
+    """shape: query heads that share a head of keys, half of a head, heads of keys, and the bytes of what is multiplied."""
+    return AttentionPlan(64, 3, 4)
+
+
+def poly_attention(job: Job) -> WalkPlan:
+    """shape: a head's width. Compiled for sm_90 in bf16 these spill nothing. A walk of keys holds two tiles of results and two
+    of scores: 128 wide, with 64 queries a tile instead of 32, it spills 40 bytes a thread.
+    """
+    if job.bytes > 2:
+        return WalkPlan(32, 32, 1, 4)
+    if job.way == "forward":
+        return WalkPlan(128, 64, 3, 8)
+    return WalkPlan(128, 32 if job.way == "keys" and job.shape[0] > 64 else 64, 2, 8)
+
+
+LARGE = 1 << 24  # elements of a result from which tiles of 128 x 256 are many waves
+WAVE = 1 << 22  # from which they are one
+
+
+def lora(job: Job) -> ProductPlan:
+    """shape: rows; columns of x (down), of y (up, the product's forms), of x and g together (gradients); the ranks of a tile.
+
+    down and gradients are bound by memory. Gradients' programs share a sum where their tiles are fewer than the GPU's
+    multiprocessors: 2048 rows, 768 + 768 columns, rank 16, bf16 on an H200: 4.8 us by four, 8.1 with tiles of 16 columns.
+
+    described, H200, bf16: 8192 x 2048 x 8192 376 us (cuBLAS without the adapter 362), 2048 x 2048 x 2048 25.2 (23.5), and 26.5
+    with tiles of 128 x 128; 2048 x 768 x 768 7.9 (6.3).
+    """
+    rows, columns, rank = job.shape
+    if job.way == "up":
+        return ProductPlan(64, 128, rank, 4, 1)
+    if job.way == "pointers":
+        return ProductPlan(64, 128, 64, 4, 4)
+    if job.way == "described":
+        return ProductPlan(128, 256, 64, 8, 3, 2) if rows * columns >= WAVE else ProductPlan(128, 128, 64, 8, 3)
+    if job.way == "gradients":
+        splits = 1 if columns >= 64 * (job.chip.sms * 7 // 8) else 4
+        return ProductPlan(64, rank, (128 if rank <= 32 else 64) * 2 // max(2, job.bytes), 4, 3, 1, splits)
+    return ProductPlan(64, rank, 256 // max(2, job.bytes), 4, 3)
+
+
+class Rule(NamedTuple):
+    """How an op gets its plans."""
+
+    kind: Any  # the class of its plans
+    plan: Callable[[Job], Plan]
+    bucket: Callable[[Job], tuple[int, ...]]  # a searched plan holds for all shapes with this in common
+
+
+def _width(job: Job) -> tuple[int, ...]:
+    return (power_of_two(job.shape[0]),)
+
+
+def _first(count: int) -> Callable[[Job], tuple[int, ...]]:
+    return lambda job: job.shape[:count]
+
+
+RULES = {
+    **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm"), Rule(RowPlan, norm_rows, _width)),
+    **dict.fromkeys(("dynamic_tanh", "add_dynamic_tanh"), Rule(RowPlan, norm_rows, _width)),
+    **dict.fromkeys(("richards_norm", "add_richards_norm"), Rule(RowPlan, striding_rows, _width)),
+    "compress": Rule(TilePlan, lambda job: TilePlan(4096, 4), _first(1)),
+    "decode_attention": Rule(AttentionPlan, decode_attention, _first(3)),
+    "gated": Rule(TilePlan, gated, _first(0)),
+    "group_norm": Rule(TilePlan, lambda job: TilePlan(8192, 4), _first(0)),
+    "hc_mix": Rule(TilePlan, lambda job: TilePlan(2048 if job.way == "read" else 1024, 4), _first(0)),
+    "hc_pre": Rule(MatrixPlan, hyper_connections, _first(2)),
+    "index_scores": Rule(TilePlan, lambda job: TilePlan(64, 4), _first(2)),
+    "index_topk": Rule(TilePlan, lambda job: TilePlan(8192, 16), _width),  # 16 numbers a thread: 32 spill
+    "lora": Rule(ProductPlan, lora, lambda job: job.shape),
+    "losses": Rule(TilePlan, losses, _width),
+    "packed_product": Rule(MatrixPlan, packed_product, _first(2)),
+    "poly_attention": Rule(WalkPlan, poly_attention, _first(1)),
+    "poly_attention_step": Rule(AttentionPlan, decode_attention, _first(3)),
+    "product": Rule(MatrixPlan, product, _first(2)),
+    "quantize": Rule(MatrixPlan, quantize, _first(0)),
+    "richards": Rule(StridePlan, richards, _first(1)),
+    "rg_lru": Rule(MatrixPlan, rg_lru, _first(1)),
+    "rope": Rule(RopePlan, rope, _first(1)),
+    "sinkhorn": Rule(TilePlan, lambda job: TilePlan(512, 4), _first(0)),  # a row of four a thread
+    "sparse_attention": Rule(MatrixPlan, lambda job: MatrixPlan(16, 32 if job.bytes == 2 else 16, 8), _first(2)),  # heads, keys
+    "swiglu_backward": Rule(TilePlan, lambda job: TilePlan(1024, 4), _first(0)),
+    "tiled_product": Rule(HeldPlan, tiled_product, lambda job: job.shape),
+    "turn_heads": Rule(TilePlan, lambda job: TilePlan(job.shape[0], 4), _first(1)),
+}

@@ -1,0 +1,80 @@
+"""What the library keeps on a tensor beside its values: one record, as one attribute, with declared fields.
+
+`main_grad`, a parameter's fp32 accumulator, stays an attribute of its own: it is a convention that other libraries share. All
+else that hangs on a tensor is a field here.
+
+A record is this process's, and so is a main_grad next to one. A pickled or deep-copied tensor has an empty OrderedDict in the
+record's place, which torch.load reads unasked; `record_of` removes it, and the main_grad with it: it would collect gradients
+that no optimizer reads.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+ATTRIBUTE = "gpubound"
+
+
+@dataclass(slots=True)
+class Record:
+    # of a parameter: how it is multiplied by, and where its gradient goes
+    format: Any = None  # a Format of layers/linear_formats.py; None: as it is
+    adapters: tuple[Any, ...] = ()  # what its products add to their results, Adapters of layers/linear_formats.py
+    # The next delivery to main_grad begins a new sum, so it writes: True where a CUDA graph records that, whose replays then
+    # begin the sum again, False where none does. None: it adds.
+    opening: bool | None = None
+    side: Any = None  # aside.Side: the stream on which deliveries run while a backward has it open; None: on the current stream
+    arrivals: Any = None  # int32 zeros: programs that share a sum of its gradient count there who has come
+    # of a parameter whose rows are dealt to ranks: the Parameter that products see, gathered. Both have this record
+    gathered: Any = field(default=None, compare=False)
+    # of what a forward computed
+    origin: Any = None  # how backward computes it again, a RecomputeRecipe of layers/recompute.py
+    # of a state in codes: from its storage's bytes to the numbers they stand for, part by part: what a certificate compares
+    numbers: Any = None
+
+    def __reduce__(self):
+        return OrderedDict, ()
+
+    @property
+    def empty(self) -> bool:
+        return self == Record()
+
+
+def record_of(tensor: Tensor) -> Record | None:
+    """Return the tensor's record, if it has one."""
+    record = getattr(tensor, ATTRIBUTE, None)
+    if record is None or type(record) is Record:
+        return record
+    for name in {ATTRIBUTE, "main_grad"} & vars(tensor).keys():  # it was pickled or copied
+        delattr(tensor, name)
+    return None
+
+
+def made_record(tensor: Tensor) -> Record:
+    """The tensor's record, a new one if it has none."""
+    record = record_of(tensor)
+    if record is None:
+        record = Record()
+        setattr(tensor, ATTRIBUTE, record)
+    return record
+
+
+def drop_record(tensor: Tensor) -> None:
+    """Take the record off if it says nothing any more."""
+    record = record_of(tensor)
+    if record is not None and record.empty and record.gathered is None:
+        delattr(tensor, ATTRIBUTE)
+
+
+def share_record(dealt: Tensor, gathered: Tensor) -> None:
+    """One record for both: what hangs on the one is found on the other."""
+    made_record(dealt).gathered = gathered
+    setattr(gathered, ATTRIBUTE, record_of(dealt))
+
+
+def seen(tensor: Tensor) -> Tensor:
+    """What products see of a parameter."""
+    record = record_of(tensor)
+    return tensor if record is None or record.gathered is None else record.gathered

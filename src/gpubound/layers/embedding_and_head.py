@@ -1,0 +1,176 @@
+"""The two ends of a language model: the lookup of token ids in a table, and the head that gives logits, or a loss without ever
+holding them all.
+
+The table's gradient goes row by row to where the table's gradients are summed. Autograd makes a dense table of it: zeros, the
+rows summed and rounded to 16 bits, the table added to the accumulator. At 1b that was 1.6 of a micro-batch's 125 ms, at 135m
+0.17 of 6.7.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels import cross_entropy, linear_cross_entropy
+from ..kernels.accumulate import deliver_rows, main_gradient
+from ..kernels.dispatch import transformed
+from ..trace import fallback
+from .fused_weights import Kernels, hooked
+from .linear_formats import adapted, weight_of
+
+# Relative error allowed between two runs of the same model: two roundings to the dtype, and tf32 products.
+AGREE = {torch.float32: 2e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+LARGEST = 300.0  # of the logits that a model is tried with: a cap of 30 or 50 changes them beyond doubt, and even one of 3,000
+
+LOSS: Kernels = "loss without whole logits: {}", ("linear_cross_entropy",)
+
+
+def look_up(table: Any, ids: Tensor) -> Tensor:
+    """table(ids). A plain nn.Embedding whose weight has a main_grad gets its gradient there (kernels/accumulate.py)."""
+    return table_rows(table._parameters["weight"], ids, table.padding_idx) if plain_table(table) else table(ids)
+
+
+def table_rows(weight: Any, ids: Tensor, padding: int | None = None) -> Tensor:
+    """weight[ids], whose gradient goes to weight's main_grad where it has one. The row `padding` gets none."""
+    trains = torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_compiling() and not transformed()
+    main = main_gradient(weight) if trains else None
+    if main is not None and not main.is_contiguous():
+        fallback("layers: an embedding's gradient into its main_grad", "the main_grad is not contiguous")
+        main = None
+    if main is None:
+        return F.embedding(ids, weight, padding)
+    return _LookUp.apply(ids, -1 if padding is None else padding, weight.detach(), weight)
+
+
+def plain_table(table: Any) -> bool:
+    """True when calling `table` does weight[ids] alone: no subclass, hook or adapter, no renormalised or scaled rows."""
+    return (
+        type(table) is nn.Embedding
+        and not hooked(table)
+        and "forward" not in vars(table)
+        and table.max_norm is None
+        and not (table.scale_grad_by_freq or table.sparse)
+        and type(table._parameters.get("weight")) is nn.Parameter
+    )
+
+
+class _LookUp(torch.autograd.Function):
+    """The Parameter is kept on ctx for its main_grad, as in layers/linear_product.py."""
+
+    @staticmethod
+    def forward(ctx, ids, padding, values, weight):
+        ctx.save_for_backward(ids)
+        ctx.padding, ctx.weight = padding, weight
+        return F.embedding(ids, values)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        (ids,) = ctx.saved_tensors
+        deliver_rows(ctx.weight, ids, g, ctx.padding)
+        return None, None, None, None
+
+
+class LMLoss(nn.Linear):
+    """A linear head whose `loss` computes the cross-entropy chunk by chunk; calling it gives the logits."""
+
+    def __init__(self, hidden: int, vocabulary: int, bias: bool = False, device=None, dtype=None) -> None:
+        super().__init__(hidden, vocabulary, bias=bias, device=device, dtype=dtype)
+
+    def loss(self, x: Tensor, labels: Tensor, **options) -> Tensor:
+        return lm_loss(x, self.weight, labels, self.bias, **options)
+
+    def fused_kernels(self) -> Kernels:
+        return LOSS
+
+
+def shift(labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """Labels moved one to the left, so that token t is scored against token t + 1; the last one has nothing to predict."""
+    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+def lm_loss(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    shifted: bool = False,
+    total: Tensor | float | None = None,
+    ignore_index: int = -100,
+    **options,
+) -> Tensor:
+    """Cross-entropy of a linear head over x (..., hidden), in fp32.
+
+    labels (...): the token at each position, or with `shifted` the one that the position must predict. The mean over those
+    that are not ignore_index; with `total`, the sum divided by it. `options` go to linear_cross_entropy.
+    """
+    if not shifted:
+        labels = shift(labels, ignore_index)
+    if total is None:
+        return linear_cross_entropy(x, weight, labels, bias=bias, ignore_index=ignore_index, **options)
+    return linear_cross_entropy(x, weight, labels, bias=bias, ignore_index=ignore_index, reduction="sum", **options) / total
+
+
+def plain_head(head: Any) -> bool:
+    """Whether calling it does its weight's product alone, without a bias."""
+    plain = type(head) in (LMLoss, nn.Linear) and not hooked(head) and head.bias is None
+    return plain and type(head._parameters.get("weight")) is nn.Parameter and not adapted(weight_of(head))
+
+
+def logits_loss(logits: Tensor, labels: Tensor, total: Tensor | float | None = None, ignore_index: int = -100) -> Tensor:
+    """The same of logits (..., V) that are there."""
+    wanted, reduction = shift(labels, ignore_index).flatten(), "mean" if total is None else "sum"
+    loss = cross_entropy(logits.flatten(0, -2), wanted, ignore_index=ignore_index, reduction=reduction)
+    return loss if total is None else loss / total
+
+
+def head_of(model: Any) -> Any:
+    """The module that gives the logits, where the model names one as transformers' models do; else None."""
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
+@torch.no_grad()
+def why_whole(head: nn.Module, logits: Callable[[], Tensor], hidden: Callable[[], Tensor]) -> str | None:
+    """None when a model's logits are head(hidden states), else why not. `logits` runs the model, `hidden` all below its head.
+
+    The head's weights have no say in it: they may be zero, or so small that a cap on the logits does not show. Does it read
+    the hidden states, and is what it gives, known and large for this once, what the model gives?
+    """
+    if isinstance(head, nn.Linear) and adapted(weight_of(head)):
+        return "its head carries a low-rank adapter"
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+        kind = f"{type(head).__module__.split('.')[0]}.{type(head).__name__}"
+        return f"its head (get_output_embeddings) is a {kind}, not a plain nn.Linear"
+    if hooked(head):
+        return "its head carries hooks"
+    read: list[Tensor] = []
+    given: list[Tensor] = []
+
+    def instead(head: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+        read.append(inputs[0])
+        given.append(_known(output))
+        return given[-1]
+
+    hook = head.register_forward_hook(instead)
+    try:
+        got = logits()
+    finally:
+        hook.remove()
+    if not read:
+        return "its forward does not call its head"
+    for what, a, b in (("the head's inputs", read[-1], hidden()), ("the logits", got, given[-1])):
+        if a.shape != b.shape:
+            return f"its forward does more than head(hidden states): {what} are {tuple(a.shape)}, not {tuple(b.shape)}"
+        error = ((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-12)).item()
+        if not error <= AGREE.get(b.dtype, AGREE[torch.float32]):
+            return f"its forward does more than head(hidden states): {what} differ by {error:.1e}"
+    return None
+
+
+def _known(logits: Tensor) -> Tensor:
+    """Logits of the same shape that differ from word to word and from token to token."""
+    *_, tokens, words = logits.shape
+    ramp = torch.linspace(-LARGEST, LARGEST, words, device=logits.device, dtype=logits.dtype)
+    return (ramp * torch.linspace(0.5, 1.0, tokens, device=logits.device, dtype=logits.dtype)[:, None]).expand(logits.shape)

@@ -1,0 +1,317 @@
+"""Several linear layers as one product.
+
+q, k and v read the same x, and so do gate and up: stacked by rows they are one matrix and one product, which reads x once,
+fills the GPU better than three small products, and gives back one input gradient instead of three to be added.
+
+The stacked matrix is no parameter of its own. The layers' weights stay the parameters, each a row slice of one buffer, so
+state_dict, optimizers and adapters work as before. What moves a parameter's memory away (`.to()`, `copy.deepcopy`,
+`load_state_dict(assign=True)`) is seen by its address at the next call, and the buffer is filled anew. What must not be moved
+(a sharded weight), or cannot lie in two places (one weight of two layers), is multiplied on its own: a fallback.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import GraphError
+from ..kernels.accumulate import join_rows
+from ..trace import fallback
+from .linear_formats import ADAPTERS, AS_IT_IS, Adapter, Joined, adapted, format_of, weight_of
+from .linear_product import linear, multiply
+from .shared_memory import any_over, movers
+from .state_dict_storage import own_storages
+
+Kernels = tuple[str, tuple[str, ...]]
+"""what a module runs, in words for a table, and the ops that its {} stands for"""
+
+
+def plain(layer: Any) -> bool:
+    """True when calling `layer` does nothing but x weightᵀ + bias: no subclass, no hook, no parameter of a special kind."""
+    return type(layer) is nn.Linear and not hooked(layer) and type(layer._parameters.get("weight")) is nn.Parameter
+
+
+def bare(layer: Any) -> bool:
+    """True when the weight alone says what `layer` does: it is plain and holds numbers, and no adapter adds to its products."""
+    return plain(layer) and not adapted(weight := weight_of(layer)) and not format_of(weight).coded
+
+
+def hooked(module: Any, but: Container = ()) -> bool:
+    """Whether calling it runs hooks, other than those in `but`, or a forward that was patched onto the instance."""
+    patched = module.__dict__.get("forward")
+    if patched is not None and getattr(patched, "func", None) is not _by_record:  # which is ours
+        return True
+    tables = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(tables) and any(hook not in but for hooks in tables for hook in hooks.values())
+
+
+class LinearSite(NamedTuple):
+    """What calling a layer multiplies by, and adapters that its weight's record does not have; or why it must be called."""
+
+    weight: Any = None
+    bias: Any = None
+    extra: Sequence[Adapter] = ()
+    why: str | None = None
+
+    @property
+    def added(self) -> tuple:
+        """What tells a later reading whether something else is added: `extra` is read anew each time."""
+        return self.why, *(adapter.identity for adapter in self.extra)
+
+
+READERS: dict[tuple[str, str], Callable[[Any], LinearSite]] = {}
+"""What knows the sites of layers that another library puts around an nn.Linear, by the module and name of their class."""
+
+
+def site_of(layer: Any) -> LinearSite:
+    if plain(layer):
+        return LinearSite(weight_of(layer), layer._parameters["bias"])
+    read = _reader(layer)
+    return LinearSite(why=describe(layer)) if read is None else read(layer)
+
+
+def foreign(layer: Any) -> bool:
+    """Whether another library's class has to be read."""
+    return _reader(layer) is not None
+
+
+def _reader(layer: Any) -> Callable[[Any], LinearSite] | None:
+    return READERS.get((type(layer).__module__, type(layer).__name__))
+
+
+class Stacked:
+    """Keeps the weights of some nn.Linear as row slices of one buffer. A copy or pickle of it is empty."""
+
+    def __init__(self) -> None:
+        self._layout: tuple[tuple, ...] = ()
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        self.fallbacks: Counter[str] = Counter()
+
+    def __reduce__(self):
+        return Stacked, ()
+
+    def product(self, x: Tensor, layers: Sequence[Any]) -> Tensor | None:
+        """The layers' outputs side by side, or None when they cannot be one product now; `fallbacks` then holds why."""
+        joined = self.joined(layers)
+        return None if joined is None else multiply(x, joined)
+
+    def joined(self, layers: Sequence[Any]) -> Joined | None:
+        """What `multiply` takes, or None as `product`."""
+        if torch.compiler.is_compiling():  # addresses mean nothing to a tracer; the compiler does its own fusing
+            return None
+        sites = [site_of(layer) for layer in layers]
+        for site in sites:
+            if site.why is not None:
+                return self._refuse(f"{site.why}, so it is called as it is")
+        weights = [site.weight for site in sites]
+        biases = [site.bias for site in sites if site.bias is not None]
+        if _memory([*weights, *biases]) != self._layout:
+            if any(getattr(layer, "_is_fsdp_managed_module", False) for layer in layers):
+                return self._refuse("FSDP shards the weights and manages their memory")
+            if why := self.repack(weights, biases):
+                return self._refuse(why)
+        assert self._weight is not None
+        return Joined(self._weight, self._bias, weights, biases, [site.extra for site in sites])
+
+    def repack(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), others: Iterable[Tensor] | None = None
+    ) -> str | None:
+        """Make the weights (and biases) neighbours again. None when that is done, else why it may not be.
+
+        `others` are the parameters that they may be tied to; by default those of every layer of ours.
+        """
+        if biases and len(biases) != len(weights):
+            return "some of the layers have a bias and some have none"
+        for group, before in ((weights, self._weight), (biases, self._bias)):
+            if group and (why := _immovable(group, before, others)):
+                return why
+        self._weight = _stack(weights)
+        self._bias = _stack(biases) if biases else None
+        self._layout = _memory([*weights, *biases])
+        return None
+
+    def forget(self) -> None:
+        """Hold no memory that nobody multiplies by."""
+        self._layout, self._weight, self._bias = (), None, None
+
+    def _refuse(self, why: str) -> Any:
+        self.forget()
+        self.fallbacks[why] += 1
+        fallback("layers: several weights as one product", why)
+        return None
+
+
+def _memory(parameters: Sequence[Tensor]) -> tuple[tuple, ...]:
+    """Where each is in memory and what of it: pruning in place keeps the address."""
+    return tuple((p.data_ptr(), p.shape, p.stride()) for p in parameters)
+
+
+def run_linear(layer: Any, x: Tensor) -> Tensor:
+    """layer(x), by what its weight's record says where calling it does nothing else."""
+    if plain(layer):
+        return linear(x, weight_of(layer), layer._parameters["bias"])
+    read = _reader(layer)
+    if read is None or torch.compiler.is_compiling():  # the compiler sees through what the other library wrote
+        return layer(x)
+    site = read(layer)
+    if site.why is not None:
+        fallback("layers: a product", f"{site.why}, so it is called as it is")
+        return layer(x)
+    return linear(x, site.weight, site.bias, site.extra)
+
+
+class Projecting(nn.Module):
+    """A module with linear layers that read the same x. Its words for a table are what calls so far have shown."""
+
+    PROJECTIONS: tuple[str, ...]  # the layers' names, in the order of their rows
+    stacked: Stacked
+
+    def __init__(self) -> None:
+        super().__init__()
+        movers.add(self)
+
+    def __setstate__(self, state: dict) -> None:
+        """Undo what pickle does to slices: each comes back with a private copy of the whole buffer behind it."""
+        super().__setstate__(state)
+        movers.add(self)
+        for group in zip(*(layer.parameters() for layer in self.projections())):
+            if join_rows([p.detach() for p in group]) is None:
+                for p in group:
+                    if p.untyped_storage().nbytes() != p.nbytes:
+                        p.data = p.data.clone()
+
+    def projections(self) -> list[Any]:
+        children: dict[str, Any] = self._modules
+        return [children[name] for name in self.PROJECTIONS]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As any module's; each weight has a storage of its own, over the memory that it shares with its neighbours."""
+        state = super().state_dict(*args, **kwargs)
+        own_storages(self, state, args[1] if len(args) > 1 else kwargs.get("prefix", ""))
+        return state
+
+    def separate(self) -> None:
+        """Give the layers' weights memory of their own again, each, where they fill a buffer. In a larger one others lie, too,
+        such as a step's parameters."""
+        for name in ("weight", "bias"):
+            group: list[Any] = [getattr(layer, name, None) for layer in self.projections()]
+            if any(type(p) is not nn.Parameter or format_of(p).coded for p in group):
+                continue
+            joined = join_rows([p.detach() for p in group])
+            if joined is not None and joined.untyped_storage().nbytes() == joined.nbytes:
+                for p in group:
+                    p.data = p.data.clone()
+
+    def one_by_one(self, x: Tensor) -> list[Tensor]:
+        """The layers' outputs, a product each: what is left where `Stacked` refuses."""
+        return [run_linear(layer, x) for layer in self.projections()]
+
+    def as_one(self) -> bool:
+        """Whether they are one product: before the first call by what they look like."""
+        stacked: Stacked | None = self.__dict__.get("stacked")
+        return all(site_of(layer).why is None for layer in self.projections()) and not (stacked and stacked.fallbacks)
+
+    def rounds(self) -> bool:
+        """Whether products alone read x. Under autocast they round it."""
+        return self.as_one()
+
+    def product_words(self, together: str) -> str:
+        """How they are multiplied. What is not plain (a hook, a subclass) is called, and gives its output itself."""
+        return f"{together} as one product" if self.as_one() else "projections as they are"
+
+
+def multiply_by_records(model: nn.Module, everywhere: bool = False) -> Callable[[], None]:
+    """Let plain linear layers look at their weight's record, of which F.linear knows nothing.
+
+    Those of our own modules do so without it. `everywhere`: those, too, for what calls them one by one, such as the forward
+    that a swapped module had before. Returns what undoes it, once no format or adapter is left there, not even one that is
+    off: several may have asked for the same layer.
+    """
+    stacks = () if everywhere else [module for module in model.modules() if hasattr(module, "stacked")]
+    ours = {id(child) for module in stacks for child in module.children()}
+    changed = []
+    for module in model.modules():
+        if type(module) is not nn.Linear or id(module) in ours or not _has_parts(module.weight):
+            continue
+        if as_torch_has_it(module):
+            module.forward = partial(_by_record, module)  # type: ignore[method-assign]
+            changed.append(module)
+
+    def undo() -> None:
+        for module in changed:
+            if not _has_parts(module.weight) and ADAPTERS not in module._modules:
+                vars(module).pop("forward", None)
+
+    return undo
+
+
+def as_torch_has_it(layer: nn.Linear) -> bool:
+    """Whether nobody but `multiply_by_records` gave the layer a forward of its own."""
+    return "forward" not in vars(layer) or getattr(layer.forward, "func", None) is _by_record
+
+
+def _has_parts(weight: Tensor) -> bool:
+    return format_of(weight) is not AS_IT_IS or adapted(weight)
+
+
+def _by_record(layer: Any, input: Tensor) -> Tensor:
+    return linear(input, weight_of(layer), layer.bias)
+
+
+def _stack(parts: Sequence[Tensor]) -> Tensor:
+    """One tensor over `parts`: the memory they share if they are neighbours, else a new buffer that they become slices of."""
+    if (joined := join_rows([p.detach() for p in parts])) is not None:
+        return joined
+    if parts[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        raise GraphError(
+            "fused weights lost their common buffer (the model was moved, copied or loaded since its last call) and cannot get "
+            "a new one inside a graph capture: run the model once before capturing it."
+        )
+    whole = torch.cat([p.detach() for p in parts])
+    for part, rows in zip(parts, whole.split([p.shape[0] for p in parts])):
+        part.data = rows
+    return whole
+
+
+def _immovable(parts: Sequence[Tensor], before: Tensor | None, others: Iterable[Tensor] | None) -> str | None:
+    """Why these parameters may not be moved into a buffer of ours: somebody else manages the memory they lie in."""
+    if len({(p.dtype, p.device, p.shape[1:]) for p in parts}) > 1:
+        return "the weights differ in dtype, device or input width"
+    if len({p.data_ptr() for p in parts}) < len(parts):
+        return "two of the layers share one parameter, which cannot lie in two places of a buffer"
+    if join_rows([p.detach() for p in parts]) is not None:
+        return None
+    for part in parts:
+        if hasattr(part, "ds_id"):
+            return "the weights are sharded by DeepSpeed"
+        if part.device.type == "cpu" and part.is_shared():
+            return "the weights lie in memory shared between processes"
+        home = part.untyped_storage()
+        if home.nbytes() != part.nbytes and (before is None or home.data_ptr() != before.untyped_storage().data_ptr()):
+            return (
+                "the weights are slices of a buffer that something else owns (a wrapper that shards or flattens, or another "
+                "layer's buffer, where a weight of it is used here, too)"
+            )
+    if any_over(parts, movers.weights() if others is None else others):
+        return (
+            "a weight and another layer's are two tensors over the same memory, and side by side with its neighbours it would "
+            "move away; tie them by giving both layers the one Parameter object"
+        )
+    return None
+
+
+def describe(layer: nn.Module) -> str:
+    """What keeps a layer from being multiplied by its weight alone, in words."""
+    kind = f"{type(layer).__module__.split('.')[0]}.{type(layer).__name__}"
+    if type(layer) is not nn.Linear:
+        return f"a projection is {kind}, not nn.Linear"
+    weight = layer._parameters.get("weight")
+    if type(weight) is not nn.Parameter:
+        return f"a projection's weight is a {type(weight).__name__}, not a plain Parameter"
+    if hooked(layer):
+        return "a projection carries hooks"
+    return "a projection's weight is in codes" if format_of(weight).coded else "a projection carries a low-rank adapter"

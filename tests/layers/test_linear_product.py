@@ -1,0 +1,370 @@
+"""A site's parts compose: an adapter that is defined here trains over every format and accumulator."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gpubound import layers
+from gpubound.kernels.accumulate import weight_gradient
+from gpubound.kernels.tensor_state import made_record
+from gpubound.layers import recompute
+from gpubound.layers.fp8 import Fp8, new_states
+from gpubound.layers.fused_weights import multiply_by_records
+from gpubound.layers.linear_formats import Adapter, Format, Spanning
+from gpubound.layers.linear_product import fused_linear, linear
+from gpubound.train import Accumulators
+
+TOKENS, INPUTS, OUTPUTS, RANK = 16, 32, 48, 4
+
+
+class LowRank(Adapter):
+    """y += (x aᵀ) bᵀ."""
+
+    def __init__(self, a, b):
+        self.parameters = self.a, self.b = a, b
+
+    def plain(self, x):
+        return x @ self.a.to(x.dtype).t() @ self.b.to(x.dtype).t()
+
+    def forward(self, x, y):
+        h = x @ self.a.to(x.dtype).t()
+        y.add_(h @ self.b.to(x.dtype).t())
+        return (h,)
+
+    def backward(self, g, x, kept, dx):
+        dh = g @ self.b.to(g.dtype)
+        if dx is not None:
+            dx.add_(dh @ self.a.to(g.dtype))
+        (h,) = kept
+        return weight_gradient(self.a, dh, x), weight_gradient(self.b, g, h.reshape(-1, RANK))
+
+
+class Halved(Format):
+    """The weight counts half."""
+
+    def evaluate(self, x, joined):
+        return F.linear(x, joined.weight / 2, joined.bias)
+
+    def backward(self, g, x, kept, joined, wants_dx, wanted):
+        return g @ joined.weight / 2 if wants_dx else None, [g.t() @ x / 2]
+
+
+def low_rank(weight, seed=5, dtype=None):
+    """Hangs one on the weight."""
+    gen, dtype = torch.Generator().manual_seed(seed), dtype or weight.dtype
+    shapes = (RANK, weight.shape[1]), (weight.shape[0], RANK)
+    adapter = LowRank(*(nn.Parameter((0.3 * torch.randn(shape, generator=gen)).to(dtype)) for shape in shapes))
+    made_record(weight).adapters += (adapter,)
+    return adapter
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def layer_of(dtype=torch.float32, bias=True):
+    torch.manual_seed(0)
+    return nn.Linear(INPUTS, OUTPUTS, bias=bias, dtype=dtype)
+
+
+def gradients(y, tensors, seed=9):
+    return torch.autograd.grad(y, tensors, draw(*y.shape, seed=seed, dtype=y.dtype))
+
+
+@pytest.mark.parametrize("base", ["frozen", "trains", "main_grad"])
+def test_an_adapter_trains(base):
+    layer, x = layer_of(), draw(2, 3, INPUTS).requires_grad_()
+    layer.requires_grad_(base != "frozen")
+    adapter = low_rank(layer.weight)
+    trained = [x, *adapter.parameters, *(layer.parameters() if base != "frozen" else ())]
+    want = F.linear(x, layer.weight, layer.bias) + adapter.plain(x)
+    wanted = gradients(want, trained)
+    parameters = [*adapter.parameters, *(layer.parameters() if base == "main_grad" else ())]
+    sums = Accumulators([(str(i), p) for i, p in enumerate(parameters)])
+    for begin in (sums.begin, sums.zero):
+        sums.gradient.fill_(float("nan"))  # a delivery that adds, where it should write, shows
+        begin()
+        y = linear(x, layer.weight, layer.bias)
+        assert y.grad_fn.name() == "_ProductBackward"
+        torch.testing.assert_close(y, want)
+        y.backward(draw(*y.shape, seed=9))
+        sums.finish()
+        for parameter, gradient in zip(trained, wanted):
+            got = parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
+            torch.testing.assert_close(got, gradient, rtol=1e-5, atol=1e-5)
+            parameter.grad = None
+    assert base != "frozen" or layer.weight.grad is None
+
+
+def test_several_adapters_over_weights_that_are_multiplied_as_one():
+    torch.manual_seed(0)
+    modules, x = nn.ModuleList(nn.Linear(INPUTS, rows) for rows in (8, 4, 4)), draw(TOKENS, INPUTS).requires_grad_()
+    adapters = [low_rank(modules[0].weight, 1), low_rank(modules[2].weight, 2), low_rank(modules[2].weight, 3)]
+    plain = [m(x) for m in modules]
+    want = torch.cat([plain[0] + adapters[0].plain(x), plain[1], plain[2] + adapters[1].plain(x) + adapters[2].plain(x)], -1)
+    leaves = [x, *modules.parameters(), *(p for a in adapters for p in a.parameters)]
+    wanted = gradients(want, leaves)
+    stacked = layers.Stacked()
+    weights, biases = [m.weight for m in modules], [m.bias for m in modules]
+    for product in (lambda: fused_linear(x, weights, biases), lambda: stacked.product(x, modules)):  # one each; one product
+        y = product()
+        torch.testing.assert_close(y, want)
+        for a, b in zip(gradients(y, leaves), wanted):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(stacked.product(x, modules), want)
+
+
+def test_adapters_of_one_class_may_join_to_read_x_once():
+    class Joining(LowRank):
+        @classmethod
+        def join(cls, members):
+            return [Spanning(Both(members), members[0].start, members[-1].stop)]
+
+    class Both(Adapter):
+        def __init__(self, members):
+            self.members = members
+            self.parameters = [p for m in members for p in m.adapter.parameters]
+
+        def forward(self, x, y):
+            reads.append(x)
+            h = x @ torch.cat([m.adapter.a for m in self.members]).t()
+            for m, part in zip(self.members, h.split(RANK, -1)):
+                m.of(y).add_(part @ m.adapter.b.t())
+            return ()
+
+        def backward(self, g, x, kept, dx):
+            assert not kept and dx is not None
+            return [None] * len(self.parameters)
+
+    reads = []
+    modules, x = nn.ModuleList(nn.Linear(INPUTS, 8, bias=False) for _ in range(3)), draw(TOKENS, INPUTS).requires_grad_()
+    for i, m in enumerate(modules):
+        made = low_rank(m.weight, i)
+        made_record(m.weight).adapters = (Joining(*made.parameters),)
+    want = torch.cat([m(x) + m.weight.gpubound.adapters[0].plain(x) for m in modules], -1)
+    y = layers.Stacked().product(x, modules)
+    torch.testing.assert_close(y, want)
+    y.sum().backward()
+    assert len(reads) == 1
+
+
+def test_over_a_norms_result_that_is_computed_again():
+    norm, layer, x = layers.RMSNorm(INPUTS), layer_of(), draw(TOKENS, INPUTS).requires_grad_()
+    layer.requires_grad_(False)
+    adapter = low_rank(layer.weight)
+    leaves = [x, norm.weight, *adapter.parameters]
+    y = norm(x)
+    wanted = gradients(F.linear(y, layer.weight, layer.bias) + adapter.plain(y), leaves)
+    with recompute.recomputing(norm, 0):
+        y = norm(x)
+    assert recompute.origin(y) is not None
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        got = linear(y, layer.weight, layer.bias)
+    assert saved[0].data_ptr() == x.data_ptr() and saved[1].data_ptr() == norm.weight.data_ptr(), "kept for x: its origin"
+    for a, b in zip(gradients(got, leaves), wanted):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_frozen_site_keeps_nothing():
+    layer, x, saved = layer_of(), draw(TOKENS, INPUTS).requires_grad_(), []
+    layer.requires_grad_(False)
+    layer.weight.main_grad = torch.zeros(layer.weight.shape)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = linear(x, layer.weight, layer.bias)
+    assert not saved
+    torch.testing.assert_close(*gradients(y, [x]), *gradients(layer(x), [x]))
+    assert not layer.weight.main_grad.any()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_over_8_bits(bias):
+    """The base in fp8, the adapter in 16 bits: what it adds is what it adds alone."""
+    layer, x = layer_of(torch.bfloat16, bias), draw(TOKENS, INPUTS, dtype=torch.bfloat16).requires_grad_()
+    (states,) = new_states(1, torch.device("cpu"))
+    made_record(layer.weight).format = Fp8(states, lambda: True)
+    layer.weight.main_grad = torch.zeros(layer.weight.shape)
+    g = draw(TOKENS, OUTPUTS, seed=9, dtype=torch.bfloat16)
+    alone = linear(x, layer.weight, layer.bias)
+    (dx,) = torch.autograd.grad(alone, [x], g)
+    main = layer.weight.main_grad.clone()
+    layer.weight.main_grad.zero_()
+    adapter = low_rank(layer.weight)
+    added = adapter.plain(x)
+    more, *wanted = torch.autograd.grad(added, [x, *adapter.parameters], g)
+    y = linear(x, layer.weight, layer.bias)
+    got, *theirs = torch.autograd.grad(y, [x, *adapter.parameters], g)
+    torch.testing.assert_close(y, alone + added, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(got, dx + more, rtol=2e-2, atol=2e-2)
+    assert torch.equal(layer.weight.main_grad, main)
+    for a, b in zip(theirs, wanted):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("where", ["gate_proj", "down_proj"])
+@pytest.mark.parametrize("eight", [False, True], ids=["16 bits", "8 bits"])
+def test_no_fused_form_of_an_mlp_passes_an_adapter_by(where, eight):
+    torch.manual_seed(0)
+    mlp, x = layers.MLP(INPUTS, OUTPUTS, dtype=torch.bfloat16), draw(TOKENS, INPUTS, dtype=torch.bfloat16).requires_grad_()
+    weights = [m.weight for m in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+    for weight, states in zip(weights, new_states(3, torch.device("cpu"))):
+        weight.main_grad = torch.zeros(weight.shape)
+        made_record(weight).format = Fp8(states, lambda: True) if eight else None
+    with recompute.recomputing(mlp, 0):
+        assert mlp(x).grad_fn.name() == ("_GatedBackward" if eight else "_GatedDownBackward")
+        adapter = low_rank(getattr(mlp, where).weight)
+        y = mlp(x)
+    y.sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in adapter.parameters)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_by_a_checkpoint(reentrant):
+    layer, x = layer_of(), draw(TOKENS, INPUTS).requires_grad_()
+    layer.requires_grad_(False)
+    adapter = low_rank(layer.weight)
+    sums = Accumulators([("a", adapter.a), ("b", adapter.b)])
+    wanted = gradients(linear(x, layer.weight, layer.bias), [x])
+    checkpoint(lambda t: linear(t, layer.weight, layer.bias), x, use_reentrant=reentrant).backward(
+        draw(TOKENS, OUTPUTS, seed=9)
+    )
+    torch.testing.assert_close(x.grad, wanted[0])
+    assert all(p.grad is None and p.main_grad.any() for p in adapter.parameters)
+    sums.release()
+
+
+def test_one_that_is_taken_out_costs_nothing():
+    layer, x = layer_of(), draw(TOKENS, INPUTS).requires_grad_()
+    low_rank(layer.weight)
+    assert linear(x, layer.weight, layer.bias).grad_fn.name() == "_ProductBackward"
+    layer.weight.gpubound.adapters = ()
+    assert linear(x, layer.weight, layer.bias).grad_fn.name() == layer(x).grad_fn.name()
+
+
+def test_plain_layers_multiply_by_their_records_while_somebody_wants_it():
+    """An adapter and a format ask for one nn.Linear of a model that is not ours: the last one out gives it its forward back."""
+    layer, other = layer_of(), layer_of()
+    model, x = nn.Sequential(layer, nn.ReLU()), draw(4, INPUTS)
+    bare, record = layer(x), made_record(layer.weight)
+    adapter = low_rank(layer.weight)
+    undo_adapter = multiply_by_records(model)
+    record.format = Halved()
+    undo_format = multiply_by_records(model)
+    both = (bare - layer.bias) / 2 + layer.bias + adapter.plain(x)
+    assert torch.allclose(layer(x), both, atol=1e-6) and "forward" not in vars(other)
+    record.adapters = ()
+    undo_adapter()
+    assert torch.allclose(layer(x), (bare - layer.bias) / 2 + layer.bias, atol=1e-6)
+    record.format = None
+    undo_format()
+    assert "forward" not in vars(layer) and torch.equal(layer(x), bare)
+
+
+def test_a_layer_with_a_forward_of_its_own_keeps_it():
+    layer = layer_of()
+    low_rank(layer.weight)
+    layer.forward = own = lambda x: x
+    undo = multiply_by_records(layer)
+    assert layer.forward is own
+    undo()
+    assert layer.forward is own
+
+
+def test_compiled_and_transformed_code_sees_the_adapter():
+    layer, x = layer_of(), draw(TOKENS, INPUTS).requires_grad_()
+    adapter = low_rank(layer.weight)
+    want = linear(x, layer.weight, layer.bias)
+    leaves = [x, layer.weight, *adapter.parameters]
+    wanted = gradients(want, leaves)
+
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return linear(x, self.layer.weight, self.layer.bias)
+
+    compiled = torch.compile(Calls(), backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(compiled, want)
+    for a, b in zip(gradients(compiled, leaves), wanted):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    each = torch.func.vmap(lambda row: linear(row, layer.weight, layer.bias))(x)
+    torch.testing.assert_close(each, want)
+
+
+def test_a_frozen_format_of_ones_own():
+    """Weights in int8 with a scale a row: a format that is defined here, frozen, under an adapter that trains."""
+
+    class Int8(Format):
+        reads_input = False
+
+        def __init__(self, weight):
+            self.scale = weight.abs().amax(1, keepdim=True) / 127
+            self.codes = (weight / self.scale).round().to(torch.int8)
+
+        def whole(self, dtype):
+            return self.codes.to(dtype) * self.scale.to(dtype)
+
+        def evaluate(self, x, joined):
+            return F.linear(x, self.whole(x.dtype), joined.bias)
+
+        def backward(self, g, x, kept, joined, wants_dx, wanted):
+            return (g @ self.whole(g.dtype) if wants_dx else None), [None] * len(wanted)
+
+    layer, x = layer_of(), draw(TOKENS, INPUTS).requires_grad_()
+    layer.requires_grad_(False)
+    format = made_record(layer.weight).format = Int8(layer.weight.detach())
+    adapter = low_rank(layer.weight)
+    leaves = [x, *adapter.parameters]
+    want = F.linear(x, format.whole(x.dtype), layer.bias) + adapter.plain(x)
+    got = linear(x, layer.weight, layer.bias)
+    torch.testing.assert_close(got, want)
+    for a, b in zip(gradients(got, leaves), gradients(want, leaves)):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(linear(x, layer.weight, layer.bias), want)
+
+
+def test_in_autocast():
+    layer, x = layer_of(), draw(TOKENS, INPUTS).requires_grad_()
+    adapter = low_rank(layer.weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(x, layer.weight, layer.bias)
+        want = layer(x) + adapter.plain(x)
+    assert y.dtype == want.dtype == torch.bfloat16
+    torch.testing.assert_close(y, want, rtol=2e-2, atol=2e-2)
+    leaves = [x, layer.weight, *adapter.parameters]
+    for a, b in zip(gradients(y, leaves), gradients(want, leaves)):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=3e-2, atol=1e-1)
+
+
+@pytest.mark.parametrize("owner", ["plain", "main_grad", "adapter"])
+@pytest.mark.parametrize("call", ["linear", "stacked", "mlp"])
+def test_an_input_of_another_dtype_is_refused_without_autocast(owner, call):
+    """With a main_grad the weight was silently cast, without one torch raised."""
+    layer = {
+        "linear": layer_of(),
+        "stacked": layers.Attention(INPUTS, 2),
+        "mlp": layers.MLP(INPUTS, OUTPUTS),
+    }[call]
+    run = {
+        "linear": lambda x: linear(x, layer.weight, layer.bias),
+        "stacked": lambda x: layer(x, None),
+        "mlp": layer,
+    }[call]
+    for p in layer.parameters():
+        if owner == "main_grad":
+            p.main_grad = torch.zeros_like(p)
+        elif owner == "adapter" and p.dim() == 2:
+            low_rank(p)
+    x = draw(1, 3, INPUTS, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"bfloat16.*float32"):
+        run(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run(x).dtype == torch.bfloat16
+    assert run(x.float()).dtype == torch.float32
