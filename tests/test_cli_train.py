@@ -226,18 +226,8 @@ NO_MODEL = (
     f"model: got '12m', wanted one of {', '.join(every_preset())} (-tiny behind it: a small one like it), "
     "or a Hugging Face folder."
 )
-NO_RECOMPUTE = (
-    "recompute: got 'some', wanted cheap, none, blocks, a number of blocks, or the bytes that a step may take, as in '40 GB'."
-)
-NO_PEAK = (
-    "recompute: a byte budget needs a GPU, whose allocator measures the peak, and this runs on cpu; "
-    "take cheap, none, blocks, or a number of blocks."
-)
+NO_RECOMPUTE = "recompute: got 'some', wanted cheap, none, blocks or a number of blocks."
 NOT_SAVED = "recipe: keep_every must be a multiple of save_every, got 5 and 0; only what is saved can be kept."
-NOT_BOTH = (
-    "auto_batch: got recompute='1 GB', too, and each would take what the other leaves; "
-    "give --recompute cheap, none, blocks or a number, or --micro-batch yourself."
-)
 
 
 @pytest.mark.parametrize(
@@ -251,8 +241,6 @@ NOT_BOTH = (
         (["--model", "12m"], NO_MODEL),
         (["--recompute", "some"], NO_RECOMPUTE),
         (["--recompute", "3"], "recompute: got 3 blocks, the model has 2; give at most so many."),
-        (["--recompute", "1 GB"], NO_PEAK),
-        (["--recompute", "1 GB", "--auto-batch"], NOT_BOTH),
         (
             ["--keep-every", "5"],
             "recipe: keep_every must be a multiple of save_every, got 5 and 0; only what is saved can be kept.",

@@ -129,10 +129,3 @@ def test_a_base_counts_as_what_it_takes(base, tokenizer, monkeypatch, tmp_path, 
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, properties=properties: properties)
         assert deals_rows(todo, partial(outline, todo, tokenizer), cuda, Two()) is dealt
     assert message("train/making:a_base_counts_as_what_it").within(said())
-
-
-def test_a_budget_wants_a_whole_model(deep, tokenizer):
-    todo = replace(deep, parallel="fsdp", recompute="1GB")
-    sentence = "recompute: got '1GB', a budget, which is tried on a whole model, and this one is sharded; give "
-    with pytest.raises(ValueError, match="^" + sentence):
-        deals_rows(todo, partial(outline, todo, tokenizer), CPU, Two())

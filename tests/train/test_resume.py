@@ -105,32 +105,6 @@ def in_folder(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path / name)
 
 
-def test_from_another_folder_it_finds_what_it_began_with(corpus, tmp_path, monkeypatch, capsys):
-    """Relative paths begin where the run was begun, in phases too; one that is there still is taken from here."""
-    monkeypatch.setattr(trace, "_said", set())
-    in_folder(tmp_path, monkeypatch, "one")
-    for name in ("data", "own"):
-        (tmp_path / "one" / name).symlink_to(corpus)
-    phased = {"phases": ({"name": "a", "steps": 2}, {"name": "b", "data": ("own",), "steps": 2})}
-    train(recipe("data", tmp_path / "run", tokenizer="data", **phased), until=3)
-    in_folder(tmp_path, monkeypatch, "two")
-    again, _ = train(recipe("data", tmp_path / "run", tokenizer="data", **phased), resume=True)
-    assert again.done == 4
-    said = f"resume: data, own: taken from {tmp_path / 'one'}, where the run was begun, for there is none here."
-    assert said in capsys.readouterr().err
-    whole, _ = train(recipe(corpus, tmp_path / "whole", tokenizer=str(corpus), phases=(
-        {"name": "a", "steps": 2}, {"name": "b", "data": (str(corpus),), "steps": 2})))  # fmt: skip
-    assert_same(again, whole)
-    in_folder(tmp_path, monkeypatch, "one")
-    assert prepare(recipe("data", tmp_path / "run", tokenizer="data", **phased), resume=True, progress=False).done == 4
-    assert "taken from" not in capsys.readouterr().err
-    in_folder(tmp_path, monkeypatch, "two")
-    for data in (str(corpus), "../one/data"):
-        assert prepare(recipe(data, tmp_path / "run", tokenizer="data", **phased), resume=True, progress=False).done == 4
-    with pytest.raises(ValueError, check=message("train/resume:from_another_folder_it_f")):
-        prepare(recipe("elsewhere", tmp_path / "run", tokenizer="data", **phased), resume=True, progress=False)
-
-
 def test_a_run_that_moved_with_its_data(corpus, tmp_path, monkeypatch):
     in_folder(tmp_path, monkeypatch, "one")
     shutil.copytree(corpus, tmp_path / "one" / "data")

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from gpubound.errors import DeviceError
 from gpubound.train.prepare import fitted, largest_micro_batch, prepare
 from gpubound.train.recipe import Recipe
 from tests.messages import message
@@ -19,42 +18,6 @@ def test_recomputing_changes_no_number(corpus, tmp_path):
     assert [sum(m.gradient_checkpointing for m in run.model.model.layers) for run in runs] == [0, 0, 2, 1]
     for other in runs[1:]:
         assert_same(runs[0], other)
-
-
-def test_a_recompute_budget_is_kept_by_each_phase(two_phases, tmp_path, monkeypatch):
-    """Measured here by what autograd keeps for backward. The second phase has smaller batches and recomputes nothing."""
-    peaks = []
-
-    def kept(rehearse, device):
-        sizes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
-            rehearse()
-        peaks.append(sum(sizes))
-        return peaks[-1]
-
-    first, second = two_phases["phases"]
-    phases = {**two_phases, "phases": (first | {"micro_batch": 8}, second | {"micro_batch": 2})}
-    plain, _ = train(recipe("", tmp_path / "plain", **phases))
-    monkeypatch.setattr("gpubound.train.recompute.peak_bytes", kept)
-    prepare(recipe("", tmp_path / "run", **phases, recompute="1 GB"), progress=False)  # it tries with every block first
-    run = prepare(recipe("", tmp_path / "run", **phases, recompute=f"{peaks[0]} B"), progress=False)
-    on = [[block.gradient_checkpointing for block in run.model.model.layers]]
-    run.go(lambda record: None)
-    on.append([block.gradient_checkpointing for block in run.model.model.layers])
-    assert on == [[True, True], [False, False]]
-    assert_same(run, plain)
-
-
-@pytest.mark.gpu
-def test_a_recompute_budget_on_a_gpu(corpus, tmp_path):
-    """Rehearsed on the run's own model, whose numbers it leaves alone."""
-    common = {"device": "cuda", "precision": "bf16"}
-    plain, _ = train(recipe(corpus, tmp_path / "plain", **common))
-    ample, _ = train(recipe(corpus, tmp_path / "ample", **common, recompute="100 GB"))
-    assert not any(m.gradient_checkpointing for m in ample.model.model.layers)
-    assert_same(plain, ample)
-    with pytest.raises(DeviceError, check=message("train/run_memory:a_recompute_budget_on_a")):
-        prepare(recipe(corpus, tmp_path / "tight", **common, recompute="1 MB"), progress=False)
 
 
 @pytest.mark.gpu

@@ -29,10 +29,9 @@ from ..models.folder import Beyond, dtype_asked, ends_of, read_config, read_gene
 from ..models.foreign import attempt, load_foreign, needs_transformers
 from ..models.registry import family_of, is_named
 from ..train.adapters import base_of, check_base, kept_state, load_kept_state, merge
-from ..train.checkpoint import Checkpoint
+from ..train.checkpoint import Checkpoint, path_from_here
 from ..train.making import build_model
 from ..train.objectives import objective_named
-from ..train.places import there
 from ..train.recipe import Recipe
 from ..words import quantity
 from .prompts import VERIFY
@@ -142,7 +141,7 @@ def _foreign(folder: Path, about: dict[str, Any]) -> str | None:
 def _from_checkpoint(found: Checkpoint, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
     """What the run would have exported at that step: the average of its weights if it keeps one."""
     facts, weights = found.facts["recipe"], dict[str, Tensor]()
-    model = facts["model"] if is_named(facts["model"]) else there(found, facts["model"])
+    model = facts["model"] if is_named(facts["model"]) else path_from_here(found, facts["model"])
     recipe = Recipe(model=model, seq=facts["seq"], lora=facts.get("lora", {}))
     if not is_named(recipe.model) and not Path(recipe.model).is_dir():
         raise DataError(
@@ -182,7 +181,12 @@ def _run_tokenizer(found: Checkpoint) -> Tokenizer:
     """The one that the run was trained with: beside its corpus, or where its recipe says."""
     recipe, run = found.facts["recipe"], found.path.parent.parent
     told = [recipe.get("tokenizer"), recipe["model"], *recipe["data"]]
-    for folder in (run / "corpus", *sorted((run / "corpus").glob("*")), *(Path(there(found, name)) for name in told if name)):
+    reached = [Path(path_from_here(found, name)) for name in told if name]
+    for folder in (
+        run / "corpus",
+        *sorted((run / "corpus").glob("*")),
+        *reached,
+    ):
         if folder.name == "tokenizer.json" or (folder / "tokenizer.json").exists():
             return extended(recipe, Tokenizer.load(folder))
     raise ValueError(f"{found.path}: the tokenizer of its run is not in {run / 'corpus'}; give it with --tokenizer FOLDER.")

@@ -111,11 +111,6 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(
             f"seeds: got {options.seeds}, and there is nothing to compare; give --compare, or --seed for a run's own."
         )
-    if options.auto_batch and recipe.budget is not None:
-        raise ValueError(
-            f"auto_batch: got recompute={recipe.recompute!r}, too, and each would take what the other leaves; "
-            f"give --recompute cheap, none, blocks or a number, or --micro-batch yourself."
-        )
     if starts:
         with alone(recipe.out):  # nobody else's logs are there
             check_launch(recipe, options.resume, options.gpus or 1)

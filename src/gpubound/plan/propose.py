@@ -114,12 +114,11 @@ def proposals(recipe: Recipe, world: int, card: Card, network: Network, total: i
     def propose(setting: Setting) -> Proposal:
         return Proposal(summing(setting, int(FULL * total)), card, network, limit)
 
-    asked = base if recipe.budget is None else fewest(base, recipe.budget)
     kinds: dict[tuple, list[Proposal]] = {}
     for setting in every_way(base, limit):
         kind = setting.sharded, setting.recompute if not setting.recompute.isdecimal() else "count"
         kinds.setdefault(kind, []).append(propose(setting))
-    return propose(asked), ranked([ranked(kind)[0] for kind in kinds.values()])
+    return propose(base), ranked([ranked(kind)[0] for kind in kinds.values()])
 
 
 def summing(setting: Setting, limit: int) -> Setting:

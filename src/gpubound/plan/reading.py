@@ -40,7 +40,7 @@ def setting_of(recipe: Recipe, world: int = 1) -> Setting:
         recipe.seq,
         micro,
         share // micro,
-        "cheap" if way == "budget" else recipe.recompute,
+        recipe.recompute,
         recipe.graph != "off",
         bool(recipe.ema),
         world,

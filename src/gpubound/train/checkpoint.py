@@ -40,6 +40,7 @@ from .staging import Staging
 from .state_file import STATE
 from .whole import TENSORS
 
+WHERE = "where"  # in a checkpoint's facts: the folder that relative paths of its recipe begin in
 _NAME = re.compile(r"step-(\d{8,})$")
 
 
@@ -180,8 +181,7 @@ class Checkpoints:
         return None
 
     def at(self, step: int) -> Checkpoint:
-        there = [path for path in self.paths() if _step(path) == step]
-        return open_checkpoint(self.ranks.of_first(there[-1] if there else self._place(step)), self.ranks)
+        return open_checkpoint(self._place(step), self.ranks)
 
     def check_writable(self) -> None:
         """DataError now, and not hours later at the first checkpoint. That one makes the folder where there is none yet."""
@@ -213,10 +213,8 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}"
 
     def paths(self) -> list[Path]:
-        """All that are there, whole or damaged, in the order of their steps. Of two that hold the same step, as a copy does,
-        the one named after it comes last."""
-        there = (p for p in self.folder.glob("step-*") if p.is_dir() and _NAME.search(p.name))
-        return sorted(there, key=lambda p: (step := _step(p), step == _number(p), p.name))
+        """Return all that exist, complete or damaged, in the order of their steps."""
+        return sorted((p for p in self.folder.glob("step-*") if p.is_dir() and _NAME.search(p.name)), key=_number)
 
     def _mine(self, tensors: dict[str, Tensor]) -> tuple[bool, dict[str, Piece]]:
         """Whether they are sharded, and what this rank writes of them."""
@@ -256,9 +254,8 @@ class Checkpoints:
             state["bytes"], state["crc32"] = files[TENSORS]
         state_file.write(fresh, state)
         self.first()
-        if final.exists():  # a resumed run reaches a step that it had saved before, or somebody has named another one so
-            own = self._place(_step(final))
-            shutil.rmtree(final) if own == final or own.exists() else os.replace(final, own)
+        if final.exists():  # a resumed run reaches a step that it had saved before
+            shutil.rmtree(final)
         os.replace(fresh, final)
         state_file.flush(self.folder)
         self._prune(state["step"])
@@ -268,7 +265,7 @@ class Checkpoints:
 
         A step beyond `newest`, just written, was damaged, or the run had gone on from there: it must push no whole one out.
         """
-        steps = {p: step for p in self.paths() if (step := _step(p)) <= newest}
+        steps = {p: step for p in self.paths() if (step := _number(p)) <= newest}
         paths = list(steps)
         kept = set(paths[-self.keep :])
         kept |= {p for p in paths if self.keep_every and steps[p] % self.keep_every == 0}
@@ -291,6 +288,8 @@ def open_checkpoint(path: str | Path, ranks: Ranks = ALONE) -> Checkpoint:
     path, state, wrong = Path(path), dict[str, Any](), None
     try:
         state = state_file.read(path)
+        if (named := _NAME.search(path.name)) and int(named[1]) != state["step"]:
+            raise DataError(f"{path} holds step {state['step']}, and its name another one; give the folder its own name back.")
         for name, about in sorted(state_file.files_of(state).items())[ranks.rank :: ranks.world]:
             if state_file.about(beside(path / STATE, name)) != [name, *about]:
                 wrong = state_file.damaged(path, name)
@@ -300,8 +299,6 @@ def open_checkpoint(path: str | Path, ranks: Ranks = ALONE) -> Checkpoint:
         wrong = error
     if said := next(filter(None, ranks.gather(wrong and str(wrong))), None):
         raise DataError(said)
-    if ranks.first and (named := _NAME.search(path.name)) and int(named[1]) != state["step"]:
-        notice(f"{path} is named after another step than it holds: what counts is the step inside, {state['step']}.")
     return Checkpoint(path, state["step"], state["facts"], "files" in state)
 
 
@@ -311,11 +308,11 @@ def _make_empty(folder: Path, ranks: Ranks) -> None:
         folder.mkdir(parents=True)
 
 
-def _step(path: Path) -> int:
-    """The step that is written inside, whatever somebody has named the folder since; its name's where nothing can be read."""
-    inside = state_file.step_of(path)
-    return _number(path) if inside is None else inside
-
-
 def _number(path: Path) -> int:
     return int(_NAME.search(path.name)[1])  # type: ignore[index]
+
+
+def path_from_here(found: Checkpoint, name: str) -> str:
+    """Return the path `name` of this checkpoint's recipe; where it does not exist, as seen from where the run was begun."""
+    begun = os.path.join(found.facts.get(WHERE, ""), name)
+    return begun if not os.path.exists(name) and os.path.exists(begun) else name

@@ -40,14 +40,4 @@ def deals_rows(recipe: Recipe, outline: Callable[[], nn.Module], device: torch.d
     why = f", because a replica would hold {readable(need)} of them{of}" if too_much else ""
     held = "every weight, and their gradient and moments" if recipe.adapters is None else "the base, and all adapters"
     notice(f"parallel: fsdp: each of {ranks.world} {who}s holds its rows of {held}{why}.")
-    _check_dealt(recipe)
     return True
-
-
-def _check_dealt(recipe: Recipe) -> None:
-    """ValueError for what needs whole weights, before any is made."""
-    if recipe.budget is not None:
-        raise ValueError(
-            f"recompute: got {recipe.recompute!r}, a budget, which is tried on a whole model, and this one is sharded; give "
-            f"cheap, none, blocks or a number of blocks."
-        )

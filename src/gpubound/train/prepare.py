@@ -18,18 +18,17 @@ from torch import nn
 from ..corpus import Corpus, Tokenizer
 from ..device import resolve
 from ..errors import DataError, DeviceError, GraphError
-from ..models.registry import family_of
+from ..models.registry import family_of, is_named
 from ..parallel import ALONE, Ranks
 from ..place import Placement, as_it_is, place
 from ..trace import notice
 from . import chance
 from .adapters import base_of, check_base
-from .checkpoint import Checkpoint, Checkpoints
+from .checkpoint import WHERE, Checkpoint, Checkpoints
 from .data import Stage, check_data, open_data, stage_of
 from .engine import deals_rows
 from .making import build_model, build_shards, outline
-from .places import WHERE, from_here, leads
-from .recipe import PHASED, Recipe, check_model
+from .recipe import PHASED, SOURCES, Recipe, check_model
 from .run import Run
 
 FREE = (
@@ -56,10 +55,9 @@ def prepare(
     check_shared(recipe, ranks)
     folder, device = Path(recipe.out), resolve(recipe.device)
     checkpoints = Checkpoints(folder / "checkpoints", keep=recipe.keep, keep_every=recipe.keep_every or None, ranks=ranks)
-    found, where = _found(checkpoints, resume), os.getcwd()
+    found = _found(checkpoints, resume)
     if found is not None:
         old = _recipe(found)
-        recipe, where = from_here(recipe, found)
     check_inputs(recipe)
     base = base_of(recipe.model) if recipe.adapters else {}
     if found is not None:
@@ -86,7 +84,7 @@ def prepare(
     torch.manual_seed(recipe.seed)
     model, placement = made(recipe, tokenizer, device, ranks)
     chance.part(ranks, recipe.seed)
-    run = Run(recipe, folder, device, tokenizer, stages, model.train(), placement, checkpoints, base, where, ranks)
+    run = Run(recipe, folder, device, tokenizer, stages, model.train(), placement, checkpoints, base, ranks=ranks)
     run.enter(found.facts["phase"] if found else 0)
     if found is not None:
         run.restore(found)
@@ -275,10 +273,23 @@ def _differences(old: Recipe, new: Recipe, where: str, keys: set[str]) -> list[s
     """`where`: the folder that the old one's relative paths begin in. A run's folder may have moved with all that is in it, so
     a path that is written as before is the same."""
     was, will = (json.loads(json.dumps(asdict(recipe))) for recipe in (old, new))
-    spelled = (asdict(old) | _spelled_out(old) | leads(old, where), asdict(new) | _spelled_out(new) | leads(new))
+    spelled = (asdict(old) | _spelled_out(old) | _paths(old, where), asdict(new) | _spelled_out(new) | _paths(new))
     before, after = (json.loads(json.dumps(values)) for values in spelled)
     changed = (key for key in will if key in keys and was[key] != will[key] and before[key] != after[key])
     return [f"{key} was {was[key]!r}, is {will[key]!r}" for key in changed]
+
+
+def _paths(recipe: Recipe, where: str = "") -> dict[str, Any]:
+    """Return the files that its paths name: another way to write the same path is no change."""
+
+    def real(name: str) -> str:
+        return os.path.realpath(Path(where, name))
+
+    return {
+        "data": [name if name in SOURCES else real(name) for name in recipe.data],
+        "model": recipe.model if is_named(recipe.model) else real(recipe.model),
+        "tokenizer": recipe.tokenizer and real(recipe.tokenizer),
+    }
 
 
 def _spelled_out(recipe: Recipe) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class Recipe:
     """Run the step as CUDA graphs: auto (where it can be), require, or off."""
     recompute: str = "cheap"
     """What backward computes again to save memory: cheap (norms and activations), none, blocks (all but each block's input),
-    a number of blocks, or as many as keep a step within a number of bytes such as '40 GB'."""
+    or a number of blocks."""
     overlap: bool = False
     """Compute weight gradients on a second stream; small models gain (135m, one row at a time: 3 %)."""
     ema: float = 0.0
@@ -142,6 +142,7 @@ class Recipe:
     def __post_init__(self) -> None:
         from .graph_cache import MODES as GRAPH_MODES
         from .precision import precision as precision_named
+        from .recompute import parse as parse_recompute
 
         self._fill_defaults()
         for key in fields(Recipe):
@@ -178,7 +179,8 @@ class Recipe:
             )
         if self.adapters is not None:
             self.adapters.check_beside(self.model, self.optimizer, self.precision)
-        self.budget, self.rates, self.numbers, self.new_objective(), self.stages()  # each refuses what it cannot make
+        # Each refuses what it cannot make.
+        parse_recompute(self.recompute), self.rates, self.numbers, self.new_objective(), self.stages()
 
     def _fill_defaults(self) -> None:
         """Set what was left out to the values of this kind of run."""
@@ -242,14 +244,6 @@ class Recipe:
     def tokens_per_step(self) -> int:
         return self.micro_batch * self.accumulate * self.seq
 
-    @property
-    def budget(self) -> int | None:
-        """The bytes that a step may take, where recomputing is to keep it within them."""
-        from .recompute import parse as parse_recompute
-
-        way, number = parse_recompute(self.recompute)
-        return number if way == "budget" else None
-
     def new_objective(self, tokenizer: "Tokenizer | None" = None) -> "Objective":
         """A new objective, as the recipe wants it; one that is to be used knows the run's tokenizer."""
         from .objectives import objective_named
@@ -268,7 +262,7 @@ class Recipe:
     def make_step(
         self, model: "nn.Module", objective: "Objective", device: "torch.device", ranks: "Ranks | None" = None
     ) -> "TrainStep":
-        """This rank's part of the optimizer step; with a byte budget for recomputing, without any yet."""
+        """Return this rank's part of the optimizer step."""
         from ..parallel import ALONE
         from .step import TrainStep
 
@@ -282,7 +276,7 @@ class Recipe:
             precision=self.precision_on(device),
             graph=self.graph,
             schedule=self.rates,
-            recompute="cheap" if self.budget is not None else self.recompute,
+            recompute=self.recompute,
             ranks=ranks,
             overlap=self.overlap,
             seed=self.seed,

@@ -28,14 +28,12 @@ from ..place import Placement
 from . import chance, origin
 from .adapters import kept_state, load_kept_state
 from .average import Average
-from .checkpoint import Checkpoint, Checkpoints, joined
+from .checkpoint import WHERE, Checkpoint, Checkpoints, joined
 from .data import Stage
 from .loop import Loop, Record, Stop
 from .objectives import Objective
-from .places import WHERE
 from .price import Price, price_of
 from .recipe import Recipe
-from .recompute import fit_blocks, recompute_blocks
 from .step import TrainStep
 from .taking_up import taken_up
 
@@ -91,16 +89,7 @@ class Run:
         self.feed, self.held_out = self.stage.feed(self.device, self.ranks), self.stage.held_out_feed(self.device)
         self.objective = self.stage.recipe.new_objective(self.tokenizer)
         self.step = self.stage.recipe.make_step(self.model, self.objective, self.device, self.ranks)
-        if (budget := self.recipe.budget) is not None:
-            recompute_blocks(self.model, fit_blocks(self.model, self._rehearse, budget, self.device))
         self.average = Average(self.step, self.recipe.ema) if self.recipe.ema else None
-
-    def _rehearse(self) -> None:
-        """Forward and backward of one micro-batch, as a step does them. The next step begins its sums anew."""
-        at = self.feed.state_dict()
-        total, _ = self.objective(self.model, self.feed.take(), scale=torch.ones((), device=self.device, dtype=torch.float32))
-        total.backward()
-        self.feed.load_state_dict(at)
 
     def go(self, on_record: Callable[[Record], None], stop: Stop | None = None) -> int:
         """Train phase after phase to the end, or until `stop` is asked; saves either way. Returns the last step done.

@@ -35,14 +35,6 @@ def read(path: Path) -> dict[str, Any]:
     return state
 
 
-def step_of(path: Path) -> int | None:
-    """The step that a checkpoint holds. None where it cannot be read."""
-    try:
-        return read(path)["step"]
-    except (OSError, ValueError, DataError):
-        return None
-
-
 def score_of(path: Path) -> Any:
     """None, too, where it cannot be read: what is damaged is not the best."""
     try:
