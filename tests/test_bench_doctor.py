@@ -82,7 +82,7 @@ def test_nothing_is_found_where_nothing_is(what, name, sim, tmp_path):
 
 def test_the_doctor_looks_in_its_turn_and_thinks_outside(sim, tmp_path, monkeypatch):
     """A read, its line and its kind; and the judge is asked when the next script may have the device."""
-    case, order, judged = Case("item", "helper", "gpu-bound"), [], by_doctor.judge
+    case, order, judged = Case("item", "helper", "gpu-bound"), [], by_doctor.diagnose
 
     @contextmanager
     def turn():
@@ -90,7 +90,7 @@ def test_the_doctor_looks_in_its_turn_and_thinks_outside(sim, tmp_path, monkeypa
         yield
         order.append("ends")
 
-    monkeypatch.setattr(by_doctor, "judge", lambda evidence: (order.append("judged"), judged(evidence))[1])
+    monkeypatch.setattr(by_doctor, "diagnose", lambda evidence: (order.append("judged"), judged(evidence))[1])
     script = write_planted(case, tmp_path)
     sight = by_doctor.look(script.path, DRY_STEPS, turn(), dry=True)
     assert order == ["begins", "ends", "judged"]

@@ -8,16 +8,16 @@ from time import perf_counter
 
 from gpubound.doctor.finding import Verdict
 from gpubound.doctor.record.phases import Phase
-from gpubound.doctor.record.run import Itinerary, examine
+from gpubound.doctor.record.run import RunPlan, measure_script
 from gpubound.doctor.record.script import Script
-from gpubound.doctor.rules.judge import judge
+from gpubound.doctor.rules.diagnose import diagnose
 
 from .running import FIRST, Alone, forgetting, timed
 from .score import Found, Sight
 
 
 @dataclass(frozen=True)
-class Timed(Itinerary):
+class Timed(RunPlan):
     """The doctor's phases; `before` are steps that it has no part in."""
 
     before: Sequence[Phase] = field(default_factory=list)
@@ -37,8 +37,8 @@ def look(script: Path, arguments: Sequence[str], alone: AbstractContextManager, 
     with alone, forgetting(script.parent):
         clean_ms = None if dry or clean is None else timed(clean, arguments)
         began = perf_counter()
-        evidence = examine(Script(str(script), tuple(arguments)), Timed(dry=dry, warmup=2, before=before))
-    verdict = judge(evidence)
+        evidence = measure_script(Script(str(script), tuple(arguments)), Timed(dry=dry, warmup=2, before=before))
+    verdict = diagnose(evidence)
     seconds = perf_counter() - began - (0.0 if dry else steps.seconds)
     return read(verdict, None if dry else steps.ms, clean_ms, seconds)
 

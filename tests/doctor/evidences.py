@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from gpubound.doctor.price.measurements import Evidence
+from gpubound.doctor.price.measurements import Measurements
 from gpubound.watch.rows import LedgerRow
 from gpubound.watch.source_line import Place, Site
 
@@ -22,12 +22,12 @@ def row(kind: str, what: str, place: Place, a_step: float = 1, detail: str = "",
     return LedgerRow(kind, what, place, detail, int(a_step * STEPS), int(bytes * STEPS), ms * STEPS)
 
 
-def seen(loop: Synthetic | None, *rows: LedgerRow, line: Place | None = None, kinds: tuple = ("sync",), **more) -> Evidence:
+def seen(loop: Synthetic | None, *rows: LedgerRow, line: Place | None = None, kinds: tuple = ("sync",), **more) -> Measurements:
     """Evidence of a tape and rows. The tape's calls of `kinds` are located at `line`."""
     tape = loop.tape() if loop else None
     located = {n: line for n, call in enumerate(tape.calls if tape else ()) if line and call.kind in kinds}
     counted = frozenset({"syncs", "pageable_copies"})
-    return Evidence("train.py", "a GPU", rows, STEPS, counted, tape, located=located, **more)
+    return Measurements("train.py", "a GPU", rows, STEPS, counted, tape, located=located, **more)
 
 
 def steps(body, ahead: int = 30, run: float = 60.0) -> Synthetic:

@@ -75,7 +75,7 @@ def sim() -> torch.device:
 
 def test_a_patched_script_computes_the_same_and_waits_less(tmp_path, sim, capsys, one_thread):
     _, made = mended(tmp_path, SCRIPT, *FOUND)
-    assert not made.refused and made.equal and [patch.name for patch in made.taken.values()] == [
+    assert not made.refused and made.equal and [patch.name for patch in made.patches.values()] == [
         "copies", "waits", "reads", "reads", "zero_grad",
     ]  # fmt: skip
     states, waits = [], []
@@ -116,7 +116,7 @@ def test_a_value_that_stays_on_the_device_is_the_number_it_was(tmp_path, sim, ca
     """Also its type: 3 does not become 3.0, nor True 1."""
     body = f"for step in range(5):\n    a, b = (torch.randint(3, (7,)).to(device) for _ in range(2))\n    {KEPT_READS[what]}"
     after, made = mended(tmp_path, READS.format(loop=body), ("sync", ".item()"))
-    assert made.taken and ".item()" not in after, made.refused
+    assert made.patches and ".item()" not in after, made.refused
     runpy.run_path(str(tmp_path / "train.py"))
     made.apply()
     with watch() as ledger:
@@ -368,7 +368,7 @@ def test_findings_of_one_line_go_together(tmp_path):
     before = "if x:\n    y()\n    torch.cuda.empty_cache()\n    torch.cuda.synchronize()\n    o.zero_grad(False)\n"
     found = [("free", "empty"), ("sync", "empty"), ("sync", "cuda.sync"), ("zero_grad", "zero")]
     text, made = mended(tmp_path, before, *found)
-    assert text == message("doctor/fix:findings_of_one_line_go") and len(made.taken) == 4
+    assert text == message("doctor/fix:findings_of_one_line_go") and len(made.patches) == 4
     said = str(made).replace(f"{tmp_path.name}/", "").splitlines()
     assert said[0] == message("doctor/fix:findings_of_one_line_go.2")
     assert said[-1] == message("doctor/fix:findings_of_one_line_go.3")

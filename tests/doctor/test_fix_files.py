@@ -53,7 +53,7 @@ def test_a_line_that_changed_while_the_script_ran_is_left_alone(tmp_path):
     path.write_text("o.zero_grad(False)\no.zero_grad(False)  # new\n")
     first, second = (Target("zero_grad", str(path), line, "o.zero_grad(False)") for line in (1, 2))
     made = repair([first, second])
-    assert list(made.taken) == [first] and made.changes[path][1] == b"o.zero_grad()\no.zero_grad(False)  # new\n"
+    assert list(made.patches) == [first] and made.changes[path][1] == b"o.zero_grad()\no.zero_grad(False)  # new\n"
     assert made.refused == {second: "the line was changed since the script ran; look for the findings again"}
 
 

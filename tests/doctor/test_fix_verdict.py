@@ -41,6 +41,6 @@ def test_findings_get_their_patches(tmp_path, monkeypatch):
     assert "-    torch.cuda.synchronize()\n" in second and "zero_grad()" not in second
     assert (third, whole) == ("", "") and list(after.harmless) == [harmless]
     assert made.changes[script][1].decode() == SCRIPT.replace("(False)", "()").replace("    torch.cuda.synchronize()\n", "")
-    assert len(made.taken) == 2 and len(made.refused) == 1  # what has no line is no target
+    assert len(made.patches) == 2 and len(made.refused) == 1  # what has no line is no target
     asked, _ = patched(verdict, asked=["tf32"])
     assert "+torch.set_float32_matmul_precision" in asked.findings[2].patch

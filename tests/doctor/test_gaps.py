@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from gpubound.doctor.price.idle import LEAVES, SHARES, analyse
+from gpubound.doctor.price.idle import LEAVES, SHARES, idle_times
 from gpubound.doctor.record.tape import Call, Span, Tape, Work
 from gpubound.errors import MeasureError
 from tests.doctor.programs import program, stalling
@@ -32,7 +32,7 @@ def by_hand(tape: Tape, device: int) -> dict[str, float]:
 @given(stalling)
 def test_the_shares_are_all_of_the_step(moves):
     tape = program(moves, 3).launch(kind="comm", run=40, stream=9).launch(device=1).step().tape()
-    bar = analyse(tape)
+    bar = idle_times(tape)
     assert set(bar.shares) == set(SHARES) and set(bar.late) == set(LEAVES)
     assert sum(bar.shares.values()) == pytest.approx(100, abs=1e-9)
     assert sum(bar.late.values()) == pytest.approx(bar.shares["host_late"], abs=1e-9)
@@ -49,7 +49,7 @@ def one_gap(calls: list[Call], *spans: Span) -> list[tuple]:
     """A device that runs until 100 and again from 300 on: how the time between is cut. The last call launches the second."""
     work = [Work("a", "kernel", 0, 7, 10.0, 100.0, 1), Work("b", "kernel", 0, 7, 300.0, 400.0, 2)]
     first = Call("cudaLaunchKernel", "launch", MAIN, 0.0, 5.0, 1, 7)
-    bar = analyse(Tape([first, *calls], work, spans, steps=[(10.0, 400.0)]))
+    bar = idle_times(Tape([first, *calls], work, spans, steps=[(10.0, 400.0)]))
     return [(gap.start, gap.end, gap.leaf or gap.cause, gap.call, gap.span) for gap in bar.gaps]
 
 
@@ -110,14 +110,14 @@ def test_a_wait_on_autograds_thread_is_found_from_the_main_thread():
     """Backward drains the queue, and the optimizer's first launch is the one that comes late."""
     made = Synthetic().launch(run=100).hand(AUTOGRAD).launch(run=100, thread=AUTOGRAD).sync(thread=AUTOGRAD)
     tape = made.hand(MAIN, of=AUTOGRAD).think(50).launch(run=100).step().tape()
-    blamed = {tape.calls[gap.call].name for gap in analyse(tape).gaps if gap.leaf == "sync"}
-    assert blamed == {"cudaStreamSynchronize"} and analyse(tape).late["sync"] > 10
+    blamed = {tape.calls[gap.call].name for gap in idle_times(tape).gaps if gap.leaf == "sync"}
+    assert blamed == {"cudaStreamSynchronize"} and idle_times(tape).late["sync"] > 10
 
 
 def test_what_follows_a_wait_is_its_own_until_the_host_is_ahead_again():
     """After the wait each kernel of 1 µs comes late, until the long one lets the host get ahead."""
     made = Synthetic().launch(run=50).sync().launch(run=1, times=5).launch(run=300, times=2)
-    bar = analyse(made.launch(run=50).step().tape())
+    bar = idle_times(made.launch(run=50).step().tape())
     assert bar.ms("sync") > 0.02 and bar.ms("dispatch") == pytest.approx(0.005)  # the first launch
 
 
@@ -126,7 +126,7 @@ def test_a_launch_bound_loop_is_not_its_waits_fault():
     made = Synthetic()
     for _ in range(5):
         made.launch(run=1, times=50).sync().step()
-    bar = analyse(made.tape())
+    bar = idle_times(made.tape())
     assert bar.late["dispatch"] > 5 * bar.late["sync"] > 0
 
 
@@ -137,22 +137,22 @@ def test_a_replay_is_as_busy_as_it_is(whole):
     for _ in range(10):
         made.graph([9.0] * 100, whole=whole).step()
     made.steps = [(5.0, max(work.end for work in made.work))]
-    assert analyse(made.tape()).shares["busy"] == pytest.approx(100 if whole else 90, abs=1)
+    assert idle_times(made.tape()).shares["busy"] == pytest.approx(100 if whole else 90, abs=1)
 
 
 def test_a_replay_that_hides_its_work_is_refused():
     made = Synthetic().launch().graph(hidden=True).graph().step()
     with pytest.raises(MeasureError) as error:
-        analyse(made.tape())
+        idle_times(made.tape())
     assert str(error.value) == message("doctor/gaps:a_replay_that_hides_its")
 
 
 def test_a_tape_without_a_device_is_refused():
     with pytest.raises(MeasureError, check=message("doctor/gaps:a_tape_without_a_device")):
-        analyse(Tape(spans=[Span("aten::mm", "op", MAIN, 0.0, 1.0)]))
+        idle_times(Tape(spans=[Span("aten::mm", "op", MAIN, 0.0, 1.0)]))
 
 
 def test_communication_counts_only_where_nothing_hides_it():
     work = [Work("k", "kernel", 0, 7, 0.0, 60.0, 1), Work("ncclDevKernel_AllReduce", "comm", 0, 20, 40.0, 100.0, 2)]
     calls = [Call("l", "launch", MAIN, 0.0, 0.0, 1), Call("l", "launch", MAIN, 0.0, 0.0, 2)]
-    assert rounded(analyse(Tape(calls, work, steps=[(0.0, 100.0)])).shares) == {"busy": 60, "comm": 40}
+    assert rounded(idle_times(Tape(calls, work, steps=[(0.0, 100.0)])).shares) == {"busy": 60, "comm": 40}

@@ -1,6 +1,6 @@
 """Lines go from the tape under sensors to the one without."""
 
-from gpubound.doctor.record.locate import joined, marked
+from gpubound.doctor.record.locate import lines_by_mark, match_lines
 from gpubound.doctor.record.tape import Call, Mark, Span, Tape
 from gpubound.watch.source_line import Place, Site
 
@@ -21,7 +21,7 @@ def test_a_mark_stands_for_the_next_blocking_call_and_the_wait_of_a_copy():
     launch = Call("cudaLaunchKernel", "launch", MAIN, 1.0, 2.0)
     calls = [launch, copy(3, 8), sync(5), sync(7), sync(4, BACKWARD), sync(11)]
     tape = Tape(calls, marks=[Mark("a", MAIN, 0.0), Mark("b", MAIN, 10.0), Mark("gone", BACKWARD, 3.5)])
-    got = {(tape.calls[n].thread, tape.calls[n].start): place for n, place in marked(tape, PLACES).items()}
+    got = {(tape.calls[n].thread, tape.calls[n].start): place for n, place in lines_by_mark(tape, PLACES).items()}
     # the sync at 7 is another library's: the mark had been used up. That of the unknown site has no line
     assert got == {(MAIN, 3): A, (MAIN, 5): A, (MAIN, 11): B}
 
@@ -46,18 +46,18 @@ def test_calls_are_matched_by_thread_kind_bytes_and_order():
     other = [(7 if thread == MAIN else 9, kind, size, place) for thread, kind, size, place in step]
     clean, want = steps([other] * 3)
     clean = Tape(clean.calls, spans=[Span(s.name, s.kind, 7, s.start, s.end) for s in clean.spans], steps=clean.steps)
-    assert joined(clean, seen, lines) == want
+    assert match_lines(clean, seen, lines) == want
 
 
 def test_what_has_no_counterpart_has_no_line_and_takes_none_of_another_call():
     seen, lines = steps([[(MAIN, "sync", 0, A), (MAIN, "copy", 16, B)]])
     clean, _ = steps([[(MAIN, "sync", 0, None), (MAIN, "copy", 99, None), (MAIN, "copy", 16, None)], []])
-    assert joined(clean, seen, lines) == {0: A, 2: B}
-    assert joined(clean, Tape(), {}) == {}
+    assert match_lines(clean, seen, lines) == {0: A, 2: B}
+    assert match_lines(clean, Tape(), {}) == {}
 
 
 def test_of_unlike_steps_the_likest_one_gives_the_lines():
     often, rarely = [(MAIN, "sync", 0, A)], [(MAIN, "sync", 0, A), (MAIN, "copy", 8, C), (MAIN, "sync", 0, B)]
     seen, lines = steps([often, rarely])
     clean, want = steps([rarely, often, often])
-    assert joined(clean, seen, lines) == want
+    assert match_lines(clean, seen, lines) == want

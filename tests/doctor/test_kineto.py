@@ -4,7 +4,7 @@ import tracemalloc
 
 import pytest
 
-from gpubound.doctor.price.idle import analyse
+from gpubound.doctor.price.idle import idle_times
 from gpubound.doctor.price.replay import Replay
 from gpubound.doctor.record import kineto
 from gpubound.doctor.record.kineto import call_kind, read_trace
@@ -89,7 +89,7 @@ def test_a_trace_gives_the_tape_that_it_was_written_from(tmp_path, name, hip, mo
     assert [w.kind for w in read.work] == [w.kind for w in tape.work] and read.work[0].pageable
     assert [m.site for m in read.marks] == ["a.py:3"] * 3 and [s.kind for s in read.spans] == ["data"] * 3
     assert read.about == {"source": "torch.profiler", "devices": ["NVIDIA H200"]}
-    assert analyse(read).shares == pytest.approx(analyse(tape).shares, abs=0.01)
+    assert idle_times(read).shares == pytest.approx(idle_times(tape).shares, abs=0.01)
     got, was = Replay(read), Replay(tape)
     assert got.saved(got.waits) == pytest.approx(was.saved(was.waits), abs=1e-3) and was.saved(was.waits) > 0.1
 
@@ -118,7 +118,7 @@ def test_a_drivers_call_inside_the_runtimes_is_one_call(tmp_path):
     ]
     tape = read_trace(written(tmp_path / "t.json", events))
     assert [(call.name, call.correlation, call.stream) for call in tape.calls] == [("cudaLaunchKernelExC", 2, 7)]
-    assert analyse(tape).shares["unlocated"] == 0
+    assert idle_times(tape).shares["unlocated"] == 0
 
 
 def test_an_older_trace_of_rocm(tmp_path):
@@ -130,7 +130,7 @@ def test_an_older_trace_of_rocm(tmp_path):
     events += [{**x("gpu_memcpy", "CopyDeviceToHost", 3, 1, pid=2, tid=0), "args": {"External id": 3}}]
     tape = read_trace(written(tmp_path / "t.json", {"traceEvents": [{**each, "ts": int(each["ts"])} for each in events]}))
     assert [(call.kind, call.blocks, call.device) for call in tape.calls] == [("copy", True, 2)] + [("launch", False, 2)] * 3
-    assert analyse(tape).shares["unlocated"] == 0 and [work.kind for work in tape.work] == ["d2h"] + ["kernel"] * 3
+    assert idle_times(tape).shares["unlocated"] == 0 and [work.kind for work in tape.work] == ["d2h"] + ["kernel"] * 3
 
 
 def test_steps_and_spans_by_their_names(tmp_path):

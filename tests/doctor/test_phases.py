@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpubound.doctor.record.phases import Located, Phase, Phases, Taped
-from gpubound.doctor.record.script import Enough
+from gpubound.doctor.record.phases import LocatedPhase, Phase, Phases, RecordedPhase
+from gpubound.doctor.record.script import StopScript
 from gpubound.watch.pretend import simgpu
 from gpubound.watch.python_calls import replaced, unchanged
 
@@ -45,11 +45,11 @@ def test_slow_steps_are_reported_within_a_phase(monkeypatch):
 
 def test_phases_follow_each_other_and_then_the_script_is_stopped():
     notes = []
-    with pytest.raises(Enough), Phases([Noted("a", 1, notes), Noted("b", 2, notes)]) as phases:
+    with pytest.raises(StopScript), Phases([Noted("a", 1, notes), Noted("b", 2, notes)]) as phases:
         for _ in range(10):
             phases.ended()
     assert notes == ["begin a", "a 1", "end a", "begin b", "b 1", "b 2", "end b"]
-    with pytest.raises(Enough):  # a script that swallowed it meets it at its next step
+    with pytest.raises(StopScript):  # a script that swallowed it meets it at its next step
         phases.ended()
 
 
@@ -66,7 +66,7 @@ def test_a_script_may_end_early_or_go_on():
 
 def test_the_located_phase_counts_its_own_steps_alone():
     x = torch.ones(4, device=simgpu())
-    located = Located(2, taped=False)
+    located = LocatedPhase(2, taped=False)
     with Phases([Phase(1), located], keep_going=True) as phases:
         for _ in range(6):
             x.sum().item()
@@ -77,17 +77,17 @@ def test_the_located_phase_counts_its_own_steps_alone():
 
 
 def test_a_script_that_profiles_itself_has_no_tape_and_is_told_so():
-    taped = Taped(2)
+    taped = RecordedPhase(2)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), Phases([taped], keep_going=True) as phases:
         phases.ended()
         phases.ended()
-    assert taped.tape is None and taped.foreign
+    assert taped.tape is None and taped.other_profiler
     assert taped.absent == {"tape": "the script runs a profiler of its own; leave it out while the doctor looks"}
 
 
 def test_what_empties_the_cache_has_a_line():
     """The allocator's counters say how much was freed; this row says by which line, and counts nothing a second time."""
-    located = Located(2, taped=False)
+    located = LocatedPhase(2, taped=False)
     with Phases([located], keep_going=True), replaced(torch.cuda, "empty_cache", located._emptied):
         torch.cuda.empty_cache()
     (row,) = [row for row in located.ledger.rows if row.kind == "free"]
@@ -96,7 +96,7 @@ def test_what_empties_the_cache_has_a_line():
 
 def test_the_line_that_waits_for_data_is_known_by_the_name_of_its_span():
     loader = torch.utils.data.DataLoader(torch.arange(6.0), batch_size=2)
-    located = Located(2, taped=False)
+    located = LocatedPhase(2, taped=False)
     with (
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
         Phases([located], keep_going=True) as phases,
@@ -122,7 +122,7 @@ class Uploading(torch.utils.data.Dataset):
 
 def test_a_loader_computes_where_it_should_but_its_copies_count():
     simgpu()
-    located = Located(2, taped=False)
+    located = LocatedPhase(2, taped=False)
     with Phases([Phase(1), located], keep_going=True) as phases:
         for batch in torch.utils.data.DataLoader(Uploading(), batch_size=2, collate_fn=Uploading.joined):
             torch.ones(2).sin()
@@ -160,7 +160,7 @@ def test_pauses_are_on_the_tape_with_their_lines(monkeypatch):
     handler = SimpleNamespace(register_start_callback=compiling.append, remove_start_callback=compiling.remove)
     monkeypatch.setitem(sys.modules, "torch._dynamo.callback", SimpleNamespace(callback_handler=handler))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    taped = Taped(3)
+    taped = RecordedPhase(3)
     with Phases([taped], keep_going=True) as phases:
         for _ in range(3):
             gc.collect()

@@ -8,8 +8,8 @@ from gpubound.doctor.finding import KINDS
 from gpubound.doctor.price.dependencies import Stalls
 from gpubound.doctor.record.tape import Span, Tape
 from gpubound.doctor.report.page import picks, program
-from gpubound.doctor.rules.judge import judge
-from gpubound.doctor.rules.waits import CONVERTED, MUCH, preparing
+from gpubound.doctor.rules.diagnose import diagnose
+from gpubound.doctor.rules.waits import CONVERTED, MUCH, copy_preparation
 
 from .evidences import STEPS, at, row, seen
 from .programs import length
@@ -30,7 +30,7 @@ def loop(prepare: float, run: float = 20.0, pageable: bool = True) -> Synthetic:
 
 def test_what_an_op_does_beside_its_copy_is_part_of_the_price():
     where = row("h2d", "copy to device", at(5), detail="pageable, non_blocking", bytes=1 << 20)
-    slow, quick = (judge(seen(loop(us), where, line=at(5), kinds=("copy",))) for us in (900.0, 10.0))
+    slow, quick = (diagnose(seen(loop(us), where, line=at(5), kinds=("copy",))) for us in (900.0, 10.0))
     (finding,) = (found for found in slow.findings if found.kind != "launch_bound")
     true = (length(loop(900.0)) - length(loop(0.0, pageable=False))) / STEPS / 1e3
     assert finding.fix == CONVERTED and finding.ms == pytest.approx(true, rel=0.05)
@@ -41,9 +41,9 @@ def test_what_an_op_does_beside_its_copy_is_part_of_the_price():
 
 def test_the_page_leaves_it_out_as_the_doctor_does():
     evidence = seen(loop(900.0), row("h2d", "copy to device", at(5), detail="pageable, blocking"), line=at(5), kinds=("copy",))
-    copied = [found for found in judge(evidence).findings if found.kind == "h2d"]
+    copied = [found for found in diagnose(evidence).findings if found.kind == "h2d"]
     (pick,) = picks(evidence.tape, copied, evidence.located)
-    assert pick.spans == preparing(evidence.tape, evidence.located) and len(pick.spans) == STEPS
+    assert pick.spans == copy_preparation(evidence.tape, evidence.located) and len(pick.spans) == STEPS
     assert any(1 in numbers and us > 800 for _, us, numbers in program(evidence.recording.replay, [pick])["stalls"])
 
 
@@ -51,12 +51,12 @@ def test_only_the_outermost_op_around_a_copy_that_is_long_beside_it():
     made = loop(MUCH + 50)
     tape = made.tape()
     copies = [n for n, call in enumerate(tape.calls) if call.kind == "copy"]
-    assert {tape.spans[n].name for n in preparing(tape, copies)} == {"aten::to"}
-    assert preparing(tape, [n for n in range(len(tape.calls)) if n not in copies]) == frozenset()
+    assert {tape.spans[n].name for n in copy_preparation(tape, copies)} == {"aten::to"}
+    assert copy_preparation(tape, [n for n in range(len(tape.calls)) if n not in copies]) == frozenset()
     elsewhere = replace(tape, spans=tuple(replace(span, thread=LOADER) for span in tape.spans))
-    assert preparing(elsewhere, copies) == frozenset()
+    assert copy_preparation(elsewhere, copies) == frozenset()
     short = loop(MUCH - 50).tape()
-    assert preparing(short, [n for n, call in enumerate(short.calls) if call.kind == "copy"]) == frozenset()
+    assert copy_preparation(short, [n for n, call in enumerate(short.calls) if call.kind == "copy"]) == frozenset()
 
 
 def test_stalls_are_of_their_kinds_or_those_that_are_asked_for():

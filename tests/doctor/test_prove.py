@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gpubound.doctor.fix import prove as proving
-from gpubound.doctor.fix.prove import Proof, SeededRun, difference, judged, prove, run_once
+from gpubound.doctor.fix.prove import Proof, SeededRun, compare_runs, difference, prove, run_once
 from gpubound.doctor.fix.prove_run import Recorder, SeededJob, run
 from gpubound.errors import MeasureError
 from gpubound.train.graph_cache import GraphCache
@@ -174,7 +174,7 @@ def test_the_sides_take_turns(script, monkeypatch):
 def of(before, after, tolerance=0.0) -> Proof:
     """A proof from runs of one loss each."""
     sides = ([SeededRun(1.0, (loss,)) for loss in losses] for losses in (before, after))
-    return judged(*sides, tolerance)
+    return compare_runs(*sides, tolerance)
 
 
 def test_one_bit_is_a_difference_where_none_is_allowed():

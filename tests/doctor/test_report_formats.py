@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gpubound.doctor.finding import KINDS, Finding, Verdict
-from gpubound.doctor.price.measurements import Recorded
+from gpubound.doctor.price.measurements import Profile
 from gpubound.doctor.report import write_reports
 from gpubound.doctor.report.files import fingerprint, sarif
 from gpubound.version import __version__
@@ -142,7 +142,7 @@ def test_the_files_of_a_run(tmp_path):
     home = replace(ITEM, file="/home/somebody/deep/project/train.py")
     located = {call: replace(place, site=home) for call, place in located.items()}
     verdict = verdict_of(replace(FINDING, site=home))
-    paths = write_reports(tmp_path / "new" / "out", verdict, Recorded(tape, located))
+    paths = write_reports(tmp_path / "new" / "out", verdict, Profile(tape, located))
     assert [path.name for path in paths] == ["doctor.json", "doctor.html", "doctor.sarif"]
     texts = [path.read_text(encoding="utf-8") for path in paths]
     assert Verdict.from_dict(json.loads(texts[0])) == Verdict.from_dict(verdict.as_dict())

@@ -9,7 +9,7 @@ from gpubound.doctor.finding import KINDS
 from gpubound.doctor.record.tape import Span
 from gpubound.doctor.rules import RULES
 from gpubound.doctor.rules.compute import FEW, FUSED
-from gpubound.doctor.rules.judge import judge
+from gpubound.doctor.rules.diagnose import diagnose
 from gpubound.doctor.rules.waits import MASKED, ROUND_TRIP
 
 from .evidences import STEPS, at, quiet, replace, row, seen, steps
@@ -173,12 +173,12 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_stall_is_found_on_its_line_and_what_costs_nothing_is_none(name):
     kind, line, planted, calm = CASES[name]
-    found = {finding.kind: finding for finding in judge(planted).findings}
+    found = {finding.kind: finding for finding in diagnose(planted).findings}
     assert kind in found, found
     at_line = found[kind].line
     assert (at_line and at_line.line) == line
     assert found[kind].fix and found[kind].evidence
-    assert kind not in [finding.kind for finding in judge(calm).findings]
+    assert kind not in [finding.kind for finding in diagnose(calm).findings]
 
 
 def test_every_kind_of_every_rule_is_planted_here():
@@ -192,7 +192,7 @@ def test_nothing_is_found_in_a_clean_loop(run):
     adds = row("launch", "add", at(21), 48)
     foreach = row("launch", "_foreach_add_", at(40, "optimizer.step()", OP, "_multi_tensor_adam"), 12)
     clean = seen(steps(quiet, run=run), forward, adds, foreach, up("pinned, non_blocking", at(5)))
-    verdict = judge(clean)
+    verdict = diagnose(clean)
     assert not verdict.findings and not verdict.harmless
 
 
@@ -205,7 +205,7 @@ def test_pauses_are_told_by_their_lines():
 
     lines = {"one": at(1), "two": at(2), "asked": at(3, "gc.collect()"), "here": at(4), "there": at(5)}
     rows = [row("gc", "generation 2", lines["asked"]), row("compile", "recompile 0/1", lines["here"])]
-    found = {f.site.line: (f.kind, f.count, f.ms) for f in judge(seen(steps(body), *rows, places=lines)).findings}
+    found = {f.site.line: (f.kind, f.count, f.ms) for f in diagnose(seen(steps(body), *rows, places=lines)).findings}
     assert {line: (kind, count) for line, (kind, count, _) in found.items()} == {
         2: ("gc", 3.0), 3: ("gc", 1.0), 4: ("compile", 1.0), 5: ("compile", 1.0),
     }  # fmt: skip
@@ -214,7 +214,7 @@ def test_pauses_are_told_by_their_lines():
 
 def test_a_wait_of_a_copy_is_not_named_twice():
     both = seen(None, up("pageable, blocking", at(5)), row("sync", "copy to device", at(5)), up("", at(5), "repeat"))
-    assert [finding.kind for finding in judge(both).findings] == ["repeat"]
+    assert [finding.kind for finding in diagnose(both).findings] == ["repeat"]
 
 
 def test_the_remedy_is_that_of_what_was_called():
@@ -226,7 +226,7 @@ def test_the_remedy_is_that_of_what_was_called():
         "before the step": up("pageable, blocking", at(91, "torch.tensor([1.0], device=device)")),
     }
     for words, each in fixes.items():
-        assert words in judge(seen(None, each)).findings[0].fix
+        assert words in diagnose(seen(None, each)).findings[0].fix
 
 
 def test_the_docs_have_every_rule_with_its_threshold():
@@ -242,18 +242,18 @@ def test_an_update_by_parameters_costs_its_launches_or_its_passes():
         steps(lambda l: op(l, "Optimizer.step#AdamW.step", 800, "optimizer", run=5), run=2), row("launch", "add_", STEP, 16)
     )
     large = seen(steps(lambda l: op(l, "Optimizer.step#AdamW.step", 0, "optimizer", run=900)), row("launch", "add_", STEP, 16))
-    ms = [next(f.ms for f in judge(evidence).findings if f.kind == "optimizer") for evidence in (small, large)]
+    ms = [next(f.ms for f in diagnose(evidence).findings if f.kind == "optimizer") for evidence in (small, large)]
     assert ms == pytest.approx([FEW * 0.8, FUSED * 0.9], rel=0.1)
 
 
 def test_an_emptied_cache_is_filled_again_at_its_cost():
     body = lambda l: l.stop("free", 300).stop("alloc", 200)  # noqa: E731
-    emptied = judge(seen(steps(body), row("free", "empty_cache", at(9), 0))).findings
+    emptied = diagnose(seen(steps(body), row("free", "empty_cache", at(9), 0))).findings
     assert [(f.kind, f.line.line) for f in emptied] == [("free", 9)]
     assert emptied[0].ms == pytest.approx((length(steps(body)) - length(steps(quiet))) / STEPS / 1e3, rel=0.1)
-    assert {f.kind for f in judge(seen(steps(body))).findings} == {"free", "alloc"}
+    assert {f.kind for f in diagnose(seen(steps(body))).findings} == {"free", "alloc"}
     for grows in (steps(lambda l: l.stop("alloc", 200)), steps(body)):  # nothing was given back, or not in the timed steps
-        left = judge(seen(grows, row("free", "empty_cache", at(9), 0), memory={"free": 0.0})).findings
+        left = diagnose(seen(grows, row("free", "empty_cache", at(9), 0), memory={"free": 0.0})).findings
         assert [f.kind for f in left] == ["alloc"]
 
 
@@ -270,7 +270,7 @@ def test_a_mask_costs_the_kernels_that_gather_and_scatter(index, priced):
             op(loop, "aten::index", 1, run=10)
 
     row_ = row("sync", "boolean mask", at(88, "x[x > 0]"))
-    (finding,) = judge(seen(steps(body), row_, line=at(88))).findings
+    (finding,) = diagnose(seen(steps(body), row_, line=at(88))).findings
     with_it, without = (length(steps(each)) for each in (body, quiet))
     assert with_it > without and finding.ms == pytest.approx(MASKED * priced, rel=0.1)
 
@@ -282,7 +282,7 @@ def test_a_round_trip_takes_its_copies_with_it():
         loop.copy("d2h", run=100, pageable=True).copy("h2d", run=100, pageable=True)
 
     rows = [up("pageable, blocking", at(5)), up("pageable, blocking", at(5), "d2h")]
-    (finding,) = judge(seen(steps(body), *rows, line=at(5), kinds=("copy",))).findings
+    (finding,) = diagnose(seen(steps(body), *rows, line=at(5), kinds=("copy",))).findings
     with_it, without = (length(steps(each)) / STEPS / 1e3 for each in (body, quiet))
     assert finding.fix == ROUND_TRIP and finding.ms == pytest.approx(with_it - without, rel=0.1)
 
@@ -290,4 +290,4 @@ def test_a_round_trip_takes_its_copies_with_it():
 def test_a_loop_of_launches_costs_nothing_where_the_host_is_ahead():
     """But for the tape's first step, which begins with an empty queue."""
     ahead = seen(steps(lambda l: l.launch(run=60, times=16), ahead=4), MANY_ADDS)
-    assert [f.ms for f in judge(ahead).harmless if f.kind == "launch"] == [pytest.approx(0.0, abs=0.005)]
+    assert [f.ms for f in diagnose(ahead).harmless if f.kind == "launch"] == [pytest.approx(0.0, abs=0.005)]

@@ -9,7 +9,7 @@ from textwrap import dedent
 
 import pytest
 
-from gpubound.doctor.record.script import Enough, Script
+from gpubound.doctor.record.script import Script, StopScript
 from tests import forked
 from tests.messages import message
 
@@ -82,17 +82,17 @@ def test_it_stops_through_finally_but_not_through_except(tmp_path, capsys):
     script = write(
         tmp_path / "loop.py",
         """
-        from gpubound.doctor.record.script import Enough
+        from gpubound.doctor.record.script import StopScript
         try:
             try:
-                raise Enough
+                raise StopScript
             except Exception:
                 print("caught")
         finally:
             print("closed")
         """,
     )
-    assert not issubclass(Enough, Exception)
+    assert not issubclass(StopScript, Exception)
     assert not Script(str(script)).run()
     assert capsys.readouterr().out == "closed\n"
 
@@ -110,10 +110,10 @@ def test_a_script_may_go_elsewhere_and_print_elsewhere(tmp_path, monkeypatch, ca
 def test_it_stops_a_thread_without_a_word(tmp_path):
     text = """
         import threading
-        from gpubound.doctor.record.script import Enough
+        from gpubound.doctor.record.script import StopScript
         def step(error):
             raise error
-        for error in (Enough, KeyError("told")):
+        for error in (StopScript, KeyError("told")):
             thread = threading.Thread(target=step, args=(error,))
             thread.start()
             thread.join()
@@ -121,7 +121,7 @@ def test_it_stops_a_thread_without_a_word(tmp_path):
     script = write(tmp_path / "threads.py", text)
     run = f"from gpubound.doctor.record.script import Script; print(Script({str(script)!r}).run())"
     done = subprocess.run([forked.python(), "-c", run], capture_output=True, text=True, check=True)
-    assert done.stdout == "True\n" and "KeyError: 'told'" in done.stderr and "Enough" not in done.stderr
+    assert done.stdout == "True\n" and "KeyError: 'told'" in done.stderr and "StopScript" not in done.stderr
 
 
 LEAVES = """

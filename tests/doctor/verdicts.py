@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpubound.doctor.finding import Finding, Verdict
-from gpubound.doctor.price.idle import analyse
+from gpubound.doctor.price.idle import idle_times
 from gpubound.doctor.price.replay import Replay
 from gpubound.doctor.record.tape import Tape
 from gpubound.watch.source_line import Place, Site
@@ -30,7 +30,7 @@ def looped(steps: int = 4, data: float = 300.0) -> tuple[Tape, dict[int, Place]]
 
 def judged(tape: Tape, located: dict[int, Place]) -> Verdict:
     """What a judge would say of it, its prices by the replay."""
-    replay, bar = Replay(tape), analyse(tape)
+    replay, bar = Replay(tape), idle_times(tape)
 
     def saved(site: Site) -> float:
         return replay.saved(n for n, place in located.items() if place.site == site)

@@ -26,7 +26,7 @@ def test_another_storage_at_a_dead_ones_address_is_another_upload():
     uploads, x = Uploads(), torch.zeros(4)
     uploads.again(x, GPU)
     gone = StorageWeakRef(torch.zeros(1).untyped_storage())
-    uploads._seen = {key: (gone, state) for key, (_, state) in uploads._seen.items()}
+    uploads._uploaded = {key: (gone, state) for key, (_, state) in uploads._uploaded.items()}
     assert [uploads.again(x, GPU), uploads.again(x, GPU)] == [False, True]
 
 
@@ -34,7 +34,7 @@ def test_what_is_remembered_of_uploads_does_not_grow_without_end():
     uploads = Uploads()
     for _ in range(5000):
         uploads.again(torch.zeros(1), GPU)
-    assert len(uploads._seen) <= 4098
+    assert len(uploads._uploaded) <= 4098
 
 
 def test_a_clone_is_dead_when_its_source_dies_unused():

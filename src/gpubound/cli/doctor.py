@@ -25,7 +25,7 @@ from ..trace import printable
 from . import arguments
 
 if TYPE_CHECKING:
-    from ..doctor.price.measurements import Evidence
+    from ..doctor.price.measurements import Measurements
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,14 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("script: got none; give a script, -m and a module, or a trace, as in gpubound doctor train.py.")
     check_target(target, rest, module)
     refuse_misplaced(command)
-    from ..doctor.ranks import tell, tell_error  # torch takes two seconds: options are read first
+    from ..doctor.ranks import merge_ranks, send_error  # torch takes two seconds: options are read first
     from ..doctor.record.script import end_anyway
     from ..doctor.report import check_reports, screen, write_reports
-    from ..doctor.rules.judge import judge
+    from ..doctor.rules.diagnose import diagnose
     from ..parallel.telling import numbers
-    from .doctor_after import Gate, Mending
+    from .doctor_after import FixOptions, Gate
 
-    mending = Mending(
+    mending = FixOptions(
         options.fix, tuple(filter(None, options.fix_also.split(","))), options.apply, options.prove, options.step_marker,
         options.dry_run,
     )  # fmt: skip
@@ -127,17 +127,17 @@ def main(argv: Sequence[str]) -> int:
         check_reports(folder)
     rank, _ = numbers()
     threads = threading.enumerate()
-    held = Gate.of(options, options.baseline, options.allow)
+    gate = Gate.of(options, options.baseline, options.allow)
     with prints_to_stderr() if options.json else nullcontext():
         try:
             evidence = look(options, target, rest, module)
         except (ValueError, GpuboundError) as error:
-            tell_error(error)
+            send_error(error)
             raise
-    found = tell(judge(evidence))
+    verdict = merge_ranks(diagnose(evidence))
     if rank != 0:
         return 0
-    mended = mending.of(found, target, rest, module)
+    mended = mending.of(verdict, target, rest, module)
     verdict = mended.verdict
     files, unwritten = [], None
     try:
@@ -151,11 +151,11 @@ def main(argv: Sequence[str]) -> int:
     else:
         width, colour = shutil.get_terminal_size().columns, sys.stdout.isatty() and likes_colours()
         print(printable_screen(screen(verdict, width, colour, options.all, files), colour), end="")
-    beside = sys.stderr if options.json else sys.stdout
-    lines, passed = held.hold(verdict)  # before a patch is written: what is allowed is read from the files
-    said, proved = mending.finish(mended)
-    for text in [*said, *lines]:
-        print(text, file=beside)
+    stream = sys.stderr if options.json else sys.stdout
+    gate_lines, passed = gate.hold(verdict)  # before a patch is written: what is allowed is read from the files
+    fix_lines, proved = mending.finish(mended)
+    for text in [*fix_lines, *gate_lines]:
+        print(text, file=stream)
     code = 1 if 1 in (passed, proved) else max(passed, proved)
     if not options.keep_going and "steps" not in evidence.absent:
         end_anyway(code if unwritten is None else 2, threads)
@@ -175,19 +175,19 @@ def is_trace(target: str, module: bool) -> bool:
     return not module and target.endswith((".json", ".json.gz"))
 
 
-def look(options: Doctor, target: str, rest: Sequence[str], module: bool) -> "Evidence":
-    from ..doctor.record.run import Itinerary, examine, examine_trace
+def look(options: Doctor, target: str, rest: Sequence[str], module: bool) -> "Measurements":
+    from ..doctor.record.run import RunPlan, measure_script, measure_trace
     from ..doctor.record.script import Script
     from ..parallel.telling import numbers
     from .doctor_after import progress
 
     if is_trace(target, module):
-        return examine_trace(Path(target), options.step_marker)
-    plan = Itinerary(
+        return measure_trace(Path(target), options.step_marker)
+    plan = RunPlan(
         warmup=options.warmup, timed=options.timed, taped=options.taped, marker=options.step_marker,
         keep_going=options.keep_going, dry=options.dry_run,
     )  # fmt: skip
-    return examine(Script(target, tuple(rest), module), plan, progress() if numbers()[0] == 0 else None)
+    return measure_script(Script(target, tuple(rest), module), plan, progress() if numbers()[0] == 0 else None)
 
 
 @contextmanager

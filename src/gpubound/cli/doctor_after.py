@@ -54,7 +54,7 @@ class Gate:
 
 
 @dataclass(frozen=True)
-class Mending:
+class FixOptions:
     """Whether patches are shown, which of those that change the numbers are among them, and what is done with them."""
 
     fix: bool = False
@@ -65,8 +65,8 @@ class Mending:
     dry: bool = False
 
     def __post_init__(self) -> None:
-        for option, given in (("--fix-also", self.also), ("--apply", self.apply), ("--prove", self.rounds is not None)):
-            if given and not self.fix:
+        for option, present in (("--fix-also", self.also), ("--apply", self.apply), ("--prove", self.rounds is not None)):
+            if present and not self.fix:
                 raise ValueError(f"{option}: got no --fix beside it; there is no patch without that.")
         for name in self.also:
             if name not in PATCHES:
@@ -81,38 +81,38 @@ class Mending:
                 f"again and again; run it on one machine, or leave out --prove."
             )
 
-    def of(self, verdict: Verdict, script: str, arguments: Sequence[str], module: bool) -> "Mended":
+    def of(self, verdict: Verdict, script: str, arguments: Sequence[str], module: bool) -> "FixResult":
         if not self.fix:
-            return Mended(verdict)
+            return FixResult(verdict)
         verdict, repair = patched(verdict, self.also)
         if not repair.changes or self.rounds is None:
-            return Mended(verdict, repair)
+            return FixResult(verdict, repair)
         changes = {path: after for path, (_, after) in repair.changes.items()}
         _put_away()
         proof = prove(
             script, arguments, changes=changes, equal=repair.equal, rounds=self.rounds, module=module, marker=self.marker,
             dry=self.dry, ranks=numbers()[1] if launched() else 0, report=progress(),
         )  # fmt: skip
-        return Mended(verdict, repair, proof)
+        return FixResult(verdict, repair, proof)
 
-    def finish(self, mended: "Mended") -> tuple[list[str], int]:
+    def finish(self, mended: "FixResult") -> tuple[list[str], int]:
         """Write the files if that was asked and nothing speaks against it: (what is said, the exit code)."""
         if mended.repair is None:
             return [], OK
-        said = [str(mended.repair) or "--fix: no finding has a line that could be patched.", mended.diff]
+        lines = [str(mended.repair) or "--fix: no finding has a line that could be patched.", mended.diff]
         code = OK
         if self.rounds is not None:
             code = NOT_MEASURED if mended.proof is None else OK if mended.proof.holds else FAILED
-            said.append("--prove: there is no patch to prove." if mended.proof is None else str(mended.proof))
+            lines.append("--prove: there is no patch to prove." if mended.proof is None else str(mended.proof))
         if self.apply and code == FAILED:
-            said.append("--apply: nothing was written: the losses are not the same.")
+            lines.append("--apply: nothing was written: the losses are not the same.")
         elif self.apply:
             try:
-                said += [f"patched: {path.name}" for path in mended.repair.apply()]
+                lines += [f"patched: {path.name}" for path in mended.repair.apply()]
             except (DataError, OSError) as error:  # told behind the diff, which took a run to find
-                said.append(f"--apply: nothing was written: {error}")
+                lines.append(f"--apply: nothing was written: {error}")
                 code = UNWRITTEN
-        return [text for text in said if text], code
+        return [text for text in lines if text], code
 
 
 def _put_away() -> None:
@@ -123,7 +123,7 @@ def _put_away() -> None:
 
 
 @dataclass(frozen=True)
-class Mended:
+class FixResult:
     """A verdict with its patches, all of them in one repair, and their proof."""
 
     verdict: Verdict

@@ -35,13 +35,13 @@ STEPS = 12  # tokens in a row that a replay makes and an eager call compares
 
 def graph_ready(target: str, device: str, as_json: bool) -> int:
     """Print the audits of `target`. Return 0: all is ready; 1: something is not; 3: no device to capture on."""
-    there = resolve(device)
-    found = audits(_load(target, there), there)
-    code = max((audit.exit_code for audit in found), key=(0, 3, 1).index)
+    where = resolve(device)
+    results = audits(_load(target, where), where)
+    code = max((audit.exit_code for audit in results), key=(0, 3, 1).index)
     if as_json:
-        print(json.dumps({"version": 2, "target": target, "exit": code, "audits": [a.as_dict() for a in found]}, indent=1))
+        print(json.dumps({"version": 2, "target": target, "exit": code, "audits": [a.as_dict() for a in results]}, indent=1))
     else:
-        print("\n\n".join(map(str, found)))
+        print("\n\n".join(map(str, results)))
     return code
 
 

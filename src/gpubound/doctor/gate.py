@@ -120,9 +120,9 @@ def _figures(verdict: Verdict, allowed: list[Finding]) -> dict[str, float | None
 
 
 def _compare(now: Verdict, before: Verdict, most: float | None, passage: Passage, why: str) -> None:
-    here, there = (str(verdict.machine.get("device") or "no GPU") for verdict in (now, before))
-    if here != there:
-        passage.not_measured.append(f"--baseline: it was measured on {there}, this run on {here}; make one here")
+    device, device_before = (str(verdict.machine.get("device") or "no GPU") for verdict in (now, before))
+    if device != device_before:
+        passage.not_measured.append(f"--baseline: it was measured on {device_before}, this run on {device}; make one here")
         return
     if before.step_ms is None and not before.counts:
         passage.not_measured.append("--baseline: it has neither a timed step nor counts; make a new one")
@@ -157,8 +157,8 @@ def _comments(finding: Finding) -> Iterator[tuple[str, str]]:
     if (site := finding.line) is None:
         return
     for number in range(site.line, site.end + 1):
-        if found := COMMENT.search(linecache.getline(site.file, number)):
-            kind, why = found[1].strip(), found[2].strip()
+        if match := COMMENT.search(linecache.getline(site.file, number)):
+            kind, why = match[1].strip(), match[2].strip()
             where = f"{site.portable.file}:{number}"
             if kind not in KINDS:
                 yield kind, f"{where}: allow({kind}): {hint(kind, KINDS, 'the kinds are')}"

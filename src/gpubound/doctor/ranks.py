@@ -22,19 +22,19 @@ SHARES = ("busy", "host_late", "comm")
 ERROR = "error"
 
 
-def tell(verdict: Verdict) -> Verdict:
+def merge_ranks(verdict: Verdict) -> Verdict:
     """This rank's verdict; on the first of several that of all of them."""
     _, world = numbers()
-    heard = {rank: json.loads(text) for rank, text in told(json.dumps(verdict.as_dict())).items()}
-    if world == 1 or not heard:
+    reports = {rank: json.loads(text) for rank, text in told(json.dumps(verdict.as_dict())).items()}
+    if world == 1 or not reports:
         return verdict
-    failed = {rank: SILENT for rank in range(world) if rank not in heard}
-    failed |= {rank: about[ERROR] for rank, about in heard.items() if ERROR in about}
-    others = {rank: Verdict.from_dict(about) for rank, about in heard.items() if rank and rank not in failed}
+    failed = {rank: SILENT for rank in range(world) if rank not in reports}
+    failed |= {rank: about[ERROR] for rank, about in reports.items() if ERROR in about}
+    others = {rank: Verdict.from_dict(about) for rank, about in reports.items() if rank and rank not in failed}
     return merged({0: verdict} | others, failed)
 
 
-def tell_error(error: Exception) -> None:
+def send_error(error: Exception) -> None:
     """The first rank hears why this one has no verdict."""
     if numbers()[0]:
         told(json.dumps({ERROR: str(error)}))
@@ -47,7 +47,7 @@ def merged(verdicts: Mapping[int, Verdict], failed: Mapping[int, str]) -> Verdic
     for rank, verdict in verdicts.items():
         for finding in verdict.findings:
             by_line.setdefault(_key(finding), {})[rank] = finding
-    findings = [_spread(found, len(verdicts) + len(failed)) for found in by_line.values()] + _late(verdicts)
+    findings = [_spread(by_rank, len(verdicts) + len(failed)) for by_rank in by_line.values()] + _late(verdicts)
     findings.sort(key=lambda finding: (finding.ms is None, -(finding.ms or 0.0), -finding.count))
     return replace(
         first,
@@ -71,16 +71,16 @@ def _most(values: Any) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def _spread(found: Mapping[int, Finding], world: int) -> Finding:
+def _spread(by_rank: Mapping[int, Finding], world: int) -> Finding:
     """The finding of the rank that pays most, and what the others pay."""
-    dearest = max(found.values(), key=lambda finding: (finding.ms or 0.0, finding.count))
-    prices = sorted(finding.ms for finding in found.values() if finding.ms is not None)
-    counts = sorted(finding.count for finding in found.values())
-    said = f"{counts[0]:.3g} to {counts[-1]:.3g} a step"
+    dearest = max(by_rank.values(), key=lambda finding: (finding.ms or 0.0, finding.count))
+    prices = sorted(finding.ms for finding in by_rank.values() if finding.ms is not None)
+    counts = sorted(finding.count for finding in by_rank.values())
+    text = f"{counts[0]:.3g} to {counts[-1]:.3g} a step"
     if prices:
-        said = f"{milliseconds(prices[0])} to {milliseconds(prices[-1])}"
-    where = f"on {len(found)} of {world} ranks" if len(found) > 1 else f"on rank {next(iter(found))} of {world} alone"
-    return replace(dearest, evidence=f"{dearest.evidence}; {where}" + (f", {said}" if len(found) > 1 else ""))
+        text = f"{milliseconds(prices[0])} to {milliseconds(prices[-1])}"
+    where = f"on {len(by_rank)} of {world} ranks" if len(by_rank) > 1 else f"on rank {next(iter(by_rank))} of {world} alone"
+    return replace(dearest, evidence=f"{dearest.evidence}; {where}" + (f", {text}" if len(by_rank) > 1 else ""))
 
 
 def _about(rank: int, verdict: Verdict) -> dict[str, Any]:
@@ -102,5 +102,5 @@ def _late(verdicts: Mapping[int, Verdict]) -> list[Finding]:
     if own[last] - usual < LATE * max(verdicts[rank].step_ms or 0.0 for rank in own):
         return []
     apart = f"its step takes {milliseconds(own[last])}, another's {milliseconds(usual)}"
-    said = f"rank {last} comes late: without communication {apart}"
-    return [Finding("comm", None, None, "", None, 1, own[last] - usual, "estimate", said, KINDS["comm"].remedy)]
+    evidence = f"rank {last} comes late: without communication {apart}"
+    return [Finding("comm", None, None, "", None, 1, own[last] - usual, "estimate", evidence, KINDS["comm"].remedy)]

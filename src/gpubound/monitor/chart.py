@@ -54,8 +54,8 @@ def line_chart(
 ) -> str:
     """A <figure> with a line for each series. `marks` are the x where something begins, and its name. `span` is the x axis; by
     default the axis is as long as the lines."""
-    drawn = [_thin(s) for s in series]
-    points = [(x, y) for s in drawn for x, y in zip(s.x, s.y)]
+    thinned = [_thin(s) for s in series]
+    points = [(x, y) for s in thinned for x, y in zip(s.x, s.y)]
     if not points:
         return f'<figure><figcaption>{escape(title)}</figcaption><p class="soft">no finite value was measured</p></figure>'
     low, high = _window([y for _, y in points])
@@ -65,10 +65,10 @@ def line_chart(
     first, last = span or (min(x for x, _ in points), max(x for x, _ in points))
     frame = Frame(first, last, y_ticks[0], y_ticks[-1])
     body = "".join(_grid(frame, y_ticks, axis.style)) + "".join(foot(frame)) + "".join(_marks(frame, marks))
-    body += "".join(_line(frame, s, axis.style) for s in drawn)
-    keys = "".join(f'<span class="{s.style}"><i class="key"></i>{escape(s.name)}</span>' for s in drawn)
+    body += "".join(_line(frame, s, axis.style) for s in thinned)
+    keys = "".join(f'<span class="{s.style}"><i class="key"></i>{escape(s.name)}</span>' for s in thinned)
     svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)} by step">'
-    caption = escape(title) + (f"<small>{keys}</small>" if len(drawn) > 1 else "")
+    caption = escape(title) + (f"<small>{keys}</small>" if len(thinned) > 1 else "")
     return f"<figure><figcaption>{caption}</figcaption>{svg}{body}</svg></figure>"
 
 
@@ -151,15 +151,15 @@ def _line(frame: Frame, series: Series, style: str) -> str:
     cuts = [bisect_right(series.x, begin - 0.5) for begin in series.begins]
     pieces = [points[a:b] for a, b in pairwise([0, *cuts, len(points)])]
     label = f"{escape(series.name)}: last {number(series.y[-1], style)}"
-    drawn = (" ".join(f"{x:.1f},{y:.1f}" for x, y in piece) for piece in pieces if piece)
-    lines = "".join(f'<polyline points="{piece}"><title>{label}</title></polyline>' for piece in drawn)
+    polylines = (" ".join(f"{x:.1f},{y:.1f}" for x, y in piece) for piece in pieces if piece)
+    lines = "".join(f'<polyline points="{piece}"><title>{label}</title></polyline>' for piece in polylines)
     circles = "".join(
         f'<circle cx="{at:.1f}" cy="{up:.1f}" r="5">'
         f"<title>{escape(series.name)} · step {number(x, ',.0f')}: {number(y, style)}</title></circle>"
         for (at, up), x, y in zip(points, series.x, series.y)
     )
-    few = " few" if len(points) <= DOTS else ""
-    return f'<g class="{series.style}{few}">{lines}{circles}</g>'
+    dots = " few" if len(points) <= DOTS else ""
+    return f'<g class="{series.style}{dots}">{lines}{circles}</g>'
 
 
 def _thin(series: Series) -> Series:

@@ -75,9 +75,9 @@ class Figures:
     @property
     def lanes(self) -> list[tuple[int, list[float]]]:
         """(step, how many ms each rank waited in it): of the last start's number of ranks. A line tells of the step before."""
-        told = [(r["step"] - 1, [float(one) for one in r["waited_ms"]]) for r in self.records if r.get("waited_ms")]
+        rows = [(r["step"] - 1, [float(one) for one in r["waited_ms"]]) for r in self.records if r.get("waited_ms")]
         return [
-            (step, ranks) for step, ranks in told if len(ranks) == len(told[-1][1]) and all(0 <= ms < LARGEST for ms in ranks)
+            (step, ranks) for step, ranks in rows if len(ranks) == len(rows[-1][1]) and all(0 <= ms < LARGEST for ms in ranks)
         ]
 
     @property
@@ -87,8 +87,8 @@ class Figures:
     @property
     def seconds(self) -> float | None:
         """How long it trained, in all its starts together."""
-        found = [seconds for _, seconds in self.points("elapsed_s") if math.isfinite(seconds)]
-        return found[-1] if found else None
+        values = [seconds for _, seconds in self.points("elapsed_s") if math.isfinite(seconds)]
+        return values[-1] if values else None
 
     @property
     def phases(self) -> list[tuple[int, str]]:
@@ -117,13 +117,13 @@ class Figures:
     def as_dict(self) -> dict[str, Any]:
         """For a program: numbers as numbers under the tape's own names; what is not finite is null."""
         starts = self.about.get("starts") or [{}]
-        found = {"name": self.about.get("name"), "finished": self.about.get("finished") is True}
-        found |= {"verdict": self.about.get("verdict")}
-        found |= {"warnings": self.warnings, "started": starts[0].get("date"), "command": starts[-1].get("command")}
-        found |= {"steps": len(self.records), "tokens": self.tokens, "elapsed_s": self.seconds}
+        result = {"name": self.about.get("name"), "finished": self.about.get("finished") is True}
+        result |= {"verdict": self.about.get("verdict")}
+        result |= {"warnings": self.warnings, "started": starts[0].get("date"), "command": starts[-1].get("command")}
+        result |= {"steps": len(self.records), "tokens": self.tokens, "elapsed_s": self.seconds}
         values = {gauge.key: self.value(gauge) for gauge in GAUGES}
-        found |= {key: value if math.isfinite(value) else None for key, value in values.items() if value is not None}
-        return found | {"skipped": sum(count for _, count in skipped(self.records))}
+        result |= {key: value if math.isfinite(value) else None for key, value in values.items() if value is not None}
+        return result | {"skipped": sum(count for _, count in skipped(self.records))}
 
 
 class SlowBlock(NamedTuple):
@@ -181,7 +181,7 @@ class Throughput:
 
 def warnings(records: Sequence[Record]) -> list[str]:
     """Return a sentence each for a run that diverged, slowed down, skipped steps, or trained on after its best step."""
-    return [said for said in (_divergence(records), _slowdown(records), _skips(records), _overfit(records)) if said]
+    return [text for text in (_divergence(records), _slowdown(records), _skips(records), _overfit(records)) if text]
 
 
 def _slowdown(records: Sequence[Record]) -> str | None:

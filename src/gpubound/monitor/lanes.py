@@ -30,23 +30,23 @@ def lanes_chart(title: str, steps: Sequence[int], waited: Sequence[Sequence[floa
         for place, rank in enumerate(shown)
     )
     slowest = min(shown, key=usual.__getitem__)
-    said = f"darker: longer, up to {number(darkest, '.3g')} ms; "
-    said += f"rank {slowest} waited least, {number(usual[slowest], '.3g')} ms a step"
-    said += f"; the {MOST} slowest of {len(usual):,} ranks" if len(usual) > MOST else ""
+    legend = f"darker: longer, up to {number(darkest, '.3g')} ms; "
+    legend += f"rank {slowest} waited least, {number(usual[slowest], '.3g')} ms a step"
+    legend += f"; the {MOST} slowest of {len(usual):,} ranks" if len(usual) > MOST else ""
     edge = f'<rect class="edge" x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT - RIGHT}" height="{tall * len(shown):.1f}"/>'
     svg = f'<svg viewBox="0 0 {WIDTH} {height + BOTTOM:.0f}" role="img" aria-label="{escape(title)}" class="lanes s0">'
     body = edge + "".join(foot(frame, height + BOTTOM)) + lanes
-    return f"<figure><figcaption>{escape(title)}<small>{said}</small></figcaption>{svg}{body}</svg></figure>"
+    return f"<figure><figcaption>{escape(title)}<small>{legend}</small></figcaption>{svg}{body}</svg></figure>"
 
 
 def _lane(
     frame: Frame, spans: Sequence[tuple[int, int]], rank: int, cells: Sequence[tuple[float, float]], top: float, tall: float
 ) -> str:
     """One rank's. cells: over which steps (spans), how many ms it waited on average, and how dark that is."""
-    drawn = f'<text x="{LEFT - 6}" y="{top + tall / 2 + 4:.1f}" text-anchor="end">rank {rank}</text>' if tall >= NAME else ""
+    shapes = f'<text x="{LEFT - 6}" y="{top + tall / 2 + 4:.1f}" text-anchor="end">rank {rank}</text>' if tall >= NAME else ""
     for (first, last), (mean, dark) in zip(spans, cells):
         left, right = (frame.at(step, 0)[0] for step in (first - 0.5, last + 0.5))
-        told = f"rank {rank} · step {first:,}{f' to {last:,}' if last > first else ''}: {number(mean, '.3g')} ms"
+        hover = f"rank {rank} · step {first:,}{f' to {last:,}' if last > first else ''}: {number(mean, '.3g')} ms"
         place = f'x="{left:.1f}" y="{top:.1f}" width="{right - left:.2f}" height="{max(tall - 1.5, 1):.1f}"'
-        drawn += f'<rect {place} fill-opacity="{dark:.3f}"><title>{told}</title></rect>'
-    return drawn
+        shapes += f'<rect {place} fill-opacity="{dark:.3f}"><title>{hover}</title></rect>'
+    return shapes

@@ -56,13 +56,13 @@ class Gauges:
 
         from ..device import uncounted_bytes
 
-        beside = uncounted_bytes(self.device)
-        found = {
-            "memory_bytes": torch.cuda.max_memory_allocated(self.device) + beside,
-            "memory_allocated_bytes": torch.cuda.memory_allocated(self.device) + beside,
-            "memory_reserved_bytes": torch.cuda.memory_reserved(self.device) + beside,
+        uncounted = uncounted_bytes(self.device)
+        values = {
+            "memory_bytes": torch.cuda.max_memory_allocated(self.device) + uncounted,
+            "memory_allocated_bytes": torch.cuda.memory_allocated(self.device) + uncounted,
+            "memory_reserved_bytes": torch.cuda.memory_reserved(self.device) + uncounted,
         }
-        return found | (self._chip.read() if self._chip is not None else {})
+        return values | (self._chip.read() if self._chip is not None else {})
 
 
 def _open_chip(device: "torch.device") -> "_Chip | None":
@@ -96,14 +96,14 @@ class _Chip:
             self._gauges["sm_active"] = self._sm_active
 
     def read(self) -> dict[str, float]:
-        found = {}
+        values = {}
         for name, gauge in list(self._gauges.items()):
             try:
-                found[name] = gauge()
+                values[name] = gauge()
             except self.nvml.NVMLError as error:
                 notice(f"{name} is left out: NVML says {error}.")
                 del self._gauges[name]
-        return found
+        return values
 
     def _sm_active(self) -> float:
         """The share of SMs that had work, averaged since the last reading."""
@@ -147,8 +147,8 @@ PARTS: dict[str, Callable[[Any], str]] = {
 
 def describe(record: dict[str, Any]) -> str:
     """One step in a line. Only what was measured appears."""
-    said = (say(record[key]) for key, say in PARTS.items() if key in record)
-    return "  ".join(part for part in said if part)
+    parts = (say(record[key]) for key, say in PARTS.items() if key in record)
+    return "  ".join(part for part in parts if part)
 
 
 class LiveLine:

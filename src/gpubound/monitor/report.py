@@ -34,16 +34,16 @@ def write_report(
     tapes = [run if isinstance(run, RunTape) else RunTape.open(run) for run in runs]
     out = tapes[0].path / "report.html" if out is None else Path(out)
     check_page(out)
-    found, called = [Figures(tape) for tape in tapes], names(tapes)
+    all_figures, called = [Figures(tape) for tape in tapes], names(tapes)
     colours = range(len(tapes)) if colours is None else colours
     page = template().render(
         title=" against ".join(called) if len(called) <= 3 else f"{len(called)} runs side by side",
         lead=lead,
-        runs=[{"name": name, "figures": run, "colour": colour} for name, run, colour in zip(called, found, colours)],
-        tiles=tiles(found[0]) if len(found) == 1 else [],
-        facts=rows([figures.facts() for figures in found]),
-        measured=rows([figures.gauges() for figures in found]),
-        charts=[Markup(chart) for chart in charts(called, found, colours)],  # line_chart escapes what it is given
+        runs=[{"name": name, "figures": run, "colour": colour} for name, run, colour in zip(called, all_figures, colours)],
+        tiles=tiles(all_figures[0]) if len(all_figures) == 1 else [],
+        facts=rows([figures.facts() for figures in all_figures]),
+        measured=rows([figures.gauges() for figures in all_figures]),
+        charts=[Markup(chart) for chart in charts(called, all_figures, colours)],  # line_chart escapes what it is given
     )
     write_page(out, page)
     return out
@@ -56,8 +56,8 @@ def template() -> Template:
 
 def names(tapes: Sequence[RunTape]) -> list[str]:
     """What to call each run: its name, or where two have the same, its folder."""
-    given = [str(t.about.get("name") or t.path.resolve().name) for t in tapes]
-    return given if len(set(given)) == len(given) else [str(t.path) for t in tapes]
+    titles = [str(t.about.get("name") or t.path.resolve().name) for t in tapes]
+    return titles if len(set(titles)) == len(titles) else [str(t.path) for t in tapes]
 
 
 def tiles(figures: Figures) -> list[tuple[str, str]]:
@@ -66,42 +66,42 @@ def tiles(figures: Figures) -> list[tuple[str, str]]:
     return [(gauge.label, measured[gauge.label]) for gauge in GAUGES if gauge.key in TILES and gauge.label in measured]
 
 
-def rows(found: Sequence[dict[str, str]]) -> list[tuple[str, list[str]]]:
+def rows(columns: Sequence[dict[str, str]]) -> list[tuple[str, list[str]]]:
     """(what, [text of each run])."""
-    whats = dict.fromkeys(what for texts in found for what in texts)
-    return [(what, [texts.get(what, "not measured") for texts in found]) for what in whats]
+    whats = dict.fromkeys(what for texts in columns for what in texts)
+    return [(what, [texts.get(what, "not measured") for texts in columns]) for what in whats]
 
 
-def charts(called: Sequence[str], found: Sequence[Figures], colours: Sequence[int]) -> list[str]:
+def charts(called: Sequence[str], runs: Sequence[Figures], colours: Sequence[int]) -> list[str]:
     """One chart for each gauge that any run measured; a gauge that belongs beside another is drawn there."""
-    drawn = []
-    phases = [figures.phases for figures in found]
+    html = []
+    phases = [figures.phases for figures in runs]
     marks = phases[0] if all(others == phases[0] for others in phases) else []  # of runs that differ they would be a thicket
-    steps = [record["step"] for figures in found for record in (*figures.records[:1], *figures.records[-1:])]
+    steps = [record["step"] for figures in runs for record in (*figures.records[:1], *figures.records[-1:])]
     span = (min(steps), max(steps)) if steps else None
     for gauge in (g for g in GAUGES if not g.beside):
-        if gauge.key == "skipped" and not any(value for figures in found for _, value in figures.points("skipped")):
+        if gauge.key == "skipped" and not any(value for figures in runs for _, value in figures.points("skipped")):
             continue
         together = [gauge, *(g for g in GAUGES if g.beside == gauge.key)]
-        if series := [s for nth, g in enumerate(together) for s in _series(called, found, colours, g, nth)]:
-            drawn.append(line_chart(gauge.title, series, gauge.axis, marks=marks, span=span))
-    for name, figures in zip(called, found):
+        if series := [s for nth, g in enumerate(together) for s in _series(called, runs, colours, g, nth)]:
+            html.append(line_chart(gauge.title, series, gauge.axis, marks=marks, span=span))
+    for name, figures in zip(called, runs):
         if figures.lanes:
-            of = f", {name}" if len(found) > 1 else ""
-            drawn.append(lanes_chart(f"waiting for other ranks{of}", *zip(*figures.lanes)))
-    return drawn
+            of = f", {name}" if len(runs) > 1 else ""
+            html.append(lanes_chart(f"waiting for other ranks{of}", *zip(*figures.lanes)))
+    return html
 
 
-def _series(called: Sequence[str], found: Sequence[Figures], colours: Sequence[int], gauge: Gauge, nth: int) -> list[Series]:
+def _series(called: Sequence[str], runs: Sequence[Figures], colours: Sequence[int], gauge: Gauge, nth: int) -> list[Series]:
     """Each run's line in a chart where this gauge is the nth: a run has a colour, or where there is only one, a gauge has."""
-    drawn = []
-    for run, name, figures in zip(colours, called, found):
+    series = []
+    for run, name, figures in zip(colours, called, runs):
         if points := figures.points(gauge.key):
             steps, values = zip(*points)
             title = f"{name}, {gauge.title.removesuffix(', bytes')}" if gauge.beside else name
-            colour, dash = (nth, 0) if len(found) == 1 else (run, nth)
-            drawn.append(Series(title, steps, values, [step for step, _ in figures.phases[1:]], colour, dash))
-    return drawn
+            colour, dash = (nth, 0) if len(runs) == 1 else (run, nth)
+            series.append(Series(title, steps, values, [step for step, _ in figures.phases[1:]], colour, dash))
+    return series
 
 
 def table(text: str) -> dict[str, Any]:

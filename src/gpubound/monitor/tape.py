@@ -93,8 +93,8 @@ class RunTape:
     def rewind(self, step: int) -> None:
         """Keep the lines up to `step` alone: a resumed run writes the later ones again, and perhaps never comes as far.
         The seconds of training go on from the last line's."""
-        kept = "".join(json.dumps(record) + "\n" for record in self._lines() if record["step"] <= step)
-        write_whole(self.path / STEPS, kept)
+        lines = "".join(json.dumps(record) + "\n" for record in self._lines() if record["step"] <= step)
+        write_whole(self.path / STEPS, lines)
         self._zero = time.monotonic() - next((float(record.get("elapsed_s", 0)) for record in reversed(self.steps())), 0.0)
 
     def steps(self) -> list[dict[str, Any]]:
@@ -105,11 +105,11 @@ class RunTape:
         file = self.path / STEPS
         if not file.exists():
             return
-        *whole, cut = read_text(file, CURE).split("\n")
-        for number, line in enumerate(whole, 1):
+        *complete, cut = read_text(file, CURE).split("\n")
+        for number, line in enumerate(complete, 1):
             yield _record(line, f"{file}, line {number}")
         if cut:  # a run killed in the middle of a write leaves half a line
-            notice(f"{file}: line {len(whole) + 1} is cut off and was left out")
+            notice(f"{file}: line {len(complete) + 1} is cut off and was left out")
 
 
 def _about(path: Path) -> dict[str, Any]:

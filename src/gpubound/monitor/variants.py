@@ -115,15 +115,15 @@ class Variants:
 
     def sentences(self) -> list[str]:
         """What the losses show, and what they do not."""
-        said = [
+        lines = [
             f"{variant.name}: {variant.failed} of {len(variant.results)} runs failed and are left out."
             for variant in self.variants
             if variant.failed
         ]
         for variant in self.others:
             difference = variant.against(self.first)
-            said.append(f"{variant.name}: {self._verdict(difference)}")
-        return [*said, "Every variant trained with the options of the recipe; none was tuned for a variant of its own."]
+            lines.append(f"{variant.name}: {self._verdict(difference)}")
+        return [*lines, "Every variant trained with the options of the recipe; none was tuned for a variant of its own."]
 
     def _verdict(self, difference: LossDifference | None) -> str:
         if difference is None:

@@ -17,9 +17,9 @@ def environment(package: str, **filters: Callable[..., Any]) -> Environment:
     """For the templates of a package. `style.css` is at hand for all of them, and so is the filter `data`."""
     loader = ChoiceLoader([PackageLoader(package), PackageLoader("gpubound.pages")])
     # Escaped always: select_autoescape() goes by a template's last suffix, and .j2 is none of those that it escapes.
-    made = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    made.filters |= {"data": data, **filters}
-    return made
+    result = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    result.filters |= {"data": data, **filters}
+    return result
 
 
 def data(value: Any) -> Markup:

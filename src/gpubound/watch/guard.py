@@ -141,16 +141,16 @@ def comment(site: Site, kind: str) -> tuple[bool, str]:
     """(whether a comment in this statement permits `kind`, what is wrong with one that does not)."""
     lines = linecache.getlines(site.file)
     marked = [line for line in range(site.line, site.end + 1) if _COMMENT.search("".join(lines[line - 1 : line]))]
-    said = _comments(tuple(lines)) if marked else {}
+    comments = _comments(tuple(lines)) if marked else {}
     for line in marked:
-        found = _COMMENT.search(said.get(line, ""))
-        if found is None:  # it stands in a string
+        match = _COMMENT.search(comments.get(line, ""))
+        if match is None:  # it stands in a string
             continue
-        kinds = [name.strip() for name in found[1].split(",")]
+        kinds = [name.strip() for name in match[1].split(",")]
         for name in kinds:
             if name not in STALLS:
                 return False, f"The comment there allows {name!r}, which is none of {', '.join(STALLS)}{nearest(name, STALLS)}"
-        if kind in kinds and found[2].strip():
+        if kind in kinds and match[2].strip():
             return True, ""
         if kind in kinds:
             return False, "The comment there gives no reason."

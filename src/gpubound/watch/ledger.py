@@ -115,8 +115,8 @@ class Ledger:
                 f"pretend device (simgpu() of gpubound.watch.pretend). Sensors that did not run: {why or 'none'}."
             )
         if over := {name: limit for name, limit in limits.items() if totals[name] > limit}:
-            said = ", ".join(f"{name} {totals[name]:g} (allowed {limit:g})" for name, limit in over.items())
-            raise BudgetError(f"over budget: {said}.\n{offenders(self, over)}")
+            text = ", ".join(f"{name} {totals[name]:g} (allowed {limit:g})" for name, limit in over.items())
+            raise BudgetError(f"over budget: {text}.\n{offenders(self, over)}")
 
     def as_dict(self) -> dict:
         """Everything as plain values, for JSON."""
@@ -138,10 +138,10 @@ class Ledger:
     @property
     def device_is_here(self) -> bool:
         """Whether a real accelerator works here, and is the one that was asked for."""
-        found, asked = accelerator(), self.device
-        if found is None or found.type == pretend.NAME:
+        present, asked = accelerator(), self.device
+        if present is None or present.type == pretend.NAME:
             return False
-        return asked is None or (asked.type == found.type and (asked.index or 0) < torch.accelerator.device_count())
+        return asked is None or (asked.type == present.type and (asked.index or 0) < torch.accelerator.device_count())
 
     def runs(self, name: str) -> bool:
         return name in self.sensors

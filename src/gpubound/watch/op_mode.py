@@ -31,18 +31,18 @@ class Uploads:
     """
 
     def __init__(self):
-        self._seen: dict[tuple, tuple[StorageWeakRef, tuple]] = {}
+        self._uploaded: dict[tuple, tuple[StorageWeakRef, tuple]] = {}
 
     def again(self, t: torch.Tensor, device: torch.device) -> bool:
         reference = StorageWeakRef(t.untyped_storage())
         key = (reference.cdata, t.storage_offset(), tuple(t.shape), t.stride(), t.dtype, str(device))
         state = (None if t.is_inference() else t._version, _fingerprint(t))
-        known = self._seen.get(key)
+        known = self._uploaded.get(key)
         if known is not None and known[1] == state and not known[0].expired():
             return True
-        if len(self._seen) > 4096:
-            self._seen = {k: v for k, v in self._seen.items() if not v[0].expired()}
-        self._seen[key] = (reference, state)
+        if len(self._uploaded) > 4096:
+            self._uploaded = {k: v for k, v in self._uploaded.items() if not v[0].expired()}
+        self._uploaded[key] = (reference, state)
         return False
 
 
@@ -86,10 +86,10 @@ class Clones:
 
     def dead(self) -> list[_Candidate]:
         """The candidates whose source has died since the last time."""
-        found = [c for c in self._candidates if c.source.expired()]
-        if found:
+        dead_clones = [c for c in self._candidates if c.source.expired()]
+        if dead_clones:
             self._candidates = [c for c in self._candidates if not c.source.expired()]
-        return found
+        return dead_clones
 
 
 def repeats_layout(func, args, kwargs) -> bool:
@@ -125,19 +125,19 @@ class OpSensor(Sensor):
         self._clones.used(args, kwargs)
         self.report_dead()
         device = ops.device_of(args, kwargs)
-        found = [move for move in ops.moves(func, args, kwargs, self.beneath) if ledger.wants(move.device)]
-        for move in found:
+        moves = [move for move in ops.moves(func, args, kwargs, self.beneath) if ledger.wants(move.device)]
+        for move in moves:
             self._moved(move)
         if device is not None and ops.on_host(device):
             # Work done on the CPU. Scalars are bookkeeping, such as an optimizer's step count.
-            if not found and not self.beneath and ops.launches(func) and any(t.numel() > 1 for t in ops.tensors(args)):
+            if not moves and not self.beneath and ops.launches(func) and any(t.numel() > 1 for t in ops.tensors(args)):
                 ledger.record("cpu_op", func._opname)
         elif device is not None and ledger.wants(device):
             if repeats_layout(func, args, kwargs):
                 self._clones.cloned(args[0], here(ledger.origins))
-            if func.namespace == "aten" and ledger.launches == "ops" and not found and ops.launches(func):
+            if func.namespace == "aten" and ledger.launches == "ops" and not moves and ops.launches(func):
                 ledger.record("launch", func._opname)
-        return found[0].what if found else func._opname
+        return moves[0].what if moves else func._opname
 
     def _moved(self, move: ops.Move) -> None:
         if move.kind != "sync":
@@ -243,10 +243,10 @@ class Calls(Sensor):
         return None if self.ledger.device_is_here or pretend.ready() else "no GPU and no pretend device"
 
     def start(self, ending: ExitStack) -> None:
-        python_calls.listen(self._heard)
-        ending.callback(python_calls.leave, self._heard)
+        python_calls.listen(self._on_call)
+        ending.callback(python_calls.leave, self._on_call)
 
-    def _heard(self, what: str, device_type: str) -> None:
+    def _on_call(self, what: str, device_type: str) -> None:
         if what is SCALARS and device_type == pretend.NAME:
             return  # the device sees each scalar being read
         if self.ledger.wants_type(device_type) and not (device_type == "cuda" and self.ledger.runs("gputrace")):

@@ -66,14 +66,14 @@ def tensors(values) -> Iterator[torch.Tensor]:
 
 def device_of(args, kwargs) -> torch.device | None:
     """Where an op runs: the first device among its tensors that is not the host's, else its device argument, else the host."""
-    found = None
+    device = None
     for t in tensors((*args, *kwargs.values())):
-        found = t.device
+        device = t.device
         if not on_host(t):
-            return found
-    if found is None and kwargs.get("device") is not None:
-        found = torch.device(kwargs["device"])
-    return found
+            return device
+    if device is None and kwargs.get("device") is not None:
+        device = torch.device(kwargs["device"])
+    return device
 
 
 @cache
@@ -164,16 +164,16 @@ def _indexes(func, args, kwargs, home) -> tuple[Move, ...]:
     target, indices = args[0], args[1]
     if not _counts(target.device, home):
         return ()
-    given = [i for i in indices if isinstance(i, torch.Tensor)]
-    masks = [i for i in given if i.dtype in (torch.bool, torch.uint8)]
-    if len(args) > 2 and len(given) == len(masks) == 1:
+    index_tensors = [i for i in indices if isinstance(i, torch.Tensor)]
+    masks = [i for i in index_tensors if i.dtype in (torch.bool, torch.uint8)]
+    if len(args) > 2 and len(index_tensors) == len(masks) == 1:
         value = args[2]
         if on_host(value) and value.device != target.device and value.numel() == 1:
             return ()  # x[mask] = number: torch turns it into masked_fill
-    uploaded = [i for i in given if on_host(i) and not _counts(i.device, home) and i.numel()]
-    found = [Move("h2d", UP, target.device, UPLOAD, i.nbytes, source=i) for i in uploaded]
+    uploaded = [i for i in index_tensors if on_host(i) and not _counts(i.device, home) and i.numel()]
+    moves = [Move("h2d", UP, target.device, UPLOAD, i.nbytes, source=i) for i in uploaded]
     why = MASK_PUT if len(args) > 2 else MASK
-    return (*found, *(Move("sync", MASKING, target.device, why) for _ in masks[:1]))
+    return (*moves, *(Move("sync", MASKING, target.device, why) for _ in masks[:1]))
 
 
 def _converted(func, args, kwargs, home) -> tuple[Move, ...]:
@@ -205,8 +205,10 @@ def _copy(source, device, dtype, count: int, later: bool, to: torch.Tensor | Non
 
 def _lifted(func, args, kwargs, home) -> tuple[Move, ...]:
     """torch.tensor(value, device=...) hides its upload from modes; what shows is the finished tensor being lifted."""
-    made = args[0]
-    return (Move("h2d", UP, made.device, HOST_DATA, made.numel() * made.element_size()),) if _counts(made.device, home) else ()
+    first = args[0]
+    if not _counts(first.device, home):
+        return ()
+    return (Move("h2d", UP, first.device, HOST_DATA, first.numel() * first.element_size()),)
 
 
 def pinned(t: torch.Tensor, dtype: torch.dtype) -> bool:

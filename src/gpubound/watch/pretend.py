@@ -149,7 +149,7 @@ def _no_allocator() -> bool:
     return False
 
 
-def _nothing_kept(device_index: int) -> None:
+def _no_statistics(device_index: int) -> None:
     """Peaks of an allocator that there is not. torch 2.11 asks without looking."""
 
 
@@ -162,16 +162,16 @@ def _register() -> list[object]:
         library.impl(name, kernel, "PrivateUse1")
     library.impl("_pin_memory", pin_memory, "CPU")
     library.impl("is_pinned", is_pinned, "CPU")
-    kept = [library, guard, *_autocast(library)]
+    references = [library, guard, *_autocast(library)]
     together: tuple[list, ...] = (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
     for types in together:
         types.append(SimTensor)  # as on CUDA: an optimizer and clipping take all tensors at once, not one after another
     torch._C._accelerator_synchronizeDevice = _synchronized
     torch._C._accelerator_isAllocatorInitialized = _no_allocator
-    torch._C._accelerator_resetPeakStats = torch._C._accelerator_resetAccumulatedStats = _nothing_kept
+    torch._C._accelerator_resetPeakStats = torch._C._accelerator_resetAccumulatedStats = _no_statistics
     atexit.register(time.sleep, SETTLE)
     torch.autograd._engine_run_backward = _engine(torch.autograd._engine_run_backward, _has_thread())
-    return kept
+    return references
 
 
 # The same ops in 16 bits, and the same kept in fp32, as CUDA's autocast has for transformers.
@@ -200,8 +200,8 @@ def _casting(name: str, dtype: torch.dtype | None):
         to = dtype or torch.get_autocast_dtype(NAME)
 
         def cast(value):
-            wide = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
-            return value.to(to) if wide else value
+            castable = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
+            return value.to(to) if castable else value
 
         with torch._C._ExcludeDispatchKeyGuard(keys):
             return op(*map(cast, args), **{key: cast(value) for key, value in kwargs.items()})
@@ -216,10 +216,10 @@ def simgpu() -> torch.device:
     """Make the pretend device usable in this process, and return it. Calling it again changes nothing."""
     if _registered:
         return torch.device(NAME, 0)
-    taken = torch._C._get_privateuse1_backend_name()
-    if taken != "privateuseone":
+    backend_name = torch._C._get_privateuse1_backend_name()
+    if backend_name != "privateuseone":
         raise DeviceError(
-            f"simgpu: this process already has the backend {taken!r} in torch's one free place (PrivateUse1), "
+            f"simgpu: this process already has the backend {backend_name!r} in torch's one free place (PrivateUse1), "
             "which can be named once; run the pretend device in a process of its own."
         )
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):

@@ -76,8 +76,8 @@ def _install() -> None:
 
 
 def _synchronized(*_) -> None:
-    if (found := accelerator()) is not None:
-        announce("torch.accelerator.synchronize", found.type)
+    if (device := accelerator()) is not None:
+        announce("torch.accelerator.synchronize", device.type)
 
 
 def _printed(t: torch.Tensor, *_) -> None:

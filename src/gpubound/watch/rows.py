@@ -75,11 +75,11 @@ class LedgerRow:
         return known if line is None else known | line.portable.as_dict()
 
     @classmethod
-    def of_record(cls, told: dict) -> LedgerRow:
+    def of_record(cls, record: dict) -> LedgerRow:
         """What `record` has told."""
-        known = {name: told[name] for name in ("file", "line", "function", "code") if name in told}
-        place = Place(Site(**known, end=told["line"]) if known else None, through=told["through"])
-        return cls(told["kind"], told["what"], place, told["detail"], told["count"], told["bytes"], told["ms"])
+        known = {name: record[name] for name in ("file", "line", "function", "code") if name in record}
+        place = Place(Site(**known, end=record["line"]) if known else None, through=record["through"])
+        return cls(record["kind"], record["what"], place, record["detail"], record["count"], record["bytes"], record["ms"])
 
 
 HEADS = ("kind", "what", "times", "amount", "where", "code")
@@ -118,11 +118,11 @@ def offenders(ledger: Ledger, names: Iterable[str]) -> str:
 
 def _by_line(rows: Iterable[LedgerRow]) -> list[LedgerRow]:
     """One row a place, whatever was launched there."""
-    places: dict[tuple, list[LedgerRow]] = {}
+    by_place: dict[tuple, list[LedgerRow]] = {}
     for row in rows:
-        places.setdefault((row.place.site or row.place.built, bool(row.place.node)), []).append(row)
+        by_place.setdefault((row.place.site or row.place.built, bool(row.place.node)), []).append(row)
     merged = []
-    for (site, backward), same in places.items():
+    for (site, backward), same in by_place.items():
         names = list(dict.fromkeys(row.what for row in same))
         what = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
         place = Place(None, node="nodes", built=site) if backward else Place(site)

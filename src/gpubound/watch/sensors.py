@@ -94,7 +94,7 @@ class Triton(Sensor):
         if interpreted():  # the interpreter runs kernels as Python and knows no launch hook
             from triton.runtime.interpreter import InterpretedFunction
 
-            ending.enter_context(replaced(InterpretedFunction, "run", self._heard))
+            ending.enter_context(replaced(InterpretedFunction, "run", self._counted_run))
         else:
             from triton import knobs
 
@@ -105,7 +105,7 @@ class Triton(Sensor):
     def _hook(self, metadata) -> None:
         self._launched(getattr(metadata, "data", {}).get("name", "triton kernel"))
 
-    def _heard(self, original: Callable) -> Callable:
+    def _counted_run(self, original: Callable) -> Callable:
         def run(function, *args, grid, warmup, **kwargs):
             if not warmup:
                 self._launched(function.fn.__name__)
@@ -219,14 +219,14 @@ class Fallbacks(Sensor):
     blind = "slow paths of other libraries"
 
     def start(self, ending: ExitStack) -> None:
-        self._seen = Counter(trace.fallbacks)
+        self._before = Counter(trace.fallbacks)
         ending.enter_context(trace.listening(self._counted))
 
     def _counted(self, name: str, amount: int) -> None:
         if name != "fallback":
             return
-        new = Counter(trace.fallbacks) - self._seen
-        self._seen = Counter(trace.fallbacks)
+        new = Counter(trace.fallbacks) - self._before
+        self._before = Counter(trace.fallbacks)
         for (what, why), times in new.items():
             self.ledger.record("fallback", what, count=times, detail=why)
 
@@ -250,7 +250,7 @@ def functions(header: str) -> list[str]:
     body = re.search(r"struct C10_API PyInterpreterVTable \{(.*?)\n\};", header, re.DOTALL)
     text = re.sub(r"//[^\n]*", "", body[1] if body else "")
     names = re.findall(r"\bvirtual\b[^;{]*?(~?\w+)\s*\(", text)
-    return [name for found in names for name in ([found, found] if found.startswith("~") else [found])]
+    return [slot for name in names for slot in ([name, name] if name.startswith("~") else [name])]
 
 
 class Hook:
@@ -326,14 +326,14 @@ class GpuTrace(Sensor):
             return "left out with gputrace=False"
         if asked is None and not Hook.listeners:
             return "not asked for: watch(gputrace=True)"
-        made = _make()
-        return made if isinstance(made, str) else None
+        hook = _make()
+        return hook if isinstance(hook, str) else None
 
     def start(self, ending: ExitStack) -> None:
         import torch.cuda._gpu_trace as trace
 
-        made = _make()
-        assert isinstance(made, Hook), made
+        hook = _make()
+        assert isinstance(hook, Hook), hook
         record, now = self.ledger.record, self.ledger.now
         callbacks: tuple[tuple[Any, Callable[..., None]], ...] = (
             (trace.StreamSynchronizationCallbacks, lambda stream: record("sync", now.op or "stream synchronize")),
@@ -343,5 +343,5 @@ class GpuTrace(Sensor):
         for registry, callback in callbacks:
             registry.add_callback(callback)
             ending.callback(registry.callback_list.remove, callback)
-        made.listen()
-        ending.callback(made.leave)
+        hook.listen()
+        ending.callback(hook.leave)

@@ -62,12 +62,13 @@ def owner(filename: str) -> str:
         return PLUMBING
     if path.startswith(_TORCH):
         return READER if path.startswith(tuple(_READERS)) else TORCH
-    if path.startswith((_GPUBOUND, *_INSTALLED)) or "site-packages" in path or "dist-packages" in path or _put_there(path):
+    installed = path.startswith((_GPUBOUND, *_INSTALLED)) or "site-packages" in path or "dist-packages" in path
+    if installed or _installed_there(path):
         return LIBRARY
     return STDLIB if path.startswith(_STDLIB) else USER
 
 
-def _put_there(path: str) -> bool:
+def _installed_there(path: str) -> bool:
     """Whether pip put this file into a folder of sys.path that is nobody's site-packages (`pip install --target`)."""
     folders = [folder for folder in map(os.path.abspath, filter(None, sys.path)) if path.startswith(folder + os.sep)]
     return any(path[len(folder) + 1 :].split(os.sep)[0] in _packages(folder) for folder in folders)
@@ -171,12 +172,12 @@ def site_of(frame: FrameType, at: int | None = None, line: int | None = None) ->
 
 def site_of_error(error: BaseException) -> Site | None:
     """The innermost line of an exception that is the user's or a library's."""
-    found, step = None, error.__traceback__
+    site, step = None, error.__traceback__
     while step is not None:
         if owner(step.tb_frame.f_code.co_filename) in (USER, LIBRARY):
-            found = site_of(step.tb_frame, step.tb_lasti, step.tb_lineno)
+            site = site_of(step.tb_frame, step.tb_lasti, step.tb_lineno)
         step = step.tb_next
-    return found
+    return site
 
 
 def site_in(frames: list[dict]) -> Site | None:
@@ -235,9 +236,9 @@ class Origins:
     def of(self, node) -> Site | None:
         """The line that built `node`. Each thread counts its own numbers, so names must agree, too."""
         op, site = self._built.get(node._sequence_nr(), ("", None))
-        name, made_by_torch, _ = node.name().partition("Backward0")
+        name, is_torch_node, _ = node.name().partition("Backward0")
         name = _letters(name)
-        return site if not made_by_torch or op.startswith(name) or name.startswith(op) else None
+        return site if not is_torch_node or op.startswith(name) or name.startswith(op) else None
 
 
 def _letters(name: str) -> str:

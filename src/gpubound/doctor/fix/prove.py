@@ -77,23 +77,23 @@ class Proof:
             return f"{self.losses} losses are equal bit for bit"
         if self.difference == float("inf"):
             return "the losses are not the same in number, or not finite in the same places"
-        said = f"{self.losses} losses differ by at most {self.difference:.1e}"
+        text = f"{self.losses} losses differ by at most {self.difference:.1e}"
         if self.noise >= self.difference:
-            return f"{said}, no more than two runs of the script as it was ({self.noise:.1e})"
-        return f"{said} (allowed: {max(self.tolerance, self.noise):.1e})"
+            return f"{text}, no more than two runs of the script as it was ({self.noise:.1e})"
+        return f"{text} (allowed: {max(self.tolerance, self.noise):.1e})"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"faster": self.faster, "holds": self.holds}
 
     def __str__(self) -> str:
-        kept = f"{'the same' if self.holds else 'NOT the same'}: {self.sentence}"
+        losses = f"{'the same' if self.holds else 'NOT the same'}: {self.sentence}"
         if not self.timed:
-            return f"not timed: {DRY}\n{kept}"
+            return f"not timed: {DRY}\n{losses}"
         before, after = statistics.median(self.before_ms), statistics.median(self.after_ms)
         verdict = "faster" if self.faster else "slower" if self.speedup.high < 1 else "no difference that is sure"
         return (
             f"before {before:.2f} ms, after {after:.2f} ms a step: {self.speedup}, {verdict} "
-            f"({len(self.before_ms)} rounds in turn)\n{kept}"
+            f"({len(self.before_ms)} rounds in turn)\n{losses}"
         )
 
 
@@ -143,7 +143,7 @@ def prove(
                 runs[side].append(run_once(job, side, Path(folder), ranks))
                 number = sum(map(len, runs.values()))
                 report(f"--prove: run {number}/{2 * rounds}, {side}: {in_words(runs[side][-1].step_ms / 1e3)} a step")
-    return judged(runs["before"], runs["after"], 0.0 if equal else TOLERANCE, timed=not dry)
+    return compare_runs(runs["before"], runs["after"], 0.0 if equal else TOLERANCE, timed=not dry)
 
 
 def run_once(job: SeededJob, side: str, folder: Path, ranks: int = 0) -> SeededRun:
@@ -157,32 +157,32 @@ def run_once(job: SeededJob, side: str, folder: Path, ranks: int = 0) -> SeededR
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True, errors="replace")
     if done.returncode != 0 or not all(result.exists() for result in results):
         lines = takewhile(lambda line: "torch/distributed/" not in line and "elastic" not in line, done.stderr.splitlines())
-        said = " / ".join([line for line in lines if line.strip()][-2:]).rstrip(".") or "it said nothing"
+        message = " / ".join([line for line in lines if line.strip()][-2:]).rstrip(".") or "it said nothing"
         what = "with the patch" if side == "after" else "as it is"
-        raise MeasureError(f"prove: the script {what} ended with code {done.returncode}: {said}.")
-    found = [read_run(json.loads(result.read_text(encoding="utf-8"))) for result in results]
-    return SeededRun(max(run.step_ms for run in found), tuple(loss for run in found for loss in run.losses))
+        raise MeasureError(f"prove: the script {what} ended with code {done.returncode}: {message}.")
+    runs = [read_run(json.loads(result.read_text(encoding="utf-8"))) for result in results]
+    return SeededRun(max(run.step_ms for run in runs), tuple(loss for run in runs for loss in run.losses))
 
 
 def _environment() -> dict[str, str]:
     """This process's own, but for what a launcher said of it: ranks that are started anew would meet what others have left."""
     home = str(Path(__file__).parents[3])  # where this very gpubound is imported from
     paths = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
-    kept = {name: value for name, value in os.environ.items() if not LAUNCHED.fullmatch(name)}
-    return kept | {"PYTHONHASHSEED": "0", "PYTHONPATH": paths}
+    environment = {name: value for name, value in os.environ.items() if not LAUNCHED.fullmatch(name)}
+    return environment | {"PYTHONHASHSEED": "0", "PYTHONPATH": paths}
 
 
-def read_run(found: Mapping[str, Any]) -> SeededRun:
-    times = found["step_ms"][WARMUP:]
+def read_run(content: Mapping[str, Any]) -> SeededRun:
+    times = content["step_ms"][WARMUP:]
     if not times:
         raise MeasureError(
-            f"prove: {len(found['step_ms']) + 1 if found['step_ms'] else 'no'} steps were seen, "
+            f"prove: {len(content['step_ms']) + 1 if content['step_ms'] else 'no'} steps were seen, "
             f"wanted more than {WARMUP + 1}; let the script make more."
         )
-    return SeededRun(sum(times) / len(times), tuple(float.fromhex(text) for text in found["losses"]))
+    return SeededRun(sum(times) / len(times), tuple(float.fromhex(text) for text in content["losses"]))
 
 
-def judged(before: Sequence[SeededRun], after: Sequence[SeededRun], tolerance: float, timed: bool = True) -> Proof:
+def compare_runs(before: Sequence[SeededRun], after: Sequence[SeededRun], tolerance: float, timed: bool = True) -> Proof:
     """The proof that these runs are."""
     old, new = ([run.step_ms for run in side] for side in (before, after))
     ratio = compare_samples({"after": new, "before": old}).ratios["before"]

@@ -27,7 +27,7 @@ def propose(source: SourceText, line: int) -> list[Edit]:
         raise Refused("the loop around this line is in another function; keep the tensor, and read it there")
     if not source.imports_torch:
         raise Refused("the file does not import torch by that name")
-    read = _read(statement)
+    read = _item_call(statement)
     if isinstance(statement, ast.Expr):
         number = _number(source, read)
         edits = _converted_list(source, statement, loop, number)
@@ -57,25 +57,25 @@ def _number(source: SourceText, read: ast.expr, met: frozenset[str] = frozenset(
         case ast.UnaryOp(operand=inner) | ast.Subscript(value=inner) | ast.BinOp(op=ast.BitAnd() | ast.BitOr(), left=inner):
             return _number(source, inner, met)
         case ast.Name(id=name) if name not in met:
-            values = _given(source, read, name)
-            found = {_number(source, value, met | {name}) for value in values if not isinstance(value, ast.Constant)}
-            return found.pop() if len(found) == 1 else "float"
-        case ast.Call(func=ast.Attribute(value=owner, attr=name), args=given):
-            inner = given[0] if name_of(owner) == "torch" and given else owner
-            words = [name_of(node).rpartition(".")[2] for node in [*given, *(keyword.value for keyword in read.keywords)]]
+            values = _assigned(source, read, name)
+            kinds_of_number = {_number(source, value, met | {name}) for value in values if not isinstance(value, ast.Constant)}
+            return kinds_of_number.pop() if len(kinds_of_number) == 1 else "float"
+        case ast.Call(func=ast.Attribute(value=owner, attr=name), args=arguments):
+            inner = arguments[0] if name_of(owner) == "torch" and arguments else owner
+            words = [name_of(node).rpartition(".")[2] for node in [*arguments, *(keyword.value for keyword in read.keywords)]]
             if name in TRUE or name in WHOLE:
                 return "bool" if name in TRUE else "int"
             if name not in (*SAME, "item", "to") or any(word.startswith(FLOATING) for word in words):
                 return "float"
-            found_inside = _number(source, inner, met)
-            return "int" if (name, found_inside) == ("sum", "bool") else found_inside
+            inner_number = _number(source, inner, met)
+            return "int" if (name, inner_number) == ("sum", "bool") else inner_number
     return "float"
 
 
 def _summed(source: SourceText, statement: ast.stmt, read: ast.Call, name: str) -> str:
     """What a sum is: a whole number only if it begins as one and nothing but whole numbers is added."""
     assert isinstance(statement, ast.AugAssign) and isinstance(read.func, ast.Attribute)
-    begun, inner = {type(constant(value)) for value in _given(source, statement, name)}, read.func.value
+    begun, inner = {type(constant(value)) for value in _assigned(source, statement, name)}, read.func.value
     if _number(source, read) == "float":
         if begun == {int} and isinstance(inner, ast.Call) and last_name(inner) == "sum":
             raise Refused(f"what is added to {name} may be whole numbers; begin it as 0.0 if it is not")
@@ -87,34 +87,36 @@ def _summed(source: SourceText, statement: ast.stmt, read: ast.Call, name: str) 
     raise Refused(f"{name} may be a whole number or not")
 
 
-def _given(source: SourceText, node: ast.AST, name: str) -> list[ast.expr]:
+def _assigned(source: SourceText, node: ast.AST, name: str) -> list[ast.expr]:
     """The values that `name` is given around a node, other than by the statement that the node is."""
-    found: list[ast.expr] = []
-    for made in ast.walk(source.tree if "." in name else source.scope(node)):
-        pairs = [(target, made.value) for target in made.targets] if isinstance(made, ast.Assign) and made is not node else []
-        if isinstance(made, ast.AnnAssign) and made.value is not None:
-            pairs = [(made.target, made.value)]
+    values: list[ast.expr] = []
+    for statement in ast.walk(source.tree if "." in name else source.scope(node)):
+        pairs: list[tuple[ast.expr, ast.expr]] = []
+        if isinstance(statement, ast.Assign) and statement is not node:
+            pairs = [(target, statement.value) for target in statement.targets]
+        if isinstance(statement, ast.AnnAssign) and statement.value is not None:
+            pairs = [(statement.target, statement.value)]
         for target, value in pairs:
             if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
                 pairs += zip(target.elts, value.elts)  # which this loop goes on to
             elif name_of(target) == name:
-                found.append(value)
-    return found
+                values.append(value)
+    return values
 
 
-def _read(statement: ast.stmt) -> ast.Call:
+def _item_call(statement: ast.stmt) -> ast.Call:
     """The one `value.item()` of a statement that adds it up, appends it or gives it a name."""
     match statement:
-        case ast.AugAssign(op=ast.Add(), value=kept) | ast.Assign(targets=[_], value=kept):
+        case ast.AugAssign(op=ast.Add(), value=value) | ast.Assign(targets=[_], value=value):
             pass
-        case ast.Expr(value=ast.Call(func=ast.Attribute(attr="append"), args=[kept], keywords=[])):
+        case ast.Expr(value=ast.Call(func=ast.Attribute(attr="append"), args=[value], keywords=[])):
             pass
         case _:
             raise Refused("the line does not add the value up, append it or give it a name; keep it on the device by hand")
-    reads = [node for node in _arithmetic(kept) if isinstance(node, ast.Call) and last_name(node) == "item" and not node.args]
+    reads = [node for node in _arithmetic(value) if isinstance(node, ast.Call) and last_name(node) == "item" and not node.args]
     if len(reads) != 1 or not isinstance(reads[0].func, ast.Attribute):
         raise Refused("wanted one .item() in sums and products alone")
-    if isinstance(statement, ast.Assign) and reads[0] is not kept:
+    if isinstance(statement, ast.Assign) and reads[0] is not value:
         raise Refused("the line computes with the value right away")
     return reads[0]
 
@@ -129,7 +131,7 @@ def _arithmetic(node: ast.expr) -> list[ast.expr]:
 def _uses(source: SourceText, statement: ast.stmt, name: str) -> list[ast.expr]:
     """Where the file reads a name, other than in this statement. Refused if another function does."""
     scope = source.scope(statement)
-    found: list[ast.expr] = []
+    uses: list[ast.expr] = []
     for node in ast.walk(source.tree if "." in name else scope):
         if isinstance(node, (ast.Global, ast.Nonlocal)) and name in node.names:
             raise Refused(f"{name} belongs to another function")
@@ -143,14 +145,14 @@ def _uses(source: SourceText, statement: ast.stmt, name: str) -> list[ast.expr]:
             continue
         if source.scope(node) is not scope:
             raise Refused(f"{name} is read in another function, in line {node.lineno}")
-        found.append(node)
-    return found
+        uses.append(node)
+    return uses
 
 
 def _converted(source: SourceText, statement: ast.stmt, loop: ast.stmt, name: str, kind: str) -> list[Edit]:
     """Edits that make a number of a kept scalar, wherever it is used."""
     edits = []
-    for value in _given(source, statement, name):
+    for value in _assigned(source, statement, name):
         if isinstance(value, ast.Constant) and not isinstance(value.value, (int, float)):
             raise Refused(f"{name} is no number at first, in line {value.lineno}")
     for use in _uses(source, statement, name):
@@ -210,8 +212,9 @@ def _converted_list(source: SourceText, statement: ast.Expr, loop: ast.stmt, kin
         appended = isinstance(parent, ast.Attribute) and parent.attr == "append"
         if loop in source.above(use) and not counted and not appended:
             raise Refused(f"{name} is used inside the loop, in line {use.lineno}")
-    made = _given(source, statement, name)
-    if not made or not all(isinstance(v, (ast.List, ast.ListComp)) or name_of(getattr(v, "func", v)) == "list" for v in made):
+    values = _assigned(source, statement, name)
+    lists = [v for v in values if isinstance(v, (ast.List, ast.ListComp)) or name_of(getattr(v, "func", v)) == "list"]
+    if not values or len(lists) < len(values):
         raise Refused(f"{name} is not made as a list in this function")
     line = f"{source.indent(loop)}{name}[:] = [{kind}(value) for value in {name}]"
     return [source.inserted_line((loop.end_lineno or 0) + 1, line)]

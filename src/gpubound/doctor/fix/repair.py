@@ -44,17 +44,17 @@ class Repair:
 
     changes: dict[Path, tuple[bytes, bytes]] = field(default_factory=dict)
     """Each file's bytes as they were read, and as they would be."""
-    taken: dict[Target, Patch] = field(default_factory=dict)
+    patches: dict[Target, Patch] = field(default_factory=dict)
     refused: dict[Target, str] = field(default_factory=dict)
 
     @property
     def equal(self) -> bool:
         """Whether the losses must stay the same, bit for bit."""
-        return all(patch.equal for patch in self.taken.values())
+        return all(patch.equal for patch in self.patches.values())
 
     def __str__(self) -> str:
         """A line for each finding: what its patch does, or why there is none."""
-        lines = [f"{target}: {patch.name}: {patch.does}" for target, patch in self.taken.items()]
+        lines = [f"{target}: {patch.name}: {patch.does}" for target, patch in self.patches.items()]
         return "\n".join(lines + [f"{target}: not patched: {why}" for target, why in self.refused.items()])
 
     def diff(self, root: Path | None = None) -> str:
@@ -62,8 +62,8 @@ class Repair:
         root = (root or Path.cwd()).resolve()
         text = ""
         for path, (before, after) in self.changes.items():
-            whole = path.resolve()
-            name = whole.relative_to(root).as_posix() if whole.is_relative_to(root) else whole.as_posix().lstrip("/")
+            resolved = path.resolve()
+            name = resolved.relative_to(root).as_posix() if resolved.is_relative_to(root) else resolved.as_posix().lstrip("/")
             old, new = _lines(before), _lines(after)
             for line in difflib.unified_diff(old, new, f"a/{name}", f"b/{name}"):
                 text += line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
@@ -80,9 +80,9 @@ class Repair:
                 raise DataError(f"{path}: is read-only; make it writable, or apply the diff to a copy.")
         with ExitStack() as written:
             for path, (_, after) in self.changes.items():
-                whole = path.resolve()  # behind a link stands the file
-                file = written.enter_context(replacing(whole))
-                os.fchmod(file.fileno(), stat.S_IMODE(whole.stat().st_mode))
+                resolved = path.resolve()  # behind a link stands the file
+                file = written.enter_context(replacing(resolved))
+                os.fchmod(file.fileno(), stat.S_IMODE(resolved.stat().st_mode))
                 file.write(after)
                 file.flush()  # a disk that is full is met before any file is replaced
         return list(self.changes)
@@ -98,43 +98,43 @@ def repair(targets: Iterable[Target], asked: Collection[str] = ()) -> Repair:
     for name in asked:
         if name not in PATCHES:
             raise ValueError(f"fix: {name!r} is no patch; {hint(name, list(PATCHES), 'wanted one of')}")
-    found = Repair()
+    result = Repair()
     by_file: dict[str, list[Target]] = {}
     for target in dict.fromkeys(targets):
         by_file.setdefault(target.file, []).append(target)
-    for file, members in by_file.items():
-        _repair_file(Path(file), members, asked, found)
-    return found
+    for file, targets_here in by_file.items():
+        _repair_file(Path(file), targets_here, asked, result)
+    return result
 
 
-def _repair_file(path: Path, targets: list[Target], asked: Collection[str], found: Repair) -> None:
+def _repair_file(path: Path, targets: list[Target], asked: Collection[str], result: Repair) -> None:
     try:
         source = SourceText(path)
     except (Refused, OSError) as why:
-        said = f"the file cannot be read ({why.strerror})" if isinstance(why, OSError) else str(why)
-        found.refused |= dict.fromkeys(targets, said)
+        reason = f"the file cannot be read ({why.strerror})" if isinstance(why, OSError) else str(why)
+        result.refused |= dict.fromkeys(targets, reason)
         return
     before, lines = source.data, {target: target.line for target in targets}
     for target in [target for target in targets if target.code and source.line(target.line) != target.code]:
-        found.refused[target] = "the line was changed since the script ran; look for the findings again"
-    targets = [target for target in targets if target not in found.refused]
+        result.refused[target] = "the line was changed since the script ran; look for the findings again"
+    targets = [target for target in targets if target not in result.refused]
     for target in targets:
-        if target in found.taken:
+        if target in result.patches:
             continue  # its line went with an earlier one's
         try:
             patch, edits = _first_that_fits(source, target, lines[target], asked)
             after = SourceText(path, source.edited(edits))
         except Refused as why:
-            found.refused[target] = str(why)
+            result.refused[target] = str(why)
             continue
-        found.taken[target] = patch
+        result.patches[target] = patch
         for other in targets:
             if any(edit.removes(source, lines[other]) for edit in edits):
-                found.taken[other] = patch
+                result.patches[other] = patch
             lines[other] += sum(edit.lines(source) for edit in edits if edit.start <= source.line_start(lines[other]))
         source = after
     if source.data != before:
-        found.changes[path] = (before, source.data)
+        result.changes[path] = (before, source.data)
 
 
 def _first_that_fits(source: SourceText, target: Target, line: int, asked: Collection[str]) -> tuple[Patch, list[Edit]]:

@@ -22,7 +22,7 @@ def propose_waits(source: SourceText, line: int) -> list[Edit]:
         raise Refused("a clock is read beside it, which would then time launches instead of work")
     if len(block) == 1:
         return [Edit(source.start(statement), source.end(statement), "pass")]
-    return [Edit(*source.whole_lines(statement, statement), "")]
+    return [Edit(*source.line_range(statement, statement), "")]
 
 
 def _needs_order(source: SourceText) -> int:
@@ -38,8 +38,8 @@ def _needs_order(source: SourceText) -> int:
 def _is_timed(block: list[ast.stmt], statement: ast.stmt) -> bool:
     """Whether the statement right before or after reads a clock."""
     at = block.index(statement)
-    beside = [*block[max(0, at - 1) : at], *block[at + 1 : at + 2]]
-    return any(isinstance(node, ast.Call) and last_name(node) in CLOCKS for near in beside for node in ast.walk(near))
+    neighbours = [*block[max(0, at - 1) : at], *block[at + 1 : at + 2]]
+    return any(isinstance(node, ast.Call) and last_name(node) in CLOCKS for near in neighbours for node in ast.walk(near))
 
 
 WAITS = Patch("waits", frozenset({"sync", "free"}), "the host goes on at once", propose_waits)
@@ -54,12 +54,12 @@ def loader_at(source: SourceText, line: int) -> ast.Call:
     here = [call for call in source.calls(line) if call in loaders]
     over = {name_of(node) for loop in _loops(source, line) for node in ast.walk(loop.iter) if name_of(node)}
     named = [call for call in loaders if over & _targets(source, call)]
-    found = here or named or loaders
-    if not found:
+    candidates = here or named or loaders
+    if not candidates:
         raise Refused("there is no DataLoader in this file; gb.feed prepares the batches of any iterable ahead")
-    if len(found) > 1:
-        raise Refused(f"there are {len(found)} DataLoaders in this file, and the line does not say which one is meant")
-    return found[0]
+    if len(candidates) > 1:
+        raise Refused(f"there are {len(candidates)} DataLoaders in this file, and the line does not say which one is meant")
+    return candidates[0]
 
 
 def _loops(source: SourceText, line: int) -> list[ast.For]:
@@ -128,8 +128,8 @@ COPIES = Patch(
 
 
 def propose_zero_grad(source: SourceText, line: int) -> list[Edit]:
-    found = [call for call in source.calls(line) if last_name(call) == "zero_grad"]
-    for call in found:
+    calls = [call for call in source.calls(line) if last_name(call) == "zero_grad"]
+    for call in calls:
         values = [*call.args, *(keyword.value for keyword in call.keywords)]
         if len(values) == 1 and constant(values[0]) is False:
             assert isinstance(call.func, ast.Attribute)
@@ -144,12 +144,12 @@ FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 
 
 def propose_optimizer(source: SourceText, line: int) -> list[Edit]:
-    made = [call for call in source.calls() if last_name(call) in FUSED]
-    here = [call for call in source.calls(line) if call in made]
-    found = here or made
-    if len(found) != 1:
-        raise Refused(f"{len(found) or 'none'} of {', '.join(FUSED)} is made in this file, wanted one")
-    (call,) = found
+    optimizers = [call for call in source.calls() if last_name(call) in FUSED]
+    here = [call for call in source.calls(line) if call in optimizers]
+    candidates = here or optimizers
+    if len(candidates) != 1:
+        raise Refused(f"{len(candidates) or 'none'} of {', '.join(FUSED)} is made in this file, wanted one")
+    (call,) = candidates
     have = {keyword.arg: keyword for keyword in call.keywords}
     if (old := have.get("foreach")) is None:
         return with_keywords(source, call, fused="True")

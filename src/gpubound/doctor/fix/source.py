@@ -91,12 +91,12 @@ class SourceText:
             raise Refused(f"line {statement.lineno} holds several statements")
         return before
 
-    def whole_lines(self, first: ast.stmt, last: ast.stmt) -> tuple[int, int]:
+    def line_range(self, first: ast.stmt, last: ast.stmt) -> tuple[int, int]:
         """From where to where the lines of these statements go. Refused if other statements stand in them, too."""
         self.indent(first)
         start, stop, end = self.line_start(first.lineno), self.end(last), self.line_start((last.end_lineno or 0) + 1)
-        behind = self.data[stop:end].decode().strip().removeprefix(";").lstrip()
-        if behind and not behind.startswith("#"):
+        rest = self.data[stop:end].decode().strip().removeprefix(";").lstrip()
+        if rest and not rest.startswith("#"):
             raise Refused(f"line {last.end_lineno} holds several statements")
         if self.data[:start].rstrip(b"\r\n").endswith(b"\\"):
             raise Refused(f"line {first.lineno} goes on with the line before")
@@ -110,9 +110,9 @@ class SourceText:
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
         """The nodes around this one, the nearest first."""
-        while (found := self.parents.get(node)) is not None:
-            yield found
-            node = found
+        while (parent := self.parents.get(node)) is not None:
+            yield parent
+            node = parent
 
     def statement(self, node: ast.AST) -> ast.stmt:
         """The statement that a node is in, or is."""
@@ -129,20 +129,20 @@ class SourceText:
 
     def loop(self, node: ast.AST) -> ast.stmt | None:
         """The innermost loop around a node, in its own function."""
-        for found in self.above(node):
-            if isinstance(found, FUNCTIONS):
+        for parent in self.above(node):
+            if isinstance(parent, FUNCTIONS):
                 return None
-            if isinstance(found, LOOPS):
-                return found
+            if isinstance(parent, LOOPS):
+                return parent
         return None
 
     def calls(self, line: int | None = None) -> list[ast.Call]:
         """All calls, or those of the statements (for a block: its head) that `line` is in, in the order of the file."""
-        found = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        nodes = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
         if line is not None:
             here = self.statements_at(line)
-            found = [call for call in found if self.statement(call) in here]
-        return sorted(found, key=lambda call: (call.lineno, call.col_offset))
+            nodes = [call for call in nodes if self.statement(call) in here]
+        return sorted(nodes, key=lambda call: (call.lineno, call.col_offset))
 
     def statements_at(self, line: int) -> list[ast.stmt]:
         """The innermost statements that cover a line: one, or those that stand side by side."""
@@ -154,17 +154,17 @@ class SourceText:
 
     def statement_at(self, line: int, *calling: str) -> ast.stmt:
         """The one of `statements_at(line)`. Of several, the one that calls any of these names."""
-        found = self.statements_at(line)
-        if len(found) > 1:
-            found = [self.statement(call) for call in self.calls(line) if last_name(call) in calling]
-        if len(set(found)) != 1:
+        statements = self.statements_at(line)
+        if len(statements) > 1:
+            statements = [self.statement(call) for call in self.calls(line) if last_name(call) in calling]
+        if len(set(statements)) != 1:
             raise Refused(f"line {line} holds several statements")
-        return found[0]
+        return statements[0]
 
     def edited(self, edits: Iterable[Edit]) -> bytes:
         """The bytes with all edits made. Refused if they overlap, or if the result does not parse."""
-        made, at, parts = sorted(set(edits)), 0, []
-        for edit in made:
+        ordered, at, parts = sorted(set(edits)), 0, []
+        for edit in ordered:
             if edit.start < at:
                 raise Refused("another patch changes the same place; apply that one first, then look again")
             parts += [self.data[at : edit.start], edit.text.encode()]

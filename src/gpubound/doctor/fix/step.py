@@ -24,7 +24,7 @@ class PlainLoop:
     """What was found of a loop."""
 
     loop: ast.For | ast.While
-    made: ast.Assign  # the optimizer
+    creation: ast.Assign  # the optimizer
     model: str
     zero: ast.stmt
     forward: list[ast.Assign]
@@ -36,18 +36,18 @@ class PlainLoop:
 def propose(source: SourceText, line: int) -> list[Edit]:
     if any(word in source.data for word in NARROW):
         raise Refused("the file uses 16-bit numbers; write gb.TrainStep(..., precision=...) by hand")
-    if taken := {FUNCTION, STEP} & _names(source.tree):
-        raise Refused(f"the name {min(taken)} is taken in this file")
+    if names := {FUNCTION, STEP} & _names(source.tree):
+        raise Refused(f"the name {min(names)} is taken in this file")
     if "gb" in _names(source.tree) and IMPORT not in map(source.text, source.tree.body):
         raise Refused("the name gb is taken in this file")
     plain = _plain_loop(source, line)
     outermost = [n for n in (plain.loop, *source.above(plain.loop)) if isinstance(n, (ast.For, ast.While))][-1]
     batch = _batch(source, plain, outermost)
-    given = batch[0] if len(batch) == 1 else f"({', '.join(batch)})"
-    text = [f"{plain.loss} = {STEP}([{given}]).loss"]
+    argument = batch[0] if len(batch) == 1 else f"({', '.join(batch)})"
+    text = [f"{plain.loss} = {STEP}([{argument}]).loss"]
     written = _edit_of(source, plain.forward[0], plain.step, text)
     within = [plain.zero] if not plain.forward[0].lineno <= plain.zero.lineno <= plain.step.lineno else []
-    removed = [_edit_of(source, statement, statement, []) for statement in (plain.made, *within)]
+    removed = [_edit_of(source, statement, statement, []) for statement in (plain.creation, *within)]
     above = source.line_start(outermost.lineno)
     return [*imported(source, IMPORT), Edit(above, above, _before(source, plain, batch, outermost)), written, *removed]
 
@@ -67,7 +67,7 @@ def _plain_loop(source: SourceText, line: int) -> PlainLoop:
     zero = [n for n in body if _called_on(n, "zero_grad")]
     if backward is None or len(zero) != 1:
         raise Refused("the loop has no single zero_grad(), loss.backward(), optimizer.step()")
-    made, model = _made(source, step, optimizer)
+    creation, model = _optimizer_creation(source, step, optimizer)
     if _called_on(zero[0], "zero_grad") not in (optimizer, model):
         raise Refused(f"zero_grad() is called on neither {optimizer} nor {model}")
     if [n for n in body[body.index(backward) + 1 : at] if n is not zero[0]]:
@@ -82,10 +82,10 @@ def _plain_loop(source: SourceText, line: int) -> PlainLoop:
     loss = _called_on(backward, "backward")
     forward = [n for n in body[: body.index(backward)] if n is not zero[0]]
     first = next((n for n, statement in enumerate(forward) if model in _names(statement)), len(forward))
-    found = [n for n in forward[first:] if isinstance(n, ast.Assign) and all(isinstance(t, ast.Name) for t in n.targets)]
-    if not found or len(found) != len(forward) - first or loss not in (name_of(t) for t in found[-1].targets):
+    assignments = [n for n in forward[first:] if isinstance(n, ast.Assign) and all(isinstance(t, ast.Name) for t in n.targets)]
+    if not assignments or len(assignments) != len(forward) - first or loss not in (name_of(t) for t in assignments[-1].targets):
         raise Refused(f"between the model's call and {loss or 'the loss'}.backward() stands more than plain assignments")
-    return PlainLoop(loop, made, model, zero[0], found, backward, step, loss)
+    return PlainLoop(loop, creation, model, zero[0], assignments, backward, step, loss)
 
 
 def _called_on(statement: ast.stmt, method: str) -> str:
@@ -96,20 +96,21 @@ def _called_on(statement: ast.stmt, method: str) -> str:
     return name_of(call.func.value) if method == "zero_grad" or not (call.args or call.keywords) else ""
 
 
-def _made(source: SourceText, step: ast.stmt, optimizer: str) -> tuple[ast.Assign, str]:
+def _optimizer_creation(source: SourceText, step: ast.stmt, optimizer: str) -> tuple[ast.Assign, str]:
     """Where the optimizer is made, of all parameters of one model, and the model's name."""
     scope = source.scope(step)
-    made = [n for n in ast.walk(source.tree) if isinstance(n, ast.Assign) and any(name_of(t) == optimizer for t in n.targets)]
-    if len(made) != 1 or source.parents[made[0]] is not scope:
+    assignments = [n for n in ast.walk(source.tree) if isinstance(n, ast.Assign)]
+    creation = [n for n in assignments if any(name_of(target) == optimizer for target in n.targets)]
+    if len(creation) != 1 or source.parents[creation[0]] is not scope:
         raise Refused(f"{optimizer} is not made once, in this function and outside of any block")
-    call = made[0].value
+    call = creation[0].value
     first = call.args[0] if isinstance(call, ast.Call) and call.args else None
     if not isinstance(first, ast.Call) or last_name(first) != "parameters" or first.args or first.keywords:
         raise Refused(f"{optimizer} is not made of model.parameters()")
     model = name_of(first.func).removesuffix(".parameters")
-    if not model or "." in model or len(made[0].targets) != 1:
+    if not model or "." in model or len(creation[0].targets) != 1:
         raise Refused(f"{optimizer} is not made of the parameters of a model with a plain name")
-    return made[0], model
+    return creation[0], model
 
 
 def _batch(source: SourceText, plain: PlainLoop, outermost: ast.stmt) -> list[str]:
@@ -118,9 +119,9 @@ def _batch(source: SourceText, plain: PlainLoop, outermost: ast.stmt) -> list[st
     What is computed from a counter is a number, which a graph would repeat. What a counter picks, `batches[step]`, is data.
     """
     body, first = plain.loop.body, plain.loop.body.index(plain.forward[0])
-    given, counters = _drawn(plain.loop)
+    assigned, counters = _loop_names(plain.loop)
     for statement in body[:first]:
-        given |= _ordered(statement)
+        assigned |= _ordered(statement)
         picked = isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Subscript)
         counters |= _stored(statement) if counters & _names(statement) and not picked else set()
     own: set[str] = set()
@@ -129,20 +130,20 @@ def _batch(source: SourceText, plain: PlainLoop, outermost: ast.stmt) -> list[st
         loads = [n.id for n in ast.walk(statement.value) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
         read += [name for name in loads if name not in own]
         own |= _stored(statement)
-    if wrong := set(read) & ((_stored(outermost) - given.keys()) | counters):
+    if wrong := set(read) & ((_stored(outermost) - assigned.keys()) | counters):
         raise Refused(f"the forward reads {min(wrong)}, which changes and is no part of the batch")
-    kept = own - {plain.loss}
+    outputs = own - {plain.loss}
     for node in ast.walk(source.scope(plain.loop)):
         inside = any(statement is node or statement in source.above(node) for statement in plain.forward)
-        if isinstance(node, ast.Name) and node.id in kept and isinstance(node.ctx, ast.Load) and not inside:
+        if isinstance(node, ast.Name) and node.id in outputs and isinstance(node.ctx, ast.Load) and not inside:
             raise Refused(f"{node.id} is used outside the forward, in line {node.lineno}")
-    batch = [name for name in given if name in read]
+    batch = [name for name in assigned if name in read]
     if not batch:
         raise Refused("the forward reads nothing that changes from step to step")
     return batch
 
 
-def _drawn(loop: ast.For | ast.While) -> tuple[dict[str, None], set[str]]:
+def _loop_names(loop: ast.For | ast.While) -> tuple[dict[str, None], set[str]]:
     """The names that a loop gives values, in their order, and those of them that count."""
     if not isinstance(loop, ast.For):
         return {}, set()
@@ -154,14 +155,14 @@ def _drawn(loop: ast.For | ast.While) -> tuple[dict[str, None], set[str]]:
         counters = _stored(loop.target.elts[0])
     elif over == "zip" and isinstance(loop.target, ast.Tuple) and isinstance(loop.iter, ast.Call):
         pairs = zip(loop.target.elts, loop.iter.args)
-        ranges = [target for target, drawn in pairs if isinstance(drawn, ast.Call) and name_of(drawn.func) == "range"]
+        ranges = [target for target, call in pairs if isinstance(call, ast.Call) and name_of(call.func) == "range"]
         counters = set().union(*map(_stored, ranges))
     return _ordered(loop.target), counters
 
 
 def _before(source: SourceText, plain: PlainLoop, batch: list[str], outermost: ast.stmt) -> str:
     """The function of the forward, and the step, as they stand before the loops."""
-    call = plain.made.value
+    call = plain.creation.value
     assert isinstance(call, ast.Call)
     start, data = source.start(call), source.data
     argument = call.args[0]
@@ -183,7 +184,7 @@ def _before(source: SourceText, plain: PlainLoop, batch: list[str], outermost: a
 def _edit_of(source: SourceText, first: ast.stmt, last: ast.stmt, texts: list[str]) -> Edit:
     """Whole lines, from those of `first` to those of `last`, become these."""
     indent = source.indent(first)
-    return Edit(*source.whole_lines(first, last), "".join(f"{indent}{text}{source.newline}" for text in texts))
+    return Edit(*source.line_range(first, last), "".join(f"{indent}{text}{source.newline}" for text in texts))
 
 
 def _names(node: ast.AST) -> set[str]:

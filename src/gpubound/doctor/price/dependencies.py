@@ -14,7 +14,7 @@ TOUCH = 0.2  # µs; calls of two threads that overlap by less only touch
 TOGETHER = 0.02  # threads whose calls overlap more often than this run beside each other
 
 
-class HostOrder:
+class HostDependencies:
     """`launch[w]` is the call that launched work w, or -1. `works[c]` are the works of call c.
 
     `before[c]` is the call that the host came from when it made call c, or -1: the last one of its own thread, or of a thread
@@ -44,14 +44,14 @@ class HostOrder:
         }
         pairs: dict[int, list[int]] = {thread: [] for thread in times}
         names = sorted(times, key=lambda thread: len(times[thread][0]))
-        for place, few in enumerate(names):
-            for many in names[place + 1 :]:
-                (start, end), (other_start, other_end) = times[few], times[many]
+        for index, thread in enumerate(names):
+            for other in names[index + 1 :]:
+                (start, end), (other_start, other_end) = times[thread], times[other]
                 after = np.searchsorted(other_end, start + TOUCH, side="right")
                 met = (after < len(other_start)) & (other_start[np.minimum(after, len(other_start) - 1)] < end - TOUCH)
                 if met.sum() <= TOGETHER * len(start):
-                    pairs[few].append(many)
-                    pairs[many].append(few)
+                    pairs[thread].append(other)
+                    pairs[other].append(thread)
         return pairs
 
     def _chain(self, pairs: dict[int, list[int]]) -> tuple[list[int], list[int]]:
@@ -61,9 +61,9 @@ class HostOrder:
         for place, call in enumerate(self.tape.calls):
             own = came = last.get(call.thread, -1)
             for other in pairs[call.thread]:
-                there = last.get(other, -1)
-                if there >= 0 and ends[there] <= call.start + TOUCH and (came < 0 or ends[there] > ends[came]):
-                    came = there
+                earlier = last.get(other, -1)
+                if earlier >= 0 and ends[earlier] <= call.start + TOUCH and (came < 0 or ends[earlier] > ends[came]):
+                    came = earlier
             previous.append(own)
             before.append(came)
             last[call.thread] = place
@@ -74,14 +74,14 @@ class HostOrder:
         """Works whose launch is not on the tape, but for those that a queue held when it began."""
         known = {(self.tape.work[works[0]].device, self.tape.work[works[0]].stream) for works in self.works.values()}
         begun: set[tuple[int, int]] = set()
-        found = []
+        launches = []
         for place, (work, launch) in enumerate(zip(self.tape.work, self.launch)):
             queue = (work.device, work.stream)
             if launch >= 0:
                 begun.add(queue)
             elif queue in begun or queue not in known:
-                found.append(place)
-        return found
+                launches.append(place)
+        return launches
 
     def measurable(self) -> None:
         """Refuse a tape that does not show what its device did."""
@@ -108,14 +108,14 @@ class Stalls:
             wanted = span.kind in self.KINDS if only is None else place in only
             if wanted and span.end > span.start:
                 mine.setdefault(span.thread, []).append(place)
-        self._pieces = {thread: self._flat(tape, places) for thread, places in mine.items()}
+        self._pieces = {thread: self._flat(tape, spans) for thread, spans in mine.items()}
         self._starts = {thread: [piece[0] for piece in pieces] for thread, pieces in self._pieces.items()}
 
-    def _flat(self, tape: Tape, places: list[int]) -> list[tuple[float, float, int]]:
-        cuts = sorted({time for place in places for time in (tape.spans[place].start, tape.spans[place].end)})
+    def _flat(self, tape: Tape, spans: list[int]) -> list[tuple[float, float, int]]:
+        cuts = sorted({time for place in spans for time in (tape.spans[place].start, tape.spans[place].end)})
         pieces: list[tuple[float, float, int]] = []
         active: list[int] = []
-        waiting = iter(places)  # sorted by start
+        waiting = iter(spans)  # sorted by start
         upcoming = next(waiting, None)
         for start, end in pairwise(cuts):
             while upcoming is not None and tape.spans[upcoming].start <= start:
@@ -131,12 +131,12 @@ class Stalls:
 
     def within(self, start: float, end: float, threads: set[int]) -> list[tuple[float, float, int]]:
         """(start, end, place of the span) of each stall of these threads in this time."""
-        found = []
+        stalls = []
         for thread in threads & self._pieces.keys():
             pieces = self._pieces[thread]
             for a, b, span in pieces[max(bisect_right(self._starts[thread], start) - 1, 0) :]:
                 if a >= end:
                     break
                 if b > start:
-                    found.append((max(a, start), min(b, end), span))
-        return sorted(found)
+                    stalls.append((max(a, start), min(b, end), span))
+        return sorted(stalls)

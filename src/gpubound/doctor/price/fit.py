@@ -1,7 +1,7 @@
 """Finds the mechanism of a tape: what each call waited for, what each work came after, and how much later it began.
 
 Costs, pauses and delays are those on the tape. But a delay of more than LIMIT is none: something else must have held the work
-up. If another work had just ended, that is taken for the reason; if not, the delay is cut, and `Mechanism.error` shows it.
+up. If another work had just ended, that is taken for the reason; if not, the delay is cut, and `Simulator.error` shows it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from bisect import bisect_right
 from statistics import median
 
 from ..record.tape import Call, Tape, Work
-from .dependencies import HostOrder
-from .simulator import NEVER, Mechanism
+from .dependencies import HostDependencies
+from .simulator import NEVER, Simulator
 
 LIMIT = 50.0  # µs; a launch takes 5 to reach an idle device, and 20 when the driver is busy
 WAKE = 200.0  # µs; a host that sleeps in a wait takes up to so long to run again: longer, and it waited for something else
@@ -30,19 +30,19 @@ SLOW = 20.0  # µs; a launch takes 2 to 8
 Queue = tuple[int, int]  # device, stream
 
 
-def mechanism_of(tape: Tape, order: HostOrder) -> Mechanism:
+def fit_simulator(tape: Tape, order: HostDependencies) -> Simulator:
     return _Fit(tape, order).mechanism()
 
 
 class _Fit:
-    def __init__(self, tape: Tape, order: HostOrder):
+    def __init__(self, tape: Tape, order: HostDependencies):
         self.calls, self.order = tape.calls, order
         self.link = tape.about.get("pinned")
         self.groups = [[tape.work[w] for w in order.works.get(place, ())] for place in range(len(tape.calls))]
         self.done = [max((work.end for work in group), default=NEVER) for group in self.groups]
         size = len(self.calls)
         self.cost = [call.end - call.start for call in self.calls]
-        self.held: list[tuple[int, ...]] = [()] * size
+        self.waits_for: list[tuple[int, ...]] = [()] * size
         self.room, self.tail = [-1] * size, [0.0] * size
         self.after: list[tuple[int, ...]] = [()] * size
         self.latency, self.gap = [0.0] * size, [0.0] * size
@@ -50,7 +50,7 @@ class _Fit:
         self._works()
         self._full_queues()
 
-    def mechanism(self) -> Mechanism:
+    def mechanism(self) -> Simulator:
         low = min((call.start for call in self.calls), default=0.0)
         high = max((call.end for call in self.calls), default=0.0)
         last = {call.thread: at for at, call in enumerate(self.calls)}
@@ -60,14 +60,14 @@ class _Fit:
             max(call.start - self.calls[b].end, 0.0) if b < at else call.start - low + high - self.calls[b].end
             for at, (call, b) in enumerate(zip(self.calls, before))
         ]
-        return Mechanism(
-            low=low, high=high, places=list(range(len(self.calls))), calls=list(self.calls), before=before,
+        return Simulator(
+            low=low, high=high, indices=list(range(len(self.calls))), calls=list(self.calls), before=before,
             previous=[p if p >= 0 else mine for p, mine in zip(self.order.previous, own)], pause=pause, cost=self.cost,
-            held=self.held, room=self.room, tail=self.tail, after=self.after, latency=self.latency, gap=self.gap,
+            waits_for=self.waits_for, room=self.room, tail=self.tail, after=self.after, latency=self.latency, gap=self.gap,
             run=[end - group[0].start if group else 0.0 for end, group in zip(self.done, self.groups)],
             queue=[(group[0].device, group[0].stream) if group else None for group in self.groups],
             began=[group[0].start if group else NEVER for group in self.groups], launch=self.launch_us,
-            reach=self.latency_us, pinned=self._pinned(),
+            idle_latency=self.latency_us, pinned=self._pinned(),
         )  # fmt: skip
 
     def _typical(self) -> None:
@@ -89,14 +89,14 @@ class _Fit:
         self.gap_us = min(max(median(gaps), 0.0), LIMIT) if gaps else 1.0
 
     def _pinned(self) -> float:
-        rates = [w.bytes / (w.end - w.start) for group in self.groups for w in group if _tells(w)]
+        rates = [w.bytes / (w.end - w.start) for group in self.groups for w in group if _is_typical(w)]
         return self.link or max(rates, default=PINNED)
 
     def _works(self) -> None:
         """Go through the calls, with the queues as they stood."""
         final = {(w.device, w.stream): at for at, group in enumerate(self.groups) for w in group}
         queues: dict[Queue, int] = {}  # the last call with work in each
-        behind: dict[Queue, list[int]] = {}  # works that a queue waits for by an event
+        event_waits: dict[Queue, list[int]] = {}  # works that a queue waits for by an event
         records: dict[int, int] = {}  # a record's correlation -> the call whose work it follows
         latest: dict[int, int] = {}  # the last call with work of each thread
         for at, (call, group) in enumerate(zip(self.calls, self.groups)):
@@ -105,11 +105,11 @@ class _Fit:
                 if follows is not None:
                     records[call.correlation] = follows
             elif call.kind == "event" and call.record in records and call.stream is not None:
-                behind.setdefault((call.device or 0, call.stream), []).append(records[call.record])
+                event_waits.setdefault((call.device or 0, call.stream), []).append(records[call.record])
             if group:
                 latest[call.thread] = at
                 first = (group[0].device, group[0].stream)
-                self._delays(at, group[0], [queues.get(first, final[first]), *behind.pop(first, ())])
+                self._delays(at, group[0], [queues.get(first, final[first]), *event_waits.pop(first, ())])
                 queues |= {(work.device, work.stream): at for work in group}
             if call.blocks and group:
                 if call.end > group[0].start:  # else the copy was staged, and the host went on
@@ -146,18 +146,18 @@ class _Fit:
         call = self.calls[at]
         past = [c for c in works if c < at]
         clocks = APART if call.kind == "sync" and (call.record or call.stream is not None) else TAIL
-        seen = [c for c in past if self.done[c] <= call.end + clocks]
-        waited = any(self.done[c] > call.start for c in seen)
+        finished = [c for c in past if self.done[c] <= call.end + clocks]
+        waited = any(self.done[c] > call.start for c in finished)
         if call.kind == "sync" or call.kind == "free":
-            works = seen + [c for c in works if c >= at]
-        elif waited and len(seen) == len(past):  # cudaMalloc waits, or does not
-            works = seen
+            works = finished + [c for c in works if c >= at]
+        elif waited and len(finished) == len(past):  # cudaMalloc waits, or does not
+            works = finished
         else:
             return
         if waited:
             self._hold(at, tuple(works), TAIL if call.kind == "sync" else 0.0)
         elif works:
-            self.held[at], self.tail[at] = tuple(works), TAIL if call.kind == "sync" else self.cost[at]
+            self.waits_for[at], self.tail[at] = tuple(works), TAIL if call.kind == "sync" else self.cost[at]
 
     def _ended_with(self, at: int) -> list[int]:
         """What a wait for an unknown event waited for: the work that ended last before it did."""
@@ -171,7 +171,7 @@ class _Fit:
         tail = call.end - max(self.done[c] for c in works if c <= at)
         if call.kind == "sync":
             tail = min(tail, WAKE)
-        self.held[at], self.tail[at] = works, tail
+        self.waits_for[at], self.tail[at] = works, tail
         self.cost[at] = min(call.end - call.start, max(least, tail))
 
     def _full_queues(self) -> None:
@@ -191,7 +191,7 @@ class _Fit:
                 whose.append(at)
 
 
-def _tells(work: Work) -> bool:
+def _is_typical(work: Work) -> bool:
     """Whether a copy shows what pinned memory is capable of."""
     return work.kind in ("h2d", "d2h") and not work.pageable and work.bytes >= LARGE and work.end > work.start
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...errors import MeasureError
 from ..record.tape import Tape
-from .dependencies import HostOrder, Stalls
+from .dependencies import HostDependencies, Stalls
 
 SHARES = ("busy", "host_late", "device_side", "comm", "unlocated")
 LEAVES = ("sync", "copy", "data", "gc", "compile", "checkpoint", "alloc", "dispatch")
@@ -57,9 +57,9 @@ class Bar:
         return self.step_ms * (self.shares | self.late)[share] / 100
 
 
-def analyse(tape: Tape, order: HostOrder | None = None) -> Bar:
+def idle_times(tape: Tape, order: HostDependencies | None = None) -> Bar:
     """Cut the steps of a tape into what their devices did and what kept them from it."""
-    order = order or HostOrder(tape)
+    order = order or HostDependencies(tape)
     order.measurable()
     start, end = tape.window
     if end <= start:
@@ -70,16 +70,16 @@ def analyse(tape: Tape, order: HostOrder | None = None) -> Bar:
     for device in sorted({work.device for work in tape.work}):
         mine = [place for place, work in enumerate(tape.work) if work.device == device]
         busy, comm, idle = _cover(tape, mine, start, end)
-        found = blame.pieces(device, mine, idle)
-        gaps += found
+        own_gaps = blame.pieces(device, mine, idle)
+        gaps += own_gaps
         parts: dict[str, list[float]] = {"busy": [busy], "comm": [comm]}
-        for gap in found:
+        for gap in own_gaps:
             parts.setdefault(gap.leaf or gap.cause, []).append(gap.us)
         times = {name: fsum(each) for name, each in parts.items()}
         times["host_late"] = fsum(times.get(leaf, 0.0) for leaf in LEAVES)
-        whole = fsum(times.get(share, 0.0) for share in SHARES)
-        devices[device] = {share: 100 * times.get(share, 0.0) / whole for share in SHARES}
-        leaves.append({leaf: 100 * times.get(leaf, 0.0) / whole for leaf in LEAVES})
+        total = fsum(times.get(share, 0.0) for share in SHARES)
+        devices[device] = {share: 100 * times.get(share, 0.0) / total for share in SHARES}
+        leaves.append({leaf: 100 * times.get(leaf, 0.0) / total for leaf in LEAVES})
     shares = {share: fsum(each[share] for each in devices.values()) / len(devices) for share in SHARES}
     late = {leaf: fsum(each[leaf] for each in leaves) / len(leaves) for leaf in LEAVES}
     steps = max(len(tape.steps), 1)
@@ -107,7 +107,7 @@ def _holes(starts: np.ndarray, ends: np.ndarray, start: float, end: float) -> tu
 
 
 class _Blame:
-    def __init__(self, tape: Tape, order: HostOrder):
+    def __init__(self, tape: Tape, order: HostDependencies):
         self.tape, self.order, self.stalls = tape, order, Stalls(tape)
         self._starts = [call.start for call in tape.calls]
         self._ends = [call.end for call in tape.calls]
@@ -116,23 +116,23 @@ class _Blame:
 
     def pieces(self, device: int, mine: list[int], idle: list[tuple[float, float, int | None]]) -> list[Gap]:
         """Each idle time of one device, cut by cause."""
-        found: list[Gap] = []
+        gaps: list[Gap] = []
         queued = self._queued(mine)
         root: tuple[int, float] | None = None  # the wait that drained the queue, and until when gaps are its own
         for start, end, work in idle:
             late = self._late_call(work, end)
             if late is None:
-                found.append(Gap(device, start, end, "unlocated"))
+                gaps.append(Gap(device, start, end, "unlocated"))
             elif work is not None and self._ends[late] <= start:
-                found.append(Gap(device, start, end, "device_side", call=late))
+                gaps.append(Gap(device, start, end, "device_side", call=late))
             else:
                 drain = self._drain(late, start)
                 if drain is not None:
                     root = (drain, self._recovery(drain, end, queued))
                 elif root is not None and start > root[1]:
                     root = None
-                found += self._host_late(device, start, end, work, late, root[0] if root else None)
-        return found
+                gaps += self._host_late(device, start, end, work, late, root[0] if root else None)
+        return gaps
 
     def _late_call(self, work: int | None, end: float) -> int | None:
         """The launch that ends a gap. At the end of the tape there is none: then the last call before."""
@@ -144,12 +144,12 @@ class _Blame:
     def _queued(self, mine: list[int]) -> list[float]:
         """When the device came to works that already stood in its queue: there the host was ahead."""
         calls, work, launch = self.tape.calls, self.tape.work, self.order.launch
-        reached, found = float("-inf"), []
+        reached, queued = float("-inf"), []
         for place in mine:
             if launch[place] >= 0 and calls[launch[place]].end <= reached:
-                found.append(work[place].start)
+                queued.append(work[place].start)
             reached = max(reached, work[place].end)
-        return found
+        return queued
 
     def _drain(self, late: int, start: float) -> int | None:
         """The wait in which the host was when the device ran dry, or that had just ended."""
@@ -171,20 +171,20 @@ class _Blame:
     def _host_late(self, device: int, start: float, end: float, work: int | None, late: int, root: int | None) -> list[Gap]:
         """Cut a gap: waits and stalls take their own time; the rest is the root's, or else dispatch."""
         calls, before = self.tape.calls, self.order.before
-        taken: list[tuple[float, float, str, int | None, int | None]] = []
+        covered: list[tuple[float, float, str, int | None, int | None]] = []
         threads = {calls[late].thread}
         place = late
         while place >= 0 and self._ends[place] > start:
             call = calls[place]
             threads.add(call.thread)
             if self._may_wait[place] and call.start < end:
-                taken.append((max(call.start, start), min(call.end, end), _LEAF[call.kind], place, None))
+                covered.append((max(call.start, start), min(call.end, end), _LEAF[call.kind], place, None))
             place = before[place]
         for a, b, span in self.stalls.within(start, end, threads):
-            taken.append((a, b, self.tape.spans[span].kind, None, span))
+            covered.append((a, b, self.tape.spans[span].kind, None, span))
         rest = (_LEAF[calls[root].kind], root) if root is not None else ("dispatch", late if work is not None else None)
         gaps, at = [], start
-        for a, b, leaf, call_place, span_place in sorted(taken, key=lambda piece: piece[:2]):
+        for a, b, leaf, call_place, span_place in sorted(covered, key=lambda piece: piece[:2]):
             if b <= at:
                 continue
             if a > at:

@@ -11,13 +11,13 @@ from typing import Any
 from ...watch.rows import LedgerRow
 from ...watch.source_line import Place
 from ..record.tape import Tape
-from .dependencies import HostOrder
-from .idle import Bar, analyse
+from .dependencies import HostDependencies
+from .idle import Bar, idle_times
 from .replay import Replay
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Measurements:
     """What was seen of a script. What could not be seen is None or empty, and `absent` says why."""
 
     script: str  # as the user called it, without folders of this machine
@@ -35,8 +35,8 @@ class Evidence:
     absent: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
-    def recording(self) -> Recorded | None:
-        return None if self.tape is None else Recorded(self.tape, self.located, self.places, self.ms)
+    def recording(self) -> Profile | None:
+        return None if self.tape is None else Profile(self.tape, self.located, self.places, self.ms)
 
     @property
     def ms(self) -> float | None:
@@ -45,7 +45,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Profile:
     """`bar` and `replay` raise MeasureError where the tape does not show what it would take.
 
     `step_ms` is a step that was not recorded, if one was timed. The replay runs at its pace.
@@ -57,26 +57,26 @@ class Recorded:
     step_ms: float | None = None
 
     @cached_property
-    def order(self) -> HostOrder:
-        return HostOrder(self.tape)
+    def order(self) -> HostDependencies:
+        return HostDependencies(self.tape)
 
     @cached_property
     def bar(self) -> Bar:
-        return analyse(self.tape, self.order)
+        return idle_times(self.tape, self.order)
 
     @cached_property
     def replay(self) -> Replay:
         replay = Replay(self.tape, self.order)
         return replay if self.step_ms is None else replay.paced(self.step_ms)
 
-    def cut(self, count: int) -> Recorded:
+    def cut(self, count: int) -> Profile:
         """The first `count` steps, and `located` by the calls' places among those."""
         if count >= len(self.tape.steps):
             return self
         part = self.tape.cut(0, count)
         lines = {id(self.tape.calls[call]): place for call, place in self.located.items()}
         located = {n: lines[id(call)] for n, call in enumerate(part.calls) if id(call) in lines}
-        return Recorded(part, located, self.places, self.step_ms)
+        return Profile(part, located, self.places, self.step_ms)
 
 
 Line = tuple[str, int]  # a file and a line of it
@@ -88,31 +88,31 @@ def line_of(place: Place) -> Line | None:
     return (site.file, site.line) if site else None
 
 
-def by_line(evidence: Evidence, *kinds: str) -> list[list[LedgerRow]]:
+def by_line(evidence: Measurements, *kinds: str) -> list[list[LedgerRow]]:
     """The rows of these kinds, those of one line together, the most frequent first."""
-    found: dict[Line | None, list[LedgerRow]] = {}
+    lines: dict[Line | None, list[LedgerRow]] = {}
     for row in sorted(evidence.rows, key=lambda row: -row.count):
         if row.kind in kinds:
-            found.setdefault(line_of(row.place), []).append(row)
-    return list(found.values())
+            lines.setdefault(line_of(row.place), []).append(row)
+    return list(lines.values())
 
 
-def times(evidence: Evidence, rows: list[LedgerRow]) -> float:
+def times(evidence: Measurements, rows: list[LedgerRow]) -> float:
     """How often a step."""
     return sum(row.count for row in rows) / max(evidence.steps, 1)
 
 
-def size(evidence: Evidence, rows: list[LedgerRow]) -> float:
+def size(evidence: Measurements, rows: list[LedgerRow]) -> float:
     """Bytes a step."""
     return sum(row.bytes for row in rows) / max(evidence.steps, 1)
 
 
-def calls_at(evidence: Evidence, place: Place) -> frozenset[int]:
+def calls_at(evidence: Measurements, place: Place) -> frozenset[int]:
     """The calls of the tape that this line made, as far as they are located."""
     line = line_of(place)
-    return frozenset(n for n, there in evidence.located.items() if line is not None and line_of(there) == line)
+    return frozenset(n for n, location in evidence.located.items() if line is not None and line_of(location) == line)
 
 
-def taped(evidence: Evidence) -> int:
+def taped(evidence: Measurements) -> int:
     """How many steps the tape has."""
     return max(len(evidence.tape.steps), 1) if evidence.tape else 1

@@ -10,7 +10,7 @@ from statistics import median
 from ...errors import MeasureError
 from ..record.tape import Span
 from .idle import Bar
-from .measurements import Evidence
+from .measurements import Measurements
 from .replay import Replay
 
 
@@ -21,7 +21,7 @@ class Prices:
     every price is multiplied. `host` is the same for what the host alone takes.
     """
 
-    def __init__(self, evidence: Evidence):
+    def __init__(self, evidence: Measurements):
         self.evidence = evidence
         self.bar: Bar | None = None
         self.replay: Replay | None = None
@@ -81,24 +81,24 @@ class Prices:
         for span in tape.spans:
             if wanted(span):
                 times.setdefault(span.thread, []).append((span.start, span.end))
-        found = set()
+        calls = set()
         for place, call in enumerate(tape.calls):
             mine = times.get(call.thread, [])
             before = bisect_right(mine, (call.start, float("inf"))) - 1
             if before >= 0 and call.start < mine[before][1]:
-                found.add(place)
-        return frozenset(found)
+                calls.add(place)
+        return frozenset(calls)
 
     @cached_property
     def pace(self) -> float | None:
         """Milliseconds from one launch of a thread to its next one, where nothing waits between: the median."""
-        tape, found = self.evidence.tape, []
+        tape, intervals = self.evidence.tape, []
         last: dict[int, float | None] = {}
         for call in tape.calls if tape else ():
             if call.kind == "launch" and (before := last.get(call.thread)) is not None:
-                found.append(call.start - before)
+                intervals.append(call.start - before)
             last[call.thread] = call.start if call.kind == "launch" else None
-        return self.host * median(found) / 1e3 if found else None
+        return self.host * median(intervals) / 1e3 if intervals else None
 
     def of_launches(self, count: float) -> float | None:
         """An estimate: what a step would save without so many launches, where launches are what holds it up."""

@@ -12,9 +12,9 @@ from copy import copy
 
 from ...errors import MeasureError
 from ..record.tape import Tape, chosen
-from .dependencies import HostOrder, Stalls
-from .fit import mechanism_of
-from .simulator import Mechanism
+from .dependencies import HostDependencies, Stalls
+from .fit import fit_simulator
+from .simulator import Simulator
 
 WRONG = 0.02  # a mechanism that misses a recorded time by more of the tape's length prices nothing
 LOST = 0.005  # of all works: with more launches missing than this, what the host did is not known
@@ -34,15 +34,15 @@ class Replay:
 
     share = 1.0
 
-    def __init__(self, tape: Tape, order: HostOrder | None = None):
-        order = order or HostOrder(tape)
+    def __init__(self, tape: Tape, order: HostDependencies | None = None):
+        order = order or HostDependencies(tape)
         order.measurable()
         if (lost := len(order.lost)) > LOST * len(tape.work):
             raise MeasureError(
                 f"{lost} of {len(tape.work)} works have no launch on the tape, wanted at most {LOST:.1%}, so no stall can be "
                 "priced; record the tape with a profiler that runs before the first step and sees all threads."
             )
-        mechanism = mechanism_of(tape, order)
+        mechanism = fit_simulator(tape, order)
         self.error = mechanism.error()
         if self.error > WRONG:
             raise MeasureError(
@@ -80,7 +80,7 @@ class Replay:
             low, high = (middle, high) if self._with(middle, awake).step_ms < step_ms else (low, middle)
         return self._with(high, awake)
 
-    def _with(self, share: float, awake: Mechanism) -> Replay:
+    def _with(self, share: float, awake: Simulator) -> Replay:
         paced = copy(self)
         paced.share, paced.mechanism = share, self.mechanism.paced(share, awake)
         paced._base = paced.mechanism.play(self.times).length

@@ -29,7 +29,7 @@ class Played(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Mechanism:
+class Simulator:
     """Lists with one entry a call; calls name each other by their positions in them.
 
     The calls are played again and again. So a position may name one that is not before it: then it means this call in the play
@@ -38,13 +38,13 @@ class Mechanism:
 
     low: float
     high: float
-    places: list[int]  # of the calls on the tape
+    indices: list[int]  # of the calls on the tape
     calls: list[Call]
-    before: list[int]  # see HostOrder
+    before: list[int]  # see HostDependencies
     previous: list[int]
     pause: list[float]
     cost: list[float]
-    held: list[tuple[int, ...]]  # calls whose works this call waits for
+    waits_for: list[tuple[int, ...]]  # calls whose works this call waits for
     room: list[int]  # the call whose work must have begun: there the queue was full. -1: none
     tail: list[float]  # from there to the call's end
     after: list[tuple[int, ...]]  # calls whose works this call's work comes after; none: it has no work
@@ -54,33 +54,33 @@ class Mechanism:
     queue: list[tuple[int, int] | None]  # device and stream of the call's work
     began: list[float]  # when this work began on the tape
     launch: float  # what a launch costs the host
-    reach: float  # and how long it takes to an idle device
+    idle_latency: float  # and how long it takes to an idle device
     pinned: float  # bytes that a copy from pinned memory moves in a µs
 
     def play(self, times: int) -> Played:
         """Play the calls `times` times in a row. An entry holds the time of the play before until it is written again."""
-        rows = list(zip(self.before, self.previous, self.pause, self.cost, self.after, self.held, self.room))
+        rows = list(zip(self.before, self.previous, self.pause, self.cost, self.after, self.waits_for, self.room))
         ends = [call.end - self.high for call in self.calls]
         begun, done = [NEVER] * len(rows), [NEVER] * len(rows)
         for _ in range(times):
             self._once(rows, ends, begun, done)
         return Played(max(*ends, *done, 0.0, 0.0), ends, begun)
 
-    def without(self, gone: frozenset[int], work: bool = False) -> Mechanism:
+    def without(self, gone: frozenset[int], work: bool = False) -> Simulator:
         """The mechanism in which these calls cost nothing and wait for nothing; with `work`, nor launch anything."""
-        cost, held, room = list(self.cost), list(self.held), list(self.room)
+        cost, waits_for, room = list(self.cost), list(self.waits_for), list(self.room)
         latency, gap, run = list(self.latency), list(self.gap), list(self.run)
         for at in self._with_partners(gone):
             cost[at] = min(cost[at], self.launch) if self.calls[at].kind == "copy" and not work else 0.0
-            held[at], room[at] = (), -1
+            waits_for[at], room[at] = (), -1
             if self.calls[at].blocks and self.calls[at].bytes:  # from pinned memory nothing is staged
-                latency[at] = min(latency[at], self.reach)
+                latency[at] = min(latency[at], self.idle_latency)
                 run[at] = min(run[at], self.calls[at].bytes / self.pinned)
             if work:  # it begins and ends as what it comes after ends
                 latency[at], gap[at], run[at] = NEVER, 0.0, 0.0
-        return replace(self, cost=cost, held=held, room=room, latency=latency, gap=gap, run=run)
+        return replace(self, cost=cost, waits_for=waits_for, room=room, latency=latency, gap=gap, run=run)
 
-    def paced(self, share: float, awake: Mechanism) -> Mechanism:
+    def paced(self, share: float, awake: Simulator) -> Simulator:
         """The mechanism whose host takes this share of its time, but all of the stalls that `awake` is without: a recording
         slows no loader.
 
@@ -96,15 +96,15 @@ class Mechanism:
             run=[min(run, max(share * run, link)) for run, link in zip(self.run, least)],
         )
 
-    def hostless(self) -> Mechanism:
+    def hostless(self) -> Simulator:
         """The mechanism whose host takes no time."""
         size, zero = len(self.calls), [0.0] * len(self.calls)
         calls = [replace(call, end=self.high) for call in self.calls]
-        return replace(self, calls=calls, pause=zero, cost=zero, held=[()] * size, room=[-1] * size)
+        return replace(self, calls=calls, pause=zero, cost=zero, waits_for=[()] * size, room=[-1] * size)
 
     def _once(self, rows: list, ends: list[float], begun: list[float], done: list[float]) -> None:
         latency, gap, run, tail = self.latency, self.gap, self.run, self.tail
-        for at, (before, previous, rest, own, after, held, room) in enumerate(rows):
+        for at, (before, previous, rest, own, after, waits_for, room) in enumerate(rows):
             start = ends[before] + rest
             if ends[previous] > start:
                 start = ends[previous]
@@ -117,7 +117,7 @@ class Mechanism:
                 begun[at] = begin
                 done[at] = begin + run[at]
             end = start + own
-            for other in held:
+            for other in waits_for:
                 until = done[other] + tail[at]
                 if until > end:
                     end = until
@@ -133,49 +133,49 @@ class Mechanism:
         length = max(self.high - self.low, *(b + r - self.low for b, r in zip(self.began, self.run)), 0.0)
         return max(missed, default=0.0) / length if length > 0 else 0.0
 
-    def within(self, low: float, high: float) -> Mechanism:
+    def within(self, low: float, high: float) -> Simulator:
         """The calls of this time alone. What they name before it, is named in the play before."""
-        kept = [at for at, call in enumerate(self.calls) if low <= call.start < high]
-        new = {at: position for position, at in enumerate(kept)}
-        last_call = {self.calls[at].thread: position for position, at in enumerate(kept)}
-        last_work = {self.queue[at]: position for position, at in enumerate(kept) if self.after[at]}
+        calls = [at for at, call in enumerate(self.calls) if low <= call.start < high]
+        new = {at: position for position, at in enumerate(calls)}
+        last_call = {self.calls[at].thread: position for position, at in enumerate(calls)}
+        last_work = {self.queue[at]: position for position, at in enumerate(calls) if self.after[at]}
 
         def works(named: tuple[int, ...]) -> tuple[int, ...]:
-            found = (new.get(at, last_work.get(self.queue[at], -1)) for at in named)
-            return tuple(dict.fromkeys(at for at in found if at >= 0))
+            new_works = (new.get(at, last_work.get(self.queue[at], -1)) for at in named)
+            return tuple(dict.fromkeys(at for at in new_works if at >= 0))
 
-        own = [last_call[self.calls[at].thread] for at in kept]
-        pause = [self.pause[at] for at in kept]
-        for position, at in enumerate(kept):
+        own = [last_call[self.calls[at].thread] for at in calls]
+        pause = [self.pause[at] for at in calls]
+        for position, at in enumerate(calls):
             if self.before[at] not in new or self.before[at] >= at:
-                last = self.calls[kept[own[position]]]
+                last = self.calls[calls[own[position]]]
                 pause[position] = self.calls[at].start - low + max(high - last.end, 0.0)
-        lists = ("places", "calls", "cost", "tail", "latency", "gap", "run", "queue", "began")
-        same: dict[str, Any] = {name: [getattr(self, name)[at] for at in kept] for name in lists}
+        lists = ("indices", "calls", "cost", "tail", "latency", "gap", "run", "queue", "began")
+        same: dict[str, Any] = {name: [getattr(self, name)[at] for at in calls] for name in lists}
         return replace(
             self,
             low=low,
             high=high,
-            before=[new.get(self.before[at], mine) if self.before[at] < at else mine for at, mine in zip(kept, own)],
-            previous=[new.get(self.previous[at], mine) for at, mine in zip(kept, own)],
+            before=[new.get(self.before[at], mine) if self.before[at] < at else mine for at, mine in zip(calls, own)],
+            previous=[new.get(self.previous[at], mine) for at, mine in zip(calls, own)],
             pause=pause,
-            held=[works(self.held[at]) for at in kept],
-            room=[new.get(self.room[at], -1) for at in kept],
-            after=[works(self.after[at]) for at in kept],
+            waits_for=[works(self.waits_for[at]) for at in calls],
+            room=[new.get(self.room[at], -1) for at in calls],
+            after=[works(self.after[at]) for at in calls],
             **same,
         )
 
     def _with_partners(self, gone: frozenset[int]) -> set[int]:
         """The positions of these calls, and of the other half of each blocking copy."""
         following = {previous: at for at, previous in enumerate(self.previous) if previous < at}
-        found = {at for at, place in enumerate(self.places) if place in gone}
-        for at in list(found):
+        partners = {at for at, place in enumerate(self.indices) if place in gone}
+        for at in list(partners):
             after = following.get(at)
             if after is not None and self._is_pair(at, after):
-                found.add(after)
+                partners.add(after)
             if self.previous[at] < at and self._is_pair(self.previous[at], at):
-                found.add(self.previous[at])
-        return found
+                partners.add(self.previous[at])
+        return partners
 
     def _is_pair(self, copy: int, wait: int) -> bool:
         first, second = self.calls[copy], self.calls[wait]
@@ -183,7 +183,7 @@ class Mechanism:
         one_stream = None in (first.stream, second.stream) or first.stream == second.stream
         return named and one_stream and second.start - first.end <= PAIR
 
-    def awake(self, away: Stalls) -> Mechanism:
+    def awake(self, away: Stalls) -> Simulator:
         """The mechanism whose pauses do not have these stalls."""
         pauses = []
         for at, (before, call, pause) in enumerate(zip(self.before, self.calls, self.pause)):

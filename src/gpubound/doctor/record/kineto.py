@@ -50,24 +50,24 @@ class _JsonReader:
             yield from self.array()
         elif first == "{":
             self.at += 1
-            yield from self.members(head)
+            yield from self.object_members(head)
         else:
             begin = shown(self.buffer[self.at : self.at + 20])
             raise DataError(f"{self.path}: begins with {begin}, wanted JSON; {WANTED}")
 
-    def members(self, head: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        found = False
+    def object_members(self, head: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        has_events = False
         while self.peek() != "}":
             key = self.value()
             if self.peek() != ":":
                 raise self.damaged()
             self.at += 1
             if key == "traceEvents" and self.peek() == "[":
-                found = True
+                has_events = True
                 yield from self.array()
             else:
                 head[key] = self.value()
-        if not found:
+        if not has_events:
             raise DataError(f"{self.path}: is JSON without traceEvents, so it is no trace; {WANTED}")
 
     def array(self) -> Iterator[dict[str, Any]]:
@@ -189,7 +189,7 @@ def read_trace(path: str | Path, step: str = "") -> Tape:
 class _Reader:
     def __init__(self, step: str):
         self.step = step
-        self.origin: float | None = None  # the first event's time: small numbers keep their nanoseconds
+        self.first_time: float | None = None  # the first event's time: small numbers keep their nanoseconds
         self.calls: list[Call] = []
         self.work: list[Work] = []
         self.spans: list[Span] = []
@@ -199,7 +199,7 @@ class _Reader:
         self.updates: list[float] = []
         self.waits: dict[int, dict[str, Any]] = {}  # what each wait waited for, by its call's correlation
         self.names: dict[str, str] = {}  # one text for all events of a name; sys.intern would grow the whole process's table
-        self.kinds: dict[str, str] = {}
+        self.call_kinds: dict[str, str] = {}
         self.streams: dict[str, int] = {}
 
     def take(self, event: dict[str, Any]) -> None:
@@ -207,14 +207,14 @@ class _Reader:
         if event.get("ph") != "X" or "ts" not in event or category == "Trace":
             return
         ts = float(event["ts"])
-        if self.origin is None:
-            self.origin = ts
-        start = ts - self.origin
+        if self.first_time is None:
+            self.first_time = ts
+        start = ts - self.first_time
         end = start + max(float(event.get("dur") or 0.0), 0.0)
         name = str(event["name"])
         name = self.names.setdefault(name, name)
         if category in RUNTIME:
-            kind = self.kinds.get(name) or self.kinds.setdefault(name, call_kind(name))
+            kind = self.call_kinds.get(name) or self.call_kinds.setdefault(name, call_kind(name))
             self.calls.append(Call(name, kind, int(event["tid"]), start, end, _correlation(args)))
         elif category in DEVICE:
             self._work(category, name, start, end, args, event)
@@ -281,19 +281,19 @@ class _Reader:
             for args in self.waits.values()
             if int(args.get("wait_on_cuda_event_record_corr_id", -1)) > 0
         }
-        found: list[Call] = []
+        calls: list[Call] = []
         last: dict[int, int] = {}  # the place of each thread's last call
         for call in sorted(self.calls, key=lambda call: (call.start, -call.end)):
             place = last.get(call.thread)
-            if place is not None and call.start < found[place].end and call.end <= found[place].end:
-                outer = found[place]  # the runtime's call, and inside it the driver's
+            if place is not None and call.start < calls[place].end and call.end <= calls[place].end:
+                outer = calls[place]  # the runtime's call, and inside it the driver's
                 if call.correlation in launched and outer.correlation not in launched:
-                    found[place] = replace(outer, correlation=call.correlation, kind=call.kind)
-                if found[place] is not outer or call.correlation not in launched:
+                    calls[place] = replace(outer, correlation=call.correlation, kind=call.kind)
+                if calls[place] is not outer or call.correlation not in launched:
                     continue
-            last[call.thread] = len(found)
-            found.append(call)
-        return [self._with_facts(call, launched.get(call.correlation), sources) for call in found]
+            last[call.thread] = len(calls)
+            calls.append(call)
+        return [self._with_facts(call, launched.get(call.correlation), sources) for call in calls]
 
     def _with_facts(self, call: Call, work: Work | None, sources: dict[int, int]) -> Call:
         if work is not None and call.correlation:
@@ -311,16 +311,16 @@ class _Reader:
 
 def _outermost(spans: list[Span]) -> list[Span]:
     """Of compilations, which torch times in parts of parts, each whole one, by the name that the doctor gave to it."""
-    kept = [span for span in spans if span.kind != "compile"]
-    whole: dict[int, Span] = {}  # each thread's last one
+    candidates = [span for span in spans if span.kind != "compile"]
+    outermost: dict[int, Span] = {}  # each thread's last one
     for span in sorted((span for span in spans if span.kind == "compile"), key=lambda span: (span.start, -span.end)):
-        outer = whole.get(span.thread)
+        outer = outermost.get(span.thread)
         if outer is None or span.start >= outer.end:
-            whole[span.thread] = span
-            kept += [outer] if outer else []
+            outermost[span.thread] = span
+            candidates += [outer] if outer else []
         elif not span.name.endswith(TIMED):
-            whole[span.thread] = replace(outer, name=span.name)
-    return kept + list(whole.values())
+            outermost[span.thread] = replace(outer, name=span.name)
+    return candidates + list(outermost.values())
 
 
 def _correlation(args: dict[str, Any]) -> int:

@@ -17,13 +17,13 @@ Id = TypeVar("Id")
 Key = tuple[bool, str, int]
 
 
-def marked(tape: Tape, places: Mapping[str, Place]) -> dict[int, Place]:
+def lines_by_mark(tape: Tape, places: Mapping[str, Place]) -> dict[int, Place]:
     """The blocking calls of a tape with marks, each with its line: that of the last mark on its thread before it.
 
     A mark stands for the next blocking call of its thread, and for the wait of this call if that is a copy. A call of which no
     sensor knew would else get the line of another one.
     """
-    found: dict[int, Place] = {}
+    lines: dict[int, Place] = {}
     newest: dict[int, str] = {}
     spent: dict[int, tuple[str, bool]] = {}  # thread -> the mark that it used last, and whether a copy did
     events = sorted([(m.at, 0, n) for n, m in enumerate(tape.marks)] + [(c.start, 1, n) for n, c in enumerate(tape.calls)])
@@ -39,23 +39,23 @@ def marked(tape: Tape, places: Mapping[str, Place]) -> dict[int, Place]:
         used = spent.get(call.thread)
         if used is None or (used[1] and call.kind == "sync"):
             if newest[call.thread] in places:
-                found[n] = places[newest[call.thread]]
+                lines[n] = places[newest[call.thread]]
             spent[call.thread] = (newest[call.thread], call.kind == "copy")
-    return found
+    return lines
 
 
-def joined(clean: Tape, seen: Tape, lines: Mapping[int, Place]) -> dict[int, Place]:
-    """`lines` of the calls of `seen`, as those of `clean`. A call that has no counterpart is not in it."""
-    found: dict[int, Place] = {}
-    known = _by_step(seen)
+def match_lines(clean: Tape, located: Tape, lines: Mapping[int, Place]) -> dict[int, Place]:
+    """`lines` of the calls of `located`, as those of `clean`. A call that has no counterpart is not in it."""
+    matched: dict[int, Place] = {}
+    known = _by_step(located)
     for mine in _by_step(clean):
         keys = [key for key, _ in mine]
         best = max(known, key=lambda other: SequenceMatcher(None, keys, [k for k, _ in other], False).ratio(), default=[])
         for block in SequenceMatcher(None, keys, [key for key, _ in best], False).get_matching_blocks():
-            for (_, here), (_, there) in zip(mine[block.a : block.a + block.size], best[block.b : block.b + block.size]):
-                if there in lines:
-                    found[here] = lines[there]
-    return found
+            for (_, here), (_, other) in zip(mine[block.a : block.a + block.size], best[block.b : block.b + block.size]):
+                if other in lines:
+                    matched[here] = lines[other]
+    return matched
 
 
 def _blocking(call: Call) -> bool:

@@ -33,7 +33,7 @@ from ...watch.sensors import statistics
 from ...watch.source_line import Place, here
 from ...words import in_words
 from .kineto import read_trace
-from .script import Enough
+from .script import StopScript
 from .tape import MARK, SPAN, Tape
 
 MARKED = frozenset({"sync", "h2d", "d2h", "alloc", "free", "pin"})
@@ -95,7 +95,7 @@ class Phase:
         self.seconds = time.perf_counter() - self.began
 
 
-class Timed(Phase):
+class TimedPhase(Phase):
     """Steps that nothing disturbs: an event of the device after each, read when all are done."""
 
     name = "timed"
@@ -121,11 +121,11 @@ class Timed(Phase):
         super().end()
 
 
-class Taped(Phase):
+class RecordedPhase(Phase):
     """Steps under the profiler, without stacks. Its first step is not on the tape: a profiler is slow to start."""
 
     name = "taped"
-    foreign = False  # whether the script runs a profiler
+    other_profiler = False  # whether the script runs a profiler
 
     def __init__(self, steps: int):
         super().__init__(steps)
@@ -144,7 +144,7 @@ class Taped(Phase):
         self._ending = ExitStack()
         self._profile: profile | None = None
         if torch.autograd._profiler_enabled():
-            self.foreign = True
+            self.other_profiler = True
             self.absent["tape"] = "the script runs a profiler of its own; leave it out while the doctor looks"
             return
         torch.cuda.synchronize()
@@ -189,7 +189,7 @@ class Taped(Phase):
     def _named(self, what: str) -> str:
         """The name of a span of what happens here, by which its line is known."""
         place = Place(here().site)
-        known = (name for name, there in self.places.items() if there == place and name.startswith(what))
+        known = (name for name, location in self.places.items() if location == place and name.startswith(what))
         name = next(known, f"{what} ({len(self.places)})")
         self.places[name] = place
         return name
@@ -216,7 +216,7 @@ class Taped(Phase):
             begun.__exit__(None, None, None)
 
 
-class Located(Phase):
+class LocatedPhase(Phase):
     """Steps under the ledger's sensors; with a GPU also on a tape, where each stall leaves a mark.
 
     `places` are the lines that wait for data, by the names of their spans. `unchanged` are conversions of nothing.
@@ -226,7 +226,7 @@ class Located(Phase):
 
     def __init__(self, steps: int, taped: bool):
         super().__init__(steps)
-        self._taped = Taped(steps) if taped else None
+        self._taped = RecordedPhase(steps) if taped else None
         self._loading: Counter[tuple[str, Place]] = Counter()
 
     def begin(self) -> None:
@@ -324,7 +324,7 @@ class Phases:
             elif time.perf_counter() - self._reported > QUIET_S:
                 self._progress(phase, time.perf_counter() - phase.began)
         if self.finished and not self.keep_going:
-            raise Enough
+            raise StopScript
 
     def _begin(self) -> None:
         if not self.finished:

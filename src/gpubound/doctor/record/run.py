@@ -18,13 +18,13 @@ from ...version import __version__
 from ...watch import pretend
 from ...watch.rows import LedgerRow
 from ..finding import Verdict
-from ..price.measurements import Evidence
+from ..price.measurements import Measurements
 from ..rules.compute import idle
-from ..rules.judge import judge
+from ..rules.diagnose import diagnose
 from .kineto import read_trace
-from .locate import joined, marked
-from .phases import Located, Phase, Phases, Taped, Timed
-from .script import Enough, Script
+from .locate import lines_by_mark, match_lines
+from .phases import LocatedPhase, Phase, Phases, RecordedPhase, TimedPhase
+from .script import Script, StopScript
 from .steps import Steps
 from .tape import Tape
 
@@ -34,7 +34,7 @@ UNUSED = "nothing ran on the device, so nothing could wait for it"
 
 
 @dataclass(frozen=True)
-class Itinerary:
+class RunPlan:
     """How many steps each phase has, and how they are found."""
 
     warmup: int = 10
@@ -53,11 +53,16 @@ class Itinerary:
     def phases(self) -> list[Phase]:
         """A profiler's first step is not on its tape, so that a taped phase has one more."""
         if self.dry:
-            return [Phase(1), Located(self.located, taped=False)]
-        return [Phase(self.warmup), Timed(self.timed), Taped(self.taped + 1), Located(self.located + 1, taped=True)]
+            return [Phase(1), LocatedPhase(self.located, taped=False)]
+        return [
+            Phase(self.warmup),
+            TimedPhase(self.timed),
+            RecordedPhase(self.taped + 1),
+            LocatedPhase(self.located + 1, taped=True),
+        ]
 
 
-def examine(script: Script, plan: Itinerary, report: Callable[[str], None] | None = None) -> Evidence:
+def measure_script(script: Script, plan: RunPlan, report: Callable[[str], None] | None = None) -> Measurements:
     """Run a script until its phases are over, or it ends. `report` receives lines of progress."""
 
     def stepped(phases: Phases) -> None:
@@ -67,12 +72,12 @@ def examine(script: Script, plan: Itinerary, report: Callable[[str], None] | Non
     return _examined(script.name, stepped, plan, COMMAND, report)
 
 
-def examine_trace(path: Path, marker: str = "") -> Evidence:
+def measure_trace(path: Path, marker: str = "") -> Measurements:
     """What a trace alone tells: where its time went, but no lines."""
     tape = read_trace(path, marker)
     device = ", ".join(dict.fromkeys(tape.about.get("devices", ()))) or "device not named"
     absent = {"lines": "a trace has none", "timed": "a trace has recorded steps alone"}
-    return Evidence(path.name, device, tape=tape, about={"source": "a trace of torch.profiler"}, absent=absent)
+    return Measurements(path.name, device, tape=tape, about={"source": "a trace of torch.profiler"}, absent=absent)
 
 
 def doctor(step: Callable[[], object], *, steps: int = 20, warmup: int = 10, dry_run: bool = False) -> Verdict:
@@ -88,20 +93,20 @@ def doctor(step: Callable[[], object], *, steps: int = 20, warmup: int = 10, dry
         raise ValueError(f"doctor: step: got {type(step).__name__}, wanted a function of no arguments that makes one step.")
     if steps < 1:
         raise ValueError(f"doctor: steps: got {steps}, wanted at least 1.")
-    plan = Itinerary(warmup=warmup, timed=steps, dry=dry_run)
+    plan = RunPlan(warmup=warmup, timed=steps, dry=dry_run)
 
     def program(phases: Phases) -> None:
-        with suppress(Enough):
+        with suppress(StopScript):
             while True:
                 step()
                 phases.ended()
 
-    return judge(_examined(getattr(step, "__name__", "step"), program, plan, PYTHON))
+    return diagnose(_examined(getattr(step, "__name__", "step"), program, plan, PYTHON))
 
 
 def _examined(
-    name: str, program: Callable[[Phases], object], plan: Itinerary, ask: str, report: Callable[[str], None] | None = None
-) -> Evidence:
+    name: str, program: Callable[[Phases], object], plan: RunPlan, ask: str, report: Callable[[str], None] | None = None
+) -> Measurements:
     """`ask` is how the caller asks for a dry run."""
     _ready(plan.dry, ask)
     steps = plan.phases()
@@ -121,9 +126,9 @@ def _ready(dry: bool, ask: str) -> None:
         )
 
 
-def _gathered(name: str, steps: Sequence[Phase], phases: Phases, plan: Itinerary) -> Evidence:
+def _gathered(name: str, steps: Sequence[Phase], phases: Phases, plan: RunPlan) -> Measurements:
     located = steps[-1]
-    assert isinstance(located, Located)
+    assert isinstance(located, LocatedPhase)
     wanted = sum(phase.steps for phase in steps)
     if phases.total == 0:
         raise MeasureError(
@@ -142,7 +147,7 @@ def _gathered(name: str, steps: Sequence[Phase], phases: Phases, plan: Itinerary
     absent = {what: why for phase in steps for what, why in phase.absent.items()} | sensors
     if located.done < located.steps:
         absent["steps"] = f"the script ended after {phases.total} steps, wanted {wanted}"
-    evidence = Evidence(
+    evidence = Measurements(
         script=name,
         device=_device(plan.dry),
         rows=[*located.ledger.rows, *located.unchanged],
@@ -156,7 +161,7 @@ def _gathered(name: str, steps: Sequence[Phase], phases: Phases, plan: Itinerary
     return _used(evidence, plan.dry)
 
 
-def _used(evidence: Evidence, dry: bool) -> Evidence:
+def _used(evidence: Measurements, dry: bool) -> Measurements:
     """Return evidence without counts where the device did nothing: 0 waits of a script on the CPU would pass every budget.
 
     A dry run that never used the pretend device has nothing to report, so it raises. On a GPU only a tape shows that nothing
@@ -174,18 +179,18 @@ def _used(evidence: Evidence, dry: bool) -> Evidence:
     return evidence
 
 
-def _measured(steps: Sequence[Phase], located: Located) -> dict[str, Any]:
+def _measured(steps: Sequence[Phase], located: LocatedPhase) -> dict[str, Any]:
     """What the timed and the taped phase brought."""
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     for phase in steps:
-        if isinstance(phase, Timed) and phase.done:
-            found |= {"step_ms": phase.step_ms, "memory": phase.memory}
-        if isinstance(phase, Taped) and phase.tape is not None:
-            found |= {"tape": _with_link(phase.tape), "places": located.places | phase.places}
+        if isinstance(phase, TimedPhase) and phase.done:
+            measured |= {"step_ms": phase.step_ms, "memory": phase.memory}
+        if isinstance(phase, RecordedPhase) and phase.tape is not None:
+            measured |= {"tape": _with_link(phase.tape), "places": located.places | phase.places}
             if located.tape is not None:
-                lines = marked(located.tape, located.ledger.places)
-                found["located"] = joined(phase.tape, located.tape, lines)
-    return found
+                lines = lines_by_mark(located.tape, located.ledger.places)
+                measured["located"] = match_lines(phase.tape, located.tape, lines)
+    return measured
 
 
 def _with_link(tape: Tape) -> Tape:
@@ -201,7 +206,9 @@ def _device(dry: bool) -> str:
 
 def _about(steps: Sequence[Phase]) -> dict[str, Any]:
     versions: dict[str, Any] = {"torch": torch.__version__, "gpubound": __version__}
-    return versions | ({"profiler": True} if any(isinstance(phase, Taped) and phase.foreign for phase in steps) else {})
+    return versions | (
+        {"profiler": True} if any(isinstance(phase, RecordedPhase) and phase.other_profiler for phase in steps) else {}
+    )
 
 
 BYTES = 32 << 20
@@ -234,7 +241,7 @@ def of_run(name: str, device: str, records: Iterable[Mapping[str, Any]]) -> Verd
     records = list(records)
     watched = [record for record in records if "syncs" in record]
     on_device = any("host_lead_ms" in record for record in records)
-    busy, leads = (
+    busy, lead_times = (
         [record[name] for record in records if record.get(name) is not None] for name in ("gpu_busy", "host_lead_ms")
     )
     absent = {
@@ -242,14 +249,14 @@ def of_run(name: str, device: str, records: Iterable[Mapping[str, Any]]) -> Verd
         "the busy share": EAGER if on_device and not busy else None,
         "prices": UNRECORDED if on_device else NO_DEVICE,
     }
-    evidence = Evidence(
+    evidence = Measurements(
         script=name,
         device=device,
-        rows=[LedgerRow.of_record(told) for record in watched for told in record.get("stalls", ())],
+        rows=[LedgerRow.of_record(stall) for record in watched for stall in record.get("stalls", ())],
         steps=len(watched),
         counted=frozenset({"syncs", "pageable_copies"}) if watched else frozenset(),
         step_ms=[1e3 * record["seconds"] for record in records if record.get("seconds") is not None],
         absent={what: why for what, why in absent.items() if why},
     )
     shares = {"shares": {"busy": 100 * median(busy)}} if busy else {}
-    return replace(judge(evidence), bar=shares, lead_ms=median(leads) if leads else None)
+    return replace(diagnose(evidence), bar=shares, lead_ms=median(lead_times) if lead_times else None)

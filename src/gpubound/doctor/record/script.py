@@ -40,7 +40,7 @@ NOT_PLAIN = (
 )
 
 
-class Enough(BaseException):
+class StopScript(BaseException):
     """Raised in the script when the doctor has seen enough of it."""
 
 
@@ -76,7 +76,7 @@ class Script:
                     _run_file(os.path.abspath(self.target))
                 else:  # a folder or an archive, with a __main__ in it
                     runpy.run_path(self.target, run_name="__main__")
-        except Enough:
+        except StopScript:
             return False
         except Forked:
             raise
@@ -152,9 +152,9 @@ def _forks_leave() -> Iterator[None]:
         raise Forked(0)
 
 
-def _unless_enough(told: Callable) -> Callable:
+def _unless_enough(report: Callable) -> Callable:
     """A thread whose step was the last one has ended, not failed."""
-    return lambda failed: None if failed.exc_type is Enough else told(failed)
+    return lambda failed: None if failed.exc_type is StopScript else report(failed)
 
 
 def _leaving(leave: Callable[[int], None]) -> Callable[[int], None]:

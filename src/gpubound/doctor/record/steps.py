@@ -27,28 +27,28 @@ class TrainSteps:
     rehearsed and certified. So what is called inside says nothing of how many steps there were.
     """
 
-    def __init__(self, made: Callable[[TrainStep, StepResult], None]):
-        self._made = made
+    def __init__(self, on_step: Callable[[TrainStep, StepResult], None]):
+        self._on_step = on_step
         self.inside = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        with replaced(TrainStep, "__call__", self._whole):
+        with replaced(TrainStep, "__call__", self._watched):
             yield
 
-    def _whole(self, original: Callable) -> Callable:
+    def _watched(self, original: Callable) -> Callable:
         @functools.wraps(original)
-        def whole(train_step: TrainStep, *args: Any, **kwargs: Any) -> StepResult | None:
+        def watched(train_step: TrainStep, *args: Any, **kwargs: Any) -> StepResult | None:
             self.inside = True
             try:
                 result = original(train_step, *args, **kwargs)
             finally:
                 self.inside = False
             if result is not None:  # None: its batches have come to their end
-                self._made(train_step, result)
+                self._on_step(train_step, result)
             return result
 
-        return whole
+        return watched
 
 
 class Steps:

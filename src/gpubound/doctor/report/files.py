@@ -15,7 +15,7 @@ from ...version import __version__
 from ...watch.source_line import Site
 from ..finding import KINDS, Finding, Verdict
 from ..fix.prove import Proof
-from ..price.measurements import Recorded
+from ..price.measurements import Profile
 from .page import page
 from .words import clean, summary, through
 
@@ -26,10 +26,10 @@ def sarif(verdict: Verdict) -> str:
     kinds = list(dict.fromkeys(finding.kind for finding in verdict.findings))
     files = [finding.line.portable.file for finding in verdict.findings if finding.line]
     script = next((file for file in files if PurePath(file).name == verdict.script), verdict.script)  # with its folder
-    seen: Counter[str] = Counter()
+    occurrences: Counter[str] = Counter()
     run = {
         "tool": {"driver": {"name": "gpubound doctor", "version": __version__, "rules": [_rule(kind) for kind in kinds]}},
-        "results": [_result(finding, kinds, seen, script) for finding in verdict.findings],
+        "results": [_result(finding, kinds, occurrences, script) for finding in verdict.findings],
         "properties": {"script": clean(verdict.script), "step_ms": verdict.step_ms, "ceiling_ms": verdict.ceiling_ms},
     }
     return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1)
@@ -44,27 +44,27 @@ def fingerprint(finding: Finding) -> str:
 def _rule(kind: str) -> dict[str, Any]:
     """With what GitHub's code scanning asks of a rule."""
     cause = KINDS[kind]
-    said = {"text": f"A line of the step {cause.does}."}
-    return {"id": kind, "shortDescription": said, "fullDescription": said, "help": {"text": f"Instead: {cause.remedy}."}}
+    text = {"text": f"A line of the step {cause.does}."}
+    return {"id": kind, "shortDescription": text, "fullDescription": text, "help": {"text": f"Instead: {cause.remedy}."}}
 
 
-def _result(finding: Finding, kinds: list[str], seen: Counter[str], script: str) -> dict[str, Any]:
+def _result(finding: Finding, kinds: list[str], occurrences: Counter[str], script: str) -> dict[str, Any]:
     """GitHub takes no result that stands nowhere: what has no line stands at the start of `script`. `seen` numbers those of one
     fingerprint: a function may hold the same line twice."""
     print_ = fingerprint(finding)
-    seen[print_] += 1
-    found: dict[str, Any] = {
+    occurrences[print_] += 1
+    result: dict[str, Any] = {
         "ruleId": finding.kind,
         "ruleIndex": kinds.index(finding.kind),
         "level": "warning",
         "message": {"text": clean(summary(finding))},
-        "partialFingerprints": {"gpubound/v1": f"{print_}:{seen[print_]}"},
+        "partialFingerprints": {"gpubound/v1": f"{print_}:{occurrences[print_]}"},
         "properties": {"ms_per_step": finding.ms, "count": finding.count, "certainty": finding.certainty},
         "locations": [_location(finding.line) if finding.line else {"physicalLocation": _physical(script, {"startLine": 1})}],
     }
     if finding.built and finding.site:
-        found["relatedLocations"] = [_location(finding.built) | {"message": {"text": clean(through(finding))}}]
-    return found
+        result["relatedLocations"] = [_location(finding.built) | {"message": {"text": clean(through(finding))}}]
+    return result
 
 
 def _location(site: Site) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def check_reports(folder: Path) -> None:
 
 
 def write_reports(
-    folder: Path, verdict: Verdict, recording: Recorded | None = None, proof: Proof | None = None, patch: str = ""
+    folder: Path, verdict: Verdict, recording: Profile | None = None, proof: Proof | None = None, patch: str = ""
 ) -> list[Path]:
     """Write doctor.json, doctor.html and doctor.sarif; return their paths. `recording`, `proof` and `patch` go to the page."""
     check_reports(folder)

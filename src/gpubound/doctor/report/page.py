@@ -22,12 +22,12 @@ from ..finding import Finding, Verdict
 from ..fix.prove import Proof
 from ..price.dependencies import Stalls
 from ..price.idle import Gap
-from ..price.measurements import Recorded
+from ..price.measurements import Profile
 from ..price.replay import Replay
-from ..price.simulator import Mechanism
+from ..price.simulator import Simulator
 from ..record.tape import Call, Mark, Span, Tape, Work
-from ..rules.judge import HARMLESS
-from ..rules.waits import preparing
+from ..rules.diagnose import HARMLESS
+from ..rules.waits import copy_preparation
 from .words import (
     LEAVES,
     SHARES,
@@ -47,7 +47,7 @@ from .words import (
 
 SPANS = {"data", "gc", "compile", "checkpoint"}  # kinds of findings that are a stall of the host without a call
 COPIES = {"h2d", "d2h", "pageable"}
-LISTS = ("before", "previous", "pause", "cost", "held", "room", "tail", "after", "latency", "gap", "run")
+LISTS = ("before", "previous", "pause", "cost", "waits_for", "room", "tail", "after", "latency", "gap", "run")
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,17 @@ def picks(tape: Tape, findings: Iterable[Finding], located: Mapping[int, Place])
     for call, place in located.items():
         if site := place.site or place.built:
             at.setdefault((site.file, site.line), set()).add(call)
-    found = []
+    result = []
     for finding in findings:
         if finding.certainty != "replayed":  # its price is no replay's, so its box would say another one
-            found.append(Pick())
+            result.append(Pick())
             continue
         site = finding.line
         calls = at.get((site.file, site.line), set()) if site else set()
         spans = {n for n, span in enumerate(tape.spans) if finding.kind in SPANS and span.kind == finding.kind}
-        spans |= preparing(tape, calls) if finding.kind in COPIES else set()
-        found.append(Pick(frozenset(c for c in calls if tape.calls[c].waits), frozenset(spans)))
-    return found
+        spans |= copy_preparation(tape, calls) if finding.kind in COPIES else set()
+        result.append(Pick(frozenset(c for c in calls if tape.calls[c].waits), frozenset(spans)))
+    return result
 
 
 def program(replay: Replay, chosen: Sequence[Pick]) -> dict[str, Any]:
@@ -93,9 +93,9 @@ def program(replay: Replay, chosen: Sequence[Pick]) -> dict[str, Any]:
     }
 
 
-def _changed(played: Mechanism, left: Mechanism) -> list[tuple[int, float, float, float]]:
+def _changed(played: Simulator, left: Simulator) -> list[tuple[int, float, float, float]]:
     """(call, its cost, its work's latency and length) of the calls that wait no more."""
-    was, now = (zip(each.cost, each.latency, each.run, each.held, each.room) for each in (played, left))
+    was, now = (zip(each.cost, each.latency, each.run, each.waits_for, each.room) for each in (played, left))
     return [(at, *after[:3]) for at, (before, after) in enumerate(zip(was, now)) if before != after]
 
 
@@ -122,7 +122,7 @@ AROUND = 2  # lines of source above and below
 ROWS = {"calls": Call, "work": Work, "spans": Span, "marks": Mark}
 
 
-def page(verdict: Verdict, recording: Recorded | None = None, proof: Proof | None = None, patch: str = "") -> str:
+def page(verdict: Verdict, recording: Profile | None = None, proof: Proof | None = None, patch: str = "") -> str:
     """The whole page. `proof`, of this `patch`, gets a tab of its own."""
     packed = Payload() if recording is None else _packed(verdict, recording)
     return _template().render(
@@ -177,15 +177,15 @@ def snippet(finding: Finding) -> list[tuple[int, str, bool]]:
 
 
 def _tiles(verdict: Verdict) -> list[tuple[str, str]]:
-    found, parts = [], shares(verdict)
+    tiles, parts = [], shares(verdict)
     if verdict.step_ms is not None:
-        found.append(("a step", milliseconds(verdict.step_ms)))
-    found += [(SHARES[share], f"{parts[share]:.0f} %") for share in ("busy", "host_late") if share in parts]
+        tiles.append(("a step", milliseconds(verdict.step_ms)))
+    tiles += [(SHARES[share], f"{parts[share]:.0f} %") for share in ("busy", "host_late") if share in parts]
     if verdict.ceiling_ms is not None:
-        found.append((f"a step {ceiling(verdict)}", milliseconds(verdict.ceiling_ms)))
+        tiles.append((f"a step {ceiling(verdict)}", milliseconds(verdict.ceiling_ms)))
     if verdict.together_ms is not None:
-        found.append(("all findings together", milliseconds(verdict.together_ms)))
-    return found
+        tiles.append(("all findings together", milliseconds(verdict.together_ms)))
+    return tiles
 
 
 def _measured(verdict: Verdict) -> list[tuple[str, str]]:
@@ -207,21 +207,21 @@ def _rounds(proof: Proof) -> dict[str, list[tuple[float, float]]]:
 # What the page's script gets.
 
 
-def _packed(verdict: Verdict, recording: Recorded) -> Payload:
+def _packed(verdict: Verdict, recording: Profile) -> Payload:
     steps = count = max(len(recording.tape.steps), 1)
     while True:
         part = recording.cut(count)
-        content, found = _content(verdict, part)
+        content, payload = _content(verdict, part)
         text = base64.b64encode(gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0)).decode()
         if len(text) <= MOST:
-            return replace(found, text=text, extent=f"{count} of {steps} recorded steps")
+            return replace(payload, text=text, extent=f"{count} of {steps} recorded steps")
         if count == 1:
             events = len(part.tape.calls) + len(part.tape.work) + len(part.tape.spans)
             return Payload(missing=(f"No timeline and no what-if: one step has {events:,} events, too many for a page.",))
         count = max(min(count * MOST // len(text), count - 1), 1)
 
 
-def _content(verdict: Verdict, recording: Recorded) -> tuple[dict[str, Any], Payload]:
+def _content(verdict: Verdict, recording: Profile) -> tuple[dict[str, Any], Payload]:
     tape, places = recording.tape, recording.places
     sites = {call: site for call, place in recording.located.items() if (site := place.site or place.built)}
     named = {span.name: site for span in tape.spans if span.name in places and (site := places[span.name].site)}

@@ -76,15 +76,15 @@ def _parts(verdict: Verdict, width: int, everything: bool, files: Sequence[str])
 
 def brief(verdict: Verdict) -> list[str]:
     """The verdict in a few lines, for the end of a run that says of itself what it is."""
-    said = [] if verdict.step_ms is None else [_step(verdict).plain]
+    lines = [] if verdict.step_ms is None else [_step(verdict).plain]
     counted = [f"{verdict.counts[name]:.3g} {what}" for name, what in COUNTS.items() if name in verdict.counts]
     if counted:
-        said.append(f"a step has {' and '.join(counted)}")
+        lines.append(f"a step has {' and '.join(counted)}")
     for number, finding in enumerate(verdict.findings, 1):
-        said.append(clean(f"{number}. {place_of(finding)}  {code_of(finding)}: {summary(finding)}"))
+        lines.append(clean(f"{number}. {place_of(finding)}  {code_of(finding)}: {summary(finding)}"))
     if counted and not verdict.findings:
-        said.append("no finding")
-    return [*said, *without(verdict)]
+        lines.append("no finding")
+    return [*lines, *without(verdict)]
 
 
 def _text(text: str, style: str = "") -> Text:
@@ -93,11 +93,11 @@ def _text(text: str, style: str = "") -> Text:
 
 def _step(verdict: Verdict) -> Text:
     """One line: the step, and its shares in percent."""
-    line, found = Text(), shares(verdict)
+    line, percentages = Text(), shares(verdict)
     line.append(f"STEP {milliseconds(verdict.step_ms or 0.0)}", "bold")
     for share, name in SHARES.items():
-        if share in found:
-            line.append(f"   {name} ").append(f"{found[share]:.0f}%", COLOURS.get(share, ""))
+        if share in percentages:
+            line.append(f"   {name} ").append(f"{percentages[share]:.0f}%", COLOURS.get(share, ""))
     if verdict.lead_ms is not None:
         line.append(f"   host ahead {milliseconds(verdict.lead_ms)}")
     return line

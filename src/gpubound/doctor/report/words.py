@@ -85,25 +85,26 @@ def machine(verdict: Verdict) -> str:
 
 def notes(verdict: Verdict) -> list[str]:
     """What a reader must know to read the numbers."""
-    found = [told_of_ranks(verdict)] if verdict.ranks else []
+    remarks = [rank_ranges(verdict)] if verdict.ranks else []
     if verdict.distortion is not None and verdict.distortion > SLOWED:
-        found.append(
+        remarks.append(
             f"A recorded step took {verdict.distortion:.1f} times as long as a timed step; prices are for timed steps."
         )
     unpriced = verdict.step_ms is None and "prices" not in verdict.absent  # or its reason stands with all that is absent
     if unpriced and verdict.findings and all(finding.ms is None for finding in verdict.findings):
-        found.append("Counts and lines only: prices need a GPU.")
-    return found
+        remarks.append("Counts and lines only: prices need a GPU.")
+    return remarks
 
 
-def told_of_ranks(verdict: Verdict) -> str:
+def rank_ranges(verdict: Verdict) -> str:
     """How far the ranks are apart."""
-    said = []
+    parts = []
     for name, words, unit in (("step_ms", "a step", " ms"), *((share, SHARES[share], " %") for share in SHARES)):
         values = sorted(about[name] for about in verdict.ranks if about.get(name) is not None)
         if values:
-            said.append(f"{words} {values[0]:.3g} to {values[-1]:.3g}{unit}")
-    return f"{len(verdict.ranks)} ranks looked at themselves" + (f": {', '.join(said)}; the bar is rank 0's." if said else ".")
+            parts.append(f"{words} {values[0]:.3g} to {values[-1]:.3g}{unit}")
+    ranges = f": {', '.join(parts)}; the bar is rank 0's." if parts else "."
+    return f"{len(verdict.ranks)} ranks measured themselves{ranges}"
 
 
 def without(verdict: Verdict) -> list[str]:
@@ -124,20 +125,20 @@ def together(verdict: Verdict) -> list[str]:
         return []
     alone = sum(finding.ms for finding in verdict.findings if finding.ms)
     named = "+".join(map(str, numbers)) if len(numbers) <= NAMED else f"{len(numbers)} priced ones"
-    said = f"{named} together: {milliseconds(verdict.together_ms)} a step (alone they add up to {milliseconds(alone)})"
+    text = f"{named} together: {milliseconds(verdict.together_ms)} a step (alone they add up to {milliseconds(alone)})"
     if verdict.step_ms and verdict.together_ms < verdict.step_ms:
         left = verdict.step_ms - verdict.together_ms
-        said += f", which leaves {milliseconds(left)} ({verdict.step_ms / left:.2f}x)"
-    return [said]
+        text += f", which leaves {milliseconds(left)} ({verdict.step_ms / left:.2f}x)"
+    return [text]
 
 
 def summary(finding: Finding) -> str:
     """A finding in one sentence or two, for a program that shows texts."""
-    said = f"{finding.kind}, {times(finding)}, {price(finding)} a step ({finding.certainty})" if finding.ms is not None else ""
-    said = said or f"{finding.kind}, {times(finding)}"
+    text = f"{finding.kind}, {times(finding)}, {price(finding)} a step ({finding.certainty})" if finding.ms is not None else ""
+    text = text or f"{finding.kind}, {times(finding)}"
     below = f", {through(finding)}" if through(finding) else ""
     evidence = f": {finding.evidence}" if finding.evidence else ""
-    return f"{said}{below}{evidence}. Instead: {finding.fix}"
+    return f"{text}{below}{evidence}. Instead: {finding.fix}"
 
 
 def clean(text: str) -> str:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ...watch.source_line import Place
-from ..price.measurements import Evidence
+from ..price.measurements import Measurements
 from ..price.prices import Prices
 
 
 @dataclass(frozen=True)
-class Claim:
+class StallCandidate:
     """One thing at one place. Its price is what a step saves without `calls` and `spans`; or `ms`, where a rule knows it."""
 
     kind: str
@@ -35,9 +35,9 @@ class StallRule:
     finds: str
     threshold: str
     why: str
-    look: Callable[[Evidence, Prices], Iterable[Claim]]
+    look: Callable[[Measurements, Prices], Iterable[StallCandidate]]
 
 
-def estimate(kind: str, place: Place, count: float, evidence: str, ms: float | None, fix: str = "") -> Claim:
+def estimate(kind: str, place: Place, count: float, evidence: str, ms: float | None, fix: str = "") -> StallCandidate:
     """A claim whose price is a rule's own; None: counted alone."""
-    return Claim(kind, place, count, evidence, ms=ms, certainty="counted" if ms is None else "estimate", fix=fix)
+    return StallCandidate(kind, place, count, evidence, ms=ms, certainty="counted" if ms is None else "estimate", fix=fix)

@@ -8,24 +8,24 @@ from functools import partial
 from ...watch.rows import LedgerRow
 from ...watch.source_line import Place
 from ...words import readable
-from ..price.measurements import Evidence, by_line, calls_at, line_of, size, taped, times
+from ..price.measurements import Measurements, by_line, calls_at, line_of, size, taped, times
 from ..price.prices import Prices, named
 from ..record.tape import Span
-from .base import Claim, StallRule, estimate
-from .waits import saves
+from .base import StallCandidate, StallRule, estimate
+from .waits import writes_checkpoint
 
 WORTH = 0.005  # of a step: below it the doctor calls anything harmless
 EVERY = 0.9  # a step: recorded steps may begin in the middle of one
 
 
-def repeats(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+def repeats(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     for rows in by_line(evidence, "repeat"):
         if (count := times(evidence, rows)) >= EVERY:
-            said = f"{readable(size(evidence, rows))} a step are on the device already"
-            yield Claim("repeat", rows[0].place, count, said, calls_at(evidence, rows[0].place), waits=True)
+            evidence_text = f"{readable(size(evidence, rows))} a step are on the device already"
+            yield StallCandidate("repeat", rows[0].place, count, evidence_text, calls_at(evidence, rows[0].place), waits=True)
 
 
-def clones(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+def clones(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     for rows in by_line(evidence, "clone"):
         if (count := times(evidence, rows)) >= EVERY:
             amount = size(evidence, rows)
@@ -33,18 +33,18 @@ def clones(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
             yield estimate("clone", rows[0].place, count, f"{readable(amount)} a step", ms)
 
 
-def conversions(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+def conversions(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     """They cost the host alone. So they are named only where the device waits for Python, and where they are worth it."""
     waited = prices.host * prices.bar.ms("dispatch") if prices.bar else 0.0
     for rows in by_line(evidence, "noop"):
         took = sum(row.ms for row in rows) / max(evidence.steps, 1)
         ms = min(took, waited)
         if (count := times(evidence, rows)) >= EVERY and (prices.share(ms) or 0.0) >= WORTH:
-            said = f"{rows[0].what} {count:.3g} times a step changes nothing, and takes the host {took:.2g} ms"
-            yield estimate("noop", rows[0].place, count, said, ms)
+            text = f"{rows[0].what} {count:.3g} times a step changes nothing, and takes the host {took:.2g} ms"
+            yield estimate("noop", rows[0].place, count, text, ms)
 
 
-def copying(evidence: Evidence, prices: Prices, count: float, amount: float) -> float | None:
+def copying(evidence: Measurements, prices: Prices, count: float, amount: float) -> float | None:
     """An estimate for copies on the device: their launches, or their bytes at the rate of the tape's own copies."""
     works = evidence.tape.work if evidence.tape else ()
     rates = [work.bytes / (work.end - work.start) for work in works if work.kind == "d2d" and work.bytes >= 1 << 20]
@@ -82,14 +82,14 @@ WASTE = (
 ELSEWHERE = ("torch/utils/data/", "torch/optim/")  # the loader's work is a wait for data; a step count is bookkeeping
 
 
-def cpu_ops(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+def cpu_ops(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     lines = [rows for rows in ([r for r in some if _own(r)] for some in by_line(evidence, "cpu_op")) if rows]
     if lines and idle(evidence):
         rows = max(lines, key=lambda rows: times(evidence, rows))
         count = sum(times(evidence, some) for some in lines)
-        said = f"nothing ran on the device, and {count:.3g} ops a step ran on the CPU"
-        yield Claim(
-            "cpu_op", rows[0].place, count, said, fix="move model and batches to the device: model.to(device), x.to(device)"
+        text = f"nothing ran on the device, and {count:.3g} ops a step ran on the CPU"
+        yield StallCandidate(
+            "cpu_op", rows[0].place, count, text, fix="move model and batches to the device: model.to(device), x.to(device)"
         )
         return
     for rows in lines:
@@ -99,7 +99,7 @@ def cpu_ops(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
             yield estimate("cpu_op", rows[0].place, count, f"{count:.3g} ops a step on the CPU: {names}", ms)
 
 
-def idle(evidence: Evidence) -> bool:
+def idle(evidence: Measurements) -> bool:
     """Whether no work reached a device at all."""
     ran = any(row.kind in ("launch", "h2d", "d2h") for row in evidence.rows)
     return not ran and not (evidence.tape and evidence.tape.work)
@@ -107,10 +107,12 @@ def idle(evidence: Evidence) -> bool:
 
 def _own(row: LedgerRow) -> bool:
     via = row.place.via
-    return row.place.site is not None and not saves(row) and not (via and any(name in via.file for name in ELSEWHERE))
+    return (
+        row.place.site is not None and not writes_checkpoint(row) and not (via and any(name in via.file for name in ELSEWHERE))
+    )
 
 
-def waited(evidence: Evidence, prices: Prices, rows: list[LedgerRow]) -> float | None:
+def waited(evidence: Measurements, prices: Prices, rows: list[LedgerRow]) -> float | None:
     """The device's idle time in ops of these names that launched nothing, shared among the lines that use such an op."""
     if prices.bar is None or evidence.tape is None:
         return None
@@ -128,10 +130,10 @@ def waited(evidence: Evidence, prices: Prices, rows: list[LedgerRow]) -> float |
     return total
 
 
-def fallbacks(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+def fallbacks(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     for rows in by_line(evidence, "fallback"):
-        said = f"{rows[0].what}: {rows[0].detail}" if rows[0].detail else rows[0].what
-        yield Claim("fallback", rows[0].place, times(evidence, rows), said)
+        text = f"{rows[0].what}: {rows[0].detail}" if rows[0].detail else rows[0].what
+        yield StallCandidate("fallback", rows[0].place, times(evidence, rows), text)
 
 
 HOST = (
@@ -158,7 +160,7 @@ OPTIMIZERS = "torch/optim/"
 FUSIBLE = ("adam", "sgd", "adagrad")
 
 
-def optimizer(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+def optimizer(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     for rows in by_line(evidence, "launch"):
         mine = [row for row in rows if row.place.via and row.place.via.function.startswith("_single_tensor_")]
         if (count := times(evidence, mine)) >= MANY and (via := mine[0].place.via):
@@ -167,7 +169,7 @@ def optimizer(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
             yield estimate("optimizer", mine[0].place, count, f"{count:.3g} launches a step", ms, fix)
 
 
-def fused(evidence: Evidence, prices: Prices) -> float | None:
+def fused(evidence: Measurements, prices: Prices) -> float | None:
     """What a fused update would save: the greater of its passes over memory and of its launches."""
     spans = [n for n, span in enumerate(evidence.tape.spans) if span.kind == "optimizer"] if evidence.tape else []
     calls = prices.inside(lambda span: span.kind == "optimizer")
@@ -175,7 +177,7 @@ def fused(evidence: Evidence, prices: Prices) -> float | None:
     return None if work is None or host is None else max(work, FEW * host)
 
 
-def zeros(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+def zeros(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     for rows in by_line(evidence, "launch"):
         mine = [r for r in rows if r.what in ZEROS and r.place.via and r.place.via.function == "zero_grad"]
         if mine:
@@ -183,30 +185,30 @@ def zeros(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
             yield estimate("zero_grad", mine[0].place, times(evidence, mine), "zero_grad(set_to_none=False)", ms)
 
 
-def loops(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+def loops(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     for rows in by_line(evidence, "launch"):
         for row in rows:
             inplace = row.what.endswith("_") and not row.what.startswith("_")
             count = times(evidence, [row])
             if (inplace or row.what in NORMS) and count >= MANY and not row.place.node and row.place.via is None:
                 fix = f"one call for all of them: torch._foreach_{'norm' if row.what in NORMS else row.what}"
-                said = f"{row.what} {count:.3g} times a step"
-                yield estimate("launch", row.place, count, said, prices.of_launches(count), fix)
+                text = f"{row.what} {count:.3g} times a step"
+                yield estimate("launch", row.place, count, text, prices.of_launches(count), fix)
                 break
 
 
-def bound(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+def launch_bound(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     """What is left of the host's time when it never stalls. A graph costs one launch."""
     ceiling, alone = prices.ceiling, prices.launch_free
     if ceiling is None or alone is None or prices.step_ms is None or evidence.tape is None:
         return
     if ceiling - alone >= BOUND * prices.step_ms:
         launches = sum(call.kind == "launch" for call in evidence.tape.calls) / taped(evidence)
-        said = f"{launches:.0f} launches a step; as a graph it would take the device's {alone:.3g} ms"
-        yield Claim("launch_bound", updating(evidence), launches, said, ms=ceiling - alone, certainty="replayed")
+        text = f"{launches:.0f} launches a step; as a graph it would take the device's {alone:.3g} ms"
+        yield StallCandidate("launch_bound", updating(evidence), launches, text, ms=ceiling - alone, certainty="replayed")
 
 
-def updating(evidence: Evidence) -> Place:
+def updating(evidence: Measurements) -> Place:
     """The line that ends a step: the one from which an optimizer launches most."""
     every = by_line(evidence, "launch")
     lines = [[row for row in rows if row.place.via and OPTIMIZERS in row.place.via.file] for rows in every]
@@ -238,7 +240,7 @@ LAUNCHES = (
         "steps that launches hold up",
         f"{BOUND:.0%} of the step, by replay",
         "below that a graph gains less than its fixed shapes cost in work",
-        bound,
+        launch_bound,
     ),
 )
 
@@ -256,19 +258,19 @@ SOFTMAX = frozenset({"_safe_softmax"})
 MATH_GAIN = 1.9  # of its forward, for both ways: 1.85 to 2.05 on an H200, 512 to 2048 tokens, heads of 64 and 128
 
 
-def busiest(evidence: Evidence, ops: frozenset[str]) -> Place:
+def busiest(evidence: Measurements, ops: frozenset[str]) -> Place:
     """The line that runs most of these ops, not counting backward."""
     lines = [[row for row in rows if row.what in ops and not row.place.node] for rows in by_line(evidence, "launch")]
     rows = max(lines, key=lambda rows: times(evidence, rows), default=[])
     return rows[0].place if rows else Place()
 
 
-def products(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+def products(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     tape = evidence.tape
     if tape is None:
         return
     own = line_of(busiest(evidence, SOFTMAX)) if any(MATH in span.name for span in tape.spans) else None  # attention's own line
-    for names, gain, said, fix in SORTS:
+    for names, gain, sort, fix in SORTS:
         works = [work for work in tape.work if work.kind == "kernel" and names.search(work.name)]
         numbers = {work.correlation for work in works} - {0}
         ms = prices.without_work([n for n, call in enumerate(tape.calls) if call.correlation in numbers], gain)
@@ -276,11 +278,11 @@ def products(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
         if (prices.share(ms) or 0.0) >= SHARE and (line_of(place) is None or line_of(place) != own):
             count = len(works) / taped(evidence)
             spent = sum(work.end - work.start for work in works) / taped(evidence) / 1e3
-            told = f"{count:.3g} products a step {said} take {spent:.3g} ms"
-            yield estimate("precision", place, count, told, ms, fix)
+            text = f"{count:.3g} products a step {sort} take {spent:.3g} ms"
+            yield estimate("precision", place, count, text, ms, fix)
 
 
-def attention(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+def attention(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     spans = [n for n, span in enumerate(evidence.tape.spans) if MATH in span.name] if evidence.tape else []
     if count := len(spans) / taped(evidence):
         ms = prices.without_work(prices.inside(lambda span: MATH in span.name), MATH_GAIN, spans)
@@ -312,21 +314,21 @@ EXPOSED = 5.0  # per cent of a step: the last bucket of gradients is never hidde
 LATE = 3.0  # times the median: one rank came late, and the others waited inside the collective
 
 
-def communication(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+def communication(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     bar = prices.bar
     if bar is None or evidence.tape is None or bar.shares["comm"] < EXPOSED:
         return
     lasted = sorted(work.end - work.start for work in evidence.tape.work if work.kind == "comm")
-    said = f"{bar.shares['comm']:.0f} % of the step is communication alone"
+    text = f"{bar.shares['comm']:.0f} % of the step is communication alone"
     if lasted[-1] > LATE * lasted[len(lasted) // 2]:
-        said += f"; the longest took {lasted[-1] / lasted[len(lasted) // 2]:.0f} times the median: a rank comes late"
+        text += f"; the longest took {lasted[-1] / lasted[len(lasted) // 2]:.0f} times the median: a rank comes late"
     ms = prices.scale * bar.ms("comm")
-    yield Claim("comm", Place(), len(lasted) / bar.steps, said, ms=ms, certainty="measured")
+    yield StallCandidate("comm", Place(), len(lasted) / bar.steps, text, ms=ms, certainty="measured")
 
 
-def profiler(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+def profiler(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     if evidence.about.get("profiler"):
-        yield Claim("profiler", evidence.places.get("profiler", Place()), 1, "the script itself records a profile")
+        yield StallCandidate("profiler", evidence.places.get("profiler", Place()), 1, "the script itself records a profile")
 
 
 OTHERS = (

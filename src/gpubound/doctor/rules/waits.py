@@ -12,25 +12,25 @@ from ...watch.rows import LedgerRow
 from ...watch.source_line import Place
 from ...words import readable
 from ..finding import KINDS
-from ..price.measurements import Evidence, Line, by_line, calls_at, line_of, size, taped, times
+from ..price.measurements import Line, Measurements, by_line, calls_at, line_of, size, taped, times
 from ..price.prices import Prices
 from ..record.tape import Span, Tape
-from .base import Claim, StallRule
+from .base import StallCandidate, StallRule
 
 WRITERS = ("torch/serialization.py", "torch/storage.py", "torch/distributed/checkpoint/", "safetensors/torch.py")
 
 
-def saves(row: LedgerRow) -> bool:
+def writes_checkpoint(row: LedgerRow) -> bool:
     """Whether a file of weights was being written."""
     via = row.place.via
     return via is not None and any(writer in via.file.replace("\\", "/") for writer in WRITERS)
 
 
-def checkpoints(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+def checkpoints(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     spans = [n for n, span in enumerate(evidence.tape.spans) if span.kind == "checkpoint"] if evidence.tape else []
-    rows = [row for row in evidence.rows if saves(row) and row.kind in ("sync", "d2h")]
-    places = [evidence.places.get(evidence.tape.spans[n].name) for n in spans] if evidence.tape else []
-    place = next((p for p in [*places, *(row.place for row in rows)] if p is not None and line_of(p)), Place())
+    rows = [row for row in evidence.rows if writes_checkpoint(row) and row.kind in ("sync", "d2h")]
+    locations = [evidence.places.get(evidence.tape.spans[n].name) for n in spans] if evidence.tape else []
+    place = next((p for p in [*locations, *(row.place for row in rows)] if p is not None and line_of(p)), Place())
     if not spans and not rows:
         return
     calls = prices.inside(lambda span: span.kind == "checkpoint")
@@ -38,7 +38,7 @@ def checkpoints(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
         calls |= calls_at(evidence, row.place)
     count = len(spans) / taped(evidence) if spans else 1 / max(evidence.steps, 1)
     waits = frozenset(n for n in calls if evidence.tape and evidence.tape.calls[n].waits)
-    yield Claim("checkpoint", place, count, f"{count:.3g} checkpoints a step", waits, frozenset(spans))
+    yield StallCandidate("checkpoint", place, count, f"{count:.3g} checkpoints a step", waits, frozenset(spans))
 
 
 CHECKPOINTS = StallRule(
@@ -55,58 +55,62 @@ WITH_WORKERS = "MultiProcess"  # in the name of torch's loader
 MORE = "raise num_workers or prefetch_factor, or do less for an item: the workers cannot keep up"
 
 
-def spans_of(evidence: Evidence, kind: str) -> dict[Line | None, tuple[Place, list[int]]]:
+def spans_of(evidence: Measurements, kind: str) -> dict[Line | None, tuple[Place, list[int]]]:
     """The spans of a kind, those of one line together."""
-    found: dict[Line | None, tuple[Place, list[int]]] = {}
+    by_line_: dict[Line | None, tuple[Place, list[int]]] = {}
     for n, span in enumerate(evidence.tape.spans if evidence.tape else ()):
         if span.kind == kind:
             place = evidence.places.get(span.name, Place())
-            found.setdefault(line_of(place), (place, []))[1].append(n)
-    return found
+            by_line_.setdefault(line_of(place), (place, []))[1].append(n)
+    return by_line_
 
 
-def lasting(evidence: Evidence, spans: list[int]) -> float:
+def lasting(evidence: Measurements, spans: list[int]) -> float:
     """Milliseconds a step."""
     every = evidence.tape.spans if evidence.tape else ()
     return sum(every[n].end - every[n].start for n in spans) / taped(evidence) / 1e3
 
 
-def data(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+def data(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     for place, spans in spans_of(evidence, "data").values():
         workers = evidence.tape is not None and any(WITH_WORKERS in evidence.tape.spans[n].name for n in spans)
-        said = f"the host is {lasting(evidence, spans):.3g} ms a step in the loader"
+        text = f"the host is {lasting(evidence, spans):.3g} ms a step in the loader"
         count = len(spans) / taped(evidence)
-        yield Claim("data", place, count, said, spans=frozenset(spans), fix=MORE if workers else "")
+        yield StallCandidate("data", place, count, text, spans=frozenset(spans), fix=MORE if workers else "")
 
 
-def collections(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+def collections(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     """One claim for each gc.collect(). Python's own fall on any line: they are one claim, at the line that has most of them."""
     spans = spans_of(evidence, "gc")
     for rows in by_line(evidence, "gc"):
         if (site := rows[0].place.site) and "gc.collect" in site.code:
             _, mine = spans.pop(line_of(rows[0].place), (None, []))
-            said = f"gc.collect() takes {sum(row.ms for row in rows) / max(evidence.steps, 1):.3g} ms a step"
+            text = f"gc.collect() takes {sum(row.ms for row in rows) / max(evidence.steps, 1):.3g} ms a step"
             fix = "leave out gc.collect(), or collect between epochs"
-            yield Claim("gc", rows[0].place, times(evidence, rows), said, spans=frozenset(mine), fix=fix)
+            yield StallCandidate("gc", rows[0].place, times(evidence, rows), text, spans=frozenset(mine), fix=fix)
     if spans:
         every = [n for _, some in spans.values() for n in some]
         placed = [pair for line, pair in spans.items() if line]
         place, most = max(placed, key=lambda pair: lasting(evidence, pair[1]), default=(Place(), []))
-        said = f"collections take {lasting(evidence, every):.3g} ms a step"
-        said += f", {lasting(evidence, most):.3g} of them in this line" if len(placed) > 1 else ""
-        yield Claim("gc", place, len(every) / taped(evidence), said, spans=frozenset(every))
+        text = f"collections take {lasting(evidence, every):.3g} ms a step"
+        text += f", {lasting(evidence, most):.3g} of them in this line" if len(placed) > 1 else ""
+        yield StallCandidate("gc", place, len(every) / taped(evidence), text, spans=frozenset(every))
 
 
-def compilations(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+def compilations(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     spans = spans_of(evidence, "compile")
     _, lost = spans.pop(None, (None, []))
     for rows in by_line(evidence, "compile"):  # the busiest first: what has no line is its own
         _, mine = spans.pop(line_of(rows[0].place), (None, []))
         count = times(evidence, rows)
-        yield Claim("compile", rows[0].place, count, f"{rows[0].what}: {count:.3g} a step", spans=frozenset([*mine, *lost]))
+        yield StallCandidate(
+            "compile", rows[0].place, count, f"{rows[0].what}: {count:.3g} a step", spans=frozenset([*mine, *lost])
+        )
         lost = []
     for place, mine in [*spans.values(), *([(Place(), lost)] if lost else [])]:
-        yield Claim("compile", place, len(mine) / taped(evidence), "compilations after the warm-up", spans=frozenset(mine))
+        yield StallCandidate(
+            "compile", place, len(mine) / taped(evidence), "compilations after the warm-up", spans=frozenset(mine)
+        )
 
 
 PAUSES = (
@@ -141,7 +145,7 @@ MEMORY_KINDS = ("free", "alloc", "pin")
 STEADY = 0.5  # a step
 
 
-def driver_calls(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+def driver_calls(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     tape = evidence.tape.calls if evidence.tape else ()
     emptied = any(row.what == EMPTIED for row in evidence.rows)
     again = frozenset(n for n, call in enumerate(tape) if call.kind == "alloc" and emptied)
@@ -159,10 +163,10 @@ def driver_calls(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
             if (count := len(calls) / taped(evidence)) >= STEADY:
                 mine = frozenset(calls) | again if kind == "free" else frozenset(calls)  # what is given back is asked for again
                 claimed |= mine
-                yield Claim(kind, place, count, f"{count:.3g} a step", mine)
+                yield StallCandidate(kind, place, count, f"{count:.3g} a step", mine)
     for rows in by_line(evidence, "retry"):
         count = times(evidence, rows)
-        yield Claim("retry", rows[0].place, count, f"the memory was full {count:.3g} times a step")
+        yield StallCandidate("retry", rows[0].place, count, f"the memory was full {count:.3g} times a step")
 
 
 MEMORY = StallRule(
@@ -178,7 +182,7 @@ MEMORY = StallRule(
 MUCH = 100.0  # µs; an op that only copies kept its host for 45 to 56 beside the copy's own call, on a machine with an H200
 
 
-def preparing(tape: Tape, calls: Collection[int]) -> frozenset[int]:
+def copy_preparation(tape: Tape, calls: Collection[int]) -> frozenset[int]:
     """The outermost ops around these copies, as far as their host was busy for longer than that in them."""
     outermost = _outermost_ops(tape)
     busy: dict[int, float] = {}
@@ -194,15 +198,15 @@ def preparing(tape: Tape, calls: Collection[int]) -> frozenset[int]:
 
 def _outermost_ops(tape: Tape) -> dict[int, list[tuple[int, Span]]]:
     """Each thread's ops that lie in no other op, with their places on the tape."""
-    found: dict[int, list[tuple[int, Span]]] = {}
+    by_thread: dict[int, list[tuple[int, Span]]] = {}
     for place, span in enumerate(tape.spans):
         if span.kind == "op":
-            mine = found.setdefault(span.thread, [])
+            mine = by_thread.setdefault(span.thread, [])
             if not mine or span.start >= mine[-1][1].end:
                 mine.append((place, span))
             elif span.start == mine[-1][1].start and span.end > mine[-1][1].end:
                 mine[-1] = (place, span)
-    return found
+    return by_thread
 
 
 FREE = "pinned, non_blocking"
@@ -211,18 +215,18 @@ CONVERTED = "the host prepares it first: copy it as it is, and convert on the de
 BUILT = ("torch.tensor(", "as_tensor(")
 
 
-def copies(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+def copies(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     for rows in by_line(evidence, "h2d", "d2h"):
-        rows = [row for row in rows if row.detail != FREE and not saves(row)]
+        rows = [row for row in rows if row.detail != FREE and not writes_checkpoint(row)]
         if not rows:
             continue
         kind, fix = kind_and_fix(rows)
         count = times(evidence, rows)
-        said = f"{readable(size(evidence, rows))} a step ({rows[0].detail})"
+        text = f"{readable(size(evidence, rows))} a step ({rows[0].detail})"
         calls = calls_at(evidence, rows[0].place)
-        prepared = preparing(evidence.tape, calls) if evidence.tape else frozenset[int]()
+        prepared = copy_preparation(evidence.tape, calls) if evidence.tape else frozenset[int]()
         fix = CONVERTED if prepared and kind != "d2h" else fix
-        claim = Claim(kind, rows[0].place, count, said, calls, prepared, fix=fix, waits=True)
+        claim = StallCandidate(kind, rows[0].place, count, text, calls, prepared, fix=fix, waits=True)
         if fix == ROUND_TRIP and (ms := prices.without_work(calls, 1.0, prepared)) is not None:  # the copies go, too
             claim = replace(claim, ms=ms, certainty="estimate")
         yield claim
@@ -255,10 +259,10 @@ COPIES = StallRule(
 MASKED = 0.9  # of what indexing by a mask takes, with its backward, which sorts and scatters; torch.where has passes, too
 
 
-def reads(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
+def reads(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     masks = list({line_of(row.place) for row in evidence.rows if row.what == MASKING} - {None})
     for rows in by_line(evidence, "sync"):
-        rows = [row for row in rows if row.what not in (UP, DOWN) and not saves(row)]
+        rows = [row for row in rows if row.what not in (UP, DOWN) and not writes_checkpoint(row)]
         if not rows:
             continue
         first = rows[0]
@@ -266,13 +270,13 @@ def reads(evidence: Evidence, prices: Prices) -> Iterator[Claim]:
         what = ", ".join(dict.fromkeys(row.what for row in rows))
         calls = calls_at(evidence, first.place)
         remedy = cause_of("sync", first.what, first.place.through).remedy
-        claim = Claim("sync", first.place, count, f"waits in {what}", calls, fix=remedy, waits=True)
+        claim = StallCandidate("sync", first.place, count, f"waits in {what}", calls, fix=remedy, waits=True)
         if masks == [line_of(first.place)] and (ms := masking(evidence, prices)) is not None:
             claim = replace(claim, ms=ms, certainty="estimate")
         yield claim
 
 
-def masking(evidence: Evidence, prices: Prices) -> float | None:
+def masking(evidence: Measurements, prices: Prices) -> float | None:
     """What a step would save without indexing by masks: its waits, and the kernels that gather and scatter what is chosen."""
     spans = evidence.tape.spans if evidence.tape else ()
     chosen = sorted((s.thread, s.start) for s in spans if s.name == "aten::nonzero")

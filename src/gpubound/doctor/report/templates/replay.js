@@ -4,19 +4,19 @@
 
 function played(program, picks, host = true) {
   const { before, previous, after, gap, tail, times } = program, size = before.length;
-  let { pause, cost, held, room, latency, run } = program;
+  let { pause, cost, waits_for, room, latency, run } = program;
   if (picks.length) {
-    [cost, held, room, latency, run] = [[...cost], [...held], [...room], [...latency], [...run]];
+    [cost, waits_for, room, latency, run] = [[...cost], [...waits_for], [...room], [...latency], [...run]];
     for (const pick of picks) {
       for (const [position, left, soon, short] of program.picks[pick]) {
         [cost[position], latency[position], run[position]] = [left, soon, short];
-        held[position] = [];
+        waits_for[position] = [];
         room[position] = -1;
       }
     }
     pause = pausesWithout(program, new Set(picks));
   }
-  if (!host) [pause, cost, held, room] = [0, 0, [], -1].map(value => Array(size).fill(value));
+  if (!host) [pause, cost, waits_for, room] = [0, 0, [], -1].map(value => Array(size).fill(value));
   const ends = host ? [...program.ends] : Array(size).fill(0);
   const begun = Array(size).fill(-Infinity), done = Array(size).fill(-Infinity);
   let latest = 0;
@@ -31,7 +31,7 @@ function played(program, picks, host = true) {
         latest = Math.max(latest, done[at]);
       }
       let end = start + cost[at];
-      for (const other of held[at]) end = Math.max(end, done[other] + tail[at]);
+      for (const other of waits_for[at]) end = Math.max(end, done[other] + tail[at]);
       if (room[at] >= 0) end = Math.max(end, begun[room[at]] + tail[at]);
       ends[at] = end;
     }

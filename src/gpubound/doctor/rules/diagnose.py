@@ -7,21 +7,21 @@ from dataclasses import replace
 
 from ...watch.rows import TOTALS
 from ..finding import KINDS, Finding, Verdict
-from ..price.measurements import Evidence, Line, line_of, size, times
+from ..price.measurements import Line, Measurements, line_of, size, times
 from ..price.prices import Prices
 from . import RULES
-from .base import Claim, StallRule
+from .base import StallCandidate, StallRule
 from .waits import MEMORY_KINDS
 
 HARMLESS = 0.005  # of a step: two timings of the same step differ by as much
 
 
-def judge(evidence: Evidence, rules: Iterable[StallRule] = RULES) -> Verdict:
+def diagnose(evidence: Measurements, rules: Iterable[StallRule] = RULES) -> Verdict:
     prices = Prices(evidence)
     claims = _distinct(claim for rule in rules for claim in rule.look(evidence, prices))
-    found = [(claim, _priced(claim, evidence, prices)) for claim in claims]
-    harmless = [(claim, finding) for claim, finding in found if _costs_nothing(finding, prices)]
-    dear = [pair for pair in found if pair not in harmless]
+    priced = [(claim, _priced(claim, evidence, prices)) for claim in claims]
+    harmless = [(claim, finding) for claim, finding in priced if _costs_nothing(finding, prices)]
+    dear = [pair for pair in priced if pair not in harmless]
     dear.sort(key=lambda pair: (pair[1].ms is None, -(pair[1].ms or 0.0), -pair[1].count))
     absent = ({"prices": prices.refused} if prices.refused else {}) | dict(evidence.absent)  # a dry run knows better why
     bar = prices.bar
@@ -42,30 +42,30 @@ def judge(evidence: Evidence, rules: Iterable[StallRule] = RULES) -> Verdict:
     )
 
 
-def _distinct(claims: Iterable[Claim]) -> list[Claim]:
+def _distinct(claims: Iterable[StallCandidate]) -> list[StallCandidate]:
     """A call or a span belongs to the first claim of it. A wait whose line has a claim already is the same thing; a read beside
     a copy is told with it, because the tape says of a call which line made it, not which word of the line."""
     calls: set[int] = set()
     spans: set[int] = set()
     lines = dict[Line, int]()  # of waits: which of the kept ones has it
-    kept = list[Claim]()
+    distinct = list[StallCandidate]()
     for claim in claims:
         mine = replace(claim, calls=claim.calls - calls, spans=claim.spans - spans)
         line = line_of(claim.place)
         first = lines.get(line) if claim.waits and line is not None else None
         if first is not None and claim.kind == "sync":
-            kept[first] = replace(kept[first], evidence=f"{kept[first].evidence}; the line also {claim.evidence}")
+            distinct[first] = replace(distinct[first], evidence=f"{distinct[first].evidence}; the line also {claim.evidence}")
         if first is not None or (claim.waits and claim.calls and not mine.calls):
             continue
         calls |= mine.calls
         spans |= mine.spans
         if claim.waits and line is not None:
-            lines[line] = len(kept)
-        kept.append(mine)
-    return kept
+            lines[line] = len(distinct)
+        distinct.append(mine)
+    return distinct
 
 
-def _priced(claim: Claim, evidence: Evidence, prices: Prices) -> Finding:
+def _priced(claim: StallCandidate, evidence: Measurements, prices: Prices) -> Finding:
     ms, certainty = claim.ms, claim.certainty
     if ms is None:
         ms, certainty = prices.saved(claim.calls, claim.spans)
@@ -82,7 +82,7 @@ def _costs_nothing(finding: Finding, prices: Prices) -> bool:
     return share is not None and share < HARMLESS
 
 
-def _together(pairs: list[tuple[Claim, Finding]], prices: Prices) -> float | None:
+def _together(pairs: list[tuple[StallCandidate, Finding]], prices: Prices) -> float | None:
     """What a step would save without all of them: stalls by one replay, and what the rest is said to save."""
     priced = [(claim, finding) for claim, finding in pairs if finding.ms is not None]
     if not priced or prices.step_ms is None:
@@ -94,7 +94,7 @@ def _together(pairs: list[tuple[Claim, Finding]], prices: Prices) -> float | Non
     return min((joint or 0.0) + rest, prices.step_ms)
 
 
-def _without_line(evidence: Evidence) -> frozenset[int]:
+def _without_line(evidence: Measurements) -> frozenset[int]:
     """Waits inside steps whose line is not known; calls for memory are told by what they are. Behind the last step the recorder
     itself waits."""
     if evidence.tape is None or not evidence.tape.steps:
@@ -105,7 +105,7 @@ def _without_line(evidence: Evidence) -> frozenset[int]:
     return frozenset(n for n in waits if n not in known and begin <= evidence.tape.calls[n].start < end)
 
 
-def _unlocated(evidence: Evidence, prices: Prices) -> list[str]:
+def _unlocated(evidence: Measurements, prices: Prices) -> list[str]:
     lost = _without_line(evidence)
     if not lost or evidence.tape is None:
         return []
@@ -117,12 +117,12 @@ def _unlocated(evidence: Evidence, prices: Prices) -> list[str]:
     return [f"{len(lost)} of {waits} waits have no line ({names}){cost}"]
 
 
-def _counts(evidence: Evidence) -> dict[str, float]:
+def _counts(evidence: Measurements) -> dict[str, float]:
     """A step's totals, of what the ledger vouches for."""
-    found = {}
+    counts = {}
     if "syncs" in evidence.counted:
         kind, _ = TOTALS["syncs"]
-        found["syncs"] = times(evidence, [row for row in evidence.rows if row.kind == kind])
+        counts["syncs"] = times(evidence, [row for row in evidence.rows if row.kind == kind])
     if "pageable_copies" in evidence.counted:
-        found["pageable_bytes"] = size(evidence, [row for row in evidence.rows if row.pageable])
-    return found
+        counts["pageable_bytes"] = size(evidence, [row for row in evidence.rows if row.pageable])
+    return counts
