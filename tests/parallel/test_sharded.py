@@ -98,6 +98,9 @@ def trained(
         reports = []
         for number in range(STEPS):
             micro_batches = [batch(number, ranks.rank + world * i) for i in range(each)]
+            if objective != "next_token":  # tokens in their own places
+                for one in micro_batches:
+                    one["labels"] = one["input_ids"].where(one["labels"] != -100, -100)
             said = step([{k: t.to(step.device) for k, t in one.items()} for one in micro_batches]).read()
             average.update()
             sums.append(0)

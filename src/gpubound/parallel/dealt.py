@@ -17,7 +17,6 @@ from ..layers.linear_formats import is_sharded
 from ..layers.quantized_base import Base
 from ..lora.pairs import Adapters
 from .ranks import ranks_of
-from .waiting import Waits
 
 Result = TypeVar("Result")
 GATHERED = "gathered"  # of a unit: runs a function with its parameters there
@@ -151,7 +150,6 @@ class DealtModel:
         self.ranks = ranks_of(mesh.get_group(), mesh.device_type)
         self._model: Any = model
         self._taken, self._given = False, list[Any]()
-        self.waits: Waits | None = None
 
     def take(self) -> None:
         """Gradients are sums over the ranks from here on, and `within` works."""
@@ -160,8 +158,6 @@ class DealtModel:
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor
-        groups = [group for unit in self.units for group in groups_of(unit)]
-        self.waits = Waits(groups, self.ranks.device)
 
     def rest(self) -> None:
         """Give back what is gathered, as after an evaluation: the model's parameters are the ranks' rows again."""
@@ -191,8 +187,6 @@ class DealtModel:
         """FSDP's own mean over the ranks again."""
         if not self._taken:
             return
-        if self.waits is not None:
-            self.waits.release()
         for unit in self._given:
             del vars(unit)[GATHERED], vars(unit)[GATHERS]
         for unit in self.units:

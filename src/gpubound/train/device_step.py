@@ -24,7 +24,6 @@ from ..kernels.dispatch import hasten
 from ..lora import early
 from ..models.placing import put_back
 from ..parallel import ALONE, Ranks
-from ..parallel.waiting import Waited
 from ..parallel.watchdog import FOR_GPU
 from .accumulate import Accumulators
 from .holding import HoldsAll
@@ -212,12 +211,11 @@ class StepResult:
         self,
         report: Tensor,
         sums: Tensor | None = None,
-        before: Waited | None = None,
         timing: Callable[[str], AbstractContextManager[None]] = ALONE.timing,
     ):
-        """`sums`: from when to when the device waited for those at the step's end; `before`: how long within it; `timing`:
-        of a wait for it, which may be one for other ranks."""
-        self._report, self._before, self._timing = report, before, timing
+        """`sums`: int64 (2,), ns: the begin and the end of the device's wait for the step's sums; `timing` surrounds a wait for
+        the report, which may be one for other ranks."""
+        self._report, self._timing = report, timing
         self._sums = sums if sums is None else sums.to("cpu", non_blocking=True, copy=True)
         self._there = report.to("cpu", non_blocking=True)  # pinned, on a GPU: behind the step's own work, and no wait
         self._sent = torch.cuda.current_stream(report.device).record_event() if report.is_cuda else None
@@ -246,12 +244,11 @@ class StepResult:
         return self._values
 
     def _waited(self) -> float | None:
-        """Seconds, when the device has done the step."""
-        before = 0.0 if self._before is None else self._before.seconds()
-        if self._sums is None or before is None:
+        """Return the seconds of that wait, once the device has done the step."""
+        if self._sums is None:
             return None
         began, ended = self._sums.tolist()
-        return before + (ended - began) / 1e9
+        return (ended - began) / 1e9
 
     def __repr__(self) -> str:
         return f"StepResult({self._values if self._values else 'not read'})"

@@ -5,7 +5,6 @@ HoldsAll: every rank has all weights, and gradients are summed behind backward. 
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -15,7 +14,6 @@ from ..kernels.side_stream import Side
 from ..layers.embedding_and_head import head_of
 from ..parallel import Ranks
 from ..parallel.peers import peer_sums
-from ..parallel.waiting import Waited
 from .accumulate import Accumulators
 from .flat_buffers import FlatLayout, Weights
 from .foreign import Foreign
@@ -51,6 +49,9 @@ class HoldsAll:
     def modules(self) -> Iterator[nn.Module]:
         return self.model.modules()
 
+    waits_at_the_end = True
+    """Whether a step waits for other ranks at its end alone, where the device notes it."""
+
     def kept(self, numbers: Precision) -> Precision:
         """What the flat buffers are kept in."""
         return numbers
@@ -77,10 +78,6 @@ class HoldsAll:
     def loss(self, lossy: Callable[[], Loss]) -> Loss:
         """lossy(), which asks the model for a loss: (sum, number)."""
         return lossy()
-
-    def noting(self) -> AbstractContextManager[Waited | None]:
-        """Around a step: for how long it waits for other ranks before the sums at its end, where it does."""
-        return nullcontext()
 
     def before_backward(self, last: bool) -> None:
         """A micro-batch's backward is next, `last` of its step."""

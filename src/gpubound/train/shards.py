@@ -4,12 +4,10 @@ What holds for both forms: rows.py, where all of a model trains, and frozen_rows
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 from torch import nn
 
 from ..errors import GraphError
-from ..parallel.waiting import Waited
 from ..trace import fallback
 from .holding import HoldsAll, Loss, Result
 
@@ -18,6 +16,8 @@ class HoldsShards(HoldsAll):
     """A block's weights are gathered just before they are used."""
 
     gathers = True
+
+    waits_at_the_end = False  # FSDP gathers weights and sums gradients in between
 
     def __init__(self, model: nn.Module, trains_whole: bool):
         from ..parallel.dealt import DealtModel  # a second's import, for those who shard
@@ -41,10 +41,6 @@ class HoldsShards(HoldsAll):
                 "TrainStep: overlap=True is for models too small to fill a GPU, and this one is sharded; leave it out."
             )
         self.sharded.take()
-
-    def noting(self) -> AbstractContextManager[Waited | None]:
-        assert self.sharded.waits is not None, "take comes first"
-        return self.sharded.waits.noting()
 
     def rest(self) -> None:
         self.sharded.rest()

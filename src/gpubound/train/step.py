@@ -163,13 +163,12 @@ class TrainStep(Uncopied):
         signature = self._guard.check()
         self._weights.check()
         self._optimizer.check()
-        with self._held.noting() as waited:
-            try:
-                result = self._graphs.run([MicroBatch(batch, self.device, signature) for batch in batches])
-            except IndexError as error:  # a CPU's, of a token outside the vocabulary
-                if why := self._skips.explain(batches):
-                    raise ValueError(why) from error
-                raise
+        try:
+            result = self._graphs.run([MicroBatch(batch, self.device, signature) for batch in batches])
+        except IndexError as error:  # a CPU's, of a token outside the vocabulary
+            if why := self._skips.explain(batches):
+                raise ValueError(why) from error
+            raise
         if result is None:
             return None
         if not batches:
@@ -178,7 +177,8 @@ class TrainStep(Uncopied):
         self._weights.stepped()
         self._held.stepped(len(batches))
         parting.stepped()
-        report = StepResult(result, self._graphs.step.reduction.waited, waited, self._timing)
+        waited = self._graphs.step.reduction.waited if self._held.waits_at_the_end else None
+        report = StepResult(result, waited, self._timing)
         self._skips.watch(report, batches)
         return report
 
