@@ -1,5 +1,6 @@
 """Commands answer help, a mistyped option and a missing file before torch is imported, which takes seconds."""
 
+import os
 import subprocess
 import sys
 
@@ -34,3 +35,23 @@ def test_options_are_read_before_torch_is_imported(command, tmp_path):
     argv = [f"{command} {line}" for line in lines]
     done = subprocess.run([sys.executable, "-c", CODE, *argv], capture_output=True, text=True, check=True)
     assert done.stdout == f"{[0] + [2] * (len(lines) - 1)} [] 0\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "users", "wanted"),
+    [
+        ("train", {}, "passive"),
+        ("train", {"OMP_WAIT_POLICY": "active"}, "active"),
+        ("train", {"GOMP_SPINCOUNT": "10000"}, None),
+        ("doctor", {}, None),
+    ],
+)
+def test_threads_sleep_while_they_wait(command, users, wanted, monkeypatch, capsys):
+    """Spinning, they take the cores from each other beside other processes; a script under the doctor runs as it is."""
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, "")  # or it would not be restored after the test
+        monkeypatch.delenv(name)
+    for name, value in users.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main([command, "nowhere.yaml"]) == 2
+    assert os.environ.get("OMP_WAIT_POLICY") == wanted and "nowhere.yaml" in capsys.readouterr().err
