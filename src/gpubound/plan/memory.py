@@ -1,77 +1,125 @@
-"""The memory of one GPU at the peak of a step, part by part.
+"""Memory of one GPU at the peak of a step, part by part.
 
-Weights, masters, gradient and moments are the flat buffers' own counts. The peak is either in the loss, when everything is kept
-and a chunk of logits lies beside it, or where backward begins, when the last block's gradients do.
+The peak is either in the loss, where all activations and a chunk of logits exist, or where backward begins, with the gradients
+of the last block.
+
+h hidden, f the MLP's inner width, s bytes of a number; q and kv the widths of all query heads and of all keys.
 """
 
-from functools import singledispatch
-
-from ..layers.recompute import LEAST_BYTES
+from ..kernels.quantize import MULTIPLE
+from ..layers.recompute import KEEP_ALL, LEAST_BYTES
 from ..train.objectives.word_loss import CHUNK
-from .kept import block_keeps, model_keeps
-from .setting import Setting
+from .gpus import GIB
+from .step import StepConfig
 
-GIB = 1 << 30
-CONTEXT = int(0.6 * GIB)  # assumption: CUDA's context and the kernels loaded into it; the allocator does not count them
-COMMUNICATOR = int(0.7 * GIB)  # assumption: NCCL's own buffers, where there is more than one rank
-WORKSPACES = int(0.2 * GIB)  # assumption: of cuBLAS and cuDNN, and the update's partial sums
-SLACK = 0.03  # assumption: of what comes and goes in a step, the allocator holds so much more
-OUTSIDE = ("CUDA context", "NCCL buffers")  # of no allocator: torch.cuda.memory_reserved() does not show them
+FP32 = 4  # bytes: statistics that norms and attention save of a row
+CONTEXT = int(0.6 * GIB)  # assumption: CUDA's context and loaded kernels, outside of torch's allocator
+COMMUNICATOR = int(0.7 * GIB)  # assumption: NCCL's buffers, outside of it, too
+WORKSPACES = int(0.3 * GIB)  # assumption: of cuBLAS and cuDNN, and the update's partial sums
+SLACK = 0.03  # assumption: of what a step allocates and frees, the allocator reserves so much more
+FRAGMENTS = 0.1  # assumption: of frozen weights. Each is packed or quantised by itself, and leaves gaps between those that stay
+OUTSIDE = ("CUDA context", "NCCL buffers")  # not in torch.cuda.memory_reserved()
 
 
-def memory(setting: Setting) -> dict[str, int]:
-    """Bytes by part."""
-    parts = held(setting) | gathered(setting)
-    parts["kept for backward"] = sum(model_keeps(setting).values())
-    passing = {"logits and loss": in_loss(setting), "gradients within a block": in_block(setting)}
+def memory(step: StepConfig) -> dict[str, int]:
+    """Return bytes by part."""
+    parts = _state(step) | _gathered(step)
+    parts["activations"] = saved(step)
+    passing = {"logits and loss": _loss(step), "gradients within a block": _block_backward(step)}
     highest = max(passing, key=lambda name: passing[name])
     parts[highest] = passing[highest]
-    parts["allocator's slack"] = int(SLACK * (parts["kept for backward"] + parts[highest]))
+    parts["allocator's slack"] = int(SLACK * (parts["activations"] + parts[highest]))
     parts["workspaces"] = WORKSPACES
     parts["CUDA context"] = CONTEXT
-    parts["NCCL buffers"] = COMMUNICATOR if setting.world > 1 else 0
+    parts["NCCL buffers"] = COMMUNICATOR if step.world > 1 else 0
     return {name: size for name, size in parts.items() if size}
 
 
-@singledispatch
-def held(setting: Setting) -> dict[str, int]:
-    """What stays from step to step."""
-    layout, numbers, c = setting.layout, setting.numbers, setting.config
-    parts = layout.bytes(numbers.masters and not setting.sharded) | {"moments": setting.optimizer.moment_bytes(layout)}
-    parts["average of the weights"] = 4 * layout.size if setting.average else 0
-    parts["weights in 8 bits"] = 2 * c.layers * setting.outline.in_block if numbers.fp8 else 0
-    return parts
+def total(step: StepConfig) -> int:
+    return sum(memory(step).values())
+
+
+def _state(step: StepConfig) -> dict[str, int]:
+    """Return what lasts from step to step: the flat buffers, by their own count, and frozen weights."""
+    layout, numbers, layers = step.layout, step.numbers, step.config.layers
+    masters = numbers.masters and (not step.sharded or step.adapters is not None)
+    parts = layout.bytes(masters) | {"moments": step.optimizer.moment_bytes(layout)}
+    parts["average of the weights"] = 4 * layout.size if step.average else 0
+    if step.adapters is None:
+        parts["weights in 8 bits"] = 2 * layers * step.block_parameters if numbers.fp8 else 0
+        return parts
+    frozen = layers * step.adapters.frozen_bytes + step.itemsize * step.other_parameters
+    fragments = FRAGMENTS * layers * step.adapters.frozen_bytes if step.captured and not step.sharded else 0
+    return {
+        "frozen weights": -(-frozen // (step.world if step.sharded else 1)),
+        "scales of quantised weights": layers * step.adapters.scale_bytes,
+        "adapters": parts.pop("weights"), **parts, "fragmentation of frozen weights": int(fragments),
+    }  # fmt: skip
+
+
+def _gathered(step: StepConfig) -> dict[str, int]:
+    """Return what fsdp gathers for a while: this block, the next, and the weights outside of blocks. And every gradient, where
+    these are summed after the last micro-batch."""
+    if not step.sharded or step.world == 1:
+        return {}
+    if step.adapters is not None:
+        return {"gathered weights": 2 * step.adapters.frozen_bytes + step.itemsize * step.other_parameters}
+    gathered = 2 * step.block_parameters + step.other_parameters
+    waiting = step.parameters if step.sum_once else 0
+    return {"gathered weights": step.itemsize * gathered, "gradients before their sum": FP32 * (gathered + waiting)}
+
+
+def saved_by_block(step: StepConfig, least: float = LEAST_BYTES) -> int:
+    """Return the bytes that one block saves for backward. `least` as in layers/recompute.py."""
+    c, s, tokens = step.config, step.itemsize, step.tokens
+    h, f, q, kv = c.hidden, c.intermediate, c.heads * c.head_dim, c.kv_heads * c.head_dim
+    if step.recompute == "none":
+        least = KEEP_ALL
+    row = 2 * (h * s + FP32)  # both norms: their input and its scale
+    row += (q + 2 * kv) * s + q * s + c.heads * FP32 + 2 * f * s  # attention's inputs and output; gate and up
+    if c.qk_norm:
+        row += 2 * (q + kv) * s + (c.heads + c.kv_heads) * FP32
+    if step.adapters is not None:  # a frozen weight needs no input, but its adapter does, and x aᵀ
+        ranks = step.adapters.ranks
+        read = [(("q_proj", "k_proj", "v_proj"), h), (("gate_proj", "up_proj"), h), (("down_proj",), f)]
+        row += sum(width * s for names, width in read if any(ranks[n] for n in names) and tokens * width * s < least)
+        row += sum(ranks.values()) * s
+    elif step.numbers.fp8 and tokens % MULTIPLE == 0:
+        row += h + q + h + f  # inputs of products, in 8 bits
+    else:
+        row += sum(count * width * s for count, width in ((2, h), (1, f)) if tokens * width * s < least)
+    return tokens * row
+
+
+def saved(step: StepConfig, least: float = LEAST_BYTES) -> int:
+    """Return the bytes that the model's forward saves for backward."""
+    again, a_row = step.recomputed, step.tokens * step.config.hidden * step.itemsize
+    blocks = (step.config.layers - again) * saved_by_block(step, least)
+    inputs = (2 * again - 1) * a_row if again else 0  # of recomputed blocks: the stream, and what is still to be added to it
+    return blocks + inputs + 2 * a_row + step.tokens * FP32  # last norm and head, whose own gradient is computed in forward
+
+
+def _loss(step: StepConfig) -> int:
+    """Return the bytes of the head's input and of a chunk's logits, which become their own gradient in place."""
+    c, s, tokens = step.config, step.itemsize, step.tokens
+    return s * (tokens * c.hidden + min(CHUNK, tokens) * (-(-c.vocabulary // 64) * 64))
+
+
+def _block_backward(step: StepConfig) -> int:
+    """Return the bytes of one block's gradients at their largest, in the MLP, and of its activations where it is recomputed."""
+    c, s, tokens = step.config, step.itemsize, step.tokens
+    h, f = c.hidden, c.intermediate
+    again = saved_by_block(step) if step.recomputed == c.layers else 0
+    if step.adapters is None:
+        recomputes = tokens * f * s >= LEAST_BYTES and step.recompute != "none" and not step.sharded
+        return again + tokens * s * (2 * h + (4 if recomputes else 3) * f)  # of the result, of gate and up, the result again
+    widest = tokens * s * 3 * f
+    if step.adapters.base is not None:  # gate and up, and their weight dequantised; in fp8 transposed, with a rounded gradient
+        weight = 2 * f * (h + tokens) if step.fp8_base else 2 * f * h * s
+        widest = max(widest, tokens * s * 2 * f + weight)
+    return again + tokens * s * 2 * h + widest
 
 
 def reserved(parts: dict[str, int]) -> int:
-    """What torch.cuda.memory_reserved() shows of them."""
+    """Return what torch.cuda.memory_reserved() shows of them."""
     return sum(size for name, size in parts.items() if name not in OUTSIDE)
-
-
-@singledispatch
-def gathered(setting: Setting) -> dict[str, int]:
-    """What fully sharded ranks hold whole for a while: this block and the next, and what lies outside of blocks. And every
-    gradient, where these wait for the last micro-batch."""
-    if not setting.sharded or setting.world == 1:
-        return {}
-    s, outline = setting.numbers.dtype.itemsize, setting.outline
-    together = 2 * outline.in_block + outline.outside
-    waiting = outline.parameters if setting.once else 0
-    return {"gathered weights": s * together, "gradients before they are summed": 4 * (together + waiting)}
-
-
-def in_loss(setting: Setting) -> int:
-    """The head's input, and a chunk's logits, which become their own gradient in place."""
-    c, s, tokens = setting.config, setting.numbers.dtype.itemsize, setting.tokens
-    words = -(-c.vocabulary // 64) * 64
-    return s * (tokens * c.hidden + min(CHUNK, tokens) * words)
-
-
-@singledispatch
-def in_block(setting: Setting) -> int:
-    """One block's gradients at their widest, in the MLP; and the block's own kept tensors, where it is computed again."""
-    c, s, tokens = setting.config, setting.numbers.dtype.itemsize, setting.tokens
-    again = tokens * c.intermediate * s >= LEAST_BYTES and setting.recompute != "none" and not setting.sharded
-    wide = 4 if again else 3  # of the result, of gate and up, and the result once more
-    made = sum(block_keeps(setting).values()) if setting.recomputed == c.layers else 0
-    return made + tokens * s * (2 * c.hidden + wide * c.intermediate)

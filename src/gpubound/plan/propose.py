@@ -1,54 +1,58 @@
-"""All ways to cut a step, what each takes, and which of those that fit is fastest.
+"""Every way to run a recipe's step, the fastest that fits, and the text of a plan.
 
-A step keeps its rows, so that the losses do not depend on the way it is cut: micro_batch x accumulate is the recipe's.
+A step keeps its rows, so the losses do not depend on how it is run: micro_batch x accumulate is the recipe's.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from ..measure import mfu
 from ..train.muon import Muon
-from ..train.recipe import Recipe
+from ..train.recipe import MOST_ACCUMULATE, Recipe
 from ..train.rows import FULL
-from .cards import Card, Network
-from .memory import memory
-from .pace import GROUPS, pace
-from .reading import setting_of
-from .setting import Setting
-from .wire import Collective, collectives
+from ..words import in_words, quantity, readable
+from .gpus import GIB, HOP_US, NVLINK, GpuRates
+from .memory import FRAGMENTS, memory, total
+from .step import StepConfig, step_of
+from .time import EAGER, Collective, bound_by, collectives, seconds
 
-ALIKE = 0.02  # of the speed: smaller differences say nothing, for predictions are off by more
-FREE = 0.05  # of the memory is left alone: a peak that was not seen, another process
+SIMILAR = 0.02  # of the speed: smaller differences mean nothing, for predictions are off by more
+FREE = 0.05  # of the memory is left: a peak that is not predicted, another process
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A setting with what it would take on these GPUs."""
+    """A step with its predicted memory and time."""
 
-    setting: Setting
-    card: Card
-    network: Network
+    step: StepConfig
+    gpu: GpuRates
     limit: int
     """Bytes of a GPU that may be used."""
 
     @cached_property
     def memory(self) -> dict[str, int]:
-        return memory(self.setting)
+        return memory(self.step)
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        return pace(self.setting, self.card, self.network)
+        return seconds(self.step, self.gpu)
 
-    @property
-    def wire(self) -> list[Collective]:
-        return collectives(self.setting)
+    @cached_property
+    def collectives(self) -> list[Collective]:
+        return collectives(self.step)
 
     @property
     def bytes(self) -> int:
         return sum(self.memory.values())
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a GPU sends in a step."""
+        return round(sum(call.sent(self.step.world) for call in self.collectives))
 
     @property
     def fits(self) -> bool:
@@ -61,118 +65,143 @@ class Proposal:
     @property
     def tokens_per_s(self) -> float:
         """Of all GPUs together."""
-        return self.setting.tokens_per_step / self.step_s
+        return self.step.tokens_per_step / self.step_s
 
     @property
     def mfu(self) -> float:
-        return mfu(self.tokens_per_s / self.setting.world, self.setting.flops_per_token, self.card.flops["bf16"])
+        return mfu(self.tokens_per_s / self.step.world, self.step.flops_per_token, self.gpu.flops["bf16"])
 
     @property
-    def bottleneck(self) -> str:
-        shares: dict[str, float] = {}
-        for part, seconds in self.seconds.items():
-            shares[GROUPS[part]] = shares.get(GROUPS[part], 0.0) + seconds
-        return max(shares, key=lambda group: shares[group])
-
-    @property
-    def sharing(self) -> str:
-        """In which way ranks share the model, as a recipe's `parallel` says it; nothing on one GPU."""
-        return "" if self.setting.world == 1 else "fsdp" if self.setting.sharded else "ddp"
+    def parallel(self) -> str | None:
+        """A recipe's `parallel`; None on one GPU."""
+        return None if self.step.world == 1 else "fsdp" if self.step.sharded else "ddp"
 
     @property
     def options(self) -> list[str]:
-        """To paste behind `gpubound train CONFIG`."""
-        setting = self.setting
-        cut = ["--micro-batch", str(setting.rows), "--accumulate", str(setting.accumulate * setting.world)]
-        cut += ["--recompute", setting.recompute]
-        return cut if setting.world == 1 else [*cut, "--parallel", self.sharing]
+        """Options of gpubound train."""
+        step = self.step
+        words = ["--micro-batch", str(step.rows), "--accumulate", str(step.accumulate * step.world)]
+        words += ["--recompute", step.recompute]
+        return words if self.parallel is None else [*words, "--parallel", self.parallel, "--gpus", str(step.world)]
 
-    def command(self, train: list[str]) -> list[str]:
-        """The whole command line, of what stands behind `gpubound train`. On several nodes, torchrun's on each of them."""
-        world, node = self.setting.world, self.network.node
-        if world <= node:
-            return ["gpubound", "train", *train, *self.options, *(["--gpus", str(world)] if world > 1 else [])]
-        nodes = ["--nnodes", str(-(-world // node)), "--nproc-per-node", str(node)]
-        return ["torchrun", *nodes, "-m", "gpubound", "train", *train, *self.options]
-
-    def as_dict(self) -> dict:
-        setting = self.setting
+    def as_dict(self) -> dict[str, Any]:
+        step = self.step
         return {
-            "options": self.options, "fits": self.fits, "parallel": self.sharing or None,
-            "micro_batch": setting.rows, "accumulate": setting.accumulate * setting.world, "recompute": setting.recompute,
-            "bytes_per_gpu": self.bytes, "memory": self.memory,
-            "sent_bytes_per_gpu": round(sum(call.sent(setting.world) for call in self.wire)),
-            "step_s": self.step_s, "seconds": self.seconds, "tokens_per_s": self.tokens_per_s, "mfu": self.mfu,
-            "bottleneck": self.bottleneck,
+            "options": self.options, "fits": self.fits, "parallel": self.parallel, "micro_batch": step.rows,
+            "accumulate": step.accumulate * step.world, "recompute": step.recompute, "bytes_per_gpu": self.bytes,
+            "memory": self.memory, "sent_bytes_per_gpu": self.sent, "step_s": self.step_s, "seconds": self.seconds,
+            "tokens_per_s": self.tokens_per_s, "mfu": self.mfu, "bottleneck": bound_by(self.seconds),
         }  # fmt: skip
 
+    def row(self) -> str:
+        """Return its line of the table."""
+        step = self.step
+        sent = readable(self.sent) if self.collectives else "-"
+        way = f"{self.parallel or 'one GPU':9}{step.rows:>6}{step.accumulate * step.world:>6} {step.recompute:10}"
+        speed = f"{in_words(self.step_s):>10}{quantity(self.tokens_per_s):>9}{self.mfu:>6.0%}"
+        return f"{way}{self.bytes / GIB:>7.1f}{'yes' if self.fits else 'no':>6}{sent:>10}{speed}  {bound_by(self.seconds)}"
 
-def proposals(recipe: Recipe, world: int, card: Card, network: Network, total: int) -> tuple[Proposal, list[Proposal]]:
-    """(the recipe as it stands, the best cut of each kind: those that fit first, fastest first). `total`: bytes of a GPU."""
-    base, limit = setting_of(recipe, world), int(total * (1 - FREE))
-
-    def propose(setting: Setting) -> Proposal:
-        return Proposal(summing(setting, int(FULL * total)), card, network, limit)
-
-    kinds: dict[tuple, list[Proposal]] = {}
-    for setting in every_way(base, limit):
-        kind = setting.sharded, setting.recompute if not setting.recompute.isdecimal() else "count"
-        kinds.setdefault(kind, []).append(propose(setting))
-    return propose(base), ranked([ranked(kind)[0] for kind in kinds.values()])
-
-
-def summing(setting: Setting, limit: int) -> Setting:
-    """The setting as a run goes on with it: shards sum gradients once a step where whole ones fit within `limit` bytes."""
-    once = replace(setting, once=True)
-    several = setting.sharded and setting.accumulate > 1
-    return once if several and sum(memory(once).values()) <= limit else setting
-
-
-def ranked(found: list[Proposal]) -> list[Proposal]:
-    """Those that fit first, fastest first; then the others, by how little they take.
-
-    Among those as good as the fastest, replicas come before shards, and less memory before more.
-    """
-    fastest = max((p.tokens_per_s for p in found if p.fits), default=0.0)
-
-    def standing(p: Proposal) -> tuple[int, float, float]:
-        if not p.fits:
-            return 2, p.bytes, 0.0
-        if p.tokens_per_s >= (1 - ALIKE) * fastest:
-            return 0, float(p.setting.sharded), p.bytes
-        return 1, -p.tokens_per_s, 0.0
-
-    return sorted(found, key=standing)
+    def details(self) -> str:
+        """Return its memory, collectives and time by part."""
+        lines = [f"memory of a GPU, {self.bytes / GIB:.1f} GiB:"]
+        lines += [f"  {name:36}{size / GIB:>8.2f} GiB" for name, size in self.memory.items()]
+        lines += ["sent by a GPU in a step:"] if self.collectives else []
+        for call in self.collectives:
+            sent = readable(call.sent(self.step.world))
+            lines.append(f"  {f'{call.what}, {call.kind}':56}{call.times:>6} x {readable(call.bytes):>9}{sent:>11}")
+        lines.append(f"a step, {in_words(self.step_s)}:")
+        lines += [f"  {name:36}{1e3 * s:>9.2f} ms {s / self.step_s:>5.0%}" for name, s in self.seconds.items()]
+        return "\n".join(lines)
 
 
-def every_way(base: Setting, limit: int) -> Iterator[Setting]:
-    """Each micro-batch that divides a rank's rows, each way to share, each way to recompute."""
+def proposals(recipe: Recipe, world: int, gpu: GpuRates, bytes_per_gpu: int) -> tuple[Proposal, list[Proposal]]:
+    """Return (the recipe as it is, the best of each way to share and recompute): those that fit first, fastest first."""
+    base, limit = step_of(recipe, world), int(bytes_per_gpu * (1 - FREE))
+
+    def propose(step: StepConfig) -> Proposal:
+        return Proposal(summed_once(step, int(FULL * bytes_per_gpu)), gpu, limit)
+
+    ways: dict[tuple, list[Proposal]] = {}
+    for step in _every_way(base, limit):
+        key = step.sharded, "count" if step.recompute.isdecimal() else step.recompute
+        ways.setdefault(key, []).append(propose(step))
+    return propose(base), _ranked([_ranked(way)[0] for way in ways.values()])
+
+
+def summed_once(step: StepConfig, limit: int) -> StepConfig:
+    """Return the step as a run makes it: fsdp sums gradients once a step where full ones fit into `limit` bytes."""
+    once = replace(step, sum_once=True)
+    return once if step.sharded and step.accumulate > 1 and total(once) <= limit else step
+
+
+def fewest_recomputed(step: StepConfig, limit: int) -> StepConfig:
+    """Return the step with as few recomputed blocks as keep it within `limit` bytes; with all of them where none do."""
+    layers = step.config.layers
+    fits = bisect_left(range(layers + 1), True, key=lambda count: total(replace(step, recompute=str(count))) <= limit)
+    return replace(step, recompute=str(min(fits, layers)))
+
+
+def _every_way(base: StepConfig, limit: int) -> Iterator[StepConfig]:
+    """Yield each micro-batch that divides a rank's rows, each way to share and each way to recompute."""
     rows = base.rows * base.accumulate
-    for micro in divisors(rows):
-        for shared in sharings(replace(base, rows=micro, accumulate=rows // micro)):
-            for recompute in ("none", "cheap", "blocks"):
-                yield replace(shared, recompute=recompute)
-            some = fewest(shared, limit)
+    small = [n for n in range(1, math.isqrt(rows) + 1) if rows % n == 0]
+    shardings = [False, True] if base.world > 1 and not isinstance(base.optimizer, Muon) else [False]
+    for micro in sorted({*small, *(rows // n for n in small)}):
+        if rows // micro * base.world > MOST_ACCUMULATE:  # which train refuses
+            continue
+        for sharded in shardings:
+            step = replace(base, rows=micro, accumulate=rows // micro, sharded=sharded)
+            yield from (replace(step, recompute=recompute) for recompute in ("none", "cheap", "blocks"))
+            some = fewest_recomputed(step, limit)
             if 0 < some.recomputed < some.config.layers:
                 yield some
 
 
-def divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
+def _ranked(found: list[Proposal]) -> list[Proposal]:
+    """Sort by fit, then speed; those that do not fit, by memory.
+
+    Among those as good as the fastest, ddp comes before fsdp, and less memory before more.
+    """
+    fastest = max((p.tokens_per_s for p in found if p.fits), default=0.0)
+
+    def key(p: Proposal) -> tuple[int, float, float]:
+        if not p.fits:
+            return 2, p.bytes, 0.0
+        if p.tokens_per_s >= (1 - SIMILAR) * fastest:
+            return 0, float(p.step.sharded), p.bytes
+        return 1, -p.tokens_per_s, 0.0
+
+    return sorted(found, key=key)
 
 
-def sharings(setting: Setting) -> Iterable[Setting]:
-    yield replace(setting, sharded=False)
-    if setting.world > 1 and not isinstance(setting.optimizer, Muon):  # which wants whole matrices
-        yield replace(setting, sharded=True)
+def assumptions(as_it_is: Proposal) -> list[str]:
+    """Return the rates and assumptions that the figures are based on, a line each."""
+    lines = [str(as_it_is.gpu)]
+    if as_it_is.step.world > 1:
+        lines += [
+            f"assumed: a GPU sends {NVLINK / 1e9:.0f} GB/s to the others of its node, {HOP_US:.0f} us a hop; no rank is slower",
+            f"assumed: fsdp's steps are not captured, and cost the host {EAGER} bare launches a kernel",
+        ]
+    if as_it_is.step.adapters is not None:
+        lines.append(f"assumed: {FRAGMENTS:.0%} of the frozen weights' memory is lost between them")
+    checked = "checked: within 20 % of measurements on one, two and four GPUs (benchmarks/check_plan.py)"
+    return [*lines, checked, f"fits: at most {1 - FREE:.0%} of the memory is used"]
 
 
-def fewest(setting: Setting, limit: int) -> Setting:
-    """With as few recomputed blocks as keep it within `limit` bytes; with all of them where none do."""
-
-    def fits(count: int) -> bool:
-        return sum(memory(replace(setting, recompute=str(count))).values()) <= limit
-
-    layers = setting.config.layers
-    return replace(setting, recompute=str(min(bisect_left(range(layers + 1), True, key=fits), layers)))
+def text(recipe: Recipe, as_it_is: Proposal, found: list[Proposal], gpus: str, rows: int) -> str:
+    """Return the whole plan but for the command to run."""
+    step, best = as_it_is.step, found[0]
+    model = f"{recipe.model}, vocabulary {step.config.vocabulary:,}: {step}, {recipe.optimizer}"
+    head = f"{'':9}{'sharing':9}{'micro':>6}{'acc':>6} {'recompute':10}{'GiB':>7}{'fits':>6}{'sent':>10}{'step':>10}"
+    return "\n".join(
+        [
+            f"{model}; a step has {quantity(step.tokens_per_step)} tokens, rows of {step.seq:,}; {gpus}",
+            *assumptions(as_it_is),
+            "",
+            f"{head}{'tok/s':>9}{'MFU':>6}  bound by",
+            *(f"{'best' if p is best and best.fits else '':9}{p.row()}" for p in found[:rows]),
+            f"{'as it is':9}{as_it_is.row()}",
+            "",
+            best.details(),
+        ]
+    )

@@ -1,0 +1,224 @@
+"""One way to run a training step: which model, in which precision, in which micro-batches, shared by how many GPUs."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ..lora.base import FORMATS, suited
+from ..lora.pairs import adapted_layers
+from ..measure import train_flops_per_token
+from ..models.llama.decoder import Decoder, DecoderConfig
+from ..models.registry import family_of, is_named
+from ..train.adapters import Lora
+from ..train.flat_buffers import FlatLayout, counted
+from ..train.muon import Muon, numbers_by_rule
+from ..train.optimizer import AdamW
+from ..train.precision import Precision, precision as precision_named
+from ..train.recipe import Recipe, check_model
+from ..train.recompute import parse as parse_recompute
+from ..words import quantity
+
+META = torch.device("meta")
+PRODUCTS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+"""The layers of a block that are multiplied together."""
+
+
+def layer_shapes(c: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """Return (inputs, outputs) of each linear layer of a block."""
+    h, f, q, kv = c.hidden, c.intermediate, c.heads * c.head_dim, c.kv_heads * c.head_dim
+    return {
+        "q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h),
+        "gate_proj": (h, f), "up_proj": (h, f), "down_proj": (f, h),
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AdapterSizes:
+    """Low-rank adapters over frozen linear layers. Sizes are those of one block."""
+
+    rank: int
+    base: str | None
+    """Format of the frozen layers; None: the step's own precision."""
+    ranks: dict[str, int]
+    """Linear layer -> the rank of its adapter, or 0."""
+    frozen_bytes: int
+    """Weights as they are stored; fsdp shards them."""
+    scale_bytes: int
+    """Scales of quantised weights, which every rank has."""
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """A step as it would run. `rows` is a micro-batch, `accumulate` how many of them one rank runs in a step."""
+
+    config: DecoderConfig
+    block_parameters: int
+    other_parameters: int
+    """Those of the embedding, the head and the last norm."""
+    muon_parameters: int
+    """Those that Muon updates, where it is the optimizer."""
+    optimizer: AdamW | Muon
+    precision: str
+    seq: int
+    rows: int
+    accumulate: int
+    recompute: str = "cheap"
+    captured: bool = True
+    average: bool = False
+    """True with a moving average of the weights."""
+    world: int = 1
+    sharded: bool = False
+    """fsdp: every rank has its shard of the weights. Otherwise ddp: every rank has all of them."""
+    sum_once: bool = False
+    """Sharded: sum gradients over the ranks once a step instead of once a micro-batch, with full gradients until then."""
+    adapters: AdapterSizes | None = None
+
+    @cached_property
+    def numbers(self) -> Precision:
+        return precision_named(self.precision)
+
+    @property
+    def itemsize(self) -> int:
+        return self.numbers.dtype.itemsize
+
+    @property
+    def parameters(self) -> int:
+        return self.config.layers * self.block_parameters + self.other_parameters
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.rows * self.seq
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of all ranks."""
+        return self.tokens * self.accumulate * self.world
+
+    @property
+    def recomputed(self) -> int:
+        """Number of blocks that save nothing but their input."""
+        way, count = parse_recompute(self.recompute)
+        return {"blocks": self.config.layers, "count": count}.get(way, 0)
+
+    @property
+    def fp8_base(self) -> bool:
+        """True when frozen layers are multiplied in fp8, as a GPU does for bf16 inputs."""
+        return self.adapters is not None and self.adapters.base == "fp8" and self.precision.startswith("bf16")
+
+    @property
+    def trained(self) -> int:
+        """Parameters that an update changes."""
+        if self.adapters is None:
+            return self.parameters
+        shapes = layer_shapes(self.config)
+        return self.config.layers * sum(rank * sum(shapes[name]) for name, rank in self.adapters.ranks.items())
+
+    @property
+    def layout(self) -> FlatLayout:
+        """The flat buffers of one rank, but for the few bytes between two parameters."""
+        if self.adapters is not None:
+            return counted(self.numbers.dtype, self.trained)
+        parts = self.world if self.sharded else 1
+        by_adamw = -(-(self.parameters - self.muon_parameters) // parts)
+        dtype = torch.float32 if self.sharded else self.numbers.dtype  # shards are their own masters
+        return counted(dtype, by_adamw, -(-self.muon_parameters // parts))
+
+    @property
+    def flops_per_token(self) -> int:
+        """Operations without any recomputation. No gradient of a frozen weight is computed."""
+        c = self.config
+        flops = train_flops_per_token(c.product_parameters, c.layers, c.heads * c.head_dim, self.seq)
+        return flops if self.adapters is None else flops - 2 * c.product_parameters + 6 * self.trained
+
+    def __str__(self) -> str:
+        if self.adapters is None:
+            return f"{quantity(self.trained)} parameters, {self.precision}"
+        frozen = f"{quantity(self.parameters)} parameters frozen in {self.adapters.base or self.precision}"
+        return f"{frozen}, {quantity(self.trained)} in adapters of rank {self.adapters.rank}, {self.precision}"
+
+
+def step_of(recipe: Recipe, world: int = 1) -> StepConfig:
+    """Return the recipe's own step on `world` GPUs. Nothing but a model folder's config.json is read."""
+    if recipe.objective != "next_token":
+        raise ValueError(f"plan: objective: got {recipe.objective}, wanted next_token, whose activations are counted.")
+    if recipe.phases:
+        names = ", ".join(name for name, _ in recipe.stages())
+        raise ValueError(f"plan: phases: got {names}, wanted a recipe without; plan each phase by its own options.")
+    rows = recipe.micro_batch * recipe.accumulate
+    if rows % world:
+        even = world // math.gcd(world, recipe.micro_batch)
+        raise ValueError(
+            f"plan: a step has {rows:,} rows (micro_batch {recipe.micro_batch} x accumulate {recipe.accumulate}), wanted a "
+            f"multiple of the {world:,} GPUs that share them; give --accumulate {-(-recipe.accumulate // even) * even}."
+        )
+    per_rank = rows // world
+    micro = max(n for n in range(1, min(recipe.micro_batch, per_rank) + 1) if per_rank % n == 0)
+    model, precision = model_of(recipe), recipe.precision if recipe.precision != "auto" else "bf16"
+    way, count = parse_recompute(recipe.recompute)
+    if way == "count" and count > model.config.layers:
+        raise ValueError(f"recompute: got {count} blocks, the model has {model.config.layers}; give at most so many.")
+    return outlined(
+        model, recipe.numbers, precision, recipe.seq, micro, per_rank // micro,
+        recompute=recipe.recompute, captured=recipe.graph != "off", average=bool(recipe.ema),
+        world=world, sharded=recipe.parallel == "fsdp" and world > 1, lora=recipe.adapters,
+    )  # fmt: skip
+
+
+def model_of(recipe: Recipe) -> Decoder:
+    """Return the model on the meta device: no memory, no weights."""
+    check_model(recipe.model)
+    family = family_of(recipe.model)
+    named = is_named(recipe.model)
+    model = family.make(recipe.model, recipe.vocabulary, recipe.seq, META) if named else family.outline(recipe.model)
+    if type(model) is not Decoder:
+        raise ValueError(
+            f"plan: model: got {recipe.model}, a {type(model).__name__}, wanted one that our Llama-shaped Decoder computes; "
+            f"the activations of other models are not counted."
+        )
+    return model
+
+
+def outlined(
+    model: Decoder, optimizer: AdamW | Muon, precision: str, seq: int, rows: int, accumulate: int = 1,
+    lora: Lora | None = None, **options,
+) -> StepConfig:  # fmt: skip
+    """Return the step of a model on any device, which gets the adapters of `lora`."""
+    by_adamw, by_muon = numbers_by_rule(model, optimizer)  # a tied table is one parameter
+    in_block = sum(p.numel() for p in model.model.layers[0].parameters())
+    other = by_adamw + by_muon - model.config.layers * in_block
+    if lora is not None:
+        options["adapters"] = adapters_of(model, lora, precision_named(precision).dtype)
+    return StepConfig(model.config, in_block, other, by_muon, optimizer, precision, seq, rows, accumulate, **options)
+
+
+def adapters_of(model: Decoder, lora: Lora, dtype: torch.dtype) -> AdapterSizes:
+    """Return the sizes of a block's adapters and frozen weights. `model` is on the meta device, and gets the adapters."""
+    for name in ("dora", "dropout"):
+        if getattr(lora, name):
+            raise ValueError(f"plan: lora: got {name}, whose cost is not counted, wanted none; leave {name} out to plan.")
+    weights = {name: p for name, p in model.named_parameters() if name.startswith("model.layers.0.")}
+    quantised = set() if lora.base is None else set(suited(model, FORMATS[lora.base]))
+    lora.check_model(model)
+    found = {name: sum(own.rank for _, own in adapters.pairs()) for name, adapters in adapted_layers(model)}
+    blocks = [
+        {name.rpartition(".")[2]: rank for name, rank in found.items() if name.startswith(f"model.layers.{i}.")}
+        for i in range(model.config.layers)
+    ]
+    if any(block != blocks[0] for block in blocks) or len(found) != sum(map(len, blocks)):
+        raise ValueError(
+            "plan: lora: targets: wanted linear layers of blocks, the same in each, because one block is counted and "
+            "multiplied; name them by the ends of their names, such as q_proj."
+        )
+    frozen = scales = 0
+    for name, parameter in weights.items():
+        weight = parameter.detach().to(dtype)
+        if name.removesuffix(".weight") in quantised:
+            codes, others = FORMATS[str(lora.base)].encode(weight)
+            frozen, scales = frozen + codes.nbytes, scales + sum(t.nbytes for t in others.values() if t is not codes)
+        else:
+            frozen += weight.nbytes
+    ranks = {name: blocks[0].get(name, 0) for names in PRODUCTS for name in names}
+    return AdapterSizes(lora.rank, lora.base, ranks, frozen, scales)

@@ -1,0 +1,216 @@
+"""Time of a step, part by part, and what the ranks send each other.
+
+Products and attention take their operations at the rate that they reach, everything else its bytes at the memory's rate. Each
+kernel costs a little more than its work. Only that little (RAMP_US, ADAPTER_US) was fitted to whole steps.
+
+h hidden, f the MLP's inner width, s bytes of a number; q and kv the widths of all query heads and of all keys.
+"""
+
+import math
+from dataclasses import dataclass
+
+from ..layers.recompute import LEAST_BYTES
+from ..train.adamw8 import AdamW8bit
+from ..train.muon import Muon
+from .gpus import HOP_US, NVLINK, GpuRates
+from .memory import FP32
+from .step import PRODUCTS, StepConfig, layer_shapes
+
+KERNELS = 33  # of a block, forward and backward: 1,004 nodes in the graph of 30 blocks
+KERNELS_AGAIN = 9  # more where the block is recomputed
+FROZEN_KERNELS = 29  # of a block without weight gradients
+EAGER = 4  # assumption: bare launches that the host needs for a kernel of a step that is not captured
+RAMP_US = 1.6  # of a kernel's start and end, beside a graph's node: fitted to a step of 135m, 1,024 tokens
+ADAPTER_US = 5.0  # the same of an adapter's kernel: fitted to a step of 135m with adapters, 512 tokens
+ADAPTER_HOST_S = 1.3e-3  # of an adapted product, forward and backward, that is not captured: five launches (LOG.md)
+FUSED_ADD = 1.035  # a product that adds h bᵀ as it writes y: 349 -> 361 us at 8192 x 4096 x 4096
+BACKWARD = 2 / 3  # of a micro-batch's time
+LAST_BUCKET = 64 << 20  # bytes that are summed when no backward runs any more
+PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
+ARITHMETIC, TRAFFIC = ("matrix products", "attention"), "memory traffic"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call of all ranks, `times` a step, on a tensor of `bytes` in all."""
+
+    what: str
+    kind: str
+    bytes: int
+    times: int
+
+    def sent(self, world: int) -> float:
+        """Return the bytes that each rank sends in a step around a ring."""
+        return PASSES[self.kind] * (world - 1) / world * self.bytes * self.times
+
+    def seconds(self, world: int) -> float:
+        """Return its time in a step. A sum goes up and down a tree where that is shorter."""
+        hops = world - 1 if self.kind != "all-reduce" else min(2 * (world - 1), 2 * math.ceil(math.log2(world)))
+        return self.sent(world) / NVLINK + self.times * hops * HOP_US * 1e-6
+
+
+def collectives(step: StepConfig) -> list[Collective]:
+    """Return every collective of a step that carries weights or gradients."""
+    if step.world == 1:
+        return []
+    gradient = Collective("gradient", "all-reduce", FP32 * step.trained, 1)
+    if not step.sharded:
+        return [gradient]
+    n, layers, s, other = step.accumulate, step.config.layers, step.itemsize, step.other_parameters
+    block = s * step.block_parameters if step.adapters is None else step.adapters.frozen_bytes
+    gathers = [
+        Collective("weights of a block, forward and backward", "all-gather", block, 2 * layers * n),
+        Collective("other weights", "all-gather", s * other, n),
+    ]
+    if step.adapters is not None:
+        return [*gathers, gradient]
+    sums = 1 if step.sum_once else n
+    return [
+        *gathers,
+        Collective("gradient of a block", "reduce-scatter", FP32 * step.block_parameters, layers * sums),
+        Collective("other gradients", "reduce-scatter", FP32 * other, sums),
+    ]
+
+
+def seconds(step: StepConfig, gpu: GpuRates) -> dict[str, float]:
+    """Return seconds of a step by part."""
+    c, n, layers, again = step.config, step.accumulate, step.config.layers, step.recomputed
+    tokens, lora = n * step.tokens, step.adapters is not None
+    head = c.vocabulary * c.hidden
+    in_block = (c.product_parameters - head) / layers
+    rate, head_rate = gpu.product_rate(step.precision), gpu.product_rate("bf16" if step.numbers.fp8 else step.precision)
+    if step.fp8_base:
+        rate = gpu.product_rate("fp8")
+    elif lora and step.adapters.base is None:  # type: ignore[union-attr]
+        rate /= FUSED_ADD
+    passes = 4 if lora else 6  # forward, the gradient of the input and, unless it is frozen, that of the weight
+    attention = (7 * layers + 2 * again) * step.seq * c.heads * c.head_dim  # of the half that is not masked
+    parts = {
+        "matrix products": tokens * ((passes * layers + 2 * again) * in_block / rate + passes * head / head_rate),
+        "attention": tokens * attention / gpu.attention_rate(c.head_dim, step.seq),
+        "activations": tokens * _activation_bytes(step) / gpu.copy,
+        "loss": tokens * 4 * c.vocabulary * step.itemsize / gpu.copy,
+        "gradient sums": (8 * n if n > 1 else 4) * step.trained / gpu.copy,
+        "update": step.layout.size * _update_bytes(step) / gpu.copy + _muon_seconds(step, gpu),
+    }
+    kernels = layers * (FROZEN_KERNELS if lora else KERNELS) + again * KERNELS_AGAIN
+    host = kernels * EAGER * gpu.launch_us * 1e-6
+    if lora:
+        more, of_adapters = _adapter_parts(step, gpu)
+        parts |= more
+        kernels += of_adapters
+        host += layers * len(_adapted(step)) * ADAPTER_HOST_S
+    if step.sharded and step.world > 1:
+        parts["copies of shards"] = _shard_copies(step) / gpu.copy
+    working = sum(parts.values())
+    parts["launches"] = n * kernels * (gpu.node_us + RAMP_US) * 1e-6
+    if not step.captured or step.sharded:  # what fully_shard does between blocks is not captured
+        parts["launches"] = max(parts["launches"], n * host - working)
+    parts["communication"] = _exposed(step, (sum(parts.values()) - parts["update"]) / n)
+    return {name: value for name, value in parts.items() if value}
+
+
+def bound_by(parts: dict[str, float]) -> str:
+    """Return what takes most of a step: arithmetic, memory traffic, launches or communication."""
+    groups = dict.fromkeys(("arithmetic", TRAFFIC, "launches", "communication"), 0.0)
+    for name, value in parts.items():
+        groups["arithmetic" if name in ARITHMETIC else name if name in groups else TRAFFIC] += value
+    return max(groups, key=lambda group: groups[group])
+
+
+def _activation_bytes(step: StepConfig) -> float:
+    """Return the bytes a token that norms, rotary positions, the gated activation and fp8's rounding read and write."""
+    c, s, layers, again = step.config, step.itemsize, step.config.layers, step.recomputed
+    h, f, q, kv = c.hidden, c.intermediate, c.heads * c.head_dim, c.kv_heads * c.head_dim
+    forward = 2 * 4 * h + 2 * (q + 2 * kv) + 3 * f
+    backward = forward + 2 * f
+    if step.recompute != "none" and not step.numbers.fp8:  # recomputed norms and activation; in shards once a layer
+        norms, activation = (5, 3) if step.sharded else (2, 3 if step.adapters else 1)
+        row = step.tokens * s
+        backward += norms * 2 * h * (row * h >= LEAST_BYTES) + activation * f * (row * f >= LEAST_BYTES)
+    rounded = 4 * (4 * h + 2 * q + 2 * kv) if step.numbers.fp8 else 0  # read in 16 bits, written twice in 8
+    return s * (layers * (forward + backward) + again * forward) + layers * rounded
+
+
+def _adapted(step: StepConfig) -> list[tuple[int, int, int]]:
+    """Return (inputs, outputs, parameters of the adapters) of each product of a block that has adapters."""
+    shapes, ranks = layer_shapes(step.config), step.adapters.ranks  # type: ignore[union-attr]
+    groups = [[name] for names in PRODUCTS for name in names] if step.sharded else [list(names) for names in PRODUCTS]
+    return [
+        (shapes[names[0]][0], sum(shapes[n][1] for n in names), sum(ranks[n] * sum(shapes[n]) for n in names))
+        for names in groups
+        if any(ranks[name] for name in names)
+    ]
+
+
+def _adapter_parts(step: StepConfig, gpu: GpuRates) -> tuple[dict[str, float], int]:
+    """Return (seconds of adapters and of a quantised base, kernels of a micro-batch)."""
+    assert step.adapters is not None
+    n, layers, again, s = step.accumulate, step.config.layers, step.recomputed, step.itemsize
+    tokens, base = n * step.tokens, step.adapters.base
+    adapted, adds = _adapted(step), base is not None  # where y += h bᵀ is a pass by itself
+    work = 0.0
+    for inputs, outputs, numbers in adapted:
+        forward, backward = inputs + adds * 2 * outputs, inputs + 2 * outputs + adds * 2 * inputs
+        moved = s * (layers * (forward + backward) + again * forward) / gpu.copy
+        work += max(moved, (6 * layers + 2 * again) * numbers / gpu.product_rate(step.precision))
+    own = len(adapted) * (3 * layers + again)  # x aᵀ, g b, and both gradients
+    parts = {"adapters": tokens * work + n * own * ADAPTER_US * 1e-6}
+    weights = sum(inputs * outputs for inputs, outputs in layer_shapes(step.config).values())
+    if step.fp8_base:  # x and the gradient of y rounded, and each weight transposed for backward
+        rows = sum(3 * step.tokens * ((layers + again) * i + layers * o) for i, o, _ in adapted)
+        parts["rounding to 8 bits"] = n * (rows + 2 * layers * weights) / gpu.copy
+    elif adds:
+        block = step.adapters.frozen_bytes + step.adapters.scale_bytes + s * weights
+        parts["dequantised weights"] = n * (2 * layers + again) * block / gpu.copy
+    per_block = 2 * adds * len(adapted) + (3 * len(PRODUCTS) if step.fp8_base else 2 * len(layer_shapes(step.config)) * adds)
+    return parts, own + layers * per_block
+
+
+def _shard_copies(step: StepConfig) -> float:
+    """Return the bytes of a step that fully_shard copies around its collectives.
+
+    Shards are cast, concatenated, gathered and copied to each full weight, those of blocks twice a micro-batch. Gradients are
+    concatenated in fp32, and a rank's part of each sum is added to its own.
+    """
+    layers, n, s = step.config.layers, step.accumulate, step.itemsize
+    if step.adapters is not None:  # frozen weights as they are stored
+        gathered = 2 * layers * step.adapters.frozen_bytes + s * step.other_parameters
+        return n * (2 * gathered / step.world + 2 * gathered)
+    gathered = 2 * layers * step.block_parameters + step.other_parameters
+    gathering = gathered / step.world * (FP32 + 3 * s) + gathered * 2 * s
+    summing = step.parameters * (s + FP32) + step.parameters / step.world * 3 * FP32
+    return n * gathering + (1 if step.sum_once else n) * summing
+
+
+def _update_bytes(step: StepConfig) -> float:
+    """Return the bytes a parameter: gradient read for the norm and the update; moments and finest weights read and written."""
+    numbers = step.numbers
+    moments = 4 if isinstance(step.optimizer, AdamW8bit) else 16
+    finest = 8 if numbers.masters or step.itemsize == 4 else 4
+    return 8 + moments + finest + (2 if numbers.masters else 0) + (12 if step.average else 0)
+
+
+def _muon_seconds(step: StepConfig, gpu: GpuRates) -> float:
+    """Return the time of Newton-Schulz: three products an iteration, of every matrix with fewer rows than columns."""
+    if not isinstance(step.optimizer, Muon):
+        return 0.0
+    sides = [(min(shape), max(shape)) for shape in layer_shapes(step.config).values()]
+    operations = sum(4 * rows * rows * columns + 2 * rows**3 for rows, columns in sides)
+    return step.config.layers * step.optimizer.iterations * operations / gpu.product_rate("bf16")
+
+
+def _exposed(step: StepConfig, micro_batch: float) -> float:
+    """Return the seconds of a step in which the GPU waits for other ranks.
+
+    ddp sums buckets during the backward of the last micro-batch, all but the last one. fsdp gathers the next block during this
+    one, all but the first, and nothing hides the sum of the last block's gradient.
+    """
+    world, calls = step.world, collectives(step)
+    if not calls:
+        return 0.0
+    total = sum(call.seconds(world) for call in calls)
+    if not step.sharded:
+        return max(total - BACKWARD * micro_batch, total * min(1.0, LAST_BUCKET / calls[0].bytes))
+    ends = sum(call.seconds(world) for call in calls if "block" not in call.what)
+    return max(total - step.accumulate * micro_batch, 0.0) + ends
