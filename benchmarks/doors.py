@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpubound import kernels
-from gpubound.kernels.curve import LEAST
-from gpubound.kernels.dynamic_tanh import NORM
-from gpubound.kernels.richards import GATE, VALUE
 from gpubound.measure import Prepared
+from gpubound.models.richards import kernels as richards_kernels
+from gpubound.models.richards.kernels.curve import LEAST
+from gpubound.models.richards.kernels.dynamic_tanh import NORM
+from gpubound.models.richards.kernels.richards import GATE, VALUE
 
 from .door import Door, Drawer
 from .shapes import Shape
@@ -93,7 +94,7 @@ def dynamic_tanh(shape: Shape, draw: Drawer) -> Door:
     x, alpha, weight, bias = draw(draw.tokens, shape.hidden), draw(1, scale=0.5), draw(shape.hidden), draw(shape.hidden)
     return Door(
         [x, alpha, weight, bias],
-        ours=kernels.dynamic_tanh,
+        ours=richards_kernels.dynamic_tanh,
         eager=lambda x, a, w, b: torch.tanh(a * x) * w + b,
         liger=_liger("liger_dyt"),
         saved_bytes=x.nbytes + weight.nbytes,
@@ -201,7 +202,7 @@ def richards_glu(shape: Shape, draw: Drawer) -> Door:
 
     return Door(
         [packed, value, gate],
-        ours=lambda packed, value, gate: kernels.richards_glu(packed, value, gate, VALUE, GATE),
+        ours=lambda packed, value, gate: richards_kernels.richards_glu(packed, value, gate, VALUE, GATE),
         eager=eager,
         saved_bytes=packed.nbytes + value.nbytes + gate.nbytes,
     )
@@ -211,7 +212,7 @@ def richards_norm(shape: Shape, draw: Drawer) -> Door:
     x, free, weight, bias = draw(draw.tokens, shape.hidden), draw(3, scale=0.3), draw(shape.hidden), draw(shape.hidden)
     return Door(
         [x, free, weight, bias],
-        ours=lambda x, free, w, b: kernels.richards_norm(x, free, NORM, w, b),
+        ours=lambda x, free, w, b: richards_kernels.richards_norm(x, free, NORM, w, b),
         eager=lambda x, free, w, b: (_curve(x, free, tanh=True) * w + b).to(x.dtype),
         saved_bytes=x.nbytes + free.nbytes + weight.nbytes,
     )

@@ -50,7 +50,7 @@ def shared(op: str, devices: int) -> tuple:
 
 
 def curve(*form: Any) -> Any:
-    from gpubound.kernels import Curve
+    from gpubound.models.richards.kernels import Curve
 
     return Curve(*form)
 

@@ -12,6 +12,7 @@ from gpubound import kernels, trace
 from gpubound.errors import FallbackError, KernelError
 from gpubound.kernels import dispatch, selftest
 from gpubound.kernels.triton import norms as fast
+from gpubound.models.richards import kernels as richards_kernels
 from tests.messages import message
 
 from .cases import definitions, draw, same
@@ -116,21 +117,21 @@ def test_the_doors_hand_on_their_callers_shape(monkeypatch):
     monkeypatch.setattr(dispatch, "_source", source)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     draw = lambda *shape: torch.randn(*shape).as_subclass(Cuda)  # noqa: E731
-    logistic = kernels.Curve()
+    logistic = richards_kernels.Curve()
     x, angles = draw(2, 3, 48), (torch.ones(3, 2), torch.zeros(3, 2))
     kernels.rms_norm(x)
     kernels.add_rms_norm(x, x)
     kernels.layer_norm(x)
-    kernels.dynamic_tanh(x, torch.ones(1), torch.ones(48))
-    kernels.add_dynamic_tanh(x, x, torch.ones(1), torch.ones(48))
-    kernels.richards_norm(x, None, logistic, torch.ones(48))
-    kernels.add_richards_norm(x, x, None, logistic, torch.ones(48))
+    richards_kernels.dynamic_tanh(x, torch.ones(1), torch.ones(48))
+    richards_kernels.add_dynamic_tanh(x, x, torch.ones(1), torch.ones(48))
+    richards_kernels.richards_norm(x, None, logistic, torch.ones(48))
+    richards_kernels.add_richards_norm(x, x, None, logistic, torch.ones(48))
     kernels.swiglu(x)
     kernels.geglu(x, x)
     kernels.swiglu_backward(draw(2, 24), draw(2, 48))
-    kernels.richards(x, None, logistic)
-    kernels.richards_glu(x, None, None, logistic, logistic)
-    kernels.richards_glu_backward(draw(2, 24), draw(2, 48), None, None, logistic, logistic)
+    richards_kernels.richards(x, None, logistic)
+    richards_kernels.richards_glu(x, None, None, logistic, logistic)
+    richards_kernels.richards_glu_backward(draw(2, 24), draw(2, 48), None, None, logistic, logistic)
     kernels.rope(draw(2, 3, 4, 6), draw(2, 3, 2, 6), *angles)
     kernels.rope_qkv(x, *angles, 4, 2)
     kernels.cross_entropy(x, torch.ones(2, 3, dtype=torch.long), softcap=2.0)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpubound import kernels
 from gpubound.device import chip
 from gpubound.kernels import plans
 from gpubound.kernels.plans.types import Job, WalkPlan
-from gpubound.kernels.triton import poly_attention as fast
+from gpubound.models.richards import kernels
+from gpubound.models.richards.kernels.triton import poly_attention as fast
 from tests.messages import message
 
 from .cases import assert_inside, banded, definitions, draw, parity, same

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpubound import kernels
 from gpubound.kernels import plans
 from gpubound.kernels.plans.types import MatrixPlan, job_of
-from gpubound.kernels.triton import rg_lru as fast
+from gpubound.models.richards import kernels
+from gpubound.models.richards.kernels.triton import rg_lru as fast
 
 from .cases import TOLERANCE, assert_inside, banded, definitions, draw, parity, same
 

@@ -9,12 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-from gpubound import kernels
 from gpubound.kernels import plans
-from gpubound.kernels.curve import LEAST, NAMES, POSITIVE, Curve
 from gpubound.kernels.plans.types import StridePlan
-from gpubound.kernels.richards import GATE, VALUE
-from gpubound.kernels.triton import _curve, richards as fast
+from gpubound.models.richards import kernels
+from gpubound.models.richards.kernels.curve import LEAST, NAMES, POSITIVE, Curve
+from gpubound.models.richards.kernels.richards import GATE, VALUE
+from gpubound.models.richards.kernels.triton import _curve, richards as fast
 from tests.messages import message
 
 from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same

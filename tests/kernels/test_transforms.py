@@ -51,15 +51,16 @@ def test_a_transform_that_sees_into_no_kernel_takes_the_reference(transform, x, 
 NORMS = """
     import torch
     from gpubound import kernels
+    from gpubound.models.richards import kernels as richards_kernels
 
     def call(x, r, w, b, a, f):
         y, s = kernels.add_rms_norm(x, r, w)
         y = kernels.group_norm(kernels.layer_norm(kernels.rms_norm(y, w), w, b), 2, w, b)
-        y = kernels.dynamic_tanh(y, a, w, b) + s
-        y = kernels.richards_glu(y, f, None, curve, kernels.Curve())  # by the definition, which the compiler fuses itself
-        return kernels.richards_norm(kernels.richards(y, f, curve), f, curve, w[:4], b[:4])
+        y = richards_kernels.dynamic_tanh(y, a, w, b) + s
+        y = richards_kernels.richards_glu(y, f, None, curve, richards_kernels.Curve())  # by the definition
+        return richards_kernels.richards_norm(richards_kernels.richards(y, f, curve), f, curve, w[:4], b[:4])
 
-    curve = kernels.Curve(("nu", "k", "m", "bias"), "free", tail=True)
+    curve = richards_kernels.Curve(("nu", "k", "m", "bias"), "free", tail=True)
     shapes = [(3, 8), (3, 8), (8,), (8,), (1,), (4,)]
     arguments = [torch.randn(s, device=DEVICE, requires_grad=True) for s in shapes]
 """

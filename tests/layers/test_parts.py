@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize, prune
 
 from gpubound import layers
 from gpubound.kernels.norms import rms_norm_reference as rms_norm
+from gpubound.models.richards.layers import RichardsGLU
 from tests.messages import message
 
 B, T, HIDDEN, HEADS, KV, D = 2, 7, 12, 4, 2, 6
@@ -272,12 +273,12 @@ def test_under_autocast_a_norm_gives_what_products_read(residual, monkeypatch):
     torch.manual_seed(0)
 
     def block():
-        glu = layers.RichardsGLU(HIDDEN, 2 * HIDDEN, residual=residual)
+        glu = RichardsGLU(HIDDEN, 2 * HIDDEN, residual=residual)
         return layers.Block(layers.Attention(HIDDEN, HEADS, KV, D), glu, HIDDEN)
 
     blocks, norm = nn.ModuleList([block(), block()]), layers.RMSNorm(HIDDEN)
     x, seen = x_of(B, T, HIDDEN, dtype=torch.float32), []
-    for kind in (layers.Attention, layers.RichardsGLU):
+    for kind in (layers.Attention, RichardsGLU):
         mix = kind.mix
         monkeypatch.setattr(kind, "mix", lambda self, y, *rest, mix=mix: (seen.append(y.dtype), mix(self, y, *rest))[1])
     runs = []

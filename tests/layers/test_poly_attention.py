@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from gpubound import layers
-from gpubound.kernels.curve import Curve
-from gpubound.layers.poly_attention import PolyAttention, poly_calls
+from gpubound.models.richards.kernels.curve import Curve
+from gpubound.models.richards.layers.poly_attention import PolyAttention, poly_calls
 
 from .test_parts import agree, turned, x_of
 
@@ -117,7 +117,7 @@ def test_its_numbers_are_kept_in_fp32_and_the_rest_in_16_bits():
 
 
 def test_what_it_calls_is_what_it_said(monkeypatch):
-    from gpubound.kernels import poly_attention as door
+    from gpubound.models.richards.kernels import poly_attention as door
 
     asked = []
     chosen = door.__globals__["implementation"]

@@ -13,7 +13,7 @@ from gpubound import layers
 from gpubound.layers import recompute
 from gpubound.layers.block import Block, run_block
 from gpubound.layers.linear_product import linear
-from gpubound.layers.richards import RichardsGLU
+from gpubound.models.richards.layers import DynamicTanh, RichardsGLU, RichardsNorm
 from tests.messages import message
 
 TOKENS, HIDDEN, WIDE = 16, 32, 64
@@ -192,8 +192,8 @@ ROWS, COLUMNS = 2048, 1024
 def _norm_of(kind):
     return {
         "rms": layers.RMSNorm,
-        "dynamic tanh": layers.DynamicTanh,
-        "richards": layers.RichardsNorm,
+        "dynamic tanh": DynamicTanh,
+        "richards": RichardsNorm,
     }[kind](COLUMNS)
 
 

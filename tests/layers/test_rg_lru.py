@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from gpubound.layers import MLP, RGLRU, Block
+from gpubound.layers import MLP, Block
+from gpubound.models.richards.layers import RGLRU
 from tests.messages import message
 
 HIDDEN, WIDTH = 6, 4

@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpubound as gb
-from gpubound.kernels import Curve
-from gpubound.layers import MLP, Attention, Block, DynamicTanh, RichardsCurve, RichardsGLU, RichardsNorm, run_blocks
+from gpubound.layers import MLP, Attention, Block, run_blocks
 from gpubound.layers.linear_product import linear
 from gpubound.layers.recompute import recomputing
-from gpubound.layers.richards import richards_glu_calls
+from gpubound.models.richards.kernels import Curve
+from gpubound.models.richards.layers import DynamicTanh, RichardsCurve, RichardsGLU, RichardsNorm
+from gpubound.models.richards.layers.richards import richards_glu_calls
 from gpubound.train import Accumulators
 
 FP64 = torch.float64

@@ -18,12 +18,6 @@ from .decode_product import (
     norm_product as norm_product,
     send_product as send_product,
 )
-from .dynamic_tanh import (
-    add_dynamic_tanh as add_dynamic_tanh,
-    add_richards_norm as add_richards_norm,
-    dynamic_tanh as dynamic_tanh,
-    richards_norm as richards_norm,
-)
 from .experts import (
     add_routed as add_routed,
     route as route,
@@ -43,7 +37,6 @@ from .nf4 import dequantize_nf4 as dequantize_nf4
 from .ngram_speculation import accept as accept, propose as propose
 from .norms import add_rms_norm as add_rms_norm, layer_norm as layer_norm, rms_norm as rms_norm
 from .peer_exchange import send_words as send_words, take_words as take_words
-from .poly_attention import poly_attention as poly_attention, poly_attention_step as poly_attention_step
 from .quantize import (
     quantize as quantize,
     quantize_rows as quantize_rows,
@@ -61,13 +54,6 @@ from .quantized_product import (
     quantized_routed_gate_up as quantized_routed_gate_up,
 )
 from .registry import reference as reference
-from .rg_lru import rg_lru as rg_lru
-from .richards import (
-    Curve as Curve,
-    richards as richards,
-    richards_glu as richards_glu,
-    richards_glu_backward as richards_glu_backward,
-)
 from .rope import rope as rope, rope_qkv as rope_qkv
 from .sampling import pick as pick, sample as sample
 from .tiled_product import (

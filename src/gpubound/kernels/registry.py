@@ -16,16 +16,21 @@ import torch
 from ..device import constant
 from ..words import nearest
 
-FAMILIES = ("gpubound.models.deepseek_v4.kernels",)  # packages of ops that only one family needs
+# Packages of ops that only one family needs.
+FAMILIES = ("gpubound.models.deepseek_v4.kernels", "gpubound.models.richards.kernels")
 
 
 class Op(NamedTuple):
-    package: str
+    kernels: ModuleType  # the package of its kernel's file
     file: str
     reference: Callable
     # Draws positional arguments for the self-test: example(generator), or with the shape that the door passes on. Of that shape
     # they take the very kernels that the caller's own arguments will.
     example: Callable[..., tuple]
+
+    @property
+    def package(self) -> str:
+        return self.kernels.__name__.removesuffix(".triton")
 
 
 OPS: dict[str, Op] = {}
@@ -36,7 +41,8 @@ def definition(example: Callable[..., tuple], op: str | None = None) -> Callable
 
     def register(function: Callable) -> Callable:
         package, _, file = function.__module__.rpartition(".")
-        OPS[op or function.__name__.removesuffix("_reference")] = Op(package, file, function, example)
+        kernels = import_module(f"{package}.triton")
+        OPS[op or function.__name__.removesuffix("_reference")] = Op(kernels, file, function, example)
         return function
 
     return register
@@ -87,11 +93,16 @@ def every() -> dict[str, Op]:
 
 def load(source: str, op: str) -> Callable:
     """The function that computes `op`: its kernel for the source "triton", its definition for "reference"."""
-    package, file, function, _ = OPS[op]
-    return function if source == "reference" else getattr(_kernels(package, file), op)
+    kernels, file, function, _ = OPS[op]
+    if source == "reference":
+        return function
+    _import(kernels.__name__, file)
+    return getattr(getattr(kernels, file), op)  # torch.compile takes no module as a constant
 
 
 @constant
-def _kernels(package: str, file: str) -> ModuleType:
-    # import_module waits for another thread that is in the middle of the same import, as a self-test may be.
-    return import_module(f"{package}.triton.{file}")
+def _import(package: str, file: str) -> None:
+    # A module is in sys.modules from the beginning of its import, which another thread's self-test may be in the middle of; its
+    # package has it at the end.
+    if not hasattr(import_module(package), file):
+        import_module(f"{package}.{file}")

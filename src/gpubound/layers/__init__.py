@@ -5,13 +5,9 @@ Children carry Hugging Face's names, so checkpoints fit both ways.
 
 from .attention import Attention as Attention, RopeTable as RopeTable, RotaryAngles as RotaryAngles
 from .block import Block as Block, run_blocks as run_blocks
-from .dynamic_tanh import DynamicTanh as DynamicTanh, RichardsNorm as RichardsNorm
 from .embedding_and_head import LMLoss as LMLoss, look_up as look_up, shift as shift
 from .fused_weights import Stacked as Stacked
 from .linear_product import fused_linear as fused_linear, linear as linear
 from .mlp import MLP as MLP
 from .moe import MoE as MoE
 from .norm import RMSNorm as RMSNorm
-from .poly_attention import PolyAttention as PolyAttention
-from .rg_lru import RGLRU as RGLRU
-from .richards import RichardsCurve as RichardsCurve, RichardsGLU as RichardsGLU

@@ -16,7 +16,6 @@ from .. import device as facts
 from ..errors import PlaceError
 from ..kernels.dispatch import hasten, runs
 from ..layers.fused_weights import Projecting
-from ..layers.richards import CurveNumbers
 from ..lora import peft_layers as peft_layers  # from now on, projections that PEFT has adapted are read
 from ..trace import fallback
 from . import candidates
@@ -192,7 +191,7 @@ def _within_ours(model: nn.Module, name: str) -> bool:
     And the numbers of a curve, for which the layer speaks that computes with them.
     """
     parents = [name[:i] for i, c in enumerate(name) if c == "."]
-    return isinstance(model.get_submodule(name), CurveNumbers) or any(
+    return getattr(type(model.get_submodule(name)), "in_parents_row", False) or any(
         isinstance(model.get_submodule(p), Projecting) for p in parents
     )
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, fields
 
-from ...kernels.poly_attention import DEGREES
 from ...words import hint
 from ..llama.decoder import DecoderConfig
+from .kernels.poly_attention import DEGREES
 from .parts import TABLES, NamedPart
 
 TIMES = ("none", "film")

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ...kernels.dispatch import Call
-from ...kernels.dynamic_tanh import NORM
 from ...layers.attention import Attention, turn_calls
-from ...layers.dynamic_tanh import DynamicTanh, RichardsNorm
 from ...layers.mlp import MLP, gated_calls
 from ...layers.moe import MoE
 from ...layers.norm import RMSNorm
-from ...layers.poly_attention import PolyAttention, poly_calls
-from ...layers.rg_lru import RGLRU, rg_lru_calls
-from ...layers.richards import RichardsGLU, richards_glu_calls
+from .kernels.dynamic_tanh import NORM
+from .layers.dynamic_tanh import DynamicTanh, RichardsNorm
+from .layers.poly_attention import PolyAttention, poly_calls
+from .layers.rg_lru import RGLRU, rg_lru_calls
+from .layers.richards import RichardsGLU, richards_glu_calls
 
 if TYPE_CHECKING:
     from .config import RichardsConfig

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .....kernels.triton._launch import first_order_only
+from .....kernels.triton._math import reciprocal
+from .....kernels.triton._row_reduction import _columns, _tile, _tile_of, deliver_parts, walk
 from ..curve import Curve
 from ._curve import SUMS, add_sums, deliver_curves, no_sums, numbers, put_sums, sigma_of, value_of
-from ._launch import first_order_only
-from ._math import reciprocal
-from ._row_reduction import _columns, _tile, _tile_of, deliver_parts, walk
 
 
 @triton.jit

@@ -9,10 +9,10 @@ There are no statistics: a row's numbers do not depend on each other. Each has a
 import torch
 from torch import Tensor
 
-from .checks import require_device, require_residual, require_rows, too_wide
+from ....kernels.checks import require_device, require_residual, require_rows, too_wide
+from ....kernels.dispatch import implementation
+from ....kernels.registry import definition, draw
 from .curve import Curve
-from .dispatch import implementation
-from .registry import definition, draw
 from .richards import chosen, draw_free, require_free
 
 NORM = Curve(("nu", "k", "m"), "tanh", k=0.5)

@@ -11,11 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .checks import require_device, require_last
+from ....kernels.checks import require_device, require_last
+from ....kernels.dispatch import implementation
+from ....kernels.gated import check_half
+from ....kernels.registry import definition, draw, load
 from .curve import Curve as Curve
-from .dispatch import implementation
-from .gated import check_half
-from .registry import definition, draw, load
 
 VALUE = Curve(("nu", "k", "m", "bias"), "free", tail=True)
 """A value's curve. gain is left out: it stretches all of h, as the product behind does, and bias alone sets how much of x1

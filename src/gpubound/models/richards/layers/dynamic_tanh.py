@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....layers import recompute
+from ....layers.fused_weights import Kernels
 from ..kernels import Curve, add_dynamic_tanh, add_richards_norm, dynamic_tanh, richards_norm
 from ..kernels.dynamic_tanh import NORM
-from . import recompute
-from .fused_weights import Kernels
 from .richards import CurveNumbers, at_least_fp32
 
 

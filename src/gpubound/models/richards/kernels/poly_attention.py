@@ -16,9 +16,9 @@ Legend: B batch, T tokens, H query heads, K key and value heads, D width of a he
 import torch
 from torch import Tensor
 
-from .checks import require
-from .dispatch import implementation
-from .registry import definition, draw, ints
+from ....kernels.checks import require
+from ....kernels.dispatch import implementation
+from ....kernels.registry import definition, draw, ints
 
 DEGREES = (1, 3, 5, 7)
 WIDEST_HEAD = 128

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....kernels.dispatch import Call
+from ....layers.attention import Attention, Rope
+from ....layers.fused_weights import Kernels, run_linear
 from ..kernels import poly_attention, poly_attention_step
-from ..kernels.dispatch import Call
 from ..kernels.poly_attention import EVEN
 from ..kernels.richards import GATE
-from .attention import Attention, Rope
-from .fused_weights import Kernels, run_linear
 from .richards import RichardsCurve, given
 
 TABLE_SPREAD = 0.02

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....kernels.dispatch import Call
+from ....layers.attention import Rope
+from ....layers.fused_weights import Kernels, Projecting, Stacked, run_linear
 from ..kernels import rg_lru
-from ..kernels.dispatch import Call
 from ..kernels.rg_lru import POWER
-from .attention import Rope
-from .fused_weights import Kernels, Projecting, Stacked, run_linear
 
 REMEMBERED = (0.9, 0.999)  # what a channel keeps of its state in a token whose gate is open, at first: drawn between these
 

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....kernels.dispatch import Call
+from ....layers import recompute
+from ....layers.fused_weights import Kernels, Projecting, Stacked, run_linear
+from ....layers.linear_formats import AS_IT_IS, format_of
+from ....layers.linear_product import multiply
+from ....layers.mlp import Unit, gated_down, trained_weight
 from ..kernels import Curve, richards, richards_glu, richards_glu_backward
 from ..kernels.curve import NAMES
-from ..kernels.dispatch import Call
 from ..kernels.richards import GATE, VALUE
-from . import recompute
-from .fused_weights import Kernels, Projecting, Stacked, run_linear
-from .linear_formats import AS_IT_IS, format_of
-from .linear_product import multiply
-from .mlp import Unit, gated_down, trained_weight
 
 
 class CurveNumbers(nn.Module):
@@ -26,6 +26,8 @@ class CurveNumbers(nn.Module):
 
     A layer whose kernel computes a curve among other things has this as a child.
     """
+
+    in_parents_row = True  # in a placement's table
 
     def __init__(self, curve: Curve, device=None, dtype=None) -> None:
         super().__init__()

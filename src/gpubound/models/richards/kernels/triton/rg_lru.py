@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plans.types import MatrixPlan, cdiv, job_of, power_of_two
-from ._launch import first_order_only, launch
-from ._math import sigmoid
+from .....kernels.plans.types import MatrixPlan, cdiv, job_of, power_of_two
+from .....kernels.triton._launch import first_order_only, launch
+from .....kernels.triton._math import sigmoid
 
 
 @triton.jit

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import require_device, require_last
-from .dispatch import implementation
-from .registry import definition, draw
+from ....kernels.checks import require_device, require_last
+from ....kernels.dispatch import implementation
+from ....kernels.registry import definition, draw
 
 POWER = 8.0
 LEAST = -80.0  # of log a: exp of less is 0 in fp32, and sums of many such logs stay finite

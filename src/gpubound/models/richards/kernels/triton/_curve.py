@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..accumulate import deliver, main_gradient, opens
+from .....kernels.accumulate import deliver, main_gradient, opens
+from .....kernels.side_stream import aside
 from ..curve import LEAST, NAMES, POSITIVE, Curve
-from ..side_stream import aside
 
 SUMS = 8  # five, and room to a power of two
 PARTS = 512  # programs whose sums are added at a time: as many as most launches have, for each round waits for memory

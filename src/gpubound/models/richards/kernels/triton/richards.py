@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .....kernels.plans.types import StridePlan, cdiv, job_of, power_of_two
+from .....kernels.triton._launch import first_order_only, launch
+from .....kernels.triton.gated import _halves, _matrix
 from ..curve import Curve
-from ..plans.types import StridePlan, cdiv, job_of, power_of_two
 from ._curve import SUMS, add_sums, deliver_curves, gradients, no_sums, numbers, put_sums, sigma_of, value_of
-from ._launch import first_order_only, launch
-from .gated import _halves, _matrix
 
 
 @triton.jit
