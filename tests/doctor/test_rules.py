@@ -230,10 +230,10 @@ def test_the_remedy_is_that_of_what_was_called():
 
 
 def test_the_docs_have_every_rule_with_its_threshold():
-    page = (Path(gpubound.__file__).parents[2] / "docs/doctor-rules.md").read_text(encoding="utf-8")
+    page = (Path(gpubound.__file__).parents[2] / "docs/doctor-how.md").read_text(encoding="utf-8")
     rows = [f"| `{'`, `'.join(rule.kinds)}` | {rule.finds} | {rule.threshold} | {rule.why} |" for rule in RULES]
     for each in rows:
-        assert each in page, f"docs/doctor-rules.md lacks the line {each}"
+        assert each in page, f"docs/doctor-how.md lacks the line {each}"
 
 
 def test_an_update_by_parameters_costs_its_launches_or_its_passes():

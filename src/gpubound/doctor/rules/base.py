@@ -28,7 +28,7 @@ class StallCandidate:
 
 @dataclass(frozen=True)
 class StallRule:
-    """`threshold` in the words of the table in docs/doctor-rules.md, with `why`."""
+    """`threshold` in the words of the table in docs/doctor-how.md, with `why`."""
 
     name: str
     kinds: tuple[str, ...]
