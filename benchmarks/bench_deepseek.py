@@ -18,7 +18,7 @@ import gpubound
 from gpubound import measure
 from gpubound.cli import arguments, guarded
 from gpubound.decode.stages.spread import SPLITS
-from gpubound.decode.step_graphs import LaunchWay
+from gpubound.decode.step_graphs import SamplingVariant
 from gpubound.device import resolve, usable_bytes
 from gpubound.layers.offload_forward import visiting
 from gpubound.models.deepseek_v4 import kernels
@@ -222,7 +222,7 @@ def captured(decoder: Any, prompt: list[list[int]], new: int) -> float:
 def uncaptured(decoder: Any, new: int) -> float:
     """The same step behind the last request's text, launched by the host."""
     with decoder.plainly():
-        return timed(decoder.body.device, new, lambda: decoder.graphs.run(1, 1, LaunchWay()))
+        return timed(decoder.body.device, new, lambda: decoder.graphs.run(1, 1, SamplingVariant()))
 
 
 def own_forward(model: Any, ids: Tensor, new: int) -> float:
@@ -252,7 +252,7 @@ def count_on_gpu(bench: Bench, case: str, decoder: Any, prompt: list[list[int]],
     from torch.profiler import ProfilerActivity, profile
 
     with decoder.plainly(), profile(activities=[ProfilerActivity.CUDA]) as seen:
-        decoder.graphs.run(1, 1, LaunchWay())
+        decoder.graphs.run(1, 1, SamplingVariant())
         torch.cuda.synchronize()
     launched = [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     for name in sorted(set(launched), key=launched.count, reverse=True):

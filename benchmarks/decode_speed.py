@@ -21,7 +21,14 @@ PACKED = {"int4": 1.8, "int8": None, "fp8": None}  # copies of the weights -> ga
 
 
 def measure_speed(
-    bench: Bench, name: str, model: Any, rows: int, peers: Sequence[str], rounds: int, read_bytes_per_s: float, note: str = ""
+    bench: Bench,
+    name: str,
+    model: Any,
+    rows: int,
+    peers: Sequence[str],
+    rounds: int,
+    read_bytes_per_s: float,
+    note: str = "",
 ) -> dict[str, list[float]]:
     """Seconds of each, round by round; nothing where ours could not be timed. `note` stands behind the shape's name."""
     case, ids = f"{name}{note} batch {rows}", prompts(name, rows, bench.device)

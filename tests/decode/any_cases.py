@@ -5,8 +5,8 @@ import functools
 import torch
 import transformers
 
-from gpubound.decode.hf_forward import StaticBody
-from gpubound.decode.runner import Build
+from gpubound.decode.hf_forward import StaticCacheRunner
+from gpubound.decode.runner import RunnerConfig
 
 SIZES = {
     "vocab_size": 89,
@@ -73,8 +73,8 @@ model_of = functools.cache(build)
 
 
 @functools.cache
-def body_of(family: str, device: str | torch.device = "cpu") -> StaticBody:
-    return StaticBody(build(family).to(device), Build(4, 80))
+def body_of(family: str, device: str | torch.device = "cpu") -> StaticCacheRunner:
+    return StaticCacheRunner(build(family).to(device), RunnerConfig(4, 80))
 
 
 def prompts(lengths=(1, 19, 6, 12)) -> list[torch.Tensor]:
@@ -82,7 +82,7 @@ def prompts(lengths=(1, 19, 6, 12)) -> list[torch.Tensor]:
     return [torch.randint(89, (length,), generator=generator) for length in lengths]
 
 
-def start(body: StaticBody, rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def start(body: StaticCacheRunner, rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Prefill all but the last token of each row, garbage behind; (last tokens, their places)."""
     ids = torch.randint(89, (len(rows), max(map(len, rows)) - 1), generator=torch.Generator().manual_seed(2))
     for filled, row in zip(ids, rows):
@@ -93,7 +93,7 @@ def start(body: StaticBody, rows: list[torch.Tensor]) -> tuple[torch.Tensor, tor
     return token.to(body.device), lengths.int().to(body.device)
 
 
-def go_on(body: StaticBody, token: torch.Tensor, position: torch.Tensor, new: int = NEW, logits: list | None = None):
+def go_on(body: StaticCacheRunner, token: torch.Tensor, position: torch.Tensor, new: int = NEW, logits: list | None = None):
     """The `new` greedy tokens of every row, (rows, new). `logits` collects what each step gave."""
     found = []
     for _ in range(new):

@@ -350,4 +350,4 @@ def test_the_kernels_that_steps_ask_for_are_tested_early(monkeypatch):
 
     monkeypatch.setattr("gpubound.kernels.decode_product.implementation", noted)
     of(gb.decoder(model, 1, cases.ROOM))
-    assert {call for call in asked if call[0] != "norm_rows"} <= set(calls.step_calls(bind(model), None))
+    assert {call for call in asked if call[0] != "norm_rows"} <= set(calls.kernel_calls(bind(model), None))

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from gpubound.decode import hf_forward as any_body
-from gpubound.decode.hf_forward import StaticBody
-from gpubound.decode.runner import Build
+from gpubound.decode.hf_forward import StaticCacheRunner
+from gpubound.decode.runner import RunnerConfig
 
 from .any_cases import body_of, go_on, model_of, prompts, start
 
@@ -48,7 +48,7 @@ def test_a_prefill_leaves_the_rows_it_does_not_name():
 
 @pytest.mark.parametrize("family", ["phi", "gemma2-eager"])
 def test_a_prefill_in_chunks_fills_the_same_cache(family, monkeypatch):
-    body = StaticBody(model_of(family), Build(2, 80))
+    body = StaticCacheRunner(model_of(family), RunnerConfig(2, 80))
     ids = torch.stack([prompts((40,))[0], prompts((40,))[0].flip(0)])
     body.prefill(ids)
     whole = [buffer.clone() for buffer in body.buffers()]
@@ -60,7 +60,7 @@ def test_a_prefill_in_chunks_fills_the_same_cache(family, monkeypatch):
 
 
 def test_a_row_that_is_full_stays_in_its_own_row():
-    body = StaticBody(model_of("gpt2"), Build(2, 16))
+    body = StaticCacheRunner(model_of("gpt2"), RunnerConfig(2, 16))
     token, position = start(body, prompts((3, 3)))
     alone = body.step(token, position).clone()
     full = torch.tensor([3, 16], dtype=torch.int32)  # as the state leaves a row whose last token found no place

@@ -8,8 +8,8 @@ import transformers
 from torch import nn
 
 import gpubound as gb
-from gpubound.decode.hf_forward import StaticBody
-from gpubound.decode.runner import Build
+from gpubound.decode.hf_forward import StaticCacheRunner
+from gpubound.decode.runner import RunnerConfig
 from gpubound.models.keywords import cache_word
 from tests.messages import message
 
@@ -19,7 +19,7 @@ from .any_cases import ENDS, FALCON, GROUPED, SIZES, build, generated, go_on, lo
 
 def refusal(model, max_batch=2, max_length=32) -> str:
     with pytest.raises(ValueError) as error:
-        StaticBody(model, Build(max_batch, max_length))
+        StaticCacheRunner(model, RunnerConfig(max_batch, max_length))
     return str(error.value)
 
 
@@ -82,7 +82,7 @@ def test_models_that_no_static_cache_holds(what):
 def test_a_long_rotary_table_is_held_below_its_change():
     _, make = REFUSED[next(what for what in REFUSED if "longrope" in what)]
     model = make()
-    body = StaticBody(model, Build(4, 16))
+    body = StaticCacheRunner(model, RunnerConfig(4, 16))
     rows = go_on(body, *start(body, prompts((1, 5, 3, 8))), 8).tolist()
     assert rows == [generated(model, prompt, 8) for prompt in prompts((1, 5, 3, 8))]
 
@@ -96,7 +96,7 @@ def test_models_that_are_not_ready():
         "decoder: model: got GPT2LMHeadModel in training mode, wanted eval mode, where dropout is off; call model.eval() first."
     )
     assert refusal(model) == training
-    body = StaticBody(model.eval(), Build(2, 32))
+    body = StaticCacheRunner(model.eval(), RunnerConfig(2, 32))
     with pytest.raises(ValueError) as error:
         body.model.train() and body.prefill(torch.zeros(1, 3, dtype=torch.long))
     assert str(error.value) == training
@@ -122,8 +122,8 @@ def test_a_model_that_does_not_follow_the_mask_is_refused(monkeypatch):
         r"most 0\.005: its attention does not follow the mask and the positions that it is given\."
     )
     assert re.fullmatch(sentence.format("BertLMHeadModel"), refusal(bert))
-    masks = StaticBody._masks
-    monkeypatch.setattr(StaticBody, "_masks", lambda self, place, end: masks(self, place + 1, end))
+    masks = StaticCacheRunner._masks
+    monkeypatch.setattr(StaticCacheRunner, "_masks", lambda self, place, end: masks(self, place + 1, end))
     assert re.fullmatch(sentence.format("GPT2LMHeadModel"), refusal(model_of("gpt2")))
 
 

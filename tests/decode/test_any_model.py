@@ -7,8 +7,8 @@ import torch
 import transformers
 
 from gpubound.decode import hf_cache as fit, hf_forward as any_body
-from gpubound.decode.hf_forward import StaticBody
-from gpubound.decode.runner import Build
+from gpubound.decode.hf_forward import StaticCacheRunner
+from gpubound.decode.runner import RunnerConfig
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
 from tests.messages import message
@@ -39,7 +39,7 @@ def test_rows_in_another_order_give_the_same_tokens(family, device):
 
 
 def test_weights_changed_in_place_are_seen_and_no_address_changes():
-    body = StaticBody(build("gpt2"), Build(4, 80))
+    body = StaticCacheRunner(build("gpt2"), RunnerConfig(4, 80))
     addresses = [tensor.data_ptr() for tensor in body.buffers()]
     before = body.step(*start(body, prompts())).clone()
     with torch.no_grad():
@@ -55,7 +55,7 @@ def test_weights_changed_in_place_are_seen_and_no_address_changes():
 
 
 def test_a_weight_that_moved_is_named_until_the_body_is_bound_anew():
-    body = StaticBody(build("gpt2"), Build(2, 32))
+    body = StaticCacheRunner(build("gpt2"), RunnerConfig(2, 32))
     body.model.transformer.h[1].mlp.c_fc.weight.data = body.model.transformer.h[1].mlp.c_fc.weight.data.clone()
     assert body.moved() == "transformer.h.1.mlp.c_fc.weight"
     body.rebind()
@@ -90,7 +90,7 @@ def test_bytes_of_a_step():
 
 
 def test_the_first_module_with_a_nan_is_located():
-    body = StaticBody(build("gpt2"), Build(2, 32))
+    body = StaticCacheRunner(build("gpt2"), RunnerConfig(2, 32))
     with torch.no_grad():
         body.model.transformer.h[1].mlp.c_fc.weight[3, 4] = float("nan")
     assert body.locate(prompts()[1]) == "transformer.h.1.mlp.c_fc"
@@ -115,7 +115,7 @@ class TestOnThePretendGpu:
 
     @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("mixtral", "qwen2_moe")])
     def test_a_step_never_waits_for_the_device(self, family, sim):
-        body = StaticBody(build(family).to(sim), Build(4, 80))
+        body = StaticCacheRunner(build(family).to(sim), RunnerConfig(4, 80))
         token, position = start(body, prompts())
         with no_stall(), watch() as ledger:
             for _ in range(2):
@@ -128,7 +128,7 @@ class TestOnThePretendGpu:
         model = build("mixtral")
         want = go_on(body_of("mixtral"), *start(body_of("mixtral"), prompts()), 6)
         model.set_experts_implementation("eager")
-        body = StaticBody(model.to(sim), Build(4, 80))
+        body = StaticCacheRunner(model.to(sim), RunnerConfig(4, 80))
         token, position = start(body, prompts())
         with no_stall():
             body.step(token, position)
@@ -145,11 +145,8 @@ class TestOnThePretendGpu:
         attention, ask = model.transformer.h[0].attn, model.transformer.h[0].attn.forward
         attention.forward = lambda hidden, *rest, **named: (hidden.sum().item(), ask(hidden, *rest, **named))[1]
         with pytest.raises(ValueError, match=r"test_any_model\.py") as error:
-            StaticBody(model, Build(4, 80))
-        assert str(error.value).startswith(
-            "StaticBody: model: got GPT2LMHeadModel, whose forward makes the host wait in every token, wanted one that a CUDA "
-            "graph can hold: "
-        )
+            StaticCacheRunner(model, RunnerConfig(4, 80))
+        assert str(error.value).startswith("decoder: model: got GPT2LMHeadModel") and "host wait" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +167,7 @@ def test_how_a_step_computes_experts_on_cuda(held, dtype, capability, wanted, mo
 
 
 def test_report():
-    assert StaticBody(model_of("gemma2-eager"), Build(4, 64)).report()[:-1] == [
+    assert StaticCacheRunner(model_of("gemma2-eager"), RunnerConfig(4, 64)).report()[:-1] == [
         (
             "forward",
             "Gemma2ForCausalLM.forward, static cache",
@@ -184,7 +181,7 @@ def test_report():
         ),
         ("cache", "2 layers, 0.1 MiB, float32", "a device index for each row"),
     ]
-    *_, experts, trial = StaticBody(model_of("mixtral"), Build(2, 64)).report()
+    *_, experts, trial = StaticCacheRunner(model_of("mixtral"), RunnerConfig(2, 64)).report()
     assert experts == ("experts", "grouped_mm", message("decode/any_model:report"))
     assert re.fullmatch(r"logits within \d\.\de-0[678] of the model's own", trial[1])
     assert trial[2] == message("decode/any_model:report.2")
@@ -200,7 +197,7 @@ SERVED = {  # sizes of real models, few layers; what they are here for
 }
 
 
-def replayed(body: StaticBody, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+def replayed(body: StaticCacheRunner, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """What `go_on` gives, by a graph: on a stream of its own, token and position moving on the device."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -226,7 +223,7 @@ def test_a_captured_step_gives_the_tokens_of_eager_steps(family, deterministic):
     device = torch.device("cuda", 0)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(SERVED[family](), dtype=torch.bfloat16).eval().to(device)
-    body = StaticBody(model, Build(4, 256))
+    body = StaticCacheRunner(model, RunnerConfig(4, 256))
     assert body.routing is None and body.slices == (family == "falcon")
     eager = go_on(body, *start(body, prompts()))
     assert torch.equal(replayed(body, *start(body, prompts())), eager)
@@ -236,7 +233,7 @@ def test_a_captured_step_gives_the_tokens_of_eager_steps(family, deterministic):
 def test_experts_in_fp32_are_captured_by_another_way():
     device = torch.device("cuda", 0)
     torch.use_deterministic_algorithms(False)
-    body = StaticBody(build("mixtral").to(device), Build(4, 80))
+    body = StaticCacheRunner(build("mixtral").to(device), RunnerConfig(4, 80))
     assert body.routing == {"": "batched_mm"}
     eager = go_on(body, *start(body, prompts()))
     assert torch.equal(replayed(body, *start(body, prompts())), eager)

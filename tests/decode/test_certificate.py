@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 import gpubound as gb
 from gpubound.decode import kv_cache, layer, transformer
 from gpubound.decode.step_graphs import StepGraphs
-from gpubound.decode.weight_view import BoundModel, bind
+from gpubound.decode.weight_view import WeightView, bind
 from gpubound.decode.weights import own as own_weights
 from gpubound.models import registry
 from gpubound.models.decoding import READ, unread_option
@@ -95,8 +95,8 @@ def test_a_kernel_of_wide_batches_alone(monkeypatch):
 
 def test_a_prefill_of_its_own(monkeypatch):
     """The keys that a prefill writes, one token late; single steps have written the right ones."""
-    own = transformer.FusedBody.streamed
-    monkeypatch.setattr(transformer.FusedBody, "streamed", lambda body, ids, start: own(body, ids.roll(1, 1), start))
+    own = transformer.FusedRunner.streamed
+    monkeypatch.setattr(transformer.FusedRunner, "streamed", lambda body, ids, start: own(body, ids.roll(1, 1), start))
     assert re.fullmatch(WRONG, refusal())
 
 
@@ -114,7 +114,7 @@ def test_an_attention_that_reads_beyond_the_live_length(monkeypatch):
 
 def bound(monkeypatch, layers=None, shape=None) -> None:
     """Let a model be bound wrongly from its first reading on."""
-    own = BoundModel._read
+    own = WeightView._read
 
     def changed(attention):
         """Of a norm or a product, `layers` may change parts alone."""
@@ -129,7 +129,7 @@ def bound(monkeypatch, layers=None, shape=None) -> None:
         live.layers = [layer._replace(attention=changed(layer.attention)) for layer in live.layers]
         live.shape = replace(live.shape, **(shape or {}))
 
-    monkeypatch.setattr(BoundModel, "_read", read)
+    monkeypatch.setattr(WeightView, "_read", read)
 
 
 @pytest.mark.parametrize(

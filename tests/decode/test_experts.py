@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import gpubound as gb
 from gpubound.decode import moe, weight_view
 from gpubound.decode.moe import each_expert, grouped, not_grouped
-from gpubound.decode.step_graphs import LaunchWay, Stepper
+from gpubound.decode.step_graphs import SamplingVariant, Stepper
 from gpubound.kernels import dispatch
 from gpubound.kernels.experts import likeliest
 from gpubound.watch import no_stall, watch
@@ -169,7 +169,7 @@ class TestHost:
         ids, lengths = torch.zeros(rows, 5, device=sim, dtype=torch.int64), torch.full((rows,), 5, device=sim)
         with no_stall(), torch.no_grad(), watch() as ledger:
             fast.body.prefill(ids, lengths)
-            for way in (LaunchWay(), LaunchWay(greedy=False, penalty=True, logprobs=True)):
+            for way in (SamplingVariant(), SamplingVariant(greedy=False, penalty=True, logprobs=True)):
                 Stepper(fast.body, fast.slots).run(rows, 2, way)
         ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
         got = fast.generate(given, max_new_tokens=12).tokens

@@ -42,7 +42,7 @@ class TestCertificate:
                 if parameter.dim() > 1:
                     parameter.normal_(std=0.15)
         made = gb.decoder(model.to(torch.bfloat16), 1, 32).certificate
-        monkeypatch.setattr(certificate.Choices, "__bool__", lambda choices: False)
+        monkeypatch.setattr(certificate.RoutingTrace, "__bool__", lambda choices: False)
         apart = gb.decoder(model, 1, 32, verify=False)
         ids = torch.randint(cases.VOCABULARY, (8,), generator=torch.Generator().manual_seed(0)).to(device)
         truth = certificate.judge.logits(apart.body.exact(), ids)

@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensor
 
 import gpubound as gb
 from gpubound.decode import weight_view
-from gpubound.decode.step_graphs import LaunchWay, Stepper
+from gpubound.decode.step_graphs import SamplingVariant, Stepper
 from gpubound.kernels import dispatch
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
@@ -35,7 +35,7 @@ def test_steps_never_wait_for_the_device(kind, sim):
     assert fast.path == ""
     fast.generate(cases.prompts(5, 3), max_new_tokens=1, temperature=1.0, repetition_penalty=1.1)
     with no_stall(), torch.no_grad(), watch() as ledger:
-        for way in (LaunchWay(), LaunchWay(greedy=False, penalty=True, logprobs=True)):
+        for way in (SamplingVariant(), SamplingVariant(greedy=False, penalty=True, logprobs=True)):
             Stepper(fast.body, fast.slots).run(2, 3, way)
     ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
 
@@ -120,6 +120,6 @@ def test_a_captured_launch_is_only_a_launch():
     fast.generate(cases.prompts(5, 9, 4), max_new_tokens=41, temperature=1.0)
     with no_stall():
         for k in fast.ladder:
-            fast.graphs.launch(4, k, LaunchWay(greedy=False))
+            fast.graphs.launch(4, k, SamplingVariant(greedy=False))
             fast.slots.send(k)
     fast.slots.drop()

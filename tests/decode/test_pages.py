@@ -8,7 +8,7 @@ import torch
 
 import gpubound as gb
 from gpubound.decode import weight_view
-from gpubound.decode.step_graphs import LaunchWay, Stepper
+from gpubound.decode.step_graphs import SamplingVariant, Stepper
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
 from tests.messages import message
@@ -90,7 +90,7 @@ def test_steps_never_wait_for_the_device(form, monkeypatch):
     assert fast.path == ""
     fast.generate(cases.prompts(5, 3), max_new_tokens=1, temperature=1.0)
     with no_stall(), torch.no_grad(), watch() as ledger:
-        for way in (LaunchWay(), LaunchWay(greedy=False)):
+        for way in (SamplingVariant(), SamplingVariant(greedy=False)):
             Stepper(fast.body, fast.slots).run(2, 2, way)
     ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
     with watch() as ledger:

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 import gpubound as gb
 from gpubound.decode.layer import DenseMLP
-from gpubound.decode.transformer import PARTS, FusedBody
+from gpubound.decode.transformer import PARTS, FusedRunner
 from gpubound.decode.weights import FORMATS
-from gpubound.decode.weights.own import OwnProduct, OwnWeights
+from gpubound.decode.weights.own import DenseFormat, DenseLinear
 from gpubound.kernels import decode_attention, norm_product
 from gpubound.kernels.decode_product import EARLY, FENCE, LATE
 from gpubound.models.decoding import DenseWeights, Linear, Reader, plain_linear, plain_norm
@@ -21,14 +21,14 @@ from tests.messages import message
 from . import cases
 
 
-class SixteenBits(OwnWeights):
+class SixteenBits(DenseFormat):
     """Copies rounded to bf16, in the model's dtype."""
 
     kind, reads = "sixteen", "copies in 16 bits"
 
     def stacked(self, *layers):
         rounded = (layer.weight.detach().bfloat16().to(layer.weight.dtype) for layer in layers)
-        return OwnProduct(*map(Linear, rounded, (layer.bias for layer in layers)))
+        return DenseLinear(*map(Linear, rounded, (layer.bias for layer in layers)))
 
     gate_up = stacked
 
@@ -124,7 +124,7 @@ def test_attention_reads_positions_and_old_keys_behind_a_fence(monkeypatch, devi
     token, position = torch.tensor([[3], [5]], device=device, dtype=torch.int32)
     launches = 2 * 5 + 1  # two layers of q k v, attention, output, gate and up, down; the head
     for mode, fence in ((EARLY, FENCE), (LATE, LATE), (0, 0)):
-        monkeypatch.setattr(FusedBody, "mode", lambda self, rows, mode=mode: mode)
+        monkeypatch.setattr(FusedRunner, "mode", lambda self, rows, mode=mode: mode)
         body.begin(token)
         body.step(token, position)
         assert made == [fence] + [mode] * (launches - 1)

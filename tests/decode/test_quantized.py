@@ -12,9 +12,9 @@ from gpubound.decode import reference
 from gpubound.decode.certificate import MARGIN
 from gpubound.decode.generate import LADDER, FastDecoder
 from gpubound.decode.reference import accuracy
-from gpubound.decode.runner import Build
-from gpubound.decode.step_graphs import Slots, Stepper
-from gpubound.decode.transformer import FusedBody
+from gpubound.decode.runner import RunnerConfig
+from gpubound.decode.step_graphs import BatchState, Stepper
+from gpubound.decode.transformer import FusedRunner
 from gpubound.decode.weight_view import bind
 from gpubound.kernels.packed_weights import KINDS, pack, unpack
 from gpubound.models import Decoder, DecoderConfig
@@ -22,14 +22,14 @@ from gpubound.models import Decoder, DecoderConfig
 from .cases import ALL, ROOM, VOCABULARY, build, prompts
 
 
-def make(model, kind: str, max_batch: int = 4) -> FusedBody:
+def make(model, kind: str, max_batch: int = 4) -> FusedRunner:
     live = bind(model)
     assert not isinstance(live, str), live
-    return FusedBody(live, Build(max_batch, ROOM, weights=kind))
+    return FusedRunner(live, RunnerConfig(max_batch, ROOM, weights=kind))
 
 
-def over(model, body: FusedBody, verify: bool | str = False) -> FastDecoder:
-    slots = Slots(body.max_batch, body.vocab, max(LADDER), body.device)
+def over(model, body: FusedRunner, verify: bool | str = False) -> FastDecoder:
+    slots = BatchState(body.max_batch, body.vocab, max(LADDER), body.device)
     return FastDecoder(model, Stepper(body, slots), LADDER, None, verify)
 
 
@@ -44,7 +44,7 @@ def rounded(model, kind: str):
     return twin
 
 
-def greedy(body: FusedBody, prompt: list[int], tokens: list[int]) -> list[int]:
+def greedy(body: FusedRunner, prompt: list[int], tokens: list[int]) -> list[int]:
     """The likeliest after the prompt and after each of `tokens` but the last: themselves, where they are greedy ones.
 
     By plain fp32 over the numbers that the packed weights stand for.
@@ -121,7 +121,7 @@ def test_a_step_reads_the_packed_bytes(device):
 def test_int4_is_a_quarter_of_bf16_where_groups_are_full():
     model = Decoder(DecoderConfig(256, 512, 2, 4, 2, 384), dtype=torch.bfloat16).eval()
     live = bind(model)
-    sizes = {kind: FusedBody(live, Build(1, 32, weights=kind)).bytes_a_step([]) / live.bytes_read() for kind in KINDS}
+    sizes = {kind: FusedRunner(live, RunnerConfig(1, 32, weights=kind)).bytes_a_step([]) / live.bytes_read() for kind in KINDS}
     assert sizes["int4"] == pytest.approx(0.258, abs=0.003)  # (4 bits + 16 / 128) / 16
     assert sizes["int8"] == pytest.approx(0.508, abs=0.003)
     assert sizes["fp8"] == pytest.approx(0.504, abs=0.005)
@@ -236,12 +236,12 @@ def test_graphs_are_made_anew_behind_a_call_of_rebind(device, monkeypatch):
 def test_wrong_arguments_are_named():
     model = build("Llama")
     live = bind(model)
-    body = FusedBody(live, Build(1, ROOM, weights="int8"))
+    body = FusedRunner(live, RunnerConfig(1, ROOM, weights="int8"))
     fast = gb.decoder(model, 1, ROOM, weights="int8", verify=False)
     for call, sentence in (
         (lambda: fast.accuracy([[3, 4], [5, 6]]), "accuracy: text: got 2, wanted one; put them one behind the other."),
         (
-            lambda: FusedBody(live, Build(1, ROOM, weights="int2")),
+            lambda: FusedRunner(live, RunnerConfig(1, ROOM, weights="int2")),
             "decoder: weights: got 'int2', wanted one of int8, int4, fp8, or None for the live ones.",
         ),
         (

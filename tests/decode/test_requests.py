@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize, prune
 
 import gpubound as gb
 from gpubound.decode.request import Choice, Request
-from gpubound.decode.step_graphs import Slots
+from gpubound.decode.step_graphs import BatchState
 from gpubound.decode.weight_view import bind
 from tests.messages import message
 
@@ -375,7 +375,7 @@ def test_the_last_norm_is_named_where_it_is_not_finite():
 
 def test_a_penalty_counts_every_token_of_the_prompt():
     """The last one too, which goes through the first step and not through the prefill. Marks of an earlier request are gone."""
-    slots = Slots(3, 89, 8, torch.device("cpu"))
+    slots = BatchState(3, 89, 8, torch.device("cpu"))
     for prompts in ([[3, 5, 3], [8]], [[7], [2, 6]]):
         slots.fill(Request(prompts, 4, Choice(repetition_penalty=1.5)), 2, cases.ROOM)
         assert [row.nonzero().flatten().tolist() for row in slots.marks()[:2]] == [sorted(set(p)) for p in prompts]
@@ -383,7 +383,7 @@ def test_a_penalty_counts_every_token_of_the_prompt():
 
 def test_a_row_ends_with_the_cache():
     """However many tokens are asked for."""
-    slots = Slots(2, 89, 8, torch.device("cpu"))
+    slots = BatchState(2, 89, 8, torch.device("cpu"))
     slots.fill(Request([[3] * 90, [3] * 2], 20, Choice()), 2, cases.ROOM)
     assert slots.rows.limit.tolist() == [cases.ROOM, 22]
 

@@ -7,9 +7,9 @@ import torch
 import transformers
 
 import gpubound as gb
-from gpubound.decode.runner import Build
-from gpubound.decode.step_graphs import LaunchWay
-from gpubound.decode.transformer import FusedBody
+from gpubound.decode.runner import RunnerConfig
+from gpubound.decode.step_graphs import SamplingVariant
+from gpubound.decode.transformer import FusedRunner
 from gpubound.decode.weight_view import bind
 from gpubound.kernels import dispatch
 from gpubound.watch import no_stall, watch
@@ -210,7 +210,7 @@ def test_several_tokens_at_once_have_the_logits_of_one_by_one_to_the_bit(monkeyp
     """The kernels themselves, interpreted: logits and cache of four tokens at once and one by one, with normed heads."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(dispatch, "_verdicts", {})
-    body = FusedBody(bind(cases.build("Qwen3", num_hidden_layers=1)), Build(2, 8, 4))
+    body = FusedRunner(bind(cases.build("Qwen3", num_hidden_layers=1)), RunnerConfig(2, 8, 4))
     ids = torch.tensor(cases.prompts(4, 4), dtype=torch.int32)
     places = torch.arange(4, dtype=torch.int32).repeat(2, 1)
     found = []
@@ -292,7 +292,7 @@ class TestOnThePretendGpu:
         want = plain.generate(cases.prompts(5, 3), **settings).tokens
         assert fast.generate(cases.prompts(5, 3), **settings).tokens == want
         with no_stall(), torch.no_grad(), watch() as ledger:
-            for way in (LaunchWay(), LaunchWay(greedy=False, penalty=True, logprobs=True)):
+            for way in (SamplingVariant(), SamplingVariant(greedy=False, penalty=True, logprobs=True)):
                 fast.stepper.run(2, 2, way)
         ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
 

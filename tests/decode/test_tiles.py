@@ -5,8 +5,8 @@ import torch
 
 import gpubound as gb
 from gpubound.decode import ways
-from gpubound.decode.runner import Build
-from gpubound.decode.transformer import FusedBody
+from gpubound.decode.runner import RunnerConfig
+from gpubound.decode.transformer import FusedRunner
 from gpubound.decode.weight_view import bind
 from gpubound.kernels import dispatch
 
@@ -23,11 +23,11 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(dispatch, "verdict", lambda *_: None)  # self-tests are tests/kernels' subject, and slow here
 
 
-def body_of(model, rows: int, **build) -> FusedBody:
-    return FusedBody(bind(model, 32), Build(rows, 32, **build))
+def body_of(model, rows: int, **build) -> FusedRunner:
+    return FusedRunner(bind(model, 32), RunnerConfig(rows, 32, **build))
 
 
-def logits(body: FusedBody, rows: int, first: int = 3) -> torch.Tensor:
+def logits(body: FusedRunner, rows: int, first: int = 3) -> torch.Tensor:
     """Of two steps, of rows that begin with different tokens."""
     token, found = torch.arange(first, first + rows), []
     for place in range(2):

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from gpubound.decode.loop import INTERVAL_S, short_turns
+from gpubound.decode.loop import INTERVAL_S, short_switch_interval
 
 from . import cases
 
@@ -25,7 +25,7 @@ def test_short_while_a_request_runs(interval):
 
 
 def test_the_last_of_several_sets_it_back(interval):
-    first, second = short_turns(), short_turns()
+    first, second = short_switch_interval(), short_switch_interval()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -36,9 +36,9 @@ def test_the_last_of_several_sets_it_back(interval):
 
 def test_a_shorter_one_and_one_set_meanwhile_stay():
     sys.setswitchinterval(2e-5)
-    with short_turns():
+    with short_switch_interval():
         assert sys.getswitchinterval() == pytest.approx(2e-5)
     assert sys.getswitchinterval() == pytest.approx(2e-5)
-    with short_turns():
+    with short_switch_interval():
         sys.setswitchinterval(3e-3)
     assert sys.getswitchinterval() == pytest.approx(3e-3)

@@ -191,7 +191,7 @@ def check(options: Generate) -> None:
 
 def check_choice(options: Generate) -> None:
     """Refuse what the decoder would refuse. This imports torch, which takes two seconds."""
-    from ..decode.layer import NARROW
+    from ..decode.layer import GEMV_ROWS
     from ..decode.request import Choice
     from ..decode.stages.spread import SPLITS
     from .saved import explicit_sampling
@@ -199,9 +199,9 @@ def check_choice(options: Generate) -> None:
     Choice(seed=options.seed, **explicit_sampling(options))
     if options.split is not None and options.split not in SPLITS:
         raise ValueError(f"split: got {options.split!r}, wanted {' or '.join(SPLITS)}.")
-    if options.split == "tensors" and options.n > NARROW:
+    if options.split == "tensors" and options.n > GEMV_ROWS:
         raise ValueError(
-            f"n: got {options.n}, but --split tensors writes up to {NARROW} sequences at once, and those of a prompt are "
+            f"n: got {options.n}, but --split tensors writes up to {GEMV_ROWS} sequences at once, and those of a prompt are "
             f"written together; give a smaller --n, or --split layers."
         )
 

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..decode import FastDecoder, decoder
-from ..decode.step_graphs import LaunchWay
-from ..decode.transformer import FusedBody
+from ..decode.step_graphs import SamplingVariant
+from ..decode.transformer import FusedRunner
 from ..device import resolve
 from ..errors import GpuboundError
 from ..graph.audit import Audit, AuditedPart, Obstacle, audit
@@ -83,7 +83,7 @@ def _audit_decoder(model: Any) -> Audit:
     except (GpuboundError, ValueError) as error:  # its sentence is the answer
         refused = AuditedPart(name, model, (), {}, obstacles=[Obstacle(str(error).rstrip("."))])
         return Audit(name, next(model.parameters()).device, [refused])
-    if isinstance(engine.body, FusedBody):
+    if isinstance(engine.body, FusedRunner):
         engine.body.host = None  # the CPU's own path reads positions; the step that a GPU would capture is audited
     return audit_decoding(engine, name)
 
@@ -111,7 +111,7 @@ def decoding_step(engine: FastDecoder, prompt: int, steps: int) -> Callable[[], 
                 engine.body.begin(state.token)
                 state.position.add_(1)
                 return state.token.clone()
-            engine.stepper.run(1, 1, LaunchWay())
+            engine.stepper.run(1, 1, SamplingVariant())
             return engine.slots.emitted[0, :1].clone()
 
     return step

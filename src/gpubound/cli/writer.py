@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..decode.layer import NARROW
+from ..decode.layer import GEMV_ROWS
 from ..decode.result import Generated
 from ..decode.text import TextCodec
 from ..device import resolve
@@ -73,7 +73,7 @@ def sharing(options: "Generate") -> list[torch.device]:
 
 def together(options: "Generate") -> int:
     """How many prompts are written on at once."""
-    batch = min(options.batch, NARROW) if options.split == "tensors" else options.batch
+    batch = min(options.batch, GEMV_ROWS) if options.split == "tensors" else options.batch
     return max(1, batch // options.n)
 
 

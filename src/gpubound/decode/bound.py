@@ -5,12 +5,12 @@ them is baked into them.
 from torch import nn
 
 from ..trace import notice
-from .numbers import PlainValues
+from .numbers import ScalarSnapshot
 from .runner import ModuleTree
 from .step_graphs import StepGraphs, Stepper
 
 
-class Bound:
+class ModelWatch:
     """What a decoder took from the model. Before each request it asks whether that is still so."""
 
     def __init__(self, model: nn.Module, stepper: Stepper, graphs: StepGraphs) -> None:
@@ -24,7 +24,7 @@ class Bound:
 
     def _read_values(self) -> None:
         self._numbers = self.body.numbers()
-        self._values = PlainValues(self.model, some=self._numbers is None)
+        self._values = ScalarSnapshot(self.model, some=self._numbers is None)
 
     def follow(self) -> None:
         """If a weight has moved since, or a number is another, say so, bind anew and let graphs be captured again.

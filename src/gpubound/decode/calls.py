@@ -4,11 +4,11 @@ from ..kernels.decode_product import form
 from ..kernels.dispatch import Call
 from ..models.decoding import DenseWeights
 from .lora import form_of_layers
-from .weight_view import BoundModel
+from .weight_view import WeightView
 from .weights import weight_format
 
 
-def step_calls(live: BoundModel, weights: str | None, together: bool = False, many: bool = False) -> list[Call]:
+def kernel_calls(live: WeightView, weights: str | None, together: bool = False, many: bool = False) -> list[Call]:
     """The products of its steps, in the forms that its layers ask for; also those of steps that take rows `together`, and what
     adds adapters to those of `many` rows."""
     norm, prefix = live.layers[0].attention.norm, weight_format(weights).prefix

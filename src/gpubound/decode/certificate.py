@@ -24,10 +24,10 @@ from ..errors import GenerateError
 from ..models import Decoder
 from ..models.llama.weights import changed_below
 from . import reference
-from .reference import Choices, listening
+from .reference import RoutingTrace, record_routing
 from .request import Choice, Request, pad
 from .runner import config_value, own_forward
-from .step_graphs import LaunchWay, Stepper
+from .step_graphs import SamplingVariant, Stepper
 
 if TYPE_CHECKING:
     from .generate import FastDecoder
@@ -95,7 +95,7 @@ def _sequence(body: Any, length: int, number: int = 0) -> Tensor:
 def _compare_logits(decoder: "FastDecoder", body: Any, length: int, number: int = 0) -> tuple[float, float, float | None]:
     """How far from fp32 ours are, the model's own, and what a cache in 8 bits makes of fp32."""
     ids = _sequence(body, length, number).to(body.device)
-    with listening(body.live.reader.routers()) as choices, own_forward(decoder.model):
+    with record_routing(body.live.reader.routers()) as choices, own_forward(decoder.model):
         output = decoder.model(ids[None].to(body.live.device))
     own = getattr(output, "logits", output)[0].float().to(ids.device)
     exact = body.exact()
@@ -138,7 +138,7 @@ def _not_of_its_shape(model: Any) -> str:
     return "it has an option the kernels do not know; pass fused=False."
 
 
-def _truth_of(body: Any, ids: Tensor, truth: Tensor, chosen: list[Choices]) -> Tensor:
+def _truth_of(body: Any, ids: Tensor, truth: Tensor, chosen: list[RoutingTrace]) -> Tensor:
     """What `_all_logits` approaches: after each token, and after the last one again."""
     rounded = body.cache.rounded
     steps, prefilled = (reference.logits(body.exact(), ids, choices, rounded) if choices else truth for choices in chosen)
@@ -162,16 +162,16 @@ def _distance(x: Tensor, truth: Tensor) -> float:
     return ((x - truth).norm() / truth.norm()).item()
 
 
-def _all_logits(body: Any, ids: Tensor, rows: int) -> tuple[Tensor, list[Choices]]:
+def _all_logits(body: Any, ids: Tensor, rows: int) -> tuple[Tensor, list[RoutingTrace]]:
     """Of the last of `rows` equal rows, after each token; then after the last one again, the others prefilled. And the experts
     that were chosen on either way."""
     body.poison()
     limits = torch.zeros(rows, device=ids.device, dtype=torch.int32)
     limits[-1] = len(ids)  # whose logits are read: there may not be pages for all of them
     body.reserve(limits)
-    with body.overhear() as singly:
+    with body.trace_routing() as singly:
         found = [_logits_after(body, ids, place, rows) for place in range(len(ids))]
-    with body.overhear() as prefilled:
+    with body.trace_routing() as prefilled:
         if len(ids) > 1:
             body.poison()
             body.prefill(ids[:-1].expand(rows, -1), torch.full((rows,), len(ids) - 1, device=ids.device))
@@ -187,10 +187,10 @@ def _logits_after(body: Any, ids: Tensor, place: int, rows: int) -> Tensor:
 
 
 def _compare_tokens(decoder: "FastDecoder", prompt: list[int]) -> int:
-    """Greedy tokens of a ragged batch by single launches, then by graphs of every size that fits.
+    """Compare the greedy tokens of a ragged batch by single launches with those of graphs of every size; return their number.
 
-    Rows that the graphs take together (`Body.lanes`) are launched together, and no others: two rows of a model in bf16 go
-    through tensor cores, a row of a lane of its own does not, and then close logits change places.
+    Single launches take the rows of one lane (`ModelRunner.lanes`) at a time, as graphs do: two rows of a model in bf16 use
+    tensor cores and one row does not, so close logits could change places.
     """
     body, stepper = decoder.body, decoder.stepper
     rows = min(2, decoder.max_batch)
@@ -217,7 +217,7 @@ def _play(
     decoder: "FastDecoder",
     prompts: list[list[int]],
     steps: int,
-    launch: Callable[[LaunchWay], None],
+    launch: Callable[[SamplingVariant], None],
     tokens: int,
     rows: int,
     k: int,
@@ -229,6 +229,6 @@ def _play(
     decoder.begin(Request(prompts, steps, Choice()), ids, lengths, body.prefill)
     found = []
     for _ in range(steps // k):
-        launch(LaunchWay())
+        launch(SamplingVariant())
         found.append(decoder.slots.emitted[: k * tokens, :rows].clone())
     return [[token for token in row if token >= 0] for row in torch.cat(found).t().tolist()]

@@ -20,10 +20,10 @@ from ..kernels.decode_attention import turn
 from ..kernels.decode_product import ACTIVATIONS, Norm
 from ..models.decoding import AttentionWeights, DenseWeights, Linear
 from .layer import capped_attend
-from .lora import AddedProduct
+from .lora import LoraDelta
 
 if TYPE_CHECKING:
-    from .transformer import FusedBody
+    from .transformer import FusedRunner
 
 
 def fits(device: torch.device) -> bool:
@@ -31,21 +31,21 @@ def fits(device: torch.device) -> bool:
     return device.type == "cpu" and not can_launch(device)
 
 
-class HostLayer(NamedTuple):
+class CpuLayer(NamedTuple):
     """The products of an input are one where their weights are neighbours, else one each."""
 
     attention: AttentionWeights
     mlp: DenseWeights
-    qkv: "HostProduct"
-    o: "HostProduct"
-    gate_up: "HostProduct"
-    down: "HostProduct"
+    qkv: "CpuLinear"
+    o: "CpuLinear"
+    gate_up: "CpuLinear"
+    down: "CpuLinear"
 
 
-class HostProduct(NamedTuple):
+class CpuLinear(NamedTuple):
     parts: list[Linear]
     sizes: list[int]  # of the results
-    added: AddedProduct | None
+    added: LoraDelta | None
 
     def of(self, x: Tensor) -> Sequence[Tensor]:
         found: Sequence[Tensor] = [F.linear(x, weight, bias) for weight, bias, _ in self.parts]
@@ -55,19 +55,19 @@ class HostProduct(NamedTuple):
         return found
 
 
-class HostStep:
+class CpuStep:
     """`step` of a body with dense layers and a plain cache, a token a row."""
 
-    def __init__(self, body: "FusedBody") -> None:
+    def __init__(self, body: "FusedRunner") -> None:
         self.body = body
         self.finite = 0  # places before this hold numbers in every row: NaN would come through a mask
         self.found = torch.zeros(body.max_batch, 1, dtype=torch.int64, device=body.device)
-        self.layers: list[HostLayer] = []
+        self.layers: list[CpuLayer] = []
 
     def take(self) -> None:
         """Take the body's weights as they are now."""
         self.layers = [
-            HostLayer(attention.weights, mlp.weights, *map(_product, (*attention.products, *mlp.products)))
+            CpuLayer(attention.weights, mlp.weights, *map(_product, (*attention.products, *mlp.products)))
             for attention, mlp in self.body.layers
         ]
 
@@ -132,8 +132,8 @@ def _seen(position: Tensor, low: int, end: int, window: int) -> tuple[int, Tenso
     return start, sees[:, None, None]
 
 
-def _product(product: Any) -> HostProduct:
-    return HostProduct(_joined(product), [len(weight) for weight in product.matrices()], product.added)
+def _product(product: Any) -> CpuLinear:
+    return CpuLinear(_joined(product), [len(weight) for weight in product.matrices()], product.added)
 
 
 def _joined(product: Any) -> list[Linear]:

@@ -23,13 +23,13 @@ from ..models.registry import reader_of
 from ..parallel.pieces import any_sharded
 from ..single import Turn, Uncopied
 from ..trace import fallback, notice
-from .bound import Bound
-from .calls import step_calls
+from .bound import ModelWatch
+from .calls import kernel_calls
 from .certificate import DecoderCertificate, certify
 from .compressed.body import CompressedBody
 from .kv_cache import CacheLayout
-from .loop import ActiveRequest
-from .module_forward import OwnBody
+from .loop import RunningRequest
+from .module_forward import ModuleRunner
 from .reference import Accuracy, accuracy
 from .request import (
     SAMPLING,
@@ -44,18 +44,18 @@ from .request import (
     read_prompts,
 )
 from .result import Generation
-from .runner import Body, Build
+from .runner import ModelRunner, RunnerConfig
 from .speculation import Draft, stepper_of, tokens_a_step
-from .stages.body import staged_body
+from .stages.body import pipeline_runner
 from .stages.graphs import StageGraphs
 from .stages.spread import devices_of
-from .step_graphs import Slots, StepGraphs, Stepper
-from .tensors.body import sliced_body
+from .step_graphs import BatchState, StepGraphs, Stepper
+from .tensors.body import sliced_runner
 from .tensors.graphs import SliceGraphs
 from .text import TextCodec
-from .transformer import FusedBody
-from .ways import narrow_rows, tiled_rows
-from .weight_view import bind, left_as_found, tell_unheard
+from .transformer import FusedRunner
+from .ways import gemv_rows, tiled_gemm_rows
+from .weight_view import bind, restore_on_error, warn_about_hooks
 
 LADDER = (32, 8, 1)  # steps a launch
 SPECULATIVE_LADDER = (8, 1)  # they bring several tokens each: long launches would run on for long behind the last
@@ -70,7 +70,7 @@ class FastDecoder(Uncopied):
         self, model: nn.Module, stepper: Stepper, ladder: tuple[int, ...], text: TextCodec | None, verify: bool | str
     ) -> None:
         self.model, self.stepper, self.ladder, self.text = model, stepper, ladder, text
-        self.body: Body = stepper.body
+        self.body: ModelRunner = stepper.body
         self.slots = stepper.slots
         self.graphs = _graphs(stepper)
         self.max_batch, self.max_length = self.body.max_batch, self.body.max_length
@@ -82,13 +82,13 @@ class FastDecoder(Uncopied):
             "a decoder runs one request at a time: finish or close the stream that is open first, or build another for each "
             "thread.",
         )
-        self.bound = Bound(model, stepper, self.graphs)
+        self.bound = ModelWatch(model, stepper, self.graphs)
         if verify:
             self.certificate = certify(self, quick=verify == "quick")
         else:
             notice("decoder: verify=False: nothing has shown that its tokens are those of the model.")
         if not self.body.calls:
-            tell_unheard(model)
+            warn_about_hooks(model)
 
     @property
     def tokenizer(self) -> Any:
@@ -133,7 +133,7 @@ class FastDecoder(Uncopied):
         """
         return self.start(prompts, **settings).play()
 
-    def start(self, prompts: Any, **settings: Any) -> ActiveRequest:
+    def start(self, prompts: Any, **settings: Any) -> RunningRequest:
         """A request, checked and ready: `play()` yields as `stream` does, and then `result()` is what `generate` returns."""
         if settings.get("adapters") is not None:  # of which others may be on by now
             with self.turn, self.plainly():
@@ -142,7 +142,7 @@ class FastDecoder(Uncopied):
         if settings.get("sampling") == "model":
             explicit = {name: value for name, value in settings.items() if name in SAMPLING}
             notice(f"decoder: {describe_sampling(self.generation, explicit)}")
-        return ActiveRequest(self, request)
+        return RunningRequest(self, request)
 
     def score(self, prompts: Any) -> list[list[float]]:
         """For each sequence, the log-probability of every token but the first, given the tokens before it."""
@@ -278,7 +278,7 @@ def decoder(
         )
     width = tokens_a_step(speculate, first.device)
     ladder = tuple(dict.fromkeys((k, 1))) if isinstance(k, int) else LADDER if width == 1 else SPECULATIVE_LADDER
-    build = Build(max_batch, max_length, width, weights, CacheLayout(cache, pages))
+    build = RunnerConfig(max_batch, max_length, width, weights, CacheLayout(cache, pages))
     if devices is None and split != "layers":
         raise ValueError(f"decoder: split: got {split!r} without devices; name the GPUs that share the model.")
     over = None if devices is None else devices_of(devices, split)
@@ -286,11 +286,11 @@ def decoder(
     drafts = [base_of(speculate.model)] if isinstance(speculate, Draft) else []
     for draft in drafts:
         check_kind(draft)
-    with plainly(where), torch.no_grad(), left_as_found(model, *drafts):
-        shared = sliced_body if split == "tensors" else staged_body
+    with plainly(where), torch.no_grad(), restore_on_error(model, *drafts):
+        shared = sliced_runner if split == "tensors" else pipeline_runner
         body = _body(model, build, fused) if over is None else shared(model, build, fused, over)
-        drafting = _body(drafts[0], Build(max_batch, max_length), fused) if drafts else None
-        slots = Slots(body.max_batch, body.vocab, max(ladder) * width, body.device)
+        drafting = _body(drafts[0], RunnerConfig(max_batch, max_length), fused) if drafts else None
+        slots = BatchState(body.max_batch, body.vocab, max(ladder) * width, body.device)
         return FastDecoder(model, stepper_of(body, slots, width, drafting), ladder, text, verify)
 
 
@@ -302,7 +302,7 @@ def _graphs(stepper: Stepper) -> StepGraphs:
 
 OWN_STEP = "the model's layers have a step of their own"
 # What runs layers that are no attention part beside an MLP part, by Reader.BODY.
-BODIES: dict[str, Callable[[Any, Build], Body]] = {"compressed": CompressedBody}
+BODIES: dict[str, Callable[[Any, RunnerConfig], ModelRunner]] = {"compressed": CompressedBody}
 
 
 def check_kind(model: nn.Module) -> None:
@@ -315,21 +315,21 @@ def check_kind(model: nn.Module) -> None:
         )
 
 
-def _slow_body(model: Any, build: Build, why: str) -> Body:
+def _slow_body(model: Any, build: RunnerConfig, why: str) -> ModelRunner:
     """Return the body that runs the model's own forward."""
     if isinstance(model, LanguageModel) and model.cached is not None:
-        return OwnBody(model, build, why)
+        return ModuleRunner(model, build, why)
     shell = as_transformers(model) if isinstance(model, Decoder) else model
-    from .hf_forward import StaticBody  # imports transformers
+    from .hf_forward import StaticCacheRunner  # imports transformers
 
-    return StaticBody(shell, build, why, model)
+    return StaticCacheRunner(shell, build, why, model)
 
 
-def _body(model: Any, build: Build, fused: bool) -> Body:
+def _body(model: Any, build: RunnerConfig, fused: bool) -> ModelRunner:
     """What runs the model."""
     reader = reader_of(model) if fused else None
     special = None if reader is None else BODIES.get(reader.BODY)
-    together = build.weights is None and build.max_batch * build.tokens > narrow_rows(build)
+    together = build.weights is None and build.max_batch * build.tokens > gemv_rows(build)
     live = OWN_STEP if special else bind(model, build.max_length, together) if fused else "fused=False was asked for"
     for name, value in (("weights", build.weights), ("cache", build.cache.kind), ("pages", build.cache.pages)):
         if isinstance(live, str) and value is not None:
@@ -341,5 +341,5 @@ def _body(model: Any, build: Build, fused: bool) -> Body:
         if fused:
             fallback("decoder: the fused kernels", live)
         return body
-    hasten(step_calls(live, build.weights, tiled_rows(live, build) > 0, together), live.device, live.dtype)
-    return FusedBody(live, build)
+    hasten(kernel_calls(live, build.weights, tiled_gemm_rows(live, build) > 0, together), live.device, live.dtype)
+    return FusedRunner(live, build)

@@ -1,7 +1,7 @@
 """What the general body reads off a Hugging Face model: whether a static cache can hold it, what its layers need there, and
 its weights.
 
-What is refused here is what shows in the model's build. The rest shows when StaticBody tries the model.
+What is refused here is what shows in the model's build. The rest shows when StaticCacheRunner tries the model.
 
 And the static cache itself, in the shape that Hugging Face's models call. transformers' StaticCache has one position for all
 its rows. Here rows stand at positions of their own: a forward is aimed first, at a stretch of a prompt or at one place in each
@@ -32,7 +32,7 @@ def in_training(model: nn.Module) -> str:
     )
 
 
-def examine(model: PreTrainedModel, max_length: int, of: nn.Module) -> tuple[Any, list[Any]]:
+def check_static_cache(model: PreTrainedModel, max_length: int, of: nn.Module) -> tuple[Any, list[Any]]:
     """(the text model's config, Hugging Face's own cache layers for it), or the reason why no static cache can hold it.
 
     `of` is the model that the user has given, by whose name it is refused.
@@ -203,7 +203,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Places:
+class StepTarget:
     """Where a step writes: each row at its own places, told by tensors on the device. It reads the whole buffer."""
 
     row_B1: Tensor
@@ -223,7 +223,7 @@ class RowLayer(CacheLayerMixin):
     def __init__(self, rows: int, length: int, window: int | None):
         super().__init__()
         self.rows, self.length, self.window = rows, length, window
-        self.where: Prompt | Places | None = None
+        self.where: Prompt | StepTarget | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys, self.values = (
@@ -267,6 +267,6 @@ class RowCache(Cache):
     def own(self) -> list[RowLayer]:
         return [layer for layer in self.layers if isinstance(layer, RowLayer)]
 
-    def aim(self, where: Prompt | Places) -> None:
+    def aim(self, where: Prompt | StepTarget) -> None:
         for layer in self.own():
             layer.where = where

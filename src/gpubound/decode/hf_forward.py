@@ -4,7 +4,7 @@ A body answers `step(token_B, position_B) -> logits_BV` for rows that each stand
 masks are built from values read back to the host, for one position of all rows. So the mask is ours too: made on the device
 from the positions, 4-D, which its models take as it is; one for each kind of layer where full and sliding attention mix.
 
-What no mask can put right is refused by `examine`. What is left is tried when the body is built: the logits of rows at
+`check_static_cache` refuses what no mask can correct. The rest is tried when the runner is built: the logits of rows at
 different positions have to be those of the model's own forward, and a step must not make the host wait.
 
 A masked place still enters the product with the values, by a weight of zero, and zero times NaN is NaN. So buffers begin as
@@ -30,18 +30,18 @@ from ..models.keywords import cache_in, cache_word
 from ..watch.guard import no_stall
 from .hf_cache import (
     CHUNKED,
-    Places,
     Prompt,
     RowCache,
+    StepTarget,
     bytes_read,
     cache_bytes,
-    examine,
+    check_static_cache,
     first_not_finite,
     in_training,
     routing,
     windows,
 )
-from .runner import Body, Build, Watched, check_room, own_forward, summary
+from .runner import ModelRunner, RunnerConfig, TensorWatch, check_room, own_forward, summary
 
 CHUNK = 1024  # prompt tokens that one forward of a prefill takes: its mask is CHUNK x L bytes
 SCORED = 256  # tokens whose logits are whole in memory while a text is scored
@@ -64,18 +64,18 @@ class ListsAsSlices(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class StaticBody(Body):
-    """`StaticBody(model, build)`: the body of a decoder around the model's own forward.
+class StaticCacheRunner(ModelRunner):
+    """`StaticCacheRunner(model, build)`: the body of a decoder around the model's own forward.
 
     The model stays the caller's: its live weights are read, none is copied. `buffers()` are the caches. `of` is the caller's
     model where `model` is a shell over its weights.
     """
 
-    def __init__(self, model: PreTrainedModel, build: Build, path: str = "", of: nn.Module | None = None):
+    def __init__(self, model: PreTrainedModel, build: RunnerConfig, path: str = "", of: nn.Module | None = None):
         max_batch, max_length = build.max_batch, build.max_length
         self.of: nn.Module = model if of is None else of
         self.calls = self.of is model
-        config, likes = examine(model, max_length, self.of)
+        config, likes = check_static_cache(model, max_length, self.of)
         self.model, self.config, self.path = model, config, path
         self.kernels = f"the model's own forward: {path}"
         self.max_batch, self.max_length, self.tokens = max_batch, max_length, build.tokens
@@ -115,7 +115,7 @@ class StaticBody(Body):
         """
         rows = len(token_B)
         token_BT, place_BT = token_B.long().view(rows, -1), position_B.long().clamp(max=self.max_length - 1).view(rows, -1)
-        self.cache.aim(Places(self.row_B[:rows, None], place_BT))
+        self.cache.aim(StepTarget(self.row_B[:rows, None], place_BT))
         with self._routed(), ListsAsSlices() if self.slices else nullcontext():
             logits_BTV = self._forward(token_BT, place_BT, self.max_length, every=place_BT.shape[1] > 1)
         count = place_BT.numel()
@@ -132,7 +132,7 @@ class StaticBody(Body):
 
     def rebind(self) -> None:
         multiply_by_records(self.model, everywhere=True)  # a shell over another model's parameters has forwards of its own
-        self.weights = Watched(self.model, "_parameters", "_buffers")
+        self.weights = TensorWatch(self.model, "_parameters", "_buffers")
 
     def bytes_a_step(self, live: list[int]) -> int:
         """Weights once, of experts one token's share; keys and values as far as each layer of each row can see."""

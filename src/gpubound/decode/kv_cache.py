@@ -22,7 +22,7 @@ from ..kernels.decode_attention import KINDS, Heads, LayerCache, Scratch, decode
 from ..models.decoding import Shape
 
 if TYPE_CHECKING:
-    from .runner import Build
+    from .runner import RunnerConfig
 
 PAGE = 64  # places: a tile of the attention's
 
@@ -73,7 +73,7 @@ class Cache:
 
     first = 0  # the row of which a step's or a prompt's first is: other than 0 for rows that go on by themselves
 
-    def __init__(self, build: "Build", layers: range, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, build: "RunnerConfig", layers: range, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         """`layers`: the numbers of those whose keys and values it keeps."""
         layout, rows, length = build.cache, build.max_batch, build.max_length
         self.layout, self.rows, self.length, self.dtype, self.layers = layout, rows, length, dtype, layers

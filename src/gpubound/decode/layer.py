@@ -28,9 +28,9 @@ from ..layers.linear_product import fused_linear
 from ..layers.mlp import gated
 from ..models.decoding import AttentionWeights, DenseWeights, Linear, Shape
 from .kv_cache import Cache
-from .lora import Adapting
+from .lora import AdapterRouter
 
-NARROW = 8  # rows that are few, beside products by kernels of our own: a row's bits are the same among 1 of them or 8
+GEMV_ROWS = 8  # rows that are few, beside products by kernels of our own: a row's bits are the same among 1 of them or 8
 # How many programs may share the keys of a row and kv head, and how many tiles each takes at least. H200, a step of 1 row at
 # 4,200 tokens, 16 and 32 programs: 350m 517 and 513 us, 1b 858 and 836. More rows fill the GPU by themselves: of 32 rows at 160
 # tokens, parts of 1 and 4 tiles, 350m 930 and 914 us, 1b 1,168 and 1,137.
@@ -38,7 +38,7 @@ FEW_SPREAD, WIDE_SPREAD = (32, 1), (16, 4)
 SCORES = 1 << 26  # capped scores of a prompt that are in memory at a time
 
 
-class Bench:
+class Workspace:
     """What all layers of a body work on: tables, cache, and buffers, made once so that graphs find them where they were."""
 
     def __init__(self, shape: Shape, cache: Cache, tables: list[tuple[Tensor, Tensor]], rows: int, tokens: int = 1) -> None:
@@ -46,8 +46,8 @@ class Bench:
         self.dtype, self.device = cache.dtype, cache.k.device
         cos, sin = tables[0]
         self.still = torch.ones_like(cos), torch.zeros_like(sin)  # for layers that do not turn their heads
-        self.adapting = Adapting(rows // tokens, tokens, self.device)
-        self.overheard: Any = None  # the judge's Choices, while it listens to what experts are chosen
+        self.adapting = AdapterRouter(rows // tokens, tokens, self.device)
+        self.routing_trace: Any = None  # the judge's RoutingTrace, while it listens to what experts are chosen
         self.peer: Any = None  # tensors/peers.py's, where other devices have other slices of the same layers
         self.few: int | None = None  # rows beyond which a product of our own takes them together; None: it never does
         self.copy: Tensor | None = None  # of the stream in `dtype`, which such products read, if they may
@@ -69,7 +69,7 @@ class Bench:
 class Part:
     """What the parts of a layer share. What one adds to the stream goes there from its last product, or through a norm."""
 
-    def __init__(self, weights: Any, number: int, form: Any, bench: Bench) -> None:
+    def __init__(self, weights: Any, number: int, form: Any, bench: Workspace) -> None:
         self.weights, self.number, self.form, self.bench = weights, number, form, bench
         self.products: list[Any] = []
         self._normed = bench.buffer("normed", bench.rows, bench.shape.hidden, dtype=bench.dtype)
@@ -131,14 +131,14 @@ class Part:
 class CachedAttention(Part):
     """Norm, q k v, rotation, cache, attention, output."""
 
-    def __init__(self, weights: AttentionWeights, number: int, form: Any, bench: Bench) -> None:
+    def __init__(self, weights: AttentionWeights, number: int, form: Any, bench: Workspace) -> None:
         super().__init__(weights, number, form, bench)
         w, s, rows = weights, bench.shape, bench.rows
         self.qkv = self.product(form.stacked(w.q, w.k, w.v), w.q, w.k, w.v)
         self.o = self.product(form.stacked(w.o), w.o)
         self._qkv = bench.buffer("qkv", rows, (s.heads + 2 * s.kv_heads) * s.head_dim)
         self._mixed = bench.buffer("mixed", rows, s.heads * s.head_dim, dtype=bench.dtype)
-        most = max(n * _spread(n)[0] for n in (rows, min(rows, NARROW)))
+        most = max(n * _spread(n)[0] for n in (rows, min(rows, GEMV_ROWS)))
         self._partial = bench.buffer("partial", most, s.kv_heads, s.heads // s.kv_heads, s.head_dim + 2)
         self._finished = bench.buffer("finished", rows * s.kv_heads, dtype=torch.int32)
         self._angles = bench.still if w.table is None else bench.tables[w.table]
@@ -213,7 +213,7 @@ class DenseMLP(Part):
 
     captures_prompts = True
 
-    def __init__(self, weights: DenseWeights, number: int, form: Any, bench: Bench) -> None:
+    def __init__(self, weights: DenseWeights, number: int, form: Any, bench: Workspace) -> None:
         super().__init__(weights, number, form, bench)
         self.gate_up = self.product(form.gate_up(weights.gate, weights.up), weights.gate, weights.up)
         self.down = self.product(form.stacked(weights.down), weights.down)
@@ -339,4 +339,4 @@ def capped_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: f
 
 
 def _spread(rows: int) -> tuple[int, int]:
-    return FEW_SPREAD if rows <= NARROW else WIDE_SPREAD
+    return FEW_SPREAD if rows <= GEMV_ROWS else WIDE_SPREAD

@@ -21,7 +21,7 @@ import torch
 from ..errors import GenerateError
 from .request import Request, check_adapters, pad, to_device
 from .result import Generated, Generation
-from .step_graphs import LaunchWay
+from .step_graphs import SamplingVariant
 from .text import TextStream
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ OVERSHOT = 1 / 64
 HEAVY = 1 << 30  # bytes that a step reads, 0.25 ms on an H200: from here on the host is quick enough, and no step is too many
 
 
-class ActiveRequest:
+class RunningRequest:
     """One request on its way through a decoder."""
 
     def __init__(self, decoder: "FastDecoder", request: Request) -> None:
@@ -59,7 +59,7 @@ class ActiveRequest:
         self.flying = 0  # steps launched and not read yet
         self.ends = [min(n + request.max_new_tokens, decoder.max_length) for n in request.lengths]
         self.rows = decoder.bucket(len(request.prompts))
-        self.way = LaunchWay(request.choice.greedy, request.choice.repetition_penalty != 1, request.logprobs)
+        self.way = SamplingVariant(request.choice.greedy, request.choice.repetition_penalty != 1, request.logprobs)
         self.sequences = [Generated(prompt) for prompt in request.prompts]
         self.found = Generation(self.sequences)
         self.texts = [TextStream(decoder.text, request.stop_strings, request.stops) for _ in self.sequences]
@@ -79,7 +79,7 @@ class ActiveRequest:
         decoder = self.decoder
         with decoder.turn:
             try:
-                with short_turns():
+                with short_switch_interval():
                     with decoder.plainly():
                         self._prefill()
                     yield from self._loop()
@@ -225,7 +225,7 @@ _before = 0.0
 
 
 @contextmanager
-def short_turns() -> Iterator[None]:
+def short_switch_interval() -> Iterator[None]:
     """How long other Python threads may keep the interpreter while tokens are generated.
 
     Of several requests at once, the last to end sets the interval back; one that someone set meanwhile stays.

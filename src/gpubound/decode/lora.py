@@ -2,7 +2,7 @@
 
 In a step of few rows they are computed inside the kernels of the products, in one of more rows by a kernel behind each product
 (kernels/decode_adapters.py), and beside the many tokens of a prompt they are two products of their own. A row has all adapters
-that are on, or one of them by name, or none: `Adapting.ids` says it on the device, so one graph serves them all.
+that are on, or one of them by name, or none: `AdapterRouter.ids` says it on the device, so one graph serves them all.
 
 Legend: B rows, N tokens of them, a multiple of B; K inputs and O outputs of a weight.
 """
@@ -34,7 +34,7 @@ from ..models.decoding import Linear
 ROW_BY_ROW = 64
 
 
-def names_of(model: nn.Module) -> dict[int, str]:
+def adapter_names(model: nn.Module) -> dict[int, str]:
     """The names of a model's adapters, ours and PEFT's, by the id of their a."""
     found = {id(own.a): name for _, adapters in adapted_layers(model) for name, own in adapters.pairs()}
     for layer in filter(foreign, model.modules()):
@@ -49,7 +49,7 @@ def form_of_layers(*layers: Linear) -> tuple:
     return form_of_parts([sum(len(low.a) for low in layer.adapters) for layer in layers], lows[0].a.dtype) if lows else ()
 
 
-class Adapting:
+class AdapterRouter:
     """What the adapters of all products of a body share: the rows' choices, and the order of the products."""
 
     def __init__(self, rows: int, tokens: int, device: torch.device) -> None:
@@ -62,7 +62,7 @@ class Adapting:
 
     def begin(self, names: dict[int, str]) -> None:
         """Products are taken from here on, until `close`, in the order in which a step computes them."""
-        self.names, self.owners, self.products = names, dict[str, int](), list["AddedProduct"]()
+        self.names, self.owners, self.products = names, dict[str, int](), list["LoraDelta"]()
         self.marked, self.between = self.each, emptied(1, 0, self.device)[0]  # between: every product's h
         # By the owners of columns of h: which tokens have another adapter, and where all have.
         self.foreign: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
@@ -76,9 +76,9 @@ class Adapting:
         for product, before in zip(self.products, [*self.products[-1:], *self.products]):
             product.before = before.h
 
-    def added(self, *layers: Linear) -> "AddedProduct | None":
+    def added(self, *layers: Linear) -> "LoraDelta | None":
         """What is added to the product of these layers; None: nothing."""
-        return AddedProduct(self, layers) if any(layer.adapters for layer in layers) else None
+        return LoraDelta(self, layers) if any(layer.adapters for layer in layers) else None
 
     def number(self, a: Tensor) -> int:
         return self.owners.setdefault(self.names[id(a)], len(self.owners))
@@ -105,18 +105,18 @@ class Adapting:
         return [("adapters", ", ".join(self.owners), f"added to {len(self.products)} products, from where they lie")]
 
     def mark(self, rows: int, tokens: int) -> None:
-        """Which of the `tokens` tokens of each of the first rows have which adapter: for the `AddedProduct.add` that follow."""
+        """Which of the `tokens` tokens of each of the first rows have which adapter: for the `LoraDelta.add` that follow."""
         if self.products:
             self.marked, self.foreign = self.ids[:rows].repeat_interleave(tokens), {}
 
 
-class AddedProduct:
+class LoraDelta:
     """The adapters of layers that are multiplied as one."""
 
     h: Tensor
     before: Tensor
 
-    def __init__(self, adapting: Adapting, layers: Sequence[Linear]) -> None:
+    def __init__(self, adapting: AdapterRouter, layers: Sequence[Linear]) -> None:
         self.adapting = adapting
         self.parts = tuple(tuple(sorted(map(self._adapter, layer.adapters), key=lambda one: one.owner)) for layer in layers)
         self.table = table_of(self.parts)
@@ -169,5 +169,5 @@ class AddedProduct:
         return [t for part in self.parts for one in part for t in (one.a, one.b)]
 
 
-def given(added: AddedProduct | None, rows: int) -> StepAdapters | None:
+def given(added: LoraDelta | None, rows: int) -> StepAdapters | None:
     return None if added is None else added.given(rows)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..layers.fused_weights import Projecting
 from ..layers.moe import MoE
 from ..models.own import LanguageModel
-from .runner import Body, Build, Watched, check_room
+from .runner import ModelRunner, RunnerConfig, TensorWatch, check_room
 
 TRIED = 8  # tokens of the text that a new body is tried with
 SCORED = 256  # tokens whose logits are whole in memory while a text is scored
@@ -21,10 +21,10 @@ SCORED = 256  # tokens whose logits are whole in memory while a text is scored
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2, torch.float64: 1e-5}
 
 
-class OwnBody(Body):
-    """`OwnBody(model, build)`: the body of a decoder around one of our own models, whose live weights it reads."""
+class ModuleRunner(ModelRunner):
+    """`ModuleRunner(model, build)`: the body of a decoder around one of our own models, whose live weights it reads."""
 
-    def __init__(self, model: LanguageModel, build: Build, path: str = "") -> None:
+    def __init__(self, model: LanguageModel, build: RunnerConfig, path: str = "") -> None:
         name = type(model).__name__
         if build.tokens > 1:
             raise ValueError(f"decoder: speculate: {name} is decoded by its own layers, a token a step; leave speculate out.")
@@ -66,7 +66,7 @@ class OwnBody(Body):
         for module in self.model.modules():  # a first forward would join weights into one buffer, and so move them
             if isinstance(module, Projecting):
                 module.stacked.joined(module.projections())
-        self.weights = Watched(self.model, "_parameters", "_buffers")
+        self.weights = TensorWatch(self.model, "_parameters", "_buffers")
 
     def bytes_a_step(self, live: list[int]) -> int:
         """Every weight but the table once, of experts those that are chosen, and keys and values of rows with these lengths."""

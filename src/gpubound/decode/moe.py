@@ -1,9 +1,8 @@
 """The sparse MLP of a mixture of experts, in the place of a dense one (layer.py).
 
-Up to NARROW rows it is three launches that read the chosen experts' weights where they lie (kernels/experts.py). More rows, and
-prompts, are sorted by their experts, and `F.grouped_mm` multiplies each expert's part, with offsets that stay on the device.
-Where it cannot, more rows go through the three launches too, and prompts through every expert. Nothing here asks the device
-which expert it was.
+Up to GEMV_ROWS rows take three launches that read the chosen experts' weights in place (kernels/experts.py). More rows, and
+prompts, are sorted by expert, and `F.grouped_mm` multiplies each expert's group, with offsets that stay on the device. Where it
+cannot, more rows take the three launches too, and prompts go through every expert. No expert id is read back to the host.
 
 Legend: N tokens, S experts a token (its slots), E experts in all, I width of an expert.
 """
@@ -20,15 +19,15 @@ from ..kernels import route, swiglu
 from ..kernels.experts import likeliest
 from ..kernels.grouped_linear import by_group, not_grouped
 from ..models.decoding import ExpertWeights
-from .layer import Bench, Part
+from .layer import Part, Workspace
 
 PIECE = 4096  # tokens sorted at a time: their rows lie S times in memory
 
 
-class SparseMLP(Part):
+class MoELayer(Part):
     """Norm, router, choice, gate and up of the chosen experts, their down."""
 
-    def __init__(self, weights: ExpertWeights, number: int, form: Any, bench: Bench) -> None:
+    def __init__(self, weights: ExpertWeights, number: int, form: Any, bench: Workspace) -> None:
         super().__init__(weights, number, form, bench)
         self.experts = form.experts(weights.gate_up, weights.down)
         self.count = len(weights.router.weight)
@@ -51,8 +50,8 @@ class SparseMLP(Part):
         self.experts.routed_gate_up(x, w.norm, ids, routed, mode)
         self.experts.add_routed(routed, ids, shares, self.target(x), mode)
         self.close(x, mode)
-        if self.bench.overheard is not None:
-            self.bench.overheard.add(self.number, ids[-1:])
+        if self.bench.routing_trace is not None:
+            self.bench.routing_trace.add(self.number, ids[-1:])
 
     def wide_step(self, x: Tensor, mode: int) -> None:
         if self.routes_wide:
@@ -75,8 +74,8 @@ class SparseMLP(Part):
         else:
             scores = F.linear(h.float(), router.float())
         ids, shares = likeliest(scores, self.weights.slots, self.weights.normalise)
-        if self.bench.overheard is not None:
-            self.bench.overheard.add(self.number, ids[-1:] if ids.dim() == 2 else ids[-1])
+        if self.bench.routing_trace is not None:
+            self.bench.routing_trace.add(self.number, ids[-1:] if ids.dim() == 2 else ids[-1])
         return ids, shares
 
     def exact(self) -> ExpertWeights:
@@ -100,7 +99,7 @@ class SparseMLP(Part):
         ]
 
     def report_wide(self, wide: bool) -> list[tuple[str, str, str]]:
-        """How prompts are computed, and more than NARROW rows, if there may be so many."""
+        """How prompts are computed, and more than GEMV_ROWS rows, if there may be so many."""
         if self.ungrouped:
             prompts = ("experts of prompts", "every expert for all tokens, by torch", self.ungrouped)
         else:

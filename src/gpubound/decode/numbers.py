@@ -27,7 +27,7 @@ def numbers(value: Any) -> Any:
     return value if isinstance(value, PLAIN) or (callable(value) and not isinstance(value, Tensor)) else None
 
 
-class PlainValues:
+class ScalarSnapshot:
     """Those of a model's modules and of its config as they are now. `some`: floats of modules alone, where nobody says what a
     step reads; what a module counts for itself is none."""
 

@@ -2,8 +2,8 @@
 
 Experts are a choice by comparison: where two experts' scores lie within rounding, one that rounds otherwise takes the other
 expert and gets something else altogether, and neither is wrong. So a computation's logits are compared with what fp32 makes of
-the choice that the computation made (`Choices`), and the choice by itself: how far below the best ones the scores of the chosen
-experts lie.
+the choice that the computation made (`RoutingTrace`), and the
+choice by itself: how far below the best ones the chosen scores are.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,12 +18,12 @@ from ..kernels.decode_product import capped_
 from ..models.decoding import LayerWeights, Linear, Rounding, plain_linear, plain_norm
 
 if TYPE_CHECKING:
-    from .transformer import FusedBody
+    from .transformer import FusedRunner
 
 PIECE = 512  # tokens that `accuracy` reads at a time, each piece from its own beginning
 
 
-class Choices:
+class RoutingTrace:
     """Which experts the tokens of a sequence were given.
 
     `ids`: the experts (T, S) by the number of the layer; none for a model whose layers are dense.
@@ -55,9 +55,9 @@ class Choices:
 
 
 @contextmanager
-def listening(routers: Mapping[int, Any]) -> Iterator[Choices]:
+def record_routing(routers: Mapping[int, Any]) -> Iterator[RoutingTrace]:
     """What a model's own routers choose in the one forward that runs meanwhile."""
-    found = Choices()
+    found = RoutingTrace()
 
     def note(number: int) -> Any:
         return lambda router, inputs, outputs: found.add(number, outputs[2])
@@ -71,14 +71,16 @@ def listening(routers: Mapping[int, Any]) -> Iterator[Choices]:
 
 
 @torch.no_grad()
-def logits(model: Any, ids: Tensor, choices: Choices | None = None, rounded: Rounding = None) -> Tensor:
+def logits(model: Any, ids: Tensor, choices: RoutingTrace | None = None, rounded: Rounding = None) -> Tensor:
     """(T, V) for one sequence (T,). Weights are widened one by one. With `choices`, experts are taken as chosen there; with
     `rounded`, keys and values are what it makes of them."""
     *_, (_, result) = stages(model, ids, choices, rounded)
     return result.to(ids.device)
 
 
-def stages(model: Any, ids: Tensor, choices: Choices | None = None, rounded: Rounding = None) -> Iterator[tuple[str, Tensor]]:
+def stages(
+    model: Any, ids: Tensor, choices: RoutingTrace | None = None, rounded: Rounding = None
+) -> Iterator[tuple[str, Tensor]]:
     """(name, what it computed) of every stage, in order; the last are the logits."""
     shape, home = model.shape, model.embed.device
     tables = {home: model.tables(ids.shape[0])}
@@ -98,9 +100,9 @@ def stages(model: Any, ids: Tensor, choices: Choices | None = None, rounded: Rou
 
 
 class RoundedModel:
-    """The numbers that a body's rounded weights stand for, in fp32: it reads as a BoundModel, layer by layer."""
+    """The numbers that a body's rounded weights stand for, in fp32: it reads as a WeightView, layer by layer."""
 
-    def __init__(self, body: "FusedBody") -> None:
+    def __init__(self, body: "FusedRunner") -> None:
         self.body, self.shape, self.embed, self.norm = body, body.live.shape, body.live.embed, body.live.norm
 
     @property

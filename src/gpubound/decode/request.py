@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..models.folder import ends_of
-from .runner import Body
+from .runner import ModelRunner
 from .text import TextCodec
 
 LARGEST = 1e30  # of a temperature or a penalty: in fp32, logits times or over it stay finite
@@ -68,7 +68,7 @@ class Request:
 def make_request(
     prompts: Any,
     text: TextCodec | None,
-    body: Body,
+    body: ModelRunner,
     generation: Mapping[str, Any],
     max_new_tokens: int | None = None,
     stop: Any = None,
@@ -257,7 +257,7 @@ def check_verify(verify: Any) -> None:
         raise ValueError(f"decoder: verify: got {verify!r}, wanted True, 'quick' or False.")
 
 
-def check_adapters(given: Any, prompts: int, body: Body) -> list[str | None] | None:
+def check_adapters(given: Any, prompts: int, body: ModelRunner) -> list[str | None] | None:
     """One for each prompt."""
     if given is None:
         return None

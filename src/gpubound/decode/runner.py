@@ -27,7 +27,7 @@ GROUP = Path("/sys/fs/cgroup")  # of a container that may use less than its mach
 
 
 @dataclass(frozen=True)
-class Build:
+class RunnerConfig:
     """What a body is built for."""
 
     max_batch: int  # sequences at once
@@ -48,7 +48,7 @@ class Build:
         weight_format(self.weights)  # a wrong name is told before a model is bound
 
 
-class Body(ABC):
+class ModelRunner(ABC):
     """`prefill` fills the cache, `step` gives the logits after one more token of every row.
 
     A step may not wait for the device, may not allocate what outlives it, and uses the same addresses each time.
@@ -196,7 +196,7 @@ def model_tensors(model: nn.Module, *kinds: str) -> Iterator[ModelTensor]:
                     yield ModelTensor(f"{prefix}.{key}".lstrip("."), holder, key, tensor)
 
 
-class Watched:
+class TensorWatch:
     """Graphs hold addresses: a model's tensors of these kinds may change in value, but neither be replaced nor move.
 
     Nor may one stand where none was, such as a bias, or a weight get or lose an adapter, or a projection of another library's
@@ -279,7 +279,7 @@ def summary(failure: Exception) -> str:
     return f"{type(failure).__name__}: {(str(failure).strip().splitlines() or [''])[0]}"
 
 
-def check_room(needed: int, device: torch.device, build: Build) -> None:
+def check_room(needed: int, device: torch.device, build: RunnerConfig) -> None:
     """A ValueError where the `needed` bytes for so many sequences of such a length are not free.
 
     Asked before anything is allocated: a host that has too little swaps, or kills.

@@ -13,15 +13,15 @@ from ..kernels import add_rms_norm
 from ..kernels.decode_product import Norm
 from ..models.decoding import AttentionWeights, DenseWeights, ExpertWeights, Reader
 from .kv_cache import Cache
-from .layer import Bench, CachedAttention, DenseMLP, normed
-from .lora import names_of
-from .moe import SparseMLP
-from .runner import Build
+from .layer import CachedAttention, DenseMLP, Workspace, normed
+from .lora import adapter_names
+from .moe import MoELayer
+from .runner import RunnerConfig
 from .stages.plan import LayerStage, described
-from .weight_view import BoundModel
+from .weight_view import WeightView
 
 # What runs the weights of a layer's part. Another MLP is one more line, its record in models/decoding.py.
-PARTS: dict[type, Any] = {AttentionWeights: CachedAttention, DenseWeights: DenseMLP, ExpertWeights: SparseMLP}
+PARTS: dict[type, Any] = {AttentionWeights: CachedAttention, DenseWeights: DenseMLP, ExpertWeights: MoELayer}
 META = torch.device("meta")
 
 
@@ -30,18 +30,18 @@ class Layer(NamedTuple):
     mlp: Any  # a part with the methods of layer.DenseMLP
 
 
-class LayerSpan:
+class LayerGroup:
     """The layers of a stage, and all that they work on: cache, tables and buffers on their device."""
 
-    def __init__(self, live: BoundModel, build: Build, stage: LayerStage) -> None:
+    def __init__(self, live: WeightView, build: RunnerConfig, stage: LayerStage) -> None:
         self.numbers, self.device = stage.layers, stage.device
         tables = [(cos.to(self.device), sin.to(self.device)) for cos, sin in live.tables(build.max_length)]
         self.cache = Cache(build, stage.layers, live.shape, live.dtype, self.device)
-        self.bench = Bench(live.shape, self.cache, tables, build.max_batch * build.tokens, build.tokens)
+        self.bench = Workspace(live.shape, self.cache, tables, build.max_batch * build.tokens, build.tokens)
         self.layers: list[Layer] = []
 
     @staticmethod
-    def bytes_kept(live: BoundModel, build: Build, layers: range) -> int:
+    def bytes_kept(live: WeightView, build: RunnerConfig, layers: range) -> int:
         """Of cache and tables."""
         return Cache(build, layers, live.shape, live.dtype, META).nbytes + bytes_of_tables(live.reader, build)
 
@@ -50,10 +50,10 @@ class LayerSpan:
         weights = {t.data_ptr(): t.nbytes for layer in self.layers for part in layer for t in part.weights.tensors()}
         return f"stage {number}", str(self.device), described(self.numbers, sum(weights.values()), self.cache.nbytes)
 
-    def take(self, live: BoundModel, form: Any) -> None:
+    def take(self, live: WeightView, form: Any) -> None:
         """Take the weights as they are now. What was made of them before is dropped layer by layer."""
         adapting = self.bench.adapting
-        adapting.begin(names_of(live.model))
+        adapting.begin(adapter_names(live.model))
         for place, number in enumerate(self.numbers):
             given = number, form, self.bench
             self.layers[place : place + 1] = [Layer(*(PARTS[type(part)](part, *given) for part in live.layers[number]))]
@@ -85,7 +85,7 @@ class LayerSpan:
         return x, pending
 
 
-def bytes_of_tables(reader: Reader, build: Build) -> int:
+def bytes_of_tables(reader: Reader, build: RunnerConfig) -> int:
     """cos and sin of each kind of angles, and those of layers that do not turn."""
     return (len(reader.angles()) + 1) * build.max_length * reader.shape().head_dim * 4
 

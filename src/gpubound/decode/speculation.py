@@ -8,7 +8,7 @@ out is what plain steps bring a row alone, greedy or drawn, without rejection sa
 All of it lies in the launch: the host knows neither what was drafted nor how much of it was right until the tokens arrive.
 What was wrong has left its keys and values beyond the row's position, where nothing reads them and the next step writes.
 
-A body may round otherwise when it computes more rows at once. The fused one does beyond NARROW rows, of which a row takes as
+A body may round otherwise when it computes more rows at once. The fused one does beyond GEMV_ROWS rows, of which a row takes as
 many as it has tokens: from there on, two logits that lie within rounding may change places, as they may in a larger batch.
 
 Shapes: B rows, T tokens of a row in a step (the last, and T - 1 drafted), V words, L places.
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from ..kernels import accept, propose
 from ..kernels.ngram_speculation import Chunk, Said
 from ..kernels.sampling import Into, Rows, Settings
-from .runner import Body
-from .step_graphs import LaunchWay, Slots, StepGraphs, Stepper, choose, into_body
+from .runner import ModelRunner
+from .step_graphs import BatchState, SamplingVariant, StepGraphs, Stepper, choose, into_body
 
 MOST = 15  # tokens that may be drafted: with the last token, as many as a tile of a tensor core has rows
 
@@ -56,17 +56,17 @@ def tokens_a_step(speculate: Any, device: torch.device) -> int:
     return drafted + 1
 
 
-def stepper_of(body: Body, slots: Slots, tokens: int, drafting: Body | None) -> Stepper:
+def stepper_of(body: ModelRunner, slots: BatchState, tokens: int, drafting: ModelRunner | None) -> Stepper:
     """For steps of up to `tokens` tokens a row."""
     if tokens == 1:
         return Stepper(body, slots)
-    return Speculator(body, slots, tokens) if drafting is None else Drafting(body, slots, tokens, drafting)
+    return TextDraft(body, slots, tokens) if drafting is None else ModelDraft(body, slots, tokens, drafting)
 
 
-class Speculator(Stepper):
+class TextDraft(Stepper):
     """Speculative steps, drafted from the rows' own texts."""
 
-    def __init__(self, body: Any, slots: Slots, tokens: int) -> None:
+    def __init__(self, body: Any, slots: BatchState, tokens: int) -> None:
         super().__init__(body, slots)
         self.tokens = tokens
         size, device = slots.max_batch * tokens, slots.device
@@ -82,7 +82,7 @@ class Speculator(Stepper):
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
         self.text[: len(ids), : ids.shape[1]] = ids
 
-    def run(self, rows: int, steps: int, way: LaunchWay) -> None:
+    def run(self, rows: int, steps: int, way: SamplingVariant) -> None:
         body, slots, T, n = self.body, self.slots, self.tokens, rows * self.tokens
         state, each, text = slots.rows.first(rows), self.rows.first(n), self.text[:rows]
         each.limit.view(rows, T).copy_(state.limit[:, None])
@@ -102,13 +102,13 @@ class Speculator(Stepper):
             emitted = Said(slots.emitted[lines, :rows], None if logprob is None else slots.logprobs[lines, :rows])
             accept(chunk, chosen, state, text, emitted, seen, body.chained(n))
 
-    def draft(self, state: Rows, chunk: Chunk, way: LaunchWay) -> None:
+    def draft(self, state: Rows, chunk: Chunk, way: SamplingVariant) -> None:
         """Fill the chunk with each row's last token, what may follow and what `pick` shall know of it, and the body's input."""
         body, (rows, T) = self.body, chunk.token.shape
         x = None if body.x is None else body.x[: rows * T]
         propose(state, self.text[:rows], chunk, body.embed, x, body.chained(rows * T))
 
-    def _spread(self, rows: int, way: LaunchWay) -> Settings:
+    def _spread(self, rows: int, way: SamplingVariant) -> Settings:
         """The settings of the rows, for each of their tokens."""
         n, given = rows * self.tokens, self.slots.choice(slice(rows), way.penalty)
         mine = [t[:n] for t in self.settings]
@@ -147,10 +147,10 @@ class Speculator(Stepper):
         return self.body.same_kernels(rows * self.tokens)
 
 
-class Drafting(Speculator):
+class ModelDraft(TextDraft):
     """Drafts by a smaller model, whose cache follows the rows as the body's does."""
 
-    def __init__(self, body: Any, slots: Slots, tokens: int, drafting: Any) -> None:
+    def __init__(self, body: Any, slots: BatchState, tokens: int, drafting: Any) -> None:
         super().__init__(body, slots, tokens)
         self.drafting, self.prompts = drafting, StepGraphs(Stepper(drafting, slots))
         zeros = torch.zeros(6, slots.max_batch, device=slots.device, dtype=torch.int32)
@@ -163,7 +163,7 @@ class Drafting(Speculator):
         super().prefill(ids, lengths)
         self.prompts.prefill(ids.clamp(max=self.drafting.vocab - 1), lengths)
 
-    def draft(self, state: Rows, chunk: Chunk, way: LaunchWay) -> None:
+    def draft(self, state: Rows, chunk: Chunk, way: SamplingVariant) -> None:
         (rows, T), other = chunk.token.shape, self.drafting
         own, into = self.own.first(rows), into_body(other, self.drawn[:rows])
         settings = None if way.greedy and other.finds_best(rows) else self._own_settings(rows, way)
@@ -181,7 +181,7 @@ class Drafting(Speculator):
         chunk.alive.copy_(state.alive[:, None])
         self.body.begin(chunk.token.view(-1))
 
-    def _own_settings(self, rows: int, way: LaunchWay) -> Settings:
+    def _own_settings(self, rows: int, way: SamplingVariant) -> Settings:
         """The rows' settings. Marks are a copy, in which a draft leaves its own; with other words there are none."""
         settings = self.slots.choice(slice(rows), False)
         if not way.penalty or self.drafting.vocab != self.slots.vocab:

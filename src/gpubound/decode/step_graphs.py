@@ -36,7 +36,7 @@ class Tokens:
     bad: list[int]  # (B,): 0, or 1 + the position whose logits were not finite
 
 
-class Slots:
+class BatchState:
     """`max_batch` rows; a request fills the first of them, and views of so many are what kernels get."""
 
     def __init__(self, max_batch: int, vocab: int, longest: int, device: torch.device) -> None:
@@ -124,7 +124,7 @@ class Slots:
             self.receive()
 
 
-class LaunchWay(NamedTuple):
+class SamplingVariant(NamedTuple):
     """How tokens are chosen, as far as it changes what is launched."""
 
     greedy: bool = True
@@ -137,10 +137,10 @@ class Stepper:
 
     tokens = 1  # of a row that a step may bring
 
-    def __init__(self, body: Any, slots: Slots) -> None:
+    def __init__(self, body: Any, slots: BatchState) -> None:
         self.body, self.slots = body, slots
 
-    def run(self, rows: int, steps: int, way: LaunchWay) -> None:
+    def run(self, rows: int, steps: int, way: SamplingVariant) -> None:
         """`steps` steps for each of the first `rows` rows, all on the device: what graphs record."""
         state, settings = self.slots.rows.first(rows), self.slots.choice(slice(rows), way.penalty)
         chosen = None if way.greedy and not way.logprobs and self.body.finds_best(rows) else settings
@@ -172,7 +172,7 @@ class Stepper:
 
 
 def into_body(body: Any, emitted: Tensor) -> Into:
-    """Choices become the body's next input, where it takes embeddings."""
+    """RoutingTrace become the body's next input, where it takes embeddings."""
     return Into(emitted, body.embed, None if body.embed is None else body.x[: len(emitted)])
 
 
@@ -201,19 +201,19 @@ class StepGraphs:
 
     def clear(self) -> None:
         """Forget every graph, after the weights have moved."""
-        self._launches: dict[tuple[int, int, LaunchWay], Callable[[], None]] = {}
-        self._warm: set[tuple[int, LaunchWay]] = set()
+        self._launches: dict[tuple[int, int, SamplingVariant], Callable[[], None]] = {}
+        self._warm: set[tuple[int, SamplingVariant]] = set()
         self._prompts: dict[torch.Size, tuple[tuple[Tensor, Tensor], Callable[[], None]] | None] = {}
         self._pools: dict[torch.device, Any] = {}
 
     def __len__(self) -> int:
         return len(self._launches)
 
-    def made(self, rows: int, steps: int, way: LaunchWay) -> bool:
+    def made(self, rows: int, steps: int, way: SamplingVariant) -> bool:
         """Whether `launch` finds its graph captured."""
         return (rows, steps, way) in self._launches
 
-    def launch(self, rows: int, steps: int, way: LaunchWay) -> None:
+    def launch(self, rows: int, steps: int, way: SamplingVariant) -> None:
         key = (rows, steps, way)
         if key not in self._launches:
             self._launches[key] = self._make(*key)
@@ -243,7 +243,7 @@ class StepGraphs:
         self._pools[device] = runner.pool
         return runner
 
-    def _make(self, rows: int, steps: int, way: LaunchWay) -> Callable[[], None]:
+    def _make(self, rows: int, steps: int, way: SamplingVariant) -> Callable[[], None]:
         call = partial(self.run, rows, steps, way)
         if self.slots.device.type != "cuda":
             return call

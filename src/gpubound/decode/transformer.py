@@ -1,8 +1,8 @@
 """The body for families of models/registry.py: a list of layers between an embedding and a head, by the fused kernels.
 
 Few rows are products by kernels that multiply row after row (kernels/decode_product.py), in a chain where each may start while
-the one before still runs; `narrow_rows` says how many are few. Some more are taken together by such kernels on tensor cores
-(kernels/tiled_product.py), up to `tiled_rows`. Many are matrices for cuBLAS. What a layer is made of is its own affair
+the one before still runs; `gemv_rows` says how many are few. Some more are taken together by such kernels on tensor cores
+(kernels/tiled_product.py), up to `tiled_gemm_rows`. Many are matrices for cuBLAS. What a layer is made of is its own affair
 (layer.py, moe.py); how weights are held, that of their format (weights/).
 
 The layers may lie on several devices, a span (span.py) on each. The stream begins and ends on the first, which has the
@@ -26,13 +26,13 @@ from ..kernels.dependent_launch import can_chain
 from ..models.decoding import DenseWeights
 from . import cpu_step
 from .kv_cache import PLAIN
-from .layer import NARROW, Bench, normed_rows
-from .reference import Accuracy, Choices, RoundedModel, first_not_finite
-from .runner import Body, Build, check_room
-from .span import PARTS as PARTS, Layer, LayerSpan, added
+from .layer import GEMV_ROWS, Workspace, normed_rows
+from .reference import Accuracy, RoundedModel, RoutingTrace, first_not_finite
+from .runner import ModelRunner, RunnerConfig, check_room
+from .span import PARTS as PARTS, Layer, LayerGroup, added
 from .stages.plan import LayerStage
-from .ways import narrow_rows, tiled_rows
-from .weight_view import BoundModel
+from .ways import gemv_rows, tiled_gemm_rows
+from .weight_view import WeightView
 from .weights import weight_format
 
 PARTIAL_ROWS = 16  # of the head's weight, whose greatest logit is found where they are computed
@@ -44,7 +44,7 @@ UNADDED = "its kernels add no adapters, and the model's are on; merge them, swit
 ON_ONE = "which are added on one device alone; merge them, switch them off, or leave devices out"
 
 
-class FusedBody(Body):
+class FusedRunner(ModelRunner):
     """`step` after `begin`, as often as wanted. The buffers are its own, made once; the weights are the model's."""
 
     x: Tensor
@@ -53,7 +53,7 @@ class FusedBody(Body):
     arg: Tensor
     measured: Accuracy | None = None
 
-    def __init__(self, live: BoundModel, build: Build, stages: Sequence[LayerStage] | None = None) -> None:
+    def __init__(self, live: WeightView, build: RunnerConfig, stages: Sequence[LayerStage] | None = None) -> None:
         """stages: where the layers lie, if not all on one device."""
         self.live, self.max_batch, self.max_length, self.tokens = live, build.max_batch, build.max_length, build.tokens
         self.device, self.vocab = live.device, live.shape.vocab
@@ -61,8 +61,8 @@ class FusedBody(Body):
         s, B = live.shape, build.max_batch * build.tokens
         if stages is None:
             stages = [LayerStage(self.device, range(len(live.layers)))]
-            check_room(LayerSpan.bytes_kept(live, build, stages[0].layers) + 4 * B * self.vocab, self.device, build)
-        self.spans = [LayerSpan(live, build, stage) for stage in stages]
+            check_room(LayerGroup.bytes_kept(live, build, stages[0].layers) + 4 * B * self.vocab, self.device, build)
+        self.spans = [LayerGroup(live, build, stage) for stage in stages]
         home = self.spans[0]
         self.cache, self.bench, self.adapting = home.cache, home.bench, home.bench.adapting
         wide: Any = {"device": self.device, "dtype": torch.float32}
@@ -70,14 +70,14 @@ class FusedBody(Body):
         self.normed = self.bench.buffer("normed", B, s.hidden, dtype=live.dtype)
         self.logits = torch.zeros(B, self.vocab, **wide)
         dense = all(type(layer.mlp) is DenseWeights for layer in live.layers)
-        self.few = narrow_rows(build) if dense and live.whole else NARROW
-        self.tilable = tiled_rows(live, build)
+        self.few = gemv_rows(build) if dense and live.whole else GEMV_ROWS
+        self.tilable = tiled_gemm_rows(live, build)
         plain = build.tokens == 1 and build.cache == PLAIN and len(self.spans) == 1 and live.whole
         on_host = cpu_step.fits(self.device) and plain and dense
         parts = 1 if on_host else -(-self.vocab // PARTIAL_ROWS)
         self.best = torch.zeros(B, parts, **wide)
         self.arg = torch.zeros(B, parts, device=self.device, dtype=torch.int32)
-        self.host = cpu_step.HostStep(self) if on_host else None
+        self.host = cpu_step.CpuStep(self) if on_host else None
         self.rounds = ", ".join(part for part in (build.weights, build.cache.kind and f"{build.cache.kind} cache") if part)
         kernels = "fused kernels" if self.bench.kernels == "triton" else "reference kernels"
         self.kernels, self.reads = "plain torch" if on_host else kernels, self.form.reads
@@ -110,7 +110,7 @@ class FusedBody(Body):
         if self.host:
             self.host.take()
 
-    def _take_together(self, bench: Bench) -> None:
+    def _take_together(self, bench: Workspace) -> None:
         """What parts on this bench have to know of products that take rows together."""
         bench.few = self.narrowest if self.tiled else None
         behind = any(part.post_norm is not None for layer in self.live.layers for part in layer)  # what adds to the stream then
@@ -277,16 +277,16 @@ class FusedBody(Body):
             span.cache.poison()
 
     @contextmanager
-    def overhear(self) -> Iterator[Choices]:
+    def trace_routing(self) -> Iterator[RoutingTrace]:
         """The choices for the last row of all steps and prefills meanwhile."""
-        found = Choices()
+        found = RoutingTrace()
         for span in self.spans:
-            span.bench.overheard = found
+            span.bench.routing_trace = found
         try:
             yield found
         finally:
             for span in self.spans:
-                span.bench.overheard = None
+                span.bench.routing_trace = None
 
     def check_request(self, limits: list[int]) -> None:
         self.cache.layout.check_request(limits)

@@ -4,11 +4,11 @@ import torch
 
 from ..device import can_launch
 from ..models.decoding import DenseWeights
-from .layer import NARROW
-from .runner import Build
-from .weight_view import BoundModel
+from .layer import GEMV_ROWS
+from .runner import RunnerConfig
+from .weight_view import WeightView
 
-# Rows of a step that are few: NARROW of packed weights and experts, and where a speculating row must get the bits of a plain
+# Rows of a step that are few: GEMV_ROWS of packed weights and experts, and where a speculating row must get the bits of a plain
 # step. Where cuBLAS can read the weights, a third row costs more than its tensor cores do. H200, us a step by rows, kernels and
 # cuBLAS: 350m 3: 743, 953; 8: 1,524, 870. 1b 2: 1,094, 1,035; 8: 4,177, 1,073. 8b 8: 22,368, 4,638.
 FEW = 2
@@ -18,12 +18,12 @@ FEW = 2
 TILED = ((32 << 20, 16), (96 << 20, 4))
 
 
-def narrow_rows(build: Build) -> int:
+def gemv_rows(build: RunnerConfig) -> int:
     """The most rows of a step that are multiplied one after the other, of a model without experts."""
-    return FEW if build.tokens == 1 and build.weights is None else NARROW
+    return FEW if build.tokens == 1 and build.weights is None else GEMV_ROWS
 
 
-def tiled_rows(live: BoundModel, build: Build) -> int:
+def tiled_gemm_rows(live: WeightView, build: RunnerConfig) -> int:
     """The most rows of a step that kernels of our own take together (kernels/tiled_product.py); 0 where they take none.
 
     Of a dense model in bf16, with a row a sequence. They round x times its norm's gain, which in fp16 may have no end, and add

@@ -2,7 +2,7 @@
 
 How it is read is its family's affair (models/decoding.py). The tensors are the model's own parameters, taken without a copy: an
 optimizer's step, a load in place, a merge is seen by the next launch. What puts another tensor in a place, or moves one
-(`.to()`, `assign=True`, resharding, tying anew), is seen by `BoundModel.moved`.
+(`.to()`, `assign=True`, resharding, tying anew), is seen by `WeightView.moved`.
 """
 
 from collections import defaultdict
@@ -28,13 +28,13 @@ from ..models.decoding import Reader, linear_of, weight_of
 from ..models.registry import decoded, reader_of, role_of
 from ..trace import notice
 from .numbers import numbers
-from .runner import Watched, model_tensors
+from .runner import TensorWatch, model_tensors
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-ANYWHERE = "anywhere"  # see `examine`
+ANYWHERE = "anywhere"  # see `readable_model`
 
 
-class BoundModel:
+class WeightView:
     """A bound model: its shape, its weights as of now, and whether they still are where they were."""
 
     whole = True  # tensors/slices.py has slices
@@ -47,7 +47,7 @@ class BoundModel:
 
     def refresh(self) -> None:
         """Read the places again, after `moved` or when a module was replaced."""
-        found = examine(self.model, self.max_length, self.spread)
+        found = readable_model(self.model, self.max_length, self.spread)
         if isinstance(found, str):
             raise GenerateError(f"decoder: the model has changed since its decoder was built: {found}; build a new one.")
         if _places(found) != self.places:
@@ -72,7 +72,7 @@ class BoundModel:
         reader = self.reader
         _settle(self.model)
         self.apart = None if self._stacks is None else _make_neighbours(reader, self._stacks)
-        self._watched = Watched(self.model, "_parameters")
+        self._watched = TensorWatch(self.model, "_parameters")
         self.embed: Tensor = weight_of(reader.trunk.embed_tokens)
         self.norm = reader.norm(reader.trunk.norm)
         self.head: Tensor = weight_of(reader.model.lm_head)
@@ -106,18 +106,18 @@ class BoundModel:
         return [(cos[0].contiguous(), sin[0].contiguous()) for cos, sin in found]
 
 
-def bind(model: nn.Module, max_length: int = 1, neighbours: bool = False, spread: bool = False) -> BoundModel | str:
+def bind(model: nn.Module, max_length: int = 1, neighbours: bool = False, spread: bool = False) -> WeightView | str:
     """`model` for the fused kernels, or why they cannot decode it.
 
     max_length  of the texts
     neighbours  q, k and v of a block, and gate and up, lie one behind the other in memory afterwards, where that may be
     spread      its weights may lie on several devices
     """
-    found = examine(model, max_length, spread)
-    return found if isinstance(found, str) else BoundModel(model, found, max_length, neighbours, spread)
+    found = readable_model(model, max_length, spread)
+    return found if isinstance(found, str) else WeightView(model, found, max_length, neighbours, spread)
 
 
-def examine(model: nn.Module, max_length: int, spread: bool | str = False) -> Reader | str:
+def readable_model(model: nn.Module, max_length: int, spread: bool | str = False) -> Reader | str:
     """How it is read, or why not: what `bind` does before it takes anything.
 
     spread  ANYWHERE: of a model that will be moved, whose weights may lie on devices of any kind now
@@ -171,7 +171,7 @@ def _make_neighbours(reader: Reader, stacks: Mapping[tuple[int, int], Stacked]) 
 
 
 @contextmanager
-def left_as_found(*models: nn.Module) -> Iterator[None]:
+def restore_on_error(*models: nn.Module) -> Iterator[None]:
     """What is refused inside leaves no weights side by side that lay apart."""
     plain = [p for model in models for p in model.parameters() if type(p) is nn.Parameter]
     before = [p.data_ptr() for p in plain]
@@ -254,7 +254,7 @@ def closed_projection(model: nn.Module, known: Callable[[nn.Module], bool] = lam
     return None
 
 
-def tell_unheard(model: nn.Module) -> None:
+def warn_about_hooks(model: nn.Module) -> None:
     """Say which hooks nobody calls in a step that takes weights alone. One that changes the tokens fails the certificate."""
     for name, module in model.named_modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]

@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from gpubound.decode.compressed.body import CompressedBody
-from gpubound.decode.runner import Build
+from gpubound.decode.runner import RunnerConfig
 from gpubound.models.registry import reader_of
 
 VOCABULARY, ROOM, WINDOW = 89, 320, 12
@@ -65,7 +65,7 @@ model_of = functools.cache(build)
 
 
 def body_of(model=None, rows: int = 3, tokens: int = 1) -> CompressedBody:
-    return CompressedBody(reader_of(model or model_of()), Build(rows, ROOM, tokens))
+    return CompressedBody(reader_of(model or model_of()), RunnerConfig(rows, ROOM, tokens))
 
 
 def text(length: int, seed: int = 1) -> torch.Tensor:

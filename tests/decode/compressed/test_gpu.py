@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode.step_graphs import LaunchWay, Stepper
+from gpubound.decode.step_graphs import SamplingVariant, Stepper
 from gpubound.watch import watch
 
 from .cases import ROOM, body_of, build, own_logits, stand, text
@@ -74,7 +74,7 @@ def test_launches_of_k_steps_bring_the_tokens_of_single_steps():
     plain = gb.decoder(fast.model, 2, ROOM, k=1)
     plain.graphs.launch = lambda rows, steps, way: Stepper(plain.body, plain.slots).run(rows, steps, way)  # type: ignore
     assert plain.generate(prompts, max_new_tokens=200).tokens == found
-    assert LaunchWay() in {way for _, _, way in fast.graphs._launches}
+    assert SamplingVariant() in {way for _, _, way in fast.graphs._launches}
 
 
 @torch.no_grad()

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode.runner import Body
+from gpubound.decode.runner import ModelRunner
 from gpubound.decode.stages import graphs
-from gpubound.decode.transformer import FusedBody
+from gpubound.decode.transformer import FusedRunner
 from tests.messages import message
 
 from .. import cases
@@ -64,10 +64,10 @@ def test_each_lane_reads_the_weights(devices, rows, at_once):
     lanes = min(len(given), devices)
     assert found.bytes_read == 4 * (lanes * once + len(given) * 7 * token) and found.at_once == 1
     gpus = SimpleNamespace(peers=(), spans=[SimpleNamespace(device=number) for number in range(devices)])
-    gpus.lanes = lambda rows: Body.lanes(gpus, rows)
-    assert Body.readers(gpus, rows) == at_once
+    gpus.lanes = lambda rows: ModelRunner.lanes(gpus, rows)
+    assert ModelRunner.readers(gpus, rows) == at_once
     gpus.peers = gpus.spans  # slices
-    assert Body.readers(gpus, rows) == devices and len(Body.lanes(gpus, rows)) == 1
+    assert ModelRunner.readers(gpus, rows) == devices and len(ModelRunner.lanes(gpus, rows)) == 1
 
 
 def test_weights_that_change_and_weights_that_move():
@@ -86,18 +86,18 @@ def test_weights_that_change_and_weights_that_move():
 
 def test_rows_are_compared_as_their_lanes_take_them(monkeypatch):
     """Rows that go through the model together may come out otherwise than alone, as from tensor cores. Here they are others."""
-    leave = FusedBody.leave
-    monkeypatch.setattr(FusedBody, "leave", lambda body, x: leave(body, x) * (1 if len(x) == 1 else -1))
-    monkeypatch.setattr(FusedBody, "finds_best", lambda body, rows: False)
+    leave = FusedRunner.leave
+    monkeypatch.setattr(FusedRunner, "leave", lambda body, x: leave(body, x) * (1 if len(x) == 1 else -1))
+    monkeypatch.setattr(FusedRunner, "finds_best", lambda body, rows: False)
     assert staged(verify="quick").certificate.tokens_compared == 24
     with pytest.raises(gb.GenerateError, check=message("decode/stages/decoder:rows_are_compared_as_the")):
-        monkeypatch.setattr(Body, "lanes", lambda body, rows: [range(rows)])
+        monkeypatch.setattr(ModelRunner, "lanes", lambda body, rows: [range(rows)])
         staged(verify="quick")
 
 
 def test_a_lane_that_reads_the_keys_of_another_fails_the_certificate(monkeypatch):
-    own = FusedBody.pass_stage
-    monkeypatch.setattr(FusedBody, "pass_stage", lambda body, number, *stream: own(body, number, *stream[:-1], 0))
+    own = FusedRunner.pass_stage
+    monkeypatch.setattr(FusedRunner, "pass_stage", lambda body, number, *stream: own(body, number, *stream[:-1], 0))
     with pytest.raises(gb.GenerateError, check=message("decode/stages/decoder:a_lane_that_reads_the_ke")):
         staged(verify="quick")
 

@@ -8,11 +8,11 @@ import torch
 from gpubound.decode import weight_view
 from gpubound.decode.compressed.body import CompressedBody
 from gpubound.decode.generate import FastDecoder
-from gpubound.decode.runner import Build
+from gpubound.decode.runner import RunnerConfig
 from gpubound.decode.stages.plan import LayerStage
 from gpubound.decode.stages.spread import spread
-from gpubound.decode.step_graphs import LaunchWay, Slots, Stepper
-from gpubound.decode.transformer import FusedBody
+from gpubound.decode.step_graphs import BatchState, SamplingVariant, Stepper
+from gpubound.decode.transformer import FusedRunner
 from gpubound.models.registry import reader_of
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
@@ -38,12 +38,12 @@ def decoder(model, devices: list[torch.device], rows: int = 3, **options) -> Fas
     count = len(model.model.layers)
     stages = [LayerStage(devices[0], range(count - 1)), LayerStage(devices[1], range(count - 1, count))]
     spread(model, model.model.layers, stages)
-    build, reader = Build(rows, cases.ROOM), reader_of(model)
+    build, reader = RunnerConfig(rows, cases.ROOM), reader_of(model)
     if reader.BODY == "compressed":
         body = CompressedBody(reader, build, stages)
     else:
-        body = FusedBody(weight_view.bind(model, cases.ROOM, spread=True), build, stages)
-    return FastDecoder(model, Stepper(body, Slots(rows, body.vocab, 32, body.device)), (2, 1), None, **options)
+        body = FusedRunner(weight_view.bind(model, cases.ROOM, spread=True), build, stages)
+    return FastDecoder(model, Stepper(body, BatchState(rows, body.vocab, 32, body.device)), (2, 1), None, **options)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "own", "DeepseekV4"])
@@ -79,6 +79,6 @@ def test_a_launch_of_lanes_waits_for_nothing(sim):
     fast = decoder(cases.build("Llama"), [sim, sim], verify=False)
     fast.generate(cases.prompts(2, 3), max_new_tokens=1, temperature=1.0, repetition_penalty=1.1)
     with no_stall(), torch.no_grad(), watch() as ledger:
-        for way in (LaunchWay(), LaunchWay(greedy=False, penalty=True, logprobs=True)):
+        for way in (SamplingVariant(), SamplingVariant(greedy=False, penalty=True, logprobs=True)):
             fast.graphs.launch(3, 2, way)
     ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)

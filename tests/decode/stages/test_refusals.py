@@ -5,7 +5,7 @@ import torch
 
 import gpubound as gb
 from gpubound.decode import weight_view
-from gpubound.decode.runner import Build
+from gpubound.decode.runner import RunnerConfig
 from gpubound.decode.stages import spread
 from gpubound.decode.stages.body import fused_reader
 from gpubound.models.decoding import Reader
@@ -60,21 +60,21 @@ def test_weights_that_lie_on_two_kinds_of_device():
     """Stages put them where they belong, slices leave them where they are; what holds no values is refused by both."""
     model = cases.build("Llama")
     model.lm_head.to("meta")  # the only second kind that is everywhere
-    assert isinstance(weight_view.examine(model, cases.ROOM, weight_view.ANYWHERE), Reader)
+    assert isinstance(weight_view.readable_model(model, cases.ROOM, weight_view.ANYWHERE), Reader)
     why = (
         "its weights differ in dtype or device: torch.float32 on cpu, torch.float32 on meta; move all of it to the CPU, or to "
         "GPUs"
     )
-    assert weight_view.examine(model, cases.ROOM, spread=True) == why
+    assert weight_view.readable_model(model, cases.ROOM, spread=True) == why
     with pytest.raises(ValueError) as caught:
-        fused_reader(model, Build(1, cases.ROOM), 2, spread=True)
+        fused_reader(model, RunnerConfig(1, cases.ROOM), 2, spread=True)
     assert str(caught.value) == message("decode/stages/refusals:weights_that_lie_on_two", why)
     for split in ("layers", "tensors"):
         assert refused(model=model, split=split) == message("decode/stages/refusals:weights_that_lie_on_two.2")
     half = cases.build("Llama")
     half.lm_head.half()
     wanted = message("decode/stages/refusals:weights_that_lie_on_two.3")
-    assert weight_view.examine(half, cases.ROOM, weight_view.ANYWHERE) == wanted
+    assert weight_view.readable_model(half, cases.ROOM, weight_view.ANYWHERE) == wanted
 
 
 def test_models_that_are_decoded_on_one():

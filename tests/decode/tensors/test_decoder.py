@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode.step_graphs import LaunchWay
-from gpubound.decode.tensors import body as sliced_body, peers
+from gpubound.decode.step_graphs import SamplingVariant
+from gpubound.decode.tensors import body as sliced_runner, peers
 from gpubound.kernels import peer_exchange
 from gpubound.kernels.peer_exchange import Mail
 from tests.messages import message
@@ -103,7 +103,9 @@ def compute_at_once(fast: gb.FastDecoder, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(graphs, "prefill", lambda ids, _: at_once(lambda number: fast.body.prompt_on(number, ids)))
 
 
-WAYS = pytest.mark.parametrize("way", [LaunchWay(), LaunchWay(greedy=False, logprobs=True)], ids=["greedy", "sampled"])
+WAYS = pytest.mark.parametrize(
+    "way", [SamplingVariant(), SamplingVariant(greedy=False, logprobs=True)], ids=["greedy", "sampled"]
+)
 
 
 @WAYS
@@ -120,7 +122,7 @@ def test_devices_at_once_wait_for_each_other(devices, way, monkeypatch):
 def test_what_compiles_beforehand_is_what_is_called(monkeypatch):
     """In the same forms: another would be compiled and tested in vain, and this one at the first request."""
     named, called, own = [], set(), peer_exchange.implementation
-    monkeypatch.setattr(sliced_body, "hasten", lambda calls, *where: named.extend(calls))
+    monkeypatch.setattr(sliced_runner, "hasten", lambda calls, *where: named.extend(calls))
 
     def asked(op, like, unable=None, shape=()):
         called.add((op, shape))

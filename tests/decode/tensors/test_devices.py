@@ -9,12 +9,12 @@ from gpubound.decode import weight_view
 from gpubound.decode.compressed import body
 from gpubound.decode.compressed.sliced import SlicedStreams
 from gpubound.decode.generate import FastDecoder
-from gpubound.decode.runner import Build
+from gpubound.decode.runner import RunnerConfig
 from gpubound.decode.stages.plan import LayerStage
 from gpubound.decode.stages.spread import spread
-from gpubound.decode.step_graphs import LaunchWay, Slots, Stepper
+from gpubound.decode.step_graphs import BatchState, SamplingVariant, Stepper
 from gpubound.decode.tensors import peers
-from gpubound.decode.tensors.body import SlicedBody, sliced_body
+from gpubound.decode.tensors.body import SlicedRunner, sliced_runner
 from gpubound.decode.tensors.plan import dealt, plan_slices
 from gpubound.models.registry import reader_of
 from gpubound.watch import no_stall, watch
@@ -38,8 +38,8 @@ def sim(monkeypatch) -> torch.device:
 
 def decoder(model, devices: list[torch.device], rows: int = 3, verify: bool = True) -> FastDecoder:
     live = weight_view.bind(model, cases.ROOM)
-    body = SlicedBody(live, Build(rows, cases.ROOM), plan_slices(live.shape, live.layers, devices, 16))
-    return FastDecoder(model, Stepper(body, Slots(rows, body.vocab, 32, body.device)), (2, 1), None, verify)
+    body = SlicedRunner(live, RunnerConfig(rows, cases.ROOM), plan_slices(live.shape, live.layers, devices, 16))
+    return FastDecoder(model, Stepper(body, BatchState(rows, body.vocab, 32, body.device)), (2, 1), None, verify)
 
 
 def test_each_slice_works_on_its_own_device(sim):
@@ -60,8 +60,8 @@ def test_a_model_that_lies_on_several_devices_already(sim, monkeypatch):
     model = cases.build("Llama")
     alone = copy.deepcopy(model)
     spread(model, model.model.layers, [LayerStage(sim, range(1)), LayerStage(CPU, range(1, 2))])
-    found = sliced_body(model, Build(1, cases.ROOM), True, [sim, CPU])
-    fast = FastDecoder(model, Stepper(found, Slots(1, found.vocab, 32, sim)), (2, 1), None, True)
+    found = sliced_runner(model, RunnerConfig(1, cases.ROOM), True, [sim, CPU])
+    fast = FastDecoder(model, Stepper(found, BatchState(1, found.vocab, 32, sim)), (2, 1), None, True)
     assert {p.device for p in model.parameters()} == {sim, CPU}
     row = cases.of_decoder(fast, 3)
     assert row == cases.likeliest(alone, cases.PROMPT, row)
@@ -72,7 +72,7 @@ def test_a_launch_waits_for_nothing(sim):
     fast = decoder(cases.build("Llama", num_hidden_layers=1).to(sim), [sim, sim], verify=False)
     fast.generate(cases.prompts(2, 3), max_new_tokens=1, temperature=1.0, repetition_penalty=1.1)
     with no_stall(), torch.no_grad(), watch() as ledger:
-        for way in (LaunchWay(), LaunchWay(greedy=False, penalty=True, logprobs=True)):
+        for way in (SamplingVariant(), SamplingVariant(greedy=False, penalty=True, logprobs=True)):
             fast.graphs.launch(3, 2, way)
     ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
 
@@ -85,8 +85,8 @@ def test_streams_are_sliced_to_their_own_devices(sim, where, monkeypatch):
     model.config._experts_implementation = "eager"  # the grouped one asks a device of no known kind for a histogram of ints
     reader = reader_of(model)
     plans = dealt(compressed.VOCABULARY, [sim, CPU], 16, None)
-    streams = SlicedStreams(reader, Build(3, compressed.ROOM), plans)
-    fast = FastDecoder(model, Stepper(streams, Slots(3, streams.vocab, 32, sim)), (2, 1), None, True)
+    streams = SlicedStreams(reader, RunnerConfig(3, compressed.ROOM), plans)
+    fast = FastDecoder(model, Stepper(streams, BatchState(3, streams.vocab, 32, sim)), (2, 1), None, True)
     given = [compressed.text(length, seed=length).tolist() for length in (7, 2)]
     found = fast.generate(given, max_new_tokens=2).tokens
     for prompt, row in zip(given, found):

@@ -12,8 +12,8 @@ from torch import Tensor
 from ...models.deepseek_v4.kernels import compress, index_scores, index_topk, sparse_attention, turn_heads
 from ...models.deepseek_v4.kernels.turned_heads import TurnedHeads
 from ...models.deepseek_v4.weights import IndexWeights, LatentWeights
-from ..runner import Build
-from .products import NARROW, by_groups, products
+from ..runner import RunnerConfig
+from .products import GEMV_ROWS, by_groups, products
 from .state import Entries, EntryProducts, Moment, Stretch, TokenRing
 
 PIECE = 128  # tokens of a prompt whose scores are in memory at a time
@@ -22,9 +22,9 @@ PIECE = 128  # tokens of a prompt whose scores are in memory at a time
 class Index:
     """Scores of entries, for a token to choose by. Of equal scores the earlier entry's counts as higher."""
 
-    overheard: Any = None  # takes what tokens choose, while the trial listens
+    routing_trace: Any = None  # takes what tokens choose, while the trial listens
 
-    def __init__(self, weights: IndexWeights, build: Build, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, weights: IndexWeights, build: RunnerConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.weights, self.entries = weights, Entries(weights.entries, build, dtype, device)
 
     def part(self, rows: slice) -> "Index":
@@ -40,8 +40,8 @@ class Index:
         ids = torch.empty(len(q), min(w.top, keys.shape[1]), device=q.device, dtype=torch.int32)
         index_scores(q, keys, share, closed, (w.heads * q.shape[-1]) ** -0.5, scores)
         index_topk(scores, closed, ids)
-        if self.overheard is not None:
-            self.overheard(ids)
+        if self.routing_trace is not None:
+            self.routing_trace(ids)
         return ids
 
 
@@ -63,7 +63,7 @@ class Read(NamedTuple):
 
 
 class LatentAttention:
-    def __init__(self, weights: LatentWeights, build: Build, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, weights: LatentWeights, build: RunnerConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.weights, self.dtype = weights, dtype
         self.window = TokenRing(weights.window, weights.kv.rows, build, dtype, device)
         self.entries = None if weights.entries is None else Entries(weights.entries, build, dtype, device)
@@ -99,7 +99,7 @@ class LatentAttention:
             store = windows[0].store  # every place of the rows', (B, S, D)
             if self.index is not None and read.asked is not None:
                 ids, limit = self.index.choose(read.asked.q, read.asked.share, B, limit), None
-        y = torch.empty(read.q.shape, device=u.device, dtype=torch.float32 if len(read.q) <= NARROW else self.dtype)
+        y = torch.empty(read.q.shape, device=u.device, dtype=torch.float32 if len(read.q) <= GEMV_ROWS else self.dtype)
         angles = now.tables[w.table]
         sparse_attention(read.q, now.places, read.kv, w.window, w.sinks.float(), w.scale, y, store, ids, limit, *angles)
         return by_groups(y.reshape(len(y), w.groups, -1), w.o_a)

@@ -22,13 +22,13 @@ from ...models.deepseek_v4.family import CompressedReader
 from ...models.deepseek_v4.weights import StreamedLayerWeights
 from ...models.registry import reader_of
 from ..numbers import numbers
-from ..runner import Body, Build, Watched, check_room
+from ..runner import ModelRunner, RunnerConfig, TensorWatch, check_room
 from ..stages.plan import LayerStage, described
 from ..transformer import PARTIAL_ROWS
 from ..weight_view import DTYPES, closed_projection, unadded
 from .attention import LatentAttention
 from .ends import Ends, ends_of
-from .products import NARROW
+from .products import GEMV_ROWS
 from .span import Attend, SpanPass, StreamedLayer, StreamedSpan, When, bytes_kept, weights_of
 from .streams import streams_of
 from .trial import Trial, try_body
@@ -40,7 +40,7 @@ Place = Callable[[StreamedSpan], When]
 """where the tokens stand, on a span's device"""
 
 
-class CompressedBody(Body):
+class CompressedBody(ModelRunner):
     """`CompressedBody(reader, build)`: the weights are the model's, read where they lie; the state is the body's own."""
 
     kernels = "a step of its own"
@@ -48,7 +48,7 @@ class CompressedBody(Body):
     best: Tensor
     arg: Tensor
 
-    def __init__(self, reader: CompressedReader, build: Build, stages: Sequence[LayerStage] | None = None) -> None:
+    def __init__(self, reader: CompressedReader, build: RunnerConfig, stages: Sequence[LayerStage] | None = None) -> None:
         """stages: where the layers lie, if not all on one device."""
         self.model, self.max_batch, self.max_length, self.tokens = reader.model, build.max_batch, build.max_length, build.tokens
         check_reader(reader, self.max_length)
@@ -78,7 +78,7 @@ class CompressedBody(Body):
     def _take(self) -> None:
         """Take the weights as they are now."""
         self.taken += 1
-        self.watched = Watched(self.reader.model, "_parameters", "_buffers")
+        self.watched = TensorWatch(self.reader.model, "_parameters", "_buffers")
         self.ends = ends_of(self.reader)
         for span in self.spans:
             span.clear()
@@ -120,7 +120,7 @@ class CompressedBody(Body):
         return self.ends.leave(x, self.logits[: len(x)], self.best[: len(x)], self.arg[: len(x)])
 
     def finds_best(self, rows: int) -> bool:
-        return rows <= NARROW
+        return rows <= GEMV_ROWS
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
@@ -222,7 +222,7 @@ class CompressedBody(Body):
         return [
             *self.shares(),
             *rows,
-            (f"experts, up to {NARROW} rows", experts.reads, "chosen experts' weights read where they lie"),
+            (f"experts, up to {GEMV_ROWS} rows", experts.reads, "chosen experts' weights read where they lie"),
             ("experts, more rows, prompts", *experts.report()),
             ("state", f"{held / 2**20:.1f} MiB, {str(self.dtype).removeprefix('torch.')}", "rings and stores, fixed in size"),
             self.trial.row(),

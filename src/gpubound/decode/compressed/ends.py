@@ -12,7 +12,7 @@ from ...models.decoding import weight_of
 from ...models.deepseek_v4.family import CompressedReader
 from ...models.deepseek_v4.kernels import hc_head
 from ...models.deepseek_v4.weights import CollapseWeights
-from .products import NARROW
+from .products import GEMV_ROWS
 from .state import normed
 
 
@@ -41,7 +41,7 @@ class Ends(NamedTuple):
     def leave(self, x: Tensor, out: Tensor, best: Tensor, arg: Tensor) -> Tensor:
         """out (N, words) = the logits of streams x (N, n, hidden). Of few, also partial maxima: see norm_product."""
         h = self.collapsed(x)
-        if len(h) <= NARROW:
+        if len(h) <= GEMV_ROWS:
             return norm_product(h, self.norm, self.head, out=out, best=best, arg=arg)
         return out.copy_(self.logits(h))
 

@@ -14,7 +14,7 @@ from ...models.deepseek_v4.kernels.chosen_experts import Gated
 from ...models.deepseek_v4.weights import MixtureWeights
 from ..moe import PIECE
 from .experts import experts_of
-from .products import NARROW, products
+from .products import GEMV_ROWS, products
 from .state import normed
 
 
@@ -22,7 +22,7 @@ class Mixture:
     def __init__(self, weights: MixtureWeights, number: int) -> None:
         self.weights, self.number = weights, number
         self.experts = experts_of(weights)
-        self.overheard: Any = None  # the judge's Choices, while it listens
+        self.routing_trace: Any = None  # the judge's RoutingTrace, while it listens
 
     def __call__(self, u: Tensor, token: Tensor) -> tuple[Tensor, Tensor | None]:
         """What is added for tokens (N,), whose streams mix to u (N, hidden) fp32; of few, what their experts give stays apart,
@@ -30,9 +30,9 @@ class Mixture:
         w = self.weights
         scores, gate, up = products(u, w.norm, w.router, w.gate, w.up)
         ids, shares, gated = self.choose(scores.contiguous(), token, Gated(gate, up, w.limit, gate.new_empty(gate.shape)))
-        if self.overheard is not None:
-            self.overheard.add(self.number, ids)
-        if len(u) <= NARROW:
+        if self.routing_trace is not None:
+            self.routing_trace.add(self.number, ids)
+        if len(u) <= GEMV_ROWS:
             routed = self.experts.few(u, w.norm, ids)  # a fence, behind which the one that all share is computed at once
             with ahead():
                 (shared,) = products(gated, None, w.shared_down)

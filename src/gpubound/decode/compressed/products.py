@@ -17,12 +17,12 @@ from ...models.deepseek_v4.kernels.fp8_blocks import Fp8Blocks, numbers
 from ...models.deepseek_v4.kernels.norm_products import MOST, MOST_CODED
 from ...models.deepseek_v4.weights import LinearWeights
 
-NARROW = 8  # rows
+GEMV_ROWS = 8  # rows
 
 
 def products(x: Tensor, norm: Norm | None, *layers: LinearWeights) -> list[Tensor]:
     """rms_norm(x), or x, times each layer, (N, rows) fp32, for x (N, width) fp32."""
-    if len(x) > NARROW:
+    if len(x) > GEMV_ROWS:
         h = x if norm is None else F.rms_norm(x, x.shape[-1:], norm.weight.float(), norm.eps)
         return [product(h.to(layer.weight.dtype), layer).float() for layer in layers]
     found: dict[int, Tensor] = {}
@@ -49,7 +49,7 @@ def product(x: Tensor, layer: LinearWeights) -> Tensor:
 
 def by_groups(x: Tensor, layer: LinearWeights) -> Tensor:
     """x (N, groups, width) times a layer each group of whose rows reads its own, (N, rows): fp32 of few rows, or x's dtype."""
-    if len(x) <= NARROW:
+    if len(x) <= GEMV_ROWS:
         return norm_products(x.float(), None, [layer.weight])
     weight = _matrix(layer, x.dtype).unflatten(0, (x.shape[1], -1)).transpose(1, 2)
     return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1).reshape(len(x), -1)

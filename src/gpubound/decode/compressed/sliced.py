@@ -19,7 +19,7 @@ from ...models.deepseek_v4.family import CompressedReader
 from ...models.deepseek_v4.weights import StreamedLayerWeights
 from ...trace import notice
 from ...words import readable
-from ..runner import Build
+from ..runner import RunnerConfig
 from ..span import META
 from ..stages.body import compressed_reader
 from ..stages.plan import LayerStage
@@ -36,7 +36,7 @@ from .span import Attend, SpanPass, StreamedLayer, bytes_kept
 from .streams import SharedStreams, streams_of
 
 
-def compressed_slices(model: object, build: Build, devices: Sequence[torch.device]) -> "SlicedStreams":
+def compressed_slices(model: object, build: RunnerConfig, devices: Sequence[torch.device]) -> "SlicedStreams":
     """A ValueError where the model is not decoded so, or does not fit."""
     reader = compressed_reader(model, build, len(devices))
     layers, words = reader.layers(), len(weight_of(reader.model.lm_head))
@@ -80,7 +80,7 @@ class SlicedStreams(CompressedBody):
 
     reads = "copies of the weights, in slices"
 
-    def __init__(self, reader: CompressedReader, build: Build, plans: Sequence[SlicePlan]) -> None:
+    def __init__(self, reader: CompressedReader, build: RunnerConfig, plans: Sequence[SlicePlan]) -> None:
         self.plans, devices = plans, [plan.device for plan in plans]
         words, hidden = weight_of(reader.model.lm_head).shape
         B = build.max_batch

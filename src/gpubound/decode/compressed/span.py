@@ -12,7 +12,7 @@ from torch import Tensor
 from ...device import entered
 from ...models.deepseek_v4.family import CompressedReader
 from ...models.deepseek_v4.weights import HyperWeights
-from ..runner import Build
+from ..runner import RunnerConfig
 from ..stages.plan import LayerStage
 from .attention import LatentAttention
 from .mixture import Mixture
@@ -42,7 +42,7 @@ class StreamedLayer(NamedTuple):
 class StreamedSpan:
     """The layers of a stage with their state, and the angles of all places."""
 
-    def __init__(self, reader: CompressedReader, build: Build, stage: LayerStage) -> None:
+    def __init__(self, reader: CompressedReader, build: RunnerConfig, stage: LayerStage) -> None:
         self.numbers, self.device, self.build = stage.layers, stage.device, build
         home = reader.model.lm_head.weight.device
         self.tables = [(cos.to(self.device), sin.to(self.device)) for cos, sin in reader.tables(build.max_length, home)]
@@ -136,7 +136,7 @@ def weights_of(layer: StreamedLayer) -> tuple[Any, ...]:
     return layer.attention_streams, layer.attention.weights, layer.mixture_streams, layer.mixture.weights
 
 
-def bytes_kept(reader: CompressedReader, build: Build, dtype: torch.dtype) -> list[int]:
+def bytes_kept(reader: CompressedReader, build: RunnerConfig, dtype: torch.dtype) -> list[int]:
     """The state of each layer."""
     states = (LatentAttention(one.attention, build, dtype, META) for one in reader.layers())
     return [sum(t.nbytes for t in state.tensors()) for state in states]

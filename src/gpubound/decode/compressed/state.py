@@ -20,7 +20,7 @@ from torch import Tensor
 from ...kernels.decode_product import Norm
 from ...models.deepseek_v4.kernels.compressor import Pending, Windows, turned
 from ...models.deepseek_v4.weights import EntryWeights
-from ..runner import Build
+from ..runner import RunnerConfig
 
 Tables = list[tuple[Tensor, Tensor]]
 
@@ -86,7 +86,7 @@ class Stretch:
 class TokenRing:
     """The last tokens of each row."""
 
-    def __init__(self, span: int, width: int, build: Build, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, span: int, width: int, build: RunnerConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.size = span + build.tokens - 1
         self.data = torch.zeros(build.max_batch, self.size, width, device=device, dtype=dtype)
 
@@ -122,7 +122,7 @@ class EntryProducts(NamedTuple):
 class Entries:
     """The entries of each row, and the rings that they are pooled from."""
 
-    def __init__(self, weights: EntryWeights, build: Build, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, weights: EntryWeights, build: RunnerConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.weights = weights
         width = len(weights.norm.weight)
         count = (build.max_length - 1) // weights.rate + 1

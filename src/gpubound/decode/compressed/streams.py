@@ -6,7 +6,7 @@ from ...kernels import send_words
 from ...models.deepseek_v4.kernels import hc_post, hc_pre, hc_read, hc_sums, hc_write, send_products
 from ...models.deepseek_v4.weights import HyperWeights, LinearWeights
 from ..tensors.peers import Peer
-from .products import NARROW, product, products
+from .products import GEMV_ROWS, product, products
 
 
 class Streams:
@@ -29,7 +29,7 @@ class Streams:
 
     def give_product(self, low: Tensor, layer: LinearWeights) -> None:
         """low (B T, channels) times a layer, which is what a part gives."""
-        y = products(low, None, layer)[0] if len(low) <= NARROW else product(low, layer)
+        y = products(low, None, layer)[0] if len(low) <= GEMV_ROWS else product(low, layer)
         self.give(y.view(*self.x.shape[:2], -1))
 
     def term(self) -> Tensor:
@@ -89,4 +89,4 @@ class SharedStreams(FewStreams):
 
 
 def streams_of(x: Tensor) -> Streams:
-    return (FewStreams if x.shape[0] * x.shape[1] <= NARROW else Streams)(x)
+    return (FewStreams if x.shape[0] * x.shape[1] <= GEMV_ROWS else Streams)(x)

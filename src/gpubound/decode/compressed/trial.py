@@ -19,7 +19,7 @@ from ...errors import GenerateError
 from ...layers.offload_forward import visiting
 from ...models.deepseek_v4.strict import rounded
 from ..certificate import MISSED_LIMIT
-from ..reference import Choices
+from ..reference import RoutingTrace
 
 if TYPE_CHECKING:
     from .body import CompressedBody
@@ -75,24 +75,24 @@ def try_body(body: "CompressedBody") -> Trial:
 
 
 @contextmanager
-def _overheard(body: "CompressedBody") -> Iterator[tuple[Choices, "Entered"]]:
+def _overheard(body: "CompressedBody") -> Iterator[tuple[RoutingTrace, "Entered"]]:
     """What tokens choose meanwhile: experts, and entries."""
-    found, entries = Choices(), Entered()
+    found, entries = RoutingTrace(), Entered()
     indexes = {number: layer.attention.index for number, layer in enumerate(body.layers) if layer.attention.index is not None}
     for layer in body.layers:
-        layer.mixture.overheard = found
+        layer.mixture.routing_trace = found
     for number, index in indexes.items():
-        index.overheard = partial(entries.add, number)
+        index.routing_trace = partial(entries.add, number)
     try:
         yield found, entries
     finally:
         for layer in body.layers:
-            layer.mixture.overheard = None
+            layer.mixture.routing_trace = None
         for index in indexes.values():
-            index.overheard = None
+            index.routing_trace = None
 
 
-class Entered(Choices):
+class Entered(RoutingTrace):
     """Which entries the tokens of a sequence chose: `ids` (T, K), -1 where there were fewer."""
 
     def judged(self, number: int, scores: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class Entered(Choices):
 
 
 @contextmanager
-def _forced(body: "CompressedBody", choices: Choices, entries: Entered) -> Iterator[None]:
+def _forced(body: "CompressedBody", choices: RoutingTrace, entries: Entered) -> Iterator[None]:
     """The model runs in its dtype, and what chooses by scores there chooses as the body has."""
 
     def force(number: int) -> Any:

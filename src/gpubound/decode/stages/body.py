@@ -8,20 +8,20 @@ import torch
 from ...kernels.dispatch import hasten
 from ...models.decoding import Reader, weight_of
 from ...models.registry import reader_of
-from ..calls import step_calls
+from ..calls import kernel_calls
 from ..compressed.body import CompressedBody, check_reader
 from ..compressed.span import bytes_kept
 from ..kv_cache import PLAIN, Cache
-from ..runner import Body, Build
+from ..runner import ModelRunner, RunnerConfig
 from ..span import META, bytes_of_tables
-from ..transformer import ON_ONE, FusedBody
-from ..ways import narrow_rows, tiled_rows
-from ..weight_view import ANYWHERE, BoundModel, bind, examine
+from ..transformer import ON_ONE, FusedRunner
+from ..ways import gemv_rows, tiled_gemm_rows
+from ..weight_view import ANYWHERE, WeightView, bind, readable_model
 from .plan import LayerStage, StageBytes, plan
 from .spread import rooms_of, spread, tell
 
 
-def staged_body(model: Any, build: Build, fused: bool, devices: Sequence[torch.device]) -> Body:
+def pipeline_runner(model: Any, build: RunnerConfig, fused: bool, devices: Sequence[torch.device]) -> ModelRunner:
     """A ValueError where the model is not decoded over several, or does not fit."""
     refuse_together(build, fused, len(devices))
     found = reader_of(model)
@@ -34,13 +34,13 @@ def staged_body(model: Any, build: Build, fused: bool, devices: Sequence[torch.d
     return form.make(reader, build, stages)
 
 
-def refuse_together(build: Build, fused: bool, count: int) -> None:
+def refuse_together(build: RunnerConfig, fused: bool, count: int) -> None:
     for name, asked in (("speculate", build.tokens > 1), ("weights", build.weights is not None), ("fused=False", not fused)):
         if asked:
             raise ValueError(f"decoder: devices: got {count} together with {name}, which takes a single device.")
 
 
-def _sizes(model: Any, reader: Reader, build: Build, kept: list[int], tables: int) -> StageBytes:
+def _sizes(model: Any, reader: Reader, build: RunnerConfig, kept: list[int], tables: int) -> StageBytes:
     blocks = [{t.data_ptr(): t.nbytes for t in (*block.parameters(), *block.buffers())} for block in reader.trunk.layers]
     inside = set().union(*blocks)
     ends = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers()) if t.data_ptr() not in inside}
@@ -58,14 +58,16 @@ def _sizes(model: Any, reader: Reader, build: Build, kept: list[int], tables: in
 class StagedForm(NamedTuple):
     """What is asked of a kind of body before its layers are moved, and how it is made behind that."""
 
-    readable: Callable[[Any, Build, int], Any]  # (model, build, how many devices) -> its reader, or a ValueError
-    kept: Callable[[Any, Build], tuple[list[int], int]]  # bytes by layer beside the weights, and on each device beside layers
-    make: Callable[[Any, Build, Sequence[LayerStage]], Body]
+    readable: Callable[[Any, RunnerConfig, int], Any]  # (model, build, how many devices) -> its reader, or a ValueError
+    kept: Callable[
+        [Any, RunnerConfig], tuple[list[int], int]
+    ]  # bytes by layer beside the weights, and on each device beside layers
+    make: Callable[[Any, RunnerConfig, Sequence[LayerStage]], ModelRunner]
 
 
-def fused_reader(model: Any, build: Build, count: int, spread: bool | str = ANYWHERE) -> Reader:
-    """spread: see `examine`. Stages move the weights, wherever they lie: a `.to` that ran out of memory leaves some behind."""
-    reader = examine(model, build.max_length, spread)
+def fused_reader(model: Any, build: RunnerConfig, count: int, spread: bool | str = ANYWHERE) -> Reader:
+    """Return the reader of a model that several devices are to share. spread: see `readable_model`."""
+    reader = readable_model(model, build.max_length, spread)
     if isinstance(reader, str):
         raise ValueError(f"decoder: devices: got {count}, which only the fused kernels run on, and {reader}.")
     if any(one.adapters for layer in reader.layers() for part in layer for one in part.linears()):
@@ -73,20 +75,20 @@ def fused_reader(model: Any, build: Build, count: int, spread: bool | str = ANYW
     return reader
 
 
-def _fused_kept(reader: Reader, build: Build) -> tuple[list[int], int]:
+def _fused_kept(reader: Reader, build: RunnerConfig) -> tuple[list[int], int]:
     a_layer = Cache(build, range(1), reader.shape(), weight_of(reader.model.lm_head).dtype, META).nbytes
     return [a_layer] * len(reader.trunk.layers), bytes_of_tables(reader, build)
 
 
-def _fused_body(reader: Reader, build: Build, stages: Sequence[LayerStage]) -> Body:
-    live = bind(reader.model, build.max_length, build.max_batch > narrow_rows(build), spread=True)
-    assert isinstance(live, BoundModel)  # moving changes nothing of what was examined
+def _fused_body(reader: Reader, build: RunnerConfig, stages: Sequence[LayerStage]) -> ModelRunner:
+    live = bind(reader.model, build.max_length, build.max_batch > gemv_rows(build), spread=True)
+    assert isinstance(live, WeightView)  # moving changes nothing of what was examined
     for stage in stages:
-        hasten(step_calls(live, None, tiled_rows(live, build) > 0), stage.device, live.dtype)
-    return FusedBody(live, build, stages)
+        hasten(kernel_calls(live, None, tiled_gemm_rows(live, build) > 0), stage.device, live.dtype)
+    return FusedRunner(live, build, stages)
 
 
-def compressed_reader(model: Any, build: Build, count: int) -> Any:
+def compressed_reader(model: Any, build: RunnerConfig, count: int) -> Any:
     if build.cache != PLAIN:
         raise ValueError(
             f"decoder: cache, pages: got {build.cache.kind!r}, {build.cache.pages!r}, which only the fused kernels read, and "
@@ -97,7 +99,7 @@ def compressed_reader(model: Any, build: Build, count: int) -> Any:
     return reader
 
 
-def _compressed_kept(reader: Any, build: Build) -> tuple[list[int], int]:
+def _compressed_kept(reader: Any, build: RunnerConfig) -> tuple[list[int], int]:
     head = weight_of(reader.model.lm_head)
     of_a_place = sum(t.nbytes for pair in reader.tables(1, head.device) for t in pair)
     return bytes_kept(reader, build, head.dtype), of_a_place * build.max_length

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...kernels.sampling import Into
-from ..step_graphs import LaunchWay, Slots, StepGraphs, choose
+from ..step_graphs import BatchState, SamplingVariant, StepGraphs, choose
 from .plan import lanes
 
 
@@ -83,7 +83,7 @@ class LanePart:
 class RowLane:
     """Rows on their way round the devices, and what is launched for them on each."""
 
-    def __init__(self, body: Any, slots: Slots, rows: range, way: LaunchWay) -> None:
+    def __init__(self, body: Any, slots: BatchState, rows: range, way: SamplingVariant) -> None:
         self.body, self.slots, self.rows, self.way = body, slots, slice(rows.start, rows.stop), way
         self.places = [Handover(len(rows), body.stream_width, span.device) for span in body.spans]
         self.said = torch.zeros(len(rows), device=slots.device, dtype=torch.int32)
@@ -143,15 +143,15 @@ class StageGraphs(StepGraphs):
 
     def clear(self) -> None:
         super().clear()
-        self._lanes: dict[tuple[range, LaunchWay], RowLane] = {}
+        self._lanes: dict[tuple[range, SamplingVariant], RowLane] = {}
 
     def __len__(self) -> int:
         return sum(len(lane.parts) for lane in self._lanes.values())
 
-    def made(self, rows: int, steps: int, way: LaunchWay) -> bool:
+    def made(self, rows: int, steps: int, way: SamplingVariant) -> bool:
         return True  # the same for any number of steps, and there since the request's first launch
 
-    def launch(self, rows: int, steps: int, way: LaunchWay) -> None:
+    def launch(self, rows: int, steps: int, way: SamplingVariant) -> None:
         going = [self._lane(part, way) for part in lanes(rows, len(self.body.spans))]
         for lane in going:
             lane.depart()
@@ -159,7 +159,7 @@ class StageGraphs(StepGraphs):
             for lane in going:
                 lane.go_round(step, last=step + 1 == steps)
 
-    def _lane(self, rows: range, way: LaunchWay) -> RowLane:
+    def _lane(self, rows: range, way: SamplingVariant) -> RowLane:
         if (rows, way) not in self._lanes:
             lane = RowLane(self.body, self.slots, rows, way)
             if self.slots.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""The body of a decoder whose layers are sliced over devices: a FusedBody for each slice, and what they tell each other.
+"""The body of a decoder whose layers are sliced over devices: a FusedRunner for each slice, and what they tell each other.
 
 The stream is the same on all devices, to the bit: each adds the same words in the same order. The first has the embedding,
 chooses tokens, and is told all logits.
@@ -22,17 +22,17 @@ from ...kernels.dispatch import hasten
 from ...models.registry import reader_of
 from ...trace import notice
 from ...words import readable
-from ..calls import step_calls
+from ..calls import kernel_calls
 from ..compressed.sliced import compressed_slices
 from ..kv_cache import Cache
-from ..layer import NARROW
-from ..reference import Choices, first_not_finite
-from ..runner import Body, Build
+from ..layer import GEMV_ROWS
+from ..reference import RoutingTrace, first_not_finite
+from ..runner import ModelRunner, RunnerConfig
 from ..span import META, added
 from ..stages.body import fused_reader, refuse_together
 from ..stages.spread import rooms_beside
-from ..transformer import CHUNK, ON_ONE, PARTIAL_ROWS, SCORED, FusedBody
-from ..weight_view import BoundModel, bind
+from ..transformer import CHUNK, ON_ONE, PARTIAL_ROWS, SCORED, FusedRunner
+from ..weight_view import WeightView, bind
 from ..weights.versions import WeightVersions
 from .peers import connected
 from .plan import SlicePlan, fit_slice, indivisible, plan_slices
@@ -43,22 +43,22 @@ from .slices import ModelSlice
 PROMPT_ROWS = 256
 
 
-def sliced_body(model: Any, build: Build, fused: bool, devices: Sequence[torch.device]) -> Body:
+def sliced_runner(model: Any, build: RunnerConfig, fused: bool, devices: Sequence[torch.device]) -> ModelRunner:
     """A ValueError where the model is not decoded so, or does not fit."""
     refuse_together(build, fused, len(devices))
-    if build.max_batch > NARROW:
+    if build.max_batch > GEMV_ROWS:
         raise ValueError(
-            f"decoder: split: got 'tensors' for max_batch={build.max_batch}, which is for up to {NARROW} rows: more fill each "
-            "GPU's products; pass split='layers', or ask for fewer rows."
+            f"decoder: split: got 'tensors' for max_batch={build.max_batch}, which is for up to {GEMV_ROWS} rows: more fill "
+            "each GPU's products; pass split='layers', or ask for fewer rows."
         )
     found = reader_of(model)
     return FORMS["fused" if found is None else found.BODY](model, build, devices)
 
 
-def _fused_slices(model: Any, build: Build, devices: Sequence[torch.device]) -> "SlicedBody":
+def _fused_slices(model: Any, build: RunnerConfig, devices: Sequence[torch.device]) -> "SlicedRunner":
     fused_reader(model, build, len(devices), spread=True)  # or a sentence; the model stays where it lies, and goes on working
     live = bind(model, build.max_length, spread=True)
-    assert isinstance(live, BoundModel)  # it was examined
+    assert isinstance(live, WeightView)  # it was examined
     plans = plan_slices(live.shape, live.layers, devices, PARTIAL_ROWS)
     _check_room(live, build, plans)
     for plan in plans:
@@ -68,11 +68,11 @@ def _fused_slices(model: Any, build: Build, devices: Sequence[torch.device]) -> 
             ("take_words", (False,)),
             ("take_words", (True,)),
         ]
-        hasten([*step_calls(live, None), *shared], plan.device, live.dtype)
-    return SlicedBody(live, build, plans)
+        hasten([*kernel_calls(live, None), *shared], plan.device, live.dtype)
+    return SlicedRunner(live, build, plans)
 
 
-def _check_room(live: BoundModel, build: Build, plans: Sequence[SlicePlan]) -> None:
+def _check_room(live: WeightView, build: RunnerConfig, plans: Sequence[SlicePlan]) -> None:
     """Say what each device gets, if all have room for it."""
     for plan, free in zip(plans, rooms_beside([plan.device for plan in plans])):
         there = ModelSlice(live, SlicePlan(META, plan.number, plan.count, plan.words))
@@ -91,7 +91,7 @@ def _described(live: ModelSlice, kept: int) -> str:
     )
 
 
-class SlicedBody(Body):
+class SlicedRunner(ModelRunner):
     """`step` computes device after device. tensors/graphs.py lets them compute at once."""
 
     captures_prefill = True
@@ -100,12 +100,12 @@ class SlicedBody(Body):
     arg: Tensor
     reads = "copies of the weights, in slices"
 
-    def __init__(self, live: BoundModel, build: Build, plans: Sequence[SlicePlan]) -> None:
+    def __init__(self, live: WeightView, build: RunnerConfig, plans: Sequence[SlicePlan]) -> None:
         self.live, self.max_batch, self.max_length = live, build.max_batch, build.max_length
         self.vocab, self.plans = live.shape.vocab, plans
         self._versions = WeightVersions(live.model)
         self.models = [ModelSlice(live, plan) for plan in plans]
-        self.slices = [FusedBody(cast(BoundModel, model), build) for model in self.models]
+        self.slices = [FusedRunner(cast(WeightView, model), build) for model in self.models]
         home = self.home = self.slices[0]
         self.device, self.x, self.cache, self.kernels = home.device, home.x, home.cache, home.kernels
         self.rounds = home.rounds
@@ -281,8 +281,8 @@ class SlicedBody(Body):
             one.poison()
 
     @contextmanager
-    def overhear(self) -> Iterator[Choices]:
-        yield Choices()  # dense layers choose nothing
+    def trace_routing(self) -> Iterator[RoutingTrace]:
+        yield RoutingTrace()  # dense layers choose nothing
 
     def report(self) -> list[tuple[str, str, str]]:
         slices = [
@@ -293,7 +293,7 @@ class SlicedBody(Body):
 
 
 # How a model is sliced, by Reader.BODY.
-FORMS: dict[str, Callable[[Any, Build, Sequence[torch.device]], Body]] = {
+FORMS: dict[str, Callable[[Any, RunnerConfig, Sequence[torch.device]], ModelRunner]] = {
     "fused": _fused_slices,
     "compressed": compressed_slices,
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..step_graphs import LaunchWay, StepGraphs, choose, into_body
+from ..step_graphs import SamplingVariant, StepGraphs, choose, into_body
 from .body import PROMPT_ROWS
 
 
@@ -20,7 +20,7 @@ class SliceGraphs(StepGraphs):
 
     longest_prompt = PROMPT_ROWS
 
-    def _make(self, rows: int, steps: int, way: LaunchWay) -> Callable[[], None]:
+    def _make(self, rows: int, steps: int, way: SamplingVariant) -> Callable[[], None]:
         if self.slots.device.type != "cuda":
             return partial(self.run, rows, steps, way)
         if (rows, way) not in self._warm:
@@ -50,7 +50,7 @@ class SliceGraphs(StepGraphs):
             runner.record(f"{name}, slice {number}", partial(call, number), [], set())
         return partial(_replay, runners)
 
-    def _run_on(self, number: int, rows: int, steps: int, way: LaunchWay) -> None:
+    def _run_on(self, number: int, rows: int, steps: int, way: SamplingVariant) -> None:
         """`steps` steps of one device; the first chooses."""
         body, slots = self.body, self.slots
         state = slots.rows.first(rows)

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from ...kernels.decode_product import Norm
 from ...models.decoding import AttentionWeights, DenseWeights, LayerWeights, Linear
-from ..weight_view import BoundModel
+from ..weight_view import WeightView
 from .plan import SlicePlan
 
 
 class ModelSlice:
-    """It has what a body asks of a BoundModel."""
+    """It has what a body asks of a WeightView."""
 
     whole = False
     adapted = False
     apart = None
 
-    def __init__(self, live: BoundModel, plan: SlicePlan) -> None:
+    def __init__(self, live: WeightView, plan: SlicePlan) -> None:
         self.live, self.plan, self.device, self.dtype = live, plan, plan.device, live.dtype
         self.model, self.tables = live.model, live.tables
         shape, count = live.shape, plan.count

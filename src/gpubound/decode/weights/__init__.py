@@ -16,13 +16,13 @@ once (`early_bytes`), whether its copies are out of date (`changed`), and what i
 from typing import Any
 
 from ...kernels.packed_weights import KINDS
-from .own import OwnWeights
-from .packed import PackedWeights
+from .own import DenseFormat
+from .packed import PackedFormat
 
-FORMATS: dict[str | None, Any] = {None: OwnWeights, **dict.fromkeys(KINDS, PackedWeights)}
+FORMATS: dict[str | None, Any] = {None: DenseFormat, **dict.fromkeys(KINDS, PackedFormat)}
 
 
-def weight_format(kind: str | None) -> OwnWeights | PackedWeights:
+def weight_format(kind: str | None) -> DenseFormat | PackedFormat:
     """The format of that name; None is the model's own."""
     if kind not in FORMATS:
         known = ", ".join(filter(None, FORMATS))

@@ -19,14 +19,14 @@ from ...kernels import (
 )
 from ...kernels.peer_exchange import Mail
 from ...models.decoding import Linear
-from ..lora import AddedProduct, given
+from ..lora import LoraDelta, given
 
 Maxima = tuple[Tensor | None, Tensor | None]
 """where the partial maxima of a product go, and their rows"""
 NO_MAXIMA = (None, None)
 
 
-class OwnWeights:
+class DenseFormat:
     kind: str | None = None
     prefix = ""  # of its kernels' names
     reads = "the live weights"
@@ -44,26 +44,26 @@ class OwnWeights:
     def changed(self) -> str | None:
         return None
 
-    def stacked(self, *layers: Linear) -> "OwnProduct":
-        return OwnProduct(*layers)
+    def stacked(self, *layers: Linear) -> "DenseLinear":
+        return DenseLinear(*layers)
 
-    def gate_up(self, gate: Linear, up: Linear) -> "OwnProduct":
-        return OwnProduct(gate, up)
+    def gate_up(self, gate: Linear, up: Linear) -> "DenseLinear":
+        return DenseLinear(gate, up)
 
-    def head(self, weight: Tensor) -> "OwnProduct":
-        return OwnProduct(Linear(weight))
+    def head(self, weight: Tensor) -> "DenseLinear":
+        return DenseLinear(Linear(weight))
 
-    def experts(self, gate_up: Tensor, down: Tensor) -> "OwnExperts":
-        return OwnExperts(gate_up, down)
+    def experts(self, gate_up: Tensor, down: Tensor) -> "DenseExperts":
+        return DenseExperts(gate_up, down)
 
     def report(self, kernels: str, read: int, whole: int, wide: str) -> list[tuple[str, str, str]]:
         return []
 
 
-class OwnProduct:
+class DenseLinear:
     """Up to three weights that read one x. More rows of it than `few` are multiplied together, on tensor cores."""
 
-    added: AddedProduct | None = None  # what adapters add: the layer's part says it
+    added: LoraDelta | None = None  # what adapters add: the layer's part says it
     few: int | None = None
     copy: Tensor | None = None  # of the stream, which products of rows together read: what is added to it goes there, too
 
@@ -110,7 +110,7 @@ class OwnProduct:
         return [*self.matrices(), *self.biases, *(self.added.tensors() if self.added else ())]
 
 
-class OwnExperts:
+class DenseExperts:
     """gate_up (E, 2 I, hidden) and down (E, hidden, I)."""
 
     wide_steps = True  # many rows at once are worth products grouped by expert

@@ -26,12 +26,12 @@ from ...kernels import (
 from ...kernels.packed_weights import Packed, pack, pack_gate_up, pack_stacked, unpack
 from ...models.decoding import Linear
 from ...trace import notice
-from ..lora import AddedProduct
+from ..lora import LoraDelta
 from .own import NO_MAXIMA, Maxima
 from .versions import WeightVersions
 
 
-class PackedWeights:
+class PackedFormat:
     prefix = "quantized_"
     adds = False
     # As of own weights, of packed bytes. Unpacking needs the multiprocessors that a waiting successor sits on: int4 at 8b (58
@@ -61,15 +61,15 @@ class PackedWeights:
     def changed(self) -> str | None:
         return None if self._versions is None else self._versions.changed()
 
-    def stacked(self, *layers: Linear) -> "PackedProduct":
-        return PackedProduct(self, pack_stacked([layer.weight for layer in layers], self.kind), layers)
+    def stacked(self, *layers: Linear) -> "PackedLinear":
+        return PackedLinear(self, pack_stacked([layer.weight for layer in layers], self.kind), layers)
 
-    def gate_up(self, gate: Linear, up: Linear) -> "PackedProduct":
-        return PackedProduct(self, pack_gate_up(gate.weight, up.weight, self.kind), (gate, up), turns=2)
+    def gate_up(self, gate: Linear, up: Linear) -> "PackedLinear":
+        return PackedLinear(self, pack_gate_up(gate.weight, up.weight, self.kind), (gate, up), turns=2)
 
-    def head(self, weight: Tensor) -> "PackedProduct":
+    def head(self, weight: Tensor) -> "PackedLinear":
         """Unpacked anew each time: kept, it would be the largest scratch of all."""
-        return PackedProduct(self, pack(weight, self.kind), [Linear(weight)], shared=False)
+        return PackedLinear(self, pack(weight, self.kind), [Linear(weight)], shared=False)
 
     def experts(self, gate_up: Tensor, down: Tensor) -> "PackedExperts":
         return PackedExperts(self, gate_up, down)
@@ -94,13 +94,13 @@ class PackedWeights:
         ]
 
 
-class PackedProduct:
+class PackedLinear:
     """Weights that read one x, packed as one: the rows of each below each other, or by `turns`."""
 
-    added: AddedProduct | None = None
+    added: LoraDelta | None = None
 
     def __init__(
-        self, form: PackedWeights, packed: Packed, layers: Sequence[Linear], turns: int = 1, shared: bool = True
+        self, form: PackedFormat, packed: Packed, layers: Sequence[Linear], turns: int = 1, shared: bool = True
     ) -> None:
         self.form, self.packed, self.turns, self.layers = form, packed, turns, layers
         self.counts = [len(layer.weight) for layer in layers]
@@ -152,7 +152,7 @@ class PackedExperts:
 
     wide_steps = False  # unpacking every expert would read and write more than the chosen ones' packed bytes, row by row
 
-    def __init__(self, form: PackedWeights, gate_up: Tensor, down: Tensor) -> None:
+    def __init__(self, form: PackedFormat, gate_up: Tensor, down: Tensor) -> None:
         self.form, self.shapes = form, (gate_up.shape, down.shape)
         self.gate_up, self.down = (pack(stack.flatten(0, 1), form.kind) for stack in (gate_up, down))
         self.gate_up_bytes = self.gate_up.nbytes // len(gate_up)  # of one expert
