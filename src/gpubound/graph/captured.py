@@ -157,8 +157,8 @@ def capture(
     nesting of tuples, lists and dicts. capture watches fn and so finds every other tensor that it uses. Warm-up and capture
     change state (weights, moments, caches, torch's random generators); all of it is restored bit for bit.
 
-    For the certificate, fn is called again with other inputs, with the host's clocks decades ahead, and with other random
-    numbers of the host. A graph that kept an old value of any of these is refused.
+    For the certificate, fn is called again with other inputs, and with other random numbers of the host. A graph that
+    repeats an old value of any of these is refused.
 
     pool          another Captured's `.pool`, to share its memory between functions that are replayed one after the other
     state         what fn uses where watching cannot see it (in an extension's kernels): modules, optimizers, tensors and

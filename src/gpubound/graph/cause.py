@@ -8,7 +8,7 @@ from torch import Tensor
 from .calls import Results, copied, eager_call, replay_call
 from .memory import EQUAL, Difference, difference, whole
 from .prepare import Recording
-from .vary import SOURCES, varied
+from .vary import SOURCES, other_seeds
 
 MOST_INPUTS = 16  # each costs two calls
 ATOMIC = 1e-2  # sums in another order differ by less than this, a counter on the host by more
@@ -41,9 +41,9 @@ def cause(recording: Recording, name: str, given: Sequence[Tensor], examples: Se
 
 
 def _value(recording: Recording, name: str, given: Sequence[Tensor], turn: int) -> Any:
-    """What an eager call gives in the tensor called `name`; in another turn the host has other clocks and random numbers."""
+    """Return the tensor called `name` of an eager call; another turn has other seeds of the host's random generators."""
     recording.reset()
-    with varied(turn, recording.reach):
+    with other_seeds(turn):
         results = eager_call(recording, given, made_up=True)
     return copied(dict(_left(recording, results))[name])
 

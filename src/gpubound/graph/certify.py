@@ -27,7 +27,7 @@ from .calls import Results, eager_call, replay_call
 from .cause import cause
 from .memory import EQUAL, Difference, Memory, MemoryMark, Room, difference, where
 from .prepare import Recording
-from .vary import varied, vary
+from .vary import other_seeds, vary
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def _round(
     """Eager, then the replay, from one state: at first the snapshot, later the workspace, which holds eager's results next.
     `again`: what the rounds before were given, where their replays make that state once more."""
     before = recording.generators.states()
-    with varied(turn, recording.reach):
+    with other_seeds(turn):
         eager = eager_call(recording, given, made_up)
     exchanged = turn > 0 and not again
     for memory in workspace:

@@ -86,7 +86,6 @@ class Reach:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.modes: Values = []  # every module's `training`
         self.functions: list[types.FunctionType] = [*_bare(fn)]  # fn, and those that it reaches
-        self.builtins: list[Way] = []  # attributes and items that are functions in C, or classes: a clock may be one
         self._seen: set[int] = set()
         self._keep: list[Any] = []  # ids stay taken while we look
         arguments = [_fixed(name, value) for name, value in given]
@@ -125,7 +124,6 @@ class Reach:
         if isinstance(node, torch.Generator):
             self.generators.append(node)
         if isinstance(node, (types.BuiltinFunctionType, type)) and way.steps:
-            self.builtins.append(way)
             return
         self._seen.add(id(node))
         self._keep.append(node)

@@ -1,25 +1,21 @@
-"""What a certificate varies between its rounds: the inputs, and what a function takes from the host besides them.
+"""The differences between the rounds of a certificate: other inputs, and other seeds of the host's random generators.
 
-Inputs keep their shapes and dtypes. Floating tensors are drawn anew from the example's mean and spread. Integers and booleans
+Inputs keep their shapes and dtypes. Floating tensors are drawn again with the example's mean and spread. Integers and booleans
 are shuffled, so that ids stay in range and a mask keeps its count; where a shuffle changes nothing (one position, a constant)
-an integer counts down and a boolean flips. What cannot be varied so is named in the certificate.
+an integer counts down and a boolean flips. The certificate names inputs that cannot be varied.
 
-From the host come the time, and random numbers of Python and NumPy, which a graph bakes in. Mostly that shows, because eager
-reads something else at its next call; but the time as an fp32 number is the same for two minutes, and a choice among few may be
-the same by chance. So each eager call of the certificate reads clocks that are decades off, and draws from other seeds.
+Random numbers of Python and NumPy are baked into a graph. Two draws among few values may be the same by chance, so each eager
+call of the certificate draws from another seed. The time is baked in, too, and is not varied: as an fp32 number it is the same
+for two minutes.
 
-Last the poison: NaN where nothing should be read. A graph that looks at what it was not given then shows it.
+The poison is NaN in memory that a replay must not read before it writes it.
 """
 
-import datetime
 import random
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
-from types import CellType, FunctionType, SimpleNamespace
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,13 +23,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .memory import difference
-from .reach import Reach, storage_key
+from .reach import storage_key
 
-DECADE = 315_576_000  # seconds
-_CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
-_ASIDE = frozenset(sys.stdlib_module_names - {"time", "datetime"}) | {"torch", "triton", "numpy", "_pytest", "pytest"}
-
-SOURCES = "the time (time, datetime) or random numbers (random, numpy.random)"
+SOURCES = "random numbers (random, numpy.random) or the time"
 
 
 def vary(examples: Sequence[Tensor], round_: int) -> tuple[list[Tensor], list[int]]:
@@ -80,116 +72,16 @@ def _equal(new: Tensor, old: Tensor) -> bool:
 
 
 @contextmanager
-def varied(turn: int, reach: Reach | None = None) -> Iterator[None]:
-    """Inside, this thread's clocks are `turn` + 1 decades ahead, and the random numbers are others. All is put back.
-
-    Clocks are found in every module's globals, and in what a function reaches: closures, defaults, attributes. A constant
-    stands between two readings as it did before, so what is only timed or logged stays right.
-    """
-    replacements = _replacements(DECADE * (turn + 1))
-    changed = [*_globals(replacements), *(_bound(reach, replacements) if reach is not None else ())]
+def other_seeds(turn: int) -> Iterator[None]:
+    """Seed the random generators that Python and NumPy share, another seed for each `turn`, and restore their states after."""
     states = _random_states()
     try:
-        for put, value in changed:
-            put(replacements[id(value)])
         for _, _, seed in states:
             seed(0x5EED + turn)
         yield
     finally:
-        for put, value in changed:
-            put(value)
         for state, restore, _ in states:
             restore(state)
-
-
-def _replacements(seconds: int) -> dict[int, Any]:
-    """What stands for each clock, by the clock's id."""
-    home = threading.get_ident()
-
-    def ahead(clock: Callable[[], Any], by: int) -> Callable[[], Any]:
-        return lambda: clock() + by if threading.get_ident() == home else clock()
-
-    clocks = [(getattr(time, name), seconds) for name in _CLOCKS]
-    clocks += [(getattr(time, f"{name}_ns"), seconds * 10**9) for name in _CLOCKS]
-    calendar = _calendar(home, datetime.timedelta(seconds=seconds))
-    return {id(clock): ahead(clock, by) for clock, by in clocks} | {id(datetime.datetime): calendar}
-
-
-class _Kind(type(datetime.datetime)):  # type: ignore[misc]
-    """Whatever is a datetime is one of ours too."""
-
-    def __instancecheck__(cls, value: Any) -> bool:
-        return isinstance(value, cls.__mro__[1])
-
-    def __subclasscheck__(cls, kind: type) -> bool:
-        return issubclass(kind, cls.__mro__[1])
-
-
-def _calendar(home: int, by: datetime.timedelta) -> type:
-    """A stand-in for datetime.datetime, whose results are plain ones."""
-    real = datetime.datetime
-
-    def ahead(now: datetime.datetime) -> datetime.datetime:
-        return now + by if threading.get_ident() == home else now
-
-    class Ahead(real, metaclass=_Kind):  # type: ignore[misc, valid-type]
-        def __new__(cls, *args: Any, **kwargs: Any) -> datetime.datetime:  # type: ignore[misc]
-            return real(*args, **kwargs)
-
-        @classmethod
-        def now(cls, tz: datetime.tzinfo | None = None) -> datetime.datetime:
-            return ahead(real.now(tz))
-
-        @classmethod
-        def today(cls) -> datetime.datetime:
-            return ahead(real.today())
-
-        @classmethod
-        def utcnow(cls) -> datetime.datetime:
-            return ahead(real.now(datetime.UTC).replace(tzinfo=None))
-
-    return Ahead
-
-
-Bound = tuple[Callable[[Any], None], Any]  # how to put something else in a clock's place, and the clock
-
-
-def _bound(reach: Reach, replacements: dict[int, Any]) -> Iterator[Bound]:
-    """Every clock that a function holds by another way than a global."""
-    for function in reach.functions:
-        for cell in function.__closure__ or ():
-            if id(value := _contents(cell)) in replacements:
-                yield partial(setattr, cell, "cell_contents"), value
-        for index, value in enumerate(function.__defaults__ or ()):
-            if id(value) in replacements:
-                yield partial(_put_default, function, index), value
-        yield from _items(function.__kwdefaults__ or {}, replacements)
-    for way in reach.builtins:
-        if id(value := way.find()) in replacements and (slot := way.slot()) and isinstance(slot[0], (dict, list)):
-            yield partial(slot[0].__setitem__, slot[1]), value
-
-
-def _items(space: dict[str, Any], replacements: dict[int, Any]) -> Iterator[Bound]:
-    for name, value in list(space.items()):
-        if id(value) in replacements:
-            yield partial(space.__setitem__, name), value
-
-
-def _contents(cell: CellType) -> Any:
-    with suppress(ValueError):  # nothing is in it yet
-        return cell.cell_contents
-
-
-def _put_default(function: FunctionType, index: int, value: Any) -> None:
-    old = function.__defaults__ or ()
-    function.__defaults__ = (*old[:index], value, *old[index + 1 :])
-
-
-def _globals(replacements: dict[int, Any]) -> Iterator[Bound]:
-    """Every module's global that is one of the clocks. Modules that only keep time are left out."""
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] not in _ASIDE:
-            yield from _items(getattr(module, "__dict__", {}), replacements)
 
 
 def _random_states() -> list[tuple[Any, Callable[[Any], None], Callable[[int], None]]]:
