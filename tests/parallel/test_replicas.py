@@ -10,7 +10,7 @@ import gpubound as gb
 from gpubound.errors import RankError
 from gpubound.parallel import ALONE, join, reduction
 from gpubound.train import Muon
-from gpubound.train.replicas import assert_alike
+from gpubound.train.sharding import check_replicas_equal
 from tests.messages import message
 from tests.parallel.processes import RankFailed, on_ranks
 
@@ -113,12 +113,12 @@ def unequal(what: str):
         if what == "shape" and ranks.rank:
             model.inner = nn.Linear(WIDTH, WIDTH, bias=False)
         step = gb.TrainStep(model, loss, "adamw", precision="fp32", ranks=ranks)
-        assert_alike(model.named_parameters(), ranks)
+        check_replicas_equal(model.named_parameters(), ranks)
         if ranks.rank:
             with torch.no_grad():
                 model.inner.weight[3, 4] += 1e-3
         try:
-            assert_alike(model.named_parameters(), ranks)
+            check_replicas_equal(model.named_parameters(), ranks)
         except RankError as error:
             return str(error)
         step.close()

@@ -16,7 +16,7 @@ from gpubound.models.llama import Decoder, DecoderConfig
 from gpubound.models.richards import RichardsConfig, RichardsDecoder
 from gpubound.parallel import ALONE, join
 from gpubound.parallel.sharded import shard
-from gpubound.train import rows
+from gpubound.train import sharding
 from gpubound.train.adamw8 import AdamW8bit
 from gpubound.train.average import Average
 from gpubound.train.muon import Muon
@@ -49,7 +49,10 @@ class SeededDiffusion(MaskedDiffusion):
 
     def __call__(self, model, batch, scale=None):
         torch.manual_seed(int(batch["input_ids"].sum()))
-        return super().__call__(model, batch | {"labels": batch["input_ids"]}, scale)
+        return super().__call__(model, batch, scale)
+
+    def split(self, batch):
+        return super().split(batch | {"labels": batch["input_ids"]})
 
 
 def hugging_face(seed):
@@ -115,7 +118,7 @@ def trained(
 def counted_sums(full):
     """How often gradients are summed, in the last number of a list. The process is a rank's, which ends with its test."""
     if full:
-        rows.memory_taken = lambda device: (99, 100)
+        sharding.memory_used = lambda device: (99, 100)
     counts, original = [0], _fsdp_param_group.foreach_reduce
 
     def reduced(*args):

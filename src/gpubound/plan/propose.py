@@ -13,7 +13,7 @@ from typing import Any
 from ..measure import mfu
 from ..train.muon import Muon
 from ..train.recipe import MOST_ACCUMULATE, Recipe
-from ..train.rows import FULL
+from ..train.sharding import FULL
 from ..words import in_words, quantity, readable
 from .gpus import GIB, HOP_US, NVLINK, GpuRates
 from .memory import FRAGMENTS, memory, total

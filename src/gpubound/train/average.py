@@ -54,7 +54,7 @@ class Average:
 
     def state(self) -> dict[str, Tensor]:
         """The average as a checkpoint has it, where it lies."""
-        said = self._step.said(joined(average=self.average))
+        said = self._step.global_state(joined(average=self.average))
         return {name: said[f"average.{name}"] for name in self.average}
 
     def load(self, average: dict[str, Tensor]) -> None:

@@ -26,10 +26,10 @@ from ..models.placing import put_back
 from ..parallel import ALONE, Ranks
 from ..parallel.watchdog import FOR_GPU
 from .accumulate import Accumulators
-from .holding import HoldsAll
 from .objectives import Objective
 from .optimizer import FlatAdamW
 from .precision import Fp8Weights, Precision
+from .sharding import Replicated
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor | int]]
 
@@ -44,7 +44,7 @@ class DeviceStep:
     optimizer: FlatAdamW
     precision: Precision
     single: bool  # a step has one micro-batch
-    held: HoldsAll
+    sharding: Replicated
     fp8: Fp8Weights | None
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class DeviceStep:
 
     @property
     def ranks(self) -> Ranks:
-        return self.held.ranks
+        return self.sharding.ranks
 
     def run(self, batches: Sequence[Any]) -> Tensor:
         """Forward and backward of every batch, one update; the report of kernels.plan_update."""
@@ -77,8 +77,8 @@ class DeviceStep:
     def add(self, batch: Any, last: bool = False) -> None:
         """One micro-batch more: its loss, items and gradients are added to those before. `last`: sums over ranks may begin."""
         with torch.enable_grad(), products(self.precision.products):
-            total, items = self.held.loss(partial(self._loss_of, batch))
-            self.held.before_backward(last)
+            total, items = self.sharding.loss(partial(self._loss_of, batch))
+            self.sharding.before_backward(last)
             listening = self.reduction.listening() if last else nullcontext()
             with listening, nullcontext() if (side := self.accumulators.side) is None else side.open():
                 total.backward()
@@ -200,8 +200,7 @@ class StepValues:
     updates: int
     loss_scale: float
     waited_s: float | None = field(default=None, repr=False)
-    """For how long this rank's device had nothing to do but to wait for other ranks: for sums, and for weights where these are
-    dealt. None where nobody noted it."""
+    """How long this rank's device only waited for other ranks' sums; None for one process, and for a sharded model."""
 
 
 class StepResult:

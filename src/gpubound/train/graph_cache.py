@@ -130,9 +130,11 @@ class GraphCache:
         if not window:
             return step.take_part()
         if isinstance(step.loss, Objective):
-            for batch in window:
+            for number, batch in enumerate(window):
                 if batch.signature not in self._checked:
-                    step.loss.check_batch(step.model, batch.whole())
+                    check = partial(step.loss.check_batch, step.model, batch.whole())
+                    # The first check runs the model, whose weights may be sharded: all ranks come to it.
+                    step.sharding.with_weights(check) if first and not number else check()
                     self._checked.add(batch.signature)
         self._first = False
         if first:

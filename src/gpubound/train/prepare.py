@@ -24,10 +24,9 @@ from ..place import Placement, as_it_is, place
 from ..trace import notice
 from . import chance
 from .adapters import base_of, check_base
+from .build_model import build_model, build_shards, choose_sharded, outline
 from .checkpoint import WHERE, Checkpoint, Checkpoints
 from .data import Stage, check_data, open_data, stage_of
-from .engine import deals_rows
-from .making import build_model, build_shards, outline
 from .recipe import PHASED, SOURCES, Recipe, check_model
 from .run import Run
 
@@ -103,7 +102,7 @@ def tell_rates(stages: list[Stage]) -> None:
 
 def made(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, ranks: Ranks) -> tuple[nn.Module, Placement]:
     """The model as these ranks hold it, on its device, with what trains in it."""
-    if deals_rows(recipe, lambda: outline(recipe, tokenizer), device, ranks):
+    if choose_sharded(recipe, lambda: outline(recipe, tokenizer), device, ranks):
         model = build_shards(recipe, tokenizer, device, ranks)
         return model, as_it_is(model, device, "no rank holds all of it; the first steps show whether it runs")
     model = build_model(recipe, tokenizer, device)

@@ -185,7 +185,7 @@ class Run:
         self.held_out.seek(0)
         with mode(self.model, training=False), self.average.applied() if self.average else nullcontext():
             held_out = islice(self.held_out, self.stage.held_out_batches)
-            return self.step.within(lambda: self.objective.validate(self.model, held_out))
+            return self.step.with_weights(lambda: self.objective.validate(self.model, held_out))
 
     @contextmanager
     def best_weights(self) -> Iterator[int]:

@@ -37,7 +37,6 @@ from .adamw8 import AdamW8bit
 from .device_step import DeviceStep, Loss, StepResult, StepValues
 from .flat_buffers import Weights
 from .foreign import Foreign
-from .forms import holding
 from .graph_cache import MODES as GRAPH_MODES, GraphCache, MicroBatch, gather
 from .model_guard import ModelGuard
 from .muon import Muon
@@ -45,8 +44,8 @@ from .objectives import OBJECTIVES, Objective, objective_class
 from .optimizer import AdamW
 from .precision import Fp8Weights, Precision, cast_inputs, check_precision, precision as precision_named, spelled
 from .recompute import recompute_as
-from .replicas import assert_alike, check_replicas, settings
 from .schedule import Schedule, is_rate
+from .sharding import check_replicas, check_replicas_equal, make_sharding, settings
 from .turnout import Turnout
 
 Result = TypeVar("Result")
@@ -103,16 +102,16 @@ class TrainStep(Uncopied):
         numbers, config, lossy = precision_named(precision), _optimizer(optimizer, graph), _loss(loss)
         if isinstance(lossy, Objective):
             lossy.check_model(model)
-        held = self._held = holding(model, ranks)
-        tell_if_alone(held.ranks)
-        kept, graph = held.kept(numbers), held.graph(graph)
+        sharding = self._sharding = make_sharding(model, ranks)
+        tell_if_alone(sharding.ranks)
+        stored, graph = sharding.storage_precision(numbers), sharding.graph(graph)
         pack_adapters(model)
-        layout = config.lay_out(held, kept)
+        layout = config.lay_out(sharding, stored)
         alike = {"accumulate": accumulate, "clip": clip, "precision": precision, "graph": graph, "seed": seed}
-        held.ranks.alike("TrainStep", alike | settings("optimizer", config) | settings("schedule", schedule or Schedule()))
-        held.check_optimizer(config)
-        check_replicas(layout, held.ranks)
-        self.memory = layout.bytes(kept.masters) | {"moments": config.moment_bytes(layout)}
+        sharding.ranks.alike("TrainStep", alike | settings("optimizer", config) | settings("schedule", schedule or Schedule()))
+        sharding.check_optimizer(config)
+        check_replicas(layout, sharding.ranks)
+        self.memory = layout.bytes(stored.masters) | {"moments": config.moment_bytes(layout)}
         parts = ", ".join(f"{name} {readable(size)}" for name, size in self.memory.items() if size)
         notice(f"train: {precision}, {readable(sum(self.memory.values()))} besides activations: {parts}.")
         self.model, self.accumulate, self.device, self._precision = model, accumulate, layout.device, precision
@@ -121,26 +120,26 @@ class TrainStep(Uncopied):
         self._turn = Turn(ValueError, "step: another call of this TrainStep is under way; call it from one thread at a time.")
         hasten(_calls(model, numbers, lossy), layout.device, numbers.dtype)
         with ExitStack() as undo:  # out of memory, no blocks to recompute: the model must not be left half prepared
-            undo.callback(held.release)
+            undo.callback(sharding.release)
             undo.callback(recompute_as(model, recompute))
             if numbers.dtype != torch.float32:
                 undo.callback(cast_inputs(model, numbers.dtype).remove)
-            accumulators = held.accumulators(layout, overlap)
+            accumulators = sharding.accumulators(layout, overlap)
             undo.callback(accumulators.release)
             self._fp8 = Fp8Weights(model, layout) if numbers.fp8 else None
             if self._fp8 is not None:
                 undo.callback(self._fp8.release)
-            held.begin_alike()
+            sharding.broadcast_start()
             give_own_storages(model)
-            self._weights = held.weights(layout, kept.masters)  # last, behind whatever may be refused: it casts the parameters
-            self._optimizer = config.flat(self._weights, kept, clip, schedule or Schedule(), seed)
+            self._weights = sharding.weights(layout, stored.masters)  # after all that may be refused: it casts the parameters
+            self._optimizer = config.flat(self._weights, stored, clip, schedule or Schedule(), seed)
             self._optimizer.hasten()
             self._undo = undo.pop_all()
             finalize(self, self._undo.close).atexit = False  # one that is dropped must not keep the model's gradients to itself
-        device_step = DeviceStep(model, lossy, accumulators, self._optimizer, numbers, accumulate == 1, held, self._fp8)
+        device_step = DeviceStep(model, lossy, accumulators, self._optimizer, numbers, accumulate == 1, sharding, self._fp8)
         self._graphs = GraphCache(device_step, graph)
         self._skips = SkippedSteps(precision, lossy, model)
-        self._turnout = Turnout(held.ranks, accumulate, held.gathers)
+        self._turnout = Turnout(sharding.ranks, accumulate, sharding.gathers)
 
     def __call__(self, micro_batches: Any) -> StepResult | None:
         """One step over a list of micro-batches, one batch, a feed (across epochs) or an iterator.
@@ -159,7 +158,7 @@ class TrainStep(Uncopied):
         batches = gather(micro_batches, self.accumulate)
         if not self._turnout.begins(len(batches)):
             return None
-        self._held.rest()
+        self._sharding.rest()
         signature = self._guard.check()
         self._weights.check()
         self._optimizer.check()
@@ -175,10 +174,9 @@ class TrainStep(Uncopied):
             self._turnout.idle()
         self._optimizer.carry_on(self._graphs.step.accumulators.gradient)
         self._weights.stepped()
-        self._held.stepped(len(batches))
+        self._sharding.stepped(len(batches))
         parting.stepped()
-        waited = self._graphs.step.reduction.waited if self._held.waits_at_the_end else None
-        report = StepResult(result, waited, self._timing)
+        report = StepResult(result, None if self._sharding.gathers else self._graphs.step.reduction.waited, self._timing)
         self._skips.watch(report, batches)
         return report
 
@@ -204,11 +202,11 @@ class TrainStep(Uncopied):
 
         All ranks must call it behind the same step. It waits for the device: a matter of milliseconds, for now and then.
         """
-        if self._held.ranks.alone:
+        if self._sharding.ranks.alone:
             return
         weights = [(slot.name, slot.parameter) for slot in self._weights.layout.slots]
         state = [(name, tensor) for name, tensor in self.state_dict().items() if tensor.dim()]
-        assert_alike(self._held.common([*weights, *state]), self._held.ranks)
+        check_replicas_equal(self._sharding.replicated_tensors([*weights, *state]), self._sharding.ranks)
 
     def state_dict(self) -> dict[str, Tensor]:
         """What the next step needs besides the model's own state_dict: moments and masters by parameter name, and counters.
@@ -221,7 +219,7 @@ class TrainStep(Uncopied):
             state |= {f"master.{slot.name}": slot.view(master, group.start) for slot in layout.slots_of(group)}
         if self._fp8 is not None:
             state |= {f"fp8.{slot.name}": states[:, 0] for slot, states in zip(self._fp8.slots, self._fp8.states)}
-        return self._held.said(state)
+        return self._sharding.global_state(state)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue where `state` was taken, bit for bit. Load the model's own state too, before or after."""
@@ -259,13 +257,13 @@ class TrainStep(Uncopied):
         """(a trained weight, its fp32 master or itself) by name, where they lie: of a sharded model this rank's rows."""
         return self._weights.by_name()
 
-    def said(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def global_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors like those of `weights`, named part.NAME, as `state_dict` gives them: rows as part of the whole tensor."""
-        return self._held.said(state)
+        return self._sharding.global_state(state)
 
-    def within(self, work: Callable[[], Result]) -> Result:
+    def with_weights(self, work: Callable[[], Result]) -> Result:
         """work(), which runs the model or reads its weights outside of a step. All ranks of a sharded model call it."""
-        return self._held.within(work)
+        return self._sharding.with_weights(work)
 
     def close(self) -> None:
         """Release the model: hooks, main_grad and recomputing are removed. Its weights keep their dtype."""

@@ -17,8 +17,7 @@ from gpubound.models.llama.training import MODELS
 from gpubound.models.richards.training import make as make_richards, save as save_richards
 from gpubound.parallel import join
 from gpubound.parallel.pieces import gathered
-from gpubound.train.engine import deals_rows
-from gpubound.train.making import build_model, build_shards, outline
+from gpubound.train.build_model import build_model, build_shards, choose_sharded, outline
 from tests.messages import message
 from tests.parallel.processes import on_ranks
 from tests.train.runs import recipe, texts
@@ -103,13 +102,13 @@ def test_rows_are_dealt_where_a_replica_does_not_fit(deep, tokenizer, monkeypatc
     for memory, dealt in ((18 * count, True), (30 * count, False)):
         properties = type("Properties", (), {"total_memory": memory})
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, properties=properties: properties)
-        assert deals_rows(replace(deep, precision="bf16"), lambda: of_model, cuda, Two()) is dealt
+        assert choose_sharded(replace(deep, precision="bf16"), lambda: of_model, cuda, Two()) is dealt
     told = said()
     assert message("train/making:rows_are_dealt_where_a_r").within(told)
     assert (
         ", 100% of its " in told and message("train/making:rows_are_dealt_where_a_r.2").within(told) and ", 60% of its " in told
     )
-    assert deals_rows(replace(deep, precision="bf16"), lambda: of_model, CPU, gb.parallel.ALONE) is False
+    assert choose_sharded(replace(deep, precision="bf16"), lambda: of_model, CPU, gb.parallel.ALONE) is False
 
 
 @pytest.mark.parametrize("base", [None, "nf4", "int8", "fp8"])
@@ -127,5 +126,5 @@ def test_a_base_counts_as_what_it_takes(base, tokenizer, monkeypatch, tmp_path, 
     for share, dealt in ((0.78, False), (0.82, True)):
         properties = type("Properties", (), {"total_memory": wanted / share})
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, properties=properties: properties)
-        assert deals_rows(todo, partial(outline, todo, tokenizer), cuda, Two()) is dealt
+        assert choose_sharded(todo, partial(outline, todo, tokenizer), cuda, Two()) is dealt
     assert message("train/making:a_base_counts_as_what_it").within(said())

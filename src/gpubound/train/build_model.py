@@ -1,4 +1,4 @@
-"""A run's model: whole on this rank's device, or only the rows that this rank holds of every weight, and never whole."""
+"""Building a run's model: all of it on this rank's device, or this rank's shards alone; and the choice between the two."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,12 +15,17 @@ from ..models.registry import family_of, is_named
 from ..models.storing import read_parts
 from ..parallel import Ranks
 from ..parallel.pieces import Piece
+from ..trace import notice
+from ..words import readable
 from .adapters import Lora
+from .flat_buffers import counted
+from .muon import numbers_by_rule
 from .precision import precision as precision_named
 from .recipe import Recipe
 from .recompute import blocks_of
 
 META = torch.device("meta")
+SHARE = 0.8  # of a GPU's memory that weights, masters, gradient and moments may take: activations need the rest
 
 
 def outline(recipe: Recipe, tokenizer: Tokenizer) -> nn.Module:
@@ -94,3 +99,30 @@ def _check_vocabulary(recipe: Recipe, tokenizer: Tokenizer, model: nn.Module) ->
             f"{recipe.model} knows {known} tokens, the corpus has {tokenizer.vocab_size}; "
             f"build the corpus with the model's own tokenizer (--tokenizer {recipe.model})."
         )
+
+
+def choose_sharded(recipe: Recipe, outline: Callable[[], nn.Module], device: torch.device, ranks: Ranks) -> bool:
+    """Return whether each weight is sharded over the ranks, or each rank has a replica: as the recipe says, or as it fits.
+    Print which, and its bytes.
+
+    outline  returns the model on the meta device: no rank may have room for it
+    """
+    if ranks.alone:
+        if recipe.parallel == "fsdp":
+            notice("parallel: fsdp: there is one process, so it holds the whole model.")
+        return False
+    numbers, model = precision_named(recipe.precision_on(device)), outline()
+    layout = counted(numbers.dtype, *numbers_by_rule(model, recipe.numbers))
+    need = sum(layout.bytes(numbers.masters).values()) + recipe.numbers.moment_bytes(layout)
+    need += 0 if recipe.adapters is None else recipe.adapters.frozen_bytes(model, numbers.dtype)
+    who, what = "GPU" if device.type == "cuda" else "rank", "of weights, gradient and moments"
+    has = min(ranks.gather(torch.cuda.get_device_properties(device).total_memory)) if device.type == "cuda" else None
+    of = "" if has is None else f", {need / has:.0%} of its {readable(has)}"
+    too_much = recipe.parallel == "auto" and has is not None and need > SHARE * has
+    if recipe.parallel != "fsdp" and not too_much:
+        notice(f"parallel: ddp: each of {ranks.world} {who}s holds {readable(need)} {what}{of}.")
+        return False
+    why = f", because a replica would hold {readable(need)} of them{of}" if too_much else ""
+    held = "every weight, and their gradient and moments" if recipe.adapters is None else "the base, and all adapters"
+    notice(f"parallel: fsdp: each of {ranks.world} {who}s holds its rows of {held}{why}.")
+    return True
