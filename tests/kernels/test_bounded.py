@@ -8,15 +8,15 @@ import torch
 import triton
 import triton.language as tl
 
-from gpubound.kernels import triton as package
+import gpubound as gb
 from gpubound.kernels.decode_adapters import EMPTY
 from gpubound.kernels.triton import _adapters
 from gpubound.kernels.triton._adapters import _come
 
 BOUNDED = {
     ("_adapters", "_come"): "POLLS",
-    ("_draw", "_search"): "PASSES",
-    ("_mail", "_take"): "polls",
+    ("_top_k_top_p", "_search"): "PASSES",
+    ("_peer_exchange", "_take"): "polls",
     ("add_rows", "_add_rows_kernel"): "more",  # until the ids end
 }
 """a name in the condition of each loop that a kernel decides to leave, by its file and function"""
@@ -24,7 +24,7 @@ BOUNDED = {
 
 def _loops() -> dict[tuple[str, str], str]:
     found = {}
-    for path in sorted(Path(package.__file__).parent.glob("*.py")):
+    for path in sorted(Path(gb.__file__).parent.rglob("triton/*.py")):
         for function in ast.parse(path.read_text()).body:
             compiled = isinstance(function, ast.FunctionDef) and any(
                 ast.unparse(d).startswith("triton.jit") for d in function.decorator_list

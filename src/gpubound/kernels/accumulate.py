@@ -1,4 +1,4 @@
-"""Where a weight's gradient goes: back to autograd, or added in fp32 to the weight's own accumulator.
+"""Gradients of weights: returned to autograd, or added in fp32 to the weight's accumulator.
 
 A parameter may carry `weight.main_grad`, an fp32 tensor of its shape. Whoever computes that weight's gradient then adds it
 there and hands autograd None, so `weight.grad` stays empty. Two gains: small gradients are not lost (in bf16, 256 + 1 is 256;
@@ -56,7 +56,7 @@ def weight_gradients(weights: Sequence[Tensor], g: Tensor, x: Tensor) -> tuple[T
 
 
 def bias_gradients(biases: Sequence[Tensor], wanted: Sequence[bool], g: Tensor) -> list[Tensor | None]:
-    """The gradients of several biases whose outputs lie side by side in g; None for those that are not wanted."""
+    """The gradients of several biases whose outputs are adjacent in g; None for those that are not wanted."""
     if not any(wanted):
         return [None] * len(biases)
     sums = g.sum(0, dtype=torch.promote_types(g.dtype, torch.float32)).split([b.shape[0] for b in biases])
@@ -148,7 +148,7 @@ def open_sums(weights: Sequence[Tensor]) -> None:
 
 
 def close_sums(weights: Sequence[Tensor]) -> None:
-    """Zero what nobody has delivered to since `open_sums`."""
+    """Zero each main_grad that got no gradient since `open_sums`."""
     for weight in weights:
         record = getattr(weight, ATTRIBUTE, None)
         if record is not None and getattr(record, "opening", None) is not None and opens([weight]):
@@ -198,7 +198,7 @@ class Taker:
 
 
 def hooks_on(weight: Tensor) -> Iterator[Any]:
-    """What is to see this weight's gradient, or what autograd has made of it in `weight.grad`."""
+    """Yield the hooks that see this weight's gradient, or `weight.grad` after it."""
     yield from (weight._backward_hooks or {}).values()
     behind = weight._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
     yield from (hook for hook in behind.values() if not isinstance(hook, Taker))
@@ -250,7 +250,7 @@ def _has_fp32_product(g: Tensor, x: Tensor) -> bool:
 
 
 def join_rows(slices: Sequence[Tensor]) -> Tensor | None:
-    """One tensor over all of `slices` when they lie one behind the other in one storage, each contiguous; else None."""
+    """Return one tensor over all of `slices` if they are adjacent in one storage and contiguous; else None."""
     first = slices[0]
     end = first.data_ptr()
     for part in slices:

@@ -26,7 +26,7 @@ EXAMPLE = (1, 0.5, 0.9, 0.5, 2, 3)  # a plan
 REPORT = ("loss", "grad_norm", "tokens", "skipped", "lr", "updates", "loss_scale")  # fp64, for people
 BLOCK = 256  # moments in 8 bits that share a scale
 PART = 256 * BLOCK  # elements at a time on a CPU: they stay in its cache, 0.1 s for ten million parameters, not 0.5
-ZEROS = {torch.int8: 6, torch.uint8: 7}  # leading ones that a magnitude can have: of 7 bits behind a sign, or of 8
+ZEROS = {torch.int8: 6, torch.uint8: 7}  # leading ones that a magnitude can have: of 7 bits after a sign, or of 8
 FLAT = "pass tensor.view(-1)"
 _TINY = 2.0**-126  # one over anything smaller may overflow: a block whose largest is smaller is all zeros
 
@@ -61,7 +61,7 @@ def plan_update(
 
 
 def plan_shape(count: int, *constants: tuple[float, float] | float | None) -> tuple:
-    """What its kernels are compiled for: betas, weight decay, clip and growth interval, and the programs of so many numbers."""
+    """Return what its kernels are compiled for: betas, weight decay, clip, growth interval and a bound on the programs."""
     return min(count, 1 << 22), *constants
 
 

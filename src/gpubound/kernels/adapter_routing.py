@@ -1,4 +1,4 @@
-"""Rows of a batch with adapters of their own: which columns of a low-rank product h (kernels/lora.py) a row keeps.
+"""Rows of a batch with separate adapters: which columns of a low-rank product h (kernels/lora.py) a row keeps.
 
 Legend: N tokens, the rows of x, of B rows of a batch; R ranks, the columns of h.
 """
@@ -24,7 +24,7 @@ class Owners(NamedTuple):
 
 
 class OwnRanks(NamedTuple):
-    """Of `Owners` whose adapters lie in their order and have as many ranks each: where in a row of h is more than zeros.
+    """Nonzero columns of h for `Owners` whose adapters are in order and have equal ranks.
 
     Row i of the batch has columns ids[i] · ranks to (ids[i] + 1) · ranks of each `adapters` · ranks.
     """
@@ -35,7 +35,7 @@ class OwnRanks(NamedTuple):
 
 
 def own_columns(h: Tensor, rows: Owners | None) -> Tensor:
-    """h (N, R) with the columns of each row's own adapter, scaled, and zeros beside them."""
+    """h (N, R) with the columns of each row's adapter, scaled, and zeros elsewhere."""
     if rows is None:
         return h
     ids = rows.ids.repeat_interleave(h.shape[0] // max(len(rows.ids), 1))

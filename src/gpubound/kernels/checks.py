@@ -1,4 +1,4 @@
-"""What ops ask of their arguments from outside: dtype, shape, layout, device. No number of a device tensor is read.
+"""Checks of the arguments of public ops: dtype, shape, layout, device. No value of a device tensor is read.
 
 A number that only the device knows (a label, an id, a position) is checked in the kernel. What a bad one does is said in the
 op's docstring: no access outside a tensor, and a NaN where silence would hide the mistake.
@@ -81,7 +81,7 @@ def require_columns(op: str, x: Tensor, wanted: tuple[int, ...], what: str, **pe
 
 
 def require_residual(op: str, residual: Tensor, x: Tensor, rounded: bool = False) -> None:
-    """What is added to x before it is normed. rounded: it may have 16 bits where x has fp32."""
+    """Check a residual that is added to x before the norm. rounded: it may have 16 bits where x has fp32."""
     fits = residual.dtype == x.dtype or (rounded and x.dtype == torch.float32 and residual.dtype in SIXTEEN_BITS)
     if residual.shape != x.shape or not fits:
         raise ValueError(

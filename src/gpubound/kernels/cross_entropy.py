@@ -251,5 +251,5 @@ def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int | N
 
 
 def _options(smoothed: bool = True, capped: bool = True) -> tuple[int, float, float | None, float, str]:
-    """Of an example: ignore_index, label_smoothing, softcap, z_loss, reduction."""
+    """Return an example's ignore_index, label_smoothing, softcap, z_loss, reduction."""
     return -100, 0.1 if smoothed else 0.0, 5.0 if capped else None, 1e-3, "mean"

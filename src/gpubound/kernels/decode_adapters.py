@@ -27,7 +27,7 @@ NO_ADAPTER, EVERY_ADAPTER = -1, -2  # in place of a row's adapter
 
 
 class StepAdapter(NamedTuple):
-    """What one adapter adds to the product of one weight."""
+    """One adapter of one weight."""
 
     a: Tensor
     b: Tensor
@@ -46,7 +46,7 @@ class StepAdapters(NamedTuple):
 
     @property
     def columns(self) -> tuple[int, ...]:
-        """Of h, for each weight."""
+        """Columns of h for each weight."""
         return tuple(sum(one.a.shape[0] for one in part) for part in self.parts)
 
     @property
@@ -54,7 +54,7 @@ class StepAdapters(NamedTuple):
         return dtype_of(self.parts)
 
     def added(self, number: int, x: Tensor) -> Tensor | float:
-        """What the product of weight `number` gets from x (B, K), in x's dtype: the definition."""
+        """Compute the adapters' part of the product of weight `number` with x (B, K), in x's dtype: the definition."""
         total: Tensor | float = 0.0
         for a, b, scale, owner in self.parts[number]:
             wanted = ((self.ids == owner) | (self.ids == EVERY_ADAPTER))[:, None]
@@ -63,7 +63,7 @@ class StepAdapters(NamedTuple):
 
 
 def form_of(adapters: StepAdapters | None) -> tuple:
-    """What an example takes of a product's adapters."""
+    """Return the example arguments for a product's adapters."""
     return () if adapters is None else form_of_parts(adapters.columns, adapters.dtype)
 
 

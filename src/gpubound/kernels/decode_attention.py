@@ -48,7 +48,7 @@ class LayerCache(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """How a layer turns, norms and scores its heads: the same at every step."""
+    """RoPE tables, norms and score settings of a layer's heads: the same at every step."""
 
     cos: Tensor  # (L, D/2) fp32, of every position; or fewer pairs, of the first dimensions: the others stand still
     sin: Tensor
@@ -126,7 +126,7 @@ quantized_decode_attention_reference = decode_attention_reference
 
 
 def written(cache: LayerCache, out: Tensor) -> tuple[Tensor, ...]:
-    """What both ops give back: out, and of the cache what they write."""
+    """Return out and the tensors of the cache that both ops write."""
     return out, *(part for part in cache[:4] if part is not None)
 
 
@@ -156,7 +156,7 @@ def _attend(qkv: Tensor, at: Tensor, known: Tensor, cache: LayerCache, heads: He
 
 
 def _there(pages: Tensor, cache: Tensor) -> Tensor:
-    """Which entries of the table name a page that there is."""
+    """Return which entries of the table name an existing page."""
     return (pages >= 0) & (pages < len(cache))
 
 
@@ -220,7 +220,7 @@ def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def decode(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The numbers that codes (..., D) over scales (...) stand for."""
+    """Dequantise codes (..., D) with scales (...)."""
     wide = codes.to(torch.bfloat16) if codes.dtype == torch.float8_e4m3fn else codes  # exact; fp8 is not promoted
     return (wide * scale[..., None]).to(dtype)
 
@@ -296,7 +296,7 @@ def _check_heads(op: str, heads: Heads, sizes: tuple[int, int, int], device: tor
 
 
 def _shape(cache: LayerCache, heads: Heads, out: Tensor) -> tuple:
-    """What an example takes: heads of keys, query heads for each of them, and the size of a head; then what few models have."""
+    """Return the example arguments: KV heads, query heads per KV head, head size; then the options that few models have."""
     _, kv, _, size = cache.k.shape
     shape = kv, out.shape[1] // size // kv, size
     pairs, norm = heads.cos.shape[1], heads.q_norm

@@ -54,7 +54,7 @@ def norm_product(
     cap: float = 0.0,
     adapters: StepAdapters | None = None,
 ) -> Tensor:
-    """out (B, rows, fp32) = rms_norm(x) times one weight, or two or three (q, k, v) side by side.
+    """out (B, rows, fp32) = rms_norm(x) times one weight, or two or three (q, k, v) concatenated.
 
     With `cap`, cap · tanh(out / cap) of it.
 
@@ -94,7 +94,7 @@ def norm_product_reference(
     out.copy_(torch.cat([y + _added(adapters, number, normed) for number, y in enumerate(products)], -1))
     capped_(out, cap)
     if best is not None and arg is not None:
-        size = 1 << (-(-out.shape[1] // best.shape[1]) - 1).bit_length()  # rows a partial maximum stands for
+        size = 1 << (-(-out.shape[1] // best.shape[1]) - 1).bit_length()  # rows of a partial maximum
         padded = F.pad(out, (0, size * best.shape[1] - out.shape[1]), value=float("-inf"))
         found = padded.view(*best.shape, size).max(-1)
         best.copy_(found.values)  # NaN if any is
@@ -195,7 +195,7 @@ def rms_normed(x: Tensor, norm: Norm | None) -> Tensor:
 
 
 def capped_(x: Tensor, cap: float) -> Tensor:
-    """cap · tanh(x / cap), in place; x as it is where cap is 0."""
+    """cap · tanh(x / cap), in place; x unchanged if cap is 0."""
     return x.div_(cap).tanh_().mul_(cap) if cap else x
 
 
@@ -236,7 +236,7 @@ def check_biases(op: str, biases: tuple[Tensor | None, ...], weights: list[Tenso
 
 
 def check_best(op: str, best: Tensor | None, arg: Tensor | None, rows: int, x: Tensor) -> None:
-    """What the search for the greatest of `rows` outputs is written to."""
+    """Check the outputs of the search for the greatest of `rows` outputs."""
     if (best is None) != (arg is None):
         raise ValueError(f"{op}: best and arg must be given together and have one shape; pass both or neither.")
     if best is None or arg is None:
@@ -257,7 +257,7 @@ def check_activation(op: str, activation: str) -> None:
 
 
 def form(norm: Norm | None, *rest: Any, added: tuple = ()) -> tuple:
-    """What an example takes of a call: nothing for the usual form, which most calls have. added: `form_of` its adapters."""
+    """Return the example arguments for a call; none for the default. added: `form_of` its adapters."""
     if added:
         return None if norm is None else norm.offset, *rest, *added
     if norm is None:

@@ -1,4 +1,4 @@
-"""Whether kernels are launched one into the other (decode_product.py says what that is), for as long as a step lasts.
+"""Programmatic dependent launch (PDL; decode_product.py explains it) for all kernels of a decoding step.
 
 Ops of a step that are called one by one take `dependent`. A step of many ops, some of which serve training too, says it once:
 inside `chained`, every kernel that can begins while the launch before it still runs, and others are launched as ever.
@@ -39,7 +39,7 @@ def ahead() -> Iterator[None]:
 
 
 def chain_mode() -> int:
-    """How a kernel that is launched here may begin: a value of `dependent`."""
+    """Return the PDL mode of a kernel that is launched now: a value of `dependent`."""
     return 0 if torch.compiler.is_compiling() else _mode.get()
 
 

@@ -1,4 +1,4 @@
-"""What the clock says when a device comes to a point of its work.
+"""Timestamps that a device writes when it reaches a point of its work.
 
 The device writes it itself, in the order of its stream. So it works inside a CUDA graph, too, and whoever reads a step later
 finds that step's own times: an event that a graph records holds those of the newest replay alone.
@@ -14,7 +14,7 @@ from . import triton  # the package: its files, which import triton itself, are 
 
 
 def can_stamp(device: torch.device) -> bool:
-    """Whether `Stamps` work on that device: on a CPU, and on a GPU where kernels can be launched."""
+    """Return whether `Stamps` work on that device: on a CPU, and on a GPU where kernels can be launched."""
     return device.type == "cpu" or can_launch(device)
 
 

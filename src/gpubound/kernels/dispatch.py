@@ -1,4 +1,4 @@
-"""Which implementation of an op runs for given tensors: the only place where that is decided.
+"""Dispatch: the choice between an op's kernel and its reference, made here alone.
 
 Triton where it can launch and has agreed with the reference on this device and dtype; else the reference. A reference call
 where a kernel was expected is a fallback (trace.fallback: counted, printed, forbidden under strict). A CPU tensor on the
@@ -39,7 +39,7 @@ def implementation(op: str, x: torch.Tensor, unable: str | None = None, shape: t
 
 
 def transformed() -> bool:
-    """Whether this call is inside torch.func's vmap, grad or jvp, or a level of forward-mode AD: none sees into a kernel."""
+    """Return whether torch.func (vmap, grad, jvp) or forward-mode AD transforms this call: neither sees into a kernel."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
@@ -70,7 +70,7 @@ _early: dict[Judged, Future] = {}
 
 
 def hasten(calls: Iterable[Call], device: torch.device, dtype: torch.dtype) -> None:
-    """Let the self-tests of these calls begin side by side and beside other work: compiling them takes seconds.
+    """Start the self-tests of these calls in parallel with each other and with other work: compiling takes seconds.
 
     A shape must be the one that the op's door will pass on, or the kernels compiled are nobody's.
     """
@@ -84,7 +84,7 @@ def hasten(calls: Iterable[Call], device: torch.device, dtype: torch.dtype) -> N
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """Those that begin early, for all callers: compiling takes as many cores as there are threads."""
+    """Return the threads that compile ahead, shared by all callers: compiling takes as many cores as there are threads."""
     return ThreadPoolExecutor(8, thread_name_prefix="gpubound-selftest")
 
 
@@ -105,7 +105,7 @@ def verdict(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = ()
 
 
 def runs(op: str, device: torch.device, dtype: torch.dtype) -> str:
-    """What calls of `op` have taken there so far, "triton" or "reference"; before the first, what one would take.
+    """Return the source that calls of `op` used so far, "triton" or "reference"; before the first, the one it would use.
 
     A test of its own, in no caller's shape, would compile kernels that nobody runs: 11 of 41 in a first training step.
     """
@@ -116,7 +116,7 @@ def runs(op: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _verdicts_of(op: str, device: torch.device, dtype: torch.dtype) -> list[str | None]:
-    """What `op` was found to be there, in any shape, by tests that were begun early too."""
+    """Return the results of the self-tests of `op` in any shape; tests that were begun early count."""
     for begun in [key for key in _early if key[:3] == (op, device, dtype)]:
         verdict(*begun)
     return [why for key, why in _verdicts.items() if key[:3] == (op, device, dtype)]
@@ -136,6 +136,6 @@ def _judge(op: str, device: torch.device, dtype: torch.dtype, shape: tuple) -> s
         )
     # A fresh thread has none of the caller's modes: no autocast, inference mode, default device, dynamo trace or saved-tensor
     # hooks (torch.utils.checkpoint would count a self-test's tensors among the block's, and miss them when it recomputes).
-    # But it launches as the caller does (dependent_launch.py), or the kernels it compiles are nobody's.
+    # But it launches as the caller does (dependent_launch.py), or it compiles kernels that no caller uses.
     with ThreadPoolExecutor(1, thread_name_prefix="gpubound-selftest") as thread:
         return thread.submit(copy_context().run, selftest.check, op, device, dtype, shape).result()

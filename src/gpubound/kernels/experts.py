@@ -152,13 +152,13 @@ def check_plain(op: str, norm: Norm) -> None:
 
 
 def check_slots(op: str, h: Tensor, inner: int, ids: Tensor, weights: Tensor, x: Tensor, outer: int) -> None:
-    """What a down product reads of each slot, and the stream that it adds to."""
+    """Check the slots that a down product reads, and the stream that it adds to."""
     _check_read(op, h, inner, ids, weights, x)
     require(op, "x", x, torch.float32, (len(ids), outer), x.device, WRITTEN)
 
 
 def check_apart(op: str, h: Tensor, inner: int, ids: Tensor, weights: Tensor, out: Tensor, outer: int) -> None:
-    """The same of one whose slots stay apart."""
+    """Check the slots of a down product that writes each slot separately."""
     _check_read(op, h, inner, ids, weights, out)
     require(op, "out", out, torch.float32, (*ids.shape, outer), out.device, WRITTEN)
 

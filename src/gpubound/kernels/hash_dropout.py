@@ -16,8 +16,8 @@ class Drop(NamedTuple):
     """
 
     p: float
-    seed: Tensor  # int64 (1,), on the device: a captured graph reads what lies there at each replay
-    site: int = 0  # sites that share a seed have masks of their own
+    seed: Tensor  # int64 (1,), on the device: a captured graph reads it at each replay
+    site: int = 0  # sites that share a seed have different masks
 
 
 def drawn(p: float, device: torch.device) -> Drop | None:
@@ -28,7 +28,7 @@ def drawn(p: float, device: torch.device) -> Drop | None:
 
 
 def kept(drop: Drop, rows: int, columns: int) -> Tensor:
-    """Which elements of a matrix (rows, columns) `drop` keeps."""
+    """Return which elements of a matrix (rows, columns) `drop` keeps."""
     first, second = _keys(drop)
     i = torch.arange(rows * columns, device=drop.seed.device, dtype=torch.int64)
     return ((_hash(i, first, second) >> 1) >= threshold(drop.p)).view(rows, columns)

@@ -55,7 +55,7 @@ def lora_down(
 def _draw_down(
     g: torch.Generator, rank: int = 5, dropping: bool = True, routed: bool = False, blocks: int = 1, along: bool = True,
 ) -> tuple:  # fmt: skip
-    ranks, columns = rank * blocks, 144  # more than a step along them has: a narrower x has a kernel of its own
+    ranks, columns = rank * blocks, 144  # more than a step along them has: a narrower x has another kernel
     a = draw(g, rank, columns) if along else draw(g, columns, rank).t()
     ids, owner = ints(0, -1, 1, 0, 5).long(), ints(*(i % 2 for i in range(ranks)))
     own = Owners(ids, owner, draw(g, ranks).detach()) if routed else None
@@ -118,7 +118,7 @@ def lora_product(
 
 
 def product_size(tokens: int, outputs: int) -> int:
-    """What a kernel's tiles depend on, in the shape that `lora_product` asks for: less than a wave of them, one, or many."""
+    """Return the size class that a kernel's tiles depend on: 0 for less than a wave of them, 1 for one, 2 for many."""
     return (tokens * outputs >= WAVE) + (tokens * outputs >= LARGE)
 
 

@@ -1,4 +1,4 @@
-"""What the ops of lora.py refuse. The shapes of their arguments follow from the first one's and the rank."""
+"""Argument checks of the ops of lora.py. All shapes follow from the first argument's and the rank."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ SHARED_SUMS = 2048
 
 
 def check_matrices(op: str, x: Tensor, **others: tuple[Tensor | None, tuple[int | str, ...]]) -> None:
-    """That x is a matrix of floats, and each of the others a tensor of floats beside it; a name in its shape is any size."""
+    """Check that x is a float matrix and each of the others a float tensor on its device. A name in a shape is any size."""
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(
             f"{op}: its first argument must be a floating-point matrix, got {x.dtype} {tuple(x.shape)}; reshape it."
@@ -63,5 +63,5 @@ def check_blocks(op: str, blocks: Sequence[int] | None, columns: int) -> None:
     if not 1 <= len(blocks) <= BLOCKS or sum(blocks) != columns or any(size < BLOCK or size % BLOCK for size in blocks):
         raise ValueError(
             f"{op}: blocks must be one to {BLOCKS} multiples of {BLOCK} that add up to {columns}, got {list(blocks)}; "
-            f"multiply others one by one."
+            f"multiply others separately."
         )

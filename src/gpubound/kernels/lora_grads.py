@@ -1,4 +1,4 @@
-"""Where the gradients of low-rank adapters' parameters go: those of several adapters to one place, by one launch, where memory
+"""Gradients of low-rank adapters' parameters: those of several adapters go to one place, by one launch, where memory
 allows it.
 
 Legend as in lora.py.
@@ -57,11 +57,11 @@ def adapter_gradients(
 
 
 class _Into(NamedTuple):
-    """Where the gradients of some parameters are written, as one matrix: one below the other or, `beside`, side by side."""
+    """Destination of the gradients of some parameters, one matrix: by rows or, with `beside`, by columns."""
 
     parameters: Sequence[Tensor]
     beside: bool
-    out: Tensor | None  # None: nobody wants them
+    out: Tensor | None  # None: not needed
     made: bool = False  # for autograd, not a sum that others add to
 
     @classmethod
@@ -90,7 +90,7 @@ class _Into(NamedTuple):
 
 
 def _arrivals(a: Tensor) -> Tensor:
-    """Kept for a parameter, whose sum nobody else may write to while it is written to. A captured step makes its own, unless it
+    """Return a parameter's counters, which no other launch may use at the same time. A captured step makes its own, unless it
     was run before."""
     record = made_record(a)
     if (kept := record.arrivals) is None or kept.device != a.device:

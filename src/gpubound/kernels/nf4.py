@@ -72,7 +72,7 @@ def _to_8_bits(largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _borders(code: Tensor) -> Tensor:
-    """Half-way between the numbers of a code. What lies on one goes to the smaller number, as in bitsandbytes."""
+    """Midpoints between the values of a code. A midpoint itself is rounded down, as in bitsandbytes."""
     return ((code[1:].double() + code[:-1].double()) / 2).float()
 
 
@@ -99,7 +99,7 @@ def _on(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_nf4(weight: Nf4, out: Tensor) -> Tensor:
-    """out (rows, columns) = the numbers that `weight` stands for, rounded to out's dtype."""
+    """out (rows, columns) = the dequantised `weight`, rounded to out's dtype."""
     _check("dequantize_nf4", weight, out)
     return implementation("dequantize_nf4", out)(weight, out)
 

@@ -72,7 +72,7 @@ def propose_reference(
 
 
 def _found(text: Tensor, last: Tensor) -> Tensor:
-    """Where a row's last tokens end when they stood there before (B, 1): the longest match, then the latest."""
+    """Return the end (B, 1) of the earlier occurrence of a row's last tokens: the longest match, then the latest."""
     width = text.shape[1]
     place = torch.arange(width, device=text.device)
     same, length = torch.ones_like(text, dtype=torch.bool), torch.zeros_like(text, dtype=torch.int64)

@@ -22,7 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset:
 
 
 def _shape(x: Tensor, weight: Tensor | None, rounded: torch.dtype | None = None) -> tuple:
-    """A gain that does not train has a backward of its own, and so has a residual `rounded` to fewer bits than x."""
+    """A gain that does not train has a separate backward, and so has a residual `rounded` to fewer bits than x."""
     still = weight is not None and not weight.requires_grad and x.requires_grad and torch.is_grad_enabled()
     if rounded is not None:
         return x.shape[-1], still, rounded

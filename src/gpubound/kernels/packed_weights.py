@@ -32,7 +32,7 @@ BITS = {"int8": 8, "int4": 4, "fp8": 8, "fp4": 4}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same with a minus
 MX = 32  # columns of fp4 that share a scale
 BIAS = 127  # of e8m0: a byte s is 2^(s - 127), and 255 is not a number
-ZERO = {"int8": 128, "int4": 8}  # the level that stands for zero
+ZERO = {"int8": 128, "int4": 8}  # the level of zero
 SPAN = {"int8": 127, "int4": 8}  # levels from zero to a group's extreme; int4 gives it the side that has one more
 # Of each slot: the bit of the word that is its lowest. Bits beyond the 31st go on at 0.
 PLACES = {
@@ -122,7 +122,7 @@ def pack_gate_up(gate: Tensor, up: Tensor, kind: str) -> Packed:
 
 @torch.no_grad()
 def unpack(packed: Packed) -> Tensor:
-    """The fp32 matrix that a packed weight stands for: the definition of every product with it."""
+    """Unpack a weight to fp32: the definition of every product with it."""
     words, kind = packed.words, packed.kind
     if kind == "fp4":
         return _unpack_fp4(packed)

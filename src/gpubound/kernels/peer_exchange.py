@@ -23,8 +23,8 @@ from .plans import power_of_two
 from .registry import definition, draw, ints
 
 # How often a kernel asks for a word before it takes NaN, so that a device that has failed does not hold the others for ever.
-# At 0.5 to 1 us each, 10 s or more: the host launches one device's work behind the other's, and may be held up in between.
-# Whoever has asked so often in vain asks no more, or every later exchange would take as long again.
+# At 0.5 to 1 us each, 10 s or more: the host launches one device's work after the other's, and may be interrupted in between.
+# A device that timed out once polls no more, or every later exchange would take as long again.
 POLLS = 1 << 24
 LATE = -1  # a word that has not come: all ones, which is NaN, or -1
 
@@ -51,7 +51,7 @@ class Mail(NamedTuple):
         return self.state[:1] + self.number
 
     def words(self, rows: int) -> Tensor:
-        """What has come, int32 (S, rows, C); LATE in place of what has not. The definition of taking."""
+        """Return the received values, int32 (S, rows, C), with LATE for missing ones: the definition of receiving."""
         found = self.box[:, :rows]
         return torch.where((found >> 32).int() == self.stamp(), found.int(), LATE)
 

@@ -41,7 +41,7 @@ from .registry import definition, draw, ints, zeros
 
 
 def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
-    """out (rows, columns) = the numbers that the packed `weight` stands for, rounded to out's dtype.
+    """out (rows, columns) = the dequantised `weight`, rounded to out's dtype.
 
     turns   how many weights share the rows of `weight` by turns (2 where rows of gate and up alternate). In `out` one
             weight follows the other
@@ -214,7 +214,7 @@ def _check_packed_stream(op: str, x: Tensor, norm: Norm | None, weight: Packed) 
 
 
 def _check_packed(op: str, weight: Packed, x: Tensor) -> None:
-    """What `pack` made where x lies, whole: rows of it are read one behind the other."""
+    """Check that the weight comes from `pack`, is on x's device and has all of its rows."""
     if weight.kind not in BITS:
         raise ValueError(f"{op}: the weight's kind must be one of {', '.join(BITS)}, got {weight.kind!r}; make it with pack.")
     groups = -(-weight.columns // GROUP)

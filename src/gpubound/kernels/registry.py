@@ -58,7 +58,7 @@ def draw(generator: torch.Generator, *shape: int) -> torch.Tensor:
 
 
 def frozen(t: torch.Tensor) -> torch.Tensor:
-    """The same in the dtype of the call, without a gradient."""
+    """Return the tensor as one that gets the dtype of the call and no gradient."""
     return torch.nn.Parameter(t.detach(), requires_grad=False)
 
 

@@ -22,7 +22,7 @@ from .registry import definition, doubles, draw, ints
 
 
 class Rows(NamedTuple):
-    """Where each row of a batch stands: int32 (B,), and changed in place by every step, but for `limit` and `stops`."""
+    """State of each row of a batch: int32 (B,), changed in place by every step, but for `limit` and `stops`."""
 
     token: Tensor  # the last token, whose keys and values are not in the cache yet
     position: Tensor  # its place in the row, which is also the number of tokens in the cache
@@ -39,7 +39,7 @@ class Rows(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """How each row chooses: one value a row, read by every step, so that a captured graph follows what is written here."""
+    """Sampling settings, one value a row. A captured graph reads them at each replay."""
 
     temperature: Tensor  # float32; 0 takes the largest logit
     top_k: Tensor  # int32; 0 is off
@@ -52,7 +52,7 @@ class Settings(NamedTuple):
 
 
 class Into(NamedTuple):
-    """Where a choice goes."""
+    """Outputs of a choice."""
 
     emitted: Tensor  # int32 (B,): the new token, or -1 where the row is not alive or its largest logit is NaN or infinite
     embed: Tensor | None = None  # a weight (V, H), with x: both or neither

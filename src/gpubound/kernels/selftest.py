@@ -1,4 +1,4 @@
-"""Each kernel's own test: a small forward and backward beside the reference, when a device, dtype and shape first call it.
+"""Each kernel's own test: a small forward and backward against the reference, when a device, dtype and shape first call it.
 
 The suite in tests/ is wider. This one runs on the user's machine, with the user's driver and compiler, where it counts.
 """
@@ -24,7 +24,7 @@ def check(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = ()) 
     arguments = OPS[op].example(torch.Generator().manual_seed(0), *shape)
     test = f"its self-test in {dtype} on {device}"
     try:
-        with entered(device):  # on a thread of its own the current device is the first, whatever the caller's is
+        with entered(device):  # on a new thread the current device is the first, whatever the caller's is
             got = _run(load("triton", op), arguments, device, dtype)
     except Exception as error:  # compiling a kernel can raise anything; the reason is reported, never dropped
         return f"{test} raised {type(error).__name__}: {(str(error).strip().splitlines() or ['(no message)'])[0]}"

@@ -1,4 +1,4 @@
-"""Work that nobody waits for until later, on a second stream: a weight's gradient is needed at the update, not before.
+"""Work on a second stream that is needed later: a weight's gradient is needed at the update, not before.
 
 Backward is a chain of input gradients; each weight gradient hangs off it by itself. A small model's kernels leave most of the
 GPU idle, and what is off the chain can run beside it. In a captured step the second stream becomes a branch of the graph.
@@ -32,7 +32,7 @@ class Side:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Inside, `aside` means the side stream; behind it, all is done as far as the current stream can tell."""
+        """Inside, `aside` means the side stream; after it, the current stream waits for all of it."""
         self._open = True
         try:
             yield

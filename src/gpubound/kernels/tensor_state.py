@@ -1,4 +1,4 @@
-"""What the library keeps on a tensor beside its values: one record, as one attribute, with declared fields.
+"""State that the library attaches to a tensor: one record, as one attribute, with declared fields.
 
 `main_grad`, a parameter's fp32 accumulator, stays an attribute of its own: it is a convention that other libraries share. All
 else that hangs on a tensor is a field here.
@@ -20,18 +20,18 @@ ATTRIBUTE = "gpubound"
 @dataclass(slots=True)
 class Record:
     # of a parameter: how it is multiplied by, and where its gradient goes
-    format: Any = None  # a Format of layers/linear_formats.py; None: as it is
+    format: Any = None  # a Format of layers/linear_formats.py; None: dense
     adapters: tuple[Any, ...] = ()  # what its products add to their results, Adapters of layers/linear_formats.py
     # The next delivery to main_grad begins a new sum, so it writes: True where a CUDA graph records that, whose replays then
     # begin the sum again, False where none does. None: it adds.
     opening: bool | None = None
     side: Any = None  # aside.Side: the stream on which deliveries run while a backward has it open; None: on the current stream
     arrivals: Any = None  # int32 zeros: programs that share a sum of its gradient count there who has come
-    # of a parameter whose rows are dealt to ranks: the Parameter that products see, gathered. Both have this record
+    # of a parameter sharded by rows: the gathered Parameter that products use. Both have this record
     gathered: Any = field(default=None, compare=False)
     # of what a forward computed
     origin: Any = None  # how backward computes it again, a RecomputeRecipe of layers/recompute.py
-    # of a state in codes: from its storage's bytes to the numbers they stand for, part by part: what a certificate compares
+    # of a quantised state: dequantises its storage part by part, for comparison by a certificate
     numbers: Any = None
 
     def __reduce__(self):
@@ -75,6 +75,6 @@ def share_record(dealt: Tensor, gathered: Tensor) -> None:
 
 
 def seen(tensor: Tensor) -> Tensor:
-    """What products see of a parameter."""
+    """Return the tensor that products multiply by: the gathered one of a sharded parameter."""
     record = record_of(tensor)
     return tensor if record is None or record.gathered is None else record.gathered

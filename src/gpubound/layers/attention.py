@@ -21,11 +21,11 @@ from .linear_product import multiply
 from .norm import RMSNorm
 
 Rope = tuple[Tensor, Tensor]
-"""cos and sin in fp32: (T, D/2), or (B, T, D/2) where rows have positions of their own"""
+"""cos and sin in fp32: (T, D/2), or (B, T, D/2) where rows have separate positions"""
 
 
 class Angles(Protocol):
-    """Where the angles come from: of positions (..., T) on the device, cos and sin (..., T, D/2)."""
+    """RoPE angles: cos and sin (..., T, D/2) of positions (..., T) on the device."""
 
     def __call__(self, positions: Tensor) -> Rope: ...
 
@@ -84,7 +84,7 @@ class RopeTable:
         return cos[:length], sin[:length]
 
     def of(self, x: Tensor, positions: Tensor | None) -> Rope:
-        """Those of a batch x (B, T, ...): of its first T where no positions are given, and by rows only where those differ."""
+        """Return the angles of a batch x (B, T, ...): of its first T without positions, and by row only if those differ."""
         if positions is None:
             return self.first(x.shape[1], x.device)
         return self.at(positions[0] if positions.dim() > 1 and len(positions) == 1 else positions)
@@ -167,7 +167,7 @@ class Attention(Projecting):
         return q, k, v
 
     def counted(self, weights: Sequence[Tensor]) -> tuple[int, int]:
-        """How many heads of q and of k these weights make: somebody may have pruned some."""
+        """Return the numbers of query and key heads of these weights, which may have been pruned."""
         if len(weights) != 3:
             return self.heads, self.kv_heads
         return weights[0].shape[0] // self.head_dim, weights[1].shape[0] // self.head_dim
@@ -187,7 +187,7 @@ class Attention(Projecting):
 
 
 def turn_calls(heads: int, kv_heads: int, head_dim: int, pairs: int, normed: bool) -> tuple[Call, ...]:
-    """What `project` will call, for a first step that compiles its kernels side by side."""
+    """Return the ops that `project` will call, so that a first step compiles their kernels in parallel."""
     return (("rope" if normed else "rope_qkv", (heads, kv_heads, head_dim, pairs)),)
 
 

@@ -23,7 +23,7 @@ class Block(nn.Module):
     """A pre-norm decoder block, its children named as Hugging Face names them."""
 
     gradient_checkpointing = False
-    apart = False  # whether the blocks of its model lie on several devices
+    apart = False  # whether the blocks of its model are on several devices
     gathered: Any = None  # runs a function with the block's weights there, where ranks share them (parallel/sharded.py)
 
     def __init__(
@@ -74,8 +74,8 @@ def mixed(part: Any, *inputs: Any) -> Tensor:
 
 
 def heard(module: Any) -> bool:
-    """Whether it must be called, for hooks on it or another forward to run: others than sharders' and ours, which the loop
-    stands in for."""
+    """Return whether it must be called, so that its hooks or another forward run. Hooks of sharders and of this package do not
+    count: the loop does their work."""
     kind: Any = type(module)
     if outdone(kind):
         return True
@@ -84,7 +84,7 @@ def heard(module: Any) -> bool:
 
 @constant
 def outdone(kind: Any) -> bool:
-    """Whether it is a user's subclass of one of our modules with a forward of its own, which the loop would step past. The
+    """Return whether it is a user's subclass of one of our modules with its own forward, which the loop would step past. The
     classes that placing makes are not: they stand in for their module's forward."""
     return _outdone(kind)
 
@@ -100,7 +100,7 @@ def _outdone(kind: Any) -> bool:
 
 
 def added(x: Tensor, pending: Tensor | None) -> Tensor:
-    """The stream as hooks see it: the add is a pass of its own."""
+    """Return the stream that hooks see: the add is a separate pass."""
     if pending is None:
         return x
     if not torch.compiler.is_compiling():  # the compiler does its own fusing
@@ -117,7 +117,7 @@ def called(
 
 
 def rounds(part: Any, x: Tensor, pending: Tensor | None) -> bool:
-    """Whether autocast is on, and the part's products would round a norm to the dtype of `pending`, which other products gave.
+    """Return whether autocast is on, and the part's products would round a norm to the dtype of `pending`.
 
     Then the norm reads and writes 16 bits, and nothing is cast before it and behind it: of 28 bytes a number that forward
     moves 12 stay, and of 28 that backward moves 20.

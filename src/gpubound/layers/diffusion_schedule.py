@@ -60,7 +60,7 @@ def noised(x0: Tensor, noise: Tensor, alpha_bar_B: Tensor) -> Tensor:
 
 
 def target_of(target: str, x0: Tensor, noise: Tensor, alpha_bar_B: Tensor) -> Tensor:
-    """What the model is to predict."""
+    """Return the target of the model's prediction."""
     if target == "v":
         signal, sigma = roots(alpha_bar_B, x0)
         return signal * noise - sigma * x0

@@ -114,13 +114,13 @@ def lm_loss(
 
 
 def plain_head(head: Any) -> bool:
-    """Whether calling it does its weight's product alone, without a bias."""
+    """Return whether calling it does its weight's product alone, without a bias."""
     plain = type(head) in (LMLoss, nn.Linear) and not hooked(head) and head.bias is None
     return plain and type(head._parameters.get("weight")) is nn.Parameter and not adapted(weight_of(head))
 
 
 def logits_loss(logits: Tensor, labels: Tensor, total: Tensor | float | None = None, ignore_index: int = -100) -> Tensor:
-    """The same of logits (..., V) that are there."""
+    """Compute the loss of given logits (..., V)."""
     wanted, reduction = shift(labels, ignore_index).flatten(), "mean" if total is None else "sum"
     loss = cross_entropy(logits.flatten(0, -2), wanted, ignore_index=ignore_index, reduction=reduction)
     return loss if total is None else loss / total

@@ -40,7 +40,7 @@ def bare(layer: Any) -> bool:
 
 
 def hooked(module: Any, but: Container = ()) -> bool:
-    """Whether calling it runs hooks, other than those in `but`, or a forward that was patched onto the instance."""
+    """Return whether calling it runs hooks, other than those in `but`, or a forward that was patched onto the instance."""
     patched = module.__dict__.get("forward")
     if patched is not None and getattr(patched, "func", None) is not _by_record:  # which is ours
         return True
@@ -49,7 +49,7 @@ def hooked(module: Any, but: Container = ()) -> bool:
 
 
 class LinearSite(NamedTuple):
-    """What calling a layer multiplies by, and adapters that its weight's record does not have; or why it must be called."""
+    """Weight and bias of a layer's call, and adapters that its weight's record does not have; or why it must be called."""
 
     weight: Any = None
     bias: Any = None
@@ -58,7 +58,7 @@ class LinearSite(NamedTuple):
 
     @property
     def added(self) -> tuple:
-        """What tells a later reading whether something else is added: `extra` is read anew each time."""
+        """Return a key that changes when other adapters are added: `extra` is a new list at each reading."""
         return self.why, *(adapter.identity for adapter in self.extra)
 
 
@@ -74,7 +74,7 @@ def site_of(layer: Any) -> LinearSite:
 
 
 def foreign(layer: Any) -> bool:
-    """Whether another library's class has to be read."""
+    """Return whether the layer is of another library's class that READERS knows."""
     return _reader(layer) is not None
 
 
@@ -100,7 +100,7 @@ class Stacked:
         return None if joined is None else multiply(x, joined)
 
     def joined(self, layers: Sequence[Any]) -> Joined | None:
-        """What `multiply` takes, or None as `product`."""
+        """Return the argument of `multiply`, or None as `product`."""
         if torch.compiler.is_compiling():  # addresses mean nothing to a tracer; the compiler does its own fusing
             return None
         sites = [site_of(layer) for layer in layers]
@@ -135,7 +135,7 @@ class Stacked:
         return None
 
     def forget(self) -> None:
-        """Hold no memory that nobody multiplies by."""
+        """Release the buffers."""
         self._layout, self._weight, self._bias = (), None, None
 
     def _refuse(self, why: str) -> Any:
@@ -146,7 +146,7 @@ class Stacked:
 
 
 def _memory(parameters: Sequence[Tensor]) -> tuple[tuple, ...]:
-    """Where each is in memory and what of it: pruning in place keeps the address."""
+    """Return address, shape and strides of each: pruning in place keeps the address."""
     return tuple((p.data_ptr(), p.shape, p.stride()) for p in parameters)
 
 
@@ -175,7 +175,7 @@ class Projecting(nn.Module):
         movers.add(self)
 
     def __setstate__(self, state: dict) -> None:
-        """Undo what pickle does to slices: each comes back with a private copy of the whole buffer behind it."""
+        """Undo what pickle does to slices: each is loaded with a private copy of the complete buffer."""
         super().__setstate__(state)
         movers.add(self)
         for group in zip(*(layer.parameters() for layer in self.projections())):
@@ -189,7 +189,7 @@ class Projecting(nn.Module):
         return [children[name] for name in self.PROJECTIONS]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As any module's; each weight has a storage of its own, over the memory that it shares with its neighbours."""
+        """Return the module's state; each weight has its own storage, over the memory that it shares with its neighbours."""
         state = super().state_dict(*args, **kwargs)
         own_storages(self, state, args[1] if len(args) > 1 else kwargs.get("prefix", ""))
         return state
@@ -211,21 +211,21 @@ class Projecting(nn.Module):
         return [run_linear(layer, x) for layer in self.projections()]
 
     def as_one(self) -> bool:
-        """Whether they are one product: before the first call by what they look like."""
+        """Return whether they are one product; before the first call, whether they look so."""
         stacked: Stacked | None = self.__dict__.get("stacked")
         return all(site_of(layer).why is None for layer in self.projections()) and not (stacked and stacked.fallbacks)
 
     def rounds(self) -> bool:
-        """Whether products alone read x. Under autocast they round it."""
+        """Return whether only products read x. Under autocast they round it."""
         return self.as_one()
 
     def product_words(self, together: str) -> str:
-        """How they are multiplied. What is not plain (a hook, a subclass) is called, and gives its output itself."""
+        """Describe how they are multiplied. A layer that is not plain (a hook, a subclass) is called."""
         return f"{together} as one product" if self.as_one() else "projections as they are"
 
 
 def multiply_by_records(model: nn.Module, everywhere: bool = False) -> Callable[[], None]:
-    """Let plain linear layers look at their weight's record, of which F.linear knows nothing.
+    """Make plain linear layers read their weight's record, which F.linear ignores.
 
     Those of our own modules do so without it. `everywhere`: those, too, for what calls them one by one, such as the forward
     that a swapped module had before. Returns what undoes it, once no format or adapter is left there, not even one that is
@@ -250,7 +250,7 @@ def multiply_by_records(model: nn.Module, everywhere: bool = False) -> Callable[
 
 
 def as_torch_has_it(layer: nn.Linear) -> bool:
-    """Whether nobody but `multiply_by_records` gave the layer a forward of its own."""
+    """Return whether the layer has torch's forward, or the one of `multiply_by_records`."""
     return "forward" not in vars(layer) or getattr(layer.forward, "func", None) is _by_record
 
 
@@ -278,7 +278,7 @@ def _stack(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _immovable(parts: Sequence[Tensor], before: Tensor | None, others: Iterable[Tensor] | None) -> str | None:
-    """Why these parameters may not be moved into a buffer of ours: somebody else manages the memory they lie in."""
+    """Return why these parameters cannot be moved into a buffer of ours: another library manages their memory."""
     if len({(p.dtype, p.device, p.shape[1:]) for p in parts}) > 1:
         return "the weights differ in dtype, device or input width"
     if len({p.data_ptr() for p in parts}) < len(parts):
@@ -305,7 +305,7 @@ def _immovable(parts: Sequence[Tensor], before: Tensor | None, others: Iterable[
 
 
 def describe(layer: nn.Module) -> str:
-    """What keeps a layer from being multiplied by its weight alone, in words."""
+    """Describe why a layer cannot be multiplied by its weight alone."""
     kind = f"{type(layer).__module__.split('.')[0]}.{type(layer).__name__}"
     if type(layer) is not nn.Linear:
         return f"a projection is {kind}, not nn.Linear"

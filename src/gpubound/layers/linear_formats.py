@@ -1,4 +1,4 @@
-"""What a linear site is made of: how its weights are stored and multiplied, and what is added to their product.
+"""Parts of a linear product: the format of its weights, and the adapters that add to it.
 
 A weight's record (kernels/tensor_state.py) holds both. A new format or adapter is a class with the methods of `Format` or
 `Adapter`, in a file of its own; linear_product.py runs them.
@@ -21,7 +21,7 @@ from ..kernels.tensor_state import record_of
 
 
 class Joined(NamedTuple):
-    """What a site multiplies by: parameters, and tensors over all of their memory, which carry no gradient."""
+    """Operands of a product: parameters, and tensors over all of their memory, which have no gradient."""
 
     weight: Tensor
     bias: Tensor | None
@@ -35,9 +35,9 @@ class Joined(NamedTuple):
 
 
 class Format:
-    """How weights are stored and multiplied. This one multiplies by them as they are, in x's dtype."""
+    """Format of weights: how they are stored and multiplied. This one is dense, in x's dtype."""
 
-    reads_input = True  # its weight gradients are made of x as it came in, which is kept for backward then
+    reads_input = True  # its weight gradients need the unchanged x, which is saved for backward then
     coded = False  # the weight's elements are codes, not its numbers
 
     def taking(self, x: Tensor, weights: Sequence[Tensor]) -> "Format":
@@ -45,7 +45,7 @@ class Format:
         return self
 
     def shape(self, weight: Tensor) -> tuple[int, ...]:
-        """Of what the weight stands for: (O, K)."""
+        """Return the shape (O, K) of the dequantised weight."""
         return tuple(weight.shape)
 
     def plain(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -90,7 +90,7 @@ class Factors(NamedTuple):
 
 
 class Adapter:
-    """Adds to a product, with parameters of its own. `forward` and `backward` run where autograd is off.
+    """Adapter that adds to a product, with its own parameters. `forward` and `backward` run where autograd is off.
 
     It hangs in the record of the weight whose product it adds to; x and g are 16-bit or fp32, as the product has them. One that
     is switched off or merged is taken out of the record, and costs nothing.
@@ -110,7 +110,7 @@ class Adapter:
         return members
 
     def plain(self, x: Tensor) -> Tensor:
-        """What it adds to y, in differentiable torch, as `Format.plain`."""
+        """Compute the adapter's part of y in differentiable torch, as `Format.plain`."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, y: Tensor) -> Sequence[Tensor]:
@@ -129,7 +129,7 @@ class Adapter:
         return None
 
     def share(self, g: Tensor, kept: Sequence[Tensor]) -> Factors | None:
-        """What it adds to dx, likewise. `backward` is given it then, and leaves dx alone."""
+        """Return the adapter's part of dx, likewise. `backward` gets it then, and does not change dx."""
         return None
 
 
@@ -155,7 +155,7 @@ def shape_of(weight: Tensor) -> tuple[int, ...]:
 
 
 def size_of(weight: Tensor) -> int:
-    """How many numbers it stands for; one in codes has fewer elements."""
+    """Return the number of values of the weight; a quantised one has fewer elements."""
     return math.prod(shape_of(weight))
 
 
@@ -165,11 +165,11 @@ def adapters_of(weight: Tensor) -> tuple[Adapter, ...]:
 
 
 def adapted(weight: Tensor) -> bool:
-    """Whether something is added to this weight's products, so that no form may pass them by."""
+    """Return whether an adapter adds to this weight's products."""
     return len(adapters_of(weight)) > 0
 
 
-ADAPTERS = "lora"  # what an adapted layer calls its adapters, a child of its own (lora/pairs.py)
+ADAPTERS = "lora"  # name of an adapted layer's child module that has its adapters (lora/pairs.py)
 
 
 def weight_of(layer: Any) -> Any:
@@ -184,7 +184,7 @@ def weight_of(layer: Any) -> Any:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, of which each rank has its rows (parallel/sharded.py): by what checkpoints ask of one."""
+    """Return whether it is a DTensor, a shard of rows on each rank (parallel/sharded.py)."""
     return hasattr(tensor, "__create_chunk_list__")
 
 

@@ -1,4 +1,4 @@
-"""A linear product as a site with parts: y = x Wᵀ + b, of one weight or of several that lie one behind the other in memory.
+"""A linear product as a site with parts: y = x Wᵀ + b, of one weight or of several that are adjacent in memory.
 
 What the weights' records say (kernels/tensor_state.py) makes a site of three kinds of parts:
 
@@ -78,7 +78,7 @@ def multiply(x: Tensor, joined: Joined) -> Tensor:
 
 
 def autocasts(x: Tensor) -> bool:
-    """Return whether autocast is on for x; it leaves float64 as it is."""
+    """Return whether autocast is on for x; it does not change float64."""
     return torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
 
 
@@ -100,7 +100,7 @@ def _said(format: Format, x: Tensor, joined: Joined, adapters: Sequence[Spanning
 
 
 def _adds(format: Format, x: Tensor) -> bool:
-    """Whether there is such a kernel. Without one, torch's product in x's dtype is faster than the definition."""
+    """Return whether there is such a kernel. Without one, torch's product in x's dtype is faster than the definition."""
     return format is AS_IT_IS and (x.is_cuda or facts.interpreted()) and x.dtype in KERNEL_DTYPES
 
 
@@ -174,7 +174,7 @@ class _Product(torch.autograd.Function):
 
 
 def check_unchanged(ctx: Any) -> None:
-    """That nobody has written ctx.parameters since `ctx.versions` was taken in forward."""
+    """Raise if a parameter was written in place since `ctx.versions` was recorded in forward."""
     if [p._version for p in ctx.parameters] != ctx.versions:
         raise RuntimeError(
             "a weight of a fused product was changed in place between forward and backward, so its gradient would be wrong; "
@@ -183,7 +183,7 @@ def check_unchanged(ctx: Any) -> None:
 
 
 def _seen_through() -> bool:
-    """Whether torch.compile or torch.func traces this call: they see through plain products alone."""
+    """Return whether torch.compile or torch.func traces this call: they see through plain products alone."""
     return torch.compiler.is_compiling() or transformed()
 
 

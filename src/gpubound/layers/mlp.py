@@ -73,7 +73,7 @@ def gated(activation: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 def gated_calls(activation: str | None, inner: int) -> tuple[Call, ...]:
-    """What an MLP `inner` wide will call, for a first step that compiles its kernels side by side."""
+    """Return the ops that an MLP of width `inner` will call, so that a first step compiles their kernels in parallel."""
     if activation == "silu":
         return ("swiglu", (inner, True)), ("swiglu_backward", (inner,))
     return (("geglu", (inner, True)),)
@@ -86,7 +86,7 @@ def trained_weight(down: Any) -> Tensor | None:
 
 
 class Unit:
-    """What a gated MLP does between its products, to packed [gate | up]. This one is SwiGLU.
+    """Gated unit between the products of an MLP, applied to packed [gate | up]. This one is SwiGLU.
 
     `small` are parameters of its own, such as those of curves: few numbers each, or None.
     """

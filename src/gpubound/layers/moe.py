@@ -1,4 +1,4 @@
-"""A sparse MLP: a router gives each token to a few experts, and each expert is a gated MLP of its own.
+"""A sparse MLP: a router gives each token to a few experts, and each expert is a gated MLP.
 
 Tokens are sorted by expert on the device, and the experts' products are one grouped product whose borders are device numbers:
 no host knows who chose what, so a step with experts is captured like any other. Tokens go there and back by permutations, whose

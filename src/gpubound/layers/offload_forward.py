@@ -16,7 +16,7 @@ from .block import brought, sent
 
 @contextmanager
 def visiting(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
-    """Inside, those that lie on another kind of device are computed on this one. What they return lies where they do."""
+    """Inside, modules on another kind of device are computed on this one. Their outputs return to their device."""
     away = [module for module in modules if next(module.parameters()).device.type != device.type]
     handles = [handle for module in away for handle in _Visit(module, device).hooks()]
     try:

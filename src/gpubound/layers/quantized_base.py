@@ -52,7 +52,7 @@ class Frozen(Format):
         raise NotImplementedError
 
     def write(self, codes: Tensor, out: Tensor) -> None:
-        """out (O, K) = the numbers that the codes stand for."""
+        """out (O, K) = the dequantised weight."""
         raise NotImplementedError
 
     def shape(self, weight: Tensor) -> tuple[int, ...]:
@@ -86,16 +86,16 @@ def written(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 class OnlyCodes(nn.Module):
     """A layer whose weights are buffers of codes and no parameters: none of them trains, whatever the layer's forward does."""
 
-    linear = False  # whether it stands for one linear layer
+    linear = False  # whether it is of one linear layer
 
     @property
     def size(self) -> int:
-        """How many weights the codes are."""
+        """Return the number of quantised weights."""
         raise NotImplementedError
 
 
 def numbers_of(model: nn.Module) -> int:
-    """A model's parameters, as many as they stand for: one in codes has fewer elements, or is none at all."""
+    """Count a model's parameters; a quantised one has fewer elements, or is a buffer."""
     coded = sum(module.size for module in model.modules() if isinstance(module, OnlyCodes))
     return coded + sum(map(size_of, model.parameters()))
 
@@ -134,7 +134,7 @@ class InInt8(Frozen):
 
 
 class Base(nn.Module):
-    """What a layer's codes are read by, as its child: so `.to()`, copies and state_dict take it along.
+    """Quantisation scales of a layer's weight, as its child module, so that `.to()`, copies and state_dict include them.
 
     Its buffers are bytes, whatever they mean: `.to(torch.bfloat16)` rounds every floating-point number that it finds.
     """
@@ -174,7 +174,7 @@ class Base(nn.Module):
         return self._layer[0]
 
     def hang(self) -> None:
-        """Codes that were dealt to ranks as fp32 numbers of the same bits are codes again where they are gathered."""
+        """Restore codes that were sharded as fp32 values of the same bits after they are gathered."""
         record = made_record(self._weight)
         record.format = self.kind(self)
         if record.gathered is not None and record.gathered.dtype != self.kind.codes:
@@ -207,7 +207,7 @@ class Base(nn.Module):
 
 @contextmanager
 def by_numbers(model: nn.Module) -> Iterator[None]:
-    """Inside, every product is with the numbers that codes stand for, and rounds nothing else: what a verification compares."""
+    """Inside, every product uses dequantised weights and rounds nothing else, for verification."""
     before = [(module, module.rounds) for module in model.modules() if isinstance(module, Base)]
     try:
         for base, _ in before:

@@ -1,4 +1,4 @@
-"""Tensors over the same memory. To the user two of them are one weight, and moving one of them ends that without a sign.
+"""Tensors over the same memory. To the user two of them are one weight, and moving one of them silently ends that.
 
 Who moves weights, into a stacked or a flat buffer, asks here first. A tensor that comes twice, as a tied one does, is no pair.
 Tensors with gaps are left out, for two may lie in each other's gaps, and so are subclasses.
@@ -26,7 +26,7 @@ def overlapping(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str]
 
 
 def any_over(parts: Sequence[Tensor], others: Iterable[Tensor]) -> bool:
-    """Whether a tensor of `others` that is none of `parts` shares bytes with one of them."""
+    """Return whether a tensor of `others` that is none of `parts` shares bytes with one of them."""
     own = set(map(id, parts))
     spans = [(p.data_ptr(), p.data_ptr() + p.nbytes) for p in parts if _dense(p)]
     rest = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in others if id(t) not in own and _dense(t)]

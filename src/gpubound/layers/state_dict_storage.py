@@ -1,4 +1,4 @@
-"""A state_dict whose tensors have a storage each, over the memory of a buffer that they lie in together.
+"""A state_dict whose tensors have a storage each, over slices of one buffer.
 
 Who writes files tells tied weights by their storage: to accelerate all weights in one buffer were copies of the first, and it
 left them out of the file; safetensors' save_model refused them.
@@ -22,7 +22,7 @@ def own_storages(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: A
     for name, kept in chain(*here):
         tensor = state.get(name)
         if tensor is kept or type(tensor) is not Tensor or tensor.device.type not in ("cpu", "cuda"):
-            continue  # kept itself, as with keep_vars=True, stays as it is
+            continue  # unchanged with keep_vars=True
         if tensor.untyped_storage().nbytes() > tensor.nbytes:
             if id(kept) not in own:
                 own[id(kept)] = _alias(tensor.detach())
@@ -37,7 +37,7 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 def give_own_storages(model: nn.Module) -> None:
-    """From now on, for good: the weights stay side by side when whoever put them there is gone."""
+    """Permanently: the weights stay adjacent after the module that moved them is gone."""
     for module in (model, getattr(model, "_orig_mod", model)):  # torch.compile's wrapper, and what is inside
         if own_storages not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(own_storages)

@@ -94,7 +94,7 @@ def candidates(job: Job) -> list[Plan]:
 
 
 def keys_of(job: Job) -> list[Key]:
-    """Where a searched plan for `job` may stand: under its element size, or under any. A product that adds adapters takes what
+    """Keys of a searched plan for `job`: with its element size, or with any. A product that adds adapters takes what
     was found without them, where nothing was found with them.
     """
     op, way, bucket = _like(job)
@@ -103,7 +103,7 @@ def keys_of(job: Job) -> list[Key]:
 
 
 def _like(job: Job) -> tuple[str, str, tuple[int, ...]]:
-    """What `job` has in common with all jobs that one plan is for."""
+    """Return the bucket of `job`: all jobs with the same one share a plan."""
     return job.op, job.way, RULES[job.op].bucket(job)
 
 

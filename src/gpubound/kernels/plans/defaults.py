@@ -1,4 +1,4 @@
-"""The plan of each op where nobody has searched: rules that hold for any shape and GPU. A new op is one more line in RULES."""
+"""The plan of each op without a searched one: rules that hold for any shape and GPU. A new op is one more line in RULES."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -55,7 +55,7 @@ def norm_rows(job: Job) -> RowPlan:
 
 
 def striding_rows(job: Job) -> RowPlan:
-    """As `norm_rows`, but no program visits one tile alone: each makes the numbers of a curve first."""
+    """Return the plan of `norm_rows` with several tiles a program: each first computes the constants of a curve."""
     plan = norm_rows(job)
     return plan if plan.each else plan._replace(each=8)
 
@@ -107,7 +107,7 @@ CHUNKS = 64  # of a text at most: a program folds the ends of all chunks before 
 
 
 def rg_lru(job: Job) -> MatrixPlan:
-    """shape: tokens, up to a power of two, and channels. rows: tokens of a chunk, which a program walks one by one.
+    """shape: tokens, up to a power of two, and channels. rows: tokens of a chunk, which a program takes one after the other.
 
     A warp of four neighbouring channels a thread: 16 texts of 1,024 tokens, 1,024 wide, are 2,048 such programs.
     """
@@ -135,7 +135,7 @@ def product(job: Job) -> MatrixPlan:
     """
     rows, columns, *parts = job.shape
     warps, held = 4, 64  # elements of the tiles a program holds, a thread
-    if job.way.endswith("head"):  # its height is the stretch that a partial maximum stands for
+    if job.way.endswith("head"):  # its height is the range of a partial maximum
         return MatrixPlan(16, min(512, power_of_two(columns)), warps)
     tile = min(power_of_two(columns), 4096 if job.bytes <= 2 else 2048)
     most = held * 32 * warps // tile // (2 if job.way.endswith("gate_up") else 1)
@@ -215,7 +215,7 @@ def lora(job: Job) -> ProductPlan:
 
 
 class Rule(NamedTuple):
-    """How an op gets its plans."""
+    """Rule that gives an op its plans."""
 
     kind: Any  # the class of its plans
     plan: Callable[[Job], Plan]

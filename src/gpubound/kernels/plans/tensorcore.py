@@ -9,7 +9,7 @@ from .types import Job, power_of_two
 
 class HeldPlan(NamedTuple):
     rows: int  # of weights, a program's
-    columns: int  # of a slice, dealt out to the warps in equal stretches
+    columns: int  # of a slice, divided evenly among the warps
     warps: int
     held: int  # slices of weights that a program asks for before it waits
     ahead: int  # slices of x on their way
@@ -53,5 +53,5 @@ def tiled_product(job: Job) -> HeldPlan:
     rows = 32 if outputs >= 1536 and width <= 2048 else 16
     held = (SLICE_BYTES if -(-outputs // rows) > job.chip.sms else LONG_BYTES) // (rows * columns * job.bytes)
     slices = -(-width // columns)
-    ahead = 1 if job.way == "normed" else 2  # beside a gain and squares a second slice of x spills
+    ahead = 1 if job.way == "normed" else 2  # with a gain and squares a second slice of x spills
     return HeldPlan(rows, columns, 8 if slices > 2 else 4, max(1, min(slices, held)), min(slices, ahead))

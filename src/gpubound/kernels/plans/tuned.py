@@ -63,7 +63,7 @@ _HOPPER: dict[Key, tuple] = {
     ("packed_product", "int8 head", (128256, 4096), 0): (16, 256, 2),
     ("packed_product", "fp8 qkv", (6144, 4096), 0): (4, 512, 4),
     ("packed_product", "fp8 add", (4096, 14336), 0): (4, 512, 4),
-    # A quarter of a layer of DeepSeek-V4-Flash, as it is published. Whole steps of 12 layers: 1,083 us against 1,230.
+    # A quarter of a layer of the published DeepSeek-V4-Flash. Whole steps of 12 layers: 1,083 us against 1,230.
     ("product", "qkv", (4160, 4096), 2): (8, 512, 4),
     ("product", "qkv", (2560, 4096), 2): (8, 1024, 4),
     ("product", "qkv", (2048, 4096), 1): (4, 2048, 4),

@@ -1,4 +1,4 @@
-"""What a plan is: how the work of one launch is cut into programs. Pure data and pure functions.
+"""Launch plans: how one launch is divided into programs. Pure data and pure functions.
 
 A plan changes how fast a kernel is, and in which order it adds; never what it computes.
 Each kind says how much shared memory the compiler will ask for, what its next smaller plan is, and which plans a search tries.
@@ -16,7 +16,7 @@ ADAPTED = "adapted "  # before the way of a product that adds what adapters give
 
 
 class Job(NamedTuple):
-    """What a plan is wanted for."""
+    """Launch that a plan is for."""
 
     op: str
     way: str  # forward or backward, or the use that a decoding step makes of a product
@@ -106,7 +106,7 @@ class RowPlan(NamedTuple):
 
 
 class TilePlan(NamedTuple):
-    """Of a kernel whose program takes a number of elements, whatever their shape."""
+    """Plan of a kernel whose program takes a number of elements of any shape."""
 
     elements: int
     warps: int
@@ -130,8 +130,8 @@ class TilePlan(NamedTuple):
 
 
 class StridePlan(NamedTuple):
-    """Of a kernel by element whose programs stride over tiles: they compute something once, such as the numbers of a curve, or
-    each sums something, and a few hundred of them do so."""
+    """Plan of an elementwise kernel whose programs stride over tiles. A few hundred of them compute something once, such as a
+    curve's constants, or each sums something."""
 
     elements: int  # of a tile
     each: int  # programs a multiprocessor
@@ -159,7 +159,7 @@ class StridePlan(NamedTuple):
 
 
 class MatrixPlan(NamedTuple):
-    """Of a kernel whose program takes rows and columns of a matrix, or rows and walks along them tile by tile."""
+    """Plan of a kernel whose program takes rows and columns of a matrix, or rows that it reads tile by tile."""
 
     rows: int
     columns: int  # of a packed weight, words
@@ -217,7 +217,7 @@ class RopePlan(NamedTuple):
 
 
 class AttentionPlan(NamedTuple):
-    """Of attention over a cache."""
+    """Plan of attention over a KV cache."""
 
     keys: int  # of a tile
     stages: int  # tiles in flight, this one counted
@@ -245,7 +245,7 @@ class AttentionPlan(NamedTuple):
 
 
 class WalkPlan(NamedTuple):
-    """Of attention over whole sequences: a program owns tokens of a head, and walks along the others tile by tile."""
+    """Plan of attention over sequences: a program owns tokens of a head, and reads the others tile by tile."""
 
     own: int
     other: int  # tokens of a tile that is walked along
@@ -253,7 +253,7 @@ class WalkPlan(NamedTuple):
     warps: int
 
     def shared(self, job: Job) -> int:
-        """What is walked along, two tensors, in flight; and of what is owned what tensor cores read."""
+        """Bytes of the two tensors that are read tile by tile, in flight, and of the owned ones that tensor cores read."""
         owned = 1 if job.way == "forward" else 2
         return power_of_two(max(16, job.shape[0])) * job.bytes * (2 * self.stages * self.other + owned * self.own)
 
@@ -272,7 +272,7 @@ class WalkPlan(NamedTuple):
 
 
 class ProductPlan(NamedTuple):
-    """Of a kernel that multiplies tiles on tensor cores, and walks along what it sums over."""
+    """Plan of a GEMM on tensor cores that loops over the summed dimension."""
 
     rows: int  # of a tile of the result
     columns: int

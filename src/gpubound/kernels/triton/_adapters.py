@@ -25,7 +25,7 @@ TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: t
 
 @triton.jit
 def _wants(table, ids, b, column, columns):
-    """Whether row b has the adapter of that column."""
+    """Return whether row b has the adapter of that column."""
     own = tl.load(ids + b)
     return (own == tl.load(table + 3 * columns + column)) | (own == _EVERY)
 
@@ -63,14 +63,14 @@ def _down(program, x_ptr, norm_ptr, eps, table, ids, h, columns, B, K: tl.conste
 
 @triton.jit
 def _wanted(table, ids, b, column, there, columns):
-    """Which columns row b has."""
+    """Return which columns of h belong to adapters of row b."""
     own = tl.load(ids + b + column * 0)  # as many as there are columns: the interpreter makes int32 of a scalar truth
     return there & ((tl.load(table + 3 * columns + column, mask=there, other=-1) == own) | (own == _EVERY))
 
 
 @triton.jit
 def _asked(h, b, first, last, columns, RANKS: tl.constexpr):
-    """The words of row b in columns from `first` on, as they are now.
+    """The words of row b in columns from `first` on, now.
 
     Asked for behind the product: before it they are not there yet, and a step of 1b took 971 us in place of 868 (H200).
     """
@@ -123,7 +123,7 @@ def _widened(up, words):
 @triton.jit
 def _added(words, up, h, table, b, first, last, columns, row, there, RANKS: tl.constexpr, MORE: tl.constexpr,
            TYPE: tl.constexpr):  # fmt: skip
-    """What row b of x gets in the rows `row` of a weight. `words` and `up` are of the first RANKS columns."""
+    """Return the adapters' part of row b in the outputs `row`. `words` and `up` are of the first RANKS columns."""
     at = h + b * columns + first + tl.arange(0, RANKS)
     y = _widened(up, _come(words, at, RANKS))
     if MORE:
@@ -143,7 +143,7 @@ def _empty(before, count, program, programs):
 
 
 def launched(adapters: StepAdapters | None, rows: int, inputs: int) -> dict[str, Any]:
-    """What a kernel gets for `rows` rows of x: of no adapters, nothing that it reads."""
+    """Return a kernel's arguments for `rows` rows of x; without adapters, placeholders."""
     if adapters is None:
         return dict.fromkeys(("table", "ids", "narrow", "before", "TYPE")) | dict.fromkeys(
             ("columns", "split", "second", "emptied", "ahead", "RANKS", "MORE", "REACH"), 0

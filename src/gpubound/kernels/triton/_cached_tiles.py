@@ -1,4 +1,4 @@
-"""What a decoding step attends to: the keys and values of new tokens, made of their product, and tiles of cached ones.
+"""Keys and values of a decoding step: those of new tokens, from their product, and tiles of the KV cache.
 
 Heads are handled as halves, because that is how the rotation pairs them: dimensions i and i + D/2. Where it turns PAIRS pairs
 alone, those of the first 2 PAIRS dimensions, the dimensions behind them are paired likewise, and stand still.
@@ -37,7 +37,7 @@ def _gain(norm_ptr, mask, OFFSET: tl.constexpr):
 
 @triton.jit
 def _factor(row_ptr, eps, WIDTH: tl.constexpr):
-    """What an RMSNorm over a whole row multiplies it by, but for the gain."""
+    """Return the factor of an RMSNorm over a full row, without the gain."""
     col = tl.arange(0, 1024)
     square = tl.zeros([1024], tl.float32)
     for start in range(0, WIDTH, 1024):
@@ -73,7 +73,7 @@ def _head(row_ptr, head, norm_ptr, c, s, eps, mask, i, HALF: tl.constexpr, PAIRS
 
 @triton.jit
 def _rounded(x, scale, MOST: tl.constexpr):
-    """The codes of x (1, HALF) as fp32 numbers. Of e4m3, three bits behind the leading one are kept, and none below 2^-9."""
+    """The codes of x (1, HALF) as fp32 numbers. Of e4m3, three bits after the leading one are kept, and none below 2^-9."""
     level = tl.div_rn(x, scale[:, None])
     level = tl.where(level == level, level, 0.0)
     if MOST == 448.0:
@@ -118,7 +118,7 @@ def _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV: tl.constexpr, GROUP: tl.const
 
 @triton.jit
 def _place(pages, row, place, mask, length, total, kv, KV: tl.constexpr, PAGE: tl.constexpr):
-    """Where places of a row and kv head lie, counted in tokens from where the cache's pointers stand, and which of them do.
+    """Return the offsets, in tokens, of positions of a row and KV head in the cache, and which of them exist.
 
     Of `total` pages a table may name one that there is not: the first is read for it, nothing written, and it counts as NaN.
     """
@@ -153,7 +153,7 @@ def _old(k_ptr, v_ptr, k_scale, v_scale, pages, row, place, live, i, inside, len
             ka = tl.where((live & (there == 0))[:, None], float("nan"), ka)
         return ka, kb, va, vb, 1.0, 1.0
     else:
-        lost: tl.constexpr = 0.0 if PAGE is None else float("nan")  # what is not live gets no score, whatever its scale
+        lost: tl.constexpr = 0.0 if PAGE is None else float("nan")  # a key that is not live gets no score, whatever its scale
         ks = tl.load(k_scale + at, mask=there, other=lost, cache_modifier=".cg")
         vs = tl.load(v_scale + at, mask=there, other=0.0, cache_modifier=".cg")
         return ka.to(KIND), kb.to(KIND), va.to(KIND), vb.to(KIND), ks, vs
@@ -171,7 +171,7 @@ def _with_new(ka, kb, va, vb, ks, vs, t, place, live, first, qkv_ptr, row, k_ptr
               KV: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr,
               OFFSET: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     """The tile with its row's new token t, wherever one of its places is that token's."""
-    # a place beyond the table is nobody's: no key there is live
+    # a position beyond the table has no page: no key there is live
     c, s = _angle(cos_ptr, sin_ptr, tl.minimum(tl.maximum(first + t, 0), length - 1), i, PAIRS)
     new_row = qkv_ptr + (row * TOKENS + t) * (GROUP + 2) * KV * (2 * HALF)
     na, nb, ua, ub, ns, us = _new(new_row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, NORM, OFFSET, MOST)

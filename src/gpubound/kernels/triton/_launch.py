@@ -1,4 +1,4 @@
-"""How a kernel is launched: with its plan, or with the next smaller one where the GPU has less than the compiler asks for."""
+"""Launch of a kernel with its plan, or with the next smaller one if the GPU has less memory than the compiler asks for."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -54,7 +54,7 @@ def launch_product(
 
 
 def options(warps: int, dependent: int = 0) -> dict[str, Any]:
-    """Of a launch that may depend on the one before it (decode_product.py), by its caller's word or by the step's."""
+    """Return launch options: warps, and programmatic dependent launch (decode_product.py) if caller or step ask for it."""
     dependent = dependent or chain_mode()
     if interpreted() or not dependent:
         return {"num_warps": warps, "DEPENDENT": 0}

@@ -66,7 +66,7 @@ def _lora_gradients_kernel(x_ptr, gh_ptr, g_ptr, h_ptr, da_ptr, db_ptr, parts_pt
                            tiles, share, N, K, O, RA, RB, middle, last, sx, sgh, sg, sh, sar, sak, sbo, sbr,
                            a_begins, b_begins, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
                            DEPTH: tl.constexpr, RANKS: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """The first `tiles` programs own columns of g and rows of db, those behind them columns of x and of da.
+    """The first `tiles` programs own columns of g and rows of db, the others columns of x and of da.
 
     SPLITS programs sum `share` rows each. The last of them to come adds up what all have written, in their order.
     """

@@ -23,7 +23,7 @@ from ._lora_tiles import _arithmetic, _block, _dot, _edges, _ranks, _rows, _tile
 # Of the product by descriptors, at most: three tiles in flight and 128 x 256 sums take 229,416 of Hopper's 232,448 bytes then,
 # and 344,064 for 130.
 PRODUCT_RANKS = 64
-# Ranks up to which the product takes an fp32 b as it is. Tiles of 64 do not fit beside three tiles in flight: the compiler asks
+# Ranks up to which the product takes an fp32 b as it is. Tiles of 64 do not fit with three tiles in flight: the compiler asks
 # for 262,184 bytes then.
 FP32_RANKS = 32
 TILES = 16, 32, 64  # ranks of an adapter that a tile can take alone
@@ -95,7 +95,7 @@ def _lora_product_kernel(x, weight, bias_ptr, h, b, y, ids_ptr, tokens, along, N
 
 
 def _described(t: Tensor) -> bool:
-    """Whether a tensor descriptor takes this matrix: dense rows, everything at multiples of 16 bytes."""
+    """Return whether a tensor descriptor takes this matrix: dense rows, everything at multiples of 16 bytes."""
     apart = t.stride(0) >= t.shape[1] and t.stride(0) * t.element_size() % 16 == 0
     return t.stride(1) == 1 and apart and t.data_ptr() % 16 == 0
 

@@ -1,4 +1,4 @@
-"""What the kernels of low-rank adapters share (lora.py): tiles of a matrix, a dropout that is not stored, blocks of columns."""
+"""Functions shared by the kernels of low-rank adapters (lora.py): tiles, a dropout that is not stored, blocks of columns."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -35,7 +35,7 @@ def _keys(seed_ptr, site):
 
 @triton.jit
 def _kept(row, column, columns, first, second, limit):
-    """Which elements of a tile the dropout keeps."""
+    """Return which elements of a tile the dropout keeps."""
     i = row.to(tl.uint32)[:, None] * columns + column.to(tl.uint32)[None]
     return (_hash(i, first, second) >> 1).to(tl.int32) >= limit
 
@@ -57,7 +57,7 @@ def _tile(ptr, row, column, rows, columns, along_row, along_column):
 
 @triton.jit
 def _block(column, middle, last):
-    """Which of up to three blocks a column is in. They begin at 0, `middle` and `last`."""
+    """Return the number of the block, of up to three, that has the column. They begin at 0, `middle` and `last`."""
     return (column >= middle).to(tl.int32) + (column >= last).to(tl.int32)
 
 
@@ -79,7 +79,7 @@ def _arithmetic() -> dict[str, Any]:
 
 
 def _fp32_precision() -> str:
-    """What torch's own fp32 products are."""
+    """Return the precision of torch's own fp32 products."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"  # type: ignore[attr-defined]
 
 
@@ -93,7 +93,7 @@ def _rows(count: int) -> int:
 
 
 def _edges(blocks: Sequence[int] | None, columns: int) -> tuple[int, int]:
-    """Where the second and third block begin: beyond all columns where there is none."""
+    """Return the first columns of the second and third block: the number of columns if there is none."""
     starts = [0, *accumulate(blocks or ())][1:-1]
     return tuple((*starts, columns, columns)[:2])  # type: ignore[return-value]
 

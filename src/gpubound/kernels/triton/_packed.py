@@ -27,7 +27,7 @@ _HALFWAY = tl.constexpr(2.0**60)
 _FP8_BITS = tl.constexpr(0x87F00000 - (1 << 32))  # the sign, four bits of exponent, three of mantissa, where fp32 has them
 _FP4_BITS = tl.constexpr(0x81C00000 - (1 << 32))  # the sign, two bits of exponent, one of mantissa
 _FP4_HALFWAY = tl.constexpr(2.0**63)
-assert GROUP == 128  # which stands below as it is
+assert GROUP == 128  # which is a literal below
 
 
 @triton.constexpr_function
@@ -38,19 +38,19 @@ def _slots(kind):
 
 @triton.constexpr_function
 def _words(columns, kind):
-    """Of a row."""
+    """Return the number of words or scales of a row."""
     return -(-columns // GROUP) * (GROUP // _slots(kind))
 
 
 @triton.constexpr_function
 def _scales(columns, kind):
-    """Of a row."""
+    """Return the number of words or scales of a row."""
     return 1 if kind == "fp8" else -(-columns // GROUP) * (GROUP // MX if kind == "fp4" else 1)
 
 
 @triton.jit
 def _scale(stored, KIND: tl.constexpr):
-    """As fp32. A byte of fp4 is its exponent; 0 there is 2^-127, and 255 is no number."""
+    """Return the scale as fp32. A byte of fp4 is its exponent; 0 is 2^-127, and 255 is NaN."""
     if KIND != "fp4":
         return stored.to(tl.float32)
     bits = stored.to(tl.int32)
@@ -85,7 +85,7 @@ def _number(words, one, SLOT: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def _excess(SLOT: tl.constexpr, KIND: tl.constexpr):
-    """2^e + the level that stands for zero."""
+    """2^e + the level of zero."""
     if KIND == "int4":
         return 24.0 if SLOT % 2 == 0 else 264.0
     return 384.0
@@ -136,7 +136,7 @@ def _products(words, one, x_ptr, norm_ptr, word, B: tl.constexpr, K: tl.constexp
 
 @triton.jit
 def _tile(ptr, row, col, rows, there, ROW: tl.constexpr, WHOLE: tl.constexpr):
-    """Of a matrix with ROW elements a row, at `col` in all of `row`, where the column is `there`."""
+    """Load a tile of a matrix with ROW elements a row, at `col` in all of `row`, where the column is `there`."""
     at = ptr + row.to(tl.int64)[:, None] * ROW + col[None]
     if WHOLE:
         return tl.load(at)
@@ -169,7 +169,7 @@ def _row_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B: tl.constexpr
 def _sums_from(words, scale, x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B: tl.constexpr, K: tl.constexpr,
                KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr, WHOLE: tl.constexpr,
                DEPENDENT: tl.constexpr):  # fmt: skip
-    """The same with the first words there."""
+    """Continue `_sums` from the first words, which are loaded."""
     N: tl.constexpr = _words(K, KIND)
     EVEN: tl.constexpr = N % C == 0 and K % 128 == 0
     SCALES: tl.constexpr = _scales(K, KIND)

@@ -1,4 +1,4 @@
-"""What the kernels of a decoding step share: how they are launched one into the other, and how they read x and weights.
+"""Functions shared by the kernels of a decoding step: dependent launch, and how they read x and weights.
 
 Dependent launch (`dependent`): a kernel starts while the one before still runs and asks for its first weights, which depend on
 nothing, before it waits for x. An EARLY kernel lets its own successor in at once, so that the weights of later kernels stream

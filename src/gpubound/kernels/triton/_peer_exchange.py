@@ -1,4 +1,4 @@
-"""How kernels write words into the boxes of other devices and take those in their own (peer_exchange.py).
+"""Writes into the inboxes of other devices and reads of a device's own (peer_exchange.py).
 
 A place is written by one store of 64 bits, which reaches another device's memory whole or not at all. It is asked for past the
 L1, which may hold what was there before. What asks is a small kernel of its own. Asked for by the programs of the product
@@ -20,7 +20,7 @@ SCALARS = ["number", "sender", "room"]  # of a kernel's arguments: their values 
 
 @triton.jit
 def _addresses(boxes, BOXES: tl.constexpr):
-    """Of the boxes, to be asked for early: they are the same in every launch."""
+    """Load the addresses of the inboxes. It can be done early: they are the same in every launch."""
     i = tl.arange(0, BOXES)
     return tl.load(boxes + i)
 
@@ -81,7 +81,7 @@ def warps_taking(words: int, most: int) -> int:
 
 
 def mailed(mail: Mail | None) -> dict[str, Any]:
-    """What a kernel gets of its mail; of none, nothing that it reads."""
+    """Return a kernel's arguments for an exchange; without one, placeholders."""
     if mail is None:
         return dict.fromkeys(("boxes", "box", "state")) | dict.fromkeys((*SCALARS, "BOXES", "SENDERS", "S"), 0)
     senders, rows, columns = mail.boxes[0].shape

@@ -1,4 +1,4 @@
-"""What the norms share: the walk of a program over tiles of rows, and the end of a backward that summed over rows.
+"""Functions shared by the norms: a program's loop over tiles of rows, and the reduction of sums over rows.
 
 A backward's programs each sum the gradients of the small weights over their own rows. Their parts (P, S, C) fp32 hold, for each
 of P programs, its sums for S weights of C elements. They become the gradients in one launch, where torch would take three for
@@ -50,7 +50,7 @@ def walk(
     kernel: Any, op: str, way: str, x: Tensor, sums: int, tensors: tuple[Tensor, ...], own: Sequence[tuple[int, ...]] = (),
     **constants: Any,
 ) -> list[Tensor]:  # fmt: skip
-    """Launch a norm's kernel over the rows of x. For each shape in `own`, a tensor with so much of its own for each program.
+    """Launch a norm's kernel over the rows of x. For each shape in `own`, a tensor with a slice for each program.
 
     `sums` is how many gradients of a row's width its plan must leave room for.
     """

@@ -1,4 +1,4 @@
-"""What the two cross-entropies share: a row of logits to its loss and gradient, one program a row, any vocabulary, fp32 inside.
+"""Loss and gradient of a row of logits, for both cross-entropies: one program a row, any vocabulary, fp32 inside.
 
 The maths is in kernels/cross_entropy.py. A first pass over a row keeps its running maximum and the sum of exp(z − maximum),
 from which lse follows. The gradient is
@@ -53,7 +53,7 @@ def _gradient(z, col, label, lse, words, smoothing, z_loss, cap, CAPPED: tl.cons
     return dz
 
 
-# Where a chunk's labels and losses begin, and how many rows it has, is worth no compilation of its own.
+# Where a chunk's labels and losses begin, and how many rows it has, is not worth another compilation.
 @triton.jit(
     do_not_specialize=["inner", "ignore_index"],
     do_not_specialize_on_alignment=["labels_ptr", "weights_ptr", "loss_ptr", "lse_ptr", "scale_ptr"],
@@ -115,7 +115,7 @@ def _cross_entropy_gradient_kernel(logits_ptr, labels_ptr, lse_ptr, upstream_ptr
 
 
 class Options(NamedTuple):
-    """What a row's loss depends on besides its logits and label."""
+    """Options of a row's loss."""
 
     ignore_index: int
     smoothing: float

@@ -44,7 +44,7 @@ def _logits(logits_ptr, seen_ptr, penalty, i, V):
 
 @triton.jit
 def _quads(BLOCK: tl.constexpr):
-    """0..BLOCK-1 as (BLOCK / 4, 4). Four neighbours share a draw of noise, lie in one thread, and are moved together."""
+    """0..BLOCK-1 as (BLOCK / 4, 4). Four neighbours share a draw of noise, are in one thread, and are moved together."""
     return 4 * tl.arange(0, BLOCK // 4)[:, None] + tl.arange(0, 4)[None]
 
 

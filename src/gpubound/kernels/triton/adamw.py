@@ -112,7 +112,7 @@ def _mix(x):
 
 @triton.jit
 def _planned(plan_ptr):
-    """What `plan_update` decided: (factor of the gradient, decay, step size, one over the root of v's bias)."""
+    """Load the scalars of `plan_update`: (factor of the gradient, decay, step size, one over the root of v's bias)."""
     return tl.load(plan_ptr + 1), tl.load(plan_ptr + 2), tl.load(plan_ptr + 3), tl.load(plan_ptr + 4)
 
 

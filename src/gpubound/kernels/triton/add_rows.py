@@ -16,7 +16,7 @@ from torch import Tensor
 from ..plans import cdiv, power_of_two
 from ._launch import bump_versions
 
-ROWS = 8  # of a run at a time: a padding id that fills a whole batch must not be summed one by one
+ROWS = 8  # of a run at a time: a padding id that fills a whole batch must not be summed row by row
 COLUMNS, WARPS = 1024, 4  # of a program
 KEYS = 1024  # of a program
 UNKNOWN = tl.constexpr(-1)

@@ -1,4 +1,4 @@
-"""What adapters add to products of a decoding step's rows that are there already (kernels/decode_adapters.py): one launch.
+"""Adapters' part of products of a decoding step that are computed already (kernels/decode_adapters.py): one launch.
 
 The programs in front compute h, a column of a row each. All others compute some outputs of a row, and read of b what it has.
 A row has one adapter of a weight, or all, or none: so its columns of h lie side by side, and programs count from the first.
@@ -76,7 +76,7 @@ def add_adapters(
     outputs = TILE // ranks
     tiles = [cdiv(one.shape[1], outputs) for one in three]
     more = launched(adapters, rows, width) | {"ahead": rows * sum(most), "RANKS": ranks}
-    del more["MORE"]  # a program takes them in turns
+    del more["MORE"]  # a program loops over them
     _add_adapters_kernel[(rows * (sum(most) + sum(tiles)),)](
         x, *three, *(one.stride(0) for one in three), *(one.shape[1] for one in three), *tiles[:2], sum(tiles), *most, rows,
         K=width, R=outputs, WIDTH=power_of_two(max(adapters.columns)), **more, num_warps=4,

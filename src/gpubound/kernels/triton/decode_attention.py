@@ -59,7 +59,7 @@ def _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP: tl
 @triton.jit
 def _combined(mine, parts, g, i, heads, GROUP: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, HP: tl.constexpr,
               TOGETHER: tl.constexpr):  # fmt: skip
-    """What all parts of a row and kv head come to, (G, HP) each half. A trip to the L2 brings TOGETHER of them."""
+    """Combine all parts of a row and KV head, (G, HP) each half. A load from the L2 brings TOGETHER of them."""
     D: tl.constexpr = 2 * HALF
     m, weight = tl.full([G], NOTHING, tl.float32), tl.zeros([G], tl.float32)
     acc_a, acc_b = tl.zeros([G, HP], tl.float32), tl.zeros([G, HP], tl.float32)
@@ -68,7 +68,7 @@ def _combined(mine, parts, g, i, heads, GROUP: tl.constexpr, HALF: tl.constexpr,
             other = tl.zeros([G], tl.int32) + start + j
             line, there = mine + (other * GROUP + g) * (D + 2), (g < GROUP) & (other < parts)
             all_there = heads & there[:, None]
-            # .cg: what other programs wrote lies in the L2, and this multiprocessor's L1 may hold the last step's
+            # .cg: what other programs wrote is in the L2, and this multiprocessor's L1 may hold the last step's
             their_m = tl.load(line + D, mask=there, other=NOTHING, cache_modifier=".cg")
             their_weight = tl.load(line + D + 1, mask=there, other=1.0, cache_modifier=".cg")
             their_a = tl.load(line[:, None] + i[None], mask=all_there, other=0.0, cache_modifier=".cg")
@@ -116,7 +116,7 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
     lo = begin + split * chunk
     parts = tl.where(known, tl.cdiv(position + 1 - begin, chunk), 0)
     hi = tl.minimum(lo + chunk, position)  # the keys of this part but the token's own
-    old = hi  # up to `old`, tiles lie in the cache whole; from `first` on, keys are new
+    old = hi  # up to `old`, tiles are in the cache completely; from `first` on, keys are new
     if TOKENS > 1:
         old = lo + tl.maximum(tl.minimum(hi, first) - lo, 0) // N * N
     if PAGE is None:

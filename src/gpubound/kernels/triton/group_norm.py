@@ -1,4 +1,4 @@
-"""GroupNorm over x (N, C, *). fp32 inside, the tensors' dtype at the edges; any number of places behind a channel.
+"""GroupNorm over x (N, C, *). fp32 inside, the tensors' dtype at the edges; any number of elements per channel.
 
 A program holds a tile: channels of a group by their places, or several whole groups when these are small. A group of one tile
 is read once. A group of several tiles is read twice, in two launches: the first leaves the sums of each tile in memory, the
@@ -52,7 +52,7 @@ def _tile(tile, rows, places, tiles, across, PER_GROUP: tl.constexpr, G: tl.cons
 
 @triton.jit
 def _over_group(a, G: tl.constexpr, CH: tl.constexpr):
-    """Of one number a line, the sum over the lines of its group, at each line."""
+    """Sum one value a line over the lines of its group; each line gets the sum."""
     if G == 1:
         return tl.sum(a, 0) + tl.zeros_like(a)
     sums = tl.sum(tl.reshape(a, [G, CH]), 1)
@@ -192,7 +192,7 @@ def _group_norm_backward_kernel(dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr
 
 
 class Tiling(NamedTuple):
-    """How groups of `per_group` channels of `places` are cut into tiles of (groups, channels, places)."""
+    """Division of groups of `per_group` channels of `places` into tiles of (groups, channels, places)."""
 
     shape: tuple[int, int, int]
     across: int  # tiles along the places

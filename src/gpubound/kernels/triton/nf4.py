@@ -1,4 +1,4 @@
-"""The numbers behind NF4's codes, written once: bound by memory, half a byte read and two written a number.
+"""Dequantisation of NF4: bound by memory, half a byte read and two written a number.
 
 The sixteen numbers of the code lie in one line of the L1, in sixteen banks: a warp's look-up is one load. A product cannot take
 them from there as it multiplies without doing it again for every tile of x, so from some hundred tokens on, writing them first

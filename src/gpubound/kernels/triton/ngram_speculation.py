@@ -18,7 +18,7 @@ GRAM = tl.constexpr(NGRAM)
 
 @triton.jit
 def _found(text_ptr, last, length, BLOCK: tl.constexpr):
-    """Where the row's last tokens end when they stood there before: the longest match, then the latest; -1 in a row of one."""
+    """Return the end of the earlier occurrence of the row's last tokens: longest, then latest; -1 for a single token."""
     score = tl.full([BLOCK], -1, tl.int32)
     for start in range(0, last, BLOCK):
         i = start + tl.arange(0, BLOCK)

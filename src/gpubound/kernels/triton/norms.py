@@ -152,7 +152,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _op(centre: bool, beside: Tensor | None) -> str:
-    """Whose plan it is. `beside`: the residual, or the gradient that comes back for the sum with it."""
+    """Return the op whose plan is used. `beside`: the residual, or the gradient of the sum with it."""
     return "layer_norm" if centre else "rms_norm" if beside is None else "add_rms_norm"
 
 

@@ -1,4 +1,4 @@
-"""Words sent and taken by kernels of their own: a launch each."""
+"""Sends and receives as separate launches."""
 
 import torch
 import triton
@@ -37,7 +37,7 @@ def _send_words_kernel(y_ptr, more_ptr, columns, width, column, boxes, box, stat
 def _take_words_kernel(out_ptr, count, boxes, box, state, number, sender, room, BOXES: tl.constexpr,
                        SENDERS: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, ADDED: tl.constexpr,
                        DEPENDENT: tl.constexpr):  # fmt: skip
-    """Words that have come, this device's too, say that the kernel before is at its end: it is waited for behind them."""
+    """Received words, this device's too, mean that the kernel before is at its end: wait for it after them."""
     _begin(DEPENDENT)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = i < count

@@ -75,7 +75,7 @@ def _rope_kernel(q_ptr, k_ptr, v_ptr, q_out, k_out, v_out, cos_ptr, sin_ptr, tok
 
 
 def _rotate(sources: list[Tensor], results: list[Tensor], cos: Tensor, sin: Tensor, back: bool) -> None:
-    """Turn sources (q, k or q, k, v; any strides but unit last) into results, whose token rows may lie in a wider tensor."""
+    """Rotate sources (q, k or q, k, v; any strides but unit last) into results, which may be slices of a wider tensor."""
     sources = [x if x.stride(-1) == 1 else x.contiguous() for x in sources]
     batch, tokens, _, size = sources[0].shape
     pairs, counts = cos.shape[-1], [x.shape[2] for x in sources]

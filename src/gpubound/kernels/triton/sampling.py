@@ -52,7 +52,7 @@ def _logprob(logits_ptr, token, V, BLOCK: tl.constexpr):
 @triton.jit
 def _advance(b, token, good, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, seen_ptr, V,
              stops, STOPS: tl.constexpr):  # fmt: skip
-    """What the reference's _advance does to a living row."""
+    """Advance an active row, as the reference's _advance does."""
     position = tl.load(position_ptr + b)
     goes_on = 0
     if good:
