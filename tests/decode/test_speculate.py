@@ -192,7 +192,8 @@ def test_stop_strings():
 @pytest.mark.parametrize("draft", ["text", "same"])
 def test_the_models_own_forward_speculates_too(draft):
     """GPT-2 has no fused kernels: several tokens of a row go through its own forward, at places of their own."""
-    config = transformers.GPT2Config(vocab_size=89, n_embd=32, n_layer=2, n_head=4, n_positions=96)
+    sizes = {"vocab_size": 89, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96}
+    config = transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
     models = [transformers.AutoModelForCausalLM.from_config(config).eval() for _ in range(2)]
     for model in models:
         torch.manual_seed(3)

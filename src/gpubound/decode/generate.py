@@ -23,12 +23,12 @@ from ..models.registry import reader_of
 from ..parallel.pieces import any_sharded
 from ..single import Turn, Uncopied
 from ..trace import fallback, notice
-from .bound import ModelWatch
 from .calls import kernel_calls
 from .certificate import DecoderCertificate, certify
 from .compressed.body import CompressedBody
 from .kv_cache import CacheLayout
 from .loop import RunningRequest
+from .model_watch import ModelWatch
 from .module_forward import ModuleRunner
 from .reference import Accuracy, accuracy
 from .request import (

@@ -41,7 +41,8 @@ from .hf_cache import (
     routing,
     windows,
 )
-from .runner import ModelRunner, RunnerConfig, TensorWatch, check_room, own_forward, summary
+from .model_watch import TensorWatch
+from .runner import ModelRunner, RunnerConfig, check_room, own_forward, summary
 
 CHUNK = 1024  # prompt tokens that one forward of a prefill takes: its mask is CHUNK x L bytes
 SCORED = 256  # tokens whose logits are whole in memory while a text is scored

@@ -12,7 +12,8 @@ from torch import Tensor
 from ..layers.fused_weights import Projecting
 from ..layers.moe import MoE
 from ..models.own import LanguageModel
-from .runner import ModelRunner, RunnerConfig, TensorWatch, check_room
+from .model_watch import TensorWatch
+from .runner import ModelRunner, RunnerConfig, check_room
 
 TRIED = 8  # tokens of the text that a new body is tried with
 SCORED = 256  # tokens whose logits are whole in memory while a text is scored

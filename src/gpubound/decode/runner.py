@@ -6,17 +6,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..device import label, usable_bytes
 from ..errors import GpuboundError
-from ..graph.held import address_check
-from ..layers.fused_weights import foreign, site_of
-from ..layers.linear_formats import adapters_of
-from ..lora.pairs import adapted_layers
 from ..words import readable
 from .kv_cache import PLAIN, CacheLayout
 from .stages.plan import lanes
@@ -176,80 +172,6 @@ class ModelRunner(ABC):
 
     def poison(self) -> None:  # noqa: B027 (most bodies have nothing to do)
         """Fill the cache with NaN, where a body never reads beyond a row's live length."""
-
-
-class ModelTensor(NamedTuple):
-    """A tensor of a model, and where it stands."""
-
-    name: str
-    holder: dict[str, Any]
-    key: str
-    tensor: Tensor
-
-
-def model_tensors(model: nn.Module, *kinds: str) -> Iterator[ModelTensor]:
-    """Every tensor of these kinds: "_parameters", "_buffers"."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for holder in (getattr(module, kind) for kind in kinds):
-            for key, tensor in holder.items():
-                if tensor is not None:
-                    yield ModelTensor(f"{prefix}.{key}".lstrip("."), holder, key, tensor)
-
-
-class TensorWatch:
-    """Graphs hold addresses: a model's tensors of these kinds may change in value, but neither be replaced nor move.
-
-    Nor may one stand where none was, such as a bias, or a weight get or lose an adapter, or a projection of another library's
-    change what it adds: graphs hold their products, too.
-    """
-
-    def __init__(self, model: nn.Module, *kinds: str) -> None:
-        self._found = list(model_tensors(model, *kinds))
-        self._empty = [
-            (f"{name}.{key}", holder, key)
-            for name, module in model.named_modules()
-            for holder in (getattr(module, kind) for kind in kinds)
-            for key, tensor in holder.items()
-            if tensor is None
-        ]
-        tensors = [one.tensor for one in self._found]
-        self._addresses = [tensor.data_ptr() for tensor in tensors]
-        self._adapters = [adapters_of(tensor) for tensor in tensors]
-        self._same_addresses = address_check(tensors, self._addresses)
-        self._own = [(name, adapters, adapters.adding) for name, adapters in adapted_layers(model)]
-        self._sites = [(name, layer, site_of(layer).added) for name, layer in model.named_modules() if foreign(layer)]
-
-    def moved(self) -> str | None:
-        """The name of the first that is another tensor, has other adapters, or lies elsewhere; None if all stayed."""
-        for one, adapters in zip(self._found, self._adapters):
-            if one.holder.get(one.key) is not one.tensor or adapters_of(one.tensor) != adapters:
-                return one.name
-        if (name := next((name for name, layer, added in self._sites if site_of(layer).added != added), None)) is not None:
-            return name
-        if (name := next((name for name, own, adding in self._own if own.adding != adding), None)) is not None:
-            return name
-        if (name := next((name for name, holder, key in self._empty if holder.get(key) is not None), None)) is not None:
-            return name
-        if self._same_addresses():
-            return None
-        addressed = zip(self._found, self._addresses)
-        return next((one.name for one, address in addressed if one.tensor.data_ptr() != address), None)
-
-
-class ModuleTree:
-    """Which modules stood where: one put in another's place has weights that nothing here reads."""
-
-    def __init__(self, model: nn.Module) -> None:
-        held = ((name, module._modules) for name, module in model.named_modules())
-        self._found = [(name, children, dict(children)) for name, children in held if children]
-
-    def replaced(self) -> str | None:
-        """The name of the first place where another module stands, or none. Of 320 modules 5 us; walking them takes 200."""
-        for name, children, were in self._found:
-            if children != were:  # module by module, by identity
-                key = next(key for key in {**children, **were} if children.get(key) is not were.get(key))
-                return f"{name}.{key}".lstrip(".")
-        return None
 
 
 def config_value(config: Any, name: str) -> Any:

@@ -26,7 +26,7 @@ from ..kernels.dependent_launch import can_chain
 from ..models.decoding import DenseWeights
 from . import cpu_step
 from .kv_cache import PLAIN
-from .layer import GEMV_ROWS, Workspace, normed_rows
+from .layer import GEMV_ROWS, DenseMLP, Workspace, normed_rows
 from .reference import Accuracy, RoundedModel, RoutingTrace, first_not_finite
 from .runner import ModelRunner, RunnerConfig, check_room
 from .span import PARTS as PARTS, Layer, LayerGroup, added
@@ -105,6 +105,8 @@ class FusedRunner(ModelRunner):
         read = [tensor for layer in self.layers for part in layer for tensor in part.tensors()]
         read += [self.live.norm.weight, *self.head.tensors()]
         self.bytes_whole = sum({t.data_ptr(): t.nbytes for t in read}.values())  # what a step reads whole
+        self.bytes_a_token = sum(span.cache.bytes_a_token for span in self.spans)
+        self.sparse = [layer for layer in self.layers if type(layer.mlp) is not DenseMLP]
         self.captures_prefill = len(self.spans) == 1 and all(layer.mlp.captures_prompts for layer in self.layers)
         self.measured = None
         if self.host:
@@ -261,10 +263,9 @@ class FusedRunner(ModelRunner):
         self._take()
 
     def bytes_a_step(self, live: list[int]) -> int:
-        """Weights once, whole ones and of experts those that are chosen; keys and values of rows with these lengths."""
-        chosen = sum(layer.mlp.chosen_bytes(len(live) * self.tokens) for layer in self.layers)
-        kept = sum(span.cache.bytes_a_token for span in self.spans)
-        return self.bytes_whole + kept * sum(live) + round(chosen)
+        """Return the bytes of all weights, of experts those that are chosen, and of the keys and values of these lengths."""
+        chosen = sum(layer.mlp.chosen_bytes(len(live) * self.tokens) for layer in self.sparse)
+        return self.bytes_whole + self.bytes_a_token * sum(live) + round(chosen)
 
     def exact(self) -> Any:
         return self.live if self.form.kind is None else RoundedModel(self)

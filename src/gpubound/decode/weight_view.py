@@ -27,8 +27,7 @@ from ..lora.pairs import adapted_layers
 from ..models.decoding import Reader, linear_of, weight_of
 from ..models.registry import decoded, reader_of, role_of
 from ..trace import notice
-from .numbers import numbers
-from .runner import TensorWatch, model_tensors
+from .model_watch import TensorWatch, model_tensors, scalars_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ANYWHERE = "anywhere"  # see `readable_model`
@@ -92,7 +91,7 @@ class WeightView:
         """What is read of the model now, without its tensors."""
         reader = self.reader
         why = reader.refusal(self.max_length)
-        return why or (reader.shape(), numbers(reader.layers()), [angles.stamp() for angles in reader.angles()])
+        return why or (reader.shape(), scalars_of(reader.layers()), [angles.stamp() for angles in reader.angles()])
 
     def bytes_read(self) -> int:
         """Of weights, once each, in one step: all but the embedding, of which a step reads single rows, and the experts."""

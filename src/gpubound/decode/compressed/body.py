@@ -21,8 +21,8 @@ from ...models.decoding import weight_of
 from ...models.deepseek_v4.family import CompressedReader
 from ...models.deepseek_v4.weights import StreamedLayerWeights
 from ...models.registry import reader_of
-from ..numbers import numbers
-from ..runner import ModelRunner, RunnerConfig, TensorWatch, check_room
+from ..model_watch import TensorWatch, scalars_of
+from ..runner import ModelRunner, RunnerConfig, check_room
 from ..stages.plan import LayerStage, described
 from ..transformer import PARTIAL_ROWS
 from ..weight_view import DTYPES, closed_projection, unadded
@@ -161,7 +161,7 @@ class CompressedBody(ModelRunner):
 
     def numbers(self) -> Any:
         why = refusal(self.reader, self.max_length)
-        return why or (numbers(self.reader.layers()), numbers(self.reader.collapse()))
+        return why or (scalars_of(self.reader.layers()), scalars_of(self.reader.collapse()))
 
     def refusal(self, reader: CompressedReader) -> str | None:
         """Why it does not compute the model as it is now."""

@@ -19,6 +19,7 @@ from ...models.deepseek_v4.family import CompressedReader
 from ...models.deepseek_v4.weights import StreamedLayerWeights
 from ...trace import notice
 from ...words import readable
+from ..model_watch import WeightVersions
 from ..runner import RunnerConfig
 from ..span import META
 from ..stages.body import compressed_reader
@@ -27,7 +28,6 @@ from ..stages.spread import let_apart, rooms_beside
 from ..tensors.peers import connected
 from ..tensors.plan import SlicePlan, dealt, fit_slice
 from ..transformer import PARTIAL_ROWS
-from ..weights.versions import WeightVersions
 from .attention import LatentAttention
 from .body import SCORED, CompressedBody, Place, bytes_read
 from .ends import Ends, ends_of

@@ -26,6 +26,7 @@ from ..calls import kernel_calls
 from ..compressed.sliced import compressed_slices
 from ..kv_cache import Cache
 from ..layer import GEMV_ROWS
+from ..model_watch import WeightVersions
 from ..reference import RoutingTrace, first_not_finite
 from ..runner import ModelRunner, RunnerConfig
 from ..span import META, added
@@ -33,7 +34,6 @@ from ..stages.body import fused_reader, refuse_together
 from ..stages.spread import rooms_beside
 from ..transformer import CHUNK, ON_ONE, PARTIAL_ROWS, SCORED, FusedRunner
 from ..weight_view import WeightView, bind
-from ..weights.versions import WeightVersions
 from .peers import connected
 from .plan import SlicePlan, fit_slice, indivisible, plan_slices
 from .slices import ModelSlice

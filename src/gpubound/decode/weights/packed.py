@@ -27,8 +27,8 @@ from ...kernels.packed_weights import Packed, pack, pack_gate_up, pack_stacked, 
 from ...models.decoding import Linear
 from ...trace import notice
 from ..lora import LoraDelta
+from ..model_watch import WeightVersions
 from .own import NO_MAXIMA, Maxima
-from .versions import WeightVersions
 
 
 class PackedFormat:
