@@ -234,13 +234,13 @@ def test_without_a_gpu_it_could_not_measure(script, capsys):
 @pytest.mark.parametrize(
     "argv, code, want",
     [
-        (["train.py", "0"], 2, "train.py failed with code 1; mend it, and see that it runs without the doctor."),
+        (["train.py", "0"], 2, "train.py failed with code 1; fix it, and check that it runs without the doctor."),
         (["train.py", "1"], 3, f"train.py ended after 1 steps, wanted 3; {FEWER}"),
         (["idle.py"], 3, f"idle.py ended without a step: neither Optimizer.step nor a gb.TrainStep was called; {NAME}"),
         (["--step-marker", "batch", "idle.py"], 3, f"idle.py ended without a step: 'batch' was never reached; {ANOTHER}"),
         (["--timed", "0", "train.py"], 2, "timed: got 0, wanted at least 1 step."),
         ([], 2, "script: got none; give a script, -m and a module, or a trace, as in gpubound doctor train.py."),
-        (["--apply", "train.py"], 2, "--apply: got no --fix beside it; there is no patch without that."),
+        (["--apply", "train.py"], 2, "--apply: got no --fix; there is no patch without it."),
         (["--fix", "--prove", "2", "train.py"], 2, "--prove: got 2, wanted at least 3 rounds: an interval needs them."),
         (["none.json", "x"], 2, "trace: got 'x' after none.json; a trace takes no arguments."),
         (["none.py"], 2, "script: there is no file none.py; give a script, -m and a module, or a trace (.json, .json.gz)."),

@@ -328,12 +328,12 @@ REFUSED = {
         HEAD + "recent = deque(maxlen=9)\nfor x in data:\n    recent.append(x.item())  # here\n",
     ),
     "waits: the line waits for one stream or event": ("sync", "event.synchronize()  # here\n"),
-    "waits: line 1 works on a stream of its own or copies to the host": (
+    "waits: line 1 works on another stream or copies to the host": (
         "sync",
         "mirror.copy_(loss, non_blocking=True)\ntorch.cuda.synchronize()  # here\nprint(mirror)\n",
     ),
     "waits: line 2 goes on with the line before": ("sync", "if x: y(); \\\n  cuda.synchronize()  # here\nz()\n"),
-    "waits: a clock is read beside it": ("sync", "torch.cuda.synchronize()  # here\nt = time.perf_counter() - t\n"),
+    "waits: a clock is read next to it": ("sync", "torch.cuda.synchronize()  # here\nt = time.perf_counter() - t\n"),
     "tf32: fp32 products run in TF32, which changes the numbers: ask for it by name": ("precision", "f()  # here\n"),
     "reads: the file does not import torch by that name": (
         "sync",

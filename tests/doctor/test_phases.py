@@ -82,7 +82,7 @@ def test_a_script_that_profiles_itself_has_no_tape_and_is_told_so():
         phases.ended()
         phases.ended()
     assert taped.tape is None and taped.other_profiler
-    assert taped.absent == {"tape": "the script runs a profiler of its own; leave it out while the doctor looks"}
+    assert taped.absent == {"tape": "the script runs a profiler itself; leave it out while the doctor measures"}
 
 
 def test_what_empties_the_cache_has_a_line():

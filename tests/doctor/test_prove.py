@@ -168,7 +168,7 @@ def test_the_sides_take_turns(script, monkeypatch):
     assert [{side for side, *_ in rounds[n : n + 2]} for n in range(0, 8, 2)] == [{"before", "after"}] * 4
     assert all(patched == ({str(script): "new"} if side == "after" else {}) and seed == 3 for side, patched, seed in rounds)
     assert proof.faster and proof.holds and proof.speedup.value == pytest.approx(2.0, rel=0.01)
-    assert str(proof).endswith("faster (4 rounds in turn)\nthe same: 2 losses are equal bit for bit")
+    assert str(proof).endswith("faster (4 alternating rounds)\nthe same: 2 losses are equal bit for bit")
 
 
 def of(before, after, tolerance=0.0) -> Proof:

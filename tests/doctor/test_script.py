@@ -145,7 +145,7 @@ LEAVES = """
     [
         ("0", 0, "True\n"),
         ("fork", 0, "child 5\nTrue\n"),
-        ("7", 1, "ValueError: leaves.py failed with code 7; mend it, and see that it runs without the doctor.\n"),
+        ("7", 1, "ValueError: leaves.py failed with code 7; fix it, and check that it runs without the doctor.\n"),
         ("thread", 2, "gpubound doctor: a thread of the script called os._exit(0); there is no verdict.\n"),
     ],
 )
@@ -205,7 +205,7 @@ def test_what_python_cannot_run_is_told_without_the_doctors_own_frames(tmp_path,
 )
 def test_a_failing_script_is_a_sentence_with_its_code(tmp_path, capsys, text, code):
     script = write(tmp_path / "fails.py", text)
-    sentence = f"fails.py failed with code {code}; mend it, and see that it runs without the doctor."
+    sentence = f"fails.py failed with code {code}; fix it, and check that it runs without the doctor."
     with pytest.raises(ValueError, match=f"^{sentence}$"):
         Script(str(script)).run()
     said = capsys.readouterr().err

@@ -71,7 +71,7 @@ class Doctor:
     apply: bool = False
     """With --fix: write the patches into the files."""
     prove: Annotated[int | None, tyro.conf.arg(metavar="ROUNDS")] = None
-    """With --fix: run the script as it is and patched, this often each. Exit code 1 if the losses are not the same. With
+    """With --fix: run the script unmodified and patched, this often each. Exit code 1 if the losses are not the same. With
     --dry-run the losses alone are compared."""
     max_syncs_per_step: float | None = None
     """Most waits for the device in a step. Exit code 1 above it, 3 if it was not measured; so for all that follow."""
@@ -82,7 +82,7 @@ class Doctor:
     max_pageable_mb: float | None = None
     """Most megabytes a step copies from or to pageable memory."""
     baseline: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
-    """The doctor.json of a good run: a step may not be slower, nor have more of what is counted."""
+    """The doctor.json of a good run: a step must not be slower, nor have higher counts."""
     max_regress_pct: float | None = None
     """With --baseline: how much slower a step may be. By default 3 per cent."""
     allow: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
@@ -144,7 +144,7 @@ def main(argv: Sequence[str]) -> int:
         if folder is not None:
             written = write_reports(folder, verdict, evidence.recording, mended.proof, mended.diff)
             files = [str(path) for path in written]
-    except OSError as error:  # told behind the verdict, which took a run to find
+    except OSError as error:  # raised after the verdict, which took a run
         unwritten = DataError(f"out: the reports could not be written to {folder}: {error}; give another --out.")
     if options.json:
         print(json.dumps(verdict.as_dict(), indent=1))
@@ -204,12 +204,12 @@ def prints_to_stderr() -> Iterator[None]:
 
 
 def likes_colours() -> bool:
-    """What a user has asked of all programs (no-color.org), and of this terminal."""
+    """Return whether the user (no-color.org) and this terminal want colours."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 def printable_screen(text: str, colour: bool) -> str:
-    """A screen in colours has escapes of its own; the report has cleaned what it quotes."""
+    """A coloured screen has its escapes; the report has cleaned its quotations."""
     return text if colour else printable(text)
 
 

@@ -1,4 +1,4 @@
-"""What `gpubound doctor` does with a verdict: patches and their proof, and the gate for CI."""
+"""Actions of `gpubound doctor` after a verdict: patches and their proof, and the gate for CI."""
 
 import gc
 import os
@@ -29,7 +29,7 @@ def progress() -> Callable[[str], None]:
 
 @dataclass(frozen=True)
 class Gate:
-    """What a verdict is held against. It is read before the script runs, so that a wrong file costs no run."""
+    """The limits of a verdict, read before the script runs, so that a wrong file costs no run."""
 
     budgets: Budgets
     baseline: Verdict | None
@@ -55,7 +55,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class FixOptions:
-    """Whether patches are shown, which of those that change the numbers are among them, and what is done with them."""
+    """Options of --fix: which patches are shown, and what is done with them."""
 
     fix: bool = False
     also: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class FixOptions:
     def __post_init__(self) -> None:
         for option, present in (("--fix-also", self.also), ("--apply", self.apply), ("--prove", self.rounds is not None)):
             if present and not self.fix:
-                raise ValueError(f"{option}: got no --fix beside it; there is no patch without that.")
+                raise ValueError(f"{option}: got no --fix; there is no patch without it.")
         for name in self.also:
             if name not in PATCHES:
                 raise ValueError(f"--fix-also: {name!r} is no patch; {hint(name, list(PATCHES), 'wanted one of')}")
@@ -96,7 +96,7 @@ class FixOptions:
         return FixResult(verdict, repair, proof)
 
     def finish(self, mended: "FixResult") -> tuple[list[str], int]:
-        """Write the files if that was asked and nothing speaks against it: (what is said, the exit code)."""
+        """Write the files if --apply was given and the proof holds; return (lines, exit code)."""
         if mended.repair is None:
             return [], OK
         lines = [str(mended.repair) or "--fix: no finding has a line that could be patched.", mended.diff]
@@ -109,7 +109,7 @@ class FixOptions:
         elif self.apply:
             try:
                 lines += [f"patched: {path.name}" for path in mended.repair.apply()]
-            except (DataError, OSError) as error:  # told behind the diff, which took a run to find
+            except (DataError, OSError) as error:  # reported after the diff, which took a run
                 lines.append(f"--apply: nothing was written: {error}")
                 code = UNWRITTEN
         return [text for text in lines if text], code

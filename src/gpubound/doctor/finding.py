@@ -1,4 +1,4 @@
-"""What the doctor says: findings, and the verdict of a whole run. `Verdict.as_dict()` is the schema of doctor.json."""
+"""Findings, and the verdict on a whole run. `Verdict.as_dict()` is the schema of doctor.json."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ class Finding:
 
     @property
     def line(self) -> Site | None:
-        """Where to look: the user's line, or the forward line that built the node."""
+        """The user's line, or the forward line that built the node."""
         return self.site or self.built
 
     @property
     def place(self) -> Place:
-        """As the ledger has it."""
+        """The location as the ledger has it."""
         return Place(self.site, self.via, "", self.node, self.built)
 
     def as_dict(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _site_dict(site: Site | None) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a run's doctor found. What could not be measured is None, or missing, and `absent` says why."""
+    """The result for a run. A value that could not be measured is None or missing, and `absent` has the reason."""
 
     script: str
     machine: dict[str, Any]
@@ -153,7 +153,7 @@ class Verdict:
 
 
 def _check(content: dict[str, Any]) -> None:
-    """What a gate computes with: a file that came from elsewhere is refused before the script runs."""
+    """Check the values that a gate computes with, so that a damaged file is refused before the script runs."""
     for name in ("machine", "bar", "counts"):
         if not isinstance(content.get(name, {}), dict):
             raise TypeError(f"{name} is {content[name]!r}")

@@ -1,6 +1,6 @@
 """A gate for CI: budgets for a verdict, a baseline that it may not fall behind, and what is allowed nevertheless.
 
-It is never green because something is missing: a budget for what was not measured is a failure of its own.
+It is never green because something is missing: a budget without a measurement is a failure, too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Allowance:
-    """What may stay, and why. It goes with the code of a line rather than with its number, so that moved code stays allowed."""
+    """A stall that may stay, and the reason. It names a line's code rather than its number, so that code can move."""
 
     kind: str
     file: str
@@ -63,7 +63,7 @@ class Allowance:
 
 @dataclass
 class Passage:
-    """What the gate says: its exit code, and a line for each thing that was held against something."""
+    """The result of the gate: its exit code, and a line for each budget."""
 
     failed: list[str] = field(default_factory=list)
     not_measured: list[str] = field(default_factory=list)
@@ -139,7 +139,7 @@ def _compare(now: Verdict, before: Verdict, most: float | None, passage: Passage
 
 
 def _allow(verdict: Verdict, allowances: Sequence[Allowance], passage: Passage) -> None:
-    """Find what is allowed, by the list or by a comment on its line; what the list allows in vain is a failure."""
+    """Find what is allowed, by the list or by a comment on its line; an entry that matches no stall is a failure."""
     every = [*verdict.findings, *verdict.harmless]
     for entry in allowances:
         if not any(entry.covers(finding) for finding in every):
@@ -163,7 +163,7 @@ def _comments(finding: Finding) -> Iterator[tuple[str, str]]:
             if kind not in KINDS:
                 yield kind, f"{where}: allow({kind}): {hint(kind, KINDS, 'the kinds are')}"
             else:
-                yield kind, "" if why else f"{where}: allow({kind}) has no reason; write behind it why this may stay"
+                yield kind, "" if why else f"{where}: allow({kind}) has no reason; write the reason after it"
 
 
 def read_allowances(path: Path) -> list[Allowance]:

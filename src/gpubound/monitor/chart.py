@@ -12,7 +12,7 @@ from ..words import number
 
 WIDTH, HEIGHT = 560, 230
 LEFT, RIGHT, TOP, BOTTOM = 72, 16, 22, 44
-LABEL = 8  # characters of the largest font that fit beside the y axis
+LABEL = 8  # characters of the largest font that fit left of the y axis
 EDGE = 24  # a label nearer to the right edge ends there, so that it is whole in the largest font
 DOTS = 40  # so few points are shown as such: a single one would be no line at all
 LARGEST = 1e300  # beyond it the difference of two values may be no float
@@ -163,7 +163,7 @@ def _line(frame: Frame, series: Series, style: str) -> str:
 
 
 def _thin(series: Series) -> Series:
-    """At most POINTS points; each kept point is the mean of those it stands for, so that noise is not sampled away."""
+    """At most POINTS points; each point is the mean of its group, so that noise is not sampled away."""
     pairs = [(x, y) for x, y in zip(series.x, series.y) if abs(y) < LARGEST]
     group = max(1, math.ceil(len(pairs) / POINTS))
     means = [pairs[i : i + group] for i in range(0, len(pairs), group)]

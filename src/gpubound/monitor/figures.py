@@ -1,4 +1,4 @@
-"""What a tape says in figures: the gauges, a run's totals, and what went wrong in it."""
+"""Figures of a tape: the gauges, a run's totals, and its warnings."""
 
 import math
 from collections.abc import Sequence
@@ -86,7 +86,7 @@ class Figures:
 
     @property
     def seconds(self) -> float | None:
-        """How long it trained, in all its starts together."""
+        """The training time of all its starts together."""
         values = [seconds for _, seconds in self.points("elapsed_s") if math.isfinite(seconds)]
         return values[-1] if values else None
 
@@ -115,7 +115,7 @@ class Figures:
         return rows | ({"skipped steps": f"{count:,}"} if count else {})
 
     def as_dict(self) -> dict[str, Any]:
-        """For a program: numbers as numbers under the tape's own names; what is not finite is null."""
+        """For a program: numbers as numbers under the tape's own names; values that are not finite are null."""
         starts = self.about.get("starts") or [{}]
         result = {"name": self.about.get("name"), "finished": self.about.get("finished") is True}
         result |= {"verdict": self.about.get("verdict")}

@@ -206,7 +206,7 @@ def check_log(kind: str | None) -> None:
 
 @contextmanager
 def open_log(kind: str | None, folder: Path, name: str, config: dict[str, Any]) -> Iterator[Callable[[dict[str, Any]], Any]]:
-    """What takes each record, through the logger's own library; None takes nothing. The tape stays."""
+    """Open a logger and yield the function that takes each record; for None one that does nothing."""
     check_log(kind)
     if kind is None:
         yield lambda record: None

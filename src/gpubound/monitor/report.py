@@ -55,7 +55,7 @@ def template() -> Template:
 
 
 def names(tapes: Sequence[RunTape]) -> list[str]:
-    """What to call each run: its name, or where two have the same, its folder."""
+    """The title of each run: its name, or where two have the same, its folder."""
     titles = [str(t.about.get("name") or t.path.resolve().name) for t in tapes]
     return titles if len(set(titles)) == len(titles) else [str(t.path) for t in tapes]
 

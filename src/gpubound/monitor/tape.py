@@ -81,7 +81,7 @@ class RunTape:
                 file.write(line + "\n")
         except OSError as error:  # the disk is full
             raise DataError(
-                f"{path} could not be written: {error.strerror}; the checkpoints beside it are as they were. "
+                f"{path} could not be written: {error.strerror}; the checkpoints next to it are unchanged. "
                 f"Free space, then go on with --resume."
             ) from error
 
@@ -129,7 +129,7 @@ def _about(path: Path) -> dict[str, Any]:
 
 
 def _record(line: str, where: str) -> dict[str, Any]:
-    """What a line of steps.jsonl holds: a step, and figures that are numbers."""
+    """Check a line of steps.jsonl: a step, and figures that are numbers."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -166,7 +166,7 @@ def _kind(value: Any) -> str:
 
 
 def _command() -> str:
-    """How this process was called, as it can be pasted into a shell."""
+    """The command line of this process, ready to be pasted into a shell."""
     called = Path(sys.argv[0])
     name = called.parent.name if called.name == "__main__.py" else called.name
     return shlex.join([name, *sys.argv[1:]])

@@ -42,7 +42,7 @@ class LossDifference:
 
     @property
     def shown(self) -> bool:
-        """Whether it is larger than what seeds do."""
+        """Return whether it is larger than the differences between seeds."""
         return self.half is not None and abs(self.mean) > self.half
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class LossDifference:
 
 
 class Variant:
-    """What the runs of one variant came to, a tape for each seed."""
+    """The results of one variant, a tape for each seed."""
 
     def __init__(self, name: str, tapes: Sequence[RunTape]):
         self.name, self.tapes = name, tapes
@@ -82,7 +82,7 @@ class Variant:
         return LossDifference.of(pairs) if pairs else None
 
     def speed(self, first: "Variant") -> float | None:
-        """How often as fast as the first it trains."""
+        """The speed relative to the first variant's."""
         return self.pace / first.pace if self.pace is not None and first.pace else None
 
 
@@ -114,7 +114,7 @@ class Variants:
         return "\n".join("  ".join(f"{cell:{width}}" for cell, width in zip(line, widths)).rstrip() for line in lines)
 
     def sentences(self) -> list[str]:
-        """What the losses show, and what they do not."""
+        """Sentences on what the losses show, and what they do not."""
         lines = [
             f"{variant.name}: {variant.failed} of {len(variant.results)} runs failed and are left out."
             for variant in self.variants
@@ -123,7 +123,7 @@ class Variants:
         for variant in self.others:
             difference = variant.against(self.first)
             lines.append(f"{variant.name}: {self._verdict(difference)}")
-        return [*lines, "Every variant trained with the options of the recipe; none was tuned for a variant of its own."]
+        return [*lines, "Every variant trained with the options of the recipe; none was tuned for one variant."]
 
     def _verdict(self, difference: LossDifference | None) -> str:
         if difference is None:

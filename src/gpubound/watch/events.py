@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What a line does, as the end of a sentence that begins with the line, and what to write instead."""
+    """The effect of a line, as the end of a sentence that begins with the line, and what to write instead."""
 
     does: str
     remedy: str
@@ -70,7 +70,7 @@ WAITING_CALLS: dict[str, Cause] = {
     SCALARS: Cause("reads each scalar from the device", "use torch.stack"),
 }
 
-# Files of torch whose reads of the device have a remedy of their own.
+# Files of torch whose reads of the device have a special remedy.
 THROUGH: dict[str, Cause] = {
     "torch/optim/": Cause(
         "reads the optimizer's step from the host", "build the optimizer with capturable=True (on a CPU: fused=True)"
@@ -85,7 +85,7 @@ KINDS: dict[str, Cause] = {
     "h2d": UPLOAD,
     "d2h": DOWNLOAD,
     "repeat": Cause("uploads bytes that are on the device already", "upload them once and keep the device's tensor"),
-    "clone": Cause("clones a tensor whose source nobody uses again", "use the source itself"),
+    "clone": Cause("clones a tensor whose source is not used again", "use the source itself"),
     "launch": Cause("launches work on the device", "fuse it, or capture the step in a graph (gpubound.capture)"),
     "cpu_op": Cause("computes on the host", "move the tensors to the device, or the work into the loader"),
     "alloc": Cause("asks the driver for memory, which stops the device", "run the largest shapes first; keep shapes fixed"),
@@ -94,7 +94,7 @@ KINDS: dict[str, Cause] = {
     "pin": Cause("pins host memory, which stops the device", "pin a buffer once, and use it again"),
     "compile": Cause("compiles", "warm up with every shape, or mark what varies as dynamic"),
     "gc": Cause("collects garbage", "call gc.freeze() after the warm-up, or collect between steps"),
-    "fallback": Cause("takes a slow path", "mend what its reason says"),
+    "fallback": Cause("takes a slow path", "fix what its reason names"),
 }
 
 MASKING = "boolean mask"  # what an op with one waits in

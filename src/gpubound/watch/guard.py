@@ -47,7 +47,7 @@ _settled = _Settled()
 
 
 class NoStall(ContextDecorator):
-    """What `no_stall` makes. `allowed` counts, by line, the stalls that a comment permitted."""
+    """The guard that `no_stall` returns. `allowed` counts, by line, the stalls that a comment permitted."""
 
     def __init__(self, allow: frozenset[str], message: str | None):
         self.allow, self.message = allow, message

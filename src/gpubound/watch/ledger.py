@@ -29,14 +29,14 @@ SENSORS: dict[str, type[Sensor]] = {sensor.name: sensor for sensor in _STARTED}
 
 
 class _Now(threading.local):
-    """What this thread is in the middle of: the op, and how many Triton launches there were so far."""
+    """The state of this thread: the op that runs, and the number of Triton launches so far."""
 
     op = ""
     triton = 0
 
 
 class Ledger:
-    """What made the GPU wait for the host, counted with source lines. `watch` makes it; read it during the block or after."""
+    """Counts of what made the GPU wait for the host, with source lines. `watch` makes it; read it during the block or after."""
 
     def __init__(self, device: torch.device | None, gputrace: bool | None, launches: str, without: frozenset[str]):
         self.device, self.asked_gputrace, self.launches = device, gputrace, launches
@@ -137,7 +137,7 @@ class Ledger:
 
     @property
     def device_is_here(self) -> bool:
-        """Whether a real accelerator works here, and is the one that was asked for."""
+        """Return whether a real accelerator works here and is the requested one."""
         present, asked = accelerator(), self.device
         if present is None or present.type == pretend.NAME:
             return False

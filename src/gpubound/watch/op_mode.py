@@ -200,7 +200,7 @@ class Dispatch(OpSensor):
 
     @contextmanager
     def seeing(self, func, args, kwargs):
-        """Around an op as it runs. A custom op is a launch of its own unless Triton launches were heard inside."""
+        """Around an op as it runs. A custom op counts as a launch unless Triton launched inside it."""
         now = self.ledger.now
         outer, before = now.op, now.triton
         now.op = self.see(func, args, kwargs)
@@ -216,8 +216,8 @@ class Dispatch(OpSensor):
 def _leave(mode: ops.OpMode) -> None:
     """End the mode, and take off this thread's stack what has ended.
 
-    A ledger may end on another thread than it began on, as where each step of a script has a thread of its own, or before one
-    that began later. Its mode is out of reach then: it hands ops on, and tells nobody.
+    A ledger may end on another thread than it began on, as where each step of a script runs in a new thread, or before one
+    that began later. Its mode cannot be removed then: it passes ops on and records nothing.
     """
     mode.run = _hand_on
     while (stack := _get_current_dispatch_mode_stack()) and getattr(stack[-1], "run", None) is _hand_on:

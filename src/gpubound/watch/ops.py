@@ -1,6 +1,6 @@
-"""What an aten op makes the host do: wait, or move bytes between host and device.
+"""The waits and copies between host and device that an aten op causes.
 
-It serves whoever sees ops: ledger, guard, the pretend device, and the watched calls before a capture. Their mode stands above
+It serves the observers: ledger, guard, the pretend device, and the watched calls before a capture. Their mode stands above
 composite kernels, so a kernel that reads from the device inside (a boolean mask calls nonzero) shows as one op, and events.py
 needs a line for it. `tests/watch/test_gpu.py` holds both against what CUDA really does.
 """
@@ -40,7 +40,7 @@ class Move:
 
     @property
     def stalls(self) -> bool:
-        """A pageable copy stalls even when it is said to be non_blocking: the driver stages it through pinned memory."""
+        """A pageable copy stalls even with non_blocking=True: the driver stages it through pinned memory."""
         return self.blocking or not self.pinned
 
     @property
@@ -65,7 +65,7 @@ def tensors(values) -> Iterator[torch.Tensor]:
 
 
 def device_of(args, kwargs) -> torch.device | None:
-    """Where an op runs: the first device among its tensors that is not the host's, else its device argument, else the host."""
+    """The device of an op: the first among its tensors that is not the host, else its device argument, else the host."""
     device = None
     for t in tensors((*args, *kwargs.values())):
         device = t.device
@@ -111,9 +111,9 @@ def launches(func) -> bool:
 
 
 def moves(func, args, kwargs, beneath: bool = False, home: torch.device | None = None) -> tuple[Move, ...]:
-    """What `func` makes the host do. `beneath`: seen by the device itself, rather than by a mode above composite kernels.
+    """The waits and copies of `func`. `beneath`: called by the device itself, not by a mode above composite kernels.
 
-    `home`: the device whose waits count, where a CPU stands for a GPU; by default every device but the host.
+    `home`: the device whose waits count, where a CPU imitates a GPU; by default every device but the host.
     """
     look = _look(func)
     if look is None or (beneath and look is _lifted):
@@ -123,7 +123,7 @@ def moves(func, args, kwargs, beneath: bool = False, home: torch.device | None =
 
 @cache
 def _look(func) -> Callable[..., tuple[Move, ...]] | None:
-    """Who tells about `func`; nobody about what is no op of aten."""
+    """The function that lists the moves of `func`; none for ops outside aten."""
     if getattr(func, "namespace", "") != "aten":
         return None
     name = func._opname.rstrip("_")
@@ -160,7 +160,7 @@ def _repeats(func, args, kwargs, home) -> tuple[Move, ...]:
 
 
 def _indexes(func, args, kwargs, home) -> tuple[Move, ...]:
-    """A boolean mask waits for nonzero; an index that lies on the host is uploaded."""
+    """A boolean mask waits for nonzero; an index tensor on the host is uploaded."""
     target, indices = args[0], args[1]
     if not _counts(target.device, home):
         return ()

@@ -5,11 +5,11 @@
     device = simgpu()                     # torch.device("simgpu:0")
     model.to(device); batch.to(device)    # the values are right; the speed says nothing
 
-Tensors there hold a CPU tensor and compute with it, but torch treats them as lying on a device of their own: mixing them
+Tensors there hold a CPU tensor and compute with it, but torch treats them as tensors of another device: mixing them
 with CPU tensors is refused, reading a value needs a copy, and backward runs on a device thread, as on CUDA (on the calling
-thread, if this process ran a backward before it called `simgpu()`). `observers` are told of every op before it runs.
+thread, if this process ran a backward before it called `simgpu()`). `observers` are called before every op.
 
-Not pretended: streams (work runs in order), a generator of its own (the CPU's is used), `torch.empty(pin_memory=True)`
+Not pretended: streams (work runs in order), a separate generator (the CPU's is used), `torch.empty(pin_memory=True)`
 (`.pin_memory()` works), resizing in place, torch.compile, fused LSTM cells, DLPack. Tensors are saved as CPU tensors.
 """
 
@@ -25,7 +25,7 @@ from ..errors import DeviceError
 from .python_calls import announce
 from .simtensor import KERNELS, NAME, SimTensor as SimTensor, is_pinned, observers as observers, pin_memory
 
-# Seconds. The device's thread in autograd calls Python once more behind the backward that it ran, to leave the device. A
+# Seconds. The device's thread in autograd calls Python once more after the backward that it ran, to leave the device. A
 # program that ended just then had no interpreter for it, and was aborted: 7 of 81 starts of `gpubound doctor --dry-run` on a
 # script of one line, three at a time on two cores.
 SETTLE = 0.05
@@ -57,7 +57,7 @@ class SimEvent:
 
 
 class SimModule(getattr(backend_registration, "_DummyBackendModule", object)):  # type: ignore[misc]
-    """What `torch.simgpu` is: torch's own stand-in, which is one device that is always there, and what it leaves out."""
+    """The module `torch.simgpu`: torch's own stand-in for one device that always exists, and what that leaves out."""
 
     Stream = SimStream
     Event = SimEvent
@@ -108,7 +108,7 @@ def _device_guard():
 
 
 def _has_thread() -> bool:
-    """Whether autograd has a thread for the pretend device. It makes one for each device at the process's first backward."""
+    """Return whether autograd has a thread for the pretend device; they are made at the process's first backward."""
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones((), device=NAME, dtype=torch.float32).requires_grad_()
         try:
@@ -209,7 +209,7 @@ def _casting(name: str, dtype: torch.dtype | None):
     return kernel
 
 
-_registered: list[object] = []  # torch keeps no reference of its own to a Python backend's parts
+_registered: list[object] = []  # torch keeps no reference to a Python backend's parts
 
 
 def simgpu() -> torch.device:
@@ -220,7 +220,7 @@ def simgpu() -> torch.device:
     if backend_name != "privateuseone":
         raise DeviceError(
             f"simgpu: this process already has the backend {backend_name!r} in torch's one free place (PrivateUse1), "
-            "which can be named once; run the pretend device in a process of its own."
+            "which can be named once; run the pretend device in a separate process."
         )
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         raise DeviceError(

@@ -158,7 +158,7 @@ def _of_modules(name: str, rows: dict, inside: _Inside, original: Callable) -> C
 def _add(rows: dict, name: str, seconds: float) -> None:
     place = here()
     if place.site is None or (place.via is not None and owner(place.via.file) is not TORCH):
-        return  # a library's own, which the user cannot mend
+        return  # in a library, which the user cannot fix
     row = rows.setdefault((name, place), LedgerRow("noop", f".{name}()", place))
     row.count += 1
     row.ms += 1e3 * seconds

@@ -76,7 +76,7 @@ class LedgerRow:
 
     @classmethod
     def of_record(cls, record: dict) -> LedgerRow:
-        """What `record` has told."""
+        """Rebuild a row from the output of `record`."""
         known = {name: record[name] for name in ("file", "line", "function", "code") if name in record}
         place = Place(Site(**known, end=record["line"]) if known else None, through=record["through"])
         return cls(record["kind"], record["what"], place, record["detail"], record["count"], record["bytes"], record["ms"])

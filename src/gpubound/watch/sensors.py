@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Sensor:
-    """What every sensor has: what it counts, what it sees, and what it is blind to. The ledger prints it."""
+    """The base of all sensors: what it counts, what it sees, and what it is blind to. The ledger prints it."""
 
     name: str
     counts: frozenset[str]  # the ledger's totals that this sensor can vouch for
@@ -51,7 +51,7 @@ LAUNCH_CALL = re.compile("(cuda|cu|hip)(Graph|Ext|Module|ExtModule)?Launch")
 
 
 def launch_calls(events: Iterable) -> Counter[str]:
-    """How often each launching driver call was made. A graph is one launch, however many kernels it holds."""
+    """The number of calls of each launching driver function. A graph is one launch, however many kernels it holds."""
     return Counter(event.name() for event in events if LAUNCH_CALL.match(event.name()))
 
 
@@ -166,7 +166,7 @@ class Allocator(Sensor):
 
 
 def statistics() -> dict[str, int]:
-    """How often the allocators went to the driver so far, over all GPUs."""
+    """The number of driver calls of the allocators so far, over all GPUs."""
     now = [torch.cuda.memory_stats(index) for index in range(torch.cuda.device_count())] + [torch.cuda.host_memory_stats()]
     return {kind: sum(counters.get(name, 0) for counters in now) for kind, (name, _) in COUNTERS.items()}
 
@@ -246,7 +246,7 @@ _lock = threading.Lock()
 
 
 def functions(header: str) -> list[str]:
-    """The names in the table, in their order. A virtual destructor stands there twice."""
+    """The names in the table, in their order. A virtual destructor has two entries."""
     body = re.search(r"struct C10_API PyInterpreterVTable \{(.*?)\n\};", header, re.DOTALL)
     text = re.sub(r"//[^\n]*", "", body[1] if body else "")
     names = re.findall(r"\bvirtual\b[^;{]*?(~?\w+)\s*\(", text)

@@ -1,4 +1,4 @@
-"""The tensor of the pretend device, and the kernels behind it."""
+"""The tensor of the pretend device, and its kernels."""
 
 import copy
 import functools
@@ -20,7 +20,7 @@ observers: list[Callable] = []
 
 
 class SimTensor(torch.Tensor):
-    """A tensor that says it lies on simgpu:0 and holds a CPU tensor, `elem`, of the same shape and strides."""
+    """A tensor of device simgpu:0 that holds a CPU tensor, `elem`, of the same shape and strides."""
 
     elem: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -107,7 +107,7 @@ class SimTensor(torch.Tensor):
 
 
 def _run(func, args, kwargs):
-    """Compute `func` on the CPU tensors inside, and wrap what comes out, sharing storage where the op says so."""
+    """Compute `func` on the CPU tensors inside, and wrap what comes out, sharing storage where the op does."""
     if func.namespace not in ("aten", "prims") and _has_kernel(func.name()):  # a custom op's body runs on the device, too
         return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1), *args, **kwargs)
     if not mixes(func):

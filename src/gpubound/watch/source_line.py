@@ -1,4 +1,4 @@
-"""Where a stall belongs: the user's line, not the library's.
+"""Attribution of a stall to the user's line, not the library's.
 
 A sync is made deep inside torch, an optimizer or a trainer. The stack is walked outwards to the first frame that is neither
 torch's, nor the standard library's, nor an installed package's; the innermost library frame on the way is kept as `via`.
@@ -36,13 +36,13 @@ _GPUBOUND = os.path.dirname(os.path.dirname(_OWN)) + os.sep
 USER, LIBRARY, STDLIB, UNNAMED, OWN = "user", "library", "stdlib", "unnamed", "own"
 TORCH, READER, PLUMBING = "torch", "reader", "plumbing"
 
-# torch's files whose reads have a remedy of their own
+# torch's files whose reads have a special remedy
 _READERS = {os.path.join(_TORCH, name.removeprefix("torch/")): name for name in THROUGH}
 
 
 @cache
 def _plumbing() -> tuple[str, ...]:
-    """What stands on the way to everything and explains nothing: torch's dispatch, our graphs, counts and doctor, Triton."""
+    """Files that are on every stack and explain nothing: torch's dispatch, our graphs, counts and doctor, Triton."""
     names = ("_ops.py", "_compile.py", "_dynamo/", "utils/_contextlib.py", "utils/_python_dispatch.py", "utils/_pytree.py")
     triton = find_spec("triton")
     compiler = (os.path.dirname(triton.origin) + os.sep,) if triton and triton.origin else ()
@@ -52,7 +52,7 @@ def _plumbing() -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def owner(filename: str) -> str:
-    """Whose code a file is. `<string>` and its like are UNNAMED: the user's only when they run as __main__."""
+    """The owner of a file. `<string>` and its like are UNNAMED: the user's only when they run as __main__."""
     if filename.startswith("<"):
         return USER if filename.startswith(("<stdin>", "<ipython")) else UNNAMED
     path = os.path.abspath(filename)
@@ -69,14 +69,14 @@ def owner(filename: str) -> str:
 
 
 def _installed_there(path: str) -> bool:
-    """Whether pip put this file into a folder of sys.path that is nobody's site-packages (`pip install --target`)."""
+    """Return whether pip put this file into a folder of sys.path outside site-packages (`pip install --target`)."""
     folders = [folder for folder in map(os.path.abspath, filter(None, sys.path)) if path.startswith(folder + os.sep)]
     return any(path[len(folder) + 1 :].split(os.sep)[0] in _packages(folder) for folder in folders)
 
 
 @cache
 def _packages(folder: str) -> frozenset[str]:
-    """The top-level names that pip's records in `folder` list. The user's own files may lie beside them."""
+    """The top-level names that pip's records in `folder` list. The user's files may be next to them."""
     records = [record.read_text(errors="replace") for record in Path(folder).glob("*.dist-info/RECORD")]
     return frozenset(re.split("[/,]", line, maxsplit=1)[0] for record in records for line in record.splitlines())
 
@@ -109,7 +109,7 @@ class Site:
 
     @property
     def portable(self) -> "Site":
-        """The same line without this machine's folders: from the package on, or from the working directory on."""
+        """This line without the machine's folders: from the package on, or from the working directory on."""
         return replace(self, file=self.in_package.rpartition(":")[0])
 
     def as_dict(self) -> dict:
@@ -118,7 +118,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where something happened: the user's line, the library's line that it went through, and in backward the node."""
+    """The location of an event: the user's line, the library's line on the way, and in backward the node."""
 
     site: Site | None = None
     via: Site | None = None
@@ -212,7 +212,7 @@ def _walk(frame: FrameType | None, in_backward: bool) -> tuple[FrameType | None,
 
 
 class Origins:
-    """Which forward line built each autograd node, by the node's sequence number."""
+    """The forward line that built each autograd node, by the node's sequence number."""
 
     LIMIT = 200_000  # entries; about 30 MB, some hundred steps of a large model
 

@@ -1,4 +1,4 @@
-"""Patches that mend what the doctor found: one file each, byte for byte the same outside the lines they change.
+"""Patches for findings, byte for byte the same outside the lines they change.
 
 `repair(targets)` chooses them and makes a diff. `PATCHES` lists them; a new one is a file here and its name there.
 """

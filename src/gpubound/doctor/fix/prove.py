@@ -1,6 +1,6 @@
-"""Whether a patch makes a script faster, and whether its losses stay what they were.
+"""Measure whether a patch makes a script faster, and whether its losses stay the same.
 
-Both are run in turn, in random order, with the same seeds, each in a process of its own, or in as many as the script has ranks.
+Both are run alternately, in random order, with the same seeds, each in a new process, or in one for each rank.
 The speed-up is the median of the rounds' ratios with its 95 % interval; of ranks the slowest counts. Losses, of all ranks, are
 compared bit for bit where a patch only schedules; else within a tolerance. The user's files are not written: the patched
 process imports the new text in place of the old.
@@ -37,7 +37,7 @@ TOLERANCE = 1e-2  # of a loss: a few dozen steps apart, products rounded to 10 b
 
 @dataclass(frozen=True)
 class SeededRun:
-    """What one run left: the milliseconds of its steps after the warm-up, and its losses."""
+    """The result of one run: the milliseconds of its steps after the warm-up, and its losses."""
 
     step_ms: float
     losses: tuple[float, ...]
@@ -45,7 +45,7 @@ class SeededRun:
 
 @dataclass(frozen=True)
 class Proof:
-    """What was measured of a patch."""
+    """The measurements of a patch."""
 
     before_ms: tuple[float, ...]
     after_ms: tuple[float, ...]
@@ -62,17 +62,17 @@ class Proof:
 
     @property
     def faster(self) -> bool:
-        """Whether the whole interval says so."""
+        """Return whether the whole interval is above 1."""
         return self.timed and self.speedup.low > 1
 
     @property
     def holds(self) -> bool:
-        """Whether the losses are what they were, as far as the script itself repeats them."""
+        """Return whether the losses are the same, as far as the script itself repeats them."""
         return self.difference <= max(self.tolerance, self.noise)
 
     @property
     def sentence(self) -> str:
-        """What became of the losses."""
+        """A sentence about the losses."""
         if self.difference == 0:
             return f"{self.losses} losses are equal bit for bit"
         if self.difference == float("inf"):
@@ -93,7 +93,7 @@ class Proof:
         verdict = "faster" if self.faster else "slower" if self.speedup.high < 1 else "no difference that is sure"
         return (
             f"before {before:.2f} ms, after {after:.2f} ms a step: {self.speedup}, {verdict} "
-            f"({len(self.before_ms)} rounds in turn)\n{losses}"
+            f"({len(self.before_ms)} alternating rounds)\n{losses}"
         )
 
 
@@ -112,7 +112,7 @@ def prove(
     ranks: int = 0,
     report: Callable[[str], None] = lambda line: None,
 ) -> Proof:
-    """Run `script` as it is and with `changes` (a file's new bytes), `rounds` times each.
+    """Run `script` unmodified and with `changes` (a file's new bytes), `rounds` times each.
 
     equal  no bit of a loss may change. steps: where a run ends. seed: of Python's, NumPy's and torch's generators.
     module  `script` is a module's name, as after `python -m`. marker: what ends a step, if not an optimizer.
@@ -147,7 +147,7 @@ def prove(
 
 
 def run_once(job: SeededJob, side: str, folder: Path, ranks: int = 0) -> SeededRun:
-    """One run in a process of its own, or in ranks that meet at a place of their own."""
+    """Run once in a new process, or in ranks with a new rendezvous."""
     job.save(folder / "job.json")
     results = [job.result_of(rank) for rank in range(max(ranks, 1))]
     for result in results:
@@ -158,7 +158,7 @@ def run_once(job: SeededJob, side: str, folder: Path, ranks: int = 0) -> SeededR
     if done.returncode != 0 or not all(result.exists() for result in results):
         lines = takewhile(lambda line: "torch/distributed/" not in line and "elastic" not in line, done.stderr.splitlines())
         message = " / ".join([line for line in lines if line.strip()][-2:]).rstrip(".") or "it said nothing"
-        what = "with the patch" if side == "after" else "as it is"
+        what = "with the patch" if side == "after" else "unmodified"
         raise MeasureError(f"prove: the script {what} ended with code {done.returncode}: {message}.")
     runs = [read_run(json.loads(result.read_text(encoding="utf-8"))) for result in results]
     return SeededRun(max(run.step_ms for run in runs), tuple(loss for run in runs for loss in run.losses))

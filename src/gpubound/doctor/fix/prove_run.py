@@ -1,4 +1,4 @@
-"""One seeded run of a script, as it is or patched: how long its steps take, and its losses to the last bit.
+"""One seeded run of a script, unmodified or patched: how long its steps take, and its losses to the last bit.
 
     python -m gpubound.doctor.fix.prove_run JOB.json
 
@@ -37,7 +37,7 @@ LOSSES = 100_000  # of one run: more of them say no more
 
 @dataclass
 class SeededJob:
-    """What to run. `patched` maps files to the files that hold what they would be. `module`: the script is a module's name."""
+    """One run. `patched` maps files to the files with their new text. `module`: the script is a module's name."""
 
     script: str
     arguments: list[str]
@@ -56,7 +56,7 @@ class SeededJob:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     def result_of(self, rank: int) -> Path:
-        """Each of several ranks has a file of its own."""
+        """The result file of a rank."""
         return Path(f"{self.result}.{rank}" if rank else self.result)
 
 

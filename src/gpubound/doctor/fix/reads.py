@@ -13,7 +13,7 @@ from .source import Edit, Patch, Refused, SourceText, constant, last_name, name_
 
 KEPT = "detach().to(torch.float64, copy=True)"
 COUNTED = "detach().clone()"  # of a whole number or a truth value
-FRESH = ("sum", "any", "all", "argmax", "argmin", "count_nonzero")  # what these return, nobody else has
+FRESH = ("sum", "any", "all", "argmax", "argmin", "count_nonzero")  # these return a fresh tensor
 WHOLE = ("argmax", "argmin", "count_nonzero", "long", "int")
 TRUE = ("any", "all", "isnan", "isinf", "isfinite", "bool")
 SAME = ("sum", "max", "min", "detach", "view", "flatten", "squeeze", "cpu", "cuda", "clone")
@@ -43,14 +43,14 @@ def propose(source: SourceText, line: int) -> list[Edit]:
 
 
 def _counted(read: ast.Call) -> str:
-    """How a whole number or a truth value stays. A copy of what is new would be the next finding."""
+    """The expression that keeps a whole number or a truth value. Copying a fresh result would be the next finding."""
     assert isinstance(read.func, ast.Attribute)
     inner = read.func.value
     return "detach()" if isinstance(inner, ast.Call) and last_name(inner) in FRESH else COUNTED
 
 
 def _number(source: SourceText, read: ast.expr, met: frozenset[str] = frozenset()) -> str:
-    """What `.item()` makes of a value: "bool", "int", or "float" where nothing says otherwise."""
+    """The type that `.item()` returns: "bool", "int", or by default "float"."""
     match read:
         case ast.Compare() | ast.UnaryOp(op=ast.Not()):
             return "bool"
@@ -73,7 +73,7 @@ def _number(source: SourceText, read: ast.expr, met: frozenset[str] = frozenset(
 
 
 def _summed(source: SourceText, statement: ast.stmt, read: ast.Call, name: str) -> str:
-    """What a sum is: a whole number only if it begins as one and nothing but whole numbers is added."""
+    """The type of a sum: an integer only if it begins as one and only integers are added."""
     assert isinstance(statement, ast.AugAssign) and isinstance(read.func, ast.Attribute)
     begun, inner = {type(constant(value)) for value in _assigned(source, statement, name)}, read.func.value
     if _number(source, read) == "float":
@@ -129,7 +129,7 @@ def _arithmetic(node: ast.expr) -> list[ast.expr]:
 
 
 def _uses(source: SourceText, statement: ast.stmt, name: str) -> list[ast.expr]:
-    """Where the file reads a name, other than in this statement. Refused if another function does."""
+    """The reads of a name outside this statement. Refused if another function reads it."""
     scope = source.scope(statement)
     uses: list[ast.expr] = []
     for node in ast.walk(source.tree if "." in name else scope):
@@ -167,7 +167,7 @@ def _converted(source: SourceText, statement: ast.stmt, loop: ast.stmt, name: st
 
 
 def _in_every_step(source: SourceText, node: ast.AST, loop: ast.stmt) -> bool:
-    """Whether a node runs whenever the loop's body does: it is in the body, and under no `if`."""
+    """Return whether a node runs whenever the loop's body does: it is in the body, and under no `if`."""
     inside = node
     for outer in source.above(node):
         if isinstance(outer, ast.If) and inside is not outer.test:
@@ -179,7 +179,7 @@ def _in_every_step(source: SourceText, node: ast.AST, loop: ast.stmt) -> bool:
 
 
 def _formatted(source: SourceText, use: ast.expr, kind: str) -> bool:
-    """Whether an f-string formats the value, which does with a scalar what it does with a number.
+    """Return whether an f-string formats the value, which does with a scalar what it does with a number.
 
     It may compute with a float, which is fp64 on the device too. A whole number there is divided in fp32.
     """

@@ -32,7 +32,7 @@ class Target:
     kind: str
     file: str
     line: int
-    code: str = ""  # of the line when it was looked at; empty where nobody knows
+    code: str = ""  # of the line when it was measured; empty if unknown
 
     def __str__(self) -> str:
         return f"{self.kind} at {shorten(os.path.abspath(self.file))}:{self.line}"
@@ -40,7 +40,7 @@ class Target:
 
 @dataclass
 class Repair:
-    """What patches would change. Nothing is written before `apply()`."""
+    """The changes of a set of patches. Nothing is written before `apply()`."""
 
     changes: dict[Path, tuple[bytes, bytes]] = field(default_factory=dict)
     """Each file's bytes as they were read, and as they would be."""
@@ -49,7 +49,7 @@ class Repair:
 
     @property
     def equal(self) -> bool:
-        """Whether the losses must stay the same, bit for bit."""
+        """Return whether the losses must stay the same, bit for bit."""
         return all(patch.equal for patch in self.patches.values())
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Repair:
                 raise DataError(f"{path}: is read-only; make it writable, or apply the diff to a copy.")
         with ExitStack() as written:
             for path, (_, after) in self.changes.items():
-                resolved = path.resolve()  # behind a link stands the file
+                resolved = path.resolve()  # the file of a link
                 file = written.enter_context(replacing(resolved))
                 os.fchmod(file.fileno(), stat.S_IMODE(resolved.stat().st_mode))
                 file.write(after)
@@ -157,7 +157,7 @@ def _first_that_fits(source: SourceText, target: Target, line: int, asked: Colle
 
 
 def patched(verdict: Verdict, asked: Collection[str] = ()) -> tuple[Verdict, Repair]:
-    """The verdict with a diff in each finding that a patch mends, and the repair of all its findings.
+    """The verdict with a diff in each finding that a patch fixes, and the repair of all its findings.
 
     What is harmless gets none: there is nothing to gain. `asked` names patches that change the numbers, such as tf32.
     """

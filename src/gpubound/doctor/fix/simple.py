@@ -14,12 +14,12 @@ def propose_waits(source: SourceText, line: int) -> list[Edit]:
     if not isinstance(call, ast.Call) or last_name(call) not in WAITING:
         raise Refused(f"the line is no plain {' or '.join(f'{name}()' for name in WAITING)}")
     if not source.text(call.func).startswith(("torch.", "cuda.")):
-        raise Refused("the line waits for one stream or event, which may order a read behind a copy")
+        raise Refused("the line waits for one stream or event, which may order a read after a copy")
     if last_name(call) == "synchronize" and (other := _needs_order(source)):
-        raise Refused(f"line {other} works on a stream of its own or copies to the host without waiting, and may rely on it")
+        raise Refused(f"line {other} works on another stream or copies to the host without waiting, and may rely on it")
     block = source.block(statement)
     if _is_timed(block, statement):
-        raise Refused("a clock is read beside it, which would then time launches instead of work")
+        raise Refused("a clock is read next to it, which would then time launches instead of work")
     if len(block) == 1:
         return [Edit(source.start(statement), source.end(statement), "pass")]
     return [Edit(*source.line_range(statement, statement), "")]
@@ -36,7 +36,7 @@ def _needs_order(source: SourceText) -> int:
 
 
 def _is_timed(block: list[ast.stmt], statement: ast.stmt) -> bool:
-    """Whether the statement right before or after reads a clock."""
+    """Return whether the statement right before or after reads a clock."""
     at = block.index(statement)
     neighbours = [*block[max(0, at - 1) : at], *block[at + 1 : at + 2]]
     return any(isinstance(node, ast.Call) and last_name(node) in CLOCKS for near in neighbours for node in ast.walk(near))
@@ -63,7 +63,7 @@ def loader_at(source: SourceText, line: int) -> ast.Call:
 
 
 def _loops(source: SourceText, line: int) -> list[ast.For]:
-    statement = source.statements_at(line)[0]  # those beside it are in the same loops
+    statement = source.statements_at(line)[0]  # statements of one line are in the same loops
     return [node for node in (statement, *source.above(statement)) if isinstance(node, LOOPS) and isinstance(node, ast.For)]
 
 
@@ -90,7 +90,7 @@ def propose_loader(source: SourceText, line: int) -> list[Edit]:
 
 
 def _is_touched(source: SourceText, loader: ast.Call) -> bool:
-    """Whether the file does anything with the dataset by itself, such as setting its epoch: workers that stay do not see it."""
+    """Return whether the file uses the dataset itself, such as setting its epoch: persistent workers do not see that."""
     dataset = name_of(loader.args[0]) if loader.args else ""
     return bool(dataset) and any(
         isinstance(node, ast.Attribute) and name_of(node.value) == dataset for node in ast.walk(source.tree)

@@ -1,4 +1,4 @@
-"""A Python file that is edited in places: every byte outside them stays as it is.
+"""A Python file that is edited in places: every byte outside them stays unchanged.
 
 Positions are bytes, as `ast` counts them. An edit is taken only if the file still parses afterwards.
 """
@@ -29,11 +29,11 @@ class Edit:
     text: str
 
     def lines(self, source: SourceText) -> int:
-        """How many lines the file gains."""
+        """The number of lines that the file gains."""
         return self.text.count("\n") - source.data[self.start : self.end].count(b"\n")
 
     def removes(self, source: SourceText, line: int) -> bool:
-        """Whether nothing is left of a line."""
+        """Return whether the edit removes a whole line."""
         return not self.text and self.start <= source.line_start(line) and source.line_start(line + 1) <= self.end
 
 
@@ -85,7 +85,7 @@ class SourceText:
         return Edit(at, at, f"{self.newline}{text}" if bare else f"{text}{self.newline}")
 
     def indent(self, statement: ast.stmt) -> str:
-        """What stands before a statement in its line, if that is white space."""
+        """The white space before a statement in its line."""
         before = self.data[self.line_start(statement.lineno) : self.start(statement)].decode()
         if before.strip():
             raise Refused(f"line {statement.lineno} holds several statements")
@@ -104,7 +104,7 @@ class SourceText:
 
     @property
     def imports_torch(self) -> bool:
-        """Whether the name torch is there for every line."""
+        """Return whether the file imports torch by that name."""
         names = (alias for node in self.tree.body if isinstance(node, ast.Import) for alias in node.names)
         return any(alias.name.split(".")[0] == "torch" and alias.asname is None for alias in names)
 
@@ -119,7 +119,7 @@ class SourceText:
         return next(n for n in (node, *self.above(node)) if isinstance(n, ast.stmt))
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
-        """The statements that stand beside this one."""
+        """The statements of the same block."""
         fields = (value for _, value in ast.iter_fields(self.parents[statement]) if isinstance(value, list))
         return next(body for body in fields if statement in body)
 
@@ -210,7 +210,7 @@ def with_keywords(source: SourceText, call: ast.Call, **wanted: str) -> list[Edi
 
 
 def _appended(source: SourceText, call: ast.Call, text: str) -> Edit:
-    """One more argument behind the last token before the closing bracket, whatever comments and brackets stand there."""
+    """Append an argument after the last token before the closing bracket, past comments and brackets."""
     start = source.start(call)
     segment = source.data[start : source.end(call)]
     skipped = (tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.ENDMARKER, tokenize.INDENT, tokenize.DEDENT)

@@ -21,7 +21,7 @@ FUNCTION, STEP = "loss_of", "train_step"
 
 @dataclass(frozen=True)
 class PlainLoop:
-    """What was found of a loop."""
+    """The statements of a plain training loop."""
 
     loop: ast.For | ast.While
     creation: ast.Assign  # the optimizer
@@ -97,7 +97,7 @@ def _called_on(statement: ast.stmt, method: str) -> str:
 
 
 def _optimizer_creation(source: SourceText, step: ast.stmt, optimizer: str) -> tuple[ast.Assign, str]:
-    """Where the optimizer is made, of all parameters of one model, and the model's name."""
+    """The assignment that creates the optimizer of one model's parameters, and the model's name."""
     scope = source.scope(step)
     assignments = [n for n in ast.walk(source.tree) if isinstance(n, ast.Assign)]
     creation = [n for n in assignments if any(name_of(target) == optimizer for target in n.targets)]

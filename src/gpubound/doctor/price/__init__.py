@@ -1,1 +1,1 @@
-"""What a stall costs: the recorded steps are replayed without it."""
+"""Prices of stalls: the recorded steps are replayed without them."""

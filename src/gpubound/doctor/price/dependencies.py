@@ -1,4 +1,4 @@
-"""Who launched what, and in which order the host went: what the gaps and the replay both read a tape by."""
+"""Dependencies between launches, works and host calls, for the idle times and for the replay."""
 
 from __future__ import annotations
 

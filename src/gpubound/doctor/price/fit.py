@@ -71,7 +71,7 @@ class _Fit:
         )  # fmt: skip
 
     def _typical(self) -> None:
-        """What a launch costs its host, how long it takes to an idle device, and a queue to its next work."""
+        """The host's cost of a launch, the latency to an idle device, and a queue's gap before its next work."""
         latencies, gaps = [], []
         reached: dict[Queue, float] = {}
         for call, group in zip(self.calls, self.groups):
@@ -160,7 +160,7 @@ class _Fit:
             self.waits_for[at], self.tail[at] = tuple(works), TAIL if call.kind == "sync" else self.cost[at]
 
     def _ended_with(self, at: int) -> list[int]:
-        """What a wait for an unknown event waited for: the work that ended last before it did."""
+        """The work that ended last before a wait for an unknown event did."""
         call = self.calls[at]
         past = [c for c in range(max(at - FAR, 0), at) if call.start < self.done[c] <= call.end + TAIL]
         return [max(past, key=self.done.__getitem__)] if past else []
@@ -192,10 +192,10 @@ class _Fit:
 
 
 def _is_typical(work: Work) -> bool:
-    """Whether a copy shows what pinned memory is capable of."""
+    """Return whether a copy shows the rate of pinned memory."""
     return work.kind in ("h2d", "d2h") and not work.pageable and work.bytes >= LARGE and work.end > work.start
 
 
 def _meant(call: Call, queue: Queue) -> bool:
-    """Whether a wait without an event means this queue."""
+    """Return whether a wait without an event means this queue."""
     return call.device in (None, queue[0]) and call.stream in (None, queue[1])

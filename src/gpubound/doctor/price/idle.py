@@ -1,4 +1,4 @@
-"""Where each moment of a step went: the device was busy, or why it was not.
+"""The share of each cause in a step's time: the device was busy, or the reason why it was idle.
 
 A gap is a time in which a device runs nothing. The work that ends it tells why. Was its launch over before the gap began, then
 the work stood in the queue: something on the device held it up. Otherwise the host was late, and what it did meanwhile is cut

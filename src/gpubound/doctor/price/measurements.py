@@ -1,4 +1,4 @@
-"""What the phases of a run measured: all that the rules read."""
+"""The measurements of a run's phases: all that the rules read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .replay import Replay
 
 @dataclass(frozen=True)
 class Measurements:
-    """What was seen of a script. What could not be seen is None or empty, and `absent` says why."""
+    """The measurements of a script. A missing one is None or empty, and `absent` has the reason."""
 
     script: str  # as the user called it, without folders of this machine
     device: str  # in words, such as "NVIDIA H200 (cuda:0)"
@@ -98,7 +98,7 @@ def by_line(evidence: Measurements, *kinds: str) -> list[list[LedgerRow]]:
 
 
 def times(evidence: Measurements, rows: list[LedgerRow]) -> float:
-    """How often a step."""
+    """Occurrences per step."""
     return sum(row.count for row in rows) / max(evidence.steps, 1)
 
 
@@ -114,5 +114,5 @@ def calls_at(evidence: Measurements, place: Place) -> frozenset[int]:
 
 
 def taped(evidence: Measurements) -> int:
-    """How many steps the tape has."""
+    """The number of steps on the tape."""
     return max(len(evidence.tape.steps), 1) if evidence.tape else 1

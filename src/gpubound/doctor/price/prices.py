@@ -1,4 +1,4 @@
-"""What things cost, in milliseconds of a timed step."""
+"""Prices in milliseconds of a timed step."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Prices:
         return None if ms is None or self.step_ms is None else min(share * ms, self.step_ms)
 
     def share(self, ms: float | None) -> float | None:
-        """Of a step."""
+        """Return `ms` as a fraction of a step."""
         return None if ms is None or not self.step_ms else ms / self.step_ms
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What a stall costs: the tape is played again without it, and the times are compared.
+"""Replay of the recorded steps without some stalls, to compare the times.
 
 The sum of the times spent in waits says little. A wait of 30 ms costs nothing while the device has work, and one of 0.2 ms
 costs 20 ms when it lets a queue run dry. So the host is played with its pauses, the streams as queues, and the waits as what
@@ -62,7 +62,7 @@ class Replay:
 
     @property
     def step_ms(self) -> float:
-        """A step as it is, by the replay."""
+        """A step with all its stalls, by the replay."""
         return self._ms(self._base)
 
     def paced(self, step_ms: float) -> Replay:
@@ -87,15 +87,15 @@ class Replay:
         return paced
 
     def saved(self, calls: Iterable[int] = (), spans: Iterable[int] = (), work: bool = False) -> float:
-        """What a step would save if these calls cost their host nothing and waited for nothing, and these spans were gone.
+        """Compute what a step would save if these calls cost their host nothing, never waited, and these spans were gone.
 
         `calls` are places of tape.calls. What they launch still runs, but not with `work`. A blocking copy is a copy and a
-        wait: either stands for both. `spans` are places of tape.spans: the host's pauses in them are left out, not the calls.
+        wait: either means both. `spans` are places of tape.spans: the host's pauses in them are left out, not the calls.
         """
         return self._ms(self._base - self._without(calls, spans, work))
 
     def together(self, sets: Sequence[Iterable[int]], spans: Iterable[int] = (), work: bool = False) -> float:
-        """What a step would save without all of these sets of calls. It can be more than their sum: a wait that is left out
+        """What-if of all these sets of calls. It can be more than their sum: a wait that is left out
         alone often moves on to the next one."""
         return self.saved((call for each in sets for call in each), spans, work)
 

@@ -28,7 +28,7 @@ _space = re.compile(r"[\s,]*")
 
 
 def events(path: Path, head: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Each event of a trace. What stands beside the events is put into `head`."""
+    """Yield each event of a trace. The values outside the events are put into `head`."""
     with reading(regular(path)), open(path, "rb") as file:
         begin = file.read(16)
     if begin.startswith(b"SQLite format 3") or path.suffix in (".nsys-rep", ".qdrep"):
@@ -155,7 +155,7 @@ _COPIES = {"HtoD": "h2d", "HostToDevice": "h2d", "DtoH": "d2h", "DeviceToHost": 
 
 
 def call_kind(name: str) -> str:
-    """What a call of the runtime or driver is, by its name.
+    """Classify a call of the runtime or driver by its name.
 
     >>> call_kind("cudaLaunchKernelExC_v11060"), call_kind("hipFree"), call_kind("cudaMallocAsync")
     ('launch', 'free', 'other')
@@ -310,7 +310,7 @@ class _Reader:
 
 
 def _outermost(spans: list[Span]) -> list[Span]:
-    """Of compilations, which torch times in parts of parts, each whole one, by the name that the doctor gave to it."""
+    """Keep the outermost span of each compilation, which torch times in nested parts, with the name from the doctor."""
     candidates = [span for span in spans if span.kind != "compile"]
     outermost: dict[int, Span] = {}  # each thread's last one
     for span in sorted((span for span in spans if span.kind == "compile"), key=lambda span: (span.start, -span.end)):
@@ -324,12 +324,12 @@ def _outermost(spans: list[Span]) -> list[Span]:
 
 
 def _correlation(args: dict[str, Any]) -> int:
-    """What a work and its launch have in common. ROCm's older traces have External id alone, and there it is theirs."""
+    """The id that a work shares with its launch. ROCm's older traces have only External id for it."""
     return int(args.get("correlation") or args.get("External id") or 0)
 
 
 def _about(head: dict[str, Any]) -> dict[str, Any]:
-    """What the trace says of its machine: no names of hosts or files."""
+    """The trace's facts about its machine, without names of hosts or files."""
     devices = [str(each.get("name", "")) for each in head.get("deviceProperties") or [] if isinstance(each, dict)]
     spread = head.get("distributedInfo") or {}
     ranks = {key: spread[key] for key in ("backend", "rank", "world_size") if key in spread} if isinstance(spread, dict) else {}

@@ -20,7 +20,7 @@ Key = tuple[bool, str, int]
 def lines_by_mark(tape: Tape, places: Mapping[str, Place]) -> dict[int, Place]:
     """The blocking calls of a tape with marks, each with its line: that of the last mark on its thread before it.
 
-    A mark stands for the next blocking call of its thread, and for the wait of this call if that is a copy. A call of which no
+    A mark belongs to the next blocking call of its thread, and for the wait of this call if that is a copy. A call of which no
     sensor knew would else get the line of another one.
     """
     lines: dict[int, Place] = {}

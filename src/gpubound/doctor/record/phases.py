@@ -51,7 +51,7 @@ class MarkingLedger(Ledger):
 
     @contextmanager
     def paused(self, kinds: Collection[str] = KINDS) -> Iterator[None]:
-        """What happens inside is not counted, or not what is of these kinds."""
+        """Do not count events inside, or not those of these kinds."""
         before, self._deaf = self._deaf, kinds
         try:
             yield
@@ -145,7 +145,7 @@ class RecordedPhase(Phase):
         self._profile: profile | None = None
         if torch.autograd._profiler_enabled():
             self.other_profiler = True
-            self.absent["tape"] = "the script runs a profiler of its own; leave it out while the doctor looks"
+            self.absent["tape"] = "the script runs a profiler itself; leave it out while the doctor measures"
             return
         torch.cuda.synchronize()
         self._profile = profile(
@@ -263,14 +263,14 @@ class LocatedPhase(Phase):
 
     def _emptied(self, original: Callable) -> Callable:
         def emptying() -> None:
-            self.ledger.record("free", EMPTIED, count=0)  # what is freed is counted, but nobody tells its line
+            self.ledger.record("free", EMPTIED, count=0)  # frees are counted elsewhere, but without their line
             original()
 
         return emptying
 
     @property
     def places(self) -> dict[str, Place]:
-        """Where several lines go over loaders of one name, the busiest."""
+        """The line of each loader's name; of several lines the busiest."""
         return {name: place for (name, place), _ in reversed(self._loading.most_common())}
 
     @property

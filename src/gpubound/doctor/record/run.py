@@ -35,7 +35,7 @@ UNUSED = "nothing ran on the device, so nothing could wait for it"
 
 @dataclass(frozen=True)
 class RunPlan:
-    """How many steps each phase has, and how they are found."""
+    """The number of steps of each phase, and how a step is recognised."""
 
     warmup: int = 10
     timed: int = 20
@@ -73,7 +73,7 @@ def measure_script(script: Script, plan: RunPlan, report: Callable[[str], None] 
 
 
 def measure_trace(path: Path, marker: str = "") -> Measurements:
-    """What a trace alone tells: where its time went, but no lines."""
+    """Read the measurements of a trace: where its time went, but no lines."""
     tape = read_trace(path, marker)
     device = ", ".join(dict.fromkeys(tape.about.get("devices", ()))) or "device not named"
     absent = {"lines": "a trace has none", "timed": "a trace has recorded steps alone"}
@@ -180,7 +180,7 @@ def _used(evidence: Measurements, dry: bool) -> Measurements:
 
 
 def _measured(steps: Sequence[Phase], located: LocatedPhase) -> dict[str, Any]:
-    """What the timed and the taped phase brought."""
+    """The measurements of the timed and the recorded phase."""
     measured: dict[str, Any] = {}
     for phase in steps:
         if isinstance(phase, TimedPhase) and phase.done:

@@ -28,7 +28,7 @@ from ...watch.python_calls import replaced
 from ...watch.simtensor import SimTensor
 
 _LIBRARY = str(Path(__file__).parents[2]) + os.sep
-RUNS = "mend it, and see that it runs without the doctor"
+RUNS = "fix it, and check that it runs without the doctor"
 NO_CUDA = (
     'it needs CUDA, which a dry run has not; take the device from torch.accelerator.current_accelerator() instead of "cuda", '
     "or run the doctor on a GPU"
@@ -63,11 +63,11 @@ class Script:
 
     @property
     def name(self) -> str:
-        """As it is called in reports: no folders of this machine."""
+        """The name in reports, without folders of this machine."""
         return f"-m {self.target}" if self.module else os.path.basename(os.path.abspath(self.target))
 
     def run(self) -> bool:
-        """Whether it ended by itself. A script that fails is one sentence, after its own traceback."""
+        """Run it, and return whether it ended by itself. A failing script raises one sentence, after its own traceback."""
         try:
             with self._stage(), _forks_leave():
                 if self.module:
@@ -106,7 +106,7 @@ class Script:
         return NO_CUDA if _asked_for_cuda(error) else RUNS
 
     def _as_module(self) -> str:
-        """How the doctor is told to run this file by its package, and where."""
+        """The arguments that run this file by its package, and the folder to do it in."""
         path = Path(self.target).resolve()
         package = path if path.is_dir() else path.parent
         names = [package.name] if path.is_dir() or path.stem == "__main__" else [package.name, path.stem]
@@ -118,7 +118,7 @@ class Script:
 
     @contextmanager
     def _stage(self) -> Iterator[None]:
-        """What Python sets before it runs a script, and as it was before afterwards, also the folder and where prints go."""
+        """Set what Python sets before it runs a script; afterwards restore it, the working directory and the streams."""
         argv, path, here = sys.argv, sys.path[:], os.getcwd()
         folder = here if self.module else os.path.dirname(os.path.realpath(self.target))
         sys.argv = [self.target, *self.arguments]
@@ -193,7 +193,7 @@ def _streams() -> Iterator[None]:
 
 
 def _run_file(file: str) -> None:
-    """As Python runs a script: its file's name is absolute, sys.argv[0] is what was typed. runpy makes them the same."""
+    """Run a file as Python does: its `__file__` is absolute, sys.argv[0] is as typed. runpy makes them the same."""
     main, before = ModuleType("__main__"), sys.modules["__main__"]
     main.__dict__.update(__file__=file, __builtins__=__builtins__)
     with io.open_code(file) as source:

@@ -44,7 +44,7 @@ class Call:
 
     @property
     def waits(self) -> bool:
-        """Whether the host may have waited for the device in here."""
+        """Return whether the host may have waited for the device in here."""
         return self.kind in _WAITING or self.blocks
 
 
@@ -53,7 +53,7 @@ class Work:
     """One thing that the device did."""
 
     name: str
-    kind: str  # one of WORKS; "graph": a whole replay, where its nodes were not recorded one by one
+    kind: str  # one of WORKS; "graph": a whole replay, where its nodes were not recorded individually
     device: int
     stream: int
     start: float
@@ -65,7 +65,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What a thread of the host was doing."""
+    """An activity of a host thread."""
 
     name: str
     kind: str  # one of SPANS
@@ -76,7 +76,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where in the source a thread was: `site` is the id that the attribution gave to the line."""
+    """The position of a thread in the source: `site` is the id of the line."""
 
     site: str
     thread: int

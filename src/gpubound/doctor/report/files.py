@@ -49,7 +49,7 @@ def _rule(kind: str) -> dict[str, Any]:
 
 
 def _result(finding: Finding, kinds: list[str], occurrences: Counter[str], script: str) -> dict[str, Any]:
-    """GitHub takes no result that stands nowhere: what has no line stands at the start of `script`. `seen` numbers those of one
+    """GitHub needs a place for each result: one without a line is put at the start of `script`. `seen` numbers those of one
     fingerprint: a function may hold the same line twice."""
     print_ = fingerprint(finding)
     occurrences[print_] += 1

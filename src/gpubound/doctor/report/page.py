@@ -52,7 +52,7 @@ LISTS = ("before", "previous", "pause", "cost", "waits_for", "room", "tail", "af
 
 @dataclass(frozen=True)
 class Pick:
-    """What one check box leaves out: places of the tape's calls and spans."""
+    """The calls and spans that one check box leaves out, as indices on the tape."""
 
     calls: frozenset[int] = frozenset()
     spans: frozenset[int] = frozenset()
@@ -123,7 +123,7 @@ ROWS = {"calls": Call, "work": Work, "spans": Span, "marks": Mark}
 
 
 def page(verdict: Verdict, recording: Profile | None = None, proof: Proof | None = None, patch: str = "") -> str:
-    """The whole page. `proof`, of this `patch`, gets a tab of its own."""
+    """The page as HTML. `proof`, of this `patch`, gets a separate tab."""
     packed = Payload() if recording is None else _packed(verdict, recording)
     return _template().render(
         verdict=verdict,
@@ -146,7 +146,7 @@ def page(verdict: Verdict, recording: Profile | None = None, proof: Proof | None
 
 @dataclass(frozen=True)
 class Payload:
-    """What the page's script gets, as a text, and what the page says of it."""
+    """The data of the page's script as a text, and the page's remarks on it."""
 
     text: str = ""
     extent: str = ""  # how much of the tape it holds

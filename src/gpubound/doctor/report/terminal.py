@@ -29,7 +29,7 @@ from .words import (
     without,
 )
 
-NARROW = 100  # columns; below, a finding takes lines of its own, because a fix in 20 columns is a ladder
+NARROW = 100  # columns; below, a finding takes several lines, because a fix in 20 columns is a ladder
 FINDINGS = 8  # so many fit a screen; what is below the eighth costs little
 HARMLESS = 3  # so many are named; the rest are counted
 COLOURS = {"busy": "green", "host_late": "red", "unlocated": "yellow"}

@@ -1,4 +1,4 @@
-"""What every report says of a verdict in the same words."""
+"""Texts about a verdict that every report shares."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def code_of(finding: Finding) -> str:
 
 
 def through(finding: Finding) -> str:
-    """How it came about below that line: the library's line, the autograd node, and where that was built."""
+    """The path below that line: the library's line, the autograd node, and the line that built it."""
     parts = [f"via {finding.via.in_package}"] if finding.via else []
     if finding.node:
         built = f", built at {finding.built.at}" if finding.built and finding.site else ""
@@ -63,17 +63,17 @@ def times(finding: Finding) -> str:
 
 
 def price(finding: Finding) -> str:
-    """What a step would gain. Counts without a GPU have none."""
+    """The saving of a step. Counts without a GPU have none."""
     return "not priced" if finding.ms is None else milliseconds(finding.ms)
 
 
 def shares(verdict: Verdict) -> dict[str, float]:
-    """What a step went into, in percent; empty when nothing was timed."""
+    """The shares of a step in percent; empty when nothing was timed."""
     return verdict.bar.get("shares", {})
 
 
 def late(verdict: Verdict) -> dict[str, float]:
-    """What the host did while it was late, in percent of a step."""
+    """The activities of the host while it was late, in percent of a step."""
     return {leaf: share for leaf, share in verdict.bar.get("late", {}).items() if share}
 
 
@@ -84,7 +84,7 @@ def machine(verdict: Verdict) -> str:
 
 
 def notes(verdict: Verdict) -> list[str]:
-    """What a reader must know to read the numbers."""
+    """Remarks that a reader needs to interpret the numbers."""
     remarks = [rank_ranges(verdict)] if verdict.ranks else []
     if verdict.distortion is not None and verdict.distortion > SLOWED:
         remarks.append(
@@ -97,7 +97,7 @@ def notes(verdict: Verdict) -> list[str]:
 
 
 def rank_ranges(verdict: Verdict) -> str:
-    """How far the ranks are apart."""
+    """The ranges of the ranks' steps and shares."""
     parts = []
     for name, words, unit in (("step_ms", "a step", " ms"), *((share, SHARES[share], " %") for share in SHARES)):
         values = sorted(about[name] for about in verdict.ranks if about.get(name) is not None)
@@ -108,18 +108,18 @@ def rank_ranges(verdict: Verdict) -> str:
 
 
 def without(verdict: Verdict) -> list[str]:
-    """What could not be seen, and why."""
+    """The missing measurements and their reasons."""
     return [f"without {what}: {why}" for what, why in verdict.absent.items()]
 
 
 def ceiling(verdict: Verdict) -> str:
-    """What the ceiling assumes, and the findings that it leaves out because they are no stall of the host."""
+    """The ceiling's assumption, and the findings that it leaves out because they are no stall of the host."""
     others = [f"{n} {f.kind}" for n, f in enumerate(verdict.findings, 1) if f.ms and f.kind not in HOST_STALLS]
     return "if the host never stalled" + (f", with {' and '.join(others)} still in it" if others else "")
 
 
 def together(verdict: Verdict) -> list[str]:
-    """What fixing everything that has a price would gain, and the step that is left. Waits overlap: it is not the sum."""
+    """The joint saving of all priced findings, and the step that is left. Waits overlap: it is not the sum."""
     numbers = [number for number, finding in enumerate(verdict.findings, 1) if finding.ms]
     if verdict.together_ms is None or len(numbers) < 2:
         return []

@@ -1,4 +1,4 @@
-"""What a rule says before it is priced, and what a rule is."""
+"""A rule, and the candidate finding that it yields before it is priced."""
 
 from __future__ import annotations
 

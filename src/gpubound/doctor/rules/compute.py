@@ -63,7 +63,7 @@ WASTE = (
     StallRule(
         "clones",
         ("clone",),
-        "clones whose source nobody uses again",
+        "clones whose source is not used again",
         "every step",
         "one clone before the loop is free",
         clones,
@@ -100,7 +100,7 @@ def cpu_ops(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
 
 
 def idle(evidence: Measurements) -> bool:
-    """Whether no work reached a device at all."""
+    """Return whether no work reached a device at all."""
     ran = any(row.kind in ("launch", "h2d", "d2h") for row in evidence.rows)
     return not ran and not (evidence.tape and evidence.tape.work)
 
@@ -151,7 +151,7 @@ HOST = (
 
 MANY = 16  # a step: a small model's parameters; few lines run one in-place op as often for another reason
 BOUND = 0.10  # of a step: below it a graph gains less than its fixed shapes cost in work
-FUSED = 0.55  # of AdamW one by one, which passes over memory 21 times, fused 7. H200: 0.47 to 0.58 of tensors of 8M to 50M
+FUSED = 0.55  # of AdamW without foreach, which passes over memory 21 times, fused 7. H200: 0.47 to 0.58 of tensors of 8M to 50M
 FEW = 0.9  # of the host's time in an update by parameters; H200: 0.90 to 0.96 of 64 and of 400 small tensors
 ADDED = 4.0  # passes over memory for one that fills with zeros: that one, and three to add a gradient to it
 NORMS = frozenset({"linalg_vector_norm", "norm"})
@@ -170,7 +170,7 @@ def optimizer(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate
 
 
 def fused(evidence: Measurements, prices: Prices) -> float | None:
-    """What a fused update would save: the greater of its passes over memory and of its launches."""
+    """Estimate what a fused update would save: the greater of its passes over memory and of its launches."""
     spans = [n for n, span in enumerate(evidence.tape.spans) if span.kind == "optimizer"] if evidence.tape else []
     calls = prices.inside(lambda span: span.kind == "optimizer")
     work, (host, _) = prices.without_work(calls, FUSED, spans), prices.saved(calls, spans)
@@ -198,7 +198,7 @@ def loops(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
 
 
 def launch_bound(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
-    """What is left of the host's time when it never stalls. A graph costs one launch."""
+    """Yield the host's time that is left when it never stalls. A graph costs one launch."""
     ceiling, alone = prices.ceiling, prices.launch_free
     if ceiling is None or alone is None or prices.step_ms is None or evidence.tape is None:
         return

@@ -83,7 +83,7 @@ def _costs_nothing(finding: Finding, prices: Prices) -> bool:
 
 
 def _together(pairs: list[tuple[StallCandidate, Finding]], prices: Prices) -> float | None:
-    """What a step would save without all of them: stalls by one replay, and what the rest is said to save."""
+    """Compute what a step would save without all of them: stalls by one replay, plus the estimates of the rest."""
     priced = [(claim, finding) for claim, finding in pairs if finding.ms is not None]
     if not priced or prices.step_ms is None:
         return None
@@ -95,7 +95,7 @@ def _together(pairs: list[tuple[StallCandidate, Finding]], prices: Prices) -> fl
 
 
 def _without_line(evidence: Measurements) -> frozenset[int]:
-    """Waits inside steps whose line is not known; calls for memory are told by what they are. Behind the last step the recorder
+    """Waits inside steps without a known line; calls for memory are reported by their kind. After the last step the recorder
     itself waits."""
     if evidence.tape is None or not evidence.tape.steps:
         return frozenset()

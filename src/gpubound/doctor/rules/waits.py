@@ -21,7 +21,7 @@ WRITERS = ("torch/serialization.py", "torch/storage.py", "torch/distributed/chec
 
 
 def writes_checkpoint(row: LedgerRow) -> bool:
-    """Whether a file of weights was being written."""
+    """Return whether a file of weights was being written."""
     via = row.place.via
     return via is not None and any(writer in via.file.replace("\\", "/") for writer in WRITERS)
 
@@ -100,7 +100,7 @@ def collections(evidence: Measurements, prices: Prices) -> Iterator[StallCandida
 def compilations(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     spans = spans_of(evidence, "compile")
     _, lost = spans.pop(None, (None, []))
-    for rows in by_line(evidence, "compile"):  # the busiest first: what has no line is its own
+    for rows in by_line(evidence, "compile"):  # the busiest first: spans without a line are its own
         _, mine = spans.pop(line_of(rows[0].place), (None, []))
         count = times(evidence, rows)
         yield StallCandidate(
@@ -179,7 +179,7 @@ MEMORY = StallRule(
 )
 
 
-MUCH = 100.0  # µs; an op that only copies kept its host for 45 to 56 beside the copy's own call, on a machine with an H200
+MUCH = 100.0  # µs; an op that only copies kept its host for 45 to 56 besides the copy's own call, on a machine with an H200
 
 
 def copy_preparation(tape: Tape, calls: Collection[int]) -> frozenset[int]:
@@ -197,7 +197,7 @@ def copy_preparation(tape: Tape, calls: Collection[int]) -> frozenset[int]:
 
 
 def _outermost_ops(tape: Tape) -> dict[int, list[tuple[int, Span]]]:
-    """Each thread's ops that lie in no other op, with their places on the tape."""
+    """Each thread's ops that are inside no other op, with their indices on the tape."""
     by_thread: dict[int, list[tuple[int, Span]]] = {}
     for place, span in enumerate(tape.spans):
         if span.kind == "op":
@@ -211,7 +211,7 @@ def _outermost_ops(tape: Tape) -> dict[int, list[tuple[int, Span]]]:
 
 FREE = "pinned, non_blocking"
 ROUND_TRIP = "keep it on the device: what goes down here comes up again"
-CONVERTED = "the host prepares it first: copy it as it is, and convert on the device: x.to(device, non_blocking=True).to(dtype)"
+CONVERTED = "the host prepares it first: copy it first, and convert on the device: x.to(device, non_blocking=True).to(dtype)"
 BUILT = ("torch.tensor(", "as_tensor(")
 
 
@@ -277,7 +277,7 @@ def reads(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
 
 
 def masking(evidence: Measurements, prices: Prices) -> float | None:
-    """What a step would save without indexing by masks: its waits, and the kernels that gather and scatter what is chosen."""
+    """Estimate the saving of a step without masks as indices: its waits, and the kernels that gather and scatter."""
     spans = evidence.tape.spans if evidence.tape else ()
     chosen = sorted((s.thread, s.start) for s in spans if s.name == "aten::nonzero")
 
@@ -296,6 +296,6 @@ READS = StallRule(
     ("sync",),
     "item, if t, print, masks, nonzero, clipping with checks, GradScaler, synchronize",
     "0.5 % of the step, by replay",
-    "a wait beside a full queue is free",
+    "a wait while the queue is full is free",
     reads,
 )
