@@ -29,7 +29,7 @@ PAGE = 64  # places: a tile of the attention's
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """How a decoder keeps keys and values."""
+    """The format of the KV cache."""
 
     kind: str | None = None  # int8 or fp8, with a scale a token and kv head; None: the model's dtype
     pages: int | None = None  # of PAGE places, that all rows share; None: max_length places for each row
@@ -40,11 +40,11 @@ class CacheLayout:
 
     @property
     def op(self) -> str:
-        """The kernel that attends to it."""
+        """The name of the attention kernel that reads it."""
         return "decode_attention" if self.kind is None else "quantized_decode_attention"
 
     def check(self, max_batch: int, max_length: int) -> None:
-        """That there are pages for a token of every row, and for one row of all the length."""
+        """Raise a ValueError where the pages do not hold one token of every row, and one row of full length."""
         pages, least = self.pages, max(max_batch, pages_for(max_length))
         if pages is not None and (not isinstance(pages, int) or isinstance(pages, bool) or pages < least):
             raise ValueError(
@@ -53,7 +53,7 @@ class CacheLayout:
             )
 
     def check_request(self, limits: list[int]) -> None:
-        """That rows which may grow to so many tokens fit together."""
+        """Raise a ValueError where rows of up to these lengths need more pages than there are."""
         if self.pages is not None and (needed := sum(map(pages_for, limits))) > self.pages:
             raise ValueError(
                 f"generate: {len(limits)} sequences of up to {max(limits)} tokens need {needed} pages of {PAGE} tokens, but "
@@ -97,7 +97,7 @@ class Cache:
 
     @property
     def bytes_a_token(self) -> int:
-        """Its keys and values in all layers, scales included."""
+        """Bytes of a token's keys and values in all layers, scales included."""
         return self.nbytes // (self.k.shape[1] * self.k.shape[3])
 
     def reserve(self, limits: Tensor) -> None:
@@ -113,12 +113,12 @@ class Cache:
     def attend(
         self, number: int, qkv: Tensor, position: Tensor, heads: Heads, scratch: Scratch, out: Tensor, mode: int
     ) -> None:
-        """A step of layer `number`."""
+        """Compute the attention of a step in layer `number`."""
         op = decode_attention if self.kind is None else quantized_decode_attention
         op(qkv, position, self._of(number, len(position)), heads, scratch, out, mode)
 
     def _of(self, number: int, batch: int) -> LayerCache:
-        """What layer `number` holds of the first rows."""
+        """Return the cache of layer `number` for the first rows."""
         place, mine = number - self.layers.start, slice(self.first, self.first + batch)
         rows = slice(None) if self.pages is not None else mine
         cache = LayerCache(self.k[place, rows], self.v[place, rows])
@@ -157,16 +157,16 @@ class Cache:
         return found.transpose(1, 2).flatten(2, 3)[:, :, :end]
 
     def rounded(self, x: Tensor) -> Tensor:
-        """Keys or values (..., D) as a token finds them in a cache in 8 bits."""
+        """Return keys or values (..., D) as an 8-bit cache rounds them."""
         return x if self.kind is None else decode(*encode(x, self.kind), x.dtype)
 
     def poison(self) -> None:
-        """NaN in every place. What codes stand for is NaN where their scale is."""
+        """Fill the cache with NaN. Quantised values are NaN where their scale is."""
         for t in self.tensors:
             t.view(torch.uint8).fill_(0x7F) if t.dtype in KINDS.values() else t.fill_(float("nan"))
 
     def report(self) -> list[tuple[str, str, str]]:
-        """Nothing of a plain one."""
+        """Return a row for the decoder's table; none for a cache in the model's dtype without pages."""
         if self.kind is None and self.pages is None:
             return []
         held = str(self.dtype).removeprefix("torch.") if self.kind is None else f"{self.layout.kind}, a scale a token and head"

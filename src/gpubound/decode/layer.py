@@ -39,7 +39,7 @@ SCORES = 1 << 26  # capped scores of a prompt that are in memory at a time
 
 
 class Workspace:
-    """What all layers of a body work on: tables, cache, and buffers, made once so that graphs find them where they were."""
+    """Tables, cache and buffers that all layers share, allocated once so that graphs can hold their addresses."""
 
     def __init__(self, shape: Shape, cache: Cache, tables: list[tuple[Tensor, Tensor]], rows: int, tokens: int = 1) -> None:
         self.shape, self.cache, self.tables, self.rows = shape, cache, tables, rows
@@ -55,11 +55,11 @@ class Workspace:
 
     @property
     def kernels(self) -> str:
-        """Which implementation of the kernels runs here, for the table."""
+        """The implementation of the kernels on this device, for the table."""
         return "triton" if can_launch(self.device) else "reference"
 
     def buffer(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Zeros, one buffer for all layers that ask for the same."""
+        """Return zeros, one buffer for all layers that ask for the same name and shape."""
         key = (name, *shape, dtype)
         if key not in self._buffers:
             self._buffers[key] = torch.zeros(shape, device=self.device, dtype=dtype)
@@ -67,7 +67,7 @@ class Workspace:
 
 
 class Part:
-    """What the parts of a layer share. What one adds to the stream goes there from its last product, or through a norm."""
+    """Base class of attention and MLP: a norm, products, and the addition to the residual stream, directly or after a norm."""
 
     def __init__(self, weights: Any, number: int, form: Any, bench: Workspace) -> None:
         self.weights, self.number, self.form, self.bench = weights, number, form, bench
@@ -77,28 +77,28 @@ class Part:
         self._sum = bench.buffer("sum", bench.rows, bench.shape.hidden) if summed else None  # zeros, as a step leaves it
 
     def product(self, made: Any, *layers: Linear) -> Any:
-        """A format's product of these layers, which their adapters are added to."""
+        """Add the adapters of `layers` to a product of a weight format, and return it."""
         made.added, made.few, made.copy = self.bench.adapting.added(*layers), self.bench.few, self.bench.copy
         self.products.append(made)
         return made
 
     def read(self, x: Tensor, mode: int) -> Tensor:
-        """What a product of many rows of the stream reads."""
+        """Return the normed stream, which GEMMs of many rows read."""
         return normed_rows(x, self.weights.norm, self._normed[: len(x)], mode)
 
     def target(self, x: Tensor) -> Tensor:
-        """What the last product is added to."""
+        """Return the tensor that the last product is added to."""
         return x if self._sum is None else self._sum[: len(x)]
 
     def stream(self, x: Tensor, first: bool = False) -> Tensor:
-        """What a product of our own reads of the stream x. first: nobody before has made a copy of it."""
+        """Return the stream x or its 16-bit copy, as the next GEMV reads it. first: no product has written a copy yet."""
         bench = self.bench
         if first or bench.few is None or len(x) <= bench.few or bench.copy is None:
             return x
         return bench.copy[: len(x)]
 
     def put(self, product: Any, h: Tensor, x: Tensor, mode: int) -> None:
-        """Add the last product, of h, to where it belongs; with a peer, send it, for `close` adds that of all devices."""
+        """Add the last product of h to its target. With a peer, send it: `close` adds those of all devices."""
         if self.bench.peer is None:
             product.add_product(h, self.target(x), mode)
         else:
@@ -111,19 +111,19 @@ class Part:
             add_norm(self.target(x), self.weights.post_norm, x, mode)
 
     def behind(self, y: Tensor) -> Tensor:
-        """What is added to the stream of a prompt, of what `prompt` gave."""
+        """Return the output y of `prompt` after the post-norm, if there is one."""
         return normed(y, self.weights.post_norm)
 
     def tensors(self) -> list[Tensor]:
-        """What a step reads whole."""
+        """Return the tensors that a step reads completely."""
         return self.weights.norms() + [tensor for product in self.products for tensor in product.tensors()]
 
     def ops(self) -> list[tuple[str, str, str]]:
-        """(what it computes, the op, why) of its steps."""
+        """Return (operation, op, reason) for each part of a step."""
         raise NotImplementedError
 
     def report(self) -> list[tuple[str, str, str]]:
-        """(what it computes, what computes it, why) for the decoder's table."""
+        """Return (operation, implementation, reason) for the decoder's table."""
         rows = self.ops() if self._sum is None else [*self.ops(), ("norm, residual add", "add_norm", "")]
         return [(what, f"{self.bench.kernels}: {op}", why) for what, op, why in rows]
 
@@ -149,7 +149,7 @@ class CachedAttention(Part):
         self.close(x, mode)
 
     def give(self, x: Tensor, position: Tensor, mode: int) -> None:
-        """A step up to its last product."""
+        """Compute a step up to its last product."""
         rows, qkv, mixed = len(x), self._qkv[: len(x)], self._mixed[: len(x)]
         stream = self.stream(x, self._first)
         self.qkv.norm_product(stream, self.weights.norm, qkv, FENCE if self._first and mode == EARLY else mode)
@@ -166,7 +166,7 @@ class CachedAttention(Part):
         self.close(x, mode)
 
     def prompt(self, h: Tensor, start: int, end: int) -> Tensor:
-        """What the output gives for normed h (B, T, hidden) at places start to end."""
+        """Return the attention's output for normed h (B, T, hidden) at positions start to end."""
         q, k, v = self._project(h, start, end)
         k, v = self.bench.cache.extend(self.number, start, k, v)
         mixed = attend_prompt(q.transpose(1, 2), k, v, start, self.weights.window, self.bench.shape.scale, self.weights.cap)
@@ -195,7 +195,7 @@ class CachedAttention(Part):
         return q, k, v
 
     def exact(self) -> AttentionWeights:
-        """In fp32 or as it is: what the weights stand for."""
+        """Return the weights with the values that a rounded format represents."""
         (q, k, v), (o,) = self.qkv.exact(), self.o.exact()
         return replace(self.weights, q=q, k=k, v=v, o=o)
 
@@ -240,7 +240,7 @@ class DenseMLP(Part):
         self.close(x, mode)
 
     def prompt(self, h: Tensor) -> Tensor:
-        """What down gives for normed h (B, T, hidden)."""
+        """Return the MLP's output for normed h (B, T, hidden)."""
         w, (gate, up) = self.weights, self.gate_up.matrices()
         both = F.linear(h, gate, w.gate.bias), F.linear(h, up, w.up.bias)
         add(self.gate_up, h, *both)
@@ -254,7 +254,7 @@ class DenseMLP(Part):
         return replace(self.weights, gate=gate, up=up, down=down)
 
     def chosen_bytes(self, tokens: int) -> float:
-        """What a step of so many tokens reads besides."""
+        """Return the bytes of experts that a step of this many tokens reads."""
         return 0.0
 
     def ops(self) -> list[tuple[str, str, str]]:
@@ -266,7 +266,7 @@ class DenseMLP(Part):
 
 
 def add(product: Any, x: Tensor, *results: Tensor) -> None:
-    """What adapters add to the product of x with each of its layers, in place."""
+    """Add the adapters' deltas to the results of a product of x, in place."""
     if product.added is not None:
         product.added.add(x, *results)
 
@@ -286,7 +286,7 @@ def normed(x: Tensor, norm: Norm | None) -> Tensor:
 
 
 def normed_rows(x: Tensor, norm: Norm | None, out: Tensor, mode: int = 0) -> Tensor:
-    """out = what a product of many rows of the stream reads."""
+    """Write the normed stream to `out` and return it."""
     return out.copy_(x) if norm is None else norm_rows(x, norm, out, mode)
 
 

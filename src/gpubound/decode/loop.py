@@ -42,8 +42,8 @@ def _end_at_exit() -> WeakSet[Generator]:
     return playing
 
 
-# A launch may hold one step behind the last row's end, of frozen rows, for every 64 that the request has had: the last 7 of 256
-# tokens are one launch of 8 steps, not seven of one, for which the host would have to be quick.
+# A launch may run one step past the end of the last row for every 64 steps so far: the last 7 of 256 tokens are one launch of 8
+# steps instead of seven launches of one step, which would depend on the host's speed. Ended rows are frozen.
 OVERSHOT = 1 / 64
 HEAVY = 1 << 30  # bytes that a step reads, 0.25 ms on an H200: from here on the host is quick enough, and no step is too many
 
@@ -110,7 +110,7 @@ class RunningRequest:
                 alive = yield from self._take()
 
     def _steps(self, left: int) -> int:
-        """Of the next launch. The ladder begins with short ones, so that the first tokens are seen soon."""
+        """Return the number of steps of the next launch. The first launches are short, so that the first tokens appear soon."""
         ladder = self.decoder.ladder
         ladder = ladder[max(0, len(ladder) - 1 - self.found.launches) :]
         spare = 0 if self._heavy else int(self.found.steps * OVERSHOT)
@@ -118,12 +118,12 @@ class RunningRequest:
 
     @cached_property
     def _heavy(self) -> bool:
-        """Of one device: where several share the model, short launches keep them from working at once."""
+        """Whether steps on one device are long enough to launch one at a time. Several devices need longer launches."""
         body = self.decoder.body
         return len(body.spans) < 2 and not body.peers and body.bytes_a_step(self.request.lengths) >= HEAVY
 
     def _may_launch(self, steps: int) -> bool:
-        """A graph that must be captured first waits until all tokens on their way are read: 32 steps of 350m take 0.4 s."""
+        """Return whether to launch now. A graph is captured (0.4 s) once all launched tokens are read."""
         return not self.decoder.slots.ahead or self.decoder.graphs.made(self.rows, steps, self.way)
 
     def _launch(self, steps: int, wanted: int) -> None:
@@ -143,12 +143,12 @@ class RunningRequest:
             raise GenerateError(f"{name} was changed, moved or replaced while tokens were generated from it; start again.")
 
     def _left(self) -> int:
-        """Steps that the longest row still needs behind those on their way, if steps bring what they have brought so far."""
+        """Return the steps that the longest row still needs after those in flight, at the tokens a step so far."""
         wanted = (end - len(s.prompt) - len(s.tokens) for end, s in zip(self.ends, self.sequences) if not s.finish)
         return math.ceil(max(wanted, default=0) / (self.found.tokens_a_step or 1.0)) - self.flying
 
     def _take(self) -> Generator[tuple[int, Any], None, bool]:
-        """Read the oldest launch; False when every sequence has ended."""
+        """Read the oldest launch and yield its pieces; return False when every sequence has ended."""
         tokens = self.decoder.slots.receive(self.request.logprobs)
         self.found.first_token_s = self.found.first_token_s or time.perf_counter() - self.begun
         emitted = tokens.emitted
@@ -226,7 +226,7 @@ _before = 0.0
 
 @contextmanager
 def short_switch_interval() -> Iterator[None]:
-    """How long other Python threads may keep the interpreter while tokens are generated.
+    """Shorten the interval at which Python threads switch while tokens are generated.
 
     Of several requests at once, the last to end sets the interval back; one that someone set meanwhile stays.
     """

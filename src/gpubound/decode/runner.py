@@ -1,4 +1,4 @@
-"""What a decoder asks of the body that runs its model, and what every body needs: memory enough, weights that stay in place."""
+"""The interface between a decoder and the code that runs its model, and checks that every runner makes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ GROUP = Path("/sys/fs/cgroup")  # of a container that may use less than its mach
 
 @dataclass(frozen=True)
 class RunnerConfig:
-    """What a body is built for."""
+    """The sizes and formats that a runner is built for."""
 
     max_batch: int  # sequences at once
     max_length: int  # the most tokens of one, prompt included
@@ -70,57 +70,56 @@ class ModelRunner(ABC):
 
     @abstractmethod
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
-        """Fill the cache with ids (B, T), right-padded. What lies behind a row's length may be anything afterwards."""
+        """Fill the cache with ids (B, T), right-padded. Positions after a row's length may hold any value afterwards."""
 
     @abstractmethod
     def step(self, token: Tensor, position: Tensor) -> Tensor:
-        """The logits (B, V), fp32, after `token` (B,) at `position` (B,), both int32.
+        """Return the logits (B, V), fp32, after `token` (B,) at `position` (B,), both int32.
 
         A body that takes several tokens of a row at once takes them as (B, T), and gives (B T, V).
         """
 
     @abstractmethod
     def report(self) -> list[tuple[str, str, str]]:
-        """(part, what computes it, why) for the decoder's table."""
+        """Return (part, implementation, reason) for the rows of the decoder's table."""
 
     @abstractmethod
     def moved(self) -> str | None:
-        """The name of a weight that is no longer what or where it was."""
+        """Return the name of a weight that was replaced or moved; None if there is none."""
 
     @abstractmethod
     def rebind(self) -> None:
-        """Take the weights as they are now."""
+        """Read the weights again."""
 
     def numbers(self) -> Any:
-        """What a step takes from the model beside tensors, as it is now (numbers.py). None: its graphs hold the model's own
-        forward, which may read anything."""
+        """Return the scalars that a step reads from the model (model_watch.py). None: its graphs hold the model's own
+        forward, which may read any."""
         return None
 
     @abstractmethod
     def bytes_a_step(self, live: list[int]) -> int:
-        """What a step of rows that go through together cannot do without reading: the weights once, and the keys and values
-        of rows with these lengths."""
+        """Return the bytes that a step of these rows has to read: the weights, and keys and values of these lengths."""
 
     def lanes(self, rows: int) -> list[range]:
-        """The rows that go through the model together: so often a step reads the weights. Over stages there are several."""
+        """Return the groups of rows that go through the model together. A step reads the weights once for each."""
         return lanes(rows, 1 if self.peers or not self.spans else len(self.spans))
 
     def readers(self, rows: int) -> int:
-        """How many devices read at the same time, each a part of what is read."""
+        """Return the number of devices that read at the same time, each its part of the weights."""
         count = len({one.device for one in self.peers or self.spans})  # a CPU may stand for several
         return max(1, count if self.peers else min(count, len(self.lanes(rows))))
 
     @abstractmethod
     def locate(self, ids: Tensor) -> str:
-        """The part that first computes a NaN or infinity for the sequence ids (T,)."""
+        """Return the name of the module that first computes a NaN or infinity for the sequence ids (T,)."""
 
     @abstractmethod
     def logits_after(self, ids: Tensor) -> Iterator[Tensor]:
-        """Logits (N, V) after the tokens of the sequence ids (T,), some at a time. It takes the place of the first row."""
+        """Yield the logits (N, V) after the tokens of the sequence ids (T,), N at a time. Overwrites the first row's cache."""
 
     @torch.no_grad()
     def score(self, ids: Tensor) -> Tensor:
-        """Log-probabilities (T - 1,) of ids[1:], each after what stands before it."""
+        """Return the log-probabilities (T - 1,) of ids[1:], each given the tokens before it."""
         self.reserve(torch.full((1,), len(ids) - 1, device=ids.device))
         self.choose(None)
         found, following = [], ids[1:, None].long()
@@ -130,36 +129,36 @@ class ModelRunner(ABC):
         return torch.cat(found)
 
     def reserve(self, limits: Tensor) -> None:  # noqa: B027 (most bodies have nothing to do)
-        """Called before a request's prefill: how many tokens each of its rows may grow to, (B,) int32 on the device."""
+        """Reserve cache for rows of up to `limits` tokens, (B,) int32 on the device. Called before each prefill."""
 
     def check_request(self, limits: list[int]) -> None:  # noqa: B027 (most bodies have nothing to do)
-        """That rows which may grow to so many tokens fit together."""
+        """Raise a ValueError where rows of up to these lengths do not fit together."""
 
     @property
     def adapters(self) -> list[str] | None:
-        """The names by which a row may have an adapter of its own. None: all rows are computed alike."""
+        """The names of the adapters that a row may select. None: all rows have the same."""
         return None
 
     def choose(self, names: Sequence[str | None] | None) -> None:  # noqa: B027 (most bodies have nothing to choose)
-        """The adapter of each of the first rows, None for none of them. No list: all rows have all that are on."""
+        """Select the adapter of each row by name, None for no adapter. No list: every row has all adapters that are on."""
 
     def begin(self, token: Tensor) -> None:  # noqa: B027 (most bodies have nothing to do)
-        """Called once before the first step of a batch."""
+        """Prepare the first step of a batch."""
 
     def chained(self, rows: int) -> bool:
-        """Whether the step's last kernel lets its successor start early, so that the sampler may."""
+        """Return whether the step's last kernel triggers its successor early (programmatic dependent launch)."""
         return False
 
     def same_kernels(self, rows: int) -> bool:
-        """Whether so many rows are computed as one row is: then each gets the same logits beside any others."""
+        """Return whether this number of rows uses the kernels of one row, so that logits do not depend on the batch."""
         return False
 
     def ways(self) -> set[int]:
-        """A number of rows for each way in which steps are computed."""
+        """Return one number of rows for each path that computes a step."""
         return {1}
 
     def finds_best(self, rows: int) -> bool:
-        """Whether a step leaves partial maxima in `best` and `arg`."""
+        """Return whether a step leaves partial maxima in `best` and `arg`."""
         return False
 
     def exact(self) -> Any:
@@ -167,11 +166,11 @@ class ModelRunner(ABC):
         return None
 
     def carried(self) -> list[Tensor]:
-        """What a step changes for good, beside its place in a cache, which the next step at that position writes again."""
+        """Return the tensors that a step changes permanently, besides its position in the cache."""
         return []
 
     def poison(self) -> None:  # noqa: B027 (most bodies have nothing to do)
-        """Fill the cache with NaN, where a body never reads beyond a row's live length."""
+        """Fill the cache with NaN, where a runner never reads beyond a row's live length."""
 
 
 def config_value(config: Any, name: str) -> Any:
@@ -202,7 +201,7 @@ def summary(failure: Exception) -> str:
 
 
 def check_room(needed: int, device: torch.device, build: RunnerConfig) -> None:
-    """A ValueError where the `needed` bytes for so many sequences of such a length are not free.
+    """Raise a ValueError where the `needed` bytes of keys, values and logits are not free.
 
     Asked before anything is allocated: a host that has too little swaps, or kills.
     """
@@ -215,7 +214,7 @@ def check_room(needed: int, device: torch.device, build: RunnerConfig) -> None:
 
 
 def host_bytes() -> int | None:
-    """What this process may still take of the host's memory; None where the system does not say."""
+    """Return the bytes of host memory that this process may still allocate; None where the system does not report them."""
     told = [line.split() for line in MEMORY.read_text().splitlines()] if MEMORY.exists() else []
     free = [int(words[1]) * 1024 for words in told if words[0] == "MemAvailable:"]
     most, used = (_number(GROUP / f"memory.{name}") for name in ("max", "current"))
@@ -225,6 +224,6 @@ def host_bytes() -> int | None:
 
 
 def _number(file: Path) -> int | None:
-    """None where there is no such file or no limit ("max")."""
+    """Return the number in a file; None where there is no such file or no limit ("max")."""
     text = file.read_text().strip() if file.exists() else ""
     return int(text) if text.isdecimal() else None
