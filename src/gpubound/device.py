@@ -1,7 +1,7 @@
-"""What this machine can do, and the policy: which device the work goes to.
+"""Facts about this machine's devices, and the policy that chooses one.
 
     auto      a visible GPU that passes a real test; one that fails it is an error;
-              without a visible GPU the CPU, and a line says so
+              without a visible GPU the CPU, with a warning
     require   a working GPU, or an error; never the CPU
     cpu       the CPU, by the user's own choice
     cuda[:n]  that GPU, or an error
@@ -47,33 +47,34 @@ def can_launch(device: torch.device) -> bool:
 
 
 def accelerator() -> torch.device | None:
-    """The accelerator that works here, or None. Without the check torch names what it was built for, on any laptop "cuda"."""
+    """Return the available accelerator, or None. Without the check torch returns the one that it was built for."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 def constant(function: Callable) -> Callable:
-    """Tell torch.compile to call `function` while it traces and keep the answer: torch.compiler.assume_constant_result by its
-    mark alone, because that call imports dynamo and triton, 1.3 s."""
+    """Let torch.compile call `function` while it traces and treat the result as a constant.
+
+    This is the mark of torch.compiler.assume_constant_result, whose call imports dynamo and triton, 1.3 s."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 class Chip(NamedTuple):
-    """What a launch plan has to know of a GPU."""
+    """Facts of a GPU that a launch plan depends on."""
 
-    capability: int  # 90 stands for compute capability 9.0
+    capability: int  # 90 is compute capability 9.0
     shared_bytes: int  # shared memory that one program may ask for
     sms: int  # multiprocessors
     name: str
 
 
-# Triton's interpreter takes the plans of an H200, and runs programs one by one.
+# Triton's interpreter takes the plans of an H200, and runs programs sequentially.
 INTERPRETED = Chip(90, 232_448, 2, "")
 
 
 @constant
 def chip(device: torch.device) -> Chip:
-    """The GPU behind `device`; on the CPU, what the interpreter stands for."""
+    """Return the GPU at `device`; on the CPU, the one that the interpreter imitates."""
     return _chip(device.index) if device.type == "cuda" else INTERPRETED
 
 
@@ -115,21 +116,21 @@ def _cpu_is_faster_in(dtype: torch.dtype) -> bool:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What nobody has taken of a GPU, or what set_per_process_memory_fraction leaves this process of it."""
+    """Return the free bytes of a GPU, or those that set_per_process_memory_fraction leaves to this process."""
     free, total = torch.cuda.mem_get_info(device)
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - torch.cuda.memory_reserved(device)
     return min(free, allowed)
 
 
 def usable_bytes(device: torch.device) -> int:
-    """What this process may still allocate on a GPU: what is free there, and what torch holds that nobody uses. What is free in
-    a graph's pool is that pool's alone."""
+    """Return the bytes that this process may still allocate on a GPU: free ones, and unused ones of torch's cache. Unused bytes
+    of a graph's pool are not counted: only that graph can use them."""
     segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == device.index and not any(s["segment_pool_id"])]
     return free_bytes(device) + sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
 
 
 def share_of_cores(processes: int) -> str:
-    """OMP_NUM_THREADS for each of so many processes: by itself each would start a thread for every core."""
+    """Return OMP_NUM_THREADS for each of `processes`: by default each would start a thread for every core."""
     return str(max(1, len(os.sched_getaffinity(0)) // processes))
 
 
@@ -147,7 +148,7 @@ def grow_segments(device: torch.device) -> None:
 
 
 def set_allocator(settings: str) -> None:
-    """torch has no public name for it."""
+    """Change the allocator's settings, for which torch has no public function."""
     torch._C._accelerator_setAllocatorSettings(settings)
 
 
@@ -155,18 +156,18 @@ _UNCOUNTED: "WeakKeyDictionary[Any, tuple[int | None, int]]" = WeakKeyDictionary
 
 
 def count_memory(owner: Any, device: torch.device, size: int) -> None:
-    """`owner` holds so many bytes of a GPU, of which torch's allocator does not know, as long as it is there."""
+    """Count `size` bytes of a GPU that `owner` allocated outside of torch's allocator, for the lifetime of `owner`."""
     _UNCOUNTED[owner] = device.index, size
 
 
 def uncounted_bytes(device: torch.device) -> int:
-    """What torch.cuda.memory_reserved() does not show of this process's memory, beside CUDA's and NCCL's own."""
+    """Return the counted bytes that torch.cuda.memory_reserved() does not show, without those of CUDA and NCCL."""
     own = torch.cuda.current_device() if device.index is None else device.index
     return sum(size for index, size in _UNCOUNTED.values() if index == own)
 
 
 def _hidden(name: str) -> str | None:
-    """What to say when the variable `name` hides every GPU: CUDA reads it up to the first entry that is no GPU."""
+    """Return a message when the variable `name` hides every GPU: CUDA reads it up to the first entry that is no GPU."""
     value = os.environ.get(name)
     if value is not None and value.split(",")[0].strip().lower() in ("", "-1", "none", "void"):
         return f"{name}={value!r} hides every GPU"
@@ -174,7 +175,7 @@ def _hidden(name: str) -> str | None:
 
 
 def _failure(attempt: Callable[[], object]) -> str | None:
-    """The first line of what CUDA raises in `attempt`; None when it raises nothing."""
+    """Return the first line of the error that CUDA raises in `attempt`, or None."""
     try:
         attempt()
     except (RuntimeError, AssertionError, OSError) as error:
@@ -183,20 +184,20 @@ def _failure(attempt: Callable[[], object]) -> str | None:
 
 
 def _none_visible() -> str:
-    """Why CUDA shows no GPU where the hardware is: starting it raises with the cause, such as a driver that is too old."""
+    """Explain why CUDA shows no GPU where the hardware exists: its start raises the cause, such as a driver that is too old."""
     cause = _failure(torch.cuda.init) or "it started, with no device"
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
     return f"no GPU is visible to CUDA ({cause.rstrip('.')}{'' if asked is None else f'; CUDA_VISIBLE_DEVICES={asked!r}'})"
 
 
 def _hardware_present() -> bool:
-    """An NVIDIA device file: says that a GPU is here even when this build of torch cannot see it."""
+    """Return True when an NVIDIA device file exists, also where this build of torch cannot use the GPU."""
     return bool(glob.glob("/dev/nvidia[0-9]*"))
 
 
 @dataclass(frozen=True)
 class Sight:
-    """What can be seen without touching a GPU: how many there are, or why there are none."""
+    """Number of visible GPUs, found without touching one, or the reason why there are none."""
 
     count: int
     why: str
@@ -210,14 +211,14 @@ def look() -> Sight:
         return Sight(0, f"torch {torch.__version__} is a CPU build", broken=_hardware_present())
     if count := torch.cuda.device_count():
         return Sight(count, f"{count} visible")
-    # A container's own variable explains an absence and no more: "void" is also set where GPUs come in by another way.
+    # A container's variable only explains why there is none: "void" is also set where GPUs are passed in otherwise.
     if hidden := _hidden("NVIDIA_VISIBLE_DEVICES"):
         return Sight(0, hidden)
     broken = _hardware_present()
     return Sight(0, _none_visible() if broken else "no GPU is visible to CUDA", broken)
 
 
-# What CUDA or torch says when it fails, and what the user can do about it. First match wins.
+# Pattern in an error of CUDA or torch -> what the user can do about it. The first match counts.
 CURES = {
     "out of memory": "another process holds its memory: stop it (nvidia-smi lists it) or choose another GPU with cuda:<index>",
     "no kernel image": "this build of torch has no code for this GPU: install a torch whose CUDA version supports it",
@@ -238,7 +239,7 @@ CURES = {
 
 
 def cure(cause: str) -> str:
-    """The fix for a failure that CUDA or torch reports in `cause`."""
+    """Return what to do about the error `cause` of CUDA or torch."""
     return next(fix for signs, fix in CURES.items() if re.search(signs, cause, re.IGNORECASE))
 
 
@@ -260,12 +261,12 @@ def exercise(device: torch.device) -> None:
 
 @cache
 def _tested(index: int) -> str | None:
-    """None when GPU `index` passes `exercise`, else the cause. Tested once a process: a broken GPU stays broken."""
+    """Return the error of `exercise` on GPU `index`, or None. Tested once a process."""
     return _failure(lambda: exercise(torch.device("cuda", index)))
 
 
 def resolve(spec: str | torch.device = "auto") -> torch.device:
-    """The device that `spec` means on this machine, after it has passed a real test.
+    """Return the device that `spec` means on this machine, after it has passed a real test.
 
     >>> resolve("cpu")
     device(type='cpu')
@@ -296,20 +297,20 @@ def resolve(spec: str | torch.device = "auto") -> torch.device:
 
 
 def _own(count: int) -> int:
-    """The GPU that torchrun means for this process, one of several on its machine. Where each of them sees one GPU, that."""
+    """Return the index of the GPU that torchrun assigns to this process; 0 where each process sees a single GPU."""
     local = os.environ.get("LOCAL_RANK", "")
     return int(local) if local.isdecimal() and int(local) < count else 0
 
 
 def entered(device: torch.device) -> AbstractContextManager:
-    """`device` as CUDA's current one inside the block, which kernels are launched on; nothing for a CPU."""
+    """Make `device` CUDA's current device inside the block, where kernels are launched; do nothing for a CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager
 def plainly(device: torch.device) -> Iterator[None]:
-    """Out of the caller's inference_mode, whose tensors no later backward may keep and no later call may write, and of its
-    autocast on `device`, which computes in another dtype than was asked for. Gradients are on inside."""
+    """Leave the caller's inference_mode, whose tensors autograd cannot save and no later call can write, and its autocast on
+    `device`, which computes in another dtype. Gradients are enabled inside."""
     with torch.inference_mode(False), without_autocast(device):
         yield
 
@@ -322,7 +323,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
 
 @contextmanager
 def products(mode: str | None) -> Iterator[None]:
-    """fp32 products and convolutions on the GPU as "ieee" or "tf32" inside the block; None leaves them alone."""
+    """Compute fp32 products and convolutions on the GPU in "ieee" or "tf32" inside the block; None changes nothing."""
     owners = (torch.backends.cuda.matmul, torch.backends.cudnn.conv) if mode is not None else ()  # type: ignore[attr-defined]
     before = [owner.fp32_precision for owner in owners]
     try:
@@ -335,7 +336,7 @@ def products(mode: str | None) -> Iterator[None]:
 
 
 def label(device: torch.device) -> str:
-    """The device in words: 'NVIDIA H200 (cuda:0)' or 'CPU (2 threads)'."""
+    """Return a description of the device: 'NVIDIA H200 (cuda:0)' or 'CPU (2 threads)'."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} ({device})"
     if device.type == "cpu":

@@ -1,10 +1,10 @@
-"""What the library says about itself while it runs: counts, notices and fallbacks.
+"""Counters, notices and fallbacks that the library reports while it runs.
 
-Counts cost one loop over an empty list until somebody listens, as a ledger does. Fallbacks are different: they are always
-counted and printed once each, because a slow path that nobody hears of is the failure this library exists for.
+A counter costs one loop over an empty list until a listener is added, as a ledger does. Fallbacks are always counted, and each
+is printed once: a silent slow path is the failure that this library exists to prevent.
 
-Every message goes to the logger "gpubound": fallbacks and the like as warnings, the rest as information. While nobody has
-configured logging the library prints them itself, as `gpubound: message` on stderr.
+Every message goes to the logger "gpubound": fallbacks as warnings, the rest as information. Unless logging is configured, the
+library also prints them to stderr as `gpubound: message`.
 """
 
 import logging
@@ -29,7 +29,7 @@ def count(name: str, amount: int = 1) -> None:
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Let `listener` hear every count inside the block."""
+    """Call `listener` for every count inside the block."""
     _listeners.append(listener)
     try:
         yield
@@ -38,7 +38,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    r"""`text` for a terminal: a control character in a file's name is shown, not obeyed.
+    r"""Return `text` with control characters escaped, which a terminal would obey.
 
     >>> printable("runs/\x1b[2J")
     'runs/\\x1b[2J'
@@ -54,23 +54,23 @@ _said: set[str] = set()
 
 
 def notice(text: str, level: int = logging.INFO) -> None:
-    """Say one line, once in this process."""
+    """Log one line, once in this process."""
     if text not in _said:
         _said.add(text)
         say(text, level, stacklevel=3)
 
 
 def say(text: str, level: int = logging.INFO, stacklevel: int = 2) -> None:
-    """Say one line, each time."""
+    """Log one line, each time."""
     if prints(level):
         print(f"gpubound: {printable(text)}", file=sys.stderr, flush=True)
     logger.log(level, "%s", printable(text), stacklevel=stacklevel)
 
 
 def prints(level: int = logging.INFO) -> bool:
-    """Whether the library prints by itself: nobody has given its logger, or logging at large, a handler or a higher level.
+    """Return True when the library prints messages itself: no handler or higher level is set on its logger or the root logger.
 
-    pytest's handlers do not count: they keep a copy.
+    pytest's handlers do not count: they only record.
     """
     handlers = [*logger.handlers, *(logging.root.handlers if logger.propagate else ())]
     if any(h is not _nowhere and not type(h).__module__.startswith("_pytest.") for h in handlers):
@@ -79,7 +79,7 @@ def prints(level: int = logging.INFO) -> bool:
 
 
 def bar(console: Any, title: str, total: float | None, *columns: Any) -> Any:
-    """A bar of rich's, and below it the figures: beside it they would leave neither any room on 80 columns.
+    """Return a progress bar of rich's with the figures below it: 80 columns have no room for both in one line.
 
     It has one task, 0; `update` takes its figures as `line`.
     """
@@ -108,7 +108,7 @@ _lock = threading.Lock()
 def fallback(what: str, why: str) -> None:
     """Record that `what` took its slow path because of `why`; under `strict()` raise instead."""
     if _strict:
-        raise FallbackError(f"{what}: would fall back: {why}. Mend the cause, or leave strict mode to accept the slow path.")
+        raise FallbackError(f"{what}: would fall back: {why}. Fix the cause, or leave strict mode to accept the slow path.")
     with _lock:
         fallbacks[what, why] += 1
     count("fallback")

@@ -1,4 +1,4 @@
-"""How the library says numbers, sizes, durations, values and misspelt names: one formatter for each, used everywhere."""
+"""Formatters of numbers, sizes, durations, values and misspelt names for every message."""
 
 import difflib
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def readable(count: float) -> str:
-    """A number of bytes.
+    """Format a number of bytes.
 
     >>> readable(1_500_000)
     '1.5 MB'
@@ -67,7 +67,7 @@ def in_words(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """How long a run took.
+    """Format the duration of a run.
 
     >>> duration(7384), duration(83.4)
     ('2 h 3 min', '1 min 23 s')
@@ -88,13 +88,13 @@ def moment(date: Any) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """How to end a sentence that refuses `name`: '; did you mean syncs?' when a known name is close, else a full stop."""
+    """Return '; did you mean syncs?' when a known name is similar to `name`, else a full stop."""
     close = difflib.get_close_matches(str(name), list(known), n=1)
     return f"; did you mean {close[0]}?" if close else "."
 
 
 def hint(name: Any, known: Iterable[str], others: str) -> str:
-    """How to end a sentence that refuses `name`: with the known name that is close, else with all of them behind `others`.
+    """Return the end of a refusal of `name`: the most similar known name, else all of them after `others`.
 
     >>> hint("stpes", ["steps", "lr"], "the keys are"), hint("x", ["steps", "lr"], "the keys are")
     ("did you mean 'steps'?", 'the keys are steps, lr.')
@@ -105,7 +105,7 @@ def hint(name: Any, known: Iterable[str], others: str) -> str:
 
 
 def listed(given: Any) -> list[Any]:
-    """What a user gave as one name or as several. What is neither is one, to be refused by its name.
+    """Return a list of one name or of several. Anything else becomes a list of one, to be refused by its caller.
 
     >>> listed("sync"), listed(("sync", "h2d")), listed(3)
     (['sync'], ['sync', 'h2d'], [3])

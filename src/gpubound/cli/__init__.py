@@ -1,7 +1,7 @@
-"""The street door: `gpubound COMMAND`. One file a command, imported only when it is called; its options are a dataclass.
+"""The command line, `gpubound COMMAND`. One file a command, imported only when it is called; its options are a dataclass.
 
 Exit codes, the same everywhere: 0 done, 1 a gate failed, 2 bad input or the user's script failed, 3 could not measure,
-130 Ctrl-C, 141 nobody reads stdout any more.
+130 Ctrl-C, 141 stdout was closed by its reader.
 """
 
 import ast
@@ -47,7 +47,7 @@ COMMANDS = {
     "report": "gpubound report runs/first",
 }
 
-# An option's type -> what stands for its value in the help, and in the sentence about a value that is none.
+# An option's type -> its metavar in the help, and its name in a refusal.
 KINDS: dict[type, tuple[str, str]] = {int: ("N", "a whole number"), float: ("X", "a number"), str: ("TEXT", "a text")}
 WIDEST = 100  # columns of a command's description
 UNSET = "unset"  # how the help writes the default of an option that has none
@@ -74,7 +74,7 @@ def share_cores(name: str) -> None:
     """Let threads sleep while they wait for each other, unless the user's OMP_WAIT_POLICY or GOMP_SPINCOUNT says otherwise.
 
     By default they spin. Two threads on two cores beside other processes made 0.3 training steps a second spinning and 3.4
-    sleeping; on idle cores 23.5 and 22.3. OpenMP reads this when torch is imported. A script under the doctor runs as it is.
+    sleeping; on idle cores 23.5 and 22.3. OpenMP reads this when torch is imported. A script under the doctor runs unchanged.
     """
     if name != "doctor" and "GOMP_SPINCOUNT" not in os.environ:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -132,7 +132,7 @@ def _answer(text: str) -> int:
 
 
 def _nobody_reads() -> bool:
-    """Whether it is stdout that broke, as in `| head`, and no pipe of the command's own. If so, stdout is silent henceforth."""
+    """Return True when stdout broke, as in `| head`, and no other pipe. Later writes to stdout then go nowhere."""
     stdout = select.poll()
     stdout.register(1, 0)  # 0: tell of errors alone
     if not stdout.poll(0):
@@ -142,7 +142,7 @@ def _nobody_reads() -> bool:
 
 
 def _help() -> str:
-    """Read from the modules' docstrings without importing them: torch takes seconds, this must not."""
+    """Return the help, from the modules' docstrings without importing them: torch takes seconds."""
     columns = min(shutil.get_terminal_size().columns, WIDEST)
     width = max(map(len, COMMANDS))
     lines = ["usage: gpubound COMMAND [options]", "", "Makes PyTorch transformers GPU-bound, and proves it.", "", "commands:"]

@@ -27,7 +27,7 @@ WRITTEN = 120  # tokens of continuation
 FILES = "demo"  # in run.json: the files that the demo wrote, each with its size and time; empty until it has ended
 REPORT = "report.html"
 
-PASSES = 4  # beyond that the model learns the texts by heart
+PASSES = 4  # with more the model memorises the texts
 MOST_STEPS = 1200  # 90 seconds on two cores; 8 on an H200
 EVALUATIONS = 10  # held-out losses on the way; the best weights are kept
 PATIENCE = 3  # held-out losses without a better one
@@ -85,8 +85,8 @@ def recipe_for(device: "torch.device", options: Demo) -> Recipe:
     Small batches and Muon, because little data is seen: in the same time 2,048 tokens a step with AdamW came to 2.1 bits a
     byte of held-out text, 1,024 with AdamW to 1.88, 1,024 with Muon to 1.76.
 
-    A GPU learns the standard library by heart: 10m came to a held-out loss of 2.43 to 2.54 whatever the batch and the number
-    of passes. With torch's source beside it the same model comes to 2.06.
+    A GPU memorises the standard library: 10m came to a held-out loss of 2.43 to 2.54 whatever the batch and the number
+    of passes. With torch's source as well the same model comes to 2.06.
     """
     common: dict[str, Any] = {"out": options.out, "device": str(device), "optimizer": "muon", "warmup": 0.05}
     common |= {"validation": 0.03, "steps": MOST_STEPS if options.steps is None else options.steps}
@@ -111,12 +111,12 @@ def prepare(recipe: Recipe, options: Demo) -> "Run":
 
 
 def as_long_as_useful(recipe: Recipe, corpus: "Corpus") -> tuple[Recipe, str]:
-    """PASSES over the data, but no more than MOST_STEPS. And a line that says so."""
+    """Return the recipe with PASSES over the data, but at most MOST_STEPS, and the reason as a line."""
     tokens, a_step = corpus.tokens * (1 - recipe.validation), recipe.tokens_per_step
     wanted = max(round(PASSES * tokens / a_step), 1)
     steps = min(wanted, MOST_STEPS)
     passes = f"{steps * a_step / tokens:.1f} passes over {tokens / 1e6:.1f}M tokens"
-    why = "more would be learnt by heart" if steps == wanted else "more would take longer than a demo should"
+    why = "more would be memorised" if steps == wanted else "more would take longer than a demo should"
     return replace(recipe, steps=steps), f"demo: {steps:,} steps of {a_step:,} tokens, {passes} ({why})"
 
 
@@ -155,5 +155,5 @@ def files(out: Path) -> dict[str, list[int]]:
 
 
 def write(run: "Run") -> str | None:
-    """What the model makes of PROMPT."""
+    """Return the model's continuation of PROMPT."""
     return run.objective.sample(run.model, run.tokenizer, PROMPT, WRITTEN, run.recipe.seq, TEMPERATURE)

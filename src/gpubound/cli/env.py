@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def verdict(spec: str) -> dict[str, Any]:
-    """Which device `spec` means and why, after the real test of every visible GPU. device None: the answer is an error."""
+    """Return the device that `spec` means and why, after a test of every visible GPU. device None: it is an error."""
     from .. import measure
     from ..device import label, look, resolve
 
@@ -128,7 +128,7 @@ def _ceilings_table(figures: dict[str, Any]) -> Table:
 
 
 def _in_unit(name: str, figure: float) -> tuple[str, str]:
-    """The figure and its unit, which are columns of their own."""
+    """Return the figure and its unit, two columns."""
     if name.endswith("_us"):
         return f"{figure:.2f}", "µs"
     unit = "FLOP/s" if name.endswith("_flops_per_s") else "B/s"

@@ -74,7 +74,7 @@ def check_target(target: str) -> None:
 
 
 def load(target: str, dtype: str = "auto", trust_remote_code: bool = False) -> tuple[Any, Any]:
-    """(model, example or None) of what the user named."""
+    """Return (model, example or None) of the target."""
     from ..models.folder import dtype_asked
 
     check_target(target)
@@ -133,7 +133,7 @@ def _random(folder: Path, about: dict[str, Any], dtype: "torch.dtype | None", tr
 
 
 def _built(target: str) -> Any:
-    """What MODULE:FUNCTION returns, imported as `python -m` would: the working directory comes first."""
+    """Return the result of MODULE:FUNCTION, imported as `python -m` would: the working directory comes first."""
     module, _, function = target.partition(":")
     sys.path.insert(0, "")
     try:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..device import label, plainly
 from ..errors import GenerateError
+from ..guards import NotCopyable, ReentryGuard
 from ..kernels.dispatch import hasten
 from ..lora.peft_layers import base_of
 from ..models import Decoder
@@ -21,7 +22,6 @@ from ..models.llama.weights import as_transformers
 from ..models.own import LanguageModel
 from ..models.registry import reader_of
 from ..parallel.pieces import any_sharded
-from ..single import Turn, Uncopied
 from ..trace import fallback, notice
 from .calls import kernel_calls
 from .certificate import DecoderCertificate, certify
@@ -61,7 +61,7 @@ LADDER = (32, 8, 1)  # steps a launch
 SPECULATIVE_LADDER = (8, 1)  # they bring several tokens each: long launches would run on for long behind the last
 
 
-class FastDecoder(Uncopied):
+class FastDecoder(NotCopyable):
     """A decoder over live weights; `gpubound.decoder` makes it. `print(decoder)` shows its path and what was verified."""
 
     INSTEAD = "copy the model, and build a decoder of the copy"
@@ -77,7 +77,7 @@ class FastDecoder(Uncopied):
         self.kernels = self.body.kernels  # what computes a step, in a few words
         self.path = self.body.path  # why the fused kernels do not compute it; empty where they do
         self.certificate: DecoderCertificate | None = None
-        self.turn = Turn(
+        self.turn = ReentryGuard(
             GenerateError,
             "a decoder runs one request at a time: finish or close the stream that is open first, or build another for each "
             "thread.",

@@ -21,10 +21,10 @@ from torch import nn
 
 from ..errors import GenerateError
 from ..graph import capture
+from ..guards import ReentryGuard
 from ..layers.embedding_and_head import head_of
 from ..models.placing import mode
 from ..models.states import is_causal, told_time, why_not_head
-from ..single import Turn
 from ..trace import fallback
 from .canvas import Canvas, Filling, filling
 from .request import Choice, check_count, check_prompts, read_prompts
@@ -66,7 +66,7 @@ class MaskedSampler:
         self.barred = torch.zeros(self.vocab, device=self.device, dtype=torch.float32)
         self.barred[[self.mask_token, *(token for token in range(size, self.vocab) if token not in self.ends)]] = -torch.inf
         self.whole = self._try()
-        self.turn = Turn(
+        self.turn = ReentryGuard(
             GenerateError,
             "MaskedSampler: it fills one request at a time: finish or close the stream that is open first, or make another for "
             "each thread.",

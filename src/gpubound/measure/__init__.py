@@ -1,7 +1,7 @@
-"""Honest measurement: timing, comparison beside a peer, and what this machine can do at best.
+"""Measurement: timing, comparison with a peer, and the limits of this machine.
 
     time(fn)                      how long one thing takes: median and quartiles, warmed up, on the device's own clock
-    compare({"ours": f, ...})     two or more things in turn, in random order, with an interval on their ratio
+    compare({"ours": f, ...})     two or more callables, interleaved in random order, with an interval on their ratio
     ceilings()                    this machine's measured limits: the denominators of every percentage the project prints
     share(achieved, figure)       that percentage, never above 100: a limit that is passed is measured again
     bandwidth, rate, mfu          the arithmetic between seconds and those percentages

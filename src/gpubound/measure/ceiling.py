@@ -106,11 +106,11 @@ def ceilings(device: str | torch.device = "auto", *, refresh: bool = False, quic
 
 
 def share(achieved: float, figure: str, device: str | torch.device = "auto") -> float | None:
-    """`achieved` as a fraction of the ceiling named `figure` ("read_bytes_per_s", say). Never above 1.
+    """Return `achieved` as a fraction of the ceiling named `figure` ("read_bytes_per_s", say). Never above 1.
 
     If `achieved` exceeds the ceiling, that was measured on a busy machine. It is measured again, and the better value is kept;
-    so is one that was measured once and is nearly reached. If `achieved` exceeds the new value too, the result is None, and a
-    line says so: this ceiling does not bind such work, as memory does not bind a model that fits into the cache.
+    so is one that was measured once and is nearly reached. If `achieved` exceeds the new value too, the result is None, with a
+    notice: this ceiling does not bind such work, as memory does not bind a model that fits into the cache.
     """
     found = ceilings(device, quick=True)
     while _doubtful(achieved / getattr(found, figure), found.measurements):
@@ -167,10 +167,10 @@ def _measure(device: torch.device, key: str, quick: bool) -> Ceilings:
 
 
 def _read(path: Path | None) -> Ceilings | None:
-    """What the file holds; None when there is none, or, with a notice, when it is not what this version writes."""
+    """Return the file's figures; None when it does not exist or, with a notice, was not written by this version."""
     try:
         return None if path is None or not path.exists() else _checked(json.loads(path.read_text()))
-    except (OSError, ValueError, RecursionError) as error:  # OSError: also of a folder that may not be looked into
+    except (OSError, ValueError, RecursionError) as error:  # OSError: also of a folder without permission
         notice(f"{path} is not readable as measured ceilings ({getattr(error, 'strerror', error)}): measuring again.")
         return None
 

@@ -1,4 +1,4 @@
-"""Two or more things beside each other: in turn, in random order, with an interval on the ratio.
+"""Compare two or more callables: interleaved, in random order, with an interval on the ratio.
 
 A clock that drifts (heat, another process, power) moves neighbours alike, so the ratio is taken inside each round, and then the
 median over rounds. Timing one thing fully and then the other would book the drift on one of them.
@@ -37,7 +37,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found: a Timing for each name, and for each peer the Ratio of ours over it."""
+    """Result of `compare`: a Timing for each name, and for each peer the Ratio of ours over it."""
 
     ours: str
     timings: dict[str, Timing]
@@ -77,7 +77,7 @@ def compare(
     device: torch.device | str | None = None,
     seed: int = 0,
 ) -> Comparison:
-    """Time `works` in turn, round after round. The first is ours, the others are its peers. The options are those of `time`."""
+    """Time `works` alternately, round after round. The first is ours, the others are its peers. Options as in `time`."""
     if len(works) < 2:
         raise ValueError(
             f"compare: got {len(works)} callables, wanted ours and at least one peer, as in {{'ours': f, 'peer': g}}."

@@ -1,4 +1,4 @@
-"""This machine: the facts that stand beside every figure, and the measurements behind `ceilings`.
+"""This machine: the facts that are printed with every figure, and the measurements of `ceilings`.
 
 Random data throughout: products of zeros draw less power and run up to 13 % faster.
 """

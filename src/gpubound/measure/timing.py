@@ -1,4 +1,4 @@
-"""How long a callable takes. What makes a figure honest here:
+"""Time a callable:
 
 - Device work is asynchronous, so it is timed by events on the device; the host synchronises once, after the last run.
 - Warm-up runs keep compilation, allocation and handle creation out of the figure.
@@ -85,7 +85,7 @@ def time(
 
 
 def captured(caller: str, work: Work, device: torch.device, warmup: int, cold_l2: bool, host_ahead: bool) -> Callable[[], Any]:
-    """The replay of a graph of GRAPH_CALLS calls, captured on a stream of its own on that very device."""
+    """Return the replay of a graph of GRAPH_CALLS calls, captured on a new stream of that device."""
     if device.type != "cuda" or cold_l2 or host_ahead or isinstance(work, Prepared):
         raise ValueError(
             f"{caller}: graph=True wants a plain callable on a CUDA device without cold_l2 and host_ahead, got "
@@ -132,7 +132,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """The same by events on the device. With `graph`, a run is the replay of a graph, and its seconds are those of one call."""
+    """Clock by events on the device. With `graph`, a run is the replay of a graph, and its seconds are those of one call."""
 
     def __init__(self, device: torch.device, cold_l2: bool = False, host_ahead: bool = False, graph: bool = False):
         self.device, self.host_ahead, self.calls = device, host_ahead or graph, GRAPH_CALLS if graph else 1
@@ -167,7 +167,7 @@ class DeviceClock:
 
 
 def _ready(work: Work) -> Callable[[], Any]:
-    """What to call for this run, prepared now."""
+    """Return the callable of this run, prepared now."""
     return partial(work.run, work.prepare()) if isinstance(work, Prepared) else work
 
 

@@ -64,7 +64,7 @@ class Proposal:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all GPUs together."""
+        """Tokens of all GPUs together."""
         return self.step.tokens_per_step / self.step_s
 
     @property

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..device import plainly
 from ..graph import Captured
+from ..guards import NotCopyable, ReentryGuard
 from ..kernels.dispatch import Call, hasten
 from ..layers import fp8
 from ..layers.state_dict_storage import give_own_storages
@@ -30,7 +31,6 @@ from ..lora.adapter import pack_adapters
 from ..models.own import LanguageModel
 from ..parallel import ALONE, Ranks, parting
 from ..parallel.wrapped import tell_if_alone, unwrapped
-from ..single import Turn, Uncopied
 from ..trace import notice, say
 from ..words import readable
 from .adamw8 import AdamW8bit
@@ -55,7 +55,7 @@ FP16_SEARCH = 10  # of fp16, which begins by searching for its loss scale
 OPTIMIZERS: dict[str, type[AdamW] | type[Muon]] = {"adamw": AdamW, "adamw8bit": AdamW8bit, "muon": Muon}
 
 
-class TrainStep(Uncopied):
+class TrainStep(NotCopyable):
     """A whole optimizer step over `accumulate` micro-batches: exact fp32 sums, one division, clip and update, no host sync.
 
     loss       "causal_lm": labels are the input tokens, as in Hugging Face models. "next_token": labels are already the next
@@ -117,7 +117,9 @@ class TrainStep(Uncopied):
         self.model, self.accumulate, self.device, self._precision = model, accumulate, layout.device, precision
         self._guard = ModelGuard(model)
         self._closed, self._timing = False, ranks.timing
-        self._turn = Turn(ValueError, "step: another call of this TrainStep is under way; call it from one thread at a time.")
+        self._turn = ReentryGuard(
+            ValueError, "step: another call of this TrainStep is under way; call it from one thread at a time."
+        )
         hasten(_calls(model, numbers, lossy), layout.device, numbers.dtype)
         with ExitStack() as undo:  # out of memory, no blocks to recompute: the model must not be left half prepared
             undo.callback(sharding.release)

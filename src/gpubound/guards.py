@@ -1,13 +1,13 @@
-"""What there is one of: a decoder's cache, a step's buffers. One caller at a time may be inside, and no copy can be made."""
+"""Guards of objects with memory of their model, such as a decoder or a step: one caller at a time, and no copies."""
 
 import threading
 from typing import Any, NoReturn
 
 
-class Turn:
-    """`with turn:` raises `busy` where another caller is inside already, in this thread or another.
+class ReentryGuard:
+    """Context manager that raises `busy` when another caller is inside, in this thread or another.
 
-    A generator may begin it in one thread and end it in another.
+    A generator may enter it in one thread and leave it in another.
     """
 
     def __init__(self, busy: type[Exception], sentence: str) -> None:
@@ -25,8 +25,8 @@ class Turn:
         self._lock.release()
 
 
-class Uncopied:
-    """What holds memory's addresses and graphs: a copy's would be the original's. `INSTEAD` says what to do."""
+class NotCopyable:
+    """Base of objects with addresses and graphs, which a copy would share. `INSTEAD` is the advice of the error."""
 
     INSTEAD: str
 

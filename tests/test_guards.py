@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
-from gpubound.single import Turn, Uncopied
+from gpubound.guards import NotCopyable, ReentryGuard
 from tests.messages import message
 
 
 def test_one_caller_at_a_time_in_whatever_thread():
-    turn, heard = Turn(KeyError, "busy"), []
+    turn, heard = ReentryGuard(KeyError, "busy"), []
 
     def other():
         try:
@@ -29,7 +29,7 @@ def test_one_caller_at_a_time_in_whatever_thread():
 
 
 def test_a_generator_may_end_in_another_thread_than_it_began():
-    turn = Turn(KeyError, "busy")
+    turn = ReentryGuard(KeyError, "busy")
 
     def taking():
         with turn:
@@ -43,7 +43,7 @@ def test_a_generator_may_end_in_another_thread_than_it_began():
 
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_no_copy_is_made(make):
-    class Step(Uncopied):
+    class Step(NotCopyable):
         INSTEAD = "copy the model"
 
     with pytest.raises(TypeError, check=message("single:no_copy_is_made")):
