@@ -25,12 +25,12 @@ from gpubound import measure
 from gpubound.cli import arguments, guarded
 from gpubound.device import resolve
 from gpubound.errors import MeasureError
+from gpubound.formatting import readable
 from gpubound.models import PRESETS, Decoder
 from gpubound.trace import strict
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.checkpoint import Checkpoints, joined
 from gpubound.train.loop import Instant
-from gpubound.words import readable
 
 from . import results
 from .harness import Bench, release

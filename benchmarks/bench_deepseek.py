@@ -20,13 +20,13 @@ from gpubound.cli import arguments, guarded
 from gpubound.decode.stages.spread import SPLITS
 from gpubound.decode.step_graphs import SamplingVariant
 from gpubound.device import resolve, usable_bytes
+from gpubound.formatting import quantity
 from gpubound.layers.offload_forward import visiting
 from gpubound.models.deepseek_v4 import kernels
 from gpubound.models.deepseek_v4.kernels import hyper_connections
 from gpubound.models.deepseek_v4.kernels.sinkhorn import sinkhorn_reference
 from gpubound.models.keywords import cache_in, cache_word
 from gpubound.trace import strict
-from gpubound.words import quantity
 
 from . import results
 from .decode_host import host_us

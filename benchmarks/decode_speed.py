@@ -8,8 +8,8 @@ import torch
 
 import gpubound
 from gpubound import measure
+from gpubound.formatting import quantity
 from gpubound.trace import strict
-from gpubound.words import quantity
 
 from .decode_goals import GOALS
 from .decode_peers import CONTENDERS, GAP, LENGTH, NEW, PROMPT, SPARSE_GAP, Contender, build_model, is_sparse, ours, prompts

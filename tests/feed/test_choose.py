@@ -10,7 +10,7 @@ from gpubound.device import Sight
 from gpubound.errors import DeviceError
 from gpubound.feed import feed
 from gpubound.feed.choose import SHARE, allowance, free_bytes, parse_bytes, target
-from gpubound.words import readable
+from gpubound.formatting import readable
 from tests.messages import message
 
 

@@ -7,13 +7,13 @@ import sys
 import pytest
 import torch
 
-from gpubound import measure, words
+from gpubound import formatting, measure
 from gpubound.errors import DeviceError
 from gpubound.measure import Prepared, Timing, ceiling
 from tests.messages import message
 
 
-@pytest.mark.parametrize("module", [ceiling, words], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [ceiling, formatting], ids=lambda m: m.__name__)
 def test_docstring_examples(module):
     found = doctest.testmod(module)
     assert found.attempted > 0 and found.failed == 0

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from gpubound import words
+from gpubound import formatting
 from gpubound.monitor import RunTape, report, write_report
 from gpubound.monitor.figures import Figures, warnings
 from tests.messages import message
@@ -40,7 +40,7 @@ def test_a_line_begins_anew_with_each_phase(tmp_path):
 
 
 def test_settings_in_words(tmp_path):
-    for module in (report, words):
+    for module in (report, formatting):
         found = doctest.testmod(module)
         assert found.attempted and not found.failed
     config = {"data": ["a/", "b/"], "lr": 1e-3, "phases": [{"name": "books", "steps": 3}, {"name": "chats", "steps": 2}]}

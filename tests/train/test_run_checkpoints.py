@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from gpubound.errors import DataError
+from gpubound.formatting import readable
 from gpubound.train import TrainStep
 from gpubound.train.prepare import prepare
 from gpubound.train.staging import Staging
-from gpubound.words import readable
 from tests.messages import message
 
 from .runs import assert_same, recipe, train

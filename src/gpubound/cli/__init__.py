@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args
 
 from ..errors import BudgetError, GpuboundError, MeasureError
+from ..formatting import hint
 from ..trace import printable
 from ..version import __version__
-from ..words import hint
 
 if TYPE_CHECKING:
     from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo

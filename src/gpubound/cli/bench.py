@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import MeasureError
-from ..words import hint
+from ..formatting import hint
 
 USAGE = """usage: gpubound bench NAME [options]
 

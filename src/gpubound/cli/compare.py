@@ -13,6 +13,7 @@ import yaml
 
 from ..corpus import Corpus
 from ..files import write_whole
+from ..formatting import hint
 from ..layers.quantized_base import numbers_of
 from ..models.registry import family_of, is_named, presets
 from ..monitor import RunTape
@@ -23,7 +24,6 @@ from ..train.data import check_data, known_tokenizer, open_data
 from ..train.prepare import prepare
 from ..train.recipe import Recipe, check_model
 from ..train.run import Run
-from ..words import hint
 from .options import RECIPE, load_yaml, typed
 from .session import say, train
 

@@ -14,9 +14,9 @@ from ..doctor.fix.prove import Proof, prove
 from ..doctor.fix.repair import PATCHES, Repair, patched
 from ..doctor.gate import FAILED, NOT_MEASURED, OK, Allowance, Budgets, gate, read_allowances, read_baseline
 from ..errors import DataError
+from ..formatting import hint
 from ..parallel import launched
 from ..parallel.telling import numbers
-from ..words import hint
 
 UNWRITTEN = 2
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import DeviceError
-from ..words import readable
+from ..formatting import readable
 from . import arguments
 
 # Figure -> what it says, in the order printed.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ..decode import MaskedSampler
 from ..decode.text import TextCodec
 from ..device import label
+from ..formatting import quantity
 from ..layers.quantized_base import numbers_of
-from ..words import quantity
 from .saved import Saved, checked_ends
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..files import flock, regular, writing
-from ..words import shown
+from ..formatting import shown
 
 BEGIN = b'{"number": '  # of a line
 

@@ -7,9 +7,9 @@ from typing import Any, get_args
 
 import yaml
 
+from ..formatting import hint, shown
 from ..train.kinds import check_kind
 from ..train.recipe import Recipe
-from ..words import hint, shown
 
 RECIPE = {field.name: field for field in fields(Recipe)}
 OTHERS = {

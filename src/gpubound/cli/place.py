@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from ..errors import DataError, PlaceError
+from ..formatting import readable
 from ..trace import notice
-from ..words import readable
 from . import arguments
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..files import reading
-from ..words import shown
+from ..formatting import shown
 
 if TYPE_CHECKING:
     from .generate import Generate

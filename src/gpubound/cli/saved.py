@@ -22,6 +22,7 @@ from ..decode.runner import host_bytes
 from ..decode.text import TextCodec
 from ..device import label
 from ..errors import DataError
+from ..formatting import quantity
 from ..layers.embedding_and_head import head_of
 from ..layers.quantized_base import numbers_of
 from ..models.deepseek_v4.checkpoint import is_coded
@@ -33,7 +34,6 @@ from ..train.build_model import build_model
 from ..train.checkpoint import Checkpoint, path_from_here
 from ..train.objectives import objective_named
 from ..train.recipe import Recipe
-from ..words import quantity
 from .prompts import VERIFY
 from .sources import base_named_in, is_adapter, source_of
 

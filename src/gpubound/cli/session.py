@@ -21,6 +21,7 @@ from ..doctor.record.run import of_run
 from ..doctor.report.terminal import brief
 from ..errors import DataError, MeasureError, RankError
 from ..files import locked
+from ..formatting import quantity
 from ..layers.quantized_base import numbers_of
 from ..models.registry import family_of
 from ..monitor import LiveLine, RunTape, write_report
@@ -33,7 +34,6 @@ from ..train.precision import precision
 from ..train.run import HOPELESS, Run
 from ..train.work import work_of
 from ..version import __version__
-from ..words import quantity
 
 
 @contextmanager

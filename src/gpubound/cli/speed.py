@@ -9,9 +9,9 @@ import torch
 from .. import measure
 from ..decode.result import Generation
 from ..errors import MeasureError
+from ..formatting import quantity
 from ..trace import notice
 from ..watch.ledger import SENSORS, watch
-from ..words import quantity
 
 # The only sensor that does not slow a loop of a few small launches: a dispatch mode costs 20 µs an op.
 WITHOUT = tuple(name for name in SENSORS if name != "gputrace")

@@ -13,8 +13,8 @@ from typing import Any
 
 from ..errors import DataError
 from ..files import beside, read_json, reading, regular
+from ..formatting import shown
 from ..trace import notice
-from ..words import shown
 
 Document = str | list[dict[str, Any]]
 Read = Iterator[tuple[Document, int]]

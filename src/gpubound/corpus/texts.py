@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..formatting import readable
 from ..trace import bar, notice, printable, prints, say
-from ..words import readable
 from .documents import (
     ROWS,
     Document,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..device import label, usable_bytes
 from ..errors import GpuboundError
-from ..words import readable
+from ..formatting import readable
 from .kv_cache import PLAIN, CacheLayout
 from .stages.plan import lanes
 from .weights import weight_format

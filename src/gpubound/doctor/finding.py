@@ -8,9 +8,9 @@ from math import inf
 from typing import Any
 
 from ..errors import DataError
+from ..formatting import hint
 from ..watch.events import KINDS as EVENTS, Cause
 from ..watch.source_line import Place, Site
-from ..words import hint
 
 VERSION = 1
 CERTAINTIES = ("measured", "replayed", "estimate", "counted")  # the surest first; a counted finding has no price

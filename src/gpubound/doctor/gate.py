@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..errors import DataError
 from ..files import reading, regular
-from ..words import hint
+from ..formatting import hint
 from .finding import COUNTS, KINDS, Finding, Verdict
 
 OK, FAILED, SCRIPT_FAILED, NOT_MEASURED = 0, 1, 2, 3  # exit codes

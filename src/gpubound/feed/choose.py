@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..device import POLICIES, resolve, usable_bytes
+from ..formatting import byte_count, readable
 from ..trace import fallback, notice
-from ..words import byte_count, readable
 from .epochs import Direct, Feed, Store
 from .leaves import Bucket, Padding
 from .resident import CannotStay, Resident, ResidentItems, bytes_needed, item_bytes_needed

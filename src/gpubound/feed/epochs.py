@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..errors import DataError
+from ..formatting import shown
 from ..trace import count
-from ..words import shown
 from .leaves import Padding, pack
 from .source import Source
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..errors import GraphError
-from ..words import readable
+from ..formatting import readable
 from .calls import Results, eager_call, replay_call
 from .cause import cause
 from .memory import EQUAL, Difference, Memory, MemoryMark, Room, difference, where

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ..device import constant
-from ..words import nearest
+from ..formatting import nearest
 
 # Packages of ops that only one family needs.
 FAMILIES = ("gpubound.models.deepseek_v4.kernels", "gpubound.models.richards.kernels")

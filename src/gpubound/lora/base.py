@@ -7,12 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ..formatting import readable
 from ..layers.frozen_fp8 import InFp8
 from ..layers.fused_weights import Stacked, multiply_by_records
 from ..layers.linear_formats import format_of, is_sharded
 from ..layers.quantized_base import Base, Frozen, InInt8, InNf4
 from ..trace import fallback, notice
-from ..words import readable
 from .experts import ExpertStack
 from .pairs import adapted_layers
 from .peft_layers import of_peft

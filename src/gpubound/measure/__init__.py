@@ -9,7 +9,7 @@
 docs/measuring.md says how to use them and what each leaves out.
 """
 
-from ..words import in_words as in_words
+from ..formatting import in_words as in_words
 from .ceiling import (
     Ceilings as Ceilings,
     bandwidth as bandwidth,

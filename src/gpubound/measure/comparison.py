@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..words import in_words
+from ..formatting import in_words
 from .timing import Timing, Work, captured, check_counts, clock_for, place_of
 
 RESAMPLES = 2000

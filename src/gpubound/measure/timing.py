@@ -20,7 +20,7 @@ import torch
 
 from ..device import resolve
 from ..errors import MeasureError
-from ..words import in_words
+from ..formatting import in_words
 
 GRAPH_CALLS = 20  # calls in one graph: the device's own cost of starting a graph, 1-2 µs, then adds 1/20 of that to each
 SLEEP_CYCLES_PER_S = 2e9  # an upper bound on today's clocks: a slower device waits longer than needed, outside the clock

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
 
-from ..words import number
+from ..formatting import number
 
 WIDTH, HEIGHT = 560, 230
 LEFT, RIGHT, TOP, BOTTOM = 72, 16, 22, 44

@@ -6,7 +6,7 @@ from itertools import pairwise
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
-from ..words import duration, moment, number, quantity
+from ..formatting import duration, moment, number, quantity
 from .chart import LARGEST, Axis
 from .tape import RunTape
 

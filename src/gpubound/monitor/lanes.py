@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from statistics import median
 
-from ..words import number
+from ..formatting import number
 from .chart import BOTTOM, LEFT, RIGHT, TOP, WIDTH, Frame, foot
 
 CELLS = 120  # along the steps: the chart is 470 wide

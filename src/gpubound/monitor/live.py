@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 from rich.text import Text
 
+from ..formatting import quantity, readable
 from ..trace import bar, notice, printable
-from ..words import quantity, readable
 from .figures import Throughput
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from typing import Any
 
 from ..errors import DataError
 from ..files import make_folder, read_json, read_text, write_whole, writing
+from ..formatting import shown
 from ..trace import notice
-from ..words import shown
 
 ABOUT, STEPS = "run.json", "steps.jsonl"
 CURE = "restore it, or move it away and go on with gpubound train --resume, which begins a new one"

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from ..words import quantity
+from ..formatting import quantity
 from .figures import GAUGES, Figures
 from .report import write_report
 from .tape import RunTape

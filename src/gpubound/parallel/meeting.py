@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DeviceError
+from ..formatting import duration
 from ..version import __version__
-from ..words import duration
 
 GPU = "GPU"  # the one thing that must differ
 LOOK = 0.002  # seconds between two looks of the first rank at who has come

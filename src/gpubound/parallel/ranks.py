@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import DeviceError, RankError
-from ..words import shown
+from ..formatting import shown
 from .failing import of_another
 from .meeting import begin, meet
 from .parting import Parting

@@ -24,8 +24,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from ..formatting import duration
 from ..trace import fallback
-from ..words import duration
 from .failing import HUNG, Failure, meeting_place, started_by_us
 
 LOOKS = 20  # within a time-out; every 5 s at most

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from ..formatting import in_words, quantity, readable
 from ..measure import mfu
 from ..train.muon import Muon
 from ..train.recipe import MOST_ACCUMULATE, Recipe
 from ..train.sharding import FULL
-from ..words import in_words, quantity, readable
 from .gpus import GIB, HOP_US, NVLINK, GpuRates
 from .memory import FRAGMENTS, memory, total
 from .step import StepConfig, step_of

@@ -6,6 +6,7 @@ from functools import cached_property
 
 import torch
 
+from ..formatting import quantity
 from ..lora.base import FORMATS, suited
 from ..lora.pairs import adapted_layers
 from ..measure import train_flops_per_token
@@ -18,7 +19,6 @@ from ..train.optimizer import AdamW
 from ..train.precision import Precision, precision as precision_named
 from ..train.recipe import Recipe, check_model
 from ..train.recompute import parse as parse_recompute
-from ..words import quantity
 
 META = torch.device("meta")
 PRODUCTS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))

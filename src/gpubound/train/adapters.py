@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from .. import lora
 from ..errors import DataError
+from ..formatting import hint
 from ..layers.quantized_base import Base
 from ..lora.add import INITS
 from ..lora.base import FORMATS, suited
 from ..models.folder import weight_files
 from ..models.registry import is_named
 from ..trace import notice
-from ..words import hint
 from .checkpoint import Checkpoint
 from .kinds import check_kind
 from .state_file import checksum

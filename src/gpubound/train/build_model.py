@@ -9,6 +9,7 @@ from torch import nn
 
 from ..corpus import Tokenizer
 from ..errors import DataError
+from ..formatting import readable
 from ..layers.embedding_and_head import head_of
 from ..lora.base import FORMATS, InCodes, encode as put_into_codes, tell
 from ..models.registry import family_of, is_named
@@ -16,7 +17,6 @@ from ..models.storing import read_parts
 from ..parallel import Ranks
 from ..parallel.pieces import Piece
 from ..trace import notice
-from ..words import readable
 from .adapters import Lora
 from .flat_buffers import counted
 from .muon import numbers_by_rule

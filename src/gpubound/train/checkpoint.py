@@ -30,11 +30,11 @@ from torch import Tensor
 
 from ..errors import DataError
 from ..files import beside, writing
+from ..formatting import readable
 from ..parallel import ALONE, Ranks
 from ..parallel.pieces import Piece, any_sharded, piece_of
 from ..parallel.wrapped import tell_if_saved_apart
 from ..trace import notice
-from ..words import readable
 from . import state_file, whole
 from .staging import Staging
 from .state_file import STATE

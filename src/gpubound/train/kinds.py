@@ -6,7 +6,7 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Any, get_args
 
-from ..words import shown
+from ..formatting import shown
 
 KINDS: dict[Any, tuple[Any, str]] = {
     int: (Integral, "a whole number"),

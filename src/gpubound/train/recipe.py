@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..words import hint, shown
+from ..formatting import hint, shown
 from .kinds import check_kind
 
 if TYPE_CHECKING:  # a command reads its options before it imports torch

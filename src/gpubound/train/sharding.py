@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..errors import GraphError, RankError
+from ..formatting import readable
 from ..kernels.side_stream import Side
 from ..layers.embedding_and_head import head_of
 from ..layers.linear_formats import format_of
@@ -28,7 +29,6 @@ from ..parallel.peers import peer_sums
 from ..parallel.pieces import any_sharded, is_sharded
 from ..parallel.reduction import Reduction
 from ..trace import fallback, notice
-from ..words import readable
 from .accumulate import Accumulators
 from .flat_buffers import FlatLayout, Weights
 from .foreign import Foreign

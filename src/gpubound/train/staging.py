@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..device import free_bytes, usable_bytes
+from ..formatting import readable
 from ..trace import fallback
-from ..words import readable
 
 _BLOCK = 1 << 24  # bytes at a time from the GPU
 SPARE = 32  # one part of so many of the GPU's memory stays free beside copies: what steps allocate changes a little

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..device import plainly
+from ..formatting import readable
 from ..graph import Captured
 from ..guards import NotCopyable, ReentryGuard
 from ..kernels.dispatch import Call, hasten
@@ -32,7 +33,6 @@ from ..models.own import LanguageModel
 from ..parallel import ALONE, Ranks, parting
 from ..parallel.wrapped import tell_if_alone, unwrapped
 from ..trace import notice, say
-from ..words import readable
 from .adamw8 import AdamW8bit
 from .device_step import DeviceStep, Loss, StepResult, StepValues
 from .flat_buffers import Weights

@@ -29,7 +29,7 @@ from typing import Any
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..errors import StallError
-from ..words import listed, nearest
+from ..formatting import listed, nearest
 from . import ops, python_calls
 from .events import Cause, cause_of
 from .source_line import Origins, Place, Site, here

@@ -15,7 +15,7 @@ import torch
 
 from ..device import accelerator
 from ..errors import BudgetError
-from ..words import listed, nearest
+from ..formatting import listed, nearest
 from . import pretend
 from .events import KINDS
 from .op_mode import Calls, Dispatch, SimGpu

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..words import readable
+from ..formatting import readable
 from .source_line import Place, Site
 
 if TYPE_CHECKING:

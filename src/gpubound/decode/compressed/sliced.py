@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ...device import entered
+from ...formatting import readable
 from ...kernels.dependent_launch import chained
 from ...models.decoding import weight_of
 from ...models.deepseek_v4.family import CompressedReader
 from ...models.deepseek_v4.weights import StreamedLayerWeights
 from ...trace import notice
-from ...words import readable
 from ..model_watch import WeightVersions
 from ..runner import RunnerConfig
 from ..span import META

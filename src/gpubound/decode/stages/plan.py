@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...words import readable
+from ...formatting import readable
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ...device import label, resolve, usable_bytes
 from ...errors import DeviceError
+from ...formatting import readable
 from ...layers.block import brought
 from ...trace import say
-from ...words import readable
 from ..runner import host_bytes
 from .plan import DeviceRoom, LayerStage, StageBytes, described
 

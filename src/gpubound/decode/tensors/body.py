@@ -16,12 +16,12 @@ from torch import Tensor
 
 from ...device import entered
 from ...errors import GenerateError
+from ...formatting import readable
 from ...kernels import send_words
 from ...kernels.decode_product import capped_
 from ...kernels.dispatch import hasten
 from ...models.registry import reader_of
 from ...trace import notice
-from ...words import readable
 from ..calls import kernel_calls
 from ..compressed.sliced import compressed_slices
 from ..kv_cache import Cache

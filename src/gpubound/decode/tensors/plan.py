@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from ...device import label
+from ...formatting import readable
 from ...models.decoding import DenseWeights, LayerWeights, Shape
 from ...trace import say
-from ...words import readable
 from ..stages.plan import lanes
 
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import MeasureError
+from ...formatting import in_words
 from ...measure.comparison import Ratio, compare_samples
-from ...words import in_words
 from .prove_run import SeededJob
 
 WARMUP = 10  # steps: the first ones allocate, autotune and compile

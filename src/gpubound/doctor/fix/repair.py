@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ...errors import DataError
 from ...files import reading, replacing
+from ...formatting import hint
 from ...watch.source_line import shorten
-from ...words import hint
 from ..finding import Finding, Verdict
 from .reads import READS
 from .simple import COPIES, LOADER, OPTIMIZER, TF32, WAITS, ZERO_GRAD

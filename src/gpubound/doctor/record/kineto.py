@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from ...errors import DataError
 from ...files import reading, regular
-from ...words import readable, shown
+from ...formatting import readable, shown
 from .tape import MARK, SPAN, SPANS, Call, Mark, Span, Tape, Work
 
 CHUNK = 1 << 20  # characters

@@ -25,13 +25,13 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ...formatting import in_words
 from ...watch.events import EMPTIED, KINDS
 from ...watch.ledger import Ledger
 from ...watch.python_calls import replaced, unchanged
 from ...watch.rows import LedgerRow
 from ...watch.sensors import statistics
 from ...watch.source_line import Place, here
-from ...words import in_words
 from .kineto import read_trace
 from .script import StopScript
 from .tape import MARK, SPAN, Tape

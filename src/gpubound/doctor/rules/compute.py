@@ -5,9 +5,9 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from functools import partial
 
+from ...formatting import readable
 from ...watch.rows import LedgerRow
 from ...watch.source_line import Place
-from ...words import readable
 from ..price.measurements import Measurements, by_line, calls_at, line_of, size, taped, times
 from ..price.prices import Prices, named
 from ..record.tape import Span

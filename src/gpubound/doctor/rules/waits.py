@@ -6,11 +6,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
+from ...formatting import readable
 from ...watch.events import DOWNLOAD, EMPTIED, HOST_DATA, MASKING, UPLOAD, cause_of
 from ...watch.ops import DOWN, UP
 from ...watch.rows import LedgerRow
 from ...watch.source_line import Place
-from ...words import readable
 from ..finding import KINDS
 from ..price.measurements import Line, Measurements, by_line, calls_at, line_of, size, taped, times
 from ..price.prices import Prices

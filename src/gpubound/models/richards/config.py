@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from ...words import hint
+from ...formatting import hint
 from ..llama.decoder import DecoderConfig
 from .kernels.poly_attention import DEGREES
 from .parts import TABLES, NamedPart

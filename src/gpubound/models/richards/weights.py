@@ -8,7 +8,7 @@ import torch
 
 from ...corpus import Tokenizer
 from ...errors import DataError
-from ...words import hint
+from ...formatting import hint
 from ..folder import LARGEST, SPECIAL_IDS, Beyond, read_config
 from ..storing import Weights, read_model, unread_model, write_model
 from .config import RichardsConfig

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...corpus import Tokenizer
+from ...formatting import hint
 from ...kernels.dispatch import Call
-from ...words import hint
 
 OBJECTIVES = {
     "causal_lm": (".causal_lm", "CausalLM"),

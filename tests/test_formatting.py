@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpubound.words import duration, hint, nearest, quantity, readable
+from gpubound.formatting import duration, hint, nearest, quantity, readable
 
 
 @pytest.mark.parametrize(
