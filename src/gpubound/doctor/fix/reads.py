@@ -58,8 +58,8 @@ def _number(source: SourceText, read: ast.expr, met: frozenset[str] = frozenset(
             return _number(source, inner, met)
         case ast.Name(id=name) if name not in met:
             values = _assigned(source, read, name)
-            kinds_of_number = {_number(source, value, met | {name}) for value in values if not isinstance(value, ast.Constant)}
-            return kinds_of_number.pop() if len(kinds_of_number) == 1 else "float"
+            types = {_number(source, value, met | {name}) for value in values if not isinstance(value, ast.Constant)}
+            return types.pop() if len(types) == 1 else "float"
         case ast.Call(func=ast.Attribute(value=owner, attr=name), args=arguments):
             inner = arguments[0] if name_of(owner) == "torch" and arguments else owner
             words = [name_of(node).rpartition(".")[2] for node in [*arguments, *(keyword.value for keyword in read.keywords)]]
