@@ -142,7 +142,7 @@ def add_adapters(
     """Add to y (B, outputs), the product of x and a weight, what the adapters of each row add to it; in place, as to two or
     three products of the same x. Their rows may lie apart.
     """
-    given = [one for one in (y, k, v) if one is not None]
+    args = [one for one in (y, k, v) if one is not None]
     for part in adapters.parts:
         owners = [owner for owner, _ in groupby(part, key=lambda one: one.owner)]
         if len(set(owners)) < len(owners):
@@ -150,8 +150,8 @@ def add_adapters(
                 f"add_adapters: adapters of one number must stand side by side in their weight's part, got {owners}."
             )
     require("add_adapters", "x", x, None, ("rows", "inputs"), x.device, "the kernel reads row after row")
-    check_adapters("add_adapters", adapters, x, [one.shape[-1] for one in given])
-    for one in given:
+    check_adapters("add_adapters", adapters, x, [one.shape[-1] for one in args])
+    for one in args:
         wanted = len(x), one.shape[-1]
         if one.shape != wanted or one.dtype != y.dtype or one.device != x.device or one.stride(1) != 1:
             raise ValueError(
@@ -172,7 +172,7 @@ def _draw_call(g: torch.Generator, rank: int = 16, wide: bool = True) -> tuple:
 def add_adapters_reference(
     x: Tensor, adapters: StepAdapters, y: Tensor, k: Tensor | None = None, v: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    given, wide = tuple(one for one in (y, k, v) if one is not None), torch.promote_types(x.dtype, torch.float32)
-    for number, one in enumerate(given):
+    args, wide = tuple(one for one in (y, k, v) if one is not None), torch.promote_types(x.dtype, torch.float32)
+    for number, one in enumerate(args):
         one += adapters.added(number, x.to(wide))
-    return given
+    return args

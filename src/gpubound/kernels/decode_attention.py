@@ -194,8 +194,8 @@ def _side_by_side(cache: Tensor, pages: Tensor | None, rows: int) -> Tensor:
 
 
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:
-    whole = x.flatten(1) if norm is not None and len(norm.weight) > x.shape[-1] else x
-    return rms_normed(whole, norm).view_as(x)
+    full = x.flatten(1) if norm is not None and len(norm.weight) > x.shape[-1] else x
+    return rms_normed(full, norm).view_as(x)
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -221,8 +221,8 @@ def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def decode(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Dequantise codes (..., D) with scales (...)."""
-    wide = codes.to(torch.bfloat16) if codes.dtype == torch.float8_e4m3fn else codes  # exact; fp8 is not promoted
-    return (wide * scale[..., None]).to(dtype)
+    wide_dtype = codes.to(torch.bfloat16) if codes.dtype == torch.float8_e4m3fn else codes  # exact; fp8 is not promoted
+    return (wide_dtype * scale[..., None]).to(dtype)
 
 
 def _countable(heads: Heads) -> Heads:
@@ -286,10 +286,10 @@ def _check_heads(op: str, heads: Heads, sizes: tuple[int, int, int], device: tor
     if q_norm and k_norm and q_norm[1:] != k_norm[1:]:
         got = f"got eps and offset {q_norm[1:]} and {k_norm[1:]}"
         raise ValueError(f"{op}: heads.q_norm and heads.k_norm must share eps and offset, {got}; give both the same.")
-    whole = q_norm is not None and len(q_norm.weight) > width
+    full = q_norm is not None and len(q_norm.weight) > width
     for name, norm, count in zip(("heads.q_norm.weight", "heads.k_norm.weight"), (q_norm, k_norm), counts):
         if norm is not None:
-            columns, of = (count * width, "row") if whole else (width, "head")
+            columns, of = (count * width, "row") if full else (width, "head")
             require(op, name, norm.weight, None, (columns,), device, f"it has one weight for each dimension of a {of}")
     if heads.window < 0:
         raise ValueError(f"{op}: heads.window must be at least 0, got {heads.window}; 0 lets a token see all keys.")
@@ -300,22 +300,22 @@ def _shape(cache: LayerCache, heads: Heads, out: Tensor) -> tuple:
     _, kv, _, size = cache.k.shape
     shape = kv, out.shape[1] // size // kv, size
     pairs, norm = heads.cos.shape[1], heads.q_norm
-    whole, offset = (False, 0.0) if norm is None else (len(norm.weight) > size, norm.offset)
-    usual = pairs == size // 2 and not (whole or offset or heads.cap)
-    return shape if usual else (*shape, pairs, whole, offset, heads.cap)
+    full, offset = (False, 0.0) if norm is None else (len(norm.weight) > size, norm.offset)
+    usual = pairs == size // 2 and not (full or offset or heads.cap)
+    return shape if usual else (*shape, pairs, full, offset, heads.cap)
 
 
 def _example(generator: torch.Generator, coded: bool, kv: int = 2, group: int = 2, size: int = 16, *rare: Any) -> tuple:
     """Two rows of `group` heads over each of `kv`, ten places. `coded`: in int8, and out has the dtype of the call."""
-    pairs, whole, offset, cap = rare or (size // 2, False, 0.0, 0.0)
+    pairs, full, offset, cap = rare or (size // 2, False, 0.0, 0.0)
     cache = LayerCache(*(draw(generator, 2, kv, 10, size) for _ in range(2)))
     if coded:
         (k, k_scale), (v, v_scale) = (encode(part.detach(), torch.int8) for part in cache[:2])
         cache = LayerCache(k, v, k_scale, v_scale)
     qkv = draw(generator, 2, (group + 2) * kv * size).detach()
     heads = Heads(*draw_angles(generator, 10, pairs), None, None, 0.25, 0, cap)
-    if whole or offset:
-        weights = (draw(generator, size * (count if whole else 1)).detach() for count in (kv * group, kv))
+    if full or offset:
+        weights = (draw(generator, size * (count if full else 1)).detach() for count in (kv * group, kv))
         q_norm, k_norm = (Norm(weight, 1e-6, offset) for weight in weights)
         heads = heads._replace(q_norm=q_norm, k_norm=k_norm)
     scratch = Scratch(zeros(2, kv, 4, group, size + 2), torch.zeros(2 * kv, dtype=torch.int32, device="cpu"))

@@ -69,9 +69,9 @@ def swiglu_backward_reference(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tens
 
 
 def _wide_halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(gate.dtype, torch.float32)
+    wide_dtype = torch.promote_types(gate.dtype, torch.float32)
     gate_half, up_half = gate.chunk(2, -1) if up is None else (gate, up)
-    return gate_half.to(wide), up_half.to(wide)
+    return gate_half.to(wide_dtype), up_half.to(wide_dtype)
 
 
 def _shape(gate: Tensor, up: Tensor | None) -> tuple[int, bool]:

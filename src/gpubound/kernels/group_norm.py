@@ -29,13 +29,13 @@ def group_norm(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tenso
 def group_norm_reference(
     x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    samples, channels, *places = x.shape
-    rows = x.to(wide).reshape(samples, groups, channels // groups * prod(places))
+    wide_dtype = torch.promote_types(x.dtype, torch.float32)
+    samples, channels, *positions = x.shape
+    rows = x.to(wide_dtype).reshape(samples, groups, channels // groups * prod(positions))
     y = layer_norm_reference(rows, eps=eps).reshape(x.shape)
-    per_channel = (channels, *(1 for _ in places))
+    per_channel = (channels, *(1 for _ in positions))
     if weight is not None:
-        y = y * weight.to(wide).reshape(per_channel)
+        y = y * weight.to(wide_dtype).reshape(per_channel)
     if bias is not None:
-        y = y + bias.to(wide).reshape(per_channel)
+        y = y + bias.to(wide_dtype).reshape(per_channel)
     return y.to(x.dtype)

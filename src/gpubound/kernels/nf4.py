@@ -55,8 +55,8 @@ def to_nf4(weight: Tensor) -> Nf4:
         blocks = part.float().unflatten(1, (-1, BLOCK))
         most.copy_(blocks.abs().amax(2))
         of_most = blocks * most.reciprocal()[..., None]
-        places = torch.bucketize(of_most.nan_to_num_(0.0, 0.0, 0.0), borders, out_int32=True).to(torch.uint8)
-        upper, lower = places.view(-1, 2).unbind(1)
+        positions = torch.bucketize(of_most.nan_to_num_(0.0, 0.0, 0.0), borders, out_int32=True).to(torch.uint8)
+        upper, lower = positions.view(-1, 2).unbind(1)
         into.copy_((upper << 4 | lower).view(into.shape))
     return Nf4(codes, *_to_8_bits(largest.flatten()))
 
@@ -67,8 +67,8 @@ def _to_8_bits(largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     groups = torch.nn.functional.pad(largest - offset, (0, -len(largest) % GROUP)).view(-1, GROUP)
     scale = groups.abs().amax(1)
     of_scale = (groups * scale.reciprocal()[:, None]).nan_to_num_(0.0, 0.0, 0.0)
-    places = torch.bucketize(of_scale, _borders(dynamic_code(largest.device)))
-    return places.to(torch.uint8).flatten()[: len(largest)].contiguous(), scale, offset
+    positions = torch.bucketize(of_scale, _borders(dynamic_code(largest.device)))
+    return positions.to(torch.uint8).flatten()[: len(largest)].contiguous(), scale, offset
 
 
 def _borders(code: Tensor) -> Tensor:

@@ -35,10 +35,10 @@ def _gain(g: torch.Generator, cols: int, still: bool) -> Tensor:
 
 @definition(lambda g, cols=40, still=False: (draw(g, 3, cols), _gain(g, cols, still), 1e-6))
 def rms_norm_reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    x_wide = x.to(wide)
+    wide_dtype = torch.promote_types(x.dtype, torch.float32)
+    x_wide = x.to(wide_dtype)
     y = x_wide * torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)
-    return (y if weight is None else y * (weight.to(wide) + offset)).to(x.dtype)
+    return (y if weight is None else y * (weight.to(wide_dtype) + offset)).to(x.dtype)
 
 
 def add_rms_norm(
@@ -80,12 +80,12 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
 @definition(lambda g, cols=40: (draw(g, 3, cols), draw(g, cols), draw(g, cols), 1e-5))
 def layer_norm_reference(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    centred = x.to(wide)
+    wide_dtype = torch.promote_types(x.dtype, torch.float32)
+    centred = x.to(wide_dtype)
     centred = centred - centred.mean(-1, keepdim=True)
     y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
-        y = y * weight.to(wide)
+        y = y * weight.to(wide_dtype)
     if bias is not None:
-        y = y + bias.to(wide)
+        y = y + bias.to(wide_dtype)
     return y.to(x.dtype)

@@ -28,8 +28,8 @@ def check_target(who: str, target: str) -> None:
 def spread_times(rows: int, least: float, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
     """A time in (least, 1] for each row: evenly spaced, all turned by one random number. So each is uniform, whatever its row,
     and together they cover the range evenly, which makes the batch's mean steadier."""
-    places = torch.arange(rows, device=device, dtype=torch.float32) / rows
-    return 1 - (1 - least) * ((places + torch.rand(1, device=device, generator=generator, dtype=torch.float32)) % 1)
+    positions = torch.arange(rows, device=device, dtype=torch.float32) / rows
+    return 1 - (1 - least) * ((positions + torch.rand(1, device=device, generator=generator, dtype=torch.float32)) % 1)
 
 
 def alpha_bar(t: Tensor) -> Tensor:

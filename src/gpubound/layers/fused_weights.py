@@ -271,10 +271,10 @@ def _stack(parts: Sequence[Tensor]) -> Tensor:
             "fused weights lost their common buffer (the model was moved, copied or loaded since its last call) and cannot get "
             "a new one inside a graph capture: run the model once before capturing it."
         )
-    whole = torch.cat([p.detach() for p in parts])
-    for part, rows in zip(parts, whole.split([p.shape[0] for p in parts])):
+    full = torch.cat([p.detach() for p in parts])
+    for part, rows in zip(parts, full.split([p.shape[0] for p in parts])):
         part.data = rows
-    return whole
+    return full
 
 
 def _immovable(parts: Sequence[Tensor], before: Tensor | None, others: Iterable[Tensor] | None) -> str | None:

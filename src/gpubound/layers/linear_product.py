@@ -51,11 +51,11 @@ def fused_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] 
     each = biases if biases is not None else [None] * len(weights)
     if _seen_through():
         return torch.cat([_plain(x, w, b) for w, b in zip(weights, each)], -1)
-    whole = join_rows([w.detach() for w in weights])
+    full = join_rows([w.detach() for w in weights])
     whole_bias = None if biases is None else join_rows([b.detach() for b in biases])
-    if whole is None or (biases is not None and whole_bias is None):
+    if full is None or (biases is not None and whole_bias is None):
         return torch.cat([linear(x, w, b) for w, b in zip(weights, each)], -1)
-    return multiply(x, Joined(whole, whole_bias, weights, biases or ()))
+    return multiply(x, Joined(full, whole_bias, weights, biases or ()))
 
 
 def multiply(x: Tensor, joined: Joined) -> Tensor:

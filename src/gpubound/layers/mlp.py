@@ -54,10 +54,10 @@ class MLP(Projecting):
                 result = format_of(trained).gated(x, gates, Joined(trained.detach(), None, [trained], ()))
                 if result is not None:
                     return result
-            whole = multiply(x, gates)
-            if trained is not None and whole.nbytes // 2 >= self.recompute_bytes and format_of(trained) is AS_IT_IS:
-                return gated_down(whole, trained)
-            packed = (whole,)
+            full = multiply(x, gates)
+            if trained is not None and full.nbytes // 2 >= self.recompute_bytes and format_of(trained) is AS_IT_IS:
+                return gated_down(full, trained)
+            packed = (full,)
         y = gated(self.activation, *packed)
         return run_linear(down, recompute.mark(y, self.recompute_bytes, partial(gated, self.activation), *packed))
 

@@ -127,8 +127,8 @@ def _place(pages, row, place, mask, length, total, kv, KV: tl.constexpr, PAGE: t
     else:
         line = pages + row * tl.cdiv(length, PAGE) + place // PAGE
         page = tl.load(line, mask=mask, other=0, cache_modifier=".cg").to(tl.int64)
-        there = (page >= 0) & (page < total)
-        return (tl.where(there, page, 0) * KV + kv) * PAGE + place % PAGE, mask & there
+        in_range = (page >= 0) & (page < total)
+        return (tl.where(in_range, page, 0) * KV + kv) * PAGE + place % PAGE, mask & in_range
 
 
 @triton.jit
@@ -140,7 +140,7 @@ def _old(k_ptr, v_ptr, k_scale, v_scale, pages, row, place, live, i, inside, len
     .cg: it may be asked for before a wait has emptied this multiprocessor's L1, which holds the scale of a key beside those of
     its neighbours, as they were a step ago.
     """
-    at, there = _place(pages, row, place, live, length, total, kv, KV, PAGE)
+    at, in_range = _place(pages, row, place, live, length, total, kv, KV, PAGE)
     mask = live[:, None] & inside[None]
     tile = at[:, None] * (2 * HALF) + i[None]
     first, second = _halves(k_ptr + tile, i[None], HALF, PAIRS)
@@ -150,12 +150,12 @@ def _old(k_ptr, v_ptr, k_scale, v_scale, pages, row, place, live, i, inside, len
     vb = tl.load(v_ptr + tile + HALF, mask=mask, other=0.0, cache_modifier=".cg")
     if KIND is None:
         if PAGE is not None:
-            ka = tl.where((live & (there == 0))[:, None], float("nan"), ka)
+            ka = tl.where((live & (in_range == 0))[:, None], float("nan"), ka)
         return ka, kb, va, vb, 1.0, 1.0
     else:
         lost: tl.constexpr = 0.0 if PAGE is None else float("nan")  # a key that is not live gets no score, whatever its scale
-        ks = tl.load(k_scale + at, mask=there, other=lost, cache_modifier=".cg")
-        vs = tl.load(v_scale + at, mask=there, other=0.0, cache_modifier=".cg")
+        ks = tl.load(k_scale + at, mask=in_range, other=lost, cache_modifier=".cg")
+        vs = tl.load(v_scale + at, mask=in_range, other=0.0, cache_modifier=".cg")
         return ka.to(KIND), kb.to(KIND), va.to(KIND), vb.to(KIND), ks, vs
 
 

@@ -40,13 +40,13 @@ def launch_product(
     height   the rows of a program, where they are not the plan's to choose
     ahead    among the constants: programs in front of all others, which do something else
     """
-    rows, given = job.shape[0], [arguments[0] if argument is None else argument for argument in arguments]
+    rows, args = job.shape[0], [arguments[0] if argument is None else argument for argument in arguments]
 
     def run(plan: MatrixPlan) -> None:
         plan = plan if height is None else plan._replace(rows=height)
         along = plan.along(rows)
         kernel[(across, along) if "KIND" in constants else (along + constants.get("ahead", 0), across)](
-            *given, **constants, K=job.shape[1], R=plan.rows, C=plan.columns, WHOLE=plan.whole(rows, reach),
+            *args, **constants, K=job.shape[1], R=plan.rows, C=plan.columns, WHOLE=plan.whole(rows, reach),
             **options(plan.warps, dependent),
         )  # fmt: skip
 

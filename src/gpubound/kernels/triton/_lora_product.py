@@ -164,19 +164,19 @@ def _product(
             plan, routed = plan._replace(rows=math.gcd(plan.rows, tokens)), (own.ids, tokens, own.ids.stride(0))
         tiles = cdiv(rows, plan.rows) * cdiv(outputs, plan.columns)
         flat = described and tiles > job.chip.sms
-        given: tuple = (x, weight, bias, h, b, y)
+        args: tuple = (x, weight, bias, h, b, y)
         if described:
             tall, wide, deep = plan.rows, plan.columns, plan.depth
             of = TensorDescriptor.from_tensor
-            given = (
+            args = (
                 of(x, [tall, deep]), of(_in_memory(weight), [wide, deep] if along else [deep, wide]), bias, h, b,
                 of(y, [tall, wide // plan.parts]),
             )  # fmt: skip
             if ranks_described:
                 theirs = of(h, [tall, tile]), of(_in_memory(b), [wide, tile] if b_along else [tile, wide])
-                given = (*given[:3], *theirs, given[5])
+                args = (*args[:3], *theirs, args[5])
         _lora_product_kernel[(min(tiles, job.chip.sms) if described else tiles,)](
-            *given, *routed, rows, outputs, inputs, rank, *_edges(blocks, outputs), x.stride(0), *weight.stride(), h.stride(0),
+            *args, *routed, rows, outputs, inputs, rank, *_edges(blocks, outputs), x.stride(0), *weight.stride(), h.stride(0),
             *b.stride(), y.stride(0), DESCRIBED=described, RANKS_DESCRIBED=ranks_described, WEIGHT_ALONG=along,
             B_ALONG=b_along, COUNT=cdiv(rank, apart), APART=apart, RANKS=tile, BLOCK=plan.rows, COLUMNS=plan.columns,
             DEPTH=plan.depth, PARTS=plan.parts, GROUP=GROUP, FLAT=flat, **_arithmetic(), num_warps=plan.warps,

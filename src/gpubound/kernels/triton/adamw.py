@@ -192,8 +192,8 @@ def _scales(x):
     """(the largest magnitude of each row, one over it); both 0 for a row of nothing."""
     scale = tl.max(tl.abs(x), 1)
     scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
-    there = scale > 0
-    return scale, tl.where(there, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(there, scale, 1.0)), 0.0)
+    in_range = scale > 0
+    return scale, tl.where(in_range, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(in_range, scale, 1.0)), 0.0)
 
 
 @triton.jit
@@ -203,12 +203,12 @@ def _adamw8_kernel(weight_ptr, gradient_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_
     if tl.load(plan_ptr) != 0.0:
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         i = row.to(tl.int64)[:, None] * 256 + tl.arange(0, 256)[None, :]
-        mask, there = i < n, row < blocks
+        mask, in_range = i < n, row < blocks
         factor, decay, step_size, inverse_root = _planned(plan_ptr)
         p = tl.load((master_ptr if MASTER else weight_ptr) + i, mask=mask, other=0.0).to(tl.float32)
         g = tl.load(gradient_ptr + i, mask=mask, other=0.0) * factor
-        m_scale = tl.load(m_scale_ptr + row, mask=there, other=0.0)
-        v_scale = tl.load(v_scale_ptr + row, mask=there, other=0.0)
+        m_scale = tl.load(m_scale_ptr + row, mask=in_range, other=0.0)
+        v_scale = tl.load(v_scale_ptr + row, mask=in_range, other=0.0)
         m = _decode(tl.load(m_ptr + i, mask=mask, other=0), 6) * m_scale[:, None]
         v = _decode(tl.load(v_ptr + i, mask=mask, other=0), 7) * v_scale[:, None]
         p, m, v = _updated(p, g, m, v, i, decay_until, decay, step_size, inverse_root, BETA1, BETA2, EPS)
@@ -220,8 +220,8 @@ def _adamw8_kernel(weight_ptr, gradient_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_
         v_code = tl.where((v > 0) & (v_scale > 0)[:, None], tl.maximum(v_code, 1), v_code)
         tl.store(m_ptr + i, tl.where(m < 0, -m_code, m_code).to(tl.int8), mask=mask)
         tl.store(v_ptr + i, v_code.to(tl.uint8), mask=mask)
-        tl.store(m_scale_ptr + row, m_scale, mask=there)
-        tl.store(v_scale_ptr + row, v_scale, mask=there)
+        tl.store(m_scale_ptr + row, m_scale, mask=in_range)
+        tl.store(v_scale_ptr + row, v_scale, mask=in_range)
         _put_weight(weight_ptr, master_ptr, plan_ptr, p, i, mask, seed, MASTER, AT_RANDOM)
 
 

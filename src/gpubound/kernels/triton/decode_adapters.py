@@ -54,24 +54,24 @@ def _add_adapters_kernel(x_ptr, y_ptr, k_ptr, v_ptr, y_apart, k_apart, v_apart, 
         return
     to = tl.where(in_v, v_ptr, tl.where(in_k, k_ptr, y_ptr)) + b * tl.where(in_v, v_apart, tl.where(in_k, k_apart, y_apart))
     row = number * R + tl.arange(0, R)
-    there = row < tl.where(in_v, v_count, tl.where(in_k, k_count, y_count))
-    total = tl.load(to + row, mask=there, other=0.0).to(tl.float32)
+    in_range = row < tl.where(in_v, v_count, tl.where(in_k, k_count, y_count))
+    total = tl.load(to + row, mask=in_range, other=0.0).to(tl.float32)
     for start in range(first, first + own, RANKS):
         column = start + tl.arange(0, RANKS)
         inside, at = column < first + own, narrow + b * columns + column
-        up = _up_of(table, column, inside, columns, row, there, TYPE)
+        up = _up_of(table, column, inside, columns, row, in_range, TYPE)
         words = tl.load(at, mask=inside, other=0, volatile=True)
         total += _widened(up, _come(words, at, RANKS))
-    tl.store(to + row, total.to(y_ptr.dtype.element_ty), mask=there)
+    tl.store(to + row, total.to(y_ptr.dtype.element_ty), mask=in_range)
 
 
 @torch.no_grad()
 def add_adapters(
     x: Tensor, adapters: StepAdapters, y: Tensor, k: Tensor | None = None, v: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    given = tuple(one for one in (y, k, v) if one is not None)
-    spare = 3 - len(given)
-    three, most = (*given, *[y[:, :0]] * spare), [*map(_most, adapters.parts), *[0] * spare]
+    args = tuple(one for one in (y, k, v) if one is not None)
+    spare = 3 - len(args)
+    three, most = (*args, *[y[:, :0]] * spare), [*map(_most, adapters.parts), *[0] * spare]
     (rows, width), ranks = x.shape, max(16, min(HELD, power_of_two(max(most))))
     outputs = TILE // ranks
     tiles = [cdiv(one.shape[1], outputs) for one in three]
@@ -81,8 +81,8 @@ def add_adapters(
         x, *three, *(one.stride(0) for one in three), *(one.shape[1] for one in three), *tiles[:2], sum(tiles), *most, rows,
         K=width, R=outputs, WIDTH=power_of_two(max(adapters.columns)), **more, num_warps=4,
     )  # fmt: skip
-    bump_versions(adapters.h, adapters.before, *given)
-    return given
+    bump_versions(adapters.h, adapters.before, *args)
+    return args
 
 
 def _most(part: Sequence[StepAdapter]) -> int:

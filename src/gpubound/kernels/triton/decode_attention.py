@@ -66,11 +66,11 @@ def _combined(mine, parts, g, i, heads, GROUP: tl.constexpr, HALF: tl.constexpr,
     for start in range(0, parts, TOGETHER):
         for j in tl.static_range(TOGETHER):
             other = tl.zeros([G], tl.int32) + start + j
-            line, there = mine + (other * GROUP + g) * (D + 2), (g < GROUP) & (other < parts)
-            all_there = heads & there[:, None]
+            line, in_range = mine + (other * GROUP + g) * (D + 2), (g < GROUP) & (other < parts)
+            all_there = heads & in_range[:, None]
             # .cg: what other programs wrote is in the L2, and this multiprocessor's L1 may hold the last step's
-            their_m = tl.load(line + D, mask=there, other=NOTHING, cache_modifier=".cg")
-            their_weight = tl.load(line + D + 1, mask=there, other=1.0, cache_modifier=".cg")
+            their_m = tl.load(line + D, mask=in_range, other=NOTHING, cache_modifier=".cg")
+            their_weight = tl.load(line + D + 1, mask=in_range, other=1.0, cache_modifier=".cg")
             their_a = tl.load(line[:, None] + i[None], mask=all_there, other=0.0, cache_modifier=".cg")
             their_b = tl.load(line[:, None] + i[None] + HALF, mask=all_there, other=0.0, cache_modifier=".cg")
             new = tl.maximum(m, their_m)
@@ -168,8 +168,8 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
                 na, nb, ua, ub, ns, us = _new(
                     row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, K_NORM, OFFSET, MOST
                 )
-            at, there = _place(pages, b // TOKENS, position, True, length_max, total, kv, KV, PAGE)
-            one = inside[None] & there
+            at, in_range = _place(pages, b // TOKENS, position, True, length_max, total, kv, KV, PAGE)
+            one = inside[None] & in_range
             place = at * D + i[None]
             kind = k_ptr.dtype.element_ty
             low, high = _halves(k_ptr + place, i[None], HALF, PAIRS)
@@ -179,13 +179,13 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
             tl.store(v_ptr + place + HALF, ub.to(kind), mask=one)
             score = tl.sum(qa * na.to(tl.float32) + qb * nb.to(tl.float32), 1)
             if MOST is not None:
-                tl.store(k_scale + at + tl.arange(0, 1), ns, mask=there)
-                tl.store(v_scale + at + tl.arange(0, 1), us, mask=there)
+                tl.store(k_scale + at + tl.arange(0, 1), ns, mask=in_range)
+                tl.store(v_scale + at + tl.arange(0, 1), us, mask=in_range)
                 score *= ns
             if CAP > 0.0:
                 score = capped(score, CAP)
             if PAGE is not None:
-                score = tl.where(there, score, float("nan"))
+                score = tl.where(in_range, score, float("nan"))
             new = tl.maximum(m, score)
             p, fix = tl.exp(score - new), tl.exp(m - new)
             weight = weight * fix + p
@@ -228,9 +228,9 @@ def decode_attention(
     splits, tokens = partial.shape[2], position.numel() // len(position)
     group = out.shape[1] // D // KV
     G, HP = max(16, power_of_two(group)), max(16, power_of_two(D // 2))  # 16: the least that tensor cores take
-    most, kind, wide = LARGEST.get(cache.k.dtype), None, cache.k.element_size()
+    most, kind, wide_dtype = LARGEST.get(cache.k.dtype), None, cache.k.element_size()
     if most is not None:  # bf16 holds every code, and unlike fp16 the weights times any scale of the values
-        kind, wide = (tl.float32, 4) if interpreted() or out.dtype == torch.float32 else (tl.bfloat16, 2)
+        kind, wide_dtype = (tl.float32, 4) if interpreted() or out.dtype == torch.float32 else (tl.bfloat16, 2)
 
     def run(plan: AttentionPlan) -> None:
         along = min(splits, cdiv(len(cos), plan.keys * tiles))
@@ -241,7 +241,7 @@ def decode_attention(
             num_stages=plan.stages, **options(plan.warps, EARLY if dependent else 0),
         )  # fmt: skip
 
-    launch(job_of("decode_attention", "", (group, D // 2, KV, wide), cache.k), run)
+    launch(job_of("decode_attention", "", (group, D // 2, KV, wide_dtype), cache.k), run)
     results = written(cache, out)
     bump_versions(*results)
     return results

@@ -30,13 +30,13 @@ def _add_norm_kernel(y_ptr, norm_ptr, x_ptr, eps, K: tl.constexpr, C: tl.constex
                      DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     col = tl.arange(0, C)
-    at, there = tl.program_id(0) * K + col, col < K
+    at, in_range = tl.program_id(0) * K + col, col < K
     gain = _gained(1.0, norm_ptr, col, K, False, GAIN)
     _wait(DEPENDENT)
-    x, y = tl.load(x_ptr + at, mask=there, other=0.0), tl.load(y_ptr + at, mask=there, other=0.0)
+    x, y = tl.load(x_ptr + at, mask=in_range, other=0.0), tl.load(y_ptr + at, mask=in_range, other=0.0)
     _end(DEPENDENT)
-    tl.store(x_ptr + at, x + y / tl.sqrt(tl.sum(y * y, 0) / K + eps) * gain, mask=there)
-    tl.store(y_ptr + at, tl.zeros([C], tl.float32), mask=there)
+    tl.store(x_ptr + at, x + y / tl.sqrt(tl.sum(y * y, 0) / K + eps) * gain, mask=in_range)
+    tl.store(y_ptr + at, tl.zeros([C], tl.float32), mask=in_range)
 
 
 @torch.no_grad()

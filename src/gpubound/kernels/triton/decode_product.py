@@ -83,10 +83,10 @@ def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v
             y += _added(words, up, narrow, table, b, low, high, columns, local + row, first + row < rows, RANKS, MORE, TYPE)
         if CAP > 0.0:
             y = capped(y, CAP)
-        there = first + row < rows
-        tl.store(out_ptr + b * rows.to(tl.int64) + first + row, y, mask=there)
+        in_range = first + row < rows
+        tl.store(out_ptr + b * rows.to(tl.int64) + first + row, y, mask=in_range)
         if BEST:
-            y = tl.where(there, y, float("-inf"))
+            y = tl.where(in_range, y, float("-inf"))
             top = tl.where(tl.sum((y != y).to(tl.int32), 0) > 0, float("nan"), tl.max(y, 0))
             at = b * (tl.num_programs(0) - ahead) + program
             tl.store(best_ptr + at, top)
@@ -113,14 +113,14 @@ def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, 
     gate_ptr += first.to(tl.int64) * K
     up_ptr += first.to(tl.int64) * K
     g, u = _tile(gate_ptr, row, col, left, K, K, WHOLE), _tile(up_ptr, row, col, left, K, K, WHOLE)
-    there = row < left
+    in_range = row < left
     g_offset, u_offset = tl.zeros([R], tl.float32), tl.zeros([R], tl.float32)
     if BIAS:
-        g_offset = tl.load(gate_bias + first + row, mask=there, other=0.0).to(tl.float32)
-        u_offset = tl.load(up_bias + first + row, mask=there, other=0.0).to(tl.float32)
+        g_offset = tl.load(gate_bias + first + row, mask=in_range, other=0.0).to(tl.float32)
+        u_offset = tl.load(up_bias + first + row, mask=in_range, other=0.0).to(tl.float32)
     if table is not None:
-        g_up = _up(table, 0, split, columns, first + row, there, RANKS, TYPE)
-        u_up = _up(table, split, columns, columns, first + row, there, RANKS, TYPE)
+        g_up = _up(table, 0, split, columns, first + row, in_range, RANKS, TYPE)
+        u_up = _up(table, split, columns, columns, first + row, in_range, RANKS, TYPE)
     _wait(DEPENDENT)
     if table is not None:
         _empty(before, emptied, program, tl.num_programs(0) - ahead)
@@ -148,10 +148,10 @@ def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, 
             factor = 1.0 / tl.sqrt(tl.sum(square, 0) / K + eps)
         g_sum, u_sum = tl.sum(gate, 1) * factor + g_offset, tl.sum(up, 1) * factor + u_offset
         if table is not None:
-            g_sum += _added(g_words, g_up, narrow, table, b, 0, split, columns, first + row, there, RANKS, MORE, TYPE)
-            u_sum += _added(u_words, u_up, narrow, table, b, split, columns, columns, first + row, there, RANKS, MORE, TYPE)
+            g_sum += _added(g_words, g_up, narrow, table, b, 0, split, columns, first + row, in_range, RANKS, MORE, TYPE)
+            u_sum += _added(u_words, u_up, narrow, table, b, split, columns, columns, first + row, in_range, RANKS, MORE, TYPE)
         y = _gated(g_sum, u_sum, ACTIVATION)
-        tl.store(out_ptr + b * rows.to(tl.int64) + first + row, y.to(out_ptr.dtype.element_ty), mask=there)
+        tl.store(out_ptr + b * rows.to(tl.int64) + first + row, y.to(out_ptr.dtype.element_ty), mask=in_range)
 
 
 @triton.jit(do_not_specialize=SCALARS)
@@ -173,12 +173,12 @@ def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, table, ids, narrow,
     left = rows - first
     w_ptr += first.to(tl.int64) * K
     w = _tile(w_ptr, row, col, left, K, K, WHOLE)
-    there = row < left
+    in_range = row < left
     offset = tl.zeros([R], tl.float32)
     if BIAS:
-        offset = tl.load(bias_ptr + first + row, mask=there, other=0.0).to(tl.float32)
+        offset = tl.load(bias_ptr + first + row, mask=in_range, other=0.0).to(tl.float32)
     if table is not None:
-        up = _up(table, 0, columns, columns, first + row, there, RANKS, TYPE)
+        up = _up(table, 0, columns, columns, first + row, in_range, RANKS, TYPE)
     if boxes is not None:
         addresses = _addresses(boxes, BOXES)
     _wait(DEPENDENT)
@@ -191,7 +191,7 @@ def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, table, ids, narrow,
             w = _tile(w_ptr, row, col, left, K, K, WHOLE)
         if boxes is None:
             to = x_ptr + b * rows.to(tl.int64) + first + row
-            x = tl.load(to, mask=there, other=0.0)
+            x = tl.load(to, mask=in_range, other=0.0)
         total = tl.zeros([R, C], tl.float32)
         for start in range(0, K, C):
             total += w.to(tl.float32) * _row(h_ptr + b * K + start, col, K - start, EVEN)[None]
@@ -203,11 +203,11 @@ def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, table, ids, narrow,
             words = _asked(narrow, b, 0, columns, columns, RANKS)
         y = tl.sum(total, 1) + offset
         if table is not None:
-            y += _added(words, up, narrow, table, b, 0, columns, columns, first + row, there, RANKS, MORE, TYPE)
+            y += _added(words, up, narrow, table, b, 0, columns, columns, first + row, in_range, RANKS, MORE, TYPE)
         if boxes is not None:
-            _send(addresses, sender * room + b * rows + first + row, y.to(tl.int32, bitcast=True), stamp, there)
+            _send(addresses, sender * room + b * rows + first + row, y.to(tl.int32, bitcast=True), stamp, in_range)
         else:
-            tl.store(to, x + y, mask=there)
+            tl.store(to, x + y, mask=in_range)
 
 
 def _way(use: str, adapters: StepAdapters | None) -> str:

@@ -38,7 +38,7 @@ def _comparable(line, i, experts):
 def _choose(line, ids_ptr, weights_ptr, b, experts, S: tl.constexpr, E: tl.constexpr, EB: tl.constexpr,
             NORMALISE: tl.constexpr):  # fmt: skip
     i = tl.arange(0, E)
-    there = i < experts
+    in_range = i < experts
     mine = _comparable(line, i, experts)
     place = tl.zeros([E], tl.int32)
     for start in range(0, E, EB):
@@ -46,11 +46,11 @@ def _choose(line, ids_ptr, weights_ptr, b, experts, S: tl.constexpr, E: tl.const
         other = _comparable(line, j, experts)
         before = (other[None] > mine[:, None]) | ((other[None] == mine[:, None]) & (j[None] < i[:, None]))
         place += tl.sum(before.to(tl.int32), 1)
-    chosen = there & (place < S)
-    share = tl.where(there, tl.exp(mine - tl.max(mine, 0)), 0.0)  # ∞ - ∞ is NaN, which the sum then is too
-    whole = tl.sum(tl.where(chosen, share, 0.0), 0) if NORMALISE else tl.sum(share, 0)
+    chosen = in_range & (place < S)
+    share = tl.where(in_range, tl.exp(mine - tl.max(mine, 0)), 0.0)  # ∞ - ∞ is NaN, which the sum then is too
+    full = tl.sum(tl.where(chosen, share, 0.0), 0) if NORMALISE else tl.sum(share, 0)
     tl.store(ids_ptr + b * S + place, i, mask=chosen)
-    tl.store(weights_ptr + b * S + place, share / whole, mask=chosen)
+    tl.store(weights_ptr + b * S + place, share / full, mask=chosen)
 
 
 @triton.jit

@@ -124,9 +124,9 @@ def _group_norm_forward_kernel(x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, p
         else:
             i, means, all_squares = _load_parts(parts_ptr, tile // tiles, tiles, TILES)
             counts = tl.where(i < tiles, _count(i, places, across, PER_GROUP, CH, PL), 0).to(tl.float32)
-            whole, zero = tl.sum(means * counts, 0) / (PER_GROUP * places), tl.zeros([G * CH], tl.float32)
-            shift = means - whole
-            mean, squares = whole + zero, tl.sum(all_squares + counts * shift * shift, 0) + zero
+            full, zero = tl.sum(means * counts, 0) / (PER_GROUP * places), tl.zeros([G * CH], tl.float32)
+            shift = means - full
+            mean, squares = full + zero, tl.sum(all_squares + counts * shift * shift, 0) + zero
         _normalise(x, mean, squares, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, at, mask, group, channel, rows, places, eps,
                    GROUPS, PER_GROUP, WEIGHT, BIAS)  # fmt: skip
 

@@ -75,12 +75,12 @@ def lora_gradients(
     x, gh, g, h = (_dense(t).to(x.dtype) for t in (x, gh, g, h))
     (rows, inputs), outputs, ranks = x.shape, g.shape[1], h.shape[1]
     rank = ranks // len(blocks or (0,))
-    given = (0 if da is None else inputs, 0 if db is None else outputs)
-    job = job_of("lora", "gradients", (_rows(rows), sum(given), _ranks(ranks)), x)
+    args = (0 if da is None else inputs, 0 if db is None else outputs)
+    job = job_of("lora", "gradients", (_rows(rows), sum(args), _ranks(ranks)), x)
 
     def run(plan: ProductPlan) -> None:
         width = _within(plan.rows, blocks)
-        of_a, of_b = (cdiv(columns, width) for columns in given)
+        of_a, of_b = (cdiv(columns, width) for columns in args)
         grid = of_a + of_b, cdiv(ranks, plan.columns)
         splits = plan.splits if arrivals is not None and grid[0] * grid[1] <= arrivals.numel() else 1
         share = cdiv(cdiv(rows, splits), plan.depth) * plan.depth
@@ -92,7 +92,7 @@ def lora_gradients(
             RANKS=plan.columns, **_arithmetic(), num_warps=plan.warps, num_stages=plan.stages,
         )  # fmt: skip
 
-    if any(given):
+    if any(args):
         launch(job, run)
     bump_versions(da, db)
     return da, db

@@ -21,16 +21,16 @@ BLOCKS = 64  # of a program
 def _dequantize_nf4_kernel(codes_ptr, absmax_ptr, scale_ptr, offset_ptr, code_ptr, dynamic_ptr, out_ptr, blocks,
                            B: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
     block = tl.program_id(0) * B + tl.arange(0, B)
-    there = block < blocks
-    absmax = tl.load(absmax_ptr + block, mask=there, other=0).to(tl.int32)
-    scale = tl.load(scale_ptr + block // GROUP, mask=there, other=0.0)
+    in_range = block < blocks
+    absmax = tl.load(absmax_ptr + block, mask=in_range, other=0).to(tl.int32)
+    scale = tl.load(scale_ptr + block // GROUP, mask=in_range, other=0.0)
     largest = tl.load(dynamic_ptr + absmax) * scale + tl.load(offset_ptr)
     block = block.to(tl.int64)
     at = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None]
-    two = tl.load(codes_ptr + at, mask=there[:, None], other=0).to(tl.int32)
+    two = tl.load(codes_ptr + at, mask=in_range[:, None], other=0).to(tl.int32)
     numbers = tl.interleave(tl.load(code_ptr + (two >> 4)), tl.load(code_ptr + (two & 15)))
     to = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None]
-    tl.store(out_ptr + to, (numbers * largest[:, None]).to(out_ptr.dtype.element_ty), mask=there[:, None])
+    tl.store(out_ptr + to, (numbers * largest[:, None]).to(out_ptr.dtype.element_ty), mask=in_range[:, None])
 
 
 @torch.no_grad()

@@ -25,9 +25,9 @@ def _found(text_ptr, last, length, BLOCK: tl.constexpr):
         same = i < last
         matched = tl.zeros([BLOCK], tl.int32)
         for back in tl.static_range(GRAM):
-            there = same & (i >= back)
+            in_range = same & (i >= back)
             token = tl.load(text_ptr + tl.maximum(last - back, 0))
-            same = there & (tl.load(text_ptr + i - back, mask=there, other=-1) == token)
+            same = in_range & (tl.load(text_ptr + i - back, mask=in_range, other=-1) == token)
             matched += same.to(tl.int32)
         score = tl.maximum(score, tl.where(i < last, matched * length + i, -1))
     return tl.where(last > 0, tl.max(score, 0) % length, -1)

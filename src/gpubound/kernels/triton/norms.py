@@ -146,8 +146,8 @@ class _Norm(torch.autograd.Function):
             DB=need_db, OFFSET=ctx.offset,
         )  # fmt: skip
         owners = [owner for owner, needed in zip(ctx.small, (need_dw, need_db)) if needed]
-        given = deliver_parts(parts, owners) if owners else ()
-        dw, db = given[0] if need_dw else None, given[-1] if need_db else None
+        args = deliver_parts(parts, owners) if owners else ()
+        dw, db = args[0] if need_dw else None, args[-1] if need_db else None
         return dx, dx if need_residual else None, dw, db, None, None, None
 
 

@@ -22,15 +22,15 @@ def _send_words_kernel(y_ptr, more_ptr, columns, width, column, boxes, box, stat
     """A row of y by program_id(1), into rows of `width` words."""
     _begin(DEPENDENT)
     i, b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
-    there = i < columns
+    in_range = i < columns
     _wait(DEPENDENT)
-    bits = tl.load(y_ptr + b * columns + i, mask=there, other=0)
+    bits = tl.load(y_ptr + b * columns + i, mask=in_range, other=0)
     if MORE > 0:
         y = bits.to(tl.float32, bitcast=True)
         for nth in tl.static_range(MORE):
-            y += tl.load(more_ptr + (b * MORE + nth) * columns + i, mask=there, other=0.0)
+            y += tl.load(more_ptr + (b * MORE + nth) * columns + i, mask=in_range, other=0.0)
         bits = y.to(tl.int32, bitcast=True)
-    _send(_addresses(boxes, BOXES), sender * room + b * width + column + i, bits, _stamp(state, number), there)
+    _send(_addresses(boxes, BOXES), sender * room + b * width + column + i, bits, _stamp(state, number), in_range)
 
 
 @triton.jit(do_not_specialize=[*SCALARS, "count"])
@@ -40,13 +40,13 @@ def _take_words_kernel(out_ptr, count, boxes, box, state, number, sender, room, 
     """Received words, this device's too, mean that the kernel before is at its end: wait for it after them."""
     _begin(DEPENDENT)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = i < count
-    words = _take(box, state, i, _stamp(state, number), there, room, SENDERS, S)
+    in_range = i < count
+    words = _take(box, state, i, _stamp(state, number), in_range, room, SENDERS, S)
     _wait(DEPENDENT)
     if ADDED:
-        tl.store(out_ptr + i, tl.load(out_ptr + i, mask=there, other=0.0) + _summed(words, SENDERS, S), mask=there)
+        tl.store(out_ptr + i, tl.load(out_ptr + i, mask=in_range, other=0.0) + _summed(words, SENDERS, S), mask=in_range)
     else:
-        tl.store(out_ptr + i, tl.max(words, 0), mask=there)
+        tl.store(out_ptr + i, tl.max(words, 0), mask=in_range)
 
 
 @torch.no_grad()
@@ -64,10 +64,10 @@ def send_words(y: Tensor, mail: Mail, column: int = 0, more: Tensor | None = Non
 @torch.no_grad()
 def take_words(out: Tensor, mail: Mail, added: bool = False, dependent: int = 0) -> Tensor:
     block = min(WORDS, max(32, power_of_two(out.numel())))
-    to, given = out if added else out.view(torch.int32), mailed(mail)
-    warps = warps_taking(given["S"] * block, WARPS)
+    to, args = out if added else out.view(torch.int32), mailed(mail)
+    warps = warps_taking(args["S"] * block, WARPS)
     _take_words_kernel[(cdiv(out.numel(), block),)](
-        to, out.numel(), **given, BLOCK=block, ADDED=added, **options(warps, min(dependent, EARLY))
+        to, out.numel(), **args, BLOCK=block, ADDED=added, **options(warps, min(dependent, EARLY))
     )
     bump_versions(out)
     return out

@@ -56,16 +56,16 @@ def _norm_product_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, b
     _begin(DEPENDENT)
     first = tl.program_id(0) * B  # of the rows of x, that this program multiplies
     row = tl.program_id(1) * R + tl.arange(0, R)
-    there = row < rows
+    in_range = row < rows
     offset = _bias(bias_ptr, row, rows, R, BIAS)
     sums = _row_sums(x_ptr + first * K, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B, K, KIND, R, C, GAIN, WHOLE, DEPENDENT)
     for b in tl.static_range(B):
         y = sums[b] + offset
         if CAP > 0.0:
             y = capped(y, CAP)
-        tl.store(out_ptr + (first + b) * rows.to(tl.int64) + row, y, mask=there)
+        tl.store(out_ptr + (first + b) * rows.to(tl.int64) + row, y, mask=in_range)
         if BEST:
-            y = tl.where(there, y, float("-inf"))
+            y = tl.where(in_range, y, float("-inf"))
             top = tl.where(tl.sum((y != y).to(tl.int32), 0) > 0, float("nan"), tl.max(y, 0))
             at = (first + b) * tl.num_programs(1) + tl.program_id(1)
             tl.store(best_ptr + at, top)
@@ -110,12 +110,12 @@ def _dequantize_kernel(w_ptr, scale_ptr, out_ptr, one, rows, K: tl.constexpr, KI
     WORDS: tl.constexpr = 4 if KIND == "fp4" else 128 // SLOTS  # between two slots of a word
     N: tl.constexpr = _words(K, KIND)
     row, word = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1) * C + tl.arange(0, C)
-    there = (row < rows)[:, None] & (word < N)[None]
+    in_range = (row < rows)[:, None] & (word < N)[None]
     row = row.to(tl.int64)
-    words = tl.load(w_ptr + row[:, None] * N + word[None], mask=there, other=0)
+    words = tl.load(w_ptr + row[:, None] * N + word[None], mask=in_range, other=0)
     SCALES: tl.constexpr = _scales(K, KIND)
     group = word // (N // SCALES)
-    scale = _scale(tl.load(scale_ptr + row[:, None] * SCALES + group[None], mask=there, other=0), KIND)
+    scale = _scale(tl.load(scale_ptr + row[:, None] * SCALES + group[None], mask=in_range, other=0), KIND)
     to = out_ptr + ((row % TURNS) * (rows // TURNS) + row // TURNS)[:, None] * K
     for slot in tl.static_range(SLOTS):
         col = word // WORDS * (SLOTS * WORDS) + word % WORDS + slot * WORDS
@@ -126,7 +126,7 @@ def _dequantize_kernel(w_ptr, scale_ptr, out_ptr, one, rows, K: tl.constexpr, KI
             number = number * _FP4_HALFWAY * _FP4_HALFWAY
         else:
             number -= _excess(slot, KIND)
-        tl.store(to + col[None], (number * scale).to(out_ptr.dtype.element_ty), mask=there & (col < K)[None])
+        tl.store(to + col[None], (number * scale).to(out_ptr.dtype.element_ty), mask=in_range & (col < K)[None])
 
 
 @triton.jit

@@ -208,11 +208,11 @@ def _launch(kernel: Any, weight: Tensor, x: Tensor, rows: int, dependent: int, *
     """rows: of all weights. None among the arguments is a tensor that this form does not read: the first stands in for it."""
     count, width = x.shape
     tall = max(ROWS, power_of_two(count))
-    given = [arguments[0] if argument is None else argument for argument in arguments]
+    args = [arguments[0] if argument is None else argument for argument in arguments]
 
     def run(plan: HeldPlan) -> None:
         kernel[(-(-rows // plan.rows),)](
-            *given, count, TB=tall, K=width, S=plan.warps, R=plan.rows, C=plan.columns // plan.warps, HELD=plan.held,
+            *args, count, TB=tall, K=width, S=plan.warps, R=plan.rows, C=plan.columns // plan.warps, HELD=plan.held,
             AHEAD=plan.ahead, WHOLE=rows % plan.rows == 0 and width % plan.columns == 0, WIDE=interpreted(), **constants,
             **options(plan.warps, dependent),
         )  # fmt: skip
