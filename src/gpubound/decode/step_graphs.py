@@ -28,7 +28,7 @@ ON_CPU = 1  # the same on a CPU, where a launch has ended when it returns: its t
 
 @dataclass(frozen=True)
 class Tokens:
-    """What one launch brought, on the host."""
+    """The result of one launch, on the host."""
 
     emitted: list[list[int]]  # (k, B), -1 where a row had ended
     logprobs: list[list[float]]  # (k, B); empty where nobody asked for them
@@ -90,13 +90,13 @@ class BatchState:
             self.marks()[:rows] = to_device(marks, self.device)
 
     def end(self, rows: list[int]) -> None:
-        """Let these rows generate no more: what the host found out, such as a stop string."""
+        """End these rows, for a reason that only the host knows, such as a stop string."""
         kept = torch.ones(self.max_batch, dtype=torch.int32, device="cpu")
         kept[rows] = 0
         self.rows.alive.mul_(to_device(kept, self.device))
 
     def send(self, steps: int) -> None:
-        """Behind a launch of `steps`: copy what it brought into the next slot of the ring."""
+        """Copy the results of a launch of `steps` into the next slot of the ring."""
         slot, self._next = self._next, (self._next + 1) % RING
         self._ring[slot].copy_(self.block, non_blocking=True)
         if self._events:
@@ -109,7 +109,7 @@ class BatchState:
         return len(self._waiting)
 
     def receive(self, logprobs: bool = False) -> Tokens:
-        """What the oldest launch brought, as soon as it is there: numbers, because each index into a tensor takes a µs."""
+        """Return the oldest launch's results as lists once they have arrived: indexing a tensor takes a µs each time."""
         slot, steps = self._waiting.popleft()
         while self._events and not self._events[slot].query():
             time.sleep(2e-5)  # asks, and lets other threads run meanwhile; a wait on the event would hold the host
@@ -119,13 +119,13 @@ class BatchState:
         return Tokens(block[:steps].tolist(), said, alive, bad)
 
     def drop(self) -> None:
-        """Forget launches that nobody will read (a stream abandoned half-way)."""
+        """Discard launches that will not be read, of a stream that was closed early."""
         while self._waiting:
             self.receive()
 
 
 class SamplingVariant(NamedTuple):
-    """How tokens are chosen, as far as it changes what is launched."""
+    """The options of sampling that change which kernels are launched."""
 
     greedy: bool = True
     penalty: bool = False
@@ -153,21 +153,21 @@ class Stepper:
         """The prompts (B, T), right-padded, without their last tokens: what the body does not keep of them."""
 
     def moved(self) -> str | None:
-        """The name of a weight that the body does not read and that has moved."""
+        """Return the name of a weight that moved and that the runner does not read."""
         return None
 
     def rebind(self) -> None:
-        """Take such weights as they are now."""
+        """Read such weights again."""
 
     def bytes_a_step(self, live: list[int]) -> int:
-        """What a step reads besides what the body's pass does."""
+        """Return the bytes that a step reads besides the runner's."""
         return 0
 
     def report(self) -> list[tuple[str, str, str]]:
         return []
 
     def exact(self, rows: int) -> bool:
-        """Whether so many rows get their logits from the same kernels as in a plain step."""
+        """Return whether this number of rows gets its logits from the kernels of a plain step."""
         return True
 
 
@@ -179,7 +179,7 @@ def into_body(body: Any, emitted: Tensor) -> Into:
 def choose(
     body: Any, logits: Tensor, state: Rows, settings: Settings | None, into: Into, logprob: Tensor | None = None
 ) -> None:
-    """The next token of each row. No settings: the likeliest, whose logit the body has found by parts."""
+    """Choose the next token of each row. Without settings: the likeliest, from the runner's partial maxima."""
     rows = len(into.emitted)
     if settings is None:
         pick(body.best[:rows], body.arg[:rows], state, into, dependent=body.chained(rows))
@@ -210,7 +210,7 @@ class StepGraphs:
         return len(self._launches)
 
     def made(self, rows: int, steps: int, way: SamplingVariant) -> bool:
-        """Whether `launch` finds its graph captured."""
+        """Return whether the graph for `launch` is captured."""
         return (rows, steps, way) in self._launches
 
     def launch(self, rows: int, steps: int, way: SamplingVariant) -> None:
@@ -258,7 +258,7 @@ class StepGraphs:
         return runner.replay
 
     def _state(self, rows: int) -> list[tuple[Tensor, Tensor]]:
-        """What a step changes besides the place it writes in the cache, which the next step at that position writes again."""
+        """Return copies of the tensors that a step changes, except the cache, whose position the next step writes again."""
         tensors = [self.slots.block, self.slots.rows.token, self.slots.rows.position, *self.body.carried()]
         tensors += [t for t in (self.body.x, self.slots.seen) if t is not None]
         return [(t, t.clone()) for t in tensors]

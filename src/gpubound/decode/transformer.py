@@ -113,7 +113,7 @@ class FusedRunner(ModelRunner):
             self.host.take()
 
     def _take_together(self, bench: Workspace) -> None:
-        """What parts on this bench have to know of products that take rows together."""
+        """Set the row count from which GEMMs take rows together, and the stream's 16-bit copy that they read."""
         bench.few = self.narrowest if self.tiled else None
         behind = any(part.post_norm is not None for layer in self.live.layers for part in layer)  # what adds to the stream then
         copied = bench.few is not None and not behind
@@ -143,20 +143,20 @@ class FusedRunner(ModelRunner):
         return self.live.shape.hidden
 
     def enter(self, token: Tensor, x: Tensor) -> None:
-        """Begin a lane's round: x (B, hidden) becomes the stream before the first layer."""
+        """Write the embedded tokens to x (B, hidden), the stream of a micro-batch before the first layer."""
         x.copy_(F.embedding(token, self.live.embed))
         if self.live.shape.embedded != 1:
             x *= self.live.shape.embedded
 
     def pass_stage(self, number: int, x: Tensor, token: Tensor, position: Tensor, first: int) -> None:
-        """The stream x behind the layers of a stage, in place; its rows are those of the cache from `first` on."""
+        """Run a stage on the stream x in place. Its rows are those of the cache from `first` on."""
         span = self.spans[number]
         span.cache.first = first
         span.step(x, position, self.mode(len(x)), self.chains(len(x)))
         span.cache.first = 0
 
     def leave(self, x: Tensor) -> Tensor:
-        """The logits (B, V) of the stream x behind the last layer."""
+        """Return the logits (B, V) of the stream x after the last layer."""
         rows, mode = len(x), self.mode(len(x))
         if not self.narrow(rows):
             return self.logits_of(normed_rows(x, self.live.norm, self.normed[:rows], mode))
@@ -164,7 +164,7 @@ class FusedRunner(ModelRunner):
         return self.head.norm_product(x, self.live.norm, self.logits[:rows], mode, best, self.live.shape.logit_cap)
 
     def logits_of(self, h: Tensor) -> Tensor:
-        """The logits of a step, by torch, for normed h (B, hidden)."""
+        """Return the logits of normed h (B, hidden), computed by torch."""
         logits, (weight,) = self.logits[: len(h)], self.head.matrices()
         if h.dtype == logits.dtype:
             torch.mm(h, weight.detach().t(), out=logits)
@@ -178,15 +178,15 @@ class FusedRunner(ModelRunner):
         return rows <= self.narrowest
 
     def chains(self, rows: int) -> bool:
-        """Whether the layers are chains of kernels of our own."""
+        """Return whether the layers run gpubound's kernels only, and no cuBLAS."""
         return rows <= max(self.narrowest, self.tiled)
 
     def ways(self) -> set[int]:
-        """A number of rows for each way in which a step is computed."""
+        """Return one number of rows for each path that computes a step."""
         return {1, *(min(self.max_batch, n) for n in (self.tiled, self.max_batch) if n > self.narrowest)}
 
     def mode(self, rows: int) -> int:
-        """How a step's kernels are launched: each may start while the one before runs, on a GPU that can."""
+        """Return the launch mode of a step's kernels: programmatic dependent launch where the GPU has it."""
         if not can_chain(self.device):
             return 0
         return EARLY if not self.narrow(rows) or self.gate_up_bytes <= self.form.early_bytes else LATE
@@ -208,7 +208,7 @@ class FusedRunner(ModelRunner):
         self.adapting.choose(names)
 
     def begin(self, token: Tensor) -> None:
-        """Embed the first tokens; from then on the sampler does."""
+        """Embed the first tokens. The sampler embeds those that follow."""
         self.x[: len(token)] = F.embedding(token, self.live.embed)
 
     def reserve(self, limits: Tensor) -> None:
@@ -217,7 +217,7 @@ class FusedRunner(ModelRunner):
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
-        """Write the keys and values of ids (B, T), right-padded. What lies behind a row's length is never read."""
+        """Write the keys and values of ids (B, T), right-padded. Positions after a row's length are never read."""
         for start in range(0, ids.shape[1], CHUNK):
             self.streamed(ids[:, start : start + CHUNK], start)  # a span may read a chunk while the next has the one before
         if self.host:
@@ -225,12 +225,12 @@ class FusedRunner(ModelRunner):
 
     @torch.no_grad()
     def hidden(self, ids: Tensor, start: int = 0) -> Tensor:
-        """The last hidden state (B, T, hidden) of ids (B, T) at places start.., behind what the cache holds."""
+        """Return the last hidden state (B, T, hidden) of ids (B, T) at positions from start on, after those in the cache."""
         x, pending = self.streamed(ids, start)
         return added(x.to(self.device), pending.to(self.device), self.live.norm)[0]
 
     def streamed(self, ids: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """The stream of ids (B, T) at places start.. behind the last layer, where that lies, and what is to be added to it."""
+        """Return the stream of ids (B, T) after the last layer, on its device, and the last MLP's output, not yet added."""
         self.adapting.mark(len(ids), ids.shape[1])
         x = self.embedded(ids)
         pending: Any = None
@@ -279,7 +279,7 @@ class FusedRunner(ModelRunner):
 
     @contextmanager
     def trace_routing(self) -> Iterator[RoutingTrace]:
-        """The choices for the last row of all steps and prefills meanwhile."""
+        """Record the experts that the last row of each step and prefill is routed to."""
         found = RoutingTrace()
         for span in self.spans:
             span.bench.routing_trace = found
@@ -314,7 +314,7 @@ class FusedRunner(ModelRunner):
         return [*rows, *special, *self.adapting.report(), *weights, *self._rounding()]
 
     def _rounding(self) -> list[tuple[str, str, str]]:
-        """What the cache is, if it is no plain one, and what all the rounding costs."""
+        """Return the table's rows about the cache's format and the measured cost of rounding."""
         rows = self.cache.report()
         if self.rounds:
             rows.append(("accuracy", "measured" if self.measured else "not measured", str(self.measured or "")))
