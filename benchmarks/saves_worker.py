@@ -26,9 +26,9 @@ from gpubound.parallel import Ranks, join
 from gpubound.parallel.sharded import shard_made
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.checkpoint import Checkpoints, joined
+from gpubound.train.checkpoint_convert import convert_tensors
 from gpubound.train.recompute import blocks_of
 from gpubound.train.run import SETTLED
-from gpubound.train.taking_up import taken_up
 
 from .bench_checkpoint import SavesJob, batches, one_round
 from .serving import answer, settle
@@ -123,7 +123,7 @@ def taken(folder: Path, step: TrainStep, ranks: Ranks) -> float:
     began = time.perf_counter()
     newest = Checkpoints(folder / "ours", ranks=ranks).latest()
     assert newest is not None
-    tensors = taken_up(newest, state_of(step))
+    tensors = convert_tensors(newest, state_of(step))
     step.load_state_dict({name.removeprefix("step."): t for name, t in tensors.items() if name.startswith("step.")})
     settle(ranks.device.type)
     return time.perf_counter() - began

@@ -10,7 +10,7 @@ from gpubound.cli.session import Scale
 from gpubound.cli.speed import Speed
 from gpubound.decode.result import Generated, Generation
 from gpubound.parallel import ALONE
-from gpubound.train.work import TokenWork
+from gpubound.train.flops import TokenFlops
 from tests.messages import message
 
 
@@ -57,7 +57,7 @@ def test_a_matrix_rate_that_is_passed_ends_the_shares_of_a_run(limits, capsys, m
     """Its head names the rate, so the one that is measured now is for the next run."""
     monkeypatch.setattr(trace, "_said", set())
     scale = Scale.__new__(Scale)
-    scale.work = TokenWork([(6, 1_000_000, "parameters in products")], [], 1)
+    scale.work = TokenFlops([(6, 1_000_000, "parameters in products")], [], 1)
     scale.run = SimpleNamespace(ranks=ALONE, stage=SimpleNamespace(recipe=SimpleNamespace(seq=8)), device=torch.device("cpu"))
     scale.figure, scale.flops_per_s = "fp32_flops_per_s", 1e9
     assert scale.fill({"tokens_per_s": 100.0})["mfu"] == 0.6

@@ -15,7 +15,7 @@ from torch import nn
 
 import gpubound as gb
 from gpubound.parallel import join
-from gpubound.train import whole as one_file
+from gpubound.train import safetensors_file as one_file
 from gpubound.train.checkpoint import Checkpoints
 from tests.parallel.processes import on_ranks, started
 from tests.train.runs import build_corpus

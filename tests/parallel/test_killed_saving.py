@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from gpubound.parallel import join, saved
-from gpubound.train import checkpoint, state_file
+from gpubound.train import checkpoint, manifest
 from gpubound.train.checkpoint import Checkpoints
 from tests.messages import message
 from tests.parallel.processes import RankFailed, on_ranks, started
@@ -18,7 +18,7 @@ STAGES = [
     # who is killed, at which call, before or behind it, whether the checkpoint is there
     (1, checkpoint.Staging, "give", "before", False),
     (1, saved._Saving, "resolve_data", "before", False),  # its file is open
-    (1, state_file, "flushed", "behind", False),  # its files are on disk, but it has not said so
+    (1, manifest, "flushed", "behind", False),  # its files are on disk, but it has not said so
     (0, os, "replace", "before", False),  # all have said so
     (0, os, "replace", "behind", True),
 ]

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gpubound.errors import DataError
 from gpubound.parallel import join
 from gpubound.train.checkpoint import Checkpoints, open_checkpoint
-from gpubound.train.taking_up import taken_up
+from gpubound.train.checkpoint_convert import convert_tensors
 from tests.messages import message
 from tests.parallel.processes import on_ranks
 
@@ -138,13 +138,13 @@ def fails_on_one(folder, stage):
     """What each rank hears where rank 1's disk is full in a stage of the second checkpoint; then a third goes well."""
     import gpubound.train.checkpoint as home
     from gpubound.parallel import saved as shards
-    from gpubound.train import state_file
+    from gpubound.train import manifest
 
     with join("cpu") as ranks:
         store, tensors = Checkpoints(folder, ranks=ranks), made("shards", ranks.world)[0].state_dict()
         store.save(1, tensors, {}, wait=True)
         owner, name = {
-            "write": (shards._Saving, "resolve_data"), "staging": (home.Staging, "give"), "sync": (state_file, "flush"),
+            "write": (shards._Saving, "resolve_data"), "staging": (home.Staging, "give"), "sync": (manifest, "flush"),
         }[stage]  # fmt: skip
         whole = getattr(owner, name)
 
@@ -226,7 +226,7 @@ def test_masters_of_replicas_are_the_weights_of_shards(tmp_path, masters_there):
     store = Checkpoints(tmp_path)
     store.save(1, replicas if masters_there else shards, {}, wait=True)
     live = {name: torch.zeros_like(t) for name, t in (shards if masters_there else replicas).items()}
-    got = taken_up(store.latest(), live)
+    got = convert_tensors(store.latest(), live)
     wanted = shards if masters_there else replicas
     assert got.keys() == live.keys() and all(got[name] is live[name] for name in live)
     assert all(torch.equal(live[name], t) for name, t in wanted.items())

@@ -18,7 +18,7 @@ from gpubound.parallel import ALONE, join
 from gpubound.parallel.sharded import shard
 from gpubound.train import sharding
 from gpubound.train.adamw8 import AdamW8bit
-from gpubound.train.average import Average
+from gpubound.train.ema import Ema
 from gpubound.train.muon import Muon
 from gpubound.train.objectives.masked_diffusion import MaskedDiffusion
 from gpubound.train.recompute import blocks_of
@@ -97,7 +97,7 @@ def trained(
             model, objective, optimizer, accumulate=each, clip=0.5, precision=precision, graph="off", ranks=ranks, **options
         )
         recompute_from(model, least)
-        average = Average(step, 0.9)
+        average = Ema(step, 0.9)
         reports = []
         for number in range(STEPS):
             micro_batches = [batch(number, ranks.rank + world * i) for i in range(each)]

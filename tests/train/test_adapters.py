@@ -15,9 +15,9 @@ from gpubound.cli.saved import open_saved
 from gpubound.errors import DataError
 from gpubound.models import load_hf
 from gpubound.train.adapters import Lora
+from gpubound.train.flops import flops_of
 from gpubound.train.prepare import prepare
 from gpubound.train.recipe import Recipe
-from gpubound.train.work import work_of
 from tests.messages import message
 
 from .runs import CHATS, assert_same, losses, recipe, train
@@ -243,11 +243,11 @@ def test_the_work_of_a_token(base):
     model = load_hf(base)
     matrices = {n: p.numel() for n, p in model.named_parameters() if p.dim() == 2}  # the head is tied to the embedding
     every, first = sum(matrices.values()), sum(n for name, n in matrices.items() if ".layers.0." in name)
-    assert work_of(model, sizes(model)).flops_per_token(10) == 6 * every + 6 * 2 * 64 * 10
+    assert flops_of(model, sizes(model)).flops_per_token(10) == 6 * every + 6 * 2 * 64 * 10
     lora.add(model, 4, targets=[r"model.layers.1.mlp.up_proj"])
-    assert work_of(model, sizes(model)).flops_per_token(10) == (
+    assert flops_of(model, sizes(model)).flops_per_token(10) == (
         6 * 4 * (64 + 128) + 4 * (every - first) + 2 * first + (6 + 2) * 64 * 10
     )
-    before = work_of(model, sizes(model))
+    before = flops_of(model, sizes(model))
     lora.quantize_base(model, "nf4")
-    assert work_of(model, sizes(model)) == before, "codes stand for as many numbers"
+    assert flops_of(model, sizes(model)) == before, "codes stand for as many numbers"

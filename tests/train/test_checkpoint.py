@@ -146,7 +146,7 @@ def test_a_full_disk_is_an_error_and_costs_nothing(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("gpubound.train.whole.write_tensors", full)
+    monkeypatch.setattr("gpubound.train.safetensors_file.write_tensors", full)
     store.save(2, tensors(2), {})
     with pytest.raises(DataError) as error:
         store.wait()

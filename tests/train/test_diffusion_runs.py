@@ -8,8 +8,8 @@ import torch
 from gpubound.corpus import Tokenizer
 from gpubound.models import RichardsConfig, RichardsDecoder
 from gpubound.models.richards.training import sizes
+from gpubound.train.flops import flops_of
 from gpubound.train.objectives.masked_diffusion import MaskedDiffusion
-from gpubound.train.work import work_of
 
 from .runs import assert_same, losses, recipe, train
 
@@ -44,7 +44,7 @@ def test_the_work_of_a_token_that_sees_both_sides():
     """Attention fills its whole square: 12 · seq · width a layer, forward and backward."""
     small = RichardsConfig(32, 48, 3, 4, 2, 64, head_width=8)
     models = [RichardsDecoder(replace(small, causal=causal)) for causal in (True, False)]
-    causal, both = (work_of(model, sizes(model)).flops_per_token(100) for model in models)
+    causal, both = (flops_of(model, sizes(model)).flops_per_token(100) for model in models)
     assert both - causal == 6 * 3 * 32 * 100
 
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 from gpubound.cli.train import Train, from_file
 from gpubound.errors import DataError
 from gpubound.train.checkpoint import TENSORS, Checkpoints, open_checkpoint
-from gpubound.train.state_file import STATE
+from gpubound.train.manifest import STATE
 from tests.messages import message
 
 bounded = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])

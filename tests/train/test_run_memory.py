@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpubound.train.prepare import fitted, largest_micro_batch, prepare
+from gpubound.train.prepare import fit_micro_batch, largest_micro_batch, prepare
 from gpubound.train.recipe import Recipe
 from tests.messages import message
 
@@ -41,5 +41,5 @@ def test_the_largest_that_fits_and_as_many_rows_a_step():
 def test_auto_batch_takes_one_phase(two_phases, tmp_path):
     run = prepare(recipe("", tmp_path, **two_phases), progress=False)
     with pytest.raises(ValueError) as error:
-        fitted(run.stages, run.tokenizer, torch.device("cuda"))
+        fit_micro_batch(run.stages, run.tokenizer, torch.device("cuda"))
     assert str(error.value) == message("train/run_memory:auto_batch_takes_one_pha")

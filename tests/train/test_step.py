@@ -14,7 +14,7 @@ from gpubound import trace
 from gpubound.feed import feed
 from gpubound.parallel import ALONE, Ranks
 from gpubound.train import AdamW, Schedule, TrainStep
-from gpubound.train.average import Average
+from gpubound.train.ema import Ema
 from gpubound.train.flat_buffers import Weights
 from tests.messages import message
 
@@ -165,7 +165,7 @@ def test_the_average_moves_only_with_the_weights():
     """A step that is not finite, and one without items, leave it and its decay as they were: against the recurrence."""
     model = Poison()
     step = TrainStep(model, poisoned, precision="fp32", graph="off")
-    average, (name, weight) = Average(step, 0.9), next(model.named_parameters())
+    average, (name, weight) = Ema(step, 0.9), next(model.named_parameters())
     wanted, (ids, labels) = weight.detach().clone(), draw(2)
     updates = 0
     for factor, labels_now in ((1.0, labels), (float("nan"), labels), (1.0, torch.full_like(labels, -100)), (2.0, labels)):

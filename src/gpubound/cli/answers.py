@@ -23,8 +23,8 @@ from ..errors import GenerateError
 from ..parallel.copies import Copies
 from ..trace import notice
 from ..train.checkpoint import Checkpoint
-from ..train.origin import ORIGIN
-from ..train.state_file import STATE
+from ..train.export_metadata import ORIGIN
+from ..train.manifest import STATE
 from .lines import Lines
 from .saved import base_named_in, is_adapter, source_of
 from .session import room

@@ -29,10 +29,10 @@ from ..monitor.figures import skipped as skipped_steps, warnings
 from ..monitor.live import Gauges, open_log
 from ..parallel import ALONE, Ranks
 from ..trace import fallbacks, notice
+from ..train.flops import flops_of
 from ..train.loop import Record, Stop
 from ..train.precision import precision
 from ..train.run import HOPELESS, Run
-from ..train.work import work_of
 from ..version import __version__
 
 
@@ -161,7 +161,7 @@ class Scale:
     """Turns a step's pace into a share of this machine's measured matrix rate."""
 
     def __init__(self, run: Run):
-        self.run, self.work = run, work_of(run.model, family_of(run.recipe.model).sizes(run.model))
+        self.run, self.work = run, flops_of(run.model, family_of(run.recipe.model).sizes(run.model))
         numbers = precision(run.recipe.precision_on(run.device))  # a sharded model's rows are fp32, whatever it computes in
         kind = "tf32" if run.recipe.precision == "tf32" else MATRIX_KINDS[numbers.dtype]
         self.figure = f"{kind}_flops_per_s"

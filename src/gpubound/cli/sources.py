@@ -50,8 +50,8 @@ def check_path(path: str | Path) -> None:
 def find(path: Path) -> "Path | Checkpoint":
     """The Hugging Face folder, adapter or checkpoint that `path` means; of a run its export, or a later checkpoint."""
     from ..train.checkpoint import Checkpoints, open_checkpoint
-    from ..train.origin import newer
-    from ..train.state_file import STATE
+    from ..train.export_metadata import newer
+    from ..train.manifest import STATE
 
     check_path(path)
     if (path / STATE).exists():

@@ -14,7 +14,7 @@ from ..models.llama.decoder import Decoder, DecoderConfig
 from ..models.registry import family_of, is_named
 from ..train.adapters import Lora
 from ..train.flat_buffers import FlatLayout, counted
-from ..train.muon import Muon, numbers_by_rule
+from ..train.muon import Muon, count_by_rule
 from ..train.optimizer import AdamW
 from ..train.precision import Precision, precision as precision_named
 from ..train.recipe import Recipe, check_model
@@ -186,7 +186,7 @@ def outlined(
     lora: Lora | None = None, **options,
 ) -> StepConfig:  # fmt: skip
     """Return the step of a model on any device, which gets the adapters of `lora`."""
-    by_adamw, by_muon = numbers_by_rule(model, optimizer)  # a tied table is one parameter
+    by_adamw, by_muon = count_by_rule(model, optimizer)  # a tied table is one parameter
     in_block = sum(p.numel() for p in model.model.layers[0].parameters())
     other = by_adamw + by_muon - model.config.layers * in_block
     if lora is not None:

@@ -22,7 +22,7 @@ from ..models.registry import is_named
 from ..trace import notice
 from .checkpoint import Checkpoint
 from .kinds import check_kind
-from .state_file import checksum
+from .manifest import checksum
 
 WHERE = "recipe: lora"
 LARGEST_RANK = 1 << 16

@@ -19,7 +19,7 @@ from ..parallel.pieces import Piece
 from ..trace import notice
 from .adapters import Lora
 from .flat_buffers import counted
-from .muon import numbers_by_rule
+from .muon import count_by_rule
 from .precision import precision as precision_named
 from .recipe import Recipe
 from .recompute import blocks_of
@@ -112,7 +112,7 @@ def choose_sharded(recipe: Recipe, outline: Callable[[], nn.Module], device: tor
             notice("parallel: fsdp: there is one process, so it holds the whole model.")
         return False
     numbers, model = precision_named(recipe.precision_on(device)), outline()
-    layout = counted(numbers.dtype, *numbers_by_rule(model, recipe.numbers))
+    layout = counted(numbers.dtype, *count_by_rule(model, recipe.numbers))
     need = sum(layout.bytes(numbers.masters).values()) + recipe.numbers.moment_bytes(layout)
     need += 0 if recipe.adapters is None else recipe.adapters.frozen_bytes(model, numbers.dtype)
     who, what = "GPU" if device.type == "cuda" else "rank", "of weights, gradient and moments"

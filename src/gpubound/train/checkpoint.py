@@ -35,10 +35,10 @@ from ..parallel import ALONE, Ranks
 from ..parallel.pieces import Piece, any_sharded, piece_of
 from ..parallel.wrapped import tell_if_saved_apart
 from ..trace import notice
-from . import state_file, whole
+from . import manifest, safetensors_file
+from .manifest import STATE
+from .safetensors_file import TENSORS
 from .staging import Staging
-from .state_file import STATE
-from .whole import TENSORS
 
 WHERE = "where"  # in a checkpoint's facts: the folder that relative paths of its recipe begin in
 _NAME = re.compile(r"step-(\d{8,})$")
@@ -47,7 +47,7 @@ _NAME = re.compile(r"step-(\d{8,})$")
 def _form(sharded: bool) -> Any:
     """The module that writes and reads the tensors' files."""
     if not sharded:
-        return whole
+        return safetensors_file
     from ..parallel import saved  # with torch.distributed.checkpoint, which takes half a second to import
 
     return saved
@@ -230,7 +230,7 @@ class Checkpoints:
             host = writers.together(lambda: self._staging.give({name: piece.local for name, piece in pieces.items()}))
             pieces = {name: piece.moved(host[name]) for name, piece in pieces.items()}
             written = writers.together(
-                lambda: [state_file.flushed(file) for file in _form(sharded).write(fresh, pieces, writers)]
+                lambda: [manifest.flushed(file) for file in _form(sharded).write(fresh, pieces, writers)]
             )
             files = {name: about for some in writers.gather(written) for name, *about in some}
             writers.together(partial(self._commit, fresh, final, {"step": step, "facts": facts}, sharded, files))
@@ -252,12 +252,12 @@ class Checkpoints:
             state["files"] = files
         else:
             state["bytes"], state["crc32"] = files[TENSORS]
-        state_file.write(fresh, state)
+        manifest.write(fresh, state)
         self.first()
         if final.exists():  # a resumed run reaches a step that it had saved before
             shutil.rmtree(final)
         os.replace(fresh, final)
-        state_file.flush(self.folder)
+        manifest.flush(self.folder)
         self._prune(state["step"])
 
     def _prune(self, newest: int) -> None:
@@ -269,7 +269,7 @@ class Checkpoints:
         paths = list(steps)
         kept = set(paths[-self.keep :])
         kept |= {p for p in paths if self.keep_every and steps[p] % self.keep_every == 0}
-        scores = [(score, p) for p in paths if (score := state_file.score_of(p)) is not None]
+        scores = [(score, p) for p in paths if (score := manifest.score_of(p)) is not None]
         kept |= {min(scores)[1]} if scores else set()
         for path in set(self.paths()) - kept:
             shutil.rmtree(path)
@@ -287,12 +287,12 @@ def open_checkpoint(path: str | Path, ranks: Ranks = ALONE) -> Checkpoint:
     DataError where one finds damage."""
     path, state, wrong = Path(path), dict[str, Any](), None
     try:
-        state = state_file.read(path)
+        state = manifest.read(path)
         if (named := _NAME.search(path.name)) and int(named[1]) != state["step"]:
             raise DataError(f"{path} holds step {state['step']}, and its name another one; give the folder its own name back.")
-        for name, about in sorted(state_file.files_of(state).items())[ranks.rank :: ranks.world]:
-            if state_file.about(beside(path / STATE, name)) != [name, *about]:
-                wrong = state_file.damaged(path, name)
+        for name, about in sorted(manifest.files_of(state).items())[ranks.rank :: ranks.world]:
+            if manifest.about(beside(path / STATE, name)) != [name, *about]:
+                wrong = manifest.damaged(path, name)
     except (OSError, ValueError) as error:
         wrong = DataError(f"{path} is not a whole checkpoint: {error}.")
     except DataError as error:

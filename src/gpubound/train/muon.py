@@ -76,7 +76,7 @@ class Muon:
         return lambda name, parameter: id(parameter) in linear
 
 
-def numbers_by_rule(model: Any, optimizer: Any) -> tuple[int, int]:
+def count_by_rule(model: Any, optimizer: Any) -> tuple[int, int]:
     """How many trained numbers AdamW updates, and how many Muon. `model` may be on the meta device."""
     takes = optimizer.chooser(model) if isinstance(optimizer, Muon) else lambda name, parameter: False
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

@@ -22,7 +22,7 @@ from ..models.registry import family_of, is_named
 from ..parallel import ALONE, Ranks
 from ..place import Placement, as_it_is, place
 from ..trace import notice
-from . import chance
+from . import rng_state
 from .adapters import base_of, check_base
 from .build_model import build_model, build_shards, choose_sharded, outline
 from .checkpoint import WHERE, Checkpoint, Checkpoints
@@ -78,11 +78,11 @@ def prepare(
             "auto_batch: it tries whole models, got parallel: fsdp; give --micro-batch yourself (gpubound plan proposes one)."
         )
     if auto_batch and found is None:
-        stages[0] = fitted(stages, tokenizer, device, ranks)
+        stages[0] = fit_micro_batch(stages, tokenizer, device, ranks)
         recipe = replace(recipe, micro_batch=stages[0].recipe.micro_batch, accumulate=stages[0].recipe.accumulate)
     torch.manual_seed(recipe.seed)
-    model, placement = made(recipe, tokenizer, device, ranks)
-    chance.part(ranks, recipe.seed)
+    model, placement = place_model(recipe, tokenizer, device, ranks)
+    rng_state.seed_ranks(ranks, recipe.seed)
     run = Run(recipe, folder, device, tokenizer, stages, model.train(), placement, checkpoints, base, ranks=ranks)
     run.enter(found.facts["phase"] if found else 0)
     if found is not None:
@@ -100,7 +100,7 @@ def tell_rates(stages: list[Stage]) -> None:
         notice(f"train: {phase}{kind}: lr {recipe.lr:g}, weight decay {recipe.weight_decay:g}{source}.")
 
 
-def made(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, ranks: Ranks) -> tuple[nn.Module, Placement]:
+def place_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, ranks: Ranks) -> tuple[nn.Module, Placement]:
     """The model as these ranks hold it, on its device, with what trains in it."""
     if choose_sharded(recipe, lambda: outline(recipe, tokenizer), device, ranks):
         model = build_shards(recipe, tokenizer, device, ranks)
@@ -161,7 +161,7 @@ def _found(checkpoints: Checkpoints, resume: bool) -> Checkpoint | None:
     return found
 
 
-def fitted(stages: list[Stage], tokenizer: Tokenizer, device: torch.device, ranks: Ranks = ALONE) -> Stage:
+def fit_micro_batch(stages: list[Stage], tokenizer: Tokenizer, device: torch.device, ranks: Ranks = ALONE) -> Stage:
     """The only stage, with the largest micro-batch that fits beside this model, on every rank."""
     if device.type != "cuda":
         raise ValueError("auto_batch: there is no GPU memory to try; on a CPU give --micro-batch yourself.")

@@ -25,17 +25,17 @@ from ..models.registry import family_of
 from ..models.storing import stored_state
 from ..parallel import ALONE, Ranks, pieces
 from ..place import Placement
-from . import chance, origin
+from . import export_metadata, rng_state
 from .adapters import kept_state, load_kept_state
-from .average import Average
 from .checkpoint import WHERE, Checkpoint, Checkpoints, joined
+from .checkpoint_convert import convert_tensors
 from .data import Stage
+from .ema import Ema
 from .loop import Loop, Record, Stop
 from .objectives import Objective
 from .price import Price, price_of
 from .recipe import Recipe
 from .step import TrainStep
-from .taking_up import taken_up
 
 SETTLED = 3  # steps, behind which a run has all the memory that its steps need
 HOPELESS = 100  # steps skipped in a row; fp16 halves its loss scale at each, and 2^-100 helps nobody
@@ -64,7 +64,7 @@ class Run:
     evaluations: dict[int, float] = field(default_factory=dict)
     diverged: bool = False  # ended because step after step was skipped
     step: TrainStep = field(init=False)
-    average: Average | None = field(init=False, default=None)
+    average: Ema | None = field(init=False, default=None)
     objective: Objective = field(init=False)
     _saved: tuple[int, int, bool] | None = field(init=False, default=None)
 
@@ -89,7 +89,7 @@ class Run:
         self.feed, self.held_out = self.stage.feed(self.device, self.ranks), self.stage.held_out_feed(self.device)
         self.objective = self.stage.recipe.new_objective(self.tokenizer)
         self.step = self.stage.recipe.make_step(self.model, self.objective, self.device, self.ranks)
-        self.average = Average(self.step, self.recipe.ema) if self.recipe.ema else None
+        self.average = Ema(self.step, self.recipe.ema) if self.recipe.ema else None
 
     def go(self, on_record: Callable[[Record], None], stop: Stop | None = None) -> int:
         """Train phase after phase to the end, or until `stop` is asked; saves either way. Returns the last step done.
@@ -175,7 +175,7 @@ class Run:
     def _return_to(self, step: int) -> None:
         """Take the weights that an earlier step of this phase had, and end the phase with them."""
         self.checkpoints.wait()
-        self._load(taken_up(self.checkpoints.at(step), self._state()))
+        self._load(convert_tensors(self.checkpoints.at(step), self._state()))
         self.evaluations[self.done] = self.evaluations[step]
         self.over = True
 
@@ -221,7 +221,7 @@ class Run:
         Of a run with adapters, these in PEFT's files; with `merge`, the whole model that they are part of. The first rank
         writes. A folder that holds anything but an earlier export of this run is refused, unless `overwrite`.
         """
-        self.ranks.together(lambda: origin.claim(Path(path), self.id, overwrite) if self.ranks.first else None)
+        self.ranks.together(lambda: export_metadata.claim(Path(path), self.id, overwrite) if self.ranks.first else None)
         with self.best_weights() as step:
             if self.recipe.adapters is not None:
                 self.ranks.together(lambda: self._write_adapted(Path(path), merge) if self.ranks.first else None)
@@ -229,7 +229,7 @@ class Run:
                 save = partial(family_of(self.recipe.model).save, self.model, path, self.tokenizer, overwrite=True)
                 pieces.export(save, stored_state(self.model), self.ranks)
         if self.ranks.first:
-            origin.note(Path(path), self.id, step, self.done)
+            export_metadata.note(Path(path), self.id, step, self.done)
         return Path(path)
 
     def _write_adapted(self, path: Path, merge: bool) -> None:
@@ -255,7 +255,7 @@ class Run:
             self.checkpoints.wait()
 
     def _snapshot(self) -> None:
-        tensors = self._state() | joined(random=chance.states(self.ranks, self.device))
+        tensors = self._state() | joined(random=rng_state.states(self.ranks, self.device))
         facts = {name: getattr(self, name) for name in ("id", "phase", "began", "over", "evaluations", "base", WHERE)}
         facts |= {"recipe": dataclasses.asdict(self.recipe), "feed": self.feed.state_dict()}
         loss = self.evaluations.get(self.done)
@@ -276,12 +276,12 @@ class Run:
                 f"{self.stage.training.path}: holds other tokens than the corpus that this run was trained on up to step "
                 f"{checkpoint.step}; put that one back, or its texts, or give another --out to begin anew."
             )
-        tensors = taken_up(checkpoint, self._state())
+        tensors = convert_tensors(checkpoint, self._state())
         self.done, self.began, self.over = checkpoint.step, facts["began"], facts["over"]
         self.id = facts.get("id", self.id)  # checkpoints of earlier versions have none
         self._load(tensors)
         self.feed.load_state_dict(facts["feed"])
-        chance.restore(_part(tensors, "random."), self.ranks, self.device, self.recipe.seed, self.done)
+        rng_state.restore(_part(tensors, "random."), self.ranks, self.device, self.recipe.seed, self.done)
         self.evaluations = {int(step): loss for step, loss in facts["evaluations"].items()}
 
     def _load(self, tensors: dict[str, Tensor]) -> None:

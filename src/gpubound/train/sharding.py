@@ -31,10 +31,10 @@ from ..parallel.reduction import Reduction
 from ..trace import fallback, notice
 from .accumulate import Accumulators
 from .flat_buffers import FlatLayout, Weights
-from .foreign import Foreign
 from .muon import Muon
 from .optimizer import AdamW
 from .precision import Precision
+from .torch_optimizer import TorchOptimizer
 
 FULL = 0.9  # of a GPU's memory: the rest is for the driver, NCCL and fragmentation
 Loss = tuple[Tensor, Tensor | int]
@@ -68,7 +68,7 @@ class Replicated:
         """Return the precision that the flat buffers are stored in."""
         return precision
 
-    def check_optimizer(self, config: AdamW | Muon | Foreign) -> None:
+    def check_optimizer(self, config: AdamW | Muon | TorchOptimizer) -> None:
         """Raise ValueError where the optimizer needs tensors that this rank does not have."""
 
     def graph(self, mode: str) -> str:
@@ -195,12 +195,12 @@ class FullySharded(Sharded):
                 )
         return replace(precision, dtype=torch.float32, masters=False)
 
-    def check_optimizer(self, config: AdamW | Muon | Foreign) -> None:
+    def check_optimizer(self, config: AdamW | Muon | TorchOptimizer) -> None:
         if config.whole:
             raise ValueError(
                 f"TrainStep: {config.whole}, and this model is sharded: a rank has some rows; take AdamW, or train replicas."
             )
-        if isinstance(config, Foreign):
+        if isinstance(config, TorchOptimizer):
             notice("train: the optimizer is given this rank's rows: right for one that updates each element by itself.")
 
     def accumulators(self, layout: FlatLayout, overlap: bool) -> Accumulators:

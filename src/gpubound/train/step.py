@@ -36,7 +36,6 @@ from ..trace import notice, say
 from .adamw8 import AdamW8bit
 from .device_step import DeviceStep, Loss, StepResult, StepValues
 from .flat_buffers import Weights
-from .foreign import Foreign
 from .graph_cache import MODES as GRAPH_MODES, GraphCache, MicroBatch, gather
 from .model_guard import ModelGuard
 from .muon import Muon
@@ -46,7 +45,8 @@ from .precision import Fp8Weights, Precision, cast_inputs, check_precision, prec
 from .recompute import recompute_as
 from .schedule import Schedule, is_rate
 from .sharding import check_replicas, check_replicas_equal, make_sharding, settings
-from .turnout import Turnout
+from .torch_optimizer import TorchOptimizer
+from .uneven_data import MicroBatchCounts
 
 Result = TypeVar("Result")
 MakesOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -141,7 +141,7 @@ class TrainStep(NotCopyable):
         device_step = DeviceStep(model, lossy, accumulators, self._optimizer, numbers, accumulate == 1, sharding, self._fp8)
         self._graphs = GraphCache(device_step, graph)
         self._skips = SkippedSteps(precision, lossy, model)
-        self._turnout = Turnout(sharding.ranks, accumulate, sharding.gathers)
+        self._turnout = MicroBatchCounts(sharding.ranks, accumulate, sharding.gathers)
 
     def __call__(self, micro_batches: Any) -> StepResult | None:
         """One step over a list of micro-batches, one batch, a feed (across epochs) or an iterator.
@@ -343,13 +343,13 @@ def _check(model: Any, accumulate: Any, clip: Any, graph: Any, schedule: Any) ->
         raise ValueError(f"TrainStep: graph must be one of {', '.join(GRAPH_MODES)}, got {graph!r}.")
 
 
-def _optimizer(optimizer: str | AdamW | Muon | MakesOptimizer, graph: str) -> AdamW | Muon | Foreign:
+def _optimizer(optimizer: str | AdamW | Muon | MakesOptimizer, graph: str) -> AdamW | Muon | TorchOptimizer:
     if isinstance(optimizer, AdamW | Muon):
         return optimizer
     if isinstance(optimizer, str) and optimizer in OPTIMIZERS:
         return OPTIMIZERS[optimizer]()
     if callable(optimizer):
-        return Foreign(optimizer, graph=graph)
+        return TorchOptimizer(optimizer, graph=graph)
     made = isinstance(optimizer, torch.optim.Optimizer)
     raise ValueError(
         f"TrainStep: optimizer must be {' or '.join(map(repr, OPTIMIZERS))}, an AdamW(...) or Muon(...), or what makes a torch "

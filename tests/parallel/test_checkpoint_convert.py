@@ -12,8 +12,8 @@ from gpubound.parallel import ALONE, join
 from gpubound.parallel.sharded import shard
 from gpubound.train.adamw8 import AdamW8bit
 from gpubound.train.checkpoint import Checkpoints, joined, open_checkpoint
+from gpubound.train.checkpoint_convert import convert_tensors
 from gpubound.train.recompute import blocks_of
-from gpubound.train.taking_up import taken_up
 from tests.parallel.processes import on_ranks
 
 MICRO = 4  # micro-batches of a step, whatever the number of ranks
@@ -38,7 +38,7 @@ def trained(folder, world, sharded, until, save=True, kind=gb.AdamW, seen=None):
         step = gb.TrainStep(model, "next_token", adamw, accumulate=each, clip=0.5, precision="fp32", graph="off", ranks=ranks)
         store, done, losses = Checkpoints(folder, ranks=ranks), 0, {}
         if found := store.latest():
-            state = taken_up(found, joined(model=model.state_dict(), step=step.state_dict()))
+            state = convert_tensors(found, joined(model=model.state_dict(), step=step.state_dict()))
             step.load_state_dict({name[5:]: t for name, t in state.items() if name.startswith("step.")})
             done = found.step
         for number in range(done + 1, until + 1):
@@ -66,7 +66,7 @@ def test_scales_are_read_whole(tmp_path):
     """As many scales may be another number of ranks', so they are never taken for this process's own."""
     live = {name: torch.zeros(4) for name in ("step.scale.m.0", "step.m.w")}
     Checkpoints(tmp_path).save(1, {name: torch.arange(4.0) for name in live}, {}, wait=True)
-    got = taken_up(open_checkpoint(tmp_path / "step-00000001"), live)
+    got = convert_tensors(open_checkpoint(tmp_path / "step-00000001"), live)
     assert got["step.m.w"] is live["step.m.w"] and not live["step.scale.m.0"].any()
     assert got["step.scale.m.0"].tolist() == [0, 1, 2, 3]
 

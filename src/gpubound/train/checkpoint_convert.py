@@ -12,7 +12,7 @@ MASTER, MODEL = "step.master.", "model."
 SCALE = "step.scale."  # of moments in 8 bits: by rank, so another number of ranks needs those of all
 
 
-def taken_up(checkpoint: Checkpoint, live: dict[str, Tensor]) -> dict[str, Tensor]:
+def convert_tensors(checkpoint: Checkpoint, live: dict[str, Tensor]) -> dict[str, Tensor]:
     """The checkpoint's tensors by the names of `live`, each of which is filled where it lies; others come beside them."""
     there = checkpoint.shapes()
     weights = {name: MODEL + name.removeprefix(MASTER) for name in (*there, *live) if name.startswith(MASTER)}

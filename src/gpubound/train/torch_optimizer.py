@@ -32,7 +32,7 @@ LOOKS_FARTHER = ("Adafactor", "LBFGS", "Muon")  # of torch.optim: those whose up
 NUMBERS = {"bool": bool, "int": int, "float": float}  # what an optimizer may keep beside tensors
 
 
-class Foreign:
+class TorchOptimizer:
     """What makes a torch optimizer of a list of Parameters, for one TrainStep; it stands where our AdamW(...) does."""
 
     def __init__(self, make: Callable[[list[Parameter]], Optimizer], graph: str):
@@ -60,17 +60,17 @@ class Foreign:
         """None that are known: what it keeps it makes at its first step."""
         return 0
 
-    def flat(self, *rest: Any) -> "FlatForeign":
-        return FlatForeign(self, *rest)
+    def flat(self, *rest: Any) -> "FlatTorchOptimizer":
+        return FlatTorchOptimizer(self, *rest)
 
 
-class FlatForeign(FlatAdamW):
+class FlatTorchOptimizer(FlatAdamW):
     """A torch optimizer in FlatAdamW's place: the same four numbers of state, the same schedule, clip and finite guard."""
 
-    config: Foreign  # type: ignore[assignment]
+    config: TorchOptimizer  # type: ignore[assignment]
     loads = (PREFIX,)
 
-    def __init__(self, config: Foreign, weights: Weights, *rest: Any):
+    def __init__(self, config: TorchOptimizer, weights: Weights, *rest: Any):
         super().__init__(config, weights, *rest)  # type: ignore[arg-type]
         layout, self.optimizer, self.parameters = weights.layout, config.optimizer, config.parameters
         homes = zip(layout.groups, weights.finest())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
-from .whole import TENSORS
+from .safetensors_file import TENSORS
 
 STATE = "state.json"
 WHOLE = "state_crc32"

@@ -11,7 +11,7 @@ from .checkpoint import joined
 from .step import TrainStep
 
 
-class Average:
+class Ema:
     """An exponential moving average of the weights, by parameter name, taken at each `update()` without a host sync.
 
     It reads the fp32 masters of 16-bit weights, and other weights themselves, from the step's flat buffers. A step that moved

@@ -13,7 +13,7 @@ MIXED = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: ranks and steps one ap
 SEEDS = (1 << 63) - 1
 
 
-def part(ranks: Ranks, seed: int, step: int = 0) -> None:
+def seed_ranks(ranks: Ranks, seed: int, step: int = 0) -> None:
     """Give every rank but the first random numbers of its own."""
     if not ranks.first:
         torch.manual_seed((seed + MIXED * (ranks.rank + (step << 20))) & SEEDS)
@@ -31,7 +31,7 @@ def restore(tensors: dict[str, Tensor], ranks: Ranks, device: torch.device, seed
     """This rank's generators as `states` has them. A rank that had none then begins anew."""
     names = [kind for kind in ("cpu", "cuda") if _name(kind, ranks.rank) in tensors]
     if "cpu" not in names:
-        part(ranks, seed, step)
+        seed_ranks(ranks, seed, step)
     else:
         torch.set_rng_state(tensors[_name("cpu", ranks.rank)])
     if device.type == "cuda" and "cuda" in names:

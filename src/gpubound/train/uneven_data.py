@@ -16,7 +16,7 @@ from ..parallel import Ranks
 from ..trace import notice
 
 
-class Turnout:
+class MicroBatchCounts:
     """Asked once a step. sharded: all ranks must have as many micro-batches."""
 
     def __init__(self, ranks: Ranks, accumulate: int, sharded: bool):
