@@ -8,8 +8,7 @@ from gpubound.decode import calls
 from gpubound.decode.weight_view import bind
 from gpubound.kernels import dispatch
 from gpubound.kernels.decode_adapters import EMPTY
-from gpubound.lora.pair import Pair
-from gpubound.lora.pairs import adapted_layers
+from gpubound.lora.layers import adapted_layers
 from tests.messages import message
 
 from . import cases
@@ -146,8 +145,8 @@ def test_a_scale_that_is_set_by_hand_is_heard(targets, fused, device):
     model = adapt(cases.build("Llama", device=device, tie_word_embeddings=False), targets=targets)
     fast = gb.decoder(model, 2, cases.ROOM, fused=fused, verify=False)
     before = of(fast)
-    for own in (own for own in model.modules() if isinstance(own, Pair)):
-        own.alpha *= -3
+    for _, layer in adapted_layers(model):
+        layer.scaling.update({name: -3 * scale for name, scale in layer.scaling.items()})
     assert fast.bound.moved() is not None  # graphs hold the scale, too
     assert of(fast) == own_tokens(model, "Llama") != before
     assert fast.bound.moved() is None
@@ -277,10 +276,9 @@ def test_an_adapter_that_has_diverged_spoils_no_rows_but_its_own(length, names, 
     given = cases.prompts(length, length, length)
     want = fast.generate(given, max_new_tokens=5, adapters=names).tokens
     with torch.no_grad():
-        for _, adapters in adapted_layers(model):
-            for name, own in adapters.pairs():
-                if name == "z":
-                    own.b.fill_(torch.nan)
+        for _, layer in adapted_layers(model):
+            if "z" in layer.lora_B:
+                layer.lora_B["z"].weight.fill_(torch.nan)
     assert fast.generate(given, max_new_tokens=5, adapters=names).tokens == want
     with pytest.raises(gb.GenerateError, check=message("decode/adapters:an_adapter_that_has_dive")):
         fast.generate(given, max_new_tokens=5, adapters="z")

@@ -9,6 +9,7 @@ from torch import nn
 
 import gpubound as gb
 from gpubound.kernels.tensor_state import record_of
+from gpubound.lora import layers
 
 from ..place.models import assert_near, batch, place, tokens
 
@@ -22,6 +23,24 @@ def adapted(model, seed=3, **options):
 
 def records(model):
     return [record_of(m.weight) for m in model.modules() if isinstance(m, nn.Linear)]
+
+
+def adapted_layers(model):
+    return [layer for _, layer in layers.adapted_layers(model)]
+
+
+def folded(model):
+    """Return a copy without adapters whose weights hold what these add."""
+    deltas = {
+        name: sum(layer.get_delta_weight(word) for word in layers.names_in(layer))
+        for name, layer in layers.adapted_layers(model)
+    }
+    plain = copy.deepcopy(model)
+    gb.lora.remove(plain)
+    with torch.no_grad():
+        for name, delta in deltas.items():
+            plain.get_submodule(name).weight += delta
+    return plain
 
 
 def refusal(call):
@@ -71,4 +90,4 @@ def assert_a_step_trains_them_alone(ours):
         assert step(batch()).read().loss == pytest.approx(loss.item(), rel=1e-5)
     step.close()
     for name, value in ours.state_dict().items():
-        assert torch.equal(value, before[name]) != ("lora." in name), name
+        assert torch.equal(value, before[name]) != (".lora_" in name), name

@@ -50,10 +50,10 @@ def formula(model, x, ids, mask=None):
         parts = []
         for layer in model.layers.values():
             y = F.linear(x[row], layer.weight, layer.bias)
-            if place_ >= 0 and NAMES[place_] in (adapters := getattr(layer, "lora", {})):
-                own = adapters[NAMES[place_]]
-                seen = x[row] if mask is None else x[row] * mask[row]
-                y = y + own.scale * (seen @ own.a.t()) @ own.b.t()
+            if place_ >= 0 and (name := NAMES[place_]) in getattr(layer, "lora_A", {}):
+                a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+                kept = x[row] if mask is None else x[row] * mask[row]
+                y = y + layer.scaling[name] * (kept @ a.t()) @ b.t()
             parts.append(y)
         found.append(torch.cat(parts, -1))
     return torch.stack(found)

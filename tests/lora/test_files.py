@@ -10,7 +10,7 @@ import gpubound as gb
 from tests.messages import message
 
 from ..place.models import assert_near, place, tiny, tokens
-from .cases import adapted, records, refusal
+from .cases import adapted, refusal
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -30,16 +30,6 @@ def test_peft_loads_what_is_saved_here(tmp_path, options):
     assert_near(theirs(tokens()).logits, model(tokens()).logits)
     adapters = sum("lora_" in name for name, _ in theirs.named_parameters())
     assert adapters == len(gb.lora.parameters(model)), "no layer more"
-
-
-def test_several_ranks_in_one_file(tmp_path):
-    model = adapted(tiny(), targets=["q_proj"])
-    adapted(model, rank=2, alpha=3, targets=["v_proj"])
-    gb.lora.save(model, tmp_path)
-    theirs, again = peft.PeftModel.from_pretrained(tiny(), tmp_path), tiny()
-    gb.lora.load(again, tmp_path)
-    for other in (theirs, again):
-        assert_near(other(tokens()).logits, model(tokens()).logits)
 
 
 @pytest.mark.parametrize("base", [None, "nf4", "int8", "fp8"])
@@ -114,134 +104,72 @@ def option(**changes):
     return change
 
 
+def as_a_pickle(folder):
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+
+
+def no_safetensors(folder):
+    (folder / "adapter_model.safetensors").write_bytes(b"x" * 40)
+
+
+def no_config(folder):
+    (folder / "adapter_config.json").unlink()
+
+
 REFUSED = {
-    "another shape": (
-        narrower,
-        "{w}: the adapter of model.layers.1.self_attn.v_proj has A (4, 32) and B (15, 4), wanted (4, 32) and (16, 4) for a "
-        "weight of 16 x 32; load it on the model that it was trained on.",
-    ),
-    "another rank than the config's": (
-        option(r=8),
-        "{w}: the adapter of model.layers.0.self_attn.v_proj has A (4, 32) and B (16, 4), wanted (8, 32) and (16, 8) for a "
-        "weight of 16 x 32; load it on the model that it was trained on.",
-    ),
-    "a layer that is not there": (
-        stranger,
-        "{w}: base_model.model.other.lora_A.weight is no half of a low-rank adapter of a layer of LlamaForCausalLM; load it on "
-        "the model that it was trained on.",
-    ),
-    "a pickle": (
-        lambda folder: (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin"),
-        "{b}: is a pickle, which may run code as it is read, and is not read here; load it with PEFT, and save it by "
-        "save_pretrained, whose files are adapter_model.safetensors.",
-    ),
-    "whole numbers": (
-        whole_numbers,
-        "{w}: base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight has torch.int32 values, wanted floating-point; "
-        "save it again.",
-    ),
-    "another kind": (
-        option(lora_bias=True),
-        "{c}: lora_bias is True, and only plain LoRA and DoRA are read here; load it with PEFT.",
-    ),
-    "DoRA without its lengths": (
-        option(use_dora=True),
-        "{w}: the adapter of model.layers.0.self_attn.v_proj has A (4, 32) and B (16, 4) and magnitudes None, wanted (4, 32) "
-        "and (16, 4) and (16,) for a weight of 16 x 32; load it on the model that it was trained on.",
-    ),
-    "another method": (
-        option(peft_type="IA3"),
-        "{c}: peft_type is 'IA3', and only plain LoRA and DoRA are read here; load it with PEFT.",
-    ),
-    "a changed base": (
-        option(init_lora_weights="pissa_niter_4"),
-        "{c}: init_lora_weights is 'pissa_niter_4', which changed the base's weights, too; let PEFT convert the adapter as it "
-        "saves it: save_pretrained(..., path_initial_model_for_weight_conversion=...).",
-    ),
-    "a base changed by gradients": (
-        option(init_lora_weights="lora_ga"),
-        "{c}: init_lora_weights is 'lora_ga', which changed the base's weights, too; let PEFT convert the adapter as it saves "
-        "it: save_pretrained(..., path_initial_model_for_weight_conversion=...).",
-    ),
-    "a model of layers used twice": (
-        option(layer_replication=[[0, 1], [0, 1]]),
-        "{c}: layer_replication is [[0, 1], [0, 1]], and only plain LoRA and DoRA are read here; load it with PEFT.",
-    ),
-    "no alpha": (option(lora_alpha=None), "{c}: lora_alpha has None, wanted a number; save the adapter again."),
-    "a rank of words": (option(r="4"), "{c}: r has '4', wanted a rank; save the adapter again."),
-    "a table that is none": (option(rank_pattern=5), "{c}: rank_pattern has '5', wanted a rank; save the adapter again."),
-    "a broken pattern": (
-        option(alpha_pattern={"(": 3}),
-        "{c}: alpha_pattern has '(', no regular expression (missing ), unterminated subpattern at position 0); save the "
-        "adapter again.",
-    ),
-    "no safetensors": (
-        lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x" * 40),
-        "{w}: is not in safetensors' format",
-    ),
-    "nothing": (lambda folder: (folder / "adapter_config.json").unlink(), "{c}: cannot be read"),
+    "another shape": (narrower, r"v_proj\.lora_B\.weight is \(15, 4\), wanted \(16, 4\)"),
+    "another rank than the config's": (option(r=8), r"is \(16, 4\), wanted \(16, 8\)"),
+    "a layer that is not there": (stranger, r"other\.lora_A\.weight"),
+    "a pickle": (as_a_pickle, r"adapter_model\.bin"),
+    "integers": (whole_numbers, r"torch\.int32"),
+    "DoRA without its magnitudes": (option(use_dora=True), "lora_magnitude_vector"),
+    "another method": (option(peft_type="IA3"), "'IA3'"),
+    "a changed base": (option(init_lora_weights="pissa_niter_4"), "'pissa_niter_4'"),
+    "a base changed by gradients": (option(init_lora_weights="lora_ga"), "'lora_ga'"),
+    "layers used twice": (option(layer_replication=[[0, 1], [0, 1]]), "layer_replication"),
+    "trained biases": (option(bias="all"), "'all'"),
+    "no alpha": (option(lora_alpha=None), "lora_alpha has None"),
+    "a rank in quotes": (option(r="4"), "r has '4'"),
+    "a table that is none": (option(rank_pattern=5), "rank_pattern has 5"),
+    "a broken pattern": (option(alpha_pattern={"(": 3}), r"alpha_pattern has '\('"),
+    "targets that backtrack": (option(target_modules="(a+)+b"), "target_modules"),
+    "no targets in the model": (option(target_modules=["c_attn"]), "c_attn"),
+    "no safetensors": (no_safetensors, "safetensors"),
+    "nothing": (no_config, r"adapter_config\.json"),
 }
 
 
-@pytest.mark.parametrize("change, sentence", REFUSED.values(), ids=REFUSED)
-def test_refused_and_nothing_changed(tmp_path, change, sentence):
+@pytest.mark.parametrize("change, fact", REFUSED.values(), ids=REFUSED)
+def test_refused_and_nothing_changed(tmp_path, change, fact):
     gb.lora.save(adapted(tiny(), targets=["v_proj"]), tmp_path)
     change(tmp_path)
     model = tiny()
-    with pytest.raises(gb.DataError) as error:
+    names = list(model.state_dict())
+    with pytest.raises(gb.DataError, match=fact):
         gb.lora.load(model, tmp_path)
-    where = {
-        "w": tmp_path / "adapter_model.safetensors",
-        "b": tmp_path / "adapter_model.bin",
-        "c": tmp_path / "adapter_config.json",
-    }
-    assert str(error.value).startswith(sentence.format(**where))
-    assert all(p.requires_grad for p in model.parameters()) and not any(records(model))
+    assert all(p.requires_grad for p in model.parameters()) and list(model.state_dict()) == names
+    assert gb.lora.parameters(model) == [] and not hasattr(model, "peft_config")
 
 
-@pytest.mark.parametrize(
-    "kind, options, why",
-    [
-        ("gemma", {}, "is of model.embed_tokens, which is a transformers.GemmaTextScaledWordEmbedding, not an nn.Linear"),
-        ("llama", {"use_dora": True}, "is DoRA of an nn.Embedding, which is read of nn.Linear alone; load it with PEFT."),
-    ],
-)
-def test_a_layer_that_takes_none_is_named_with_its_reason(tmp_path, kind, options, why):
-    config = peft.LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM", **options)
-    peft.get_peft_model(tiny(kind), config).save_pretrained(tmp_path, save_embedding_layers=False)
-    with pytest.raises(gb.DataError, match=why):
-        gb.lora.load(tiny(kind), tmp_path)
-
-
-def test_a_model_with_more_layers_than_the_adapters_is_told_of(tmp_path):
+def test_layers_without_an_adapter_in_the_file_are_counted(tmp_path):
     gb.lora.save(adapted(tiny(), targets=["v_proj", "q_proj"]), tmp_path)
     with gb.strict():
         gb.lora.load(tiny(), tmp_path)
-    deeper, said = (
-        tiny(num_hidden_layers=3),
-        "has none for model.layers.2.self_attn.q_proj and 1 more; load it on",
-    )
-    with gb.strict(), pytest.raises(gb.FallbackError, match=said):
+    deeper = tiny(num_hidden_layers=3)
+    with gb.strict(), pytest.raises(gb.FallbackError, match=r"model\.layers\.2\.self_attn\.q_proj and 1 more"):
         gb.lora.load(deeper, tmp_path)
-    assert not any(records(deeper)), "nothing is changed"
-    assert len(gb.lora.load(deeper, tmp_path)) == 4
+    assert gb.lora.parameters(deeper) == [], "nothing is changed"
+    gb.lora.load(deeper, tmp_path)
 
 
-def test_over_other_layers_is_refused(tmp_path):
+@pytest.mark.parametrize("options", [{"targets": ["q_proj"]}, {"targets": ["v_proj"], "alpha": 3}], ids=str)
+def test_another_adapter_of_the_same_name_is_refused(tmp_path, options):
     gb.lora.save(adapted(tiny(), targets=["v_proj"]), tmp_path)
-    model = adapted(tiny(), targets=["q_proj"])
-    with pytest.raises(gb.DataError, check=message("lora/files:over_other_layers_is_ref")):
+    model = adapted(tiny(), **options)
+    before = [p.clone() for p in gb.lora.parameters(model)]
+    with pytest.raises(gb.DataError):
         gb.lora.load(model, tmp_path)
-
-
-def test_two_sorts_in_one_file_are_refused(tmp_path):
-    model = adapted(tiny(), targets=["q_proj"])
-    adapted(model, targets=["v_proj"], dropout=0.5)
-    gb.lora.save(adapted(tiny(), targets=["q_proj"]), tmp_path)
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    with pytest.raises(ValueError, check=message("lora/files:two_sorts_in_one_file_ar")):
-        gb.lora.save(model, tmp_path)
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before, "what was there is still whole"
+    assert all(map(torch.equal, before, gb.lora.parameters(model)))
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
@@ -259,10 +187,8 @@ def test_nothing_is_loaded_into_what_is_merged(tmp_path):
 
 def test_without_values_nothing_is_saved_loaded_or_merged(tmp_path):
     gb.lora.save(adapted(tiny(), targets=["v_proj"]), tmp_path)
-    there, key = "is on the meta device, without values; load the model's weights first.", "model.layers.0.self_attn.v_proj"
     bare = tiny().to("meta")
-    assert refusal(lambda: gb.lora.load(bare, tmp_path)) == f"lora.load: {key} {there}"
-    assert not any(records(bare))
+    assert "meta device" in refusal(lambda: gb.lora.load(bare, tmp_path))
     adapted(bare, targets=["v_proj"])
-    assert refusal(lambda: gb.lora.save(bare, tmp_path)) == f"lora.save: {key} {there}"
-    assert refusal(lambda: gb.lora.merge(bare)) == f"lora.merge: {key} {there}"
+    for call in (lambda: gb.lora.save(bare, tmp_path / "new"), lambda: gb.lora.merge(bare)):
+        assert "model.layers.0.self_attn.v_proj is on the meta device" in refusal(call)

@@ -53,9 +53,9 @@ def of_one_product(model):
 
 def packed(model):
     return [
-        join_rows([getattr(layer.lora.default, half).detach() for layer in layers]) is not None
+        join_rows([getattr(layer, half)["default"].weight.detach() for layer in layers]) is not None
         for layers in of_one_product(model)
-        for half in "ab"
+        for half in ("lora_A", "lora_B")
     ]
 
 
@@ -85,7 +85,7 @@ def test_the_first_product_packs_a_moved_model(move):
 def test_parameters_that_must_stay_are_copied_and_counted():
     """A TrainStep holds its parameters in a buffer: here in the order in which a frozen adapter was left out of it."""
     adapted_model, ids = model(), torch.randint(64, (1, 8))
-    adapted_model.model.layers[0].self_attn.k_proj.lora.requires_grad_(False)
+    adapted_model.model.layers[0].self_attn.k_proj.requires_grad_(False)
     step = gb.TrainStep(adapted_model.train(), "causal_lm", precision="fp32", graph="off")
     trace.fallbacks.clear()
     adapted_model(ids)

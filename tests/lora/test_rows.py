@@ -11,11 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 import gpubound as gb
 from gpubound.graph.reach import Reach
-from gpubound.kernels import lora_grads
+from gpubound.kernels import adapters
 from gpubound.kernels.accumulate import join_rows
 from gpubound.kernels.hash_dropout import drawn, kept
-from gpubound.layers import linear_product
-from gpubound.lora.per_row import PerRow
+from gpubound.layers import linear_site
+from gpubound.lora.adapter import PerRow
+from gpubound.lora.layers import read
 from gpubound.train import Accumulators
 from tests.messages import message
 
@@ -43,8 +44,8 @@ def test_it_is_the_formula_row_by_row(outputs, shape, interpret, monkeypatch):
 def test_rows_of_many_tokens_multiply_by_their_own_ranks_alone(others, monkeypatch):
     """Where all adapters have as many ranks; their product is told so, forward and back."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    told, product = [], linear_product.lora_product
-    monkeypatch.setattr(linear_product, "lora_product", lambda *given, rows: told.append(rows) or product(*given, rows=rows))
+    told, product = [], linear_site.lora_product
+    monkeypatch.setattr(linear_site, "lora_product", lambda *given, rows: told.append(rows) or product(*given, rows=rows))
     model, ids = Projections((16, 16)), torch.tensor([1, 0])
     for name, rank in zip(NAMES, (16, 16, *others)):
         gb.lora.add(model, rank, name=name, init=False)
@@ -84,8 +85,9 @@ def test_adapters_of_some_layers_and_of_none():
     with gb.lora.rows(model, NAMES[:2]):
         assert_near(model(x, adapter_ids=torch.where(IDS == 2, -1, IDS)), want)
     gb.lora.add(model, 3, targets=["k"], name="three", init=False)
-    own = model.layers["k"].lora["three"]
-    want[..., 16:24] += own.scale * (x @ own.a.t()) @ own.b.t()
+    layer = model.layers["k"]
+    a, b = layer.lora_A["three"].weight, layer.lora_B["three"].weight
+    want[..., 16:24] += layer.scaling["three"] * (x @ a.t()) @ b.t()
     with gb.lora.rows(model, NAMES[:2]):
         assert_near(model(x, adapter_ids=torch.where(IDS == 2, -1, IDS)), want)
 
@@ -140,13 +142,13 @@ def test_micro_batches_with_other_rows_are_one_batch(interpret, monkeypatch):
 def test_all_adapters_of_a_weight_are_one_matrix(accumulated, monkeypatch):
     """In memory, and so are their accumulators: nothing is copied together, and one launch a weight gives all gradients."""
     model, x = adapted(Projections()), draw(6, 5, K)
-    launches, launch = [], lora_grads.lora_gradients
-    monkeypatch.setattr(lora_grads, "lora_gradients", lambda *given: launches.append(given[4].shape) or launch(*given))
+    launches, launch = [], adapters.lora_gradients
+    monkeypatch.setattr(adapters, "lora_gradients", lambda *given: launches.append(given[4].shape) or launch(*given))
     with gb.lora.rows(model, NAMES):
         if accumulated:
             sums = Accumulators(model.named_parameters())
             sums.begin()
-        lows = [low for layer in model.layers.values() for low in layer.weight.gpubound.adapters]
+        lows = [low for layer in model.layers.values() for low in read(layer).extra]
         assert [type(low) for low in lows] == [PerRow] * 3
         for low in lows:
             assert low.a.data_ptr() == low.all_a[0].data_ptr() and low.b.data_ptr() == low.all_b[0].data_ptr()
@@ -160,7 +162,7 @@ def test_some_are_frozen():
     model, x = adapted(Projections()), draw(6, 5, K)
     for p in gb.lora.parameters(model, "two"):
         p.requires_grad_(False)
-    model.layers["k"].lora["one"].a.requires_grad_(False)
+    model.layers["k"].lora_A["one"].requires_grad_(False)
     leaves = [p for p in gb.lora.parameters(model) if p.requires_grad]
     want = gradients(formula(model, x, IDS), leaves)
     with gb.lora.rows(model, NAMES):

@@ -32,10 +32,9 @@ def words(ids):
 def pefts(model, name):
     """PEFT's parameters of one adapter in the order of ours."""
     return {
-        key.replace("base_model.model.", "").replace(f".lora_{letter}.{name}.weight", f".lora.{name}.{letter.lower()}"): p
+        key.removeprefix("base_model.model."): p
         for key, p in model.named_parameters()
-        for letter in "AB"
-        if f".lora_{letter}.{name}." in key
+        if f".lora_A.{name}." in key or f".lora_B.{name}." in key
     }
 
 

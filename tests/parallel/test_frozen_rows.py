@@ -153,16 +153,15 @@ WAYS: dict[str, dict] = {
     "PEFT": {"make": of_peft} | CAUSAL,
     "PEFT, placed": {"make": partial(of_peft, placed=True)} | CAUSAL,
     "added to rows": {"make": later, "added": {"rank": 4, "init": False}},
-    "DoRA added to rows": {"make": later, "added": {"rank": 4, "init": False, "dora": True}},
     "added to rows of codes": {"make": later, "added": {"rank": 4, "init": False}, "codes": "int8"},
-    "DoRA added to rows of codes": {"make": later, "added": {"rank": 4, "init": False, "dora": True}, "codes": "nf4"},
 }
 
 
-ROUNDED = {"fp8": 0.25, "8 bits": 1e-3, "muon": 1e-3}
+ROUNDED = {"fp8": 0.25, "8 bits": 1e-3, "muon": 3e-2}
 """How far two right runs may part, beside how far adapters move: where a last bit may end in another code.
 
-Seen on a CPU: fp8 2e-2, 16 bits 7e-2, 8-bit moments and Muon 5e-5, all others at most 6e-6.
+Measured on a CPU: fp8 2e-2, 16 bits 7e-2, 8-bit moments 5e-5, all others at most 6e-6. Muon 5e-3 where its iterations are in
+bf16, and 3e-6 where they are in fp32.
 """
 
 
@@ -350,7 +349,7 @@ def refusals():
 def test_what_cannot_be_done_to_rows_is_refused_and_nothing_is_changed():
     for said in on_ranks(2, refusals):
         assert said == {
-            "whole": f"shard: {FIRST}.weight has a low-rank adapter or is in codes, and whole=False would shard all "
+            "whole": f"shard: {FIRST} has a low-rank adapter or is in codes, and whole=False would shard all "
             "parameters alike; leave whole=False out.",
             "encode": "shard_made: encode takes weights of a frozen model that fill has read; give fill and frozen=True.",
             "merge": f"lora.merge: the weight of {FIRST} is sharded; save the adapters, and load and merge them into a model "

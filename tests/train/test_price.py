@@ -8,6 +8,7 @@ import gpubound as gb
 from gpubound import measure
 from gpubound.cli import session
 from gpubound.errors import MeasureError
+from gpubound.lora.layers import active_in, adapted_layers
 from gpubound.monitor import RunTape
 from gpubound.parallel import ALONE
 from gpubound.train.adapters import kept_state
@@ -33,10 +34,10 @@ def test_the_frozen_step_is_forward_and_dx(way):
         with seen:
             total.backward()
         step.close()
-    inside = {name for name in seen.matrices if "layers." in name and ".lora." not in name}
+    inside = {name for name in seen.matrices if "layers." in name and ".lora_" not in name}
     assert seen.below_head() == inside and len(inside) == 3 * 7 and seen.others == 0
     assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
-    assert all(pair.on for module in model.modules() if hasattr(module, "hang") for _, pair in module.pairs())
+    assert all(active_in(layer) for _, layer in adapted_layers(model))
 
 
 def test_a_finished_run_tells_its_price_and_is_left_as_it_was(corpus, base, tmp_path):

@@ -16,7 +16,7 @@ from ..device import label, plainly
 from ..errors import GenerateError
 from ..guards import NotCopyable, ReentryGuard
 from ..kernels.dispatch import hasten
-from ..lora.peft_layers import base_of
+from ..lora.layers import base_of
 from ..models import Decoder
 from ..models.llama.weights import as_transformers
 from ..models.own import LanguageModel

@@ -26,7 +26,6 @@ from ..kernels.decode_adapters import (
 )
 from ..kernels.lora import lora_down, lora_up
 from ..layers.fused_weights import foreign
-from ..lora.pairs import adapted_layers
 from ..models.decoding import Linear
 
 # The most tokens whose adapters a kernel adds row by row. Products for each adapter, three launches of each, made a step of 1b
@@ -35,8 +34,8 @@ ROW_BY_ROW = 64
 
 
 def adapter_names(model: nn.Module) -> dict[int, str]:
-    """The names of a model's adapters, ours and PEFT's, by the id of their a."""
-    found = {id(own.a): name for _, adapters in adapted_layers(model) for name, own in adapters.pairs()}
+    """Return the names of a model's adapters by the id of their a."""
+    found: dict[int, str] = {}
     for layer in filter(foreign, model.modules()):
         halves: Any = layer.lora_A
         found |= {id(half.weight): name for name, half in halves.items()}

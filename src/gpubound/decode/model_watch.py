@@ -16,7 +16,7 @@ from ..graph.held import address_check
 from ..kernels.tensor_state import ATTRIBUTE
 from ..layers.fused_weights import foreign, site_of
 from ..layers.linear_formats import adapters_of
-from ..lora.pairs import adapted_layers
+from ..lora.layers import adapted_layers, adding
 from ..trace import notice
 
 
@@ -58,8 +58,7 @@ class TensorWatch:
         self._addresses = [tensor.data_ptr() for tensor in tensors]
         self._adapters = [adapters_of(tensor) for tensor in tensors]
         self._same_addresses = address_check(tensors, self._addresses)
-        self._own = [(name, adapters, adapters.adding) for name, adapters in adapted_layers(model)]
-        self._sites = [(name, layer, site_of(layer).added) for name, layer in model.named_modules() if foreign(layer)]
+        self._layers = [(name, layer, _added(layer)) for name, layer in adapted_layers(model)]
 
     def moved(self) -> str | None:
         """Return the name of the first tensor that was replaced, has other adapters or has moved; None if there is none."""
@@ -69,9 +68,7 @@ class TensorWatch:
             plain = not adapters and getattr(one.tensor, ATTRIBUTE, None) is None  # most tensors: no call for them
             if not plain and adapters_of(one.tensor) != adapters:
                 return one.name
-        if (name := next((name for name, layer, added in self._sites if site_of(layer).added != added), None)) is not None:
-            return name
-        if (name := next((name for name, own, adding in self._own if own.adding != adding), None)) is not None:
+        if (name := next((name for name, layer, added in self._layers if _added(layer) != added), None)) is not None:
             return name
         if (name := next((name for name, holder, key in self._empty if holder.get(key) is not None), None)) is not None:
             return name
@@ -79,6 +76,11 @@ class TensorWatch:
             return None
         addressed = zip(self._found, self._addresses)
         return next((one.name for one, address in addressed if one.tensor.data_ptr() != address), None)
+
+
+def _added(layer: Any) -> tuple:
+    """Return what an adapted layer adds to its product."""
+    return site_of(layer).added if foreign(layer) else adding(layer)
 
 
 class ModuleTree:

@@ -23,7 +23,7 @@ from ..layers.fused_weights import Projecting, Stacked, describe, foreign, hooke
 from ..layers.linear_formats import format_of
 from ..layers.state_dict_storage import give_own_storages
 from ..lora.adapter import LowRank
-from ..lora.pairs import adapted_layers
+from ..lora.layers import active_in, adapted_layers
 from ..models.decoding import Reader, linear_of, weight_of
 from ..models.registry import decoded, reader_of, role_of
 from ..trace import notice
@@ -189,19 +189,18 @@ def restore_on_error(*models: nn.Module) -> Iterator[None]:
 
 
 def _of_adapters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of adapters, ours and PEFT's, whether they are on or not."""
-    sites = [(layer, site_of(layer)) for layer in filter(foreign, model.modules())]
-    theirs = [p for layer, site in sites for p in layer.parameters() if p is not site.weight and p is not site.bias]
-    return [*lora.parameters(model), *theirs]
+    """Return the parameters of adapters, whether they are on or not."""
+    return lora.parameters(model)
 
 
 def _unread(model: nn.Module, reader: Reader) -> str | None:
     """Why the kernels do not add what the model's adapters do."""
     read = [low for layer in reader.layers() for part in layer for one in part.linears() for low in one.adapters]
     known = {id(low.a) for low in read}
-    on: list[tuple[str, Tensor]] = [(key, pair.a) for key, adapters in adapted_layers(model) for pair in adapters.on()]
-    theirs = [(key, site_of(layer).extra) for key, layer in model.named_modules() if foreign(layer)]
-    on += [(key, low.parameters[0]) for key, extra in theirs for low in extra]
+    layers = [(key, layer, site_of(layer).extra) for key, layer in adapted_layers(model)]
+    if other := [key for key, layer, _ in layers if not foreign(layer) and active_in(layer)]:
+        return f"{other[0]}: it carries a low-rank adapter, and is no projection of a layer"
+    on = [(key, low.parameters[0]) for key, _, extra in layers for low in extra]
     if missed := [key for key, a in on if id(a) not in known]:
         return f"{missed[0]}: it carries a low-rank adapter, and is no projection of a layer"
     kinds = sorted({type(low).__name__ for low in read} - {LowRank.__name__})
@@ -228,9 +227,7 @@ def _uneven(reader: Reader) -> str | None:
 
 def unadded(model: nn.Module) -> str | None:
     """Of a step that adds no adapters: which projection has some."""
-    ours = [key for key, adapters in adapted_layers(model) if adapters.on()]
-    theirs = [name for name, layer in model.named_modules() if foreign(layer) and site_of(layer).extra]
-    found = next(iter([*ours, *theirs]), None)
+    found = next((key for key, layer in adapted_layers(model) if site_of(layer).extra), None)
     return None if found is None else f"{found}: it carries a low-rank adapter, which a step of its own does not add"
 
 

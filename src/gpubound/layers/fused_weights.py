@@ -42,7 +42,7 @@ def bare(layer: Any) -> bool:
 def hooked(module: Any, but: Container = ()) -> bool:
     """Return whether calling it runs hooks, other than those in `but`, or a forward that was patched onto the instance."""
     patched = module.__dict__.get("forward")
-    if patched is not None and getattr(patched, "func", None) is not _by_record:  # which is ours
+    if patched is not None and getattr(patched, "func", None) not in FORWARDS:
         return True
     tables = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(tables) and any(hook not in but for hooks in tables for hook in hooks.values())
@@ -61,6 +61,9 @@ class LinearSite(NamedTuple):
         """Return a key that changes when other adapters are added: `extra` is a new list at each reading."""
         return self.why, *(adapter.identity for adapter in self.extra)
 
+
+FORWARDS: set[Callable[..., Tensor]] = set()
+"""The functions that gpubound sets as a layer's forward, bound to the layer by functools.partial."""
 
 READERS: dict[tuple[str, str], Callable[[Any], LinearSite]] = {}
 """What knows the sites of layers that another library puts around an nn.Linear, by the module and name of their class."""
@@ -110,7 +113,7 @@ class Stacked:
         weights = [site.weight for site in sites]
         biases = [site.bias for site in sites if site.bias is not None]
         if _memory([*weights, *biases]) != self._layout:
-            if any(getattr(layer, "_is_fsdp_managed_module", False) for layer in layers):
+            if any(getattr(getattr(layer, "base_layer", layer), "_is_fsdp_managed_module", False) for layer in layers):
                 return self._refuse("FSDP shards the weights and manages their memory")
             if why := self.repack(weights, biases):
                 return self._refuse(why)
@@ -260,6 +263,9 @@ def _has_parts(weight: Tensor) -> bool:
 
 def _by_record(layer: Any, input: Tensor) -> Tensor:
     return linear(input, weight_of(layer), layer.bias)
+
+
+FORWARDS.add(_by_record)
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:

@@ -1,19 +1,26 @@
-"""Low-rank adapters over a frozen model, added in place.
+"""Low-rank adapters over a frozen model, added in place. PEFT owns them (`pip install gpubound[hf]`); gpubound computes them.
 
 add, remove            on the linear layers of any model, placed or not
-parameters             what an optimizer is given
-disable, enable        switched off, for a while or until further notice
-merge, unmerge         folded into the weights, and taken out again bit for bit
-rows                   several in one batch, each row with its own
-save, load             in PEFT's files, both ways
-quantize_base          the frozen weights in fewer bits; dequantize_base makes them numbers again
+parameters             for an optimizer
+disable, enable        switch them off and on
+merge, unmerge         add them to the weights, and restore the weights bit for bit
+rows                   several in one batch, one for each row
+save, load             PEFT's files, both ways
+quantize_base          store the frozen weights in fewer bits; dequantize_base restores numbers
 """
 
-from .add import add as add, disable as disable, enable as enable, parameters as parameters, remove as remove
 from .base import dequantize_base as dequantize_base, quantize_base as quantize_base
 from .files import load as load, save as save
-from .merge import merge as merge, unmerge as unmerge
-from .rows import rows as rows
+from .model import (
+    add as add,
+    disable as disable,
+    enable as enable,
+    merge as merge,
+    parameters as parameters,
+    remove as remove,
+    rows as rows,
+    unmerge as unmerge,
+)
 
 __all__ = [
     "add", "dequantize_base", "disable", "enable", "load", "merge", "parameters", "quantize_base", "remove", "rows", "save",

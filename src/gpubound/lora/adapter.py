@@ -13,15 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.accumulate import join_rows
-from ..kernels.adapter_routing import Owners, OwnRanks
+from ..kernels.accumulate import join, join_rows, one_matrix
+from ..kernels.adapter_routing import Owners, OwnRanks, own_columns
 from ..kernels.hash_dropout import Drop, drawn
 from ..kernels.lora import lora_down, lora_up
 from ..kernels.lora_grads import adapter_gradients, blocks_of
 from ..layers.fused_weights import Projecting, foreign, site_of
 from ..layers.linear_formats import Adapter, Factors, Spanning, adapters_of, is_sharded, rows_of, shape_of
 from ..trace import fallback
-from .packing import COLUMNS, pack
 
 
 class LowRank(Adapter):
@@ -173,6 +172,77 @@ class Together(Adapter):
                 fallback("lora: the adapters of layers that are multiplied as one, as one matrix", f"{why}: they are copied")
             joined = join_rows([p.detach() for p in parameters])
         return torch.cat([p.detach() for p in parameters]) if joined is None else joined
+
+
+class PerRow(LowRank):
+    """`places`: which adapter of the routing (rows.py) each member is."""
+
+    def __init__(self, members: Sequence[LowRank], places: Sequence[int], routing: Any):
+        self.members, self.routing, self.dropout, self.scale = members, routing, members[0].dropout, 1.0
+        self.all_a, self.all_b = [low.a for low in members], [low.b for low in members]
+        self.parameters = [p for low in members for p in low.parameters]
+        self.columns = tuple((place, low.a.shape[0], low.scale) for place, low in zip(places, members))
+
+    @property
+    def identity(self) -> tuple:
+        return (*super().identity, self.columns, id(self.routing))
+
+    @property
+    def a(self) -> Tensor:  # type: ignore[override]
+        return one_matrix(self.all_a)
+
+    @property
+    def b(self) -> Tensor:  # type: ignore[override]
+        return one_matrix(self.all_b, beside=True)
+
+    def plain(self, x: Tensor) -> Tensor:
+        x = F.dropout(x, self.rate) if self.rate else x
+        h = F.linear(x, torch.cat(self.all_a).to(x.dtype))
+        own = self.routing.owners(self.routing.ids_of(x), [self])
+        return F.linear(own_columns(h.flatten(0, -2), own).view(h.shape), torch.cat(self.all_b, COLUMNS).to(x.dtype))
+
+    def gradients(self, x: Tensor, gh: Tensor, g: Tensor, h: Tensor, drop: Drop | None) -> list[Tensor | None]:
+        wanted = [p.requires_grad for p in self.parameters]
+        return adapter_gradients(self.all_a, self.all_b, x, gh, g, h, drop, wanted, beside=True)
+
+
+ROWS, COLUMNS = 0, 1
+
+
+def pack(parameters: Sequence[Tensor], dim: int = ROWS, force: bool = False) -> str | None:
+    """Make the parameters slices of one matrix, along `dim`. Return None if they are, else the reason against moving them.
+
+    force: move slices of a larger buffer, too, as before a TrainStep, which moves every parameter
+    """
+    if len(parameters) == 1 or join([p.detach() for p in parameters], beside=dim == COLUMNS) is not None:
+        return None
+    if (why := _immovable(parameters, force)) is not None:
+        return why
+    with torch.inference_mode(False), torch.no_grad():
+        turned = [p.detach().t() if dim == COLUMNS else p.detach() for p in parameters]
+        for p, rows in zip(parameters, torch.cat(turned).split([t.shape[0] for t in turned])):
+            p.data = rows.t() if dim == COLUMNS else rows
+    return None
+
+
+def _immovable(parameters: Sequence[Tensor], force: bool) -> str | None:
+    if any(type(p) is not nn.Parameter or p.is_inference() for p in parameters):
+        return "some of them are no plain parameters"
+    if len({(p.dtype, p.device) for p in parameters}) > 1:
+        return "they differ in dtype or device"
+    if len({id(p) for p in parameters}) < len(parameters):
+        return "two of them share one parameter"
+    if any(hasattr(p, "main_grad") for p in parameters):
+        return "a TrainStep holds them in its buffers; make a new TrainStep"
+    if any(hasattr(p, "ds_id") or hasattr(p, "_fsdp_flattened") for p in parameters):
+        return "DeepSpeed or FSDP manages their memory"
+    if any(p.device.type == "cpu" and p.is_shared() for p in parameters):
+        return "they are in memory shared between processes"
+    if any(p.is_cuda for p in parameters) and torch.cuda.is_current_stream_capturing():
+        return "their memory was moved, and a graph is being captured; run the model once before the capture"
+    if not force and any(p.untyped_storage().nbytes() != p.nbytes for p in parameters):
+        return "they are slices of a larger buffer"
+    return None
 
 
 def pack_adapters(model: nn.Module) -> None:

@@ -13,9 +13,7 @@ from ..layers.fused_weights import Stacked, multiply_by_records
 from ..layers.linear_formats import format_of, is_sharded
 from ..layers.quantized_base import Base, Frozen, InInt8, InNf4
 from ..trace import fallback, notice
-from .experts import ExpertStack
-from .pairs import adapted_layers
-from .peft_layers import of_peft
+from .layers import adapted_layers
 from .targets import layers_of, output_layer, unfit
 
 FORMATS: dict[str, type[Frozen]] = {kind.name: kind for kind in (InNf4, InInt8, InFp8)}
@@ -33,7 +31,7 @@ def quantize_base(model: nn.Module, format: str) -> list[str]:
     _forget_stacks(model)
     made = encode(model, kind)
     multiply_by_records(model, everywhere=True)
-    experts = sum(stack.weight.nbytes for stack in layers_of(model, (ExpertStack,)).values())
+    experts = sum(stack.nbytes for stack in layers_of(model).values() if isinstance(stack, torch.Tensor))
     tell([made], format, output_layer(model) is not None, experts)
     return made.names
 
@@ -97,14 +95,14 @@ def kind_of(format: str, who: str) -> type[Frozen]:
 def _judged(model: nn.Module, kind: type[Frozen]) -> Iterator[tuple[str, nn.Linear, str | None]]:
     """The layers below the head that hold numbers, and why one of them cannot be in codes."""
     head, uses = output_layer(model), Counter(id(p) for module in model.modules() for p in module._parameters.values())
-    adapters = {id(child) for module in model.modules() for child in _adapters_of_peft(module)}
-    layers = {
-        key: layer for key, layer in layers_of(model, (nn.Linear,)).items() if layer is not head and id(layer) not in adapters
-    }
+    layers = {key: layer for key, layer in layers_of(model, (nn.Linear,)).items() if layer is not head}
+    variants = {id(layer.get_base_layer()) for _, layer in adapted_layers(model) if getattr(layer, "lora_variant", None)}
     some_frozen = any(not layer.weight.requires_grad for layer in layers.values())
     for key, layer in layers.items():
         if not format_of(layer.weight).coded:
-            why = unfit(model, layer) or _unsuited(layer, uses[id(layer.weight)], some_frozen) or kind.refusal(layer.weight)
+            read = "carries an adapter that reads its weight, such as DoRA" if id(layer) in variants else None
+            unsuited = _unsuited(layer, uses[id(layer.weight)], some_frozen)
+            why = read or unfit(model, layer) or unsuited or kind.refusal(layer.weight)
             yield key, layer, why
 
 
@@ -114,26 +112,20 @@ def _unsuited(layer: nn.Linear, uses: int, some_frozen: bool) -> str | None:
     return "trains, as other layers do not" if some_frozen and layer.weight.requires_grad else None
 
 
-def _adapters_of_peft(module: nn.Module) -> list[nn.Module]:
-    if not of_peft(module):
-        return []
-    return [child for child in module.modules() if child is not module.base_layer]
-
-
 def check(model: nn.Module, kind: type[Frozen]) -> None:
     """ValueError where nothing can be put into codes now."""
     _check_closed(model, "lora.quantize_base")
-    for key, adapters in adapted_layers(model):
-        if adapters.unmerged is not None:
+    for key, layer in adapted_layers(model):
+        if layer.merged_adapters:
             raise ValueError(
                 f"lora.quantize_base: an adapter is merged into the weight of {key}, which could not be unmerged; call "
                 f"gb.lora.unmerge first."
             )
     for key, module in model.named_modules():
         if isinstance(module, Base) and module.kind is not kind:
+            layer = key.rpartition(".")[0].removesuffix(".base_layer")
             raise ValueError(
-                f"lora.quantize_base: {key.rpartition('.')[0]} is in {module.kind.name} already; call gb.lora.dequantize_base "
-                f"first."
+                f"lora.quantize_base: {layer} is in {module.kind.name} already; call gb.lora.dequantize_base first."
             )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..kernels.dispatch import Call
 from ..kernels.lora import product_size
 from ..kernels.lora_grads import blocks_of
-from ..layers.fused_weights import Projecting
+from ..layers.fused_weights import Projecting, foreign, plain, site_of
 from ..layers.linear_formats import AS_IT_IS, Format, adapters_of, format_of
 from ..layers.norm import RMSNorm
 from .adapter import LowRank
@@ -37,26 +37,30 @@ def products(model: nn.Module, batch: Any) -> Iterator[Call]:
 
 
 def _sites(model: nn.Module) -> Iterator[tuple[list[LowRank], Format, bool]]:
-    """The adapters that are computed together, how their weights are stored, and whether a bias is added."""
-    layers = {id(m): m for m in model.modules() if isinstance(m, nn.Linear)}
+    """Yield the adapters that are computed together, the format of their weights, and whether a bias is added."""
+    layers = {id(m): m for m in model.modules() if foreign(m) or plain(m)}
     for part in model.modules():
         if isinstance(part, Projecting):
-            together = part.projections()
-            lows = [low for layer in together if (low := _only(layer)) is not None]
+            together = [(layer, _only(layer)) for layer in part.projections()]
+            lows = [found[0] for _, found in together if found is not None]
             if len(lows) == len(together) and blocks_of([low.b for low in lows]) and len({_joins(low) for low in lows}) == 1:
-                yield lows, format_of(together[0].weight), any(layer.bias is not None for layer in together)
-                for layer in together:
+                yield lows, together[0][1][1], any(found[2] for _, found in together if found)  # type: ignore[index]
+                for layer, _ in together:
                     layers.pop(id(layer), None)
     for layer in layers.values():
-        if (low := _only(layer)) is not None:
-            yield [low], format_of(layer.weight), layer.bias is not None
+        if (found := _only(layer)) is not None:
+            yield [found[0]], found[1], found[2]
 
 
-def _only(layer: Any) -> LowRank | None:
-    weight = getattr(layer, "weight", None)
-    adapters = () if weight is None else adapters_of(weight)
-    low = adapters[0] if len(adapters) == 1 else None
-    return low if isinstance(low, LowRank) else None
+def _only(layer: Any) -> tuple[LowRank, Format, bool] | None:
+    """Return the only adapter of a layer, the format of its weight, and whether a bias is added."""
+    site = site_of(layer) if foreign(layer) or plain(layer) else None
+    if site is None or site.why is not None:
+        return None
+    adapters = (*adapters_of(site.weight), *site.extra)
+    if len(adapters) != 1 or not isinstance(adapters[0], LowRank):
+        return None
+    return adapters[0], format_of(site.weight), site.bias is not None
 
 
 def _joins(low: LowRank) -> tuple:

@@ -6,44 +6,42 @@ from collections.abc import Sequence
 from re import _parser  # type: ignore[attr-defined]  # the parsed pattern, of which `re` has no public form
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..kernels.tensor_state import seen
 from ..layers.embedding_and_head import head_of
+from ..layers.fused_weights import FORWARDS
 from ..layers.linear_formats import format_of, is_sharded, shape_of
 from ..layers.quantized_base import OnlyCodes
 from ..trace import fallback
-from .convolution import ConvAdapters
-from .dora import DoraPair
-from .experts import ExpertAdapters, ExpertStack, expert_stacks
-from .pair import Pair
-from .pairs import Adapters
-from .table import TableAdapters
+from .layers import of_peft
 
-KINDS: dict[type, type[Adapters]] = {
-    nn.Linear: Adapters,
-    nn.Conv2d: ConvAdapters,
-    nn.Embedding: TableAdapters,
-    ExpertStack: ExpertAdapters,
-}
-"""The layers that are adapted, and what holds their adapters."""
-
-DORA: dict[type, type[Pair]] = {nn.Linear: DoraPair}
-"""Those that can have DoRA."""
+KINDS = (nn.Linear, nn.Conv2d, nn.Embedding)
+"""The layers that are adapted, besides parameters of experts."""
 
 ALL: dict[str, tuple[type[nn.Module], ...]] = {
     "all-linear": (nn.Linear,),
     "all-linear-and-conv": (nn.Linear, nn.Conv2d),
 }
+EXPERTS = ("gate_up_proj", "down_proj")  # of a module of experts of transformers': parameters (experts, outputs, inputs)
 
 
-def layers_of(model: nn.Module, kinds: tuple[type, ...] = tuple(KINDS)) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def layers_of(model: nn.Module, kinds: tuple[type, ...] = KINDS) -> dict[str, Any]:
+    """Return layers by their names without PEFT's, and, of all kinds, the parameters of experts by theirs."""
+    found, inside = dict[str, Any](), list[str]()
     for key, module in model.named_modules():
+        if inside and key.startswith(tuple(inside)):
+            continue
+        if of_peft(module):
+            inside.append(f"{key}.")
+            module = module.get_base_layer()  # type: ignore[operator]
         if isinstance(module, kinds):
             found[key] = module
-        elif ExpertStack in kinds:
-            found.update(expert_stacks(key, module))
+        elif kinds is KINDS:
+            there = getattr(module, "_parameters", {})
+            if all(isinstance(there.get(name), torch.Tensor) and there[name].dim() == 3 for name in EXPERTS):
+                found |= {f"{key}.{name}": there[name] for name in EXPERTS}
     return found
 
 
@@ -55,7 +53,7 @@ def chosen(model: nn.Module, targets: str | Sequence[str], rank: Any) -> dict[st
     wanted = [targets] if isinstance(targets, str) else list(targets or ())
     _check_words(targets, wanted)
     layers, found = layers_of(model), dict[str, Any]()
-    named = {**dict(model.named_modules()), **layers}
+    named = {**{key: m for key, m in model.named_modules() if ".base_layer" not in key and not _of_adapter(key)}, **layers}
     for target in wanted:
         matches = [key for key in named if key and _matches(key, target, regex=isinstance(targets, str))]
         if not matches:
@@ -69,6 +67,10 @@ def chosen(model: nn.Module, targets: str | Sequence[str], rank: Any) -> dict[st
         if why := unfit(model, module):
             raise ValueError(f"lora.add: {key} {why}; name other layers.")
     return found
+
+
+def _of_adapter(key: str) -> bool:
+    return any(word.startswith("lora_") for word in key.split("."))
 
 
 def _check_words(targets: Any, wanted: Sequence[Any]) -> None:
@@ -159,9 +161,10 @@ def output_layer(model: nn.Module) -> Any:
 
 def _too_small(layer: Any, rank: Any) -> str | None:
     """The last convolution of a network of diffusion has four channels."""
-    if not isinstance(rank, int) or rank <= KINDS[type(layer)].PAIR.most_rank(layer.weight):
+    outputs, *inputs = shape_of(layer.weight)
+    if not isinstance(rank, int) or rank <= min(outputs, math.prod(inputs)):
         return None
-    return f"has a weight of {by(shape_of(layer.weight))}, too small for rank {rank}"
+    return f"has a weight of {by((outputs, *inputs))}, too small for rank {rank}"
 
 
 def by(shape: Sequence[int]) -> str:
@@ -169,15 +172,19 @@ def by(shape: Sequence[int]) -> str:
 
 
 def unfit(model: nn.Module, module: Any) -> str | None:
-    """Why no adapter can be a part of what `module` computes."""
+    """Return why no adapter can be a part of what `module` computes."""
+    if isinstance(module, torch.Tensor):  # of experts
+        return None
     if type(module) not in KINDS:
-        *kinds, last = (f"nn.{kind.__name__}" for kind in KINDS if issubclass(kind, nn.Module))
+        *kinds, last = (f"nn.{kind.__name__}" for kind in KINDS)
         return f"is a {type(module).__module__.split('.')[0]}.{type(module).__name__}, not an {', '.join(kinds)} or {last}"
     weight = seen(module.weight)
     if type(weight) is not nn.Parameter or not (weight.is_floating_point() or format_of(weight).coded):
         return "has a weight that is not a plain parameter of floating-point numbers"
-    if why := KINDS[type(module)].unfit(module):
-        return why
+    if isinstance(module, nn.Conv2d) and module.groups != 1:
+        return f"has groups = {module.groups}, and adapters are for convolutions of one group"
+    if "forward" in vars(module) and getattr(module.forward, "func", None) not in FORWARDS:
+        return "has a forward of its own"
     encoders = [layer for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer)]
     if any(module is layer.linear1 or module is layer.linear2 for layer in encoders):
         return "lies in an nn.TransformerEncoderLayer, which in eval mode reads its weight without calling it"
@@ -186,13 +193,20 @@ def unfit(model: nn.Module, module: Any) -> str | None:
 
 def _check_no_peft(model: nn.Module) -> None:
     for key, module in model.named_modules():
-        if type(module).__module__.startswith("peft.tuners."):
-            raise ValueError(f"lora.add: {key} carries an adapter of PEFT's; train that one, or call merge_and_unload() first.")
+        if type(module).__module__ in ("peft.peft_model", "peft.mixed_model") or (of_peft(module) and not _is_lora(module)):
+            raise ValueError(
+                f"lora.add: {key or 'the model'} is a {type(module).__name__} of PEFT's; add the adapter to it by PEFT's "
+                f"add_adapter, or call merge_and_unload() first."
+            )
+
+
+def _is_lora(module: Any) -> bool:
+    return type(module).__module__.startswith("peft.tuners.lora.")
 
 
 def _check_reached(model: nn.Module) -> None:
     """That what hangs on a weight's record is found by the products that see the weight gathered."""
-    if key := next((key for key, layer in layers_of(model).items() if is_sharded(seen(layer.weight))), None):
+    if key := next((key for key, layer in layers_of(model).items() if is_sharded(seen(getattr(layer, "weight", layer)))), None):
         raise ValueError(
             f"lora.add: the weight of {key} is sharded; add adapters first, and shard the model then, or make it in shards by "
             f"gpubound.parallel.sharded.shard_made(frozen=True)."

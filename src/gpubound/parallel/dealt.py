@@ -15,7 +15,6 @@ from torch.nn import Parameter
 from ..kernels.tensor_state import record_of, share_record
 from ..layers.linear_formats import is_sharded
 from ..layers.quantized_base import Base
-from ..lora.pairs import Adapters
 from .ranks import ranks_of
 
 Result = TypeVar("Result")
@@ -43,7 +42,7 @@ def fsdp_parameters(unit: Any) -> Iterator[Any]:
 
 def has_parts(model: nn.Module) -> bool:
     """Whether something hangs on a weight's record, as low-rank adapters and codes do."""
-    return any(isinstance(module, Adapters | Base) for module in model.modules())
+    return any(isinstance(module, Base) for module in model.modules())
 
 
 def join_records(model: nn.Module) -> None:
@@ -59,7 +58,7 @@ def join_records(model: nn.Module) -> None:
         for known in apart:
             share_record(known.sharded_param, known._unsharded_param)
         for module in unit.modules():
-            if isinstance(module, Adapters | Base) and not is_sharded(module.layer.weight):
+            if isinstance(module, Base) and not is_sharded(module.layer.weight):
                 module.hang_anew()
         unit.reshard()
 

@@ -19,10 +19,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import Parameter
 
 from ..device import grow_segments
-from ..kernels.tensor_state import record_of
 from ..layers.linear_formats import format_of, is_sharded
 from ..layers.quantized_base import Base
-from ..lora.peft_layers import of_peft
+from ..lora.layers import of_peft
 from .dealt import give_gathered, has_parts, join_records, units
 from .drawn import Drawing, key_of
 from .pieces import Piece, piece_of
@@ -71,12 +70,10 @@ def shard(
 
 
 def _with_parts(model: nn.Module) -> str | None:
-    """The first parameter that is more than its numbers."""
-    for name, parameter in model.named_parameters():
-        record = record_of(parameter)
-        if record is not None and (record.adapters or record.format is not None):
-            return name
-    return None
+    """Return the first layer with adapters, or the first parameter in codes."""
+    adapted = (name for name, module in model.named_modules() if of_peft(module))
+    coded = (name for name, parameter in model.named_parameters() if format_of(parameter).coded)
+    return next(adapted, None) or next(coded, None)
 
 
 def shard_made(

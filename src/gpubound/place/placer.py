@@ -16,7 +16,7 @@ from .. import device as facts
 from ..errors import PlaceError
 from ..kernels.dispatch import hasten, runs
 from ..layers.fused_weights import Projecting
-from ..lora import peft_layers as peft_layers  # from now on, projections that PEFT has adapted are read
+from ..lora import layers as lora_layers  # noqa: F401  from now on, projections that PEFT has adapted are read
 from ..trace import fallback
 from . import candidates
 from .candidates import Candidate

@@ -8,7 +8,7 @@ import torch
 
 from ..formatting import quantity
 from ..lora.base import FORMATS, suited
-from ..lora.pairs import adapted_layers
+from ..lora.layers import adapted_layers, names_in
 from ..measure import train_flops_per_token
 from ..models.llama.decoder import Decoder, DecoderConfig
 from ..models.registry import family_of, is_named
@@ -202,7 +202,7 @@ def adapters_of(model: Decoder, lora: Lora, dtype: torch.dtype) -> AdapterSizes:
     weights = {name: p for name, p in model.named_parameters() if name.startswith("model.layers.0.")}
     quantised = set() if lora.base is None else set(suited(model, FORMATS[lora.base]))
     lora.check_model(model)
-    found = {name: sum(own.rank for _, own in adapters.pairs()) for name, adapters in adapted_layers(model)}
+    found = {name: sum(layer.r[word] for word in names_in(layer)) for name, layer in adapted_layers(model)}
     blocks = [
         {name.rpartition(".")[2]: rank for name, rank in found.items() if name.startswith(f"model.layers.{i}.")}
         for i in range(model.config.layers)

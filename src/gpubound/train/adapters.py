@@ -15,8 +15,9 @@ from .. import lora
 from ..errors import DataError
 from ..formatting import hint
 from ..layers.quantized_base import Base
-from ..lora.add import INITS
 from ..lora.base import FORMATS, suited
+from ..lora.layers import adapted_layers
+from ..lora.model import INITS
 from ..models.folder import weight_files
 from ..models.registry import is_named
 from ..trace import notice
@@ -100,7 +101,8 @@ class Lora:
         codes = 0.0
         if self.base is not None:
             kind = FORMATS[self.base]
-            codes = kind.bits / 8 * sum(frozen.pop(f"{key}.weight") for key in suited(outline, kind))
+            inside = {key: f"{key}.base_layer" for key, _ in adapted_layers(outline)}
+            codes = kind.bits / 8 * sum(frozen.pop(f"{inside.get(key, key)}.weight") for key in suited(outline, kind))
         return int(codes) + dtype.itemsize * sum(frozen.values())
 
     def check_model(self, outline: nn.Module) -> None:

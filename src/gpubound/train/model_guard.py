@@ -10,7 +10,7 @@ and parameters, modes, sizes of dicts), and looks at names and hooks only where 
 
 from collections.abc import Iterable, Iterator
 from itertools import chain, count
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
 
 from torch import nn
@@ -18,16 +18,14 @@ from torch.nn.modules import module as nn_module
 from torch.utils.hooks import RemovableHandle
 
 from ..layers.quantized_base import OnlyCodes
-from ..lora import peft_layers
-from ..lora.pair import Pair
-from ..lora.pairs import AdaptedForward, Adapters
+from ..lora.layers import adapted_layers, adding, merged_and_trained, trains, wrappers
 from ..trace import fallback
 
 MOST_SIGNATURES = 1000  # that are remembered: a hook put on anew before each step makes one a step
 TRAINS = attrgetter("requires_grad")
 MODE = attrgetter("training")
-MERGED = attrgetter("merged")
-OF_PAIR = attrgetter("on", "merged", "alpha", "rslora")
+ACTIVE, DISABLED, MERGED = attrgetter("_active_adapter"), attrgetter("_disable_adapters"), attrgetter("merged_adapters")
+SCALING, ROUTING = attrgetter("scaling"), methodcaller("get", "routing")  # the latter of a layer's attributes
 MODULE_HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 PARAMETER_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 GLOBAL_HOOKS = [
@@ -57,18 +55,14 @@ class ModelGuard:
 
     def check_unmerged(self) -> None:
         """Raise ValueError where a trained adapter is merged. Called before a batch is drawn: a refused step loses none."""
-        if any(map(MERGED, self._pairs)):
-            name = next(name for name, pair in self._named_pairs if pair.merged)
-            raise ValueError(
-                f"step: {name} trains, and is merged into its weight, where no gradient reaches it; call gb.lora.unmerge "
-                f"first, or close() this step if it was merged for good."
-            )
-        for name, layer, trains in self._peft_layers:
-            if trains and layer.merged:
+        if not any(map(MERGED, self._layers)):
+            return
+        for name, layer, trained in self._adapted:
+            if trained and layer.merged_adapters and ("unmerged" not in vars(layer) or merged_and_trained(layer)):
                 raise ValueError(
-                    f"step: {name} has adapters of PEFT's that train, and {', '.join(map(repr, layer.merged_adapters))} merged "
-                    f"into its weight, where PEFT leaves the others out and no gradient comes; call unmerge_adapter() "
-                    f"first, or close() this step."
+                    f"step: {name} has adapters that train, and {', '.join(map(repr, layer.merged_adapters))} merged into its "
+                    f"weight, where no gradient reaches them; call gb.lora.unmerge or PEFT's unmerge_adapter() first, or "
+                    f"close() this step."
                 )
 
     def check(self) -> int:
@@ -91,9 +85,11 @@ class ModelGuard:
             list(map(TRAINS, self._parameters)),
             list(map(MODE, self._with_mode)),
             list(map(len, self._attributes)),  # a forward that is set on a module is one more attribute
-            list(map(OF_PAIR, self._all_pairs)),
-            [adapters.routing for adapters in self._adapters],
-            [peft_layers.adding(layer) for _, layer, _ in self._peft_layers],
+            list(map(DISABLED, self._switched)),
+            list(map(tuple, map(ACTIVE, self._switched))),
+            list(map(tuple, map(MERGED, self._layers))),
+            list(map(dict, map(SCALING, self._scaled))),
+            list(map(ROUTING, map(vars, self._layers))),
             [attributes["forward"] for attributes in self._with_forward if "forward" in attributes],
         )
 
@@ -115,15 +111,12 @@ class ModelGuard:
             for key, p in module._parameters.items()
         ]
         self._parameters = [p for *_, p, _ in self._named if p is not None]
-        self._trained = [p for *_, p, trains in self._named if trains]
+        self._trained = [p for *_, p, trained in self._named if trained]
         self._tree = [(m, list(m._modules.items()), len(m._parameters), vars(m).get("forward")) for _, m in modules]
-        self._all_pairs = [m for _, m in modules if isinstance(m, Pair)]
-        self._named_pairs = [
-            (name, m) for name, m in modules if isinstance(m, Pair) and any(p.requires_grad for p in m.parameters())
-        ]
-        self._pairs = [pair for _, pair in self._named_pairs]
-        self._adapters = [m for _, m in modules if isinstance(m, Adapters)]
-        self._peft_layers = [(name, m, peft_layers.trains(m)) for name, m in modules if peft_layers.of_peft(m)]
+        self._adapted = [(name, layer, trains(layer)) for name, layer in adapted_layers(self._model)]
+        self._layers = [layer for _, layer, _ in self._adapted]
+        self._switched = [*self._layers, *(wrapper for _, wrapper in wrappers(self._model))]
+        self._scaled = [layer for layer in self._layers if hasattr(layer, "scaling")]
         self._note()
 
     def _note(self) -> None:
@@ -134,9 +127,9 @@ class ModelGuard:
             *chain.from_iterable(map(PARAMETER_HOOKS, self._trained)),
         ]
         self._hook_dicts = list(filter(None, dicts))  # one that is empty grows by a new hook, which next_id shows
-        adding = *(m.adding for m in self._adapters), *(peft_layers.adding(m) for _, m, _ in self._peft_layers)
+        added = tuple(map(adding, self._switched))
         hooks = frozenset(chain.from_iterable(self._hook_dicts))  # by torch's numbers, which are never used again
-        key = self._structures, tuple(map(MODE, self._with_mode)), hooks, adding
+        key = self._structures, tuple(map(MODE, self._with_mode)), hooks, added
         if key not in self._numbers:
             if len(self._numbers) >= MOST_SIGNATURES:
                 self._numbers.clear()
@@ -159,13 +152,13 @@ class ModelGuard:
         self._note()
 
     def _check_parameters(self) -> None:
-        for name, module, key, parameter, trains in self._named:
+        for name, module, key, parameter, trained in self._named:
             registry = module._parameters
             now = registry.get(key) if isinstance(registry, dict) else dict(registry).get(key)  # TorchScript's has no get()
             if now is not parameter:
                 what, mend = "replaced by another Parameter", "copy new values into it in place"
-            elif now is not None and now.requires_grad is not trains:
-                what, mend = "frozen" if trains else "unfrozen", f"set requires_grad back to {trains}"
+            elif now is not None and now.requires_grad is not trained:
+                what, mend = "frozen" if trained else "unfrozen", f"set requires_grad back to {trained}"
             else:
                 continue
             raise ValueError(
@@ -176,7 +169,7 @@ class ModelGuard:
     def _check_members(self) -> None:
         """Raise where a trained parameter is no longer in the model, or there is another one that trains."""
         known, present = {id(parameter) for *_, parameter, _ in self._named}, {id(p) for p in self._model.parameters()}
-        if gone := next((name for name, *_, p, trains in self._named if trains and id(p) not in present), None):
+        if gone := next((name for name, *_, p, trained in self._named if trained and id(p) not in present), None):
             raise ValueError(
                 f"parameters: {gone} was taken out of the model since this TrainStep was made, which trains the parameters it "
                 f"found then; put it back, or close() this step and make a new one."
@@ -191,8 +184,7 @@ class ModelGuard:
     def _report_codes(self) -> None:
         """Report quantised weights of a model that trains by more than adapters: they are no parameters, and stay."""
         coded = [name for name, module in self._model.named_modules() if isinstance(module, OnlyCodes)]
-        adapters = [*self._pairs, *(m for _, m, _ in self._peft_layers)]
-        added = {id(p) for module in adapters for p in module.parameters()}
+        added = {id(p) for layer in self._layers for p in layer.parameters()}
         if coded and any(p.requires_grad and id(p) not in added for p in self._model.parameters()):
             others = f" and {len(coded) - 1} more layers" if len(coded) > 1 else ""
             fallback(
@@ -213,13 +205,8 @@ class _Values:
 
 
 def _same_calls(before: list[tuple], after: list[tuple]) -> bool:
-    """Return whether these are the same modules, which call each other in the same way. The forward that an adapted layer gets
-    and loses with its adapters is part of the signature by what the adapters add."""
-
-    def call(forward: Any) -> Any:
-        return None if isinstance(forward, AdaptedForward) else forward
-
+    """Return whether these are the same modules, which call each other in the same way."""
     return len(before) == len(after) and all(
-        now is then and children == children_then and count == count_then and call(forward) is call(forward_then)
+        now is then and children == children_then and count == count_then and forward is forward_then
         for (then, children_then, count_then, forward_then), (now, children, count, forward) in zip(before, after)
     )

@@ -23,7 +23,7 @@ from ..formatting import readable
 from ..kernels.side_stream import Side
 from ..layers.embedding_and_head import head_of
 from ..layers.linear_formats import format_of
-from ..lora.pairs import Adapters
+from ..lora.layers import of_peft
 from ..parallel import Ranks
 from ..parallel.peers import peer_sums
 from ..parallel.pieces import any_sharded, is_sharded
@@ -178,7 +178,7 @@ class FullySharded(Sharded):
                 f"TrainStep: precision={name!r} needs whole weights on each rank, and this model is sharded; take "
                 f"precision='bf16', or train replicas."
             )
-        if any(isinstance(module, Adapters) for module in self.model.modules()):
+        if any(map(of_peft, self.model.modules())):
             raise ValueError(
                 "TrainStep: the model's low-rank adapters are sharded like its other parameters; leave them out, as "
                 "gpubound.parallel.sharded.shard does, or by fully_shard(ignored_params=set(gb.lora.parameters(model)))."

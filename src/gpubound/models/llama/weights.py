@@ -11,6 +11,7 @@ import torch
 from ...corpus import Tokenizer
 from ...errors import DataError
 from ...layers.fused_weights import hooked
+from ...lora.layers import of_peft
 from ..folder import Beyond, ConfigFields, read_config
 from ..foreign import needs_transformers
 from ..registry import FAMILIES
@@ -69,9 +70,13 @@ def as_transformers(model: Decoder) -> Any:
             f"decoder: model: got a Decoder {changed}. Where the fused kernels do not compute it, transformers' "
             f"{type(shell).__name__} does, over its weights, and knows nothing of that; undo it."
         )
-    for name, module in shell.named_modules():
-        if module._parameters:
-            module._parameters = model.get_submodule(name)._parameters
+    modules = dict(model.named_modules())
+    for name, module in list(shell.named_modules()):
+        ours = modules.get(name)
+        if ours is not None and of_peft(ours):  # the layer itself, with its adapters
+            shell.set_submodule(name, ours)
+        elif module._parameters:
+            module._parameters = modules[name]._parameters
     trunk: Any = shell.model
     trunk.rotary_emb = type(trunk.rotary_emb)(config=config).to(first.device)
     config.max_position_embeddings = 2**31 - 1  # a DecoderConfig's positions are no limit of its code
@@ -85,8 +90,9 @@ def changed_below(model: Decoder) -> str | None:
         found = modules.get(name)
         if found is None:
             return f"without {name}"
-        if name and type(found) is not type(made):
-            return f"whose {name} is a {type(found).__name__}, not a {type(made).__name__}"
+        base = found.get_base_layer() if of_peft(found) else found  # type: ignore[operator]
+        if name and type(base) is not type(made):
+            return f"whose {name} is a {type(base).__name__}, not a {type(made).__name__}"
         if name and hooked(found):
             return f"whose {name} carries hooks"
     return None

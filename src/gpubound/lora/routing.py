@@ -1,8 +1,8 @@
 """Several adapters in one batch: each of its rows has one of them, or none.
 
-The adapters of a weight become one (per_row.py), and a row keeps of its narrow product h the columns of its own adapter
-(kernels/adapter_routing.py). So x is read once for all adapters, forward and backward. Which adapter a row has is read on the
-device: a captured step takes other numbers at each replay.
+The adapters of a weight become one (PerRow of adapter.py), and a row keeps of its narrow product h the columns of its own
+adapter (kernels/adapter_routing.py). So x is read once for all adapters, forward and backward. The adapter of a row is read on
+the device: a captured step takes other ids at each replay.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,59 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..kernels.adapter_routing import Owners
-from .adapter import pack_adapters
-from .pair import Pair
-from .pairs import Adapters, adapted_layers, pairs
-from .per_row import PerRow
+from .adapter import PerRow
 
 KEY = "adapter_ids"  # what a call of the model has, and a batch of TrainStep
-
-
-class rows:
-    """Let each row of a batch have its own of the adapters `names`: until `close`, or to the end of a `with` block.
-
-    Each call of `model` takes `adapter_ids` then, integers (rows,) on its device: 1 is the second of `names`, -1 the model
-    without any of them. Where the arguments of a call are not yours to choose, set `ids` instead. Adapters that are on and not
-    named are added to all rows.
-    """
-
-    def __init__(self, model: nn.Module, names: Sequence[str]):
-        layers = _fit(model, names)
-        self._routing = Routing(names)
-        self._kept: dict[tuple[int, torch.device], Tensor] = {}
-        self._layers = [adapters for _, adapters, _ in layers]
-        for adapters in self._layers:
-            adapters.route(self._routing)
-        pack_adapters(model)
-        self._hooks = [hook for entry in _entries(model) for hook in self._routing.watch(entry)]
-
-    @property
-    def ids(self) -> Tensor | None:
-        """What calls have that give none: copied to where captured graphs read them, a place for each number of rows."""
-        return self._routing.ids
-
-    @ids.setter
-    def ids(self, ids: Tensor | None) -> None:
-        if ids is not None:
-            self._routing.check(ids)
-            at = len(ids), self._layers[0].layer.weight.device
-            if at not in self._kept:
-                self._kept[at] = ids.to(at[1], copy=True)
-            ids = self._kept[at].copy_(ids)
-        self._routing.ids = ids
-
-    def close(self) -> None:
-        """All adapters that are on are added to all rows again."""
-        for hook in self._hooks:
-            hook.remove()
-        for adapters in self._layers:
-            adapters.route(None)
-
-    def __enter__(self) -> "rows":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Call:
@@ -183,41 +133,3 @@ def _table(columns: Sequence[Sequence[tuple[int, int, float]]], device: torch.de
 
 def _mark(ids: Tensor) -> tuple[int, int]:
     return ids.data_ptr(), 0 if ids.is_inference() else ids._version
-
-
-def _entries(model: nn.Module) -> list[nn.Module]:
-    """The modules that a batch is given to: the model, and the trunk below its head, which a loss without logits calls."""
-    entries = [model]
-    while isinstance(below := getattr(entries[-1], "base_model", None), nn.Module) and below is not entries[-1]:
-        entries.append(below)
-    return entries
-
-
-def _fit(model: nn.Module, names: Sequence[str]) -> list[tuple[str, Adapters, list[Pair]]]:
-    """(a layer's name, its adapters, those of them that rows choose from), or ValueError."""
-    texts = isinstance(names, Sequence) and not isinstance(names, str) and all(isinstance(name, str) for name in names)
-    if not texts or not names or len(set(names)) < len(names):
-        raise ValueError(f"lora.rows: names must be different names of adapters, such as ['first', 'second'], got {names!r}.")
-    chosen: dict[str, list[Pair]] = {}
-    for name in names:
-        for key, adapters, own in pairs(model, name, "lora.rows"):
-            chosen.setdefault(key, []).append(own)
-            if why := _unfit(key, adapters, own):
-                raise ValueError(f"lora.rows: the adapter {name!r} of {key} {why}.")
-    return [(key, adapters, chosen[key]) for key, adapters in adapted_layers(model) if key in chosen]
-
-
-def _unfit(key: str, adapters: Adapters, own: Pair) -> str | None:
-    if "experts" in key.split("."):
-        return "sees rows that a router has gathered, and whose they are is not known there; adapt other layers"
-    if type(adapters.layer) is not nn.Linear:
-        return f"is of an nn.{type(adapters.layer).__name__}, and rows choose from adapters of nn.Linear alone"
-    if type(own) is not Pair:
-        return "is DoRA, and rows choose from plain LoRA alone"
-    if adapters.routing is not None:
-        return "is one that rows choose from already; call close() of what gb.lora.rows returned first"
-    if own.merged:
-        return "is merged; call gb.lora.unmerge first"
-    if not own.on:
-        return "is switched off; call gb.lora.enable first"
-    return None

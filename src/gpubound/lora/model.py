@@ -1,0 +1,561 @@
+"""Low-rank adapters on the layers of a model, in place: added, listed, switched off, merged, removed.
+
+PEFT makes the adapters and owns them (`pip install gpubound[hf]`): its layers are put around the model's own, its configs are
+in `model.peft_config`, and its methods work on the model. gpubound computes their products (layers.py).
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..device import without_autocast
+from ..layers.fused_weights import multiply_by_records
+from ..layers.linear_formats import format_of, is_sharded, shape_of
+from ..layers.quantized_base import Base
+from ..layers.state_dict_storage import own_storages
+from .adapter import pack_adapters
+from .base import check, check_no_step, kind_of, quantize_base
+from .layers import (
+    Unmerged,
+    active_in,
+    adapted_layers,
+    fuse,
+    names_in,
+    parameters_of,
+    wrappers,
+)
+from .routing import Routing
+from .targets import by, chosen, layers_of
+
+INITS = (True, False, "gaussian", "orthogonal")
+
+
+@torch.inference_mode(False)  # an adapter made inside could not be trained
+def add(
+    model: nn.Module,
+    rank: int,
+    alpha: float | None = None,
+    targets: str | Sequence[str] = "all-linear",
+    dropout: float = 0.0,
+    rslora: bool = False,
+    dora: bool = False,
+    init: bool | str = True,
+    name: str = "default",
+    base: str | None = None,
+) -> list[str]:
+    """Give layers of `model` a low-rank adapter each, and freeze all other parameters. Return the layers' names.
+
+    alpha    the scale's numerator: y += alpha / rank · dropout(x) aᵀ bᵀ. None: as large as the rank
+    targets  "all-linear": every nn.Linear but the output layer; "all-linear-and-conv": every nn.Conv2d, too; the ends of
+             names ("q_proj"); or a regular expression of whole names
+    rslora   alpha / √rank instead
+    dora     rows of the adapted weight get trained lengths (PEFT's DoRA)
+    init     True: a at random, b zero; "gaussian": a normal with deviation 1 / rank; False: b at random, too;
+             "orthogonal": both at random, and b a zero, for nn.Linear of an even rank
+    name     several adapters may be on one layer under different names; all that are on are added
+    base     "nf4", "int8" or "fp8": the format that `quantize_base` then gives the frozen weights
+
+    Adapters are in fp32 over 16-bit weights, so that any optimizer keeps their small updates.
+    """
+    check_module(model, "lora.add")
+    if init not in INITS:
+        raise ValueError(f"lora.add: init must be True, False, 'gaussian' or 'orthogonal', got {init!r}.")
+    if base is not None:
+        check(model, kind_of(base, "lora.add: base"))
+    if alpha == 0:  # a file's adapter may have it: it is read, and adds nothing
+        raise ValueError(
+            "lora.add: alpha must not be 0, the scale's numerator: the adapters would add nothing and learn nothing."
+        )
+    alpha = rank if alpha is None else alpha
+    layers = chosen(model, targets, rank)
+    for key, layer in layers.items():
+        check_options(key, layer, rank, alpha, dropout, "lora.add")
+    odd = isinstance(rank, int) and rank % 2
+    if init == "orthogonal" and (other := [key for key, layer in layers.items() if odd or not isinstance(layer, nn.Linear)]):
+        raise ValueError(f"lora.add: init 'orthogonal' is for nn.Linear of an even rank, got rank {rank} of {other[0]}.")
+    if dora and base is not None:
+        raise ValueError(f"lora.add: dora reads the weights, and base={base!r} stores them in codes; leave one of them out.")
+    options = {"lora_dropout": dropout, "use_rslora": rslora, "use_dora": dora, "init_lora_weights": init}
+    with without_autocast(next(model.parameters()).device):  # it would round the lengths of rows
+        attach(model, layers, {"r": rank, "lora_alpha": alpha, **options}, name, "lora.add")
+    if base is not None:
+        quantize_base(model, base)
+    return list(layers)
+
+
+def check_options(key: str, layer: Any, rank: Any, alpha: Any, dropout: Any, who: str) -> None:
+    weight: Any = getattr(layer, "weight", None)  # a parameter of experts is one itself
+    shape = tuple(layer.shape[-2:]) if weight is None else shape_of(weight)
+    most = min(shape[0], int(torch.Size(shape[1:]).numel()))
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= most:
+        raise ValueError(
+            f"{who}: rank must be an integer from 1 to {most} for {key}, whose weight is {by(shape)}, got {rank!r}."
+        )
+    if not is_number(alpha):
+        raise ValueError(f"{who}: alpha must be a finite number, got {alpha!r}.")
+    if not is_number(dropout) or not 0 <= dropout < 1:
+        raise ValueError(f"{who}: dropout must be from 0 up to, not including, 1, got {dropout!r}.")
+    if dropout and not isinstance(layer, nn.Module):
+        raise ValueError(f"{who}: {key} takes no dropout, got {dropout}; adapt experts in a call of their own.")
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf")
+
+
+def attach(model: nn.Module, layers: Mapping[str, Any], config: dict[str, Any], name: str, who: str) -> None:
+    """Inject PEFT's adapters into these layers of the model. Everything is checked before anything is changed.
+
+    layers   by their names: modules, or parameters of experts
+    config   of PEFT's LoraConfig, without its targets
+    """
+    lora_config = config_class(who)
+    if not isinstance(name, str) or not name or "." in name:
+        raise ValueError(f"{who}: name must be a word without dots, got {name!r}.")
+    if hasattr(nn.ModuleDict, name):
+        raise ValueError(f"{who}: torch's modules have an attribute named {name!r}; give the adapter another name.")
+    if name in adapter_names(model):
+        raise ValueError(
+            f"{who}: the model already has an adapter named {name!r}; give another name, or call gb.lora.remove first."
+        )
+    check_no_step(model, who)
+    _check_apart(model, layers, who)
+    check_outside({key.rpartition(".")[0]: p for key, p in model.named_parameters()}, who)
+    modules = [key for key, layer in layers.items() if isinstance(layer, nn.Module)]
+    parameters = [key for key in layers if key not in modules]
+    if config.get("use_dora"):
+        for key in modules:
+            check_readable(key, layers[key], who)
+    if config.get("use_dora") and (merged := [key for key in modules if _merged(model, key)]):
+        raise ValueError(
+            f"{who}: another adapter is merged into {merged[0]}, over whose weight DoRA would begin; call gb.lora.unmerge "
+            f"first."
+        )
+    made = lora_config(**config, target_modules=pattern_of(modules) if modules else [], target_parameters=parameters or None)
+    inject(model, made, name, who)
+    ends = {key.rpartition(".")[2] for key in modules}
+    others = [key for key in layers_of(model) if key not in layers and key.rpartition(".")[2] in ends]
+    made.target_modules = set(modules if others else ends)
+
+
+def check_readable(key: str, layer: nn.Module, who: str) -> None:
+    """Refuse a layer for DoRA, which reads the weight itself."""
+    weight: Any = layer.weight
+    if format_of(weight).coded or is_sharded(weight):
+        kind = "quantised" if format_of(weight).coded else "sharded"
+        raise ValueError(f"{who}: dora reads the weight of {key}, which is {kind}; leave dora out.")
+
+
+def pattern_of(names: Sequence[str]) -> str:
+    """Return the regular expression that matches these names alone; a list of PEFT's would match the ends of others, too."""
+    return "|".join(name.replace(".", r"\.") for name in names)
+
+
+def config_class(who: str) -> Any:
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ValueError(f"{who}: adapters are PEFT's, which is not installed; call pip install gpubound[hf].") from error
+    return LoraConfig
+
+
+def inject(model: nn.Module, config: Any, name: str, who: str) -> None:
+    """Put PEFT's layers of this config into the model. What it refuses leaves the model as it was."""
+    from peft import inject_adapter_in_model
+
+    before = {id(layer): active_in(layer) for _, layer in [*adapted_layers(model), *wrappers(model)]}
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    ours = {id(p) for p in parameters(model)}
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Already found a `peft_config`")
+            inject_adapter_in_model(config, model, name, low_cpu_mem_usage=any(p.is_meta for p in model.parameters()))
+    except Exception as error:
+        take_out(model, [name])
+        for p in model.parameters():
+            p.requires_grad_(id(p) in trained)
+        raise ValueError(f"{who}: PEFT refuses this adapter: {error}") from error
+    new = {id(p) for p in parameters(model, name)}
+    for p in model.parameters():
+        p.requires_grad_(id(p) in new or (id(p) in ours and id(p) in trained))
+    for _, layer in [*adapted_layers(model), *wrappers(model)]:
+        for p in parameters_of(layer, name):  # of 16 bits, PEFT's has the weight's dtype
+            p.data = p.data.to(torch.promote_types(p.dtype, torch.float32)) if hasattr(layer, "base_layer") else p.data
+        set_active(layer, [*before.get(id(layer), []), *([name] if name in names_in(layer) else [])])
+        if hasattr(layer, "base_layer"):
+            layer.train(layer.base_layer.training)
+        if own_storages not in layer._state_dict_hooks.values():
+            layer.register_state_dict_post_hook(own_storages)
+        fuse(layer)
+    multiply_by_records(model, everywhere=True)
+    pack_adapters(model)
+
+
+def set_active(layer: Any, names: Sequence[str]) -> None:
+    """Switch on these of the layer's adapters, and no others. PEFT's own `set_adapter` also freezes the others."""
+    if hasattr(layer, "base_layer"):
+        layer._active_adapter, layer._disable_adapters = list(names), False
+    else:
+        layer._disable_adapters = not names
+        if names:
+            layer._active_adapter = list(names)
+
+
+def _check_apart(model: nn.Module, layers: Mapping[str, Any], who: str) -> None:
+    """Refuse a weight that another layer has, too: an adapter that is merged into it would change both."""
+    weights, first = {id(getattr(layer, "weight", layer)) for layer in layers.values()}, dict[int, str]()
+    for key, layer in layers_of(model).items():
+        weight = getattr(layer, "weight", layer)
+        other = first.setdefault(id(weight), key)
+        if other != key and id(weight) in weights:
+            ends = sorted({name.rpartition(".")[2] for name in layers if name not in (other, key)})
+            others = f", or give targets={ends}" if ends else ""
+            raise ValueError(
+                f"{who}: {other} and {key} share one weight, so an adapter of one would change both; untie them{others}."
+            )
+
+
+def adapter_names(model: nn.Module) -> list[str]:
+    found = [*adapted_layers(model), *wrappers(model)]
+    return list(dict.fromkeys(name for _, layer in found for name in names_in(layer)))
+
+
+def layers_with(model: nn.Module, name: str | None, who: str, some: bool = False) -> list[tuple[str, Any, list[str]]]:
+    """Return (a layer's name, the layer, its adapters called `name`), all of them where that is None.
+
+    some: raise ValueError if there is none at all
+    """
+    check_module(model, who)
+    found = []
+    for key, layer in [*adapted_layers(model), *wrappers(model)]:
+        if names := [word for word in names_in(layer) if name in (None, word)]:
+            found.append((key, layer, names))
+    if name is not None and not found:
+        there = sorted(adapter_names(model))
+        only = f"only {', '.join(map(repr, there))}" if there else "nor any other; call gb.lora.add first"
+        raise ValueError(f"{who}: the model has no adapter named {name!r}, {only}.")
+    if some and not found:
+        raise ValueError(f"{who}: the model has no adapter; call gb.lora.add first.")
+    return found
+
+
+def parameters(model: nn.Module, name: str | None = None) -> list[nn.Parameter]:
+    """Return the parameters of the adapters, or of those called `name`, for an optimizer."""
+    found = layers_with(model, name, "lora.parameters")
+    return list({id(p): p for _, layer, names in found for word in names for p in parameters_of(layer, word)}.values())
+
+
+def remove(model: nn.Module, name: str | None = None) -> None:
+    """Take adapters out, or those called `name`. What `add` froze stays frozen."""
+    found = layers_with(model, name, "lora.remove", some=True)
+    check_no_step(model, "lora.remove")
+    check_not_routed(found, "lora.remove")
+    check_not_merged(found, "lora.remove")
+    take_out(model, adapter_names(model) if name is None else [name])
+
+
+def take_out(model: nn.Module, names: Sequence[str]) -> None:
+    """Delete adapters, and put back the layers that have none left."""
+    undo = multiply_by_records(model, everywhere=True)
+    for key, layer in [*reversed(adapted_layers(model)), *wrappers(model)]:  # an inner layer before the one around it
+        active = [name for name in active_in(layer) if name not in names]
+        trained = [p for name in names_in(layer) for p in parameters_of(layer, name) if p.requires_grad]
+        set_active(layer, active)  # or PEFT warns, and switches on another one
+        for name in set(names) & set(names_in(layer)):
+            layer.delete_adapter(name) if hasattr(layer, "base_layer") else layer.delete_adapter(name, None)
+        if names_in(layer):
+            for p in trained:
+                p.requires_grad_(True)
+        else:
+            model.get_submodule(key.rpartition(".")[0]).__setattr__(
+                key.rpartition(".")[2], layer.base_layer if hasattr(layer, "base_layer") else layer.original_module
+            )
+    configs = vars(model).get("peft_config", {})
+    for name in names:
+        configs.pop(name, None)
+    if not configs:
+        vars(model).pop("peft_config", None)
+    undo()
+
+
+class disable:
+    """Switch adapters off, or those called `name`: until `enable`, or to the end of a `with` block.
+
+    A graph that was captured before goes on as it was captured.
+    """
+
+    def __init__(self, model: nn.Module, name: str | None = None):
+        found = layers_with(model, name, "lora.disable")
+        check_not_merged(found, "lora.disable")
+        self._were_active = [(layer, active_in(layer)) for _, layer, _ in found]
+        for (_, layer, names), (_, active) in zip(found, self._were_active):
+            set_active(layer, [word for word in active if word not in names])
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        for layer, active in self._were_active:
+            set_active(layer, [word for word in names_in(layer) if word in active or word in active_in(layer)])
+
+
+def enable(model: nn.Module, name: str | None = None) -> None:
+    """Switch adapters on again, or those called `name`."""
+    for _, layer, names in layers_with(model, name, "lora.enable"):
+        set_active(layer, [word for word in names_in(layer) if word in names or word in active_in(layer)])
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def merge(model: nn.Module, name: str | None = None, for_good: bool = False) -> float:
+    """weight += scale · b a for the adapters that are on, or those of them called `name`. They cost nothing from then on.
+
+    for_good  remove the merged adapters, and keep no copy of the weights as they were
+
+    Return the rounding error relative to what was added, of the layer where it is largest. In bf16 it is large where an
+    adapter is small: one hundredth of a weight keeps one or two bits.
+    """
+    named = layers_with(model, name, "lora.merge", some=True)
+    check_not_routed(named, "lora.merge")
+    found: list[tuple[str, Any, list[str]]] = []
+    for key, layer, names in named:
+        on = [word for word in active_in(layer) if word in names and word not in getattr(layer, "merged_adapters", ())]
+        if on and hasattr(layer, "base_layer"):
+            found.append((key, layer, on))
+    check_values({key: _weight(layer) for key, layer, _ in found}, "lora.merge")
+    for key, layer, on in found:
+        _check_mergeable(key, layer, on)
+    with without_autocast(next(model.parameters()).device):  # it would round what is merged to 16 bits
+        errors = [_fold(layer, on, keep=not for_good) for _, layer, on in found]
+    if for_good:
+        merged = {word for _, layer in adapted_layers(model) for word in layer.merged_adapters}
+        for _, layer in adapted_layers(model):
+            vars(layer).pop("unmerged", None)
+            layer.merged_adapters.clear()
+        take_out(model, sorted(merged))
+    return max((error.item() for error in errors), default=0.0)
+
+
+def _weight(layer: Any) -> Any:
+    base = layer.get_base_layer()
+    return getattr(base, layer.parameter_name) if hasattr(layer, "parameter_name") else base.weight
+
+
+def _check_mergeable(key: str, layer: Any, names: Sequence[str]) -> None:
+    _check_unchanged("merge", key, layer)
+    if is_sharded(_weight(layer)):
+        raise ValueError(
+            f"lora.merge: the weight of {key} is sharded; save the adapters, and load and merge them into a model that is "
+            f"whole."
+        )
+    if format_of(_weight(layer)).coded:
+        raise ValueError(
+            f"lora.merge: the weight of {key} is in codes, whose steps are larger than what an adapter adds; call "
+            f"gb.lora.dequantize_base first."
+        )
+    left = [word for word in active_in(layer) if word not in names and word not in layer.merged_adapters]
+    if left and (set(layer.lora_variant) or type(layer.get_base_layer()) is not nn.Linear):
+        raise ValueError(
+            f"lora.merge: {key} has the adapter {left[0]!r}, too, which PEFT's forward leaves out while another is merged; "
+            f"merge or disable that one first."
+        )
+
+
+def _fold(layer: Any, names: Sequence[str], keep: bool) -> Tensor:
+    weight = _weight(layer)
+    if keep and "unmerged" not in vars(layer):
+        layer.unmerged = Unmerged(weight)
+    before = weight.detach().double()
+    if layer.lora_variant or not isinstance(layer.get_base_layer(), nn.Linear):
+        layer.merge(adapter_names=list(names))
+        added = weight.double() - before
+    else:
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        deltas = [
+            layer.scaling[name] * (layer.lora_B[name].weight.to(wide) @ layer.lora_A[name].weight.to(wide)) for name in names
+        ]
+        delta = torch.stack(deltas).sum(0)
+        weight.copy_(weight.to(wide) + delta)
+        layer.merged_adapters.extend(names)
+        added = delta.double()
+    torch.autograd.graph.increment_version(weight)
+    if "unmerged" in vars(layer):
+        layer.unmerged.note(weight)
+    return (weight.double() - before - added).norm() / added.norm().clamp_min(torch.finfo(torch.float64).tiny)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def unmerge(model: nn.Module) -> None:
+    """Restore every weight that adapters were merged into, bit for bit. The adapters add to its products again."""
+    layers = [(key, layer) for key, layer in adapted_layers(model) if "unmerged" in vars(layer)]
+    for key, layer in layers:
+        _check_unchanged("unmerge", key, layer)
+    for _, layer in layers:
+        _weight(layer).copy_(vars(layer).pop("unmerged").weight)
+        layer.merged_adapters.clear()
+
+
+def _merged(model: nn.Module, key: str) -> bool:
+    layer = model.get_submodule(key)
+    return bool(getattr(layer, "merged_adapters", ()))
+
+
+def _check_unchanged(what: str, key: str, layer: Any) -> None:
+    if "unmerged" in vars(layer) and layer.unmerged.changed(_weight(layer)):
+        raise ValueError(
+            f"lora.{what}: the weight of {key} was changed after an adapter was merged into it, and unmerging would undo that; "
+            f"call gb.lora.unmerge before weights are trained or loaded."
+        )
+
+
+def plain_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state_dict of `model` without adapters, under the names that it has without them.
+
+    ValueError where an adapter is on and not merged, because it would be lost, and where weights are in codes.
+    """
+    for key, module in model.named_modules():
+        if isinstance(module, Base):
+            raise ValueError(
+                f"lora: the weight of {key.rpartition('.')[0].removesuffix('.base_layer')} is in {module.kind.name}, and a "
+                f"model's own files have no place for it; call gb.lora.dequantize_base first."
+            )
+    state = model.state_dict()
+    for key, layer in [*adapted_layers(model), *wrappers(model)]:
+        for name in active_in(layer):
+            if name not in getattr(layer, "merged_adapters", ()):
+                raise ValueError(
+                    f"lora: {key} carries the adapter {name!r}, and a model's own files have no place for it; call "
+                    f"gb.lora.merge first, or gb.lora.disable to leave it out."
+                )
+        inner = f"{key}.base_layer." if hasattr(layer, "base_layer") else f"{key}.original_module."
+        state = {
+            f"{key}.{word.removeprefix(inner)}" if word.startswith(inner) else word: tensor
+            for word, tensor in state.items()
+            if word.startswith(inner) or not word.startswith(f"{key}.")
+        }
+    return state
+
+
+class rows:
+    """Let each row of a batch have its own of the adapters `names`: until `close`, or to the end of a `with` block.
+
+    Each call of `model` takes `adapter_ids` then, integers (rows,) on its device: 1 is the second of `names`, -1 the model
+    without any of them. Where the arguments of a call are not yours to choose, set `ids` instead. Adapters that are on and not
+    named are added to all rows.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str]):
+        self._layers = _routable(model, names)
+        self._routing = Routing(names)
+        self._kept: dict[tuple[int, torch.device], Tensor] = {}
+        for layer in self._layers:
+            layer.routing = self._routing
+            fuse(layer)
+        pack_adapters(model)
+        self._hooks = [hook for entry in _entries(model) for hook in self._routing.watch(entry)]
+
+    @property
+    def ids(self) -> Tensor | None:
+        """The ids of calls that pass none: copied to where captured graphs read them, once for each number of rows."""
+        return self._routing.ids
+
+    @ids.setter
+    def ids(self, ids: Tensor | None) -> None:
+        if ids is not None:
+            self._routing.check(ids)
+            at = len(ids), self._layers[0].base_layer.weight.device
+            if at not in self._kept:
+                self._kept[at] = ids.to(at[1], copy=True)
+            ids = self._kept[at].copy_(ids)
+        self._routing.ids = ids
+
+    def close(self) -> None:
+        """Add all adapters that are on to all rows again."""
+        for hook in self._hooks:
+            hook.remove()
+        for layer in self._layers:
+            vars(layer).pop("routing", None)
+
+    def __enter__(self) -> "rows":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _entries(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that a batch is passed to: the model, and the trunk below its head, for a loss without logits."""
+    entries = [model]
+    while isinstance(below := getattr(entries[-1], "base_model", None), nn.Module) and below is not entries[-1]:
+        entries.append(below)
+    return entries
+
+
+def _routable(model: nn.Module, names: Sequence[str]) -> list[Any]:
+    """Return the layers with one of these adapters, or raise ValueError."""
+    texts = isinstance(names, Sequence) and not isinstance(names, str) and all(isinstance(name, str) for name in names)
+    if not texts or not names or len(set(names)) < len(names):
+        raise ValueError(f"lora.rows: names must be different names of adapters, such as ['first', 'second'], got {names!r}.")
+    found: dict[int, Any] = {}
+    for name in names:
+        for key, layer, _ in layers_with(model, name, "lora.rows"):
+            found[id(layer)] = layer
+            if why := _unroutable(key, layer, name):
+                raise ValueError(f"lora.rows: the adapter {name!r} of {key} {why}.")
+    return [layer for _, layer in adapted_layers(model) if id(layer) in found]
+
+
+def _unroutable(key: str, layer: Any, name: str) -> str | None:
+    if "experts" in key.split("."):
+        return "sees rows that a router has gathered, and whose they are is not known there; adapt other layers"
+    if not hasattr(layer, "base_layer") or type(layer.get_base_layer()) is not nn.Linear:
+        base = layer.get_base_layer() if hasattr(layer, "base_layer") else layer.original_module
+        return f"is of an nn.{type(base).__name__}, and rows choose from adapters of nn.Linear alone"
+    if name in layer.lora_variant:
+        return "is no plain LoRA, and rows choose from plain LoRA alone"
+    if "routing" in vars(layer):
+        return "is one that rows choose from already; call close() of what gb.lora.rows returned first"
+    if name in layer.merged_adapters:
+        return "is merged; call gb.lora.unmerge first"
+    if name not in active_in(layer):
+        return "is switched off; call gb.lora.enable first"
+    return None
+
+
+def check_module(model: Any, who: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{who}: model must be a torch.nn.Module, got a {type(model).__name__}; pass the model itself.")
+
+
+def check_not_routed(found: Sequence[tuple[str, Any, list[str]]], who: str) -> None:
+    """Refuse adapters that rows of a batch choose from: a change of one would be for some rows alone."""
+    if key := next((key for key, layer, _ in found if "routing" in vars(layer)), None):
+        raise ValueError(
+            f"{who}: rows of a batch choose from the adapters of {key}; call close() of what gb.lora.rows returned first."
+        )
+
+
+def check_not_merged(found: Sequence[tuple[str, Any, list[str]]], who: str) -> None:
+    """Refuse adapters that are a part of their weight now, where no change of the adapter shows."""
+    if key := next((key for key, layer, names in found if set(names) & set(getattr(layer, "merged_adapters", ()))), None):
+        raise ValueError(f"{who}: the adapter of {key} is merged into its weight; call gb.lora.unmerge first.")
+
+
+def check_outside(weights: Mapping[str, Tensor], who: str) -> None:
+    """Refuse weights that cannot be written, or kept for a backward."""
+    if inside := [key for key, weight in weights.items() if weight.is_inference()]:
+        raise ValueError(
+            f"{who}: {inside[0]} was made inside torch.inference_mode(), and its weight cannot be written; "
+            f"make or load the model outside of it."
+        )
+
+
+def check_values(weights: Mapping[str, Tensor], who: str) -> None:
+    """Refuse weights without values, too: what is copied onto the meta device is lost silently."""
+    check_outside(weights, who)
+    if key := next((key for key, weight in weights.items() if weight.is_meta), None):
+        raise ValueError(f"{who}: {key} is on the meta device, without values; load the model's weights first.")
