@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gpubound.errors import GraphError
-from gpubound.graph import bounce, memory
+from gpubound.graph import memory, staging_copy
 
 
 def drawn(*shape: int, seed: int = 0, device: torch.device | str = "cpu") -> Tensor:
@@ -55,5 +55,5 @@ def equal(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
 def elsewhere(monkeypatch) -> None:
     """Let all copies of a state lie where the state does not, as on the host beside a GPU that has no room."""
     monkeypatch.setattr(memory.Room, "holds", lambda room, live, beside=0: False)
-    for module in (bounce, memory):
+    for module in (staging_copy, memory):
         monkeypatch.setattr(module, "apart", lambda some, other: True)

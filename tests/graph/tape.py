@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gpubound.graph.operations import patched, tensors_in
-from gpubound.graph.reach import storage_key
+from gpubound.graph.reachable import storage_key
 
 
 class Recorder(TorchDispatchMode):

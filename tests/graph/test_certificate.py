@@ -12,7 +12,7 @@ import torch
 from gpubound.errors import GraphError
 from gpubound.graph import calls, capture, certify, prepare
 from gpubound.graph.memory import difference
-from gpubound.graph.vary import vary
+from gpubound.graph.perturb import perturb
 from tests.messages import message
 
 from .cases import drawn, elsewhere, said
@@ -231,7 +231,7 @@ def test_noise_within_a_tolerance(tape):
     ids=str,
 )
 def test_other_values_of_the_same_kind(example):
-    first, second = vary([example], 0)[0][0], vary([example], 1)[0][0]
+    first, second = perturb([example], 0)[0][0], perturb([example], 1)[0][0]
     for new in (first, second):
         assert new.shape == example.shape and new.dtype == example.dtype and not difference(new, example).bitwise
         if not example.is_floating_point() and not example.is_complex():
@@ -242,12 +242,12 @@ def test_other_values_of_the_same_kind(example):
 
 def test_drawn_values_fit_their_dtype():
     wide = torch.tensor([448.0, -448.0, 0.0] * 100).to(torch.float8_e4m3fn)
-    assert bool(vary([wide], 0)[0][0].float().isfinite().all())
+    assert bool(perturb([wide], 0)[0][0].float().isfinite().all())
 
 
 def test_what_cannot_be_varied():
-    assert vary([torch.zeros(3, dtype=torch.int64), torch.ones(0)], 0)[1] == [0]
-    assert vary([torch.full((3,), float("nan"))], 0)[1] == [0]
+    assert perturb([torch.zeros(3, dtype=torch.int64), torch.ones(0)], 0)[1] == [0]
+    assert perturb([torch.full((3,), float("nan"))], 0)[1] == [0]
 
 
 def test_difference():
@@ -309,7 +309,7 @@ def test_what_is_true_of_one_round_alone(tape, monkeypatch):
     """The generators must agree in every round; an input that was varied in one of them has been varied."""
     rounds, varying = iter([([], False), ([], True)]), iter([[0], []])
     monkeypatch.setattr(certify, "_round", lambda *_, **__: next(rounds))
-    monkeypatch.setattr(certify, "vary", lambda examples, turn: ([example.clone() for example in examples], next(varying)))
+    monkeypatch.setattr(certify, "perturb", lambda examples, turn: ([example.clone() for example in examples], next(varying)))
     found = capture(lambda x: x * 2, torch.ones(2)).certificate
     assert not found.same_random_state and found.unvaried == ()
 

@@ -12,7 +12,7 @@ from gpubound.watch import watch
 from tests.messages import message
 
 from .cases import contents, drawn, equal, perceptron, said, training_step
-from .test_held import GRADIENT, MOVED, REPLACED
+from .test_guards import GRADIENT, MOVED, REPLACED
 
 pytestmark = pytest.mark.gpu
 
@@ -108,10 +108,10 @@ def test_poison_and_a_shared_pool():
 
 
 def test_poison_reaches_the_pool():
-    from gpubound.graph.vary import scribble
+    from gpubound.graph.perturb import poison_pool
 
     captured = capture(lambda x: (x * 2).sin().cos() + 1, torch.ones(1 << 16, device=cuda))
-    assert scribble(captured.pool, cuda) >= 1 << 18
+    assert poison_pool(captured.pool, cuda) >= 1 << 18
     x = drawn(1 << 16, device=cuda)
     assert torch.equal(captured(x), (x * 2).sin().cos() + 1)
 

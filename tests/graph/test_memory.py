@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpubound.graph import bounce, capture, memory, prepare
+from gpubound.graph import capture, memory, prepare, staging_copy
 from gpubound.graph.memory import EQUAL, Memory, Room, Snapshot, difference, whole
 from tests.messages import message
 
@@ -20,10 +20,10 @@ CPU = torch.device("cpu")
 def places(request, monkeypatch):
     """Once with copies where the memory is, else by way of bounce buffers, in parts that no tensor here is a multiple of."""
     if request.param != "beside":
-        for module in (bounce, memory):
+        for module in (staging_copy, memory):
             monkeypatch.setattr(module, "apart", lambda some, other: True)
-        monkeypatch.setattr(bounce, "from_gpu", lambda source: request.param == "down")
-    monkeypatch.setattr(bounce, "CHUNK", 16)
+        monkeypatch.setattr(staging_copy, "from_gpu", lambda source: request.param == "down")
+    monkeypatch.setattr(staging_copy, "CHUNK", 16)
     monkeypatch.setattr(memory, "_CHUNK", 16)
     monkeypatch.setattr(memory, "_PART", 8)
 
@@ -271,7 +271,7 @@ def test_copies_on_the_host_are_the_same_comparison(monkeypatch):
         room.left = 0
 
     monkeypatch.setattr(Room, "__init__", full)
-    monkeypatch.setattr(bounce, "CHUNK", 1 << 10)
+    monkeypatch.setattr(staging_copy, "CHUNK", 1 << 10)
     monkeypatch.setattr(memory, "_CHUNK", 1 << 12)
     total = drawn(1000, device=cuda)
     captured = capture(lambda x: total.add_(x) * 2, drawn(1000, device=cuda, seed=1))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gpubound as gb
-from gpubound.graph.reach import Reach
+from gpubound.graph.reachable import Reachable
 from gpubound.kernels import adapters
 from gpubound.kernels.accumulate import join_rows
 from gpubound.kernels.hash_dropout import drawn, kept
@@ -63,9 +63,9 @@ def test_a_captured_step_does_not_hold_a_call_to_its_numbers():
     model, x = adapted(Projections()), draw(6, 5, K)
     with gb.lora.rows(model, NAMES) as rows:
         model(x, adapter_ids=IDS)
-        assert all(tensor is not IDS for _, tensor in Reach(model, None).tensors)
+        assert all(tensor is not IDS for _, tensor in Reachable(model, None).tensors)
         rows.ids = IDS
-        assert any(tensor is rows.ids for _, tensor in Reach(model, None).tensors)
+        assert any(tensor is rows.ids for _, tensor in Reachable(model, None).tensors)
 
 
 def test_gradients_in_fp64():

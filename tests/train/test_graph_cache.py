@@ -10,7 +10,7 @@ import torch
 from torch.nn.modules import module as nn_module
 
 from gpubound.errors import GraphError
-from gpubound.graph import held
+from gpubound.graph import guards
 from gpubound.models import Decoder, DecoderConfig
 from gpubound.parallel import Ranks
 from gpubound.trace import fallbacks
@@ -154,7 +154,7 @@ class TestShapes:
     @pytest.mark.parametrize("accumulate", [1, 2])
     def test_a_model_in_another_mode_is_another_step(self, accumulate, monkeypatch):
         """In a part of it, too. Graphs went on in the old mode until they looked at all they hold, and then refused."""
-        monkeypatch.setattr(held, "WALK_EVERY", 1)
+        monkeypatch.setattr(guards, "WALK_EVERY", 1)
         runs = []
         for graph in ("require", "off"):
             model = small(dropout=0.5)
@@ -268,8 +268,8 @@ def test_a_refused_capture_keeps_nothing(monkeypatch):
     seen = []
 
     def runs_out(model, batch):
-        held = torch.zeros(9)
-        seen.append((weakref.ref(held), weakref.ref(batch[0])))
+        guards = torch.zeros(9)
+        seen.append((weakref.ref(guards), weakref.ref(batch[0])))
         if len(seen) == 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return summed(model, batch)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..graph.held import address_check
+from ..graph.guards import address_check
 from ..kernels.tensor_state import ATTRIBUTE
 from ..layers.fused_weights import foreign, site_of
 from ..layers.linear_formats import adapters_of

@@ -25,10 +25,10 @@ from ..watch.python_calls import leave, listen, replaced
 from ..watch.source_line import Site, here, site_of_error
 from . import Certificate, capture
 from .captured import name_of
-from .held import StaticInputs
+from .guards import StaticInputs
 from .operations import Hazard, tensors_in
 from .prepare import choose_device
-from .reach import Reach
+from .reachable import Reachable
 
 INPUT = object()  # marks the place of a static input in a call
 TOTALS = ("syncs", "h2d_copies", "d2h_copies", "allocations", "launches")  # of the ledger, in the first lines
@@ -196,7 +196,7 @@ def audit(
     if not callable(fn):
         raise ValueError(f"audit: fn: got {type(fn).__name__}, wanted a function or module; pass the callable itself.")
     root = AuditedPart(name_of(fn), fn, inputs, dict(kwargs or {}))
-    device = choose_device(StaticInputs(()), Reach(fn, [*tensors_in((root.args, root.kwargs))]))
+    device = choose_device(StaticInputs(()), Reachable(fn, [*tensors_in((root.args, root.kwargs))]))
     waits: list[Hazard] = []
     try:
         with _python_waits(waits):

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import GraphError
 from .prepare import Recording
-from .reach import storage_key
+from .reachable import storage_key
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Results:
     random: list[Tensor]
 
 
-def eager_call(recording: Recording, given: Sequence[Tensor], made_up: bool) -> Results:
+def run_eager(recording: Recording, given: Sequence[Tensor], made_up: bool) -> Results:
     """Call on fresh copies of the inputs. The results outlive a restored state; gradients are bound to the graph's again."""
     copies = [tensor.detach().clone().requires_grad_(b.requires_grad) for tensor, b in zip(given, recording.inputs.buffers)]
     recording.bind_gradients()
@@ -43,7 +43,7 @@ def eager_call(recording: Recording, given: Sequence[Tensor], made_up: bool) -> 
     return Results(leaves, gradients, recording.generators.states())
 
 
-def replay_call(recording: Recording, given: Sequence[Tensor]) -> Results:
+def run_replay(recording: Recording, given: Sequence[Tensor]) -> Results:
     """Replay on `given`. The results are the graph's own tensors: compare or copy them before the next replay."""
     recording.inputs.copy_in(given)
     recording.poison_results()

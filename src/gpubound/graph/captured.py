@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..errors import GraphError
 from ..trace import count, notice
 from .certify import Certificate, certify
-from .held import StaticInputs
+from .guards import StaticInputs
+from .perturb import poison
 from .prepare import prepare
 from .runner import open_gate
-from .vary import spoil
 
 WARMUP = 3  # one call for what only a first call does, one to use it, one to see that the state has settled
 
@@ -66,7 +66,7 @@ class Captured:
             self._recording.poison_results()
         self._runner.replay()
         for buffer in self._inputs.buffers if self._poisons else ():  # the next call must bring its own
-            spoil(buffer)
+            poison(buffer)
         self.replays += 1
         count("graph.replay")
         return self._give()

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .calls import Results, copied, eager_call, replay_call
+from .calls import Results, copied, run_eager, run_replay
 from .memory import EQUAL, Difference, difference, whole
+from .perturb import SOURCES, other_seeds
 from .prepare import Recording
-from .vary import SOURCES, other_seeds
 
 MOST_INPUTS = 16  # each costs two calls
 ATOMIC = 1e-2  # sums in another order differ by less than this, a counter on the host by more
@@ -44,7 +44,7 @@ def _value(recording: Recording, name: str, given: Sequence[Tensor], turn: int) 
     """Return the tensor called `name` of an eager call; another turn has other seeds of the host's random generators."""
     recording.reset()
     with other_seeds(turn):
-        results = eager_call(recording, given, made_up=True)
+        results = run_eager(recording, given, made_up=True)
     return copied(dict(_left(recording, results))[name])
 
 
@@ -64,9 +64,9 @@ def _ignored(recording: Recording, given: Sequence[Tensor], examples: Sequence[T
 
     def both(tensors: Sequence[Tensor]) -> tuple[list, list]:
         recording.reset()
-        eager = [copied(value) for _, value in _left(recording, eager_call(recording, tensors, made_up=True))]
+        eager = [copied(value) for _, value in _left(recording, run_eager(recording, tensors, made_up=True))]
         recording.reset()
-        return eager, [copied(value) for _, value in _left(recording, replay_call(recording, tensors))]
+        return eager, [copied(value) for _, value in _left(recording, run_replay(recording, tensors))]
 
     eager, replayed = both(examples)
     found = []

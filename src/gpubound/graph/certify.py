@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import GraphError
 from ..formatting import readable
-from .calls import Results, eager_call, replay_call
+from .calls import Results, run_eager, run_replay
 from .cause import cause
 from .memory import EQUAL, Difference, Memory, MemoryMark, Room, difference, where
+from .perturb import other_seeds, perturb
 from .prepare import Recording
-from .vary import other_seeds, vary
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def certify(recording: Recording, others: list[list[Tensor]] | None, tolerance: 
     started = time.perf_counter()
     examples = [buffer.detach().clone() for buffer in recording.inputs.buffers]
     names = recording.inputs.names
-    rounds = [(given, []) for given in others] if others else [vary(examples, index) for index in range(2)]
+    rounds = [(given, []) for given in others] if others else [perturb(examples, index) for index in range(2)]
     judged = None
     with suppress(Unlike):
         judged = _judge(recording, rounds, examples, others is None, tolerance, marks=True)
@@ -176,7 +176,7 @@ def _round(
     `again`: what the rounds before were given, where their replays make that state once more."""
     before = recording.generators.states()
     with other_seeds(turn):
-        eager = eager_call(recording, given, made_up)
+        eager = run_eager(recording, given, made_up)
     exchanged = turn > 0 and not again
     for memory in workspace:
         memory.swap() if exchanged and isinstance(memory, Memory) else memory.keep()
@@ -184,9 +184,9 @@ def _round(
         recording.snapshot.restore()
         recording.generators.rewind()
     for earlier in again:
-        replay_call(recording, earlier)
+        run_replay(recording, earlier)
     recording.generators.set(before)
-    replayed = replay_call(recording, given)
+    replayed = run_replay(recording, given)
     verdicts = _compare(eager, replayed)
     for memory in workspace:
         if isinstance(memory, MemoryMark):

@@ -31,7 +31,7 @@ from .operations import (
     wrong_with_call,
     wrong_with_operation,
 )
-from .reach import storage_key
+from .reachable import storage_key
 
 # A kernel may write all its tensor arguments. Weights and anything larger than this count as written when their bytes change.
 LARGE = 256 << 20

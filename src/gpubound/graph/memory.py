@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..device import usable_bytes
 from ..kernels.tensor_state import made_record, record_of
-from .bounce import apart, copy_bytes
 from .fingerprint import fingerprint
-from .reach import storage_key
+from .reachable import storage_key
+from .staging_copy import apart, copy_bytes
 
 _CHUNK = 1 << 26  # bytes compared at a time
 _PART = 1 << 24  # bytes compared as numbers at a time: in fp64 they are up to eight times as many, several times over

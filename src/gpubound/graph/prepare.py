@@ -9,50 +9,52 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import GraphError
 from ..watch.ops import on_host
-from .held import Held, StaticInputs, check_open
+from .guards import CaptureGuards, StaticInputs, check_open
 from .memory import allocating_in
-from .reach import Reach, Values, same, storage_key
-from .rebound import Bindings
-from .rehearse import Leaf, Rehearsal
+from .perturb import poison_pool, poison_results
+from .reachable import Reachable, Values, same, storage_key
+from .restored_bindings import Bindings
 from .runner import runner_for
-from .vary import fill_results, scribble
+from .warm_up import Leaf, WarmUp
 
 
 def prepare(
     name: str, fn: Callable, inputs: StaticInputs, state: Any, pool: Any, warmup: int, gate: Callable[[], None]
 ) -> "Recording":
     """The recorded graph of `fn`, and what it needs. The state is as it was before, also when an error ends this."""
-    before = Reach(fn, state, inputs.objects)
+    before = Reachable(fn, state, inputs.objects)
     device = choose_device(inputs, before)
     refuse_autocast(name, device)
     runner = runner_for(device, pool)
     runner.gate = gate
     bindings = Bindings(before.nodes(), before.functions)
     try:
-        return _prepared(Rehearsal(name, fn, inputs, before, runner, device), state, warmup, bindings)
+        return _prepared(WarmUp(name, fn, inputs, before, runner, device), state, warmup, bindings)
     except BaseException:
         bindings.put_back()
         raise
 
 
-def _prepared(rehearsal: Rehearsal, state: Any, warmup: int, bindings: Bindings) -> "Recording":
-    fn, inputs, before = rehearsal.fn, rehearsal.inputs, rehearsal.before
-    rehearsal.perform(warmup)
-    with rehearsal.undone_on_error():
-        rehearsal.reach = Reach(fn, state, inputs.objects)
-        leaves = rehearsal.leaves()
-        rehearsal.settle()
-        recording = Recording(rehearsal, leaves, bindings)
+def _prepared(warm_up: WarmUp, state: Any, warmup: int, bindings: Bindings) -> "Recording":
+    fn, inputs, before = warm_up.fn, warm_up.inputs, warm_up.before
+    warm_up.perform(warmup)
+    with warm_up.undone_on_error():
+        warm_up.reachable = Reachable(fn, state, inputs.objects)
+        leaves = warm_up.leaves()
+        warm_up.settle()
+        recording = Recording(warm_up, leaves, bindings)
         recording.record()
     recording.reset()
-    gradients = held_gradients(rehearsal, recording)
-    recording.held = Held(held_tensors(rehearsal), rehearsal.reach, steady_values(before, rehearsal.reach), gradients)
+    gradients = guarded_gradients(warm_up, recording)
+    recording.held = CaptureGuards(
+        guarded_tensors(warm_up), warm_up.reachable, steady_values(before, warm_up.reachable), gradients
+    )
     return recording
 
 
-def choose_device(inputs: StaticInputs, reach: Reach) -> torch.device:
+def choose_device(inputs: StaticInputs, reachable: Reachable) -> torch.device:
     """Where fn works: the GPU that anything it reaches lies on, else the CPU. Inputs must lie there too."""
-    devices = [tensor.device for tensor in inputs.buffers] + [tensor.device for _, tensor in reach.tensors]
+    devices = [tensor.device for tensor in inputs.buffers] + [tensor.device for _, tensor in reachable.tensors]
     device = next((device for device in devices if not on_host(device)), torch.device("cpu"))
     for name, tensor in zip(inputs.names, inputs.buffers):
         if tensor.device != device:
@@ -74,13 +76,13 @@ class Recording:
     """A recorded graph, and eager calls of the same function from the same state: what a certificate compares."""
 
     outputs: Any
-    held: Held
+    held: CaptureGuards
 
-    def __init__(self, rehearsal: Rehearsal, leaves: list[Leaf], bindings: Bindings) -> None:
-        self.name, self.fn, self.inputs, self.device = rehearsal.name, rehearsal.fn, rehearsal.inputs, rehearsal.device
-        self.runner, self.snapshot, self.generators = rehearsal.runner, rehearsal.snapshot, rehearsal.generators
-        self.reach, self.leaves, self.bindings = rehearsal.reach, leaves, bindings
-        self.foreign = {*rehearsal.discovery.external, *rehearsal.discovery.inputs}  # the memory that is not the graph's own
+    def __init__(self, warm_up: WarmUp, leaves: list[Leaf], bindings: Bindings) -> None:
+        self.name, self.fn, self.inputs, self.device = warm_up.name, warm_up.fn, warm_up.inputs, warm_up.device
+        self.runner, self.snapshot, self.generators = warm_up.runner, warm_up.snapshot, warm_up.generators
+        self.reachable, self.leaves, self.bindings = warm_up.reachable, leaves, bindings
+        self.foreign = {*warm_up.discovery.external, *warm_up.discovery.inputs}  # the memory that is not the graph's own
 
     def record(self) -> None:
         for leaf in self.leaves:
@@ -109,8 +111,8 @@ class Recording:
         Also into the graph's free memory: an eager call has just left there what the replay is to compute by itself.
         """
         gradients = [leaf.bound for leaf in self.new_leaves] if self.runner.binds_gradients else []
-        fill_results([self.outputs, gradients], self.foreign)
-        scribble(self.runner.pool, self.device)
+        poison_results([self.outputs, gradients], self.foreign)
+        poison_pool(self.runner.pool, self.device)
 
     @property
     def new_leaves(self) -> list[Leaf]:
@@ -154,31 +156,31 @@ class Recording:
     def release(self) -> None:
         """Let go of what only the certificate needed."""
         self.snapshot.memories.clear()
-        del self.reach, self.bindings
+        del self.reachable, self.bindings
         self.leaves = self.new_leaves
         for leaf in self.leaves:
             leaf.old = leaf.start = None
 
 
-def held_tensors(rehearsal: Rehearsal) -> list[tuple[str, Tensor]]:
+def guarded_tensors(warm_up: WarmUp) -> list[tuple[str, Tensor]]:
     """Every tensor from outside that the graph uses: all that have names, and one for each other piece of memory."""
-    external, name_of = rehearsal.discovery.external, rehearsal.name_of
-    named = {id(tensor): tensor for _, tensor in rehearsal.reach.tensors}
+    external, name_of = warm_up.discovery.external, warm_up.name_of
+    named = {id(tensor): tensor for _, tensor in warm_up.reachable.tensors}
     held = [(name_of(tensor), tensor) for tensor in named.values() if storage_key(tensor) in external]
     covered = {storage_key(tensor) for _, tensor in held}
     held += [(name_of(seen.tensor), seen.tensor) for key, seen in external.items() if key not in covered]
-    return held + list(zip(rehearsal.inputs.names, rehearsal.inputs.buffers))
+    return held + list(zip(warm_up.inputs.names, warm_up.inputs.buffers))
 
 
-def steady_values(before: Reach, after: Reach) -> Values:
+def steady_values(before: Reachable, after: Reachable) -> Values:
     """The Python values that fn names and leaves alone. One that it counts up itself is the certificate's to judge."""
     first = {way.name: value for way, value in before.plain}
     return [(way, value) for way, value in after.plain if way.name in first and same(value, first[way.name])]
 
 
-def held_gradients(rehearsal: Rehearsal, recording: Recording) -> list[tuple[str, Tensor, Tensor]]:
+def guarded_gradients(warm_up: WarmUp, recording: Recording) -> list[tuple[str, Tensor, Tensor]]:
     """(name, leaf, gradient) of each gradient that the graph writes where it lies."""
-    external, binds = rehearsal.discovery.external, recording.runner.binds_gradients
+    external, binds = warm_up.discovery.external, recording.runner.binds_gradients
     return [
         (leaf.name, leaf.tensor, leaf.bound)
         for leaf in recording.leaves

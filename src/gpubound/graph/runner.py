@@ -16,7 +16,7 @@ from ..device import without_autocast
 from ..errors import GraphError
 from ..watch.source_line import Place, here
 from .operations import broken_capture
-from .reach import storage_key
+from .reachable import storage_key
 
 _WAIT = "called a synchronizing CUDA operation"  # how torch's warning begins
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .reach import closed, names_in
+from .reachable import closed, names_in
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, type)
 EMPTY = types.CellType()  # of a name that has no value yet: equal to all such cells, and to no other

@@ -17,10 +17,10 @@ from ..trace import notice
 from ..watch.events import WAIT
 from ..watch.source_line import Place
 from .discover import Discovery
-from .held import StaticInputs
+from .guards import StaticInputs
 from .memory import Generators, Snapshot, whole
 from .operations import Hazard, Origin, refuse
-from .reach import Reach, same, storage_key
+from .reachable import Reachable, same, storage_key
 from .runner import Runner
 
 
@@ -35,17 +35,17 @@ class Leaf:
     bound: Tensor | None = None
 
 
-class Rehearsal:
+class WarmUp:
     """Watched calls of one function: `perform` makes them, `settle` puts back what they changed.
 
     `before` is what fn reached at first, `reach` what it reaches now: a first call makes moments, caches, gradients.
     """
 
     def __init__(
-        self, name: str, fn: Callable, inputs: StaticInputs, before: Reach, runner: Runner, device: torch.device
+        self, name: str, fn: Callable, inputs: StaticInputs, before: Reachable, runner: Runner, device: torch.device
     ) -> None:
         self.name, self.fn, self.inputs, self.runner, self.device = name, fn, inputs, runner, device
-        self.before = self.reach = before
+        self.before = self.reachable = before
         self.snapshot = Snapshot(device)
         self.generators = Generators(device)
         for generator in before.generators:
@@ -69,11 +69,11 @@ class Rehearsal:
 
     def name_of(self, tensor: Tensor) -> str:
         """What to call a tensor in a message: by the way to it, else by where it is used."""
-        if (name := self.reach.name(tensor)) is not None:
+        if (name := self.reachable.name(tensor)) is not None:
             return name
         for leaf, _ in self.discovery.leaves.values():
             if leaf.grad is not None and storage_key(leaf.grad) == storage_key(tensor):
-                return f"{self.reach.name(leaf) or 'an unnamed leaf'}.grad"
+                return f"{self.reachable.name(leaf) or 'an unnamed leaf'}.grad"
         return self.discovery.external[storage_key(tensor)].describe()
 
     def leaves(self) -> list[Leaf]:

@@ -11,7 +11,7 @@ def copy_bytes(source: Tensor, target: Tensor) -> None:
     if not apart(source, target):
         target.copy_(source)
         return
-    bounces, down, waiting = [Bounce(source, target), Bounce(source, target)], from_gpu(source), None
+    bounces, down, waiting = [StagingCopy(source, target), StagingCopy(source, target)], from_gpu(source), None
     for number, (here, there) in enumerate(zip(source.split(CHUNK), target.split(CHUNK))):
         bounce = bounces[number % 2]
         bounce.fill(here)
@@ -35,7 +35,7 @@ def from_gpu(source: Tensor) -> bool:
     return source.is_cuda
 
 
-class Bounce:
+class StagingCopy:
     """A pinned buffer. The GPU's copies to it and from it are launched; whoever needs it next waits for them."""
 
     held: Tensor

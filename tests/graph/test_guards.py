@@ -10,7 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpubound.errors import GraphError
-from gpubound.graph import capture, held
+from gpubound.graph import capture, guards
 from tests.messages import message
 
 from .cases import drawn, perceptron, said, training_step
@@ -84,7 +84,7 @@ def test_written_into_the_registry(captured, model):
     """No hook of torch sees this; the walk at every 256th call does."""
     model[0]._parameters["weight"] = nn.Parameter(drawn(8, 4))
     with pytest.raises(GraphError) as error:
-        for _ in range(held.WALK_EVERY):
+        for _ in range(guards.WALK_EVERY):
             captured(drawn(5, 4))
     assert str(error.value) == REPLACED.format("0.weight", "another tensor")
 
@@ -246,10 +246,10 @@ def test_unnamed_tensors_are_described():
     box.inside = table.popitem()[1]
     captured = capture(lambda x: x + box.inside, torch.ones(3))
     box.inside.untyped_storage().resize_(0)
-    assert said(captured, torch.ones(3)).startswith("the float32 tensor of shape (3,) used at tests/graph/test_held.py:")
+    assert said(captured, torch.ones(3)).startswith("the float32 tensor of shape (3,) used at tests/graph/test_guards.py:")
 
 
-def test_held_memory_outlives_its_owner(tape):
+def test_guards_memory_outlives_its_owner(tape):
     """The graph keeps what it reads: a list emptied by its owner is an error, not a read of someone else's memory."""
     weights = [torch.full((3,), 2.0)]
     captured = capture(lambda x: x * weights[0], torch.ones(3))
@@ -268,14 +268,14 @@ def test_address_check_in_python_and_as_torch_does_it(monkeypatch):
     for form in (None, native):
         monkeypatch.setattr(torch._C, "_tensors_data_ptrs_at_indices_equal", form, raising=False)
         tensors = [torch.ones(2), torch.ones(3)]
-        same = held.address_check(tensors, [tensor.data_ptr() for tensor in tensors])
+        same = guards.address_check(tensors, [tensor.data_ptr() for tensor in tensors])
         assert same() is True
         tensors[1].data = torch.ones(3)
         assert same() is False
     assert asked == [2] * 4
     monkeypatch.setattr(torch._C, "_tensors_data_ptrs_at_indices_equal", lambda *_: True)  # one that says yes to all
     tensors = [torch.ones(2)]
-    same = held.address_check(tensors, [tensors[0].data_ptr()])
+    same = guards.address_check(tensors, [tensors[0].data_ptr()])
     tensors[0].data = torch.ones(2)
     assert same() is False
 

@@ -20,7 +20,7 @@ from torch.nn.modules import module as nn_module
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from ..errors import GraphError
-from .reach import MISSING, PRIMITIVES, Reach, Values, same
+from .reachable import MISSING, PRIMITIVES, Reachable, Values, same
 
 
 @dataclass(frozen=True)
@@ -194,14 +194,14 @@ def _registrations() -> list[int]:
     return total
 
 
-class Held:
+class CaptureGuards:
     """Checked before every replay. `held` are the tensors with their names, `reach` tells how fn comes to them.
 
     `plain` are the Python values that fn names directly and does not change itself, `gradients` those that the graph writes.
     """
 
     def __init__(
-        self, held: list[tuple[str, Tensor]], reach: Reach, plain: Values, gradients: list[tuple[str, Tensor, Tensor]]
+        self, held: list[tuple[str, Tensor]], reachable: Reachable, plain: Values, gradients: list[tuple[str, Tensor, Tensor]]
     ) -> None:
         self._registered, self._calls = _registrations(), 0
         self.names = [name for name, _ in held]
@@ -211,12 +211,12 @@ class Held:
         # An alias of each keeps the old memory alive after `.data =`: a stale graph must never write into someone else's.
         self._alive = [tensor.detach() for tensor in self._tensors]
         mine = {id(tensor) for tensor in self._tensors}
-        self._places = [(way, tensor) for way, tensor in reach.tensors if id(tensor) in mine]
+        self._places = [(way, tensor) for way, tensor in reachable.tensors if id(tensor) in mine]
         self._gradients = gradients
-        steady, loose = {way.name for way, _ in plain}, {way.name for way, _ in reach.plain}
-        self._root_ways = [way for way in reach.roots if way.name in steady or way.name not in loose]
-        self._optimizers = reach.optimizers
-        self._values = reach.constants + reach.modes + plain
+        steady, loose = {way.name for way, _ in plain}, {way.name for way, _ in reachable.plain}
+        self._root_ways = [way for way in reachable.roots if way.name in steady or way.name not in loose]
+        self._optimizers = reachable.optimizers
+        self._values = reachable.constants + reachable.modes + plain
         on_gpu = any(tensor.is_cuda for tensor in self._tensors)
         # Pinned memory is read, or written, by a node of the graph at every replay; other CPU tensors were read once.
         baked = [(name, t) for name, t in held if on_gpu and t.device.type == "cpu" and not t.is_pinned()]

@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .memory import difference
-from .reach import storage_key
+from .reachable import storage_key
 
 SOURCES = "random numbers (random, numpy.random) or the time"
 
 
-def vary(examples: Sequence[Tensor], round_: int) -> tuple[list[Tensor], list[int]]:
+def perturb(examples: Sequence[Tensor], round_: int) -> tuple[list[Tensor], list[int]]:
     """(new tensors, which of them still equal the example). It draws from its own generator: the user's stand still."""
     generator = torch.Generator().manual_seed(0x5EED + round_)
     made = [_other(example, generator) for example in examples]
@@ -93,7 +93,7 @@ def _random_states() -> list[tuple[Any, Callable[[Any], None], Callable[[int], N
     return states
 
 
-def spoil(tensor: Tensor) -> None:
+def poison(tensor: Tensor) -> None:
     """NaN into a floating tensor. Others, which may be addresses, get their own first value everywhere: it is in range."""
     tensor = tensor.detach()
     if tensor.is_floating_point() or tensor.is_complex():
@@ -102,7 +102,7 @@ def spoil(tensor: Tensor) -> None:
         tensor.copy_(tensor.reshape(-1)[0].clone().expand(tensor.shape))
 
 
-def fill_results(results: Any, foreign: set[int]) -> None:
+def poison_results(results: Any, foreign: set[int]) -> None:
     """Spoil the outputs and gradients that lie in the graph's own memory, not those that are views of inputs or state."""
     for leaf in tree_leaves(results):
         if isinstance(leaf, Tensor) and storage_key(leaf) not in foreign:
@@ -110,7 +110,7 @@ def fill_results(results: Any, foreign: set[int]) -> None:
             leaf.detach().fill_(float("nan") if floating else 119)  # 119 fits every integer, and is True
 
 
-def scribble(pool: Any, device: torch.device) -> int:
+def poison_pool(pool: Any, device: torch.device) -> int:
     """0xFF into every free block of a graph's pool, which is NaN in every floating dtype. Returns the number of bytes.
 
     A block is free between replays: whatever a replay reads from it, it must have written there before.

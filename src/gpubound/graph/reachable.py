@@ -25,15 +25,15 @@ MISSING = object()
 
 
 @dataclass(frozen=True)
-class Way:
+class AccessPath:
     """A name, where the walk starts, and its steps."""
 
     name: str
     root: Callable[[], Any]
     steps: tuple[Step, ...] = ()
 
-    def to(self, label: str, *steps: Step) -> "Way":
-        return Way(self.name + label if self.name else label.lstrip("."), self.root, self.steps + steps)
+    def to(self, label: str, *steps: Step) -> "AccessPath":
+        return AccessPath(self.name + label if self.name else label.lstrip("."), self.root, self.steps + steps)
 
     def find(self) -> Any:
         """What stands there now, or MISSING."""
@@ -49,7 +49,7 @@ class Way:
         """The container and key of the last step, for a comparison without the walk; None where there is no such pair."""
         if not self.steps or self.steps[-1][0] == "grad":
             return None
-        owner = Way(self.name, self.root, self.steps[:-1]).find()
+        owner = AccessPath(self.name, self.root, self.steps[:-1]).find()
         kind, key = self.steps[-1]
         return (vars(owner) if kind == "attribute" else owner), key
 
@@ -60,7 +60,7 @@ class Way:
         return any(step in registries or (step[0] == "item" and isinstance(step[1], Tensor)) for step in self.steps)
 
 
-Values = list[tuple[Way, Any]]
+Values = list[tuple[AccessPath, Any]]
 
 
 def same(now: Any, value: Any) -> bool:
@@ -71,14 +71,14 @@ def same(now: Any, value: Any) -> bool:
     return type(now) is type(value) and bool(now == value or (now != now and value != value))
 
 
-class Reach:
+class Reachable:
     """Everything found from a function, its state and the objects it is given.
 
     `roots` are where the walk began, `constants` the scalars baked in.
     """
 
     def __init__(self, fn: Callable, state: Any, given: Iterable[tuple[str, Any]] = ()) -> None:
-        self.tensors: list[tuple[Way, Tensor]] = []
+        self.tensors: list[tuple[AccessPath, Tensor]] = []
         self._names: dict[int, str] = {}  # by the tensor's id
         self._lying: dict[int, str] = {}  # by its memory
         self.generators: list[torch.Generator] = []
@@ -89,15 +89,15 @@ class Reach:
         self._seen: set[int] = set()
         self._keep: list[Any] = []  # ids stay taken while we look
         arguments = [_fixed(name, value) for name, value in given]
-        self.roots = sorted(_roots(fn) + arguments, key=lambda way: _rank(way.find()))
-        self.plain = [(way, value) for way in self.roots if isinstance(value := way.find(), PRIMITIVES)]
-        for way in self.roots:
-            self._walk(way, way.find(), 0)
-        self.of_state: list[tuple[Way, Tensor]] = []
+        self.roots = sorted(_roots(fn) + arguments, key=lambda path: _rank(path.find()))
+        self.plain = [(path, value) for path in self.roots if isinstance(value := path.find(), PRIMITIVES)]
+        for path in self.roots:
+            self._walk(path, path.find(), 0)
+        self.of_state: list[tuple[AccessPath, Tensor]] = []
         if state is not None:
             _check_state(state, "state")
             before, self._seen = len(self.tensors), set()
-            self._walk(Way("state", lambda: state), state, 0)
+            self._walk(AccessPath("state", lambda: state), state, 0)
             self.of_state = self.tensors[before:]
 
     def name(self, tensor: Tensor) -> str | None:
@@ -105,8 +105,8 @@ class Reach:
         if id(tensor) in self._names:
             return self._names[id(tensor)]
         if not self._lying:
-            for way, found in reversed(self.tensors):
-                self._lying[storage_key(found)] = way.name
+            for path, found in reversed(self.tensors):
+                self._lying[storage_key(found)] = path.name
         key = storage_key(tensor)
         return self._lying.get(key) if key else None
 
@@ -114,67 +114,67 @@ class Reach:
         """Every object on the way."""
         return self._keep
 
-    def _walk(self, way: Way, node: Any, depth: int) -> None:
+    def _walk(self, path: AccessPath, node: Any, depth: int) -> None:
         if isinstance(node, Tensor):
-            self._tensor(way, node)
+            self._tensor(path, node)
         if isinstance(node, (Tensor, *PRIMITIVES)):
             return
         if depth > _DEEPEST or id(node) in self._seen or len(self._seen) > _MOST:
             return
         if isinstance(node, torch.Generator):
             self.generators.append(node)
-        if isinstance(node, (types.BuiltinFunctionType, type)) and way.steps:
+        if isinstance(node, (types.BuiltinFunctionType, type)) and path.steps:
             return
         self._seen.add(id(node))
         self._keep.append(node)
         if isinstance(node, nn.Module) and "training" in vars(node):  # torch.compile's wrapper asks the module inside
-            self.modes.append((way.to(".training", ("attribute", "training")), node.training))
-        for following, value in self._children(way, node):
+            self.modes.append((path.to(".training", ("attribute", "training")), node.training))
+        for following, value in self._children(path, node):
             self._walk(following, value, depth + 1)
         if isinstance(node, torch.optim.Optimizer):
             self.optimizers.append(node)
-            self._scalars_of(way, node)
+            self._scalars_of(path, node)
 
-    def _tensor(self, way: Way, tensor: Tensor) -> None:
-        self.tensors.append((way, tensor))
-        self._names.setdefault(id(tensor), way.name)
+    def _tensor(self, path: AccessPath, tensor: Tensor) -> None:
+        self.tensors.append((path, tensor))
+        self._names.setdefault(id(tensor), path.name)
         if id(tensor) in self._seen:
             return
         self._seen.add(id(tensor))
         self._keep.append(tensor)
         if tensor.is_leaf and tensor.requires_grad and tensor.grad is not None:
-            self._tensor(way.to(".grad", ("grad", None)), tensor.grad)
+            self._tensor(path.to(".grad", ("grad", None)), tensor.grad)
         for key, value in getattr(tensor, "__dict__", {}).items():  # main_grad and its kin
             if isinstance(value, Tensor):
-                self._tensor(way.to(f".{key}", ("attribute", key)), value)
+                self._tensor(path.to(f".{key}", ("attribute", key)), value)
 
-    def _scalars_of(self, way: Way, optimizer: torch.optim.Optimizer) -> None:
+    def _scalars_of(self, path: AccessPath, optimizer: torch.optim.Optimizer) -> None:
         """Learning rates and the like: Python numbers that a graph bakes in and a scheduler changes."""
         for index, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if key != "params" and _plain(value):
                     steps: tuple[Step, ...] = (("attribute", "param_groups"), ("item", index), ("item", key))
-                    self.constants.append((way.to(f".param_groups[{index}][{key!r}]", *steps), value))
+                    self.constants.append((path.to(f".param_groups[{index}][{key!r}]", *steps), value))
         for parameter, state in optimizer.state.items():
             for key, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, (int, float)):
                     steps = (("attribute", "state"), ("item", parameter), ("item", key))
-                    self.constants.append((way.to(f".state[{self._label(parameter)}][{key!r}]", *steps), value))
+                    self.constants.append((path.to(f".state[{self._label(parameter)}][{key!r}]", *steps), value))
 
     def _label(self, key: Any) -> str:
         return self._names.get(id(key), "...") if isinstance(key, Tensor) else repr(key)
 
-    def _children(self, way: Way, node: Any) -> Iterator[tuple[Way, Any]]:
+    def _children(self, path: AccessPath, node: Any) -> Iterator[tuple[AccessPath, Any]]:
         if isinstance(node, nn.Module):
             for registry in ("_parameters", "_buffers", "_modules"):
                 for key, value in list(vars(node).get(registry, {}).items()):  # a traced module's are those of one inside
-                    yield way.to(f".{key}", ("attribute", registry), ("item", key)), value
-            yield from _attributes(way, node, [key for key in vars(node) if key not in _MODULE_PARTS])
+                    yield path.to(f".{key}", ("attribute", registry), ("item", key)), value
+            yield from _attributes(path, node, [key for key in vars(node) if key not in _MODULE_PARTS])
         elif isinstance(node, torch.optim.Optimizer):
-            yield from _attributes(way, node, ("param_groups", "state"))
+            yield from _attributes(path, node, ("param_groups", "state"))
         elif isinstance(node, (dict, list, tuple)):
             for key, value in _items(node):
-                yield way.to(f"[{self._label(key)}]", ("item", key)), value
+                yield path.to(f"[{self._label(key)}]", ("item", key)), value
         elif isinstance(node, (types.ModuleType, type)) or closed(node):
             return
         elif isinstance(node, (types.FunctionType, types.MethodType, functools.partial)):
@@ -182,7 +182,7 @@ class Reach:
             for root in _roots(node):
                 yield root, root.find()
         elif hasattr(node, "__dict__"):
-            yield from _attributes(way, node, list(vars(node)))
+            yield from _attributes(path, node, list(vars(node)))
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -200,12 +200,12 @@ def _items(node: dict | list | tuple) -> list[tuple[Any, Any]]:
     return list(node.items() if isinstance(node, dict) else enumerate(node))
 
 
-def _attributes(way: Way, node: Any, keys) -> Iterator[tuple[Way, Any]]:
+def _attributes(path: AccessPath, node: Any, keys) -> Iterator[tuple[AccessPath, Any]]:
     for key in keys:
-        yield way.to(f".{key}", ("attribute", key)), vars(node)[key]
+        yield path.to(f".{key}", ("attribute", key)), vars(node)[key]
 
 
-def _roots(fn: Callable) -> list[Way]:
+def _roots(fn: Callable) -> list[AccessPath]:
     """The function's closure cells, the globals its code names, its defaults, its `self`."""
     if isinstance(fn, functools.partial):
         bound = [_fixed(f"argument {i}", value) for i, value in enumerate(fn.args)]
@@ -215,10 +215,10 @@ def _roots(fn: Callable) -> list[Way]:
     if not isinstance(fn, types.FunctionType):
         return [_fixed("", fn)] if isinstance(fn, nn.Module) else [_fixed("self", fn)]
     cells = zip(fn.__code__.co_freevars, fn.__closure__ or ())
-    roots = [Way(name, functools.partial(getattr, cell, "cell_contents")) for name, cell in cells]
+    roots = [AccessPath(name, functools.partial(getattr, cell, "cell_contents")) for name, cell in cells]
     for name in sorted(names_in(fn.__code__) & fn.__globals__.keys()):
         if not isinstance(fn.__globals__[name], (types.ModuleType, type, types.BuiltinFunctionType)):
-            roots.append(Way(name, functools.partial(fn.__globals__.get, name)))
+            roots.append(AccessPath(name, functools.partial(fn.__globals__.get, name)))
     return roots + [_fixed(f"default {i}", value) for i, value in enumerate(fn.__defaults__ or ())]
 
 
@@ -236,8 +236,8 @@ def names_in(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def _fixed(name: str, value: Any) -> Way:
-    return Way(name, lambda: value)
+def _fixed(name: str, value: Any) -> AccessPath:
+    return AccessPath(name, lambda: value)
 
 
 def _rank(node: Any) -> int:
