@@ -12,8 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gpubound.device import grow_segments
-from gpubound.parallel import Ranks, join
-from gpubound.parallel.sharded import shard
+from gpubound.distributed import Ranks, join
+from gpubound.distributed.fsdp import shard
 from gpubound.train.recompute import blocks_of
 
 from . import lora_worker, train_worker

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
+from gpubound.distributed import Ranks, join
+from gpubound.distributed.fsdp import shard_deferred
 from gpubound.models import PRESETS, Decoder
-from gpubound.parallel import Ranks, join
-from gpubound.parallel.sharded import shard_made
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.checkpoint import Checkpoints, joined
 from gpubound.train.checkpoint_convert import convert_tensors
@@ -106,7 +106,7 @@ def at_offset_zero(tensor: Tensor) -> Tensor:
 def training(job: SavesJob, ranks: Ranks) -> Iterator[tuple[TrainStep, dict[str, Way]]]:
     """A step of a model in shards, and both ways to save it."""
     torch.manual_seed(0)
-    model = shard_made(lambda meta: Decoder(PRESETS[job.shape], device=meta), blocks_of, ranks).train()
+    model = shard_deferred(lambda meta: Decoder(PRESETS[job.shape], device=meta), blocks_of, ranks).train()
     options: dict[str, Any] = {"accumulate": job.accumulate, "clip": 1.0, "graph": "off", "ranks": ranks}
     step = TrainStep(model, "next_token", AdamW(lr=job.lr), precision="bf16", **options)
     folder = Path(job.folder)

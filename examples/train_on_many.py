@@ -14,7 +14,7 @@ SEQ, ROWS, STEPS, ACCUMULATE = 64, 4, 60, 4
 
 
 def main() -> None:
-    with gb.parallel.join("cuda" if torch.cuda.is_available() else "cpu") as ranks:
+    with gb.distributed.join("cuda" if torch.cuda.is_available() else "cpu") as ranks:
         torch.manual_seed(0)
         model = gb.Decoder(gb.DecoderConfig(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, vocabulary=256))
         gb.place(model, device=ranks.device)

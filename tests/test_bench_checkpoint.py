@@ -4,10 +4,10 @@ import os
 
 from benchmarks.bench_checkpoint import SavesJob, batches, one_round
 from benchmarks.saves_worker import training
+from gpubound.distributed import join
+from gpubound.distributed.sharded_checkpoint import shapes
 from gpubound.models import PRESETS
-from gpubound.parallel import join
-from gpubound.parallel.saved import shapes
-from tests.parallel.processes import on_ranks
+from tests.distributed.processes import on_ranks
 
 
 def saves(folder):

@@ -10,8 +10,8 @@ from benchmarks.bench_ranks import CASES, TINY
 from benchmarks.ranks_worker import CONTENDERS
 from benchmarks.serving import introduce
 from benchmarks.workers import Team, joint
-from gpubound.parallel import join
-from tests.parallel.processes import on_ranks
+from gpubound.distributed import join
+from tests.distributed.processes import on_ranks
 
 
 def test_what_ranks_say_is_said_as_one():

@@ -63,7 +63,7 @@ def _seeded(folder: str, output: str, arguments: list[str]) -> None:
 def script(tmp_path, monkeypatch):
     """A folder to work in. Runs are forked from a server, 0.2 s instead of the 4 of a new interpreter."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.parallel.preload"])
+    context.set_forkserver_preload(["tests.distributed.preload"])
 
     def forked(command: list[str], **options) -> CompletedProcess:
         assert command[:3] == [sys.executable, "-m", "gpubound.doctor.fix.prove_run"]

@@ -14,10 +14,10 @@ from gpubound import device as facts, lora
 from gpubound.cli import answers, main
 from gpubound.cli.generate import Generate
 from gpubound.cli.lines import Lines
+from gpubound.distributed import worker_pool
+from gpubound.distributed.worker_pool import WorkerPool
 from gpubound.errors import DataError
 from gpubound.models import load_hf, save_hf
-from gpubound.parallel import copies
-from gpubound.parallel.copies import Copies
 from tests.messages import message
 
 from . import by_heart
@@ -148,7 +148,7 @@ def test_a_disk_that_is_full_under_the_answers(ckpt, run, tmp_path, monkeypatch)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Lines, "_write", full)
-    monkeypatch.setattr(answers, "Copies", lambda *given, **options: [(0, [{"tokens": []}] * len(PROMPTS))])
+    monkeypatch.setattr(answers, "WorkerPool", lambda *given, **options: [(0, [{"tokens": []}] * len(PROMPTS))])
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     code, _, err = run(ckpt, "--file", tmp_path / "prompts.txt", "--output", tmp_path / "answers.jsonl")
     assert code == 2 and err.splitlines()[-1] == (
@@ -248,20 +248,20 @@ def squares(number, folder, deadly):
 
 
 def test_what_a_killed_copy_had_in_hand_goes_to_another(tmp_path, capsys):
-    work = Copies(range(5), 2, squares, tmp_path, False, name="piece {}".format)
+    work = WorkerPool(range(5), 2, squares, tmp_path, False, name="piece {}".format)
     assert sorted(work) == [(n, n * n) for n in range(5)] and work.left == []
     assert message("cli_generate_gpus:what_a_killed_copy_had_i").within(capsys.readouterr().err)
 
 
 def test_what_ends_two_copies_is_left_out_and_named(tmp_path, capsys):
-    work = Copies(range(5), 3, squares, tmp_path, True)
+    work = WorkerPool(range(5), 3, squares, tmp_path, True)
     assert sorted(work) == [(n, n * n) for n in (0, 1, 2, 4)] and work.left == [3]
     assert message("cli_generate_gpus:what_ends_two_copies_is").within(capsys.readouterr().err)
 
 
 def test_an_error_of_a_copy_is_ours(tmp_path):
     with pytest.raises(ValueError, match="five is too many"):
-        list(Copies([5], 2, squares, tmp_path, False))
+        list(WorkerPool([5], 2, squares, tmp_path, False))
 
 
 def hangs_once(number, folder):
@@ -280,9 +280,9 @@ def hangs_once(number, folder):
 def test_what_a_copy_that_hangs_had_in_hand_goes_to_another(tmp_path, monkeypatch, capsys):
     """By a clock that goes on when the other copy has done the rest."""
     now = [0.0]
-    monkeypatch.setattr(copies, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(worker_pool, "time", SimpleNamespace(monotonic=lambda: now[0]))
     done = {}
-    for piece, square in Copies(range(5), 2, hangs_once, tmp_path, name="piece {}".format, patience=120):
+    for piece, square in WorkerPool(range(5), 2, hangs_once, tmp_path, name="piece {}".format, patience=120):
         done[piece] = square
         if len(done) == 4:
             assert 3 not in done
@@ -295,16 +295,16 @@ def test_what_a_copy_that_hangs_had_in_hand_goes_to_another(tmp_path, monkeypatc
 def test_a_sign_of_life_is_one_however_long_the_piece(monkeypatch):
     """One a second at most goes through the pipe; each begins the patience anew."""
     now, sent = [0.0], []
-    monkeypatch.setattr(copies, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    alive = copies._beating(SimpleNamespace(send=sent.append))
+    monkeypatch.setattr(worker_pool, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    alive = worker_pool._beating(SimpleNamespace(send=sent.append))
     for now[0] in (0.5, 1.1, 1.2, 2.2):
         alive()
     assert sent == [None, None]
-    one = copies.Copy(0, None, SimpleNamespace(recv=lambda: None, send=lambda piece: None), ready=True)
+    one = worker_pool.PoolWorker(0, None, SimpleNamespace(recv=lambda: None, send=lambda piece: None), ready=True)
     one.give(7)
     now[0] = 600.0
     assert one.hangs(500) and not one.hangs(600)
-    work = Copies([], 0, hangs_once)
+    work = WorkerPool([], 0, hangs_once)
     assert list(work._hear(one)) == [] and one.piece == 7 and not one.hangs(500)
     one.piece, now[0] = None, 5000.0
     assert not one.hangs(500), "it has nothing to do"

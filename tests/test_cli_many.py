@@ -13,18 +13,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpubound import cli, parallel
+from gpubound import cli, distributed
 from gpubound.cli.many import Many, save_when_launcher_ends
 from gpubound.cli.session import judge
+from gpubound.distributed import join, launch
+from gpubound.distributed.failures import Failure, failure_from
+from gpubound.distributed.launch import End
 from gpubound.errors import DataError
-from gpubound.parallel import join, launch
-from gpubound.parallel.failing import Failure, failure_from
-from gpubound.parallel.launch import End
 from gpubound.train.loop import Stop
 from gpubound.train.recipe import Recipe
+from tests.distributed import agent
+from tests.distributed.processes import on_ranks, started
 from tests.messages import message
-from tests.parallel import agent
-from tests.parallel.processes import on_ranks, started
 
 from . import forked, tiny_recipe
 from .processes import plain_environment
@@ -122,7 +122,7 @@ def test_ctrl_c_before_a_rank_has_begun_is_one_line(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(parallel, "launched", importing)
+    monkeypatch.setattr(distributed, "launched", importing)
     assert cli.main(["report"]) == 130
     assert capsys.readouterr() == ("", "gpubound: interrupted\n")
 
@@ -241,14 +241,14 @@ def test_a_training_rank_whose_launcher_is_gone_is_asked_to_end_once():
 LAUNCH = """
 import sys
 from pathlib import Path
-from gpubound.parallel.launch import launch
+from gpubound.distributed.launch import launch
 launch([sys.executable, "-c", sys.argv[1], sys.argv[2], sys.argv[3]], 2, Path(sys.argv[2], "logs"))
 """
 RANK = """
 import os, sys, time
 from pathlib import Path
 from gpubound.cli.many import one_of_many
-from gpubound.parallel import join
+from gpubound.distributed import join
 
 folder, early, parent = Path(sys.argv[1]), sys.argv[2] == "early", os.getppid()
 os.environ["WORLD_SIZE"] = "3"  # the third never comes

@@ -470,7 +470,7 @@ def test_torchrun_trains_one_run_whose_first_rank_speaks(corpus, config, tmp_pat
 
 
 def test_what_several_processes_cannot_do_is_refused(config, capsys, monkeypatch):
-    monkeypatch.setattr("gpubound.parallel.launched", lambda: True)
+    monkeypatch.setattr("gpubound.distributed.launched", lambda: True)
     assert main(["demo", "--device", "cpu"]) == 2
     assert capsys.readouterr().err == message("cli_train:what_several_processes_c")
     assert main(["train", str(config), "--parallel", "tensor"]) == 2

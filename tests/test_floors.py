@@ -20,7 +20,7 @@ FLOORS = [
     ["lora"],
     ["models"],  # a family knows nothing of how it is placed, decoded or trained
     ["place"],
-    ["parallel"],
+    ["distributed"],
     ["train", "decode"],
     ["doctor", "monitor", "plan"],
     ["cli"],

@@ -9,7 +9,7 @@ from gpubound import measure, trace
 from gpubound.cli.session import Scale
 from gpubound.cli.speed import Speed
 from gpubound.decode.result import Generated, Generation
-from gpubound.parallel import ALONE
+from gpubound.distributed import ALONE
 from gpubound.train.flops import TokenFlops
 from tests.messages import message
 

@@ -9,7 +9,7 @@ feed(source), Corpus           data on the device
 TrainStep(model, loss, ...)    the whole optimizer step
 kernels                        the fast ops as plain functions
 lora                           low-rank adapters over a frozen model
-parallel                       one run in many processes
+distributed                    one run in many processes
 strict()                       forbids every fallback
 """
 
@@ -23,7 +23,7 @@ from .trace import strict as strict
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from . import kernels as kernels, lora as lora, parallel as parallel
+    from . import distributed as distributed, kernels as kernels, lora as lora
     from .corpus import Corpus as Corpus
     from .decode import Draft as Draft, FastDecoder as FastDecoder, decoder as decoder
     from .doctor import doctor as doctor
@@ -53,7 +53,7 @@ _HOMES = {
 }
 
 __all__ = sorted(
-    [*_HOMES, *(name for name in dir() if name.endswith("Error")), "__version__", "kernels", "lora", "parallel", "strict"]
+    [*_HOMES, *(name for name in dir() if name.endswith("Error")), "__version__", "kernels", "lora", "distributed", "strict"]
 )
 
 
@@ -66,7 +66,7 @@ class _Front(ModuleType):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("kernels", "lora", "parallel"):
+        if name in ("kernels", "lora", "distributed"):
             return import_module(f".{name}", __name__)
         if name not in _HOMES:
             raise AttributeError(f"module 'gpubound' has no attribute {name!r}")

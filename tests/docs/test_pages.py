@@ -136,9 +136,9 @@ def public() -> list[str]:
     names = [
         f"gpubound.{name}"
         for name in gb.__all__
-        if name not in ("__version__", "kernels", "lora", "parallel") and not name.endswith("Error")
+        if name not in ("__version__", "kernels", "lora", "distributed") and not name.endswith("Error")
     ]
-    for package in ("train", "lora", "feed", "corpus", "models", "measure", "kernels", "parallel"):
+    for package in ("train", "lora", "feed", "corpus", "models", "measure", "kernels", "distributed"):
         module = import_module(f"gpubound.{package}")
         shown = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
         things = [(name, getattr(module, name)) for name in shown]
@@ -155,7 +155,7 @@ def test_every_public_name_is_in_the_reference():
 
 def test_members_that_a_page_names_are_in_the_reference():
     """api.md shows a class with chosen members; a page's table of its calls has no others."""
-    shown = re.search(r"::: gpubound.parallel.Ranks\n.*?\n +members: \[(.+?)\]", (DOCS / "api.md").read_text())
+    shown = re.search(r"::: gpubound.distributed.Ranks\n.*?\n +members: \[(.+?)\]", (DOCS / "api.md").read_text())
     table = (DOCS / "many-gpus.md").read_text().partition("| call | does |\n")[2].partition("\n\n")[0]
     named = re.findall(r"`(\w+)[^`]*`", " ".join(line.split(" | ")[0] for line in table.splitlines()))
     assert "together" in named and set(named) <= set(shown[1].split(", "))

@@ -17,7 +17,7 @@ from gpubound.watch.pretend import simgpu
 from gpubound.watch.source_line import Site
 from tests.messages import message
 
-from ..parallel.processes import on_ranks
+from ..distributed.processes import on_ranks
 
 SCRIPT = """\
 import os, sys, torch

@@ -16,10 +16,10 @@ from benchmarks import check_plan
 from benchmarks.bench_ranks import CASES as RANKS_CASES
 from benchmarks.bench_train import CASES as TRAIN_CASES
 from benchmarks.lora_train import CASES as LORA_CASES
+from gpubound.distributed import Ranks, join
+from gpubound.distributed.fsdp import shard
+from gpubound.distributed.local_shard import is_sharded
 from gpubound.models.llama.decoder import Decoder, DecoderConfig
-from gpubound.parallel import Ranks, join
-from gpubound.parallel.pieces import is_sharded
-from gpubound.parallel.sharded import shard
 from gpubound.plan import time
 from gpubound.plan.gpus import GPUS
 from gpubound.plan.memory import memory
@@ -29,7 +29,7 @@ from gpubound.train import AdamW, TrainStep
 from gpubound.train.adapters import Lora
 from gpubound.train.recipe import Recipe
 from gpubound.train.recompute import blocks_of
-from tests.parallel.processes import on_ranks
+from tests.distributed.processes import on_ranks
 
 H200 = GPUS["h200"]
 BASE = step_of(Recipe(model="350m", seq=1024, micro_batch=4, accumulate=64), 8)

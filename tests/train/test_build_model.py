@@ -10,16 +10,16 @@ from torch.profiler import ProfilerActivity, profile
 
 import gpubound as gb
 from gpubound.corpus import train_tokenizer
+from gpubound.distributed import join
+from gpubound.distributed.local_shard import gathered
 from gpubound.errors import DataError
 from gpubound.layers.quantized_base import Base
 from gpubound.models.llama import Decoder, DecoderConfig, save_hf
 from gpubound.models.llama.training import MODELS
 from gpubound.models.richards.training import make as make_richards, save as save_richards
-from gpubound.parallel import join
-from gpubound.parallel.pieces import gathered
 from gpubound.train.build_model import build_model, build_shards, choose_sharded, outline
+from tests.distributed.processes import on_ranks
 from tests.messages import message
-from tests.parallel.processes import on_ranks
 from tests.train.runs import recipe, texts
 
 CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ def test_shards_have_the_weights_of_one_process(kind, deep, tokenizer, tmp_path)
 def test_a_corpus_beyond_the_models_vocabulary_is_refused_before_rows_are_read(deep, tmp_path):
     todo = replace(deep, model=str(folder("tied", tmp_path / "base")))
     with pytest.raises(DataError, check=message("train/making:a_corpus_beyond_the_mode")):
-        build_shards(todo, type("Tokenizer", (), {"vocab_size": 400})(), CPU, gb.parallel.ALONE)
+        build_shards(todo, type("Tokenizer", (), {"vocab_size": 400})(), CPU, gb.distributed.ALONE)
 
 
 class Two:
@@ -108,7 +108,7 @@ def test_rows_are_dealt_where_a_replica_does_not_fit(deep, tokenizer, monkeypatc
     assert (
         ", 100% of its " in told and message("train/making:rows_are_dealt_where_a_r.2").within(told) and ", 60% of its " in told
     )
-    assert choose_sharded(replace(deep, precision="bf16"), lambda: of_model, CPU, gb.parallel.ALONE) is False
+    assert choose_sharded(replace(deep, precision="bf16"), lambda: of_model, CPU, gb.distributed.ALONE) is False
 
 
 @pytest.mark.parametrize("base", [None, "nf4", "int8", "fp8"])

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.nn.modules import module as nn_module
 
+from gpubound.distributed import Ranks
 from gpubound.errors import GraphError
 from gpubound.graph import guards
 from gpubound.models import Decoder, DecoderConfig
-from gpubound.parallel import Ranks
 from gpubound.trace import fallbacks
 from gpubound.train import AdamW, Schedule, TrainStep, graph_cache, model_guard
 from tests.messages import message

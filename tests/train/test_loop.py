@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpubound.parallel.ranks import Ranks
+from gpubound.distributed.ranks import Ranks
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.loop import Loop, Stop, among_ranks
 

@@ -7,10 +7,10 @@ from torch import nn
 import gpubound as gb
 from gpubound import measure
 from gpubound.cli import session
+from gpubound.distributed import ALONE
 from gpubound.errors import MeasureError
 from gpubound.lora.layers import active_in, adapted_layers
 from gpubound.monitor import RunTape
-from gpubound.parallel import ALONE
 from gpubound.train.adapters import kept_state
 from gpubound.train.price import Price, frozen_alone
 from tests.messages import message

@@ -84,7 +84,7 @@ def guarded(name: str, command: Callable[[Sequence[str]], int], argv: Sequence[s
     """The exit code of `command(argv)`. A user's mistake is one line on stderr; GPUBOUND_TRACEBACK=1 adds the traceback."""
     try:
         if "RANK" in os.environ:  # before torch is imported to ask
-            from ..parallel import launched
+            from ..distributed import launched
             from .many import one_of_many
 
             if launched():

@@ -19,8 +19,8 @@ from zlib import crc32
 import torch
 
 from ..device import look
+from ..distributed.worker_pool import WorkerPool
 from ..errors import GenerateError
-from ..parallel.copies import Copies
 from ..trace import notice
 from ..train.checkpoint import Checkpoint
 from ..train.export_metadata import ORIGIN
@@ -61,7 +61,7 @@ def answer(options: "Generate", prompts: list[str]) -> int:
                 f"do; a smaller --batch makes more batches."
             )
         named, limit = _named(size, prompts), 60 * options.timeout
-        copies = Copies(firsts, len(devices), begin, options, prompts, devices, name=named, patience=limit)
+        copies = WorkerPool(firsts, len(devices), begin, options, prompts, devices, name=named, patience=limit)
         left = _play(copies, options, lines)
     if left:
         missing = ", ".join(map(named, left[:5])) + (", ..." if len(left) > 5 else "")
@@ -71,7 +71,7 @@ def answer(options: "Generate", prompts: list[str]) -> int:
     return 0
 
 
-def _play(work: Copies, options: "Generate", lines: Lines) -> list[int]:
+def _play(work: WorkerPool, options: "Generate", lines: Lines) -> list[int]:
     """Take what the copies write, until nobody has anything left to do; the batches that nobody has done."""
     begun = told = time.perf_counter()
     prompts = tokens = 0

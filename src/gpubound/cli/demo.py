@@ -55,7 +55,7 @@ class Demo:
 def main(argv: Sequence[str]) -> int:
     options = arguments(Demo, argv, "demo")
     from ..device import resolve  # torch takes two seconds: options are read first
-    from ..parallel import launched
+    from ..distributed import launched
     from .session import alone, finish, say, train
 
     if launched():

@@ -109,11 +109,11 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("script: got none; give a script, -m and a module, or a trace, as in gpubound doctor train.py.")
     check_target(target, rest, module)
     refuse_misplaced(command)
+    from ..distributed.store_messages import numbers
     from ..doctor.ranks import merge_ranks, send_error  # torch takes two seconds: options are read first
     from ..doctor.record.script import end_anyway
     from ..doctor.report import check_reports, screen, write_reports
     from ..doctor.rules.diagnose import diagnose
-    from ..parallel.telling import numbers
     from .doctor_after import FixOptions, Gate
 
     mending = FixOptions(
@@ -176,9 +176,9 @@ def is_trace(target: str, module: bool) -> bool:
 
 
 def look(options: Doctor, target: str, rest: Sequence[str], module: bool) -> "Measurements":
+    from ..distributed.store_messages import numbers
     from ..doctor.record.run import RunPlan, measure_script, measure_trace
     from ..doctor.record.script import Script
-    from ..parallel.telling import numbers
     from .doctor_after import progress
 
     if is_trace(target, module):

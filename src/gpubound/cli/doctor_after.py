@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
+from ..distributed import launched
+from ..distributed.store_messages import numbers
 from ..doctor.finding import Verdict
 from ..doctor.fix.prove import Proof, prove
 from ..doctor.fix.repair import PATCHES, Repair, patched
 from ..doctor.gate import FAILED, NOT_MEASURED, OK, Allowance, Budgets, gate, read_allowances, read_baseline
 from ..errors import DataError
 from ..formatting import hint
-from ..parallel import launched
-from ..parallel.telling import numbers
 
 UNWRITTEN = 2
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import DeviceError
 
 if TYPE_CHECKING:
-    from ..parallel.failing import Failure
+    from ..distributed.failures import Failure
 
 PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when the one that started it has ended
 PROCESSES_A_CORE = 4  # on a CPU; each takes 250 MB before it has read a model
@@ -50,15 +50,15 @@ class Many:
     @property
     def begins_again(self) -> bool:
         """Whether this process was started in place of one that was lost: it goes on from what is saved."""
-        from ..parallel.failing import started_by_us
+        from ..distributed.failures import started_by_us
 
         return started_by_us() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
     def starts(self, device: str) -> bool:
         """Whether this process has to start the others; ValueError where it cannot."""
         from ..device import look
-        from ..parallel import launched
-        from ..parallel.failing import started_by_us
+        from ..distributed import launched
+        from ..distributed.failures import started_by_us
 
         check_timeout(self.timeout)
         if self.restarts < 0:
@@ -96,8 +96,8 @@ def start(name: str, argv: Sequence[str], many: Many, logs: Path, go_on: Callabl
 
     go_on  gives the command that goes on with what was saved; None where nothing was.
     """
-    from ..parallel.failing import AGAIN
-    from ..parallel.launch import launch  # torch's agent takes half a second
+    from ..distributed.failures import AGAIN
+    from ..distributed.launch import launch  # torch's agent takes half a second
 
     assert many.gpus is not None
     end = launch([sys.executable, "-m", "gpubound", name, *argv], many.gpus, logs, many.restarts)
@@ -119,7 +119,7 @@ def again(name: str, argv: Sequence[str]) -> str:
 
 def one_of_many(name: str, command: Callable[[], int], explained: Callable[[Exception], tuple[int, str]]) -> int:
     """The exit code of `command()` in a process that is one rank of several. `explained` gives an error's code and line."""
-    from ..parallel.failing import INTERRUPTED, UNSOUND, Failure, failure_of, started_by_us
+    from ..distributed.failures import INTERRUPTED, UNSOUND, Failure, failure_of, started_by_us
 
     rank, ours = int(os.environ["RANK"]), started_by_us()
     if ours:
@@ -152,7 +152,7 @@ def _soon(code: int) -> int:
 
 def _say(name: str, failure: "Failure", error: Exception, ours: bool) -> None:
     """One process speaks: the one that started the ranks, or the first rank that fails under somebody else's torchrun."""
-    from ..parallel.failing import speaks
+    from ..distributed.failures import speaks
 
     if ours and failure.rank == 0:
         return
@@ -168,7 +168,7 @@ def _end_with_launcher() -> None:
     A rank that waits for the others to join is inside of torch, where no Python signal handler runs, and would wait for ranks
     that nobody starts any more until the time-out. Later a run has steps to save: `save_when_launcher_ends`.
     """
-    from ..parallel.failing import INTERRUPTED, LAUNCHER
+    from ..distributed.failures import INTERRUPTED, LAUNCHER
 
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if sys.platform == "linux":
@@ -192,7 +192,7 @@ def save_when_launcher_ends() -> None:
     Linux sends the signal for each thread of the launcher that ends, and a second Ctrl-C means: at once. So only the first
     one counts.
     """
-    from ..parallel.failing import started_by_us
+    from ..distributed.failures import started_by_us
 
     if not started_by_us():
         return

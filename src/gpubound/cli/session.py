@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 from .. import measure, trace
 from ..device import label
+from ..distributed import ALONE, Ranks
 from ..doctor.finding import Verdict
 from ..doctor.record.run import of_run
 from ..doctor.report.terminal import brief
@@ -27,7 +28,6 @@ from ..models.registry import family_of
 from ..monitor import LiveLine, RunTape, write_report
 from ..monitor.figures import skipped as skipped_steps, warnings
 from ..monitor.live import Gauges, open_log
-from ..parallel import ALONE, Ranks
 from ..trace import fallbacks, notice
 from ..train.flops import flops_of
 from ..train.loop import Record, Stop

@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
         print(presets())
         return 0
     from ..device import resolve  # torch takes two seconds: options are read first
-    from ..parallel import join, launched
+    from ..distributed import join, launched
     from ..train.prepare import check_launch, prepare
     from .session import alone, finish, follow, quietly, say, train
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..device import label, plainly
+from ..distributed.local_shard import any_sharded
 from ..errors import GenerateError
 from ..guards import NotCopyable, ReentryGuard
 from ..kernels.dispatch import hasten
@@ -21,7 +22,6 @@ from ..models import Decoder
 from ..models.llama.weights import as_transformers
 from ..models.own import LanguageModel
 from ..models.registry import reader_of
-from ..parallel.pieces import any_sharded
 from ..trace import fallback, notice
 from .calls import kernel_calls
 from .certificate import DecoderCertificate, certify

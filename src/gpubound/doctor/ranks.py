@@ -12,7 +12,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from ..parallel.telling import numbers, told
+from ..distributed.store_messages import gather_texts, numbers
 from .finding import KINDS, Finding, Verdict
 from .report.words import milliseconds
 
@@ -25,7 +25,7 @@ ERROR = "error"
 def merge_ranks(verdict: Verdict) -> Verdict:
     """This rank's verdict; on the first of several that of all of them."""
     _, world = numbers()
-    reports = {rank: json.loads(text) for rank, text in told(json.dumps(verdict.as_dict())).items()}
+    reports = {rank: json.loads(text) for rank, text in gather_texts(json.dumps(verdict.as_dict())).items()}
     if world == 1 or not reports:
         return verdict
     failed = {rank: SILENT for rank in range(world) if rank not in reports}
@@ -37,7 +37,7 @@ def merge_ranks(verdict: Verdict) -> Verdict:
 def send_error(error: Exception) -> None:
     """The first rank hears why this one has no verdict."""
     if numbers()[0]:
-        told(json.dumps({ERROR: str(error)}))
+        gather_texts(json.dumps({ERROR: str(error)}))
 
 
 def merged(verdicts: Mapping[int, Verdict], failed: Mapping[int, str]) -> Verdict:

@@ -209,5 +209,5 @@ def _check_reached(model: nn.Module) -> None:
     if key := next((key for key, layer in layers_of(model).items() if is_sharded(seen(getattr(layer, "weight", layer)))), None):
         raise ValueError(
             f"lora.add: the weight of {key} is sharded; add adapters first, and shard the model then, or make it in shards by "
-            f"gpubound.parallel.sharded.shard_made(frozen=True)."
+            f"gpubound.distributed.fsdp.shard_deferred(frozen=True)."
         )

@@ -18,12 +18,12 @@ from torch.autograd import Variable
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..distributed import Ranks
+from ..distributed.all_reduce import Reduction
+from ..distributed.symmetric_memory import SymmetricSums
 from ..kernels.accumulate import Taker, accumulator, close_sums, deliver_all, open_sums
 from ..kernels.side_stream import Side
 from ..kernels.tensor_state import drop_record, made_record
-from ..parallel import Ranks
-from ..parallel.peers import PeerSums
-from ..parallel.reduction import Reduction
 from ..trace import notice
 from .flat_buffers import FlatLayout, lay_out
 
@@ -46,7 +46,7 @@ class Accumulators:
     """
 
     def __init__(
-        self, named: Iterable[tuple[str, Parameter]] | FlatLayout, side: Side | None = None, peers: PeerSums | None = None
+        self, named: Iterable[tuple[str, Parameter]] | FlatLayout, side: Side | None = None, peers: SymmetricSums | None = None
     ):
         self.layout = named if isinstance(named, FlatLayout) else lay_out(named)
         for slot in self.layout.slots:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed.local_shard import is_sharded
 from ..kernels.adamw import BLOCK, adamw8, decode, encode, number
 from ..kernels.tensor_state import made_record
-from ..parallel.pieces import is_sharded
 from .flat_buffers import FlatLayout, Group
 from .optimizer import AdamW, FlatAdamW
 

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from ..corpus import Tokenizer
+from ..distributed import Ranks
+from ..distributed.local_shard import LocalShard
 from ..errors import DataError
 from ..formatting import readable
 from ..layers.embedding_and_head import head_of
 from ..lora.base import FORMATS, InCodes, encode as put_into_codes, tell
 from ..models.registry import family_of, is_named
 from ..models.storing import read_parts
-from ..parallel import Ranks
-from ..parallel.pieces import Piece
 from ..trace import notice
 from .adapters import Lora
 from .flat_buffers import counted
@@ -51,27 +51,27 @@ def build_shards(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, ran
 
     Adapters are added to a frozen base.
     """
-    from ..parallel.sharded import shard_made  # a second's import, for those who shard
+    from ..distributed.fsdp import shard_deferred  # a second's import, for those who shard
 
     dtype, folder = precision_named(recipe.precision_on(device)).dtype, Path(recipe.model)
     if is_named(recipe.model):
-        return shard_made(lambda meta: _new(recipe, tokenizer, meta), blocks_of, ranks, dtype)
+        return shard_deferred(lambda meta: _new(recipe, tokenizer, meta), blocks_of, ranks, dtype)
     model = family_of(recipe.model).unread(folder)
     _check_vocabulary(recipe, tokenizer, model)
 
-    def fill(pieces: Mapping[str, Piece]) -> None:
+    def fill(pieces: Mapping[str, LocalShard]) -> None:
         read_parts(folder, {name: (piece.local, piece.slices) for name, piece in pieces.items()})
 
     if recipe.adapters is not None:
         return _adapted(recipe.adapters, model, fill, ranks, dtype)
-    return shard_made(lambda meta: model, blocks_of, ranks, dtype, fill=fill)
+    return shard_deferred(lambda meta: model, blocks_of, ranks, dtype, fill=fill)
 
 
 def _adapted(
-    adapters: Lora, model: nn.Module, fill: Callable[[Mapping[str, Piece]], None], ranks: Ranks, dtype: torch.dtype
+    adapters: Lora, model: nn.Module, fill: Callable[[Mapping[str, LocalShard]], None], ranks: Ranks, dtype: torch.dtype
 ) -> nn.Module:
     """Each rank's rows of the frozen base, in `dtype` or in codes, and all of its adapters."""
-    from ..parallel.sharded import shard_made
+    from ..distributed.fsdp import shard_deferred
 
     names, coded = {id(module): name for name, module in model.named_modules()}, list[InCodes]()
 
@@ -80,7 +80,7 @@ def _adapted(
         coded.append(put_into_codes(block, FORMATS[adapters.base], names[id(block)]))
 
     encodes = None if adapters.base is None else encode
-    made = shard_made(lambda meta: model, blocks_of, ranks, dtype, fill=fill, frozen=True, encode=encodes)
+    made = shard_deferred(lambda meta: model, blocks_of, ranks, dtype, fill=fill, frozen=True, encode=encodes)
     if adapters.base is not None:
         tell(coded, adapters.base, head_of(made) is not None)
     replace(adapters, base=None).add(made)

@@ -6,7 +6,7 @@ run that is killed at any moment leaves its last complete checkpoint. Opening a 
 
     <folder>/step-00000120/
         tensors.safetensors    every tensor, by name (whole.py); or, where tensors are sharded, files of every rank
-                               (parallel/saved.py)
+                               (distributed/sharded_checkpoint.py)
         state.json             step, facts, size and crc32 of the tensors' files, and the crc32 of all of this
 
 Of many ranks all make every call. Where each holds the whole, the first writes; of sharded tensors each writes its own. The
@@ -28,12 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed import ALONE, Ranks
+from ..distributed.ddp_unwrap import tell_if_saved_apart
+from ..distributed.local_shard import LocalShard, any_sharded, local_shard_of
 from ..errors import DataError
 from ..files import beside, writing
 from ..formatting import readable
-from ..parallel import ALONE, Ranks
-from ..parallel.pieces import Piece, any_sharded, piece_of
-from ..parallel.wrapped import tell_if_saved_apart
 from ..trace import notice
 from . import manifest, safetensors_file
 from .manifest import STATE
@@ -48,9 +48,9 @@ def _form(sharded: bool) -> Any:
     """The module that writes and reads the tensors' files."""
     if not sharded:
         return safetensors_file
-    from ..parallel import saved  # with torch.distributed.checkpoint, which takes half a second to import
+    from ..distributed import sharded_checkpoint  # with torch.distributed.checkpoint, which takes half a second to import
 
-    return saved
+    return sharded_checkpoint
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Checkpoint:
     @torch.no_grad()
     def read(self, into: Mapping[str, Tensor]) -> None:
         """Fill these, of a sharded one what this rank has of it. Their shapes are those here."""
-        _form(self.sharded).read(self.path, {name: piece_of(t) for name, t in into.items()})
+        _form(self.sharded).read(self.path, {name: local_shard_of(t) for name, t in into.items()})
 
 
 class Checkpoints:
@@ -216,12 +216,12 @@ class Checkpoints:
         """Return all that exist, complete or damaged, in the order of their steps."""
         return sorted((p for p in self.folder.glob("step-*") if p.is_dir() and _NAME.search(p.name)), key=_number)
 
-    def _mine(self, tensors: dict[str, Tensor]) -> tuple[bool, dict[str, Piece]]:
+    def _mine(self, tensors: dict[str, Tensor]) -> tuple[bool, dict[str, LocalShard]]:
         """Whether they are sharded, and what this rank writes of them."""
         sharded = any_sharded(tensors.values())
-        return sharded, _form(sharded).mine({name: piece_of(t) for name, t in tensors.items()}, self.ranks)
+        return sharded, _form(sharded).mine({name: local_shard_of(t) for name, t in tensors.items()}, self.ranks)
 
-    def _write(self, step: int, sharded: bool, pieces: dict[str, Piece], facts: dict[str, Any]) -> None:
+    def _write(self, step: int, sharded: bool, pieces: dict[str, LocalShard], facts: dict[str, Any]) -> None:
         """In two phases: every rank says that its files are on disk, then the first gives the folder its name."""
         writers, final = self._writers, self._place(step)
         fresh = writers.of_first(self.folder / f".{final.name}.{os.getpid()}")

@@ -11,9 +11,9 @@ from ..corpus.build import OtherCorpus, building_alone
 from ..corpus.corpus import split_tail
 from ..corpus.shards import CLAIM, MANIFEST
 from ..corpus.texts import Texts
+from ..distributed import ALONE, Ranks
 from ..errors import DataError
 from ..models.registry import is_named
-from ..parallel import ALONE, Ranks
 from ..trace import notice
 from .recipe import SOURCES, STDLIB, TORCH, Recipe
 

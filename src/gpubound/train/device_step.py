@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from ..device import products
+from ..distributed import ALONE, Ranks
+from ..distributed.watchdog import FOR_GPU
 from ..kernels.dispatch import hasten
 from ..lora import early
 from ..models.placing import put_back
-from ..parallel import ALONE, Ranks
-from ..parallel.watchdog import FOR_GPU
 from .accumulate import Accumulators
 from .objectives import Objective
 from .optimizer import FlatAdamW

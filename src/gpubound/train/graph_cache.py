@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed import ALONE
+from ..distributed.collective_capture import capture_on_all_ranks, refusal
 from ..errors import GraphError
 from ..feed import Feed
 from ..feed.leaves import Path, flatten, name
 from ..graph import Captured, capture
 from ..graph.runner import open_gate
-from ..parallel import ALONE
-from ..parallel.attempt import all_or_none, refusal
 from ..trace import fallback
 from .device_step import DeviceStep
 from .objectives import Objective
@@ -251,7 +251,7 @@ class GraphCache:
 
     def _at_once(self, part: Callable, batch: MicroBatch | None = None) -> Captured:
         """Capture a graph with sums over ranks inside, which all ranks capture at once."""
-        captured = all_or_none(self.step.ranks, lambda go: self._graph(part, batch, go))
+        captured = capture_on_all_ranks(self.step.ranks, lambda go: self._graph(part, batch, go))
         self.step.ranks.graphs.add(captured)
         return captured
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from ..parallel import ALONE, Ranks
-from ..parallel.ranks import Poll
+from ..distributed import ALONE, Ranks
+from ..distributed.ranks import Poll
 from ..watch import Ledger, watch
 from .device_step import StepResult
 from .step import TrainStep

@@ -17,9 +17,9 @@ from torch import nn
 
 from ..corpus import Corpus, Tokenizer
 from ..device import resolve
+from ..distributed import ALONE, Ranks
 from ..errors import DataError, DeviceError, GraphError
 from ..models.registry import family_of, is_named
-from ..parallel import ALONE, Ranks
 from ..place import Placement, as_it_is, place
 from ..trace import notice
 from . import rng_state

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # a command reads its options before it imports torch
     from torch import nn
 
     from ..corpus.tokenizer import Tokenizer
-    from ..parallel import Ranks
+    from ..distributed import Ranks
     from .adapters import Lora
     from .muon import Muon
     from .objectives import Objective
@@ -263,7 +263,7 @@ class Recipe:
         self, model: "nn.Module", objective: "Objective", device: "torch.device", ranks: "Ranks | None" = None
     ) -> "TrainStep":
         """Return this rank's part of the optimizer step."""
-        from ..parallel import ALONE
+        from ..distributed import ALONE
         from .step import TrainStep
 
         ranks = ranks or ALONE

@@ -6,7 +6,7 @@ Dropout and the noise of diffusion are drawn from them. The first weights are no
 import torch
 from torch import Tensor
 
-from ..parallel import Ranks
+from ..distributed import Ranks
 from ..trace import notice
 
 MIXED = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: ranks and steps one apart get seeds far apart

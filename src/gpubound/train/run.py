@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from .. import lora
 from ..corpus import Tokenizer
+from ..distributed import ALONE, Ranks, local_shard
 from ..errors import DataError
 from ..models.placing import mode, put_back
 from ..models.registry import family_of
 from ..models.storing import stored_state
-from ..parallel import ALONE, Ranks, pieces
 from ..place import Placement
 from . import export_metadata, rng_state
 from .adapters import kept_state, load_kept_state
@@ -227,7 +227,7 @@ class Run:
                 self.ranks.together(lambda: self._write_adapted(Path(path), merge) if self.ranks.first else None)
             else:
                 save = partial(family_of(self.recipe.model).save, self.model, path, self.tokenizer, overwrite=True)
-                pieces.export(save, stored_state(self.model), self.ranks)
+                local_shard.export(save, stored_state(self.model), self.ranks)
         if self.ranks.first:
             export_metadata.note(Path(path), self.id, step, self.done)
         return Path(path)

@@ -1,6 +1,6 @@
 """A checkpoint's tensors in one safetensors file, which one process writes: those of a run alone, or of replicas.
 
-The functions are those of parallel/saved.py, where every rank writes its own shards.
+The functions are those of distributed/sharded_checkpoint.py, where every rank writes its own shards.
 """
 
 from collections.abc import Mapping
@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from ..distributed import Ranks
+from ..distributed.local_shard import LocalShard
 from ..models.storing import write_tensors
-from ..parallel import Ranks
-from ..parallel.pieces import Piece
 
 TENSORS = "tensors.safetensors"
 DTYPES = {
@@ -22,12 +22,12 @@ DTYPES = {
 }  # fmt: skip
 
 
-def mine(pieces: dict[str, Piece], ranks: Ranks) -> dict[str, Piece]:
+def mine(pieces: dict[str, LocalShard], ranks: Ranks) -> dict[str, LocalShard]:
     """What this rank must give to `write`: the first all, the others, which hold the same, nothing."""
     return pieces if ranks.first else {}
 
 
-def write(folder: Path, pieces: dict[str, Piece], ranks: Ranks) -> list[Path]:
+def write(folder: Path, pieces: dict[str, LocalShard], ranks: Ranks) -> list[Path]:
     """The files that this rank wrote."""
     if not ranks.first:
         return []
@@ -42,7 +42,7 @@ def shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
         return {name: (torch.Size(about.get_shape()), DTYPES[about.get_dtype()]) for name, about in found.items()}
 
 
-def read(folder: Path, pieces: Mapping[str, Piece]) -> None:
+def read(folder: Path, pieces: Mapping[str, LocalShard]) -> None:
     """Fill the pieces, which lie where the reader wants them, with no more than they take."""
     # A default device of the caller's would be that of the slices, which have no values there.
     with torch.device("cpu"), safe_open(folder / TENSORS, framework="pt") as file:

@@ -1,4 +1,4 @@
-"""How this process holds a model during training: all of it, or shards that FSDP gathers for each block (parallel/sharded.py).
+"""How this process holds a model during training: all of it, or shards that FSDP gathers for each block (distributed/fsdp.py).
 
 Replicated: every rank has all weights, and gradients are summed after backward. FullySharded: each rank has its rows of every
 parameter, in fp32: they are the masters, and are rounded as they are gathered. Flat buffers are made of these rows, so that
@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from ..distributed import Ranks
+from ..distributed.all_reduce import Reduction
+from ..distributed.local_shard import any_sharded, is_sharded
+from ..distributed.symmetric_memory import symmetric_sums
 from ..errors import GraphError, RankError
 from ..formatting import readable
 from ..kernels.side_stream import Side
 from ..layers.embedding_and_head import head_of
 from ..layers.linear_formats import format_of
 from ..lora.layers import of_peft
-from ..parallel import Ranks
-from ..parallel.peers import peer_sums
-from ..parallel.pieces import any_sharded, is_sharded
-from ..parallel.reduction import Reduction
 from ..trace import fallback, notice
 from .accumulate import Accumulators
 from .flat_buffers import FlatLayout, Weights
@@ -76,7 +76,7 @@ class Replicated:
 
     def accumulators(self, layout: FlatLayout, overlap: bool) -> Accumulators:
         side = Side(layout.device) if overlap and layout.device.type == "cuda" else None
-        return Accumulators(layout, side, peer_sums(self.ranks, layout.size))
+        return Accumulators(layout, side, symmetric_sums(self.ranks, layout.size))
 
     def weights(self, layout: FlatLayout, masters: bool) -> Weights:
         return Weights(layout, masters)
@@ -119,9 +119,9 @@ class Sharded(Replicated):
     gathers = True
 
     def __init__(self, model: nn.Module, trains_whole: bool):
-        from ..parallel.dealt import DealtModel  # a second's import, for those who shard
+        from ..distributed.fsdp_model import ShardedModel  # a second's import, for those who shard
 
-        self.sharded = DealtModel(model, trains_whole)
+        self.sharded = ShardedModel(model, trains_whole)
         self.pieces = self.sharded.pieces
         super().__init__(model, self.sharded.ranks)
 
@@ -181,7 +181,7 @@ class FullySharded(Sharded):
         if any(map(of_peft, self.model.modules())):
             raise ValueError(
                 "TrainStep: the model's low-rank adapters are sharded like its other parameters; leave them out, as "
-                "gpubound.parallel.sharded.shard does, or by fully_shard(ignored_params=set(gb.lora.parameters(model)))."
+                "gpubound.distributed.fsdp.shard does, or by fully_shard(ignored_params=set(gb.lora.parameters(model)))."
             )
         for piece in self.pieces:
             if not piece.rows.requires_grad:

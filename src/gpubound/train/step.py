@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from ..device import plainly
+from ..distributed import ALONE, Ranks, exit_messages
+from ..distributed.ddp_unwrap import tell_if_alone, unwrapped
 from ..formatting import readable
 from ..graph import Captured
 from ..guards import NotCopyable, ReentryGuard
@@ -30,8 +32,6 @@ from ..layers.state_dict_storage import give_own_storages
 from ..lora import early
 from ..lora.adapter import pack_adapters
 from ..models.own import LanguageModel
-from ..parallel import ALONE, Ranks, parting
-from ..parallel.wrapped import tell_if_alone, unwrapped
 from ..trace import notice, say
 from .adamw8 import AdamW8bit
 from .device_step import DeviceStep, Loss, StepResult, StepValues
@@ -73,8 +73,8 @@ class TrainStep(NotCopyable):
                nothing; a little faster, more memory. "blocks": all of each block but its input. A number: that of so many
                blocks
     overlap    compute weight gradients on a second stream, beside the rest of backward: for models too small to fill the GPU
-    ranks      the processes that share each step, from gpubound.parallel.join: each has all weights, which begin as the first
-               rank's, and is given micro-batches of its own; `accumulate` counts these. Gradients are summed before the update
+    ranks      the processes that share each step, from gpubound.distributed.join: each has all weights, which begin as those
+               of the first rank, and its own micro-batches; `accumulate` counts these. Gradients are summed before the update
                A model in DistributedDataParallel comes out of it, and brings its ranks
     """
 
@@ -152,7 +152,7 @@ class TrainStep(NotCopyable):
         """
         if self._closed:
             raise ValueError("step: this TrainStep is closed, its model released; make a new one with TrainStep(model, ...).")
-        with self._turn, plainly(self.device), self._timing("taking a step", parting.steps() + 1):
+        with self._turn, plainly(self.device), self._timing("taking a step", exit_messages.steps() + 1):
             return self._step(micro_batches)
 
     def _step(self, micro_batches: Any) -> StepResult | None:
@@ -177,7 +177,7 @@ class TrainStep(NotCopyable):
         self._optimizer.carry_on(self._graphs.step.accumulators.gradient)
         self._weights.stepped()
         self._sharding.stepped(len(batches))
-        parting.stepped()
+        exit_messages.stepped()
         report = StepResult(result, None if self._sharding.gathers else self._graphs.step.reduction.waited, self._timing)
         self._skips.watch(report, batches)
         return report

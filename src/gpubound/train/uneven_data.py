@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..distributed import Ranks
 from ..errors import RankError
-from ..parallel import Ranks
 from ..trace import notice
 
 

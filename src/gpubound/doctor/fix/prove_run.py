@@ -26,7 +26,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from ...parallel.telling import met, numbers
+from ...distributed.store_messages import numbers, wait_for_ranks
 from ...watch import pretend
 from ...watch.python_calls import replaced
 from ..record.script import Script
@@ -157,7 +157,7 @@ def main(argv: list[str]) -> int:
 
     def enough() -> None:
         save()
-        met()
+        wait_for_ranks()
         sys.stdout.flush()
         leave(0)  # at once: no checkpoint is written, and no handler of the script believes that it failed
 

@@ -1,0 +1,80 @@
+"""A model that a script has wrapped for many processes, in front of a step that adds up gradients by itself.
+
+Two owners of one gradient would add it up twice, and divide it by other numbers of tokens. So the wrapper comes off, and what
+it knew of the ranks goes to the step. Its hooks do nothing in a backward whose forward was not its own.
+"""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..trace import notice
+from .local_shard import any_sharded
+from .ranks import ALONE, Ranks, check_ranks, ranks_of
+
+REFUSED = {
+    "FullyShardedDataParallel": "shard it with torch.distributed.fsdp.fully_shard, which keeps parameters apart",
+    "DataParallel": "start a process for each GPU with torchrun, and give ranks=",
+    "DistributedDataParallel": "give the model itself, or wrap the whole of it",
+}
+
+
+def unwrapped(model: nn.Module, ranks: Ranks) -> tuple[nn.Module, Ranks]:
+    """The model inside DistributedDataParallel, with its ranks where none are given; any other model as it is."""
+    check_ranks(ranks, "TrainStep")
+    if isinstance(model, DistributedDataParallel):
+        if hooks := getattr(model, "_comm_hooks", ()):
+            raise ValueError(
+                f"model: its DistributedDataParallel has the communication hook {hooks[0][0].__name__}, which a step that adds "
+                f"up gradients by itself would not call; wrap the model without one."
+            )
+        kind = next(model.module.parameters()).device.type
+        wrapped_for = dist.get_world_size(model.process_group)
+        ranks = ranks_of(model.process_group, kind) if ranks is ALONE else ranks
+        if ranks.world != wrapped_for:
+            raise ValueError(
+                f"ranks: got {ranks.world}, but the model's DistributedDataParallel has {wrapped_for}; leave ranks= out to "
+                f"train over these."
+            )
+        model = model.module
+        notice(
+            f"train: DistributedDataParallel is taken off the model. Its hooks are not used: gradients are summed once a "
+            f"step, over {ranks.world} ranks."
+        )
+    for name, what in _wrappers(model):
+        raise ValueError(f"model: {name or 'it'} is a {what}, whose parameters a step cannot take over; {REFUSED[what]}.")
+    if any_sharded(model.parameters()):
+        return model, ranks  # they know their ranks themselves
+    return model, ranks
+
+
+def tell_if_alone(ranks: Ranks) -> None:
+    """A line where a step has no others, though this is one of several processes: each would train a model of its own."""
+    if ranks.alone and dist.is_initialized() and dist.get_world_size() > 1:
+        notice(
+            f"train: this is one of {dist.get_world_size()} processes, but its step has no ranks and trains alone; "
+            f"give ranks=, from gpubound.distributed.join.",
+            logging.WARNING,
+        )
+
+
+def tell_if_saved_apart(ranks: Ranks, folder: Path) -> None:
+    """A line where a rank that is not the first saves by itself: the first may be about to do the same in the same place."""
+    if ranks.alone and dist.is_initialized() and (own := dist.get_rank()) > 0:
+        notice(
+            f"checkpoint: rank {own} of {dist.get_world_size()} saves into {folder} without ranks, and would spoil what "
+            f"another rank saves there; give Checkpoints ranks=, from gpubound.distributed.join, or save on rank 0 alone.",
+            logging.WARNING,
+        )
+
+
+def _wrappers(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Every wrapper in the model that nothing here takes off, by name and kind. By the class's name: importing them is slow."""
+    for name, module in model.named_modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in REFUSED and kind.__module__.startswith("torch."):
+                yield name, kind.__name__

@@ -1,0 +1,223 @@
+"""Start a command as many processes on this machine, by torch's own agent, and say why they ended.
+
+The agent makes the processes and numbers them, notices when one ends, ends the others, and begins again if it may. Added here:
+Ctrl-C goes to every rank as it would to a single process, ranks other than the first write to files, and a failure is one
+sentence in place of the agent's report.
+"""
+
+import logging
+import os
+import signal
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+
+from ..device import share_of_cores
+from ..files import make_folder
+from ..trace import say
+from .failures import AGAIN, INTERRUPTED, LAUNCHER, OURS, Failure, failure_from, first_of
+
+LOOK = 0.1  # seconds between two looks at the processes
+NOW = 5.0  # seconds after a second Ctrl-C until what still runs is killed: a rank inside a collective hears no signal
+
+
+@dataclass(frozen=True)
+class End:
+    """How the processes ended: with exit code 0, by Ctrl-C, or with the failure that ended them."""
+
+    code: int
+    failure: Failure | None = None
+    log: Path | None = None
+    """What the failed rank wrote, where that is in a file."""
+
+
+def launch(command: Sequence[str], processes: int, logs: Path, restarts: int = 0) -> End:
+    """Run `command` as so many ranks. Rank 0 has this terminal; what the others write goes to `logs`/rank-1.log and so on.
+
+    restarts  how often all ranks begin again after one was lost. The command must go on by itself from what is saved.
+    """
+    with tempfile.TemporaryDirectory(prefix="gpubound-") as notes, _kept(logs), _quiet(), _environment(processes):
+        name = f"{OURS}{uuid.uuid4().hex[:12]}"
+        meeting = RendezvousParameters(
+            backend="c10d", endpoint="localhost:0", run_id=name, min_nodes=1, max_nodes=1, local_addr="localhost"
+        )
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=processes,
+            rdzv_handler=registry.get_rendezvous_handler(meeting),
+            entrypoint=command[0],
+            args=tuple(word.replace("$", "$$") for word in command[1:]),  # the agent fills in ${local_rank} and the like
+            max_restarts=restarts,
+            monitor_interval=LOOK,
+            local_addr="localhost",
+        )
+        agent = _Agent(spec, _Logs(notes, logs))
+        try:
+            with _signals_restored():
+                agent.run()
+            return End(0)
+        except _Over as over:
+            return _end(over.failure, agent, logs)
+        except SignalException as stopped:
+            return End(128 + stopped.sigval)
+        finally:
+            if agent.timer:
+                agent.timer.cancel()
+            spec.rdzv_handler.shutdown()
+
+
+def _end(failure: Failure, agent: "_Agent", logs: Path) -> End:
+    if agent.asked > 1 or (agent.asked and failure.code == INTERRUPTED):
+        return End(INTERRUPTED)
+    log = logs / _name(failure.rank, agent.attempt)
+    if failure.rank == 0 and failure.trace:
+        with suppress(OSError):  # a full disk, perhaps the failure itself: its sentence is said all the same
+            log.write_text(failure.trace, encoding="utf-8")
+    return End(failure.code, failure, log if log.exists() and log.stat().st_size else None)
+
+
+class _Over(Exception):
+    """The processes have failed, and none begins again."""
+
+    def __init__(self, failure: Failure):
+        self.failure = failure
+
+
+class _Agent(LocalElasticAgent):
+    """torch's agent, which also passes on Ctrl-C and knows the first failure."""
+
+    timer: threading.Timer | None = None
+    asked = 0  # how often this process was told to stop
+    attempt = 0
+    pids: dict[int, int] = {}  # noqa: RUF012 - replaced at each start
+
+    def _start_workers(self, worker_group: Any) -> Any:
+        self._listen()
+        self.pids = super()._start_workers(worker_group)
+        self._listen()  # again, where torch is older than the variable that keeps it from taking these signals
+        if self.asked:  # meanwhile
+            self._send(signal.SIGINT)
+        return self.pids
+
+    def _listen(self) -> None:
+        """In place of torch's own way, which kills what has not ended in 30 s: a checkpoint may take longer."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._pass_on)
+
+    def _pass_on(self, number: int, frame: Any) -> None:
+        self.asked += 1
+        self._send(number)
+        if self.asked == 2:
+            self.timer = threading.Timer(NOW, self._send, [signal.SIGKILL])
+            self.timer.start()
+
+    def _send(self, number: int) -> None:
+        for pid in self.pids.values():
+            with suppress(ProcessLookupError):  # it has ended
+                os.kill(pid, number)
+
+    def _monitor_workers(self, worker_group: Any) -> Any:
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            failure = first_of(failure_from(rank, process) for rank, process in result.failures.items())
+            allowed = worker_group.spec.max_restarts
+            if self.asked or failure.kind not in AGAIN or self.attempt == allowed:
+                raise _Over(failure)
+            self.attempt += 1
+            say(f"{failure.sentence}; restart {self.attempt} of {allowed}, from the newest checkpoint.", logging.WARNING)
+        return result
+
+
+class _Logs(DefaultLogsSpecs):
+    """Rank 0 has the terminal. stderr of the others goes to files; they let stdout follow by themselves."""
+
+    def __init__(self, notes: str, folder: Path):
+        super().__init__(log_dir=notes)
+        self.folder = folder
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> Any:
+        to = super().reify(envs)
+        for rank in envs:
+            if rank > 0:
+                to.stdouts[rank] = os.devnull
+                to.stderrs[rank] = str(self.folder / _name(rank, int(envs[rank]["TORCHELASTIC_RESTART_COUNT"])))
+        return to
+
+
+@contextmanager
+def _environment(processes: int) -> Iterator[None]:
+    """Inside, what each rank inherits; what the user has set stays."""
+    wanted = {
+        "OMP_NUM_THREADS": share_of_cores(processes),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # torch's default, the agent's is 1: end at once, for an abort waits for peers
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT",
+    }
+    fresh = wanted.keys() - os.environ.keys()
+    os.environ[LAUNCHER] = str(os.getpid())
+    os.environ.update({name: wanted[name] for name in fresh})
+    try:
+        yield
+    finally:
+        for name in (*fresh, LAUNCHER):
+            del os.environ[name]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, the agent's log is not printed: what it says of a failure is in the one sentence. With LOGLEVEL set it is."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    before = logger.propagate
+    logger.propagate = before and "LOGLEVEL" in os.environ
+    silent = logging.NullHandler()
+    logger.addHandler(silent)
+    try:
+        yield
+    finally:
+        logger.removeHandler(silent)
+        logger.propagate = before
+
+
+@contextmanager
+def _signals_restored() -> Iterator[None]:
+    """At the end the signals mean what they did before; the agent takes four of them."""
+    taken = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in taken}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _name(rank: int, attempt: int) -> str:
+    return f"rank-{rank}.restart-{attempt}.log" if attempt else f"rank-{rank}.log"
+
+
+@contextmanager
+def _kept(folder: Path) -> Iterator[None]:
+    """Inside, `folder` is there, without the logs of an earlier run; at the end, with those that hold anything."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    make_folder(folder)
+    _remove(folder.glob("rank-*.log"))
+    try:
+        yield
+    finally:
+        _remove(path for path in folder.glob("rank-*.log") if path.stat().st_size == 0)
+        for path in made or [folder]:
+            with suppress(OSError):  # it holds something
+                path.rmdir()
+
+
+def _remove(paths: Any) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)

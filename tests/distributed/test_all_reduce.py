@@ -1,0 +1,218 @@
+"""Gradients are summed in buckets that begin while backward runs; a capture that one rank cannot have, no rank has."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import gpubound as gb
+from gpubound.distributed import ALONE, Ranks, all_reduce, join
+from gpubound.distributed.all_reduce import LATE, cut
+from gpubound.errors import GraphError
+from gpubound.trace import fallbacks
+from gpubound.train import graph_cache
+from tests.distributed.processes import on_ranks
+from tests.distributed.test_replicas import WIDTH, WORDS, Tied, loss, nothing, reduction_of, window
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_buckets_cover_every_element_once(seed):
+    g = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 50, (int(torch.randint(1, 30, (1,), generator=g)),), generator=g).tolist()
+    starts = [0, *itertools.accumulate(sizes)][:-1]
+    size, most = sum(sizes) + 7, 60  # 7: the buffer is aligned behind the last one
+    order = [float(at) for at in torch.randperm(len(sizes), generator=g)]
+    order = [LATE if at % 7 == 3 else at for at in order]
+    borders = {start for start in starts if start % 5 == 0}
+    buckets = cut(starts, size, borders, order, most)
+
+    covered = sorted((bucket.start, bucket.stop) for bucket in buckets)
+    assert [start for start, _ in covered] == [0, *(stop for _, stop in covered[:-1])] and covered[-1][1] == size
+    assert sorted(n for bucket in buckets for n in bucket.members) == list(range(len(sizes)))
+    assert [bucket.ready for bucket in buckets] == sorted(bucket.ready for bucket in buckets)
+    for bucket in buckets:
+        inside = [n for n, start in enumerate(starts) if bucket.start <= start < bucket.stop]
+        assert tuple(inside) == bucket.members and not borders & {starts[n] for n in inside[1:]}
+        assert bucket.stop - bucket.start <= most or len(inside) == 1
+        late = {order[n] == LATE for n in inside}
+        assert len(late) == 1 and bucket.ready == max(order[n] for n in inside)
+
+
+class Noting(Ranks):
+    """Notes when a sum begins."""
+
+    def begin_sum(self, tensor):
+        notes.append(f"sum of {tensor.numel()}")
+        return super().begin_sum(tensor)
+
+
+notes: list[str] = []
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def noted(optimizer):
+    with join("cpu") as ranks:
+        all_reduce.BUCKET = 64
+        noting = Noting(ranks.rank, ranks.world, ranks.local, ranks.device, ranks.group, ranks.host)
+        model = Deep()
+        for number, layer in enumerate(model.layers):
+            layer.register_full_backward_hook(lambda *_, number=number: notes.append(f"layer {number}"))
+        step = gb.TrainStep(
+            model, lambda m, x: (m(x).square().sum(), x.numel()), optimizer, accumulate=2, precision="fp32", ranks=noting
+        )
+        step([torch.randn(2, 8), torch.randn(2, 8)])  # the first also finds the order
+        notes.clear()
+        step([torch.randn(2, 8), torch.randn(2, 8)])
+        return notes
+
+
+def test_sums_begin_while_the_last_backward_runs():
+    for said in on_ranks(2, noted, "adamw"):
+        assert said[:3] == ["layer 2", "layer 1", "layer 0"], "of two micro-batches only the last"
+        first, end = said.index("sum of 64"), len(said) - said[::-1].index("layer 0")
+        assert first < end - 1 and said.count("sum of 64") == 3 and said[-1] == "sum of 3", said
+
+
+class Broken:
+    """A loss that fails on one rank at its calls number `at`, behind its forward, where other ranks go on."""
+
+    def __init__(self, rank, at, error):
+        self.rank, self.at, self.error = rank, at, error
+
+    def __call__(self, model, batch):
+        calls.append(1)
+        result = loss(model, batch)
+        if self.rank == 1 and len(calls) in self.at:
+            raise self.error("no memory for this")
+        return result
+
+
+calls: list[int] = []
+
+
+def broken(world, at, each, error=GraphError):
+    with join("cpu") if world > 1 else nothing() as ranks:
+        torch.manual_seed(0)
+        all_reduce.BUCKET = WIDTH * WORDS
+        graph_cache.has_graphs = lambda device: world > 1
+        model = Tied()
+        step = gb.TrainStep(model, Broken(ranks.rank, at, error), "adamw", accumulate=each, precision="fp32", ranks=ranks)
+        for number in range(2):
+            step([window(number, ranks.rank + ranks.world * i) for i in range(each)])
+        step.assert_alike()
+        said = [why for what, why in fallbacks if what == "train step as one graph"]
+        return model.state_dict()["table.weight"].numpy(), len(step.captured), said
+
+
+@pytest.mark.parametrize("error", [GraphError, torch.OutOfMemoryError])
+@pytest.mark.parametrize(
+    "each, at, captured, reasons",
+    [
+        (1, (), 1, []),
+        (1, (4,), 2, ["rank 1: no memory for this"]),  # in the graph of all; then around the sums
+        (1, (4, 5), 0, ["rank 1: no memory for this"]),
+        (2, (), 2, []),
+        (2, (4,), 0, ["rank 1: no memory for this"]),  # in a micro-batch's
+    ],
+)
+def test_a_capture_that_one_rank_cannot_have(monkeypatch, each, at, captured, reasons, error):
+    monkeypatch.setattr(all_reduce, "BUCKET", all_reduce.BUCKET)
+    monkeypatch.setattr(graph_cache, "has_graphs", graph_cache.has_graphs)
+    want, *_ = broken(1, (), 2 * each)
+    for weight, number, said in on_ranks(2, broken, 2, at, each, error):
+        assert (number, said) == (captured, reasons)
+        torch.testing.assert_close(torch.from_numpy(weight), torch.from_numpy(want), rtol=1e-5, atol=1e-6)
+
+
+class Experts(Tied):
+    """A micro-batch goes through one of two experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, words):
+        return self.experts[words.shape[1] % 2](self.table(words)) @ self.table.weight.t()
+
+
+def expert_steps(world):
+    with join("cpu") if world > 1 else nothing() as ranks:
+        torch.manual_seed(0)
+        model = Experts()
+        step = gb.TrainStep(model, loss, gb.AdamW(lr=1e-2), accumulate=2 // world, precision="fp32", graph="off", ranks=ranks)
+        for number in range(2):
+            words, labels = window(number, ranks.rank)
+            mine = (words, labels), (words[:, 1:], labels[:, 1:])
+            step([mine[(ranks.rank + number) % 2]] if world > 1 else [part(number, rank) for rank in range(2)])
+        step.assert_alike()
+        return [p.detach().numpy() for p in model.parameters()]
+
+
+def part(number, rank):
+    words, labels = window(number, rank)
+    return (words[:, 1:], labels[:, 1:]) if (rank + number) % 2 else (words, labels)
+
+
+def test_what_one_rank_does_not_use_is_summed_too():
+    want = expert_steps(1)
+    for got in on_ranks(2, expert_steps, 2):
+        for a, b in zip(got, want):
+            torch.testing.assert_close(torch.from_numpy(a), torch.from_numpy(b), rtol=1e-5, atol=1e-6)
+
+
+KINDS = [
+    ("adamw", "bf16-pure", "none"), ("adamw8bit", "bf16", "none"), ("muon", "fp32", "blocks"),
+    (torch.optim.SGD, "fp32", "none"), ("adamw", "fp16", "none"), ("adamw", "fp8", "none"),
+]  # fmt: skip
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.5), nn.Linear(32, 16)) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def kinds():
+    with join("cpu") as ranks:
+        drawn = []
+        for optimizer, precision, recompute in KINDS:
+            torch.manual_seed(3)
+            step = gb.TrainStep(
+                Blocks(), lambda m, x: (m(x).float().square().sum(), x.numel()), optimizer,
+                precision=precision, recompute=recompute, ranks=ranks,
+            )  # fmt: skip
+            drawn.append(torch.rand(1).item())
+            for _ in range(2):
+                step(torch.randn(16, 16))
+            assert step(torch.randn(16, 16)).read().updates > 0 or precision == "fp16"
+            step.assert_alike()
+            step.close()
+        return drawn
+
+
+def test_replicas_stay_the_same_and_draw_apart():
+    first, second = on_ranks(2, kinds)
+    assert all(a != b for a, b in zip(first, second)), "dropout differs between ranks"
+
+
+def test_alone_nothing_is_hooked():
+    model = Deep()
+    step = gb.TrainStep(model, lambda m, x: (m(x).square().sum(), x.numel()), precision="fp32", ranks=ALONE)
+    step(torch.randn(2, 8))
+    assert len(reduction_of(step).buckets) == 1
