@@ -185,7 +185,7 @@ def arguments(kind: type[Config], argv: Sequence[str], command: str, default: Co
 
 def _check_names(kind: type, argv: Sequence[str], prog: str) -> None:
     """Refuse an option that does not exist, with the most similar one that does."""
-    names = {f"--{field.name.replace('_', '-')}" for field in fields(kind)}
+    names = {f"--{field.name.rstrip('_').replace('_', '-')}" for field in fields(kind)}  # from_ is --from
     for word in argv:
         name = word.partition("=")[0].replace("_", "-")
         if name.startswith("--") and name not in names | {"--help"} and f"--{name.removeprefix('--no-')}" not in names:
