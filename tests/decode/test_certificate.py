@@ -205,12 +205,12 @@ def test_a_model_with_something_of_its_own():
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_graph_that_does_something_else(transformer, monkeypatch):
+def test_a_graph_that_does_something_else(fused, monkeypatch):
     """Every eighth step of a launch is left out, as of a graph whose capture missed it."""
     own = StepGraphs.launch
     monkeypatch.setattr(StepGraphs, "launch", lambda graphs, rows, k, way: own(graphs, rows, k - (k == 8), way))
     with pytest.raises(gb.GenerateError) as error:
-        gb.decoder(cases.build("Mistral"), 2, cases.ROOM, fused=transformer)
+        gb.decoder(cases.build("Mistral"), 2, cases.ROOM, fused=fused)
     tokens = r"\[\[[\d, ]+\], \[[\d, ]+\]\]"  # of each row
     assert re.fullmatch(
         rf"decoder: greedy tokens of a graph of 8 steps are not those of single launches: {tokens}, wanted {tokens}; please "

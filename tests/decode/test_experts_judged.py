@@ -45,7 +45,7 @@ class TestCertificate:
         monkeypatch.setattr(certificate.RoutingTrace, "__bool__", lambda choices: False)
         apart = gb.decoder(model, 1, 32, verify=False)
         ids = torch.randint(cases.VOCABULARY, (8,), generator=torch.Generator().manual_seed(0)).to(device)
-        truth = certificate.judge.logits(apart.body.exact(), ids)
+        truth = certificate.reference.logits(apart.body.exact(), ids)
         free = ((cases.logits(model, ids.tolist()) - truth).norm() / truth.norm()).item()
         assert free > 1.5 * made.model_error
 

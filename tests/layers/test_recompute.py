@@ -158,7 +158,6 @@ MLPS = {
     "adapters": adapted_mlp,
     "adapters, gelu": partial(adapted_mlp, activation="gelu"),
     "adapters of down alone": partial(adapted_mlp, targets=["down_proj"]),
-    "DoRA": partial(adapted_mlp, dora=True),
     "over nf4": partial(adapted_mlp, base="nf4"),
     "gelu that trains": trained_mlp,
     "richards": adapted_richards,

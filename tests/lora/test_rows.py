@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import gpubound as gb
 from gpubound.graph.reachable import Reachable
-from gpubound.kernels import adapters
+from gpubound.kernels import lora_grads
 from gpubound.kernels.accumulate import join_rows
 from gpubound.kernels.hash_dropout import drawn, kept
-from gpubound.layers import linear_site
+from gpubound.layers import linear_product
 from gpubound.lora.adapter import PerRow
 from gpubound.lora.layers import read
 from gpubound.train import Accumulators
@@ -44,8 +44,8 @@ def test_it_is_the_formula_row_by_row(outputs, shape, interpret, monkeypatch):
 def test_rows_of_many_tokens_multiply_by_their_own_ranks_alone(others, monkeypatch):
     """Where all adapters have as many ranks; their product is told so, forward and back."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    told, product = [], linear_site.lora_product
-    monkeypatch.setattr(linear_site, "lora_product", lambda *given, rows: told.append(rows) or product(*given, rows=rows))
+    told, product = [], linear_product.lora_product
+    monkeypatch.setattr(linear_product, "lora_product", lambda *given, rows: told.append(rows) or product(*given, rows=rows))
     model, ids = Projections((16, 16)), torch.tensor([1, 0])
     for name, rank in zip(NAMES, (16, 16, *others)):
         gb.lora.add(model, rank, name=name, init=False)
@@ -142,8 +142,8 @@ def test_micro_batches_with_other_rows_are_one_batch(interpret, monkeypatch):
 def test_all_adapters_of_a_weight_are_one_matrix(accumulated, monkeypatch):
     """In memory, and so are their accumulators: nothing is copied together, and one launch a weight gives all gradients."""
     model, x = adapted(Projections()), draw(6, 5, K)
-    launches, launch = [], adapters.lora_gradients
-    monkeypatch.setattr(adapters, "lora_gradients", lambda *given: launches.append(given[4].shape) or launch(*given))
+    launches, launch = [], lora_grads.lora_gradients
+    monkeypatch.setattr(lora_grads, "lora_gradients", lambda *given: launches.append(given[4].shape) or launch(*given))
     with gb.lora.rows(model, NAMES):
         if accumulated:
             sums = Accumulators(model.named_parameters())

@@ -29,6 +29,6 @@ class Stamps:
     def put(self, place: int) -> None:
         """times[place] = the time when the device comes here."""
         if self._here is None:
-            import_module(f"{triton.__name__}._clock").stamp(self.times, place)
+            import_module(f"{triton.__name__}._device_timestamps").stamp(self.times, place)
         else:
             self._here[place] = time.perf_counter_ns()

@@ -22,7 +22,8 @@ from ._launch import first_order_only, launch
 from ._math import add_both
 from ._row_reduction import deliver_parts
 
-AT_ONCE, SUMS_ALONE, THE_REST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+at_once, sums_alone, the_rest = range(3)  # for the host: torch.compile cannot trace a constexpr
+AT_ONCE, SUMS_ALONE, THE_REST = tl.constexpr(at_once), tl.constexpr(sums_alone), tl.constexpr(the_rest)
 """what a launch does: all, where a tile has whole groups; else first the sums of each tile, then all that needs them"""
 
 
@@ -217,15 +218,15 @@ def _launch(kernel: Any, way: str, x: Tensor, groups: int, tensors: tuple[Tensor
 
     def run(plan: TilePlan) -> Tensor:
         cut = _tiling(rows, per_group, places, plan.elements)
-        steps = [AT_ONCE] if cut.tiles == 1 else [SUMS_ALONE, THE_REST] if constants.get("DX", True) else [SUMS_ALONE]
+        steps = [at_once] if cut.tiles == 1 else [sums_alone, the_rest] if constants.get("DX", True) else [sums_alone]
         parts = torch.empty(rows if len(steps) == 2 else 0, cut.tiles, 2, device=x.device, dtype=torch.float32)
         runs = samples * cut.across if constants.get("SUMS") else 0
         sums = torch.empty(runs, 2, channels, device=x.device, dtype=torch.float32)
         for step in steps:
             kernel[(cut.programs,)](
-                *tensors, *((sums,) if way == "backward" else ()), parts, rows, places, cut.tiles, cut.across, STEP=step.value,
+                *tensors, *((sums,) if way == "backward" else ()), parts, rows, places, cut.tiles, cut.across, STEP=step,
                 GROUPS=groups, PER_GROUP=per_group, G=cut.shape[0], CH=cut.shape[1], PL=cut.shape[2],
-                TILES=power_of_two(cut.tiles) if step == THE_REST else 1, HINT=plan.hint, **constants, num_warps=plan.warps,
+                TILES=power_of_two(cut.tiles) if step == the_rest else 1, HINT=plan.hint, **constants, num_warps=plan.warps,
             )  # fmt: skip
         return sums
 
