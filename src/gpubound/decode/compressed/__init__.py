@@ -1,1 +1,1 @@
-"""The body for layers whose tokens see a window, and compressed entries behind it: DeepSeek-V4's."""
+"""Decoder of DeepSeek-V4: layers whose tokens attend to a window and to compressed entries of earlier tokens."""

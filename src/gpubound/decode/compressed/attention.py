@@ -1,6 +1,6 @@
-"""Attention of a layer: a window of tokens, and behind it entries, all of them or those that an index chooses.
+"""Attention of a layer: a window of tokens, and compressed entries of earlier tokens, all of them or those of an indexer.
 
-Legend: B rows, T tokens, H heads, D width of a head, S keys, K entries that a token chooses.
+Legend: B sequences, T tokens, H heads, D width of a head, S keys, K entries that the indexer chooses for a token.
 """
 
 from copy import copy
@@ -16,13 +16,13 @@ from ..runner import RunnerConfig
 from .products import GEMV_ROWS, by_groups, products
 from .state import Entries, EntryProducts, Moment, Stretch, TokenRing
 
-PIECE = 128  # tokens of a prompt whose scores are in memory at a time
+PIECE = 128  # tokens of a prefill chunk whose scores are in memory at a time
 
 
 class Index:
-    """Scores of entries, for a token to choose by. Of equal scores the earlier entry's counts as higher."""
+    """Indexer, which chooses entries by their scores. Ties go to the earlier entry."""
 
-    routing_trace: Any = None  # takes what tokens choose, while the trial listens
+    routing_trace: Any = None  # called with the chosen entries during the reference check
 
     def __init__(self, weights: IndexWeights, build: RunnerConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.weights, self.entries = weights, Entries(weights.entries, build, dtype, device)
@@ -33,8 +33,12 @@ class Index:
         return found
 
     def choose(self, q: Tensor, share: Tensor, rows: int, closed: Tensor) -> Tensor:
-        """Entries (N, K) int32 in ascending order, then -1, for q (N, H, D), turned, shares of heads (N, H) and how many
-        entries each token may see (N,)."""
+        """Return the chosen entries (N, K) int32 in ascending order, padded with -1.
+
+        q       (N, H, D), with rotary position embedding
+        share   (N, H): weights of the heads
+        closed  (N,): number of entries that each token may attend to
+        """
         w, keys = self.weights, self.entries.store[:rows]
         scores = torch.empty(len(q), keys.shape[1], device=q.device, dtype=torch.float32)
         ids = torch.empty(len(q), min(w.top, keys.shape[1]), device=q.device, dtype=torch.int32)
@@ -46,18 +50,18 @@ class Index:
 
 
 class Asked(NamedTuple):
-    """What an index reads of a layer's tokens, N = B T."""
+    """Inputs of the indexer for a layer's tokens, N = B T."""
 
     entry: EntryProducts
-    q: Tensor  # (N, H, D), turned
+    q: Tensor  # (N, H, D), with RoPE
     share: Tensor  # (N, H)
 
 
 class Read(NamedTuple):
-    """What is asked with a layer's tokens, and kept of them."""
+    """Queries, keys and products of a layer's tokens."""
 
-    q: Tensor  # (N, H, D), turned
-    kv: Tensor  # turned: (B, T, D); or of a step (B, R, D), the ring that its tokens went to
+    q: Tensor  # (N, H, D), with RoPE
+    kv: Tensor  # with RoPE: (B, T, D) in prefill; in a step (B, R, D), the ring that has its tokens
     entry: EntryProducts | None
     asked: Asked | None
 
@@ -70,12 +74,12 @@ class LatentAttention:
         self.index = None if weights.index is None else Index(weights.index, build, dtype, device)
 
     def tensors(self) -> list[Tensor]:
-        """The state."""
+        """Return the state: ring buffers and stores of entries."""
         stores = [held for held in (self.entries, self.index.entries if self.index else None) if held is not None]
         return [self.window.data, *(t for held in stores for t in held.tensors())]
 
     def part(self, rows: slice) -> "LatentAttention":
-        """Of these rows alone, over the same memory."""
+        """Return the attention of a slice of batch entries, over the same memory."""
         found = copy(self)
         found.window = self.window.part(rows)
         found.entries = None if self.entries is None else self.entries.part(rows)
@@ -83,9 +87,9 @@ class LatentAttention:
         return found
 
     def step(self, u: Tensor, now: Moment) -> Tensor:
-        """What attention gives the rows' next tokens, before its last product, o_b: (N, channels).
+        """Compute the attention output (N, channels) of a decoding step, before its last product, o_b.
 
-        u (B, T, hidden) fp32: what their streams mix to
+        u (B, T, hidden) fp32: the attention's input, from the streams
         """
         w, B = self.weights, len(u)
         read = self._read(u, now)
@@ -96,7 +100,7 @@ class LatentAttention:
             if self.index is not None and read.asked is not None:
                 windows.append(self.index.entries.windows(read.asked.entry))
             compress(windows, now.first, *now.tables[w.table])
-            store = windows[0].store  # every place of the rows', (B, S, D)
+            store = windows[0].store  # all entries, (B, S, D)
             if self.index is not None and read.asked is not None:
                 ids, limit = self.index.choose(read.asked.q, read.asked.share, B, limit), None
         y = torch.empty(read.q.shape, device=u.device, dtype=torch.float32 if len(read.q) <= GEMV_ROWS else self.dtype)
@@ -105,7 +109,7 @@ class LatentAttention:
         return by_groups(y.reshape(len(y), w.groups, -1), w.o_a)
 
     def prompt(self, u: Tensor, now: Stretch) -> Tensor:
-        """The same of a piece of a prompt."""
+        """Compute the attention output (N, channels) of a prefill chunk, before o_b."""
         w, (B, T) = self.weights, u.shape[:2]
         read = self._read(u, now)
         q, back = read.q.unflatten(0, (B, T)), w.window - 1
@@ -132,7 +136,7 @@ class LatentAttention:
         return by_groups(y.reshape(len(y), w.groups, -1), w.o_a)
 
     def _entries_seen(self, read: Read, now: Stretch, some: slice, count: int) -> Tensor:
-        """(B, t, count): which entries some tokens of a piece of a prompt see."""
+        """Return a mask (B, t, count) of the entries that the tokens `some` of a prefill chunk attend to."""
         assert self.entries is not None
         B, T = read.kv.shape[:2]
         closed = torch.div(now.position[some] + 1, self.entries.weights.rate, rounding_mode="floor").int().repeat(B, 1)
@@ -165,11 +169,11 @@ class LatentAttention:
 
     @property
     def reach(self) -> int:
-        """How many tokens back the furthest one lies that is seen or pooled with others."""
+        """Largest number of tokens in the window or in one entry."""
         return max([self.weights.window, *(held.weights.span for held in (self.entries,) if held is not None)])
 
     def bytes_seen(self, live: list[int]) -> int:
-        """Of the state, by tokens of rows that are so long."""
+        """Return the bytes of the state that a step reads for sequences of the lengths `live`."""
         w, size = self.weights, self.dtype.itemsize
         read = [min(length, w.window) * w.kv.rows for length in live]
         if w.entries is not None:
@@ -181,7 +185,7 @@ class LatentAttention:
         return size * sum(read)
 
     def report(self) -> tuple[str, str, str]:
-        """(part, what it reads, why) for the decoder's table."""
+        """Return (module, what the module reads, reason) for the decoder's report."""
         w = self.weights
         if w.entries is None:
             return "attention", f"a window of {w.window}", ""
@@ -190,9 +194,11 @@ class LatentAttention:
 
 
 def attend(q: Tensor, keys: Tensor, seen: Tensor, sinks: Tensor, scale: float) -> Tensor:
-    """(B, T, H, D) for q (B, T, H, D), keys (B, S, D), which are the values too, seen (B, T, S) and sinks (H,).
+    """Compute attention (B, T, H, D) of q (B, T, H, D) over keys (B, S, D), which are also the values.
 
-    What no token sees may be NaN: it is cleared, for a weight of zero does not.
+    seen   (B, T, S): mask of the keys that each token attends to. Keys that no token attends to may be NaN and are zeroed,
+           since 0 · NaN is NaN
+    sinks  (H,)
     """
     B, T, H, D = q.shape
     keys = keys.masked_fill(~seen.any(1)[..., None], 0.0)

@@ -1,8 +1,8 @@
-"""The body: several streams through layers of a windowed attention and a sparse MLP, then a head.
+"""Model runner of DeepSeek-V4: several streams through layers of windowed attention and a sparse MLP, then a head.
 
-It is made of torch's own ops and of those of kernels/. Every shape follows from the body's sizes and every place from
-positions on the device, so a step's graph serves any length. Rows stand at positions of their own, each with a state of its
-own: a row's tokens do not depend on what stands beside it.
+The runner uses torch ops and those of kernels/. Every shape follows from the runner's sizes, and every index from positions on
+the device, so one CUDA graph serves any length. Each sequence has its own position and state: its tokens do not depend on the
+other sequences of the batch.
 
 Legend: B rows, T tokens, N = B T, n streams.
 """
@@ -33,15 +33,15 @@ from .span import Attend, SpanPass, StreamedLayer, StreamedSpan, When, bytes_kep
 from .streams import streams_of
 from .trial import Trial, try_body
 
-CHUNK = 1024  # tokens of a prompt at a time, about: a whole number of every stretch
-SCORED = 256  # tokens whose logits are whole in memory while a text is scored
+CHUNK = 1024  # approximate tokens of a prefill chunk, rounded down to a multiple of every compression rate
+SCORED = 256  # tokens whose full logits are in memory at a time while a text is scored
 
 Place = Callable[[StreamedSpan], When]
-"""where the tokens stand, on a span's device"""
+"""positions of the tokens, on a span's device"""
 
 
 class CompressedBody(ModelRunner):
-    """`CompressedBody(reader, build)`: the weights are the model's, read where they lie; the state is the body's own."""
+    """Run a DeepSeek-V4 model from its weights in place, with a separate KV cache."""
 
     kernels = "a step of its own"
     reads = "the live weights"
@@ -49,7 +49,7 @@ class CompressedBody(ModelRunner):
     arg: Tensor
 
     def __init__(self, reader: CompressedReader, build: RunnerConfig, stages: Sequence[LayerStage] | None = None) -> None:
-        """stages: where the layers lie, if not all on one device."""
+        """stages: devices of the layers, if the layers are on several devices."""
         self.model, self.max_batch, self.max_length, self.tokens = reader.model, build.max_batch, build.max_length, build.tokens
         check_reader(reader, self.max_length)
         self.reader = reader
@@ -76,7 +76,7 @@ class CompressedBody(ModelRunner):
         return [layer for span in self.spans for layer in span.layers]
 
     def _take(self) -> None:
-        """Take the weights as they are now."""
+        """Read the model's current weights and allocate the state."""
         self.taken += 1
         self.watched = TensorWatch(self.reader.model, "_parameters", "_buffers")
         self.ends = ends_of(self.reader)
@@ -87,7 +87,7 @@ class CompressedBody(ModelRunner):
         self.captures_prefill = len(self.spans) == 1 and not any(layer.mixture.experts.ungrouped for layer in self.layers)
 
     def _weights(self, number: int) -> list[StreamedLayerWeights]:
-        """As span `number` reads them."""
+        """Return the layers' weights for span `number`."""
         return self.reader.layers()
 
     @torch.no_grad()
@@ -101,12 +101,12 @@ class CompressedBody(ModelRunner):
         return self.ends.streams * self.ends.embed.shape[1]
 
     def enter(self, token: Tensor, x: Tensor) -> None:
-        """Begin a lane's round: x (B, n hidden) becomes the streams before the first layer."""
+        """Write the streams before the first layer to x (B, n hidden), at the start of a lane's round."""
         x.copy_(self.ends.enter(token[:, None]).flatten(1))
 
     @torch.no_grad()
     def pass_stage(self, number: int, x: Tensor, token: Tensor, position: Tensor, first: int) -> None:
-        """The streams x behind the layers of a stage, in place; its rows are those of the state from `first` on."""
+        """Run the layers of a stage on the streams x, in place. x's sequences start at batch index `first` of the state."""
         span, streams = self.spans[number], x.view(len(x), 1, self.ends.streams, -1)
         now, rows = span.moment(position[:, None]), slice(first, first + len(x))
         with chained(span.device):
@@ -115,7 +115,7 @@ class CompressedBody(ModelRunner):
 
     @torch.no_grad()
     def leave(self, x: Tensor) -> Tensor:
-        """The logits (N, V) of the streams behind the last layer."""
+        """Return the logits (N, V) of the streams after the last layer."""
         x = x.flatten(0, 1) if x.dim() == 4 else x.unflatten(1, (self.ends.streams, -1))
         return self.ends.leave(x, self.logits[: len(x)], self.best[: len(x)], self.arg[: len(x)])
 
@@ -136,18 +136,18 @@ class CompressedBody(ModelRunner):
                 yield self.ends.logits(self.ends.collapsed(some))
 
     def _pieces(self, ids: Tensor) -> Iterator[tuple[Tensor, Place]]:
-        """Of the sequence ids (T,), in the place of the first row."""
+        """Yield prefill chunks of the sequence ids (T,), as batch entry 0."""
         lengths = torch.full((1,), len(ids), device=ids.device)
         for start in range(0, len(ids), self.chunk):
             end = min(start + self.chunk, len(ids))
             yield ids[None, start:end].long(), _stretch(start, end, lengths)
 
     def _through(self, token_BT: Tensor, when: Place, attend: Attend) -> Tensor:
-        """The streams (B, T, n, hidden), fp32, behind the last layer."""
+        """Return the fp32 streams (B, T, n, hidden) after the last layer."""
         return deque(self._stages(token_BT, when, attend), maxlen=1).pop()[1].to(self.device)
 
     def _stages(self, token_BT: Tensor, when: Place, attend: Attend) -> Iterator[tuple[str, Tensor]]:
-        """(name, the streams behind it) of every part."""
+        """Yield the name of each module and the streams after the module: embedding, then attention and MLP of each layer."""
         x = self.ends.enter(token_BT)
         yield "model.embed_tokens", x
         for span in self.spans:
@@ -164,7 +164,7 @@ class CompressedBody(ModelRunner):
         return why or (scalars_of(self.reader.layers()), scalars_of(self.reader.collapse()))
 
     def refusal(self, reader: CompressedReader) -> str | None:
-        """Why it does not compute the model as it is now."""
+        """Return why the runner cannot compute the current model; None if it can."""
         if why := refusal(reader, self.max_length):
             return why
         was, now = ([2 * cos.shape[1] for cos, _ in some] for some in (self.spans[0].tables, reader.tables(1, self.device)))
@@ -208,7 +208,7 @@ class CompressedBody(ModelRunner):
         return [t for span in self.spans for layer in span.layers for t in layer.attention.tensors()]
 
     def shares(self) -> list[tuple[str, str, str]]:
-        """What each of several devices has, for the table."""
+        """Return the report's rows of layers and memory per device, if there are several."""
         if len(self.spans) == 1:
             return []
         told = (described(span.numbers, *span.nbytes()) for span in self.spans)
@@ -234,7 +234,7 @@ def _stretch(start: int, end: int, lengths_B: Tensor) -> Place:
 
 
 def bytes_read(ends: Ends, layers: Sequence[StreamedLayer], live: list[int], tokens: int) -> int:
-    """By a step of rows that are so long."""
+    """Estimate the bytes that a step reads for sequences of the lengths `live`, with `tokens` tokens each."""
     read, experts = {t.data_ptr(): t.nbytes for t in ends.read()}, 0.0
     for layer in layers:
         w, own = layer.mixture.weights, layer.mixture.experts
@@ -245,7 +245,7 @@ def bytes_read(ends: Ends, layers: Sequence[StreamedLayer], live: list[int], tok
 
 
 def described_by(reader: CompressedReader) -> str:
-    """What a decoder is built for. Layers may lie on several devices, so these are not told."""
+    """Describe the model that a decoder is built for. Layers may be on several devices, so their devices are omitted."""
     head = weight_of(reader.model.lm_head)
     return f"{len(reader.trunk.layers)} layers in {head.dtype} on {head.device} with {len(head)} words"
 
@@ -256,13 +256,13 @@ def check_reader(reader: CompressedReader, max_length: int) -> None:
 
 
 def refusal(reader: CompressedReader, max_length: int) -> str | None:
-    """Why a step of its own does not compute this model."""
+    """Return why this runner cannot compute the model; None if it can."""
     model = reader.model
     return closed_projection(model, reader.own_product) or unadded(model) or reader.refusal(max_length) or _odd(reader)
 
 
 def _odd(reader: CompressedReader) -> str | None:
-    """Of what is multiplied: which weight has a dtype of its own, or one that no kernel takes."""
+    """Report a weight whose dtype differs from the embedding's or is unsupported, or a head with a bias."""
     dtype = weight_of(reader.trunk.embed_tokens).dtype
     if dtype not in DTYPES:
         return f"its weights are {dtype}; the kernels take fp32, fp16 and bf16"

@@ -1,4 +1,4 @@
-"""What stands before the first layer and behind the last: words to streams, and streams to the logits of words."""
+"""Embedding and output head: tokens to streams before the first layer, and streams to logits after the last."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from .state import normed
 
 
 class Ends(NamedTuple):
-    """Of all words, or of a stretch of them in `head`."""
+    """Weights of the embedding and the head. `head` has the rows of all tokens, or of a slice of the vocabulary."""
 
     embed: Tensor
     collapse: CollapseWeights
@@ -29,28 +29,31 @@ class Ends(NamedTuple):
         return self.collapse.product.shape[0]
 
     def enter(self, token_BT: Tensor) -> Tensor:
-        """(B, T, n, hidden) fp32: the streams before the first layer."""
+        """Return the fp32 streams (B, T, n, hidden) before the first layer."""
         x = F.embedding(token_BT, self.embed)[:, :, None]
         return x.expand(-1, -1, self.streams, -1).to(torch.float32).contiguous()  # one launch, in 16 bits and in 32
 
     def collapsed(self, x: Tensor) -> Tensor:
-        """(N, hidden) of streams x (N, n, hidden)."""
+        """Collapse streams x (N, n, hidden) to (N, hidden)."""
         w = self.collapse
         return hc_head(x, w.product, w.scale, w.base, w.eps, w.norm_eps)
 
     def leave(self, x: Tensor, out: Tensor, best: Tensor, arg: Tensor) -> Tensor:
-        """out (N, words) = the logits of streams x (N, n, hidden). Of few, also partial maxima: see norm_product."""
+        """Write the logits of streams x (N, n, hidden) to out (N, vocabulary).
+
+        For up to GEMV_ROWS tokens, also write partial maxima to `best` and `arg` (see `norm_product`).
+        """
         h = self.collapsed(x)
         if len(h) <= GEMV_ROWS:
             return norm_product(h, self.norm, self.head, out=out, best=best, arg=arg)
         return out.copy_(self.logits(h))
 
     def logits(self, h: Tensor) -> Tensor:
-        """Of streams that are collapsed, at once."""
+        """Return the fp32 logits of collapsed streams h (N, hidden)."""
         return F.linear(normed(h, self.norm).to(self.head.dtype), self.head).float()
 
     def read(self) -> list[Tensor]:
-        """What a step reads whole: all but the embedding."""
+        """Return the tensors that a step reads in full: all except the embedding."""
         return [*self.collapse.tensors(), self.norm.weight, self.head]
 
     @property
@@ -60,6 +63,6 @@ class Ends(NamedTuple):
 
 
 def ends_of(reader: CompressedReader) -> Ends:
-    """Of a model as it is now."""
+    """Return the model's current embedding and head weights."""
     trunk = reader.trunk
     return Ends(weight_of(trunk.embed_tokens), reader.collapse(), reader.norm(trunk.norm), weight_of(reader.model.lm_head))

@@ -1,7 +1,7 @@
-"""The experts of a sparse MLP: their weights as numbers, or in the codes that they are published in.
+"""Experts of a sparse MLP: dense weights, or quantised weights in their published format.
 
-`few` rows read the chosen experts' weights where they lie. `many` are sorted by their experts, on the device; weights in codes
-become numbers first, some experts at a time. Nothing here asks the device which expert it was.
+`few` reads the chosen experts' weights in place. `many` sorts tokens by expert on the device; quantised weights are dequantised
+first, several experts at a time. No method copies expert indices to the host.
 
 Legend: N tokens, E experts, S of them a token, I width of an expert.
 """
@@ -19,11 +19,11 @@ from ...kernels.packed_weights import Packed
 from ...models.deepseek_v4.weights import MixtureWeights
 from ..moe import each_expert, grouped, not_grouped
 
-WIDE = 1 << 28  # numbers that are made of codes at a time: 512 MB in 16 bits
+WIDE = 1 << 28  # weights that are dequantised at a time: 512 MB in 16 bits
 
 
 class LiveExperts:
-    """gate_up (E, 2 I, hidden) and down (E, hidden, I), the model's own."""
+    """Experts with the model's weights gate_up (E, 2 I, hidden) and down (E, hidden, I)."""
 
     reads = "routed_gate_up, routed_down"
 
@@ -37,18 +37,18 @@ class LiveExperts:
         self.ungrouped = self.not_grouped()
 
     def sizes(self, weights: MixtureWeights) -> tuple[int, int, torch.dtype]:
-        """How many experts there are, how wide each is, and what is computed in."""
+        """Return the number of experts, their width and the compute dtype."""
         return len(self.gate_up), self.gate_up.shape[1] // 2, self.down.dtype
 
     def not_grouped(self) -> str | None:
         return not_grouped(self.gate_up, self.down)
 
     def few(self, u: Tensor, norm: Norm, ids: Tensor) -> Tensor:
-        """(N, S, width): gate and up of each chosen expert, for the norm of u (N, hidden)."""
+        """Return the activations (N, S, width) of each chosen expert's gate and up, for the norm of u (N, hidden)."""
         return routed_gate_up(u, norm, self.gate_up, ids, self.room(ids), limit=self.limit)
 
     def few_down(self, routed: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
-        """(N, S, hidden) fp32: share · expert of what `few` has given."""
+        """Return share · expert, (N, S, hidden) fp32, from the output of `few`."""
         return routed_down(routed, self.down, ids, shares, self.apart(ids))
 
     def room(self, ids: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class LiveExperts:
         return torch.empty(*ids.shape, self.hidden, device=ids.device, dtype=torch.float32)
 
     def many(self, h: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
-        """(N, hidden) fp32: Σ share · expert, for h (N, hidden), ids (N, S) int64."""
+        """Return Σ share · expert, (N, hidden) fp32, for h (N, hidden) and ids (N, S) int64."""
         mlp = each_expert if self.ungrouped else grouped
         return mlp(h, ids, shares, self.gate_up, self.down, self.gated)
 
@@ -66,13 +66,13 @@ class LiveExperts:
         return [self.gate_up, self.down]
 
     def report(self) -> tuple[str, str]:
-        """How many rows are computed, and why so."""
+        """Return how the experts of many tokens are computed, and the reason if the GEMM is not grouped."""
         how = "every expert for all tokens, by torch" if self.ungrouped else "grouped by expert: F.grouped_mm"
         return how, self.ungrouped or ""
 
 
 class CodedExperts(LiveExperts):
-    """The same in codes: each a `Packed` whose rows are those of one expert after the other."""
+    """Experts with quantised weights: each a `Packed` that concatenates the experts' rows."""
 
     reads = "quantized_routed_gate_up, quantized_routed_down"
 
@@ -84,12 +84,12 @@ class CodedExperts(LiveExperts):
         return not_grouped(*rows)
 
     def like(self, *shape: int) -> Tensor:
-        """Room for numbers."""
+        """Allocate a buffer in the compute dtype."""
         return torch.empty(*shape, device=self.down.words.device, dtype=self.dtype)
 
     @property
     def at_once(self) -> int:
-        """Experts whose codes become numbers together."""
+        """Number of experts that are dequantised at a time."""
         return max(1, min(self.count, WIDE // (3 * self.width * self.gate_up.columns)))
 
     def few(self, u: Tensor, norm: Norm, ids: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class CodedExperts(LiveExperts):
         return y
 
     def numbers(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """(the first expert, gate_up, down) of some experts, the next ones over the memory of these."""
+        """Yield the first expert, gate_up and down of each group of dequantised experts. All groups share one buffer."""
         hidden, at_once = self.gate_up.columns, self.at_once
         both = self.like(at_once, 2 * self.width, hidden), self.like(at_once, hidden, self.width)
         for first in range(0, self.count, at_once):

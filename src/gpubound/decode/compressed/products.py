@@ -1,8 +1,8 @@
 """Products of a norm's output, for few rows and for many.
 
-For few rows, a kernel reads each weight once, with the norm inside, of all weights that read the same in one launch
-(kernels/norm_products.py). Of many rows the norm is computed once, and the products are matrices worth a tensor core; a weight
-in fp8 is written out for them.
+For few rows, a kernel with a fused norm reads each weight once, in one launch for all weights with the same input
+(kernels/norm_products.py). For many rows, the norm is computed once and the products are GEMMs on tensor cores; fp8 weights are
+dequantised first.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ GEMV_ROWS = 8  # rows
 
 
 def products(x: Tensor, norm: Norm | None, *layers: LinearWeights) -> list[Tensor]:
-    """rms_norm(x), or x, times each layer, (N, rows) fp32, for x (N, width) fp32."""
+    """Multiply rms_norm(x), or x if norm is None, by each layer: (N, rows) fp32 each, for x (N, width) fp32."""
     if len(x) > GEMV_ROWS:
         h = x if norm is None else F.rms_norm(x, x.shape[-1:], norm.weight.float(), norm.eps)
         return [product(h.to(layer.weight.dtype), layer).float() for layer in layers]
@@ -33,7 +33,7 @@ def products(x: Tensor, norm: Norm | None, *layers: LinearWeights) -> list[Tenso
 
 
 def _launches(layers: Sequence[LinearWeights]) -> Iterator[list[int]]:
-    """The numbers of those that are multiplied in one launch, fp8 in front."""
+    """Yield the indices of the layers of each launch, fp8 layers first."""
     coded = [number for number, layer in enumerate(layers) if isinstance(layer.weight, Fp8Blocks)]
     plain = [number for number in range(len(layers)) if number not in coded]
     while coded or plain:
@@ -48,7 +48,7 @@ def product(x: Tensor, layer: LinearWeights) -> Tensor:
 
 
 def by_groups(x: Tensor, layer: LinearWeights) -> Tensor:
-    """x (N, groups, width) times a layer each group of whose rows reads its own, (N, rows): fp32 of few rows, or x's dtype."""
+    """Multiply x (N, groups, width) by a grouped layer: (N, rows), fp32 up to GEMV_ROWS tokens, otherwise in x's dtype."""
     if len(x) <= GEMV_ROWS:
         return norm_products(x.float(), None, [layer.weight])
     weight = _matrix(layer, x.dtype).unflatten(0, (x.shape[1], -1)).transpose(1, 2)

@@ -1,9 +1,9 @@
-"""The body whose layers are sliced over devices: all of them work on each token.
+"""Tensor-parallel DeepSeek-V4 runner: every layer is sharded over devices, and all devices compute each token.
 
-The streams are the same on all devices, to the bit: each adds the same words in the same order. The first chooses tokens, tells
-them to the others, and is told all logits. What is kept of tokens, keys and entries, is kept by each.
+The streams are bitwise equal on all devices, since each adds the same terms in the same order. The first device chooses tokens,
+broadcasts them, and gathers the logits. The KV cache is replicated on each device.
 
-Legend: B rows, T tokens, n streams.
+Legend: B sequences, T tokens, n streams.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,11 +37,11 @@ from .streams import SharedStreams, streams_of
 
 
 def compressed_slices(model: object, build: RunnerConfig, devices: Sequence[torch.device]) -> "SlicedStreams":
-    """A ValueError where the model is not decoded so, or does not fit."""
+    """Build a tensor-parallel runner. Raises ValueError if the model is unsupported or does not fit."""
     reader = compressed_reader(model, build, len(devices))
     layers, words = reader.layers(), len(weight_of(reader.model.lm_head))
     plans = dealt(words, devices, PARTIAL_ROWS, indivisible(layers, len(devices)))
-    sizes = [there(layer, META) for layer in layers]  # to slice some stacks is to copy them
+    sizes = [there(layer, META) for layer in layers]  # on meta: slicing some stacks copies them
     for plan, free in zip(plans, rooms_beside(devices)):
         on_meta = SlicePlan(META, plan.number, plan.count, plan.words)
         weights = sum(t.nbytes for layer in sizes for t in slice_of(layer, on_meta).tensors())
@@ -59,7 +59,7 @@ def described(plan: SlicePlan, weights: int, kept: int) -> str:
 
 
 class SliceLogits(NamedTuple):
-    """Of a slice's words: logits, and their partial maxima."""
+    """Logits of a vocabulary shard, and their partial maxima."""
 
     logits: Tensor
     best: Tensor
@@ -76,7 +76,10 @@ class SliceLogits(NamedTuple):
 
 
 class SlicedStreams(CompressedBody):
-    """`step` computes device after device. tensors/graphs.py lets them compute at once."""
+    """Model runner with layers sharded over devices.
+
+    `step` launches all devices from one thread. tensors/graphs.py runs the devices concurrently.
+    """
 
     reads = "copies of the weights, in slices"
 
@@ -102,7 +105,7 @@ class SlicedStreams(CompressedBody):
 
     @property
     def layers(self) -> list[StreamedLayer]:
-        """As the first device has them."""
+        """Layers of the first device."""
         return self.spans[0].layers
 
     @torch.no_grad()
@@ -114,12 +117,12 @@ class SlicedStreams(CompressedBody):
                     one.give(part)
                 for one in going:
                     one.spread(part)
-            for number in reversed(range(len(going))):  # the first takes what the others have sent
+            for number in reversed(range(len(going))):  # last, the first device receives the others' logits
                 self._end(number, going[number], ("logits", "best", "arg"))
         return self.logits[: len(token)]
 
     def step_on(self, number: int, rows: int, token: Tensor, position: Tensor, kinds: Sequence[str]) -> None:
-        """A step of one device, while the others do theirs."""
+        """Run a step on one device, concurrently with the other devices."""
         with chained(self.device):
             walk = self._begun(number, token[:rows], position[:rows])
             for _ in walk.run():
@@ -127,7 +130,7 @@ class SlicedStreams(CompressedBody):
             self._end(number, walk, kinds)
 
     def _begun(self, number: int, token: Tensor, position: Tensor) -> SpanPass:
-        """Tokens and positions, from the first device to the others; and the streams before the first layer."""
+        """Broadcast tokens and positions from the first device, and compute the streams before the first layer."""
         peer, span = self.peers[number], self.spans[number]
         peer.begin()
         with entered(peer.device):
@@ -135,13 +138,13 @@ class SlicedStreams(CompressedBody):
             for kind, one in zip(("token", "position"), given):
                 (peer.take if number else peer.send)(kind, one)
             said, position_B1 = given
-            token_B1 = said.long() if number == 0 else said.long().clamp_min(0)  # -1 where a device has waited in vain
+            token_B1 = said.long() if number == 0 else said.long().clamp_min(0)  # -1 where the exchange timed out
             x = self.slices[number].enter(token_B1)
             x = x if number == 0 else x.masked_fill((said < 0)[..., None, None], float("nan"))
         return SpanPass(span, SharedStreams(x, peer), token_B1[:, 0], span.moment(position_B1), LatentAttention.step)
 
     def _end(self, number: int, walk: SpanPass, kinds: Sequence[str]) -> None:
-        """What `kinds` names of a slice's words, and of all slices' together on the first device."""
+        """Compute the logits of the vocabulary shard, and gather the tensors that `kinds` names on the first device."""
         peer, x, words = self.peers[number], walk.streams.x.flatten(0, 1), self.plans[number].words
         with entered(peer.device):
             said = self.said[number].rows(len(x))
@@ -155,11 +158,11 @@ class SlicedStreams(CompressedBody):
             peer.end()
 
     def begin(self, token: Tensor) -> None:
-        for peer in self.peers:  # again, if a device had failed
+        for peer in self.peers:  # reset the timeout after a failed device
             peer.wait()
 
     def _stages(self, token_BT: Tensor, when: Place, attend: Attend) -> Iterator[tuple[str, Tensor]]:
-        """Of a prompt: what devices give is summed by copies, on each in one order."""
+        """Run a prefill chunk. The devices' outputs are copied and summed on each device in the same order."""
         going = []
         for span, ends in zip(self.spans, self.slices):
             token = token_BT.to(span.device)
@@ -204,7 +207,7 @@ class SlicedStreams(CompressedBody):
         return sum(bytes_read(ends, span.layers, live, 1) for ends, span in zip(self.slices, self.spans))
 
     def carried(self) -> list[Tensor]:
-        """All of the state: a trial launch, which waits for nobody, may find no position, and writes at another's place."""
+        """Return the whole state: a warm-up launch does not wait for peers, so it may write at a wrong position."""
         return self.state()
 
     def shares(self) -> list[tuple[str, str, str]]:

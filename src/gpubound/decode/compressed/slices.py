@@ -1,7 +1,7 @@
-"""What one of several devices has of a layer: its heads of attention, and its columns of every expert.
+"""Tensor-parallel shards of a layer: some attention heads, and some columns of every expert, per device.
 
-What all heads read, a token's low-rank query, its keys and the entries, is the same on every device, and so is the choice of
-experts. A device's heads and columns give a term of what is added to the streams, and the devices sum the terms.
+The inputs that all heads share (a token's low-rank query, its keys and the entries) are replicated, and so is the routing.
+A device's heads and columns compute one term of the layer's output, and the devices sum the terms.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from .ends import Ends
 
 
 def indivisible(layers: list[StreamedLayerWeights], count: int) -> str | None:
-    """Why so many devices cannot share the model; None if they can."""
+    """Return why the model cannot be sharded over `count` devices; None if it can."""
     return next(
         (f"layer {number} has {why}" for number, layer in enumerate(layers) if (why := _indivisible(layer, count))), None
     )
@@ -44,12 +44,12 @@ def _indivisible(layer: StreamedLayerWeights, count: int) -> str | None:
 
 
 def _width(mixture: MixtureWeights) -> int:
-    """The columns of an expert."""
+    """Return the width of an expert."""
     return mixture.down.columns if isinstance(mixture.down, Packed) else mixture.down.shape[2]
 
 
 def slice_of(layer: StreamedLayerWeights, plan: SlicePlan) -> StreamedLayerWeights:
-    """On the plan's device: copies, but for tensors, and rows of them, that lie there already."""
+    """Return a layer's shard on the plan's device. Tensors, and row slices, that are already there are not copied."""
     return there(layer._replace(attention=_latent(layer.attention, plan), mixture=_mixture(layer.mixture, plan)), plan.device)
 
 
@@ -89,7 +89,7 @@ def _of_stack(stack: Tensor | Packed, of: Callable[[Tensor], Tensor]) -> Tensor 
 
 
 def _halves(stack: Tensor, width: int, mine: slice) -> Tensor:
-    """Of the rows of each gate and of each up, `width` each in turn, the same ones."""
+    """Return the rows `mine` of each gate and each up, which alternate in `stack` with `width` rows each."""
     found = stack.flatten(0, -2).unflatten(0, (-1, width))[:, mine]
     return found.flatten(0, 1) if stack.dim() == 2 else found.unflatten(0, (len(stack), 2)).flatten(1, 2)
 
@@ -99,7 +99,7 @@ def rows(layer: LinearWeights, plan: SlicePlan) -> LinearWeights:
 
 
 def columns(layer: LinearWeights, plan: SlicePlan) -> LinearWeights:
-    """The bias of a sum is on the first device alone."""
+    """Return a column shard of a layer. Only the first device has the bias, since the devices' products are summed."""
     return _part(layer, 1, plan)._replace(bias=None if plan.number else layer.bias)
 
 
@@ -115,7 +115,7 @@ def _part(layer: LinearWeights, axis: int, plan: SlicePlan) -> LinearWeights:
 
 
 def there(value: Any, device: torch.device) -> Any:
-    """A record with all of its tensors on the device, contiguous."""
+    """Return a copy of a nested record with all tensors contiguous on the device."""
     if isinstance(value, Tensor):
         return value.detach().to(device).contiguous()
     if isinstance(value, CompressedWeights):

@@ -1,4 +1,4 @@
-"""Some of the layers, in a row on one device.
+"""Consecutive layers on one device.
 
 Legend: B rows, T tokens, N = B T, n streams.
 """
@@ -22,10 +22,10 @@ from .streams import Streams
 META = torch.device("meta")
 
 When = Moment | Stretch
-"""where the tokens stand"""
+"""positions of the tokens"""
 
 Attend = Callable[[LatentAttention, Tensor, Any], Tensor]
-"""LatentAttention.step or its prompt"""
+"""LatentAttention.step or LatentAttention.prompt"""
 
 
 class StreamedLayer(NamedTuple):
@@ -35,12 +35,12 @@ class StreamedLayer(NamedTuple):
     mixture: Mixture
 
     def part(self, rows: slice) -> "StreamedLayer":
-        """For these rows alone, over the same memory."""
+        """Return the layer for a slice of batch entries, over the same memory."""
         return self._replace(attention=self.attention.part(rows))
 
 
 class StreamedSpan:
-    """The layers of a stage with their state, and the angles of all places."""
+    """Layers of a stage with their state, and the rotary angles of all positions."""
 
     def __init__(self, reader: CompressedReader, build: RunnerConfig, stage: LayerStage) -> None:
         self.numbers, self.device, self.build = stage.layers, stage.device, build
@@ -49,12 +49,12 @@ class StreamedSpan:
         self.clear()
 
     def clear(self) -> None:
-        """Leave what was taken, so that its memory is free before new state is made."""
+        """Drop the layers, so that their state is freed before new state is allocated."""
         self.layers: list[StreamedLayer] = []
         self._parts: dict[tuple[int, int], list[StreamedLayer]] = {}
 
     def take(self, layers: list[Any], dtype: torch.dtype) -> None:
-        """Take the weights as they are now, behind `clear`: a request begins with no state."""
+        """Build the layers from the current weights, with empty state. Call `clear` first."""
         for number in self.numbers:
             attention_streams, attention, mixture_streams, mixture = layers[number]
             latent = LatentAttention(attention, self.build, dtype, self.device)
@@ -64,29 +64,29 @@ class StreamedSpan:
         self.place_table = PlaceTable(self.build.max_length, rates, sizes, self.device)
 
     def part(self, rows: slice) -> list[StreamedLayer]:
-        """The layers for some rows."""
+        """Return the layers for a slice of batch entries."""
         key = rows.start, rows.stop
         if key not in self._parts:
             self._parts[key] = [layer.part(rows) for layer in self.layers]
         return self._parts[key]
 
     def moment(self, position_BT: Tensor) -> Moment:
-        """Of a step. A row that is full writes its last place again: what comes of that is nobody's."""
+        """Return the positions of a step. A full sequence overwrites its last position, and its output is not used."""
         places = position_BT.to(self.device, torch.int32).clamp(0, self.build.max_length - 1)
         return Moment(places, self.tables, self.place_table)
 
     def stretch(self, start: int, end: int, lengths_B: Tensor) -> Stretch:
-        """Of a piece of a prompt."""
+        """Return the positions of a prefill chunk."""
         return Stretch(start, end, lengths_B.to(self.device), self.tables)
 
     def nbytes(self) -> tuple[int, int]:
-        """Of weights, and of state."""
+        """Return the bytes of the weights and of the state."""
         weights = {t.data_ptr(): t.nbytes for layer in self.layers for part in weights_of(layer) for t in part.tensors()}
         return sum(weights.values()), sum(t.nbytes for layer in self.layers for t in layer.attention.tensors())
 
 
 class SpanPass:
-    """The way of some tokens through the layers of a span, part by part: attention and MLP in turn."""
+    """Forward pass of some tokens through the layers of a span: attention and MLP alternate as its parts."""
 
     def __init__(
         self,
@@ -97,18 +97,18 @@ class SpanPass:
         attend: Attend,
         rows: slice | None = None,
     ) -> None:
-        """rows: those of the span's state that the tokens are of, if not the first."""
+        """rows: the tokens' batch entries in the span's state; None: the first ones."""
         self.span, self.streams, self.token_N, self.now, self.attend = span, streams, token_N, now, attend
         self.layers = span.layers if rows is None else span.part(rows)
         self._mixing = [w for layer in self.layers for w in (layer.attention_streams, layer.mixture_streams)]
 
     @property
     def names(self) -> list[str]:
-        """Of the parts."""
+        """Names of the parts."""
         return [f"model.layers.{number}.{part}" for number in self.span.numbers for part in ("self_attn", "mlp")]
 
     def give(self, number: int) -> None:
-        """Let part `number` read the streams and compute what it gives them."""
+        """Compute the output of part `number` from the streams."""
         layer, streams = self.layers[number // 2], self.streams
         with entered(self.span.device):
             u = streams.read(self._mixing[number])
@@ -119,13 +119,13 @@ class SpanPass:
                 streams.give(y.view_as(u), more)
 
     def spread(self, number: int) -> None:
-        """Add it to the streams."""
+        """Add the output of part `number` to the streams."""
         following = self._mixing[number + 1] if number + 1 < len(self._mixing) else None
         with entered(self.span.device):
             self.streams.spread(self._mixing[number], following)
 
     def run(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, the streams behind it) of every part."""
+        """Yield the name of each part and the streams after the part."""
         for number, name in enumerate(self.names):
             self.give(number)
             self.spread(number)
@@ -137,6 +137,6 @@ def weights_of(layer: StreamedLayer) -> tuple[Any, ...]:
 
 
 def bytes_kept(reader: CompressedReader, build: RunnerConfig, dtype: torch.dtype) -> list[int]:
-    """The state of each layer."""
+    """Return the bytes of each layer's state."""
     states = (LatentAttention(one.attention, build, dtype, META) for one in reader.layers())
     return [sum(t.nbytes for t in state.tensors()) for state in states]

@@ -1,14 +1,14 @@
-"""What a row keeps: its last tokens in rings, and stores of entries. All of it lies still, and all places follow from positions
-on the device, so a graph serves any length.
+"""KV cache of a sequence: ring buffers of its last tokens, and stores of compressed entries. Addresses are fixed, and indices
+follow from positions on the device, so one CUDA graph serves any length.
 
-Token p of a row stands in slot p mod R of a ring. When token P is the row's last, slot s holds the latest position up to P
-that falls on s: what a slot holds is computed, never kept. A ring for `span` tokens has R = span + T - 1 slots for steps of
-T tokens: then the last of a step's tokens overwrites nothing that the first still reads, and guesses that turned out wrong are
-overwritten before they count.
+Token p of a sequence is stored in slot p mod R of a ring. If P is the sequence's last position, slot s holds the latest
+position up to P that maps to s: a slot's position is computed, not stored. A ring for `span` tokens has R = span + T - 1 slots
+for steps of T tokens: the last token of a step then overwrites no slot that the first still reads, and rejected draft tokens
+are overwritten before any token attends to them.
 
-An entry is seen when its stretch has ended. One that a wrong guess ended is not seen before it is written again.
+An entry is visible once its window of tokens has ended. An entry of rejected draft tokens is rewritten before it is visible.
 
-Legend: B rows, T tokens, R slots, S entries, D width, P a row's last position.
+Legend: B sequences, T tokens, R slots, S entries, D width, P a sequence's last position.
 """
 
 from copy import copy
@@ -26,16 +26,15 @@ Tables = list[tuple[Tensor, Tensor]]
 
 
 def mod(x: Tensor, size: int) -> Tensor:
-    """0 to size - 1, of negative x too."""
+    """Return x mod size, from 0 to size - 1 for negative x too."""
     return torch.remainder(x, size)
 
 
 class PlaceTable:
-    """What follows from a token's place alone, for every place: how many stretches have ended, and the slot in a ring. A step
-    looks up all of it in one launch."""
+    """Table over all positions: the number of complete entries, and the slot in each ring. A step reads it in one launch."""
 
     def __init__(self, length: int, rates: set[int], sizes: set[int], device: torch.device) -> None:
-        """rates: of stretches that end. sizes: of rings."""
+        """rates: tokens per entry. sizes: slots per ring."""
         place = torch.arange(length, device=device, dtype=torch.int32)
         self.rate = {rate: line for line, rate in enumerate(sorted(rates))}
         self.size = {size: line for line, size in enumerate(sorted(sizes), len(rates))}
@@ -44,7 +43,7 @@ class PlaceTable:
 
 
 class Moment:
-    """Where the tokens of one step stand, (B, T) int32, and what follows from that."""
+    """Positions (B, T) int32 of the tokens of one step, and indices derived from them."""
 
     def __init__(self, position_BT: Tensor, tables: Tables, place_table: PlaceTable) -> None:
         self.tables, self.place_table, self.rows = tables, place_table, len(position_BT)
@@ -54,11 +53,11 @@ class Moment:
         self._slots: dict[int, Tensor] = {}
 
     def closed(self, rate: int) -> Tensor:
-        """(N,) int32: how many stretches have ended where each token stands."""
+        """Return the number of complete entries at each token's position, (N,) int32."""
         return self._found[self.place_table.rate[rate]]
 
     def slot(self, size: int) -> Tensor:
-        """(N,) int32: where each token goes in rings of so many slots that lie one behind the other, a row each."""
+        """Return each token's index (N,) int32 in the concatenated rings of all sequences, of `size` slots each."""
         if size not in self._slots:
             found = self._found[self.place_table.size[size]]
             if self.rows > 1:
@@ -69,40 +68,40 @@ class Moment:
 
 
 class Stretch:
-    """A piece of a prompt: places start to end of rows that have `lengths_B` tokens."""
+    """Prefill chunk: positions start to end of sequences that have `lengths_B` tokens."""
 
     def __init__(self, start: int, end: int, lengths_B: Tensor, tables: Tables) -> None:
         self.start, self.end, self.lengths, self.tables = start, end, lengths_B, tables
         self.position = torch.arange(start, end, device=lengths_B.device)
         self.places = self.position.int().repeat(len(lengths_B))  # (N,)
-        self.last = lengths_B.clamp(max=end)[:, None] - 1  # of each row, as far as it has come
+        self.last = lengths_B.clamp(max=end)[:, None] - 1  # last position of each sequence up to the chunk's end
 
     def opened(self, table: int, rate: int) -> tuple[Tensor, Tensor]:
-        """cos and sin (1, stretches, pairs) where the stretches of `rate` tokens begin."""
+        """Return cos and sin (1, entries, pairs) at the first position of each entry of `rate` tokens."""
         cos, sin = self.tables[table]
         return cos[None, self.start : self.end : rate], sin[None, self.start : self.end : rate]
 
 
 class TokenRing:
-    """The last tokens of each row."""
+    """Ring buffer of the last tokens of each sequence."""
 
     def __init__(self, span: int, width: int, build: RunnerConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.size = span + build.tokens - 1
         self.data = torch.zeros(build.max_batch, self.size, width, device=device, dtype=dtype)
 
     def part(self, rows: slice) -> "TokenRing":
-        """Of these rows alone, over the same memory."""
+        """Return the ring of a slice of batch entries, over the same memory."""
         found = copy(self)
         found.data = self.data[rows]
         return found
 
     def before(self, now: Stretch, count: int) -> Tensor:
-        """(B, count, D) of the tokens before a piece of a prompt, in order; of what is before the first token, anything."""
+        """Return the `count` tokens (B, count, D) before a prefill chunk. Before the first token, values are undefined."""
         slots = mod(torch.arange(now.start - count, now.start, device=self.data.device), self.size)
         return self.data[: len(now.lengths)].index_select(1, slots)
 
     def prompt(self, now: Stretch, new_BTD: Tensor) -> None:
-        """Keep of a piece of a prompt what later tokens read: the last tokens of each row, up to its length."""
+        """Write a prefill chunk to the ring: the last tokens of each sequence, up to its length."""
         rows = len(new_BTD)
         slots = torch.arange(self.size, device=self.data.device)
         held = now.last - mod(now.last - slots, self.size)  # (B, R)
@@ -113,14 +112,14 @@ class TokenRing:
 
 
 class EntryProducts(NamedTuple):
-    """What entries are pooled from: the products of tokens, (B, T, W) each."""
+    """Products of tokens, (B, T, W) each, from which entries are pooled."""
 
     kv: Tensor
     gate: Tensor
 
 
 class Entries:
-    """The entries of each row, and the rings that they are pooled from."""
+    """Compressed entries of each sequence, and the rings from which entries are pooled."""
 
     def __init__(self, weights: EntryWeights, build: RunnerConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.weights = weights
@@ -133,22 +132,25 @@ class Entries:
         return [self.store, self.kv.data, self.gate.data]
 
     def part(self, rows: slice) -> "Entries":
-        """Of these rows alone, over the same memory."""
+        """Return the entries of a slice of batch entries, over the same memory."""
         found = copy(self)
         found.store, found.kv, found.gate = self.store[rows], self.kv.part(rows), self.gate.part(rows)
         return found
 
     def windows(self, new: EntryProducts) -> Windows:
-        """The stretches that a step's tokens are of, and where the entries of those that they end will be."""
+        """Return the arguments of `compress` for a step's tokens."""
         w, rows = self.weights, len(new.kv)
         return Windows(*new, Pending(self.kv.data[:rows], self.gate.data[:rows]), self.store[:rows], w.bias, w.norm)
 
     def prompt(self, now: Stretch, new: EntryProducts, table: int) -> Tensor:
-        """The entries (B, S, D) up to the end of a piece that begins where a stretch does."""
+        """Write the entries of a prefill chunk, and return all entries (B, S, D) up to its end.
+
+        The chunk must begin at a multiple of `rate`.
+        """
         w, rows = self.weights, len(new.kv)
         back = w.span - w.rate
         count = -(-(now.end - now.start) // w.rate)
-        behind = now.start + count * w.rate - now.end  # places of the last stretch that the piece does not have
+        behind = now.start + count * w.rate - now.end  # positions of the last entry after the chunk's end
         whole = [torch.cat([ring.before(now, back), x, x.new_zeros(rows, behind, x.shape[2])], 1)
                  for ring, x in ((self.kv, new.kv), (self.gate, new.gate))]  # fmt: skip
         kv, gate = (x.unfold(1, w.span, w.rate).transpose(2, 3) for x in whole)  # (B, count, span, C)
@@ -163,11 +165,10 @@ class Entries:
 
 
 def pool(w: EntryWeights, kv: Tensor, gate: Tensor, there: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Entries (..., D) of kv and gate (..., span, C): by channel, a mean weighed by a softmax of the gates over the tokens that
-    are there. What is not there may be NaN.
+    """Pool kv and gate (..., span, C) to entries (..., D): per channel, a mean of kv weighted by the softmax of the gates.
 
-    The products of an overlapping entry have two halves: of the tokens before its stretch it pools the first, of its own the
-    second.
+    Only tokens with `there` set count; the others may be NaN. The products of an overlapping entry have two halves: an entry
+    pools the first half from the preceding window, and the second half from its window.
     """
     width = len(w.norm.weight)
     bias = w.bias.float()
@@ -183,5 +184,5 @@ def pool(w: EntryWeights, kv: Tensor, gate: Tensor, there: Tensor, angles: tuple
 
 
 def normed(x: Tensor, norm: Norm) -> Tensor:
-    """Of fp32, in fp32."""
+    """Return the RMSNorm of x in fp32."""
     return torch.nn.functional.rms_norm(x, x.shape[-1:], norm.weight.float(), norm.eps)

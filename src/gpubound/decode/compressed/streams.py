@@ -1,4 +1,4 @@
-"""The streams between layers, as a part reads and writes them: of many tokens, and of a step's few."""
+"""Residual streams between layers: reads and writes by attention and MLP, for many tokens and for a decoding step."""
 
 from torch import Tensor
 
@@ -10,39 +10,42 @@ from .products import GEMV_ROWS, product, products
 
 
 class Streams:
-    """x (B, T, n, hidden). A part reads, gives, and what it gave is spread."""
+    """Residual streams x (B, T, n, hidden).
+
+    Attention or MLP calls `read`, then `give` with its output; `spread` adds the output to the streams.
+    """
 
     given: Tensor
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
-        self._give, self._mix = x, x  # how hc_post spreads what the part gives that has read last
+        self._give, self._mix = x, x  # hc_post's weights, from the last read
 
     def read(self, w: HyperWeights) -> Tensor:
-        """What a part reads, (B, T, hidden)."""
+        """Return the input (B, T, hidden) of the next attention or MLP."""
         u, self._give, self._mix = hc_pre(self.x, w.product, w.scale, w.base, w.eps, w.norm_eps, w.rounds)
         return u
 
     def give(self, y: Tensor, more: Tensor | None = None) -> None:
-        """What a part gives, (B, T, hidden). more: (B T, some, hidden), which are added to y."""
+        """Store the output y (B, T, hidden) of attention or MLP. more: (B T, some, hidden) terms, which are added to y."""
         self.given = y if more is None else y + more.sum(1).view_as(y)
 
     def give_product(self, low: Tensor, layer: LinearWeights) -> None:
-        """low (B T, channels) times a layer, which is what a part gives."""
+        """Multiply low (B T, channels) by a layer and store the product as the output."""
         y = products(low, None, layer)[0] if len(low) <= GEMV_ROWS else product(low, layer)
         self.give(y.view(*self.x.shape[:2], -1))
 
     def term(self) -> Tensor:
-        """What was given, (B, T, hidden)."""
+        """Return the stored output (B, T, hidden)."""
         return self.given
 
     def spread(self, w: HyperWeights, following: HyperWeights | None) -> None:
-        """Add it to the streams. following: the part that reads next."""
+        """Add the stored output to the streams. following: weights of the next attention or MLP, or None after the last."""
         self.x = hc_post(self.x, self.given, self._give, self._mix)
 
 
 class FewStreams(Streams):
-    """fp32. Each part's spreading leaves the sums that the next one's reading wants."""
+    """fp32 streams of few tokens. `spread` also computes the sums that the next `read` needs."""
 
     _sums: Tensor | None = None
     _more: Tensor | None = None
@@ -69,7 +72,7 @@ class FewStreams(Streams):
 
 
 class SharedStreams(FewStreams):
-    """The same on each of several devices, to the bit. A device's parts give terms of sums over all of them."""
+    """Streams that are bitwise equal on several devices. A device's output is one term of a sum over all devices."""
 
     def __init__(self, x: Tensor, peer: Peer) -> None:
         super().__init__(x)

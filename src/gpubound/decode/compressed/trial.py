@@ -1,9 +1,8 @@
-"""What a body is tried with when it is built: the logits of a prompt and of steps behind it, beside those of the model's own
-forward.
+"""Reference check of a runner when it is built: its logits after a prefill and some steps, against the model's forward.
 
-Experts are a choice by comparison, and so are the entries that an index chooses. Rounding may make another one of it, and
-neither is wrong. So the model's forward takes what the body chose, and how far the scores of the choice lie below the best ones
-is judged by itself (reference.py).
+Experts and indexer entries are chosen by comparing scores, so rounding may change the choice, and either choice is valid. The
+model's forward therefore uses the runner's choices, and a separate check bounds the difference between the chosen scores and
+the best ones (reference.py).
 """
 
 from collections.abc import Iterator
@@ -24,10 +23,10 @@ from ..reference import RoutingTrace
 if TYPE_CHECKING:
     from .body import CompressedBody
 
-STEPS = 4  # behind the prompt
-LONGEST = 512  # tokens: windows and stretches that are shorter end within them
-# How far logits may lie from the model's own, relative, in the norm. Those of a model in 16 bits round its streams at every
-# part, which ours keep in fp32.
+STEPS = 4  # after the prefill
+LONGEST = 512  # tokens: the check covers windows and entries of up to this length
+# Largest relative error of the logits, in the norm. A 16-bit model rounds its streams after every attention and MLP; the runner
+# keeps them in fp32.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
 
 
@@ -76,7 +75,7 @@ def try_body(body: "CompressedBody") -> Trial:
 
 @contextmanager
 def _overheard(body: "CompressedBody") -> Iterator[tuple[RoutingTrace, "Entered"]]:
-    """What tokens choose meanwhile: experts, and entries."""
+    """Record the experts and entries that the runner chooses within the context."""
     found, entries = RoutingTrace(), Entered()
     indexes = {number: layer.attention.index for number, layer in enumerate(body.layers) if layer.attention.index is not None}
     for layer in body.layers:
@@ -93,10 +92,13 @@ def _overheard(body: "CompressedBody") -> Iterator[tuple[RoutingTrace, "Entered"
 
 
 class Entered(RoutingTrace):
-    """Which entries the tokens of a sequence chose: `ids` (T, K), -1 where there were fewer."""
+    """Chosen entries of a sequence's tokens: `ids` (T, K), padded with -1."""
 
     def judged(self, number: int, scores: Tensor) -> Tensor:
-        """`scores` (T, S) are -inf for entries that a token may not see."""
+        """Return the chosen entries and record how far their scores are below the best.
+
+        `scores` (T, S) are -inf for entries that a token may not attend to.
+        """
         ids = self.ids[number].long().to(scores.device)
         if not (entries := scores.shape[1]):
             return ids
@@ -113,7 +115,7 @@ class Entered(RoutingTrace):
 
 @contextmanager
 def _forced(body: "CompressedBody", choices: RoutingTrace, entries: Entered) -> Iterator[None]:
-    """The model runs in its dtype, and what chooses by scores there chooses as the body has."""
+    """Make the model's routers and indexers return the runner's choices within the context. The model keeps its dtype."""
 
     def force(number: int) -> Any:
         weights = body.layers[number].mixture.weights
