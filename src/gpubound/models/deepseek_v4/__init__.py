@@ -1,1 +1,1 @@
-"""DeepSeek-V4: transformers' own model, whose weights are read where they lie."""
+"""DeepSeek-V4: transformers' model, whose weights are read in place."""

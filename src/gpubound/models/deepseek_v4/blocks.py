@@ -1,7 +1,7 @@
-"""A linear layer whose weight stays in fp8, as it is published: codes, and a scale for each block (kernels/fp8_blocks.py).
+"""Linear layer whose weight stays in fp8, its published format, with a scale per block (kernels/fp8_blocks.py).
 
-A step of few rows reads the codes. Of many rows, and in the module's own forward, which transformers' generate and the
-decoder's trial call, the numbers are written out for the product and forgotten.
+A decoding step of few rows reads the quantised weight. For many rows, and in the module's forward, which transformers' generate
+and the decoder's reference check call, the weight is dequantised temporarily.
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ from .kernels.fp8_blocks import Fp8Blocks, numbers, scales_shape
 
 
 class Fp8Linear(OnlyCodes):
-    """In the place of a linear layer without a bias. The buffers are bytes, whatever they mean: `.to(torch.bfloat16)` rounds
-    every floating-point number that it finds. transformers cannot read what is saved of them."""
+    """Replacement of a linear layer without a bias. The buffers are uint8, since `.to(torch.bfloat16)` would round
+    floating-point buffers. transformers cannot load the saved buffers."""
 
     linear = True
     codes: Tensor
@@ -24,7 +24,7 @@ class Fp8Linear(OnlyCodes):
 
     def __init__(self, layer: Any, block: tuple[int, int]) -> None:
         super().__init__()
-        self.n_groups = getattr(layer, "n_groups", 0)  # of a layer each group of whose rows reads its own
+        self.n_groups = getattr(layer, "n_groups", 0)  # of a grouped layer: each group of rows has a separate input
         self.block, self.dtype = block, layer.weight.dtype
         rows, columns = layer.weight.shape
         like = {"device": layer.weight.device, "dtype": torch.uint8}
@@ -41,7 +41,7 @@ class Fp8Linear(OnlyCodes):
         return self.codes.numel()
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Fp8Linear":
-        """`.to(dtype)` says what the numbers are."""
+        """Apply fn to the buffers, and to the dtype of the dequantised weight."""
         found = super()._apply(fn, recurse)
         self.dtype = fn(torch.empty(0, device=self.codes.device, dtype=self.dtype)).dtype
         return found

@@ -1,11 +1,11 @@
-"""A folder of DeepSeek-V4 whose weights are codes: fp8 in blocks with a scale each, and experts in fp4, 32 numbers a scale.
+"""Load a quantised DeepSeek-V4 checkpoint: fp8 weights with a scale per block, and fp4 experts with a scale per 32 weights.
 
-On a GPU, experts in fp4 and linear layers in fp8 stay codes (coded.py, blocks.py). All else becomes numbers of the model's
-dtype, one tensor at a time: beside the model, memory holds the one that is being read. Names are those of the published files,
-which transformers has a table for, or its own: layers.0.ffn.experts.3.w1.weight and .scale, or
+On a GPU, fp4 experts and fp8 linear layers stay quantised (coded.py, blocks.py). All other tensors are dequantised to the
+model's dtype one at a time, so the peak memory is the model and one tensor. Names are those of the published files, for which
+transformers has a table, or transformers' names: layers.0.ffn.experts.3.w1.weight and .scale, or
 model.layers.0.mlp.experts.gate_up_proj and gate_up_proj_scale_inv.
 
-    number = code · scale of its block          an fp4 byte holds two, the lower half first; an e8m0 scale is a power of two
+    value = code · scale of its block          an fp4 byte holds two, the lower half first; an e8m0 scale is a power of two
 """
 
 from collections.abc import Callable, Sequence
@@ -26,14 +26,14 @@ from .dealing import deal
 from .destinations import destinations, holds_integers, is_scale, own_name, scales_of
 from .kernels.fp8_blocks import BLOCK, Fp8Blocks, scales_shape
 
-BYTES = {torch.int8, torch.uint8}  # that hold two fp4 numbers each
-CODES = {"F8_E4M3": "fp8", "F8_E5M2": "fp8", "I8": "fp4", "U8": "fp4", "F4": "fp4"}  # by safetensors' names
+BYTES = {torch.int8, torch.uint8}  # that hold two fp4 values each
+CODES = {"F8_E4M3": "fp8", "F8_E5M2": "fp8", "I8": "fp4", "U8": "fp4", "F4": "fp4"}  # by safetensors' dtype names
 POWERS = {"F8_E8M0", "U8"}  # scales that are powers of two, a byte each
 WHOSE = {"fp8": "weights of linear layers", "fp4": "weights of experts"}
 
 
 def is_coded(about: dict[str, Any]) -> bool:
-    """Whether a config.json is of such a folder."""
+    """Return True if a config.json describes a quantised DeepSeek-V4 checkpoint."""
     told = about.get("quantization_config")
     return about.get("model_type") == "deepseek_v4" and isinstance(told, dict) and told.get("quant_method") == "fp8"
 
@@ -48,12 +48,13 @@ def load_coded(
     codes: bool | None = None,
     computes: torch.device | None = None,
 ) -> nn.Module:
-    """transformers' DeepseekV4ForCausalLM with the folder's numbers. `dtype` None: the config's.
+    """Load the folder's weights into transformers' DeepseekV4ForCausalLM. `dtype` None: the config's.
 
-    device  several: where one has no room for all. Each has as many layers, the first all else; `gb.decoder` wants them, too
-    codes  whether experts in fp4 and linear layers in fp8 stay codes: None where a kernel reads them, which is on a GPU, and
-           fp8 on one of compute capability 8.9 or later
-    computes  the GPU, or one of those, that computes with the weights, if they are to lie elsewhere: in the host's memory
+    device    one device; or several, which share the layers equally, the first with all other modules. Pass the same devices
+              to `gb.decoder`
+    codes     True: fp4 experts and fp8 linear layers stay quantised. None: if a kernel reads them, which is on a GPU, for fp8
+              of compute capability 8.9 or later
+    computes  the GPU, or one of the GPUs, that computes with the weights, if the weights are stored elsewhere, in host memory
     """
     from transformers import AutoConfig, DeepseekV4ForCausalLM
     from transformers.initialization import no_init_weights
@@ -106,7 +107,7 @@ def _block_size(told: dict[str, Any], folder: Path) -> tuple[int, int]:
 
 
 def _keep_layers(model: nn.Module, stored: dict[str, Stored], own: Callable[[str], str], block: tuple[int, int]) -> None:
-    """Put Fp8Linear in the place of linear layers whose weights are in fp8."""
+    """Replace linear layers whose weights are in fp8 by Fp8Linear."""
     modules = dict(model.named_modules())
     for name, about in stored.items():
         if about.dtype == "F8_E4M3" and not is_scale(name, stored) and any(s in stored for s in scales_of(name)):
@@ -118,7 +119,7 @@ def _keep_layers(model: nn.Module, stored: dict[str, Stored], own: Callable[[str
 
 
 def _experts_in_fp4(stored: dict[str, Stored]) -> bool:
-    """Whether all of them are, with scales that are powers of two: kernels read no others."""
+    """Return True if all experts are in fp4 with power-of-two scales, the only format that the kernels read."""
     experts = {name: about.dtype for name, about in stored.items() if ".experts." in name}
     scales = {name for name in experts if is_scale(name, stored)}
     kinds = {CODES.get(dtype) for name, dtype in experts.items() if name not in scales}
@@ -129,7 +130,7 @@ def _experts_in_fp4(stored: dict[str, Stored]) -> bool:
 def _fill(
     model: Any, folder: Path, stored: dict[str, Stored], block: tuple[int, int], own: Callable[[str], str], why: str
 ) -> None:
-    """why: of codes that become numbers."""
+    """Read the checkpoint into the model. why: reason for dequantising weights, for the warning."""
     places, stacks = destinations(model)
     missing, unread = set(places) - set(stacks), []
     coded, stayed = dict.fromkeys(CODES.values(), 0), dict.fromkeys(CODES.values(), 0)
@@ -137,7 +138,7 @@ def _fill(
         with opened(file) as tensors:
             for name in (name for name, about in stored.items() if about.file == file):
                 if is_scale(name, stored):
-                    continue  # a scale, read with its codes
+                    continue  # read with its quantised weight
                 target = own(name)
                 if target not in places:
                     unread.append(name)
@@ -174,7 +175,7 @@ def _fill(
 
 
 def _keep(place: Packed, codes: Tensor, scales: Tensor | None, name: str) -> None:
-    """The codes as they are, in the order in which the kernels read them."""
+    """Copy fp4 codes and scales to `place`, in the kernels' layout."""
     _check_shape((codes.shape[:-1].numel(), 2 * codes.shape[-1]), (place.rows, place.columns), name)
     wanted = (*codes.shape[:-1], place.columns // MX)
     if scales is None or scales.shape != wanted:
@@ -204,7 +205,7 @@ def _check_shape(got: Sequence[int], wanted: Sequence[int], name: str) -> None:
 
 
 def numbers(codes: Tensor, scales: Tensor, block: tuple[int, int], name: str = "weight") -> Tensor:
-    """fp32 (..., rows, columns) of codes of that shape, or of fp4 (..., rows, columns / 2), with a scale for each block."""
+    """Dequantise codes (..., rows, columns), or fp4 (..., rows, columns / 2), to fp32 (..., rows, columns)."""
     if codes.dtype == getattr(torch, "float4_e2m1fn_x2", None):
         codes = codes.view(torch.uint8)
     if codes.dtype in BYTES:
@@ -226,12 +227,12 @@ def numbers(codes: Tensor, scales: Tensor, block: tuple[int, int], name: str = "
 
 
 def _wide(scales: Tensor) -> Tensor:
-    """In fp32; bytes are e8m0."""
+    """Convert scales to fp32. uint8 scales are e8m0."""
     return (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
 
 
 def _scales(name: str, stored: dict[str, Stored], file: Path, tensors: Any) -> Tensor | None:
-    """Of a tensor of codes; None where the folder has none for it."""
+    """Read the scales of a quantised tensor; None if the folder has none."""
     found = next((s for s in scales_of(name) if s in stored), None)
     if found is None:
         return None

@@ -1,7 +1,7 @@
-"""transformers' experts with their weights in fp4, as they are published: 4.25 bits a number.
+"""transformers' experts with weights in fp4, their published format: 4.25 bits per weight.
 
-The step reads the codes where they lie (decode/compressed/experts.py). The module's own forward, which transformers' generate
-and the decoder's trial call, makes numbers of one expert at a time.
+A decoding step reads the quantised weights in place (decode/compressed/experts.py). The module's forward, which transformers'
+generate and the decoder's reference check call, dequantises one expert at a time.
 """
 
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ PARTS = ("gate_up", "down")
 
 
 class Fp4Experts(OnlyCodes):
-    """Buffers of codes and scales in place of parameters: see `packed`. transformers cannot read what is saved of them."""
+    """Experts with buffers of quantised weights and scales (see `packed`). transformers cannot load the saved buffers."""
 
-    original = theirs.DeepseekV4Experts  # for whom it stands, as models/registry.py asks
+    original = theirs.DeepseekV4Experts  # the replaced class, for models/registry.py
     _is_hf_initialized = True  # so transformers draws no weights for it
 
     def __init__(self, config: Any) -> None:
@@ -39,7 +39,7 @@ class Fp4Experts(OnlyCodes):
             self.register_buffer(f"{part}_scale", torch.full((count * rows, wide // MX), BIAS, dtype=torch.uint8))
 
     def packed(self, part: str) -> Packed:
-        """All experts' rows, one expert's after the other's."""
+        """Return the concatenated rows of all experts."""
         words, scale = self._buffers[f"{part}_words"], self._buffers[f"{part}_scale"]
         assert words is not None and scale is not None
         return Packed(words, scale, self.columns[part], "fp4")
@@ -66,7 +66,7 @@ class Fp4Experts(OnlyCodes):
 
 @contextmanager
 def in_fp4(wanted: bool) -> Iterator[None]:
-    """Inside, transformers makes models with experts of this kind."""
+    """Make transformers build models with Fp4Experts within the context, if `wanted`."""
     module: Any = theirs
     own = module.DeepseekV4Experts
     if wanted:

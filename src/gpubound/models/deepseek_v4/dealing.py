@@ -1,4 +1,4 @@
-"""Memory for a model that was made without any, on several devices: where one has no room for all of it."""
+"""Allocate a model that was created on meta, over several devices."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,10 @@ import torch
 
 
 def deal(model: Any, devices: Sequence[torch.device]) -> None:
-    """Each device has as many layers, the first all else. What no file holds, the angles, is computed; the rest is anything."""
+    """Allocate equal shares of the layers on each device, and all other modules on the first.
+
+    Buffers that are not in the state dict (rotary angles) are computed; all other memory is uninitialised.
+    """
     blocks, held = model.model.layers, set(model.state_dict())
     inside = {id(module) for block in blocks for module in block.modules()}
     for number, block in enumerate(blocks):

@@ -1,5 +1,5 @@
-"""Where each tensor of a published DeepSeek-V4 folder goes: a parameter, a buffer, one expert's rows in a stack, or codes that
-stay codes; and which tensors are others' scales.
+"""Destinations of the tensors of a published DeepSeek-V4 checkpoint: a parameter, a buffer, one expert's rows in a stack, or
+quantised weights; and the names of quantisation scales.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,7 +16,7 @@ Place = Tensor | Packed | Fp8Blocks
 
 
 def destinations(model: Any) -> tuple[dict[str, Place], dict[str, list[str]]]:
-    """Where each tensor of a file goes, by name, single experts too; and of stacked experts which of these they are."""
+    """Return the destination of each checkpoint tensor by name, and the single experts' names of each stack of experts."""
     found: dict[str, Place] = {name: tensor.data for name, tensor in model.state_dict().items()}
     stacks = {}
     for stem, layer in ((name, module) for name, module in model.named_modules() if isinstance(module, Fp8Linear)):
@@ -38,7 +38,7 @@ def destinations(model: Any) -> tuple[dict[str, Place], dict[str, list[str]]]:
 
 
 def _apart(stack: Place, count: int) -> Sequence[Any]:
-    """Its equal parts, one below the other."""
+    """Split a stack into `count` equal parts of its rows."""
     if isinstance(stack, Tensor):
         return stack.unbind() if stack.dim() == 3 else stack.chunk(count)
     assert isinstance(stack, Packed)
@@ -47,7 +47,7 @@ def _apart(stack: Place, count: int) -> Sequence[Any]:
 
 
 def own_name(model: Any, known: Collection[str]) -> Callable[[str], str]:
-    """transformers' name of a tensor in a file, by its own table."""
+    """Return a function that maps a checkpoint name to transformers' name, by transformers' conversion table."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
@@ -68,12 +68,12 @@ def scales_of(name: str) -> Iterator[str]:
 
 
 def _scaled_by(name: str) -> str:
-    """The weight whose scales these would be."""
+    """Return the name of the weight that has these scales."""
     return name.removesuffix("_scale_inv") if name.endswith("_scale_inv") else f"{name.removesuffix('scale')}weight"
 
 
 def holds_integers(place: Place) -> bool:
-    """As the table of a router that goes by tokens."""
+    """Return True for an integer tensor, such as the table of a router that chooses experts by token."""
     return isinstance(place, Tensor) and not place.is_floating_point()
 
 

@@ -1,4 +1,4 @@
-"""How transformers' DeepSeek-V4 is read. Its modules stay transformers' own when a model is placed."""
+"""Reader of transformers' DeepSeek-V4. Placing a model keeps transformers' modules."""
 
 from typing import Any, ClassVar
 
@@ -55,11 +55,11 @@ class CompressedReader(Reader):
 
     @staticmethod
     def own_product(module: Any) -> bool:
-        """Whether it is a linear layer of the family's own."""
+        """Return True for a linear layer that only this family has."""
         return (isinstance(module, Fp8Linear) and not hooked(module)) or role_of(module) == "GroupedLinear"
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Of every projection, router and stack of experts, by name. What the family keeps in fp32 is none of them."""
+        """Return the dtype of every projection, router and stack of experts, by name, without parameters kept in fp32."""
         found = {}
         for name, module in self.trunk.named_modules(prefix="model"):
             if isinstance(module, nn.Linear) or role_of(module) in ROUTERS:
@@ -71,7 +71,7 @@ class CompressedReader(Reader):
         return found
 
     def tables(self, length: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-        """cos and sin (length, pairs), fp32: of layers with a window alone, and of those with entries."""
+        """Return cos and sin (length, pairs) fp32 for layers with only a window, and for layers with entries."""
         like, positions = torch.empty(0, device=device, dtype=torch.float32), torch.arange(length, device=device)[None]
         found = (self.trunk.rotary_emb(like, position_ids=positions, layer_type=kind) for kind in ("main", "compress"))
         return [(cos[0].contiguous(), sin[0].contiguous()) for cos, sin in found]
@@ -132,7 +132,7 @@ class CompressedReader(Reader):
 
     def mixture(self, block: Any, norm: Any) -> MixtureWeights:
         router, experts, shared = block.gate, block.experts, block.shared_experts
-        packed = getattr(experts, "packed", None)  # in codes (coded.py)
+        packed = getattr(experts, "packed", None)  # quantised (coded.py)
         gate_up, down = (packed(part) if packed else experts._parameters[f"{part}_proj"] for part in ("gate_up", "down"))
         return MixtureWeights(
             norm=self.norm(norm),
@@ -154,7 +154,7 @@ class CompressedReader(Reader):
         return {number: block.mlp.gate for number, block in enumerate(self.trunk.layers)}
 
     def indexers(self) -> dict[int, Any]:
-        """What chooses entries, of the layers that have it."""
+        """Return the indexers by layer, for the layers that have one."""
         found = {n: getattr(block.self_attn.compressor, "indexer", None) for n, block in enumerate(self.trunk.layers)}
         return {number: indexer for number, indexer in found.items() if indexer is not None}
 

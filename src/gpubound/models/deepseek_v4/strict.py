@@ -1,7 +1,7 @@
-"""What stays in fp32 in a model of 16 bits: streams' mixing, norms, sinks, the routers' corrections.
+"""Parameters that stay in fp32 in a 16-bit model: hyper-connections, norms, sinks, the routers' corrections.
 
-transformers before 5.18 multiplies by a norm's fp32 weight after it has rounded, and so gives fp32, which the next product in
-16 bits refuses. `rounded` lets each norm give its input's dtype, as later releases do.
+transformers before 5.18 rounds a norm's output and then multiplies it by the fp32 weight. The result is fp32, which the next
+16-bit GEMM rejects. `rounded` makes each norm return its input's dtype, as later releases do.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 def keep_in_fp32(model: Any) -> None:
-    """As transformers' own loading does. Its norms are `rounded` for good."""
+    """Convert parameters to fp32 as transformers' loading does, and make the norms `rounded` permanently."""
     for name, parameter in model.named_parameters():
         if any(part in name for part in model._keep_in_fp32_modules_strict):
             parameter.data = parameter.data.float()
@@ -20,7 +20,7 @@ def keep_in_fp32(model: Any) -> None:
 
 
 def rounded(model: nn.Module) -> list[RemovableHandle]:
-    """What was registered, to be removed: nothing where norms round already."""
+    """Register hooks that round the norms' outputs, and return their handles; empty if norms already round."""
     norms: list[Any] = [m for m in model.modules() if type(m).__name__ == "DeepseekV4RMSNorm"]
     if not norms or norms[0](norms[0].weight.detach().bfloat16()).dtype == torch.bfloat16:
         return []

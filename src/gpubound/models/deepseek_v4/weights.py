@@ -1,11 +1,11 @@
-"""What a DeepSeek-V4 layer is made of: weights and the numbers beside them. decode/compressed/ computes with them.
+"""Weights and hyperparameters of a DeepSeek-V4 layer, for decode/compressed/.
 
-A token's keys and values are one vector, `kv`, that all heads share. A token sees the last `window` of them. Behind these it
-sees compressed entries: every `rate` tokens are pooled to one. Where a layer has an indexer, it sees the `top` of its entries
-whose scores are highest; otherwise all.
+A token's key and value are one vector, `kv`, that all heads share. A token attends to the last `window` vectors, and to
+compressed entries of earlier tokens: every `rate` tokens are pooled to one entry. With an indexer, a token attends to the `top`
+entries of the highest scores; otherwise to all.
 
-Between layers the stream is several streams (`HyperWeights`): a part reads a mix of them, and what it gives is spread over a
-mix of them again.
+The residual consists of several streams (`HyperWeights`). Attention and MLP read a mix of the streams, and their output is
+added to a new mix of the streams.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from .kernels.fp8_blocks import Fp8Blocks
 
 
 class LinearWeights(NamedTuple):
-    """A linear layer, whose weight may be in fp8."""
+    """Weight, which may be in fp8, and bias of a linear layer."""
 
     weight: Any  # Tensor or Fp8Blocks
     bias: Tensor | None = None
@@ -31,10 +31,10 @@ class LinearWeights(NamedTuple):
 
 
 class CompressedWeights:
-    """Records of tensors, and of records."""
+    """Base class of dataclasses that hold tensors or nested dataclasses of tensors."""
 
     def tensors(self) -> list[Tensor]:
-        """All of them, in their order."""
+        """Return all tensors in field order."""
         return [t for field in fields(self) for t in _tensors(getattr(self, field.name))]  # type: ignore[arg-type]
 
 
@@ -54,19 +54,19 @@ def _tensors(value: object) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class HyperWeights(CompressedWeights):
-    """How a part of a layer reads n streams and writes to them."""
+    """Hyper-connection by which attention or MLP reads n streams and writes to them."""
 
     product: Tensor  # ((2 + n) n, n · hidden): the scores of reading, of writing, and of mixing streams
     base: Tensor
     scale: Tensor  # (3,)
-    rounds: int  # of Sinkhorn's normalisation
-    eps: float  # added where something is divided by a sum
+    rounds: int  # Sinkhorn iterations
+    eps: float  # added to divisors that are sums
     norm_eps: float
 
 
 @dataclass(frozen=True)
 class CollapseWeights(CompressedWeights):
-    """How the head reads n streams."""
+    """Hyper-connection by which the head reads n streams."""
 
     product: Tensor  # (n, n · hidden)
     base: Tensor
@@ -77,18 +77,19 @@ class CollapseWeights(CompressedWeights):
 
 @dataclass(frozen=True)
 class EntryWeights(CompressedWeights):
-    """How `rate` tokens become an entry. `overlapping`: an entry also pools the tokens before, by products of their own."""
+    """Compressor of `rate` tokens to an entry. `overlapping`: an entry also pools the preceding `rate` tokens, with separate
+    products."""
 
     kv: LinearWeights
     gate: LinearWeights
-    bias: Tensor  # (rate, width): of a gate, by the place in its stretch
+    bias: Tensor  # (rate, width): added to gates by the token's index in its window
     norm: Norm
     rate: int
     overlapping: bool
 
     @property
     def span(self) -> int:
-        """The tokens that an entry pools."""
+        """Number of tokens that an entry pools."""
         return self.rate * (1 + self.overlapping)
 
 
@@ -96,7 +97,7 @@ class EntryWeights(CompressedWeights):
 class IndexWeights(CompressedWeights):
     entries: EntryWeights
     q: LinearWeights
-    share: LinearWeights  # (heads, hidden): of each head in a token's scores
+    share: LinearWeights  # (heads, hidden): weight of each head in a token's scores
     heads: int
     top: int
 
@@ -111,13 +112,13 @@ class LatentWeights(CompressedWeights):
     q_b: LinearWeights
     kv: LinearWeights
     kv_norm: Norm
-    o_a: LinearWeights  # (groups · rank, heads · width / groups): each group of heads has rows of its own
+    o_a: LinearWeights  # (groups · rank, heads · width / groups): each group of heads has separate rows
     o_b: LinearWeights
-    sinks: Tensor  # (heads,): a score that counts in the softmax and brings nothing
+    sinks: Tensor  # (heads,): a softmax logit without a value
     heads: int
     groups: int
     window: int
-    table: int  # of the angles: 0 those of layers with a window alone, 1 of those with entries
+    table: int  # of rotary angles: 0 for layers with only a window, 1 for layers with entries
     scale: float  # of the scores
     eps: float  # of the norm of a query's heads, which has no gain
     entries: EntryWeights | None
@@ -126,21 +127,21 @@ class LatentWeights(CompressedWeights):
 
 @dataclass(frozen=True)
 class MixtureWeights(CompressedWeights):
-    """Experts of which a token has some, and one that all share."""
+    """Routed experts and one shared expert."""
 
     norm: Norm
     router: LinearWeights  # (E, hidden)
-    correction: Tensor | None  # (E,): added to the scores to choose by, not to the shares
-    table: Tensor | None  # (vocabulary, slots): the experts of each token, where they do not follow from its scores
+    correction: Tensor | None  # (E,): added to scores for routing only, not for shares
+    table: Tensor | None  # (vocabulary, slots): experts of each token, if routing is by token
     score: Callable[[Tensor], Tensor]
     slots: int
     scale: float  # of the shares
     gate_up: Tensor | Packed  # (E, 2 I, hidden)
     down: Tensor | Packed  # (E, hidden, I)
-    gate: LinearWeights  # of the shared expert, as the next two
+    gate: LinearWeights  # shared expert's, like up and shared_down
     up: LinearWeights
     shared_down: LinearWeights
-    limit: float  # gate is at most this, up within it: before their product
+    limit: float  # gate is clamped to at most limit, up to ±limit, before their product
 
 
 class StreamedLayerWeights(NamedTuple):

@@ -1,4 +1,4 @@
-"""The ops that only DeepSeek-V4 needs, as plain functions; each kernel is in triton/ under the same name (kernels/ops.py)."""
+"""Ops specific to DeepSeek-V4, as plain functions; each kernel is in triton/ under the same name (kernels/ops.py)."""
 
 from .chosen_experts import choose_experts as choose_experts
 from .compressor import compress as compress

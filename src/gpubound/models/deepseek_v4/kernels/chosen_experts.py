@@ -1,6 +1,6 @@
-"""DeepSeek-V4's choice of experts in a decoding step, and beside it what the expert that all rows share makes of them.
+"""DeepSeek-V4's expert routing in a decoding step, with the shared expert's activation in the same launch.
 
-Legend: B rows, S experts a row (its slots), E experts in all, I width of the shared expert.
+Legend: B rows, S experts per row (its slots), E experts in all, I width of the shared expert.
 """
 
 from typing import NamedTuple
@@ -19,9 +19,9 @@ LEAST = 1e-20  # added to a sum of shares
 
 
 class Gated(NamedTuple):
-    """out (B, I) = silu(gate) · up, as `swiglu` has it: it reads none of what is chosen, so it needs no launch of its own."""
+    """Shared expert's activation, out (B, I) = silu(gate) · up, as in `swiglu`. It does not depend on the routing."""
 
-    gate: Tensor  # (B, I) fp32; rows may lie apart
+    gate: Tensor  # (B, I) fp32; rows may be strided
     up: Tensor
     limit: float
     out: Tensor  # (B, I) fp32
@@ -31,11 +31,11 @@ def choose_experts(
     logits: Tensor, correction: Tensor | None, table: Tensor | None, token: Tensor | None, scale: float, ids: Tensor,
     shares: Tensor, gated: Gated | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """DeepSeek-V4's choice of S experts for each row: (ids, shares), and gated.out, by scores √softplus(logit).
+    """Choose S experts for each row by scores √softplus(logit). Return (ids, shares), and gated.out if `gated` is passed.
 
-    Those with the largest score + correction, of equal ones the lowest id first; or those that `table` names for the row's
-    token. The shares are their scores, without the correction, over their sum, times scale. A NaN counts as infinite, and all
-    shares of its row are NaN.
+    The experts are those with the largest score + correction, ties going to the lowest id, or those that `table` has for the
+    row's token. The shares are the experts' scores, without the correction, over their sum, times scale. A NaN counts as
+    infinite, and all shares of its row are NaN.
 
     logits      (B, E) fp32
     correction  (E,), or None with a table

@@ -1,6 +1,6 @@
-"""Weights in fp8, as DeepSeek's models are published: e4m3 codes, and a scale for each block of rows and columns.
+"""fp8 weights in the published format of DeepSeek's models: e4m3 codes, and a scale for each block of rows and columns.
 
-number = code · scale of its block
+value = code · scale of its block
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ BLOCK = (128, 128)
 
 
 class Fp8Blocks(NamedTuple):
-    """A (rows, columns) weight. codes: e4m3; scale: fp32, (blocks of rows, blocks of columns). The last ones may be smaller."""
+    """A (rows, columns) weight. codes: e4m3; scale: fp32 (row blocks, column blocks). The last blocks may be smaller."""
 
     codes: Tensor
     scale: Tensor
     block: tuple[int, int] = BLOCK
-    dtype: torch.dtype = torch.bfloat16  # what its numbers are where a product wants them
+    dtype: torch.dtype = torch.bfloat16  # of the dequantised weight
 
     @property
     def rows(self) -> int:
@@ -34,7 +34,7 @@ def scales_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int
 
 
 def numbers(weight: Fp8Blocks, dtype: torch.dtype | None = None) -> Tensor:
-    """What it stands for, in `dtype` or its own."""
+    """Dequantise the weight to `dtype`, by default weight.dtype."""
     rows, columns = weight.shape
     wide = weight.scale.repeat_interleave(weight.block[0], 0)[:rows].repeat_interleave(weight.block[1], 1)[:, :columns]
     return (weight.codes.float() * wide).to(dtype or weight.dtype)

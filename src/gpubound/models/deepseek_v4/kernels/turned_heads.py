@@ -1,6 +1,6 @@
-"""Heads of a decoding step, normed and turned by where their tokens stand: DeepSeek-V4's queries, keys and what it reads.
+"""RMSNorm and RoPE of heads in a decoding step: DeepSeek-V4's queries, keys and attention output.
 
-Legend: N tokens, H heads, D width of a head, P pairs: the last 2 P channels turn, neighbours being a pair.
+Legend: N tokens, H heads, D width of a head, P pairs: the last 2 P channels are rotated, adjacent channels forming a pair.
 """
 
 from collections.abc import Sequence
@@ -15,29 +15,29 @@ from ....kernels.dispatch import implementation
 from ....kernels.registry import definition, draw, ints, zeros
 from .compressor import turned
 
-MOST = 3  # tensors of heads that a launch turns
+MOST = 3  # tensors of heads per launch
 
 
 class TurnedHeads(NamedTuple):
-    """Heads of some tokens, and what becomes of them."""
+    """Input and output of one tensor of heads."""
 
     x: Tensor  # (N, H, D)
     out: Tensor  # (N, H, D)
     weight: Tensor | None = None  # (D,), the norm's gain
-    eps: float | None = None  # of the norm. None: there is none
-    # (N,) int32. Then out is (places, H, D), such as a ring of tokens, and this says which of them a token's heads become, each
-    # another; of one outside out, nothing is written.
+    eps: float | None = None  # of the norm. None: no norm
+    # (N,) int32, distinct: index of each token in out, which is then (places, H, D), such as a ring buffer. Out-of-range tokens
+    # are not written.
     slot: Tensor | None = None
 
 
 def turn_heads(
     parts: Sequence[TurnedHeads], position: Tensor, cos: Tensor, sin: Tensor, back: bool = False
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Of each part, out = its heads divided by the root of their mean square + eps, times weight, and turned: one launch.
+    """Apply RMSNorm and RoPE to the heads of each part, in one launch: out = RoPE(x / √(mean square + eps) · weight).
 
-    position  (N,) int32; one that the angles have no row of makes its token's heads NaN
+    position  (N,) int32; a position outside cos makes its token's heads NaN
     cos, sin  (positions, P) fp32
-    back      by the opposite of the angles
+    back      rotate by the negative angles
     """
     if not 1 <= len(parts) <= MOST:
         raise ValueError(f"turn_heads: got {len(parts)} tensors of heads, wanted 1 to {MOST}.")
@@ -93,7 +93,7 @@ def _turned_part(part: TurnedHeads, known: Tensor, cos: Tensor, sin: Tensor) -> 
 
 
 def _example(generator: torch.Generator, parts: int) -> tuple:
-    """Heads with a norm and a gain; of which a token goes to a place of its own; and as they are."""
+    """Draw heads with a norm and a gain; heads with a norm and slots; and heads without either."""
     angles = (draw(generator, 10, 12).detach().float() for _ in range(2))
     made = [
         TurnedHeads(draw(generator, 3, 2, 40), zeros(3, 2, 40), draw(generator, 40).detach(), 1e-6),
