@@ -1,11 +1,11 @@
-"""Compressed keys of DeepSeek-V4: a window of m tokens becomes one entry, which later tokens see in place of them.
+"""Compressed keys of DeepSeek-V4: a window of m tokens is pooled to one entry, to which later tokens attend.
 
-A token leaves two products, kv and gate. When a window is full, its entry is, channel by channel, the mean of the window's kv
-weighted by the softmax of gate + bias over the tokens; then an RMSNorm, and a turn by the position of the window's first token.
-Windows may overlap: kv and gate then hold two series side by side, and an entry has the first of the window before, and the
-second of its own, 2 m slots in all.
+Each token has two products, kv and gate. The entry of a full window is, per channel, the mean of the window's kv weighted by
+the softmax of gate + bias over the tokens, followed by RMSNorm and RoPE at the position of the window's first token. Windows
+may overlap: kv and gate then consist of two series, and an entry pools the first series of the preceding window and the second
+series of the current window, 2 m slots in all.
 
-Legend: B rows, T new tokens a row, m tokens a window, D channels of an entry, W = D or, of two series, 2 D.
+Legend: B rows, T new tokens per row, m tokens per window, D channels of an entry, W = D, or 2 D for two series.
 """
 
 from collections.abc import Sequence
@@ -20,36 +20,36 @@ from ....kernels.dispatch import implementation
 from ....kernels.registry import definition, draw, ints
 from ....kernels.rope import draw_angles
 
-MOST = 2  # parts that a launch takes
+MOST = 2  # parts per launch
 
 
 class Pending(NamedTuple):
-    """The products of a row's last tokens: that of position p lies at slot p mod its number of slots, at least W / D · m."""
+    """Ring buffers of the last tokens' products: position p is at slot p mod slots, with at least W / D · m slots."""
 
     kv: Tensor  # (B, slots, W)
     gate: Tensor  # (B, slots, W)
 
 
 class Windows(NamedTuple):
-    """New tokens of each row, what waits for them, and where the entries go. All parts of a call have the same B, T and m."""
+    """Products of new tokens, pending products, and the store of entries. All parts of a call have the same B, T and m."""
 
-    kv: Tensor  # (B, T, W), as the projections give it
+    kv: Tensor  # (B, T, W), output of a projection
     gate: Tensor  # (B, T, W)
     pending: Pending
-    store: Tensor  # (B, L, D): entry j stands for the tokens from j m to j m + m - 1. What is beyond the store is not written
+    store: Tensor  # (B, L, D): entry j pools tokens j m to j m + m - 1. Entries from L on are dropped
     bias: Tensor  # (m, W)
     norm: Norm
 
 
 def compress(parts: Sequence[Windows], position: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    """Take T new tokens of each row: their products go into `pending`, the entries of windows they fill into `store`.
+    """Write the products of T new tokens of each row to `pending`, and the entries of filled windows to `store`, in place.
 
-    (store, pending.kv, pending.gate) of each part come back, all written in place. Which windows are full follows from the
-    positions, on the device: one token or many, the launches are the same.
+    Returns (store, pending.kv, pending.gate) of each part. The kernel determines full windows from the positions on the device,
+    so the launches are independent of the positions.
 
-    position  (B,) int32: of each row's first new token. At a place below 0 the row is left as it is
-    cos, sin  (positions, pairs) fp32, of every position where a window of the store may begin. The last 2 · pairs channels
-              are turned, neighbours being a pair
+    position  (B,) int32: of each row's first new token. A row with a negative position is unchanged
+    cos, sin  (positions, pairs) fp32, for every position where a window of the store may begin. The last 2 · pairs channels
+              are rotated, adjacent channels forming a pair
     """
     if not 1 <= len(parts) <= MOST:
         raise ValueError(f"compress: got {len(parts)} parts, wanted 1 to {MOST}.")
@@ -85,7 +85,7 @@ def _compressed(part: Windows, position: Tensor, cos: Tensor, sin: Tensor) -> tu
 
     z = read(gate, pending.gate) + _series(bias.to(wide)[place % m], m, D)
     shares = torch.where((place >= 0)[..., None], z, float("-inf")).softmax(2)
-    values = torch.where((place >= 0)[..., None], read(kv, pending.kv), 0.0)  # before the first token, a slot holds anything
+    values = torch.where((place >= 0)[..., None], read(kv, pending.kv), 0.0)  # slots before the first token are undefined
     start = (ends - m + 1).clamp(0, len(cos) - 1)
     entries = turned(rms_normed((shares * values).sum(2), norm), cos[start].to(wide), sin[start].to(wide)).to(store.dtype)
     full = (ends < first + T) & (ends // m < store.shape[1]) & (first >= 0)
@@ -100,12 +100,12 @@ def _compressed(part: Windows, position: Tensor, cos: Tensor, sin: Tensor) -> tu
 
 
 def _series(x: Tensor, m: int, D: int) -> Tensor:
-    """(..., slots, D) of (..., slots, W): of two series, the first of the window before and the second of its own."""
+    """Return (..., slots, D) from (..., slots, W): of two series, the preceding window's first and the current one's second."""
     return x if x.shape[-1] == D else torch.cat([x[..., :m, :D], x[..., m:, D:]], -2)
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The last 2 · pairs channels turned, neighbours being a pair; what is before them stands still."""
+    """Rotate the last 2 · pairs channels, adjacent channels forming a pair; the other channels are unchanged."""
     pairs = cos.shape[-1]
     still, moving = x.split([x.shape[-1] - 2 * pairs, 2 * pairs], -1)
     a, b = moving.unflatten(-1, (pairs, 2)).unbind(-1)
@@ -142,7 +142,7 @@ def _check(part: Windows, cos: Tensor, sin: Tensor) -> None:
 
 
 def _example(generator: torch.Generator, series: int, parts: int) -> tuple:
-    """Windows of 4: rows in the middle of one, at its last token, and at the beginning of all; one of them waits."""
+    """Draw windows of 4 for rows in the middle of a window, at its last token, at position 0, and with a negative position."""
     made = [_drawn(generator, series, width) for width in (24, 16)[:parts]]
     return made, ints(9, 7, 0, -1), *draw_angles(generator, 24, 4)
 

@@ -1,13 +1,14 @@
-"""Hyper-connections (hyper_connections.py) of a decoding step of few tokens: three ops in place of `hc_pre` and `hc_post`.
+"""Hyper-connections (hyper_connections.py) of a decoding step of few tokens: three ops instead of `hc_pre` and `hc_post`.
 
-`hc_sums` leaves sums over stretches of the streams: the products with a part's weight, and the squares. `hc_read` makes u of
-them. `hc_write` makes post and comb of them, spreads what the part gives, and leaves the next part's sums in the same launch.
+`hc_sums` computes partial sums over slices of the streams: products with the weight of a part (attention or MLP), and squares.
+`hc_read` computes u from the sums. `hc_write` computes post and comb from the sums, adds the part's output to the streams, and
+computes the next part's sums, in one launch.
 
-The balancing of comb is wanted last, so the part need not wait for it. Where launches are chained (chain.py), `hc_write` does
-it while the part is still computed, as far as there is room on the GPU, and asks for its sums before it waits: between the
-launch that wrote them and this one there must be a fence (triton/_step.py).
+Only `hc_write` needs comb, so its Sinkhorn iterations do not delay the part. With PDL (dependent_launch.py), `hc_write`
+computes comb while the part still runs, if the GPU has free multiprocessors, and loads the sums before its wait: a fence
+(triton/_pdl.py) is required between the launch that wrote the sums and `hc_write`.
 
-Legend: N tokens, S streams, D width, P products of a part, Z pieces of D.
+Legend: N tokens, S streams, D width, P products of a part, Z slices of D.
 """
 
 import torch
@@ -22,21 +23,21 @@ from ....kernels.registry import definition, draw
 from .hyper_connections import STREAMS
 from .sinkhorn import check_rounds, sinkhorn_reference
 
-PIECES = 64  # about: programs that share a token. Each balances for itself
+PIECES = 64  # approximate programs per token. Each computes comb redundantly
 
 
 def stretch(width: int) -> int:
-    """Columns of each stream in a piece."""
+    """Return the columns of each stream in a slice."""
     return max(16, power_of_two(-(-width // PIECES)))
 
 
 def sums_shape(tokens: int, width: int, products: int) -> tuple[int, int, int]:
-    """(Z, N, P + 1, rounded up): the squares stand behind the products."""
+    """Return (Z, N, P + 1 rounded up to a power of two): the squares follow the products."""
     return -(-width // stretch(width)), tokens, power_of_two(products + 1)
 
 
 def hc_sums(x: Tensor, weight: Tensor, sums: Tensor | None = None) -> Tensor:
-    """sums (Z, N, ·) fp32 of the streams x (N, S, D) fp32, for a part whose weight is (P, S D)."""
+    """Compute sums (Z, N, ·) fp32 of the streams x (N, S, D) fp32, for a part with weight (P, S D)."""
     _check("hc_sums", x)
     require("hc_sums", "weight", weight, None, ("products", x.shape[1] * x.shape[2]), x.device, "a row is a product")
     sums = _room("hc_sums", "sums", sums, x, sums_shape(len(x), x.shape[2], len(weight)))
@@ -57,7 +58,7 @@ def hc_sums_reference(x: Tensor, weight: Tensor, sums: Tensor) -> Tensor:
 def hc_read(
     x: Tensor, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, u: Tensor | None = None
 ) -> Tensor:
-    """u (N, D) fp32, as `hc_pre` gives it. scale (3,), base (P,)."""
+    """Compute u (N, D) fp32, as `hc_pre` does. scale (3,), base (P,)."""
     _check_sums("hc_read", x, sums, scale, base)
     u = _room("hc_read", "u", u, x, (len(x), x.shape[2]))
     return implementation("hc_read", x, _unable(x), (x.shape[1],))(x, sums, scale, base, eps, norm_eps, u)
@@ -76,10 +77,11 @@ def hc_write(
     more: Tensor | None = None, weight: Tensor | None = None, out: Tensor | None = None,
     following: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(X' (N, S, D) fp32, as `hc_post` gives it for what the part gave; of X' the sums of the next part, whose weight it is).
+    """Compute X' (N, S, D) fp32, as `hc_post` does for the part's output y, and the next part's sums of X'.
 
-    y     (N, D) fp32; or the mail of several devices' words (mail.py), whose sum it is, and which need not have come
-    more  (N, some, D) fp32: what is added to y, in their order. Beside a mail there is none: senders add it
+    y       (N, D) fp32; or a peer exchange (peer_exchange.py) whose sum is y. Its values may still be in flight
+    more    (N, some, D) fp32: terms that are added to y in order. None with a peer exchange, whose senders add them
+    weight  the next part's; None: no sums
     """
     _check_sums("hc_write", x, sums, scale, base)
     if isinstance(y, Mail):

@@ -1,13 +1,13 @@
-"""Manifold-constrained hyper-connections of DeepSeek-V4: a residual of S streams, mixed by weights of the token's own.
+"""Manifold-constrained hyper-connections of DeepSeek-V4: a residual of S streams, mixed by weights computed per token.
 
-Before a layer, `hc_pre` makes its input u of the streams, and the weights by which `hc_post` adds what the layer gives:
+Before a layer, `hc_pre` computes the layer's input u from the streams, and the weights by which `hc_post` adds its output y:
 
     z     = n(vec X) weightᵀ                            n divides by the root of mean square + norm_eps
     pre   = sigmoid(z₁ scale₁ + base₁) + eps            u = Σ_s pre_s X_s
     post  = 2 sigmoid(z₂ scale₂ + base₂)
     comb  = sinkhorn(z₃ scale₃ + base₃)                 X'_t = post_t y + Σ_s comb_st X_s
 
-`hc_head` makes one stream of them behind the last layer, with pre alone.
+`hc_head` collapses the streams after the last layer, with only pre.
 
 Legend: X (..., S, D) streams; z₁, z₂ and z₃ are S, S and S·S of the (2 + S) S products, in that order.
 """
@@ -23,14 +23,14 @@ from ....kernels.dispatch import implementation
 from ....kernels.registry import definition, draw
 from .sinkhorn import check_rounds, sinkhorn_reference
 
-FEW = 4  # tokens up to which a program multiplies by itself; of more, tensor cores take 16 or 64 at a time
+FEW = 4  # tokens up to which a program multiplies without tensor cores, which take 16 or 64 tokens at a time
 STREAMS = (1, 2, 4, 8)
 
 
 def hc_pre(
     x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float = 1e-6, norm_eps: float = 1e-6, iterations: int = 20
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(u (..., D) in x's dtype, post (..., S) fp32, comb (..., S, S) fp32) of the streams x (..., S, D).
+    """Return u (..., D) in x's dtype, post (..., S) fp32 and comb (..., S, S) fp32 of the streams x (..., S, D).
 
     weight  ((2 + S) S, S D)
     scale   (3,): of pre, post and comb
@@ -53,7 +53,7 @@ def hc_pre_reference(
 
 
 def hc_post(x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """The streams behind a layer: post_t y + Σ_s comb_st X_s for each t, summed in fp32 and rounded once to x's dtype."""
+    """Return the streams after a layer: post_t y + Σ_s comb_st X_s for each t, summed in fp32 and rounded once to x's dtype."""
     _check_streams("hc_post", x)
     *leading, streams, width = x.shape
     wanted = {"y": (*leading, width), "post": (*leading, streams), "comb": (*leading, streams, streams)}
@@ -70,7 +70,7 @@ def hc_post_reference(x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tenso
 
 
 def hc_head(x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float = 1e-6, norm_eps: float = 1e-6) -> Tensor:
-    """u alone, with weight (S, S D), scale (1,) and base (S,)."""
+    """Return only u, for weight (S, S D), scale (1,) and base (S,)."""
     _check_streams("hc_head", x)
     streams = x.shape[-2]
     _check("hc_head", x, weight, scale, base, streams, 1)
@@ -89,7 +89,7 @@ def mixed(
     x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float,
     balance: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """(u,), or (u, post, comb) with `balance`, which makes comb of its logits. By torch's own operations."""
+    """Compute (u,), or (u, post, comb) with `balance`, which maps logits to comb, by torch ops."""
     streams, wide = x.shape[-2], torch.promote_types(x.dtype, torch.float32)
     flat, scale, base = x.to(wide).flatten(-2), scale.to(wide), base.to(wide)
     z = F.linear(flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps), weight.to(wide))

@@ -1,10 +1,10 @@
-"""The lightning indexer of DeepSeek-V4: which entries of a compressed cache a token attends to.
+"""Lightning indexer of DeepSeek-V4, which chooses the compressed entries that a token attends to.
 
-    score_s = Σ_h w_h · ReLU(q_h · k_s) · scale        for each entry s that the token may see
+    score_s = Σ_h w_h · ReLU(q_h · k_s) · scale        for each visible entry s
 
-and then the k entries of the largest scores. Both run on the device alone, whatever the length.
+`index_topk` chooses the k entries of the largest scores. Neither op synchronises with the host.
 
-Legend: N tokens, those of a row side by side; B rows, H heads, L places of the store, D width of a head and of a key.
+Legend: N tokens, consecutive within a row; B rows, H heads, L entries of the store, D width of a head and of a key.
 """
 
 import torch
@@ -19,12 +19,12 @@ SEEN = "it says how many entries each token sees"
 
 
 def index_scores(q: Tensor, keys: Tensor, weights: Tensor, limit: Tensor, scale: float, out: Tensor) -> Tensor:
-    """out (N, L) fp32: the scores of the entries before `limit`, and -inf from there on. Never -0, so that equal scores are.
+    """Write scores to out (N, L) fp32: -inf from entry `limit` on. Zero scores are +0, so that ties have equal bits.
 
     q        (N, H, D)
     keys     (B, L, D): a row's entries, for its N / B tokens
     weights  (N, H) fp32
-    limit    (N,) int32: no entry is read from there on
+    limit    (N,) int32: entries from `limit` on are not read
     """
     device = keys.device
     require("index_scores", "keys", keys, None, ("rows", "entries", "width"), device, "an entry's key follows the other's")
@@ -49,13 +49,13 @@ def index_scores_reference(q: Tensor, keys: Tensor, weights: Tensor, limit: Tens
 
 
 def index_topk(scores: Tensor, limit: Tensor, ids: Tensor) -> Tensor:
-    """ids (N, k) int32: where the k largest of each row's scores before `limit` are, in ascending order, and then -1.
+    """Write the indices of each row's k largest scores before `limit` to ids (N, k) int32, ascending and padded with -1.
 
-    Of equal scores the lower places are taken, so the choice is the same in any shape and batch. A score of -inf is never
-    taken, NaN counts as the largest.
+    Ties go to the lower index, so the choice is the same in any shape and batch. A score of -inf is never chosen; NaN counts as
+    the largest.
 
     scores  (N, L) fp32
-    limit   (N,) int32: no score is read from there on
+    limit   (N,) int32: scores from `limit` on are not read
     """
     require("index_topk", "scores", scores, torch.float32, ("tokens", "entries"), scores.device, "index_scores writes it")
     require("index_topk", "limit", limit, torch.int32, (len(scores),), scores.device, SEEN)

@@ -1,7 +1,7 @@
-"""Several products of one norm's output in a launch, for a step of few rows: what DeepSeek-V4's attention reads of a token.
+"""Several products of one norm's output in one launch, for a step of few rows: the projections of DeepSeek-V4's attention.
 
-`norm_product` (decode_product.py) takes up to three weights, a bias and adapters; this takes up to MOST, in 16 bits, fp32 or
-fp8 with a scale a block, and neither bias nor adapters.
+`norm_product` (decode_product.py) takes up to three weights, a bias and adapters. `norm_products` takes up to MOST weights, in
+16 bits, fp32 or fp8 with a scale per block, without bias or adapters.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ from ....kernels.quantize import has_cores
 from ....kernels.registry import definition, draw, zeros
 from .fp8_blocks import Fp8Blocks, numbers, scales_shape
 
-MOST, MOST_CODED = 8, 4  # weights in all, and of those in fp8
+MOST, MOST_CODED = 8, 4  # weights in all, and fp8 weights
 
 Weight = Tensor | Fp8Blocks
 
 
 def norm_products(x: Tensor, norm: Norm | None, weights: Sequence[Weight], out: Tensor | None = None) -> Tensor:
-    """out (B, rows of all weights, fp32) = rms_norm(x), or x, times each weight, side by side.
+    """Multiply rms_norm(x), or x if norm is None, by each weight. Write the concatenated products to out (B, rows) fp32.
 
-    x        (B, columns) fp32; or (B, groups, columns) for one weight, each group of whose rows reads its own
-    weights  (rows, columns) each, of one dtype; those in fp8 in front of the others
+    x        (B, columns) fp32; or (B, groups, columns) for one grouped weight, each of whose row groups has a separate input
+    weights  (rows, columns) each, of one dtype; fp8 weights first
     """
     coded = [weight for weight in weights if isinstance(weight, Fp8Blocks)]
     plain = [weight for weight in weights if isinstance(weight, Tensor)]
@@ -57,7 +57,7 @@ def norm_products(x: Tensor, norm: Norm | None, weights: Sequence[Weight], out: 
 
 
 def send_products(x: Tensor, weight: Weight, mail: Mail) -> tuple[Tensor, ...]:
-    """Write x weightᵀ into the boxes of `mail` (mail.py): one device's term of a sum. x (B, columns) fp32."""
+    """Send x weightᵀ, one device's term of a sum, to the inboxes of `mail` (peer_exchange.py). x (B, columns) fp32."""
     plain = [weight] if isinstance(weight, Tensor) else []
     check_stream("send_products", x, None, *plain)
     if isinstance(weight, Fp8Blocks):

@@ -1,7 +1,7 @@
-"""Square matrices of numbers above 0 whose rows and columns each sum to 1: Sinkhorn's rounds, from logits.
+"""Sinkhorn normalisation: doubly stochastic matrices from logits.
 
-DeepSeek-V4 mixes its residual streams by such a matrix for each token (hyper_connections.py): it neither blows them up nor
-lets them die out.
+DeepSeek-V4 mixes its residual streams by such a matrix for each token (hyper_connections.py), so the streams neither explode
+nor vanish.
 """
 
 import torch
@@ -14,9 +14,10 @@ WIDEST = 16  # rows of a matrix that a few threads hold in registers
 
 
 def sinkhorn(logits: Tensor, iterations: int = 20, eps: float = 1e-6) -> Tensor:
-    """(..., S, S): softmax of each row plus eps, columns divided by their sums, then rows and columns, `iterations` - 1 times.
+    """Compute (..., S, S): softmax of each row plus eps, columns divided by their sums, then `iterations` - 1 times rows and
+    columns divided by their sums.
 
-    Each sum has eps added. Backward keeps the logits alone, and computes the rounds again.
+    Each sum has eps added. Backward saves only the logits, and recomputes the iterations.
     """
     if logits.dim() < 2 or not logits.is_floating_point() or logits.shape[-1] != logits.shape[-2]:
         raise ValueError(

@@ -1,10 +1,10 @@
-"""Attention of DeepSeek-V4 in a decoding step: one key, which is the value too, for all heads; of a long past, chosen entries.
+"""Attention of DeepSeek-V4 in a decoding step: all heads share one key, which is also the value.
 
-A token sees the last tokens in a ring, and of the compressed entries either those that the indexer chose or all before a
-limit. A sink adds to each head's softmax a logit that brings no value. Keys carry the turn of their position, and so do the
-values, being the same numbers: at the end the result can be turned back by the token's own.
+A token attends to the last tokens in a ring buffer, and to compressed entries: those that the indexer chose, or all before a
+limit. A sink adds a logit without a value to each head's softmax. RoPE applies to keys, and so to values: the output can be
+rotated by the negative angles of the token's position.
 
-Legend: N tokens, those of a row side by side; B rows, H heads, D width of a head and of a key, R slots of the ring, L places of
+Legend: N tokens, consecutive within a row; B rows, H heads, D width of a head and of a key, R slots of the ring, L entries of
 the store, k chosen entries.
 """
 
@@ -33,16 +33,16 @@ def sparse_attention(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
 ) -> Tensor:
-    """out (N, H, D): attention of q (N, H, D) over the ring and the store. What a token does not see is not read.
+    """Compute attention of q (N, H, D) over the ring and the store to out (N, H, D). Masked keys are not read.
 
-    position  (N,) int32: where each token stands. The ring holds its own key already. Of a place below 0, out is 0
-    ring      (B, R, D): the key of position p at slot p mod R, of the last `window` + N / B - 1 positions at least
-    window    the nearest positions that a token sees, itself among them
+    position  (N,) int32: position of each token, whose key is already in the ring. For a negative position, out is 0
+    ring      (B, R, D): the key of position p at slot p mod R, for at least the last `window` + N / B - 1 positions
+    window    number of last positions that a token attends to, including its position
     sinks     (H,) fp32
-    store     (B, L, D): compressed entries; None: the ring alone
-    ids       (N, k) int32: the entries that each token sees, those that there are not being -1
-    limit     (N,) int32, in place of ids: each token sees all entries before it
-    cos, sin  (positions, pairs) fp32: the result is turned back by its token's position
+    store     (B, L, D): compressed entries; None: only the ring
+    ids       (N, k) int32: entries that each token attends to, padded with -1
+    limit     (N,) int32, instead of ids: each token attends to all entries before `limit`
+    cos, sin  (positions, pairs) fp32: the output is rotated by the negative angles of its token's position
     """
     _check(q, position, ring, window, sinks, out)
     _check_store(q, ring, store, ids, limit)
@@ -72,7 +72,7 @@ def sparse_attention_reference(
         seen.append(there & (position >= 0)[:, None])
         keys.append(store[rows, torch.where(there, at, 0)])
     live = torch.cat(seen, 1)
-    key = torch.cat(keys, 1).to(wide).masked_fill(~live[..., None], 0.0)  # what nobody sees may be anything, NaN too
+    key = torch.cat(keys, 1).to(wide).masked_fill(~live[..., None], 0.0)  # masked keys may be NaN
     scores = torch.einsum("nhd,nkd->nhk", q.to(wide), key) * scale
     scores = scores.masked_fill(~live[:, None], float("-inf"))
     sink = sinks.to(wide)[None, :, None].expand(len(q), -1, 1)
@@ -126,7 +126,7 @@ def _check_angles(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
 def _example(
     generator: torch.Generator, width: int = 48, stored: bool = True, chosen: bool = True, turned_back: bool = True
 ) -> tuple:
-    """Two tokens for each of two rows: in the middle, at the beginning, and one that is none."""
+    """Draw two tokens for each of two rows: two late positions, an early one, and a negative one."""
     q, ring = draw(generator, 4, 3, width), draw(generator, 2, 12, width)
     store = draw(generator, 2, 70, width) if stored else None
     ids = ints(0, 5, 69, -1, 3, 1, -1, -1, -1, -1, -1, -1, 2, 4, 6, 8).view(4, 4) if stored and chosen else None

@@ -1,5 +1,5 @@
-"""One warp chooses for a row: what is greatest is then found without a barrier, S times. Programs behind those of the rows make
-the shared expert's activation meanwhile.
+"""Kernel of choose_experts. One warp finds a row's S largest scores without barriers. Further programs of the launch compute
+the shared expert's activation.
 """
 
 from typing import Any
@@ -15,14 +15,14 @@ from .....kernels.triton._pdl import _begin, _wait
 from .....kernels.triton.gated import _activated, _limited
 from ..chosen_experts import LEAST, Gated
 
-WARP = 1024  # experts that one warp ranks
-WIDE = 512  # numbers of the shared expert that a program makes
+WARP = 1024  # experts per warp
+WIDE = 512  # columns of the shared expert per program
 _TAKEN = tl.constexpr(-(1 << 31))  # below every score
 
 
 @triton.jit
 def _score(logit):
-    """√softplus. 1 + e loses what e is, where e is small; log(1 + e) · e / ((1 + e) - 1) has it back."""
+    """Return √softplus. For a small e, 1 + e loses its digits; log(1 + e) · e / ((1 + e) - 1) corrects the loss."""
     logit = logit.to(tl.float32)
     e = tl.exp(-tl.abs(logit))
     whole = 1.0 + e
@@ -32,7 +32,7 @@ def _score(logit):
 
 @triton.jit
 def _ranked(logits_ptr, correction_ptr, i, experts):
-    """int32 in the order of the scores to choose by, where a NaN counts as infinite."""
+    """Return int32 keys in the order of score + correction. A NaN counts as infinite."""
     there = i < experts
     score = _score(tl.load(logits_ptr + i, mask=there, other=0.0))
     score += tl.load(correction_ptr + i, mask=there, other=0.0).to(tl.float32)
@@ -43,7 +43,10 @@ def _ranked(logits_ptr, correction_ptr, i, experts):
 
 @triton.jit
 def _best(logits_ptr, correction_ptr, slot, experts, S: tl.constexpr, E: tl.constexpr):
-    """Of equal ones the lowest. Two searches among 32 bits are one instruction each; among 64 bits they are ten shuffles."""
+    """Return the S experts of the largest keys, ties going to the lowest index.
+
+    Two 32-bit warp reductions are one instruction each; a 64-bit reduction is ten shuffles.
+    """
     e = tl.arange(0, E)
     rank, found = _ranked(logits_ptr, correction_ptr, e, experts), slot * 0 - 1
     for nth in tl.static_range(S):
@@ -69,10 +72,11 @@ def _choose_experts_kernel(logits_ptr, correction_ptr, table_ptr, token_ptr, sca
                            gate_ptr, up_ptr, out_ptr, gate_row, up_row, limit, S: tl.constexpr, SP: tl.constexpr,
                            E: tl.constexpr, LEAST: tl.constexpr, I: tl.constexpr, WIDE: tl.constexpr,
                            DEPENDENT: tl.constexpr):  # fmt: skip
-    """I 0: nothing is made beside.
+    """Choose experts, and compute the shared expert's activation. I 0: no activation.
 
-    A fence (_step.py). Gates and ups come in behind it: they can ask for nothing before they know whose they are. Where they
-    came in while older launches ran, some processors had more of them than others (four H200s: 14.3 us a layer, not 10.6)."""
+    The kernel is a fence (_pdl.py): the next launch, the experts' gate and up, starts after the wait, since it cannot prefetch
+    weights before the experts are chosen. If its programs started while earlier launches ran, they were unevenly distributed
+    over multiprocessors (four H200s: 14.3 us a layer instead of 10.6)."""
     _wait(DEPENDENT)
     _begin(DEPENDENT)
     if tl.program_id(0) >= rows:

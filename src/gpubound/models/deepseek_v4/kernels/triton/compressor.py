@@ -1,9 +1,8 @@
-"""Windows of tokens to entries, in one launch for a decoding step: pooling, norm, turn, and what waits for the next token.
+"""Kernel of compress: pooling, norm, RoPE, and the update of pending products, in one launch for a decoding step.
 
-A program owns a window that the new tokens may fill, and m of the new tokens. It finds on the device whether the window is
-full; if not, it reads nothing of it. Its softmax over the slots is an online one, all channels side by side. Slots of tokens
-that are not new are read from `pending`, which other programs write: a call of so many tokens that they could overwrite what a
-window still needs is two launches, one that pools and one that keeps.
+A program has a window that the new tokens may fill, and m of the new tokens. It reads the window only if the window is full.
+The softmax over the slots is an online softmax, in parallel over channels. Slots of older tokens are read from `pending`, which
+other programs write: if new tokens could overwrite slots that a window still needs, pooling and writing are two launches.
 """
 
 from collections.abc import Sequence
@@ -22,14 +21,14 @@ from ..compressor import MOST, Windows
 
 @triton.jit
 def _slot(new_ptr, old_ptr, new_at, old_at, fresh, mask):
-    """Of each slot's token, the new product or the one that waited."""
+    """Load each slot's product: a new token's, or a pending one."""
     new = tl.load(new_ptr + new_at, mask=mask & fresh, other=0.0).to(tl.float32)
     return new + tl.load(old_ptr + old_at, mask=mask & ~fresh, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _turned(y, cos_ptr, sin_ptr, D: tl.constexpr, DP: tl.constexpr, PAIRS: tl.constexpr, BACK: tl.constexpr = False):
-    """The last 2 · PAIRS of D channels turned, or turned BACK, neighbours being a pair."""
+    """Rotate the last 2 · PAIRS of D channels, adjacent channels forming a pair. BACK: by the negative angles."""
     a, b = tl.split(tl.reshape(y, [DP // 2, 2]))
     angle = tl.arange(0, DP // 2) - (D // 2 - PAIRS)
     moving = (angle >= 0) & (angle < PAIRS)
@@ -44,7 +43,7 @@ def _turned(y, cos_ptr, sin_ptr, D: tl.constexpr, DP: tl.constexpr, PAIRS: tl.co
 def _compress(position_ptr, cos_ptr, sin_ptr, tokens, kv_ptr, gate_ptr, old_kv_ptr, old_gate_ptr, store_ptr, bias_ptr, norm_ptr,
               eps, size, places, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr, OFFSET: tl.constexpr,
               SLOTS: tl.constexpr, M: tl.constexpr, PAIRS: tl.constexpr, POOL: tl.constexpr, KEEP: tl.constexpr):  # fmt: skip
-    """M tokens a window, R slots an entry, of SLOTS at a time."""
+    """Process one window and M new tokens. M: tokens per window; R: slots per entry; SLOTS: slots at a time."""
     b, window = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = tl.load(position_ptr + b)
     kv_ptr += b * tokens * W
@@ -72,7 +71,7 @@ def _compress(position_ptr, cos_ptr, sin_ptr, tokens, kv_ptr, gate_ptr, old_kv_p
                 total = total * fix + tl.sum(share, 0)
                 mean = mean * fix + tl.sum(share * _slot(kv_ptr, old_kv_ptr, new_at, old_at, fresh, mask), 0)
                 peak = new
-            y = mean / tl.maximum(total, 1e-30)  # 0 beyond D, where every share is
+            y = mean / tl.maximum(total, 1e-30)  # 0 beyond D, where all shares are 0
             gain = tl.load(norm_ptr + c, mask=c < D, other=0.0).to(tl.float32) + OFFSET
             y = y * tl.rsqrt(tl.sum(y * y, 0) / D + eps) * gain
             at = (end - M + 1) * PAIRS
@@ -97,7 +96,7 @@ def _compress_kernel(position_ptr, cos_ptr, sin_ptr, tokens, kv0, gate0, old_kv0
                      R1: tl.constexpr, D1: tl.constexpr, DP1: tl.constexpr, W1: tl.constexpr, OFFSET1: tl.constexpr,
                      SLOTS1: tl.constexpr, M: tl.constexpr, PAIRS: tl.constexpr, POOL: tl.constexpr, KEEP: tl.constexpr,
                      DEPENDENT: tl.constexpr):  # fmt: skip
-    """D1 0: there is one part."""
+    """Compress one or two parts. D1 0: one part."""
     _begin(DEPENDENT)
     _wait(DEPENDENT)
     if tl.program_id(2) == 0:

@@ -1,9 +1,11 @@
-"""A program owns a piece of a token: the same columns of all of its streams. `hc_write` asks for the sums and the next weight
-before it waits, and balances comb; behind the wait it loads the streams and what the part gave. Every program balances for
-itself, side by side.
+"""Kernels of a decoding step's hyper-connections. A program has the same columns of all streams of a token.
 
-Where what the part gave comes by mail, all is read and computed in front of the wait: the streams are as old as their sums, and
-words say by themselves that they are there. The launch before has then sent its words, and ends while they are used.
+Before its PDL wait, `hc_write` loads the sums and the next weight, and computes comb; after the wait, it loads the streams and
+the part's output. Every program computes comb redundantly.
+
+If the part's output comes through a peer exchange, `hc_write` reads and computes everything before the wait: the streams were
+written with their sums, and each received value has a stamp that shows its arrival. The preceding launch, which sent this
+device's values, ends meanwhile.
 """
 
 import torch
@@ -28,7 +30,8 @@ def _hc_write_kernel(x_ptr, y_ptr, more_ptr, part_ptr, scale_ptr, base_ptr, w_pt
                      Z: tl.constexpr, ZP: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, MORE: tl.constexpr,
                      Q: tl.constexpr, QP: tl.constexpr, SENDERS: tl.constexpr, SENDERSP: tl.constexpr,
                      DEPENDENT: tl.constexpr):  # fmt: skip
-    """ROUNDS 0: the streams stay as they are. Q: products of the next part, or 0. SENDERS: of words, whose sum is y, or 0."""
+    """Update the streams, and compute sums. ROUNDS 0: unchanged streams. Q: products of the next part, or 0. SENDERS: devices
+    whose values sum to y, or 0."""
     _begin(DEPENDENT)
     n, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     s, q, col = tl.arange(0, S), tl.arange(0, QP), piece * BLOCK + tl.arange(0, BLOCK)
@@ -49,7 +52,7 @@ def _hc_write_kernel(x_ptr, y_ptr, more_ptr, part_ptr, scale_ptr, base_ptr, w_pt
     if ROUNDS > 0:
         if SENDERS > 0:
             words = _take(box, state, n * D + col, _stamp(state, number), col < D, room, SENDERS, SENDERSP)
-            y = tl.where(col < D, _summed(words, SENDERS, SENDERSP), 0.0)[None]  # what is not asked for has not come either
+            y = tl.where(col < D, _summed(words, SENDERS, SENDERSP), 0.0)[None]  # masked columns were not received
         else:
             y = tl.load(y_ptr + n * D + col[None], mask=inside, other=0.0)
         for nth in tl.static_range(MORE):

@@ -1,15 +1,15 @@
-"""Hyper-connections: two launches before a layer, one behind it. fp32 inside.
+"""Kernels of hyper-connections: two launches before a layer, one after the layer. Arithmetic is in fp32.
 
-Before, every product of a token sums over all of its S · D numbers: 16,384 of V4-Flash, by 24 rows of weights, 1.5 MB. So many
-programs share the sums of a token, each a stretch of the numbers, and leave (splits, N, products) parts in memory, the sum of
-squares among them. Each program of the second launch adds a token's parts, in their order, and mixes a stretch of u. One
-in front of them makes post, and balances comb in its registers, which takes longer than a stretch.
+Before a layer, every product of a token sums over all of its S · D values: 16,384 in V4-Flash, by 24 weight rows, 1.5 MB. So
+several programs split the sums of a token (split-K), and write (splits, N, products) partial sums, including the sum of
+squares. Each program of the second launch adds a token's partial sums in order, and computes a slice of u. The first program of
+each token computes post, and comb by Sinkhorn iterations in registers, which take longer than a slice of u.
 
-Up to FEW tokens a program multiplies a token's stretch by itself. More tokens are multiplied 16 or 64 at a time on tensor
-cores, in three tf32 products, which together have fp32's digits.
+Up to FEW tokens, a program multiplies a token's slice without tensor cores. More tokens are multiplied 16 or 64 at a time on
+tensor cores, in three tf32 products, which together have fp32 precision.
 
-Backward of `hc_pre` and `hc_head` computes the mix again by torch's operations and the kernel of `sinkhorn`, and keeps the
-streams alone. `hc_post` has a kernel: with g the gradient of X',
+Backward of `hc_pre` and `hc_head` recomputes the mix by torch ops and the kernel of `sinkhorn`, and saves only the inputs.
+Backward of `hc_post` has a kernel: with g the gradient of X',
 
     dX_s = Σ_t comb_st g_t      dy = Σ_t post_t g_t      dpost_t = y · g_t      dcomb_st = X_s · g_t
 """
@@ -27,14 +27,14 @@ from .....kernels.triton._pdl import _begin, _wait
 from ..hyper_connections import FEW, mixed
 from .sinkhorn import _balanced, _shares, sinkhorn
 
-MOST = 128  # parts of a sum: 32 KB for a token of 128 parts lie in the L2
-PROGRAMS = 2  # a multiprocessor, where the tokens alone are fewer
+MOST = 128  # splits of a sum: a token's 128 partial sums are 32 KB, which fit in L2
+PROGRAMS = 2  # per multiprocessor, if there are fewer tokens
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _hc_project_kernel(x_ptr, w_ptr, part_ptr, tokens, chunk, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
                        ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """Products and, behind them, squares of one stretch of some tokens."""
+    """Compute partial products of one K split of some tokens, followed by their sum of squares."""
     _begin(DEPENDENT)
     split, first = tl.program_id(0), tl.program_id(1) * ROWS
     p, row, col = tl.arange(0, PP), first + tl.arange(0, ROWS), tl.arange(0, BLOCK)
@@ -69,7 +69,7 @@ def _hc_project_kernel(x_ptr, w_ptr, part_ptr, tokens, chunk, K: tl.constexpr, P
 
 @triton.jit
 def _gate(part_ptr, base_ptr, scale, factor, there, step, START: tl.constexpr, S: tl.constexpr, SPLITS: tl.constexpr):
-    """(1, S): sigmoids of the S products from START on."""
+    """Return the sigmoids (1, S) of the S products from START on."""
     split, s = tl.arange(0, SPLITS)[:, None], tl.arange(0, S)[None]
     z = tl.sum(tl.load(part_ptr + split * step + START + s, mask=there, other=0.0), 0)[None] * factor
     z = z * scale + tl.load(base_ptr + START + s).to(tl.float32)
@@ -78,7 +78,7 @@ def _gate(part_ptr, base_ptr, scale, factor, there, step, START: tl.constexpr, S
 
 @triton.jit
 def _factor(part_ptr, splits, step, norm_eps, REACH: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr):
-    """What a token's products are multiplied by, from the squares of its REACH numbers; and which parts are there, a mask."""
+    """Return a token's RMSNorm factor, from the squares of its REACH values, and a mask of the valid splits."""
     split = tl.arange(0, SPLITS)
     square = tl.sum(tl.load(part_ptr + split * step + P, mask=split < splits, other=0.0), 0)
     return 1.0 / tl.sqrt(square / REACH + norm_eps), (split < splits)[:, None]
@@ -87,7 +87,7 @@ def _factor(part_ptr, splits, step, norm_eps, REACH: tl.constexpr, P: tl.constex
 @triton.jit
 def _spread(part_ptr, scale_ptr, base_ptr, factor, there, step, eps, S: tl.constexpr, SPLITS: tl.constexpr,
             ROUNDS: tl.constexpr):  # fmt: skip
-    """post (1, S) and comb (1, S, S) of a token's parts."""
+    """Compute post (1, S) and comb (1, S, S) from a token's partial sums."""
     post = 2.0 * _gate(part_ptr, base_ptr, tl.load(scale_ptr + 1).to(tl.float32), factor, there, step, S, S, SPLITS)
     place = tl.arange(0, S)[:, None] * S + tl.arange(0, S)[None]
     logits = part_ptr + tl.arange(0, SPLITS)[:, None, None] * step + 2 * S + place[None]
@@ -101,7 +101,7 @@ def _spread(part_ptr, scale_ptr, base_ptr, factor, there, step, eps, S: tl.const
 def _hc_finish_kernel(x_ptr, part_ptr, scale_ptr, base_ptr, u_ptr, post_ptr, comb_ptr, tokens, splits, eps, norm_eps,
                       D: tl.constexpr, S: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, BLOCK: tl.constexpr,
                       SPLITS: tl.constexpr, ROUNDS: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """ROUNDS 0: no post and no comb."""
+    """Compute u, post and comb from partial sums. ROUNDS 0: only u."""
     _begin(DEPENDENT)
     _wait(DEPENDENT)
     n = tl.program_id(0).to(tl.int64)
@@ -124,7 +124,7 @@ def _hc_finish_kernel(x_ptr, part_ptr, scale_ptr, base_ptr, u_ptr, post_ptr, com
 
 @triton.jit
 def _mixing(x_ptr, y_ptr, post_ptr, comb_ptr, n, D: tl.constexpr, S: tl.constexpr):
-    """A token's part of each tensor, its post (1, S, 1) and its comb (S, S, 1)."""
+    """Return a token's pointers to x and y, its post (1, S, 1) and its comb (S, S, 1)."""
     s = tl.arange(0, S)
     post = tl.load(post_ptr + n * S + s).to(tl.float32)[None, :, None]
     comb = tl.load(comb_ptr + n * S * S + s[:, None] * S + s[None]).to(tl.float32)[:, :, None]
@@ -171,7 +171,7 @@ def _hc_post_backward_kernel(g_ptr, x_ptr, y_ptr, post_ptr, comb_ptr, dx_ptr, dy
 def _pre(
     x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, rounds: int
 ) -> tuple[Tensor, ...]:
-    """(u, post, comb), or with rounds 0 (u,)."""
+    """Compute (u, post, comb), or (u,) if rounds is 0."""
     *leading, streams, width = x.shape
     tokens, products = prod(leading), weight.shape[0]
     padded, reach = power_of_two(products + 1), streams * width
@@ -181,7 +181,7 @@ def _pre(
 
     def project(plan: MatrixPlan) -> Tensor:
         tiles, blocks = cdiv(tokens, plan.rows), cdiv(reach, plan.columns)
-        # Of few tokens as many as of one: a token's bits are then the same in any batch of them.
+        # Up to FEW tokens, the number of splits is that of one token: a token's bits are then the same in any such batch.
         most = min(MOST, blocks, max(1, PROGRAMS * job.chip.sms // (1 if tokens <= FEW else tiles)))
         chunk = cdiv(blocks, 1 << (most.bit_length() - 1)) * plan.columns
         splits = cdiv(reach, chunk)
@@ -205,7 +205,7 @@ def _pre(
 
 
 class _Pre(torch.autograd.Function):
-    """apply(x, weight, scale, base, eps, norm_eps, rounds, op). `op` is whose call it is."""
+    """apply(x, weight, scale, base, eps, norm_eps, rounds, op). `op` is the name of the calling op."""
 
     @staticmethod
     def forward(ctx, x, weight, scale, base, eps, norm_eps, rounds, op):

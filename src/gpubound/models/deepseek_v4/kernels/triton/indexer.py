@@ -1,16 +1,16 @@
-"""The indexer: one launch for the scores, one for the choice, and of long stores two.
+"""Kernels of the indexer: one launch for the scores, and one for top-k, or two for long stores.
 
-A program of `index_scores` multiplies a token's heads with a tile of keys on tensor cores, DEPTH numbers of them at a time: in
-fp32, which no tensor core takes, 128 at once would spill. A tile behind the limit reads nothing.
+A program of `index_scores` multiplies a token's heads by a tile of keys on tensor cores, DEPTH channels at a time: in fp32,
+which tensor cores do not support, 128 at once would spill. A tile after the limit reads no keys.
 
-`index_topk` is one program a token. Scores become unsigned numbers of the same order, and the k-th largest is found two bits
-at a time: of three thresholds, the program counts how many numbers reach each, in one sum. After 16 rounds everything above it
-is taken, and of those equal to it the first. Where each goes follows from one running count. A token that sees no more than k
-entries takes all.
+`index_topk` has one program per token. Scores are mapped to unsigned integers of the same order, and the k-th largest is found
+two bits at a time: the program counts the integers that reach each of three thresholds, in one sum. After 16 rounds, all scores
+above the k-th are chosen, and the first of those equal to it. A cumulative sum gives their indices in ids. A token with no more
+than k visible entries chooses all.
 
-Scores of one block stay in registers. Of a longer store, each stretch of a block has a program, which leaves its k best; a
-second launch chooses among these, which stand in the order of their places, so the same entries win. One program alone would
-read all of them 18 times: 141 µs for 32,768. Where a text ends in the first stretch, the second launch copies.
+The scores of one block stay in registers. In a longer store, each block has a program, which writes its k best; a second launch
+chooses among these, which are in the order of their indices, so the result is the same. A single program would read all scores
+18 times: 141 µs for 32,768. If a sequence ends in the first block, the second launch copies.
 """
 
 import torch
@@ -28,7 +28,7 @@ from .....kernels.triton._pdl import _begin, _wait
 def _index_scores_kernel(q_ptr, k_ptr, w_ptr, limit_ptr, out_ptr, scale, places, tokens, H: tl.constexpr, HP: tl.constexpr,
                          D: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
                          DEPENDENT: tl.constexpr):  # fmt: skip
-    """`tokens` of a row."""
+    """Compute the scores of one tile of entries. tokens: per row."""
     _begin(DEPENDENT)
     _wait(DEPENDENT)
     n = tl.program_id(1).to(tl.int64)
@@ -54,7 +54,7 @@ def _index_scores_kernel(q_ptr, k_ptr, w_ptr, limit_ptr, out_ptr, scale, places,
 
 @triton.jit
 def _ordered(line, from_ptr, at, reach):
-    """Scores as uint32 of the same order: 0 where there is none or it is -inf; NaN as infinity. from_ptr: their places."""
+    """Load scores as uint32 keys of the same order: 0 for none and -inf; NaN as infinity. from_ptr: indices of the scores."""
     live = at < reach
     if from_ptr is not None:
         at = tl.load(from_ptr + at, mask=live, other=-1)
@@ -68,7 +68,7 @@ def _ordered(line, from_ptr, at, reach):
 
 @triton.jit
 def _reaching(key, least, step):
-    """How many numbers reach least + step, + 2 step and + 3 step: three counts of 21 bits in one int64."""
+    """Count the keys that reach least + step, + 2 step and + 3 step: three counts of 21 bits in one int64."""
     first = (key >= least + step).to(tl.int64)
     second, third = (key >= least + 2 * step).to(tl.int64), (key >= least + 3 * step).to(tl.int64)
     return tl.sum(first + (second << 21) + (third << 42), 0)
@@ -78,9 +78,9 @@ def _reaching(key, least, step):
 def _index_topk_kernel(score_ptr, limit_ptr, from_ptr, ids_ptr, places, span, EACH: tl.constexpr, K: tl.constexpr,
                        KP: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
                        DEPENDENT: tl.constexpr):  # fmt: skip
-    """Of each stretch of `span` scores, or with from_ptr of the EACH places that every stretch has left there.
+    """Choose the top K of each slice of `span` scores, or of the EACH candidates per slice at from_ptr.
 
-    WHOLE: what a program reads is one block."""
+    WHOLE: a program's scores fit in one block."""
     _begin(DEPENDENT)
     _wait(DEPENDENT)
     n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -94,7 +94,7 @@ def _index_topk_kernel(score_ptr, limit_ptr, from_ptr, ids_ptr, places, span, EA
         from_ptr += n * tl.cdiv(places, span) * EACH
         reach = tl.cdiv(tl.maximum(limit, 0), span) * EACH
     key = _ordered(line, from_ptr, at, reach)
-    least = tl.zeros([1], tl.uint32)  # the largest number that K numbers reach, found from its highest bits down
+    least = tl.zeros([1], tl.uint32)  # the largest key that K keys reach, found from its highest bits down
     if reach > K:
         for bits in tl.static_range(16):
             step = tl.full([1], 1 << (30 - 2 * bits), tl.uint32)
@@ -111,13 +111,13 @@ def _index_topk_kernel(score_ptr, limit_ptr, from_ptr, ids_ptr, places, span, EA
         if not WHOLE:
             key = _ordered(line, from_ptr, start + at, reach)
         above += tl.sum((key > least).to(tl.int32), 0)
-    room = K - above  # for those equal to `least`
+    room = K - above  # for keys equal to `least`
     taken, equals = tl.zeros([1], tl.int32), tl.zeros([1], tl.int32)
     for start in range(0, reach, BLOCK):
         if not WHOLE:
             key = _ordered(line, from_ptr, start + at, reach)
         over, equal = (key > least).to(tl.int32), ((key == least) & (key > 0)).to(tl.int32)
-        before = tl.cumsum(over + (equal << 16), 0)  # this one counted; a block has at most 2^15 places
+        before = tl.cumsum(over + (equal << 16), 0)  # inclusive; a block has at most 2^15 entries
         equal_before = equals + (before >> 16) - equal
         place = taken + (before & 0xFFFF) - over + tl.minimum(equal_before, room)
         chosen = (over > 0) | ((equal > 0) & (equal_before < room))

@@ -1,7 +1,8 @@
-"""A program owns some rows of one weight, and reads x whole, as in decode_product.py: each weight is read once.
+"""Kernel of norm_products and send_products. A program has some rows of one weight and reads all of x, as in decode_product.py:
+each weight is read once.
 
-Rows of weights in fp8 come first. A program of theirs multiplies x by the scales of its block, column by column, instead of the
-weight: as many multiplications for all of its rows as for one.
+Rows of fp8 weights come first. Their programs multiply x, instead of the weight, by the scales of a block's columns: one
+multiplication per column for all rows.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from ..norm_products import MOST, MOST_CODED
 
 @triton.jit
 def _which(first, begun, w, w1, w2, w3, w4, w5, w6, w7, s1, s2, s3, s4, s5, s6, s7):
-    """The weight that a row belongs to, and where it begins."""
+    """Return the weight that has row `first`, and the weight's first row."""
     w, begun = tl.where(first >= s1, w1, w), tl.where(first >= s1, s1, begun)
     w, begun = tl.where(first >= s2, w2, w), tl.where(first >= s2, s2, begun)
     w, begun = tl.where(first >= s3, w3, w), tl.where(first >= s3, s3, begun)
@@ -36,7 +37,7 @@ def _which(first, begun, w, w1, w2, w3, w4, w5, w6, w7, s1, s2, s3, s4, s5, s6, 
 
 @triton.jit
 def _which_coded(first, q, q1, q2, q3, z, z1, z2, z3, e1, e2, e3):
-    """Its codes, its scales, and where it begins."""
+    """Return the codes, scales and first row of the fp8 weight that has row `first`."""
     q, z, begun = tl.where(first >= e1, q1, q), tl.where(first >= e1, z1, z), tl.where(first >= e1, e1, 0)
     q, z, begun = tl.where(first >= e2, q2, q), tl.where(first >= e2, z2, z), tl.where(first >= e2, e2, begun)
     return tl.where(first >= e3, q3, q), tl.where(first >= e3, z3, z), tl.where(first >= e3, e3, begun)
@@ -45,7 +46,8 @@ def _which_coded(first, q, q1, q2, q3, z, z1, z2, z3, e1, e2, e3):
 @triton.jit
 def _put(out_ptr, at, total, square, eps, there, addresses, stamp, base, K: tl.constexpr, GAIN: tl.constexpr,
          BOXES: tl.constexpr):  # fmt: skip
-    """The sums of rows, over the root of x's mean square where it is normed. BOXES: so many get it instead, from `base` on."""
+    """Store the products of rows, divided by x's root mean square if x is normed. BOXES: number of inboxes that receive the
+    products instead of out, at offset `base`; or 0."""
     y = tl.sum(total, 1)
     if GAIN is not None:
         y /= tl.sqrt(tl.sum(square, 0) / K + eps)
@@ -59,7 +61,7 @@ def _put(out_ptr, at, total, square, eps, there, addresses, stamp, base, K: tl.c
 def _coded_rows(x_ptr, norm_ptr, w_ptr, scale_ptr, out_ptr, eps, first, left, rows, step, addresses, stamp, base,
                 B: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ACROSS: tl.constexpr, WHOLE: tl.constexpr,
                 GAIN: tl.constexpr, BOXES: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """R rows of a weight in fp8; ACROSS: the columns of a block."""
+    """Multiply R rows of an fp8 weight. ACROSS: columns of a block."""
     row, col = tl.arange(0, R), tl.arange(0, C)
     EVEN: tl.constexpr = K % C == 0
     w, scale = _tile(w_ptr, row, col, left, K, K, WHOLE), tl.load(scale_ptr + col // ACROSS, mask=col < K, other=0.0)
@@ -114,9 +116,13 @@ def _norm_products_kernel(x_ptr, norm_ptr, w0, w1, w2, w3, w4, w5, w6, w7, q0, q
                           B: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, CODED: tl.constexpr,
                           PLAIN: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, WHOLE: tl.constexpr,
                           GAIN: tl.constexpr, BOXES: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """s1 to s7: the rows of `out` where the second and later weights begin; of those that are not there, its end. e1 to e3 and
-    `coded`, where they end, likewise of weights in fp8. span: the rows that read one stretch of x, of which a token has `step`
-    numbers in all. DOWN, ACROSS: a block."""
+    """Multiply R rows of one weight.
+
+    s1 to s7      first rows in `out` of the second and later weights; the end of `out` for absent weights
+    e1 to e3      the same for fp8 weights, which end at row `coded`
+    span          rows per group; a group reads K of a token's `step` values of x
+    DOWN, ACROSS  rows and columns of a block
+    """
     _begin(DEPENDENT)
     first = tl.program_id(0) * R
     x_ptr += first // span * K
@@ -163,7 +169,7 @@ def _launch(
     begun = ends[len(coded) - 1] if coded else 0
     blocks = coded[0].block if coded else (1, 1)
     groups = x.shape[1] if x.dim() == 3 else 1
-    # A program's rows lie in one weight, in one block of it, and read one stretch of x.
+    # A program's rows are in one weight, in one block, and in one group.
     apart = [*parts, *([blocks[0]] if coded else []), *([rows // groups] if groups > 1 else [])]
     codes, scales = (_filled(some, MOST_CODED) for some in ([one.codes for one in coded], [one.scale for one in coded]))
     job = job_of("product", "qkv", (rows, width, *apart), plain[0] if plain else coded[0].codes)
@@ -176,10 +182,10 @@ def _launch(
 
 
 def _filled(some: Sequence[Tensor], count: int) -> list[Tensor | None]:
-    """As many, with the first in the place of those that are not there."""
+    """Pad the list to `count` with its first tensor."""
     return [*some, *[some[0] if some else None] * (count - len(some))]
 
 
 def _until(ends: Sequence[int], end: int, count: int) -> list[int]:
-    """Where so many parts behind the first begin; those that are not there at the end."""
+    """Return the first rows of `count` weights after the first; absent weights begin at `end`."""
     return [*ends, *[end] * count][:count]

@@ -1,13 +1,14 @@
-"""Sinkhorn's rounds in registers: one launch each way, where plain torch takes 3 for each of 39 normalisations.
+"""Kernels of Sinkhorn iterations in registers: one launch for forward and one for backward. Plain torch takes 3 launches for
+each of 39 normalisations.
 
-A thread holds a row of four, so that a row's sum stays inside it and a column's is two shuffles. With m' = m / d and
+A thread has a row of four, so that a row's sum needs no communication, and a column's is two shuffles. With m' = m / d and
 d = Σ m + eps, a round's gradient is
 
     dm = (dm' − Σ dm' · m') / d        the sums over the same row or column
 
-Backward walks through the rounds once more and keeps d of each, about 100 registers a thread for 39 of them; m before a round
-is m' · d. What autograd keeps of plain torch is a numerator and a denominator a division, 3.1 KB for each 4 x 4 matrix; here
-it is the logits, 64 bytes.
+Backward recomputes the rounds and stores d of each, about 100 registers per thread for 39 rounds; m before a round is m' · d.
+With plain torch, autograd saves a numerator and a denominator per division, 3.1 KB for each 4 x 4 matrix; this op saves the
+logits, 64 bytes.
 """
 
 import torch
@@ -21,7 +22,7 @@ from .....kernels.triton._launch import first_order_only, launch
 
 @triton.jit
 def _shares(z, inside):
-    """The softmax of each row of [N, S, S]; 0 where a matrix of fewer rows ends."""
+    """Return the softmax of each row of [N, S, S]; 0 in the padding of smaller matrices."""
     z = tl.where(inside, z, -1e30)
     e = tl.where(inside, tl.exp(z - tl.max(z, 2)[:, :, None]), 0.0)
     return e / tl.maximum(tl.sum(e, 2), 1e-30)[:, :, None]
@@ -29,7 +30,7 @@ def _shares(z, inside):
 
 @triton.jit
 def _balanced(p, inside, eps, ROUNDS: tl.constexpr):
-    """p + eps after the rounds."""
+    """Return p + eps after ROUNDS iterations."""
     m = tl.where(inside, p + eps, 0.0)
     m = tl.where(inside, m / (tl.sum(m, 1)[:, None] + eps), 0.0)
     for _ in range(ROUNDS - 1):
@@ -40,7 +41,7 @@ def _balanced(p, inside, eps, ROUNDS: tl.constexpr):
 
 @triton.jit
 def _square(first, count, S: tl.constexpr, SP: tl.constexpr, N: tl.constexpr):
-    """(offsets, mask of elements, and of those with a place in a matrix) of N matrices, padded to SP rows."""
+    """Return the offsets of N matrices padded to SP rows, a mask of elements, and a mask of elements inside a matrix."""
     n, i, j = first + tl.arange(0, N)[:, None, None], tl.arange(0, SP)[None, :, None], tl.arange(0, SP)[None, None]
     inside = (i < S) & (j < S) & (n >= 0)
     return n.to(tl.int64) * S * S + i * S + j, inside & (n < count), inside

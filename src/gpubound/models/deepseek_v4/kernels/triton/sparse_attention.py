@@ -1,11 +1,11 @@
-"""Sparse attention in two launches: programs share a token's keys, and another combines what they found.
+"""Kernels of sparse attention: programs split a token's keys (split-K), and a second launch combines their partial results.
 
-A program holds 16 heads, which all multiply the same tile of keys. In 16 bits it is loaded once, for scores and values. First
-come the tiles of the ring, then those of the entries, gathered by their ids or side by side up to the limit; tiles are dealt
-out in order, and a program without any reads nothing. It leaves its sums, its largest score and its weight.
+A program has 16 heads, which all multiply the same tile of keys. In 16 bits, a tile is loaded once, for scores and values. The
+tiles of the ring come first, then those of the entries, gathered by ids or contiguous up to the limit. Tiles are assigned in
+order, and a program without tiles reads no keys. A program writes its weighted sums, its largest score and its softmax weight.
 
-The second launch is a program for each head. It adds the sums in their order, with the sink's weight in the divisor, and
-turns the result back.
+The second launch has a program for each head, which adds the sums in order, with the sink in the divisor, and rotates the
+result by the negative angles.
 """
 
 import torch
@@ -21,14 +21,14 @@ from .compressor import _turned
 
 NOTHING = tl.constexpr(-1e30)  # below every score; -inf would make NaN of -inf - -inf
 MOST = 32  # programs that share a token's keys
-FEW = 16  # tokens up to which they do, so that a token's bits are the same in any batch of them; of more, one program has all
-DEPTH = 32  # numbers of an fp32 key that are multiplied at a time: 512 at once spill 5 KB a thread
+FEW = 16  # tokens up to which keys are split, equally in any such batch, for equal bits; otherwise one program has all keys
+DEPTH = 32  # channels of an fp32 key that are multiplied at a time: 512 at once spill 5 KB per thread
 
 
 @triton.jit
 def _part(q_ptr, heads, key_ptr, at, live, scale, peak, weight, total, D: tl.constexpr, DP: tl.constexpr, DEPTH: tl.constexpr,
           WIDE: tl.constexpr):  # fmt: skip
-    """Online softmax over one tile of keys, DEPTH numbers of a key at a time."""
+    """Update the online softmax by one tile of keys, DEPTH channels of a key at a time."""
     d = tl.arange(0, DP)
     key = tl.load(key_ptr + at[:, None] * D + d[None], mask=live[:, None] & (d < D)[None], other=0.0)
     if WIDE:  # the interpreter multiplies bf16 as if its bits were integers
@@ -55,7 +55,7 @@ def _sparse_attention_kernel(q_ptr, position_ptr, ring_ptr, store_ptr, ids_ptr, 
                              slots, places, WINDOW: tl.constexpr, STORED: tl.constexpr, CHOSEN: tl.constexpr, H: tl.constexpr,
                              HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, DEPTH: tl.constexpr,
                              SPLITS: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """`tokens` of a row. CHOSEN: ids of a token, or 0, and then `limit` says how many entries it sees."""
+    """Compute partial attention. tokens: per row. CHOSEN: ids per token; 0: a token attends to all entries before `limit`."""
     _begin(DEPENDENT)
     _wait(DEPENDENT)
     n, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
@@ -106,7 +106,7 @@ def _sparse_attention_kernel(q_ptr, position_ptr, ring_ptr, store_ptr, ids_ptr, 
 def _sparse_combine_kernel(sum_ptr, weight_ptr, position_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, positions, H: tl.constexpr,
                            D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr,
                            PAIRS: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """PAIRS 0: the result is not turned back."""
+    """Combine the partial results of one head. PAIRS 0: no rotation."""
     _begin(DEPENDENT)
     _wait(DEPENDENT)
     n, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -117,7 +117,7 @@ def _sparse_combine_kernel(sum_ptr, weight_ptr, position_ptr, sink_ptr, cos_ptr,
     sink = tl.load(sink_ptr + h).to(tl.float32)
     top = tl.maximum(tl.max(peak, 0), sink)
     fix = tl.exp(peak - top)
-    mask = (weight > 0.0)[:, None] & (d < D)[None]  # of a program without keys, sums were never written
+    mask = (weight > 0.0)[:, None] & (d < D)[None]  # a program without keys wrote no sums
     total = tl.sum(tl.load(sum_ptr + part[:, None] * D + d[None], mask=mask, other=0.0) * fix[:, None], 0)
     y = total / (tl.sum(weight * fix, 0) + tl.exp(sink - top))
     if PAIRS > 0:

@@ -1,4 +1,4 @@
-"""A head is a program: its channels, and once more each with its neighbour's value, which the first load brought near."""
+"""Kernel of turn_heads. A program computes one head, and loads each channel's pair partner a second time, from the cache."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -58,8 +58,8 @@ def _turn_heads_kernel(position_ptr, cos_ptr, sin_ptr, positions, tokens, x0, ou
                        N0: tl.constexpr, H1: tl.constexpr, D1: tl.constexpr, C1: tl.constexpr, N1: tl.constexpr,
                        H2: tl.constexpr, D2: tl.constexpr, C2: tl.constexpr, N2: tl.constexpr, P: tl.constexpr,
                        BACK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """H0 to H2: heads of a token in each part, or 0."""
-    _wait(DEPENDENT)  # a fence (_step.py)
+    """Apply RMSNorm and RoPE to one head. H0 to H2: heads per token in each part, or 0."""
+    _wait(DEPENDENT)  # a fence (_pdl.py)
     _begin(DEPENDENT)
     head = tl.program_id(0).to(tl.int64)
     if head < tokens * H0:
