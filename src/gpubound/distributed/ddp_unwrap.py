@@ -1,7 +1,7 @@
-"""A model that a script has wrapped for many processes, in front of a step that adds up gradients by itself.
+"""Unwrap a model that a script has wrapped in DistributedDataParallel, for a step that sums gradients itself.
 
-Two owners of one gradient would add it up twice, and divide it by other numbers of tokens. So the wrapper comes off, and what
-it knew of the ranks goes to the step. Its hooks do nothing in a backward whose forward was not its own.
+Two owners of one gradient would sum it twice, and divide it by different numbers of tokens. So the wrapper is removed, and the
+step takes its process group. The wrapper's hooks have no effect in a backward whose forward did not run through the wrapper.
 """
 
 import logging
@@ -24,7 +24,8 @@ REFUSED = {
 
 
 def unwrapped(model: nn.Module, ranks: Ranks) -> tuple[nn.Module, Ranks]:
-    """The model inside DistributedDataParallel, with its ranks where none are given; any other model as it is."""
+    """Return the model inside DistributedDataParallel, and the wrapper's ranks if `ranks` is ALONE; return any other model
+    unchanged."""
     check_ranks(ranks, "TrainStep")
     if isinstance(model, DistributedDataParallel):
         if hooks := getattr(model, "_comm_hooks", ()):
@@ -48,12 +49,12 @@ def unwrapped(model: nn.Module, ranks: Ranks) -> tuple[nn.Module, Ranks]:
     for name, what in _wrappers(model):
         raise ValueError(f"model: {name or 'it'} is a {what}, whose parameters a step cannot take over; {REFUSED[what]}.")
     if any_sharded(model.parameters()):
-        return model, ranks  # they know their ranks themselves
+        return model, ranks  # sharded parameters have their own ranks
     return model, ranks
 
 
 def tell_if_alone(ranks: Ranks) -> None:
-    """A line where a step has no others, though this is one of several processes: each would train a model of its own."""
+    """Log a notice if a step has no ranks although this is one of several processes: each would train a separate model."""
     if ranks.alone and dist.is_initialized() and dist.get_world_size() > 1:
         notice(
             f"train: this is one of {dist.get_world_size()} processes, but its step has no ranks and trains alone; "
@@ -63,7 +64,7 @@ def tell_if_alone(ranks: Ranks) -> None:
 
 
 def tell_if_saved_apart(ranks: Ranks, folder: Path) -> None:
-    """A line where a rank that is not the first saves by itself: the first may be about to do the same in the same place."""
+    """Log a warning if a rank other than the first saves without ranks: the first may save to the same location."""
     if ranks.alone and dist.is_initialized() and (own := dist.get_rank()) > 0:
         notice(
             f"checkpoint: rank {own} of {dist.get_world_size()} saves into {folder} without ranks, and would spoil what "
@@ -73,7 +74,8 @@ def tell_if_saved_apart(ranks: Ranks, folder: Path) -> None:
 
 
 def _wrappers(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Every wrapper in the model that nothing here takes off, by name and kind. By the class's name: importing them is slow."""
+    """Yield the name and kind of every unsupported wrapper in the model. Wrappers are matched by class name: importing them
+    is slow."""
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
             if kind.__name__ in REFUSED and kind.__module__.startswith("torch."):

@@ -1,7 +1,7 @@
-"""What becomes of a failure when the run is many processes: one of them says it, once, in one sentence.
+"""Report the failure of a run of many processes once, in one sentence.
 
-A rank that fails leaves a note where torch's agent looks for one, in the form that torch's own `record` writes. Whoever started
-the ranks reads the notes and finds the first: when one rank is gone, the others fail too, because they wait for it in vain.
+A rank that fails writes an error file where torch's agent expects one, in the format of torch's `record`. The launcher reads
+the files and finds the first failure: when one rank is gone, the others fail too, because they wait for it.
 """
 
 import hashlib
@@ -21,24 +21,24 @@ import torch.distributed as dist
 
 from ..errors import GpuboundError, RankError
 
-LAUNCHER = "GPUBOUND_LAUNCHER"  # of the environment: the process id of the launcher
-OURS = "gpubound-"  # how the name of a run begins that distributed/launch.py started
+LAUNCHER = "GPUBOUND_LAUNCHER"  # environment variable with the process id of the launcher
+OURS = "gpubound-"  # prefix of the run ids of distributed/launch.py
 
-# What can become of a rank.
+# Kinds of failure.
 KILLED = "killed"  # by a signal
 HUNG = "hung"  # the watchdog ended it
-RAISED = "raised"  # an error that no command expects
-REFUSED = "refused"  # an error with a sentence: the next attempt would end in it, too
-UNSOUND = "unsound"  # it has done its work, and its exit code is not 0
+RAISED = "raised"  # an unexpected error
+REFUSED = "refused"  # an expected error, which the next attempt would raise, too
+UNSOUND = "unsound"  # the work is done, but the exit code is not 0
 BEREFT = "bereft"  # another rank is gone
 
 AGAIN = (KILLED, HUNG, RAISED, BEREFT)
-"""After these another attempt may succeed."""
+"""Kinds of failure after which another attempt may succeed."""
 
 INTERRUPTED = 130
-"""The exit code after Ctrl-C, where nothing was saved for it."""
+"""Exit code after Ctrl-C, if no checkpoint was saved for it."""
 
-MOMENT = timedelta(seconds=1)  # by which ranks that refuse the same input come to it one after the other
+MOMENT = timedelta(seconds=1)  # maximum delay between ranks that refuse the same input
 
 SMALLER = "take a smaller micro_batch, or recompute=blocks"
 
@@ -47,7 +47,7 @@ _SIGNS = re.compile(r"gloo/|\bnccl|Connection (closed|reset) by peer|process gro
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of a rank, or what another rank says of it."""
+    """Failure of a rank, or another rank's report of it."""
 
     rank: int
     kind: str
@@ -58,13 +58,13 @@ class Failure:
 
     @property
     def sentence(self) -> str:
-        """`said`, with the rank where it is not part of the sentence anyway. A refusal is the whole run's."""
+        """Return `said`, prefixed with the rank unless `said` names it. A refusal on rank 0 is reported for the whole run."""
         named = self.kind in (KILLED, HUNG) or re.match(rf"rank {self.rank}\b", self.said)
         plain = named or not self.said or (self.kind == REFUSED and self.rank == 0)
         return self.said if plain else f"rank {self.rank}: {self.said}"
 
     def note(self) -> None:
-        """Leave it for the agent. Without an agent nobody reads notes."""
+        """Write the error file for the agent. Without an agent no file is written."""
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             about: dict[str, Any] = {"timestamp": str(int(self.when)), "py_callstack": self.trace or self.said}
             about |= {"rank": self.rank, "kind": self.kind, "code": self.code, "when": self.when}
@@ -73,12 +73,12 @@ class Failure:
 
 
 def failure_of(error: Exception, rank: int, said: str, code: int) -> Failure:
-    """The failure that `error` is, whose one line and exit code are known."""
+    """Return the failure for `error`, with its one-line message and its exit code."""
     kind = REFUSED if isinstance(error, GpuboundError | ValueError | OSError) else RAISED
     if isinstance(error, torch.OutOfMemoryError):
         kind, said = REFUSED, f"rank {rank} ran out of memory: {said.rstrip('.')}; {SMALLER}."
     elif of_another(error):
-        kind, code = BEREFT, 1  # nothing is wrong with what this rank was given
+        kind, code = BEREFT, 1  # this rank's input is valid
         if not isinstance(error, RankError):
             said = f"rank {rank} waited for another rank that is gone: {said}"
     elif kind == REFUSED and refused_by_first(rank, said):
@@ -88,7 +88,7 @@ def failure_of(error: Exception, rank: int, said: str, code: int) -> Failure:
 
 
 def refused_by_first(rank: int, said: str) -> bool:
-    """Whether the first rank refuses in the same words, now or in a moment: then the sentence is the run's, not this rank's."""
+    """Return whether rank 0 raises the same error, now or within a moment: the error is then the run's, not this rank's."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     key = f"gpubound/refused/{attempt}/{hashlib.sha256(said.encode()).hexdigest()}"
     try:
@@ -98,21 +98,21 @@ def refused_by_first(rank: int, said: str) -> bool:
         else:
             place.wait([key], MOMENT)
         return True
-    except (dist.DistError, RuntimeError):  # it refuses nothing of the kind; or the place is gone
+    except (dist.DistError, RuntimeError):  # rank 0 raises no such error, or the store is gone
         return False
 
 
 def of_another(error: BaseException) -> bool:
-    """Whether `error` only says that another rank is gone. gloo's errors have no class of their own."""
-    if isinstance(error, RankError) and error.__cause__ is not None:  # what `join` makes of one
+    """Return whether `error` only reports that another rank is gone. gloo raises plain RuntimeError, matched by its text."""
+    if isinstance(error, RankError) and error.__cause__ is not None:  # raised by `join` from such an error
         return of_another(error.__cause__)
-    if isinstance(error, dist.DistError):  # NCCL's, and the store's
+    if isinstance(error, dist.DistError):  # raised by NCCL and by the store
         return True
     return type(error) is RuntimeError and _SIGNS.search(str(error)) is not None
 
 
 def failure_from(rank: int, process: Any) -> Failure:
-    """The failure that torch's agent saw: its `ProcessFailure`, with the note that the rank left."""
+    """Return the failure for a `ProcessFailure` of torch's agent, with the rank's error file."""
     message, code = process.message, process.exitcode
     if isinstance(message, dict):
         about = message["extraInfo"]
@@ -124,9 +124,9 @@ def failure_from(rank: int, process: Any) -> Failure:
         said = f"rank {rank} ended with exit code {code} and without a word"
         return Failure(rank, RAISED, said, code, when=process.timestamp)
     number = signal.Signals(-code)
-    # An abort is often torch's own answer to another rank's end, and this time is cut to whole seconds.
+    # An abort is often torch's reaction to another rank's end, and this time is truncated to whole seconds.
     when = process.timestamp + (1 if number == signal.SIGABRT else 0)
-    kind = BEREFT if number == signal.SIGTERM else KILLED  # the agent sends SIGTERM to those that are left
+    kind = BEREFT if number == signal.SIGTERM else KILLED  # the agent sends SIGTERM to the remaining ranks
     asked = number in (signal.SIGINT, signal.SIGTERM)
     return Failure(rank, kind, _killed(rank, process.pid, number), INTERRUPTED if asked else 1, when=when)
 
@@ -137,21 +137,21 @@ def _killed(rank: int, pid: int, number: signal.Signals) -> str:
 
 
 def first_of(failures: Iterable[Failure]) -> Failure:
-    """The failure that the others come of."""
+    """Return the failure that caused the others."""
     return min(failures, key=lambda f: (f.kind == BEREFT, f.when, f.rank))
 
 
 def speaks(timeout: timedelta = timedelta(seconds=5)) -> bool:
-    """Whether this rank is the first to ask: under somebody else's torchrun it is the one that says why all of them end."""
+    """Return whether this rank is the first to call: under an external torchrun that rank reports why all ranks end."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         return meeting_place(timeout).add(f"gpubound/said/{attempt}", 1) == 1
-    except (dist.DistError, RuntimeError):  # the place is gone with the process that kept it; better said twice than never
+    except (dist.DistError, RuntimeError):  # the store's process has exited; a second report is better than none
         return True
 
 
 def meeting_place(timeout: timedelta) -> dist.TCPStore:
-    """A connection of its own to the store where the ranks meet: one that another thread waits on cannot be used."""
+    """Return a new connection to the rendezvous store: a connection on which another thread waits cannot be used."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 

@@ -1,7 +1,7 @@
-"""Start a command as many processes on this machine, by torch's own agent, and say why they ended.
+"""Start a command as several processes on this machine with torch's elastic agent, and report why they ended.
 
-The agent makes the processes and numbers them, notices when one ends, ends the others, and begins again if it may. Added here:
-Ctrl-C goes to every rank as it would to a single process, ranks other than the first write to files, and a failure is one
+The agent starts and numbers the processes, notices when one ends, ends the others, and restarts them if allowed. This module
+adds: Ctrl-C reaches every rank as it would a single process, ranks other than the first log to files, and a failure is one
 sentence in place of the agent's report.
 """
 
@@ -27,24 +27,24 @@ from ..files import make_folder
 from ..trace import say
 from .failures import AGAIN, INTERRUPTED, LAUNCHER, OURS, Failure, failure_from, first_of
 
-LOOK = 0.1  # seconds between two looks at the processes
-NOW = 5.0  # seconds after a second Ctrl-C until what still runs is killed: a rank inside a collective hears no signal
+LOOK = 0.1  # seconds between two checks of the processes
+NOW = 5.0  # seconds from a second Ctrl-C to SIGKILL: a rank inside a collective handles no signal
 
 
 @dataclass(frozen=True)
 class End:
-    """How the processes ended: with exit code 0, by Ctrl-C, or with the failure that ended them."""
+    """Result of the processes: exit code 0, Ctrl-C, or the failure that ended them."""
 
     code: int
     failure: Failure | None = None
     log: Path | None = None
-    """What the failed rank wrote, where that is in a file."""
+    """Log file of the failed rank, if it has one."""
 
 
 def launch(command: Sequence[str], processes: int, logs: Path, restarts: int = 0) -> End:
-    """Run `command` as so many ranks. Rank 0 has this terminal; what the others write goes to `logs`/rank-1.log and so on.
+    """Run `command` as `processes` ranks. Rank 0 uses this terminal; the others write to `logs`/rank-1.log and so on.
 
-    restarts  how often all ranks begin again after one was lost. The command must go on by itself from what is saved.
+    restarts  maximum number of restarts of all ranks after one is lost. The command must resume from its checkpoint by itself.
     """
     with tempfile.TemporaryDirectory(prefix="gpubound-") as notes, _kept(logs), _quiet(), _environment(processes):
         name = f"{OURS}{uuid.uuid4().hex[:12]}"
@@ -81,36 +81,37 @@ def _end(failure: Failure, agent: "_Agent", logs: Path) -> End:
         return End(INTERRUPTED)
     log = logs / _name(failure.rank, agent.attempt)
     if failure.rank == 0 and failure.trace:
-        with suppress(OSError):  # a full disk, perhaps the failure itself: its sentence is said all the same
+        with suppress(OSError):  # a full disk, perhaps the failure itself; the failure is reported anyway
             log.write_text(failure.trace, encoding="utf-8")
     return End(failure.code, failure, log if log.exists() and log.stat().st_size else None)
 
 
 class _Over(Exception):
-    """The processes have failed, and none begins again."""
+    """Raised when the processes have failed and no restart follows."""
 
     def __init__(self, failure: Failure):
         self.failure = failure
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent, which also passes on Ctrl-C and knows the first failure."""
+    """torch's agent, extended to pass on Ctrl-C and to find the first failure."""
 
     timer: threading.Timer | None = None
-    asked = 0  # how often this process was told to stop
+    asked = 0  # number of stop signals received
     attempt = 0
     pids: dict[int, int] = {}  # noqa: RUF012 - replaced at each start
 
     def _start_workers(self, worker_group: Any) -> Any:
         self._listen()
         self.pids = super()._start_workers(worker_group)
-        self._listen()  # again, where torch is older than the variable that keeps it from taking these signals
-        if self.asked:  # meanwhile
+        self._listen()  # again, for torch versions without the variable that keeps the agent from handling these signals
+        if self.asked:  # a signal arrived during the start
             self._send(signal.SIGINT)
         return self.pids
 
     def _listen(self) -> None:
-        """In place of torch's own way, which kills what has not ended in 30 s: a checkpoint may take longer."""
+        """Replace torch's signal handler, which kills processes that have not ended within 30 s: a checkpoint may take
+        longer."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._pass_on)
 
@@ -123,7 +124,7 @@ class _Agent(LocalElasticAgent):
 
     def _send(self, number: int) -> None:
         for pid in self.pids.values():
-            with suppress(ProcessLookupError):  # it has ended
+            with suppress(ProcessLookupError):  # the process has ended
                 os.kill(pid, number)
 
     def _monitor_workers(self, worker_group: Any) -> Any:
@@ -139,7 +140,8 @@ class _Agent(LocalElasticAgent):
 
 
 class _Logs(DefaultLogsSpecs):
-    """Rank 0 has the terminal. stderr of the others goes to files; they let stdout follow by themselves."""
+    """Log destinations: rank 0 has the terminal. stderr of the others goes to files; the other ranks redirect stdout
+    themselves."""
 
     def __init__(self, notes: str, folder: Path):
         super().__init__(log_dir=notes)
@@ -156,7 +158,7 @@ class _Logs(DefaultLogsSpecs):
 
 @contextmanager
 def _environment(processes: int) -> Iterator[None]:
-    """Inside, what each rank inherits; what the user has set stays."""
+    """Set the environment variables that each rank inherits; variables set by the user keep their values."""
     wanted = {
         "OMP_NUM_THREADS": share_of_cores(processes),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # torch's default, the agent's is 1: end at once, for an abort waits for peers
@@ -174,7 +176,7 @@ def _environment(processes: int) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, the agent's log is not printed: what it says of a failure is in the one sentence. With LOGLEVEL set it is."""
+    """Suppress the agent's log, whose content is in the failure sentence, unless LOGLEVEL is set."""
     logger = logging.getLogger("torch.distributed.elastic")
     before = logger.propagate
     logger.propagate = before and "LOGLEVEL" in os.environ
@@ -189,7 +191,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _signals_restored() -> Iterator[None]:
-    """At the end the signals mean what they did before; the agent takes four of them."""
+    """Restore the signal handlers at exit; the agent replaces four of them."""
     taken = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in taken}
     try:
@@ -205,7 +207,7 @@ def _name(rank: int, attempt: int) -> str:
 
 @contextmanager
 def _kept(folder: Path) -> Iterator[None]:
-    """Inside, `folder` is there, without the logs of an earlier run; at the end, with those that hold anything."""
+    """Create `folder` without the logs of an earlier run; at exit remove empty logs, and the folders that are empty then."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     make_folder(folder)
     _remove(folder.glob("rank-*.log"))
@@ -214,7 +216,7 @@ def _kept(folder: Path) -> Iterator[None]:
     finally:
         _remove(path for path in folder.glob("rank-*.log") if path.stat().st_size == 0)
         for path in made or [folder]:
-            with suppress(OSError):  # it holds something
+            with suppress(OSError):  # the folder is not empty
                 path.rmdir()
 
 

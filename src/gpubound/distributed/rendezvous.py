@@ -1,7 +1,7 @@
-"""How the processes of a run find each other, and what must be alike before the first number goes from one to another.
+"""Connect the processes of a run, and check that their versions agree before the first collective.
 
-Every failure here is one sentence that all ranks know: rank 0 compares, the others hear what it found. torch would say that a
-socket timed out, or that NCCL was used in an invalid way.
+Every failure here is one sentence that all ranks raise: rank 0 compares, the others receive its result. torch would report a
+socket time-out, or an invalid use of NCCL.
 """
 
 import json
@@ -16,17 +16,17 @@ from ..errors import DeviceError
 from ..formatting import duration
 from ..version import __version__
 
-GPU = "GPU"  # the one thing that must differ
-LOOK = 0.002  # seconds between two looks of the first rank at who has come
+GPU = "GPU"  # the only value that must differ between ranks
+LOOK = 0.002  # seconds between two checks by rank 0 of the joined ranks
 
 
 def open_store(rank: int, world: int, device: torch.device, timeout: timedelta) -> tuple[dist.Store, str]:
-    """The store where all ranks have said who they are, and the name of this start, before which its keys stand.
-    DeviceError where a rank stays away, or does not fit the first.
+    """Return the store in which all ranks have registered, and the name of this start, which prefixes its keys. Raise
+    DeviceError if a rank is absent or does not match rank 0.
 
-    torch's agent keeps one store while it starts the ranks again, and what the ranks before have written there stays:
-    addresses where nobody listens any more. How often a rank was started again may differ between machines. So the first
-    rank makes up a name, and tells it to every rank that calls with a word of its own.
+    torch's agent keeps one store over restarts of the ranks, and the keys of earlier starts remain there: addresses on which no
+    process listens any more. The number of restarts may differ between machines. So rank 0 chooses a name, and sends it to
+    every rank that registers with a random token.
     """
     place, mine = _opened(rank, world, timeout), uuid4().hex
     if rank == 0:
@@ -56,8 +56,8 @@ def _about(rank: int) -> str:
 
 
 def _awaited(place: dist.Store, store: dist.Store, name: str, world: int, timeout: timedelta) -> list[int]:
-    """The ranks that have not come within `timeout`. Each that calls is told the `name` of this start, and has come once it
-    has said who it is in `store`: what called may have been a rank before, which is gone."""
+    """Return the ranks that have not joined within `timeout`. Each rank that registers receives the `name` of this start,
+    and has joined once it has written its versions to `store`: the registration may be that of a rank of an earlier start."""
     missing, answered, until = list(range(1, world)), dict[int, bytes](), time.monotonic() + timeout.total_seconds()
     while missing and time.monotonic() < until:
         for rank in missing:
@@ -70,7 +70,7 @@ def _awaited(place: dist.Store, store: dist.Store, name: str, world: int, timeou
 
 
 def about(device: torch.device) -> dict[str, str]:
-    """What the ranks compare."""
+    """Return the values that the ranks compare."""
     mine = {"gpubound": __version__, "torch": torch.__version__}
     if device.type != "cuda":
         return mine
@@ -110,7 +110,7 @@ def _absent(missing: list[int], world: int, timeout: timedelta) -> str:
 
 
 def mismatch(all_about: list[dict[str, str]]) -> str:
-    """How a rank does not fit the first, or another; empty if all fit."""
+    """Return the first mismatch between two ranks as a sentence; empty if all match."""
     owners: dict[str, int] = {}
     for rank, mine in enumerate(all_about):
         for what in mine.keys() - {GPU}:
@@ -126,7 +126,7 @@ def mismatch(all_about: list[dict[str, str]]) -> str:
 
 
 def init_group(backend: str, store: dist.Store, rank: int, world: int, device: torch.device, timeout: timedelta) -> None:
-    """Let the devices speak to each other. NCCL begins here on a GPU, and not inside the first step."""
+    """Initialize the process group. NCCL is initialized here on a GPU, and not inside the first step."""
     try:
         on = device if device.type == "cuda" else None
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=on)

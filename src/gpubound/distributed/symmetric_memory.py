@@ -1,11 +1,12 @@
-"""The sum of a flat buffer over the GPUs of one machine, carried by their copy engines.
+"""All-reduce of a flat buffer over the GPUs of one machine, carried by their copy engines.
 
-NCCL's kernels hold multiprocessors, and a product that runs beside them waits for these: with sums that begin while backward
-runs, a step of 350m on two H200s took 96.6 ms, without any sum 90.0, and fewer of NCCL's blocks only made it longer. A copy
-engine takes no multiprocessor. The addition alone is a kernel.
+NCCL's kernels occupy multiprocessors, and a concurrent GEMM waits for these: with all-reduces that overlap backward, a step of
+350m on two H200s took 96.6 ms, without any all-reduce 90.0, and fewer NCCL blocks only made the step longer. A copy engine
+takes no multiprocessor. Only the addition is a kernel.
 
-The buffers lie in memory that all ranks see, torch's symmetric memory. Of each bucket a rank owns one share. It fetches what
-the others have of that share and adds it to its own; then each fetches the others' sums. So all have the same bits.
+The buffers are in torch's symmetric memory, which all ranks can read. Each rank reduces one shard of each bucket: it fetches
+the other ranks' terms of its shard and adds them (reduce-scatter); then each rank fetches the other shards' sums (all-gather).
+So all ranks have the same bits.
 """
 
 import socket
@@ -21,13 +22,13 @@ from ..device import count_memory
 from ..trace import notice
 from .ranks import Ranks
 
-PIECE = (16 << 20) // 4  # elements that are fetched before they are added: scratch memory for each other rank
+PIECE = (16 << 20) // 4  # elements fetched before each addition; one scratch buffer of this size per other rank
 T = TypeVar("T")
-ALIGNED = 32  # elements: shares begin where a copy is fast
+ALIGNED = 32  # elements: alignment of shards, for fast copies
 
 
 def shares(start: int, stop: int, world: int) -> list[tuple[int, int]]:
-    """Elements start to stop, in one share for each rank."""
+    """Split elements start to stop into one shard per rank."""
     each = -(-(stop - start) // world)
     each += -each % ALIGNED
     cuts = [min(start + each * number, stop) for number in range(world + 1)]
@@ -35,33 +36,35 @@ def shares(start: int, stop: int, world: int) -> list[tuple[int, int]]:
 
 
 class SymmetricSums:
-    """Adds up stretches of `buffers`, one a rank, by rank, of which `rank` is this process's. All ranks ask for the same.
+    """All-reduce of ranges of `buffers`, one buffer per rank; `rank` is this process's index. All ranks must make the same
+    calls.
 
-    meet    makes the current stream wait until the streams of all ranks have come there
-    stream  what all of this runs on, beside the step; None: on a CPU, at once
+    meet    barrier: makes the current stream wait until the streams of all ranks have reached it
+    stream  side stream for the copies and sums; None: run synchronously, on a CPU
     """
 
     def __init__(self, buffers: Sequence[Tensor], rank: int, meet: Callable[[], None], stream: torch.cuda.Stream | None = None):
         self.buffers, self.rank, self._meet, self._stream = list(buffers), rank, meet, stream
         self.mine = self.buffers[rank]
         world = len(self.buffers)
-        self._others = [(rank + step) % world for step in range(1, world)]  # each rank begins at another one
+        self._others = [(rank + step) % world for step in range(1, world)]  # each rank starts with a different peer
         self._scratch = self.mine.new_empty(world - 1, min(PIECE, self.mine.numel()))
 
     def begin(self, start: int, stop: int) -> Callable[[], None]:
-        """Begin to add up elements start to stop, behind what the current stream has been given; what it returns waits."""
+        """Begin the all-reduce of elements start to stop, after the work queued on the current stream. Return a function
+        that makes the current stream wait for the result."""
         with self._beside():
-            self._meet()  # all have written theirs
+            self._meet()  # all ranks have written their terms
             every = shares(start, stop, len(self.buffers))
             self._add(*every[self.rank])
-            self._meet()  # all sums are there, and nobody wants this rank's terms any more
+            self._meet()  # all sums are complete, and no rank reads this rank's terms any more
             for other in self._others:
                 first, last = every[other]
                 self.mine[first:last].copy_(self.buffers[other][first:last])
             return self._done()
 
     def end(self) -> Callable[[], None]:
-        """Nobody reads this rank's buffer any more, once what it returns has waited."""
+        """Return a function that makes the current stream wait until no rank reads this rank's buffer any more."""
         with self._beside():
             self._meet()
             return self._done()
@@ -88,9 +91,9 @@ class SymmetricSums:
 
 
 def symmetric_sums(ranks: Ranks, elements: int) -> SymmetricSums | None:
-    """Of fp32 buffers of so many elements in memory that all ranks see; None where NCCL or gloo must sum.
+    """Return SymmetricSums over fp32 buffers of `elements` elements in symmetric memory; None where NCCL or gloo must reduce.
 
-    All ranks must call it. Between machines NCCL knows the way; on one machine a line says why it is taken.
+    All ranks must call it. Ranks on several machines use NCCL; on one machine the reason for using NCCL is logged.
     """
     if ranks.alone or ranks.device.type != "cuda" or not elements:
         return None
@@ -108,15 +111,16 @@ def symmetric_sums(ranks: Ranks, elements: int) -> SymmetricSums | None:
 
 
 class _NotHere(Exception):
-    """Why one of the ranks cannot; the same on all of them."""
+    """Reason why one of the ranks cannot use symmetric memory; the same on all ranks."""
 
 
 def _tried(ranks: Ranks, work: Callable[[], T]) -> T:
-    """What `work` gave here, once no rank's has failed: one that went on alone would wait for the others."""
+    """Return work() once it has succeeded on every rank. If it fails on one rank, raise _NotHere on all: a rank that went on
+    alone would wait for the others."""
     result, why = None, None
     try:
         result = work()
-    except (RuntimeError, _NotHere) as error:  # a driver, or a container, without memory that processes share
+    except (RuntimeError, _NotHere) as error:  # a driver or container without shared memory between processes
         why = str(error).partition("\n")[0]
     if reasons := [said for said in ranks.gather(why) if said]:
         raise _NotHere(reasons[0])
@@ -124,7 +128,7 @@ def _tried(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 def cannot(own: int, indices: Sequence[int]) -> str | None:
-    """Why GPU `own` cannot read the memory of the others, or None."""
+    """Return the reason why GPU `own` cannot read the memory of the others, or None."""
     if len(set(indices)) < len(indices):
         return "each process sees its own GPU alone"
     if blind := [other for other in indices if other != own and not torch.cuda.can_device_access_peer(own, other)]:
@@ -133,10 +137,10 @@ def cannot(own: int, indices: Sequence[int]) -> str | None:
 
 
 def _buffer(device: torch.device, elements: int, indices: Sequence[int]) -> tuple[Tensor, int]:
-    """A buffer, and how many of its bytes torch's allocator does not count: all of them, by torch 2.11."""
+    """Return a buffer, and the number of its bytes that torch's allocator does not count: all of them, in torch 2.11."""
     if why := cannot(device.index, indices):
         raise _NotHere(why)
-    from torch.distributed import _symmetric_memory as symmetric  # a second's import
+    from torch.distributed import _symmetric_memory as symmetric  # this import takes a second
 
     before = torch.cuda.memory_reserved(device)
     buffer = symmetric.empty(elements, dtype=torch.float32, device=device)

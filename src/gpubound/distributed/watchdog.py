@@ -1,10 +1,10 @@
-"""A run whose ranks wait for each other for too long is ended, with a sentence that names the rank, its step and its line.
+"""End a run whose ranks wait for each other for too long, with one sentence that names the rank, its step and its line.
 
-A thread of each rank writes to the store where the ranks met: the step, what the rank is doing, and the line where its main
-thread is. It asks no device and no other rank's main thread, so that it works while both hang: in a collective of gloo or NCCL,
-in a graph's replay, in a file system. A rank whose main thread has not moved on within the time-out looks at what all of them
-wrote, says who is behind, and all end. NCCL's own watchdog would end the process with a C++ trace, knows no Python line, and
-sees no collective inside a CUDA graph; its time-out is set longer, so that this one speaks first.
+A thread of each rank writes the rank's state to the rendezvous store: the step, the current activity, and the line of the main
+thread. The thread uses no device and no other rank's main thread, so it works while both hang: in a collective of gloo or NCCL,
+in a CUDA graph replay, in a file system. A rank whose main thread makes no progress within the time-out reads the states of all
+ranks, reports the ranks that are late, and all ranks exit. NCCL's watchdog would end the process with a C++ trace; it knows no
+Python line and sees no collective inside a CUDA graph. Its time-out is set longer, so that this watchdog reports first.
 """
 
 import json
@@ -28,12 +28,12 @@ from ..formatting import duration
 from ..trace import fallback
 from .failures import HUNG, Failure, meeting_place, started_by_us
 
-LOOKS = 20  # within a time-out; every 5 s at most
+LOOKS = 20  # checks per time-out, at most 5 s apart
 FOR_GPU = "waiting for the GPU"
-"""What a rank is doing that reads a result: its GPU may wait for another's, which no Python line shows."""
+"""Activity of a rank that reads a result. Its GPU may wait for another rank's GPU, which no Python line shows."""
 BETWEEN = "busy with something else"
-FROZEN = 1.0  # seconds at least, and four looks, in which a thread that lives writes again
-ANSWER = timedelta(seconds=10)  # from the store, which does nothing else
+FROZEN = 1.0  # minimum seconds (and four checks) within which a live thread writes again
+ANSWER = timedelta(seconds=10)  # time-out of the store
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
@@ -41,19 +41,19 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where a rank is."""
+    """State of a rank, as its watchdog writes it to the store."""
 
     step: int
     doing: str
     beat: int
-    """Counts on while the rank's watching thread lives."""
+    """Heartbeat counter; it increases while the rank's watchdog thread is alive."""
     line: str
     collective: str | None
-    """What it waits for other ranks in."""
+    """Collective in which the rank waits for other ranks."""
 
     @property
     def waits(self) -> bool:
-        """Whether another rank may be what keeps it here."""
+        """Return whether the rank may be waiting for another rank."""
         return self.collective is not None or self.doing == FOR_GPU
 
     def __str__(self) -> str:
@@ -62,44 +62,44 @@ class Whereabouts:
 
 
 class Watchdog:
-    """Watches this rank. `at` says where it is; before the first call and after `rest` nothing is timed."""
+    """Watch the progress of this rank. `at` records its activity; no time-out runs before the first `at` and after `rest`."""
 
     def __init__(self, rank: int, world: int, timeout: timedelta, start: str = ""):
         self.rank, self.world, self.timeout = rank, world, timeout.total_seconds()
-        self.place = f"{start}/gpubound/watch"  # of this start of the ranks: what those before have written is there, too
+        self.place = f"{start}/gpubound/watch"  # key prefix of this start: the store still has the keys of earlier starts
         self.look = min(self.timeout / LOOKS, 5.0)
         self.again = max(4 * self.look, FROZEN)
         self._main = threading.get_ident()
         self._at: tuple[int, str, float] | None = None
         self._beat = 0
-        self._library = _HERE  # whose lines say less than those that call it
+        self._library = _HERE  # folder whose frames are skipped in favour of their callers
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        self._store: dist.Store | None = None  # once its thread has found it
+        self._store: dist.Store | None = None  # set by the watchdog thread
 
     def at(self, step: int, doing: str) -> None:
-        """This rank has come to `doing` in `step`: a note for its thread, and nothing else."""
+        """Record that this rank has begun `doing` in `step`. The watchdog thread reads the record."""
         self._at = step, doing, time.monotonic()
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="gpubound-watchdog", daemon=True)
             self._thread.start()
 
     def rest(self) -> None:
-        """What comes now may take as long as it likes."""
+        """Suspend the time-out: the work after the last step may take any time."""
         if self._at is not None:
             self._at = self._at[0], "done with its steps", math.inf
 
     @contextmanager
     def timing(self, doing: str, step: int | None = None) -> Iterator[None]:
-        """Inside, this rank may wait for others. A loop of one's own says nothing between such calls, and is not timed there.
-        `step` is that of the rank's last such call if left out."""
+        """Apply the time-out to the block, in which this rank may wait for others. A custom training loop is not timed
+        between such blocks. `step` defaults to the step of the rank's last call."""
         before = self._at
-        if before is not None and before[2] < math.inf:  # who called `at` knows better what this rank does
+        if before is not None and before[2] < math.inf:  # the caller of `at` has recorded a more precise activity
             yield
             return
         resting = BETWEEN if before is None else before[1]
         number = step if step is not None else 0 if before is None else before[0]
-        self._library = _PACKAGE  # it is a loop of one's own
+        self._library = _PACKAGE  # a custom training loop
         self.at(number, doing)
         try:
             yield
@@ -112,10 +112,10 @@ class Watchdog:
             self._thread.join()
 
     def heed(self) -> None:
-        """After an error, when this is closed: end as the others if one of them has judged. To a rank that did not look in
-        time, the one that judged and ended is lost."""
+        """Exit like the other ranks if one of them has ended the run; call it after an error, when this watchdog is closed.
+        A rank that has not read the store in time sees only that the rank that ended the run is lost."""
         if self._store is not None:
-            with suppress(RuntimeError):  # the process that keeps the store is gone, too: others will say so
+            with suppress(RuntimeError):  # the store's process has exited, too: other ranks report it
                 self._obey(self._store)
 
     def _watch(self) -> None:
@@ -123,7 +123,7 @@ class Watchdog:
             store = self._store = dist.PrefixStore(self.place, meeting_place(ANSWER))
             while not self._over.wait(self.look):
                 self._look(store)
-        except (dist.DistError, RuntimeError) as error:  # the process that keeps the store is gone: others will say so
+        except (dist.DistError, RuntimeError) as error:  # the store's process has exited: other ranks report it
             if not self._over.is_set():
                 fallback("watchdog", f"the store where the ranks met does not answer ({str(error).partition(chr(10))[0]})")
 
@@ -133,7 +133,7 @@ class Watchdog:
         self._obey(store)
         late = self.late()
         first = late > self.timeout and store.add("judge", 1) == 1
-        if first or late > self.timeout + 2 * self.again:  # whoever was first is gone
+        if first or late > self.timeout + 2 * self.again:  # the first judging rank has exited
             said, behind = self._judged(store)
             store.set("verdict", json.dumps([said, behind]))
             self._end(said, behind, speaks=True)
@@ -144,11 +144,11 @@ class Watchdog:
             self._end(said, behind, speaks=False)
 
     def late(self) -> float:
-        """For how many seconds this rank has been where it is."""
+        """Return the seconds since this rank's last progress."""
         return 0.0 if self._at is None else time.monotonic() - self._at[2]
 
     def _write(self, store: dist.Store) -> bool:
-        """Tell the others where this rank is; False if it has not begun."""
+        """Write this rank's state to the store; return False if the rank has not begun."""
         at, frame = self._at, sys._current_frames().get(self._main)
         if at is None or frame is None:
             return False
@@ -157,7 +157,7 @@ class Watchdog:
         return True
 
     def _judged(self, store: dist.Store) -> tuple[str, list[int]]:
-        """What all have written, and again a moment later: a rank that is frozen whole writes no more."""
+        """Compare two reads of all states, a moment apart: a frozen process writes no new heartbeat."""
         before = self._read(store)
         time.sleep(self.again)
         self._write(store)
@@ -168,12 +168,12 @@ class Watchdog:
         return [Whereabouts(**json.loads(store.get(key))) if store.check([key]) else None for key in keys]
 
     def _end(self, said: str, behind: list[int], speaks: bool) -> None:
-        """End this process at once: its main thread hears nothing. A rank that is behind says where, in its log."""
+        """End this process at once; its main thread receives no exception. A late rank prints its stack to its log."""
         trace = ""
         if self.rank in behind and (frame := sys._current_frames().get(self._main)):
             trace = "".join(traceback.format_stack(frame))
         Failure(behind[0], HUNG, said, 1, trace, time.time()).note()
-        if not (started_by_us() and self.rank == 0):  # whose trace is written to a file from its note
+        if not (started_by_us() and self.rank == 0):  # launch writes rank 0's trace to a file
             print(trace, end="", file=sys.stderr)
             if speaks or started_by_us():
                 print(f"gpubound: {said}", file=sys.stderr)
@@ -182,8 +182,8 @@ class Watchdog:
 
 
 def judged(before: list[Whereabouts | None], now: list[Whereabouts | None], timeout: float) -> tuple[str, list[int]]:
-    """The sentence on a run that stands still, and the ranks that are behind: frozen ones, else those in the earliest step,
-    and of these the ones that do not wait for others."""
+    """Return the error sentence for a run without progress, and the late ranks: frozen ones, else those in the earliest
+    step, and among these the ranks that do not wait for others."""
     places = {rank: place for rank, place in enumerate(now) if place is not None}
     absent = [rank for rank, place in enumerate(now) if place is None]
     frozen = [rank for rank, place in places.items() if (old := before[rank]) is not None and old.beat == place.beat]
@@ -205,7 +205,8 @@ def _told(place: Whereabouts | None, frozen: bool) -> str:
 
 
 def _line(frame: FrameType | None, library: str) -> tuple[str, str | None]:
-    """The innermost line that is not torch's or in the folder `library`, and the collective that it waits in, if it does."""
+    """Return the innermost line outside torch and the folder `library`, and the collective in which that line waits, or
+    None."""
     collective, first = None, None
     while frame is not None:
         name, function = frame.f_code.co_filename, frame.f_code.co_name
