@@ -137,7 +137,7 @@ def test_a_table_that_names_a_program_is_not_run(tmp_path):
 def fails_on_one(folder, stage):
     """What each rank hears where rank 1's disk is full in a stage of the second checkpoint; then a third goes well."""
     import gpubound.train.checkpoint as home
-    from gpubound.distributed import saved as shards
+    from gpubound.distributed import sharded_checkpoint as shards
     from gpubound.train import manifest
 
     with join("cpu") as ranks:

@@ -35,7 +35,7 @@ def read_config(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     try:
         from_file(str(path))
-    except ValueError as error:
+    except (ValueError, DataError) as error:
         assert str(path) in str(error) and len(str(error)) < 2000
 
 

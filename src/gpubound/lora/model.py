@@ -5,7 +5,8 @@ in `model.peft_config`, and its methods work on the model. gpubound computes the
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -170,7 +171,7 @@ def inject(model: nn.Module, config: Any, name: str, who: str) -> None:
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     ours = {id(p) for p in parameters(model)}
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _torch_defaults():
             warnings.filterwarnings("ignore", "Already found a `peft_config`")
             inject_adapter_in_model(config, model, name, low_cpu_mem_usage=any(p.is_meta for p in model.parameters()))
     except Exception as error:
@@ -192,6 +193,18 @@ def inject(model: nn.Module, config: Any, name: str, who: str) -> None:
         fuse(layer)
     multiply_by_records(model, everywhere=True)
     pack_adapters(model)
+
+
+@contextmanager
+def _torch_defaults() -> Iterator[None]:
+    """Create tensors on the CPU and in fp32: PEFT makes its weights by torch's defaults, which the caller may have changed."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def set_active(layer: Any, names: Sequence[str]) -> None:
