@@ -1,4 +1,4 @@
-"""What decoding asks of a family: the weights of its layers, and what is done with them.
+"""The interface between decoding and a model family: the weights of its layers and their definition.
 
 A family's file has a table DECODING, {role: Reader}: how the decoder reads a model of that class, or why it cannot. What its
 weights compute is said here once, in plain fp32 (`define`), for the judge; decode/ has the fast forms.
@@ -39,7 +39,7 @@ class Linear(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """What all layers of a model have in common."""
+    """Dimensions and constants that all layers of a model share."""
 
     hidden: int
     heads: int
@@ -52,13 +52,13 @@ class Shape:
 
 
 class PartWeights:
-    """What the records of a layer's parts share. Norms and biases may be None."""
+    """Base class of the weights of a layer's parts. Norms and biases may be None."""
 
     def norms(self) -> list[Tensor]:
         return [value.weight for value in vars(self).values() if isinstance(value, Norm)]
 
     def tensors(self) -> list[Tensor]:
-        """What a step reads whole."""
+        """Return the tensors that a decoding step reads in full."""
         return self.norms() + [tensor for layer in self.linears() for tensor in layer.tensors()]
 
     def linears(self) -> list[Linear]:
@@ -89,7 +89,7 @@ class AttentionWeights(PartWeights):
         return found
 
     def define(self, shape: Shape, x: Tensor, tables: list[tuple[Tensor, Tensor]], rounded: Rounding) -> Tensor:
-        """What is added to x (T, hidden), in plain fp32."""
+        """Return the update of x (T, hidden) in plain fp32."""
         h = plain_norm(x, self.norm)
         rows = (plain_linear(h, layer) for layer in (self.q, self.k, self.v))
         q, k, v = self.heads(rows, shape.head_dim, plain_norm)
@@ -117,7 +117,7 @@ class DenseWeights(PartWeights):
     post_norm: Norm | None = None
 
     def define(self, x: Tensor, number: int, choices: Any) -> Tensor:
-        """What is added to x (T, hidden), in plain fp32."""
+        """Return the update of x (T, hidden) in plain fp32."""
         h = plain_norm(x, self.norm)
         gated = ACTIVATIONS[self.activation](plain_linear(h, self.gate)) * plain_linear(h, self.up)
         return plain_norm(plain_linear(gated, self.down), self.post_norm)
@@ -136,7 +136,7 @@ class ExpertWeights(PartWeights):
     post_norm: Norm | None = None
 
     def define(self, x: Tensor, number: int, choices: Any) -> Tensor:
-        """What is added to x (T, hidden), in plain fp32; token by token, whose experts alone are widened.
+        """Return the update of x (T, hidden) in plain fp32. Only the experts of one token at a time are converted to fp32.
 
         With `choices`, experts are those that were chosen there, which are judged.
         """

@@ -43,7 +43,7 @@ def dtype_of(about: dict[str, Any], folder: Path) -> torch.dtype:
 
 
 def dtype_asked(name: str) -> torch.dtype | None:
-    """What --dtype means. None: the one that was saved."""
+    """Return the dtype that --dtype names, or None for the dtype of the checkpoint."""
     names = ("float32", "bfloat16", "float16")
     if name != "auto" and name not in names:
         raise ValueError(f"dtype: got {name!r}, wanted one of auto, {', '.join(names)}.")
@@ -91,7 +91,7 @@ class ConfigFields:
 
 
 def read_generation(path: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """What generation_config.json says, and the special tokens that config.json alone names."""
+    """Return the fields of generation_config.json, and the special tokens that only config.json names."""
     file = path / GENERATION
     own = read_json(file, CURE) if file.exists() else {}
     for source, told in ((path / "config.json", about), (file, own)):

@@ -64,7 +64,7 @@ def needs_transformers(what: Any) -> None:
 
 
 def attempt(folder: Path, load: Callable[[], Any]) -> Any:
-    """What transformers makes of a folder. It raises exceptions of any kind on one that is damaged."""
+    """Return the result of `load`; raise a DataError for any exception that transformers raises on a damaged folder."""
     try:
         return load()
     except (torch.OutOfMemoryError, DataError):

@@ -63,7 +63,7 @@ def run_sandwich(
 
 
 def both_ways(config: Any) -> bool:
-    """Whether Gemma 3's masks are other ones."""
+    """Return True if the config asks for bidirectional attention, which changes Gemma 3's masks."""
     return bool(getattr(config, "use_bidirectional_attention", False))
 
 

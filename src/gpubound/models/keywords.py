@@ -1,4 +1,4 @@
-"""What transformers calls keys and values: `cache` since 5.24, `past_key_values` before, and in models from elsewhere."""
+"""Names of the KV cache in transformers: `cache` since 5.24, `past_key_values` before, and in models from elsewhere."""
 
 from collections.abc import Callable, Mapping
 from inspect import signature
@@ -14,7 +14,7 @@ def cache_name(takes: Callable[..., Any]) -> str | None:
 
 
 def cache_word(takes: Callable[..., Any]) -> str:
-    """The same, of what is known to take some."""
+    """Return the keyword of the KV cache of a function that is known to take one."""
     name = cache_name(takes)
     assert name is not None, f"{takes} takes no keys and values"
     return name

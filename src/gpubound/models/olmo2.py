@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind the parts of a block, and over whole rows of q and k.
+"""OLMo 2: norms after the parts of a block, and over whole rows of q and k.
 
 Its norms stand between a part of a block and the residual add, so that no norm can take the add in but the final one. The loop
 still spares what transformers does around each layer.

@@ -34,7 +34,7 @@ GOMPERTZ = 0.01  # nu and beta of "gompertz": (1 + e^−z / 100)^−100 is withi
 
 @dataclass(frozen=True)
 class Curve:
-    """Which curve: its form, what is learned, and the value of each number, at first for one that is learned.
+    """A curve: its variant, its learned parameters, and the (initial) value of each parameter.
 
     "sigmoid" (0 to 1), "tanh" (−1 to 1) and "gompertz" (0 to 1, far from symmetric) keep their range. "free" is the sigmoid
     whose gain and bias may be learned. With nothing given f is the logistic sigmoid, or tanh, exactly.

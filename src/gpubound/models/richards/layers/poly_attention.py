@@ -134,6 +134,6 @@ def poly_calls(
     gates: bool,
     causal: bool,
 ) -> tuple[Call, ...]:
-    """What `weighted` will call, for a first step that compiles its kernels side by side."""
+    """Return the ops that `weighted` calls, so that the first step can compile their kernels in parallel."""
     shape = heads, head_dim, kv_heads, degree, soft_clip, max_pos > 0, gates, window > 0, causal, EVEN
     return ("poly_attention", shape), *((("richards", (GATE,)),) if gates else ())

@@ -70,5 +70,5 @@ def _still(packed: Tensor, where: Tensor) -> Tensor:
 
 
 def rg_lru_calls() -> tuple[Call, ...]:
-    """What a training step will call, for a first step that compiles its kernels side by side."""
+    """Return the ops that a training step calls, so that the first step can compile their kernels in parallel."""
     return (("rg_lru", (False,)),)

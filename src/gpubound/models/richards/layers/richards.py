@@ -22,7 +22,7 @@ from ..kernels.richards import GATE, VALUE
 
 
 class CurveNumbers(nn.Module):
-    """What a curve learns: one small parameter, `free`, in at least fp32; None where that is nothing.
+    """The learned parameters of a curve: one small vector `free` in at least fp32, or None without any.
 
     A layer whose kernel computes a curve among other things has this as a child.
     """
@@ -35,7 +35,7 @@ class CurveNumbers(nn.Module):
         self.register_parameter("free", nn.Parameter(given(curve.start(), device, dtype)) if curve.learned else None)
 
     def values(self) -> dict[str, float]:
-        """What its nine numbers are now. It waits for the device: for people, and not for a step."""
+        """Return the current values of the nine parameters. Synchronises with the device, so not for use in a step."""
         free: Any = self._parameters["free"]
         numbers = self.curve.parameters(None if free is None else free.detach().double().cpu(), torch.float64)
         return {name: float(number) for name, number in zip(NAMES, numbers)}
@@ -129,7 +129,7 @@ class RichardsUnit(Unit):
 
 
 def richards_glu_calls(inner: int, value: Curve = VALUE, gate: Curve = GATE) -> tuple[Call, ...]:
-    """What a RichardsGLU `inner` wide will call, for a first step that compiles its kernels side by side."""
+    """Return the ops that a RichardsGLU of width `inner` calls, so that the first step can compile in parallel."""
     return ("richards_glu", (inner, value, gate)), ("richards_glu_backward", (inner, value, gate))
 
 
