@@ -103,12 +103,12 @@ class Reduction:
 
     @property
     def learns(self) -> bool:
-        """Whether it wants to see a backward before the first sum."""
+        """Return whether the reduction must observe a backward before its first sum."""
         return bool(self._parameters) and not self.ranks.alone
 
     @property
     def waited(self) -> Tensor | None:
-        """int64 (2,), ns: from when to when this rank waited for sums in the newest step. None where nobody notes it."""
+        """Return int64 (2,), ns: start and end of this rank's wait for sums in the newest step. None if not measured."""
         return None if self._waits is None else self._waits.times
 
     def begin(self) -> None:

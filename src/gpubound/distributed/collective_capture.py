@@ -1,8 +1,8 @@
-"""What each rank tries for itself and only all of them can have: a graph with sums over ranks inside.
+"""Capture CUDA graphs with collectives on all ranks or on none.
 
-To capture it, a rank calls the function many times, and each call waits for the other ranks. One that gives up, out of memory
-or with another result, would leave them waiting. So all ranks say before each call that they make it; one that has given up
-says why instead, and then all of them give up, with the same sentence.
+A capture calls the function several times, and each call waits for the other ranks. A rank that gives up, out of memory or with
+another result, would leave them waiting. So all ranks agree before each call; if one has given up, it sends its reason, and all
+ranks raise it.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def capture_on_all_ranks(ranks: Ranks, attempt: Callable[[Callable[[], None]], T]) -> T:
-    """`attempt(go)`, which calls `go` before each call that waits for other ranks: its result, or on every rank an error."""
+    """Return attempt(go), or raise an error on every rank. `attempt` calls `go` before each call that waits for other ranks."""
     over = False
 
     def go() -> None:
@@ -44,7 +44,7 @@ def capture_on_all_ranks(ranks: Ranks, attempt: Callable[[Callable[[], None]], T
 
 
 def refusal(ranks: Ranks, mine: str | None) -> str | None:
-    """The first refusal of any rank, on every rank; None where none refuses."""
+    """Return the first refusal of any rank, on every rank; None if no rank refuses."""
     said = ranks.gather(("", mine) if mine is not None else (DONE, ""))
     return None if all(word == DONE for word, _ in said) else _why(said)
 

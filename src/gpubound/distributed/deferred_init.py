@@ -85,7 +85,7 @@ class InitRecorder(TorchDispatchMode):
             self._computed |= {key_of(one): func.name() for one in (*gives, *given)}
 
     def _may_shape(self, func: Any, tensor: Tensor) -> bool:
-        """Random numbers must be drawn in their order, and not at once behind the filling."""
+        """Return whether `func` may be replayed right after the fill: random values must be drawn in their original order."""
         drawn = key_of(tensor) in self._last and key_of(tensor) not in self._computed
         return drawn and torch.Tag.nondeterministic_seeded not in func.tags
 
@@ -102,7 +102,7 @@ class InitRecorder(TorchDispatchMode):
 
     @torch.no_grad()
     def values(self, device: torch.device) -> Iterator[tuple[int, Tensor]]:
-        """(key_of a tensor, its values), in the order of their last fillings. Let go of one before the next."""
+        """Yield (key_of a tensor, its values), in the order of the last fills. Release each tensor before the next."""
         for draw in self.draws:
             value = draw.value(device)
             if self._last[key_of(draw.tensor)] is draw:
@@ -111,7 +111,7 @@ class InitRecorder(TorchDispatchMode):
 
 
 def _filling(func: Any, args: tuple, kwargs: dict[str, Any]) -> Change | None:
-    """How `func` gives a tensor all of its values; None where it does not, or from other tensors on the meta device."""
+    """Return the operation with which `func` fills a tensor; None if it does not, or fills it from other meta tensors."""
     if func in MADE:
         return Change(func, args, kwargs)
     if func in FILLS:
@@ -126,10 +126,10 @@ def _meta_tensors(tree: Any) -> list[Tensor]:
 
 
 def whole(tensor: Tensor) -> bool:
-    """Whether it is all of its storage."""
+    """Return whether the tensor covers its whole storage."""
     return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def key_of(tensor: Tensor) -> int:
-    """The same for all tensors over one storage."""
+    """Return a key that all tensors over one storage share."""
     return tensor.untyped_storage()._cdata

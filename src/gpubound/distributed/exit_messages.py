@@ -1,6 +1,6 @@
-"""The last words of a rank, for those that wait for it: gloo tells them no more than that a connection was closed.
+"""Exit message of a rank, for ranks that wait for it: gloo reports only that a connection was closed.
 
-They are written to the store where the ranks met, before the connections end. A rank that finds one closed looks there.
+The message is written to the rendezvous store before the connections end. A rank that finds one closed reads it there.
 """
 
 from contextlib import suppress
@@ -20,12 +20,12 @@ def stepped() -> None:
 
 
 def steps() -> int:
-    """How many steps this process has launched."""
+    """Return the number of steps that this process has launched."""
     return _steps
 
 
 class ExitMessages:
-    """The last words of the ranks of one start, whose store this is."""
+    """Exit messages of the ranks of one start, in that start's store."""
 
     def __init__(self, store: dist.Store, rank: int, world: int):
         self.rank, self.world, self._before = rank, world, _steps
@@ -37,17 +37,17 @@ class ExitMessages:
         return "after 1 step" if done == 1 else f"after {done:,} steps"
 
     def leave(self) -> None:
-        """This rank has done all that it was to do."""
+        """Record that this rank has finished its work."""
         self._say(f"has left its distributed.join block {self.place}. {SAME_CALLS}")
 
     def fail(self, error: BaseException) -> None:
-        """This rank ends with an error of its own."""
+        """Record that this rank ends with `error`."""
         said = str(error).strip().partition("\n")[0]
         kind = "an error" if isinstance(error, GpuboundError) else type(error).__name__
         self._say(f"ended with {kind}{': ' if said else ''}{said}")
 
     def lost(self) -> RankError:
-        """What a rank raises that has waited for others in vain, and what is known of these."""
+        """Return the error of a rank whose wait for others failed, with their exit messages."""
         words = [f"rank {other} {word}" for other in range(self.world) if other != self.rank and (word := self._of(other))]
         why = "; ".join(words) or "the other is gone without a word. Look into its log"
         return RankError(f"rank {self.rank} waited for another rank in vain {self.place}: {why.rstrip('.')}.")

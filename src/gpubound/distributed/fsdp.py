@@ -127,7 +127,7 @@ def shard_deferred(
 
 
 def _pieces(model: nn.Module, tensors: Iterable[Tensor]) -> dict[str, LocalShard]:
-    """What this rank has of these, by their names in the model."""
+    """Return this rank's shards of these tensors, by their names in the model."""
     wanted = {id(tensor) for tensor in tensors}
     return {name: local_shard_of(tensor) for name, tensor in _tensors(model) if id(tensor) in wanted}
 
@@ -162,12 +162,12 @@ def _deal(
     ready: Callable[[nn.Module], object] = lambda block: None,
     whole: Set[Parameter] = frozenset(),
 ) -> None:
-    """What is on the meta device gets room, part by part, before its rows are dealt.
+    """Shard the model; tensors on the meta device are allocated unit by unit first.
 
-    dtype  what rows are gathered in
-    rows   what they are kept in
-    ready  is given each block before its rows are dealt
-    whole  parameters that are not dealt
+    dtype  dtype in which parameters are gathered
+    rows   dtype in which shards are stored
+    ready  is called with each block before it is sharded
+    whole  parameters that are not sharded
     """
     grow_segments(ranks.device)
     mesh = DeviceMesh.from_group(ranks.group, ranks.device.type)

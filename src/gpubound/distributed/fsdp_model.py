@@ -1,6 +1,6 @@
-"""What a step knows of a model whose parameters are dealt to the ranks: each one's rows here, and what gathers them.
+"""Shards of an FSDP model, as a training step uses them: the local shard of each parameter, and its gathering.
 
-Some of it is private to torch; all of that is in this file.
+All uses of torch's private attributes are in this file.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,13 +35,13 @@ def groups_of(unit: Any) -> list[Any]:
 
 
 def fsdp_parameters(unit: Any) -> Iterator[Any]:
-    """What FSDP knows of each parameter."""
+    """Yield FSDP's state of each parameter."""
     for group in groups_of(unit):
         yield from group.fsdp_params
 
 
 def has_parts(model: nn.Module) -> bool:
-    """Whether something hangs on a weight's record, as low-rank adapters and codes do."""
+    """Return whether a weight has attached state, such as low-rank adapters or quantised weights."""
     return any(isinstance(module, Base) for module in model.modules())
 
 
@@ -79,12 +79,12 @@ class ShardedParameter:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What it is gathered in."""
+        """Return the dtype in which the parameter is gathered."""
         return self._known.mp_policy.param_dtype or self.parameter.dtype
 
     @property
     def reduced(self) -> torch.dtype | None:
-        """What its gradient is added up in."""
+        """Return the dtype in which the gradient is reduced."""
         return self._known.mp_policy.reduce_dtype or self.dtype
 
     def settle(self) -> None:
@@ -164,7 +164,8 @@ class ShardedModel:
             unit.reshard()
 
     def sum_with_backward(self, now: bool) -> None:
-        """Whether the next backward adds its gradients up over the ranks. Until one does, each rank keeps its own, whole."""
+        """Set whether the next backward reduces gradients over the ranks. Until one does, each rank accumulates unsharded
+        gradients."""
         for unit in self.units:
             unit.set_requires_gradient_sync(now, recurse=False)
 
@@ -178,7 +179,7 @@ class ShardedModel:
         return self._model.gathered(work)
 
     def end_to_end(self, tensor: Tensor) -> DTensor:
-        """What has as many numbers on every rank, and is of no parameter, as one tensor."""
+        """Return the ranks' equally sized tensors, which belong to no parameter, as one DTensor."""
         p = self.pieces[0].parameter
         return DTensor.from_local(tensor, p.device_mesh, p.placements, run_check=False)
 
@@ -208,5 +209,5 @@ def give_gathered(unit: Any) -> bool:
 
 
 def _run(work: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """What FSDP takes for a forward. It must see the tensors: behind their gradients it gives the weights back."""
+    """Run `work` as FSDP's forward. FSDP must see the tensors: it reshards the weights after computing their gradients."""
     return work(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""What a process holds of a tensor: all of it, or the shard that FSDP2 or another plan of DTensors left to this rank.
+"""Local part of a tensor: all of it, or the shard that FSDP2 or another DTensor layout left to this rank.
 
-Nothing here imports torch.distributed: a run alone has no need of it.
+This module does not import torch.distributed: a single-process run does not need it.
 """
 
 from collections import deque
@@ -27,12 +27,12 @@ class LocalShard:
         return tuple(slice(start, start + length) for start, length in zip(self.offsets, self.local.shape))
 
     def moved(self, local: Tensor) -> "LocalShard":
-        """The same piece, in other memory."""
+        """Return the same shard in other memory."""
         return replace(self, local=local)
 
 
 def local_shard_of(tensor: Tensor) -> LocalShard:
-    """A plain tensor is a piece that is the whole."""
+    """Return the local shard of a tensor; a plain tensor is one shard."""
     if not is_sharded(tensor):
         return LocalShard(tensor.detach(), tensor.shape, (0,) * tensor.dim())
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
@@ -40,7 +40,7 @@ def local_shard_of(tensor: Tensor) -> LocalShard:
 
 
 def any_sharded(tensors: Iterable[Tensor]) -> bool:
-    """The same on every rank, whatever parts they hold."""
+    """Return whether any tensor is sharded; the result is equal on every rank."""
     return any(map(is_sharded, tensors))
 
 
@@ -51,7 +51,8 @@ def gathered(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def export(save: Callable[[Iterator[tuple[str, Tensor]]], object], state: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """`save` on the first rank, of the state's tensors one by one. All ranks call it; none holds more than `save` keeps."""
+    """Call `save` on the first rank with the state's tensors, gathered individually. All ranks call it; none holds more than
+    `save` keeps."""
     weights = gathered(state)
 
     def work() -> None:

@@ -1,8 +1,8 @@
-"""Which process of a run this is, of how many, and how they speak to each other.
+"""Rank of this process, number of ranks, and communication between them.
 
-torchrun makes the processes, one for each GPU, and numbers them: these numbers are ranks. What the host must know of other
-ranks goes over gloo and never touches a GPU; gradients go over the device's own engine, NCCL on a GPU. A process that nobody
-launched is alone: it asks nobody, so that code above has one form.
+torchrun starts the processes, one for each GPU, and numbers them with ranks. Host objects are exchanged over gloo and never
+touch a GPU; gradients use the device's backend, NCCL on a GPU. A process without torchrun is alone: it communicates with no
+other, and the calling code stays the same.
 """
 
 import atexit
@@ -55,9 +55,9 @@ class Ranks:
     """Which of its machine's processes."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     group: Any = None
-    """What the devices speak over; None where this process is alone."""
+    """Process group of the devices; None if this process is alone."""
     host: Any = None
-    """What the hosts speak over."""
+    """Process group of the hosts."""
     watchdog: Watchdog | None = None
     """Ends the run when a rank does not move on."""
     graphs: "WeakSet[Any]" = field(default_factory=WeakSet)
@@ -65,7 +65,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this rank speaks and writes for all."""
+        """Return whether this is rank 0, which logs and writes for all."""
         return self.rank == 0
 
     @property
@@ -86,7 +86,7 @@ class Ranks:
         return work.wait
 
     def take_largest(self, tensor: Tensor) -> None:
-        """The largest over all ranks, in place, on the device. No host waits."""
+        """Compute the maximum over all ranks, in place, on the device. No host waits."""
         if not self.alone:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
 
@@ -99,7 +99,7 @@ class Ranks:
                 tensor.copy_(given)
 
     def all(self, value: bool) -> bool:
-        """Whether it holds on every rank. Waits for all of them."""
+        """Return whether `value` is true on every rank. Waits for all of them."""
         return all(self.gather(value))
 
     def gather(self, value: Any) -> list[Any]:
@@ -112,7 +112,7 @@ class Ranks:
         return values
 
     def of_first(self, value: Any) -> Any:
-        """The first rank's value, on every rank. Waits for it."""
+        """Return the first rank's value on every rank. Waits for the first rank."""
         if self.alone:
             return value
         self.check_joined()
@@ -149,7 +149,7 @@ class Ranks:
             self.watchdog.rest()
 
     def together(self, work: Callable[[], Result]) -> Result:
-        """What `work` gave here, once it is done on all ranks. Where it fails on one, all of them raise RankError."""
+        """Return work() once it has succeeded on all ranks. If it fails on one, all ranks raise RankError."""
         if self.alone:
             return work()
         try:
@@ -163,7 +163,7 @@ class Ranks:
         return result  # type: ignore[return-value]
 
     def aside(self) -> "Ranks":
-        """The same ranks with a line of their own, for a thread that speaks while the run does. All must call it."""
+        """Return the same ranks with a separate gloo group, for a thread that communicates during the run. All must call it."""
         if self.alone:
             return self
         self.check_joined()
@@ -183,7 +183,7 @@ class Ranks:
                 raise ValueError(f"{what}: rank {rank} has another one than rank 0: {listed}. Start all ranks with the same.")
 
     def share(self, accumulate: int) -> int:
-        """How many of a step's micro-batches are this rank's; ValueError where they cannot be shared out evenly."""
+        """Return this rank's number of micro-batches per step. Raise ValueError if the ranks cannot share them evenly."""
         if accumulate % self.world:
             raise ValueError(
                 f"accumulate: got {accumulate} micro-batches in a step, wanted a multiple of the {self.world} ranks that share "
@@ -200,16 +200,17 @@ ALONE = Ranks()
 
 
 class Poll:
-    """A question that comes up once a step. Its answers go to the other ranks while the step runs: nobody waits for them."""
+    """Exchange one value per step between the ranks. The all-reduce overlaps the step: no rank waits for it."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
         self._under_way: tuple[Tensor, Any] | None = None
 
     def ask(self, number: float) -> list[float]:
-        """What each rank has given the time before; nothing at the first time. All ranks must call it as often.
+        """Return the value of each rank at the previous call; an empty list at the first call. All ranks must call it equally
+        often.
 
-        A process that is alone hears itself at once.
+        A process that is alone gets its value at once.
         """
         if self.ranks.alone:
             return [number]
@@ -224,7 +225,7 @@ class Poll:
 
 
 def launched() -> bool:
-    """Whether torchrun, or something that sets the same variables, made this process one of several."""
+    """Return whether torchrun, or a launcher that sets the same variables, made this process one of several."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 

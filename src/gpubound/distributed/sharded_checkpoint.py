@@ -45,11 +45,11 @@ KINDS = {
         "_MEM_FORMAT_ENCODING",
     )
 }  # fmt: skip
-"""What a table is made of, besides dtypes."""
+"""Classes that a table may contain, besides dtypes."""
 
 
 def mine(pieces: dict[str, LocalShard], ranks: Ranks) -> dict[str, LocalShard]:
-    """What this rank must give to `write`."""
+    """Return the shards that this rank must pass to `write`."""
     return pieces
 
 
@@ -96,7 +96,7 @@ def shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def read(folder: Path, pieces: Mapping[str, LocalShard]) -> None:
-    """Fill the pieces, which lie where the reader wants them. Each process reads for itself, and no more than its own."""
+    """Fill the shards in place. Each process reads only its shards, independently."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # not at all: no rank needs another's plan
         try:
@@ -147,7 +147,7 @@ class _Loading(DefaultLoadPlanner):
 
 
 class _Files(FileSystem):
-    """Keeps what the system says of a write that it refuses: behind it torch's archive speaks of positions alone."""
+    """Keep the OSError of a failed write: torch's archive reports only positions afterwards."""
 
     refused: OSError | None = None
 
@@ -174,7 +174,7 @@ class _Written(io.BufferedWriter):
 
 
 class _Reader(dcp.FileSystemReader):
-    """Whose table makes no objects but those that a table has: a pickle from elsewhere could run any program."""
+    """Reader that unpickles only the classes of a table: a pickle from elsewhere could run any program."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         file = Path(self.path) / TABLE

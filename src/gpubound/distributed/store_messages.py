@@ -1,6 +1,6 @@
-"""What processes of a script tell each other when the script is over, and its process group with it.
+"""Exchange texts between the processes of a script after its process group has been destroyed.
 
-They speak by the store where they met, which torchrun's agent keeps. Nothing of the script's own is used.
+The texts go through the rendezvous store, which torchrun's agent keeps.
 """
 
 import os
@@ -17,12 +17,12 @@ SILENT = timedelta(minutes=1)  # all ranks end at the same step; what is left is
 
 
 def numbers() -> tuple[int, int]:
-    """(this process's rank, how many there are), as the launcher says; (0, 1) without one."""
+    """Return (this process's rank, number of ranks) from the launcher's variables; (0, 1) without a launcher."""
     return (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if launched() else (0, 1)
 
 
 def gather_texts(text: str, timeout: timedelta = SILENT) -> dict[int, str]:
-    """On the first rank what all have told, by rank; who said nothing within `timeout` is missing. On another {}."""
+    """Return all ranks' texts by rank on the first rank, without those that did not arrive within `timeout`; {} on others."""
     rank, world = numbers()
     found = {rank: text} if rank == 0 else {}
     if world == 1:

@@ -44,7 +44,7 @@ class PoolWorker:
         return (self.piece is not None or not self.ready) and time.monotonic() - self.heard > patience
 
     def ending(self) -> str:
-        """How its process ended, in words."""
+        """Return a text that describes how the process ended."""
         self.process.join(LEAVE)
         code = self.process.exitcode
         return f"was ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with code {code}"
@@ -171,7 +171,7 @@ def _beating(pipe: Connection) -> Callable[[], None]:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error where it can be sent, else what it says."""
+    """Return the error if it can be pickled, else a RuntimeError with its traceback."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
