@@ -53,7 +53,7 @@ class Obstacle:
 
     @property
     def key(self) -> str:
-        """The same for the same reason in another layer, whose names and numbers differ. A file's line number counts."""
+        """Return a key that is equal for one reason in several layers. A file's line number counts, names of layers do not."""
         if " of the replay is off by " in self.reason:  # a holder may guess another cause for its part's
             return "replay"
         after = self.reason.partition(": ")[2] or self.reason
@@ -83,7 +83,7 @@ class AuditedPart:
         return not self.obstacles and not self.inside
 
     def copies(self) -> tuple[tuple, dict[str, Any]]:
-        """Copies of the arguments, for one call: a call may change them, as a cache grows."""
+        """Return copies of the arguments for one call, which may change them (a cache grows)."""
         return self._copy(self.args), self._copy(self.kwargs)
 
     def run(self) -> Any:
@@ -185,7 +185,7 @@ def audit(
     other_inputs: Sequence[tuple] | None = None,
     tolerance: float = 0.0,
 ) -> Audit:
-    """Try whether CUDA graphs can hold `fn(*inputs, **kwargs)`, as a whole and module by module. `print` the result.
+    """Check whether CUDA graphs can hold `fn(*inputs, **kwargs)`, as a whole and module by module. `print` the result.
 
     fn is called twice: once to record the modules that it calls, once under the ledger. Each call gets copies of the arguments.
     Then it is captured; on a CPU its operations are checked and replayed eagerly. State that this changes is restored.

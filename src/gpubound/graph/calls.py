@@ -1,4 +1,4 @@
-"""The two calls that are held against each other: eager, and a replay, from one state and with the same inputs."""
+"""Eager calls and graph replays, made from one state and with the same inputs so that their results can be compared."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from .reachable import storage_key
 
 @dataclass(frozen=True)
 class Results:
-    """What one call gave. The memory that it wrote lies where it is."""
+    """Results of one call: outputs and gradients. Memory that the call wrote is not copied."""
 
     outputs: list[Any]
     gradients: dict[str, Tensor | None]
@@ -22,7 +22,7 @@ class Results:
 
 
 def run_eager(recording: Recording, given: Sequence[Tensor], made_up: bool) -> Results:
-    """Call on fresh copies of the inputs. The results outlive a restored state; gradients are bound to the graph's again."""
+    """Call eagerly on fresh copies of the inputs. The results outlive a restored state; the graph's gradients are rebound."""
     copies = [tensor.detach().clone().requires_grad_(b.requires_grad) for tensor, b in zip(given, recording.inputs.buffers)]
     recording.bind_gradients()
     try:
@@ -36,7 +36,7 @@ def run_eager(recording: Recording, given: Sequence[Tensor], made_up: bool) -> R
         ) from error
     leaves = [copied(leaf) for leaf in tree_leaves(outputs)]
     gradients = {leaf.name: leaf.tensor.grad for leaf in recording.leaves}
-    for name, gradient in gradients.items():  # one made anew is kept as it is, one that lies in restored memory is copied
+    for name, gradient in gradients.items():  # a new gradient is kept, one in restored memory is copied
         if gradient is not None and storage_key(gradient) in recording.snapshot.memories:
             gradients[name] = copied(gradient)
     recording.bind_gradients()

@@ -82,14 +82,14 @@ class Captured:
         return self
 
     def release(self) -> None:
-        """Give up the graph and what it holds of its pool. NCCL's communicators end only after the graphs that use them."""
+        """Release the graph and its blocks of the pool. NCCL's communicators end only after the graphs that use them."""
         if not self._released:
             self._released = True
             self._runner.release()
 
     @property
     def inputs(self) -> tuple:
-        """The static input buffers. Write into one and pass it, and the call copies nothing."""
+        """Return the static input buffers. A call that is passed one of them copies nothing."""
         return self._inputs.static
 
     @property
@@ -108,7 +108,7 @@ class Captured:
         return f"Captured({self.name}, {self.mode} on {self.device}, {proof}, {self.replays} replays, holds {held} tensors)"
 
     def _build(self, inputs: StaticInputs) -> None:
-        """Capture and certify; only then let go of the graph before."""
+        """Capture and certify, then release the previous graph."""
         options = self._options
         others = [inputs.tensors(given) for given in options.other_inputs] if options.other_inputs else None
         work = prepare(self.name, self._fn, inputs, options.state, options.pool, options.warmup, options.gate)
@@ -163,7 +163,7 @@ def capture(
     pool          another Captured's `.pool`, to share its memory between functions that are replayed one after the other
     state         what fn uses where watching cannot see it (in an extension's kernels): modules, optimizers, tensors and
                   generators, in any nesting
-    verify        True: the certificate, replays on other inputs compared with eager calls. False: none, and a line says so
+    verify        True: the certificate, replays on other inputs compared with eager calls. False: none, which is logged
     poison        for tests: NaN into static inputs, outputs and free pool memory around every replay
     warmup        the number of watched eager calls before the capture, at least 3
     other_inputs  inputs for the certificate where invented values would not do: a list of argument tuples, one per round
@@ -200,7 +200,7 @@ def capture(
 
 
 def name_of(fn: Callable) -> str:
-    """The function's name in messages."""
+    """Return the function's name for messages."""
     if isinstance(fn, functools.partial):
         return name_of(fn.func)
     return type(fn).__name__ if isinstance(fn, nn.Module) else getattr(fn, "__name__", type(fn).__name__)

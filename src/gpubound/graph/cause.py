@@ -1,4 +1,4 @@
-"""Why a replay differs from eager: more calls find the likeliest cause, and what to do about it."""
+"""Diagnosis of a replay that differs from eager: additional calls find the likeliest cause and its remedy."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -49,7 +49,7 @@ def _value(recording: Recording, name: str, given: Sequence[Tensor], turn: int) 
 
 
 def _left(recording: Recording, results: Results) -> list[tuple[str, Any]]:
-    """Everything that one call left, with names: outputs, gradients, and the memory it may have written."""
+    """Return all results of one call by name: outputs, gradients, and the memory that the call may have written."""
     outputs = [(f"output {index}", output) for index, output in enumerate(results.outputs)]
     memories = [(memory.name, whole(memory.tensor)) for memory in recording.snapshot.memories.values()]
     return [*outputs, *results.gradients.items(), *memories]
@@ -60,7 +60,7 @@ def _between(one: Any, other: Any) -> Difference:
 
 
 def _ignored(recording: Recording, given: Sequence[Tensor], examples: Sequence[Tensor]) -> list[str]:
-    """Inputs whose change alone moves eager's result and leaves the replay's as it was."""
+    """Return the inputs whose change alone alters the eager result but not the replay's."""
 
     def both(tensors: Sequence[Tensor]) -> tuple[list, list]:
         recording.reset()
@@ -78,6 +78,6 @@ def _ignored(recording: Recording, given: Sequence[Tensor], examples: Sequence[T
 
 
 def _same(some: list, others: list) -> bool:
-    """Whether two calls left the same tensors."""
+    """Return whether two calls left the same tensors."""
     one, other = ([value for value in left if isinstance(value, Tensor)] for left in (some, others))
     return len(one) == len(other) and all(a.shape == b.shape and difference(a, b).bitwise for a, b in zip(one, other))

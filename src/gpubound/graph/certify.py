@@ -1,14 +1,13 @@
-"""The certificate: replays with inputs other than those captured with, against eager calls from the same state.
+"""Certificate of a CUDA graph: replays on inputs other than the captured ones, compared with eager calls from the same state.
 
-A graph that has baked in what it should compute agrees with eager on the inputs it was captured with, and on no others. Each
-round starts from one state, runs eagerly, puts the state back, replays, and compares every output, every tensor written and
-every gradient made. The next round goes on from where the last ended, so counters and moments are seen to move as they should.
-Where they disagree, more calls find out why.
+A graph that has baked in a value which it should compute agrees with eager only on the captured inputs. Each round starts from
+one state, runs eagerly, restores the state, replays, and compares every output, written tensor and new gradient. The next round
+resumes from the last round's state, so counters and moments must advance. After a mismatch, additional calls find the cause.
 
-Beside the capture's snapshot one copy of the state is enough: it holds what a round starts from, then in exchange what eager
-has left. The first round starts from the snapshot itself. Where the second copy would lie on the host, a fingerprint of what
-eager has left stands for it, and the second round's start is made once more, by the snapshot and the first round's replay. Only
-where fingerprints differ are copies wanted after all: they say how far.
+Besides the capture's snapshot, one copy of the state suffices: it holds the state at a round's start, then is exchanged for the
+state that eager left. The first round starts from the snapshot. If the copy had to be on the host, a fingerprint of the eager
+state replaces it, and the second round's start is recomputed from the snapshot by the first round's replay. Copies are made
+only where fingerprints differ, to measure the difference.
 """
 
 import time
@@ -32,7 +31,7 @@ from .prepare import Recording
 
 @dataclass(frozen=True)
 class Certificate:
-    """What `capture` compared with eager calls, and how well it agreed."""
+    """Report of the comparison of replays with eager calls: what was compared, and the differences."""
 
     rounds: int
     inputs: int
@@ -43,7 +42,7 @@ class Certificate:
     worst: Difference
     worst_name: str
     tolerance: float
-    same_random_state: bool  # after a replay the generators stand where eager leaves them
+    same_random_state: bool  # after a replay the generators have the state that eager leaves
     seconds: float
     memory_bytes: int  # held by the graph from now on
     snapshot_bytes: int  # copies that the capture needed while it ran
@@ -109,12 +108,12 @@ def certify(recording: Recording, others: list[list[Tensor]] | None, tolerance: 
 
 
 class Unlike(Exception):
-    """A replay leaves another fingerprint than eager. How far apart they are takes copies to say."""
+    """Raised when a replay's fingerprint differs from eager's. Measuring the difference takes copies."""
 
 
 @dataclass
 class Judged:
-    """What the rounds found."""
+    """Results of the rounds."""
 
     workspace: list[Memory]
     worst: Difference = EQUAL
@@ -130,7 +129,7 @@ def _judge(
     tolerance: float,
     marks: bool,
 ) -> Judged:
-    """All rounds, from the state before the first call. `marks`: fingerprints where copies would lie on the host, or Unlike."""
+    """Run all rounds from the state before the first call. `marks`: fingerprints instead of copies on the host, or Unlike."""
     recording.reset()
     workspace = _workspace(recording, marks)
     judged = Judged([one for one in workspace if isinstance(one, Memory)])
@@ -152,7 +151,7 @@ def _judge(
 
 
 def _workspace(recording: Recording, marks: bool) -> list[Memory | MemoryMark]:
-    """One for each storage that a call writes, as long as the device has room; then marks."""
+    """Return a copy of each storage that a call writes while device memory suffices, then fingerprints."""
     room, found, taken = Room(recording.device), list[Memory | MemoryMark](), 0
     for memory in recording.snapshot.memories.values():
         if marks and not room.holds(memory.live, taken):

@@ -1,8 +1,8 @@
-"""What a function reads, what it writes, and what in it no graph can hold: found by watching eager calls.
+"""Discovery of a function's reads, its writes and its operations that no graph can hold, by watching eager calls.
 
 Operations pass through a dispatch mode, which autograd carries into its own threads. Python's own reads (`tolist`, `numpy`)
 pass through a function mode. Triton kernels and kernels compiled at run time pass through neither, so their launches are
-patched while a call is watched. What no one sees, an extension's own launches, must be named in `state=`.
+patched while a call is watched. An extension's launches are not intercepted: tensors that they use must be named in `state=`.
 """
 
 import contextlib
@@ -53,14 +53,14 @@ class Seen:
 
 
 class _Midst(threading.local):
-    """What this thread is in the middle of."""
+    """State of this thread: the kind of work in progress."""
 
     ourselves = False  # our own work, and the inside of a launch, are not the function's
     operation = False  # what an operation (a custom op, say) allocates within itself is not seen: unknown tensors are its own
 
 
 class Discovery:
-    """What watched calls of one function show. What is written goes into `snapshot` before its first write."""
+    """Results of the watched calls of one function. A tensor is copied into `snapshot` before its first write."""
 
     def __init__(self, device: torch.device, inputs: list[Tensor], snapshot: Snapshot, generators: Generators) -> None:
         self.device, self.snapshot, self.generators = device, snapshot, generators
@@ -78,7 +78,7 @@ class Discovery:
         self.call: tuple = (None, ())  # the Python call that the current operation belongs to
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """One watched call. Tensors that earlier calls made and this one uses count as external: see `survivors`."""
+        """Watch one call. Tensors that earlier calls made and this call uses count as external: see `survivors`."""
         self.calls += 1
         self.made_before.update(self._made)
         self.hazards, self._made = [], {}
@@ -90,11 +90,11 @@ class Discovery:
                 self._outside(key)
 
     def survivors(self) -> dict[int, Origin]:
-        """What an earlier call made and a later one used, with how it began."""
+        """Return tensors that an earlier call made and a later call used, with their first values."""
         return {key: self.made_before[key] for key in self.external if key in self.made_before}
 
     def moves(self, key: int) -> bool:
-        """True when one call made it and the next read it, past the first call, which may make tables for all."""
+        """Return whether a call after the first made the tensor and the next call read it. The first may make tables."""
         made, seen = self.made_before[key].call, self.external[key].call
         return made > 1 and seen == made + 1
 
@@ -117,8 +117,8 @@ class Discovery:
             setattr(self.midst, what, before)
 
     def _outside(self, key: int) -> bool:
-        """Whether this is memory from outside. A tensor that was given other memory since, as weights are when they are laid
-        side by side, leaves its old address to whatever is made next: that is forgotten here."""
+        """Return whether the memory is external. A tensor that was moved since, such as a weight moved into a stacked buffer,
+        frees its old address for new tensors: the old entry is removed here."""
         if key in self.external and storage_key(self.external[key].tensor) != key:
             del self.external[key]
         return key in self.external
@@ -159,7 +159,7 @@ class Discovery:
         self.hazards.append(Hazard(here(self.origins), cause))
 
     def launch(self, tensors: list[Tensor], launch: Callable[[], Any]) -> Any:
-        """A kernel launch that no dispatcher sees. Any tensor it is given may be written."""
+        """Record a kernel launch that bypasses the dispatcher. It may write any of its tensor arguments."""
         place, doubtful = here(), {}
         with self.in_the_midst("ourselves"):
             for tensor in tensors:
@@ -185,7 +185,7 @@ class Discovery:
         return result
 
     def _operation(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """An operation, run and looked at before and after."""
+        """Run an operation, and inspect its arguments before and its results after."""
         if self.midst.ourselves:
             return func(*args, **kwargs)
         self.origins.note(getattr(func, "_opname", "") or str(func))

@@ -1,7 +1,7 @@
-"""64 bits that stand for the bytes of a storage, computed where they lie. Other bytes have others, but for one case in 2^64.
+"""64-bit fingerprint of a storage's bytes, computed on their device. Different bytes collide in one case in 2^64.
 
-Each word of eight bytes is mixed with its place, and the results are added up: so the order of the sums does not matter, and a
-word counts the same on any device.
+Each eight-byte word is mixed with its position, and the results are summed: the order of the sums does not matter, and the
+fingerprint is the same on any device.
 """
 
 import torch
@@ -13,7 +13,7 @@ STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def fingerprint(raw: Tensor) -> int:
-    """Of bytes, a dense uint8 tensor that begins at a multiple of eight. Waits for the device."""
+    """Return the fingerprint of `data`"""
     total = torch.zeros((), dtype=torch.int64, device=raw.device)
     for number, part in enumerate(raw.split(PART)):
         words = _words(part)
@@ -23,7 +23,7 @@ def fingerprint(raw: Tensor) -> int:
 
 
 def _words(part: Tensor) -> Tensor:
-    """As words; a last one that is not whole is filled up, with how many bytes it has."""
+    """Return the bytes as words; an incomplete last word is padded with its number of bytes."""
     left = part.numel() % 8
     if not left:
         return part.view(torch.int64)
@@ -34,7 +34,7 @@ def _words(part: Tensor) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Every bit of a word moves every other one. In place, and one to one."""
+    """Mix the words in place: each bit affects every other one, and the mapping is one to one."""
     for shift, factor in ((30, FIRST), (27, SECOND), (31, 1)):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))).mul_(_signed(factor))
     return x

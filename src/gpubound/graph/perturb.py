@@ -53,7 +53,7 @@ def _other(example: Tensor, generator: torch.Generator) -> Tensor:
 def _drawn(old: Tensor, generator: torch.Generator) -> Tensor:
     wide, fits = _wide(old), torch.finfo(old.dtype)
     spread = wide.std(correction=0)
-    if spread == 0:  # one number, or a constant, has no spread of its own
+    if spread == 0:  # a single number or a constant has no spread
         spread = wide.abs().mean().clamp(min=1.0)
     new = torch.randn(wide.shape, generator=generator, dtype=torch.float64, device="cpu").to(wide.device) * spread + wide.mean()
     new = torch.where(wide >= 0, new.abs(), new) if bool((wide >= 0).all()) else new  # a probability or a variance has no sign
@@ -67,7 +67,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _equal(new: Tensor, old: Tensor) -> bool:
-    """The same bits: torch.equal knows no fp8, and takes a NaN for another one."""
+    """Return whether the bits are the same: torch.equal does not support fp8, and a NaN is unequal to itself."""
     return difference(new, old).bitwise
 
 
@@ -88,13 +88,13 @@ def _random_states() -> list[tuple[Any, Callable[[Any], None], Callable[[int], N
     """(state, how to restore it, how to seed) of each generator that a process shares."""
     states: list[tuple[Any, Callable[[Any], None], Callable[[int], None]]] = [(random.getstate(), random.setstate, random.seed)]
     shared = sys.modules["numpy"].random if "numpy" in sys.modules else None
-    if shared is not None and shared.get_state(legacy=False)["bit_generator"] == "MT19937":  # another has no seed() of its own
+    if shared is not None and shared.get_state(legacy=False)["bit_generator"] == "MT19937":  # other generators have no seed()
         states.append((shared.get_state(), shared.set_state, shared.seed))
     return states
 
 
 def poison(tensor: Tensor) -> None:
-    """NaN into a floating tensor. Others, which may be addresses, get their own first value everywhere: it is in range."""
+    """Fill a floating tensor with NaN. Others, which may be indices, are filled with their first value, which is in range."""
     tensor = tensor.detach()
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
@@ -103,7 +103,7 @@ def poison(tensor: Tensor) -> None:
 
 
 def poison_results(results: Any, foreign: set[int]) -> None:
-    """Spoil the outputs and gradients that lie in the graph's own memory, not those that are views of inputs or state."""
+    """Poison the outputs and gradients in the graph's memory, but not views of inputs or state."""
     for leaf in tree_leaves(results):
         if isinstance(leaf, Tensor) and storage_key(leaf) not in foreign:
             floating = leaf.is_floating_point() or leaf.is_complex()
@@ -111,7 +111,7 @@ def poison_results(results: Any, foreign: set[int]) -> None:
 
 
 def poison_pool(pool: Any, device: torch.device) -> int:
-    """0xFF into every free block of a graph's pool, which is NaN in every floating dtype. Returns the number of bytes.
+    """Fill every free block of a graph's pool with 0xFF, which is NaN in every floating dtype. Return the number of bytes.
 
     A block is free between replays: whatever a replay reads from it, it must have written there before.
     """

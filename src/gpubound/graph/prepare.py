@@ -1,4 +1,4 @@
-"""From a function to a graph: rehearse it, put the state back, record, put the state back again."""
+"""Preparation of a graph from a function: warm up, restore the state, capture, restore the state again."""
 
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +53,7 @@ def _prepared(warm_up: WarmUp, state: Any, warmup: int, bindings: Bindings) -> "
 
 
 def choose_device(inputs: StaticInputs, reachable: Reachable) -> torch.device:
-    """Where fn works: the GPU that anything it reaches lies on, else the CPU. Inputs must lie there too."""
+    """Return fn's device: the GPU of any tensor that it reaches, else the CPU. Inputs must be on the same device."""
     devices = [tensor.device for tensor in inputs.buffers] + [tensor.device for _, tensor in reachable.tensors]
     device = next((device for device in devices if not on_host(device)), torch.device("cpu"))
     for name, tensor in zip(inputs.names, inputs.buffers):
@@ -116,7 +116,7 @@ class Recording:
 
     @property
     def new_leaves(self) -> list[Leaf]:
-        """Those whose gradients a call makes anew, instead of adding to what is there."""
+        """Leaves whose gradients a call creates instead of accumulating into them."""
         return [
             leaf
             for leaf in self.leaves
@@ -149,12 +149,12 @@ class Recording:
                 gradient.detach().zero_()
 
     def undo(self) -> None:
-        """The state before the first call, and what stood where: nobody will replay this."""
+        """Restore the state and the bindings from before the first call; the graph will not be replayed."""
         self.reset()
         self.bindings.put_back()
 
     def release(self) -> None:
-        """Let go of what only the certificate needed."""
+        """Release the objects that only the certificate needed."""
         self.snapshot.memories.clear()
         del self.reachable, self.bindings
         self.leaves = self.new_leaves

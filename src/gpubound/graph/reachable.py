@@ -1,6 +1,6 @@
-"""What a function can reach: every tensor in its closure, globals, `self` and the given state, with a name and the way to it.
+"""Tensors reachable from a function's closure, globals, `self` and the `state` argument, each with a name and an access path.
 
-The name is for messages ("model.layers.0.weight"). The way is walked again later: does the same tensor still stand there?
+The name is for messages ("model.layers.0.weight"). The path is followed again later, to check that it leads to the same tensor.
 """
 
 import functools
@@ -36,7 +36,7 @@ class AccessPath:
         return AccessPath(self.name + label if self.name else label.lstrip("."), self.root, self.steps + steps)
 
     def find(self) -> Any:
-        """What stands there now, or MISSING."""
+        """Return the current object at the path, or MISSING."""
         try:
             node = self.root()
             for kind, key in self.steps:
@@ -64,7 +64,7 @@ Values = list[tuple[AccessPath, Any]]
 
 
 def same(now: Any, value: Any) -> bool:
-    """Whether a Python value is as it was; a tensor in its place is not."""
+    """Return whether a Python value is unchanged; a tensor in its place counts as a change."""
     if now is value:
         return True
     # NaN is not equal to itself
@@ -186,12 +186,12 @@ class Reachable:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Which memory a tensor lies in: the same for all views of it; 0 for one without memory of its own."""
+    """Return a key of the tensor's storage, equal for all its views; 0 for a tensor without a storage."""
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) and tensor.layout == torch.strided else 0
 
 
 def closed(node: Any) -> bool:
-    """Whether it is not looked into, by the package that a function, or the class of an object, comes from."""
+    """Return whether an object is not traversed, by the package of the function or of the object's class."""
     owner = node if isinstance(node, types.FunctionType) else type(node)
     return (owner.__module__ or "").partition(".")[0] in _CLOSED
 

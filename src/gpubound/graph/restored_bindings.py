@@ -1,7 +1,7 @@
-"""Puts back what a refused function has rebound: each attribute, item or name that held another tensor before its first call.
+"""Restore each attribute, item or name that a refused function bound to another tensor.
 
 An object whose tensors were exchanged gets all of its attributes back, for they belong together: a table and the length that it
-was made for. Numbers alone are left as they are: they may be a count that somebody else keeps.
+was made for. Objects in which only numbers changed are left unchanged: the number may be another component's count.
 """
 
 import types
@@ -20,7 +20,7 @@ _DEEPEST = 3  # of dicts, lists and tuples in one another: an optimizer's state 
 
 
 class Bindings:
-    """What stands where: in `nodes`, the objects that a function reaches, and in the names of `functions`."""
+    """Bindings of the objects in `nodes`, which a function reaches, and of the names of `functions`."""
 
     def __init__(self, nodes: Iterable[Any], functions: Iterable[types.FunctionType]) -> None:
         self._dicts = [(place, dict(place)) for node in nodes for place in _dicts(node)]
@@ -50,7 +50,7 @@ class Bindings:
 
 
 def _dicts(node: Any) -> Iterator[dict]:
-    """Those that the walk looks into. Parameters are left out: who shards a model exchanges them by turns."""
+    """Return the objects that the walk traverses. Parameters are left out: sharding exchanges them repeatedly."""
     if isinstance(node, dict):
         yield node
     elif isinstance(node, nn.Module):
@@ -65,7 +65,7 @@ def _exchanged(now: Any, then: Any) -> bool:
 
 
 def _holds(value: Any, depth: int = 0) -> bool:
-    """Whether there is a tensor in it."""
+    """Return whether the value contains a tensor."""
     if depth < _DEEPEST and isinstance(value, dict | list | tuple):
         return any(_holds(part, depth + 1) for part in (value.values() if isinstance(value, dict) else value))
     return isinstance(value, Tensor)

@@ -1,4 +1,4 @@
-"""Who runs the function: a CUDA graph on a GPU, or plain eager calls through the same static buffers where there is none."""
+"""Runners of a function: a CUDA graph on a GPU, or eager calls through the same static buffers on a CPU."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ _WAIT = "called a synchronizing CUDA operation"  # how torch's warning begins
 
 
 def open_gate() -> None:
-    """What a runner calls before each run or replay where nobody else is asked."""
+    """Default gate, called before each run or replay."""
 
 
 class EagerRunner:
@@ -52,7 +52,7 @@ class EagerRunner:
         return []
 
     def record(self, name: str, call: Callable[[], Any], generators: list[torch.Generator], foreign: set[int]) -> Any:
-        """Run once and keep the outputs. Those that lie in `foreign` memory (inputs, state) stay views of it."""
+        """Run once and keep the outputs. Outputs in `foreign` memory (inputs, state) stay views of it."""
         self._name, self._call, self._foreign = name, call, foreign
         leaves, self._spec = tree_flatten(self.run(call))
         self._outputs = [self._static(leaf) for leaf in leaves]

@@ -7,7 +7,7 @@ CHUNK = 1 << 26  # bytes copied at a time
 
 
 def copy_bytes(source: Tensor, target: Tensor) -> None:
-    """Where one of them lies on a GPU and one does not, by two pinned buffers: while one is filled, the other is emptied."""
+    """Copy between a GPU and the host through two pinned buffers: while one is filled, the other is emptied."""
     if not apart(source, target):
         target.copy_(source)
         return
@@ -36,7 +36,7 @@ def from_gpu(source: Tensor) -> bool:
 
 
 class StagingCopy:
-    """A pinned buffer. The GPU's copies to it and from it are launched; whoever needs it next waits for them."""
+    """A pinned buffer. The GPU's copies to and from it are asynchronous; the next user of the buffer waits for them."""
 
     held: Tensor
 

@@ -1,6 +1,6 @@
-"""The eager calls before a capture: they show what a function uses, and are refused what no graph can hold.
+"""Eager warm-up calls before a capture. They show the tensors that a function uses, and reject what no graph can hold.
 
-They change the function's state. It is put back bit for bit before the capture, also where something goes wrong.
+The calls change the function's state. It is restored bit for bit before the capture, also after an error.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class Leaf:
 
 
 class WarmUp:
-    """Watched calls of one function: `perform` makes them, `settle` puts back what they changed.
+    """Watched calls of one function: `perform` makes them, `settle` restores what they changed.
 
     `before` is what fn reached at first, `reach` what it reaches now: a first call makes moments, caches, gradients.
     """
@@ -68,7 +68,7 @@ class WarmUp:
             self._fits(calls)
 
     def name_of(self, tensor: Tensor) -> str:
-        """What to call a tensor in a message: by the way to it, else by where it is used."""
+        """Return a tensor's name for messages: its access path, else the line that uses it."""
         if (name := self.reachable.name(tensor)) is not None:
             return name
         for leaf, _ in self.discovery.leaves.values():
@@ -167,7 +167,7 @@ class WarmUp:
                 )
 
     def _refuse_changed_inputs(self) -> None:
-        """What fn does to an input would reach only the graph's own copy."""
+        """Raise if fn writes to an input: the write would reach only the graph's copy."""
         names = self.inputs.names
         for index, place in self.discovery.written_inputs.items():
             at = f" at {place.line.at}" if place.line is not None else ""
@@ -183,7 +183,7 @@ class WarmUp:
                 )
 
     def _altered(self, tensor: Tensor) -> bool:
-        """Whether another call changes `tensor`. The state is put back."""
+        """Return whether another call changes `tensor`, and restore the state."""
         before = whole(tensor).clone()
         self.runner.run(self.call)
         self._put_back()
