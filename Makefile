@@ -1,6 +1,6 @@
 # The commands a developer must know. On a fresh machine each makes .venv first; nothing here needs a GPU except test-gpu and bench.
 #   make demo     build a corpus, train a small model on it, write the run report (the main job)
-#   make test     the whole suite on the CPU            make check    lint, format, types
+#   make test     the whole suite on the CPU            make check    lint, format, types, wording
 #   make test-hard    the suite on a hard machine       make test-newest  the suite with the newest releases
 #   make test-gpu what is marked gpu                    make bench    ARGS=kernels | place | graph | feed | train | ranks | lora | decode | checkpoint
 #   make messages rewrites tests/messages.json, the exact texts that tests compare with, from what the library prints
@@ -51,6 +51,7 @@ check: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(PY) tests/wording.py
 
 # tests/kernels/plans_fit.py: no GPU is needed, and only what is new is compiled.
 plans: $(VENV)/.installed
