@@ -60,7 +60,7 @@ def _between(one: Any, other: Any) -> Difference:
 
 
 def _ignored(recording: Recording, given: Sequence[Tensor], examples: Sequence[Tensor]) -> list[str]:
-    """Return the inputs whose change alone alters the eager result but not the replay's."""
+    """Return the names of the inputs whose change alone alters the eager result but not the replay's."""
 
     def both(tensors: Sequence[Tensor]) -> tuple[list, list]:
         recording.reset()

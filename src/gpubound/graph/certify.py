@@ -6,8 +6,8 @@ resumes from the last round's state, so counters and moments must advance. After
 
 Besides the capture's snapshot, one copy of the state suffices: it holds the state at a round's start, then is exchanged for the
 state that eager left. The first round starts from the snapshot. If the copy had to be on the host, a fingerprint of the eager
-state replaces it, and the second round's start is recomputed from the snapshot by the first round's replay. Copies are made
-only where fingerprints differ, to measure the difference.
+state replaces it, and the second round's start is recomputed from the snapshot by the first round's replay. Storages with
+fingerprints are copied only where these differ, to measure the difference.
 """
 
 import time
@@ -151,7 +151,7 @@ def _judge(
 
 
 def _workspace(recording: Recording, marks: bool) -> list[Memory | MemoryMark]:
-    """Return a copy of each storage that a call writes while device memory suffices, then fingerprints."""
+    """Return for each storage that a call writes room for a copy, or a fingerprint where device memory does not suffice."""
     room, found, taken = Room(recording.device), list[Memory | MemoryMark](), 0
     for memory in recording.snapshot.memories.values():
         if marks and not room.holds(memory.live, taken):

@@ -13,7 +13,7 @@ STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def fingerprint(raw: Tensor) -> int:
-    """Return the fingerprint of `data`"""
+    """Return the fingerprint of `raw`, a dense uint8 tensor that begins at a multiple of eight. Waits for the device."""
     total = torch.zeros((), dtype=torch.int64, device=raw.device)
     for number, part in enumerate(raw.split(PART)):
         words = _words(part)

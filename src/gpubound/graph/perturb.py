@@ -94,7 +94,7 @@ def _random_states() -> list[tuple[Any, Callable[[Any], None], Callable[[int], N
 
 
 def poison(tensor: Tensor) -> None:
-    """Fill a floating tensor with NaN. Others, which may be indices, are filled with their first value, which is in range."""
+    """Fill a floating tensor with NaN. Others, which may be addresses, are filled with their first value, which is in range."""
     tensor = tensor.detach()
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))

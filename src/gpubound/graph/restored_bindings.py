@@ -1,7 +1,7 @@
 """Restore each attribute, item or name that a refused function bound to another tensor.
 
 An object whose tensors were exchanged gets all of its attributes back, for they belong together: a table and the length that it
-was made for. Objects in which only numbers changed are left unchanged: the number may be another component's count.
+was made for. Objects in which only numbers changed are not restored: the number may be another component's count.
 """
 
 import types
@@ -50,7 +50,7 @@ class Bindings:
 
 
 def _dicts(node: Any) -> Iterator[dict]:
-    """Return the objects that the walk traverses. Parameters are left out: sharding exchanges them repeatedly."""
+    """Yield the dicts of an object that the walk traverses. Parameters are left out: sharding exchanges them repeatedly."""
     if isinstance(node, dict):
         yield node
     elif isinstance(node, nn.Module):
