@@ -7,7 +7,7 @@ CHUNK = 1 << 26  # bytes copied at a time
 
 
 def copy_bytes(source: Tensor, target: Tensor) -> None:
-    """Copy between a GPU and the host through two pinned buffers: while one is filled, the other is emptied."""
+    """Copy `source` into `target`: between a GPU and the host through two alternating pinned buffers, else by one `copy_`."""
     if not apart(source, target):
         target.copy_(source)
         return
