@@ -52,7 +52,6 @@ SHAPES: dict[str, list[tuple]] = {
         (130, False),
         (128, False, True),
         (16, False, False, 3, False),
-        (16, False, False, 1, False, True),
     ],
     "lora_gradients": [
         (768, 768, 16, False),

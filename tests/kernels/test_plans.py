@@ -1,5 +1,7 @@
 """Launch plans: which one a job gets on which GPU, that it fits there, and what a launch does that finds it does not."""
 
+import inspect
+
 import pytest
 import torch
 from triton.runtime.errors import OutOfResources
@@ -9,7 +11,9 @@ from gpubound.device import INTERPRETED, Chip, chip
 from gpubound.kernels import plans
 from gpubound.kernels.plans import Job, defaults, fits, plan_for
 from gpubound.kernels.plans.types import AttentionPlan, MatrixPlan, RopePlan, RowPlan, StridePlan, TilePlan, WalkPlan
+from gpubound.kernels.registry import every
 from gpubound.kernels.triton._launch import launch
+from tests.kernels import plans_fit
 from tests.messages import message
 
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -174,3 +178,12 @@ def test_a_search_hears_of_a_plan_that_does_not_fit(settled, monkeypatch):
     with pytest.raises(OutOfResources):
         launch(job, run)
     assert given == [RowPlan(8, 1, 8, 4)]
+
+
+def test_every_shape_of_make_plans_is_one_that_its_op_draws():
+    """`make plans` would fail on it otherwise, minutes later."""
+    ops = every()
+    assert plans_fit.SHAPES.keys() <= ops.keys()
+    for op, shapes in plans_fit.SHAPES.items():
+        for shape in shapes:
+            inspect.signature(ops[op].example).bind(torch.Generator(), *shape)
