@@ -18,10 +18,9 @@ from torch.utils.data import DataLoader
 
 from gpubound import measure
 from gpubound.cli import arguments, guarded
-from gpubound.corpus import Corpus
-from gpubound.corpus.shards import write_shard
+from gpubound.data import Corpus, feed
+from gpubound.data.shards import write_shard
 from gpubound.device import resolve
-from gpubound.feed import feed
 from gpubound.graph import capture
 
 from . import results

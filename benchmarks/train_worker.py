@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpubound.data import feed
 from gpubound.distributed import ALONE, Ranks
-from gpubound.feed import feed
 from gpubound.place import place
 from gpubound.train import AdamW, AdamW8bit, TrainStep
 

@@ -8,8 +8,7 @@ import tempfile
 import torch
 from torch.nn import functional
 
-from gpubound.corpus import Corpus, python_stdlib_texts, train_tokenizer
-from gpubound.feed import feed
+from gpubound.data import Corpus, feed, python_stdlib_texts, train_tokenizer
 
 
 def cached_batches() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from gpubound.feed import feed
+from gpubound.data import feed
 from gpubound.models import Decoder, DecoderConfig
 from gpubound.place import place
 from gpubound.train import AdamW, Schedule, TrainStep

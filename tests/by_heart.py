@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from gpubound import device as facts, trace
 from gpubound.cli import main
-from gpubound.corpus import train_tokenizer
+from gpubound.data import train_tokenizer
 from gpubound.models import Decoder, DecoderConfig, save_hf
 
 STEPS = 1000  # of training, at most; ten seeds took 101 to 138

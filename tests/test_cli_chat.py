@@ -11,7 +11,7 @@ import time
 import pytest
 
 from gpubound.cli.chat import ends_of_turn
-from gpubound.corpus import Tokenizer
+from gpubound.data import Tokenizer
 from gpubound.models import load_hf, save_hf
 from tests.messages import message
 

@@ -13,7 +13,7 @@ import torch
 
 from gpubound.cli import generate as command, main
 from gpubound.cli.saved import open_saved
-from gpubound.corpus import Tokenizer
+from gpubound.data import Tokenizer
 from gpubound.measure import ceilings
 from gpubound.models import load_hf, save_hf
 from gpubound.train import export_metadata

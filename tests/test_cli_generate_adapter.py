@@ -7,7 +7,7 @@ import torch
 
 from gpubound import device as facts, lora
 from gpubound.cli import main
-from gpubound.corpus import Tokenizer
+from gpubound.data import Tokenizer
 from gpubound.models import load_hf
 from tests.messages import message
 

@@ -11,8 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from gpubound.cli import sources
-from gpubound.corpus import Tokenizer
-from gpubound.corpus.chat import render
+from gpubound.data import Tokenizer
+from gpubound.data.chat import render
 from gpubound.models import load_hf, save_hf
 from tests.messages import message
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from gpubound.cli.saved import open_saved
-from gpubound.corpus import Tokenizer
-from gpubound.corpus.chat import render
-from gpubound.corpus.tokenizer import ends_of_turn
+from gpubound.data import Tokenizer
+from gpubound.data.chat import render
+from gpubound.data.tokenizer import ends_of_turn
 from gpubound.errors import GpuboundError
 
 from . import by_heart

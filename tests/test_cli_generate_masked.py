@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpubound.cli import main
-from gpubound.corpus import Tokenizer
+from gpubound.data import Tokenizer
 from gpubound.decode import MaskedSampler
 from gpubound.models import Decoder, DecoderConfig, save_hf
 from tests.messages import message

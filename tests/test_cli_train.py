@@ -16,7 +16,7 @@ from gpubound import device as facts
 from gpubound.cli import main
 from gpubound.cli.options import HERE, OTHERS
 from gpubound.cli.train import Train, from_file, presets
-from gpubound.corpus import Corpus
+from gpubound.data import Corpus
 from gpubound.errors import RankError
 from gpubound.files import LOCK, locked
 from gpubound.models.llama import training as llama

@@ -58,7 +58,7 @@ HELD_OUT = """
     import torch
     import torch.nn.functional as F
     from gpubound import lora
-    from gpubound.corpus import Corpus
+    from gpubound.data import Corpus
     from gpubound.models import load_hf
     from gpubound.train.data import Stage, hold_out
     from gpubound.train.recipe import Recipe

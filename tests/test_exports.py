@@ -25,12 +25,12 @@ def test_calls_are_calls(name):
     assert callable(getattr(gb, name)) and not isinstance(getattr(gb, name), type(sys))
 
 
-@pytest.mark.parametrize("package", ["place", "feed", "watch", "train", "graph", "models"])
+@pytest.mark.parametrize("package", ["place", "data", "watch", "train", "graph", "models"])
 def test_importing_a_package_leaves_the_function_its_name(package):
     code = (
         f"import sys, types; print('gpubound.{package}' in sys.modules)\n"
         f"import gpubound as gb, gpubound.{package}; from gpubound.{package} import *\n"
-        f"print([n for n in ('place', 'feed', 'watch') if isinstance(getattr(gb, n), types.ModuleType)])"
+        f"print([n for n in ('place', 'watch') if isinstance(getattr(gb, n), types.ModuleType)])"
     )
     assert apart(code) == "False\n[]\n"
 

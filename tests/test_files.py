@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from gpubound import lora, trace
-from gpubound.corpus import train_tokenizer
+from gpubound.data import train_tokenizer
 from gpubound.doctor.finding import Verdict
 from gpubound.doctor.report import write_reports
 from gpubound.errors import DataError

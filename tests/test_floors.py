@@ -15,8 +15,8 @@ FLOORS = [
     ["files"],
     ["pages"],
     ["device"],
-    ["kernels", "measure", "feed", "watch"],
-    ["graph", "layers", "corpus"],
+    ["kernels", "data", "measure", "watch"],
+    ["graph", "layers"],
     ["lora"],
     ["models"],  # a family knows nothing of how it is placed, decoded or trained
     ["place"],

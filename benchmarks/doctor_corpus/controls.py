@@ -4,7 +4,7 @@ from .kinds import PLANTS
 from .plant import Calm
 
 FEED = {
-    "imports": "from gpubound.feed import feed",
+    "imports": "from gpubound.data import feed",
     "data": "batches = feed([(host_rows(), host_rows()) for _ in range(4)], device)\nbatches = iter(batches.take, None)",
 }
 # a loss is copied into pinned memory, and read 49 steps later

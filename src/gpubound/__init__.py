@@ -24,10 +24,9 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import distributed as distributed, kernels as kernels, lora as lora
-    from .corpus import Corpus as Corpus
+    from .data import Corpus as Corpus, Feed as Feed, feed as feed
     from .decode import Draft as Draft, FastDecoder as FastDecoder, decoder as decoder
     from .doctor import doctor as doctor
-    from .feed import Feed as Feed, feed as feed
     from .graph import Captured as Captured, Certificate as Certificate, capture as capture
     from .models import (
         Decoder as Decoder,
@@ -41,8 +40,7 @@ if TYPE_CHECKING:
 
 # Imported when first used: torch takes two seconds, and the pytest plugin is loaded in projects that may never ask for it.
 _HOMES = {
-    "Corpus": "corpus",
-    **dict.fromkeys(("Feed", "feed"), "feed"),
+    **dict.fromkeys(("Corpus", "Feed", "feed"), "data"),
     **dict.fromkeys(("Draft", "FastDecoder", "decoder"), "decode"),
     "doctor": "doctor",
     **dict.fromkeys(("Captured", "Certificate", "capture"), "graph"),
@@ -58,7 +56,7 @@ __all__ = sorted(
 
 
 class _Front(ModuleType):
-    """This package as users see it. place, feed, watch and doctor are functions here, although packages of these names hold
+    """This package as users see it. place, watch and doctor are functions here, although packages of these names hold
     them: importing a package binds it to its name in its parent, and that alone is left undone."""
 
     def __setattr__(self, name: str, value: Any) -> None:

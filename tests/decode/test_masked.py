@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gpubound import GenerateError, trace
-from gpubound.corpus import train_tokenizer
+from gpubound.data import train_tokenizer
 from gpubound.decode import MaskedSampler
 from gpubound.decode.canvas import filling
 from gpubound.models import Decoder, DecoderConfig, RichardsConfig, RichardsDecoder

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from gpubound.corpus import Tokenizer
+from gpubound.data import Tokenizer
 from gpubound.decode.text import TextCodec, TextStream
 
 from .cases import Bytes

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from gpubound import device as facts
-from gpubound.corpus import Corpus
+from gpubound.data import Corpus
 from gpubound.distributed import join
 from gpubound.distributed.local_shard import gathered
 from gpubound.models.llama import training as llama

@@ -138,7 +138,7 @@ def public() -> list[str]:
         for name in gb.__all__
         if name not in ("__version__", "kernels", "lora", "distributed") and not name.endswith("Error")
     ]
-    for package in ("train", "lora", "feed", "corpus", "models", "measure", "kernels", "distributed"):
+    for package in ("train", "lora", "data", "models", "measure", "kernels", "distributed"):
         module = import_module(f"gpubound.{package}")
         shown = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
         things = [(name, getattr(module, name)) for name in shown]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpubound import device as facts
-from gpubound.corpus import Corpus
+from gpubound.data import Corpus
 from gpubound.models.llama import training as llama
 
 from .runs import CHATS, build_corpus, texts

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from gpubound.corpus import Corpus, python_stdlib_texts, train_tokenizer
+from gpubound.data import Corpus, python_stdlib_texts, train_tokenizer
 from gpubound.train.loop import Stop
 from gpubound.train.prepare import prepare
 from gpubound.train.recipe import Recipe

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from gpubound.corpus import Corpus
+from gpubound.data import Corpus
 from gpubound.models import PRESETS, Decoder
 from gpubound.train import AdamW, Schedule, TrainStep
 from gpubound.watch import watch

@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import gpubound as gb
-from gpubound.corpus import train_tokenizer
+from gpubound.data import train_tokenizer
 from gpubound.distributed import join
 from gpubound.distributed.local_shard import gathered
 from gpubound.errors import DataError

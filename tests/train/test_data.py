@@ -12,7 +12,7 @@ from itertools import islice
 import pytest
 import torch
 
-from gpubound.corpus import Corpus, Tokenizer, train_tokenizer
+from gpubound.data import Corpus, Tokenizer, train_tokenizer
 from gpubound.errors import DataError
 from gpubound.models import PRESETS, Decoder, save_hf
 from gpubound.train.data import check_data, open_data, stage_of

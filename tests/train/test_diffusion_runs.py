@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpubound.corpus import Tokenizer
+from gpubound.data import Tokenizer
 from gpubound.models import RichardsConfig, RichardsDecoder
 from gpubound.models.richards.training import sizes
 from gpubound.train.flops import flops_of

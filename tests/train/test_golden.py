@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from gpubound.corpus.shards import MANIFEST
+from gpubound.data.shards import MANIFEST
 from gpubound.models import save_hf
 from gpubound.train.prepare import prepare
 from gpubound.train.recipe import Recipe

@@ -52,7 +52,7 @@ def test_phases_follow_each_other(two_phases, tmp_path):
 
 def test_one_text_is_split_inside(corpus, tmp_path):
     """A single file is a common first corpus: its end is held out, and no token is lost or in both parts."""
-    from gpubound.corpus import Corpus
+    from gpubound.data import Corpus
 
     whole = Corpus.open(corpus)
     one = Corpus(whole.parts, whole.vocab_size, whole.fingerprint, whole.path)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpubound import trace
-from gpubound.corpus import Corpus, train_tokenizer
+from gpubound.data import Corpus, train_tokenizer
 from gpubound.errors import DataError, DeviceError
 from gpubound.models.registry import presets
 from gpubound.train.data import Stage

@@ -11,8 +11,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpubound import trace
+from gpubound.data import feed
 from gpubound.distributed import ALONE, Ranks
-from gpubound.feed import feed
 from gpubound.train import AdamW, Schedule, TrainStep
 from gpubound.train.ema import Ema
 from gpubound.train.flat_buffers import Weights

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 
-from ..corpus.tokenizer import ends_of_turn
+from ..data.tokenizer import ends_of_turn
 from ..decode import FastDecoder
 from ..errors import GpuboundError
 from .prompts import HARMLESS, stdin_lines

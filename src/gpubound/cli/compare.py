@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import yaml
 
-from ..corpus import Corpus
+from ..data import Corpus
 from ..files import write_whole
 from ..formatting import hint
 from ..layers.quantized_base import numbers_of

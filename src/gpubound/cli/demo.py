@@ -18,7 +18,7 @@ from . import arguments
 if TYPE_CHECKING:
     import torch
 
-    from ..corpus import Corpus
+    from ..data import Corpus
     from ..train.run import Run
 
 PROMPT = 'import sys\n\n\ndef main(argv):\n    """'

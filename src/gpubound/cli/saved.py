@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import lora
-from ..corpus import Tokenizer
-from ..corpus.tokenizer import adapt
+from ..data import Tokenizer
+from ..data.tokenizer import adapt
 from ..decode import FastDecoder, decoder
 from ..decode.request import SAMPLING, describe_sampling, model_sampling
 from ..decode.runner import host_bytes

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..corpus import Tokenizer
-from ..corpus.tokenizer import ends_of_turn
+from ..data import Tokenizer
+from ..data.tokenizer import ends_of_turn
 from ..errors import DataError
 from ..files import check_replaceable, make_folder, partial, write_whole
 from ..lora.model import plain_state

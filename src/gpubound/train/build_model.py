@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..corpus import Tokenizer
+from ..data import Tokenizer
 from ..distributed import Ranks
 from ..distributed.local_shard import LocalShard
 from ..errors import DataError

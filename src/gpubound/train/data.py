@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from ..corpus import Corpus, CorpusFeed, Tokenizer, python_stdlib_texts, torch_source_texts, train_tokenizer
-from ..corpus.build import OtherCorpus, building_alone
-from ..corpus.corpus import split_tail
-from ..corpus.shards import CLAIM, MANIFEST
-from ..corpus.texts import Texts
+from ..data import Corpus, CorpusFeed, Tokenizer, python_stdlib_texts, torch_source_texts, train_tokenizer
+from ..data.build import OtherCorpus, building_alone
+from ..data.corpus import split_tail
+from ..data.shards import CLAIM, MANIFEST
+from ..data.texts import Texts
 from ..distributed import ALONE, Ranks
 from ..errors import DataError
 from ..models.registry import is_named

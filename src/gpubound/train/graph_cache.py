@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data import Feed
+from ..data.leaves import Path, flatten, name
 from ..distributed import ALONE
 from ..distributed.collective_capture import capture_on_all_ranks, refusal
 from ..errors import GraphError
-from ..feed import Feed
-from ..feed.leaves import Path, flatten, name
 from ..graph import Captured, capture
 from ..graph.runner import open_gate
 from ..trace import fallback

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..corpus import Corpus, Tokenizer
+from ..data import Corpus, Tokenizer
 from ..device import resolve
 from ..distributed import ALONE, Ranks
 from ..errors import DataError, DeviceError, GraphError

@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # a command reads its options before it imports torch
     import torch
     from torch import nn
 
-    from ..corpus.tokenizer import Tokenizer
+    from ..data.tokenizer import Tokenizer
     from ..distributed import Ranks
     from .adapters import Lora
     from .muon import Muon
@@ -46,7 +46,7 @@ MOST_ACCUMULATE = 1 << 16
 
 def limits() -> tuple[tuple[str, int, int], ...]:
     """Return (key, least, most). The most are far above any use; they keep a slip of the hand from filling the memory."""
-    from ..corpus.tokenizer import SPECIALS
+    from ..data.tokenizer import SPECIALS
     from .schedule import MOST_STEPS
 
     return (

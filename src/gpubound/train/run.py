@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import lora
-from ..corpus import Tokenizer
+from ..data import Tokenizer
 from ..distributed import ALONE, Ranks, local_shard
 from ..errors import DataError
 from ..models.placing import mode, put_back

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import gpubound as gb
-from gpubound.corpus import Tokenizer, train_tokenizer
+from gpubound.data import Tokenizer, train_tokenizer
 from gpubound.errors import DataError
 from gpubound.models import Decoder, DecoderConfig, load_hf, save_hf
 from gpubound.models.llama import training

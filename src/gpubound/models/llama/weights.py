@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...corpus import Tokenizer
+from ...data import Tokenizer
 from ...errors import DataError
 from ...layers.fused_weights import hooked
 from ...lora.layers import of_peft

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import torch
 
-from ...corpus import Tokenizer
+from ...data import Tokenizer
 from ...errors import DataError
 from ...formatting import hint
 from ..folder import LARGEST, SPECIAL_IDS, Beyond, read_config

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...corpus import Tokenizer
+from ...data import Tokenizer
 from ...formatting import hint
 from ...kernels.dispatch import Call
 

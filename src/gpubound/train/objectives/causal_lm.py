@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...corpus import Tokenizer
+from ...data import Tokenizer
 from ...layers.embedding_and_head import shift
 from ...models.placing import mode
 from ...models.states import logits_of

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...corpus import Tokenizer
+from ...data import Tokenizer
 from ...layers.diffusion_schedule import spread_times
 from ...layers.embedding_and_head import head_of
 from ...models.states import is_causal, told_time

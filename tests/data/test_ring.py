@@ -1,0 +1,241 @@
+"""The ring's order of events, with a lane whose copies happen as late as its events allow."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from gpubound.data import ring as ring_module
+from gpubound.data.leaves import Padding, pack
+from gpubound.data.ring import AHEAD, CudaLane, Lane, Ring
+from tests.messages import message
+
+CPU = torch.device("cpu")
+
+
+class LateLane:
+    """A copy takes place when its event is waited for on the host, or at `finish`: never earlier, as a slow bus would have
+    it."""
+
+    device = CPU
+
+    def __init__(self, honours_events=True):
+        self.honours_events = honours_events
+        self.pending, self.stagings, self.waits, self.sends = [], 0, 0, 0
+        self.uses_end = True  # whether the device ever gets through what it was given
+
+    def staging(self, size):
+        self.stagings += 1
+        return torch.zeros(size, dtype=torch.uint8)
+
+    def send(self, staged):
+        self.sends += 1
+        copy = (staged, torch.zeros_like(staged))
+        self.pending.append(copy)
+        return copy[1], {"kind": "copy", "copy": copy}
+
+    def wait(self, event):
+        self.waits += 1
+        if event["kind"] == "use":
+            while not self.uses_end:
+                time.sleep(0.001)
+        elif self.honours_events:
+            self._complete(event["copy"])
+
+    def receive(self, sent, event): ...
+
+    def mark(self):
+        return {"kind": "use"}
+
+    def finish(self):
+        for copy in self.pending:
+            copy[1].copy_(copy[0])
+        self.pending.clear()
+
+    def _complete(self, copy):
+        for i, (staged, sent) in enumerate(self.pending):
+            if sent is copy[1]:
+                sent.copy_(staged)
+                del self.pending[i]
+                return
+
+
+def numbers(count, size=8):
+    return ({"x": torch.full((size,), float(i)), "y": torch.tensor(i)} for i in range(count))
+
+
+def drain(ring):
+    return [served.batch for served in iter(ring.take, None)]
+
+
+def right(got):
+    return all(batch["y"].item() == i and batch["x"].eq(i).all() for i, batch in enumerate(got))
+
+
+def test_the_ring_s_thread_asks_for_an_event_and_never_synchronizes():
+    class Event:  # has no synchronize(): a ledger would count it as a wait of the host
+        answers = (False, False, True)
+        asked = 0
+
+        def query(self):
+            self.asked += 1
+            return self.answers[self.asked - 1]
+
+    event = Event()
+    CudaLane.wait(object.__new__(CudaLane), event)
+    assert event.asked == 3
+
+
+@pytest.mark.parametrize("slots", [1, 3, 5])
+def test_a_slot_is_written_again_only_after_its_copy(slots):
+    lane = LateLane()
+    got = drain(Ring(numbers(40), lane, slots, Padding()))
+    lane.finish()
+    assert len(got) == 40 and right(got)
+    assert lane.stagings == slots and lane.sends == 40
+
+
+def test_a_slot_keeps_its_memory_for_smaller_batches():
+    """Pinned memory is slow to get: only a larger batch than a slot has had takes more."""
+    lane = LateLane()
+    batches = ({"x": torch.full((512 * size,), float(i)), "y": torch.tensor(i)} for i, size in enumerate([3, 1, 2, 3, 4, 1]))
+    got = drain(Ring(batches, lane, 1, Padding()))
+    lane.finish()
+    assert len(got) == 6 and right(got) and lane.stagings == 2
+
+
+def test_this_lane_sees_a_slot_that_is_written_too_early():
+    """The test above would notice: without the wait for the copy's event, batches come out with their successors' values."""
+    lane = LateLane(honours_events=False)
+    got = drain(Ring(numbers(40), lane, 3, Padding()))
+    lane.finish()
+    assert len(got) == 40 and not right(got)
+
+
+def settle(read, wanted):
+    """Wait until `read()` is `wanted`, then a little longer to see whether it stays."""
+    until = time.monotonic() + 60  # a thread may come to its turn late beside busy processes
+    while read() != wanted and time.monotonic() < until:
+        time.sleep(0.002)
+    time.sleep(0.02)
+    return read() == wanted
+
+
+def test_reads_no_further_ahead_than_its_slots():
+    read = []
+
+    def source():
+        for batch in numbers(20):
+            read.append(1)
+            yield batch
+
+    ring = Ring(source(), Lane(CPU), 3, Padding())
+    assert settle(lambda: len(read), 3)
+    ring.take()
+    assert settle(lambda: len(read), 4)
+    ring.close()
+
+
+def test_no_more_batches_on_the_device_than_it_can_work_off():
+    lane = LateLane()
+    lane.uses_end = False
+    ring = Ring(numbers(40), lane, 3, Padding())
+    for _ in range(AHEAD * 3):
+        ring.take()
+    assert settle(lambda: lane.sends, AHEAD * 3), lane.sends
+    began = time.perf_counter()
+    threading.Timer(0.05, lambda: setattr(lane, "uses_end", True)).start()
+    served = ring.take()
+    assert served.waited == 0.0 and 0 < served.held_back <= time.perf_counter() - began  # the device was behind, not the source
+    ring.close()
+
+
+def test_what_the_source_raises_arrives_with_its_traceback():
+    def broken_source():
+        yield from numbers(2)
+        raise KeyError("third")
+
+    ring = Ring(broken_source(), Lane(CPU), 3, Padding())
+    assert right([ring.take().batch, ring.take().batch])
+    with pytest.raises(KeyError, match="third") as error:
+        ring.take()
+    assert "broken_source" in [entry.name for entry in error.traceback]
+    assert ring.take() is None
+
+
+def test_closing_ends_the_thread_and_the_source():
+    closed = []
+
+    def source():
+        try:
+            yield from numbers(1000)
+        finally:
+            closed.append(True)
+
+    before = set(threading.enumerate())
+    ring = Ring(source(), Lane(CPU), 3, Padding())
+    ring.take()
+    assert len(set(threading.enumerate()) - before) == 1
+    ring.close()
+    assert not set(threading.enumerate()) - before and closed == [True]
+
+
+def test_a_forgotten_ring_ends_its_thread():
+    before = set(threading.enumerate())
+    ring = Ring(numbers(1000), Lane(CPU), 3, Padding())
+    ring.take()
+    del ring
+    assert not set(threading.enumerate()) - before
+
+
+def test_a_source_that_hangs_does_not_hang_the_close(monkeypatch, capsys):
+    gate = threading.Event()
+    monkeypatch.setattr(ring_module, "CLOSING_SECONDS", 0.05)
+    monkeypatch.setattr("gpubound.trace._said", set())
+
+    def source():
+        yield {"x": torch.ones(1)}
+        gate.wait()
+
+    ring = Ring(source(), Lane(CPU), 3, Padding())
+    ring.take()
+    ring.close()
+    assert capsys.readouterr().err == message("data/ring:a_source_that_hangs_does")
+    gate.set()
+
+
+def test_every_leaf_is_looked_at_not_the_first():
+    parcel = pack({"there": torch.ones(2), "meta": torch.ones(2, device="meta"), "also": torch.ones(3)}, CPU, Padding())
+    assert parcel.passed == 2 and [leaf for leaf, _ in parcel.copied] == [1]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int16, torch.float64, torch.bfloat16, torch.complex64], ids=str
+)
+def test_any_dtype_shape_and_layout_survives_the_flat_run(dtype):
+    odd = torch.arange(1, 31).reshape(5, 6).to(dtype)
+    batch = {
+        "scalar": odd[1, 1],
+        "view": odd[1:4, ::2],
+        "transposed": odd.t(),
+        "empty": odd[:0],
+        "images": odd.reshape(1, 5, 2, 3).contiguous(memory_format=torch.channels_last),
+        "text": "stays",
+    }
+    ring = Ring(iter([batch]), Lane(CPU), 3, Padding())
+    new = ring.take().batch
+    for key, value in batch.items():
+        if key == "text":
+            assert new[key] == value
+        else:
+            assert new[key].dtype is dtype and torch.equal(new[key], value)
+            assert new[key].data_ptr() != value.data_ptr() or not value.numel()
+    assert new["images"].is_contiguous(memory_format=torch.channels_last)
+    ring.close()
+
+
+def test_sparse_leaves_are_refused():
+    with pytest.raises(ValueError) as error:
+        pack({"x": torch.ones(2, 2).to_sparse()}, CPU, Padding(), always=True)
+    assert str(error.value) == message("data/ring:sparse_leaves_are_refuse")

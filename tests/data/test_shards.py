@@ -1,0 +1,189 @@
+"""The shard file: what is written is what is read, and every kind of damage is named."""
+
+import json
+import os
+import struct
+import zlib
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+from gpubound.data.shards import _FIXED, _PAGE, read_shard, write_shard
+from gpubound.errors import DataError
+from tests.messages import message
+
+TOKENS = np.arange(1000, 1100, dtype=np.uint16)
+DOCUMENTS = np.array([0, 10, 11, 100])
+CURE = "restore the file or build the corpus anew."
+
+
+@pytest.fixture
+def path(tmp_path):
+    write(tmp_path / "shard-00000.gbt")
+    return tmp_path / "shard-00000.gbt"
+
+
+def write(path, tokens=TOKENS, mask=True, vocab_size=5000):
+    some = (np.arange(len(tokens)) % 2).astype(np.uint8) if mask else None
+    write_shard(path, tokens, DOCUMENTS, some, vocab_size=vocab_size, tokenizer="t", texts_read=3, texts_crc=9)
+
+
+def refused(path, **options):
+    with pytest.raises(DataError) as error:
+        read_shard(path, **options)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+@pytest.mark.parametrize("mask", [True, False])
+def test_round_trip(tmp_path, dtype, mask):
+    tokens = TOKENS.astype(dtype) * 60
+    write(tmp_path / "a.gbt", tokens, mask, 70_000)
+    shard = read_shard(tmp_path / "a.gbt")
+    assert shard.tokens.dtype == dtype and np.array_equal(shard.tokens, tokens) and np.array_equal(shard.documents, DOCUMENTS)
+    assert (np.array_equal(shard.mask, np.arange(100) % 2)) if mask else shard.mask is None
+    header = shard.header
+    assert (header.tokens, header.documents, header.vocab_size, header.tokenizer) == (100, 3, 70_000, "t")
+    assert [file.name for file in tmp_path.iterdir()] == ["a.gbt"], "nothing temporary is left"
+    with pytest.raises(ValueError, match="read-only"):
+        shard.tokens[0] = 1
+
+
+def test_nothing_is_overwritten(path):
+    before = path.read_bytes()
+    with pytest.raises(DataError) as error:
+        write(path, TOKENS + 1)
+    assert str(error.value) == message("data/shards:nothing_is_overwritten", path) and path.read_bytes() == before
+
+
+def flip(path, at):
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x40]))
+
+
+@pytest.mark.parametrize("section, at", [("tokens", 5), ("documents", 9), ("mask", 0)])
+def test_corrupt_payload(path, section, at):
+    flip(path, read_shard(path).header.sections[section][0] + at)
+    assert refused(path) == message("data/shards:corrupt_payload", path, section, CURE)
+
+
+def test_every_byte_of_the_header_is_covered(path):
+    whole = path.read_bytes()
+    length = _FIXED.unpack_from(whole)[2]
+    for at in range(_FIXED.size + length):
+        flip(path, at)
+        assert str(path) in refused(path, verify=False), at
+        path.write_bytes(whole)
+    read_shard(path)
+
+
+def test_corrupt_header(path):
+    flip(path, _FIXED.size + 3)
+    assert refused(path) == message("data/shards:corrupt_header", path, CURE)
+
+
+@pytest.mark.parametrize("keep", [20, _PAGE - 1, _PAGE, _PAGE + 50, -1])
+def test_truncated(path, keep):
+    whole = path.read_bytes()
+    path.write_bytes(whole[:keep])
+    size = len(whole[:keep])
+    if size < _PAGE:
+        assert refused(path) == message("data/shards:truncated", path, size, _PAGE, CURE)
+    else:
+        assert refused(path, verify=False) == message("data/shards:truncated.2", path, size, len(whole), CURE)
+
+
+def test_too_long(path):
+    size = path.stat().st_size
+    with open(path, "ab") as file:
+        file.write(b"x")
+    assert refused(path) == message("data/shards:too_long", path, size + 1, size, CURE)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", struct.pack("<256i", 20240520, 1, *range(254))])
+def test_foreign_files(tmp_path, content):
+    path = tmp_path / "fineweb_train_000001.bin"
+    path.write_bytes(content)
+    assert refused(path) == message("data/shards:foreign_files", path, repr(content[:8]))
+
+
+def test_another_version(path):
+    whole = bytearray(path.read_bytes())
+    whole[8:12] = struct.pack("<I", 2)
+    path.write_bytes(whole)
+    assert refused(path) == message("data/shards:another_version", path)
+
+
+def test_ids_beyond_the_vocabulary(tmp_path):
+    """An embedding would read out of its table; on a GPU that ends the process."""
+    write(tmp_path / "a.gbt", vocab_size=1099)
+    assert refused(tmp_path / "a.gbt") == message("data/shards:ids_beyond_the_vocabular", tmp_path / "a.gbt", CURE)
+    write(tmp_path / "b.gbt", vocab_size=1100)
+    read_shard(tmp_path / "b.gbt")
+
+
+def craft(path, text):
+    """Give the shard another header, with a right checksum: what damage cannot do, but a person can."""
+    rest = path.read_bytes()[_PAGE:]
+    path.write_bytes((_FIXED.pack(b"GBTOKENS", 1, len(text), zlib.crc32(text)) + text).ljust(_PAGE, b"\0") + rest)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "float64"},
+        {"dtype": ["uint16"]},
+        {"tokens": 99},
+        {"tokens": -100},
+        {"tokens": 100.0},
+        {"tokens": True},
+        {"documents": 2},
+        {"vocab_size": 0},
+        {"tokenizer": None},
+        {"texts_read": "3"},
+        {"texts_crc": 1 << 70},
+        {"extra": 1},
+        {"sections": {}},
+        {"sections": []},
+        {"sections": {"tokens": [4096, 200, 0]}},
+        {"sections": {"tokens": [4096, 200], "documents": [4352, 32, 0]}},
+        {"sections": {"tokens": [-4096, 200, 0], "documents": [4352, 32, 0]}},
+        {"sections": {"tokens": [4096, 200, 0], "documents": [4352, 32, 0], "more": [0, 0, 0]}},
+        {"sections": {"tokens": [4096, 200, 0], "documents": [4352, 3200, 0]}},
+    ],
+    ids=str,
+)
+def test_a_crafted_header(path, change):
+    craft(path, json.dumps(asdict(read_shard(path).header) | change).encode())
+    for verify in (True, False):
+        assert refused(path, verify=verify).startswith(f"{path}: corrupt: its header is not a shard's (")
+
+
+@pytest.mark.parametrize("text", [b"[]", b"3", b"{}", b"{", b"[" * 3000, b"\xff"], ids=str)
+def test_a_header_that_is_no_header(path, text):
+    craft(path, text)
+    assert refused(path).startswith(f"{path}: corrupt: its header is not a shard's (")
+
+
+def test_a_pipe_in_a_shards_place(tmp_path):
+    os.mkfifo(tmp_path / "a.gbt")
+    assert refused(tmp_path / "a.gbt") == message("data/shards:a_pipe_in_a_shards_place", tmp_path / "a.gbt")
+
+
+def test_documents_that_do_not_cover_the_tokens(tmp_path):
+    path = tmp_path / "a.gbt"
+    write_shard(path, TOKENS, np.array([0, 50, 40, 100]), None, vocab_size=5000, tokenizer="t", texts_read=0, texts_crc=0)
+    assert refused(path) == message("data/shards:documents_that_do_not_co", path, CURE)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    assert refused(tmp_path / "a.gbt") == message("data/shards:a_file_that_is_not_there", tmp_path / "a.gbt")
+
+
+def test_the_checksum_is_crc32_of_the_bytes_as_stored(path):
+    header = read_shard(path).header
+    assert header.sections["tokens"] == [_PAGE, 200, zlib.crc32(TOKENS.astype("<u2").tobytes())]
