@@ -17,6 +17,7 @@ from gpubound.models import Decoder, DecoderConfig, save_hf
 STEPS = 1000  # of training, at most; ten seeds took 101 to 138
 MARGIN = 5.0  # logits: int8 weights move them by 0.1, bf16 by less
 CPU = torch.device("cpu")
+_learnt: list[Path] = []  # each module that imports the fixture `ckpt` registers it anew
 HELLO = "<|user|>hello<|end|><|assistant|>hi, how are you?<|end|>"
 TEXTS = [
     "the cat sat on the mat and slept.<|endoftext|>",
@@ -40,9 +41,11 @@ def reference(monkeypatch):
     monkeypatch.setattr(trace, "_said", set())  # what is said once a process may have been said by another test
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ckpt(tmp_path_factory) -> Path:
-    """A Hugging Face folder with a model that has learnt TEXTS by heart."""
+    """A Hugging Face folder with a model that has learnt TEXTS by heart, one for all modules."""
+    if _learnt:
+        return _learnt[0]
     folder = tmp_path_factory.mktemp("saved") / "model"
     tokenizer = train_tokenizer(TEXTS, 300)
     torch.manual_seed(0)
@@ -52,6 +55,7 @@ def ckpt(tmp_path_factory) -> Path:
         model = Decoder(DecoderConfig(64, 128, 2, 4, 2, 320, tied=True, positions=512))
         learn(model, [tokenizer.inner.encode(text, add_special_tokens=False).ids for text in TEXTS])
     tokenizer.save(save_hf(model, folder))
+    _learnt.append(folder)
     return folder
 
 

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from gpubound.cli.chat import ends_of_turn
 from gpubound.data import Tokenizer
+from gpubound.data.tokenizer import ends_of_turn
 from gpubound.models import load_hf, save_hf
 from tests.messages import message
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpubound.cli import generate as command, main
-from gpubound.cli.saved import open_saved
+from gpubound.cli import main
 from gpubound.data import Tokenizer
+from gpubound.generate.load import open_saved
+from gpubound.generate.options import PRINTABLE
 from gpubound.measure import ceilings
 from gpubound.models import load_hf, save_hf
 from gpubound.train import export_metadata
@@ -149,7 +150,7 @@ def test_the_model_in_another_dtype_and_without_fused_kernels(ckpt, run):
 
 
 def test_control_characters_do_not_reach_a_terminal():
-    assert "a\x1b[2Jb\r\x07\n\t\x9b".translate(command.HARMLESS) == "a\ufffd[2Jb\ufffd\ufffd\n\t\ufffd"
+    assert "a\x1b[2Jb\r\x07\n\t\x9b".translate(PRINTABLE) == "a\ufffd[2Jb\ufffd\ufffd\n\t\ufffd"
 
 
 # --- what is opened ---

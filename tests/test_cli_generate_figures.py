@@ -5,8 +5,8 @@ import json
 import pytest
 
 from gpubound.cli import main
-from gpubound.cli.speed import Speed
 from gpubound.decode.result import Generated, Generation
+from gpubound.generate.speed import Speed
 from tests.messages import message
 
 from . import by_heart

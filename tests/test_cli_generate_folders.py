@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from gpubound.cli import sources
 from gpubound.data import Tokenizer
 from gpubound.data.chat import render
+from gpubound.generate import source as sources
 from gpubound.models import load_hf, save_hf
 from tests.messages import message
 
@@ -130,7 +130,7 @@ def test_a_name_on_the_hub_is_what_its_cache_holds(ckpt, run, tmp_path, monkeypa
 
 def test_a_name_without_the_hubs_library(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gpubound.cli.sources.find_spec", lambda name: None)
+    monkeypatch.setattr("gpubound.generate.source.find_spec", lambda name: None)
     assert refused(run, "owner/model").endswith("which is not installed: pip install 'gpubound[hf]'.")
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
-from gpubound.cli.saved import open_saved
 from gpubound.data import Tokenizer
 from gpubound.data.chat import render
 from gpubound.data.tokenizer import ends_of_turn
 from gpubound.errors import GpuboundError
+from gpubound.generate.load import open_saved
 
 from . import by_heart
 from .by_heart import CPU

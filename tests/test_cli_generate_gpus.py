@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from gpubound import device as facts, lora
-from gpubound.cli import answers, main
-from gpubound.cli.generate import Generate
-from gpubound.cli.lines import Lines
-from gpubound.distributed import worker_pool
-from gpubound.distributed.worker_pool import WorkerPool
+from gpubound.cli import main
 from gpubound.errors import DataError
+from gpubound.generate import replicas, workers
+from gpubound.generate.options import Generate
+from gpubound.generate.replicas import OrderedLines
+from gpubound.generate.workers import WorkerPool
 from gpubound.models import load_hf, save_hf
 from tests.messages import message
 
@@ -31,7 +31,7 @@ def lines(text: str) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-begin = answers.begin
+begin = replicas.start_replica
 
 
 def begin_on_reference(*given):
@@ -41,7 +41,7 @@ def begin_on_reference(*given):
 
 
 def test_two_copies_answer_as_one_and_a_broken_run_is_gone_on_with(ckpt, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(answers, "begin", begin_on_reference)
+    monkeypatch.setattr(replicas, "start_replica", begin_on_reference)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
     given = (ckpt, "--file", tmp_path / "prompts.jsonl", "--batch", "2", "--max-new-tokens", "12")
     wanted = json.loads(run(*given, "--json")[1])["sequences"]  # in this process, by no copy
@@ -76,7 +76,7 @@ def test_copies_on_two_gpus_answer_as_one_on_the_cpu(ckpt, run, tmp_path):
 
 def test_answers_of_the_model_that_lay_there_before_are_not_gone_on_with(ckpt, run, tmp_path, monkeypatch):
     """A run is trained further and exported again: the folder keeps its name."""
-    monkeypatch.setattr(answers, "begin", begin_on_reference)
+    monkeypatch.setattr(replicas, "start_replica", begin_on_reference)
     shutil.copytree(ckpt, tmp_path / "model")
     given = (tmp_path / "model", "--prompt", "the cat", "--max-new-tokens", "2", "--output", tmp_path / "answers.jsonl")
     assert run(*given)[0] == run(*given)[0] == 0
@@ -99,13 +99,13 @@ def test_an_adapters_base_is_a_part_of_the_model(ckpt, tmp_path):
     lora.add(model, 2)
     lora.save(model, tmp_path / "adapter")
     options = Generate(str(tmp_path / "adapter"))
-    before = answers.mark_of(options)
+    before = replicas.fingerprint(options)
     with torch.no_grad():
         model.model.norm.weight.mul_(2)
     lora.remove(model)
-    assert answers.mark_of(options) == before
+    assert replicas.fingerprint(options) == before
     save_hf(model, tmp_path / "base", overwrite=True)
-    assert answers.mark_of(options) != before
+    assert replicas.fingerprint(options) != before
 
 
 @pytest.mark.parametrize("text", ['{"model_type": "llama"}', "notes", '{"number": 1, "pro\n'], ids=["json", "text", "line"])
@@ -114,20 +114,20 @@ def test_a_file_of_somebody_elses_is_not_touched(tmp_path, text):
     file = tmp_path / "kept"
     file.write_text(text)
     with pytest.raises(ValueError) as error:
-        Lines(str(file), PROMPTS, 1, "mark")
+        OrderedLines(str(file), PROMPTS, 1, "mark")
     assert str(error.value) == message("cli_generate_gpus:a_file_of_somebody_elses", file)
     assert file.read_text() == text
 
 
 def test_one_process_writes_a_file_of_answers(tmp_path):
     file = tmp_path / "answers.jsonl"
-    first = Lines(str(file), PROMPTS, 1, "mark")
+    first = OrderedLines(str(file), PROMPTS, 1, "mark")
     first.put(0, [{"prompt": PROMPTS[0]}])
     with pytest.raises(ValueError) as error:
-        Lines(str(file), PROMPTS, 1, "mark")
+        OrderedLines(str(file), PROMPTS, 1, "mark")
     assert str(error.value) == message("cli_generate_gpus:one_process_writes_a_fil", file)
     first.close()
-    again = Lines(str(file), PROMPTS, 1, "mark")
+    again = OrderedLines(str(file), PROMPTS, 1, "mark")
     assert [again.answered(number) for number in (0, 1)] == [True, False]
     again.close()
 
@@ -140,15 +140,15 @@ def test_answers_go_to_a_regular_file(tmp_path):
         ("none/file", "cannot be written: No such"),
     ):
         with pytest.raises(DataError, match=said):  # and no hang
-            Lines(str(tmp_path / place), PROMPTS, 1, "mark")
+            OrderedLines(str(tmp_path / place), PROMPTS, 1, "mark")
 
 
 def test_a_disk_that_is_full_under_the_answers(ckpt, run, tmp_path, monkeypatch):
     def full(lines, number):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Lines, "_write", full)
-    monkeypatch.setattr(answers, "WorkerPool", lambda *given, **options: [(0, [{"tokens": []}] * len(PROMPTS))])
+    monkeypatch.setattr(OrderedLines, "_write", full)
+    monkeypatch.setattr(replicas, "WorkerPool", lambda *given, **options: [(0, [{"tokens": []}] * len(PROMPTS))])
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     code, _, err = run(ckpt, "--file", tmp_path / "prompts.txt", "--output", tmp_path / "answers.jsonl")
     assert code == 2 and err.splitlines()[-1] == (
@@ -184,14 +184,14 @@ def begin_harmless(number, options, prompts, devices):
 def test_prompts_that_nobody_answers_are_named_and_answered_later(ckpt, run, monkeypatch, tmp_path):
     (tmp_path / "prompts.txt").write_text("one\ntwo\ndeadly\nfour\n")
     given = (ckpt, "--file", tmp_path / "prompts.txt", "--batch", "1", "--gpus", "3", "--output", tmp_path / "answers.jsonl")
-    monkeypatch.setattr(answers, "begin", begin_deadly)
+    monkeypatch.setattr(replicas, "start_replica", begin_deadly)
     code, _, err = run(*given)
     assert code == 2 and err.endswith(
         "gpubound generate: not answered: prompt 3. The others are; with --output FILE, the same command goes on with what is "
         "missing.\n"
     )
     assert [one["text"] for one in lines((tmp_path / "answers.jsonl").read_text())] == ["ONE", "TWO", "FOUR"]
-    monkeypatch.setattr(answers, "begin", begin_harmless)
+    monkeypatch.setattr(replicas, "start_replica", begin_harmless)
     code, _, err = run(*given)
     there = lines((tmp_path / "answers.jsonl").read_text())
     assert code == 0 and message("cli_generate_gpus:prompts_that_nobody_answ").within(err)
@@ -280,9 +280,9 @@ def hangs_once(number, folder):
 def test_what_a_copy_that_hangs_had_in_hand_goes_to_another(tmp_path, monkeypatch, capsys):
     """By a clock that goes on when the other copy has done the rest."""
     now = [0.0]
-    monkeypatch.setattr(worker_pool, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: now[0]))
     done = {}
-    for piece, square in WorkerPool(range(5), 2, hangs_once, tmp_path, name="piece {}".format, patience=120):
+    for piece, square in WorkerPool(range(5), 2, hangs_once, tmp_path, name="piece {}".format, timeout=120):
         done[piece] = square
         if len(done) == 4:
             assert 3 not in done
@@ -295,16 +295,17 @@ def test_what_a_copy_that_hangs_had_in_hand_goes_to_another(tmp_path, monkeypatc
 def test_a_sign_of_life_is_one_however_long_the_piece(monkeypatch):
     """One a second at most goes through the pipe; each begins the patience anew."""
     now, sent = [0.0], []
-    monkeypatch.setattr(worker_pool, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    alive = worker_pool._beating(SimpleNamespace(send=sent.append))
+    monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    alive = workers._heartbeat(SimpleNamespace(send=sent.append))
     for now[0] in (0.5, 1.1, 1.2, 2.2):
         alive()
     assert sent == [None, None]
-    one = worker_pool.PoolWorker(0, None, SimpleNamespace(recv=lambda: None, send=lambda piece: None), ready=True)
-    one.give(7)
+    one = workers.PoolWorker(0, None, SimpleNamespace(recv=lambda: None, send=lambda piece: None))
+    one.ready = True
+    one.assign(7)
     now[0] = 600.0
     assert one.hangs(500) and not one.hangs(600)
     work = WorkerPool([], 0, hangs_once)
-    assert list(work._hear(one)) == [] and one.piece == 7 and not one.hangs(500)
-    one.piece, now[0] = None, 5000.0
+    assert list(work._receive(one)) == [] and one.task == 7 and not one.hangs(500)
+    one.task, now[0] = None, 5000.0
     assert not one.hangs(500), "it has nothing to do"

@@ -6,9 +6,10 @@ import re
 import pytest
 import torch
 
-from gpubound.cli import main, saved as opening, writer
-from gpubound.cli.speed import Speed
+from gpubound.cli import main
 from gpubound.decode.result import Generated, Generation
+from gpubound.generate import batches, load as opening
+from gpubound.generate.speed import Speed
 from tests.messages import message
 
 from . import by_heart
@@ -53,9 +54,11 @@ def test_a_conversation_and_json(ckpt, run):
 def test_slices_take_eight_sequences_at_once(ckpt, run, monkeypatch):
     """Whatever --batch says: more would be refused."""
     built = []
-    build = writer.build
+    build = batches.build_decoder
     monkeypatch.setattr(
-        writer, "build", lambda options, saved, probe, *rest: built.append(len(probe)) or build(options, saved, probe, *rest)
+        batches,
+        "build_decoder",
+        lambda options, saved, probe, *rest: built.append(len(probe)) or build(options, saved, probe, *rest),
     )
     code, out, err = run(
         ckpt,
@@ -96,7 +99,7 @@ def test_a_folder_in_codes_is_read_to_where_its_parts_stay(monkeypatch, tmp_path
     monkeypatch.setattr(opening, "_from_folder", load)
     monkeypatch.setattr(opening, "_folder_tokenizer", lambda *given: None)
     monkeypatch.setattr(opening, "read_generation", lambda *given: {})
-    monkeypatch.setattr(opening, "source_of", lambda *given: tmp_path)
+    monkeypatch.setattr(opening, "find_source", lambda *given: tmp_path)
     coded = {"model_type": "deepseek_v4", "quantization_config": {"quant_method": "fp8"}}
     for about in (coded, {"model_type": "llama"}):
         monkeypatch.setattr(opening, "read_config", lambda source, about=about: about)
@@ -116,7 +119,7 @@ REFUSED = {
     "kind": (("--split", "rows", *SHARED), "split: got 'rows', wanted layers or tensors."),
     "lines": (
         ("--split", "layers", *SHARED, "--output", "a.jsonl"),
-        "output: it takes what several copies of the model write, and --split has one copy; leave --output out.",
+        "output: it is for replicas of the model, and --split has only one model; leave --output out.",
     ),
     "one": (
         ("--split", "layers", "--gpus", "1"),

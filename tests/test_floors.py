@@ -23,6 +23,7 @@ FLOORS = [
     ["distributed"],
     ["train", "decode"],
     ["doctor", "monitor", "plan"],
+    ["generate"],
     ["cli"],
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}

@@ -7,9 +7,9 @@ import torch
 
 from gpubound import measure, trace
 from gpubound.cli.session import Scale
-from gpubound.cli.speed import Speed
 from gpubound.decode.result import Generated, Generation
 from gpubound.distributed import ALONE
+from gpubound.generate.speed import Speed
 from gpubound.train.flops import TokenFlops
 from tests.messages import message
 

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .errors import DataError
+from .errors import DataError, RankError
 from .formatting import readable
 from .trace import notice
 
@@ -272,3 +272,17 @@ def _described(holder: bytes) -> str:
         return f"process {about['pid']} on {about['host']} (since {about['since']})"
     except (ValueError, KeyError, TypeError):  # taken a moment ago, or not written by us
         return "another process"
+
+
+@contextmanager
+def explain_disk_full(path: str | Path, advice: str) -> Iterator[None]:
+    """Raise DataError with `advice` when the disk is full under a block that writes to `path`."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError, RankError) as error:  # RankError: another rank's
+        signs = f"os error {errno.ENOSPC}", f"[Errno {errno.ENOSPC}]"
+        if getattr(error, "errno", None) != errno.ENOSPC and not any(sign in str(error) for sign in signs):
+            raise
+        raise DataError(f"{path}: no space is left on its disk; {advice}") from error

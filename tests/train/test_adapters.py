@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from gpubound import lora
-from gpubound.cli.saved import open_saved
 from gpubound.errors import DataError
+from gpubound.generate.load import open_saved
 from gpubound.models import load_hf
 from gpubound.train.adapters import Lora
 from gpubound.train.flops import flops_of

@@ -7,12 +7,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from .. import measure, trace
 from ..device import label
@@ -20,8 +18,8 @@ from ..distributed import ALONE, Ranks
 from ..doctor.finding import Verdict
 from ..doctor.record.run import of_run
 from ..doctor.report.terminal import brief
-from ..errors import DataError, MeasureError, RankError
-from ..files import locked
+from ..errors import MeasureError
+from ..files import explain_disk_full, locked
 from ..formatting import quantity
 from ..layers.quantized_base import numbers_of
 from ..models.registry import family_of
@@ -67,20 +65,8 @@ def alone(out: str, ranks: Ranks = ALONE) -> Iterator[None]:
     if Path(out).exists() and not Path(out).is_dir():
         raise ValueError(f"out: {out} is a file; give a folder with --out.")
     advice = "what was saved there before is intact. Free space, then go on with --resume, or give another --out."
-    with room(out, advice), locked(out) if ranks.first else nullcontext():
+    with explain_disk_full(out, advice), locked(out) if ranks.first else nullcontext():
         yield
-
-
-@contextmanager
-def room(place: str | Path, advice: str) -> Iterator[None]:
-    """Inside, `place` is written to. Where its disk is full, one sentence says so, with `advice` behind it."""
-    try:
-        yield
-    except (OSError, SafetensorError, RankError) as error:  # the last: where another rank, or this one, wrote for all
-        signs = f"os error {ENOSPC}", f"[Errno {ENOSPC}]"
-        if getattr(error, "errno", None) != ENOSPC and not any(sign in str(error) for sign in signs):
-            raise
-        raise DataError(f"{place}: no space is left on its disk; {advice}") from error
 
 
 def train(

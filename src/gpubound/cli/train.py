@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 import yaml
 
-from ..files import check_replaceable, exporting_run, read_text
+from ..files import check_replaceable, explain_disk_full, exporting_run, read_text
 from ..monitor.live import check_log
 from ..train.recipe import Recipe
 from . import arguments
@@ -160,9 +160,8 @@ def _saved(out: Path) -> bool:
 
 
 def exported(run: "Run", folder: Path, merge: bool) -> Path:
-    from .session import room
-
-    with room(folder, f"the run is saved in {run.folder}. Free space, or give another --export; then go on with --resume."):
+    advice = f"the run is saved in {run.folder}. Free space, or give another --export; then go on with --resume."
+    with explain_disk_full(folder, advice):
         return run.export(folder, merge)
 
 

@@ -1,4 +1,4 @@
-"""How fast a generation was: tokens a second beside what reading the weights and the cache allows on this very machine."""
+"""Speed of a generation: tokens per second, and the fraction of the rate at which this machine can read weights and cache."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,13 +22,13 @@ FIGURES = (
 
 
 class Speed:
-    """Sums over one or several generations."""
+    """Totals of one or several generations."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.tokens = self.steps = self.bytes_read = 0
-        self.seconds = self.bytes_of_one = 0.0  # of the bytes, what each of the devices read that did so at once
-        self.at_once = 1  # so many at most
+        self.seconds = self.device_bytes = 0.0  # bytes that one device read, where several read at once
+        self.concurrent = 1  # maximum number of devices that read at once
         self.first_token_s: float | None = None  # of the first generation
         self.syncs: int | None = None
         self.uncounted = "no GPU" if device.type == "cpu" else "nothing was generated"
@@ -47,26 +47,26 @@ class Speed:
         else:
             self.uncounted = ledger.absent.get("gputrace", "no sensor ran")
 
-    def add(self, found: Generation) -> None:
-        self.tokens += found.count
-        # Launches reach beyond the last token; what they read there has no use.
-        longest = max((len(sequence.tokens) for sequence in found.sequences), default=0)
-        wanted = found.steps if found.wanted is None else found.wanted  # the steps of which `bytes_read` is
-        needed = min(round(longest / max(found.tokens_a_step, 1)), wanted)
+    def add(self, result: Generation) -> None:
+        self.tokens += result.count
+        # Launches go on after the last token; these reads have no use.
+        longest = max((len(sequence.tokens) for sequence in result.sequences), default=0)
+        wanted = result.steps if result.wanted is None else result.wanted  # the steps that `bytes_read` counts
+        needed = min(round(longest / max(result.tokens_a_step, 1)), wanted)
         self.steps += needed
-        self.seconds += found.seconds
-        read = found.bytes_read * needed // max(wanted, 1)
+        self.seconds += result.seconds
+        read = result.bytes_read * needed // max(wanted, 1)
         self.bytes_read += read
-        self.bytes_of_one += read / found.at_once
-        self.at_once = max(self.at_once, found.at_once)
-        if self.first_token_s is None and found.first_token_s:
-            self.first_token_s = found.first_token_s
+        self.device_bytes += read / result.at_once
+        self.concurrent = max(self.concurrent, result.at_once)
+        if self.first_token_s is None and result.first_token_s:
+            self.first_token_s = result.first_token_s
 
     def merge(self, other: "Speed") -> None:
-        """Add what another one summed up."""
-        for name in ("tokens", "steps", "seconds", "bytes_read", "bytes_of_one"):
+        """Add the totals of another one."""
+        for name in ("tokens", "steps", "seconds", "bytes_read", "device_bytes"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.at_once = max(self.at_once, other.at_once)
+        self.concurrent = max(self.concurrent, other.concurrent)
         if self.first_token_s is None:
             self.first_token_s = other.first_token_s
         if other.syncs is not None:
@@ -79,39 +79,39 @@ class Speed:
 
     @property
     def bytes_a_step(self) -> float | None:
-        """None where nothing says what a step must read."""
+        """Return the bytes that a step must read; None if unknown."""
         return self.bytes_read / self.steps if self.steps and self.bytes_read else None
 
     @property
     def read_bytes_per_s(self) -> float | None:
-        """A device's, measured once and kept, times those that read at once. None where it cannot be measured, which is
-        said."""
+        """Return the read rate of one device, measured once, times the devices that read at once. None, with a notice, if it
+        cannot be measured."""
         if self._rate is None:
             try:
                 self._rate = measure.ceilings(self.device, quick=True).read_bytes_per_s
             except MeasureError as error:
                 notice(f"the share of the roofline is left out: {error}")
-        if self._rate is None or not self.bytes_of_one:
+        if self._rate is None or not self.device_bytes:
             return self._rate
-        return self._rate * self.bytes_read / self.bytes_of_one
+        return self._rate * self.bytes_read / self.device_bytes
 
     @property
     def roofline(self) -> float | None:
-        """The time that reading the weights and the live cache once a token takes at best, over the time it took."""
+        """Return the shortest time for reading the weights and the live cache once per token, over the time that it took."""
         if not self.bytes_read or not (rate := self.read_bytes_per_s) or not self.seconds:
             return None
         if (read := self.bytes_read / self.seconds) <= rate:
             return read / rate
-        share = measure.share(self.bytes_of_one / self.seconds, "read_bytes_per_s", self.device)
+        share = measure.share(self.device_bytes / self.seconds, "read_bytes_per_s", self.device)
         self._rate = None  # it was measured again
         return share
 
     def line(self) -> str:
-        """All of it in one line."""
+        """Return all figures in one line."""
         parts = [f"{self.tokens:,} tokens", f"{self.tokens_per_s:,.1f} tokens/s"]
         share = self.roofline
         if (read := self.bytes_a_step) is not None and (rate := self.read_bytes_per_s):
-            by = f" by {self.at_once} GPUs at once" if self.at_once > 1 else ""
+            by = f" by {self.concurrent} GPUs at once" if self.concurrent > 1 else ""
             of = "faster than" if share is None else f"{share:.1%} of"
             parts.append(f"{of} the roofline ({quantity(read, 'B')} a step / {quantity(rate, 'B/s')} read here{by})")
         if self.first_token_s is not None:

@@ -1,0 +1,126 @@
+"""The conversation of `gpubound generate --chat`, in the model's chat template.
+
+Ctrl-C ends a reply, Ctrl-D the conversation. From a pipe, every line is a turn. An error ends the turn, not the conversation.
+"""
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ..data.tokenizer import ends_of_turn
+from ..decode import FastDecoder
+from ..errors import GpuboundError
+from .batches import build_decoder, decoder_settings
+from .load import Saved
+from .options import PRINTABLE, Generate, stdin_lines
+from .speed import Speed
+
+LENGTH = 4096  # maximum tokens of a conversation, by default
+HELP = "/clear forgets the conversation, /help prints this; Ctrl-C ends a reply, Ctrl-D the conversation."
+
+
+def converse(options: Generate, saved: Saved) -> int:
+    """Hold the conversation. Return exit code 0, or 2 when a turn from a pipe failed."""
+    if saved.tokenizer.chat_template is None:
+        raise ValueError(f"{options.ckpt}: its tokenizer has no chat template, and a conversation needs one; use --prompt.")
+    length = min(LENGTH, saved.positions) if options.max_length is None else options.max_length
+    settings = decoder_settings(options, saved)
+    if not options.ignore_eos:
+        settings["stop"] = tuple(dict.fromkeys((*settings["stop"], *ends_of_turn(saved.tokenizer))))
+    chat = Chat(options, saved, build_decoder(options, saved, [[0] * 8], length), settings)
+    if chat.interactive:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts a background job with Ctrl-C ignored
+        chat.note(HELP)
+    for text in chat.typed() if chat.interactive else stdin_lines():
+        chat.turn(text.rstrip("\n"))
+    if options.json:
+        about = {"model": str(saved.folder), "device": saved.device_label, "messages": chat.messages}
+        print(json.dumps(about | chat.speed.as_dict(), indent=1))
+    print(chat.speed.line(), file=sys.stderr, flush=True)
+    return 2 if chat.failed and not chat.interactive else 0
+
+
+class Chat:
+    """The messages of a conversation, and the decoder of its replies."""
+
+    def __init__(self, options: Generate, saved: Saved, decoder: FastDecoder, settings: dict[str, Any]):
+        self.decoder, self.tokenizer, self.settings, self.speed = decoder, saved.tokenizer, settings, Speed(saved.device)
+        self.initial = [] if options.system is None else [{"role": "system", "content": options.system}]
+        self.messages = list(self.initial)
+        self.quiet, self.interactive, self.failed = options.json, sys.stdin.isatty(), False
+        self.safe = PRINTABLE if sys.stdout.isatty() else {}
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+    def note(self, text: str, style: str = "dim") -> None:
+        self.console.print(text, style=style, markup=False)
+
+    def typed(self) -> Iterator[str]:
+        """Yield the lines that the user types, until Ctrl-D."""
+        import readline  # noqa: F401 (arrow keys and history for input())
+
+        while True:
+            try:
+                yield input("> ")
+            except EOFError:
+                self.console.print()
+                return
+            except KeyboardInterrupt:
+                self.note("\nCtrl-D ends the conversation.")
+
+    def turn(self, text: str) -> None:
+        """Take one turn. A turn that fails is reported, and removed from the conversation."""
+        command = text.strip()
+        if not command:
+            return
+        if self.interactive and command == "/help":
+            self.note(HELP)
+            return
+        if self.interactive and command == "/clear":
+            self.messages = list(self.initial)
+            self.note("forgotten")
+            return
+        before = list(self.messages)
+        try:
+            speed = self.reply(text)
+        except (GpuboundError, ValueError, torch.OutOfMemoryError) as error:
+            self.messages, self.failed = before, True
+            reason = " ".join(str(error).removeprefix("generate: ").split())
+            self.note(f"gpubound generate: {reason}", style="red")
+            if self.interactive and len(before) > len(self.initial):
+                self.note("/clear forgets the conversation.")
+            return
+        if self.interactive:
+            self.note(speed.line())
+
+    def reply(self, text: str) -> Speed:
+        """Add `text` and the model's reply to the messages; print the reply as it arrives. Ctrl-C keeps what has arrived."""
+        self.messages.append({"role": "user", "content": text})
+        prompt = self.tokenizer.render(self.messages, prompt=True)
+        ids = self.tokenizer.inner.encode(prompt, add_special_tokens=False).ids  # the template has them
+        if len(ids) >= (limit := self.decoder.max_length):
+            raise ValueError(
+                f"with this turn the conversation has {len(ids)} tokens, which leaves no room in max_length={limit}; say less, "
+                "or give a larger --max-length."
+            )
+        run = self.decoder.start(ids, **self.settings)
+        speed, answer = Speed(self.speed.device), ""
+        with speed.counting(), closing(run.play()) as pieces:
+            try:
+                for _, piece in pieces:
+                    answer += piece
+                    if not self.quiet:
+                        print(piece.translate(self.safe), end="", flush=True)
+            except KeyboardInterrupt:
+                print(" ...", end="", file=sys.stderr, flush=True)
+        if not self.quiet:
+            print(flush=True)
+        self.messages.append({"role": "assistant", "content": answer})
+        speed.add(run.result())
+        self.speed.merge(speed)
+        return speed

@@ -1,0 +1,231 @@
+"""Options of `gpubound generate`, their checks, and the prompts that they name. This module does not import torch."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from ..files import reading
+from ..formatting import shown
+
+MAX_STEPS = 1024  # per launch: each is room in a buffer, and a text is shown launch by launch
+VERIFY: dict[str, bool | str] = {"full": True, "quick": "quick", "none": False}
+# Replacements for control characters in generated text, which a terminal would obey.
+PRINTABLE = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue a text with a saved model, or chat with it.
+
+    CKPT is a Hugging Face folder, a model's name on the Hugging Face hub, or the folder of a run of gpubound train or demo. The
+    prompt comes from --prompt, --file or stdin. Generated text goes to stdout as it arrives; its speed goes to stderr.
+
+    Examples: gpubound generate demo-run --prompt "def main(" --temperature 0.7
+              gpubound generate demo-run --file prompts.txt --json
+              gpubound generate path/to/checkpoint --chat
+              gpubound generate path/to/checkpoint --file prompts.jsonl --gpus 8 --output answers.jsonl
+              gpubound generate path/to/large --prompt "Once" --gpus 4 --split tensors
+    """
+
+    ckpt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CKPT")]
+    """A Hugging Face folder, a name on the hub (owner/model), a run's folder, or one of its checkpoints."""
+    adapter: str | None = None
+    """A folder with a low-rank adapter in PEFT's layout, which is merged into CKPT's weights. If CKPT itself is such a folder,
+    its base is found by the name in it."""
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A text to continue. Repeat the option for several texts."""
+    file: str | None = None
+    """A file of prompts, one a line; - is stdin. In a .jsonl each line is a text in quotes, or an object with a "prompt"."""
+    whole: bool = False
+    """Take the whole file as one prompt."""
+    chat: bool = False
+    """Hold a conversation in the model's chat template. Each reply sees the whole conversation."""
+    system: str | None = None
+    """The system message that the conversation begins with."""
+    json: bool = False
+    """Print one JSON document at the end, and no text before it."""
+    echo: bool = False
+    """Print each prompt before its continuation."""
+    special: bool = False
+    """Print special tokens such as <|endoftext|>."""
+    max_new_tokens: int | None = None
+    """How many tokens to generate: 256 by default, in a conversation as many as fit."""
+    temperature: float | None = None
+    """0 takes the likeliest token each time. Above 0, tokens are drawn at random; higher is more varied. This and the next
+    four: by default as the model's generation_config.json says, else 0 and off."""
+    top_k: int | None = None
+    """Draw among this many of the likeliest tokens; 0 is off."""
+    top_p: float | None = None
+    """Draw among the likeliest tokens that together have this probability; 1 is off."""
+    min_p: float | None = None
+    """Draw among tokens at least this likely, relative to the likeliest; 0 is off."""
+    repetition_penalty: float | None = None
+    """Above 1, tokens that are already in the text become less likely; 1 is off."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Stop at this text, or at the special token of this name. Repeat the option for several."""
+    stop_id: tyro.conf.UseAppendAction[tuple[int, ...]] = ()
+    """Stop at the token with this number. Repeat the option for several."""
+    ignore_eos: bool = False
+    """Do not stop at the model's end of text."""
+    seed: int = 0
+    """Seed of the random draw: the same seed gives the same tokens."""
+    n: int = 1
+    """How many sequences to generate for each prompt."""
+    logprobs: bool = False
+    """Add the log-probability of each token to the JSON."""
+    batch: int = 32
+    """How many sequences to generate at once. The rest follow batch by batch."""
+    max_length: int | None = None
+    """The most tokens of a sequence, prompt included. The default is what the prompts need, up to the model's limit."""
+    k: str = "auto"
+    """Steps per launch: auto, or a number. A text is shown launch by launch. auto is 1 on a CPU and up to 32 on a GPU."""
+    weights: str | None = None
+    """int8, int4 or fp8: round the weights, so that each token reads less memory. Meant for GPUs."""
+    cache: str | None = None
+    """int8 or fp8: keep keys and values in 8 bits, which saves memory with long texts and many sequences."""
+    speculate: int | None = None
+    """Guess this many tokens from the text so far and check them in one step. The result is the same. Repetitive texts are
+    generated faster."""
+    gpus: int | None = None
+    """Distribute the prompts over this many replicas of the model, one per GPU; with --device cpu, one per process. The output
+    is one line of JSON for each sequence, in the order of the prompts, and independent of the number of replicas."""
+    split: str | None = None
+    """Share one model between the GPUs. layers: each has some layers, for a model that does not fit on one. tensors: each
+    has a slice of every layer, so that a text comes sooner; up to 8 sequences at once. --gpus says how many GPUs; by default
+    all that are visible."""
+    timeout: float = 10.0
+    """With --gpus or --output: minutes in which a replica may make no progress, while it loads or generates. One that hangs is
+    ended, and another takes its prompts."""
+    output: str | None = None
+    """Write these lines to a file. An existing file is resumed."""
+    device: str = "auto"
+    """auto, require, cpu, cuda or cuda:<index>."""
+    dtype: str = "auto"
+    """auto (as saved), float32, bfloat16 or float16."""
+    tokenizer: str | None = None
+    """A folder whose tokenizer.json to use instead of the model's."""
+    trust_remote_code: bool = False
+    """Run the Python code that the model's folder brings. Only for folders that you trust: it can do what you can."""
+    fused: bool = True
+    """--no-fused runs transformers' forward instead of our kernels."""
+    verify: str = "full"
+    """How much the decoder checks of its tokens and logits before it generates: full, quick or none."""
+    table: bool = False
+    """Print on stderr which kernels run and what was checked."""
+    steps: int | None = None
+    """Masked diffusion: how often the model is run for an answer (default: once for each token)."""
+    block: int | None = None
+    """Masked diffusion: block size in tokens, filled from the left (default 32; the whole answer if not divisible by 32)."""
+    guidance: float = 0.0
+    """Masked diffusion: how far to move away from what is likely without the prompt; 0 is off."""
+
+    @property
+    def writes_lines(self) -> bool:
+        """Return whether replicas of the model write lines of JSON."""
+        return (self.split is None and self.gpus is not None) or self.output is not None
+
+
+def check(options: Generate) -> None:
+    """Raise ValueError for options that can be refused before a checkpoint is read."""
+    for name in ("max_new_tokens", "n", "batch", "max_length", "steps", "block", "gpus"):
+        value, least = getattr(options, name), 2 if name == "max_length" else 1
+        if value is not None and value < least:
+            raise ValueError(f"{name}: got {value}, wanted at least {least}.")
+    if options.verify not in VERIFY:
+        raise ValueError(f"verify: got {options.verify!r}, wanted one of {', '.join(VERIFY)}.")
+    if options.k != "auto" and not (options.k.isdecimal() and 0 < int(options.k) <= MAX_STEPS):
+        raise ValueError(f"k: got {options.k!r}, wanted auto or a number of steps a launch, 1 to {MAX_STEPS}.")
+    for name, texts in (("prompt", options.prompt), ("stop", options.stop), ("system", (options.system or "",))):
+        for text in texts:
+            check_utf8(name, text)
+    if options.chat and options.n > 1:
+        raise ValueError(f"n: got {options.n}, but a conversation has one reply a turn; leave --n out.")
+    if options.system is not None and not options.chat:
+        raise ValueError("system: it begins a conversation; give --chat with it.")
+    if options.whole and options.file is None:
+        raise ValueError("whole: it takes a file as a single prompt; give --file with it.")
+    if options.split is not None:
+        if options.output is not None:
+            raise ValueError("output: it is for replicas of the model, and --split has only one model; leave --output out.")
+        if options.gpus == 1:
+            raise ValueError("gpus: got 1, but with --split at least 2 share the model; leave --split out.")
+        single = {"weights": options.weights is not None, "speculate": options.speculate is not None}
+        for name in (name for name, present in (single | {"no-fused": not options.fused}).items() if present):
+            raise ValueError(f"{name}: it is for a model on a single GPU; leave --{name} or --split out.")
+    if options.logprobs and not options.json and not options.writes_lines:
+        raise ValueError("logprobs: they are a part of the JSON; give --json, --gpus or --output with it.")
+    for name in ("chat", "echo", "json", "table") if options.writes_lines else ():
+        if getattr(options, name):
+            raise ValueError(f"{name}: --gpus and --output write a line of JSON for each sequence; leave --{name} out.")
+    if sum((bool(options.prompt), options.file is not None, options.chat)) > 1:
+        raise ValueError("prompt: give one of --prompt, --file and --chat.")
+
+
+def read_prompts(options: Generate) -> list[str]:
+    """Return the prompts of the command line, of a file or of stdin; none is empty."""
+    if options.prompt:
+        prompts, where = list(options.prompt), "prompt"
+    elif options.file is not None:
+        where = "stdin" if options.file == "-" else options.file
+        text = "".join(stdin_lines()) if options.file == "-" else _read(options.file)
+        if options.whole:
+            prompts = [text.removesuffix("\n")]
+        elif options.file.endswith(".jsonl"):
+            lines = enumerate(text.split("\n"), 1)
+            prompts = [_prompt_of(line, f"{where}:{number}") for number, line in lines if line.strip()]
+        else:
+            prompts = [line for line in text.split("\n") if line.strip()]
+    elif not sys.stdin.isatty():
+        prompts, where = ["".join(stdin_lines()).removesuffix("\n")], "stdin"
+    else:
+        raise ValueError("prompt: got none; give --prompt TEXT or --file FILE, pipe a text in, or --chat.")
+    if not prompts or not all(prompts):
+        raise ValueError(f"{where}: the prompt is empty; give it at least one character to go on from.")
+    return prompts
+
+
+def _prompt_of(line: str, where: str) -> str:
+    """Return the prompt in a line of a .jsonl file; `where` is its position."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:  # RecursionError: nested a thousand deep
+        message = f"{where}: {shown(line)} is no JSON ({error}); a .jsonl has a line of JSON for each prompt."
+        raise ValueError(message) from error
+    prompt = entry.get("prompt") if isinstance(entry, dict) else entry
+    if not isinstance(prompt, str):
+        raise ValueError(f'{where}: {shown(line)} has no prompt; write {{"prompt": "..."}}, or a text in quotes.')
+    if not prompt:
+        raise ValueError(f"{where}: the prompt is empty; give it at least one character to go on from, or leave the line out.")
+    check_utf8(where, prompt)
+    return prompt
+
+
+def _read(file: str) -> str:
+    try:
+        with reading(Path(file)):
+            return Path(file).read_text(encoding="utf-8-sig")  # sig: without a byte order mark
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not a text in UTF-8: {error}.") from error
+
+
+def check_utf8(where: str, text: str) -> None:
+    """Raise ValueError for bytes that are not UTF-8: they reach Python as surrogates, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: is not a text in UTF-8 (at character {error.start + 1}); convert it first.") from error
+
+
+def stdin_lines() -> Iterator[str]:
+    """Yield every line of stdin, with its end."""
+    try:
+        for line in sys.stdin:
+            check_utf8("stdin", line)
+            yield line
+    except UnicodeDecodeError as error:
+        raise ValueError(f"stdin is not a text in UTF-8: {error}.") from error
