@@ -9,7 +9,7 @@ from gpubound import cli
 from gpubound.cli.graph_ready import audit_decoding, audits, call_named
 from gpubound.decode import decoder
 from gpubound.models import Decoder, DecoderConfig
-from tests.decode.compressed.cases import CSA, HCA, build
+from tests.models.deepseek_v4.decode.cases import CSA, HCA, build
 
 PROGRAM = """\
 import torch

@@ -15,7 +15,8 @@ from torch import nn
 
 import gpubound as gb
 from gpubound.distributed import join
-from gpubound.train.checkpoint import Checkpoints, files as one_file
+from gpubound.train import safetensors_file as one_file
+from gpubound.train.checkpoint import Checkpoints
 from tests.distributed.processes import on_ranks, started
 from tests.train.runs import build_corpus
 

@@ -10,7 +10,7 @@ from gpubound.place.fused import Fused
 from gpubound.place.verify import Named
 from tests.messages import message
 
-from ..decode.compressed.cases import build as deepseek
+from ..models.deepseek_v4.decode.cases import build as deepseek
 from .models import OPTIONS, tiny, tokens
 
 BF16 = torch.bfloat16

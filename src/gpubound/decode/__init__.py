@@ -1,7 +1,14 @@
 """Generation from the live weights: gpubound.decoder(model), and of diffusion models MaskedSampler and NoiseSampler."""
 
-from .denoise import NoiseSampler as NoiseSampler
+from importlib import import_module
+from typing import Any
+
 from .generate import FastDecoder as FastDecoder, decoder as decoder
-from .masked import MaskedSampler as MaskedSampler
 from .result import Generation as Generation
 from .speculation import Draft as Draft
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("MaskedSampler", "NoiseSampler"):  # a family, above this package
+        return getattr(import_module("gpubound.models.diffusion"), name)
+    raise AttributeError(f"module 'gpubound.decode' has no attribute {name!r}")

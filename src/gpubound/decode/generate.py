@@ -7,6 +7,7 @@ transformer.py (a step, layer by layer).
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,15 +22,13 @@ from ..lora.layers import base_of
 from ..models import Decoder
 from ..models.llama.weights import as_transformers
 from ..models.own import LanguageModel
-from ..models.registry import reader_of
+from ..models.registry import reader_of, runner_of
 from ..trace import fallback, notice
 from .calls import kernel_calls
 from .certificate import DecoderCertificate, certify
-from .compressed.body import CompressedBody
 from .kv_cache import CacheLayout
 from .loop import RunningRequest
 from .model_watch import ModelWatch
-from .module_forward import ModuleRunner
 from .reference import Accuracy, accuracy
 from .request import (
     SAMPLING,
@@ -301,8 +300,6 @@ def _graphs(stepper: Stepper) -> StepGraphs:
 
 
 OWN_STEP = "the model's layers have a step of their own"
-# What runs layers that are no attention part beside an MLP part, by Reader.BODY.
-BODIES: dict[str, Callable[[Any, RunnerConfig], ModelRunner]] = {"compressed": CompressedBody}
 
 
 def check_kind(model: nn.Module) -> None:
@@ -317,8 +314,8 @@ def check_kind(model: nn.Module) -> None:
 
 def _slow_body(model: Any, build: RunnerConfig, why: str) -> ModelRunner:
     """Return the body that runs the model's own forward."""
-    if isinstance(model, LanguageModel) and model.cached is not None:
-        return ModuleRunner(model, build, why)
+    if isinstance(model, LanguageModel) and model.runner:
+        return import_module(model.runner).ModuleRunner(model, build, why)
     shell = as_transformers(model) if isinstance(model, Decoder) else model
     from .hf_forward import StaticCacheRunner  # imports transformers
 
@@ -327,15 +324,14 @@ def _slow_body(model: Any, build: RunnerConfig, why: str) -> ModelRunner:
 
 def _body(model: Any, build: RunnerConfig, fused: bool) -> ModelRunner:
     """What runs the model."""
-    reader = reader_of(model) if fused else None
-    special = None if reader is None else BODIES.get(reader.BODY)
+    special = runner_of(model) if fused else None
     together = build.weights is None and build.max_batch * build.tokens > gemv_rows(build)
     live = OWN_STEP if special else bind(model, build.max_length, together) if fused else "fused=False was asked for"
     for name, value in (("weights", build.weights), ("cache", build.cache.kind), ("pages", build.cache.pages)):
         if isinstance(live, str) and value is not None:
             raise ValueError(f"decoder: {name}: got {value!r}, which only the fused kernels read, and {live}.")
     if special is not None:
-        return special(reader, build)
+        return special.runner(reader_of(model), build)
     if isinstance(live, str):
         body = _slow_body(model, build, live)
         if fused:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..decode import FastDecoder, MaskedSampler, decoder
+from ..decode import FastDecoder, decoder
 from ..decode.layer import GEMV_ROWS
 from ..decode.request import SAMPLING, Choice, describe_sampling, model_sampling
 from ..decode.result import Generated
@@ -16,6 +16,7 @@ from ..decode.text import TextCodec
 from ..device import label, resolve
 from ..formatting import quantity
 from ..layers.quantized_base import numbers_of
+from ..models.diffusion import MaskedSampler
 from .load import Saved, open_saved
 from .options import VERIFY, Generate
 

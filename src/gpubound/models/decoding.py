@@ -227,7 +227,6 @@ class Reader:
     NORMS: ClassVar[tuple[str | None, ...]] = ("input_layernorm", None, "post_attention_layernorm", None)
     OFFSET = 0.0  # of all norms
     READS: ClassVar[frozenset[str]] = frozenset()  # fields of the config that this family has besides READ
-    BODY: ClassVar[str] = "fused"  # which runner of decode/generate.py runs it
 
     def __init__(self, model: Any) -> None:
         self.model, self.trunk, self.config = model, model.model, model.config

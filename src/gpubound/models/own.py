@@ -21,9 +21,8 @@ class LanguageModel(nn.Module):
     """
 
     reader: Any
-    cached: Any = None
-    """(rows, places) -> what goes on from a text by the model's own layers, as models/richards/cached.py; None where nothing
-    does"""
+    runner = ""
+    """the module whose `ModuleRunner` decodes with the model's own layers, where the fused kernels cannot; '': none"""
     task_type = "CAUSAL_LM"  # what PEFT calls what it is for
     name_or_path = ""  # the folder that it was read from, as transformers' models have it
 

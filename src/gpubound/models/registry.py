@@ -43,7 +43,8 @@ FAMILIES = {
     "phi3": {"phi3": "Phi3"},
     "deepseek_v4": {"deepseek_v4": "DeepseekV4"},
 }
-APART = ("deepseek_v4",)  # decoded by a step of their own
+# Families that the fused kernels do not fit: the module with their runners, imported when a decoder is built.
+RUNNERS = {"deepseek_v4": ".deepseek_v4.decode"}
 TRAINABLE = ("llama", "richards")
 
 
@@ -72,9 +73,15 @@ def reader_of(model: Any) -> Reader | None:
     return None if maker is None else maker(model)
 
 
+def runner_of(model: nn.Module) -> Any:
+    """Return the module with the runners of a model's family; None where decode/ runs the model itself."""
+    name = RUNNERS.get(_known(model)[0] or "")
+    return None if name is None else import_module(name, __package__)
+
+
 def decoded() -> Iterator[str]:
     """How the classes' names begin of models that the fused kernels decode."""
-    return (prefix for family, types in FAMILIES.items() if family not in APART for prefix in types.values())
+    return (prefix for family, types in FAMILIES.items() if family not in RUNNERS for prefix in types.values())
 
 
 def _file(family: str) -> Any:

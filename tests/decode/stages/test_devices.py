@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from gpubound.decode import weight_view
-from gpubound.decode.compressed.body import CompressedBody
 from gpubound.decode.generate import FastDecoder
 from gpubound.decode.runner import RunnerConfig
 from gpubound.decode.stages.plan import LayerStage
 from gpubound.decode.stages.spread import spread
 from gpubound.decode.step_graphs import BatchState, SamplingVariant, Stepper
 from gpubound.decode.transformer import FusedRunner
-from gpubound.models.registry import reader_of
+from gpubound.models.deepseek_v4.decode.body import CompressedBody
+from gpubound.models.registry import reader_of, runner_of
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
 
+from ...models.deepseek_v4.decode import cases as compressed
 from .. import cases
-from ..compressed import cases as compressed
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def sim(monkeypatch) -> torch.device:
     if torch.cuda.is_available():
         pytest.skip("the pretend device contends with a real one; test_gpu.py has two real ones")
     monkeypatch.setattr(weight_view, "_unreadable", lambda model, spread: None)
-    monkeypatch.setattr("gpubound.decode.compressed.body.check_reader", lambda reader, max_length: None)
+    monkeypatch.setattr("gpubound.models.deepseek_v4.decode.body.check_reader", lambda reader, max_length: None)
     return simgpu()
 
 
@@ -39,7 +39,7 @@ def decoder(model, devices: list[torch.device], rows: int = 3, **options) -> Fas
     stages = [LayerStage(devices[0], range(count - 1)), LayerStage(devices[1], range(count - 1, count))]
     spread(model, model.model.layers, stages)
     build, reader = RunnerConfig(rows, cases.ROOM), reader_of(model)
-    if reader.BODY == "compressed":
+    if runner_of(model):
         body = CompressedBody(reader, build, stages)
     else:
         body = FusedRunner(weight_view.bind(model, cases.ROOM, spread=True), build, stages)

@@ -9,8 +9,8 @@ from gpubound.decode.step_graphs import Stepper
 from gpubound.watch import watch
 from tests.messages import message
 
+from ...models.deepseek_v4.decode import cases as compressed
 from .. import cases
-from ..compressed import cases as compressed
 from ..test_gpu import SERVED
 
 pytestmark = [

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from gpubound.decode import weight_view
-from gpubound.decode.compressed import body
-from gpubound.decode.compressed.sliced import SlicedStreams
 from gpubound.decode.generate import FastDecoder
 from gpubound.decode.runner import RunnerConfig
 from gpubound.decode.stages.plan import LayerStage
@@ -16,12 +14,14 @@ from gpubound.decode.step_graphs import BatchState, SamplingVariant, Stepper
 from gpubound.decode.tensors import peers
 from gpubound.decode.tensors.body import SlicedRunner, sliced_runner
 from gpubound.decode.tensors.plan import dealt, plan_slices
+from gpubound.models.deepseek_v4.decode import body
+from gpubound.models.deepseek_v4.decode.sliced import SlicedStreams
 from gpubound.models.registry import reader_of
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
 
+from ...models.deepseek_v4.decode import cases as compressed
 from .. import cases
-from ..compressed import cases as compressed
 
 CPU = torch.device("cpu")
 

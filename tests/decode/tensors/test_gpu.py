@@ -9,8 +9,8 @@ from gpubound.decode.tensors.peers import connected
 from gpubound.kernels import send_words
 from gpubound.watch import watch
 
+from ...models.deepseek_v4.decode import cases as compressed
 from .. import cases
-from ..compressed import cases as compressed
 from ..stages.test_gpu import TWO, served
 
 pytestmark = [

@@ -18,7 +18,7 @@ from gpubound.models.deepseek_v4.checkpoint import load_coded, numbers
 from gpubound.models.foreign import load_foreign
 from tests.messages import message
 
-from ...decode.compressed.cases import build, own_logits, text
+from .decode.cases import build, own_logits, text
 
 CPU = torch.device("cpu")
 BLOCK = 8

@@ -7,7 +7,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RMSNo
 import gpubound as gb
 from gpubound.models.deepseek_v4.strict import keep_in_fp32, rounded
 
-from ...decode.compressed.cases import build, text
+from .decode.cases import build, text
 
 
 @pytest.fixture

@@ -7,11 +7,9 @@ import torch
 
 from ...kernels.dispatch import hasten
 from ...models.decoding import Reader, weight_of
-from ...models.registry import reader_of
+from ...models.registry import runner_of
 from ..calls import kernel_calls
-from ..compressed.body import CompressedBody, check_reader
-from ..compressed.span import bytes_kept
-from ..kv_cache import PLAIN, Cache
+from ..kv_cache import Cache
 from ..runner import ModelRunner, RunnerConfig
 from ..span import META, bytes_of_tables
 from ..transformer import ON_ONE, FusedRunner
@@ -24,14 +22,13 @@ from .spread import rooms_of, spread, tell
 def pipeline_runner(model: Any, build: RunnerConfig, fused: bool, devices: Sequence[torch.device]) -> ModelRunner:
     """A ValueError where the model is not decoded over several, or does not fit."""
     refuse_together(build, fused, len(devices))
-    found = reader_of(model)
-    form = FORMS["fused" if found is None else found.BODY]
-    reader = form.readable(model, build, len(devices))
-    sizes, rooms = _sizes(model, reader, build, *form.kept(reader, build)), rooms_of(model, devices)
+    form = runner_of(model) or FUSED
+    reader = form.reader_for(model, build, len(devices))
+    sizes, rooms = _sizes(model, reader, build, *form.kept_bytes(reader, build)), rooms_of(model, devices)
     stages = plan(sizes, rooms)
     tell(stages, sizes, rooms)
     spread(model, reader.trunk.layers, stages)
-    return form.make(reader, build, stages)
+    return form.runner(reader, build, stages)
 
 
 def refuse_together(build: RunnerConfig, fused: bool, count: int) -> None:
@@ -58,11 +55,11 @@ def _sizes(model: Any, reader: Reader, build: RunnerConfig, kept: list[int], tab
 class StagedForm(NamedTuple):
     """What is asked of a kind of body before its layers are moved, and how it is made behind that."""
 
-    readable: Callable[[Any, RunnerConfig, int], Any]  # (model, build, how many devices) -> its reader, or a ValueError
-    kept: Callable[
+    reader_for: Callable[[Any, RunnerConfig, int], Any]  # (model, build, how many devices) -> its reader, or a ValueError
+    kept_bytes: Callable[
         [Any, RunnerConfig], tuple[list[int], int]
     ]  # bytes by layer beside the weights, and on each device beside layers
-    make: Callable[[Any, RunnerConfig, Sequence[LayerStage]], ModelRunner]
+    runner: Callable[[Any, RunnerConfig, Sequence[LayerStage]], ModelRunner]
 
 
 def fused_reader(model: Any, build: RunnerConfig, count: int, spread: bool | str = ANYWHERE) -> Reader:
@@ -88,24 +85,4 @@ def _fused_body(reader: Reader, build: RunnerConfig, stages: Sequence[LayerStage
     return FusedRunner(live, build, stages)
 
 
-def compressed_reader(model: Any, build: RunnerConfig, count: int) -> Any:
-    if build.cache != PLAIN:
-        raise ValueError(
-            f"decoder: cache, pages: got {build.cache.kind!r}, {build.cache.pages!r}, which only the fused kernels read, and "
-            "the model's layers have a step of their own; leave them out."
-        )
-    reader: Any = reader_of(model)
-    check_reader(reader, build.max_length)
-    return reader
-
-
-def _compressed_kept(reader: Any, build: RunnerConfig) -> tuple[list[int], int]:
-    head = weight_of(reader.model.lm_head)
-    of_a_place = sum(t.nbytes for pair in reader.tables(1, head.device) for t in pair)
-    return bytes_kept(reader, build, head.dtype), of_a_place * build.max_length
-
-
-FORMS = {
-    "fused": StagedForm(fused_reader, _fused_kept, _fused_body),
-    "compressed": StagedForm(compressed_reader, _compressed_kept, CompressedBody),
-}
+FUSED = StagedForm(fused_reader, _fused_kept, _fused_body)

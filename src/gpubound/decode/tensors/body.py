@@ -6,7 +6,7 @@ chooses tokens, and is told all logits.
 Legend: B rows, T tokens of a prompt.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -20,10 +20,9 @@ from ...formatting import readable
 from ...kernels import send_words
 from ...kernels.decode_product import capped_
 from ...kernels.dispatch import hasten
-from ...models.registry import reader_of
+from ...models.registry import runner_of
 from ...trace import notice
 from ..calls import kernel_calls
-from ..compressed.sliced import compressed_slices
 from ..kv_cache import Cache
 from ..layer import GEMV_ROWS
 from ..model_watch import WeightVersions
@@ -51,8 +50,8 @@ def sliced_runner(model: Any, build: RunnerConfig, fused: bool, devices: Sequenc
             f"decoder: split: got 'tensors' for max_batch={build.max_batch}, which is for up to {GEMV_ROWS} rows: more fill "
             "each GPU's products; pass split='layers', or ask for fewer rows."
         )
-    found = reader_of(model)
-    return FORMS["fused" if found is None else found.BODY](model, build, devices)
+    family = runner_of(model)
+    return (_fused_slices if family is None else family.sliced_runner)(model, build, devices)
 
 
 def _fused_slices(model: Any, build: RunnerConfig, devices: Sequence[torch.device]) -> "SlicedRunner":
@@ -290,10 +289,3 @@ class SlicedRunner(ModelRunner):
             for model, one in zip(self.models, self.slices)
         ]
         return [*slices, *self.home.report()]
-
-
-# How a model is sliced, by Reader.BODY.
-FORMS: dict[str, Callable[[Any, RunnerConfig, Sequence[torch.device]], ModelRunner]] = {
-    "fused": _fused_slices,
-    "compressed": compressed_slices,
-}

@@ -1,6 +1,6 @@
 """transformers' experts with weights in fp4, their published format: 4.25 bits per weight.
 
-A decoding step reads the quantised weights in place (decode/compressed/experts.py). The module's forward, which transformers'
+A decoding step reads the quantised weights in place (decode/experts.py). The module's forward, which transformers'
 generate and the decoder's reference check call, dequantises one expert at a time.
 """
 

@@ -1,6 +1,6 @@
 """Reader of transformers' DeepSeek-V4. Placing a model keeps transformers' modules."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,6 @@ ROUTERS = {"TopKRouter", "HashRouter"}
 
 
 class CompressedReader(Reader):
-    BODY: ClassVar[str] = "compressed"
-
     def refusal(self, max_length: int) -> str | None:
         for kind in rope_types(self.trunk.rotary_emb):
             if kind not in FIXED:

@@ -1,4 +1,4 @@
-"""Weights and hyperparameters of a DeepSeek-V4 layer, for decode/compressed/.
+"""Weights and hyperparameters of a DeepSeek-V4 layer, for the runners in decode/.
 
 A token's key and value are one vector, `kv`, that all heads share. A token attends to the last `window` vectors, and to
 compressed entries of earlier tokens: every `rate` tokens are pooled to one entry. With an indexer, a token attends to the `top`

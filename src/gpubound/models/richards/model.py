@@ -107,6 +107,7 @@ class RichardsDecoder(LanguageModel):
     """`RichardsDecoder(RichardsConfig(...))`. A call gives logits. `loss` never holds the whole logits."""
 
     reader = RichardsReader
+    runner = "gpubound.models.richards.module_runner"
     config: RichardsConfig
 
     def __init__(self, config: RichardsConfig, device=None, dtype=None) -> None:

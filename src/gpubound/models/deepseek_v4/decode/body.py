@@ -1,0 +1,293 @@
+"""Model runner of DeepSeek-V4: several streams through layers of windowed attention and a sparse MLP, then a head.
+
+The runner uses torch ops and those of kernels/. Every shape follows from the runner's sizes, and every index from positions on
+the device, so one CUDA graph serves any length. Each sequence has its own position and state: its tokens do not depend on the
+other sequences of the batch.
+
+Legend: B rows, T tokens, N = B T, n streams.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from math import lcm
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....decode.kv_cache import PLAIN
+from ....decode.model_watch import TensorWatch, scalars_of
+from ....decode.runner import ModelRunner, RunnerConfig, check_room
+from ....decode.stages.plan import LayerStage, described
+from ....decode.transformer import PARTIAL_ROWS
+from ....decode.weight_view import DTYPES, closed_projection, unadded
+from ....errors import GenerateError
+from ....kernels.dependent_launch import chained
+from ...decoding import weight_of
+from ...registry import reader_of
+from ..family import CompressedReader
+from ..weights import StreamedLayerWeights
+from .attention import LatentAttention
+from .ends import Ends, ends_of
+from .products import GEMV_ROWS
+from .span import Attend, SpanPass, StreamedLayer, StreamedSpan, When, bytes_kept, weights_of
+from .streams import streams_of
+from .trial import Trial, try_body
+
+CHUNK = 1024  # approximate tokens of a prefill chunk, rounded down to a multiple of every compression rate
+SCORED = 256  # tokens whose full logits are in memory at a time while a text is scored
+
+Place = Callable[[StreamedSpan], When]
+"""positions of the tokens, on a span's device"""
+
+
+class CompressedBody(ModelRunner):
+    """Run a DeepSeek-V4 model from its weights in place, with a separate KV cache."""
+
+    kernels = "a step of its own"
+    reads = "the live weights"
+    best: Tensor
+    arg: Tensor
+
+    def __init__(self, reader: CompressedReader, build: RunnerConfig, stages: Sequence[LayerStage] | None = None) -> None:
+        """stages: devices of the layers, if the layers are on several devices."""
+        self.model, self.max_batch, self.max_length, self.tokens = reader.model, build.max_batch, build.max_length, build.tokens
+        check_reader(reader, self.max_length)
+        self.reader = reader
+        embed, layers = weight_of(reader.trunk.embed_tokens), reader.layers()
+        self.device, self.dtype = embed.device if stages is None else stages[0].device, embed.dtype
+        self.vocab, self.built = len(weight_of(reader.model.lm_head)), described_by(reader)
+        if stages is None:
+            stages = [LayerStage(self.device, range(len(layers)))]
+            state = sum(bytes_kept(reader, build, self.dtype))
+            check_room(state + 4 * build.max_batch * build.tokens * self.vocab, self.device, build)
+        rows, parts = build.max_batch * build.tokens, -(-self.vocab // PARTIAL_ROWS)
+        self.logits = torch.zeros(rows, self.vocab, device=self.device, dtype=torch.float32)
+        self.best = torch.zeros(rows, parts, device=self.device, dtype=torch.float32)
+        self.arg = torch.zeros(rows, parts, device=self.device, dtype=torch.int32)
+        self.spans = [StreamedSpan(reader, build, stage) for stage in stages]
+        rates = [w.entries.rate for w in (one.attention for one in layers) if w.entries is not None]
+        whole = lcm(*rates)
+        self.chunk = max(1, CHUNK // whole) * whole
+        self._take()
+        self.trial: Trial = try_body(self)
+
+    @property
+    def layers(self) -> list[StreamedLayer]:
+        return [layer for span in self.spans for layer in span.layers]
+
+    def _take(self) -> None:
+        """Read the model's current weights and allocate the state."""
+        self.taken += 1
+        self.watched = TensorWatch(self.reader.model, "_parameters", "_buffers")
+        self.ends = ends_of(self.reader)
+        for span in self.spans:
+            span.clear()
+        for number, span in enumerate(self.spans):
+            span.take(self._weights(number), self.dtype)
+        self.captures_prefill = len(self.spans) == 1 and not any(layer.mixture.experts.ungrouped for layer in self.layers)
+
+    def _weights(self, number: int) -> list[StreamedLayerWeights]:
+        """Return the layers' weights for span `number`."""
+        return self.reader.layers()
+
+    @torch.no_grad()
+    def step(self, token: Tensor, position: Tensor) -> Tensor:
+        token_BT, position_BT = (t.view(len(token), -1) for t in (token.long(), position))
+        with chained(self.device):
+            return self.leave(self._through(token_BT, lambda span: span.moment(position_BT), LatentAttention.step))
+
+    @property
+    def stream_width(self) -> int:
+        return self.ends.streams * self.ends.embed.shape[1]
+
+    def enter(self, token: Tensor, x: Tensor) -> None:
+        """Write the streams before the first layer to x (B, n hidden), at the start of a lane's round."""
+        x.copy_(self.ends.enter(token[:, None]).flatten(1))
+
+    @torch.no_grad()
+    def pass_stage(self, number: int, x: Tensor, token: Tensor, position: Tensor, first: int) -> None:
+        """Run the layers of a stage on the streams x, in place. x's sequences start at batch index `first` of the state."""
+        span, streams = self.spans[number], x.view(len(x), 1, self.ends.streams, -1)
+        now, rows = span.moment(position[:, None]), slice(first, first + len(x))
+        with chained(span.device):
+            *_, (_, y) = SpanPass(span, streams_of(streams), token.long(), now, LatentAttention.step, rows).run()
+        streams.copy_(y)
+
+    @torch.no_grad()
+    def leave(self, x: Tensor) -> Tensor:
+        """Return the logits (N, V) of the streams after the last layer."""
+        x = x.flatten(0, 1) if x.dim() == 4 else x.unflatten(1, (self.ends.streams, -1))
+        return self.ends.leave(x, self.logits[: len(x)], self.best[: len(x)], self.arg[: len(x)])
+
+    def finds_best(self, rows: int) -> bool:
+        return rows <= GEMV_ROWS
+
+    @torch.no_grad()
+    def prefill(self, ids: Tensor, lengths: Tensor) -> None:
+        for start in range(0, ids.shape[1], self.chunk):
+            end = min(start + self.chunk, ids.shape[1])
+            when = _stretch(start, end, lengths.long())
+            deque(self._stages(ids[:, start:end].long(), when, LatentAttention.prompt), maxlen=0)
+
+    @torch.no_grad()
+    def logits_after(self, ids: Tensor) -> Iterator[Tensor]:
+        for token, when in self._pieces(ids):
+            for some in self._through(token, when, LatentAttention.prompt)[0].split(SCORED):
+                yield self.ends.logits(self.ends.collapsed(some))
+
+    def _pieces(self, ids: Tensor) -> Iterator[tuple[Tensor, Place]]:
+        """Yield prefill chunks of the sequence ids (T,), as batch entry 0."""
+        lengths = torch.full((1,), len(ids), device=ids.device)
+        for start in range(0, len(ids), self.chunk):
+            end = min(start + self.chunk, len(ids))
+            yield ids[None, start:end].long(), _stretch(start, end, lengths)
+
+    def _through(self, token_BT: Tensor, when: Place, attend: Attend) -> Tensor:
+        """Return the fp32 streams (B, T, n, hidden) after the last layer."""
+        return deque(self._stages(token_BT, when, attend), maxlen=1).pop()[1].to(self.device)
+
+    def _stages(self, token_BT: Tensor, when: Place, attend: Attend) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name of each module and the streams after the module: embedding, then attention and MLP of each layer."""
+        x = self.ends.enter(token_BT)
+        yield "model.embed_tokens", x
+        for span in self.spans:
+            token_N = token_BT.to(span.device).flatten()
+            for name, y in SpanPass(span, streams_of(x.to(span.device)), token_N, when(span), attend).run():
+                yield name, y
+            x = y
+
+    def moved(self) -> str | None:
+        return self.watched.moved()
+
+    def numbers(self) -> Any:
+        why = refusal(self.reader, self.max_length)
+        return why or (scalars_of(self.reader.layers()), scalars_of(self.reader.collapse()))
+
+    def refusal(self, reader: CompressedReader) -> str | None:
+        """Return why the runner cannot compute the current model; None if it can."""
+        if why := refusal(reader, self.max_length):
+            return why
+        was, now = ([2 * cos.shape[1] for cos, _ in some] for some in (self.spans[0].tables, reader.tables(1, self.device)))
+        other = (f"its heads turn {new} of their numbers, which were {old}" for old, new in zip(was, now) if new != old)
+        return next(other, None)
+
+    def rebind(self) -> None:
+        found = reader_of(self.model)
+        changed = "decoder: the model has changed since its decoder was built"
+        if not isinstance(found, CompressedReader):
+            raise GenerateError(f"{changed}: {type(self.model).__name__}.")
+        if (told := described_by(found)) != self.built:
+            raise GenerateError(f"decoder: the model is now {told}, the decoder was built for {self.built}; build a new one.")
+        if why := self.refusal(found):
+            raise GenerateError(f"{changed}: {why}; build a new one.")
+        self.reader = found
+        for span in self.spans:
+            for tables, current in zip(span.tables, found.tables(self.max_length, self.device)):
+                for table, now in zip(tables, current):
+                    table.copy_(now)
+        self._take()
+
+    def bytes_a_step(self, live: list[int]) -> int:
+        """Weights once, of the experts those that are chosen if each is as likely as any; what of the state rows see."""
+        return bytes_read(self.ends, self.layers, live, self.tokens)
+
+    @torch.no_grad()
+    def locate(self, ids: Tensor) -> str:
+        for token, when in self._pieces(ids):
+            for name, x in self._stages(token, when, LatentAttention.prompt):
+                if not x.isfinite().all():
+                    return name
+        ends = {"model.hc_head": self.ends.collapse.tensors(), "model.norm": [self.ends.norm.weight]}
+        return next((name for name, some in ends.items() if not all(t.isfinite().all() for t in some)), "lm_head")
+
+    def poison(self) -> None:
+        for tensor in self.state():
+            tensor.fill_(float("nan"))
+
+    def state(self) -> list[Tensor]:
+        return [t for span in self.spans for layer in span.layers for t in layer.attention.tensors()]
+
+    def shares(self) -> list[tuple[str, str, str]]:
+        """Return the report's rows of layers and memory per device, if there are several."""
+        if len(self.spans) == 1:
+            return []
+        told = (described(span.numbers, *span.nbytes()) for span in self.spans)
+        return [(f"stage {number}", str(span.device), what) for number, (span, what) in enumerate(zip(self.spans, told))]
+
+    def report(self) -> list[tuple[str, str, str]]:
+        held = sum(t.nbytes for t in self.state())
+        counted = Counter(layer.attention.report() for layer in self.layers)
+        rows = [(f"{count} x {part}", what, why) for (part, what, why), count in counted.items()]
+        experts = self.layers[0].mixture.experts
+        return [
+            *self.shares(),
+            *rows,
+            (f"experts, up to {GEMV_ROWS} rows", experts.reads, "chosen experts' weights read where they lie"),
+            ("experts, more rows, prompts", *experts.report()),
+            ("state", f"{held / 2**20:.1f} MiB, {str(self.dtype).removeprefix('torch.')}", "rings and stores, fixed in size"),
+            self.trial.row(),
+        ]
+
+
+def _stretch(start: int, end: int, lengths_B: Tensor) -> Place:
+    return lambda span: span.stretch(start, end, lengths_B)
+
+
+def bytes_read(ends: Ends, layers: Sequence[StreamedLayer], live: list[int], tokens: int) -> int:
+    """Estimate the bytes that a step reads for sequences of the lengths `live`, with `tokens` tokens each."""
+    read, experts = {t.data_ptr(): t.nbytes for t in ends.read()}, 0.0
+    for layer in layers:
+        w, own = layer.mixture.weights, layer.mixture.experts
+        unread = {t.data_ptr() for t in (*own.tensors(), w.table) if t is not None}
+        read |= {t.data_ptr(): t.nbytes for part in weights_of(layer) for t in part.tensors() if t.data_ptr() not in unread}
+        experts += own.count * (1 - (1 - w.slots / own.count) ** (len(live) * tokens)) * own.nbytes
+    return sum(read.values()) + round(experts) + sum(layer.attention.bytes_seen(live) for layer in layers)
+
+
+def described_by(reader: CompressedReader) -> str:
+    """Describe the model that a decoder is built for. Layers may be on several devices, so their devices are omitted."""
+    head = weight_of(reader.model.lm_head)
+    return f"{len(reader.trunk.layers)} layers in {head.dtype} on {head.device} with {len(head)} words"
+
+
+def check_reader(reader: CompressedReader, max_length: int) -> None:
+    if why := refusal(reader, max_length):
+        raise ValueError(f"decoder: model: got {type(reader.model).__name__}, which is not decoded: {why}.")
+
+
+def reader_for(model: Any, build: RunnerConfig, count: int) -> CompressedReader:
+    """Return the reader of a model that `count` devices are to share. Raise ValueError where the model is not decoded."""
+    if build.cache != PLAIN:
+        raise ValueError(
+            f"decoder: cache, pages: got {build.cache.kind!r}, {build.cache.pages!r}, which only the fused kernels read, and "
+            "the model's layers have a step of their own; leave them out."
+        )
+    reader: Any = reader_of(model)
+    check_reader(reader, build.max_length)
+    return reader
+
+
+def kept_bytes(reader: CompressedReader, build: RunnerConfig) -> tuple[list[int], int]:
+    """Return the bytes of each layer's state, and of each device's rotary tables."""
+    head = weight_of(reader.model.lm_head)
+    of_a_position = sum(t.nbytes for pair in reader.tables(1, head.device) for t in pair)
+    return bytes_kept(reader, build, head.dtype), of_a_position * build.max_length
+
+
+def refusal(reader: CompressedReader, max_length: int) -> str | None:
+    """Return why this runner cannot compute the model; None if it can."""
+    model = reader.model
+    return closed_projection(model, reader.own_product) or unadded(model) or reader.refusal(max_length) or _odd(reader)
+
+
+def _odd(reader: CompressedReader) -> str | None:
+    """Report a weight whose dtype differs from the embedding's or is unsupported, or a head with a bias."""
+    dtype = weight_of(reader.trunk.embed_tokens).dtype
+    if dtype not in DTYPES:
+        return f"its weights are {dtype}; the kernels take fp32, fp16 and bf16"
+    if reader.model.lm_head.bias is not None:
+        return "its head has a bias"
+    kinds = reader.dtypes() | {"lm_head": weight_of(reader.model.lm_head).dtype}
+    other = next((name for name, kind in kinds.items() if kind != dtype), None)
+    return None if other is None else f"{other} is {kinds[other]}, its embedding {dtype}; cast it with .to({dtype})"

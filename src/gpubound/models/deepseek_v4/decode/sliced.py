@@ -1,0 +1,224 @@
+"""Tensor-parallel DeepSeek-V4 runner: every layer is sharded over devices, and all devices compute each token.
+
+The streams are bitwise equal on all devices, since each adds the same terms in the same order. The first device chooses tokens,
+broadcasts them, and gathers the logits. The KV cache is replicated on each device.
+
+Legend: B sequences, T tokens, n streams.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....decode.model_watch import WeightVersions
+from ....decode.runner import RunnerConfig
+from ....decode.span import META
+from ....decode.stages.plan import LayerStage
+from ....decode.stages.spread import let_apart, rooms_beside
+from ....decode.tensors.peers import connected
+from ....decode.tensors.plan import SlicePlan, dealt, fit_slice
+from ....decode.transformer import PARTIAL_ROWS
+from ....device import entered
+from ....formatting import readable
+from ....kernels.dependent_launch import chained
+from ....trace import notice
+from ...decoding import weight_of
+from ..family import CompressedReader
+from ..weights import StreamedLayerWeights
+from .attention import LatentAttention
+from .body import SCORED, CompressedBody, Place, bytes_read, reader_for
+from .ends import Ends, ends_of
+from .slices import ends_slice, indivisible, slice_of, there
+from .span import Attend, SpanPass, StreamedLayer, bytes_kept
+from .streams import SharedStreams, streams_of
+
+
+def compressed_slices(model: object, build: RunnerConfig, devices: Sequence[torch.device]) -> "SlicedStreams":
+    """Build a tensor-parallel runner. Raises ValueError if the model is unsupported or does not fit."""
+    reader = reader_for(model, build, len(devices))
+    layers, words = reader.layers(), len(weight_of(reader.model.lm_head))
+    plans = dealt(words, devices, PARTIAL_ROWS, indivisible(layers, len(devices)))
+    sizes = [there(layer, META) for layer in layers]  # on meta: slicing some stacks copies them
+    for plan, free in zip(plans, rooms_beside(devices)):
+        on_meta = SlicePlan(META, plan.number, plan.count, plan.words)
+        weights = sum(t.nbytes for layer in sizes for t in slice_of(layer, on_meta).tensors())
+        ends = ends_slice(ends_of(reader), on_meta).nbytes
+        kept = sum(bytes_kept(reader, build, weight_of(reader.model.lm_head).dtype))
+        needed = weights + ends + kept + build.max_batch * 4 * (3 * words if plan.number == 0 else len(plan.words))
+        fit_slice(plan, needed, free, "weights, state and logits", described(plan, weights + ends, kept))
+    let_apart(reader.model, reader.trunk.layers)
+    return SlicedStreams(reader, build, plans)
+
+
+def described(plan: SlicePlan, weights: int, kept: int) -> str:
+    part, words = f"part {plan.number + 1} of {plan.count} of each layer", f"words {plan.words[0]} to {plan.words[-1]}"
+    return f"{part}, {words}: {readable(weights)} of weights, {readable(kept)} of state"
+
+
+class SliceLogits(NamedTuple):
+    """Logits of a vocabulary shard, and their partial maxima."""
+
+    logits: Tensor
+    best: Tensor
+    arg: Tensor
+
+    @classmethod
+    def of(cls, rows: int, words: int, device: torch.device) -> "SliceLogits":
+        parts = -(-words // PARTIAL_ROWS)
+        logits, best = (torch.zeros(rows, size, device=device, dtype=torch.float32) for size in (words, parts))
+        return cls(logits, best, torch.zeros(rows, parts, device=device, dtype=torch.int32))
+
+    def rows(self, count: int) -> "SliceLogits":
+        return SliceLogits(*(t[:count] for t in self))
+
+
+class SlicedStreams(CompressedBody):
+    """Model runner with layers sharded over devices.
+
+    `step` launches all devices from one thread. tensors/graphs.py runs the devices concurrently.
+    """
+
+    reads = "copies of the weights, in slices"
+
+    def __init__(self, reader: CompressedReader, build: RunnerConfig, plans: Sequence[SlicePlan]) -> None:
+        self.plans, devices = plans, [plan.device for plan in plans]
+        words, hidden = weight_of(reader.model.lm_head).shape
+        B = build.max_batch
+        home = {"logits": words, "best": -(-words // PARTIAL_ROWS), "arg": -(-words // PARTIAL_ROWS)}
+        self.peers = connected(devices, B, hidden, B, home, {"token": (B, 1), "position": (B, 1)})
+        self.places = [torch.zeros(2, B, 1, device=device, dtype=torch.int32) for device in devices]  # token, position
+        self.said = [SliceLogits.of(B, len(plan.words), plan.device) for plan in plans]
+        super().__init__(reader, build, [LayerStage(device, range(len(reader.trunk.layers))) for device in devices])
+
+    def _take(self) -> None:
+        self.versions = WeightVersions(self.reader.model, buffers=True)
+        self.slices: list[Ends] = []
+        super()._take()
+        self.slices = [ends_slice(self.ends, plan) for plan in self.plans]
+        self.captures_prefill = False
+
+    def _weights(self, number: int) -> list[StreamedLayerWeights]:
+        return [slice_of(layer, self.plans[number]) for layer in self.reader.layers()]
+
+    @property
+    def layers(self) -> list[StreamedLayer]:
+        """Layers of the first device."""
+        return self.spans[0].layers
+
+    @torch.no_grad()
+    def step(self, token: Tensor, position: Tensor) -> Tensor:
+        with chained(self.device):
+            going = [self._begun(number, token, position) for number in range(len(self.plans))]
+            for part in range(len(going[0].names)):
+                for one in going:
+                    one.give(part)
+                for one in going:
+                    one.spread(part)
+            for number in reversed(range(len(going))):  # last, the first device receives the others' logits
+                self._end(number, going[number], ("logits", "best", "arg"))
+        return self.logits[: len(token)]
+
+    def step_on(self, number: int, rows: int, token: Tensor, position: Tensor, kinds: Sequence[str]) -> None:
+        """Run a step on one device, concurrently with the other devices."""
+        with chained(self.device):
+            walk = self._begun(number, token[:rows], position[:rows])
+            for _ in walk.run():
+                pass
+            self._end(number, walk, kinds)
+
+    def _begun(self, number: int, token: Tensor, position: Tensor) -> SpanPass:
+        """Broadcast tokens and positions from the first device, and compute the streams before the first layer."""
+        peer, span = self.peers[number], self.spans[number]
+        peer.begin()
+        with entered(peer.device):
+            given = [t.int()[:, None] for t in (token, position)] if number == 0 else self.places[number][:, : len(token)]
+            for kind, one in zip(("token", "position"), given):
+                (peer.take if number else peer.send)(kind, one)
+            said, position_B1 = given
+            token_B1 = said.long() if number == 0 else said.long().clamp_min(0)  # -1 where the exchange timed out
+            x = self.slices[number].enter(token_B1)
+            x = x if number == 0 else x.masked_fill((said < 0)[..., None, None], float("nan"))
+        return SpanPass(span, SharedStreams(x, peer), token_B1[:, 0], span.moment(position_B1), LatentAttention.step)
+
+    def _end(self, number: int, walk: SpanPass, kinds: Sequence[str]) -> None:
+        """Compute the logits of the vocabulary shard, and gather the tensors that `kinds` names on the first device."""
+        peer, x, words = self.peers[number], walk.streams.x.flatten(0, 1), self.plans[number].words
+        with entered(peer.device):
+            said = self.said[number].rows(len(x))
+            self.slices[number].leave(x, *said)
+            if "arg" in kinds and number:
+                said.arg.add_(words.start)
+            for kind in kinds:
+                peer.send(kind, getattr(said, kind), words.start // (1 if kind == "logits" else PARTIAL_ROWS))
+            for kind in kinds if number == 0 else ():
+                peer.take(kind, getattr(self, kind)[: len(x)])
+            peer.end()
+
+    def begin(self, token: Tensor) -> None:
+        for peer in self.peers:  # reset the timeout after a failed device
+            peer.wait()
+
+    def _stages(self, token_BT: Tensor, when: Place, attend: Attend) -> Iterator[tuple[str, Tensor]]:
+        """Run a prefill chunk. The devices' outputs are copied and summed on each device in the same order."""
+        going = []
+        for span, ends in zip(self.spans, self.slices):
+            token = token_BT.to(span.device)
+            with entered(span.device):
+                going.append(SpanPass(span, streams_of(ends.enter(token)), token.flatten(), when(span), attend))
+        self._reached = [one.streams.x for one in going]
+        yield "model.embed_tokens", self._reached[0]
+        for part, name in enumerate(going[0].names):
+            for one in going:
+                one.give(part)
+            terms = [one.streams.term() for one in going]
+            for one in going:
+                with entered(one.span.device):
+                    one.streams.give(_summed(terms, one.span.device))
+                one.spread(part)
+            self._reached = [one.streams.x for one in going]
+            yield name, self._reached[0]
+
+    @torch.no_grad()
+    def logits_after(self, ids: Tensor) -> Iterator[Tensor]:
+        for token, when in self._pieces(ids):
+            for _ in self._stages(token, when, LatentAttention.prompt):
+                pass
+            for pieces in zip(*(x[0].split(SCORED) for x in self._reached)):
+                found = [ends.logits(ends.collapsed(x)).to(self.device) for ends, x in zip(self.slices, pieces)]
+                yield torch.cat(found, 1)
+
+    def moved(self) -> str | None:
+        return super().moved() or self.versions.changed()
+
+    def refusal(self, reader: CompressedReader) -> str | None:
+        was, now = self.ends.embed.shape[1], weight_of(reader.trunk.embed_tokens).shape[1]
+        if now != was:
+            return f"its streams are {now} wide, and what devices tell each other has room for {was}"
+        return super().refusal(reader) or indivisible(reader.layers(), len(self.plans))
+
+    def rebind(self) -> None:
+        super().rebind()
+        notice("decoder: the weights have changed since their slices were copied: copied again")
+
+    def bytes_a_step(self, live: list[int]) -> int:
+        return sum(bytes_read(ends, span.layers, live, 1) for ends, span in zip(self.slices, self.spans))
+
+    def carried(self) -> list[Tensor]:
+        """Return the whole state: a warm-up launch does not wait for peers, so it may write at a wrong position."""
+        return self.state()
+
+    def shares(self) -> list[tuple[str, str, str]]:
+        rows = []
+        for plan, span, ends in zip(self.plans, self.spans, self.slices):
+            weights, kept = span.nbytes()
+            rows.append((f"slice {plan.number}", str(plan.device), described(plan, weights + ends.nbytes, kept)))
+        return rows
+
+
+def _summed(terms: Sequence[Tensor], device: torch.device) -> Tensor:
+    total = terms[0].to(device)
+    for term in terms[1:]:
+        total = total + term.to(device)
+    return total

@@ -1,0 +1,1 @@
+from tests.decode.conftest import one_thread as one_thread
