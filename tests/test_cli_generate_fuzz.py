@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from gpubound.data import Tokenizer
-from gpubound.data.chat import render
-from gpubound.data.tokenizer import ends_of_turn
+from gpubound.data.tokenizer import ends_of_turn, render
 from gpubound.errors import GpuboundError
 from gpubound.generate.load import open_saved
 

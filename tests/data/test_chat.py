@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gpubound.data import Corpus, Tokenizer, train_tokenizer
-from gpubound.data.chat import render
+from gpubound.data.tokenizer import render
 from gpubound.errors import DataError
 
 HISTORY = [

@@ -7,7 +7,7 @@ import torch
 
 from gpubound import device as policy
 from gpubound.data import feed
-from gpubound.data.choose import SHARE, allowance, free_bytes, parse_bytes, target
+from gpubound.data.feeds import SHARE, allowance, free_bytes, parse_bytes, target
 from gpubound.device import Sight
 from gpubound.errors import DeviceError
 from gpubound.formatting import readable

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gpubound import trace
-from gpubound.data import choose, feed
-from gpubound.data.choose import resident
+from gpubound.data import feed, feeds
+from gpubound.data.feeds import try_resident
 from gpubound.errors import DataError, FallbackError
 from tests.messages import message
 
@@ -92,7 +92,7 @@ def test_a_batch_that_cannot_be_had_now_is_not_lost(monkeypatch):
     loop = iter(served)
     next(loop)
     with monkeypatch.context() as capturing:
-        capturing.setattr(served._store, "admit", lambda: (_ for _ in ()).throw(ValueError("not now")))
+        capturing.setattr(served._store, "check_available", lambda: (_ for _ in ()).throw(ValueError("not now")))
         with pytest.raises(ValueError, match="not now"):
             next(loop)
     assert seen(loop) == list(range(1, 7))
@@ -220,7 +220,7 @@ def test_inference_tensors_are_served_without_a_guard():
 def test_one_batch_listed_often_is_held_once():
     one = {"x": torch.ones(1, 1)}
     served = feed([one] * 1000, device="cpu")
-    assert len({id(held) for held in served._store.held}) == 1 and len(list(served)) == 1000
+    assert len({id(batch) for batch in served._store.batches}) == 1 and len(list(served)) == 1000
 
 
 def test_an_early_break_leaves_no_thread():
@@ -249,8 +249,8 @@ def test_memory_that_runs_out_falls_back_and_says_so(monkeypatch, said):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr(choose, "Resident", full)
-    monkeypatch.setattr(choose, "bytes_needed", lambda *_: 3_000_000)
+    monkeypatch.setattr(feeds, "Resident", full)
+    monkeypatch.setattr(feeds, "bytes_needed", lambda *_: 3_000_000)
     why = "cpu ran out of memory while 3.0 MB were uploaded; streaming instead"
     before = trace.fallbacks["feed", why]
     served = feed(batches(), device="cpu")
@@ -261,7 +261,7 @@ def test_memory_that_runs_out_falls_back_and_says_so(monkeypatch, said):
 
 
 def test_what_does_not_fit_the_budget_streams(monkeypatch, said):
-    monkeypatch.setattr(choose, "bytes_needed", lambda *_: 3_000_000)
+    monkeypatch.setattr(feeds, "bytes_needed", lambda *_: 3_000_000)
     assert feed(batches(), device="cpu", budget="2 MB").mode == "direct"
     assert said() == message("data/feed:what_does_not_fit_the_bu")
     with pytest.raises(ValueError) as error:
@@ -273,8 +273,8 @@ def test_what_does_not_fit_the_budget_streams(monkeypatch, said):
 
 @pytest.mark.parametrize("need, budget, fits", [(5, 5, True), (6, 5, False), (6, "auto", True), (0, 0, True), (1, 0, False)])
 def test_what_fits_a_budget(monkeypatch, need, budget, fits):
-    monkeypatch.setattr(choose, "free_bytes", lambda device: None)  # "auto" is no limit where nothing measures the memory
-    made = resident("feed", torch.device("cpu"), "auto", budget, None, lambda: (need, lambda: "uploaded"))
+    monkeypatch.setattr(feeds, "free_bytes", lambda device: None)  # "auto" is no limit where nothing measures the memory
+    made = try_resident("feed", torch.device("cpu"), "auto", budget, None, lambda: (need, lambda: "uploaded"))
     assert made == ("uploaded" if fits else None)
 
 

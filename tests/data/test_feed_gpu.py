@@ -123,6 +123,6 @@ def test_memory_that_runs_out_while_uploading(monkeypatch):
 
 def test_the_budget_is_measured():
     free = torch.cuda.mem_get_info()[0]
-    from gpubound.data.choose import free_bytes
+    from gpubound.data.feeds import free_bytes
 
     assert free_bytes(torch.device("cuda", 0)) >= free - (64 << 20)

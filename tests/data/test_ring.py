@@ -45,7 +45,7 @@ class LateLane:
 
     def receive(self, sent, event): ...
 
-    def mark(self):
+    def record(self):
         return {"kind": "use"}
 
     def finish(self):

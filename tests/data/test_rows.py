@@ -10,12 +10,12 @@ from gpubound.data.rows import (
     FIELDS,
     IGNORED,
     STREAM_FIELDS,
-    Cutter,
+    BatchCutter,
     Order,
     as_stored,
-    plan_documents,
-    plan_stream,
-    widened,
+    pack_documents,
+    pack_stream,
+    token_ids,
 )
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def stored(lengths, top):
 def cutter(tokens, plan, order, fields=None, mask=None, dtype=np.uint16):
     fields = fields or (FIELDS if plan.tables else STREAM_FIELDS)
     held = torch.from_numpy(as_stored(tokens.astype(dtype)))
-    return Cutter(plan, order, fields, PAD, CPU, held.take, torch.from_numpy(mask).take if mask is not None else None)
+    return BatchCutter(plan, order, fields, PAD, CPU, held.take, torch.from_numpy(mask).take if mask is not None else None)
 
 
 def epoch_of(cut, epoch=0):
@@ -47,8 +47,8 @@ def epoch_of(cut, epoch=0):
 def test_a_stream_is_cut_end_to_end(dtype, top, masked):
     tokens, _ = stored([203], top)
     mask = np.random.default_rng(0).integers(0, 2, 203).astype(np.uint8) if masked else None
-    cut = cutter(tokens, plan_stream(203, 10), Order(3, seed=1, shuffle=True), ("input_ids", "labels", "valid"), mask, dtype)
-    assert cut.plan.rows == 20 and cut.batches == 6
+    cut = cutter(tokens, pack_stream(203, 10), Order(3, seed=1, shuffle=True), ("input_ids", "labels", "valid"), mask, dtype)
+    assert cut.packing.rows == 20 and cut.batches == 6
     seen = set()
     for batch in epoch_of(cut):
         valid = 0
@@ -68,7 +68,7 @@ def test_packed_documents_against_an_oracle(count, seq, most):
     lengths = lengths_of(count, count, 2 * seq)
     tokens, offsets = stored(lengths, 65_536)
     mask = np.random.default_rng(1).integers(0, 2, len(tokens)).astype(np.uint8)
-    plan = plan_documents(offsets, seq, most)
+    plan = pack_documents(offsets, seq, most)
     if plan.rows == 0:
         return
     cut = cutter(tokens, plan, Order(1, shuffle=True), mask=mask)
@@ -98,7 +98,7 @@ def test_packed_documents_against_an_oracle(count, seq, most):
             pieces, place = pieces + 1, end
         assert pieces <= most
         cu = batch["cu_seqlens"].tolist()
-        assert len(cu) == plan.most + 1 and cu == boundaries + [seq] * (len(cu) - len(boundaries))
+        assert len(cu) == plan.max_pieces + 1 and cu == boundaries + [seq] * (len(cu) - len(boundaries))
         assert batch["valid"].item() == sum(label != IGNORED for label in row["labels"])
     firsts = set(offsets[:-1].tolist())
     assert learnt == Counter({t: 1 for t in range(len(tokens)) if t not in firsts}), "every token but the first of each, once"
@@ -106,30 +106,30 @@ def test_packed_documents_against_an_oracle(count, seq, most):
 
 def test_boundaries_of_several_rows_lie_end_to_end():
     tokens, offsets = stored([4, 3, 6, 9, 2], 1000)  # 3, 2, 5, 8 and 1 places
-    cut = cutter(tokens, plan_documents(offsets, 8, 8), Order(3, shuffle=False))
+    cut = cutter(tokens, pack_documents(offsets, 8, 8), Order(3, shuffle=False))
     (batch,) = epoch_of(cut)
     flat_segments = torch.cat([batch["segment_ids"] + 10 * torch.arange(3).view(3, 1)]).flatten()
     changes = [0, *(torch.nonzero(flat_segments[1:] != flat_segments[:-1]).flatten() + 1).tolist()]
     cu = batch["cu_seqlens"].tolist()
-    assert batch["cu_seqlens"].dtype is torch.int32 and len(cu) == 3 * cut.plan.most + 1
+    assert batch["cu_seqlens"].dtype is torch.int32 and len(cu) == 3 * cut.packing.max_pieces + 1
     assert cu[: len(changes)] == changes and set(cu[len(changes) :]) == {24}
 
 
 def test_packing_wastes_little():
     """Lengths as text has them (log-normal, median 200 of 1,024): best fit leaves under 1 % of the places empty."""
     lengths = np.clip(np.random.default_rng(0).lognormal(5.3, 0.9, 20_000), 2, 5000).astype(int)
-    plan = plan_documents(np.concatenate([[0], np.cumsum(lengths)]), 1024, 1024)
+    plan = pack_documents(np.concatenate([[0], np.cumsum(lengths)]), 1024, 1024)
     assert 0 <= 1 - (lengths - 1).sum() / (plan.rows * 1024) < 0.01
 
 
 def test_a_corpus_of_nothing_to_learn_has_no_rows():
-    assert plan_documents(np.array([0, 1, 2, 3]), 8, 8).rows == 0 and plan_stream(8, 8).rows == 0
-    assert plan_stream(9, 8).rows == 1
+    assert pack_documents(np.array([0, 1, 2, 3]), 8, 8).rows == 0 and pack_stream(8, 8).rows == 0
+    assert pack_stream(9, 8).rows == 1
 
 
 def test_an_epoch_without_shuffling_is_in_order_and_shuffled_ones_differ():
     tokens, _ = stored([101], 5000)
-    plan = plan_stream(101, 4)
+    plan = pack_stream(101, 4)
     plain = torch.cat([b["input_ids"] for b in epoch_of(cutter(tokens, plan, Order(5, shuffle=False)), 3)])
     assert torch.equal(plain.flatten(), torch.from_numpy(tokens[:100]))
     cut = cutter(tokens, plan, Order(5, seed=1))
@@ -139,5 +139,5 @@ def test_an_epoch_without_shuffling_is_in_order_and_shuffled_ones_differ():
 
 def test_stored_ids_come_back_whole():
     small, large = np.array([0, 1, 32_767, 32_768, 65_535], np.uint16), np.array([0, 65_536, 2**31 - 1], np.uint32)
-    assert widened(torch.from_numpy(as_stored(small))).tolist() == small.tolist()
-    assert widened(torch.from_numpy(as_stored(large))).tolist() == large.tolist()
+    assert token_ids(torch.from_numpy(as_stored(small))).tolist() == small.tolist()
+    assert token_ids(torch.from_numpy(as_stored(large))).tolist() == large.tolist()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gpubound.data import Corpus
-from gpubound.data.corpus import RUNS, choose, split_tail
+from gpubound.data.corpus import MAX_RUNS, choose, split_tail
 from tests.messages import message
 
 from .conftest import TEXTS, Bytes
@@ -41,7 +41,7 @@ def test_the_seed_draws_others(numbered):
 def test_as_many_as_asked_in_a_few_hundred_runs(documents, count):
     chosen = choose(documents, count, 0)
     begins = np.flatnonzero(np.diff(chosen, prepend=False) & chosen)
-    assert len(chosen) == documents and chosen.sum() == count and 1 <= len(begins) <= RUNS
+    assert len(chosen) == documents and chosen.sum() == count and 1 <= len(begins) <= MAX_RUNS
     if documents > 10_000:
         quarters = np.histogram(np.flatnonzero(chosen), bins=4, range=(0, documents))[0]
         assert len(begins) > 200 and quarters.min() > 0.15 * count, "no quarter of the corpus is left out"

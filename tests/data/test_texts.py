@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpubound import trace
-from gpubound.data import documents as readers
+from gpubound.data import texts as readers
 from gpubound.data.texts import Texts
 from gpubound.errors import DataError
 from tests.messages import message
@@ -304,12 +304,10 @@ def test_a_saved_dataset(tmp_path):
 
 @pytest.mark.parametrize("suffix, package", [("t.parquet", "pyarrow"), ("saved", "datasets")])
 def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch, suffix, package):
-    import importlib
-
     def missing(name):
         raise ImportError(name)
 
-    monkeypatch.setattr(importlib, "import_module", missing)
+    monkeypatch.setattr(readers, "import_module", missing)
     path = tmp_path / suffix
     if suffix == "saved":
         path.mkdir()

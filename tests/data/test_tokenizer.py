@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from gpubound.data import Tokenizer, python_stdlib_texts, torch_source_texts, train_tokenizer
-from gpubound.data.texts import LONGEST, in_parts
-from gpubound.data.tokenizer import END_OF_TEXT, SPECIALS, adapt
+from gpubound.data.tokenizer import END_OF_TEXT, LONGEST_WORD, SPECIALS, adapt, split_endless_words
 from gpubound.errors import DataError
 from tests.messages import message
 
@@ -46,15 +45,18 @@ def test_training_is_repeatable(tokenizer):
 def test_a_word_of_a_million_letters_is_learnt_in_parts(monkeypatch):
     """It took minutes. What lies around it is learnt as before."""
     fed = list[str]()
-    monkeypatch.setattr("gpubound.data.tokenizer.in_parts", lambda text: [fed.append(part) or part for part in in_parts(text)])
+    monkeypatch.setattr(
+        "gpubound.data.tokenizer.split_endless_words",
+        lambda text: [fed.append(part) or part for part in split_endless_words(text)],
+    )
     plain = "one two one two " * 200
     for word in ("x" * 1_000_000, "ACGT" * 250_000, " " * 1_000_000, "=" * 1_000_000):
         whole = plain + word + plain
-        assert "".join(parts := list(in_parts(whole))) == whole and max(map(len, parts)) < 5 * LONGEST
+        assert "".join(parts := list(split_endless_words(whole))) == whole and max(map(len, parts)) < 5 * LONGEST_WORD
         fed.clear()
         train_tokenizer([whole], 280)
         assert fed == parts
-    assert list(in_parts(plain)) == [plain]
+    assert list(split_endless_words(plain)) == [plain]
 
 
 def test_saved_loaded_pickled(tokenizer, tmp_path):

@@ -1,12 +1,14 @@
-"""Building a corpus: texts are tokenised once, in parallel, into shards that are each written whole.
+"""Build a corpus: tokenise texts once, in parallel, into shards.
 
-A build that was interrupted goes on after its last whole shard: every shard says how many texts had been read when it was
-closed, and their checksum, so that other texts are noticed. Only a corpus of the same settings is ever written over.
+An interrupted build continues after its last complete shard. Every shard records how many texts had been read when it was
+closed, and their checksum, so that changed texts are detected. A build writes only to an empty folder, or to that of an
+interrupted build with the same settings.
 """
 
 import fcntl
 import json
 import os
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -15,28 +17,39 @@ from contextlib import contextmanager
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import DataError
 from ..files import flock, make_folder, read_json, write_whole
 from ..trace import notice
-from .documents import Document, weight
-from .shards import CLAIM, CURE, DTYPES, MANIFEST, Encoded, Position, Shards, tokenizer_checksums
-from .texts import Progress, Texts
+from .shards import CLAIM, CURE, DTYPES, MANIFEST, SUFFIX, read_shard, tokenizer_checksums, write_shard
+from .texts import Document, Progress, Texts
 from .tokenizer import Encoder, Tokenizer, adapt
 
 BATCH_TEXTS = 1024
-BATCH_LETTERS = 4_000_000  # a batch of long texts closes here, so that memory stays bounded
+BATCH_CHARACTERS = 4_000_000  # limits the memory of a batch of long texts
+Encoded = tuple[np.ndarray, np.ndarray | None]  # a document's ids, and its loss mask unless all of it is learnt
 
 
 class OtherCorpus(DataError):
-    """The folder holds, whole or begun, the corpus of other texts or settings."""
+    """The folder holds a corpus, complete or not, of other texts or settings."""
 
     def __init__(self, path: Path, what: str):
         super().__init__(f"{path}: {what}; build to another path, or delete that one.")
         self.what = what
+
+
+class Position(NamedTuple):
+    """Number of texts read, and the CRC-32 of all of them."""
+
+    texts: int = 0
+    crc: int = 0
+
+    def after(self, text: Document) -> "Position":
+        content = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+        return Position(self.texts + 1, zlib.crc32(content.encode("utf-8", "surrogatepass"), self.crc))
 
 
 def build(
@@ -60,7 +73,7 @@ def build(
     shard_tokens  a shard closes at the end of the document that reaches this
     workers       0 tokenises in this process, where the tokenizers library uses every core by itself; n starts n processes,
                   which helps a tokenizer written in Python
-    progress      show how far it is on stderr: a live bar on a terminal, else a line every ten seconds
+    progress      show the progress on stderr: a live bar on a terminal, else a line every ten seconds
     """
     if shard_tokens < 1 or workers < 0:
         raise ValueError(f"Corpus.build: got shard_tokens={shard_tokens}, workers={workers}, wanted 1 or more and 0 or more.")
@@ -74,42 +87,38 @@ def build(
         "text_key": text_key,
     }
     with building_alone(path):
-        return _build(path, source, encoder, settings, workers, progress)
-
-
-def _build(path: Path, source: Texts, encoder: Encoder, settings: dict[str, Any], workers: int, progress: bool) -> bool:
-    # Before they are read: what changes later must not look the same. The same files need not be read again to be known.
-    sources: Any = source.files and [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in source.files]
-    if _finished(path, settings, source, sources, progress):
-        return False
-    state, texts = _resume(path, settings, encoder), iter(source)
-    if not _begin_with(texts, state.at, source, progress):
-        raise OtherCorpus(path, "the texts have changed since the interrupted build")
-    before = state.tokens
-    with Progress(f"tokenising into {path}", progress, source.size) as report:
-        for text, encoded in encode_all(_batches(texts), encoder, workers):
-            state.add(text, encoded)
-            speed = f"{(state.tokens - before) / report.seconds / 1e6:.2f} M a second"
-            report.show(source.read, f"{state.at.texts:,} texts", f"{state.tokens / 1e6:,.2f} M tokens", speed)
-        state.close()
-    manifest = {
-        "settings": settings,
-        "sources": sources,
-        "texts": [state.at.texts, state.at.crc],
-        "shards": state.names,
-        "tokens": state.tokens,
-        "tokenizer_files": tokenizer_checksums(path),
-    }
-    write_whole(path / MANIFEST, json.dumps(manifest))
-    (path / CLAIM).unlink()
-    return True
+        # Before they are read, so that later changes are detected. Files with equal states need not be read again.
+        files: Any = source.files and [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in source.files]
+        if _is_built(path, settings, source, files, progress):
+            return False
+        writer, remaining = _resume(path, settings, encoder), iter(source)
+        if not _skip(remaining, writer.position, source, progress):
+            raise OtherCorpus(path, "the texts have changed since the interrupted build")
+        before = writer.tokens
+        with Progress(f"tokenising into {path}", progress, source.size) as report:
+            for text, encoded in encode_all(_batches(remaining), encoder, workers):
+                writer.add(text, encoded)
+                speed = f"{(writer.tokens - before) / report.seconds / 1e6:.2f} M a second"
+                report.show(source.read, f"{writer.position.texts:,} texts", f"{writer.tokens / 1e6:,.2f} M tokens", speed)
+            writer.close_shard()
+        manifest = {
+            "settings": settings,
+            "sources": files,
+            "texts": list(writer.position),
+            "shards": writer.names,
+            "tokens": writer.tokens,
+            "tokenizer_files": tokenizer_checksums(path),
+        }
+        write_whole(path / MANIFEST, json.dumps(manifest))
+        (path / CLAIM).unlink()
+        return True
 
 
 @contextmanager
 def building_alone(path: Path) -> Iterator[None]:
-    """One process builds in `path`; another one that wants the same waits for it, and then finds it there.
+    """Lock the folder `path` for one building process; wait for another one that holds the lock.
 
-    The lock is flock's, on the folder itself: nothing is left behind, and it ends with its process, also after kill -9.
+    The lock is flock's, on the folder itself: it leaves no file, and ends with its process, also after kill -9.
     """
     make_folder(path)
     handle = os.open(path, os.O_RDONLY)
@@ -132,37 +141,33 @@ def _dtype(wanted: str, vocab_size: int) -> str:
     return ("uint16" if vocab_size <= 1 << 16 else "uint32") if wanted == "auto" else wanted
 
 
-def _finished(path: Path, settings: dict[str, Any], source: Texts, sources: Any, progress: bool) -> bool:
-    """True when `path` holds this very corpus already. DataError when it holds another."""
-    manifest = path / MANIFEST
-    if not manifest.exists():
+def _is_built(path: Path, settings: dict[str, Any], source: Texts, files: Any, progress: bool) -> bool:
+    """Return True if `path` holds this corpus, False if none. Raise OtherCorpus if it holds another."""
+    listing = path / MANIFEST
+    if not listing.exists():
         return False
-    there = read_json(manifest, CURE)
-    _check_settings(path, there.get("settings"), settings)
-    if sources is None or there.get("sources") != sources:
-        texts, done = iter(source), _position(manifest, there.get("texts"))
-        if not _begin_with(texts, done, source, progress) or next(texts, None) is not None:
+    manifest = read_json(listing, CURE)
+    _check_settings(path, manifest.get("settings"), settings)
+    if files is None or manifest.get("sources") != files:
+        end, texts = manifest.get("texts"), iter(source)
+        if not isinstance(end, list) or len(end) != 2 or not all(type(n) is int and 0 <= n < 1 << 62 for n in end):
+            raise DataError(f"{listing}: texts: got {end!r}, wanted how many were read and their checksum; {CURE}.")
+        if not _skip(texts, Position(*end), source, progress) or next(texts, None) is not None:
             raise OtherCorpus(path, "holds a corpus of other texts; nothing was overwritten")
     notice(f"Corpus.build: {path} holds this corpus already; nothing was tokenised.")
     return True
 
 
-def _position(manifest: Path, texts: Any) -> Position:
-    if not isinstance(texts, list) or len(texts) != 2 or not all(type(n) is int and 0 <= n < 1 << 62 for n in texts):
-        raise DataError(f"{manifest}: texts: got {texts!r}, wanted how many were read and their checksum; {CURE}.")
-    return Position(*texts)
-
-
-def _check_settings(path: Path, there: Any, settings: dict[str, Any]) -> None:
-    if not isinstance(there, dict):
-        raise DataError(f"{path / MANIFEST}: settings: got {there!r}, wanted those of the build; {CURE}.")
+def _check_settings(path: Path, recorded: Any, settings: dict[str, Any]) -> None:
+    if not isinstance(recorded, dict):
+        raise DataError(f"{path / MANIFEST}: settings: got {recorded!r}, wanted those of the build; {CURE}.")
     for key, wanted in settings.items():
-        if there.get(key) != wanted:
-            raise OtherCorpus(path, f"holds a corpus with {key} {there.get(key)!r}, wanted {wanted!r}")
+        if recorded.get(key) != wanted:
+            raise OtherCorpus(path, f"holds a corpus with {key} {recorded.get(key)!r}, wanted {wanted!r}")
 
 
-def _resume(path: Path, settings: dict[str, Any], encoder: Encoder) -> Shards:
-    """Claim an empty folder, or go on in one that this build had claimed."""
+def _resume(path: Path, settings: dict[str, Any], encoder: Encoder) -> "Writer":
+    """Claim the folder if it is empty, and return a writer after the complete shards of an interrupted build."""
     for rest in path.glob(f"{CLAIM}.*.partial"):  # of a process that was killed while it claimed the folder
         rest.unlink()
     claim = path / CLAIM
@@ -177,49 +182,107 @@ def _resume(path: Path, settings: dict[str, Any], encoder: Encoder) -> Shards:
         rest.unlink()
     if isinstance(encoder, Tokenizer):
         encoder.save(path, overwrite=True)
-    state = Shards.found(path, settings)
-    if state.names:
-        notice(f"Corpus.build: going on in {path} after {len(state.names)} whole shards and {state.at.texts} texts.")
-    return state
+    writer = Writer(path, settings)
+    for file in sorted(path.glob(f"*{SUFFIX}")):
+        if file.name != (wanted := writer.next_name()):
+            raise DataError(f"{path}: holds {file.name}, wanted {wanted} there; delete the folder and build anew.")
+        header = read_shard(file).header
+        writer.names.append(file.name)
+        writer.tokens += header.tokens
+        writer.position = Position(header.texts_read, header.texts_crc)
+    if writer.names:
+        notice(f"Corpus.build: going on in {path} after {len(writer.names)} whole shards and {writer.position.texts} texts.")
+    return writer
 
 
-def _begin_with(texts: Iterator[Document], done: Position, source: Texts, progress: bool) -> bool:
-    """Read up to `done`; False when the texts up to there are other ones."""
-    at = Position()
-    if done.texts:
+def _skip(texts: Iterator[Document], end: Position, source: Texts, progress: bool) -> bool:
+    """Read `texts` up to `end`; return False if they are not the texts of `end`."""
+    position = Position()
+    if end.texts:
         with Progress("reading again what was tokenised before", progress, source.size) as report:
-            for text in islice(texts, done.texts):
-                at = at.after(text)
-                report.show(source.read, f"{at.texts:,} of {done.texts:,} texts")
-    return at == done
+            for text in islice(texts, end.texts):
+                position = position.after(text)
+                report.show(source.read, f"{position.texts:,} of {end.texts:,} texts")
+    return position == end
+
+
+class Writer:
+    """Writer of a corpus's shards, each as soon as it has shard_tokens."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]):
+        self.path, self.settings = path, settings
+        self.names: list[str] = []
+        self.tokens = 0
+        self.position = Position()
+        self._buffer: list[Encoded] = []
+        self._buffered = 0  # tokens
+
+    def next_name(self) -> str:
+        return f"shard-{len(self.names):05d}{SUFFIX}"
+
+    def add(self, text: Document, encoded: Encoded) -> None:
+        self.position = self.position.after(text)
+        if not len(encoded[0]):
+            return
+        self._buffer.append(encoded)
+        self._buffered += len(encoded[0])
+        self.tokens += len(encoded[0])
+        if self._buffered >= self.settings["shard_tokens"]:
+            self.close_shard()
+
+    def close_shard(self) -> None:
+        """Write the buffered documents as a shard, if there are any."""
+        if not self._buffer:
+            if not self.names:
+                raise ValueError(
+                    f"Corpus.build: {self.path}: the texts hold no tokens, wanted at least one document; give others."
+                )
+            return
+        mask = None
+        if any(mask is not None for _, mask in self._buffer):
+            mask = np.concatenate([mask if mask is not None else np.ones(len(ids), np.uint8) for ids, mask in self._buffer])
+        tokens: np.ndarray = np.concatenate([ids for ids, _ in self._buffer])
+        name = self.next_name()
+        write_shard(
+            self.path / name,
+            tokens.astype(DTYPES[str(self.settings["dtype"])]),
+            np.cumsum([0, *(len(ids) for ids, _ in self._buffer)]),
+            mask,
+            vocab_size=self.settings["vocab_size"],
+            tokenizer=self.settings["tokenizer"],
+            texts_read=self.position.texts,
+            texts_crc=self.position.crc,
+        )
+        self.names.append(name)
+        self._buffer, self._buffered = [], 0
 
 
 def _batches(texts: Iterator[Document]) -> Iterator[list[Document]]:
-    batch, letters = [], 0
+    batch, characters = [], 0
     for text in texts:
         batch.append(text)
-        letters += weight(text)
-        if len(batch) >= BATCH_TEXTS or letters >= BATCH_LETTERS:
+        characters += len(text) if isinstance(text, str) else sum(len(message["content"]) for message in text)
+        if len(batch) >= BATCH_TEXTS or characters >= BATCH_CHARACTERS:
             yield batch
-            batch, letters = [], 0
+            batch, characters = [], 0
     if batch:
         yield batch
 
 
 def encode_all(batches: Iterator[list[Document]], encoder: Encoder, workers: int) -> Iterator[tuple[Document, Encoded]]:
-    """Each document and its tokens, in order; encoded here or by `workers` processes."""
+    """Yield each document and its tokens, in order, encoded by `workers` processes or, for 0, by this one."""
     if workers == 0:
         for batch in batches:
             yield from zip(batch, encode(encoder, batch))
         return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _become_worker, (encoder,))
-    under_way: deque[tuple[list[Document], Future]] = deque()
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (encoder,))
+    pending: deque[tuple[list[Document], Future]] = deque()
     try:
         while True:
-            under_way += [(batch, pool.submit(_work, batch)) for batch in islice(batches, 2 * workers - len(under_way))]
-            if not under_way:
+            pending += [(batch, pool.submit(_encode_in_worker, batch)) for batch in islice(batches, 2 * workers - len(pending))]
+            if not pending:
                 return
-            batch, future = under_way.popleft()
+            batch, future = pending.popleft()
             yield from zip(batch, future.result())
     except BrokenProcessPool as error:
         raise RuntimeError(
@@ -230,43 +293,45 @@ def encode_all(batches: Iterator[list[Document]], encoder: Encoder, workers: int
         pool.shutdown(cancel_futures=True)
 
 
-_workers_encoder: Encoder
+_worker_encoder: Encoder
 
 
-def _become_worker(encoder: Encoder) -> None:
-    global _workers_encoder
+def _start_worker(encoder: Encoder) -> None:
+    global _worker_encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _workers_encoder = encoder
+    _worker_encoder = encoder
 
 
-def _work(texts: list[Document]) -> list[Encoded]:
-    return encode(_workers_encoder, texts)
+def _encode_in_worker(texts: list[Document]) -> list[Encoded]:
+    return encode(_worker_encoder, texts)
 
 
 def encode(encoder: Encoder, texts: list[Document]) -> list[Encoded]:
-    """(ids, loss mask) of each document, with the end-of-text token after it; no mask where everything may be learnt."""
-    plain = iter(encoder.encode_batch([text for text in texts if isinstance(text, str)]))
+    """Return (ids, loss mask) of each document, ended with the end-of-text token; the mask is None for a text."""
     chats = [text for text in texts if not isinstance(text, str)]
-    if chats and not isinstance(encoder, Tokenizer):
-        raise ValueError("Corpus.build: chats need a tokenizer with a chat template, got one that only encodes texts.")
-    masked = iter(encoder.encode_chats(chats) if isinstance(encoder, Tokenizer) and chats else ())
+    masked: Iterator[tuple[Any, np.ndarray]] = iter(())
+    plain = iter(encoder.encode_batch([text for text in texts if isinstance(text, str)]))
+    if chats:
+        if not isinstance(encoder, Tokenizer):
+            raise ValueError("Corpus.build: chats need a tokenizer with a chat template, got one that only encodes texts.")
+        masked = iter(encoder.encode_chats(chats))
     return [_ended(next(plain), None, encoder) if isinstance(text, str) else _ended(*next(masked), encoder) for text in texts]
 
 
+def _ended(ids: Any, mask: np.ndarray | None, encoder: Encoder) -> Encoded:
+    ids = np.asarray(ids, dtype=np.int64)
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < encoder.vocab_size:
+        raise DataError(f"tokenizer: gave ids from {ids.min()} to {ids.max()}, wanted 0 to {encoder.vocab_size - 1}.")
+    if encoder.eos is not None and not _has_end(ids, encoder):
+        ids = np.append(ids, encoder.eos)
+        mask = None if mask is None else np.append(mask, np.uint8(0))
+    return ids.astype(np.uint32), mask
+
+
 def _has_end(ids: np.ndarray, encoder: Encoder) -> bool:
-    """Return whether a document ends with the end of a text. A chat template may write a line break after it."""
+    """Return True if the document ends with the end of a text, also if a chat template writes a line break after it."""
     ends = np.flatnonzero(ids == encoder.eos)
     if not ends.size:
         return False
     after = ids[ends[-1] + 1 :]
     return not after.size or (isinstance(encoder, Tokenizer) and not encoder.decode(after).strip())
-
-
-def _ended(ids: Any, mask: np.ndarray | None, encoder: Encoder) -> Encoded:
-    found = np.asarray(ids, dtype=np.int64)
-    if found.size and not 0 <= int(found.min()) <= int(found.max()) < encoder.vocab_size:
-        raise DataError(f"tokenizer: gave ids from {found.min()} to {found.max()}, wanted 0 to {encoder.vocab_size - 1}.")
-    if encoder.eos is not None and not _has_end(found, encoder):
-        found = np.append(found, encoder.eos)
-        mask = None if mask is None else np.append(mask, np.uint8(0))
-    return found.astype(np.uint32), mask

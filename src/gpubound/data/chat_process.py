@@ -1,10 +1,10 @@
-"""The process that renders chat templates. data/chat.py starts it; it imports nothing of the library.
+"""The process that renders chat templates. data/tokenizer.py starts it; it imports nothing of the library.
 
 A chat template is a program that comes with a downloaded tokenizer. Jinja's sandbox keeps it from files and modules, but not
 from looping for hours or asking for 10 GB, so it runs here, under the kernel's limits on memory and CPU time.
 
-Each line of the input is a JSON object: template, messages, prompt, names. Each line of the output is one, too: text and spans,
-the (begin, end) of every {% generation %} block, or error.
+Each line of the input is a JSON object: template, messages, prompt, names. Each line of the output is another: text and spans,
+the (begin, end) of every {% generation %} block; or error.
 """
 
 import json
@@ -20,7 +20,7 @@ from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-SECONDS = 5  # of CPU time for a chat
+SECONDS = 5  # of CPU time a chat
 MEMORY = 1 << 30
 LARGEST = 16_000_000  # characters beyond four times those of the messages
 
@@ -38,12 +38,12 @@ class GenerationBlock(Extension):
 
 
 def refuse(message):
-    """Templates call it for chats that their model never saw."""
+    """Raise the error of a template that does not support the chat."""
     raise TemplateError(message)
 
 
 def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    """Without the HTML escapes of jinja's own filter."""
+    """Format as JSON, without the HTML escapes of jinja's filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -61,12 +61,12 @@ def compiled(template):
 def render(template, messages, prompt, names):
     begin, end = token_hex(16), token_hex(16)
     blocks = {"generation_begin": begin, "generation_end": end}
-    known = {"tools": None, "documents": None, "messages": messages, "add_generation_prompt": prompt}
-    first, *rest = compiled(template).render(**known | names | blocks).split(begin)
+    variables = {"tools": None, "documents": None, "messages": messages, "add_generation_prompt": prompt}
+    first, *rest = compiled(template).render(**variables | names | blocks).split(begin)
     text, spans = first.replace(end, ""), []
-    for piece in rest:
-        inside, found, after = piece.partition(end)
-        if found:
+    for part in rest:
+        inside, closed, after = part.partition(end)
+        if closed:
             spans.append((len(text), len(text) + len(inside)))
         text += inside + after
     return {"text": text, "spans": spans}
@@ -74,21 +74,21 @@ def render(template, messages, prompt, names):
 
 def answer(request, size):
     try:
-        done = render(**request)
+        result = render(**request)
     except MemoryError:
         return {"error": f"it asks for more than {MEMORY >> 20} MB of memory"}
     except Exception as error:  # a template is a program, and may raise anything
         return {"error": str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"}
-    if len(done["text"]) > LARGEST + 4 * size:
-        return {"error": f"it wrote {len(done['text']):,} characters for {size:,} of messages"}
-    return done
+    if len(result["text"]) > LARGEST + 4 * size:
+        return {"error": f"it wrote {len(result['text']):,} characters for {size:,} of messages"}
+    return result
 
 
 def main():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)  # SIGVTALRM ends this process, whatever it is doing
+        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)  # its signal, SIGVTALRM, ends this process
         reply = json.dumps(answer(json.loads(line), len(line)))
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         print(reply, flush=True)

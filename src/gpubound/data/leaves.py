@@ -1,12 +1,11 @@
-"""The leaves of a batch: every tensor in nested dicts, lists, tuples and dataclasses, each with the key path that errors name.
+"""The leaves of a batch: every tensor in nested dicts, lists, tuples and dataclasses, with the key path that errors name.
 
-numpy arrays of numbers count as tensors and become them. Strings, numbers and other plain objects are leaves that stay as
-they are. An object that has its own `.to(...)` is refused: it may hold tensors that nobody here can see, and they would stay
-behind in silence.
+numpy arrays of numbers become tensors. Strings, numbers and other plain objects are leaves that pass unchanged. An object with
+a `.to(...)` is refused: it may hold tensors that `flatten` cannot see, which would not be copied.
 
-Padding gives leaves a few fixed shapes, so that kernels are tuned once a shape and graphs are captured once a shape. A leaf is
-padded only when the caller names it with the value to pad with, because no value is right for every leaf (labels want -100, a
-mask wants 0). A name is the last key of a leaf's path: "input_ids", or 0 in a tuple.
+Padding gives leaves a few fixed shapes, so that kernels are tuned and graphs are captured once a shape. A leaf is padded only
+if the caller names it with a padding value, because no value is right for every leaf (labels need -100, a mask 0). The name is
+the last key of a leaf's path: "input_ids", or 0 in a tuple.
 """
 
 import copy
@@ -26,38 +25,37 @@ from torch.nn import functional
 Path = tuple[Any, ...]
 Bucket = str | int | Sequence[int] | None
 
-# Where a leaf starts in the staged bytes: torch's own allocations on a GPU start at multiples of 512.
-ALIGN = 512
+ALIGN = 512  # of a leaf in the staged bytes, as of torch's allocations on a GPU
 
 
 class _LEAF:
-    """Where a leaf stands in a form. A class, because a copied feed must find the same one."""
+    """Marker of a leaf in a tree's structure. A class, because a copied feed must find the same object."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A batch taken apart: `rebuild(leaves)` puts new leaves into fresh containers of the same kinds."""
+    """A flattened batch: `rebuild(leaves)` puts new leaves into new containers of the same types."""
 
     leaves: list[Any]
     paths: list[Path]
-    _form: Any
+    _structure: Any
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
-        return _build(self._form, iter(leaves))
+        return _build(self._structure, iter(leaves))
 
     def tensors(self) -> Iterator[tuple[int, Tensor]]:
-        """(index, leaf) of the leaves that are tensors."""
+        """Return (index, leaf) of the leaves that are tensors."""
         return ((i, leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor))
 
 
 def flatten(batch: Any) -> Tree:
     leaves: list[Any] = []
     paths: list[Path] = []
-    return Tree(leaves, paths, _take_apart(batch, (), leaves, paths))
+    return Tree(leaves, paths, _flatten(batch, (), leaves, paths))
 
 
 def name(path: Path) -> str:
-    """The path as it is written in Python.
+    """Return the path as a Python expression.
 
     >>> name(("image", 0))
     "batch['image'][0]"
@@ -65,35 +63,35 @@ def name(path: Path) -> str:
     return "batch" + "".join(f"[{key!r}]" for key in path)
 
 
-def _take_apart(node: Any, path: Path, leaves: list[Any], paths: list[Path]) -> Any:
-    opened = _open(node, path)
-    if opened is None:
+def _flatten(node: Any, path: Path, leaves: list[Any], paths: list[Path]) -> Any:
+    container = _container(node, path)
+    if container is None:
         leaves.append(_as_tensor(node) if isinstance(node, np.ndarray) else node)
         paths.append(path)
         return _LEAF
-    make, children = opened
-    return make, [_take_apart(child, (*path, key), leaves, paths) for key, child in children]
+    make, children = container
+    return make, [_flatten(child, (*path, key), leaves, paths) for key, child in children]
 
 
-def _open(node: Any, path: Path) -> tuple[Callable[[list[Any]], Any], list[tuple[Any, Any]]] | None:
-    """How to make the container again from its children, and those children by key; None for a leaf."""
+def _container(node: Any, path: Path) -> tuple[Callable[[list[Any]], Any], list[tuple[Any, Any]]] | None:
+    """Return a function that makes the container from new children, and its (key, child) pairs; None for a leaf."""
     kind = type(node)
     if kind is dict:
-        keys = list(node)
-        return partial(_dict, keys), list(node.items())
+        return partial(_dict, list(node)), list(node.items())
     if isinstance(node, Tensor | np.ndarray | str | bytes):
         return None
     if isinstance(node, Mapping):
-        return _refill(node, setitem, list(node)), list(node.items())
+        return partial(_refilled, copy.copy(node), setitem, list(node)), list(node.items())
     if callable(getattr(node, "to", None)):
         raise ValueError(
             f"feed: {name(path)}: got a {kind.__name__}, whose tensors cannot be seen from outside, wanted tensors in dicts, "
-            f"lists, tuples or dataclasses; return its tensors under names of their own."
+            f"lists, tuples or dataclasses; return its tensors under separate names."
         )
     if isinstance(node, tuple):
         return (kind._make if hasattr(kind, "_make") else kind), list(enumerate(node))
     if isinstance(node, list):
-        return (list if kind is list else _refill(node, setitem, list(range(len(node))))), list(enumerate(node))
+        make = list if kind is list else partial(_refilled, copy.copy(node), setitem, list(range(len(node))))
+        return make, list(enumerate(node))
     if isinstance(node, Set | deque) and any(isinstance(child, Tensor | np.ndarray) for child in node):
         raise ValueError(
             f"feed: {name(path)}: got a {kind.__name__} of tensors, which would stay where they are, wanted them in dicts, "
@@ -101,19 +99,15 @@ def _open(node: Any, path: Path) -> tuple[Callable[[list[Any]], Any], list[tuple
         )
     if is_dataclass(node) and not isinstance(node, type):
         names = [part.name for part in fields(node)]
-        return _refill(node, object.__setattr__, names), [(key, getattr(node, key)) for key in names]
+        return partial(_refilled, copy.copy(node), object.__setattr__, names), [(key, getattr(node, key)) for key in names]
     return None
 
 
-def _refill(node: Any, put: Callable[[Any, Any, Any], None], keys: list[Any]) -> Callable[[list[Any]], Any]:
-    """Containers with more to them than their children (a BatchEncoding, a frozen dataclass): copy the shell, set those."""
-    return partial(_refilled, copy.copy(node), put, keys)
-
-
-def _refilled(shell: Any, put: Callable[[Any, Any, Any], None], keys: list[Any], values: list[Any]) -> Any:
-    new = copy.copy(shell)
+def _refilled(container: Any, set_item: Callable[[Any, Any, Any], None], keys: list[Any], values: list[Any]) -> Any:
+    """Return a copy of a container with further state (a BatchEncoding, a frozen dataclass), with new children."""
+    new = copy.copy(container)
     for key, value in zip(keys, values):
-        put(new, key, value)
+        set_item(new, key, value)
     return new
 
 
@@ -121,24 +115,24 @@ def _dict(keys: list[Any], values: list[Any]) -> dict:
     return dict(zip(keys, values))
 
 
-def _build(form: Any, leaves: Iterator[Any]) -> Any:
-    if form is _LEAF:
+def _build(structure: Any, leaves: Iterator[Any]) -> Any:
+    if structure is _LEAF:
         return next(leaves)
-    make, children = form
+    make, children = structure
     return make([_build(child, leaves) for child in children])
 
 
 def _as_tensor(array: np.ndarray) -> Any:
-    if array.dtype.kind not in "biufc":  # strings, objects, dates: no tensor can hold them
+    if array.dtype.kind not in "biufc":  # strings, objects and dates, which have no dtype in torch
         return array
-    backwards = any(stride < 0 for stride in array.strides)
-    if backwards or not array.dtype.isnative or not array.flags.writeable:  # no tensor can share this memory
+    is_reversed = any(stride < 0 for stride in array.strides)
+    if is_reversed or not array.dtype.isnative or not array.flags.writeable:  # a tensor cannot share this memory
         array = array.astype(array.dtype.newbyteorder("="), order="C")
     return torch.from_numpy(array)
 
 
 def bucket_size(size: int, bucket: Bucket) -> int | None:
-    """The smallest size of `bucket` that holds `size`; None when the largest is too small.
+    """Return the smallest size of `bucket` that holds `size`; None if the largest is too small.
 
     >>> bucket_size(100, "pow2"), bucket_size(100, 96), bucket_size(100, [64, 256]), bucket_size(100, None)
     (128, 192, 256, 100)
@@ -149,13 +143,13 @@ def bucket_size(size: int, bucket: Bucket) -> int | None:
         return 1 << (size - 1).bit_length()
     if isinstance(bucket, int):
         return -(-size // bucket) * bucket
-    return min((wanted for wanted in bucket if wanted >= size), default=None)
+    return min((candidate for candidate in bucket if candidate >= size), default=None)
 
 
 @dataclass(frozen=True)
 class Padding:
-    """`values` {leaf name: value, or (value, dimension)}; `bucket` for that dimension; `rows` for dimension 0, where the
-    last batch may have fewer."""
+    """Padding of leaves: `values` {leaf name: value, or (value, dimension)}; `bucket` for that dimension; `rows` for dimension
+    0, of which the last batch may have fewer."""
 
     values: Mapping[Any, Any] = field(default_factory=dict)
     bucket: Bucket = None
@@ -168,12 +162,10 @@ class Padding:
             )
         for key, value in self.values.items():
             _check_padding(key, *(value if isinstance(value, tuple) and len(value) == 2 else (value, -1)))
-        if not isinstance(self.bucket, str | int | Sequence | None):
-            raise ValueError(f"feed: bucket: got {self.bucket!r}, wanted 'pow2', a multiple, or a list of sizes.")
         sizes = self.bucket if isinstance(self.bucket, Sequence) and not isinstance(self.bucket, str) else [self.bucket]
-        if self.bucket not in (None, "pow2") and not (sizes and all(map(_positive, sizes))):
+        if self.bucket not in (None, "pow2") and not (sizes and all(map(_is_positive_int, sizes))):
             raise ValueError(f"feed: bucket: got {self.bucket!r}, wanted 'pow2', a multiple, or a list of sizes.")
-        if self.rows is not None and not _positive(self.rows):
+        if self.rows is not None and not _is_positive_int(self.rows):
             raise ValueError(f"feed: rows: got {self.rows!r}, wanted the number of rows of a whole batch.")
         if (self.bucket is not None or self.rows is not None) and not self.values:
             raise ValueError(
@@ -182,19 +174,19 @@ class Padding:
             )
 
     def apply(self, tree: Tree) -> None:
-        """Pad the named leaves of `tree` in its list."""
+        """Pad the named leaves of `tree` in place."""
         if not self.values:
             return
-        found = set()
+        padded = set()
         for i, leaf in tree.tensors():
             path = tree.paths[i]
             if path and path[-1] in self.values:
-                found.add(path[-1])
+                padded.add(path[-1])
                 value = self.values[path[-1]]
                 tree.leaves[i] = self._pad(leaf, name(path), *(value if isinstance(value, tuple) else (value, -1)))
-        if missing := [key for key in self.values if key not in found]:
-            there = ", ".join(name(tree.paths[i]) for i, _ in tree.tensors()) or "no tensors"
-            raise ValueError(f"feed: pad: no leaf is called {missing[0]!r}; this batch has {there}.")
+        if missing := [key for key in self.values if key not in padded]:
+            names = ", ".join(name(tree.paths[i]) for i, _ in tree.tensors()) or "no tensors"
+            raise ValueError(f"feed: pad: no leaf is called {missing[0]!r}; this batch has {names}.")
 
     def _pad(self, leaf: Tensor, what: str, value: Any, dimension: int) -> Tensor:
         if not -leaf.dim() <= dimension < leaf.dim():
@@ -218,54 +210,54 @@ class Padding:
             sizes[0] = self.rows
         if sizes == list(leaf.shape):
             return leaf
-        grow = [amount for now, then in zip(reversed(leaf.shape), reversed(sizes)) for amount in (0, then - now)]
-        return functional.pad(leaf, grow, value=value)
+        amounts = [amount for old, new in zip(reversed(leaf.shape), reversed(sizes)) for amount in (0, new - old)]
+        return functional.pad(leaf, amounts, value=value)
 
 
 def _check_padding(key: Any, value: Any, dimension: Any) -> None:
     if not isinstance(value, Real) or not isinstance(dimension, Integral):
-        said = value if dimension == -1 else (value, dimension)
-        raise ValueError(f"feed: pad: {key!r}: got {said!r}, wanted a number, or (number, dimension).")
+        got = value if dimension == -1 else (value, dimension)
+        raise ValueError(f"feed: pad: {key!r}: got {got!r}, wanted a number, or (number, dimension).")
 
 
 def _holds(dtype: torch.dtype, value: Any) -> bool:
-    """Whether a tensor of `dtype` can hold `value` as it is: torch would round it in silence."""
+    """Return True if `dtype` represents `value`; torch would round it without an error."""
     if dtype.is_floating_point or dtype.is_complex:
         return True
     least, most = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     return least <= value <= most and int(value) == value
 
 
-def _positive(size: Any) -> bool:
+def _is_positive_int(size: Any) -> bool:
     return isinstance(size, int) and not isinstance(size, bool) and size > 0
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """A host batch made ready to send: which leaves must be copied, and where each lies in one flat run of bytes."""
+    """A host batch with the layout of the leaves to copy in one flat buffer."""
 
     tree: Tree
     copied: Sequence[tuple[int, int]]  # (leaf, offset)
-    size: int  # bytes of the run
+    size: int  # bytes of the buffer
     payload: int  # bytes of the leaves themselves
     passed: int  # leaves already on the device
 
     def stage(self, staged: Tensor) -> None:
-        """Write the leaves into host memory, for one copy: launching nine small ones would cost more than it moves."""
+        """Write the leaves into one host buffer: one copy costs less than nine small ones."""
         with torch.no_grad():
             for leaf, offset in self.copied:
-                _place(staged, offset, self.tree.leaves[leaf]).copy_(self.tree.leaves[leaf])
+                _view(staged, offset, self.tree.leaves[leaf]).copy_(self.tree.leaves[leaf])
 
     def unpack(self, sent: Tensor) -> Any:
-        """The batch, its copied leaves being views of `sent`."""
+        """Return the batch, with views of `sent` for the copied leaves."""
         leaves = list(self.tree.leaves)
         for leaf, offset in self.copied:
-            leaves[leaf] = _place(sent, offset, leaves[leaf])
+            leaves[leaf] = _view(sent, offset, leaves[leaf])
         return self.tree.rebuild(leaves)
 
 
 def pack(batch: Any, device: torch.device, padding: Padding, always: bool = False) -> Parcel:
-    """What lies on `device` passes, every other leaf is given a place in the run. `always`: copy all the same."""
+    """Lay out the leaves that are not on `device` in one buffer; with `always` all leaves."""
     tree = flatten(batch)
     padding.apply(tree)
     copied, offset, payload, passed = [], 0, 0, 0
@@ -285,10 +277,10 @@ def pack(batch: Any, device: torch.device, padding: Padding, always: bool = Fals
     return Parcel(tree, copied, offset, payload, passed)
 
 
-def _place(run: Tensor, offset: int, leaf: Tensor) -> Tensor:
-    """The leaf's place in the run: with its own strides where its memory format means something, else contiguous."""
-    piece = run[offset : offset + leaf.numel() * leaf.element_size()].view(leaf.dtype)
-    form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(leaf.dim())
-    if form is not None and leaf.is_contiguous(memory_format=form):
-        return piece.as_strided(leaf.shape, leaf.stride())
-    return piece.view(leaf.shape)
+def _view(buffer: Tensor, offset: int, leaf: Tensor) -> Tensor:
+    """Return the leaf's part of the buffer: channels last if the leaf is, else contiguous."""
+    flat = buffer[offset : offset + leaf.numel() * leaf.element_size()].view(leaf.dtype)
+    memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(leaf.dim())
+    if memory_format is not None and leaf.is_contiguous(memory_format=memory_format):
+        return flat.as_strided(leaf.shape, leaf.stride())
+    return flat.view(leaf.shape)

@@ -1,13 +1,11 @@
 """The ring: a thread reads the source ahead and copies its batches to the device, so that the training loop never waits for a
 copy.
 
-`slots` pieces of pinned memory go round. The thread fills one, starts its copy on a stream of the lane's own, and hands the
-batch over with the copy's event; the consumer's *stream* waits for that event, its host does not. A slot's memory is written
-again only when its copy is over.
+The thread fills one of `slots` pinned buffers, starts its copy on a separate stream, and passes the batch on with the copy's
+event; the consumer's *stream* waits for that event, its host does not. A buffer is written again only after its copy.
 
-Two limits bound what is under way. At most `slots` batches are read and not yet taken. At most AHEAD x `slots` are taken and
-not yet worked off by the device: a loop that replays graphs launches in microseconds and would otherwise fill the memory with
-batches.
+Two limits bound the memory. At most `slots` batches are read and not yet taken. At most AHEAD x `slots` are taken and not yet
+finished by the device: a loop that replays graphs launches in microseconds and would otherwise fill the memory with batches.
 """
 
 import queue
@@ -24,49 +22,48 @@ from torch import Tensor
 
 from ..errors import GraphError
 from ..trace import notice
-from .epochs import END, Served, Store
 from .leaves import Padding, Parcel, pack
 from .source import Source
+from .stores import END, Served, Store
 
 AHEAD = 4
 CLOSING_SECONDS = 5.0
 
-# How often the ring's thread asks for an event. It asks instead of calling synchronize(), which ledgers count as a wait of the
-# host, in any thread: the training loop does not wait here. Being late by this much holds nothing up, since the batches of the
-# other slots are on their way.
+# Interval of the thread's queries of an event. synchronize() would be counted by ledgers as a wait of the host, in any thread.
+# The delay costs nothing, since the batches of the other slots are being copied.
 POLL_SECONDS = 2e-4
 
 
 class Lane:
-    """The road from host to device: staging memory, copies, and the events that say when a copy or a use is over.
+    """Transfer from host to device: staging memory, copies, and the events that end a copy or a use.
 
-    This one leads to a device without streams and pinned memory: the CPU, or a backend other than CUDA. A copy is over when it
-    returns. The ring knows these methods alone, so that its order of events is tested on the CPU with events that come late.
+    This class is for devices without streams and pinned memory: the CPU, or a backend other than CUDA. Its copies are
+    synchronous. The ring uses only these methods, so tests can run it on the CPU with late events.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
 
     def staging(self, size: int) -> Tensor:
-        """Host memory to copy from."""
+        """Return host memory to copy from."""
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda")
 
     def send(self, staged: Tensor) -> tuple[Tensor, Any]:
-        """Start copying `staged` to fresh memory on the device; the event ends the copy."""
+        """Start copying `staged` to new memory on the device; return it with the event of the copy's end."""
         return (staged.clone() if self.device.type == "cpu" else staged.to(self.device)), None
 
     def wait(self, event: Any) -> None:
-        """Hold this host thread until `event` is over."""
+        """Block this host thread until `event`."""
 
     def receive(self, sent: Tensor, event: Any) -> None:
-        """Let the consumer's stream, not its host, wait for the copy."""
+        """Make the consumer's stream, not its host, wait for the copy."""
 
-    def mark(self) -> Any:
-        """An event that is over when the device has done what the consumer launched so far."""
+    def record(self) -> Any:
+        """Return an event after everything that the consumer has launched so far."""
 
 
 class CudaLane(Lane):
-    """Pinned memory and a copy stream of its own."""
+    """Transfer through pinned memory, on a separate stream."""
 
     def __init__(self, device: torch.device):
         super().__init__(device)
@@ -87,7 +84,7 @@ class CudaLane(Lane):
         stream.wait_event(event)
         sent.record_stream(stream)
 
-    def mark(self) -> Any:
+    def record(self) -> Any:
         return torch.cuda.current_stream(self.device).record_event()
 
 
@@ -100,31 +97,31 @@ class Slot:
 @dataclass
 class Delivery:
     parcel: Parcel
-    sent: Any = None  # the flat run on the device; None when every leaf passed through
+    sent: Any = None  # the bytes on the device; None if no leaf needed a copy
     event: Any = None
 
 
 @dataclass
 class _Reader:
-    """What the thread runs, and all that thread and consumer both touch. It knows nothing of Ring, so a forgotten Ring can be
-    collected. The thread alone holds the source, so that it is closed where the thread ends."""
+    """The thread's function, and the state that it shares with the consumer. It has no reference to Ring, so an unused Ring can
+    be collected. Only the thread refers to the source, which is closed when the thread ends."""
 
     lane: Lane
     slots: list[Slot]
     padding: Padding
     tickets: threading.Semaphore
     ready: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
-    used: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)  # an event for each batch whose successor was taken
+    used: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)  # an event for each batch that the consumer has left
     stop: bool = False
-    held_back: bool = False  # the thread waits for the device to catch up, not for the source
+    held_back: bool = False  # the thread waits for the device, not for the source
 
     def run(self, batches: Iterator[Any], stream: Any) -> None:
-        """Read ahead, on the consumer's `stream`: a source that computes on the GPU would have used it without this thread."""
+        """Read ahead on the consumer's `stream`, which a source that computes on the GPU would use without the thread."""
         try:
             with torch.cuda.stream(stream):
                 self._read_ahead(batches)
             self.ready.put(END)
-        except BaseException as error:  # whatever the source raised belongs to the consumer
+        except BaseException as error:  # raised again in the consumer
             self.ready.put(error)
 
     def _read_ahead(self, batches: Iterator[Any]) -> None:
@@ -139,8 +136,8 @@ class _Reader:
                 self.held_back = True
                 self.lane.wait(self.used.get())
                 self.held_back = False
-            here = self.lane.device.type == "cpu"  # where nothing needs a copy, a ring is made only when it is asked for
-            parcel = pack(batch, self.lane.device, self.padding, always=here)
+            on_cpu = self.lane.device.type == "cpu"  # only with mode="ring", which asks for copies
+            parcel = pack(batch, self.lane.device, self.padding, always=on_cpu)
             slot = self.slots[number % len(self.slots)]
             self.ready.put(self._send(parcel, slot) if parcel.copied else Delivery(parcel))
 
@@ -175,11 +172,11 @@ class Ring:
         self._finish = weakref.finalize(self, self._reader.end, thread)
 
     def take(self) -> Served | None:
-        """The next batch, or None where the source has ended. Raises what the source raised."""
+        """Return the next batch, or None at the end of the source. Raise the source's error."""
         if self._over:
             return None
-        if self._taken:  # what the consumer launched so far worked on the batch before
-            self._reader.used.put(self._lane.mark())
+        if self._taken:  # the launches so far used the previous batch
+            self._reader.used.put(self._lane.record())
         held_back, start = self._reader.held_back, time.perf_counter()
         item = self._reader.ready.get()
         waited = time.perf_counter() - start
@@ -193,16 +190,16 @@ class Ring:
         self._over = True
         if item is END:
             return None
-        raise item  # with the traceback it had in the thread, so that the user's line is in it
+        raise item  # with the traceback of the thread, which shows the user's line
 
     def close(self) -> None:
-        """End the thread. It returns from the source's current batch first."""
+        """End the thread, after the source's current batch."""
         self._over = True
         self._finish()
 
 
 class Ringed(Store):
-    """A source behind the ring."""
+    """Store of a source that is read ahead by a Ring."""
 
     mode = "ring"
 
@@ -211,11 +208,12 @@ class Ringed(Store):
         self.length = source.length
         self.lane = CudaLane(device) if device.type == "cuda" else Lane(device)
 
-    def admit(self) -> None:
+    def check_available(self) -> None:
         if self.lane.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise GraphError(
-                "feed: a batch was asked of the ring inside a graph capture, which cannot hold a copy made outside it; take "
-                "the batch before and copy it into the graph's inputs, or keep a corpus resident and call its fetch()."
+                "feed: a batch was requested from the ring inside a graph capture, which cannot hold a copy made outside it; "
+                "take the batch before the capture and copy it into the graph's inputs, or keep a corpus resident and call its "
+                "fetch()."
             )
 
     def serve(self, epoch: int, start: int) -> Generator[Served]:

@@ -1,21 +1,19 @@
-"""What a feed reads from: host batches of an epoch, in an order that is a function of (seed, epoch), from any position on.
+"""Sources: the host batches of an epoch, in an order that is a function of (seed, epoch), from any position.
 
-Each source answers `read(epoch, start)` with an iterator of batches. `steady` says that an epoch's batches are the very
-objects of the last epoch's, so that they may be kept on the device. A DataLoader's are not: its sampler and its transforms
-may draw anew each time.
+`read(epoch, start)` of a source returns an iterator of batches. `steady` means that every epoch has the same batch objects, so
+that they can be kept on the device. A DataLoader is not steady: its sampler and its transforms may draw again each time.
 
-Two shuffles, both pure functions of (seed, epoch), the same bit for bit on the CPU and on a GPU.
+There are two shuffles, both functions of (seed, epoch), equal bit for bit on CPU and GPU.
 
-`order` writes a whole permutation down: 64-bit hashes, sorted. Host-side sources use it.
+`order` returns a whole permutation: sorted 64-bit hashes. Host-side sources use it.
 
-`Scatter` writes nothing down. It maps place -> row for any number of rows, exactly one to one, so a batch can be drawn from a
-step counter inside a captured graph. n rows are laid out on a grid of a·b with a = ⌊√n⌋; one pass rotates all n places, then
-moves every cell along its column by an amount that hangs on the row, and along its row by an amount that hangs on the new
-column (a Feistel network over a mixed radix). The fewer than a places that the grid does not hold sit a pass out and are
-rotated into it by the next. Every part can be undone, so the whole is a bijection for every n, without the data-dependent
-loop of cycle walking, which a graph could not hold. Two passes are enough: for n from 10,007 to 1,048,576 the serial
-correlations, the 1,024-cell histograms of place against row and of neighbours, and the count of distinct gaps are those of
-torch.randperm; after one pass they are not.
+`Scatter` stores no permutation. It maps index -> row one to one for any number of rows, so a batch can be drawn from a step
+counter inside a captured graph. n rows form a grid of a·b with a = ⌊√n⌋; one pass rotates all n indices, then shifts every cell
+along its column by an amount that depends on the row, and along its row by an amount that depends on the new column (a Feistel
+network over a mixed radix). The fewer than a indices outside the grid skip the pass and are rotated into the grid by the next.
+Every step is invertible, so the result is a bijection for every n, without the data-dependent loop of cycle walking, which a
+graph cannot contain. Two passes are enough: for n from 10,007 to 1,048,576 the serial correlations, the 1,024-cell histograms
+of index against row and of neighbours, and the count of distinct gaps are those of torch.randperm; after one pass they are not.
 """
 
 import math
@@ -40,18 +38,17 @@ EPOCHS = 4096  # rows in the table of keys: epoch 4096 repeats the order of epoc
 _ALL = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
-
-# The seed of the feed that left a generator in a loader: another feed over that loader has the same one, or a position saved
-# by the first would not be the second's.
+# Seeds of the generators that feeds have set in loaders. Another feed over the same loader takes the same seed, so that it can
+# continue at a position that the first one saved.
 _SEEDS: WeakKeyDictionary[torch.Generator, int] = WeakKeyDictionary()
 
 
 class Source:
-    length: Any = None  # batches in an epoch; None where that is not known
+    length: Any = None  # batches in an epoch; None if unknown
     steady = False
-    shuffle = False  # by the feed; a loader's own sampler may
+    shuffle = False  # by the feed; a loader's sampler may shuffle, too
     seed: int
-    count: int  # of what `order` puts in order, where there is such a thing
+    count: int  # elements that `order` permutes
 
     def order(self, epoch: int, device: torch.device | str = "cpu") -> Tensor:
         return order(self.count, self.seed, epoch, device) if self.shuffle else torch.arange(self.count, device=device)
@@ -94,14 +91,14 @@ class Items(Source):
         self.length = self.count // batch_size if drop_last else -(-self.count // batch_size)
         if self.length == 0:
             raise ValueError(f"feed: source: {self.count} items make no batch of {batch_size}; wanted at least one batch.")
-        # Transforms of an unknown dataset may be random; tensors and a plain list of items are what they are.
+        # Transforms of an unknown dataset may be random; tensors and a list of items do not change.
         self.steady = collate is None and (isinstance(items, list | tuple) or _is_tensors(items))
 
     def read(self, epoch: int, start: int) -> Iterator[Any]:
         fetch = getattr(self.items, "__getitems__", None) or (lambda indices: [self.items[i] for i in indices])
-        wanted = self.order(epoch).tolist()
+        order = self.order(epoch).tolist()
         for batch in range(start, self.length):
-            yield self.collate(fetch(wanted[batch * self.batch_size : (batch + 1) * self.batch_size]))
+            yield self.collate(fetch(order[batch * self.batch_size : (batch + 1) * self.batch_size]))
 
 
 def _is_tensors(items: Any) -> bool:
@@ -110,12 +107,12 @@ def _is_tensors(items: Any) -> bool:
 
 class Loader(Source):
     """A DataLoader. Its generators are seeded from (seed, epoch), so that its order and its workers' random draws can be
-    resumed. Resuming in the middle of an epoch reads and drops the batches before the position."""
+    resumed. Resuming inside an epoch reads and drops the batches before the position."""
 
     def __init__(self, loader: DataLoader, seed: int | None):
-        own = loader.generator or getattr(_sampler(loader), "generator", None)
+        generator = loader.generator or getattr(_sampler(loader), "generator", None)
         if seed is None:
-            seed = 0 if own is None else _SEEDS[own] if own in _SEEDS else own.initial_seed()
+            seed = 0 if generator is None else _SEEDS.get(generator, generator.initial_seed())
         self.seed = seed
         self.loader = loader
         try:
@@ -133,24 +130,21 @@ class Loader(Source):
         for part in (sampler, self.loader.dataset):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
-        return islice(self._start(), start, None)
+        if self.loader.num_workers == 0:
+            return islice(self.loader, start, None)
+        # The workers start here, with a collate that checks its batch: a worker's queue drops a batch that cannot be pickled,
+        # and the DataLoader then waits for it without end.
+        collate = self.loader.collate_fn
+        self.loader.collate_fn = partial(_sendable, collate)
+        try:
+            return islice(iter(self.loader), start, None)
+        finally:
+            self.loader.collate_fn = collate
 
     def _generator(self, *words: int) -> torch.Generator:
-        made = torch.Generator().manual_seed(signed(mix(self.seed, *words)))
-        _SEEDS[made] = self.seed
-        return made
-
-    def _start(self) -> Iterator[Any]:
-        """Start the workers here, in the caller's thread. Theirs is a collate that checks what it sends: a worker's queue
-        drops an item that cannot be pickled, and the DataLoader then waits for it for ever."""
-        if self.loader.num_workers == 0:
-            return iter(self.loader)
-        own = self.loader.collate_fn
-        self.loader.collate_fn = partial(_sendable, own)
-        try:
-            return iter(self.loader)
-        finally:
-            self.loader.collate_fn = own
+        generator = torch.Generator().manual_seed(signed(mix(self.seed, *words)))
+        _SEEDS[generator] = self.seed
+        return generator
 
 
 def _sampler(loader: DataLoader) -> Any:
@@ -158,7 +152,7 @@ def _sampler(loader: DataLoader) -> Any:
 
 
 def _sendable(collate: Callable[[list], Any], items: list) -> Any:
-    """The user's batch, once it is sure that a worker can send it."""
+    """Return the collated batch, or raise DataError if it cannot be pickled."""
     batch = collate(items)
     tree = flatten(batch)
     for path, leaf in zip(tree.paths, tree.leaves):
@@ -166,7 +160,7 @@ def _sendable(collate: Callable[[list], Any], items: list) -> Any:
             continue
         try:
             pickle.dumps(leaf)
-        except Exception as error:  # a __reduce__ may raise anything; what it said is passed on
+        except Exception as error:  # a __reduce__ may raise anything
             raise DataError(
                 f"feed: {name(path)}: a {type(leaf).__name__} cannot be sent from a DataLoader worker ({error}); "
                 f"return tensors, numbers and strings, or set num_workers=0."
@@ -175,19 +169,19 @@ def _sendable(collate: Callable[[list], Any], items: list) -> Any:
 
 
 class Stream(Source):
-    """Any other iterable, or a function that returns one. Resuming reads and drops what comes before the position."""
+    """Any other iterable, or a function that returns one. Resuming reads and drops the batches before the position."""
 
     def __init__(self, source: Iterable[Any] | Callable[[], Iterable[Any]], seed: int):
         self.source, self.seed = source, seed
-        self.spent = False
+        self.is_read = False
 
     def read(self, epoch: int, start: int) -> Iterator[Any]:
-        if self.spent and isinstance(self.source, Iterator):
+        if self.is_read and isinstance(self.source, Iterator):
             raise ValueError(
                 f"feed: source: a {type(self.source).__name__} can be read once and has been, wanted batches for epoch "
                 f"{epoch}; pass a list, a DataLoader, or a function that returns a fresh iterator."
             )
-        self.spent = True
+        self.is_read = True
         batches = self.source if isinstance(self.source, Iterable) else self.source()
         if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
             raise ValueError(
@@ -199,11 +193,11 @@ class Stream(Source):
 def open_source(
     source: Any, batch_size: int | None, seed: int | None, shuffle: bool, drop_last: bool, collate: Callable[[list], Any] | None
 ) -> Source:
-    """The Source that reads `source`; every argument that would have no effect is refused."""
+    """Return the Source that reads `source`. Raise ValueError for an argument without effect on it."""
     if isinstance(source, DataLoader):
-        for given, what in ((batch_size, "batch_size"), (shuffle, "shuffle"), (drop_last, "drop_last"), (collate, "collate")):
-            if given:
-                raise ValueError(f"feed: {what}= has no effect on a DataLoader; give it to the DataLoader itself.")
+        for value, name in ((batch_size, "batch_size"), (shuffle, "shuffle"), (drop_last, "drop_last"), (collate, "collate")):
+            if value:
+                raise ValueError(f"feed: {name}= has no effect on a DataLoader; give it to the DataLoader itself.")
         return Loader(source, seed)
     kind = type(source).__name__
     if isinstance(source, dict | str | bytes) or (isinstance(source, Tensor | np.ndarray) and batch_size is None):
@@ -213,13 +207,13 @@ def open_source(
         )
     if batch_size is not None:
         return Items(source, batch_size, seed or 0, shuffle, drop_last, collate)
-    for given, what in ((drop_last, "drop_last"), (collate, "collate")):
-        if given:
-            raise ValueError(f"feed: {what}= has an effect only where the feed makes the batches; pass batch_size= too.")
+    for value, name in ((drop_last, "drop_last"), (collate, "collate")):
+        if value:
+            raise ValueError(f"feed: {name}= has an effect only where the feed makes the batches; pass batch_size= too.")
     if isinstance(source, list | tuple):
         return BatchList(source, seed or 0, shuffle)
     mapped = isinstance(source, Dataset) and not isinstance(source, IterableDataset)
-    if mapped or hasattr(source, "__getitems__"):  # as Hugging Face's datasets have it, which iterate over single rows
+    if mapped or hasattr(source, "__getitems__"):  # such as Hugging Face's datasets, which iterate over single rows
         raise ValueError(f"feed: source: got the map dataset {kind} of single items; pass batch_size= to have them collated.")
     if not isinstance(source, Iterable) and not callable(source):
         raise ValueError(f"feed: source: got a {kind}, wanted a list or iterable of batches, a DataLoader or a Corpus.")
@@ -231,7 +225,7 @@ def open_source(
 
 
 def mix(*words: int) -> int:
-    """A 64-bit hash of integers: `_hashes`, chained.
+    """Return a 64-bit hash of integers: `_hashes`, chained.
 
     >>> mix(0, 1) != mix(1, 0)
     True
@@ -243,17 +237,17 @@ def mix(*words: int) -> int:
 
 
 def signed(word: int) -> int:
-    """The int64 with the same bits: torch has no arithmetic on uint64."""
+    """Return the int64 with the same bits: torch has no arithmetic on uint64."""
     return word - (1 << 64) if word >> 63 else word
 
 
 def order(n: int, seed: int, epoch: int, device: torch.device | str = "cpu") -> Tensor:
-    """A permutation of range(n)."""
+    """Return a permutation of range(n)."""
     return torch.argsort(_hashes(n, mix(seed, epoch), device), stable=True)
 
 
 def _hashes(n: int, word: int, device: torch.device | str) -> Tensor:
-    """n random int64: splitmix64 started at `word`. int64 products wrap as uint64 ones do, on the CPU and on CUDA."""
+    """Return n random int64: splitmix64 started at `word`. int64 products wrap like uint64 ones, on the CPU and on CUDA."""
     z = torch.arange(1, n + 1, device=device) * signed(_GOLDEN) + signed(word)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * signed(factor)
@@ -261,36 +255,35 @@ def _hashes(n: int, word: int, device: torch.device | str) -> Tensor:
 
 
 class Scatter:
-    """place -> row, one to one over `n` rows, keyed by the epoch. All operations are elementwise, static in shape and free of
-    host reads."""
+    """Bijection index -> row over `n` rows, keyed by the epoch: elementwise, with static shapes and no host read."""
 
     def __init__(self, n: int, seed: int, device: torch.device | str = "cpu"):
         self.n = n
         self.columns = max(min(2, n), math.isqrt(n))
-        self.lines = n // self.columns
-        self.gridded = self.columns * self.lines
+        self.grid_rows = n // self.columns
+        self.cells = self.columns * self.grid_rows
         self.keys = _hashes(EPOCHS * KEYS, mix(seed), device).view(EPOCHS, KEYS)  # 196 kB
         self.keys[:, ::3] %= n  # the rotations; the others are salts
 
-    def __call__(self, place: Tensor, epoch: Tensor) -> Tensor:
-        """`place` (..., B) in [0, n) and `epoch` (...) -> rows (..., B)."""
+    def __call__(self, index: Tensor, epoch: Tensor) -> Tensor:
+        """Return the rows (..., B) of `index` (..., B) in [0, n) and `epoch` (...)."""
         # index_select, because indexing with a tensor of no dimensions reads it on the host
         keys = self.keys.index_select(0, (epoch % EPOCHS).reshape(-1)).view(*epoch.shape, 1, KEYS)
         for k in range(0, KEYS, 3):
-            place = self._pass(place, keys[..., k], keys[..., k + 1], keys[..., k + 2])
-        return place
+            index = self._pass(index, keys[..., k], keys[..., k + 1], keys[..., k + 2])
+        return index
 
-    def _pass(self, place: Tensor, rotation: Tensor, salt_column: Tensor, salt_line: Tensor) -> Tensor:
-        turned = (place + rotation) % self.n
-        line = torch.div(turned, self.columns, rounding_mode="floor")
-        column = torch.sub(turned, line, alpha=self.columns)
-        column = (column + _noise(salt_column, line)) % self.columns
-        line = (line + _noise(salt_line, column)) % self.lines
-        moved = torch.add(column, line, alpha=self.columns)
-        return moved if self.gridded == self.n else torch.where(turned < self.gridded, moved, turned)
+    def _pass(self, index: Tensor, rotation: Tensor, column_salt: Tensor, row_salt: Tensor) -> Tensor:
+        rotated = (index + rotation) % self.n
+        row = torch.div(rotated, self.columns, rounding_mode="floor")
+        column = torch.sub(rotated, row, alpha=self.columns)
+        column = (column + _noise(column_salt, row)) % self.columns
+        row = (row + _noise(row_salt, column)) % self.grid_rows
+        permuted = torch.add(column, row, alpha=self.columns)
+        return permuted if self.cells == self.n else torch.where(rotated < self.cells, permuted, rotated)
 
 
 def _noise(salt: Tensor, x: Tensor) -> Tensor:
-    """The upper bits of a square: 30 bits and a sign that no straight line fits."""
+    """Return the upper bits of a square: 30 bits and a sign, nonlinear in x."""
     z = torch.add(salt, x, alpha=signed(_GOLDEN))
     return (z * z) >> 33

@@ -1,8 +1,20 @@
-"""Tokenizers: train a byte-level BPE, load a Hugging Face one, turn texts and chats into ids and the mask of what to learn."""
+"""Tokenizers: train a byte-level BPE or load a Hugging Face one, and encode texts and chats into ids and loss masks.
 
+Chat templates run in a process with limits of memory and time: chat_process.py.
+"""
+
+import atexit
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,15 +22,20 @@ import numpy as np
 
 from ..errors import DataError
 from ..files import check_replaceable, make_folder, read_json, read_text, regular, write_whole
-from .chat import render_spans, write_chat
-from .texts import Progress, Texts, in_parts
+from .texts import Progress, Texts
+
+Messages = list[dict[str, Any]]
+Spans = list[tuple[int, int]]
+Render = Callable[..., tuple[str, Spans]]
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIALS = (END_OF_TEXT, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 MASK = "<|mask|>"
 LARGEST = 1 << 31  # ids fit an int32
+LONGEST_WORD = 1024  # characters; training takes the square of it
+_ENDLESS = re.compile(rf"\w{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}|[^\w\s]{{{LONGEST_WORD}}}")
 CURE = "copy the tokenizer again"
-REPLACED = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")  # would be read beside the files of `save`
+REPLACED = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")  # `load` would read them after `save`
 SPECIAL_NAMES = ("eos_token", "bos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 CHAT = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -28,7 +45,7 @@ CHAT = (
 
 @runtime_checkable
 class Encoder(Protocol):
-    """What `Corpus.build` needs of a tokenizer. `eos` is put after each document; None puts nothing."""
+    """The tokenizer interface of `Corpus.build`. `eos` is appended to each document unless it is None."""
 
     vocab_size: int
     eos: int | None
@@ -38,16 +55,16 @@ class Encoder(Protocol):
 
 
 class Tokenizer:
-    """A tokenizer of the `tokenizers` library, and what its tokenizer.json lacks: end of text, chat template, and other special
-    tokens by their names (bos_token, pad_token, unk_token and the like)."""
+    """A tokenizer of the `tokenizers` library with its end-of-text token, chat template and other special tokens by name
+    (bos_token, pad_token, unk_token and others), which tokenizer.json does not hold."""
 
     def __init__(self, inner: Any, eos_token: str | None, chat_template: Any = None, **special: str | None):
-        if inner.truncation or inner.padding:  # set for a model's inputs; here it would cut documents short in silence
+        if inner.truncation or inner.padding:  # set for a model's inputs; here it would truncate documents
             inner = type(inner).from_str(inner.to_str())
             inner.no_truncation()
             inner.no_padding()
         self.inner, self.eos_token = inner, eos_token
-        self.chat_template = chat_template if isinstance(chat_template, str) else None  # elsewhere it may be several
+        self.chat_template = chat_template if isinstance(chat_template, str) else None  # transformers allows several
         self.special = {name: token for name, token in special.items() if token is not None}
         self.eos = inner.token_to_id(eos_token) if eos_token is not None else None
         if eos_token is not None and self.eos is None:
@@ -55,17 +72,17 @@ class Tokenizer:
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if not 0 < self.vocab_size <= LARGEST:
             raise ValueError(f"tokenizer: its ids end at {self.vocab_size - 1:,}, wanted 1 to {LARGEST:,} tokens; use another.")
-        said = json.dumps([inner.to_str(), eos_token, self.chat_template])
-        self.fingerprint = hashlib.sha256(said.encode()).hexdigest()[:16]
+        content = json.dumps([inner.to_str(), eos_token, self.chat_template])
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @property
     def mask(self) -> int | None:
-        """The id of the token that hides another; None where there is none."""
+        """The id of the mask token, or None."""
         return None if "mask_token" not in self.special else self.inner.token_to_id(self.special["mask_token"])
 
     def with_mask(self, token: int | None = None) -> "Tokenizer":
-        """This one where it has a mask token, else a copy in which `token` is it. None: a new one behind the vocabulary, so
-        that every other id stays."""
+        """Return this tokenizer if it has a mask token, else a copy whose mask token has the id `token`; None appends a new
+        token to the vocabulary, so that every other id stays."""
         if self.mask is not None and token in (None, self.mask):
             return self
         inner, text = type(self.inner).from_str(self.inner.to_str()), MASK if token is None else self.inner.id_to_token(token)
@@ -73,7 +90,7 @@ class Tokenizer:
             inner.add_special_tokens([MASK])
         if text is None or inner.token_to_id(text) != (self.vocab_size if token is None else token):
             raise ValueError(
-                f"tokenizer: mask_token: {'no token has' if text is None else f'{text!r} is not behind the vocabulary at'} "
+                f"tokenizer: mask_token: {'no token has' if text is None else f'{text!r} is not after the vocabulary at'} "
                 f"the id {self.vocab_size if token is None else token}; name one that has."
             )
         return Tokenizer(inner, self.eos_token, self.chat_template, **self.special | {"mask_token": text})
@@ -82,30 +99,35 @@ class Tokenizer:
         return self.inner.encode(text).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text. The library's own threads use all cores."""
+        """Return the ids of each text. The library's threads use all cores."""
         return [encoding.ids for encoding in self.inner.encode_batch_fast(texts)]
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         return self.inner.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def difference(self, other: "Tokenizer") -> tuple[int, str, str] | None:
-        """(id, our token, their token) for the first id that stands for different tokens; None if there is none."""
+        """Return (id, our token, their token) of the first id with different tokens, or None."""
         mine, theirs = (
             {number: token for token, number in t.inner.get_vocab(with_added_tokens=True).items()} for t in (self, other)
         )
         return next(((i, mine[i], theirs[i]) for i in sorted(mine.keys() & theirs.keys()) if mine[i] != theirs[i]), None)
 
-    def encode_chats(self, chats: list[list[dict[str, Any]]]) -> list[tuple[list[int], np.ndarray]]:
-        """(ids, mask) of each chat. The mask is 1 on the assistant's tokens, which the model learns, and 0 on the prompts."""
-        written = [write_chat(self.render_spans, chat) for chat in chats]
-        encodings = self.inner.encode_batch([text for text, _ in written], add_special_tokens=False)
-        return [(encoding.ids, _mask(encoding.offsets, spans)) for encoding, (_, spans) in zip(encodings, written)]
+    def encode_chats(self, chats: list[Messages]) -> list[tuple[list[int], np.ndarray]]:
+        """Return (ids, mask) of each chat. The mask is 1 on the assistant's tokens, which the model learns, else 0."""
+        rendered = [write_chat(self.render_spans, chat) for chat in chats]
+        encodings = self.inner.encode_batch([text for text, _ in rendered], add_special_tokens=False)
+        result = []
+        for encoding, (_, spans) in zip(encodings, rendered):
+            begins = np.array([begin for begin, _ in encoding.offsets], dtype=np.int64)
+            edges = np.array(spans, dtype=np.int64).reshape(-1)  # sorted: a token in a span has an odd number before it
+            result.append((encoding.ids, (np.searchsorted(edges, begins, side="right") % 2).astype(np.uint8)))
+        return result
 
-    def render(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
-        """Return the chat as text. With `prompt` it ends where the assistant's answer begins."""
+    def render(self, messages: Messages, prompt: bool = False) -> str:
+        """Return the chat as text; with `prompt` up to the beginning of the assistant's answer."""
         return self.render_spans(messages, prompt)[0]
 
-    def render_spans(self, messages: list[dict[str, Any]], prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
+    def render_spans(self, messages: Messages, prompt: bool = False) -> tuple[str, Spans]:
         """Return the chat as text, and the spans of the template's {% generation %} blocks."""
         if self.chat_template is None:
             raise ValueError(
@@ -116,8 +138,8 @@ class Tokenizer:
         return render_spans(self.chat_template, messages, prompt, **names)
 
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
-        """Write a folder that `Tokenizer.load` and `transformers.AutoTokenizer.from_pretrained` both read. A tokenizer that
-        is there is replaced only with `overwrite`."""
+        """Write a folder that `Tokenizer.load` and `transformers.AutoTokenizer.from_pretrained` both read. Replace an existing
+        tokenizer only with `overwrite`."""
         folder = Path(folder)
         check_replaceable(folder, "tokenizer.save", ("tokenizer.json", "tokenizer_config.json", *REPLACED), overwrite=overwrite)
         make_folder(folder)
@@ -126,11 +148,11 @@ class Tokenizer:
         for name in REPLACED:
             (folder / name).unlink(missing_ok=True)
         write_whole(folder / "tokenizer_config.json", json.dumps(config))
-        write_whole(folder / "tokenizer.json", self.inner.to_str())  # last: where it is, the other is, too
+        write_whole(folder / "tokenizer.json", self.inner.to_str())  # last: its presence means a complete folder
 
     @staticmethod
     def load(path: str | Path) -> "Tokenizer":
-        """From a tokenizer.json, or a folder that holds one (as every Hugging Face model with a fast tokenizer does)."""
+        """Load a tokenizer.json, or a folder with one, as every Hugging Face model with a fast tokenizer has."""
         import tokenizers
 
         folder = Path(path) if Path(path).is_dir() else Path(path).parent
@@ -148,28 +170,21 @@ class Tokenizer:
         special = {name: _content(name, config.get(name), file) for name in SPECIAL_NAMES}
         template = folder / "chat_template.jinja"
         chat = read_text(template, CURE) if template.exists() else config.get("chat_template")
-        if isinstance(chat, list):  # several by their names
+        if isinstance(chat, list):  # several, by name
             chat = next((t.get("template") for t in chat if isinstance(t, dict) and t.get("name") == "default"), None)
         return Tokenizer(inner, special.pop("eos_token"), chat, **special)
 
 
 def _content(name: str, token: Any, file: Path) -> str | None:
-    """A special token as configurations write it: plain, or {"content": ..., "lstrip": ...}."""
-    found = token.get("content") if isinstance(token, dict) else token
-    if found is not None and not isinstance(found, str):
+    """Return the text of a special token in a configuration: plain, or {"content": ..., "lstrip": ...}."""
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is not None and not isinstance(text, str):
         raise DataError(f"{file}: {name}: got {token!r}, wanted a token's text or null.")
-    return found
-
-
-def _mask(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> np.ndarray:
-    """1 for each token that begins inside one of `spans`, which are in order."""
-    begins = np.array([begin for begin, _ in offsets], dtype=np.int64)
-    edges = np.array(spans, dtype=np.int64).reshape(-1)
-    return (np.searchsorted(edges, begins, side="right") % 2).astype(np.uint8)
+    return text
 
 
 def adapt(tokenizer: Any) -> Encoder:
-    """An Encoder: from ours, a `tokenizers.Tokenizer`, a fast one of transformers, a path to one, or what is one already."""
+    """Return an Encoder for a Tokenizer, a `tokenizers.Tokenizer`, a fast one of transformers, a path, or an Encoder."""
     if isinstance(tokenizer, str | Path):
         return Tokenizer.load(tokenizer)
     inner = getattr(tokenizer, "backend_tokenizer", None)
@@ -187,8 +202,8 @@ def adapt(tokenizer: Any) -> Encoder:
 
 
 def train_tokenizer(texts: Any, vocab_size: int, progress: bool = False) -> Tokenizer:
-    """Train a byte-level BPE of `vocab_size` tokens on `texts` (see gpubound.data.texts.Texts). It has 256 bytes, a few
-    special tokens, and the merges that save most. `progress` prints its progress on stderr.
+    """Train a byte-level BPE of `vocab_size` tokens on `texts` (see gpubound.data.texts.Texts): 256 bytes, a few
+    special tokens, and the most frequent merges. `progress` shows the progress on stderr.
 
     >>> tokenizer = train_tokenizer(["low lower lowest"] * 10, vocab_size=270)
     >>> tokenizer.decode(tokenizer.encode("lowest low"))
@@ -209,7 +224,7 @@ def train_tokenizer(texts: Any, vocab_size: int, progress: bool = False) -> Toke
         vocab_size=vocab_size,
         special_tokens=list(SPECIALS),
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,  # its bars and ours would write over each other
+        show_progress=False,  # its bars would overwrite those of Progress
     )
     source = texts if isinstance(texts, Texts) else Texts(texts)
     with Progress("training a tokenizer", progress, source.size) as report:
@@ -219,25 +234,145 @@ def train_tokenizer(texts: Any, vocab_size: int, progress: bool = False) -> Toke
 
 
 def _plain(source: Texts, report: Progress, vocab_size: int) -> Iterator[str]:
-    """Every text as the tokenizer is to learn it, and then the word that it is learning."""
+    """Yield the plain texts of `source`, and report the reading and then the training."""
     number = 0
     for number, text in enumerate(source, 1):
         report.show(source.read, f"{number:,} texts")
         for plain in [text] if isinstance(text, str) else [message["content"] for message in text]:
-            yield from in_parts(plain)
+            yield from split_endless_words(plain)
     report.say(f"{number:,} texts read, learning up to {vocab_size:,} tokens")
 
 
+def split_endless_words(text: str) -> Iterator[str]:
+    """Split `text` inside a word without end, such as a genome or a row of blanks: training takes time in the square of a
+    word's length, minutes for one of a million characters."""
+    begin = 0
+    for at in range(0, len(text), LONGEST_WORD):
+        if _ENDLESS.fullmatch(text, at, at + LONGEST_WORD):
+            yield text[begin:at]
+            begin = at
+    yield text[begin:]
+
+
 def ends_of_turn(tokenizer: Tokenizer) -> list[int]:
-    """The special token that the chat template writes behind an answer: often another one than the end of a text."""
+    """Return the special token that the chat template writes after an answer, often another than the end of a text."""
     if tokenizer.chat_template is None:
         return []
-    asked = [{"role": "user", "content": "a"}]
+    question = [{"role": "user", "content": "a"}]
     try:
-        prompt = tokenizer.render(asked, prompt=True)
-        whole = tokenizer.render([*asked, {"role": "assistant", "content": "b"}])
+        prompt = tokenizer.render(question, prompt=True)
+        chat = tokenizer.render([*question, {"role": "assistant", "content": "b"}])
     except DataError as error:
         raise DataError(f"the chat template cannot write a question and its answer: {error}") from error
-    tail = whole[len(prompt) :].partition("b")[2] if whole.startswith(prompt) else whole.rpartition("b")[2]
+    tail = chat[len(prompt) :].partition("b")[2] if chat.startswith(prompt) else chat.rpartition("b")[2]
     special = {i for i, token in tokenizer.inner.get_added_tokens_decoder().items() if token.special}
     return [i for i in tokenizer.inner.encode(tail, add_special_tokens=False).ids if i in special][:1]
+
+
+_LOCK = threading.Lock()
+_process: tuple[int, subprocess.Popen] | None = None  # the process that started it, and the renderer
+
+
+def render(template: str, messages: Messages, prompt: bool = False, **names: Any) -> str:
+    """Return the chat as text; with `prompt` it ends where the assistant's answer begins. `names`: more variables."""
+    return render_spans(template, messages, prompt, **names)[0]
+
+
+def render_spans(template: str, messages: Messages, prompt: bool = False, **names: Any) -> tuple[str, Spans]:
+    """Return the chat as text, and the (begin, end) of every {% generation %} block of the template."""
+    request = {"template": template, "messages": messages, "prompt": prompt, "names": names}
+    reply = _request(json.dumps(request, default=str).encode() + b"\n")
+    if "error" in reply:
+        raise DataError(f"chat template: {reply['error']}")
+    return reply["text"], [(begin, end) for begin, end in reply["spans"]]
+
+
+def _request(request: bytes) -> dict[str, Any]:
+    global _process
+    with _LOCK:
+        if _process is None or _process[0] != os.getpid():  # a fork must not share the pipes
+            command = [sys.executable, "-P", str(Path(__file__).with_name("chat_process.py"))]
+            streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            _process = os.getpid(), subprocess.Popen(command, **streams)
+            atexit.register(_close, _process[1])
+        renderer = _process[1]
+        assert renderer.stdin is not None and renderer.stdout is not None
+        try:
+            renderer.stdin.write(request)
+            renderer.stdin.flush()
+            reply = renderer.stdout.readline()
+        except BrokenPipeError:
+            reply = b""
+        if reply:
+            return json.loads(reply)
+        _close(renderer)
+        _process = None
+    if renderer.returncode == -signal.SIGVTALRM:
+        raise DataError("chat template: it needs more than 5 seconds of CPU time for a chat; use another template.")
+    raise DataError(f"chat template: the process that renders it ended with code {renderer.returncode}; use another template.")
+
+
+def _close(renderer: subprocess.Popen) -> None:
+    for stream in (renderer.stdin, renderer.stdout):
+        if stream is not None:
+            with suppress(BrokenPipeError):  # it has ended
+                stream.close()
+    renderer.wait()
+
+
+def write_chat(render: Render, messages: Messages) -> tuple[str, Spans]:
+    """Return the chat as text, and the spans of the assistant's messages, each with the end of its turn.
+
+    render  renders messages; with prompt=True up to the beginning of the assistant's answer
+    """
+    text, spans = render(messages)
+    if spans:
+        return text, spans
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            (asked, _), (answered, _) = render(messages[:i], prompt=True), render(messages[: i + 1])
+            is_prefix = text.startswith(answered) and answered.startswith(asked)
+            spans.append((len(asked), len(answered)) if is_prefix else _find_span(render, messages, i, text))
+    if any(begin > end for begin, end in spans) or any(end > begin for (_, end), (begin, _) in pairwise(spans)):
+        raise _unclear()
+    return text, spans
+
+
+def _find_span(render: Render, messages: Messages, i: int, text: str) -> tuple[int, int]:
+    """Return the span of message `i` in `text`, for a template that renders earlier messages depending on later ones.
+
+    Qwen3's template leaves out the reasoning of earlier turns, so the chat up to message `i` is no prefix of `text`. Render the
+    chat with two other contents of message `i` instead: the results differ exactly there.
+    """
+    last = render([*messages[:i], messages[i] | {"content": "\ue000" * 8}])[0]
+    turn_end = last.rpartition("\ue000" * 8)[2]
+    one, other = (
+        render([*messages[:i], messages[i] | {"content": letter * 8}, *messages[i + 1 :]])[0] for letter in "\ue000\ue001"
+    )
+    before, after = _common(one, other), _common(one[::-1], other[::-1])
+    if before == len(one):
+        raise _unclear()
+    asked, prompt = render(messages[:i])[0] if i else "", render(messages[:i], prompt=True)[0]
+    header = prompt[len(asked) :] if prompt.startswith(asked) else ""
+    if not header and i:  # the template ends a prompt with the end of the user's turn
+        header = prompt.rpartition(messages[i - 1]["content"].strip())[2]
+    begin = one.rfind(header, 0, before) + len(header) if header else before
+    if begin < len(header):
+        raise _unclear()
+    end = len(one) - after + _common(one[len(one) - after :], turn_end)
+    end += len(text) - len(one)
+    if text[:begin] != one[:begin] or text[end:] != one[len(one) - (len(text) - end) :]:
+        raise _unclear()
+    return begin, end
+
+
+def _common(one: str, other: str) -> int:
+    """Return the length of the common prefix of two texts."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
+
+
+def _unclear() -> DataError:
+    return DataError(
+        "chat template: the assistant's part of its text cannot be found, so the prompts cannot be masked; use a template that "
+        "writes each message once, or one with {% generation %} blocks."
+    )
