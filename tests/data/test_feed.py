@@ -169,7 +169,7 @@ def test_popping_a_key_harms_nobody():
 
 WRITTEN = (
     "feed: batch['y'][0] was written to in place in epoch 1, batch 2; a resident batch is served again every epoch and must "
-    "stay as it is: write to a clone of it, or pass mode='ring'."
+    "not change: write to a clone of it, or pass mode='ring'."
 )
 
 
