@@ -12,7 +12,7 @@ from gpubound.kernels.adamw import decode
 from gpubound.models import Decoder, DecoderConfig
 from gpubound.train.adamw8 import AdamW8bit
 from gpubound.train.checkpoint import Checkpoints, joined, open_checkpoint
-from gpubound.train.checkpoint_convert import convert_tensors
+from gpubound.train.checkpoint.resume import convert_tensors
 from gpubound.train.recompute import blocks_of
 from tests.distributed.processes import on_ranks
 

@@ -15,8 +15,7 @@ from torch import nn
 
 import gpubound as gb
 from gpubound.distributed import join
-from gpubound.train import safetensors_file as one_file
-from gpubound.train.checkpoint import Checkpoints
+from gpubound.train.checkpoint import Checkpoints, files as one_file
 from tests.distributed.processes import on_ranks, started
 from tests.train.runs import build_corpus
 

@@ -9,16 +9,15 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from gpubound.distributed import join, sharded_checkpoint
-from gpubound.train import checkpoint, manifest
-from gpubound.train.checkpoint import Checkpoints
+from gpubound.train.checkpoint import Checkpoints, checkpoints, files
 from tests.distributed.processes import RankFailed, on_ranks, started
 from tests.messages import message
 
 STAGES = [
     # who is killed, at which call, before or behind it, whether the checkpoint is there
-    (1, checkpoint.Staging, "give", "before", False),
+    (1, checkpoints.Staging, "give", "before", False),
     (1, sharded_checkpoint._Saving, "resolve_data", "before", False),  # its file is open
-    (1, manifest, "flushed", "behind", False),  # its files are on disk, but it has not said so
+    (1, files, "flushed", "behind", False),  # its files are on disk, but it has not said so
     (0, os, "replace", "before", False),  # all have said so
     (0, os, "replace", "behind", True),
 ]

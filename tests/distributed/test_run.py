@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from gpubound import device as facts
 from gpubound.distributed import join
 from gpubound.distributed.local_shard import gathered
-from gpubound.train import rng_state
-from gpubound.train.checkpoint import Checkpoints
+from gpubound.train.checkpoint import Checkpoints, resume
 from gpubound.train.loop import Stop
 from gpubound.train.prepare import check_shared, prepare
 from tests.distributed.processes import on_ranks
@@ -142,10 +141,10 @@ def drawn(folder):
     """What each rank draws after it has saved its random numbers, and after it has taken them up again."""
     with join("cpu") as ranks:
         torch.manual_seed(0)
-        rng_state.seed_ranks(ranks, 0)
-        states = rng_state.states(ranks, ranks.device)
+        resume.seed_ranks(ranks, 0)
+        states = resume.rng_states(ranks, ranks.device)
         before = torch.rand(1).item()
-        rng_state.restore(states, ranks, ranks.device, 0, 0)
+        resume.restore_rng(states, ranks, ranks.device, 0, 0)
         assert torch.rand(1).item() == before
         if ranks.first:
             torch.save(states, f"{folder}/2.pt")
@@ -154,7 +153,7 @@ def drawn(folder):
 
 def redrawn(path):
     with join("cpu") as ranks:
-        rng_state.restore(torch.load(path), ranks, ranks.device, 0, 5)
+        resume.restore_rng(torch.load(path), ranks, ranks.device, 0, 5)
         return torch.rand(1).item()
 
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gpubound.distributed import join
 from gpubound.errors import DataError
 from gpubound.train.checkpoint import Checkpoints, open_checkpoint
-from gpubound.train.checkpoint_convert import convert_tensors
+from gpubound.train.checkpoint.resume import convert_tensors
 from tests.distributed.processes import on_ranks
 from tests.messages import message
 
@@ -136,15 +136,15 @@ def test_a_table_that_names_a_program_is_not_run(tmp_path):
 
 def fails_on_one(folder, stage):
     """What each rank hears where rank 1's disk is full in a stage of the second checkpoint; then a third goes well."""
-    import gpubound.train.checkpoint as home
+    import gpubound.train.checkpoint.checkpoints as home
     from gpubound.distributed import sharded_checkpoint as shards
-    from gpubound.train import manifest
+    from gpubound.train.checkpoint import files
 
     with join("cpu") as ranks:
         store, tensors = Checkpoints(folder, ranks=ranks), made("shards", ranks.world)[0].state_dict()
         store.save(1, tensors, {}, wait=True)
         owner, name = {
-            "write": (shards._Saving, "resolve_data"), "staging": (home.Staging, "give"), "sync": (manifest, "flush"),
+            "write": (shards._Saving, "resolve_data"), "staging": (home.Staging, "give"), "sync": (files, "flush"),
         }[stage]  # fmt: skip
         whole = getattr(owner, name)
 

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from gpubound.cli.train import Train, from_file
 from gpubound.errors import DataError
-from gpubound.train.checkpoint import TENSORS, Checkpoints, open_checkpoint
-from gpubound.train.manifest import STATE
+from gpubound.train.checkpoint import Checkpoints, open_checkpoint
+from gpubound.train.checkpoint.files import STATE, TENSORS
 from tests.messages import message
 
 bounded = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -81,7 +81,7 @@ def test_a_flipped_bit_in_each_byte_of_a_checkpoint(two_checkpoints, monkeypatch
 
     One bit of each byte, another one from byte to byte.
     """
-    monkeypatch.setattr("gpubound.train.checkpoint.notice", lambda text: None)
+    monkeypatch.setattr("gpubound.train.checkpoint.checkpoints.notice", lambda text: None)
     newest = two_checkpoints.folder / "step-00000060"
     for name in (STATE, TENSORS):
         whole = (newest / name).read_bytes()

@@ -60,7 +60,7 @@ def test_killed_in_the_middle_and_resumed(corpus, tmp_path):
         torch.set_num_threads(1)
         run = prepare(Recipe(**eval(sys.argv[1])), progress=False)
         tape = RunTape.create(run.folder)
-        run.checkpoints.first = tape.flush
+        run.checkpoints.before_commit = tape.flush
 
         def on_record(record):
             tape.append(record)

@@ -9,8 +9,8 @@ import pytest
 from gpubound.errors import DataError
 from gpubound.formatting import readable
 from gpubound.train import TrainStep
+from gpubound.train.checkpoint.staging import Staging
 from gpubound.train.prepare import prepare
-from gpubound.train.staging import Staging
 from tests.messages import message
 
 from .runs import assert_same, recipe, train
@@ -24,9 +24,9 @@ def test_checkpoints_that_stay_for_good(corpus, tmp_path):
 
 
 def test_a_full_disk_costs_nothing_that_was_saved(corpus, tmp_path, monkeypatch):
-    from gpubound.train import safetensors_file
+    from gpubound.train.checkpoint import files
 
-    write, written = safetensors_file.write_tensors, []
+    write, written = files.write_tensors, []
 
     def until_full(tensors, path):
         if len(written) == 2:
@@ -34,11 +34,11 @@ def test_a_full_disk_costs_nothing_that_was_saved(corpus, tmp_path, monkeypatch)
         written.append(path)
         write(tensors, path)
 
-    monkeypatch.setattr(safetensors_file, "write_tensors", until_full)
+    monkeypatch.setattr(files, "write_tensors", until_full)
     with pytest.raises(DataError) as error:
         train(recipe(corpus, tmp_path, save_every=3))
     assert str(error.value) == message("train/run_checkpoints:a_full_disk_costs_nothin", tmp_path / "checkpoints")
-    monkeypatch.setattr(safetensors_file, "write_tensors", write)
+    monkeypatch.setattr(files, "write_tensors", write)
     resumed, _ = train(recipe(corpus, tmp_path, save_every=3), resume=True)
     unbroken, _ = train(recipe(corpus, tmp_path / "whole", save_every=3))
     assert_same(resumed, unbroken)
@@ -73,15 +73,15 @@ def test_a_disk_without_room_for_one_is_told_of_before_the_first_step(corpus, tm
 def test_a_checkpoint_does_not_hold_up_the_step(corpus, tmp_path, monkeypatch):
     """The disk waits for the second step behind the one that was saved (a step's checkpoint is written when its record is out):
     were it the other way round, both would wait for good."""
-    from gpubound.train import safetensors_file
+    from gpubound.train.checkpoint import files
 
-    launched, in_time, write = threading.Event(), [], safetensors_file.write_tensors
+    launched, in_time, write = threading.Event(), [], files.write_tensors
 
     def slow_disk(*what):
         in_time.append(launched.wait(timeout=60))
         write(*what)
 
-    monkeypatch.setattr(safetensors_file, "write_tensors", slow_disk)
+    monkeypatch.setattr(files, "write_tensors", slow_disk)
     run = prepare(recipe(corpus, tmp_path, steps=4, save_every=2), progress=False)
     launch = TrainStep.__call__
     monkeypatch.setattr(TrainStep, "__call__", lambda step, feed: (run.done >= 3 and launched.set(), launch(step, feed))[1])
@@ -95,7 +95,7 @@ def test_a_checkpoint_comes_after_the_records_up_to_its_step(corpus, tmp_path, m
     seen, written, write = [], [], run.checkpoints._write
     monkeypatch.setattr(run.checkpoints, "_write", lambda step, *rest: (written.append((step, seen[-1])), write(step, *rest)))
     flushed = []
-    run.checkpoints.first = lambda: flushed.append(len(seen))
+    run.checkpoints.before_commit = lambda: flushed.append(len(seen))
     run.go(lambda record: seen.append(record["step"]))
     assert [step for step, _ in written][-1] == 12 and len(written) >= 6 == len(
         {step for step, _ in written} & {*range(2, 13, 2)}

@@ -79,7 +79,7 @@ def train(
     config = dataclasses.asdict(run.recipe)
     tape = tape or RunTape.create(run.folder)
     tape.rewind(run.done)
-    run.checkpoints.first = tape.flush
+    run.checkpoints.before_commit = tape.flush
     scale, gauges, first = Scale(run), Gauges(run.device), run.done
     versions = {"gpubound": __version__, "torch": torch.__version__, "python": sys.version.split()[0]}
     tape.tell(name=title, config=config, machine={"device": label(run.device)} | versions, placement=str(run.placement))

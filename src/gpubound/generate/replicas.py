@@ -24,8 +24,8 @@ from ..files import explain_disk_full, flock, regular, writing
 from ..formatting import shown
 from ..trace import notice
 from ..train.checkpoint import Checkpoint
+from ..train.checkpoint.files import STATE
 from ..train.export_metadata import ORIGIN
-from ..train.manifest import STATE
 from .batches import BatchGenerator, batch_size, load
 from .options import Generate
 from .source import base_of_adapter, find_source, is_adapter

@@ -24,8 +24,8 @@ def find_source(path: str | Path, trust_remote_code: bool = False) -> "Path | Ch
     A model that is named by its hub name is downloaded first.
     """
     from ..train.checkpoint import Checkpoints, open_checkpoint
+    from ..train.checkpoint.files import STATE
     from ..train.export_metadata import newer
-    from ..train.manifest import STATE
 
     path = _download(str(path), trust_remote_code) if not Path(path).exists() and is_hub_name(path) else Path(path)
     check_path(path)

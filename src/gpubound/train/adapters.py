@@ -22,8 +22,8 @@ from ..models.folder import weight_files
 from ..models.registry import is_named
 from ..trace import notice
 from .checkpoint import Checkpoint
+from .checkpoint.files import checksum
 from .kinds import check_kind
-from .manifest import checksum
 
 WHERE = "recipe: lora"
 LARGEST_RANK = 1 << 16

@@ -11,7 +11,7 @@ from ..errors import DataError
 from ..files import EXPORT as ORIGIN, check_replaceable, make_folder, read_json, write_whole
 from ..trace import notice
 from .checkpoint import Checkpoint
-from .manifest import STATE
+from .checkpoint.files import STATE
 
 
 def claim(folder: Path, run: str, overwrite: bool = False) -> None:

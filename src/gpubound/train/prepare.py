@@ -22,10 +22,10 @@ from ..errors import DataError, DeviceError, GraphError
 from ..models.registry import family_of, is_named
 from ..place import Placement, as_it_is, place
 from ..trace import notice
-from . import rng_state
 from .adapters import base_of, check_base
 from .build_model import build_model, build_shards, choose_sharded, outline
-from .checkpoint import WHERE, Checkpoint, Checkpoints
+from .checkpoint.checkpoints import WHERE, Checkpoint, Checkpoints
+from .checkpoint.resume import seed_ranks
 from .data import Stage, check_data, open_data, stage_of
 from .recipe import PHASED, SOURCES, Recipe, check_model
 from .run import Run
@@ -82,7 +82,7 @@ def prepare(
         recipe = replace(recipe, micro_batch=stages[0].recipe.micro_batch, accumulate=stages[0].recipe.accumulate)
     torch.manual_seed(recipe.seed)
     model, placement = place_model(recipe, tokenizer, device, ranks)
-    rng_state.seed_ranks(ranks, recipe.seed)
+    seed_ranks(ranks, recipe.seed)
     run = Run(recipe, folder, device, tokenizer, stages, model.train(), placement, checkpoints, base, ranks=ranks)
     run.enter(found.facts["phase"] if found else 0)
     if found is not None:

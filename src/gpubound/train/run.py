@@ -25,10 +25,10 @@ from ..models.placing import mode, put_back
 from ..models.registry import family_of
 from ..models.storing import stored_state
 from ..place import Placement
-from . import export_metadata, rng_state
+from . import export_metadata
 from .adapters import kept_state, load_kept_state
-from .checkpoint import WHERE, Checkpoint, Checkpoints, joined
-from .checkpoint_convert import convert_tensors
+from .checkpoint.checkpoints import WHERE, Checkpoint, Checkpoints, joined
+from .checkpoint.resume import convert_tensors, restore_rng, rng_states
 from .data import Stage
 from .ema import Ema
 from .loop import Loop, Record, Stop
@@ -97,7 +97,7 @@ class Run:
         Each step's record goes to `on_record` before a checkpoint of it is written. A run that has diverged is not saved.
         """
         stop = stop or Stop(self.ranks)
-        self.checkpoints.tell_of_room(sum(tensor.nbytes for tensor in self._state().values()))
+        self.checkpoints.warn_if_disk_is_full(sum(tensor.nbytes for tensor in self._state().values()))
         while not self.finished and not self.diverged:
             if self.over:
                 if self.average:
@@ -255,7 +255,7 @@ class Run:
             self.checkpoints.wait()
 
     def _snapshot(self) -> None:
-        tensors = self._state() | joined(random=rng_state.states(self.ranks, self.device))
+        tensors = self._state() | joined(random=rng_states(self.ranks, self.device))
         facts = {name: getattr(self, name) for name in ("id", "phase", "began", "over", "evaluations", "base", WHERE)}
         facts |= {"recipe": dataclasses.asdict(self.recipe), "feed": self.feed.state_dict()}
         loss = self.evaluations.get(self.done)
@@ -281,7 +281,7 @@ class Run:
         self.id = facts.get("id", self.id)  # checkpoints of earlier versions have none
         self._load(tensors)
         self.feed.load_state_dict(facts["feed"])
-        rng_state.restore(_part(tensors, "random."), self.ranks, self.device, self.recipe.seed, self.done)
+        restore_rng(_part(tensors, "random."), self.ranks, self.device, self.recipe.seed, self.done)
         self.evaluations = {int(step): loss for step, loss in facts["evaluations"].items()}
 
     def _load(self, tensors: dict[str, Tensor]) -> None:

@@ -1,0 +1,313 @@
+"""Checkpoints: each is complete or absent, and they are written while training continues.
+
+`snapshot` copies the tensors in stream order, so no step waits for the disk (staging.py). `write` lets a thread bring the
+copies to the host on a side stream and write a temporary folder, which is renamed once all of it is on disk: a run that is
+killed at any moment leaves its last complete checkpoint. Opening a checkpoint verifies its checksums.
+
+    <folder>/step-00000120/
+        tensors.safetensors    every tensor, by name (files.py); or, where tensors are sharded, files of every rank
+                               (distributed/sharded_checkpoint.py)
+        state.json             step, facts, size and crc32 of the tensors' files, and the crc32 of all of this
+
+All ranks make every call. The first rank writes replicated tensors; of sharded ones each rank writes its own shards. The folder
+is renamed when the files of every rank are on disk. Any number of ranks opens the checkpoint of any other number.
+"""
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Container, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...distributed import ALONE, Ranks
+from ...distributed.ddp_unwrap import tell_if_saved_apart
+from ...distributed.local_shard import LocalShard, any_sharded, local_shard_of
+from ...errors import DataError
+from ...files import beside, writing
+from ...formatting import readable
+from ...trace import notice
+from . import files
+from .files import STATE, TENSORS
+from .staging import Staging
+
+WHERE = "where"  # key of a checkpoint's facts: the folder that relative paths of its recipe start from
+NAME = re.compile(r"step-(\d{8,})$")
+
+
+def _format(sharded: bool) -> Any:
+    """Return the module that writes and reads the tensors' files."""
+    if not sharded:
+        return files
+    from ...distributed import sharded_checkpoint  # with torch.distributed.checkpoint, which takes 0.5 s to import
+
+    return sharded_checkpoint
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk. `facts` are read when it is opened, tensors on request."""
+
+    path: Path
+    step: int
+    facts: dict[str, Any]
+    sharded: bool = False
+
+    def shapes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Return the shape and dtype of every tensor, by name."""
+        return _format(self.sharded).shapes(self.path)
+
+    def tensors(
+        self,
+        device: str | torch.device = "cpu",
+        like: Mapping[str, Tensor] | None = None,
+        begin: tuple[str, ...] = ("",),
+        but: Container[str] = (),
+    ) -> dict[str, Tensor]:
+        """Return every tensor whose name begins with one of `begin`, except those in `but`.
+
+        A tensor of `like` with the same name and shape is filled in place, a sharded one with this rank's shard. The others are
+        new and whole, on `device`.
+        """
+        result = dict[str, Tensor]()
+        for name, (shape, dtype) in self.shapes().items():
+            if name.startswith(begin) and name not in but:
+                live = (like or {}).get(name)
+                if live is None or live.shape != shape:
+                    live = torch.empty(shape, dtype=dtype, device=device)
+                result[name] = live
+        self.read(result)
+        return result
+
+    @torch.no_grad()
+    def read(self, into: Mapping[str, Tensor]) -> None:
+        """Fill these tensors in place, sharded ones with this rank's shard. Their shapes must be the checkpoint's."""
+        _format(self.sharded).read(self.path, {name: local_shard_of(t) for name, t in into.items()})
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    before_commit  called on the writing thread before a checkpoint becomes visible, for files that it refers to
+    """
+
+    def __init__(self, folder: str | Path, keep: int = 3, keep_every: int | None = None, ranks: Ranks = ALONE):
+        if keep < 1:
+            raise ValueError(f"Checkpoints: keep must be at least 1, got {keep}; the newest one is what a resumed run needs.")
+        self.folder, self.keep, self.keep_every = Path(folder), keep, keep_every
+        self.ranks, self._writers, self._staging = ranks, ALONE, Staging()
+        self.before_commit: Callable[[], None] = lambda: None
+        self._snapshot: tuple[Any, ...] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpubound-checkpoint")
+        self._writing: Future | None = None
+
+    def save(
+        self, step: int, tensors: dict[str, Tensor], facts: dict[str, Any], score: Any = None, wait: bool = False
+    ) -> Future:
+        """Take a snapshot and write it in the background; with `wait`, return once it is on disk.
+
+        A lower `score`, a number or a list, is better. The result is done when the checkpoint is written; `wait()` raises the
+        error of a failed write.
+        """
+        self.snapshot(step, tensors, facts, score)
+        writing = self.write()
+        assert writing is not None  # there is a snapshot
+        if wait:
+            self.wait()
+        return writing
+
+    def snapshot(self, step: int, tensors: dict[str, Tensor], facts: dict[str, Any], score: Any = None) -> None:
+        """Copy the tensors as they are now; `write` writes the copies later."""
+        self.write()
+        self.wait()  # one snapshot at a time; an earlier write's error is raised here too
+        tell_if_saved_apart(self.ranks, self.folder)
+        if self._writers.alone:  # every rank is here now, as making a new group requires
+            self._writers = self.ranks.aside()
+        sharded, shards = self._shards_to_write(tensors)
+        copies = self._staging.take({name: shard.local for name, shard in shards.items()})
+        shards = {name: shards[name].moved(copy) for name, copy in copies.items()}
+        self._snapshot = step, sharded, shards, dict(facts) | ({} if score is None else {"score": score})
+
+    def write(self) -> Future | None:
+        """Write the snapshot, if there is one, in the background."""
+        if self._snapshot:
+            snapshot, self._snapshot = self._snapshot, None
+            self._writing = self._thread.submit(self._write, *snapshot)
+            self._thread.submit(self._staging.make_ready)
+        return self._writing
+
+    def expect(self, tensors: dict[str, Tensor]) -> Future:
+        """Allocate memory for snapshots of these tensors in the background; otherwise the first may delay a step by seconds.
+
+        Memory of the GPU that is free now is assumed not to be needed by steps: call it a few steps after
+        torch.cuda.empty_cache().
+        """
+        _, shards = self._shards_to_write(tensors)
+        self._staging.expect({name: shard.local for name, shard in shards.items()})
+        return self._thread.submit(self._staging.make_ready)
+
+    def wait(self) -> None:
+        """Wait until the checkpoint under way is on disk; raise the error of its writing."""
+        failure = self._writing.exception() if self._writing else None
+        self._writing = None
+        if failure:
+            raise DataError(
+                f"the checkpoint could not be written: {failure}; earlier checkpoints in {self.folder} are intact. "
+                f"Free space or choose another folder."
+            ) from failure
+
+    def latest(self) -> Checkpoint | None:
+        """Return the newest complete checkpoint. Damaged ones are skipped with a warning."""
+        for path in reversed(self.ranks.of_first(self.paths())):
+            try:
+                return open_checkpoint(path, self.ranks)
+            except DataError as error:
+                if self.ranks.first:
+                    notice(f"{error} Skipped; trying the one before.")
+        return None
+
+    def at(self, step: int) -> Checkpoint:
+        return open_checkpoint(self._path(step), self.ranks)
+
+    def check_writable(self) -> None:
+        """Raise DataError if the folder exists and cannot be written, rather than hours later at the first checkpoint."""
+        if self.folder.exists():
+            with writing(self.folder), TemporaryDirectory(prefix=".try-", dir=self.folder):
+                pass
+
+    def warn_if_disk_is_full(self, needed: int) -> None:
+        """Warn if the disk has no room for `needed` bytes, rather than at the first checkpoint."""
+        if not self.ranks.first:
+            return
+        free = shutil.disk_usage(next(path for path in (self.folder, *self.folder.parents) if path.exists())).free
+        if free < needed:
+            notice(
+                f"{self.folder}: a checkpoint takes {readable(needed)}, and {readable(free)} are free on its disk; free space "
+                f"before the first one is written, or stop and give another --out.",
+                logging.WARNING,
+            )
+
+    def clean(self) -> None:
+        """Remove and report the temporary folders of a killed run. No other process may be writing here."""
+        if self.ranks.first and (partial_folders := sorted(self.folder.glob(".step-*"))):
+            for path in partial_folders:
+                shutil.rmtree(path)
+            steps = ", ".join(str(int(path.name.split(".")[1].removeprefix("step-"))) for path in partial_folders)
+            notice(f"{self.folder}: removed what was half written when a run ended: step {steps}.")
+
+    def paths(self) -> list[Path]:
+        """Return the folders of all checkpoints, complete or damaged, in the order of their steps."""
+        return sorted((p for p in self.folder.glob("step-*") if p.is_dir() and NAME.search(p.name)), key=_step_of)
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def _shards_to_write(self, tensors: dict[str, Tensor]) -> tuple[bool, dict[str, LocalShard]]:
+        """Return whether tensors are sharded, and the shards that this rank writes."""
+        sharded = any_sharded(tensors.values())
+        return sharded, _format(sharded).mine({name: local_shard_of(t) for name, t in tensors.items()}, self.ranks)
+
+    def _write(self, step: int, sharded: bool, shards: dict[str, LocalShard], facts: dict[str, Any]) -> None:
+        """Write a checkpoint in two phases: every rank writes and flushes its files, then the first rank renames the folder."""
+        writers, final = self._writers, self._path(step)
+        temporary = writers.of_first(self.folder / f".{final.name}.{os.getpid()}")
+
+        def make_folder() -> None:
+            if writers.first:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+
+        try:
+            writers.together(make_folder)
+            host = writers.together(lambda: self._staging.give({name: shard.local for name, shard in shards.items()}))
+            on_host = {name: shard.moved(host[name]) for name, shard in shards.items()}
+            written = writers.together(
+                lambda: [files.flushed(path) for path in _format(sharded).write(temporary, on_host, writers)]
+            )
+            by_name = {name: rest for descriptions in writers.gather(written) for name, *rest in descriptions}
+            writers.together(partial(self._commit, temporary, final, {"step": step, "facts": facts}, sharded, by_name))
+        except BaseException:
+            if writers.first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def _commit(self, temporary: Path, final: Path, state: dict[str, Any], sharded: bool, by_name: dict[str, list]) -> None:
+        """Write state.json and rename the folder, which makes the checkpoint visible as a whole."""
+        if not self.ranks.first:
+            return
+        for name, (size, _) in by_name.items():
+            if not (temporary / name).exists() or (temporary / name).stat().st_size != size:
+                raise OSError(
+                    f"{temporary / name} was written by another rank and is not seen by the first; give a folder they share"
+                )
+        if sharded:
+            state["files"] = by_name
+        else:
+            state["bytes"], state["crc32"] = by_name[TENSORS]
+        files.write_state(temporary, state)
+        self.before_commit()
+        if final.exists():  # a resumed run reaches a step that it had saved before
+            shutil.rmtree(final)
+        os.replace(temporary, final)
+        files.flush(self.folder)
+        self._prune(state["step"])
+
+    def _prune(self, newest: int) -> None:
+        """Remove checkpoints that are neither among the newest, nor multiples of keep_every, nor the best, and leftovers.
+
+        A checkpoint beyond `newest`, which was just written, is damaged, or the run has been resumed before it: it is removed
+        and does not count among the newest.
+        """
+        steps = {p: step for p in self.paths() if (step := _step_of(p)) <= newest}
+        paths = list(steps)
+        keep = set(paths[-self.keep :])
+        keep |= {p for p in paths if self.keep_every and steps[p] % self.keep_every == 0}
+        scores = [(score, p) for p in paths if (score := files.score_of(p)) is not None]
+        keep |= {min(scores)[1]} if scores else set()
+        for path in set(self.paths()) - keep:
+            shutil.rmtree(path)
+        for path in self.folder.glob(".step-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def joined(**parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of all parts in one dict, as PART.NAME."""
+    return {f"{part}.{name}": t for part, named in parts.items() for name, t in named.items()}
+
+
+def open_checkpoint(path: str | Path, ranks: Ranks = ALONE) -> Checkpoint:
+    """Return the checkpoint in `path` after verifying sizes and checksums. Ranks share the files out, and all raise DataError
+    if one finds damage."""
+    path, state, failure = Path(path), dict[str, Any](), None
+    try:
+        state = files.read_state(path)
+        if (name := NAME.search(path.name)) and int(name[1]) != state["step"]:
+            raise DataError(f"{path} holds step {state['step']}, and its name another one; give the folder its own name back.")
+        for file, expected in sorted(files.tensor_files(state).items())[ranks.rank :: ranks.world]:
+            if files.described(beside(path / STATE, file)) != [file, *expected]:
+                failure = files.damaged(path, file)
+    except (OSError, ValueError) as error:
+        failure = DataError(f"{path} is not a whole checkpoint: {error}.")
+    except DataError as error:
+        failure = error
+    if first := next(filter(None, ranks.gather(failure and str(failure))), None):
+        raise DataError(first)
+    return Checkpoint(path, state["step"], state["facts"], "files" in state)
+
+
+def _step_of(path: Path) -> int:
+    return int(NAME.search(path.name)[1])  # type: ignore[index]
+
+
+def path_from_here(checkpoint: Checkpoint, name: str) -> str:
+    """Return the path `name` of this checkpoint's recipe; if it does not exist, relative to where the run was started."""
+    original = os.path.join(checkpoint.facts.get(WHERE, ""), name)
+    return original if not os.path.exists(name) and os.path.exists(original) else name
