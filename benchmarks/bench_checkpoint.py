@@ -30,7 +30,7 @@ from gpubound.models import PRESETS, Decoder
 from gpubound.trace import strict
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.checkpoint import Checkpoints, joined
-from gpubound.train.loop import Instant
+from gpubound.train.records import Instant
 
 from . import results
 from .harness import Bench, release

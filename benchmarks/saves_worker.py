@@ -27,8 +27,8 @@ from gpubound.models import PRESETS, Decoder
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.checkpoint import Checkpoints, joined
 from gpubound.train.checkpoint.resume import convert_tensors
+from gpubound.train.loop import SETTLED
 from gpubound.train.recompute import blocks_of
-from gpubound.train.run import SETTLED
 
 from .bench_checkpoint import SavesJob, batches, one_round
 from .serving import answer, settle

@@ -10,7 +10,7 @@ from gpubound.cli.session import Scale
 from gpubound.decode.result import Generated, Generation
 from gpubound.distributed import ALONE
 from gpubound.generate.speed import Speed
-from gpubound.train.flops import TokenFlops
+from gpubound.train.cost import TokenFlops
 from tests.messages import message
 
 

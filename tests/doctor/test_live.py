@@ -9,7 +9,7 @@ import torch
 from gpubound.doctor.finding import Verdict
 from gpubound.doctor.record.run import of_run
 from gpubound.doctor.report.terminal import brief
-from gpubound.train import loop
+from gpubound.train import records
 from gpubound.watch import pretend
 from tests.messages import message
 
@@ -74,13 +74,13 @@ def test_a_watched_step_puts_its_stalls_on_the_tape(monkeypatch):
         return SimpleNamespace(read=lambda: values)
 
     step.device, step.captured = torch.device("cuda", 0), ()
-    monkeypatch.setattr(loop, "Instant", lambda device: SimpleNamespace(event=None, since=lambda _: 0.01))
+    monkeypatch.setattr(records, "Instant", lambda device: SimpleNamespace(event=None, since=lambda _: 0.01))
     seen = []
-    looped = loop.Loop(step, seen.append)
-    for number in range(1, loop.WATCHED + 2):
-        looped.launch(number, torch.ones(3))
-    looped.finish()
-    assert [r["step"] for r in seen if "stalls" in r] == [loop.WATCHED]
+    recorder = records.StepRecorder(step, seen.append)
+    for number in range(1, records.WATCHED + 2):
+        recorder.launch(number, torch.ones(3))
+    recorder.finish()
+    assert [r["step"] for r in seen if "stalls" in r] == [records.WATCHED]
     verdict = of_run("books", "pretend", json.loads(json.dumps([record | {"host_lead_ms": 0.0} for record in seen])))
     line = step.__code__.co_firstlineno
     assert [(f.kind, f.line.line, f.count) for f in verdict.findings] == [("h2d", line + 1, 1), ("sync", line + 2, 1)]

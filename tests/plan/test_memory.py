@@ -10,10 +10,9 @@ from gpubound.models.llama.decoder import Decoder, DecoderConfig
 from gpubound.plan.memory import memory, saved, total
 from gpubound.plan.step import META, StepConfig, outlined, step_of
 from gpubound.train import AdamW, AdamW8bit, Muon, TrainStep
-from gpubound.train.adapters import Lora
 from gpubound.train.objectives.causal_lm import NextToken
 from gpubound.train.precision import precision as precision_named
-from gpubound.train.recipe import Recipe
+from gpubound.train.recipe import Lora, Recipe
 
 ROWS, SEQ = 2, 16
 PLAIN = DecoderConfig(64, 96, 2, 4, 2, 256, tied=True)

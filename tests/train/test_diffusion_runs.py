@@ -8,7 +8,7 @@ import torch
 from gpubound.data import Tokenizer
 from gpubound.models import RichardsConfig, RichardsDecoder
 from gpubound.models.richards.training import sizes
-from gpubound.train.flops import flops_of
+from gpubound.train.cost import flops_of
 from gpubound.train.objectives.masked_diffusion import MaskedDiffusion
 
 from .runs import assert_same, losses, recipe, train

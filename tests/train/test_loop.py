@@ -8,7 +8,8 @@ import torch
 
 from gpubound.distributed.ranks import Ranks
 from gpubound.train import AdamW, TrainStep
-from gpubound.train.loop import Loop, Stop, among_ranks
+from gpubound.train.loop import Stop
+from gpubound.train.records import StepRecorder, rank_waits
 
 from .conftest import draw, small, summed
 
@@ -20,7 +21,7 @@ class TimedStep:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr("gpubound.train.loop.time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr("gpubound.train.records.time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def __call__(self, batches):
         self.now += 0.5
@@ -29,13 +30,13 @@ class TimedStep:
 
 def test_records_come_one_step_late_and_the_last_at_finish(on_reference):
     model, seen = small(), []
-    loop = Loop(TrainStep(model, summed, AdamW(1e-2), precision="fp32"), seen.append)
+    recorder = StepRecorder(TrainStep(model, summed, AdamW(1e-2), precision="fp32"), seen.append)
     batches = iter([draw(4, seed=n) for n in range(3)])
     for number in (1, 2, 3):
-        loop.launch(number, batches)
+        recorder.launch(number, batches)
         assert [r["step"] for r in seen] == list(range(1, number))
-    loop.finish()
-    loop.finish()
+    recorder.finish()
+    recorder.finish()
     assert [r["step"] for r in seen] == [1, 2, 3], "finish twice hands out nothing twice"
     assert seen[0].keys() == {"step", "loss", "grad_norm", "lr", "tokens", "skipped"}, "the first step has no pace"
     assert seen[1].keys() - seen[0].keys() == {"seconds", "tokens_per_s"}
@@ -44,36 +45,36 @@ def test_records_come_one_step_late_and_the_last_at_finish(on_reference):
 
 def test_a_step_without_items_has_no_loss_in_its_record(on_reference):
     seen = []
-    loop = Loop(TrainStep(small(), summed, precision="fp32"), seen.append)
+    recorder = StepRecorder(TrainStep(small(), summed, precision="fp32"), seen.append)
     ids, labels = draw(4)
     for number in (1, 2):
-        loop.launch(number, iter([(ids, torch.full_like(labels, -100))]))
-    loop.finish()
+        recorder.launch(number, iter([(ids, torch.full_like(labels, -100))]))
+    recorder.finish()
     assert all(record["tokens"] == 0 and record["skipped"] == 0 for record in seen)
     assert not any({"loss", "grad_norm"} & record.keys() for record in seen)
 
 
 def test_what_is_noted_goes_into_the_newest_record(monkeypatch):
     seen = []
-    loop = Loop(TimedStep(monkeypatch), seen.append)
-    loop.launch(1, None)
-    loop.note(held_out=3.5)
-    loop.launch(2, None)
-    loop.finish()
+    recorder = StepRecorder(TimedStep(monkeypatch), seen.append)
+    recorder.launch(1, None)
+    recorder.note(held_out=3.5)
+    recorder.launch(2, None)
+    recorder.finish()
     assert [r.get("held_out") for r in seen] == [3.5, None]
 
 
 def test_pace_is_from_end_to_end_and_leaves_an_evaluation_out(monkeypatch):
     """Between steps 1 and 2 the host is busy for a quarter of a second, which counts; then it evaluates, which does not."""
     step, seen = TimedStep(monkeypatch), []
-    loop = Loop(step, seen.append)
-    loop.launch(1, None)
+    recorder = StepRecorder(step, seen.append)
+    recorder.launch(1, None)
     step.now += 0.25
-    loop.launch(2, None)
+    recorder.launch(2, None)
     step.now += 60.0
-    loop.note()
-    loop.launch(3, None)
-    loop.finish()
+    recorder.note()
+    recorder.launch(3, None)
+    recorder.finish()
     assert [r.get("seconds") for r in seen] == [None, 0.75, 0.5]
     assert [r.get("tokens_per_s") for r in seen] == [None, 100 / 0.75, 200.0]
 
@@ -122,10 +123,10 @@ def test_on_a_cpu_a_record_speaks_of_no_gpu():
     """A captured step has the same buffers and checks there, but neither graph nor GPU."""
     seen = []
     step = TrainStep(small(), summed, precision="fp32", graph="require")
-    loop = Loop(step, seen.append)
+    recorder = StepRecorder(step, seen.append)
     for number in range(1, 4):
-        loop.launch(number, draw(2))
-    loop.finish()
+        recorder.launch(number, draw(2))
+    recorder.finish()
     assert step.captured and len(seen) == 3 and not any({"gpu_busy", "host_lead_ms"} & record.keys() for record in seen)
 
 
@@ -133,12 +134,12 @@ def test_on_a_cpu_a_record_speaks_of_no_gpu():
 def test_on_a_gpu_a_record_holds_what_the_events_saw(device, monkeypatch):
     model, seen = small().to(device), []
     step = TrainStep(model, summed, AdamW(1e-2), precision="fp32")
-    loop = Loop(step, seen.append)
+    recorder = StepRecorder(step, seen.append)
     batch = tuple(t.to(device) for t in draw(4))
-    monkeypatch.setattr("gpubound.train.loop.WATCHED_EVERY", 10)
+    monkeypatch.setattr("gpubound.train.records.WATCHED_EVERY", 10)
     for number in range(1, 21):
-        loop.launch(number, batch)
-    loop.finish()
+        recorder.launch(number, batch)
+    recorder.finish()
     assert step.captured and all(0 < r["gpu_busy"] <= 1 and r["seconds"] > 0 and r["host_lead_ms"] >= 0 for r in seen[1:])
     counted = [r for r in seen if "syncs" in r]
     assert [r["step"] for r in counted] == [6, 16] and all(r["syncs"] == 0 and r["h2d_bytes"] == 0 for r in counted)
@@ -146,9 +147,9 @@ def test_on_a_gpu_a_record_holds_what_the_events_saw(device, monkeypatch):
 
 def test_the_slowest_rank_waits_least():
     """For the sums alone, as all do; what another waits longer, it waits for that rank."""
-    found = among_ranks([0.030, 0.010, 0.0254], seconds=0.2)
+    found = rank_waits([0.030, 0.010, 0.0254], seconds=0.2)
     assert found == {
         "waited_ms": [30.0, 10.0, 25.4], "slowest_rank": 1, "held_up_ms": pytest.approx(20), "sums_share": pytest.approx(0.05),
     }  # fmt: skip
-    assert "sums_share" not in among_ranks([0.1, 0.2], seconds=None), "the first step has no pace"
-    assert among_ranks([], 0.2) == among_ranks([0.1, float("nan")], 0.2) == {}
+    assert "sums_share" not in rank_waits([0.1, 0.2], seconds=None), "the first step has no pace"
+    assert rank_waits([], 0.2) == rank_waits([0.1, float("nan")], 0.2) == {}

@@ -21,9 +21,9 @@ from ..monitor.tape import ABOUT
 from ..monitor.variants import MOST_SEEDS, RESULT, Variants
 from ..trace import fallbacks
 from ..train.data import check_data, known_tokenizer, open_data
+from ..train.loop import Run
 from ..train.prepare import prepare
 from ..train.recipe import Recipe, check_model
-from ..train.run import Run
 from .options import RECIPE, load_yaml, typed
 from .session import say, train
 

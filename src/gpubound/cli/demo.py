@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..data import Corpus
-    from ..train.run import Run
+    from ..train.loop import Run
 
 PROMPT = 'import sys\n\n\ndef main(argv):\n    """'
 TEMPERATURE = 0.5

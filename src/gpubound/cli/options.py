@@ -8,8 +8,7 @@ from typing import Any, get_args
 import yaml
 
 from ..formatting import hint, shown
-from ..train.kinds import check_kind
-from ..train.recipe import Recipe
+from ..train.recipe import Recipe, check_type
 
 RECIPE = {field.name: field for field in fields(Recipe)}
 OTHERS = {
@@ -125,7 +124,7 @@ def typed(found: Mapping[Any, Any], known: Mapping[str, Field], where: str = "co
             said = f"it is {here!r} here." if here in known else hint(key, known, "the keys are")
             raise ValueError(f"{where}: {shown(key)} is unknown; {said}")
         if key not in RECIPE:
-            check_kind(known[key], value)
+            check_type(known[key], value)
     return {key: _as(known[key], value) for key, value in found.items()}
 
 
@@ -141,7 +140,7 @@ def _as(field: Field, value: Any) -> Any:
     """What YAML read, as the field wants it: it reads 3e-4 as a text, and 12 blocks as a number."""
     wanted = (get_args(field.type) or (field.type,))[0]
     if field.name == "lora" and isinstance(value, dict):
-        from ..train.adapters import Lora
+        from ..train.recipe import Lora
 
         if not value:
             Lora.of(value)  # refuses it: an empty section would train every weight

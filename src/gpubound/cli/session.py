@@ -27,10 +27,10 @@ from ..monitor import LiveLine, RunTape, write_report
 from ..monitor.figures import skipped as skipped_steps, warnings
 from ..monitor.live import Gauges, open_log
 from ..trace import fallbacks, notice
-from ..train.flops import flops_of
-from ..train.loop import Record, Stop
+from ..train.cost import flops_of
+from ..train.loop import HOPELESS, Run, Stop
 from ..train.precision import precision
-from ..train.run import HOPELESS, Run
+from ..train.records import Record
 from ..version import __version__
 
 

@@ -28,7 +28,7 @@ from .many import Many, again, save_when_launcher_ends, start
 from .options import LARGEST, load_yaml, typed
 
 if TYPE_CHECKING:
-    from ..train.run import Run
+    from ..train.loop import Run
 
 
 @dataclass(frozen=True)

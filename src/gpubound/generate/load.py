@@ -21,9 +21,9 @@ from ..models.folder import Beyond, dtype_asked, ends_of, read_config, read_gene
 from ..models.foreign import attempt, load_foreign, needs_transformers
 from ..models.registry import family_of, is_named
 from ..train.adapters import base_of, check_base, kept_state, load_kept_state, merge
-from ..train.build_model import build_model
 from ..train.checkpoint import Checkpoint, path_from_here
 from ..train.objectives import objective_named
+from ..train.prepare import build_model
 from ..train.recipe import Recipe
 from .source import base_of_adapter, find_source, is_adapter
 

@@ -1,182 +1,348 @@
-"""The training loop. The host launches a step, then reads the result of the step before, so it never waits for the device.
+"""The training loop: a run's phases, its steps, evaluations and checkpoints. train/prepare.py builds a Run from a recipe.
 
-Everything in a record is measured (monitor/tape.py lists the names). The pace comes from the ends of two steps on the device's
-own clock. `host_lead_ms` is how long the host waited for a result. `gpu_busy` comes from events around each captured step: they
-do not see the gaps between the launches of an eager one. One early step, and one in a thousand after it, runs under the ledger,
-which counts host syncs and copies, and names their lines as `stalls`. Of several ranks each tells the others how long it waited
-for them: `waited_ms`, by rank, and what follows from it are of the step before, so that nobody waits to hear it.
+The host launches a step, then reads the result of the step before (records.py), so it never waits for the device. `gpubound
+train` and `gpubound demo` display a run in the terminal.
 """
 
+import dataclasses
 import math
+import os
+import secrets
 import signal
 import threading
-import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from ..distributed import ALONE, Ranks
+from .. import lora
+from ..data import Tokenizer
+from ..distributed import ALONE, Ranks, local_shard
 from ..distributed.ranks import Poll
-from ..watch import Ledger, watch
-from .device_step import StepResult
+from ..errors import DataError
+from ..models.placing import mode, put_back
+from ..models.registry import family_of
+from ..models.storing import stored_state
+from ..place import Placement
+from . import export_metadata
+from .adapters import kept_state, load_kept_state, merge as merge_adapters
+from .checkpoint.checkpoints import WHERE, Checkpoint, Checkpoints, joined
+from .checkpoint.resume import convert_tensors, restore_rng, rng_states
+from .cost import Price, price_of
+from .data import Stage
+from .ema import Ema
+from .objectives import Objective
+from .recipe import Recipe
+from .records import Record, StepRecorder
 from .step import TrainStep
 
-Record = dict[str, Any]
-WATCHED = 6  # the first step that the ledger watches: after compiling and capture, early enough for a short run
-WATCHED_EVERY = 1000  # steps between two that it watches: counting slows the host down
-UNTOLD = (
-    "launch",
-    "cpu_op",
-    "clone",
-)  # hundreds of lines a step, none of which keeps the device waiting
+SETTLED = 3  # steps after which a run has allocated all the memory that its steps need
+HOPELESS = 100  # steps skipped in a row; fp16 halves its loss scale at each, and 2^-100 helps no run
 
 
 class Stop:
-    """`with Stop() as stop:` turns Ctrl-C and SIGTERM into `stop.asked`, so that a run ends between two steps and saves itself.
+    """`with Stop() as stop:` turns Ctrl-C and SIGTERM into `stop.asked`, so that a run ends between two steps and saves.
 
-    A second Ctrl-C interrupts at once. Outside the main thread signals cannot be caught; `stop.asked` may then be set by hand.
-    What one rank is asked, all of them do, at the same step: between two steps each calls `agreed`. On a busy machine a rank
-    may hear from the others before its own Ctrl-C comes: that one is still its first.
+    A second Ctrl-C interrupts at once. Outside the main thread signals cannot be caught; `stop.asked` may be set by the caller.
+    A stop of one rank stops all of them at the same step: each calls `agreed` between two steps. On a busy machine a rank may
+    receive its own Ctrl-C after the others' stop; that signal still counts as the first.
     """
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
         self.asked: str | None = None
         self._signalled = False
         self._poll = Poll(ranks)
-        self._before: dict[int, Any] = {}
+        self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._ask)
+                self._handlers[number] = signal.signal(number, self._on_signal)
         return self
 
     def agreed(self) -> bool:
-        """Whether the run ends here. Other ranks hear what this one was asked a step later, so that nobody waits for it."""
-        here = 0 if self.asked is None else signal.Signals.__members__.get(self.asked, 1)
-        number = int(max(self._poll.ask(here), default=0))
+        """Return whether the run ends here. The other ranks' answers are one step old, so that no rank waits for them."""
+        own = 0 if self.asked is None else signal.Signals.__members__.get(self.asked, 1)
+        number = int(max(self._poll.ask(own), default=0))
         if number and self.asked is None:
             self.asked = signal.Signals(number).name
         return number > 0
 
-    def _ask(self, number: int, frame: Any) -> None:
+    def _on_signal(self, number: int, frame: Any) -> None:
         if self._signalled:
             raise KeyboardInterrupt
         self._signalled = True
         self.asked = self.asked or signal.Signals(number).name
 
     def __exit__(self, *_: object) -> None:
-        awaited = self.asked is not None and not self._signalled and not self._poll.ranks.alone
-        for number, handler in self._before.items():
-            signal.signal(number, self._late if awaited else handler)
+        expected = self.asked is not None and not self._signalled and not self._poll.ranks.alone
+        for number, handler in self._handlers.items():
+            signal.signal(number, self._on_late_signal if expected else handler)
 
-    def _late(self, number: int, frame: Any) -> None:
-        """What the others were told, and have told this rank: done already."""
-        for taken, handler in self._before.items():
-            signal.signal(taken, handler)
-
-
-class Instant:
-    """An instant: on a GPU, when the device comes to it; on a CPU, now."""
-
-    def __init__(self, device: torch.device):
-        self.clock, self.event = time.perf_counter(), None
-        if device.type == "cuda":
-            self.event = torch.cuda.Event(enable_timing=True)
-            self.event.record(torch.cuda.current_stream(device))
-
-    def since(self, earlier: "Instant") -> float:
-        """Seconds. On a GPU the device must have come to both."""
-        if self.event is None or earlier.event is None:
-            return self.clock - earlier.clock
-        return earlier.event.elapsed_time(self.event) / 1e3
+    def _on_late_signal(self, number: int, frame: Any) -> None:
+        """Ignore this rank's copy of a signal whose stop came from another rank, and restore the handlers."""
+        for restored, handler in self._handlers.items():
+            signal.signal(restored, handler)
 
 
 @dataclass
-class _Launched:
-    number: int
-    result: StepResult
-    before: Instant | None  # the end of the step before; None: this step's pace would say nothing
-    begin: Instant
-    end: Instant
-    ledger: Ledger | None
-    noted: Record = field(default_factory=dict)
+class Run:
+    """A recipe that is ready to train: `go` trains, `save` and `restore` carry all of its state.
 
-
-class Loop:
-    """Launches steps; each one's record goes to `on_record` when the next is launched, the last one's at `finish()`."""
-
-    def __init__(self, step: TrainStep, on_record: Callable[[Record], None], ranks: Ranks = ALONE):
-        self.step, self.on_record, self.ranks = step, on_record, ranks
-        self._launches = 0
-        self._poll = Poll(ranks)
-        self._lasted: float | None = None  # seconds of the step before
-        self._newest: _Launched | None = None
-        self._before: Instant | None = None  # the first step holds compiling and capture
-
-    def launch(self, number: int, batches: Any) -> None:
-        """Step `number` with micro-batches drawn from `batches`."""
-        self._launches += 1
-        device = self.step.device
-        counted = device.type == "cuda" and self._launches % WATCHED_EVERY == WATCHED  # a CPU has nothing to wait for
-        with watch() if counted else nullcontext() as ledger:
-            begin = Instant(device)
-            result = self.step(batches)
-            end = Instant(device)
-        assert result is not None, "a feed does not end"
-        launched = _Launched(number, result, self._before, begin, end, ledger)
-        self.finish()
-        self._newest, self._before = launched, end
-
-    def note(self, **measured: Any) -> None:
-        """Add to the newest step's record. What measured it kept the device busy: no time of the next step's."""
-        assert self._newest is not None
-        self._newest.noted |= measured
-        self._before = Instant(self.step.device)
-
-    def finish(self) -> None:
-        """Hand out the newest step's record."""
-        done, self._newest = self._newest, None
-        if done is not None:
-            self.on_record(self._record(done) | done.noted)
-
-    def _record(self, done: _Launched) -> Record:
-        asked = time.perf_counter()
-        values = done.result.read()
-        waited = time.perf_counter() - asked
-        names = ("loss", "grad_norm", "lr", "tokens", "skipped")
-        record: Record = {"step": done.number} | {name: getattr(values, name) for name in names}
-        if not values.tokens:  # no item counted, as where all labels are -100: there is no loss
-            del record["loss"], record["grad_norm"]
-        if done.end.event is not None:
-            done.end.event.synchronize()  # behind the report that has just been read, by a microsecond
-            record["host_lead_ms"] = 1e3 * waited
-        if done.before is not None:
-            seconds = done.end.since(done.before)
-            record |= {"seconds": seconds, "tokens_per_s": values.tokens / seconds}
-            if done.end.event is not None and self.step.captured:
-                record["gpu_busy"] = done.end.since(done.begin) / seconds
-        if not self.ranks.alone:
-            record |= among_ranks(self._poll.ask(math.nan if values.waited_s is None else values.waited_s), self._lasted)
-            self._lasted = record.get("seconds")
-        if done.ledger is not None:
-            record |= {name: n for name, n in done.ledger.totals.items() if name in ("syncs", "h2d_bytes")}
-            if stalls := [row.record() for row in done.ledger.rows if row.kind not in UNTOLD]:
-                record["stalls"] = stalls
-        return record
-
-
-def among_ranks(waited: list[float], seconds: float | None) -> Record:
-    """What follows from how many seconds each rank waited in a step of so many; nothing where one does not know.
-
-    The slowest rank waits least, and for the collectives alone. Whatever another waits longer, it waits for the slowest.
+    All ranks make every call, and do the same at the same step.
     """
-    if not waited or any(map(math.isnan, waited)):
-        return {}
-    least, most = min(waited), max(waited)
-    found: Record = {"waited_ms": [round(1e3 * one, 3) for one in waited], "slowest_rank": waited.index(least)}
-    found["held_up_ms"] = 1e3 * (most - least)
-    return found if seconds is None else found | {"sums_share": least / seconds}
+
+    recipe: Recipe
+    folder: Path
+    device: torch.device
+    tokenizer: Tokenizer
+    stages: list[Stage]
+    model: nn.Module
+    placement: Placement
+    checkpoints: Checkpoints
+    base: dict[str, int] = field(default_factory=dict)  # checksums of the frozen model's files
+    where: str = field(default_factory=os.getcwd)  # the folder that relative paths of the recipe start from
+    ranks: Ranks = ALONE
+    id: str = field(default_factory=lambda: secrets.token_hex(8))  # marks its exports; stored in its checkpoints
+    phase: int = 0
+    began: int = 0  # the last step before this phase
+    over: bool = False  # this phase has ended, early or not
+    done: int = 0  # steps
+    evaluations: dict[int, float] = field(default_factory=dict)  # held-out loss by step
+    diverged: bool = False  # ended because too many steps in a row were skipped
+    step: TrainStep = field(init=False)
+    average: Ema | None = field(init=False, default=None)
+    objective: Objective = field(init=False)
+    _saved: tuple[int, int, bool] | None = field(init=False, default=None)
+
+    @property
+    def stage(self) -> Stage:
+        return self.stages[self.phase]
+
+    @property
+    def steps(self) -> int:
+        """The number of steps in all, if no phase ends early."""
+        return self.began + sum(stage.recipe.steps for stage in self.stages[self.phase :])
+
+    @property
+    def finished(self) -> bool:
+        return self.over and self.phase == len(self.stages) - 1
+
+    @property
+    def best(self) -> int | None:
+        """The step of this phase with the lowest held-out loss, the first of equal ones. None if no loss was finite."""
+        losses = {step: loss for step, loss in self.evaluations.items() if step > self.began and math.isfinite(loss)}
+        return min(losses, key=lambda step: (losses[step], step), default=None)
+
+    def go(self, on_record: Callable[[Record], None], stop: Stop | None = None) -> int:
+        """Train all phases to the end, or until `stop` is asked; save either way. Return the number of steps done.
+
+        Each step's record goes to `on_record` before a checkpoint of that step is written. A diverged run is not saved.
+        """
+        stop = stop or Stop(self.ranks)
+        self.checkpoints.warn_if_disk_is_full(sum(tensor.nbytes for tensor in self._state().values()))
+        while not self.finished and not self.diverged:
+            if self.over:
+                if self.average:
+                    self.average.settle()  # the result of a phase is its average
+                self.enter(self.phase + 1)
+            self._train(on_record, stop)
+            if not self.diverged:
+                self.save(wait=True)
+            if stop.agreed():
+                break
+        self.ranks.rest()
+        return self.done
+
+    def enter(self, phase: int) -> None:
+        """Prepare a phase: the weights stay, objective and optimizer are new."""
+        if hasattr(self, "step"):
+            self.step.close()
+        self.phase, self.began, self.over = phase, self.done, False
+        self.feed, self.held_out = self.stage.feed(self.device, self.ranks), self.stage.held_out_feed(self.device)
+        self.objective = self.stage.recipe.new_objective(self.tokenizer)
+        self.step = self.stage.recipe.make_step(self.model, self.objective, self.device, self.ranks)
+        self.average = Ema(self.step, self.recipe.ema) if self.recipe.ema else None
+
+    def _train(self, on_record: Callable[[Record], None], stop: Stop) -> None:
+        """Train the present phase from the present step on."""
+        recipe, first, last = self.stage.recipe, self.done, self.began + self.stage.recipe.steps
+        phase = {"phase": self.stage.name} if self.stage.name else {}
+        skipped, skipped_in_a_row = None, 0
+
+        def record_step(record: Record) -> None:
+            nonlocal skipped, skipped_in_a_row
+            skipped_in_a_row = skipped_in_a_row + 1 if skipped is not None and record["skipped"] > skipped else 0
+            skipped, self.diverged = record["skipped"], skipped_in_a_row >= HOPELESS
+            on_record(record | phase)
+
+        recorder = StepRecorder(self.step, record_step, self.ranks)
+        while self.done < last and not (self.over or self.diverged or stop.agreed()):
+            self.ranks.at(self.done + 1, "training")
+            recorder.launch(self.done + 1, self.feed)  # records the step before, so that its snapshot may be written
+            self.checkpoints.write()
+            self.done += 1
+            if self.average:
+                self.average.update()
+            if recipe.save_every or recipe.evaluate_every:
+                self._make_room_for_snapshots(self.done - first)
+            improved = False
+            if self.done == last or is_due(self.done, recipe.evaluate_every):
+                improved = self._evaluate(recorder)
+            if self.done < last and (improved or is_due(self.done, recipe.save_every)):
+                self.save()
+        recorder.finish()
+        self.over = self.over or (self.done >= last and not self.diverged)
+
+    def _make_room_for_snapshots(self, steps: int) -> None:
+        """Free what placing and capturing have left in the cache after the first steps; later see what is free beside steps."""
+        if steps == SETTLED and self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        elif steps == 2 * SETTLED:
+            self.checkpoints.expect(self._state())
+
+    def _evaluate(self, recorder: StepRecorder) -> bool:
+        """Record the held-out loss and return True if it is this phase's best. When patience ends, restore the best weights."""
+        self.ranks.at(self.done, "evaluating")
+        values = self.ranks.of_first(self.validate())  # the first rank's, since the last bits may differ
+        self.evaluations[self.done] = values["held_out"]
+        recorder.note(**values)
+        best, patience = self.best, self.stage.recipe.patience
+        if best == self.done:
+            return True
+        if patience and best and sum(step > best for step in self.evaluations) >= patience:
+            self.checkpoints.wait()
+            self._load(convert_tensors(self.checkpoints.at(best), self._state()))
+            self.evaluations[self.done] = self.evaluations[best]
+            self.over = True
+        return False
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        """Return the objective's values on the first held-out batches, which are the same at each call."""
+        self.held_out.seek(0)
+        with mode(self.model, training=False), self.average.applied() if self.average else nullcontext():
+            held_out = islice(self.held_out, self.stage.held_out_batches)
+            return self.step.with_weights(lambda: self.objective.validate(self.model, held_out))
+
+    def save(self, wait: bool = False) -> None:
+        """Take a snapshot, which is written in the background after the newest record; with `wait`, write it now."""
+        now = (self.done, self.phase, self.over)
+        if now != self._saved:
+            self._saved = now
+            self.ranks.at(self.done, "saving")
+            self.step.assert_alike()
+            tensors = self._state() | joined(random=rng_states(self.ranks, self.device))
+            facts = {name: getattr(self, name) for name in ("id", "phase", "began", "over", "evaluations", "base", WHERE)}
+            facts |= {"recipe": dataclasses.asdict(self.recipe), "feed": self.feed.state_dict()}
+            loss = self.evaluations.get(self.done)
+            # The best of a later phase is better than any of an earlier one.
+            score = [-self.phase, loss] if loss is not None and math.isfinite(loss) else None
+            self.checkpoints.snapshot(self.done, tensors, facts, score)
+        if wait:
+            self.checkpoints.write()
+            self.checkpoints.wait()
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue where `checkpoint` was taken, bit for bit. Its phase must have been entered."""
+        facts = checkpoint.facts
+        if facts["feed"]["corpus"] != self.feed.state_dict()["corpus"]:  # the same path, built anew from other texts
+            raise DataError(
+                f"{self.stage.training.path}: holds other tokens than the corpus that this run was trained on up to step "
+                f"{checkpoint.step}; put that one back, or its texts, or give another --out to begin anew."
+            )
+        tensors = convert_tensors(checkpoint, self._state())
+        self.done, self.began, self.over = checkpoint.step, facts["began"], facts["over"]
+        self.id = facts.get("id", self.id)  # checkpoints of earlier versions have none
+        self._load(tensors)
+        self.feed.load_state_dict(facts["feed"])
+        restore_rng(_part(tensors, "random."), self.ranks, self.device, self.recipe.seed, self.done)
+        self.evaluations = {int(step): loss for step, loss in facts["evaluations"].items()}
+
+    def _state(self) -> dict[str, Tensor]:
+        """Return the live tensors that change from step to step."""
+        average = self.average.state() if self.average else {}
+        return joined(model=kept_state(self.model), step=self.step.state_dict(), average=average)
+
+    def _load(self, tensors: dict[str, Tensor]) -> None:
+        load_kept_state(self.model, _part(tensors, "model."))
+        self.step.load_state_dict(_part(tensors, "step."))
+        if self.average:
+            self.average.load(_part(tensors, "average."))
+
+    @contextmanager
+    def best_weights(self) -> Iterator[int]:
+        """Set the weights, or their average, of this phase's lowest held-out loss while inside. Gives their step."""
+        best = self.best or self.done
+        with self.average.applied() if self.average else nullcontext():
+            if best == self.done:
+                yield best
+                return
+            with put_back(kept_state(self.model).values()):
+                average = {name: torch.empty_like(t) for name, t in self.average.state().items()} if self.average else {}
+                like = joined(model=kept_state(self.model), average=average)
+                tensors = self.checkpoints.at(best).tensors(like=like, begin=("model.", "average."))
+                load_kept_state(self.model, _part(tensors, "model."))
+                with torch.no_grad():
+                    for name, parameter in self.model.named_parameters():
+                        parameter.copy_(tensors.get(f"average.{name}", parameter))
+                yield best
+
+    def export(self, path: str | Path, merge: bool = False, overwrite: bool = False) -> Path:
+        """Write the best weights (see `best_weights`) and the tokenizer as a Hugging Face folder of the model's family.
+
+        A run with adapters writes these in PEFT's files; with `merge`, the whole model with the adapters in its weights. The
+        first rank writes. A folder that holds anything but an earlier export of this run is refused, unless `overwrite`.
+        """
+        path, family = Path(path), family_of(self.recipe.model)
+
+        def on_first(work: Callable[[], None]) -> None:
+            self.ranks.together(lambda: work() if self.ranks.first else None)
+
+        on_first(lambda: export_metadata.claim(path, self.id, overwrite))
+        with self.best_weights() as step:
+            if self.recipe.adapters is not None:
+                on_first(lambda: self._export_adapters(path, merge))
+            else:
+                save = partial(family.save, self.model, path, self.tokenizer, overwrite=True)
+                local_shard.export(save, stored_state(self.model), self.ranks)
+        if self.ranks.first:
+            export_metadata.note(path, self.id, step, self.done)
+        return path
+
+    def _export_adapters(self, path: Path, merge: bool) -> None:
+        if not merge:
+            lora.save(self.model, path, overwrite=True)
+            self.tokenizer.save(path, overwrite=True)
+            return
+        adapters, family = self.recipe.adapters, family_of(self.recipe.model)
+        assert adapters is not None
+        model = family.load(self.recipe.model, "cpu")  # in its files' dtype
+        adapters.add(model)
+        load_kept_state(model, kept_state(self.model))
+        merge_adapters(model)
+        family.save(model, path, self.tokenizer, overwrite=True)
+
+    def price(self) -> Price:
+        """Return what the adapters of a finished run cost. No step can follow."""
+        assert self.ranks.alone, "the other ranks do not take part"
+        position, recipe = self.feed.state_dict(), self.stage.recipe
+        batches = [self.feed.take()] * recipe.accumulate
+        self.feed.load_state_dict(position)
+        return price_of(
+            self.step, lambda: recipe.make_step(self.model, recipe.new_objective(self.tokenizer), self.device), batches
+        )
+
+
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

@@ -1,13 +1,13 @@
-"""From a recipe to a run that is ready: texts to a corpus, a name to a model, a folder to its newest checkpoint.
+"""Preparation of a run: build the corpus and the model of a recipe, and restore its newest checkpoint.
 
-What is cheap to refuse is refused first: a missing file is named before the corpus is built, not after. Between a run and its
-resumption may change what does not touch the steps that were done.
+Errors that cost no time come first: a missing file is reported before the corpus is built. A resumed run may change what does
+not affect the steps already done.
 """
 
 import gc
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,23 +18,33 @@ from torch import nn
 from ..data import Corpus, Tokenizer
 from ..device import resolve
 from ..distributed import ALONE, Ranks
+from ..distributed.local_shard import LocalShard
 from ..errors import DataError, DeviceError, GraphError
+from ..formatting import readable
+from ..layers.embedding_and_head import head_of
+from ..lora.base import FORMATS, InCodes, encode as quantise, tell
 from ..models.registry import family_of, is_named
+from ..models.storing import read_parts
 from ..place import Placement, as_it_is, place
 from ..trace import notice
-from .adapters import base_of, check_base
-from .build_model import build_model, build_shards, choose_sharded, outline
+from .adapters import base_of, check_base, frozen_bytes
 from .checkpoint.checkpoints import WHERE, Checkpoint, Checkpoints
 from .checkpoint.resume import seed_ranks
 from .data import Stage, check_data, open_data, stage_of
+from .flat_buffers import counted
+from .loop import Run
+from .muon import count_by_rule
+from .precision import precision as precision_named
 from .recipe import PHASED, SOURCES, Recipe, check_model
-from .run import Run
+from .recompute import blocks_of
 
+META = torch.device("meta")
+SHARE = 0.8  # of a GPU's memory that weights, masters, gradient and moments may use: activations need the rest
 FREE = (
     "out", "keep", "keep_every", "save_every", "evaluate_every", "patience", "device", "graph", "recompute", "overlap",
     "parallel",
 )  # fmt: skip
-"""May differ in any part of a run: no weight of a step depends on it."""
+"""Keys that may change during a run: no weight of a step depends on them."""
 
 
 def prepare(
@@ -45,31 +55,35 @@ def prepare(
     corpora: list[Corpus] | None = None,
     ranks: Ranks = ALONE,
 ) -> Run:
-    """Build what the recipe names; with `resume`, go on from the newest whole checkpoint in its folder.
+    """Build what the recipe names; with `resume`, restore the newest complete checkpoint in its folder.
 
-    `auto_batch` takes the largest micro-batch that fits, and so many fewer of them that a step has as many tokens as before.
-    `corpora` are the phases' own, when `open_data` has opened them already. `ranks` share every step; all of them make this
-    call.
+    auto_batch  use the largest micro-batch that fits, with fewer of them, so that a step has as many tokens as before
+    corpora     those of the phases, if `open_data` has opened them already
+    ranks       all of them make this call, and share every step
     """
     check_shared(recipe, ranks)
     folder, device = Path(recipe.out), resolve(recipe.device)
     checkpoints = Checkpoints(folder / "checkpoints", keep=recipe.keep, keep_every=recipe.keep_every or None, ranks=ranks)
-    found = _found(checkpoints, resume)
-    if found is not None:
-        old = _recipe(found)
+    checkpoint = newest_checkpoint(checkpoints, resume)
+    if checkpoint is not None:
+        old = recipe_of(checkpoint)
     check_inputs(recipe)
     base = base_of(recipe.model) if recipe.adapters else {}
-    if found is not None:
-        if auto_batch:  # it was tried when the run began
+    if checkpoint is not None:
+        if auto_batch:  # it was chosen when the run began
             recipe = replace(recipe, micro_batch=old.micro_batch, accumulate=old.accumulate)
-        check_same(found, old, recipe)
+        check_same(checkpoint, old, recipe)
         if recipe.adapters is not None:
-            check_base(recipe.model, base, found)
+            check_base(recipe.model, base, checkpoint)
     stages = [
         stage_of(name, own, corpus)
         for (name, own), corpus in zip(recipe.stages(), corpora or open_data(recipe, folder, progress, ranks))
     ]
-    tell_rates(stages)
+    for stage in stages:
+        (kind, *defaults), own = stage.recipe.kind, stage.recipe
+        source = f" (the defaults of {kind})" if [own.lr, own.weight_decay] == defaults else ""
+        phase = f"phase {stage.name}: " if stage.name else ""
+        notice(f"train: {phase}{kind}: lr {own.lr:g}, weight decay {own.weight_decay:g}{source}.")
     tokenizer = recipe.extended(stages[0].training.tokenizer())
     for stage in stages:
         stage.check_rows()
@@ -77,44 +91,22 @@ def prepare(
         raise ValueError(
             "auto_batch: it tries whole models, got parallel: fsdp; give --micro-batch yourself (gpubound plan proposes one)."
         )
-    if auto_batch and found is None:
+    if auto_batch and checkpoint is None:
         stages[0] = fit_micro_batch(stages, tokenizer, device, ranks)
         recipe = replace(recipe, micro_batch=stages[0].recipe.micro_batch, accumulate=stages[0].recipe.accumulate)
     torch.manual_seed(recipe.seed)
     model, placement = place_model(recipe, tokenizer, device, ranks)
     seed_ranks(ranks, recipe.seed)
     run = Run(recipe, folder, device, tokenizer, stages, model.train(), placement, checkpoints, base, ranks=ranks)
-    run.enter(found.facts["phase"] if found else 0)
-    if found is not None:
-        run.restore(found)
+    run.enter(checkpoint.facts["phase"] if checkpoint else 0)
+    if checkpoint is not None:
+        run.restore(checkpoint)
         run.over = run.over and run.stage.recipe.steps <= old.stages()[run.phase][1].steps  # or it has more of them now
     return run
 
 
-def tell_rates(stages: list[Stage]) -> None:
-    """Print the learning rate and weight decay of each phase, which depend on the kind of the run where it does not say."""
-    for stage in stages:
-        recipe, (kind, *defaults) = stage.recipe, stage.recipe.kind
-        source = f" (the defaults of {kind})" if [recipe.lr, recipe.weight_decay] == defaults else ""
-        phase = f"phase {stage.name}: " if stage.name else ""
-        notice(f"train: {phase}{kind}: lr {recipe.lr:g}, weight decay {recipe.weight_decay:g}{source}.")
-
-
-def place_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, ranks: Ranks) -> tuple[nn.Module, Placement]:
-    """The model as these ranks hold it, on its device, with what trains in it."""
-    if choose_sharded(recipe, lambda: outline(recipe, tokenizer), device, ranks):
-        model = build_shards(recipe, tokenizer, device, ranks)
-        return model, as_it_is(model, device, "no rank holds all of it; the first steps show whether it runs")
-    model = build_model(recipe, tokenizer, device)
-    placement = place(model, device)
-    if recipe.adapters is not None:
-        torch.manual_seed(recipe.seed)  # placing has drawn: adapters begin as they do over rows
-        recipe.adapters.add(model)
-    return model, placement
-
-
 def check_inputs(recipe: Recipe) -> None:
-    """Raise what is wrong with the model and the data that `recipe` names, before any is read."""
+    """Raise the errors of the recipe's model and data that show without reading them."""
     check_model(recipe.model)
     check_data(recipe)
     if recipe.adapters is not None:
@@ -122,19 +114,19 @@ def check_inputs(recipe: Recipe) -> None:
 
 
 def check_launch(recipe: Recipe, resume: bool, processes: int) -> None:
-    """Raise in the launcher what `prepare` would raise on each of `processes` ranks, before any of them is started."""
+    """Raise in the launcher what `prepare` would raise on each of `processes` ranks."""
     for _, own in recipe.stages():
         Ranks(world=processes).share(own.accumulate)
-    if resume:  # the paths are those of the checkpoint, and reading one takes its time
+    if resume:  # the paths are those of the checkpoint, which takes its time to read
         return
     checkpoints = Checkpoints(Path(recipe.out, "checkpoints"))
     if checkpoints.paths():
-        _found(checkpoints, resume)
+        newest_checkpoint(checkpoints, resume)
     check_inputs(recipe)
 
 
 def check_shared(recipe: Recipe, ranks: Ranks) -> None:
-    """ValueError for what ranks cannot share, or were not told alike."""
+    """Raise ValueError if the ranks cannot share the steps, or have different recipes."""
     for _, own in recipe.stages():
         ranks.share(own.accumulate)
     if not ranks.alone and ":" in recipe.device:
@@ -142,27 +134,217 @@ def check_shared(recipe: Recipe, ranks: Ranks) -> None:
     ranks.alike("recipe", asdict(recipe))
 
 
-def _found(checkpoints: Checkpoints, resume: bool) -> Checkpoint | None:
+# Resumption
+
+
+def newest_checkpoint(checkpoints: Checkpoints, resume: bool) -> Checkpoint | None:
+    """Return the checkpoint to resume from, None to begin anew; raise if the folder does not allow what was asked."""
     checkpoints.check_writable()
     checkpoints.clean()
-    found = checkpoints.latest()
-    if found is None and checkpoints.paths():  # a new run would remove them
+    checkpoint = checkpoints.latest()
+    if checkpoint is None and checkpoints.paths():  # a new run would remove them
         raise DataError(
             f"{checkpoints.folder} holds checkpoints, and none of them is whole; "
             f"restore one, or give another --out to begin anew."
         )
-    if resume and found is None:
+    if resume and checkpoint is None:
         notice(f"resume: {checkpoints.folder} holds no checkpoint; starting from the beginning.")
-    if found is not None and not resume:
+    if checkpoint is not None and not resume:
         raise ValueError(
-            f"{checkpoints.folder} already holds step {found.step} of a run; "
+            f"{checkpoints.folder} already holds step {checkpoint.step} of a run; "
             f"pass --resume to go on with it, or another --out to begin anew."
         )
-    return found
+    return checkpoint
+
+
+def recipe_of(checkpoint: Checkpoint) -> Recipe:
+    """Return the recipe of a checkpoint's run: JSON's lists become tuples."""
+    known = {"name", *(field.name for field in fields(Recipe))}
+
+    def read(values: dict[str, Any]) -> dict[str, Any]:
+        return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items() if key in known}
+
+    saved = checkpoint.facts["recipe"]
+    return Recipe(**read(saved) | {"phases": tuple(map(read, saved.get("phases", ())))})
+
+
+def check_same(checkpoint: Checkpoint, old: Recipe, new: Recipe) -> None:
+    """Raise ValueError if `new` would have made other steps than those of `checkpoint`, from a run of `old`.
+
+    FREE may change, as may the number of steps of the present phase, and phases that have not begun.
+    """
+    phase, before, after = checkpoint.facts["phase"], old.stages(), new.stages()
+    where = checkpoint.facts.get(WHERE, "")
+    changed = _differences(old, new, where, {field.name for field in fields(Recipe)} - {*FREE, *PHASED, "phases"})
+    for number, (name, own) in enumerate(before[: phase + 1]):
+        new_name = after[number][0] if number < len(after) else None
+        if new_name != name:
+            now = "missing" if new_name is None else new_name or "without a name"
+            changed.append(f"phase {number + 1} was {name or 'without a name'}, is {now}")
+            break
+        keys = set(PHASED) - {*FREE, *(["steps"] if number == phase else [])}
+        changed += [f"phase {name}: {text}" if name else text for text in _differences(own, after[number][1], where, keys)]
+    if changed:
+        raise ValueError(
+            f"resume: the recipe has changed: {'; '.join(changed)}. Give the old values, or begin anew in another --out."
+        )
+    was, will = before[phase][1], after[phase][1]
+    done = checkpoint.step - checkpoint.facts["began"]
+    if will.steps < done:
+        raise ValueError(f"resume: steps: {done:,} are done, got {will.steps:,}; give at least so many.")
+    if will.steps != was.steps:
+        old_lr, new_lr = (own.numbers.lr * own.rates.factor(at) for own, at in ((was, max(done, 1)), (will, done + 1)))
+        notice(
+            f"resume: steps was {was.steps:,}, is {will.steps:,}: from here on the {will.schedule} schedule is that of "
+            f"{will.steps:,} steps, and the learning rate goes from {old_lr:.2e} to {new_lr:.2e}."
+        )
+
+
+def _differences(old: Recipe, new: Recipe, where: str, keys: set[str]) -> list[str]:
+    """Return a text for each key that differs, both as written and in its meaning.
+
+    where  the folder that relative paths of the old recipe start from. A run's folder may have been moved with all of its
+           content, so a path that is written as before is the same
+    """
+    was, will, before, after = (
+        json.loads(json.dumps(values))
+        for values in (asdict(old), asdict(new), _normalised(old, where), _normalised(new, where=""))
+    )
+    changed = (key for key in will if key in keys and was[key] != will[key] and before[key] != after[key])
+    return [f"{key} was {was[key]!r}, is {will[key]!r}" for key in changed]
+
+
+def _normalised(recipe: Recipe, where: str) -> dict[str, Any]:
+    """Return the recipe with real paths, and with the defaults of its sections filled in."""
+
+    def real(name: str) -> str:
+        return os.path.realpath(Path(where, name))
+
+    adapters, objective = recipe.adapters, recipe.new_objective()
+    options = fields(objective)  # type: ignore[arg-type]
+    return asdict(recipe) | {
+        "data": [name if name in SOURCES else real(name) for name in recipe.data],
+        "model": recipe.model if is_named(recipe.model) else real(recipe.model),
+        "tokenizer": recipe.tokenizer and real(recipe.tokenizer),
+        "lora": adapters and asdict(adapters) | {"alpha": adapters.rank if adapters.alpha is None else adapters.alpha},
+        "objective": type(objective).__name__,  # which may have two names
+        "objective_options": {field.name: getattr(objective, field.name) for field in options if field.init},
+    }
+
+
+# The model
+
+
+def place_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, ranks: Ranks) -> tuple[nn.Module, Placement]:
+    """Return the model with its adapters on its device, sharded or whole."""
+    if choose_sharded(recipe, lambda: outline(recipe, tokenizer), device, ranks):
+        model = build_shards(recipe, tokenizer, device, ranks)
+        return model, as_it_is(model, device, "no rank holds all of it; the first steps show whether it runs")
+    model = build_model(recipe, tokenizer, device)
+    placement = place(model, device)
+    if recipe.adapters is not None:
+        torch.manual_seed(recipe.seed)  # placing draws random numbers, and adapters begin as those of a sharded base do
+        recipe.adapters.add(model)
+    return model, placement
+
+
+def outline(recipe: Recipe, tokenizer: Tokenizer) -> nn.Module:
+    """Return the model with its adapters on the meta device."""
+    model = _new(recipe, tokenizer, META) if is_named(recipe.model) else family_of(recipe.model).outline(recipe.model)
+    if recipe.adapters is not None:
+        recipe.adapters.check_model(model)
+    return model
+
+
+def choose_sharded(recipe: Recipe, outline: Callable[[], nn.Module], device: torch.device, ranks: Ranks) -> bool:
+    """Return whether weights are sharded over the ranks, by `recipe.parallel` or by the memory of a replica; print which.
+
+    outline  returns the model on the meta device: no rank may have room for it
+    """
+    if ranks.alone:
+        if recipe.parallel == "fsdp":
+            notice("parallel: fsdp: there is one process, so it holds the whole model.")
+        return False
+    precision, model = precision_named(recipe.precision_on(device)), outline()
+    layout = counted(precision.dtype, *count_by_rule(model, recipe.numbers))
+    need = sum(layout.bytes(precision.masters).values()) + recipe.numbers.moment_bytes(layout)
+    if recipe.adapters is not None:
+        need += frozen_bytes(model, precision.dtype, recipe.adapters.base)
+    who, what = "GPU" if device.type == "cuda" else "rank", "of weights, gradient and moments"
+    has = min(ranks.gather(torch.cuda.get_device_properties(device).total_memory)) if device.type == "cuda" else None
+    of = "" if has is None else f", {need / has:.0%} of its {readable(has)}"
+    too_much = recipe.parallel == "auto" and has is not None and need > SHARE * has
+    if recipe.parallel != "fsdp" and not too_much:
+        notice(f"parallel: ddp: each of {ranks.world} {who}s holds {readable(need)} {what}{of}.")
+        return False
+    why = f", because a replica would hold {readable(need)} of them{of}" if too_much else ""
+    held = "every weight, and their gradient and moments" if recipe.adapters is None else "the base, and all adapters"
+    notice(f"parallel: fsdp: each of {ranks.world} {who}s holds its rows of {held}{why}.")
+    return True
+
+
+def build_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device) -> nn.Module:
+    """Return the whole model, without adapters: initialised for a preset, else loaded."""
+    if is_named(recipe.model):
+        return _new(recipe, tokenizer, device)
+    # The step casts what trains; a frozen base is cast here.
+    dtype = precision_named(recipe.precision_on(device)).dtype if recipe.adapters else None
+    model = family_of(recipe.model).load(recipe.model, device, dtype)
+    _check_vocabulary(recipe, tokenizer, model)
+    return model
+
+
+def build_shards(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, ranks: Ranks) -> nn.Module:
+    """Return the same model, of which each rank builds or reads only its rows; adapters are added to a frozen base.
+
+    The rows of a base are in the computing dtype or quantised. Every rank has all of the adapters.
+    """
+    from ..distributed.fsdp import shard_deferred  # takes a second to import
+
+    adapters, dtype, folder = recipe.adapters, precision_named(recipe.precision_on(device)).dtype, Path(recipe.model)
+    if is_named(recipe.model):
+        return shard_deferred(lambda meta: _new(recipe, tokenizer, meta), blocks_of, ranks, dtype)
+    outline = family_of(recipe.model).unread(folder)
+    _check_vocabulary(recipe, tokenizer, outline)
+
+    def fill(shards: Mapping[str, LocalShard]) -> None:
+        read_parts(folder, {name: (shard.local, shard.slices) for name, shard in shards.items()})
+
+    if adapters is None:
+        return shard_deferred(lambda meta: outline, blocks_of, ranks, dtype, fill=fill)
+    names, quantised = {id(module): name for name, module in outline.named_modules()}, list[InCodes]()
+
+    def encode(block: nn.Module) -> None:
+        assert adapters is not None and adapters.base is not None
+        quantised.append(quantise(block, FORMATS[adapters.base], names[id(block)]))
+
+    encodes = None if adapters.base is None else encode
+    model = shard_deferred(lambda meta: outline, blocks_of, ranks, dtype, fill=fill, frozen=True, encode=encodes)
+    if adapters.base is not None:
+        tell(quantised, adapters.base, head_of(model) is not None)
+    replace(adapters, base=None).add(model)
+    return model
+
+
+def _new(recipe: Recipe, tokenizer: Tokenizer, device: torch.device) -> nn.Module:
+    positions = max(own.seq for _, own in recipe.stages())
+    return family_of(recipe.model).make(recipe.model, tokenizer.vocab_size, positions, device)
+
+
+def _check_vocabulary(recipe: Recipe, tokenizer: Tokenizer, model: nn.Module) -> None:
+    vocabulary = family_of(recipe.model).sizes(model).vocabulary
+    if tokenizer.vocab_size > vocabulary:
+        raise DataError(
+            f"{recipe.model} knows {vocabulary} tokens, the corpus has {tokenizer.vocab_size}; "
+            f"build the corpus with the model's own tokenizer (--tokenizer {recipe.model})."
+        )
+
+
+# The micro-batch
 
 
 def fit_micro_batch(stages: list[Stage], tokenizer: Tokenizer, device: torch.device, ranks: Ranks = ALONE) -> Stage:
-    """The only stage, with the largest micro-batch that fits beside this model, on every rank."""
+    """Return the only stage with the largest micro-batch that fits on every rank."""
     if device.type != "cuda":
         raise ValueError("auto_batch: there is no GPU memory to try; on a CPU give --micro-batch yourself.")
     if len(stages) > 1:
@@ -183,7 +365,7 @@ def fit_micro_batch(stages: list[Stage], tokenizer: Tokenizer, device: torch.dev
         step = recipe.make_step(model, recipe.new_objective(tokenizer), device)
         feed = replace(stage, recipe=recipe).feed(device)
         try:
-            for _ in range(2):  # the first captures, the second runs what was captured
+            for _ in range(2):  # the first captures, the second replays
                 step(feed)
             torch.cuda.synchronize(device)
         finally:
@@ -195,16 +377,16 @@ def fit_micro_batch(stages: list[Stage], tokenizer: Tokenizer, device: torch.dev
 def largest_micro_batch(
     recipe: Recipe, attempt: Callable[[Recipe], None], device: torch.device, ranks: Ranks = ALONE
 ) -> Recipe:
-    """`recipe` with the largest micro-batch for which `attempt` does not run out of memory, and as many tokens a step.
+    """Return `recipe` with the largest micro-batch for which `attempt` has enough memory, and as many tokens a step.
 
-    Only divisors of a rank's rows of a step are tried, largest first: accumulation makes up for the rest exactly.
+    Only divisors of a rank's rows of a step are tried, the largest first: accumulation makes up for the rest exactly.
     """
     rows = recipe.micro_batch * recipe.accumulate
     for size in (n for n in range(rows // ranks.world, 0, -1) if rows % (n * ranks.world) == 0):
-        tried = replace(recipe, micro_batch=size, accumulate=rows // size)
+        candidate = replace(recipe, micro_batch=size, accumulate=rows // size)
         fits = True
         try:
-            attempt(replace(tried, accumulate=ranks.share(tried.accumulate)))
+            attempt(replace(candidate, accumulate=ranks.share(candidate.accumulate)))
         except torch.OutOfMemoryError:
             fits = False
         finally:
@@ -213,90 +395,8 @@ def largest_micro_batch(
         if not ranks.all(fits):
             continue
         notice(f"auto_batch: {size} rows fit; {rows // size} micro-batches make the {rows} rows of a step.")
-        return tried
+        return candidate
     raise DeviceError(
         f"auto_batch: not even one row of {recipe.seq} tokens fits on {device}; "
         f"take shorter rows, a smaller model, or recompute=blocks."
     )
-
-
-def check_same(found: Checkpoint, old: Recipe, new: Recipe) -> None:
-    """ValueError when `new` would have made other steps than those that `found`, of a run by `old`, has behind it.
-
-    FREE may change, the number of steps of the phase under way, and everything about phases that have not begun.
-    """
-    phase, before, after = found.facts["phase"], old.stages(), new.stages()
-    where = found.facts.get(WHERE, "")
-    changed = _differences(old, new, where, {field.name for field in fields(Recipe)} - {*FREE, *PHASED, "phases"})
-    for number, (name, own) in enumerate(before[: phase + 1]):
-        there = after[number][0] if number < len(after) else None
-        if there != name:
-            now = "missing" if there is None else there or "without a name"
-            changed.append(f"phase {number + 1} was {name or 'without a name'}, is {now}")
-            break
-        keys = set(PHASED) - {*FREE, *(["steps"] if number == phase else [])}
-        changed += [f"phase {name}: {text}" if name else text for text in _differences(own, after[number][1], where, keys)]
-    if changed:
-        raise ValueError(
-            f"resume: the recipe has changed: {'; '.join(changed)}. Give the old values, or begin anew in another --out."
-        )
-    _check_steps(found, before[phase][1], after[phase][1])
-
-
-def _check_steps(found: Checkpoint, old: Recipe, new: Recipe) -> None:
-    """Say what another number of steps does to the learning rate."""
-    done = found.step - found.facts["began"]
-    if new.steps == old.steps:
-        return
-    if new.steps < done:
-        raise ValueError(f"resume: steps: {done:,} are done, got {new.steps:,}; give at least so many.")
-    was, will = (own.numbers.lr * own.rates.factor(at) for own, at in ((old, max(done, 1)), (new, done + 1)))
-    notice(
-        f"resume: steps was {old.steps:,}, is {new.steps:,}: from here on the {new.schedule} schedule is that of {new.steps:,} "
-        f"steps, and the learning rate goes from {was:.2e} to {will:.2e}."
-    )
-
-
-def _recipe(found: Checkpoint) -> Recipe:
-    """The recipe of a checkpoint's run: a tuple again where JSON made a list."""
-
-    def read(values: dict[str, Any]) -> dict[str, Any]:
-        return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items() if key in known}
-
-    known = {"name", *(field.name for field in fields(Recipe))}
-    facts = found.facts["recipe"]
-    return Recipe(**read(facts) | {"phases": tuple(map(read, facts.get("phases", ())))})
-
-
-def _differences(old: Recipe, new: Recipe, where: str, keys: set[str]) -> list[str]:
-    """`where`: the folder that the old one's relative paths begin in. A run's folder may have moved with all that is in it, so
-    a path that is written as before is the same."""
-    was, will = (json.loads(json.dumps(asdict(recipe))) for recipe in (old, new))
-    spelled = (asdict(old) | _spelled_out(old) | _paths(old, where), asdict(new) | _spelled_out(new) | _paths(new))
-    before, after = (json.loads(json.dumps(values)) for values in spelled)
-    changed = (key for key in will if key in keys and was[key] != will[key] and before[key] != after[key])
-    return [f"{key} was {was[key]!r}, is {will[key]!r}" for key in changed]
-
-
-def _paths(recipe: Recipe, where: str = "") -> dict[str, Any]:
-    """Return the files that its paths name: another way to write the same path is no change."""
-
-    def real(name: str) -> str:
-        return os.path.realpath(Path(where, name))
-
-    return {
-        "data": [name if name in SOURCES else real(name) for name in recipe.data],
-        "model": recipe.model if is_named(recipe.model) else real(recipe.model),
-        "tokenizer": recipe.tokenizer and real(recipe.tokenizer),
-    }
-
-
-def _spelled_out(recipe: Recipe) -> dict[str, Any]:
-    """The recipe's sections with their defaults filled in: who writes these down has changed nothing."""
-    adapters, objective = recipe.adapters, recipe.new_objective()
-    given = fields(objective)  # type: ignore[arg-type]
-    return {
-        "lora": adapters and asdict(adapters) | {"alpha": adapters.rank if adapters.alpha is None else adapters.alpha},
-        "objective": type(objective).__name__,  # which may have two names
-        "objective_options": {field.name: getattr(objective, field.name) for field in given if field.init},
-    }
