@@ -1,4 +1,4 @@
-"""A site's parts compose: an adapter that is defined here trains over every format and accumulator."""
+"""A product's parts compose: an adapter trains over every format and accumulator."""
 
 import pytest
 import torch
@@ -7,38 +7,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gpubound import layers
-from gpubound.kernels.accumulate import weight_gradient
 from gpubound.kernels.tensor_state import made_record
 from gpubound.layers import recompute
 from gpubound.layers.fp8 import Fp8, new_states
-from gpubound.layers.fused_weights import multiply_by_records
-from gpubound.layers.linear_formats import Adapter, Format, Spanning
-from gpubound.layers.linear_product import fused_linear, linear
+from gpubound.layers.fused_weights import multiply_by_records, run_linear
+from gpubound.layers.linear_product import Format, linear
 from gpubound.train import Accumulators
 
+from .adapted import Adapted, low_rank
+
 TOKENS, INPUTS, OUTPUTS, RANK = 16, 32, 48, 4
-
-
-class LowRank(Adapter):
-    """y += (x aᵀ) bᵀ."""
-
-    def __init__(self, a, b):
-        self.parameters = self.a, self.b = a, b
-
-    def plain(self, x):
-        return x @ self.a.to(x.dtype).t() @ self.b.to(x.dtype).t()
-
-    def forward(self, x, y):
-        h = x @ self.a.to(x.dtype).t()
-        y.add_(h @ self.b.to(x.dtype).t())
-        return (h,)
-
-    def backward(self, g, x, kept, dx):
-        dh = g @ self.b.to(g.dtype)
-        if dx is not None:
-            dx.add_(dh @ self.a.to(g.dtype))
-        (h,) = kept
-        return weight_gradient(self.a, dh, x), weight_gradient(self.b, g, h.reshape(-1, RANK))
 
 
 class Halved(Format):
@@ -51,13 +29,8 @@ class Halved(Format):
         return g @ joined.weight / 2 if wants_dx else None, [g.t() @ x / 2]
 
 
-def low_rank(weight, seed=5, dtype=None):
-    """Hangs one on the weight."""
-    gen, dtype = torch.Generator().manual_seed(seed), dtype or weight.dtype
-    shapes = (RANK, weight.shape[1]), (weight.shape[0], RANK)
-    adapter = LowRank(*(nn.Parameter((0.3 * torch.randn(shape, generator=gen)).to(dtype)) for shape in shapes))
-    made_record(weight).adapters += (adapter,)
-    return adapter
+def low_rank_of(layer):
+    return low_rank(layer.in_features, layer.out_features, dtype=layer.weight.dtype)
 
 
 def draw(*shape, seed=0, dtype=torch.float32):
@@ -77,7 +50,7 @@ def gradients(y, tensors, seed=9):
 def test_an_adapter_trains(base):
     layer, x = layer_of(), draw(2, 3, INPUTS).requires_grad_()
     layer.requires_grad_(base != "frozen")
-    adapter = low_rank(layer.weight)
+    adapter = low_rank_of(layer)
     trained = [x, *adapter.parameters, *(layer.parameters() if base != "frozen" else ())]
     want = F.linear(x, layer.weight, layer.bias) + adapter.plain(x)
     wanted = gradients(want, trained)
@@ -86,7 +59,7 @@ def test_an_adapter_trains(base):
     for begin in (sums.begin, sums.zero):
         sums.gradient.fill_(float("nan"))  # a delivery that adds, where it should write, shows
         begin()
-        y = linear(x, layer.weight, layer.bias)
+        y = linear(x, layer.weight, layer.bias, [adapter])
         assert y.grad_fn.name() == "_ProductBackward"
         torch.testing.assert_close(y, want)
         y.backward(draw(*y.shape, seed=9))
@@ -100,15 +73,14 @@ def test_an_adapter_trains(base):
 
 def test_several_adapters_over_weights_that_are_multiplied_as_one():
     torch.manual_seed(0)
-    modules, x = nn.ModuleList(nn.Linear(INPUTS, rows) for rows in (8, 4, 4)), draw(TOKENS, INPUTS).requires_grad_()
-    adapters = [low_rank(modules[0].weight, 1), low_rank(modules[2].weight, 2), low_rank(modules[2].weight, 3)]
-    plain = [m(x) for m in modules]
-    want = torch.cat([plain[0] + adapters[0].plain(x), plain[1], plain[2] + adapters[1].plain(x) + adapters[2].plain(x)], -1)
-    leaves = [x, *modules.parameters(), *(p for a in adapters for p in a.parameters)]
+    bases, x = [nn.Linear(INPUTS, rows) for rows in (8, 4, 4)], draw(TOKENS, INPUTS).requires_grad_()
+    adapters = [[low_rank(INPUTS, 8, seed=1)], [], [low_rank(INPUTS, 4, seed=2), low_rank(INPUTS, 4, seed=3)]]
+    modules = nn.ModuleList(Adapted(base, *some) if some else base for base, some in zip(bases, adapters))
+    want = torch.cat([base(x) + sum(a.plain(x) for a in some) for base, some in zip(bases, adapters)], -1)
+    leaves = [x, *modules.parameters(), *(p for some in adapters for a in some for p in a.parameters)]
     wanted = gradients(want, leaves)
     stacked = layers.Stacked()
-    weights, biases = [m.weight for m in modules], [m.bias for m in modules]
-    for product in (lambda: fused_linear(x, weights, biases), lambda: stacked.product(x, modules)):  # one each; one product
+    for product in (lambda: torch.cat([run_linear(m, x) for m in modules], -1), lambda: stacked.product(x, modules)):
         y = product()
         torch.testing.assert_close(y, want)
         for a, b in zip(gradients(y, leaves), wanted):
@@ -117,53 +89,19 @@ def test_several_adapters_over_weights_that_are_multiplied_as_one():
         torch.testing.assert_close(stacked.product(x, modules), want)
 
 
-def test_adapters_of_one_class_may_join_to_read_x_once():
-    class Joining(LowRank):
-        @classmethod
-        def join(cls, members):
-            return [Spanning(Both(members), members[0].start, members[-1].stop)]
-
-    class Both(Adapter):
-        def __init__(self, members):
-            self.members = members
-            self.parameters = [p for m in members for p in m.adapter.parameters]
-
-        def forward(self, x, y):
-            reads.append(x)
-            h = x @ torch.cat([m.adapter.a for m in self.members]).t()
-            for m, part in zip(self.members, h.split(RANK, -1)):
-                m.of(y).add_(part @ m.adapter.b.t())
-            return ()
-
-        def backward(self, g, x, kept, dx):
-            assert not kept and dx is not None
-            return [None] * len(self.parameters)
-
-    reads = []
-    modules, x = nn.ModuleList(nn.Linear(INPUTS, 8, bias=False) for _ in range(3)), draw(TOKENS, INPUTS).requires_grad_()
-    for i, m in enumerate(modules):
-        made = low_rank(m.weight, i)
-        made_record(m.weight).adapters = (Joining(*made.parameters),)
-    want = torch.cat([m(x) + m.weight.gpubound.adapters[0].plain(x) for m in modules], -1)
-    y = layers.Stacked().product(x, modules)
-    torch.testing.assert_close(y, want)
-    y.sum().backward()
-    assert len(reads) == 1
-
-
 def test_over_a_norms_result_that_is_computed_again():
     norm, layer, x = layers.RMSNorm(INPUTS), layer_of(), draw(TOKENS, INPUTS).requires_grad_()
     layer.requires_grad_(False)
-    adapter = low_rank(layer.weight)
+    adapter = low_rank_of(layer)
     leaves = [x, norm.weight, *adapter.parameters]
     y = norm(x)
     wanted = gradients(F.linear(y, layer.weight, layer.bias) + adapter.plain(y), leaves)
     with recompute.recomputing(norm, 0):
         y = norm(x)
-    assert recompute.origin(y) is not None
+    assert recompute.recipe_of(y) is not None
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        got = linear(y, layer.weight, layer.bias)
+        got = linear(y, layer.weight, layer.bias, [adapter])
     assert saved[0].data_ptr() == x.data_ptr() and saved[1].data_ptr() == norm.weight.data_ptr(), "kept for x: its origin"
     for a, b in zip(gradients(got, leaves), wanted):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -192,10 +130,10 @@ def test_over_8_bits(bias):
     (dx,) = torch.autograd.grad(alone, [x], g)
     main = layer.weight.main_grad.clone()
     layer.weight.main_grad.zero_()
-    adapter = low_rank(layer.weight)
+    adapter = low_rank_of(layer)
     added = adapter.plain(x)
     more, *wanted = torch.autograd.grad(added, [x, *adapter.parameters], g)
-    y = linear(x, layer.weight, layer.bias)
+    y = linear(x, layer.weight, layer.bias, [adapter])
     got, *theirs = torch.autograd.grad(y, [x, *adapter.parameters], g)
     torch.testing.assert_close(y, alone + added, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(got, dx + more, rtol=2e-2, atol=2e-2)
@@ -215,7 +153,8 @@ def test_no_fused_form_of_an_mlp_passes_an_adapter_by(where, eight):
         made_record(weight).format = Fp8(states, lambda: True) if eight else None
     with recompute.recomputing(mlp, 0):
         assert mlp(x).grad_fn.name() == ("_GatedBackward" if eight else "_GatedDownBackward")
-        adapter = low_rank(getattr(mlp, where).weight)
+        adapter = low_rank_of(getattr(mlp, where))
+        setattr(mlp, where, Adapted(getattr(mlp, where), adapter))
         y = mlp(x)
     y.sum().backward()
     assert all(p.grad is not None and p.grad.any() for p in adapter.parameters)
@@ -225,10 +164,10 @@ def test_no_fused_form_of_an_mlp_passes_an_adapter_by(where, eight):
 def test_recomputed_by_a_checkpoint(reentrant):
     layer, x = layer_of(), draw(TOKENS, INPUTS).requires_grad_()
     layer.requires_grad_(False)
-    adapter = low_rank(layer.weight)
+    adapter = low_rank_of(layer)
     sums = Accumulators([("a", adapter.a), ("b", adapter.b)])
-    wanted = gradients(linear(x, layer.weight, layer.bias), [x])
-    checkpoint(lambda t: linear(t, layer.weight, layer.bias), x, use_reentrant=reentrant).backward(
+    wanted = gradients(linear(x, layer.weight, layer.bias, [adapter]), [x])
+    checkpoint(lambda t: linear(t, layer.weight, layer.bias, [adapter]), x, use_reentrant=reentrant).backward(
         draw(TOKENS, OUTPUTS, seed=9)
     )
     torch.testing.assert_close(x.grad, wanted[0])
@@ -236,47 +175,25 @@ def test_recomputed_by_a_checkpoint(reentrant):
     sums.release()
 
 
-def test_one_that_is_taken_out_costs_nothing():
-    layer, x = layer_of(), draw(TOKENS, INPUTS).requires_grad_()
-    low_rank(layer.weight)
-    assert linear(x, layer.weight, layer.bias).grad_fn.name() == "_ProductBackward"
-    layer.weight.gpubound.adapters = ()
-    assert linear(x, layer.weight, layer.bias).grad_fn.name() == layer(x).grad_fn.name()
-
-
-def test_plain_layers_multiply_by_their_records_while_somebody_wants_it():
-    """An adapter and a format ask for one nn.Linear of a model that is not ours: the last one out gives it its forward back."""
-    layer, other = layer_of(), layer_of()
-    model, x = nn.Sequential(layer, nn.ReLU()), draw(4, INPUTS)
-    bare, record = layer(x), made_record(layer.weight)
-    adapter = low_rank(layer.weight)
-    undo_adapter = multiply_by_records(model)
-    record.format = Halved()
-    undo_format = multiply_by_records(model)
-    both = (bare - layer.bias) / 2 + layer.bias + adapter.plain(x)
-    assert torch.allclose(layer(x), both, atol=1e-6) and "forward" not in vars(other)
-    record.adapters = ()
-    undo_adapter()
-    assert torch.allclose(layer(x), (bare - layer.bias) / 2 + layer.bias, atol=1e-6)
-    record.format = None
-    undo_format()
-    assert "forward" not in vars(layer) and torch.equal(layer(x), bare)
-
-
-def test_a_layer_with_a_forward_of_its_own_keeps_it():
-    layer = layer_of()
-    low_rank(layer.weight)
-    layer.forward = own = lambda x: x
-    undo = multiply_by_records(layer)
-    assert layer.forward is own
-    undo()
-    assert layer.forward is own
+def test_plain_layers_multiply_by_their_records_while_they_have_a_format():
+    """Two callers ask for one nn.Linear of a model that is not ours: it gets its forward back when the format is gone."""
+    layer, other, own = layer_of(), layer_of(), layer_of()
+    own.forward = changed = lambda x: x
+    model, x = nn.Sequential(layer, nn.ReLU(), own), draw(4, INPUTS)
+    bare = layer(x)
+    made_record(layer.weight).format = made_record(own.weight).format = Halved()
+    first, second = multiply_by_records(model), multiply_by_records(model)
+    first()
+    assert torch.allclose(layer(x), (bare - layer.bias) / 2 + layer.bias, atol=1e-6) and "forward" not in vars(other)
+    made_record(layer.weight).format = made_record(own.weight).format = None
+    second()
+    assert "forward" not in vars(layer) and torch.equal(layer(x), bare) and own.forward is changed
 
 
 def test_compiled_and_transformed_code_sees_the_adapter():
     layer, x = layer_of(), draw(TOKENS, INPUTS).requires_grad_()
-    adapter = low_rank(layer.weight)
-    want = linear(x, layer.weight, layer.bias)
+    adapter = low_rank_of(layer)
+    want = linear(x, layer.weight, layer.bias, [adapter])
     leaves = [x, layer.weight, *adapter.parameters]
     wanted = gradients(want, leaves)
 
@@ -286,13 +203,13 @@ def test_compiled_and_transformed_code_sees_the_adapter():
             self.layer = layer
 
         def forward(self, x):
-            return linear(x, self.layer.weight, self.layer.bias)
+            return linear(x, self.layer.weight, self.layer.bias, [adapter])
 
     compiled = torch.compile(Calls(), backend="aot_eager", fullgraph=True)(x)
     torch.testing.assert_close(compiled, want)
     for a, b in zip(gradients(compiled, leaves), wanted):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    each = torch.func.vmap(lambda row: linear(row, layer.weight, layer.bias))(x)
+    each = torch.func.vmap(lambda row: linear(row, layer.weight, layer.bias, [adapter]))(x)
     torch.testing.assert_close(each, want)
 
 
@@ -318,22 +235,22 @@ def test_a_frozen_format_of_ones_own():
     layer, x = layer_of(), draw(TOKENS, INPUTS).requires_grad_()
     layer.requires_grad_(False)
     format = made_record(layer.weight).format = Int8(layer.weight.detach())
-    adapter = low_rank(layer.weight)
+    adapter = low_rank_of(layer)
     leaves = [x, *adapter.parameters]
     want = F.linear(x, format.whole(x.dtype), layer.bias) + adapter.plain(x)
-    got = linear(x, layer.weight, layer.bias)
+    got = linear(x, layer.weight, layer.bias, [adapter])
     torch.testing.assert_close(got, want)
     for a, b in zip(gradients(got, leaves), gradients(want, leaves)):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
-        torch.testing.assert_close(linear(x, layer.weight, layer.bias), want)
+        torch.testing.assert_close(linear(x, layer.weight, layer.bias, [adapter]), want)
 
 
 def test_in_autocast():
     layer, x = layer_of(), draw(TOKENS, INPUTS).requires_grad_()
-    adapter = low_rank(layer.weight)
+    adapter = low_rank_of(layer)
     with torch.autocast("cpu", torch.bfloat16):
-        y = linear(x, layer.weight, layer.bias)
+        y = linear(x, layer.weight, layer.bias, [adapter])
         want = layer(x) + adapter.plain(x)
     assert y.dtype == want.dtype == torch.bfloat16
     torch.testing.assert_close(y, want, rtol=2e-2, atol=2e-2)
@@ -348,20 +265,16 @@ def test_in_autocast():
 def test_an_input_of_another_dtype_is_refused_without_autocast(owner, call):
     """With a main_grad the weight was silently cast, without one torch raised."""
     layer = {
-        "linear": layer_of(),
+        "linear": nn.ModuleDict({"only": layer_of()}),
         "stacked": layers.Attention(INPUTS, 2),
         "mlp": layers.MLP(INPUTS, OUTPUTS),
     }[call]
-    run = {
-        "linear": lambda x: linear(x, layer.weight, layer.bias),
-        "stacked": lambda x: layer(x, None),
-        "mlp": layer,
-    }[call]
-    for p in layer.parameters():
+    for name, projection in list(layer.named_children()):
         if owner == "main_grad":
-            p.main_grad = torch.zeros_like(p)
-        elif owner == "adapter" and p.dim() == 2:
-            low_rank(p)
+            projection.weight.main_grad = torch.zeros_like(projection.weight)
+        elif owner == "adapter":
+            setattr(layer, name, Adapted(projection, low_rank_of(projection)))
+    run = {"linear": lambda x: run_linear(layer.only, x), "stacked": lambda x: layer(x, None), "mlp": layer}[call]
     x = draw(1, 3, INPUTS, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"bfloat16.*float32"):
         run(x)

@@ -11,12 +11,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gpubound import layers
-from gpubound.kernels.tensor_state import made_record, record_of
-from gpubound.layers.frozen_fp8 import InFp8
+from gpubound.kernels.tensor_state import record_of
+from gpubound.layers.fused_weights import run_linear
 from gpubound.layers.linear_product import linear
-from gpubound.layers.quantized_base import Base, InInt8, InNf4, written
+from gpubound.layers.quantized_base import Base, InFp8, InInt8, InNf4, dequantised
 
-from .test_linear_product import RANK, LowRank, draw, gradients
+from .adapted import Adapted, low_rank
+from .test_linear_product import draw, gradients
 
 KINDS = [InNf4, InInt8, InFp8]
 BY_DEFINITION = [InNf4, InInt8]  # they change the weight alone; fp8 rounds x and g too
@@ -33,15 +34,7 @@ def layer_in(kind, outputs=OUTPUTS, bias=True, dtype=torch.float32, seed=0):
 
 
 def numbers(*layers, dtype=torch.float32):
-    return written([layer.weight for layer in layers], dtype)
-
-
-def low_rank(layer):
-    """Hangs one on the layer's weight."""
-    shapes = (RANK, layer.in_features), (layer.out_features, RANK)
-    adapter = LowRank(*(nn.Parameter(0.3 * draw(*shape, seed=5)) for shape in shapes))
-    made_record(layer.weight).adapters += (adapter,)
-    return adapter
+    return dequantised([layer.weight for layer in layers], dtype)
 
 
 def run(layer, x):
@@ -67,15 +60,15 @@ def test_codes_stand_for_the_weight(kind):
 @pytest.mark.parametrize("bias", [False, True])
 def test_an_adapter_trains_on_top(kind, bias, shape):
     layer, x = layer_in(kind, bias=bias), draw(*shape, INPUTS).requires_grad_()
-    adapter = low_rank(layer)
+    adapter = low_rank(INPUTS, OUTPUTS)
     leaves = [x, *adapter.parameters]
     want = F.linear(x, numbers(layer), layer.bias) + adapter.plain(x)
-    got = run(layer, x)
+    got = Adapted(layer, adapter)(x)
     torch.testing.assert_close(got, want)
     for a, b in zip(gradients(got, leaves), gradients(want, leaves)):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
-        torch.testing.assert_close(run(layer, x), want)
+        torch.testing.assert_close(Adapted(layer, adapter)(x), want)
 
 
 def in_8_bits(t, factor=1.0):
@@ -93,7 +86,7 @@ def test_fp8_rounds_x_and_g_by_rows(bias):
     y = run(layer, x)
     (dx,) = torch.autograd.grad(y, [x], g)
     added = 0 if layer.bias is None else layer.bias.double()
-    scale = layer.base.numbers("scale").double()
+    scale = layer.base.buffer("scale").double()
     assert torch.allclose(y.double(), in_8_bits(x) @ weight.t() + added, rtol=1e-4, atol=1e-4)
     assert torch.allclose(dx.double(), in_8_bits(g, scale) @ (weight / scale[:, None]), rtol=1e-4, atol=1e-4)
     assert (dx.double() - g.double() @ weight).norm() < 0.04 * dx.norm()
@@ -104,10 +97,10 @@ def test_fp8_under_an_adapter():
     layer, x = layer_in(InFp8), draw(7, INPUTS).requires_grad_()
     alone = run(layer, x)
     (dx,) = gradients(alone, [x])
-    adapter = low_rank(layer)
+    adapter = low_rank(INPUTS, OUTPUTS)
     added = adapter.plain(x)
     more, *wanted = gradients(added, [x, *adapter.parameters])
-    got = run(layer, x)
+    got = Adapted(layer, adapter)(x)
     torch.testing.assert_close(got, alone + added)
     for a, b in zip(gradients(got, [x, *adapter.parameters]), [dx + more, *wanted]):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -117,8 +110,9 @@ def test_fp8_under_an_adapter():
 def test_several_that_are_multiplied_as_one(kind):
     modules = nn.ModuleList(layer_in(kind, outputs, seed=outputs) for outputs in (48, 16, 32))
     x = draw(2, 3, INPUTS).requires_grad_()
-    adapter = low_rank(modules[1])
-    each = torch.cat([run(module, x) for module in modules], -1)
+    adapter = low_rank(INPUTS, 16)
+    modules[1] = Adapted(modules[1], adapter)
+    each = torch.cat([run_linear(module, x) for module in modules], -1)
     leaves = [x, *adapter.parameters]
     wanted = gradients(each, leaves)
     stacked = layers.Stacked()

@@ -84,15 +84,15 @@ def test_a_gain_with_an_offset_is_computed_again_as_it_was(device, monkeypatch):
 def test_what_is_small_is_kept():
     norm = layers.RMSNorm(4)
     large, small = torch.ones(recompute.LEAST_BYTES // 16, 4), torch.ones(recompute.LEAST_BYTES // 16 - 1, 4)
-    assert recompute.origin(norm(large)) is not None and recompute.origin(norm(small)) is None
+    assert recompute.recipe_of(norm(large)) is not None and recompute.recipe_of(norm(small)) is None
     with recompute.recomputing(norm, recompute.KEEP_ALL):
-        assert recompute.origin(norm(large)) is None
+        assert recompute.recipe_of(norm(large)) is None
     with recompute.recomputing(norm, 0):
-        assert recompute.origin(norm(small)) is not None
+        assert recompute.recipe_of(norm(small)) is not None
         with recompute.recomputing(norm, recompute.KEEP_ALL):
-            assert recompute.origin(norm(small)) is None
-        assert recompute.origin(norm(small)) is not None
-    assert recompute.origin(norm(small)) is None
+            assert recompute.recipe_of(norm(small)) is None
+        assert recompute.recipe_of(norm(small)) is not None
+    assert recompute.recipe_of(norm(small)) is None
 
 
 def test_a_checkpoint_computes_again_as_its_forward_did():
@@ -170,11 +170,11 @@ def test_an_activation_whose_reader_would_keep_it_is_computed_again(make, device
         mlp, read = make(device), []
         like = next(p for p in mlp.parameters() if p.is_floating_point())
         x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(1)).to(device, like.dtype).requires_grad_()
-        was = recompute.origin
-        monkeypatch.setattr(recompute, "origin", lambda y: read.append(was(y) is not None) or was(y))
+        was = recompute.recipe_of
+        monkeypatch.setattr(recompute, "recipe_of", lambda y: read.append(was(y) is not None) or was(y))
         with recompute.recomputing(mlp, least):
             y = mlp(x)
-        monkeypatch.setattr(recompute, "origin", was)
+        monkeypatch.setattr(recompute, "recipe_of", was)
         y.backward(torch.ones_like(y))
         trained = [p for p in mlp.parameters() if p.requires_grad]
         return read, [y, x.grad, *(p.grad if (sums := getattr(p, "main_grad", None)) is None else sums for p in trained)]

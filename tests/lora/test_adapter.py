@@ -7,12 +7,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gpubound.kernels import lora_grads
-from gpubound.kernels.tensor_state import made_record
 from gpubound.layers import Stacked, linear_product
-from gpubound.layers.linear_product import linear
 from gpubound.lora import adapter, add, parameters
-from gpubound.lora.adapter import LowRank, Together
+from gpubound.lora.adapter import LowRank, LowRankGroup
 from gpubound.train import Accumulators
+
+from ..layers import adapted
+from ..layers.adapted import Adapted
 
 K, RANK = 24, 4
 
@@ -23,21 +24,14 @@ def draw(*shape, seed=0, dtype=torch.float32):
 
 def frozen(outputs, dtype=torch.float32, bias=True):
     torch.manual_seed(outputs)
-    return nn.Linear(K, outputs, bias=bias, dtype=dtype).requires_grad_(False)
+    return Adapted(nn.Linear(K, outputs, bias=bias, dtype=dtype).requires_grad_(False))
 
 
 def low_rank(layer, seed=1, rank=RANK, scale=0.5, dropout=0.0, dtype=None):
-    """One more adapter on the layer's weight."""
-    dtype = dtype or layer.weight.dtype
-    a, b = (nn.Parameter(draw(*shape, seed=seed, dtype=dtype) / 4) for shape in ((rank, K), (layer.out_features, rank)))
-    low = LowRank(a, b, scale, nn.Dropout(dropout))
-    record = made_record(layer.weight)
-    record.adapters = (*record.adapters, low)
-    return low
-
-
-def run(layer, x):
-    return linear(x, layer.weight, layer.bias)
+    """Add one more adapter to the layer."""
+    dtype, (outputs, inputs) = dtype or layer.weight.dtype, layer.weight.shape
+    layer.adapters.append(adapted.low_rank(inputs, outputs, rank, seed, dtype, scale, dropout))
+    return layer.adapters[-1]
 
 
 def formula(layer, x, *lows):
@@ -64,11 +58,11 @@ def test_it_is_the_formula(shape, outputs, rank):
     layer, x = frozen(outputs), draw(*shape).requires_grad_()
     low = low_rank(layer, rank=rank)
     leaves = [x, low.a, low.b]
-    got, want = run(layer, x), formula(layer, x, low)
+    got, want = layer(x), formula(layer, x, low)
     torch.testing.assert_close(got, want)
     assert_same(gradients(got, leaves), gradients(want, leaves), rtol=1e-5, atol=1e-5)
     with torch.no_grad():
-        torch.testing.assert_close(run(layer, x), want)
+        torch.testing.assert_close(layer(x), want)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
@@ -87,10 +81,10 @@ def test_where_one_kernel_multiplies_and_adds(shape, dropout, monkeypatch):
     for interpret in ("0", "1"):
         monkeypatch.setenv("TRITON_INTERPRET", interpret)
         torch.manual_seed(3)
-        y = torch.cat([run(layers[0], x), stacked.product(x, layers)], -1)
+        y = torch.cat([layers[0](x), stacked.product(x, layers)], -1)
         with torch.no_grad():
             torch.manual_seed(3)
-            without = run(layers[0], x)
+            without = layers[0](x)
         found.append([y, without, *gradients(y, leaves)])
         assert len(products) == (4 if interpret == "1" else 0), "y of one weight, with and without gradients, and dx of both"
     assert_same(*found, rtol=1e-4, atol=1e-5)
@@ -99,7 +93,7 @@ def test_where_one_kernel_multiplies_and_adds(shape, dropout, monkeypatch):
 def test_x_may_have_gaps():
     layer, x = frozen(8), draw(K, 3, 2).requires_grad_()
     low = low_rank(layer)
-    got, want = run(layer, x.permute(2, 1, 0)), formula(layer, x.permute(2, 1, 0), low)
+    got, want = layer(x.permute(2, 1, 0)), formula(layer, x.permute(2, 1, 0), low)
     assert_same(gradients(got, [x, *low.parameters]), gradients(want, [x, *low.parameters]))
 
 
@@ -107,7 +101,7 @@ def test_gradients_in_fp64():
     layer = frozen(6, torch.float64)
     low = low_rank(layer)
     x = draw(3, K, dtype=torch.float64).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, a, b: run(layer, x), (x, low.a, low.b))
+    assert torch.autograd.gradcheck(lambda x, a, b: layer(x), (x, low.a, low.b))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -115,7 +109,7 @@ def test_gradients_in_fp64():
 def test_sixteen_bits(dtype, adapters):
     layer, x = frozen(16, dtype), draw(12, K, dtype=dtype).requires_grad_()
     low = low_rank(layer, dtype=adapters)
-    got = run(layer, x)
+    got = layer(x)
     leaves = [x, low.a, low.b]
     assert got.dtype == dtype
     wide, exact = frozen(16, dtype).float(), x.detach().float().requires_grad_()
@@ -131,7 +125,7 @@ def test_several_on_one_weight():
     layer, x = frozen(8), draw(5, K).requires_grad_()
     lows = [low_rank(layer, 1), low_rank(layer, 2, rank=2), low_rank(layer, 3, scale=2.0)]
     leaves = [x, *(p for low in lows for p in low.parameters)]
-    got, want = run(layer, x), formula(layer, x, *lows)
+    got, want = layer(x), formula(layer, x, *lows)
     torch.testing.assert_close(got, want)
     assert_same(gradients(got, leaves), gradients(want, leaves), rtol=1e-5, atol=1e-5)
 
@@ -143,8 +137,8 @@ def test_weights_that_are_multiplied_as_one_read_x_once(monkeypatch):
     x = draw(2, 3, K).requires_grad_()
     want = torch.cat([formula(layers[0], x, lows[0]), formula(layers[1], x, lows[3]), formula(layers[2], x, *lows[1:3])], -1)
     leaves = [x, *(p for low in lows for p in low.parameters)]
-    groups, init = [], Together.__init__
-    monkeypatch.setattr(Together, "__init__", lambda self, members: groups.append(len(members)) or init(self, members))
+    groups, init = [], LowRankGroup.__init__
+    monkeypatch.setattr(LowRankGroup, "__init__", lambda self, members: groups.append(len(members)) or init(self, members))
     got = Stacked().product(x, layers)
     assert sorted(groups) == [1, 3]
     torch.testing.assert_close(got, want)
@@ -187,7 +181,7 @@ def test_micro_batches_sum_in_fp32_to_one_batch(dtype):
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 def test_neighbours_are_one_adapter(dropout, monkeypatch):
     """q, k and v: one h, one product for all gradients; the same numbers as one by one."""
-    model = nn.ModuleDict({name: frozen(outputs) for name, outputs in (("q", 32), ("k", 16), ("v", 16))})
+    model = nn.ModuleDict({name: frozen(outputs).base_layer for name, outputs in (("q", 32), ("k", 16), ("v", 16))})
     add(model, 4, dropout=dropout, init=False)
     stacked, x, found, written = Stacked(), draw(2, 3, K), [], []
     stacked.product(x, list(model.values()))
@@ -214,17 +208,17 @@ def test_it_keeps_x_and_the_narrow_product():
     layer, x, kept = frozen(40), draw(16, K).requires_grad_(), []
     low_rank(layer)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        run(layer, x)
+        layer(x)
     assert sorted(t.numel() for t in kept) == [16 * RANK, 16 * K]
 
 
 def dropping(layer, x):
     """y and the mask: with b the identity and a all ones in one place, what was added shows which elements were kept."""
-    (low,) = layer.weight.gpubound.adapters
+    (low,) = layer.adapters
     with torch.no_grad():
         low.a.copy_(torch.eye(K))
         low.b.copy_(torch.eye(K))
-    y = run(layer, x)
+    y = layer(x)
     return y, (y - F.linear(x, layer.weight, layer.bias)).detach() != 0
 
 
@@ -250,7 +244,7 @@ def test_dropout_under_a_checkpoint(reentrant):
     low = low_rank(layer, dropout=0.25)
     leaves = [x, low.a, low.b]
     found = []
-    for call in (run, lambda layer, x: checkpoint(lambda t: run(layer, t), x, use_reentrant=reentrant)):
+    for call in (lambda layer, x: layer(x), lambda layer, x: checkpoint(lambda t: layer(t), x, use_reentrant=reentrant)):
         torch.manual_seed(3)
         y = call(layer, x)
         for leaf in leaves:
@@ -267,7 +261,7 @@ def test_compiled_code_sees_it():
             self.layer = frozen(8)
 
         def forward(self, x):
-            return run(self.layer, x)
+            return self.layer(x)
 
     calls, x = Calls(), draw(5, K).requires_grad_()
     low = low_rank(calls.layer)

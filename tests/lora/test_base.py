@@ -314,7 +314,7 @@ def test_a_models_own_files_have_no_codes(tmp_path):
     model = Decoder(DecoderConfig(vocabulary=50, hidden=64, layers=1, heads=4, kv_heads=2, intermediate=128))
     gb.lora.quantize_base(model, "nf4")
     sentence = refusal(lambda: save_hf(model, tmp_path))
-    said = r"is in nf4, and a model's own files have no place for it; call gb.lora.dequantize_base first\."
+    said = r"is in nf4, which a model's own files cannot store; call gb.lora.dequantize_base first\."
     assert re.fullmatch(rf"lora: the weight of model\.\S+ {said}", sentence), sentence
     gb.lora.dequantize_base(model)
     save_hf(model, tmp_path)

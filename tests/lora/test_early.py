@@ -45,7 +45,9 @@ def named_and_asked(model, more, monkeypatch):
 
     monkeypatch.setattr(lora, "implementation", noted)
     monkeypatch.setattr(norms, "implementation", noted)
-    monkeypatch.setattr("gpubound.layers.linear_product._adds", lambda format, x: format is early.AS_IT_IS)  # as on a GPU
+    monkeypatch.setattr(
+        "gpubound.layers.linear_product.has_fused_kernel", lambda format, x: format is early.DENSE
+    )  # as on a GPU
     ids = torch.randint(64, (2, 16))
     step = gb.TrainStep(model.train(), "causal_lm", precision="fp32", graph="off")
     named = {*early.calls(model), *early.products(model, {"input_ids": ids})}

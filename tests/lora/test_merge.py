@@ -29,7 +29,7 @@ def test_there_and_back(dtype, placed):
     adapted(model, seed=5, name="second", targets=["q_proj"])
     before, want = weights(model), model(tokens()).logits
     error = gb.lora.merge(model)
-    assert not any(layers.read(layer).extra for layer in adapted_layers(model)), "nothing is left to multiply"
+    assert not any(layers.read(layer).adapters for layer in adapted_layers(model)), "nothing is left to multiply"
     got = model(tokens()).logits
     limit = 1e-5 if dtype == torch.float32 else 5e-2
     assert (got - want).norm() <= limit * want.norm()

@@ -122,7 +122,7 @@ def test_what_is_not_plain_lora_runs_as_peft_wrote_it(options, why, order):
     trace.fallbacks.clear()
     ours, theirs = both(order, **options)
     assert_close(training_run(ours, batch()), training_run(theirs, batch()))
-    assert {reason for _, reason in trace.fallbacks} == {f"{why}, so it is called as it is"}
+    assert {reason for _, reason in trace.fallbacks} == {f"{why}, so it is called"}
 
 
 MIXED = [["default", "__base__"], ["second", "default"], ["second", "second"], ["__base__", "__base__"]]

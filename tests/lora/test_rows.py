@@ -15,7 +15,7 @@ from gpubound.kernels import lora_grads
 from gpubound.kernels.accumulate import join_rows
 from gpubound.kernels.hash_dropout import drawn, kept
 from gpubound.layers import linear_product
-from gpubound.lora.adapter import PerRow
+from gpubound.lora.adapter import RoutedLowRank
 from gpubound.lora.layers import read
 from gpubound.train import Accumulators
 from tests.messages import message
@@ -148,8 +148,8 @@ def test_all_adapters_of_a_weight_are_one_matrix(accumulated, monkeypatch):
         if accumulated:
             sums = Accumulators(model.named_parameters())
             sums.begin()
-        lows = [low for layer in model.layers.values() for low in read(layer).extra]
-        assert [type(low) for low in lows] == [PerRow] * 3
+        lows = [low for layer in model.layers.values() for low in read(layer).adapters]
+        assert [type(low) for low in lows] == [RoutedLowRank] * 3
         for low in lows:
             assert low.a.data_ptr() == low.all_a[0].data_ptr() and low.b.data_ptr() == low.all_b[0].data_ptr()
         whole = join_rows([low.a for low in lows])

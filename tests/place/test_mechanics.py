@@ -202,7 +202,7 @@ def test_hooks_still_fire():
         "(the model)": {"lm_head: a projection carries hooks": 1},
         "model": {"hooks on a layer": 1, "hooks on self_attn": 1, "hooks on the activation": 1, "hooks on input_layernorm": 1},
         "model.layers.1.mlp": {"hooks on the activation": 1},
-        "model.layers.1.self_attn": {"a projection carries hooks, so it is called as it is": 1},
+        "model.layers.1.self_attn": {"a projection carries hooks, so it is called": 1},
     }
 
 

@@ -10,7 +10,7 @@ from gpubound import trace
 from gpubound.kernels.quantize import has_cores
 from gpubound.kernels.tensor_state import record_of
 from gpubound.layers import fp8
-from gpubound.layers.linear_formats import AS_IT_IS, format_of
+from gpubound.layers.linear_product import DENSE, format_of
 from gpubound.models import Decoder, DecoderConfig
 from gpubound.place import place
 from gpubound.train import AdamW, Schedule, TrainStep, precision as sites
@@ -164,7 +164,7 @@ def test_a_weight_that_does_not_fit_stays_in_bf16_and_is_counted():
     step = TrainStep(model, squares, precision="fp8")
     assert trace.fallbacks[why] == before + 1
     fits, other = (format_of(block[0].weight) for block in model.blocks)
-    assert fits is not AS_IT_IS and other is AS_IT_IS
+    assert fits is not DENSE and other is DENSE
     step.close()
 
 

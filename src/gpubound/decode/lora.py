@@ -25,7 +25,7 @@ from ..kernels.decode_adapters import (
     table_of,
 )
 from ..kernels.lora import lora_down, lora_up
-from ..layers.fused_weights import foreign
+from ..layers.fused_weights import has_reader
 from ..models.decoding import Linear
 
 # The most tokens whose adapters a kernel adds row by row. Products for each adapter, three launches of each, made a step of 1b
@@ -36,7 +36,7 @@ ROW_BY_ROW = 64
 def adapter_names(model: nn.Module) -> dict[int, str]:
     """Return the names of a model's adapters by the id of their a."""
     found: dict[int, str] = {}
-    for layer in filter(foreign, model.modules()):
+    for layer in filter(has_reader, model.modules()):
         halves: Any = layer.lora_A
         found |= {id(half.weight): name for name, half in halves.items()}
     return found

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..graph.guards import address_check
-from ..kernels.tensor_state import ATTRIBUTE
-from ..layers.fused_weights import foreign, site_of
-from ..layers.linear_formats import adapters_of
+from ..layers.fused_weights import has_reader, site_of
 from ..lora.layers import adapted_layers, adding
 from ..trace import notice
 
@@ -41,8 +39,8 @@ def model_tensors(model: nn.Module, *kinds: str) -> Iterator[ModelTensor]:
 class TensorWatch:
     """Detect tensors of a model that were replaced, moved or added: graphs hold the addresses of those that they read.
 
-    Values may change. A bias that is added, an adapter that is attached or detached, and a PEFT layer that adds something else
-    are detected too, because graphs hold their products.
+    Values may change. A bias that is added, and a PEFT layer with other adapters, are detected too, because graphs hold their
+    products.
     """
 
     def __init__(self, model: nn.Module, *kinds: str) -> None:
@@ -56,17 +54,13 @@ class TensorWatch:
         ]
         tensors = [one.tensor for one in self._found]
         self._addresses = [tensor.data_ptr() for tensor in tensors]
-        self._adapters = [adapters_of(tensor) for tensor in tensors]
         self._same_addresses = address_check(tensors, self._addresses)
         self._layers = [(name, layer, _added(layer)) for name, layer in adapted_layers(model)]
 
     def moved(self) -> str | None:
-        """Return the name of the first tensor that was replaced, has other adapters or has moved; None if there is none."""
-        for one, adapters in zip(self._found, self._adapters):
+        """Return the name of the first tensor that was replaced or has moved, or of a layer with other adapters, or None."""
+        for one in self._found:
             if one.holder.get(one.key) is not one.tensor:
-                return one.name
-            plain = not adapters and getattr(one.tensor, ATTRIBUTE, None) is None  # most tensors: no call for them
-            if not plain and adapters_of(one.tensor) != adapters:
                 return one.name
         if (name := next((name for name, layer, added in self._layers if _added(layer) != added), None)) is not None:
             return name
@@ -80,7 +74,10 @@ class TensorWatch:
 
 def _added(layer: Any) -> tuple:
     """Return what an adapted layer adds to its product."""
-    return site_of(layer).added if foreign(layer) else adding(layer)
+    if not has_reader(layer):
+        return adding(layer)
+    site = site_of(layer)
+    return site.why, *(adapter.identity for adapter in site.adapters)
 
 
 class ModuleTree:

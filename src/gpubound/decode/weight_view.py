@@ -19,9 +19,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from .. import lora
 from ..errors import GenerateError
 from ..layers import MLP, Attention, LMLoss, RopeTable
-from ..layers.fused_weights import Projecting, Stacked, describe, foreign, hooked, site_of
-from ..layers.linear_formats import format_of
-from ..layers.state_dict_storage import give_own_storages
+from ..layers.fused_weights import Projecting, Stacked, describe, has_reader, hooked, site_of
+from ..layers.linear_product import format_of
+from ..layers.weight_memory import give_own_storages
 from ..lora.adapter import LowRank
 from ..lora.layers import active_in, adapted_layers
 from ..models.decoding import Reader, linear_of, weight_of
@@ -197,8 +197,8 @@ def _unread(model: nn.Module, reader: Reader) -> str | None:
     """Why the kernels do not add what the model's adapters do."""
     read = [low for layer in reader.layers() for part in layer for one in part.linears() for low in one.adapters]
     known = {id(low.a) for low in read}
-    layers = [(key, layer, site_of(layer).extra) for key, layer in adapted_layers(model)]
-    if other := [key for key, layer, _ in layers if not foreign(layer) and active_in(layer)]:
+    layers = [(key, layer, site_of(layer).adapters) for key, layer in adapted_layers(model)]
+    if other := [key for key, layer, _ in layers if not has_reader(layer) and active_in(layer)]:
         return f"{other[0]}: it carries a low-rank adapter, and is no projection of a layer"
     on = [(key, low.parameters[0]) for key, _, extra in layers for low in extra]
     if missed := [key for key, a in on if id(a) not in known]:
@@ -227,7 +227,7 @@ def _uneven(reader: Reader) -> str | None:
 
 def unadded(model: nn.Module) -> str | None:
     """Of a step that adds no adapters: which projection has some."""
-    found = next((key for key, layer in adapted_layers(model) if site_of(layer).extra), None)
+    found = next((key for key, layer in adapted_layers(model) if site_of(layer).adapters), None)
     return None if found is None else f"{found}: it carries a low-rank adapter, which a step of its own does not add"
 
 

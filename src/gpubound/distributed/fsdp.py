@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import Parameter
 
 from ..device import grow_segments
-from ..layers.linear_formats import format_of, is_sharded
+from ..layers.linear_product import format_of, is_sharded
 from ..layers.quantized_base import Base
 from ..lora.layers import of_peft
 from .deferred_init import InitRecorder, key_of

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
 from ..kernels.tensor_state import record_of, share_record
-from ..layers.linear_formats import is_sharded
+from ..layers.linear_product import is_sharded
 from ..layers.quantized_base import Base
 from .ranks import ranks_of
 
@@ -59,7 +59,7 @@ def join_records(model: nn.Module) -> None:
             share_record(known.sharded_param, known._unsharded_param)
         for module in unit.modules():
             if isinstance(module, Base) and not is_sharded(module.layer.weight):
-                module.hang_anew()
+                module.reattach()
         unit.reshard()
 
 

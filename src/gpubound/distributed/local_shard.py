@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..layers.linear_formats import is_sharded as is_sharded, whole
+from ..layers.linear_product import full_tensor, is_sharded as is_sharded
 from .ranks import Ranks
 
 
@@ -47,7 +47,7 @@ def any_sharded(tensors: Iterable[Tensor]) -> bool:
 def gathered(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor by name, whole, one after the other. Where it is sharded all ranks must come to it, and each gets it."""
     for name, tensor in state.items():
-        yield name, whole(tensor.detach())
+        yield name, full_tensor(tensor.detach())
 
 
 def export(save: Callable[[Iterator[tuple[str, Tensor]]], object], state: Mapping[str, Tensor], ranks: Ranks) -> None:

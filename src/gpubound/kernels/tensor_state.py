@@ -20,8 +20,7 @@ ATTRIBUTE = "gpubound"
 @dataclass(slots=True)
 class Record:
     # of a parameter: how it is multiplied by, and where its gradient goes
-    format: Any = None  # a Format of layers/linear_formats.py; None: dense
-    adapters: tuple[Any, ...] = ()  # what its products add to their results, Adapters of layers/linear_formats.py
+    format: Any = None  # a Format of layers/linear_product.py; None: dense
     # The next delivery to main_grad begins a new sum, so it writes: True where a CUDA graph records that, whose replays then
     # begin the sum again, False where none does. None: it adds.
     opening: bool | None = None
@@ -30,7 +29,7 @@ class Record:
     # of a parameter sharded by rows: the gathered Parameter that products use. Both have this record
     gathered: Any = field(default=None, compare=False)
     # of what a forward computed
-    origin: Any = None  # how backward computes it again, a RecomputeRecipe of layers/recompute.py
+    recipe: Any = None  # how backward computes it again, a RecomputeRecipe of layers/recompute.py
     # of a quantised state: dequantises its storage part by part, for comparison by a certificate
     numbers: Any = None
 

@@ -18,7 +18,6 @@ from ..kernels.accumulate import deliver_rows, main_gradient
 from ..kernels.dispatch import transformed
 from ..trace import fallback
 from .fused_weights import Kernels, hooked
-from .linear_formats import adapted, weight_of
 
 # Relative error allowed between two runs of the same model: two roundings to the dtype, and tf32 products.
 AGREE = {torch.float32: 2e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -116,7 +115,7 @@ def lm_loss(
 def plain_head(head: Any) -> bool:
     """Return whether calling it does its weight's product alone, without a bias."""
     plain = type(head) in (LMLoss, nn.Linear) and not hooked(head) and head.bias is None
-    return plain and type(head._parameters.get("weight")) is nn.Parameter and not adapted(weight_of(head))
+    return plain and type(head._parameters.get("weight")) is nn.Parameter
 
 
 def logits_loss(logits: Tensor, labels: Tensor, total: Tensor | float | None = None, ignore_index: int = -100) -> Tensor:
@@ -138,8 +137,6 @@ def why_whole(head: nn.Module, logits: Callable[[], Tensor], hidden: Callable[[]
     The head's weights have no say in it: they may be zero, or so small that a cap on the logits does not show. Does it read
     the hidden states, and is what it gives, known and large for this once, what the model gives?
     """
-    if isinstance(head, nn.Linear) and adapted(weight_of(head)):
-        return "its head carries a low-rank adapter"
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
         kind = f"{type(head).__module__.split('.')[0]}.{type(head).__name__}"
         return f"its head (get_output_embeddings) is a {kind}, not a plain nn.Linear"

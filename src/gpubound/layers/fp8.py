@@ -21,8 +21,7 @@ from ..kernels.accumulate import deliver_product, weight_gradients
 from ..kernels.dispatch import Call
 from ..kernels.quantize import LARGEST, MULTIPLE, scaled_product
 from ..trace import fallback
-from .linear_formats import AS_IT_IS, Format, Joined, format_of, rows_of
-from .linear_product import check_unchanged
+from .linear_product import DENSE, Format, Joined, check_unchanged, format_of, rows_of
 
 FINE, WIDE = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENT = WIDE
@@ -71,13 +70,13 @@ class Fp8(Format):
     def reads_input(self) -> bool:  # type: ignore[override]
         return not WEIGHT_GRADIENT_IN_FP8
 
-    def taking(self, x: Tensor, weights: Sequence[Tensor]) -> Format:
+    def select(self, x: Tensor, weights: Sequence[Tensor]) -> Format:
         if x.dtype != weights[0].dtype or any(type(format_of(weight)) is not Fp8 for weight in weights):
-            return AS_IT_IS
+            return DENSE
         rows = x.numel() // x.shape[-1]
         if rows % MULTIPLE:
             fallback("fp8 product", f"{rows} tokens are no multiple of {MULTIPLE}; it is computed in {x.dtype}")
-        return self if rows and rows % MULTIPLE == 0 else AS_IT_IS
+        return self if rows and rows % MULTIPLE == 0 else DENSE
 
     def forward(self, x: Tensor, joined: Joined) -> tuple[Tensor, Sequence[Tensor]]:
         """Kept is x in 8 bits, transposed: half of what the 16-bit product keeps."""
@@ -130,7 +129,7 @@ class Fp8(Format):
     def gated(self, x: Tensor, gates: Joined, down: Joined) -> Tensor | None:
         if not WEIGHT_GRADIENT_IN_FP8 or gates.bias is not None or torch.is_autocast_enabled(x.device.type):
             return None
-        format = format_of(gates.weights[0]).taking(x, gates.weights)
+        format = format_of(gates.weights[0]).select(x, gates.weights)
         return _Gated.apply(x, format, self, gates, down, *gates.weights, *down.weights) if type(format) is Fp8 else None
 
 

@@ -1,12 +1,12 @@
 """Several linear layers as one product.
 
 q, k and v read the same x, and so do gate and up: stacked by rows they are one matrix and one product, which reads x once,
-fills the GPU better than three small products, and gives back one input gradient instead of three to be added.
+fills the GPU better than three small products, and returns one input gradient instead of three to be added.
 
-The stacked matrix is no parameter of its own. The layers' weights stay the parameters, each a row slice of one buffer, so
-state_dict, optimizers and adapters work as before. What moves a parameter's memory away (`.to()`, `copy.deepcopy`,
-`load_state_dict(assign=True)`) is seen by its address at the next call, and the buffer is filled anew. What must not be moved
-(a sharded weight), or cannot lie in two places (one weight of two layers), is multiplied on its own: a fallback.
+The stacked matrix is not a parameter. The layers' weights stay the parameters, each a row slice of one buffer, so state_dict,
+optimizers and adapters work as before. Moving a parameter's memory (`.to()`, `copy.deepcopy`, `load_state_dict(assign=True)`)
+is detected by its address at the next call, and the buffer is filled again. A weight that must not be moved (a sharded one), or
+that two layers share, is multiplied separately: a fallback.
 """
 
 from collections import Counter
@@ -20,23 +20,21 @@ from torch import Tensor, nn
 from ..errors import GraphError
 from ..kernels.accumulate import join_rows
 from ..trace import fallback
-from .linear_formats import ADAPTERS, AS_IT_IS, Adapter, Joined, adapted, format_of, weight_of
-from .linear_product import linear, multiply
-from .shared_memory import any_over, movers
-from .state_dict_storage import own_storages
+from .linear_product import DENSE, Adapter, Joined, format_of, linear, multiply
+from .weight_memory import moving_modules, own_storages, shares_memory
 
 Kernels = tuple[str, tuple[str, ...]]
-"""what a module runs, in words for a table, and the ops that its {} stands for"""
+"""a description of the kernels that a module runs, for a table, and the ops that replace its {}"""
 
 
 def plain(layer: Any) -> bool:
-    """True when calling `layer` does nothing but x weightᵀ + bias: no subclass, no hook, no parameter of a special kind."""
+    """Return whether calling `layer` computes x weightᵀ + bias alone: no subclass, no hook, no parameter of a special kind."""
     return type(layer) is nn.Linear and not hooked(layer) and type(layer._parameters.get("weight")) is nn.Parameter
 
 
 def bare(layer: Any) -> bool:
-    """True when the weight alone says what `layer` does: it is plain and holds numbers, and no adapter adds to its products."""
-    return plain(layer) and not adapted(weight := weight_of(layer)) and not format_of(weight).coded
+    """Return whether `layer` is plain and its weight is not quantised."""
+    return plain(layer) and not format_of(layer._parameters["weight"]).coded
 
 
 def hooked(module: Any, but: Container = ()) -> bool:
@@ -49,44 +47,39 @@ def hooked(module: Any, but: Container = ()) -> bool:
 
 
 class LinearSite(NamedTuple):
-    """Weight and bias of a layer's call, and adapters that its weight's record does not have; or why it must be called."""
+    """Weight, bias and adapters of a layer's call, or the reason why the layer must be called."""
 
     weight: Any = None
     bias: Any = None
-    extra: Sequence[Adapter] = ()
+    adapters: Sequence[Adapter] = ()
     why: str | None = None
-
-    @property
-    def added(self) -> tuple:
-        """Return a key that changes when other adapters are added: `extra` is a new list at each reading."""
-        return self.why, *(adapter.identity for adapter in self.extra)
 
 
 FORWARDS: set[Callable[..., Tensor]] = set()
 """The functions that gpubound sets as a layer's forward, bound to the layer by functools.partial."""
 
 READERS: dict[tuple[str, str], Callable[[Any], LinearSite]] = {}
-"""What knows the sites of layers that another library puts around an nn.Linear, by the module and name of their class."""
+"""Functions that read layers that another library puts around an nn.Linear, by the module and name of their class."""
 
 
 def site_of(layer: Any) -> LinearSite:
     if plain(layer):
-        return LinearSite(weight_of(layer), layer._parameters["bias"])
-    read = _reader(layer)
+        return LinearSite(layer._parameters["weight"], layer._parameters["bias"])
+    read = READERS.get(class_key(layer))
     return LinearSite(why=describe(layer)) if read is None else read(layer)
 
 
-def foreign(layer: Any) -> bool:
-    """Return whether the layer is of another library's class that READERS knows."""
-    return _reader(layer) is not None
+def has_reader(layer: Any) -> bool:
+    """Return whether the layer is of another library's class that READERS has."""
+    return class_key(layer) in READERS
 
 
-def _reader(layer: Any) -> Callable[[Any], LinearSite] | None:
-    return READERS.get((type(layer).__module__, type(layer).__name__))
+def class_key(layer: Any) -> tuple[str, str]:
+    return type(layer).__module__, type(layer).__name__
 
 
 class Stacked:
-    """Keeps the weights of some nn.Linear as row slices of one buffer. A copy or pickle of it is empty."""
+    """Row slices of one buffer as the weights of several nn.Linear. A copy or pickle of it is empty."""
 
     def __init__(self) -> None:
         self._layout: tuple[tuple, ...] = ()
@@ -98,7 +91,7 @@ class Stacked:
         return Stacked, ()
 
     def product(self, x: Tensor, layers: Sequence[Any]) -> Tensor | None:
-        """The layers' outputs side by side, or None when they cannot be one product now; `fallbacks` then holds why."""
+        """Return the layers' outputs, concatenated, or None when they cannot be one product now; `fallbacks` counts why."""
         joined = self.joined(layers)
         return None if joined is None else multiply(x, joined)
 
@@ -109,7 +102,7 @@ class Stacked:
         sites = [site_of(layer) for layer in layers]
         for site in sites:
             if site.why is not None:
-                return self._refuse(f"{site.why}, so it is called as it is")
+                return self._refuse(f"{site.why}, so it is called")
         weights = [site.weight for site in sites]
         biases = [site.bias for site in sites if site.bias is not None]
         if _memory([*weights, *biases]) != self._layout:
@@ -118,14 +111,14 @@ class Stacked:
             if why := self.repack(weights, biases):
                 return self._refuse(why)
         assert self._weight is not None
-        return Joined(self._weight, self._bias, weights, biases, [site.extra for site in sites])
+        return Joined(self._weight, self._bias, weights, biases, [site.adapters for site in sites])
 
     def repack(
         self, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), others: Iterable[Tensor] | None = None
     ) -> str | None:
-        """Make the weights (and biases) neighbours again. None when that is done, else why it may not be.
+        """Make the weights (and biases) adjacent again. Return None, or the reason why they must not be moved.
 
-        `others` are the parameters that they may be tied to; by default those of every layer of ours.
+        others: the parameters that they may share memory with; by default those of every `Projecting` module
         """
         if biases and len(biases) != len(weights):
             return "some of the layers have a bias and some have none"
@@ -154,33 +147,33 @@ def _memory(parameters: Sequence[Tensor]) -> tuple[tuple, ...]:
 
 
 def run_linear(layer: Any, x: Tensor) -> Tensor:
-    """layer(x), by what its weight's record says where calling it does nothing else."""
+    """Compute layer(x), by `linear` where calling the layer does nothing else."""
     if plain(layer):
-        return linear(x, weight_of(layer), layer._parameters["bias"])
-    read = _reader(layer)
-    if read is None or torch.compiler.is_compiling():  # the compiler sees through what the other library wrote
+        return linear(x, layer._parameters["weight"], layer._parameters["bias"])
+    read = READERS.get(class_key(layer))
+    if read is None or torch.compiler.is_compiling():  # the compiler traces the other library's forward
         return layer(x)
     site = read(layer)
     if site.why is not None:
-        fallback("layers: a product", f"{site.why}, so it is called as it is")
+        fallback("layers: a product", f"{site.why}, so it is called")
         return layer(x)
-    return linear(x, site.weight, site.bias, site.extra)
+    return linear(x, site.weight, site.bias, site.adapters)
 
 
 class Projecting(nn.Module):
-    """A module with linear layers that read the same x. Its words for a table are what calls so far have shown."""
+    """A module with linear layers that read the same x."""
 
-    PROJECTIONS: tuple[str, ...]  # the layers' names, in the order of their rows
+    PROJECTIONS: tuple[str, ...]  # names of the layers, in the order of their rows
     stacked: Stacked
 
     def __init__(self) -> None:
         super().__init__()
-        movers.add(self)
+        moving_modules.add(self)
 
     def __setstate__(self, state: dict) -> None:
-        """Undo what pickle does to slices: each is loaded with a private copy of the complete buffer."""
+        """Restore the state. Pickle loads each slice with a private copy of the complete buffer, which is dropped here."""
         super().__setstate__(state)
-        movers.add(self)
+        moving_modules.add(self)
         for group in zip(*(layer.parameters() for layer in self.projections())):
             if join_rows([p.detach() for p in group]) is None:
                 for p in group:
@@ -192,14 +185,14 @@ class Projecting(nn.Module):
         return [children[name] for name in self.PROJECTIONS]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's state; each weight has its own storage, over the memory that it shares with its neighbours."""
+        """Return the module's state; each weight has its own storage, over its part of the buffer."""
         state = super().state_dict(*args, **kwargs)
         own_storages(self, state, args[1] if len(args) > 1 else kwargs.get("prefix", ""))
         return state
 
     def separate(self) -> None:
-        """Give the layers' weights memory of their own again, each, where they fill a buffer. In a larger one others lie, too,
-        such as a step's parameters."""
+        """Give each of the layers' weights separate memory again, where they fill a buffer. A larger one has others, too, such
+        as a step's parameters."""
         for name in ("weight", "bias"):
             group: list[Any] = [getattr(layer, name, None) for layer in self.projections()]
             if any(type(p) is not nn.Parameter or format_of(p).coded for p in group):
@@ -210,66 +203,57 @@ class Projecting(nn.Module):
                     p.data = p.data.clone()
 
     def one_by_one(self, x: Tensor) -> list[Tensor]:
-        """The layers' outputs, a product each: what is left where `Stacked` refuses."""
+        """Return the layers' outputs, a product each, where `Stacked` refuses."""
         return [run_linear(layer, x) for layer in self.projections()]
 
     def as_one(self) -> bool:
-        """Return whether they are one product; before the first call, whether they look so."""
+        """Return whether the projections are one product; before the first call, whether they will be."""
         stacked: Stacked | None = self.__dict__.get("stacked")
         return all(site_of(layer).why is None for layer in self.projections()) and not (stacked and stacked.fallbacks)
 
     def rounds(self) -> bool:
-        """Return whether only products read x. Under autocast they round it."""
+        """Return whether only products, which round x under autocast, read it."""
         return self.as_one()
 
     def product_words(self, together: str) -> str:
-        """Describe how they are multiplied. A layer that is not plain (a hook, a subclass) is called."""
-        return f"{together} as one product" if self.as_one() else "projections as they are"
+        """Describe how the projections are multiplied. A layer that is not plain (a hook, a subclass) is called."""
+        return f"{together} as one product" if self.as_one() else "separate projections"
 
 
 def multiply_by_records(model: nn.Module, everywhere: bool = False) -> Callable[[], None]:
-    """Make plain linear layers read their weight's record, which F.linear ignores.
+    """Make plain linear layers multiply in their weight's format, which F.linear ignores. Return a function that undoes it.
 
-    Those of our own modules do so without it. `everywhere`: those, too, for what calls them one by one, such as the forward
-    that a swapped module had before. Returns what undoes it, once no format or adapter is left there, not even one that is
-    off: several may have asked for the same layer.
+    Projections of our modules do so without it. everywhere: change those, too, for code that calls them individually, such as
+    the forward that a swapped module had before. Undoing keeps the forward of a layer whose weight still has a format: several
+    callers may have asked for the same layer.
     """
     stacks = () if everywhere else [module for module in model.modules() if hasattr(module, "stacked")]
-    ours = {id(child) for module in stacks for child in module.children()}
+    projections = {id(child) for module in stacks for child in module.children()}
     changed = []
     for module in model.modules():
-        if type(module) is not nn.Linear or id(module) in ours or not _has_parts(module.weight):
+        if type(module) is not nn.Linear or id(module) in projections or format_of(module.weight) is DENSE:
             continue
-        if as_torch_has_it(module):
+        if "forward" not in vars(module) or getattr(module.forward, "func", None) is _by_record:
             module.forward = partial(_by_record, module)  # type: ignore[method-assign]
             changed.append(module)
 
     def undo() -> None:
         for module in changed:
-            if not _has_parts(module.weight) and ADAPTERS not in module._modules:
+            if format_of(module.weight) is DENSE:
                 vars(module).pop("forward", None)
 
     return undo
 
 
-def as_torch_has_it(layer: nn.Linear) -> bool:
-    """Return whether the layer has torch's forward, or the one of `multiply_by_records`."""
-    return "forward" not in vars(layer) or getattr(layer.forward, "func", None) is _by_record
-
-
-def _has_parts(weight: Tensor) -> bool:
-    return format_of(weight) is not AS_IT_IS or adapted(weight)
-
-
 def _by_record(layer: Any, input: Tensor) -> Tensor:
-    return linear(input, weight_of(layer), layer.bias)
+    return linear(input, layer.weight, layer.bias)
 
 
 FORWARDS.add(_by_record)
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:
-    """One tensor over `parts`: the memory they share if they are neighbours, else a new buffer that they become slices of."""
+    """Return one tensor over `parts`: their memory if they are adjacent, else a new buffer that they become slices of."""
     if (joined := join_rows([p.detach() for p in parts])) is not None:
         return joined
     if parts[0].is_cuda and torch.cuda.is_current_stream_capturing():
@@ -284,28 +268,28 @@ def _stack(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _immovable(parts: Sequence[Tensor], before: Tensor | None, others: Iterable[Tensor] | None) -> str | None:
-    """Return why these parameters cannot be moved into a buffer of ours: another library manages their memory."""
+    """Return why these parameters cannot be moved into a buffer, such as another library that manages their memory."""
     if len({(p.dtype, p.device, p.shape[1:]) for p in parts}) > 1:
         return "the weights differ in dtype, device or input width"
     if len({p.data_ptr() for p in parts}) < len(parts):
-        return "two of the layers share one parameter, which cannot lie in two places of a buffer"
+        return "two of the layers share one parameter, which cannot be in two places of a buffer"
     if join_rows([p.detach() for p in parts]) is not None:
         return None
     for part in parts:
         if hasattr(part, "ds_id"):
             return "the weights are sharded by DeepSpeed"
         if part.device.type == "cpu" and part.is_shared():
-            return "the weights lie in memory shared between processes"
+            return "the weights are in memory shared between processes"
         home = part.untyped_storage()
         if home.nbytes() != part.nbytes and (before is None or home.data_ptr() != before.untyped_storage().data_ptr()):
             return (
                 "the weights are slices of a buffer that something else owns (a wrapper that shards or flattens, or another "
                 "layer's buffer, where a weight of it is used here, too)"
             )
-    if any_over(parts, movers.weights() if others is None else others):
+    if shares_memory(parts, moving_modules.weights() if others is None else others):
         return (
-            "a weight and another layer's are two tensors over the same memory, and side by side with its neighbours it would "
-            "move away; tie them by giving both layers the one Parameter object"
+            "a weight and another layer's are two tensors over the same memory, and stacking would move one of them away; "
+            "tie them by giving both layers the one Parameter object"
         )
     return None
 
@@ -318,6 +302,4 @@ def describe(layer: nn.Module) -> str:
     weight = layer._parameters.get("weight")
     if type(weight) is not nn.Parameter:
         return f"a projection's weight is a {type(weight).__name__}, not a plain Parameter"
-    if hooked(layer):
-        return "a projection carries hooks"
-    return "a projection's weight is in codes" if format_of(weight).coded else "a projection carries a low-rank adapter"
+    return "a projection carries hooks" if hooked(layer) else "a projection's weight is quantised"

@@ -1,176 +1,308 @@
-"""A linear product as a site with parts: y = x Wᵀ + b, of one weight or of several that are adjacent in memory.
+"""Linear products y = x Wᵀ + b, of one weight or of several that are adjacent in memory.
 
-What the weights' records say (kernels/tensor_state.py) makes a site of three kinds of parts:
+Three things vary, and compose inside one autograd.Function:
 
     format        how the weights are stored and multiplied: y from x, and dx and dW from dy           Format
     accumulator   where dW goes: nowhere (frozen), to .grad, or into main_grad in fp32                 kernels/accumulate.py
-    adapters      what is added to y; dy gives their own gradients, and dx its share                   Adapter
+    adapters      low-rank terms added to y, with their own gradients and their part of dx             Adapter
 
-All of them run inside one autograd.Function. Formats and adapters are described in linear_formats.py.
+A weight's record (kernels/tensor_state.py) names its format; adapters are arguments of a call. A new format is a subclass of
+`Format`. lora/adapter.py implements `Adapter`.
+
+Legend: N tokens, O outputs (a weight's rows), K inputs (its columns).
 """
 
+import math
 from collections.abc import Sequence
-from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import device as facts
-from ..kernels.accumulate import bias_gradients, join_rows
+from ..kernels.accumulate import bias_gradients, join_rows, weight_gradients
+from ..kernels.adapter_routing import OwnRanks
 from ..kernels.dispatch import KERNEL_DTYPES, transformed
+from ..kernels.hash_dropout import Drop
 from ..kernels.lora import lora_product
-from ..kernels.tensor_state import record_of
+from ..kernels.tensor_state import ATTRIBUTE, record_of
 from . import recompute
-from .linear_formats import AS_IT_IS, Adapter, Factors, Format, Joined, Spanning, adapters_of, format_of, rows_of, shape_of
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, extra: Sequence[Adapter] = ()) -> Tensor:
-    """x weightᵀ + bias. The gradient goes into the weight's main_grad, if it has one, and what its record says takes part.
+class Joined(NamedTuple):
+    """Operands of a product: the parameters, and tensors over all of their memory, which have no gradient."""
 
-    Without any of these it is torch's own product, unless x has a recipe for recomputing it: torch would save x. As for torch,
-    x, weight and bias have one dtype; under autocast each is cast.
+    weight: Tensor
+    bias: Tensor | None
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor]
+    adapters: Sequence[Sequence["Adapter"]] = ()  # those of each weight
 
-    extra: adapters of this call alone
-    """
-    record = record_of(weight)
-    silent = (record is None or record.empty) and getattr(weight, "main_grad", None) is None
-    if not extra and silent and recompute.origin(x) is None:
-        check_dtypes(x, weight, bias)
+
+class Format:
+    """Format of weights: how they are stored and multiplied. This one is dense, in x's dtype."""
+
+    reads_input = True  # weight gradients need the unchanged x, which is then saved for backward
+    coded = False  # the weight's elements are codes, not values
+
+    def select(self, x: Tensor, weights: Sequence[Tensor]) -> "Format":
+        """Return the format of this product: itself, or another one where it cannot take x or all of the weights."""
+        return self
+
+    def shape(self, weight: Tensor) -> tuple[int, ...]:
+        """Return the shape (O, K) of the dequantised weight."""
+        return tuple(weight.shape)
+
+    def plain(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute y in differentiable torch, for torch.compile and torch.func, which cannot trace our autograd.Function."""
         return F.linear(x, weight, bias)
-    if _seen_through():
-        return _plain(x, weight, bias, extra)
-    biases = [] if bias is None else [bias]
-    return multiply(x, Joined(weight.detach(), None if bias is None else bias.detach(), [weight], biases, [extra]))
+
+    def evaluate(self, x: Tensor, joined: Joined) -> Tensor:
+        """Compute y without gradients."""
+        bias = joined.bias
+        return F.linear(x, joined.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    def forward(self, x: Tensor, joined: Joined) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return y and the tensors to save, which `backward` finds at the beginning of `saved`."""
+        return self.evaluate(x, joined), ()
+
+    def backward(
+        self, g: Tensor, x: Tensor | None, saved: Sequence[Tensor], joined: Joined, wants_dx: bool, wanted: Sequence[bool]
+    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        """Return dx and the gradients of the wanted weights, None where one was delivered, from g (N, O).
+
+        x (N, K) is passed if `reads_input` and a weight is trained.
+        """
+        dx = g @ joined.weight.to(g.dtype) if wants_dx else None
+        if x is None or not any(wanted):  # x may be saved for an adapter alone
+            return dx, [None] * len(wanted)
+        weights = joined.weights
+        if all(wanted):
+            return dx, weight_gradients(weights, g, x)
+        parts = g.split([w.shape[0] for w in weights], 1)
+        return dx, [weight_gradients([w], part, x)[0] if want else None for w, part, want in zip(weights, parts, wanted)]
+
+    def gated(self, x: Tensor, gates: Joined, down: Joined) -> Tensor | None:
+        """Compute down(silu(gate) · up) as one function, called on down's format. None: the caller computes its parts."""
+        return None
+
+
+DENSE = Format()
+
+
+class Factors(NamedTuple):
+    """Factors of a term drop(h bᵀ) that is added to a product: h (N, R) and b (columns, R); the rest as in kernels/lora.py."""
+
+    h: Tensor
+    b: Tensor
+    drop: Drop | None = None
+    blocks: Sequence[int] | None = None
+    rows: OwnRanks | None = None
+
+
+class Adapter:
+    """An adapter of one weight: it adds to the weight's products, and has its own parameters."""
+
+    parameters: Sequence[Tensor] = ()
+
+    @property
+    def identity(self) -> tuple:
+        """Return a key that is equal for adapters that add the same, whatever values their parameters have."""
+        return tuple(map(id, self.parameters))
+
+    def plain(self, x: Tensor) -> Tensor:
+        """Compute the adapter's part of y in differentiable torch, as `Format.plain`."""
+        raise NotImplementedError
+
+    @classmethod
+    def group(cls, outputs: Sequence["AdapterOutputs"]) -> Sequence["AdapterGroup"]:
+        """Return the groups in which adapters of weights that are multiplied as one are computed."""
+        raise NotImplementedError
+
+
+class AdapterOutputs(NamedTuple):
+    """An adapter and the range of y's columns that it adds to."""
+
+    adapter: Any
+    start: int
+    stop: int
+
+
+class AdapterGroup:
+    """Adapters that are computed together and add to y[..., start:stop].
+
+    All methods run where autograd is off. x (N, K) and g (N, O) are 16-bit or fp32, as the product has them.
+    """
+
+    start: int
+    stop: int
+    parameters: Sequence[Tensor]
+
+    def forward(self, x: Tensor, y: Tensor) -> Sequence[Tensor]:
+        """Add to y in place. Return the tensors to save for backward."""
+        raise NotImplementedError
+
+    def factors(self, x: Tensor) -> tuple[Factors, Sequence[Tensor]] | None:
+        """Return the term that the product adds as it writes y, and the tensors to save. None: `forward` adds."""
+        raise NotImplementedError
+
+    def input_factors(self, g: Tensor, saved: Sequence[Tensor]) -> Factors:
+        """Return the group's term of dx."""
+        raise NotImplementedError
+
+    def backward(
+        self, g: Tensor, x: Tensor, saved: Sequence[Tensor], dx: Tensor | None, factors: Factors | None = None
+    ) -> Sequence[Tensor | None]:
+        """Return the gradients of `parameters`, None where one is not wanted or was delivered (kernels/accumulate.py).
+
+        The group's part of dx is added in place, unless `factors`, from `input_factors`, are passed: they are in dx already.
+        """
+        raise NotImplementedError
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, adapters: Sequence[Adapter] = ()) -> Tensor:
+    """Compute x weightᵀ + bias in the weight's format, with its `adapters`; the gradient goes into its main_grad, if any.
+
+    Without any of these it is torch's own product, unless x has a recompute recipe: torch would save x. As for torch, x, weight
+    and bias have one dtype; under autocast each is cast.
+    """
+    if not adapters:
+        record = record_of(weight)
+        dense = (record is None or record.empty) and getattr(weight, "main_grad", None) is None
+        if dense and recompute.recipe_of(x) is None:
+            check_dtypes(x, weight, bias)
+            return F.linear(x, weight, bias)
+    if torch.compiler.is_compiling() or transformed():
+        return _plain(x, weight, bias, adapters)
+    detached, biases = (None, ()) if bias is None else (bias.detach(), (bias,))
+    return multiply(x, Joined(weight.detach(), detached, (weight,), biases, (adapters,)))
 
 
 def fused_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None) -> Tensor:
-    """x times several weights, their outputs side by side (..., ΣO): one product where the weights are neighbours in memory."""
+    """Multiply x by several weights. Return (..., ΣO): one product where the weights are adjacent in memory."""
     _check(x, weights, biases)
     each = biases if biases is not None else [None] * len(weights)
-    if _seen_through():
+    if torch.compiler.is_compiling() or transformed():
         return torch.cat([_plain(x, w, b) for w, b in zip(weights, each)], -1)
-    full = join_rows([w.detach() for w in weights])
-    whole_bias = None if biases is None else join_rows([b.detach() for b in biases])
-    if full is None or (biases is not None and whole_bias is None):
+    weight = join_rows([w.detach() for w in weights])
+    bias = None if biases is None else join_rows([b.detach() for b in biases])
+    if weight is None or (biases is not None and bias is None):
         return torch.cat([linear(x, w, b) for w, b in zip(weights, each)], -1)
-    return multiply(x, Joined(full, whole_bias, weights, biases or ()))
+    return multiply(x, Joined(weight, bias, weights, biases or ()))
 
 
 def multiply(x: Tensor, joined: Joined) -> Tensor:
-    """The product at the site that the weights' records describe."""
+    """Compute the product of `joined`, with its adapters."""
     weights, format = joined.weights, format_of(joined.weights[0])
-    if autocasts(x):
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(x.device.type))
     elif not format.coded:
         check_dtypes(x, *weights, *joined.biases)
-    adapters = _spanning(joined) if joined.adapted else ()
+    groups = group_adapters(joined) if any(joined.adapters) else ()
     if torch.is_grad_enabled():
-        theirs = [p for spanning in adapters for p in spanning.adapter.parameters]
-        return _Product.apply(x, format.taking(x, weights), adapters, joined, *weights, *joined.biases, *theirs)
-    if (said := _said(format, x, joined, adapters)) is not None:
-        return _added(x, joined.weight, joined.bias, said[0])
+        theirs = groups[0].parameters if len(groups) == 1 else [p for group in groups for p in group.parameters]
+        return _Product.apply(x, format.select(x, weights), groups, joined, *weights, *joined.biases, *theirs)
+    if (fused := _fused_term(format, x, joined, groups)) is not None:
+        return _product_and_term(x, joined.weight, joined.bias, fused[0])
     y = format.evaluate(x, joined)
-    for spanning in adapters:
-        spanning.adapter.forward(x, spanning.of(y))
+    for group in groups:
+        group.forward(x, y[..., group.start : group.stop])
     return y
 
 
-def autocasts(x: Tensor) -> bool:
-    """Return whether autocast is on for x; it does not change float64."""
-    return torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-
-
 def check_dtypes(x: Tensor, *parameters: Tensor | None) -> None:
-    """Refuse parameters of another dtype than x without autocast, as torch does: a cast copies a weight in each call."""
+    """Raise for parameters of another dtype than x without autocast, as torch does: a cast copies a weight in each call."""
     for p in parameters:
-        if p is not None and p.dtype != x.dtype and not autocasts(x):
+        if p is None or p.dtype == x.dtype:
+            continue
+        if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):  # autocast does not change float64
             raise ValueError(
                 f"linear: x is {x.dtype} and a parameter {p.dtype}; cast one of them to the other's dtype, or call the layer "
                 f"under torch.autocast."
             )
 
 
-def _said(format: Format, x: Tensor, joined: Joined, adapters: Sequence[Spanning]) -> tuple[Factors, Sequence[Tensor]] | None:
-    """The only adapter's `factors`, where one kernel multiplies and adds: it reads and writes y once."""
-    if len(adapters) != 1 or not _adds(format, x) or (adapters[0].start, adapters[0].stop) != (0, joined.weight.shape[0]):
+def group_adapters(joined: Joined) -> Sequence[AdapterGroup]:
+    outputs, start = list[AdapterOutputs](), 0
+    for weight, adapters in zip(joined.weights, joined.adapters):
+        stop = start + weight.shape[0]
+        for adapter in adapters:
+            outputs.append(AdapterOutputs(adapter, start, stop))
+        start = stop
+    return outputs[0].adapter.group(outputs)
+
+
+def _fused_term(
+    format: Format, x: Tensor, joined: Joined, groups: Sequence[AdapterGroup]
+) -> tuple[Factors, Sequence[Tensor]] | None:
+    """Return the only group's `factors`, where one kernel multiplies and adds: it reads and writes y once."""
+    if len(groups) != 1 or not has_fused_kernel(format, x) or groups[0].stop - groups[0].start != joined.weight.shape[0]:
         return None
-    return adapters[0].adapter.factors(x)
+    return groups[0].factors(x)
 
 
-def _adds(format: Format, x: Tensor) -> bool:
-    """Return whether there is such a kernel. Without one, torch's product in x's dtype is faster than the definition."""
-    return format is AS_IT_IS and (x.is_cuda or facts.interpreted()) and x.dtype in KERNEL_DTYPES
+def has_fused_kernel(format: Format, x: Tensor) -> bool:
+    """Return whether `lora_product` has a kernel here. Torch's product in x's dtype is faster than its definition."""
+    return format is DENSE and x.dtype in KERNEL_DTYPES and (x.is_cuda or facts.interpreted())
 
 
-def _added(x: Tensor, weight: Tensor, bias: Tensor | None, factors: Factors) -> Tensor:
+def _product_and_term(x: Tensor, weight: Tensor, bias: Tensor | None, factors: Factors) -> Tensor:
     h, b, drop, blocks, rows = factors
     return lora_product(rows_of(x), weight, bias, h, b, drop, blocks, rows=rows).view(*x.shape[:-1], weight.shape[0])
 
 
-def _spanning(joined: Joined) -> Sequence[Spanning]:
-    kinds: dict[type[Adapter], list[Spanning]] = {}
-    start = 0
-    for weight, extra in zip(joined.weights, joined.extra or repeat(())):
-        stop = start + weight.shape[0]
-        for adapter in (*adapters_of(weight), *extra):
-            kinds.setdefault(type(adapter), []).append(Spanning(adapter, start, stop))
-        start = stop
-    return [spanning for kind, members in kinds.items() for spanning in kind.join(members)]
-
-
 class _Product(torch.autograd.Function):
-    """The parameters are kept on ctx: of what is saved, activation checkpointing gives back detached copies, without
-    main_grad and record. That nobody changed them meanwhile, which save_for_backward would have seen to, is checked here.
+    """A product with its adapters.
+
+    Parameters are attributes of ctx: activation checkpointing returns detached copies of saved tensors, without main_grad and
+    record. save_for_backward would detect writes in place; `check_unchanged` does it here.
     """
 
     @staticmethod
-    def forward(ctx, x, format, adapters, joined, *parameters):
-        if (said := _said(format, x, joined, adapters)) is not None:
-            y, kept, ctx.starts = _added(x, joined.weight, joined.bias, said[0]), said[1], [0]
+    def forward(ctx, x, format, groups, joined, *parameters):
+        if (fused := _fused_term(format, x, joined, groups)) is not None:
+            y, saved, ctx.starts = _product_and_term(x, joined.weight, joined.bias, fused[0]), fused[1], [0]
         else:
-            y, kept = format.forward(x, joined)
-            kept, ctx.starts = list(kept), []
-            for spanning in adapters:
-                ctx.starts.append(len(kept))
-                kept += spanning.adapter.forward(x, spanning.of(y))
-        reads_x = adapters or (format.reads_input and any(ctx.needs_input_grad[4 : 4 + len(joined.weights)]))
-        recipe = recompute.origin(x) if reads_x else None
-        ctx.again = None if recipe is None else recipe.op
-        made_of = recipe.tensors if recipe is not None else (x if reads_x else None,)
-        ctx.made_of = len(made_of)
-        ctx.save_for_backward(*made_of, *kept)
-        ctx.format, ctx.adapters, ctx.joined, ctx.parameters = format, adapters, joined, parameters
+            y, saved = format.forward(x, joined)
+            saved, ctx.starts = list(saved), []
+            for group in groups:
+                ctx.starts.append(len(saved))
+                saved += group.forward(x, y[..., group.start : group.stop])
+        reads_x = groups or (format.reads_input and any(ctx.needs_input_grad[4 : 4 + len(joined.weights)]))
+        recipe = recompute.recipe_of(x) if reads_x and hasattr(x, ATTRIBUTE) else None
+        ctx.recompute = None if recipe is None else recipe.op
+        inputs = recipe.tensors if recipe is not None else (x if reads_x else None,)
+        ctx.inputs = len(inputs)
+        ctx.save_for_backward(*inputs, *saved)
+        ctx.format, ctx.groups, ctx.joined, ctx.parameters = format, groups, joined, parameters
         ctx.versions = [p._version for p in parameters]
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
-        saved = ctx.saved_tensors
-        made_of, kept = saved[: ctx.made_of], saved[ctx.made_of :]
+        tensors = ctx.saved_tensors  # once: a checkpoint recomputes at each access
+        inputs, saved = tensors[: ctx.inputs], tensors[ctx.inputs :]
         check_unchanged(ctx)
-        joined = ctx.joined
+        joined, groups = ctx.joined, ctx.groups
         wants_dx, _, _, _, *wanted = ctx.needs_input_grad
-        last, bias = len(joined.weights), len(joined.weights) + len(joined.biases)
-        x = made_of[0] if ctx.again is None else ctx.again(*made_of)
+        weights, biases = len(joined.weights), len(joined.biases)
+        x = inputs[0] if ctx.recompute is None else ctx.recompute(*inputs)
         x, rows = None if x is None else rows_of(x), rows_of(g)
-        given: dict[str, Factors] = {}
-        if wants_dx and len(ctx.adapters) == 1 and _adds(ctx.format, rows):
-            (spanning,) = ctx.adapters
-            if (share := spanning.adapter.share(spanning.of(rows), kept)) is not None:
-                given = {"share": share}
-        dx, dw = ctx.format.backward(rows, x, kept, joined, wants_dx and not given, wanted[:last])
-        if given:
-            dx = _added(rows, joined.weight.t(), None, share)
-        db = bias_gradients(joined.biases, wanted[last:bias], rows) if joined.biases else ()
-        more: list[Tensor | None] = []
-        for spanning, start, stop in zip(ctx.adapters, ctx.starts, [*ctx.starts[1:], len(kept)]):
-            more += spanning.adapter.backward(spanning.of(rows), x, kept[start:stop], dx, **given)
+        factors = None
+        if wants_dx and len(groups) == 1 and has_fused_kernel(ctx.format, rows):
+            factors = groups[0].input_factors(rows[..., groups[0].start : groups[0].stop], saved)
+        dx, dw = ctx.format.backward(rows, x, saved, joined, wants_dx and factors is None, wanted[:weights])
+        if factors is not None:
+            dx = _product_and_term(rows, joined.weight.t(), None, factors)
+        db = bias_gradients(joined.biases, wanted[weights : weights + biases], rows) if biases else ()
+        of_adapters: list[Tensor | None] = []
+        for group, start, stop in zip(groups, ctx.starts, [*ctx.starts[1:], len(saved)]):
+            of_adapters += group.backward(rows[..., group.start : group.stop], x, saved[start:stop], dx, factors)
         if dx is not None and g.dim() != 2:
             dx = dx.view(*g.shape[:-1], dx.shape[-1])
-        return dx, None, None, None, *dw, *db, *more
+        return dx, None, None, None, *dw, *db, *of_adapters
 
 
 def check_unchanged(ctx: Any) -> None:
@@ -182,14 +314,9 @@ def check_unchanged(ctx: Any) -> None:
         )
 
 
-def _seen_through() -> bool:
-    """Return whether torch.compile or torch.func traces this call: they see through plain products alone."""
-    return torch.compiler.is_compiling() or transformed()
-
-
-def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, extra: Sequence[Adapter] = ()) -> Tensor:
+def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequence[Adapter] = ()) -> Tensor:
     y = format_of(weight).plain(x, weight, bias)
-    for adapter in (*adapters_of(weight), *extra):
+    for adapter in adapters:
         y = y + adapter.plain(x)
     return y
 
@@ -208,3 +335,32 @@ def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None
             f"fused_linear: biases must have shapes {[tuple(w.shape[:1]) for w in weights]} to match the weights, "
             f"got {[tuple(b.shape) for b in biases]}; pass one for each weight, or None."
         )
+
+
+def format_of(weight: Tensor) -> Format:
+    record = record_of(weight)
+    return DENSE if record is None or record.format is None else record.format
+
+
+def shape_of(weight: Tensor) -> tuple[int, ...]:
+    """Return the shape of the weight, or of its values where it is quantised."""
+    return format_of(weight).shape(weight)
+
+
+def size_of(weight: Tensor) -> int:
+    """Return the number of values of the weight; a quantised one has fewer elements."""
+    return math.prod(shape_of(weight))
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether it is a DTensor, a shard of rows on each rank (distributed/fsdp.py)."""
+    return hasattr(tensor, "__create_chunk_list__")
+
+
+def full_tensor(weight: Tensor) -> Tensor:
+    """Return the unsharded tensor. All ranks must call this for a sharded one."""
+    return weight.full_tensor() if is_sharded(weight) else weight  # type: ignore[attr-defined]
+
+
+def rows_of(t: Tensor) -> Tensor:
+    return t if t.dim() == 2 else t.reshape(-1, t.shape[-1])

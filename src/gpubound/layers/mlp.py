@@ -13,8 +13,7 @@ from ..kernels.accumulate import deliver, weight_gradient
 from ..kernels.dispatch import Call, transformed
 from . import recompute
 from .fused_weights import Kernels, Projecting, Stacked, bare, run_linear
-from .linear_formats import AS_IT_IS, Joined, format_of
-from .linear_product import check_dtypes, check_unchanged, multiply
+from .linear_product import DENSE, Joined, check_dtypes, check_unchanged, format_of, multiply
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -50,12 +49,12 @@ class MLP(Projecting):
             packed = tuple(self.one_by_one(x))
         else:
             trained = trained_weight(down) if self.activation == "silu" and torch.is_grad_enabled() else None
-            if trained is not None and not gates.adapted:
+            if trained is not None and not any(gates.adapters):
                 result = format_of(trained).gated(x, gates, Joined(trained.detach(), None, [trained], ()))
                 if result is not None:
                     return result
             full = multiply(x, gates)
-            if trained is not None and full.nbytes // 2 >= self.recompute_bytes and format_of(trained) is AS_IT_IS:
+            if trained is not None and full.nbytes // 2 >= self.recompute_bytes and format_of(trained) is DENSE:
                 return gated_down(full, trained)
             packed = (full,)
         y = gated(self.activation, *packed)

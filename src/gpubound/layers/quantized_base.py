@@ -1,14 +1,20 @@
-"""Frozen weights in codes, with fewer bits than a weight needs that trains.
+"""Quantised frozen weights: NF4, int8, and e4m3 with products in 8 bits.
 
 The layer's weight stays a parameter under its name, without a gradient, and holds codes: as many rows as before, several
-numbers to an element. So weights that are multiplied as one still lie one behind the other, and nothing takes codes for
-numbers: a product that does not ask the weight's record, or a state_dict of another format, ends in an error. What else the
-numbers are made of is the layer's child `base`.
+values to an element. So weights that are multiplied as one stay adjacent, and codes are never taken for values: a product that
+ignores the weight's record, or a state_dict of another format, ends in an error. The scales are in the layer's child `base`.
 
-For a product the numbers are written out in the product's dtype, forward and backward. That memory goes back to the allocator
+For a product the weights are dequantised in the product's dtype, forward and backward. That memory goes back to the allocator
 at once and serves the next product: at any time it holds one product's weights.
 
-A format is a class here or in a file of its own, and named in FORMATS of lora/base.py.
+In e4m3 there is a scale a row, and x is rounded for each call over a scale a token: y = (x_q W_qᵀ) · s_x · s_W. So is the
+gradient g for dx = g W, which sums over W's rows, whose scales g is multiplied by before it is rounded. Tensor cores multiply
+8 bits along the rows of both matrices alone, so W is transposed for each dx: a second copy would cost the memory that 8 bits
+save.
+
+A new format is a subclass of `Frozen`, and a name in FORMATS of lora/base.py.
+
+Legend: N tokens, O outputs (a weight's rows), K inputs (its columns).
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,20 +27,22 @@ from torch import Tensor, nn
 
 from ..kernels.nf4 import BLOCK, Nf4, dequantize_nf4, to_nf4
 from ..kernels.packed_weights import Packed, pack
+from ..kernels.quantize import FINE, MULTIPLE, has_cores, quantize_rows, scaled_product, transpose
 from ..kernels.quantized_product import dequantize
 from ..kernels.tensor_state import drop_record, made_record
-from .linear_formats import Format, Joined, format_of, shape_of, size_of, whole
-from .state_dict_storage import own_storages
+from ..trace import fallback
+from .linear_product import Format, Joined, format_of, full_tensor, rows_of, shape_of, size_of
+from .weight_memory import own_storages
 
-CHILD = "base"  # what a layer calls what its codes are read by
+CHILD = "base"  # a quantised layer's child with the scales
 
 
 class Frozen(Format):
-    """The format of one weight in codes. Of several that are multiplied as one, each writes out its own numbers."""
+    """Format of a quantised weight. Of several that are multiplied as one, each is dequantised by its own format."""
 
     name = ""
-    bits = 0.0  # of a number, with what the codes are read by
-    codes = torch.uint8  # what holds them
+    bits = 0.0  # of a value, with its part of the scales
+    codes = torch.uint8  # dtype of the codes
     reads_input = False
     coded = True
 
@@ -43,50 +51,50 @@ class Frozen(Format):
 
     @staticmethod
     def refusal(weight: Tensor) -> str | None:
-        """Why this weight cannot be in this format."""
+        """Return why this weight cannot be in this format."""
         return None
 
     @staticmethod
     def encode(weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The codes of a matrix, row by row, and by name what else its numbers are made of."""
+        """Return the codes of a matrix, row by row, and its scales by name."""
         raise NotImplementedError
 
-    def write(self, codes: Tensor, out: Tensor) -> None:
-        """out (O, K) = the dequantised weight."""
+    def dequantise(self, codes: Tensor, out: Tensor) -> None:
+        """Write the dequantised weight into out (O, K)."""
         raise NotImplementedError
 
     def shape(self, weight: Tensor) -> tuple[int, ...]:
         return self.base.shape
 
     def plain(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, written([weight], x.dtype), bias)
+        return F.linear(x, dequantised([weight], x.dtype), bias)
 
     def evaluate(self, x: Tensor, joined: Joined) -> Tensor:
         bias = joined.bias
-        return F.linear(x, written(joined.weights, x.dtype), None if bias is None else bias.to(x.dtype))
+        return F.linear(x, dequantised(joined.weights, x.dtype), None if bias is None else bias.to(x.dtype))
 
     def backward(
-        self, g: Tensor, x: Tensor | None, kept: Sequence[Tensor], joined: Joined, wants_dx: bool, wanted: Sequence[bool]
+        self, g: Tensor, x: Tensor | None, saved: Sequence[Tensor], joined: Joined, wants_dx: bool, wanted: Sequence[bool]
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        return g @ written(joined.weights, g.dtype) if wants_dx else None, [None] * len(wanted)
+        return g @ dequantised(joined.weights, g.dtype) if wants_dx else None, [None] * len(wanted)
 
 
 @torch.no_grad()
-def written(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The numbers of weights in codes, one below the other."""
+def dequantised(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return quantised weights as one dense matrix, stacked by rows."""
     rows = [shape_of(weight)[0] for weight in weights]
     out = torch.empty(sum(rows), shape_of(weights[0])[1], device=weights[0].device, dtype=dtype)
     for weight, part in zip(weights, out.split(rows)):
         format: Any = format_of(weight)
-        codes = whole(weight.detach())
-        format.write(codes if codes.dtype == format.codes else codes.view(format.codes), part)
+        codes = full_tensor(weight.detach())
+        format.dequantise(codes if codes.dtype == format.codes else codes.view(format.codes), part)
     return out
 
 
 class OnlyCodes(nn.Module):
     """A layer whose weights are buffers of codes and no parameters: none of them trains, whatever the layer's forward does."""
 
-    linear = False  # whether it is of one linear layer
+    linear = False  # whether the weights are those of one linear layer
 
     @property
     def size(self) -> int:
@@ -111,32 +119,86 @@ class InNf4(Frozen):
 
     @staticmethod
     def encode(weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        made = to_nf4(weight)
-        return made.codes, made._asdict()
+        packed = to_nf4(weight)
+        return packed.codes, packed._asdict()
 
-    def write(self, codes: Tensor, out: Tensor) -> None:
+    def dequantise(self, codes: Tensor, out: Tensor) -> None:
         base = self.base
-        dequantize_nf4(Nf4(codes, base.numbers("absmax", torch.uint8), base.numbers("scale"), base.numbers("offset")), out)
+        dequantize_nf4(Nf4(codes, base.buffer("absmax", torch.uint8), base.buffer("scale"), base.buffer("offset")), out)
 
 
 class InInt8(Frozen):
-    """255 levels of a bf16 scale for every 128 columns of a row."""
+    """Integers of -127 to 127, with a bf16 scale for every 128 columns of a row."""
 
     name, bits, codes = "int8", 8.13, torch.int32
 
     @staticmethod
     def encode(weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        made = pack(weight, "int8")
-        return made.words, {"scale": made.scale}
+        packed = pack(weight, "int8")
+        return packed.words, {"scale": packed.scale}
 
-    def write(self, codes: Tensor, out: Tensor) -> None:
-        dequantize(Packed(codes, self.base.numbers("scale", torch.bfloat16), self.base.shape[1], "int8"), out)
+    def dequantise(self, codes: Tensor, out: Tensor) -> None:
+        dequantize(Packed(codes, self.base.buffer("scale", torch.bfloat16), self.base.shape[1], "int8"), out)
+
+
+class InFp8(Frozen):
+    """Weights in e4m3. On a GPU without 8-bit tensor cores, or for x not in bf16, they are dequantised instead."""
+
+    name, bits, codes = "fp8", 8.01, torch.int32
+
+    @staticmethod
+    def refusal(weight: Tensor) -> str | None:
+        outputs, inputs = weight.shape
+        return f"is {outputs} x {inputs}, no multiples of {MULTIPLE}" if outputs % MULTIPLE or inputs % MULTIPLE else None
+
+    @staticmethod
+    def encode(weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        q, scale = quantize_rows(weight)
+        return q.view(torch.int32), {"scale": scale[:, 0]}
+
+    def dequantise(self, codes: Tensor, out: Tensor) -> None:
+        torch.mul(codes.view(FINE).to(out.dtype), self.base.buffer("scale")[:, None], out=out)
+
+    def evaluate(self, x: Tensor, joined: Joined) -> Tensor:
+        if not self._in_8_bits(x, joined):
+            return super().evaluate(x, joined)
+        x_q, scale = quantize_rows(rows_of(x))
+        y = scaled_product(x_q, joined.weight.view(FINE), scale, _scales(joined)[None], x.dtype, fast=True)
+        y = y if joined.bias is None else y.add_(joined.bias)
+        return y.view(*x.shape[:-1], -1)
+
+    def backward(
+        self, g: Tensor, x: Tensor | None, saved: Sequence[Tensor], joined: Joined, wants_dx: bool, wanted: Sequence[bool]
+    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        if not wants_dx or not self._in_8_bits(g, joined):
+            return super().backward(g, x, saved, joined, wants_dx, wanted)
+        g_q, scale = quantize_rows(g, _scales(joined))
+        w_t = transpose(joined.weight.view(torch.uint8)).view(FINE)
+        return scaled_product(g_q, w_t, scale, scale.new_ones(1, len(w_t)), g.dtype), [None] * len(wanted)
+
+    def _in_8_bits(self, x: Tensor, joined: Joined) -> bool:
+        formats, why = [format_of(weight) for weight in joined.weights], None
+        if not all(type(format) is InFp8 and format.base.rounds_inputs for format in formats):
+            return False
+        if x.is_cuda and not has_cores(x.device):
+            why = "the GPU has no 8-bit tensor cores"
+        elif x.is_cuda and x.dtype != torch.bfloat16:
+            why = f"with a scale a row the product is in bfloat16, and x is {x.dtype}"
+        if why is not None:
+            fallback("fp8 base", f"{why}; it is dequantised in {x.dtype}")
+        return why is None and x.numel() > 0
+
+
+def _scales(joined: Joined) -> Tensor:
+    """Return (ΣO,) scales of all weights that are multiplied as one."""
+    each = [format_of(weight).base.buffer("scale") for weight in joined.weights]  # type: ignore[attr-defined]
+    return each[0] if len(each) == 1 else torch.cat(each)
 
 
 class Base(nn.Module):
     """Quantisation scales of a layer's weight, as its child module, so that `.to()`, copies and state_dict include them.
 
-    Its buffers are bytes, whatever they mean: `.to(torch.bfloat16)` rounds every floating-point number that it finds.
+    All buffers are stored as bytes: `.to(torch.bfloat16)` would round floating-point ones.
     """
 
     like: Tensor
@@ -144,7 +206,7 @@ class Base(nn.Module):
     _weight: nn.Parameter
     shape: tuple[int, int]
     kind: type[Frozen]
-    rounds: bool = True  # x and dy, too, where the format multiplies in fewer bits
+    rounds_inputs: bool = True  # x and dy, where the format multiplies in fewer bits
 
     def __init__(self, layer: nn.Linear, kind: type[Frozen]):
         super().__init__()
@@ -156,7 +218,7 @@ class Base(nn.Module):
         for name, tensor in others.items():
             if tensor is not codes:
                 self.register_buffer(name, tensor.contiguous().view(torch.uint8))
-        # of the weight's dtype, which `.to()` changes with the model's
+        # has the weight's dtype, which `.to()` changes with the model's
         self.register_buffer("like", torch.empty(0, device=weight.device, dtype=weight.dtype), persistent=False)
         weight.requires_grad_(False)
         weight.grad = None
@@ -164,60 +226,58 @@ class Base(nn.Module):
         layer.add_module(CHILD, self)
         self.register_load_state_dict_post_hook(_reload)
         self.register_state_dict_post_hook(own_storages)  # absmax is a part of a larger memory
-        self.hang()
+        self.attach()
 
-    def numbers(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    def buffer(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         return self._buffers[name].view(dtype)  # type: ignore[union-attr]
 
     @property
     def layer(self) -> nn.Linear:
         return self._layer[0]
 
-    def hang(self) -> None:
-        """Restore codes that were sharded as fp32 values of the same bits after they are gathered."""
+    def attach(self) -> None:
+        """Set the format in the weight's record. Gathered codes that were sharded as fp32 get the codes' dtype again."""
         record = made_record(self._weight)
         record.format = self.kind(self)
         if record.gathered is not None and record.gathered.dtype != self.kind.codes:
             record.gathered.data = record.gathered.data.view(self.kind.codes)
 
-    def hang_anew(self) -> None:
-        """The layer may have another Parameter than the one that has the format."""
+    def reattach(self) -> None:
+        """Move the format to the layer's Parameter, if that was replaced."""
         old, new = self._weight, self.layer.weight
         if old is not new:
             made_record(old).format = None
             drop_record(old)
             self.__dict__.update(_weight=new)
-            self.hang()
+            self.attach()
 
     @torch.no_grad()
     def dissolve(self, dtype: torch.dtype | None = None) -> None:
-        """The weight as numbers again."""
+        """Dequantise the weight, and remove this module."""
         weight = self._weight
-        numbers = written([weight], dtype or self.like.dtype)
-        weight.data = numbers
+        weight.data = dequantised([weight], dtype or self.like.dtype)
         made_record(weight).format = None
         drop_record(weight)
         del self.layer._modules[CHILD]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy's weight has no record yet."""
         super().__setstate__(state)
-        self.hang()
+        self.attach()
 
 
 @contextmanager
-def by_numbers(model: nn.Module) -> Iterator[None]:
-    """Inside, every product uses dequantised weights and rounds nothing else, for verification."""
-    before = [(module, module.rounds) for module in model.modules() if isinstance(module, Base)]
+def without_rounded_inputs(model: nn.Module) -> Iterator[None]:
+    """Compute every product with dequantised weights and unrounded inputs inside, for verification."""
+    before = [(module, module.rounds_inputs) for module in model.modules() if isinstance(module, Base)]
     try:
         for base, _ in before:
-            base.rounds = False
+            base.rounds_inputs = False
         yield
     finally:
-        for base, rounds in before:
-            base.rounds = rounds
+        for base, rounds_inputs in before:
+            base.rounds_inputs = rounds_inputs
 
 
 def _reload(base: Any, keys: Any) -> None:
-    """`load_state_dict(assign=True)` puts another parameter in the place of the one that has the format."""
-    base.hang_anew()
+    """Reattach the format: `load_state_dict(assign=True)` replaces the parameter."""
+    base.reattach()

@@ -63,15 +63,15 @@ def mark(y: Tensor, least: float, op: Callable[..., Tensor], *tensors: Tensor | 
     """
     if not torch.compiler.is_compiling() and not transformed() and y.requires_grad and y.nbytes >= least:
         inputs = tuple(None if t is None else t.detach() for t in tensors)
-        made_record(y).origin = RecomputeRecipe(op, inputs, _versions(y, inputs))
+        made_record(y).recipe = RecomputeRecipe(op, inputs, _versions(y, inputs))
     return y
 
 
-def origin(y: Tensor) -> RecomputeRecipe | None:
+def recipe_of(y: Tensor) -> RecomputeRecipe | None:
     """Return the recipe of `y`. None if it has none, or if `y` or an input was written in place since: op(*tensors) would be
     another tensor then."""
     record = record_of(y)
-    recipe = None if record is None else record.origin
+    recipe = None if record is None else record.recipe
     return recipe if recipe is None or recipe.versions == _versions(y, recipe.tensors) else None
 
 

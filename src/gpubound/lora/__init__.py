@@ -6,20 +6,19 @@ disable, enable        switch them off and on
 merge, unmerge         add them to the weights, and restore the weights bit for bit
 rows                   several in one batch, one for each row
 save, load             PEFT's files, both ways
-quantize_base          store the frozen weights in fewer bits; dequantize_base restores numbers
+quantize_base          store the frozen weights in fewer bits; dequantize_base undoes it
 """
 
 from .base import dequantize_base as dequantize_base, quantize_base as quantize_base
 from .files import load as load, save as save
+from .merge import merge as merge, unmerge as unmerge
 from .model import (
     add as add,
     disable as disable,
     enable as enable,
-    merge as merge,
     parameters as parameters,
     remove as remove,
     rows as rows,
-    unmerge as unmerge,
 )
 
 __all__ = [

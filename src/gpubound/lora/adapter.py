@@ -1,12 +1,13 @@
-"""A low-rank adapter of a linear product: y += scale · drop(x) aᵀ bᵀ, as a part of its site (layers/linear_product.py).
+"""Low-rank adapters of linear products: y += scale · drop(x) aᵀ bᵀ (layers/linear_product.py).
 
-Several of them, on one weight or on weights that are multiplied as one, are computed together: x is read once for all of their
-aᵀ, and once more for all of their gradients. For backward they keep x and the narrow product h.
+Adapters of one weight, or of weights that are multiplied as one, are computed as a group: x is read once for all of their aᵀ,
+and once more for all of their gradients. Saved for backward are x and the low-rank product h.
 
 Legend: N tokens, K inputs, O outputs, R ranks; x (N, K), a (R, K), b (O, R), h (N, R), g (N, O) the output's gradient.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,23 +15,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.accumulate import join, join_rows, one_matrix
-from ..kernels.adapter_routing import Owners, OwnRanks, own_columns
+from ..kernels.adapter_routing import OwnRanks, own_columns
 from ..kernels.hash_dropout import Drop, drawn
 from ..kernels.lora import lora_down, lora_up
 from ..kernels.lora_grads import adapter_gradients, blocks_of
-from ..layers.fused_weights import Projecting, foreign, site_of
-from ..layers.linear_formats import Adapter, Factors, Spanning, adapters_of, is_sharded, rows_of, shape_of
+from ..layers.fused_weights import Projecting, has_reader, site_of
+from ..layers.linear_product import Adapter, AdapterGroup, AdapterOutputs, Factors, is_sharded, rows_of, shape_of
 from ..trace import fallback
 
 
 class LowRank(Adapter):
-    """What one adapter is. `dropout` is an nn.Dropout, which drops while it is in training mode, or another module: none."""
+    """One adapter. `dropout` drops only if it is an nn.Dropout in training mode."""
 
-    routing: Any = None  # which rows of a batch have which columns of h (rows.py); None: all have all
+    routing: Any = None  # which rows of a batch have which columns of h (routing.py); None: all rows have all columns
 
     def __init__(self, a: Tensor, b: Tensor, scale: float = 1.0, dropout: nn.Module | None = None):
         self.parameters = self.a, self.b = a, b
-        self.all_a, self.all_b = [a], [b]
+        self.all_a: tuple[Tensor, ...] = (a,)
+        self.all_b: tuple[Tensor, ...] = (b,)
         self.scale, self.dropout = scale, dropout
 
     @property
@@ -39,149 +41,40 @@ class LowRank(Adapter):
 
     @property
     def rate(self) -> float:
-        """The share of x that is dropped now."""
+        """The dropout probability, 0 in eval mode."""
         dropout = self.dropout
         return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
 
     @classmethod
-    def join(cls, members: Sequence[Spanning]) -> Sequence[Spanning]:
-        """One `Together` for all that scale and drop alike."""
-        alike: dict[tuple, list[Spanning]] = {}
-        for member in members:
-            low: LowRank = member.adapter  # type: ignore[assignment]
-            alike.setdefault((low.scale, low.rate, low.routing), []).append(member)
-        return [Spanning(Together(group), group[0].start, group[-1].stop) for group in alike.values()]
+    def group(cls, outputs: Sequence[AdapterOutputs]) -> Sequence[AdapterGroup]:
+        """Return a `LowRankGroup` for each scale, dropout rate and routing."""
+        if len(outputs) == 1:
+            return (LowRankGroup(outputs),)
+        groups: dict[tuple, list[AdapterOutputs]] = {}
+        for one in outputs:
+            groups.setdefault((one.adapter.scale, one.adapter.rate, one.adapter.routing), []).append(one)
+        return [LowRankGroup(group) for group in groups.values()]
 
     def plain(self, x: Tensor) -> Tensor:
         x = F.dropout(x, self.rate) if self.rate else x
         return F.linear(F.linear(x, self.a.to(x.dtype)) * self.scale, self.b.to(x.dtype))
 
     def gradients(self, x: Tensor, gh: Tensor, g: Tensor, h: Tensor, drop: Drop | None) -> list[Tensor | None]:
-        """Those of `parameters`."""
+        """Compute the gradients of `parameters`."""
         return adapter_gradients([self.a], [self.b], x, gh, g, h, drop, [p.requires_grad for p in self.parameters])
 
 
-class Together(Adapter):
-    """Adapters over parts of one product, in the order of these parts, of one scale and one mask of dropout.
+class RoutedLowRank(LowRank):
+    """Several adapters of one weight, of which each row of a batch has one or none (routing.py).
 
-    Where the parts are all of the product they are one adapter, whose b is block-diagonal (kernels/lora.py).
+    indices: the index of each adapter in the routing's names
     """
 
-    seen: Any  # of the rows' adapters, by what their routing knows them again in backward
-
-    def __init__(self, members: Sequence[Spanning]):
-        start = members[0].start
-        self.lows: list[LowRank] = [member.adapter for member in members]  # type: ignore[misc]
-        self.spans = [member._replace(start=member.start - start, stop=member.stop - start) for member in members]
-        self.ranks = [low.a.shape[0] for low in self.lows]
-        self.parameters = [p for low in self.lows for p in low.parameters]
-        self.scale, self.rate, self.routing = self.lows[0].scale, self.lows[0].rate, self.lows[0].routing
-        b, follows = [low.b for low in self.lows], [0, *(span.stop for span in self.spans)]
-        self.blocks = blocks_of(b) if all(span.start == stop for span, stop in zip(self.spans, follows)) else None
-        self.one = self.blocks is not None or len(self.lows) == 1
-
-    def forward(self, x: Tensor, y: Tensor) -> Sequence[Tensor]:
-        h, kept = self._down(x)
-        y = y.view(-1, y.shape[-1])
-        if self.one:
-            lora_up(y, h, self._b(), blocks=self.blocks)
-        else:
-            for _, span, part, b in self._each(h):
-                lora_up(span.of(y), part, b)
-        return kept
-
-    def factors(self, x: Tensor) -> tuple[Factors, Sequence[Tensor]] | None:
-        if not self.one:
-            return None
-        h, kept = self._down(x)
-        return Factors(h, self._b(), None, self.blocks, None if self.routing is None else self._own_ranks(kept[1])), kept
-
-    def _down(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        drop = drawn(self.rate, x.device)
-        ids = None if self.routing is None else self.routing.begin(self, x)
-        h = lora_down(rows_of(x), self._a(), self.scale, drop, None, self._owners(ids, self.lows))
-        return h, (h, *(t for t in (ids, None if drop is None else drop.seed) if t is not None))
-
-    def share(self, g: Tensor, kept: Sequence[Tensor]) -> Factors:
-        h, *rest = kept
-        ids = None if self.routing is None else self.routing.again(self, rest.pop(0))
-        gh = h.new_empty(h.shape)
-        if self.one:
-            lora_down(g, self._b().t(), self.scale, None, gh, self._owners(ids, self.lows), self.blocks)
-        else:
-            for low, span, out, b in self._each(gh):
-                lora_down(span.of(g), b.t(), self.scale, None, out, self._owners(ids, [low]))
-        return Factors(gh, self._a().t(), Drop(self.rate, rest[0]) if rest else None, None, self._own_ranks(ids))
-
-    def _owners(self, ids: Tensor | None, lows: Sequence[LowRank]) -> Owners | None:
-        return None if ids is None else self.routing.owners(ids, lows)
-
-    def _own_ranks(self, ids: Tensor | None) -> OwnRanks | None:
-        if ids is None or (alike := self.routing.alike(self.lows)) is None:
-            return None
-        return OwnRanks(ids, *alike)
-
-    def backward(
-        self, g: Tensor, x: Tensor, kept: Sequence[Tensor], dx: Tensor | None, share: Factors | None = None
-    ) -> Sequence[Tensor | None]:
-        if share is None:
-            share = self.share(g, kept)
-            if dx is not None:
-                lora_up(dx, share.h, share.b, share.drop)
-        if self.blocks and self.routing is None:
-            a, b, wanted = (
-                [low.a for low in self.lows],
-                [low.b for low in self.lows],
-                [p.requires_grad for p in self.parameters],
-            )
-            return adapter_gradients(a, b, x, share.h, g, kept[0], share.drop, wanted)
-        made: list[Tensor | None] = []
-        for (low, span, h, _), gh in zip(self._each(kept[0]), share.h.split(self.ranks, 1)):
-            made += low.gradients(x, gh, span.of(g), h, share.drop)
-        return made
-
-    def _each(self, h: Tensor) -> Iterator[tuple[LowRank, Spanning, Tensor, Tensor]]:
-        return zip(self.lows, self.spans, h.split(self.ranks, 1), (low.b.detach() for low in self.lows))
-
-    def pack(self) -> None:
-        """Store a and b as one matrix each, wherever they are now."""
-        if self._packable or self.routing is not None:
-            pack([a for low in self.lows for a in low.all_a], force=True)
-        if self._packable and self.blocks:
-            pack([low.b for low in self.lows], force=True)
-        for low in self.lows:
-            pack(low.all_b, COLUMNS, force=True)
-
-    @property
-    def _packable(self) -> bool:
-        """Whether each adapter has a weight of its own among those that are multiplied as one."""
-        follows = [0, *(span.stop for span in self.spans)]
-        return self.routing is None and all(span.start >= stop for span, stop in zip(self.spans, follows))
-
-    def _a(self) -> Tensor:
-        """All a, one below the other."""
-        return self._matrix([low.a for low in self.lows])
-
-    def _b(self) -> Tensor:
-        return self._matrix([low.b for low in self.lows])
-
-    def _matrix(self, parameters: Sequence[Tensor]) -> Tensor:
-        joined = join_rows([p.detach() for p in parameters])
-        if joined is None and self._packable:
-            if (why := pack(parameters)) is not None:
-                fallback("lora: the adapters of layers that are multiplied as one, as one matrix", f"{why}: they are copied")
-            joined = join_rows([p.detach() for p in parameters])
-        return torch.cat([p.detach() for p in parameters]) if joined is None else joined
-
-
-class PerRow(LowRank):
-    """`places`: which adapter of the routing (rows.py) each member is."""
-
-    def __init__(self, members: Sequence[LowRank], places: Sequence[int], routing: Any):
-        self.members, self.routing, self.dropout, self.scale = members, routing, members[0].dropout, 1.0
-        self.all_a, self.all_b = [low.a for low in members], [low.b for low in members]
-        self.parameters = [p for low in members for p in low.parameters]
-        self.columns = tuple((place, low.a.shape[0], low.scale) for place, low in zip(places, members))
+    def __init__(self, adapters: Sequence[LowRank], indices: Sequence[int], routing: Any):
+        self.routing, self.dropout, self.scale = routing, adapters[0].dropout, 1.0
+        self.all_a, self.all_b = tuple(low.a for low in adapters), tuple(low.b for low in adapters)
+        self.parameters = [p for low in adapters for p in low.parameters]
+        self.columns = tuple((index, low.a.shape[0], low.scale) for index, low in zip(indices, adapters))
 
     @property
     def identity(self) -> tuple:
@@ -202,8 +95,131 @@ class PerRow(LowRank):
         return F.linear(own_columns(h.flatten(0, -2), own).view(h.shape), torch.cat(self.all_b, COLUMNS).to(x.dtype))
 
     def gradients(self, x: Tensor, gh: Tensor, g: Tensor, h: Tensor, drop: Drop | None) -> list[Tensor | None]:
-        wanted = [p.requires_grad for p in self.parameters]
-        return adapter_gradients(self.all_a, self.all_b, x, gh, g, h, drop, wanted, beside=True)
+        requires_grad = [p.requires_grad for p in self.parameters]
+        return adapter_gradients(self.all_a, self.all_b, x, gh, g, h, drop, requires_grad, beside=True)
+
+
+class LowRankGroup(AdapterGroup):
+    """Adapters over column ranges of one product, in order, with one scale and one dropout mask.
+
+    If the ranges are adjacent, b is block-diagonal (kernels/lora.py), and the group is computed as one adapter.
+    """
+
+    routed_ids: Any = None  # identifies the ids of forward in backward (routing.py)
+
+    def __init__(self, outputs: Sequence[AdapterOutputs]):
+        first: LowRank = outputs[0].adapter
+        self.start, self.stop = outputs[0].start, outputs[-1].stop
+        self.scale, self.rate, self.routing = first.scale, first.rate, first.routing
+        self.blocks: list[int] | None = None
+        if len(outputs) == 1:
+            self.adapters, self.ranges, self.parameters = [first], [(0, self.stop - self.start)], first.parameters
+        else:
+            self.adapters = [one.adapter for one in outputs]
+            self.ranges = [(start - self.start, stop - self.start) for _, start, stop in outputs]
+            self.parameters = [p for low in self.adapters for p in low.parameters]
+            if all(one.start == before.stop for before, one in pairwise(outputs)):
+                self.blocks = blocks_of([low.b for low in self.adapters])
+        self.as_one = self.blocks is not None or len(outputs) == 1
+
+    def forward(self, x: Tensor, y: Tensor) -> Sequence[Tensor]:
+        h, saved = self._down(x)
+        y = y.view(-1, y.shape[-1])
+        if self.as_one:
+            lora_up(y, h, self._b(), blocks=self.blocks)
+        else:
+            for low, columns, part in self._parts(y, h):
+                lora_up(columns, part, low.b.detach())
+        return saved
+
+    def factors(self, x: Tensor) -> tuple[Factors, Sequence[Tensor]] | None:
+        if not self.as_one:
+            return None
+        h, saved = self._down(x)
+        return Factors(h, self._b(), None, self.blocks, None if self.routing is None else self._own_ranks(saved[1])), saved
+
+    def _down(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return h, and the tensors to save: h, then with routing the ids, then with dropout the seed."""
+        drop = drawn(self.rate, x.device) if self.rate else None
+        if self.routing is None:
+            h = lora_down(rows_of(x), self._a(), self.scale, drop)
+            return h, (h,) if drop is None else (h, drop.seed)
+        ids = self.routing.begin(self, x)
+        h = lora_down(rows_of(x), self._a(), self.scale, drop, None, self.routing.owners(ids, self.adapters))
+        return h, (h, ids) if drop is None else (h, ids, drop.seed)
+
+    def input_factors(self, g: Tensor, saved: Sequence[Tensor]) -> Factors:
+        h, *rest = saved
+        ids = None if self.routing is None else self.routing.again(self, rest.pop(0))
+        gh = h.new_empty(h.shape)
+        if self.as_one:
+            own = None if ids is None else self.routing.owners(ids, self.adapters)
+            lora_down(g, self._b().t(), self.scale, None, gh, own, self.blocks)
+        else:
+            for low, columns, part in self._parts(g, gh):
+                own = None if ids is None else self.routing.owners(ids, [low])
+                lora_down(columns, low.b.detach().t(), self.scale, None, part, own)
+        own_ranks = None if ids is None else self._own_ranks(ids)
+        return Factors(gh, self._a().t(), Drop(self.rate, rest[0]) if rest else None, None, own_ranks)
+
+    def _own_ranks(self, ids: Tensor) -> OwnRanks | None:
+        layout = self.routing.equal_layout(self.adapters)
+        return None if layout is None else OwnRanks(ids, *layout)
+
+    def backward(
+        self, g: Tensor, x: Tensor, saved: Sequence[Tensor], dx: Tensor | None, factors: Factors | None = None
+    ) -> Sequence[Tensor | None]:
+        if factors is None:
+            factors = self.input_factors(g, saved)
+            if dx is not None:
+                lora_up(dx, factors.h, factors.b, factors.drop)
+        h, gh, drop = saved[0], factors.h, factors.drop
+        if len(self.adapters) == 1:
+            return self.adapters[0].gradients(x, gh, g, h, drop)
+        if self.blocks and self.routing is None:
+            a, b = [low.a for low in self.adapters], [low.b for low in self.adapters]
+            return adapter_gradients(a, b, x, gh, g, h, drop, [p.requires_grad for p in self.parameters])
+        gradients: list[Tensor | None] = []
+        for (low, columns, part), (_, _, part_gh) in zip(self._parts(g, h), self._parts(g, gh)):
+            gradients += low.gradients(x, part_gh, columns, part, drop)
+        return gradients
+
+    def _parts(self, y: Tensor, h: Tensor) -> Iterator[tuple[LowRank, Tensor, Tensor]]:
+        """Yield each adapter with its columns of y and of h."""
+        parts = h.split([low.a.shape[0] for low in self.adapters], 1)
+        for low, (start, stop), part in zip(self.adapters, self.ranges, parts):
+            yield low, y[..., start:stop], part
+
+    def _a(self) -> Tensor:
+        """Return the a of all adapters as one matrix."""
+        return self._matrix([self.adapters[0].a] if len(self.adapters) == 1 else [low.a for low in self.adapters])
+
+    def _b(self) -> Tensor:
+        return self._matrix([self.adapters[0].b] if len(self.adapters) == 1 else [low.b for low in self.adapters])
+
+    def _matrix(self, parameters: Sequence[Tensor]) -> Tensor:
+        if len(parameters) == 1:
+            return parameters[0].detach().contiguous()
+        joined = join_rows([p.detach() for p in parameters])
+        if joined is None and self._packable():
+            if (why := pack(parameters)) is not None:
+                fallback("lora: the adapters of layers that are multiplied as one, as one matrix", f"{why}: they are copied")
+            joined = join_rows([p.detach() for p in parameters])
+        return torch.cat([p.detach() for p in parameters]) if joined is None else joined
+
+    def pack(self) -> None:
+        """Store a and b as one matrix each, wherever they are now."""
+        if self._packable() or self.routing is not None:
+            pack([a for low in self.adapters for a in low.all_a], force=True)
+        if self._packable() and self.blocks:
+            pack([low.b for low in self.adapters], force=True)
+        for low in self.adapters:
+            pack(low.all_b, COLUMNS, force=True)
+
+    def _packable(self) -> bool:
+        """Return whether no two adapters are of one weight."""
+        stops = [0, *(stop for _, stop in self.ranges)]
+        return self.routing is None and all(start >= stop for (start, _), stop in zip(self.ranges, stops))
 
 
 ROWS, COLUMNS = 0, 1
@@ -219,8 +235,8 @@ def pack(parameters: Sequence[Tensor], dim: int = ROWS, force: bool = False) -> 
     if (why := _immovable(parameters, force)) is not None:
         return why
     with torch.inference_mode(False), torch.no_grad():
-        turned = [p.detach().t() if dim == COLUMNS else p.detach() for p in parameters]
-        for p, rows in zip(parameters, torch.cat(turned).split([t.shape[0] for t in turned])):
+        parts = [p.detach().t() if dim == COLUMNS else p.detach() for p in parameters]
+        for p, rows in zip(parameters, torch.cat(parts).split([t.shape[0] for t in parts])):
             p.data = rows.t() if dim == COLUMNS else rows
     return None
 
@@ -246,27 +262,20 @@ def _immovable(parameters: Sequence[Tensor], force: bool) -> str | None:
 
 
 def pack_adapters(model: nn.Module) -> None:
-    """Store the adapters of all layers that are multiplied as one as one matrix, and those that rows of a batch choose from.
+    """Store the adapters of layers that are multiplied as one as one matrix, and those that rows of a batch choose from.
 
     A TrainStep calls it before it lays out its flat buffers, which keep neighbours next to each other.
     """
-    for layers in _multiplied_together(model):
+    projections = [module.projections() for module in model.modules() if isinstance(module, Projecting)]
+    grouped = {id(layer) for layers in projections for layer in layers}
+    others = [m for m in model.modules() if id(m) not in grouped and (isinstance(m, nn.Linear) or has_reader(m))]
+    for layers in [*projections, *([layer] for layer in others)]:
         sites = [site_of(layer) for layer in layers]
         if any(site.why is not None or is_sharded(site.weight) for site in sites):
             continue
-        members, stop = list[Spanning](), 0
+        outputs, stop = list[AdapterOutputs](), 0
         for site in sites:
             start, stop = stop, stop + shape_of(site.weight)[0]
-            found = (*adapters_of(site.weight), *site.extra)
-            members += [Spanning(low, start, stop) for low in found if isinstance(low, LowRank)]
-        for spanning in LowRank.join(members):
-            spanning.adapter.pack()  # type: ignore[attr-defined]
-
-
-def _multiplied_together(model: nn.Module) -> Iterator[list[Any]]:
-    groups = [module.projections() for module in model.modules() if isinstance(module, Projecting)]
-    yield from groups
-    grouped = {id(layer) for layers in groups for layer in layers}
-    for module in model.modules():
-        if id(module) not in grouped and (isinstance(module, nn.Linear) or foreign(module)):
-            yield [module]
+            outputs += [AdapterOutputs(low, start, stop) for low in site.adapters]
+        for group in LowRank.group(outputs) if outputs else ():
+            group.pack()  # type: ignore[attr-defined]

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from ..formatting import readable
-from ..layers.frozen_fp8 import InFp8
 from ..layers.fused_weights import Stacked, multiply_by_records
-from ..layers.linear_formats import format_of, is_sharded
-from ..layers.quantized_base import Base, Frozen, InInt8, InNf4
+from ..layers.linear_product import format_of, is_sharded
+from ..layers.quantized_base import Base, Frozen, InFp8, InInt8, InNf4
 from ..trace import fallback, notice
 from .layers import adapted_layers
 from .targets import layers_of, output_layer, unfit

@@ -1,7 +1,7 @@
-"""Low-rank adapters on the layers of a model, in place: added, listed, switched off, merged, removed.
+"""Low-rank adapters on the layers of a model, in place: added, listed, switched off, removed, chosen by rows of a batch.
 
-PEFT makes the adapters and owns them (`pip install gpubound[hf]`): its layers are put around the model's own, its configs are
-in `model.peft_config`, and its methods work on the model. gpubound computes their products (layers.py).
+PEFT creates the adapters and owns them (`pip install gpubound[hf]`): its layers are put around the model's layers, its configs
+are in `model.peft_config`, and its methods work on the model. gpubound computes their products (layers.py).
 """
 
 import warnings
@@ -14,20 +14,11 @@ from torch import Tensor, nn
 
 from ..device import without_autocast
 from ..layers.fused_weights import multiply_by_records
-from ..layers.linear_formats import format_of, is_sharded, shape_of
-from ..layers.quantized_base import Base
-from ..layers.state_dict_storage import own_storages
+from ..layers.linear_product import format_of, is_sharded, shape_of
+from ..layers.weight_memory import own_storages
 from .adapter import pack_adapters
 from .base import check, check_no_step, kind_of, quantize_base
-from .layers import (
-    Unmerged,
-    active_in,
-    adapted_layers,
-    fuse,
-    names_in,
-    parameters_of,
-    wrappers,
-)
+from .layers import active_in, adapted_layers, fuse, names_in, parameters_of, wrappers
 from .routing import Routing
 from .targets import by, chosen, layers_of
 
@@ -127,32 +118,22 @@ def attach(model: nn.Module, layers: Mapping[str, Any], config: dict[str, Any], 
     check_outside({key.rpartition(".")[0]: p for key, p in model.named_parameters()}, who)
     modules = [key for key, layer in layers.items() if isinstance(layer, nn.Module)]
     parameters = [key for key in layers if key not in modules]
-    if config.get("use_dora"):
-        for key in modules:
-            check_readable(key, layers[key], who)
-    if config.get("use_dora") and (merged := [key for key in modules if _merged(model, key)]):
-        raise ValueError(
-            f"{who}: another adapter is merged into {merged[0]}, over whose weight DoRA would begin; call gb.lora.unmerge "
-            f"first."
-        )
-    made = lora_config(**config, target_modules=pattern_of(modules) if modules else [], target_parameters=parameters or None)
-    inject(model, made, name, who)
+    for key in modules if config.get("use_dora") else ():  # which reads the weight itself
+        weight: Any = layers[key].weight
+        if format_of(weight).coded or is_sharded(weight):
+            kind = "quantised" if format_of(weight).coded else "sharded"
+            raise ValueError(f"{who}: dora reads the weight of {key}, which is {kind}; leave dora out.")
+        if getattr(model.get_submodule(key), "merged_adapters", ()):
+            raise ValueError(
+                f"{who}: another adapter is merged into {key}, over whose weight DoRA would begin; call gb.lora.unmerge first."
+            )
+    # A regular expression of these names alone: a list of PEFT's would match the ends of other names, too.
+    pattern = "|".join(key.replace(".", r"\.") for key in modules)
+    peft_config = lora_config(**config, target_modules=pattern or [], target_parameters=parameters or None)
+    inject(model, peft_config, name, who)
     ends = {key.rpartition(".")[2] for key in modules}
     others = [key for key in layers_of(model) if key not in layers and key.rpartition(".")[2] in ends]
-    made.target_modules = set(modules if others else ends)
-
-
-def check_readable(key: str, layer: nn.Module, who: str) -> None:
-    """Refuse a layer for DoRA, which reads the weight itself."""
-    weight: Any = layer.weight
-    if format_of(weight).coded or is_sharded(weight):
-        kind = "quantised" if format_of(weight).coded else "sharded"
-        raise ValueError(f"{who}: dora reads the weight of {key}, which is {kind}; leave dora out.")
-
-
-def pattern_of(names: Sequence[str]) -> str:
-    """Return the regular expression that matches these names alone; a list of PEFT's would match the ends of others, too."""
-    return "|".join(name.replace(".", r"\.") for name in names)
+    peft_config.target_modules = set(modules if others else ends)
 
 
 def config_class(who: str) -> Any:
@@ -319,138 +300,6 @@ def enable(model: nn.Module, name: str | None = None) -> None:
     """Switch adapters on again, or those called `name`."""
     for _, layer, names in layers_with(model, name, "lora.enable"):
         set_active(layer, [word for word in names_in(layer) if word in names or word in active_in(layer)])
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def merge(model: nn.Module, name: str | None = None, for_good: bool = False) -> float:
-    """weight += scale · b a for the adapters that are on, or those of them called `name`. They cost nothing from then on.
-
-    for_good  remove the merged adapters, and keep no copy of the weights as they were
-
-    Return the rounding error relative to what was added, of the layer where it is largest. In bf16 it is large where an
-    adapter is small: one hundredth of a weight keeps one or two bits.
-    """
-    named = layers_with(model, name, "lora.merge", some=True)
-    check_not_routed(named, "lora.merge")
-    found: list[tuple[str, Any, list[str]]] = []
-    for key, layer, names in named:
-        on = [word for word in active_in(layer) if word in names and word not in getattr(layer, "merged_adapters", ())]
-        if on and hasattr(layer, "base_layer"):
-            found.append((key, layer, on))
-    check_values({key: _weight(layer) for key, layer, _ in found}, "lora.merge")
-    for key, layer, on in found:
-        _check_mergeable(key, layer, on)
-    with without_autocast(next(model.parameters()).device):  # it would round what is merged to 16 bits
-        errors = [_fold(layer, on, keep=not for_good) for _, layer, on in found]
-    if for_good:
-        merged = {word for _, layer in adapted_layers(model) for word in layer.merged_adapters}
-        for _, layer in adapted_layers(model):
-            vars(layer).pop("unmerged", None)
-            layer.merged_adapters.clear()
-        take_out(model, sorted(merged))
-    return max((error.item() for error in errors), default=0.0)
-
-
-def _weight(layer: Any) -> Any:
-    base = layer.get_base_layer()
-    return getattr(base, layer.parameter_name) if hasattr(layer, "parameter_name") else base.weight
-
-
-def _check_mergeable(key: str, layer: Any, names: Sequence[str]) -> None:
-    _check_unchanged("merge", key, layer)
-    if is_sharded(_weight(layer)):
-        raise ValueError(
-            f"lora.merge: the weight of {key} is sharded; save the adapters, and load and merge them into a model that is "
-            f"whole."
-        )
-    if format_of(_weight(layer)).coded:
-        raise ValueError(
-            f"lora.merge: the weight of {key} is in codes, whose steps are larger than what an adapter adds; call "
-            f"gb.lora.dequantize_base first."
-        )
-    left = [word for word in active_in(layer) if word not in names and word not in layer.merged_adapters]
-    if left and (set(layer.lora_variant) or type(layer.get_base_layer()) is not nn.Linear):
-        raise ValueError(
-            f"lora.merge: {key} has the adapter {left[0]!r}, too, which PEFT's forward leaves out while another is merged; "
-            f"merge or disable that one first."
-        )
-
-
-def _fold(layer: Any, names: Sequence[str], keep: bool) -> Tensor:
-    weight = _weight(layer)
-    if keep and "unmerged" not in vars(layer):
-        layer.unmerged = Unmerged(weight)
-    before = weight.detach().double()
-    if layer.lora_variant or not isinstance(layer.get_base_layer(), nn.Linear):
-        layer.merge(adapter_names=list(names))
-        added = weight.double() - before
-    else:
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        deltas = [
-            layer.scaling[name] * (layer.lora_B[name].weight.to(wide) @ layer.lora_A[name].weight.to(wide)) for name in names
-        ]
-        delta = torch.stack(deltas).sum(0)
-        weight.copy_(weight.to(wide) + delta)
-        layer.merged_adapters.extend(names)
-        added = delta.double()
-    torch.autograd.graph.increment_version(weight)
-    if "unmerged" in vars(layer):
-        layer.unmerged.note(weight)
-    return (weight.double() - before - added).norm() / added.norm().clamp_min(torch.finfo(torch.float64).tiny)
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def unmerge(model: nn.Module) -> None:
-    """Restore every weight that adapters were merged into, bit for bit. The adapters add to its products again."""
-    layers = [(key, layer) for key, layer in adapted_layers(model) if "unmerged" in vars(layer)]
-    for key, layer in layers:
-        _check_unchanged("unmerge", key, layer)
-    for _, layer in layers:
-        _weight(layer).copy_(vars(layer).pop("unmerged").weight)
-        layer.merged_adapters.clear()
-
-
-def _merged(model: nn.Module, key: str) -> bool:
-    layer = model.get_submodule(key)
-    return bool(getattr(layer, "merged_adapters", ()))
-
-
-def _check_unchanged(what: str, key: str, layer: Any) -> None:
-    if "unmerged" in vars(layer) and layer.unmerged.changed(_weight(layer)):
-        raise ValueError(
-            f"lora.{what}: the weight of {key} was changed after an adapter was merged into it, and unmerging would undo that; "
-            f"call gb.lora.unmerge before weights are trained or loaded."
-        )
-
-
-def plain_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state_dict of `model` without adapters, under the names that it has without them.
-
-    ValueError where an adapter is on and not merged, because it would be lost, and where weights are in codes.
-    """
-    for key, module in model.named_modules():
-        if isinstance(module, Base):
-            raise ValueError(
-                f"lora: the weight of {key.rpartition('.')[0].removesuffix('.base_layer')} is in {module.kind.name}, and a "
-                f"model's own files have no place for it; call gb.lora.dequantize_base first."
-            )
-    state = model.state_dict()
-    for key, layer in [*adapted_layers(model), *wrappers(model)]:
-        for name in active_in(layer):
-            if name not in getattr(layer, "merged_adapters", ()):
-                raise ValueError(
-                    f"lora: {key} carries the adapter {name!r}, and a model's own files have no place for it; call "
-                    f"gb.lora.merge first, or gb.lora.disable to leave it out."
-                )
-        inner = f"{key}.base_layer." if hasattr(layer, "base_layer") else f"{key}.original_module."
-        state = {
-            f"{key}.{word.removeprefix(inner)}" if word.startswith(inner) else word: tensor
-            for word, tensor in state.items()
-            if word.startswith(inner) or not word.startswith(f"{key}.")
-        }
-    return state
 
 
 class rows:

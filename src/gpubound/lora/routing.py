@@ -1,6 +1,6 @@
 """Several adapters in one batch: each of its rows has one of them, or none.
 
-The adapters of a weight become one (PerRow of adapter.py), and a row keeps of its narrow product h the columns of its own
+The adapters of a weight become one (`RoutedLowRank` of adapter.py), and each row keeps the columns of h that belong to its
 adapter (kernels/adapter_routing.py). So x is read once for all adapters, forward and backward. The adapter of a row is read on
 the device: a captured step takes other ids at each replay.
 """
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..kernels.adapter_routing import Owners
-from .adapter import PerRow
+from .adapter import RoutedLowRank
 
-KEY = "adapter_ids"  # what a call of the model has, and a batch of TrainStep
+KEY = "adapter_ids"  # the keyword of the model's calls, and the key in a batch of TrainStep
 
 
 class _Call:
-    """What a call was given. In slots, where a graph does not look for what must stand still: each call has its own."""
+    """The ids of a call. In slots, which graphs do not check for changes: each call has its own."""
 
     __slots__ = ("ids",)
 
@@ -28,11 +28,15 @@ class _Call:
 
 
 class Routing:
-    """Which adapter each row of the model's call has. The records of all adapted weights share one."""
+    """The adapter of each row of the model's call. All adapted layers share one.
+
+    ids   the adapter ids of calls that pass none
+    word  the argument's name in errors
+    """
 
     def __init__(self, names: Sequence[str], ids: Tensor | None = None, word: str = KEY):
         self.names, self.ids, self.word = tuple(names), ids, word
-        self._call = _Call(ids)  # under way, or the last one: backward may compute it again
+        self._call = _Call(ids)  # running, or the last one: backward may recompute it
         self._inside: nn.Module | None = None
         self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
 
@@ -41,15 +45,15 @@ class Routing:
         yield entry.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        given = kwargs.pop(KEY, None)
-        outermost = self._inside in (None, module)  # a call that Ctrl-C has ended never left
+        ids = kwargs.pop(KEY, None)
+        outermost = self._inside in (None, module)  # a call that was interrupted by Ctrl-C never left
         if outermost:
             self._inside = module
-        if outermost or given is not None:
-            self._call.ids = self.ids if given is None else given
+        if outermost or ids is not None:
+            self._call.ids = self.ids if ids is None else ids
             if self._call.ids is None:
                 raise ValueError(
-                    f"lora.rows: the call has no {KEY}; give one number a row, places in {list(self.names)} or -1, or set "
+                    f"lora.rows: the call has no {KEY}; pass one number a row, an index of {list(self.names)} or -1, or set "
                     f"`ids` of what gb.lora.rows returned."
                 )
             self.check(self._call.ids)
@@ -60,8 +64,10 @@ class Routing:
             self._inside = None
 
     def check(self, ids: Any) -> None:
-        """Its values only where the host has them, and nothing records the call for later ones. Elsewhere, numbers that are no
-        place in `names` are as -1."""
+        """Raise for ids that are no integers (rows,), or, on the CPU and not while tracing, no indices of `names`.
+
+        Elsewhere a value that is no index counts as -1.
+        """
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1:
             got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
             raise ValueError(
@@ -69,22 +75,22 @@ class Routing:
                 f"batch, -1 for the model without adapters."
             )
         if ids.device.type == "cpu" and not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None:
-            for found in ids.tolist():
-                if not -1 <= found < len(self.names):
+            for value in ids.tolist():
+                if not -1 <= value < len(self.names):
                     raise ValueError(
-                        f"lora.rows: {KEY} must be from -1 to {len(self.names) - 1}, places in {list(self.names)} or -1 for "
-                        f"none of them, got {found}."
+                        f"lora.rows: {KEY} must be from -1 to {len(self.names) - 1}, indices of {list(self.names)} or -1 for "
+                        f"none of them, got {value}."
                     )
 
-    def begin(self, adapter: Any, x: Tensor) -> Tensor:
-        """The adapters of x's rows, for a product that `again` finds in backward."""
+    def begin(self, group: Any, x: Tensor) -> Tensor:
+        """Return the ids of x's rows, for a product whose backward calls `again`."""
         ids = self.ids_of(x)
-        adapter.seen = _mark(ids)
+        group.routed_ids = _identity(ids)
         return ids
 
-    def again(self, adapter: Any, ids: Tensor) -> Tensor:
-        """`ids` as they were kept. Where a checkpoint has computed the product again, they are those of the last call."""
-        if _mark(ids) != adapter.seen:
+    def again(self, group: Any, ids: Tensor) -> Tensor:
+        """Return the saved `ids`. After recomputation by a checkpoint they are those of the last call."""
+        if _identity(ids) != group.routed_ids:
             raise RuntimeError(
                 f"lora.rows: {KEY} of a call were replaced or overwritten before its backward, which reads them; run backward "
                 f"before the model's next call."
@@ -92,11 +98,11 @@ class Routing:
         return ids
 
     def ids_of(self, x: Tensor) -> Tensor:
-        computed_again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        ids = self._call.ids if self._inside is not None or computed_again else self.ids
+        recomputed = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        ids = self._call.ids if self._inside is not None or recomputed else self.ids
         if ids is None:
             raise ValueError(
-                f"lora.rows: an adapted layer was called beside the model; call the model with {KEY}, or set `ids` of what "
+                f"lora.rows: an adapted layer was called outside of the model; call the model with {KEY}, or set `ids` of what "
                 f"gb.lora.rows returned."
             )
         if x.dim() < 2 or x.shape[0] != len(ids):
@@ -107,17 +113,16 @@ class Routing:
         return ids
 
     @staticmethod
-    def alike(adapters: Iterable[PerRow]) -> tuple[int, int] | None:
-        """(ranks of each, how many), if on all these weights the same adapters lie in their order with as many ranks each."""
-        found = {tuple((place, rank) for place, rank, _ in adapter.columns) for adapter in adapters}
-        first, *others = found
+    def equal_layout(adapters: Iterable[RoutedLowRank]) -> tuple[int, int] | None:
+        """Return (ranks of each, number), if all weights have the same adapters, in order and of equal ranks."""
+        first, *others = {tuple((index, rank) for index, rank, _ in adapter.columns) for adapter in adapters}
         ranks = first[0][1]
         return (ranks, len(first)) if not others and first == tuple((i, ranks) for i in range(len(first))) else None
 
-    def owners(self, ids: Tensor, adapters: Iterable[PerRow]) -> Owners:
-        """Whose the columns of these adapters' h are: a table that is made at the first call, and stays on the device."""
+    def owners(self, ids: Tensor, adapters: Iterable[RoutedLowRank]) -> Owners:
+        """Return the owner of each column of these adapters' h: a table that is computed once, and stays on the device."""
         columns = tuple(adapter.columns for adapter in adapters)
-        if torch.compiler.is_compiling():  # a constant of what is compiled
+        if torch.compiler.is_compiling():  # a constant of the compiled code
             return Owners(ids, *_table(columns, ids.device))
         key = ids.device, columns
         if key not in self._tables:
@@ -126,10 +131,10 @@ class Routing:
 
 
 def _table(columns: Sequence[Sequence[tuple[int, int, float]]], device: torch.device) -> tuple[Tensor, Tensor]:
-    each = [(place, scale) for some in columns for place, rank, scale in some for _ in range(rank)]
-    owner = torch.tensor([place for place, _ in each], dtype=torch.int32, device=device)
+    each = [(index, scale) for of_weight in columns for index, rank, scale in of_weight for _ in range(rank)]
+    owner = torch.tensor([index for index, _ in each], dtype=torch.int32, device=device)
     return owner, torch.tensor([scale for _, scale in each], dtype=torch.float32, device=device)
 
 
-def _mark(ids: Tensor) -> tuple[int, int]:
+def _identity(ids: Tensor) -> tuple[int, int]:
     return ids.data_ptr(), 0 if ids.is_inference() else ids._version

@@ -20,7 +20,6 @@ from ..kernels.decode_attention import turn
 from ..kernels.decode_product import ACTIVATIONS, Norm, capped_
 from ..layers.attention import Angles
 from ..layers.fused_weights import site_of
-from ..layers.linear_formats import adapters_of
 from .placing import ACTIVATIONS as NAMES, activation_name
 from .rotary import FIXED, HFAngles, rope_types
 
@@ -347,7 +346,7 @@ def linear_of(layer: Any) -> Linear:
     site = site_of(layer)
     if site.why is not None:  # decode/weight_view.py refuses those that a step may not read
         return Linear(weight_of(layer), layer.bias)
-    return Linear(site.weight, site.bias, (*adapters_of(site.weight), *site.extra))
+    return Linear(site.weight, site.bias, tuple(site.adapters))
 
 
 def parts_of(layer: Any, counts: list[int]) -> list[Linear]:

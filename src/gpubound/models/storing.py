@@ -19,7 +19,7 @@ from ..data import Tokenizer
 from ..data.tokenizer import ends_of_turn
 from ..errors import DataError
 from ..files import check_replaceable, make_folder, partial, write_whole
-from ..lora.model import plain_state
+from ..lora.merge import plain_state
 from .folder import (
     GENERATION,
     INDEX,

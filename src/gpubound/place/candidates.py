@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.dispatch import Call
-from ..layers.linear_formats import format_of
-from ..layers.shared_memory import overlapping
+from ..layers.linear_product import format_of
+from ..layers.weight_memory import overlapping
 from ..models.placing import Swap, reads_tokens
 from ..models.registry import role_of, swaps_of
 from .fused import adopt, is_placed

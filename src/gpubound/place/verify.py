@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import FallbackError, GpuboundError
 from ..layers import recompute
-from ..layers.quantized_base import by_numbers
+from ..layers.quantized_base import without_rounded_inputs
 from ..models.placing import Case, mode, noise
 
 FACTOR = 2.0
@@ -166,7 +166,7 @@ def bare(module: nn.Module, all_train: bool) -> Iterator[None]:
     try:
         for p, _, _ in before if all_train else ():
             p.requires_grad_(p.is_floating_point())
-        with recompute.recomputing(module, 0), by_numbers(module):
+        with recompute.recomputing(module, 0), without_rounded_inputs(module):
             yield
     finally:
         for p, trains, main in before:

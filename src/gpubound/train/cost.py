@@ -9,7 +9,7 @@ from torch import nn
 
 from .. import lora, measure
 from ..errors import MeasureError
-from ..layers.linear_formats import size_of
+from ..layers.linear_product import size_of
 from ..models.placing import put_back
 from ..models.registry import Sizes
 from .adapters import kept_state

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..layers.shared_memory import overlapping
+from ..layers.weight_memory import overlapping
 
 VERSION = attrgetter("_version")
 ADAMW, MUON = "adamw", "muon"  # the rules of update; AdamW's groups come first

@@ -19,7 +19,7 @@ from ..kernels.quantize import CAPABILITY, MULTIPLE
 from ..kernels.tensor_state import drop_record, made_record
 from ..layers.fp8 import SMALLEST, Fp8, new_states, renew
 from ..layers.fused_weights import multiply_by_records
-from ..layers.linear_formats import is_sharded
+from ..layers.linear_product import is_sharded
 from ..trace import fallback
 from .flat_buffers import FlatLayout, FlatSlot
 from .recompute import find_blocks

@@ -26,7 +26,7 @@ from ..errors import GraphError, RankError
 from ..formatting import readable
 from ..kernels.side_stream import Side
 from ..layers.embedding_and_head import head_of
-from ..layers.linear_formats import format_of
+from ..layers.linear_product import format_of
 from ..lora.layers import of_peft
 from ..trace import fallback, notice
 from .accumulate import Accumulators

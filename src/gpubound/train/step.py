@@ -28,7 +28,7 @@ from ..graph import Captured
 from ..guards import NotCopyable, ReentryGuard
 from ..kernels.dispatch import Call, hasten
 from ..layers import fp8
-from ..layers.state_dict_storage import give_own_storages
+from ..layers.weight_memory import give_own_storages
 from ..lora import early
 from ..lora.adapter import pack_adapters
 from ..models.own import LanguageModel

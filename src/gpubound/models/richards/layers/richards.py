@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from ....kernels.dispatch import Call
 from ....layers import recompute
 from ....layers.fused_weights import Kernels, Projecting, Stacked, run_linear
-from ....layers.linear_formats import AS_IT_IS, format_of
-from ....layers.linear_product import multiply
+from ....layers.linear_product import DENSE, format_of, multiply
 from ....layers.mlp import Unit, gated_down, trained_weight
 from ..kernels import Curve, richards, richards_glu, richards_glu_backward
 from ..kernels.curve import NAMES
@@ -100,7 +99,7 @@ class RichardsGLU(Projecting):
         children: dict[str, Any] = self._modules
         down, free = children["down_proj"], [children[name]._parameters["free"] for name in ("value", "gate")]
         weight = trained_weight(down) if torch.is_grad_enabled() and not torch.compiler.is_compiling() else None
-        if weight is not None and packed.nbytes // 2 >= self.recompute_bytes and format_of(weight) is AS_IT_IS:
+        if weight is not None and packed.nbytes // 2 >= self.recompute_bytes and format_of(weight) is DENSE:
             return gated_down(packed, weight, self.unit, free)
         h = self.unit.forward(packed, *free)
         return run_linear(down, recompute.mark(h, self.recompute_bytes, self.unit.forward, packed, *free))
