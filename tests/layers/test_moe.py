@@ -10,6 +10,7 @@ from gpubound.errors import FallbackError
 from gpubound.layers import MoE
 from gpubound.layers.moe import grouped_product
 from gpubound.models.richards import RichardsConfig, RichardsDecoder
+from gpubound.train.objectives import objective_class
 from gpubound.watch import no_stall
 from gpubound.watch.pretend import simgpu
 
@@ -61,7 +62,7 @@ def test_an_uneven_load_costs_what_its_definition_says():
     routed = []
     for block in model.model.layers:
         block.mlp.router.register_forward_hook(lambda m, x, found: routed.append(found))
-    objective = gb.train.objectives.objective_class("next_token")()
+    objective = objective_class("next_token")()
     labels = ids.roll(-1, 1)
     labels[:, -3:] = -100
     total, count = objective(model.train(), {"input_ids": ids, "labels": labels})
