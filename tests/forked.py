@@ -21,13 +21,12 @@ import threading
 import traceback
 import types
 import warnings
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from .processes import plain_environment
+from .processes import import_all, plain_environment
 
 ROOT = Path(__file__).parents[1]
 
@@ -71,12 +70,9 @@ def python() -> str:
 def serve(address: str) -> None:
     """Import what programs use, and fork one for each connection, until the input ends."""
     import torch._inductor.config
-    import transformers
+    import torch.profiler  # noqa: F401
 
-    with suppress(ImportError):
-        import peft  # noqa: F401
-
-    transformers.LlamaForCausalLM, torch.profiler  # noqa: B018 - imported when they are asked for
+    import_all()
     gc.freeze()  # a program's collections would read, and so copy, all that it shares
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who mind
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the tests, which then end the input
