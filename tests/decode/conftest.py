@@ -5,12 +5,6 @@ from gpubound.decode.step_graphs import RING
 
 
 @pytest.fixture(autouse=True)
-def reference_kernels(monkeypatch):
-    """On a CPU the doors take the reference here: the kernels' own tests hold the interpreter to it."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-
-
-@pytest.fixture(autouse=True)
 def kernels_path(monkeypatch):
     """The way that a GPU takes, through the kernels' references; test_host.py is about a CPU's own."""
     monkeypatch.setattr("gpubound.decode.cpu_step.fits", lambda device: False)

@@ -26,6 +26,7 @@ def launch_add(x, y, out):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CPU tensors need Triton's interpreter")
+@pytest.mark.interpreted
 class TestTriton:
     def test_a_write_no_dispatcher_sees(self, runner):
         total = torch.zeros(10)

@@ -14,6 +14,7 @@ from gpubound.train.objectives.causal_lm import NextToken
 from gpubound.train.precision import precision as precision_named
 from gpubound.train.recipe import Lora, Recipe
 
+pytestmark = pytest.mark.interpreted  # what a layer saves is what its kernels save
 ROWS, SEQ = 2, 16
 PLAIN = DecoderConfig(64, 96, 2, 4, 2, 256, tied=True)
 NORMED = DecoderConfig(64, 80, 2, 4, 4, 192, head_width=32, qk_norm=True)

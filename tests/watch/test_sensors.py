@@ -3,7 +3,6 @@ faked, by hand.
 """
 
 import ctypes
-import os
 import threading
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -183,7 +182,8 @@ def test_launching_driver_calls():
     assert sensors.launch_calls(events) == {"cudaLaunchKernel": 2, "cuLaunchKernelEx": 1, "cudaGraphLaunch": 1}
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.interpreted
 def test_triton_launches():
     triton = pytest.importorskip("triton")
     import triton.language as tl

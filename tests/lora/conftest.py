@@ -1,1 +1,0 @@
-from ..place.conftest import reference_kernels as reference_kernels
