@@ -16,12 +16,12 @@ from gpubound import trace
 from gpubound.data import Corpus, Tokenizer, train_tokenizer
 from gpubound.errors import DataError
 from gpubound.models import PRESETS, Decoder, save_hf
-from gpubound.train.data import check_data, open_data, stage_of
+from gpubound.train.data import Stage, check_data, open_data, stage_of
 from gpubound.train.prepare import prepare
 from gpubound.train.recipe import Recipe
 from tests.messages import message
 
-from .runs import recipe, texts
+from .runs import CHATS, recipe, texts
 
 
 @pytest.fixture(scope="module")
@@ -234,3 +234,15 @@ def test_an_evaluation_takes_as_many_tokens_whatever_the_micro_batch(corpus, tmp
         assert len(list(islice(stage.held_out_feed(torch.device("cpu")), stage.held_out_batches))) == batches
     monkeypatch.setattr("gpubound.train.data.EVALUATION_TOKENS", 1 << 30)
     assert stage.held_out_batches == 1, "no more than there are"
+
+
+def test_held_out_rows_without_labels_are_refused(tmp_path, monkeypatch):
+    """Their loss is nan. Only the rows that an evaluation reads count."""
+    long_question = [[{"role": "user", "content": "why? " * 50}, {"role": "assistant", "content": "because " * 9}]]
+    tokenizer = train_tokenizer(texts(), 300)
+    training = Corpus.build(CHATS, tokenizer, tmp_path / "training", progress=False)
+    held_out = Corpus.build(long_question, tokenizer, tmp_path / "held_out", progress=False)
+    Stage("", recipe("data", tmp_path, seq=8, micro_batch=1), training, held_out).check_rows()
+    monkeypatch.setattr("gpubound.train.data.EVALUATION_TOKENS", 64)
+    with pytest.raises(DataError, match=r"^validation: the 64 held-out tokens of an evaluation hold none to learn"):
+        Stage("", recipe("data", tmp_path, seq=8, micro_batch=1), training, held_out).check_rows()

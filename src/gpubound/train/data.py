@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..data import Corpus, CorpusFeed, Tokenizer, python_stdlib_texts, torch_source_texts, train_tokenizer
@@ -236,3 +237,10 @@ class Stage:
         for corpus, what in ((self.training, "training"), (self.held_out, "held-out")):
             if corpus.masked and not any(mask.any() for mask in corpus.masks()):
                 raise DataError(f"{where}data: the {what} documents hold no token to learn; give chats with assistants' turns.")
+        evaluated = self.held_out_batches * self._held_out_rows() * self.held_out_seq
+        labels = np.arange(evaluated) + (self._labels() == "next")
+        if self.held_out.masked and not self.held_out.read_mask(labels).any():  # the held-out loss would be nan
+            raise DataError(
+                f"{where}validation: the {evaluated:,} held-out tokens of an evaluation hold none to learn; give chats with "
+                f"longer answers, or a larger --validation."
+            )

@@ -226,3 +226,12 @@ def test_values_of_another_type_are_refused_by_name(kind, name, value):
     sizes = {"hidden": 16, "intermediate": 24, "layers": 1, "heads": 2, "kv_heads": 1, "vocabulary": 32}
     with pytest.raises(ValueError, match=f"{kind.__name__}: {name}: got {value!r}"):
         kind(**sizes | {name: value})
+
+
+@pytest.mark.parametrize("kind", [DecoderConfig, RichardsConfig])
+@pytest.mark.parametrize(
+    "sizes, name", [({}, "hidden"), ({"hidden": "a"}, "hidden"), ({"hidden": 16, "layers": 1}, "intermediate")]
+)
+def test_a_missing_size_is_refused_by_name(kind, sizes, name):
+    with pytest.raises(ValueError, match=rf"^{kind.__name__}: {name}: got .*, wanted a value of type int"):
+        kind(**sizes)

@@ -10,7 +10,7 @@ Legend: B batch, T tokens.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import get_args
+from typing import Any, get_args
 
 from torch import Tensor, nn
 
@@ -23,17 +23,19 @@ from ...layers.norm import RMSNorm
 from ..decoding import Reader, Shape
 from ..own import LanguageModel
 
+REQUIRED: Any = None  # default of required fields, so that __post_init__ names a missing one: dataclasses raise a TypeError
+
 
 @dataclass(frozen=True)
 class DecoderConfig:
     """The shape of a Decoder. What follows from it (head_dim, counts) is computed here and nowhere else."""
 
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
+    hidden: int = REQUIRED
+    intermediate: int = REQUIRED
+    layers: int = REQUIRED
+    heads: int = REQUIRED
+    kv_heads: int = REQUIRED
+    vocabulary: int = REQUIRED
     tied: bool = False
     head_width: int | None = None  # None: hidden / heads
     rope_theta: float = 10000.0
