@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gpubound import measure
-from gpubound.models.richards import training
+from gpubound.models.richards import checkpoint
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.objectives import objective_class
 
@@ -32,7 +32,7 @@ def measure_steps(bench: Bench, in_turn: Turns) -> None:
 def begun(name: str, loss: str, rows: int, seq: int, words: int, device: torch.device) -> Callable[[], None]:
     """Some steps of that model on one batch. The first captures, where there is something to capture in."""
     torch.manual_seed(0)
-    model = training.make(name, words, seq, device).train()
+    model = checkpoint.make(name, words, seq, device).train()
     options = {"mask_token": words - 1} if loss == "masked_diffusion" else {}
     precision = "bf16" if device.type == "cuda" else "fp32"
     step = TrainStep(model, objective_class(loss)(**options), AdamW(1e-4), clip=1.0, precision=precision)

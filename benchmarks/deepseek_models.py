@@ -37,7 +37,7 @@ def build_model(device: torch.device, dry: bool, codes: bool = False) -> Any:
 def build_flash(devices: Sequence[torch.device], dry: bool) -> Any:
     """V4-Flash in the codes that it is published in: 155 GB, more than one GPU has. Its layers are made in equal shares on the
     devices."""
-    from gpubound.models.deepseek_v4.dealing import deal
+    from gpubound.models.deepseek_v4.checkpoint import deal
 
     model = _made(v4_config(dry, flash=True), torch.device("meta"), dry, codes=True)
     deal(model, devices)
@@ -50,8 +50,7 @@ def _made(config: Any, device: torch.device, dry: bool, codes: bool) -> Any:
     """In 16 bits, unless tiny; what transformers keeps in fp32 is fp32."""
     from transformers import DeepseekV4ForCausalLM
 
-    from gpubound.models.deepseek_v4.coded import in_fp4
-    from gpubound.models.deepseek_v4.strict import keep_in_fp32
+    from gpubound.models.deepseek_v4.modules import in_fp4, keep_in_fp32
 
     with device, in_fp4(codes):
         model = DeepseekV4ForCausalLM._from_config(config, dtype=torch.float32 if dry else torch.bfloat16).eval()
@@ -65,8 +64,8 @@ LAYERS = re.compile(r".*(self_attn\.(q_a|q_b|kv|o_a|o_b)|indexer\.q_b|shared_exp
 @torch.no_grad()
 def _in_fp8(model: Any) -> Any:
     """Its linear layers rounded to fp8, but the head, the compressors and what indexes share out."""
-    from gpubound.models.deepseek_v4.blocks import Fp8Linear
     from gpubound.models.deepseek_v4.kernels.fp8_blocks import BLOCK
+    from gpubound.models.deepseek_v4.modules import Fp8Linear
 
     for name, layer in [(name, module) for name, module in model.named_modules() if LAYERS.fullmatch(name)]:
         made, weight = Fp8Linear(layer, BLOCK), layer.weight.float()
@@ -84,7 +83,7 @@ def _in_fp8(model: Any) -> Any:
 def _drawn(model: Any) -> Any:
     """With the experts of words, and codes of experts, which transformers does not draw."""
     from gpubound.kernels.packed_weights import BIAS
-    from gpubound.models.deepseek_v4.coded import PARTS, Fp4Experts
+    from gpubound.models.deepseek_v4.modules import PARTS, Fp4Experts
 
     for name, buffer in model.named_buffers():
         if name.endswith("tid2eid"):

@@ -10,9 +10,7 @@ from torch import Tensor
 from gpubound import kernels
 from gpubound.measure import Prepared
 from gpubound.models.richards import kernels as richards_kernels
-from gpubound.models.richards.kernels.curve import LEAST
-from gpubound.models.richards.kernels.dynamic_tanh import NORM
-from gpubound.models.richards.kernels.richards import GATE, VALUE
+from gpubound.models.richards.kernels.richards import GATE, LEAST, NORM, VALUE
 
 from .door import Door, Drawer
 from .shapes import Shape

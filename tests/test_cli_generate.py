@@ -211,7 +211,7 @@ def test_another_architecture_through_transformers(ckpt, run, tmp_path):
 def test_without_transformers_other_architectures_are_refused(ckpt, run, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     Tokenizer.load(ckpt).save(tmp_path)
-    monkeypatch.setattr("gpubound.models.foreign.find_spec", lambda name: None)
+    monkeypatch.setattr("gpubound.models.folder.find_spec", lambda name: None)
     code, out, err = run(tmp_path, "--prompt", "x")
     assert (code, out) == (2, "") and err.endswith(
         "transformers reads it, and it is not installed: pip install 'gpubound[hf]'.\n"

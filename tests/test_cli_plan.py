@@ -7,8 +7,8 @@ import torch
 
 from gpubound.cli import arguments, main
 from gpubound.cli.train import Train
+from gpubound.models.llama.checkpoint import hf_config
 from gpubound.models.llama.decoder import PRESETS
-from gpubound.models.llama.weights import hf_config
 
 SMALL = ["--model", "135m", "--seq", "1024", "--micro-batch", "2", "--accumulate", "8"]
 CONFIG = "model: 1b\nvocabulary: 128256\nseq: 2048\nmicro_batch: 8\naccumulate: 32\n"

@@ -19,8 +19,8 @@ from gpubound.cli.train import Train, from_file, presets
 from gpubound.data import Corpus
 from gpubound.errors import RankError
 from gpubound.files import LOCK, locked
-from gpubound.models.llama import training as llama
-from gpubound.models.llama.training import PRESETS
+from gpubound.models.llama import checkpoint as llama
+from gpubound.models.llama.checkpoint import PRESETS
 from gpubound.models.registry import presets as every_preset
 from gpubound.train.checkpoint import Checkpoints
 from tests.messages import message

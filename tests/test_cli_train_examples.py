@@ -10,7 +10,7 @@ from gpubound import device as facts
 from gpubound.cli import main
 from gpubound.cli.compare import variants_of
 from gpubound.cli.train import from_file
-from gpubound.models.richards.training import MODELS
+from gpubound.models.richards.checkpoint import MODELS
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -56,7 +56,7 @@ def test_a_decoder_samples_as_the_model_says(capfd):
 
 
 def test_a_decoder_of_ours_reads_the_folder_s_generation_config(tmp_path):
-    from gpubound.models.llama.weights import load_hf
+    from gpubound.models.llama.checkpoint import load_hf
 
     model = cases.build("Llama")
     model.save_pretrained(tmp_path)

@@ -13,7 +13,7 @@ from gpubound import device as facts
 from gpubound.data import Corpus
 from gpubound.distributed import join
 from gpubound.distributed.local_shard import gathered
-from gpubound.models.llama import training as llama
+from gpubound.models.llama import checkpoint as llama
 from gpubound.train.loop import Stop
 from gpubound.train.prepare import prepare
 from tests.distributed.processes import on_ranks

@@ -10,9 +10,8 @@ import triton.language as tl
 from gpubound.kernels import plans
 from gpubound.kernels.plans.types import RowPlan
 from gpubound.models.richards import kernels
-from gpubound.models.richards.kernels.dynamic_tanh import NORM
-from gpubound.models.richards.kernels.richards import Curve
-from gpubound.models.richards.kernels.triton import dynamic_tanh as fast
+from gpubound.models.richards.kernels.richards import NORM, Curve
+from gpubound.models.richards.kernels.triton import richards as fast
 from tests.messages import message
 
 from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same

@@ -12,8 +12,7 @@ import triton.language as tl
 from gpubound.kernels import plans
 from gpubound.kernels.plans.types import StridePlan
 from gpubound.models.richards import kernels
-from gpubound.models.richards.kernels.curve import LEAST, NAMES, POSITIVE, Curve
-from gpubound.models.richards.kernels.richards import GATE, VALUE
+from gpubound.models.richards.kernels.richards import GATE, LEAST, NAMES, POSITIVE, VALUE, Curve
 from gpubound.models.richards.kernels.triton import _curve, richards as fast
 from tests.messages import message
 

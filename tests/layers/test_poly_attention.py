@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from gpubound import layers
-from gpubound.models.richards.kernels.curve import Curve
-from gpubound.models.richards.layers.poly_attention import PolyAttention, poly_calls
+from gpubound.models.richards.kernels.richards import Curve
+from gpubound.models.richards.layers import PolyAttention, poly_calls
 
 from .test_parts import agree, turned, x_of
 

@@ -11,8 +11,7 @@ from gpubound.layers import MLP, Attention, Block, run_blocks
 from gpubound.layers.linear_product import linear
 from gpubound.layers.recompute import recomputing
 from gpubound.models.richards.kernels import Curve
-from gpubound.models.richards.layers import DynamicTanh, RichardsCurve, RichardsGLU, RichardsNorm
-from gpubound.models.richards.layers.richards import richards_glu_calls
+from gpubound.models.richards.layers import DynamicTanh, RichardsCurve, RichardsGLU, RichardsNorm, richards_glu_calls
 from gpubound.train import Accumulators
 
 FP64 = torch.float64

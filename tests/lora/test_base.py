@@ -12,7 +12,7 @@ import gpubound as gb
 from gpubound import trace
 from gpubound.layers.quantized_base import Base
 from gpubound.models import Decoder, DecoderConfig
-from gpubound.models.llama.weights import load_hf, save_hf
+from gpubound.models.llama.checkpoint import load_hf, save_hf
 from tests.messages import message
 
 from ..place.models import assert_close, assert_near, batch, place, rows, tiny, tokens, training_run

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpubound.errors import PlaceError
-from gpubound.models.parts import HFShiftedNorm
+from gpubound.models.hf_modules import HFShiftedNorm
 from tests.messages import message
 
 from ..place.models import assert_close, batch, place, rows, tiny, tokens, training_run, twin

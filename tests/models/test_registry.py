@@ -9,7 +9,7 @@ from torch import nn
 
 from gpubound.errors import DataError
 from gpubound.models import registry
-from gpubound.models.llama import training as llama
+from gpubound.models.llama import checkpoint as llama
 from gpubound.models.registry import Sizes, family_of, is_named, presets
 from gpubound.train.prepare import prepare
 from gpubound.train.recipe import Recipe

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gpubound.models.llama.checkpoint import hf_config
 from gpubound.models.llama.decoder import PRESETS
-from gpubound.models.llama.weights import hf_config
 from gpubound.plan.gpus import GPUS
 from gpubound.plan.memory import total
 from gpubound.plan.propose import FREE, proposals, summed_once

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gpubound import device as facts
 from gpubound.data import Corpus
-from gpubound.models.llama import training as llama
+from gpubound.models.llama import checkpoint as llama
 
 from .runs import CHATS, build_corpus, texts
 

@@ -238,7 +238,7 @@ def test_moments_in_8_bits(corpus, base, tmp_path):
 
 def test_the_work_of_a_token(base):
     """Counted here product by product: an adapter on the second of two layers cuts the first one's backward."""
-    from gpubound.models.llama.training import sizes
+    from gpubound.models.llama.checkpoint import sizes
 
     model = load_hf(base)
     matrices = {n: p.numel() for n, p in model.named_parameters() if p.dim() == 2}  # the head is tied to the embedding

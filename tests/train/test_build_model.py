@@ -15,8 +15,8 @@ from gpubound.distributed.local_shard import gathered
 from gpubound.errors import DataError
 from gpubound.layers.quantized_base import Base
 from gpubound.models.llama import Decoder, DecoderConfig, save_hf
-from gpubound.models.llama.training import MODELS
-from gpubound.models.richards.training import make as make_richards, save as save_richards
+from gpubound.models.llama.checkpoint import MODELS
+from gpubound.models.richards.checkpoint import make as make_richards, save as save_richards
 from gpubound.train.prepare import build_model, build_shards, choose_sharded, outline
 from tests.distributed.processes import on_ranks
 from tests.messages import message

@@ -7,7 +7,7 @@ import torch
 
 from gpubound.data import Tokenizer
 from gpubound.models import RichardsConfig, RichardsDecoder
-from gpubound.models.richards.training import sizes
+from gpubound.models.richards.checkpoint import sizes
 from gpubound.train.cost import flops_of
 from gpubound.train.objectives.masked_diffusion import MaskedDiffusion
 

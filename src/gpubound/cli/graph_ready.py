@@ -23,8 +23,8 @@ from ..decode.transformer import FusedRunner
 from ..device import resolve
 from ..errors import GpuboundError
 from ..graph.audit import Audit, AuditedPart, Obstacle, audit
-from ..models.keywords import cache_in, cache_word
-from ..models.own import LanguageModel
+from ..models.language_model import LanguageModel
+from ..models.placing import cache_in, cache_word
 from ..models.registry import family_of, is_named
 from .place import load
 

@@ -93,8 +93,7 @@ def load(target: str, dtype: str = "auto", trust_remote_code: bool = False) -> t
 def _from_folder(folder: Path, dtype: "torch.dtype | None", trust_remote_code: bool) -> Any:
     import torch
 
-    from ..models.folder import Beyond, read_config
-    from ..models.foreign import attempt, load_foreign, needs_transformers
+    from ..models.folder import Beyond, attempt, load_foreign, needs_transformers, read_config
     from ..models.registry import family_of
 
     about, family = read_config(folder), family_of(str(folder))
@@ -114,7 +113,7 @@ def _random(folder: Path, about: dict[str, Any], dtype: "torch.dtype | None", tr
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from ..measure import machine
-    from ..models.foreign import layer_counts
+    from ..models.folder import layer_counts
 
     for name, layers in layer_counts(about):  # no tensors bound them here: a billion layers would be built for ever
         if not 1 <= layers <= MOST_LAYERS:

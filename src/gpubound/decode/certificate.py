@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..errors import GenerateError
 from ..models import Decoder
-from ..models.llama.weights import changed_below
+from ..models.llama.checkpoint import changed_below
 from . import reference
 from .reference import RoutingTrace, record_routing
 from .request import Choice, Request, pad

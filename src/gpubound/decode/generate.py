@@ -20,8 +20,8 @@ from ..guards import NotCopyable, ReentryGuard
 from ..kernels.dispatch import hasten
 from ..lora.layers import base_of
 from ..models import Decoder
-from ..models.llama.weights import as_transformers
-from ..models.own import LanguageModel
+from ..models.language_model import LanguageModel
+from ..models.llama.checkpoint import as_transformers
 from ..models.registry import reader_of, runner_of
 from ..trace import fallback, notice
 from .calls import kernel_calls

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..device import without_autocast
-from ..models.keywords import NAMES, cache_name
+from ..models.placing import NAMES, cache_name
 from .runner import config_value
 
 CHUNKED = "chunked_attention"

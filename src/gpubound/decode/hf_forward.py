@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from ..device import without_autocast
 from ..errors import StallError
 from ..layers.fused_weights import multiply_by_records
-from ..models.keywords import cache_in, cache_word
+from ..models.placing import cache_in, cache_word
 from ..watch.guard import no_stall
 from .hf_cache import (
     CHUNKED,

@@ -16,10 +16,17 @@ from ..decode.runner import host_bytes
 from ..device import label
 from ..errors import DataError
 from ..layers.embedding_and_head import head_of
-from ..models.deepseek_v4.checkpoint import is_coded
-from ..models.folder import Beyond, dtype_asked, ends_of, read_config, read_generation
-from ..models.foreign import attempt, load_foreign, needs_transformers
-from ..models.registry import family_of, is_named
+from ..models.folder import (
+    Beyond,
+    attempt,
+    dtype_asked,
+    ends_of,
+    load_foreign,
+    needs_transformers,
+    read_config,
+    read_generation,
+)
+from ..models.registry import family_of, is_named, is_quantized
 from ..train.adapters import base_of, check_base, kept_state, load_kept_state, merge
 from ..train.checkpoint import Checkpoint, path_from_here
 from ..train.objectives import objective_named
@@ -103,7 +110,7 @@ def open_saved(
     else:
         config, folder = read_config(source), source
         tok, generation = tok or _folder_tokenizer(source, trust_remote_code), read_generation(source, config)
-        direct = len(devices) > 1 and is_coded(config) and (split == "layers" or not _fits_host(source))
+        direct = len(devices) > 1 and is_quantized(config) and (split == "layers" or not _fits_host(source))
         model = _from_folder(source, config, devices if direct else target, dtype_, trust_remote_code, devices[0])
     if adapter is not None:
         lora.load(model, adapter, name="given")

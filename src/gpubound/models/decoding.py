@@ -1,9 +1,9 @@
 """The interface between decoding and a model family: the weights of its layers and their definition.
 
-A family's file has a table DECODING, {role: Reader}: how the decoder reads a model of that class, or why it cannot. What its
-weights compute is said here once, in plain fp32 (`define`), for the judge; decode/ has the fast forms.
+A family's module has a table DECODING, {role: Reader}: how the decoder reads a model of that class, or why it cannot. The
+weights' `define` computes a layer in plain fp32, as the reference; decode/ has the fast implementations.
 
-Legend: T tokens, H query heads, K key and value heads, D width of a head, S experts a token (its slots), E experts in all.
+Legend: T tokens, H query heads, K key and value heads, D width of a head, S experts per token (its slots), E experts in all.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -18,19 +18,17 @@ from torch import Tensor, nn
 
 from ..kernels.decode_attention import turn
 from ..kernels.decode_product import ACTIVATIONS, Norm, capped_
-from ..layers.attention import Angles
+from ..layers.attention import Angles, Rope
 from ..layers.fused_weights import site_of
-from .placing import ACTIVATIONS as NAMES, activation_name
-from .rotary import FIXED, HFAngles, rope_types
 
-Rounding = Callable[[Tensor], Tensor] | None  # of keys (T, K, D) in their places, and of values
+Rounding = Callable[[Tensor], Tensor] | None  # of keys (T, K, D) with RoPE, and of values
 Normed = Callable[[Tensor, Norm | None], Tensor]
 
 
 class Linear(NamedTuple):
     weight: Tensor
     bias: Tensor | None = None
-    adapters: Sequence[Any] = ()  # LowRank ones (lora/adapter.py), each of which adds scale · x aᵀ bᵀ
+    adapters: Sequence[Any] = ()  # low-rank: each adds scale · x aᵀ bᵀ
 
     def tensors(self) -> list[Tensor]:
         return [t for t in (self.weight, self.bias) if t is not None] + [t for low in self.adapters for t in (low.a, low.b)]
@@ -46,8 +44,8 @@ class Shape:
     head_dim: int
     vocab: int
     scale: float  # of the scores
-    embedded: float = 1.0  # what embeddings are multiplied by
-    logit_cap: float = 0.0  # logits are cap · tanh(logit / cap); 0: as they are
+    embedded: float = 1.0  # factor of the embeddings
+    logit_cap: float = 0.0  # logits are cap · tanh(logit / cap); 0: not capped
 
 
 class PartWeights:
@@ -71,21 +69,21 @@ class AttentionWeights(PartWeights):
     k: Linear
     v: Linear
     o: Linear
-    q_norm: Norm | None  # of a head, or of all heads in a row: its width tells
+    q_norm: Norm | None  # of each head, or of all heads together, by its width
     k_norm: Norm | None
-    window: int  # the nearest keys that a token sees; 0: all
-    table: int | None = 0  # which of the model's angles; None: a layer without positions
-    cap: float = 0.0  # scores are cap · tanh(score / cap); 0: as they are
-    post_norm: Norm | None = None  # of what is added to the stream
+    window: int  # number of last keys that a token attends to; 0: all
+    table: int | None = 0  # index of the model's angles; None: a layer without positions
+    cap: float = 0.0  # scores are cap · tanh(score / cap); 0: not capped
+    post_norm: Norm | None = None  # of the update, before it is added to the residual stream
 
     def heads(self, rows: Iterable[Tensor], width: int, normed: Normed) -> list[Tensor]:
-        """Rows (..., H D) of q, k, v as heads (..., H, D), normed before they are split where the norm is as wide as a row."""
-        found = []
+        """Split rows (..., H D) of q, k and v into heads (..., H, D) and apply their norms. A norm of all heads comes first."""
+        split = []
         for x, norm in zip(rows, (self.q_norm, self.k_norm, None)):
-            whole = norm is not None and len(norm.weight) > width
-            heads = (normed(x, norm) if whole else x).unflatten(-1, (-1, width))
-            found.append(heads if whole else normed(heads, norm))
-        return found
+            joint = norm is not None and len(norm.weight) > width
+            heads = (normed(x, norm) if joint else x).unflatten(-1, (-1, width))
+            split.append(heads if joint else normed(heads, norm))
+        return split
 
     def define(self, shape: Shape, x: Tensor, tables: list[tuple[Tensor, Tensor]], rounded: Rounding) -> Tensor:
         """Return the update of x (T, hidden) in plain fp32."""
@@ -124,20 +122,20 @@ class DenseWeights(PartWeights):
 
 @dataclass(frozen=True)
 class ExpertWeights(PartWeights):
-    """Gated by silu, behind a norm without an offset: the kernels know no others."""
+    """Experts gated by silu, after a norm without an offset: the kernels support no others."""
 
     norm: Norm
     router: Linear  # (E, hidden)
     gate_up: Any  # (E, 2 I, hidden)
     down: Any  # (E, hidden, I)
     slots: int
-    normalise: bool  # shares of what was chosen, not of all
+    normalise: bool  # divide the chosen experts' shares by their sum
     post_norm: Norm | None = None
 
     def define(self, x: Tensor, number: int, choices: Any) -> Tensor:
         """Return the update of x (T, hidden) in plain fp32. Only the experts of one token at a time are converted to fp32.
 
-        With `choices`, experts are those that were chosen there, which are judged.
+        With `choices` (a RoutingTrace), use its recorded experts, and record how far their scores are below the best.
         """
         h = plain_norm(x, self.norm)
         scores = plain_linear(h, self.router)
@@ -147,12 +145,12 @@ class ExpertWeights(PartWeights):
             shares = scores.softmax(-1).gather(-1, ids)
         if self.normalise:
             shares = shares / shares.sum(-1, keepdim=True)
-        found = []
+        updates = []
         for row, chosen, share in zip(h, ids, shares):
             gate, up = (self.gate_up.index_select(0, chosen).float() @ row).chunk(2, -1)
             products = torch.bmm(self.down.index_select(0, chosen).float(), (F.silu(gate) * up)[..., None])
-            found.append(share @ products[..., 0])
-        return plain_norm(torch.stack(found), self.post_norm)
+            updates.append(share @ products[..., 0])
+        return plain_norm(torch.stack(updates), self.post_norm)
 
 
 class LayerWeights(NamedTuple):
@@ -203,7 +201,7 @@ def unread_option(config: Any, read: Collection[str]) -> str | None:
     a value, such as a scale of queries beyond some length, or a clamp.
     """
     base = next((one for one in type(config).__mro__ if one.__name__ == "PreTrainedConfig"), None)
-    if base is None:  # a config of ours
+    if base is None:  # one of our own configs
         return None
     declared = signature(type(config)).parameters.keys() - signature(base).parameters.keys()
     kind: Any = type(config)
@@ -219,19 +217,79 @@ def unread_option(config: Any, read: Collection[str]) -> str | None:
     return None
 
 
-class Reader:
-    """Reads a causal language model of Llama's kind, whose tensors are taken as they are. A family's own says what differs."""
+# Rope types with fixed frequencies; others change them with the length of the text.
+FIXED = ("default", "linear", "llama3", "yarn")
+# transformers' names of activations, and the kernels' names.
+ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
-    # A block's norms: before attention, behind it, before the MLP, behind it.
+
+def activation_name(config: Any) -> str:
+    """Return a transformers config's name of the activation."""
+    return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", ""))
+
+
+def rope_types(rotary: Any) -> list[str]:
+    """Return the rope types of a transformers rotary module: one, or for Gemma 3 one per type of layer."""
+    types = getattr(rotary, "rope_type", "default")
+    return list(types.values()) if isinstance(types, dict) else [types]
+
+
+class HFAngles:
+    """cos and sin of positions in fp32, computed by a transformers rotary module, with its frequencies and scaling."""
+
+    def __init__(self, rotary: Any, layer_type: str | None = None) -> None:
+        self.rotary = rotary
+        prefix = f"{layer_type}_" if layer_type else ""  # Gemma 3 has frequencies for each type of layer
+        self.frequencies, self.scaling = f"{prefix}inv_freq", f"{prefix}attention_scaling"
+        self.options = {"layer_type": layer_type} if layer_type else {}
+
+    def __call__(self, positions: Tensor) -> Rope:
+        like = torch.empty(0, device=positions.device, dtype=torch.float32)  # only its dtype and device are read
+        cos, sin = self.rotary(like, positions.reshape(-1, positions.shape[-1]), **self.options)
+        shape = (*positions.shape, cos.shape[-1] // 2)
+        return cos[..., : shape[-1]].reshape(shape), sin[..., : shape[-1]].reshape(shape)
+
+    def stamp(self) -> object:
+        frequencies: Tensor = getattr(self.rotary, self.frequencies)
+        return frequencies.data_ptr(), frequencies._version, getattr(self.rotary, self.scaling, None)
+
+
+class ChangingAngles(HFAngles):
+    """Angles of a rotary module whose frequencies depend on the length of the text (longrope): computed for every batch."""
+
+    def stamp(self) -> object:
+        return object()
+
+
+_halved: tuple[Tensor, Rope] | None = None
+
+
+def halves(embeddings: tuple[Tensor, Tensor]) -> Rope:
+    """Convert Hugging Face's cos and sin (B or 1, T, D), each angle twice and in the model's dtype, to the kernels' layout.
+
+    Every layer of a forward gets the same pair, so the last conversion is cached.
+    """
+    global _halved
+    cached = _halved
+    if cached is None or cached[0] is not embeddings[0]:
+        cos, sin = ((t[0] if t.shape[0] == 1 else t)[..., : t.shape[-1] // 2].float().contiguous() for t in embeddings)
+        _halved = cached = embeddings[0], (cos, sin)
+    return cached[1]
+
+
+class Reader:
+    """Reader of a causal language model of the Llama kind: its weights, without copies. A family overrides what differs."""
+
+    # A block's norms: before and after attention, before and after the MLP.
     NORMS: ClassVar[tuple[str | None, ...]] = ("input_layernorm", None, "post_attention_layernorm", None)
     OFFSET = 0.0  # of all norms
-    READS: ClassVar[frozenset[str]] = frozenset()  # fields of the config that this family has besides READ
+    READS: ClassVar[frozenset[str]] = frozenset()  # config fields that the family reads besides READ
 
     def __init__(self, model: Any) -> None:
         self.model, self.trunk, self.config = model, model.model, model.config
 
     def refusal(self, max_length: int) -> str | None:
-        """Why it is not decoded by the kernels for texts of that length: an option that they do not know."""
+        """Return why the kernels cannot decode the model for texts of that length; None if they can."""
         for kind in rope_types(self.trunk.rotary_emb):
             longest = self.longest() if kind == "longrope" else 0
             if kind not in FIXED and not 0 < max_length <= longest:
@@ -242,22 +300,22 @@ class Reader:
         if getattr(self.trunk.layers[0].self_attn, "head_dim", 0) % 2:
             return "its heads have an odd width, and rotation works on pairs"
         if getattr(self.config, "use_bidirectional_attention", False):
-            return "its tokens see what comes behind them"
+            return "its tokens attend to later tokens"
         if option := unread_option(self.config, READ | self.READS):
             return f"its config has {option}, an option that its reader does not know"
         return None
 
     def longest(self) -> int:
-        """Up to how many tokens angles of the kind longrope stay as they are."""
-        told = (self.config.rope_parameters or {}).get("original_max_position_embeddings")
-        return told or getattr(self.config, "original_max_position_embeddings", 0) or 0
+        """Return the length up to which longrope's frequencies are fixed."""
+        length = (self.config.rope_parameters or {}).get("original_max_position_embeddings")
+        return length or getattr(self.config, "original_max_position_embeddings", 0) or 0
 
     def activation(self) -> str | None:
-        return NAMES.get(activation_name(self.config))
+        return ACTIVATION_NAMES.get(activation_name(self.config))
 
     def shape(self) -> Shape:
         c, attention = self.config, self.trunk.layers[0].self_attn
-        scale = getattr(self.trunk.embed_tokens, "embed_scale", None)  # rounded to the model's dtype where it is used
+        scale = getattr(self.trunk.embed_tokens, "embed_scale", None)  # rounded to the weights' dtype when used
         return Shape(
             hidden=c.hidden_size,
             heads=c.num_attention_heads,
@@ -270,22 +328,23 @@ class Reader:
         )
 
     def angles(self) -> list[Angles]:
-        """A layer's `table` says which of them it takes."""
+        """Return the rotary angles of the model, which a layer's `table` indexes."""
         return [HFAngles(self.trunk.rotary_emb)]
 
     def layers(self) -> list[LayerWeights]:
         return [LayerWeights(self.attention(block), self.mlp(block)) for block in self.trunk.layers]
 
     def norm(self, module: Any) -> Norm:
-        """Ours call it eps, Hugging Face's variance_epsilon."""
-        return Norm(weight_of(module), float(module.eps if hasattr(module, "eps") else module.variance_epsilon), self.OFFSET)
+        """Return the weights of a norm."""
+        eps = module.eps if hasattr(module, "eps") else module.variance_epsilon  # Hugging Face has both names
+        return Norm(weight_of(module), float(eps), self.OFFSET)
 
     def norms(self, parent: Any, names: Sequence[str | None]) -> list[Norm | None]:
-        found = [name and getattr(parent, name, None) for name in names]
-        return [None if module is None else self.norm(module) for module in found]
+        modules = [name and getattr(parent, name, None) for name in names]
+        return [None if module is None else self.norm(module) for module in modules]
 
     def attention(self, block: Any) -> AttentionWeights:
-        attention, (before, behind) = block.self_attn, self.norms(block, self.NORMS[:2])
+        attention, (before, after) = block.self_attn, self.norms(block, self.NORMS[:2])
         q_norm, k_norm = self.norms(attention, ("q_norm", "k_norm"))
         q, k, v = self.projections(attention)
         return AttentionWeights(
@@ -299,16 +358,16 @@ class Reader:
             window=self.window(attention),
             table=self.table(attention),
             cap=self.cap(attention),
-            post_norm=behind,
+            post_norm=after,
         )
 
     def projections(self, attention: Any) -> list[Linear]:
         return [linear_of(layer) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)]
 
     def window(self, attention: Any) -> int:
-        """Qwen says it layer by layer, Mistral in its config for all of them."""
-        whole = getattr(getattr(attention, "config", None), "sliding_window", None)
-        return getattr(attention, "sliding_window", whole) or 0
+        """Return the window of a layer: an attribute of the layer for Qwen, of its config for Mistral; 0 for none."""
+        default = getattr(getattr(attention, "config", None), "sliding_window", None)
+        return getattr(attention, "sliding_window", default) or 0
 
     def table(self, attention: Any) -> int | None:
         return 0 if getattr(attention, "use_rope", True) else None
@@ -317,23 +376,23 @@ class Reader:
         return 0.0
 
     def mlp(self, block: Any) -> Any:
-        before, behind = self.norms(block, self.NORMS[2:])
+        before, after = self.norms(block, self.NORMS[2:])
         gate, up = self.gate_up(block.mlp)
         activation = self.activation()
         assert activation is not None
-        return DenseWeights(before, gate, up, linear_of(block.mlp.down_proj), activation, behind)
+        return DenseWeights(before, gate, up, linear_of(block.mlp.down_proj), activation, after)
 
     def gate_up(self, mlp: Any) -> list[Linear]:
         return [linear_of(mlp.gate_proj), linear_of(mlp.up_proj)]
 
     def together(self, block: Any) -> list[list[Any]]:
-        """The linear layers of a block that read the same input: side by side in memory they are one product."""
+        """Return the linear layers of a block that read the same input, which are one GEMM if their weights are contiguous."""
         attention, mlp = block.self_attn, block.mlp
         groups = [[attention.q_proj, attention.k_proj, attention.v_proj]]
         return [*groups, [mlp.gate_proj, mlp.up_proj]] if hasattr(mlp, "gate_proj") else groups
 
     def routers(self) -> dict[int, nn.Module]:
-        """What chooses the experts, by the numbers of the layers that have some."""
+        """Return the router modules by layer."""
         return {}
 
 
@@ -342,19 +401,20 @@ def weight_of(module: Any) -> Tensor:
 
 
 def linear_of(layer: Any) -> Linear:
-    """A projection, PEFT's too, as it is now."""
+    """Return the current weights of a projection, which may be a PEFT layer."""
     site = site_of(layer)
-    if site.why is not None:  # decode/weight_view.py refuses those that a step may not read
+    if site.why is not None:  # decode/weight_view.py refuses layers that a step cannot read
         return Linear(weight_of(layer), layer.bias)
     return Linear(site.weight, site.bias, tuple(site.adapters))
 
 
 def parts_of(layer: Any, counts: list[int]) -> list[Linear]:
-    """Several layers whose weights are one parameter: views of it, and of what its adapters add."""
+    """Return the weights of several layers that share one parameter, and their adapters, as views."""
     weight, bias, adapters = linear_of(layer)
-    found = []
-    for rows in torch.arange(len(weight), device="cpu").split(counts):
-        part = slice(int(rows[0]), int(rows[-1]) + 1)
+    layers, start = [], 0
+    for count in counts:
+        part = slice(start, start + count)
+        start = part.stop
         lows = tuple(type(low)(low.a, low.b.detach()[part], low.scale) for low in adapters)
-        found.append(Linear(weight.detach()[part], None if bias is None else bias.detach()[part], lows))
-    return found
+        layers.append(Linear(weight.detach()[part], None if bias is None else bias.detach()[part], lows))
+    return layers

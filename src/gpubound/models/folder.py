@@ -1,30 +1,37 @@
-"""Hugging Face folders, of any family: config.json, generation_config.json and the headers of the weights' files.
+"""Hugging Face folders of any family: config.json, generation_config.json, the headers of the weight files, and models that
+transformers computes.
 
-Every field is checked before it is used, and named when it is not what it should be.
+Every field is checked before it is used, and an error names the field. transformers initialises weights that a folder lacks at
+random and logs it; here that is an error. A folder with Python code is refused unless the caller trusts it; by default
+transformers would ask on stdout and read stdin.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from ..errors import DataError
 from ..files import beside, read_json, regular
+from .registry import is_quantized, load_quantized
 
 WEIGHTS, INDEX, GENERATION = "model.safetensors", "model.safetensors.index.json", "generation_config.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 CURE = "download the model again"
-LARGEST = 2**24  # of any size: two of them multiplied still fit into the 63 bits that torch counts bytes in
+LARGEST = 2**24  # of a size: the product of two still fits into the 63 bits in which torch counts bytes
 
 
 class Beyond(DataError):
-    """The config is whole, but our decoder cannot compute such a model."""
+    """Raised for a valid config of a model that our decoder does not implement."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -34,11 +41,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def dtype_of(about: dict[str, Any], folder: Path) -> torch.dtype:
-    """The dtype that the weights were saved in."""
-    told = about.get("dtype") or about.get("torch_dtype") or "float32"
-    name = told.removeprefix("torch.") if isinstance(told, str) else None
+    """Return the dtype of the saved weights, by config.json."""
+    value = about.get("dtype") or about.get("torch_dtype") or "float32"
+    name = value.removeprefix("torch.") if isinstance(value, str) else None
     if name not in DTYPES:
-        raise DataError(f"{folder / 'config.json'}: dtype: got {told!r}, wanted one of {', '.join(DTYPES)}.")
+        raise DataError(f"{folder / 'config.json'}: dtype: got {value!r}, wanted one of {', '.join(DTYPES)}.")
     return DTYPES[name]
 
 
@@ -51,36 +58,37 @@ def dtype_asked(name: str) -> torch.dtype | None:
 
 
 class ConfigFields:
-    """Fields of a config.json, each named when it is not what it should be."""
+    """Checked access to the fields of a config.json."""
 
     def __init__(self, about: dict[str, Any], file: Path) -> None:
         self.about, self.file = about, file
 
     def size(self, name: str, default: int | None = None, largest: int = LARGEST) -> int:
         value = self.about.get(name)
-        value = self._there(name, default if value is None else value)
+        value = self._required(name, default if value is None else value)
         if not isinstance(value, int) or isinstance(value, bool) or not (0 < value <= largest or value == default):
             raise self._wrong(name, value, f"a whole number from 1 to {largest}")
         return value
 
     def number(self, name: str, value: Any) -> float:
-        value = self._there(name, value)
+        """Check the value of a field that several places of a config.json may have."""
+        value = self._required(name, value)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e300:
             raise self._wrong(name, value, "a number above 0")
         return float(value)
 
     def flag(self, name: str) -> bool:
-        return self._of_kind(name, bool, "true or false") or False
+        return self._optional(name, bool, "true or false") or False
 
     def table(self, name: str) -> dict[str, Any]:
-        return self._of_kind(name, dict, "an object or null") or {}
+        return self._optional(name, dict, "an object or null") or {}
 
-    def _there(self, name: str, value: Any) -> Any:
+    def _required(self, name: str, value: Any) -> Any:
         if value is None:
             raise DataError(f"{self.file} has no {name!r}; is it a model's?")
         return value
 
-    def _of_kind(self, name: str, kind: type, wanted: str) -> Any:
+    def _optional(self, name: str, kind: type, wanted: str) -> Any:
         value = self.about.get(name)
         if value is not None and not isinstance(value, kind):
             raise self._wrong(name, value, wanted)
@@ -93,58 +101,64 @@ class ConfigFields:
 def read_generation(path: Path, about: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of generation_config.json, and the special tokens that only config.json names."""
     file = path / GENERATION
-    own = read_json(file, CURE) if file.exists() else {}
-    for source, told in ((path / "config.json", about), (file, own)):
+    generation = read_json(file, CURE) if file.exists() else {}
+    for source, fields in ((path / "config.json", about), (file, generation)):
         for name in SPECIAL_IDS:
-            value = told.get(name)
+            value = fields.get(name)
             tokens = value if isinstance(value, list) else [] if value is None else [value]
             if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
                 raise DataError(f"{source}: {name}: got {value!r}, wanted a token's number, a list of them, or null.")
-    return {name: about.get(name) for name in SPECIAL_IDS} | {k: v for k, v in own.items() if v is not None}
+    return {name: about.get(name) for name in SPECIAL_IDS} | {k: v for k, v in generation.items() if v is not None}
 
 
 def ends_of(generation: dict[str, Any]) -> list[int]:
-    """The tokens that end a text, in the words of a generation_config.json: none, one or several."""
-    told = generation.get("eos_token_id")
-    return [] if told is None else list(told) if isinstance(told, list | tuple) else [told]
+    """Return the tokens that end a text, by the fields of a generation_config.json."""
+    tokens = generation.get("eos_token_id")
+    return [] if tokens is None else list(tokens) if isinstance(tokens, list | tuple) else [tokens]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file, before it is read."""
+    """Metadata of a tensor in a safetensors file."""
 
     file: Path
     shape: tuple[int, ...]
-    dtype: str  # as safetensors calls it
+    dtype: str  # by safetensors' names
 
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
-    """Every tensor in the folder's safetensors files, by name, from the files' headers."""
-    found: dict[str, Stored] = {}
+    """Return the metadata of all tensors in the folder by name, from the headers of its safetensors files."""
+    stored: dict[str, Stored] = {}
     for file in weight_files(path):
         with opened(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (it is no dict)
-                about = tensors.get_slice(name)
-                found[name] = Stored(file, tuple(about.get_shape()), about.get_dtype())
-    return found
+                header = tensors.get_slice(name)
+                stored[name] = Stored(file, tuple(header.get_shape()), header.get_dtype())
+    return stored
 
 
 def check_layers(file: Path, counts: Iterable[tuple[str, int]], tensors: Iterable[str]) -> None:
-    """A config.json that asks for a billion layers is refused before they begin to be built.
+    """Raise DataError if a config.json asks for more layers than its tensors have, before the layers are built.
 
-    counts  (field, number of layers) of its fields that have one
+    counts  (field, number of layers) of the fields that have one
     """
-    found = 1 + max((int(n) for name in tensors for n in re.findall(r"\.(\d+)\.", name)), default=-1)
+    stored = 1 + max((int(n) for name in tensors for n in re.findall(r"\.(\d+)\.", name)), default=-1)
     for name, layers in counts:
-        if not 1 <= layers <= max(found, 1):
+        if not 1 <= layers <= max(stored, 1):
             raise DataError(
-                f"{file}: {name}: got {layers}, but its tensors have {found} layers; check that config.json belongs to these "
+                f"{file}: {name}: got {layers}, but its tensors have {stored} layers; check that config.json belongs to these "
                 "weights."
             )
 
 
+def layer_counts(about: dict[str, Any]) -> list[tuple[str, int]]:
+    """Return (field, number of layers) of each field of a config.json that has one."""
+    parts = [part for part in (about, about.get("text_config")) if isinstance(part, dict)]
+    return [(name, part[name]) for part in parts for name in LAYERS if isinstance(part.get(name), int)]
+
+
 def weight_files(path: Path) -> list[Path]:
-    """One file, or those that the index names. The one file goes first, as it does in transformers."""
+    """Return the single weight file, which has priority as in transformers, or the files that the index names."""
     index = path / INDEX
     if (path / WEIGHTS).exists() or not index.exists():
         names = [WEIGHTS]
@@ -161,9 +175,68 @@ def weight_files(path: Path) -> list[Path]:
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """safe_open, whose complaints name the file, and whose slices lie on the CPU whatever the caller's default device."""
+    """Open a safetensors file. Its errors name the file, and its slices are on the CPU whatever the default device."""
     try:
         with torch.device("cpu"), safe_open(regular(file), framework="pt", device="cpu") as tensors:
             yield tensors
     except (SafetensorError, OSError) as error:
         raise DataError(f"{file} is no whole safetensors file: {error}; copy or download it again.") from error
+
+
+def load_foreign(
+    folder: Path, device: Any, dtype: torch.dtype | None = None, trust_remote_code: bool = False,
+    computes: torch.device | None = None, **options: Any,
+) -> nn.Module:  # fmt: skip
+    """Load the causal language model in a Hugging Face folder by transformers. `dtype` None keeps the saved one.
+
+    device, computes: for a quantised checkpoint, as in deepseek_v4/checkpoint.py.
+    """
+    needs_transformers(folder)
+    from transformers import AutoModelForCausalLM, logging
+
+    if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
+        config = read_json(folder / "config.json")
+        check_layers(folder / "config.json", layer_counts(config), stored_tensors(folder))
+        if is_quantized(config):
+            return attempt(folder, lambda: load_quantized(config, folder, device, dtype, computes=computes))
+
+    def load() -> Any:
+        return AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype or "auto",
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            **options,
+        )
+
+    logging.disable_progress_bar()
+    model, report = attempt(folder, load)
+    for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if names := sorted(map(str, report.get(problem) or ())):
+            raise DataError(
+                f"{folder}: its tensors are not those of its config: {problem.replace('_', ' ')} {names[:3]} ({len(names)} in "
+                "all), which would be random; check that config.json belongs to these weights."
+            )
+    return model.to(device)
+
+
+def needs_transformers(what: Any) -> None:
+    if find_spec("transformers") is None:
+        raise ValueError(f"{what}: transformers reads it, and it is not installed: pip install 'gpubound[hf]'.")
+
+
+def attempt(folder: Path, load: Callable[[], Any]) -> Any:
+    """Return the result of `load`; raise a DataError for any exception that transformers raises on a damaged folder."""
+    try:
+        return load()
+    except (torch.OutOfMemoryError, DataError):
+        raise
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise DataError(
+                f"{folder}: this model is computed by Python code in its own folder, which was not run; read the code, and if "
+                "you trust it pass --trust-remote-code."
+            ) from error
+        text = " ".join(str(error).split())
+        raise DataError(f"{folder}: transformers cannot load it: {type(error).__name__}: {text[:400]}") from error

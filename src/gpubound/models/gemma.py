@@ -17,13 +17,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..layers.attention import Attention, Rope, RopeTable
 from ..layers.block import run_blocks
 from ..layers.fused_weights import Kernels
-from .decoding import Reader
-from .parts import HFMLP, HFAttention, HFShiftedNorm, attention, mlp, norm
+from .decoding import HFAngles, Reader
+from .hf_modules import HFMLP, WINDOWED, HFAttention, HFShiftedNorm, HFStack, attention, mlp, norm, stack, tried_causal_lm
 from .placing import Maker, Swap
-from .rotary import HFAngles
-from .stack import WINDOWED, HFStack, stack, tried_causal_lm
 
-BOTH_WAYS = "the config lets tokens see what comes behind them"
+BOTH_WAYS = "the config lets tokens attend to later tokens"
 MASKS = {"full_attention": create_causal_mask, WINDOWED: create_sliding_window_causal_mask}
 
 
@@ -91,9 +89,9 @@ class SandwichStack(HFStack):
     def window(self) -> None:
         """Each type of layer gets its own mask."""
 
-    def stepped_on(self) -> str | None:
+    def changed_below(self) -> str | None:
         """transformers goes by the config's types, the loop by the layers'."""
-        if why := super().stepped_on():
+        if why := super().changed_below():
             return why
         if both_ways(self.config):
             return BOTH_WAYS

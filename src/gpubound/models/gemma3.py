@@ -4,10 +4,10 @@ from functools import partial
 from typing import Any
 
 from ..layers.attention import Angles
+from .decoding import HFAngles
 from .gemma import SWAPS as GEMMA, SandwichReader, sandwich_stack
-from .parts import attention
+from .hf_modules import attention
 from .placing import Maker, Swap
-from .rotary import HFAngles
 
 
 def typed_attention(module: Any, stack: Any) -> Swap:

@@ -6,9 +6,9 @@ may be added, stay transformers' own.
 
 from typing import Any
 
-from .decoding import ExpertWeights, Linear, Reader, weight_of
-from .parts import attention, norm
-from .placing import Maker, activation_name
+from .decoding import ExpertWeights, Linear, Reader, activation_name, weight_of
+from .hf_modules import attention, norm
+from .placing import Maker
 from .registry import role_of
 
 SWAPS: dict[str, Maker] = {"RMSNorm": norm, "Attention": attention}

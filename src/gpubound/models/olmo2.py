@@ -12,9 +12,8 @@ from torch import Tensor
 from ..layers.attention import Rope
 from ..layers.fused_weights import Kernels
 from .decoding import Reader
-from .parts import HFMLP, HFAttention, HFNorm, attention, mlp, norm
+from .hf_modules import HFMLP, OPS, HFAttention, HFNorm, HFStack, attention, mlp, norm, stack, tried_causal_lm
 from .placing import Maker
-from .stack import OPS, HFStack, stack, tried_causal_lm
 
 
 class WideNormAttention(HFAttention):

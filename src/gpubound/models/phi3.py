@@ -9,11 +9,9 @@ from typing import Any
 from torch import nn
 
 from ..layers.attention import RopeTable
-from .decoding import Linear, Reader, parts_of
-from .parts import HFMLP, HFAttention, attention, mlp, norm
+from .decoding import ChangingAngles, Linear, Reader, parts_of
+from .hf_modules import HFMLP, HFAttention, HFStack, attention, mlp, norm, stack, tried_causal_lm, unswapped
 from .placing import Maker, Swap
-from .rotary import ChangingAngles
-from .stack import HFStack, stack, tried_causal_lm, unswapped
 
 
 class PackedAttention(HFAttention):
@@ -35,11 +33,11 @@ class PackedMLP(HFMLP):
 
 
 class Phi3Stack(HFStack):
-    def stepped_on(self) -> str | None:
+    def changed_below(self) -> str | None:
         for layer in self.layers._modules.values() if self.training else ():
             if any(isinstance(part, nn.Dropout) and part.p and part.training for part in layer._modules.values()):
                 return "its blocks have dropout, which the loop has not"
-        return super().stepped_on()
+        return super().changed_below()
 
 
 def phi3_stack(module: Any, _: Any) -> Swap:

@@ -1,13 +1,12 @@
-"""What placing asks of a family: for each role of its modules, a function that says how such a module is swapped.
+"""The interface between placing and a model family, and inputs for the verification of replaced modules.
 
-A family's file has a table SWAPS, {role: maker}. A maker gets a module and the decoder stack that it lies in, and
-gives a `Swap`. Placing does the rest: it refuses what is better left alone, verifies, and keeps the table. The part has a
-method `fused_kernels`, which tells the table what it runs. Calls that it cannot take go to the forward of the class that it was
-swapped into. What modules are tried with is made up here: the same hidden states and tokens at every call and in every dtype.
+A family's module has a table SWAPS, {role: maker}. A maker gets a module and its decoder stack, and returns a `Swap`. Placing
+refuses modules that it must not replace, verifies the replacement, and reports it. The replacement's `fused_kernels` describes
+its kernels for the report. Calls that the replacement does not support go to the forward of the module's original class.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,58 +20,71 @@ from ..kernels.dispatch import Call
 from ..layers import LMLoss
 from ..trace import count
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-
-
-def activation_name(config: Any) -> str:
-    """What a config calls its activation; ACTIVATIONS has our word for it."""
-    return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", ""))
-
+# Names of the KV cache in transformers: `cache` since 5.24, `past_key_values` before, and in models from elsewhere.
+NAMES = ("cache", "past_key_values")
+PATCHED = "its class has another forward than when it was placed"
+BATCH, TOKENS = 2, 16
+TEXT_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id")
 
 Case = Callable[[torch.dtype], tuple[Tensor, dict[str, Any]]]
 """dtype -> (x, keywords): x gets a gradient; the same values in every dtype"""
 
 
+def cache_name(function: Callable[..., Any]) -> str | None:
+    """Return the name of a function's KV cache parameter (or of an output class's field), or None."""
+    parameters = signature(function).parameters
+    return next((name for name in NAMES if name in parameters), None)
+
+
+def cache_word(function: Callable[..., Any]) -> str:
+    """Return the name of the KV cache parameter of a function that is known to have one."""
+    name = cache_name(function)
+    assert name is not None, f"{function} takes no keys and values"
+    return name
+
+
+def cache_in(output: Mapping[str, Any]) -> Any:
+    """Return the KV cache among a model's outputs, or None. The older name as an attribute of 5.24's outputs would warn."""
+    return next((value for name, value in output.items() if name in NAMES), None)
+
+
 @dataclass
 class Swap:
-    """How a module can be swapped: for which part, with which attributes beside its own, verified on which cases."""
+    """Replacement of a module: the new class, its additional attributes, and the cases by which it is verified."""
 
     part: type
-    calls: tuple[Call, ...]  # what the part will call, and in which shapes, so that they can be compiled side by side
+    calls: tuple[Call, ...]  # ops and shapes that the replacement calls, so that they can be compiled in parallel
     attributes: dict[str, Any] = field(default_factory=dict)
     cases: tuple[Case, ...] = ()
     refusal: str = ""
-    trial: Callable[[], str | None] | None = None  # what the exercise would not show: why not to swap, or None
+    trial: Callable[[], str | None] | None = None  # an additional check: returns why not to swap, or None
 
 
 Maker = Callable[[Any, Any], Swap]
-"""(module, the decoder stack with a rotary_emb that it lies in, or None) -> its Swap"""
-
-
-PATCHED = "its class has another forward than when it was placed"
+"""(module, the decoder stack with a rotary_emb that contains it, or None) -> its Swap"""
 
 
 class Delegating:
-    """A part that does not take every call."""
+    """Base class of replacements that call the original forward for unsupported calls."""
 
-    original: Any  # the class of its module
-    forwards: tuple[Any, Any]  # of its class and of its module's, when it was placed
+    original: Any  # class of the module
+    forwards: tuple[Any, Any]  # the replacement's and the original class's forward, when the module was placed
     config: Any
     training: bool
     delegated: Counter[str]
 
     def delegate(self, why: str, *args, **kwargs):
-        """The original forward, counted: same result, fewer fusions."""
+        """Call the original forward and count the call: same result, fewer fusions."""
         self.delegated[why] += 1
         count("place.delegated")
         return self.original.forward(self, *args, **kwargs)
 
     def patched(self) -> str | None:
-        """Why its own forward may not stand in for its module's."""
+        """Return why the replacement's forward may differ from the class's current one; None if that was not changed."""
         return None if self.original.forward is self.forwards[1] else PATCHED
 
     def by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Positional arguments under the names that the original forward gives them."""
+        """Return positional and keyword arguments by the parameter names of the original forward."""
         return dict(zip(_names(self.original.forward), args)) | kwargs
 
 
@@ -81,18 +93,14 @@ def _names(forward: Callable) -> tuple[str, ...]:
     return tuple(name for name in signature(forward).parameters if name != "self")
 
 
-BATCH, TOKENS = 2, 16
-OF_TEXT = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id")
-
-
 def noise(shape: tuple[int, ...], like: Tensor, seed: int = 0) -> Tensor:
-    """Unit normal numbers, the same on every device and dtype, drawn aside from the user's random state."""
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu", dtype=torch.float32)
-    return drawn.to(like.device, like.dtype)
+    """Return normal values, the same on every device and in every dtype, without changing the global RNG state."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu", dtype=torch.float32)
+    return values.to(like.device, like.dtype)
 
 
 def random_case(module: nn.Module, shape: tuple[int, ...]) -> Case:
-    """Rounded to the module's own dtype, whatever dtype it is wanted in: every run reads the same numbers."""
+    """Return a case of normal values, rounded to the module's dtype first, so that every dtype gets the same values."""
     like = next(module.parameters(), torch.empty(0, device="cpu", dtype=torch.float32)).detach().new_empty(0)
     return lambda dtype: (noise(shape, like).to(dtype), {})
 
@@ -116,7 +124,7 @@ def made_up(model: Any) -> Tensor:
         size, others = model.lm_head.out_features, set()
     else:
         size, names = model.config.get_text_config().vocab_size, vars(model.config)
-        others = {names[name] for name in names if name.endswith(("_token_id", "_token_index")) and name not in OF_TEXT}
+        others = {names[name] for name in names if name.endswith(("_token_id", "_token_index")) and name not in TEXT_TOKENS}
     ids = torch.randint(size, (BATCH, TOKENS), generator=generator, device="cpu")
     if others:
         text = torch.tensor([i for i in range(min(size, 1024)) if i not in others], device="cpu")
@@ -126,23 +134,23 @@ def made_up(model: Any) -> Tensor:
 
 @contextmanager
 def mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """Training or eval mode in all of `module`, and each sub-module's own again afterwards."""
-    before = [(m, m.training) for m in module.modules()]
+    """Set training or eval mode in all of `module` within the context, and restore each sub-module's mode after it."""
+    modes = [(m, m.training) for m in module.modules()]
     try:
         module.train(training)
         yield
     finally:
-        for m, was in before:
-            m.training = was
+        for m, value in modes:
+            m.training = value
 
 
 @contextmanager
 def put_back(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """What is written into these tensors inside is undone behind it."""
-    kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    """Restore the values of these tensors after the context."""
+    copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:
         yield
     finally:
         with torch.no_grad():
-            for tensor, before in kept:
-                tensor.copy_(before)
+            for tensor, copy in copies:
+                tensor.copy_(copy)

@@ -1,25 +1,23 @@
-"""Which families there are, a line each: the file here that knows one, and what transformers calls its models.
+"""Registry of model families: the module that implements a family, and the class names that transformers gives its models.
 
-Hugging Face's modules are known by name and home: `LlamaMLP` of transformers.models.llama.modeling_llama, and its like. A
-subclass of a user's own lives elsewhere, may compute something else, and is left alone.
+Hugging Face modules are recognised by class name and module: `LlamaMLP` of transformers.models.llama.modeling_llama. A user's
+subclass lives elsewhere, may compute something else, and is not recognised.
 
-The file says what the rest of the library asks of its family, in tables by role: SWAPS, how its modules are swapped (placing.py
-has the words), and DECODING, how its models are decoded (decoding.py). It is imported when it is first asked. A family that has
-outgrown a file is a folder, which has these tables in `family.py`.
+A family's module has two tables by role of a module (Attention, MLP, ForCausalLM, ...): SWAPS, how placing replaces modules
+(placing.py), and DECODING, how a model is decoded (decoding.py). It is imported on first use. A family with more than one file
+is a package, which has these tables in `family.py`.
 
-A family that can be trained by name, from a preset or a Hugging Face folder to a folder, has its folder's name in TRAINABLE and
-a file `training.py` there:
+A family that is trained by name, or loaded into our own model, is a package in TRAINABLE with a module `checkpoint.py`:
 
-PRESETS, MODELS   the models that have a name, for people to choose from; and all that `make` knows, small ones like them too,
-                  and NAME+PART where models are made of parts that have names
-FOREIGN           whether transformers has these models, too
-make              a new one of MODELS: (name, vocabulary, positions, device) -> model
-reads, load, save of a folder: whether it is this family's; (folder, device, dtype or None) -> model; (model, folder, tokenizer,
-                  its weights one by one or None, overwrite)
-config_of         (what config.json says, folder) -> a config; Beyond where our own model cannot compute it
-outline, unread   the model of a folder's config.json on the meta device; and the same where the folder was seen to hold its
-                  tensors, for storing.read_parts to fill
-sizes, table      the `Sizes` of a model; PRESETS in lines for a person
+PRESETS, MODELS   configs by name: those that are listed for users; and all that `make` knows, which includes smaller variants
+                  (NAME-tiny) and, for models of named parts, NAME+PART
+FOREIGN           True if transformers has these models too
+make              (name, vocabulary, positions, device) -> a new model
+reads, load, save True if a folder is the family's; (folder, device, dtype or None) -> model; (model, folder, tokenizer,
+                  iterator over weights or None, overwrite)
+config_of         (config.json, folder) -> config; raises Beyond if our own model does not implement it
+outline, unread   model of a folder on the meta device, from config.json; the same with checked tensors, for storing.read_parts
+sizes, table      `Sizes` of a model; PRESETS as lines of text
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,8 +32,8 @@ from .decoding import Reader
 from .placing import Maker
 
 FAMILIES = {
-    # file: {model_type: how its classes' names begin}
-    "llama": {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"},
+    # module: {model_type: prefix of its class names}
+    "hf_modules": {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"},
     "mixtral": {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"},
     "gemma": {"gemma": "Gemma", "gemma2": "Gemma2"},
     "gemma3": {"gemma3": "Gemma3"},
@@ -43,55 +41,70 @@ FAMILIES = {
     "phi3": {"phi3": "Phi3"},
     "deepseek_v4": {"deepseek_v4": "DeepseekV4"},
 }
-# Families that the fused kernels do not fit: the module with their runners, imported when a decoder is built.
+# Modules with the runners of families that the fused kernels do not decode, imported when a decoder is built.
 RUNNERS = {"deepseek_v4": ".deepseek_v4.decode"}
+# (model_type, quant_method) of quantised checkpoints that a family's `checkpoint.load_coded` reads
+QUANTIZED = {("deepseek_v4", "fp8")}
 TRAINABLE = ("llama", "richards")
 
 
 def role_of(module: nn.Module) -> str | None:
-    """'RMSNorm', 'Attention', 'MLP', 'Model', 'ForCausalLM' or the like for a module of a known family; None for any other."""
+    """Return the role of a module of a known family ('RMSNorm', 'Attention', 'MLP', 'Model', 'ForCausalLM', ...), or None."""
     return _known(module)[1]
 
 
 def swaps_of(module: nn.Module) -> Mapping[str, Maker]:
-    """How modules of this one's family are swapped, by their roles; nothing for a module of no known family."""
+    """Return the SWAPS table of the module's family, empty for an unknown family."""
     family, _ = _known(module)
-    return _file(family).SWAPS if family else {}
+    return _module(family).SWAPS if family else {}
 
 
 def fused_types() -> Iterator[str]:
-    """The model_types whose attention and MLP have fused forms."""
-    return (kind for family, types in FAMILIES.items() if {"Attention", "MLP"} <= _file(family).SWAPS.keys() for kind in types)
+    """Yield the model_types whose attention and MLP have fused replacements."""
+    return (
+        kind for family, types in FAMILIES.items() if {"Attention", "MLP"} <= _module(family).SWAPS.keys() for kind in types
+    )
 
 
 def reader_of(model: Any) -> Reader | None:
-    """How it is decoded; None for a model of no known family. One of our own says so itself."""
+    """Return the model's Reader, or None for an unknown family. Our own models have a class attribute `reader`."""
     if (own := getattr(type(model), "reader", None)) is not None:
         return own(model)
     family, role = _known(model)
-    maker = _file(family).DECODING.get(role) if family else None
+    maker = _module(family).DECODING.get(role) if family else None
     return None if maker is None else maker(model)
 
 
 def runner_of(model: nn.Module) -> Any:
-    """Return the module with the runners of a model's family; None where decode/ runs the model itself."""
+    """Return the module with the runners of a model's family, or None if decode/ runs the model itself."""
     name = RUNNERS.get(_known(model)[0] or "")
     return None if name is None else import_module(name, __package__)
 
 
 def decoded() -> Iterator[str]:
-    """How the classes' names begin of models that the fused kernels decode."""
+    """Yield the class name prefixes of models that the fused kernels decode."""
     return (prefix for family, types in FAMILIES.items() if family not in RUNNERS for prefix in types.values())
 
 
-def _file(family: str) -> Any:
-    """Imports transformers, as the model has that leads here."""
-    found = import_module(f".{family}", __package__)
-    return import_module(".family", found.__name__) if hasattr(found, "__path__") else found
+def is_quantized(config: Mapping[str, Any]) -> bool:
+    """Return True if this config.json is of a quantised checkpoint that `load_quantized` reads instead of transformers."""
+    quantization = config.get("quantization_config")
+    return isinstance(quantization, dict) and (config.get("model_type"), quantization.get("quant_method")) in QUANTIZED
+
+
+def load_quantized(config: Mapping[str, Any], *args: Any, **options: Any) -> nn.Module:
+    """Load a quantised checkpoint by its family's `checkpoint.load_coded`."""
+    return import_module(f".{config['model_type']}.checkpoint", __package__).load_coded(*args, **options)
+
+
+def _module(family: str) -> Any:
+    """Import a family's module, which imports transformers."""
+    module = import_module(f".{family}", __package__)
+    return import_module(".family", module.__name__) if hasattr(module, "__path__") else module
 
 
 def _known(module: nn.Module) -> tuple[str | None, str | None]:
-    """(family, role), or two Nones."""
+    """Return (family, role) of a module, or (None, None)."""
     kind = getattr(type(module), "original", type(module))
     for family, types in FAMILIES.items():
         for model_type, prefix in types.items():
@@ -102,17 +115,17 @@ def _known(module: nn.Module) -> tuple[str | None, str | None]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a run must know of a model's shape: how many ids it takes, and what its arithmetic comes to."""
+    """Dimensions of a model that a training run needs: its vocabulary, and those that determine its FLOPs."""
 
     vocabulary: int
-    product_parameters: int  # multiplied with every token
+    product_parameters: int  # parameters that every token is multiplied by
     layers: int
-    width: int  # of a layer's attention: all heads together
+    width: int  # of attention: all heads together
 
 
 def trainable() -> list[Any]:
-    """The `training.py` of each family."""
-    return [import_module(f".{folder}.training", __package__) for folder in TRAINABLE]
+    """Return the `checkpoint` module of each trainable family."""
+    return [import_module(f".{folder}.checkpoint", __package__) for folder in TRAINABLE]
 
 
 def presets() -> list[str]:
@@ -120,13 +133,15 @@ def presets() -> list[str]:
 
 
 def is_named(model: str) -> bool:
-    """Whether `model` is a name, and no folder's."""
+    """Return True if `model` is the name of a model, and not a folder."""
     return any(model in family.MODELS for family in trainable())
 
 
 def family_of(model: str) -> Any:
-    """The family that makes the model of this name, or reads the one in this folder. The first where none does: its `load`
-    says what it wants."""
+    """Return the `checkpoint` module of the family that makes the named model, or reads the folder.
+
+    If no family reads the folder, return the first: its `load` raises an error that names the supported models.
+    """
     families = trainable()
     named = next((family for family in families if model in family.MODELS), None)
     return named or next((family for family in families if family.reads(Path(model))), families[0])

@@ -1,6 +1,6 @@
-"""A model of ours (models/own.py) in a folder: config.json, model.safetensors, generation_config.json, and the way back.
+"""Read and write the folder of a LanguageModel: config.json, model.safetensors and generation_config.json.
 
-What config.json says is the family's; the tensors are checked against it before a model of its size is made.
+The family defines config.json. The tensors are checked against it before a model is allocated.
 """
 
 import json
@@ -35,32 +35,35 @@ from .folder import (
     stored_tensors,
     weight_files,
 )
-from .own import LanguageModel
+from .language_model import LanguageModel
 
-BUFFERS = "rotary_emb.inv_freq"  # old checkpoints hold it beside the weights; it follows from the config
+BUFFERS = "rotary_emb.inv_freq"  # in old checkpoints; computed from the config
 PART, PARTS = "model-{:05d}-of-{:05d}.safetensors", "model-?????-of-?????.safetensors"
-LARGEST_FILE = 5_000_000_000  # bytes: what a host holds of a model while it is written
+LARGEST_FILE = 5_000_000_000  # bytes of a model that are in host memory while it is written
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 Weights = Iterable[tuple[str, Tensor]]
-"""The tensors of `stored_state` by name, in its order, each whole."""
+"""unsharded tensors of `stored_state` by name, in its order"""
 
-Made = TypeVar("Made", bound=LanguageModel)
+Model = TypeVar("Model", bound=LanguageModel)
 
 Part = tuple[Tensor, tuple[slice, ...]]
-"""Memory, and which part of a stored tensor it is to hold; () is all of it."""
+"""a destination, and the slice of the stored tensor that is read to it; () is all of it"""
 
 
 def read_model(
     path: Path,
-    kind: Callable[..., Made],
+    kind: Callable[..., Model],
     config_of: Callable[[dict[str, Any], Path], Any],
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     layers: str = "num_hidden_layers",
-) -> Made:
-    """The model in a folder. `config_of` makes its config of what config.json says, where the number of layers is `layers`.
-    `dtype` None keeps the one named there."""
+) -> Model:
+    """Load the model in a folder. `dtype` None keeps the saved one.
+
+    config_of  converts config.json to the model's config
+    layers     field of config.json with the number of layers
+    """
     empty = unread_model(path, kind, config_of, layers)
     model = kind(empty.config, device=device, dtype=dtype or dtype_of(read_config(path), path))
     model.generation, model.name_or_path = empty.generation, empty.name_or_path
@@ -70,24 +73,24 @@ def read_model(
 
 def unread_model(
     path: Path,
-    kind: Callable[..., Made],
+    kind: Callable[..., Model],
     config_of: Callable[[dict[str, Any], Path], Any],
     layers: str = "num_hidden_layers",
-) -> Made:
-    """The same on the meta device. The folder was seen to hold its tensors, for `read_parts` to fill it with."""
+) -> Model:
+    """Return the folder's model on the meta device, after a check that the folder has its tensors. `read_parts` fills it."""
     about = read_config(path)
     config, stored = config_of(about, path), stored_tensors(path)
     generation = read_generation(path, about)
     check_layers(path / "config.json", [(layers, config.layers)], stored)
     model = kind(config, device="meta")
     _check_tensors(path, model.state_dict(), stored, config.tied)
-    model.generation, model.name_or_path = generation, str(path.resolve())  # found from anywhere
+    model.generation, model.name_or_path = generation, str(path.resolve())
     return model
 
 
 @torch.no_grad()
 def read_parts(path: Path, parts: Mapping[str, Part]) -> None:
-    """Fill each memory with its part of the stored tensor of that name. No more is read than that."""
+    """Read a slice of each named tensor to its destination. Nothing else is read."""
     for file in weight_files(path):
         with opened(file) as tensors:
             for name in (name for name in tensors.keys() if name in parts):  # noqa: SIM118 (it is no dict)
@@ -104,16 +107,17 @@ def write_model(
     weights: Weights | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write the model's folder. A model that is there is replaced only with `overwrite`.
+    """Write the model's folder. An existing model is replaced only with `overwrite`.
 
-    `weights` None takes the model's own. Sharded ones are put together one by one, and one file's are held at a time.
+    weights  iterator over the weights, for a sharded model, each gathered when it is reached; None: the model's. Those of one
+             file are in memory at a time
     """
     own = ("config.json", GENERATION, WEIGHTS, INDEX, *(part.name for part in path.glob(PARTS)))
     check_replaceable(path, "save", own, overwrite=overwrite)
     make_folder(path)
     state = stored_state(model)
     generation = dict(model.generation) | (special_ids(model, tokenizer) if tokenizer else {})
-    # Where config.json is silent, transformers takes bos = 1 and eos = 2, whatever those tokens are.
+    # Without these fields transformers takes bos = 1 and eos = 2, whatever those tokens are.
     config = config | {name: generation.get(name) for name in SPECIAL_IDS}
     _write_weights(path, state, iter(state.items() if weights is None else weights))
     for name, content in (("config.json", config), (GENERATION, generation)):
@@ -124,7 +128,7 @@ def write_model(
 
 
 def stored_state(model: Any) -> dict[str, Tensor]:
-    """The tensors that a model's folder has, in their order."""
+    """Return the tensors that a model's folder has, in order."""
     state = plain_state(model)
     if getattr(getattr(model, "config", None), "tied", False):
         del state["lm_head.weight"]  # the same tensor as the embedding
@@ -132,7 +136,7 @@ def stored_state(model: Any) -> dict[str, Tensor]:
 
 
 def special_ids(model: LanguageModel, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The special tokens by number, as generation_config.json names them: all that end a text or a turn of a chat."""
+    """Return the fields of generation_config.json with special tokens. eos are all tokens that end a text or a chat turn."""
     ends = ends_of(model.generation)
     ends = [*([] if tokenizer.eos is None else [tokenizer.eos]), *ends_of_turn(tokenizer), *ends]
     ends = [end for end in dict.fromkeys(ends) if end < model.config.vocabulary]
@@ -144,7 +148,7 @@ def special_ids(model: LanguageModel, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _check_tensors(path: Path, state: dict[str, Tensor], stored: dict[str, Stored], tied: bool) -> None:
-    """That the tensors are those of the config, before a model of its size is made."""
+    """Raise DataError if the tensors are not those of the config."""
     wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
     names = {name for name in stored if not name.endswith(BUFFERS)}
     if tied:
@@ -171,17 +175,17 @@ def _check_tensors(path: Path, state: dict[str, Tensor], stored: dict[str, Store
 
 
 def _write_weights(path: Path, state: dict[str, Tensor], weights: Iterator[tuple[str, Tensor]]) -> None:
-    """One file, or several and their index, as transformers has them. Until all are written an old model stays as it is."""
+    """Write one file, or several and their index, as transformers does. An old model is unchanged until all are written."""
     parts = _parts(state)
     files = [path / (WEIGHTS if len(parts) == 1 else PART.format(n, len(parts))) for n in range(1, len(parts) + 1)]
     with ExitStack() as undo:
         temporary = [undo.enter_context(partial(file)) for file in files]
         for names, file in zip(parts, temporary):
             write_tensors(dict(_on_host(names, weights)), file)
-        for old in (path / INDEX, *path.glob(PARTS)):  # an old index would name old files, or half of them new ones
+        for old in (path / INDEX, *path.glob(PARTS)):  # an old index would mix old and new files
             old.unlink(missing_ok=True)
         if len(parts) > 1:
-            (path / WEIGHTS).unlink(missing_ok=True)  # which goes before an index
+            (path / WEIGHTS).unlink(missing_ok=True)  # it has priority over an index
         for whole, file in zip(temporary, files):
             os.replace(whole, file)
     if len(parts) > 1:
@@ -191,7 +195,7 @@ def _write_weights(path: Path, state: dict[str, Tensor], weights: Iterator[tuple
 
 
 def _parts(state: dict[str, Tensor]) -> list[list[str]]:
-    """The names of each file's tensors."""
+    """Return the names of each file's tensors."""
     parts: list[list[str]] = [[]]
     room = LARGEST_FILE
     for name, tensor in state.items():
@@ -206,14 +210,14 @@ def _parts(state: dict[str, Tensor]) -> list[list[str]]:
 
 def _on_host(names: list[str], weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     for name in names:
-        given, tensor = next(weights)
-        assert given == name, f"{given} where {name} belongs"
+        got, tensor = next(weights)
+        assert got == name, f"got {got}, wanted {name}"
         yield name, tensor.detach().contiguous().cpu()
-        del tensor  # the next one is put together now
+        del tensor  # free it before the next one is gathered
 
 
 def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
-    """Readable for whom the umask allows: what save_file makes, only its owner may read."""
+    """Write a safetensors file with the permissions of the umask; save_file would let only the owner read it."""
     file.touch()
     mode = S_IMODE(file.stat().st_mode)
     save_file(tensors, file, metadata={"format": "pt"})

@@ -59,7 +59,7 @@ def wholes(model: nn.Module) -> Iterator[Candidate]:
                 yield Candidate(name, module, maker(module, None))
     for name, module in model.named_modules():
         if not swaps_of(module) and _foreign_causal_lm(module):
-            from ..models.stack import tried_causal_lm
+            from ..models.hf_modules import tried_causal_lm
 
             yield Candidate(name, module, tried_causal_lm(module, None))
 

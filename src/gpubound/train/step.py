@@ -31,7 +31,7 @@ from ..layers import fp8
 from ..layers.weight_memory import give_own_storages
 from ..lora import early
 from ..lora.adapter import pack_adapters
-from ..models.own import LanguageModel
+from ..models.language_model import LanguageModel
 from ..trace import notice, say
 from .adamw8 import AdamW8bit
 from .device_step import DeviceStep, Loss, StepResult, StepValues

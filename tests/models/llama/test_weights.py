@@ -14,7 +14,7 @@ import gpubound as gb
 from gpubound.data import Tokenizer, train_tokenizer
 from gpubound.errors import DataError
 from gpubound.models import Decoder, DecoderConfig, load_hf, save_hf
-from gpubound.models.llama import training
+from gpubound.models.llama import checkpoint as training
 from gpubound.models.storing import special_ids
 from tests.messages import message
 

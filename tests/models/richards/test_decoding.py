@@ -63,5 +63,5 @@ def test_what_is_not_decoded(options):
     model = made(torch.float32, **options)
     with pytest.raises(ValueError) as error:
         gb.decoder(model, 1, 16)
-    why = "its tokens see what comes behind them (causal=False)" if "causal" in options else "its blocks are told a time"
+    why = "its tokens attend to later tokens (causal=False)" if "causal" in options else "its blocks are told a time"
     assert str(error.value) == message("models/richards/decoding:what_is_not_decoded", why)

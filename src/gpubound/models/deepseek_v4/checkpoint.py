@@ -1,6 +1,6 @@
 """Load a quantised DeepSeek-V4 checkpoint: fp8 weights with a scale per block, and fp4 experts with a scale per 32 weights.
 
-On a GPU, fp4 experts and fp8 linear layers stay quantised (coded.py, blocks.py). All other tensors are dequantised to the
+On a GPU, fp4 experts and fp8 linear layers stay quantised (modules.py). All other tensors are dequantised to the
 model's dtype one at a time, so the peak memory is the model and one tensor. Names are those of the published files, for which
 transformers has a table, or transformers' names: layers.0.ffn.experts.3.w1.weight and .scale, or
 model.layers.0.mlp.experts.gate_up_proj and gate_up_proj_scale_inv.
@@ -8,7 +8,7 @@ model.layers.0.mlp.experts.gate_up_proj and gate_up_proj_scale_inv.
     value = code · scale of its block          an fp4 byte holds two, the lower half first; an e8m0 scale is a power of two
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,21 +21,13 @@ from ...kernels.packed_weights import E2M1, MX, Packed, pack_fp4
 from ...kernels.quantize import has_cores
 from ...trace import fallback, notice
 from ..folder import CURE, Stored, opened, stored_tensors
-from .blocks import Fp8Linear
-from .dealing import deal
-from .destinations import destinations, holds_integers, is_scale, own_name, scales_of
 from .kernels.fp8_blocks import BLOCK, Fp8Blocks, scales_shape
+from .modules import Fp8Linear, in_fp4, keep_in_fp32
 
 BYTES = {torch.int8, torch.uint8}  # that hold two fp4 values each
 CODES = {"F8_E4M3": "fp8", "F8_E5M2": "fp8", "I8": "fp4", "U8": "fp4", "F4": "fp4"}  # by safetensors' dtype names
 POWERS = {"F8_E8M0", "U8"}  # scales that are powers of two, a byte each
 WHOSE = {"fp8": "weights of linear layers", "fp4": "weights of experts"}
-
-
-def is_coded(about: dict[str, Any]) -> bool:
-    """Return True if a config.json describes a quantised DeepSeek-V4 checkpoint."""
-    told = about.get("quantization_config")
-    return about.get("model_type") == "deepseek_v4" and isinstance(told, dict) and told.get("quant_method") == "fp8"
 
 
 META = torch.device("meta")
@@ -58,9 +50,6 @@ def load_coded(
     """
     from transformers import AutoConfig, DeepseekV4ForCausalLM
     from transformers.initialization import no_init_weights
-
-    from .coded import in_fp4
-    from .strict import keep_in_fp32
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     block = _block_size(config.quantization_config, folder)
@@ -250,3 +239,89 @@ def _read(stored: dict[str, Stored], name: str, file: Path, tensors: Any) -> Ten
         return tensors.get_tensor(name)
     with opened(stored[name].file) as others:
         return others.get_tensor(name)
+
+
+Place = Tensor | Packed | Fp8Blocks
+
+
+def destinations(model: Any) -> tuple[dict[str, Place], dict[str, list[str]]]:
+    """Return the destination of each checkpoint tensor by name, and the single experts' names of each stack of experts."""
+    found: dict[str, Place] = {name: tensor.data for name, tensor in model.state_dict().items()}
+    stacks = {}
+    for stem, layer in ((name, module) for name, module in model.named_modules() if isinstance(module, Fp8Linear)):
+        del found[f"{stem}.codes"], found[f"{stem}.scale"]
+        found[f"{stem}.weight"] = layer.blocks
+    for stem, experts in ((name, module) for name, module in model.named_modules() if name.endswith(".experts")):
+        if (packed := getattr(experts, "packed", None)) is not None:
+            for part in ("gate_up", "down"):
+                del found[f"{stem}.{part}_words"], found[f"{stem}.{part}_scale"]
+                found[f"{stem}.{part}_proj"] = packed(part)
+        gate_up, down = (_apart(found[f"{stem}.{part}_proj"], experts.num_experts) for part in ("gate_up", "down"))
+        halves = [_apart(both, 2) for both in gate_up]
+        gate, up = ([both[half] for both in halves] for half in (0, 1))
+        for part, singles in (("gate_up", {"w1": gate, "w3": up}), ("down", {"w2": down})):
+            single = {f"{stem}.{n}.{w}.weight": one for w, those in singles.items() for n, one in enumerate(those)}
+            stacks[f"{stem}.{part}_proj"] = list(single)
+            found |= single
+    return found, stacks
+
+
+def _apart(stack: Place, count: int) -> Sequence[Any]:
+    """Split a stack into `count` equal parts of its rows."""
+    if isinstance(stack, Tensor):
+        return stack.unbind() if stack.dim() == 3 else stack.chunk(count)
+    assert isinstance(stack, Packed)
+    rows = stack.rows // count
+    return [stack.part(slice(first, first + rows)) for first in range(0, stack.rows, rows)]
+
+
+def own_name(model: Any, known: Collection[str]) -> Callable[[str], str]:
+    """Return a function that maps a checkpoint name to transformers' name, by transformers' conversion table."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    table = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+
+    def own(name: str) -> str:
+        renamed = name
+        for rule in table:
+            renamed, _ = rule.rename_source_key(renamed)
+        return next((one for one in (name, renamed, f"model.{renamed}", f"model.{name}") if one in known), renamed)
+
+    return own
+
+
+def scales_of(name: str) -> Iterator[str]:
+    yield f"{name}_scale_inv"
+    yield f"{name.removesuffix('weight')}scale"
+
+
+def _scaled_by(name: str) -> str:
+    """Return the name of the weight that has these scales."""
+    return name.removesuffix("_scale_inv") if name.endswith("_scale_inv") else f"{name.removesuffix('scale')}weight"
+
+
+def holds_integers(place: Place) -> bool:
+    """Return True for an integer tensor, such as the table of a router that chooses experts by token."""
+    return isinstance(place, Tensor) and not place.is_floating_point()
+
+
+def is_scale(name: str, stored: dict[str, Stored]) -> bool:
+    return name.endswith(("scale", "scale_inv")) and _scaled_by(name) in stored
+
+
+def deal(model: Any, devices: Sequence[torch.device]) -> None:
+    """Allocate equal shares of the layers on each device, and all other modules on the first.
+
+    Buffers that are not in the state dict (rotary angles) are computed; all other memory is uninitialised.
+    """
+    blocks, held = model.model.layers, set(model.state_dict())
+    inside = {id(module) for block in blocks for module in block.modules()}
+    for number, block in enumerate(blocks):
+        block.to_empty(device=devices[number * len(devices) // len(blocks)])
+    for module in model.modules():
+        if id(module) not in inside:
+            module.to_empty(device=devices[0], recurse=False)
+    for name, module in model.named_modules():
+        if any(f"{name}.{key}" not in held for key, buffer in module._buffers.items() if buffer is not None):
+            model._init_weights(module)

@@ -14,7 +14,7 @@ from ...graph import Captured
 from ...kernels import sample
 from ...kernels.sampling import Into, Rows, Settings
 from ...layers.embedding_and_head import head_of
-from ..states import hidden_of, logits_of, told_places, told_time
+from ..language_model import hidden_of, logits_of, told_places, told_time
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from ...graph import capture
 from ...guards import ReentryGuard
 from ...layers.embedding_and_head import head_of
 from ...trace import fallback
+from ..language_model import is_causal, told_time, why_not_head
 from ..placing import mode
-from ..states import is_causal, told_time, why_not_head
 from .canvas import Canvas, Filling, filling
 
 MODES = ("auto", "require", "off")

@@ -2,7 +2,7 @@
 
 Grouped-query attention, rotary positions, RMSNorm and a gated MLP, with the options that set Llama, Mistral, Qwen2, Qwen3 and
 SmolLM apart: biases on q, k and v, normed q and k heads, tied embeddings. Parameters are named as Hugging Face names them, so
-weights.py moves a checkpoint in or out without renaming.
+checkpoint.py moves a checkpoint in or out without renaming.
 
 Legend: B batch, T tokens.
 """
@@ -21,7 +21,7 @@ from ...layers.embedding_and_head import look_up
 from ...layers.mlp import MLP, gated_calls
 from ...layers.norm import RMSNorm
 from ..decoding import Reader, Shape
-from ..own import LanguageModel
+from ..language_model import LanguageModel
 
 REQUIRED: Any = None  # default of required fields, so that __post_init__ names a missing one: dataclasses raise a TypeError
 
@@ -87,6 +87,7 @@ PRESETS = {
     "350m": DecoderConfig(1024, 4096, 24, 16, 4, 32768),
     "1b": DecoderConfig(2048, 8192, 16, 32, 8, 128256, tied=True, rope_theta=500000.0),
     "8b": DecoderConfig(4096, 14336, 32, 32, 8, 128256, rope_theta=500000.0),
+    "1m": DecoderConfig(128, 384, 4, 4, 2, 1024, tied=True),  # of the demo: two CPU cores teach it some Python in two minutes
 }
 
 
@@ -117,7 +118,7 @@ class Trunk(nn.Module):
 
 
 class OwnReader(Reader):
-    """How our decoder is decoded."""
+    """Reader of Decoder."""
 
     def refusal(self, max_length: int) -> str | None:
         return None

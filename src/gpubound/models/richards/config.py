@@ -1,34 +1,136 @@
-"""The shape of a model of this family, and which parts it is made of."""
+"""Config of a Richards model, and the parts that it names.
 
+A part is one line of a table, with its module and its cost. A mixer has `mix(x, rope, mask)`, an MLP `mix(x)`, a norm
+`forward(x)` and `add(x, pending)`.
+"""
+
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import nn
 
 from ...formatting import hint
+from ...kernels.dispatch import Call
+from ...layers.attention import Attention, turn_calls
+from ...layers.mlp import MLP, gated_calls
+from ...layers.moe import MoE
+from ...layers.norm import RMSNorm
 from ..llama.decoder import DecoderConfig
 from .kernels.poly_attention import DEGREES
-from .parts import TABLES, NamedPart
+from .kernels.richards import NORM
+from .layers import RGLRU, DynamicTanh, PolyAttention, RichardsGLU, RichardsNorm, poly_calls, rg_lru_calls, richards_glu_calls
 
+POLY = ("degree", "soft_clip", "window", "max_pos", "gates")
 TIMES = ("none", "film")
 
 
 @dataclass(frozen=True)
+class NamedPart:
+    """A choice of a mixer, an MLP or a norm."""
+
+    make: Callable[..., nn.Module]  # (config, device=, dtype=)
+    products: Callable[["RichardsConfig"], int] = lambda c: 0  # parameters that a token is multiplied by
+    calls: Callable[["RichardsConfig"], Iterable[Call]] = lambda c: ()  # ops of a training step, with their shapes
+    options: tuple[str, ...] = ()  # fields of the config that only some parts read
+    lifts: bool = False  # multiply embeddings by √hidden, for norms that do not normalise them
+    backwards: bool = True  # supports causal=False
+
+
+def _attention(c: "RichardsConfig") -> dict[str, Any]:
+    sizes = {"hidden": c.hidden, "heads": c.heads, "kv_heads": c.kv_heads, "head_dim": c.head_dim}
+    return sizes | {"bias": c.qkv_bias, "qk_norm": c.eps if c.qk_norm else None, "causal": c.causal}
+
+
+def _projections(c: "RichardsConfig") -> int:
+    return 2 * c.hidden * c.head_dim * (c.heads + c.kv_heads)
+
+
+def _attention_calls(c: "RichardsConfig") -> Iterable[Call]:
+    return turn_calls(c.heads, c.kv_heads, c.head_dim, c.head_dim // 2, c.qk_norm)
+
+
+def _poly_options(c: "RichardsConfig") -> dict[str, Any]:
+    return {option: getattr(c, option) for option in POLY}
+
+
+def _poly_calls(c: "RichardsConfig") -> Iterable[Call]:
+    return *_attention_calls(c), *poly_calls(c.heads, c.kv_heads, c.head_dim, **_poly_options(c), causal=c.causal)
+
+
+def _gated(c: "RichardsConfig") -> int:
+    return 3 * c.hidden * c.intermediate
+
+
+def _gated_calls(c: "RichardsConfig") -> Iterable[Call]:
+    return gated_calls("silu", c.intermediate)
+
+
+MIXERS = {
+    "softmax": NamedPart(
+        lambda c, **where: Attention(**_attention(c), **where), _projections, _attention_calls, ("qkv_bias", "qk_norm")
+    ),
+    "poly": NamedPart(
+        lambda c, **where: PolyAttention(**_attention(c), **_poly_options(c), positions=c.positions, **where),
+        lambda c: _projections(c) + c.gates * c.hidden * c.heads,
+        _poly_calls,
+        ("qkv_bias", "qk_norm", *POLY),
+    ),
+    "rg_lru": NamedPart(
+        lambda c, **where: RGLRU(c.hidden, **where), lambda c: 4 * c.hidden**2, lambda c: rg_lru_calls(), backwards=False
+    ),
+}
+MLPS = {
+    "swiglu": NamedPart(lambda c, **where: MLP(c.hidden, c.intermediate, **where), _gated, _gated_calls),
+    "richards_glu": NamedPart(
+        lambda c, **where: RichardsGLU(c.hidden, c.intermediate, **where), _gated, lambda c: richards_glu_calls(c.intermediate)
+    ),
+    "moe": NamedPart(
+        lambda c, **where: MoE(c.hidden, c.intermediate, c.experts, c.slots, c.balance > 0, **where),
+        lambda c: c.experts * c.hidden + c.slots * _gated(c),
+        _gated_calls,
+        ("experts", "slots", "balance"),
+    ),
+}
+NORMS = {
+    "rms": NamedPart(
+        lambda c, **where: RMSNorm(c.hidden, c.eps, **where),
+        calls=lambda c: (("rms_norm", (c.hidden,)), ("add_rms_norm", (c.hidden,))),
+    ),
+    "dyt": NamedPart(
+        lambda c, **where: DynamicTanh(c.hidden, c.alpha, **where),
+        calls=lambda c: (("dynamic_tanh", (c.hidden,)), ("add_dynamic_tanh", (c.hidden,))),
+        options=("alpha",),
+        lifts=True,
+    ),
+    "richards": NamedPart(
+        lambda c, **where: RichardsNorm(c.hidden, **where),
+        calls=lambda c: (("richards_norm", (c.hidden, NORM)), ("add_richards_norm", (c.hidden, NORM))),
+        lifts=True,
+    ),
+}
+TABLES = {"attention": MIXERS, "mlp": MLPS, "norm": NORMS}  # by the field of the config
+
+
+@dataclass(frozen=True)
 class RichardsConfig(DecoderConfig):
-    """A DecoderConfig and the names of its parts. An option that none of the chosen parts reads must keep its default."""
+    """A DecoderConfig and the names of the parts. An option that none of the chosen parts reads must keep its default."""
 
     attention: str = "softmax"
     mlp: str = "swiglu"
     norm: str = "rms"
-    causal: bool = True  # False: every token sees all, as masked diffusion wants it
-    time: str = "none"  # film: norms are scaled and shifted by a time, as a denoiser of continuous inputs wants it
+    causal: bool = True  # False: attention in both directions, for masked diffusion
+    time: str = "none"  # film: norms are scaled and shifted by a time, for a denoiser of continuous inputs
     rope: bool = True  # False: no rotary positions
     degree: int = 3  # of poly attention: 1, 3, 5 or 7
-    soft_clip: float = 8.0  # its scores are c tanh(s / c); 0: as they are
-    window: int = 0  # a token sees those less than so far away; 0: all
-    max_pos: int = 0  # distances that a learned table adds to the scores of; 0: no table
+    soft_clip: float = 8.0  # of poly attention's scores: c tanh(s / c); 0: not clipped
+    window: int = 0  # number of last tokens that a token attends to; 0: all
+    max_pos: int = 0  # distances for which a learned table adds to the scores; 0: no table
     gates: bool = False  # each head is multiplied by a Richards curve of x
-    alpha: float = 0.5  # of dyt norms, tanh(alpha x), at first
+    alpha: float = 0.5  # initial value for dyt norms, tanh(alpha x)
     experts: int = 8  # of a moe, each `intermediate` wide
-    slots: int = 2  # experts a token is given to
-    balance: float = 0.01  # times how uneven the experts' load is: a part of the loss while a model is trained
+    slots: int = 2  # experts per token
+    balance: float = 0.01  # factor of the experts' load imbalance in the training loss
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,17 +158,17 @@ class RichardsConfig(DecoderConfig):
         self._check_options()
 
     def _check_options(self) -> None:
-        """A window that softmax attention would ignore is refused, not dropped."""
+        """Raise ValueError for an option that the chosen parts would ignore, such as a window of softmax attention."""
         read = {option for part in self.parts for option in part.options}
         known = {option for table in TABLES.values() for part in table.values() for option in part.options}
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in known - read and value != field.default:
                 chosen = ", ".join(getattr(self, field) for field in TABLES)
-                of = [name for table in TABLES.values() for name, part in table.items() if field.name in part.options]
+                readers = [name for table in TABLES.values() for name, part in table.items() if field.name in part.options]
                 raise ValueError(
                     f"RichardsConfig: {field.name}: got {value!r}, but none of {chosen} reads it; it is an "
-                    f"option of {' and '.join(of)}."
+                    f"option of {' and '.join(readers)}."
                 )
 
     @property
@@ -75,11 +177,11 @@ class RichardsConfig(DecoderConfig):
 
     @property
     def embedded(self) -> float:
-        """What embeddings are multiplied by. Drawn as everything, they are so small that a tanh in a norm's place would leave
-        the first layers next to nothing: Zhu et al. lift them likewise."""
+        """Factor of the embeddings. With a tanh in place of a norm, embeddings of the usual initial size would give the first
+        layers inputs near 0; Zhu et al. scale them too."""
         return self.hidden**0.5 if any(part.lifts for part in self.parts) else 1.0
 
     @property
     def product_parameters(self) -> int:
-        """The number of parameters that every token is multiplied by. The embedding is a lookup and does not count."""
+        """Number of parameters that every token is multiplied by. The embedding is a lookup and does not count."""
         return self.layers * sum(part.products(self) for part in self.parts) + self.vocabulary * self.hidden

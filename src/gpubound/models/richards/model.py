@@ -1,32 +1,90 @@
-"""A language model of any parts: {softmax, ...} attention, {swiglu, ...} MLP, {rms, ...} norm, causal or not, told the time or
-not. The parts of a config are named in parts.py; children are named as Hugging Face names them.
+"""Richards language model: any mixer, MLP and norm of config.py, causal or not, with or without a diffusion time.
+
+Children are named as Hugging Face names them.
 
 Legend: B batch, T tokens.
 """
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.dispatch import Call
-from ...layers.attention import RopeTable, RotaryAngles
-from ...layers.block import run_block, run_blocks
+from ...layers.attention import Rope, RopeTable, RotaryAngles
+from ...layers.block import Block, mixed, normed_for, run_block, run_blocks
 from ...layers.embedding_and_head import look_up
 from ...layers.moe import MoE
 from ..decoding import ExpertWeights, Linear
+from ..language_model import LanguageModel
 from ..llama.decoder import OwnReader
-from ..own import LanguageModel
-from .blocks import DiffusionBlock, TimeEmbedding, TransformerBlock, run_at_time
-from .cached import CachedModel
-from .config import RichardsConfig
-from .parts import NORMS
+from .config import MIXERS, MLPS, NORMS, RichardsConfig
+
+TIME_SCALE = 1000.0  # of a time: without it no sinusoid would turn by more than a radian, and all times would look alike
+WAVES = 256  # sinusoids of a time
+FILM_LIMIT = 0.1  # largest scale and shift of FiLM
+
+
+class TransformerBlock(Block):
+    """Pre-norm block of the parts that the config names."""
+
+    def __init__(self, config: RichardsConfig, device=None, dtype=None) -> None:
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        mixer, mlp = MIXERS[config.attention].make(config, **where), MLPS[config.mlp].make(config, **where)
+
+        def norm(hidden: int, eps: float, **where: Any) -> nn.Module:
+            return NORMS[config.norm].make(config, **where)
+
+        super().__init__(mixer, mlp, config.hidden, config.eps, **where, norm=norm)
+
+
+class DiffusionBlock(TransformerBlock):
+    """TransformerBlock with FiLM: the norms' outputs are scaled by 1 + 0.1 tanh(a) and shifted by 0.1 tanh(b), where a and b
+    are linear in the embedded time."""
+
+    def __init__(self, config: RichardsConfig, device=None, dtype=None) -> None:
+        super().__init__(config, device, dtype)
+        self.film = nn.Linear(config.hidden, 4 * config.hidden, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None = None, *, time: Tensor) -> Tensor:  # type: ignore[override]
+        x, pending = run_at_time(self, x, None, rope, mask, time=time)
+        return x + pending.to(x.dtype)
+
+
+def run_at_time(
+    block: DiffusionBlock, x: Tensor, pending: Tensor | None, rope: Rope | None, mask: Tensor | None = None, *, time: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run a block like layers.block.run_block, with the embedded time (B, hidden) of each row."""
+    scale1, shift1, scale2, shift2 = (FILM_LIMIT * torch.tanh(block.film(time)))[:, None].chunk(4, -1)
+    y, x = normed_for(None, block.input_layernorm, x, pending)
+    y = mixed(block.self_attn, torch.addcmul(shift1, y, 1 + scale1), rope, mask)
+    y, x = normed_for(None, block.post_attention_layernorm, x, y)
+    return x, mixed(block.mlp, torch.addcmul(shift2, y, 1 + scale2))
+
+
+class TimeEmbedding(nn.Module):
+    """Vector of a time from 0 to 1: sinusoids of 1000 t, then an MLP."""
+
+    def __init__(self, hidden: int, device=None, dtype=None) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WAVES, hidden, device=device, dtype=dtype)
+        self.outer = nn.Linear(hidden, hidden, device=device, dtype=dtype)
+
+    def forward(self, time: Tensor) -> Tensor:
+        """Return (B, hidden) of times (B,)."""
+        half = WAVES // 2
+        steps = torch.arange(half, device=time.device, dtype=torch.float32) / half
+        angles = TIME_SCALE * time.float()[:, None] * torch.exp(-math.log(10000.0) * steps)
+        waves = torch.cat([angles.cos(), angles.sin()], -1).to(self.inner.weight.dtype)
+        return F.silu(self.outer(F.silu(self.inner(waves))))
 
 
 class RichardsTrunk(nn.Module):
-    """Everything below the head: token ids (B, T) to the last hidden state (B, T, hidden)."""
+    """All layers below the head: token ids (B, T) to the last hidden state (B, T, hidden)."""
 
     def __init__(self, config: RichardsConfig, device=None, dtype=None) -> None:
         super().__init__()
@@ -47,7 +105,7 @@ class RichardsTrunk(nn.Module):
     def run(
         self, x: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None, time: Tensor | None = None
     ) -> Tensor:
-        """What `forward` does with embedded tokens, or with any other x (B, T, hidden)."""
+        """Run the layers on embedded tokens, or on any other x (B, T, hidden)."""
         rope = None if self.rope is None else self.rope.of(x, position_ids)
         return run_blocks(self.layers, self.norm, x, rope, mask, self._step(x, time))
 
@@ -56,7 +114,7 @@ class RichardsTrunk(nn.Module):
         return x if self.embedded == 1 else x * self.embedded
 
     def load(self) -> Tensor | None:
-        """How uneven the experts' load was in the last call, the mean over layers; None where nobody asked. Told once."""
+        """Return the experts' load imbalance in the last call, averaged over layers, and clear it; None if not recorded."""
         sparse = [block.mlp for block in self.layers if isinstance(block.mlp, MoE)]
         loads = [mlp.load for mlp in sparse if mlp.load is not None]
         for mlp in sparse:
@@ -75,7 +133,7 @@ class RichardsTrunk(nn.Module):
 
 
 class RichardsReader(OwnReader):
-    """How the fused kernels decode it, where they know its parts."""
+    """Reader for the fused kernels, which support some of the parts."""
 
     KNOWN: ClassVar[dict[str, tuple[str, ...]]] = {"attention": ("softmax",), "mlp": ("swiglu", "moe"), "norm": ("rms",)}
 
@@ -85,8 +143,8 @@ class RichardsReader(OwnReader):
         c = self.config
         if c.head_dim % 2:
             return "its heads have an odd width, and rotation works on pairs"
-        strange = [getattr(c, field) for field, known in self.KNOWN.items() if getattr(c, field) not in known]
-        return f"they have no {' and no '.join(strange)}" if strange else None
+        unsupported = [getattr(c, field) for field, known in self.KNOWN.items() if getattr(c, field) not in known]
+        return f"they have no {' and no '.join(unsupported)}" if unsupported else None
 
     def mlp(self, block: Any) -> Any:
         if not isinstance(block.mlp, MoE):
@@ -104,7 +162,7 @@ class RichardsReader(OwnReader):
 
 
 class RichardsDecoder(LanguageModel):
-    """`RichardsDecoder(RichardsConfig(...))`. A call gives logits. `loss` never holds the whole logits."""
+    """`RichardsDecoder(RichardsConfig(...))`. A call gives logits. `loss` never materialises all logits."""
 
     reader = RichardsReader
     runner = "gpubound.models.richards.module_runner"
@@ -117,22 +175,19 @@ class RichardsDecoder(LanguageModel):
 
     @torch.no_grad()
     def initialise(self, std: float = 0.02) -> None:
-        """Draw weights as every language model does, those that read the time with a deviation of 1 / √inputs.
+        """Draw weights as every language model does; those that read the time with a deviation of 1 / √inputs.
 
-        With 0.02, as all other weights have, an untrained model 64 wide changes by 3e-6 between the times 0.1 and 0.9; so it
-        changes by 6e-4.
+        With a deviation of 0.02, the last hidden states of an untrained model 64 wide change by 3e-6 between the times 0.1 and
+        0.9; with this one they change by 6e-4.
         """
         super().initialise(std)
         if self.model.time is not None:
             for layer in (self.model.time.inner, self.model.time.outer, *(block.film for block in self.model.layers)):
                 layer.weight.normal_(0.0, layer.in_features**-0.5)
 
-    def cached(self, rows: int, places: int) -> CachedModel:
-        return CachedModel(self, rows, places)
-
     def undecoded(self) -> str | None:
         if not self.config.causal:
-            return "its tokens see what comes behind them (causal=False)"
+            return "its tokens attend to later tokens (causal=False)"
         return "its blocks are told a time" if self.config.time != "none" else None
 
     def extra_loss(self) -> Tensor | None:
@@ -146,6 +201,9 @@ class RichardsDecoder(LanguageModel):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None, time: Tensor | None = None
     ) -> Tensor:
-        """Logits (B, T, vocabulary). Attention is as the config's `causal` says, or `mask` (an SDPA mask). `time` (B,), from 0
-        to 1, is for models that are told one."""
+        """Return logits (B, T, vocabulary).
+
+        mask  an SDPA mask; None: the config's `causal`
+        time  (B,), from 0 to 1, for a model with config.time
+        """
         return self.lm_head(self.model(input_ids, position_ids, mask, time))

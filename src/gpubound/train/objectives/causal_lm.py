@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ...data import Tokenizer
 from ...layers.embedding_and_head import shift
+from ...models.language_model import logits_of
 from ...models.placing import mode
-from ...models.states import logits_of
 from .word_loss import IGNORE, WordLoss
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ...data import Tokenizer
 from ...layers.diffusion_schedule import spread_times
 from ...layers.embedding_and_head import head_of
-from ...models.states import is_causal, told_time
+from ...models.language_model import is_causal, told_time
 from .word_loss import IGNORE, WordLoss
 
 SEED = 0x5EED  # of the masks that validation draws: the same for every run and every evaluation

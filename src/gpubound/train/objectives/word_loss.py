@@ -16,9 +16,8 @@ from ...kernels import cross_entropy, linear_cross_entropy
 from ...kernels.cross_entropy import loss_shape
 from ...kernels.dispatch import Call
 from ...layers.embedding_and_head import head_of
-from ...models.own import LanguageModel
+from ...models.language_model import LanguageModel, first_row, hidden_of, logits_of, why_not_head
 from ...models.placing import mode
-from ...models.states import first_row, hidden_of, logits_of, why_not_head
 from ...trace import fallback
 from . import Objective
 from .inputs import check_arguments, check_tokens

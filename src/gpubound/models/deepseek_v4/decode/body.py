@@ -25,8 +25,7 @@ from ....errors import GenerateError
 from ....kernels.dependent_launch import chained
 from ...decoding import weight_of
 from ...registry import reader_of
-from ..family import CompressedReader
-from ..weights import StreamedLayerWeights
+from ..family import CompressedReader, StreamedLayerWeights
 from .attention import LatentAttention
 from .ends import Ends, ends_of
 from .products import GEMV_ROWS

@@ -9,9 +9,8 @@ from torch import Tensor
 from ....kernels import norm_product
 from ....kernels.decode_product import Norm
 from ...decoding import weight_of
-from ..family import CompressedReader
+from ..family import CollapseWeights, CompressedReader
 from ..kernels import hc_head
-from ..weights import CollapseWeights
 from .products import GEMV_ROWS
 from .state import normed
 

@@ -17,7 +17,7 @@ from ....decode.moe import each_expert, grouped, not_grouped
 from ....kernels import dequantize, quantized_routed_down, quantized_routed_gate_up, routed_down, routed_gate_up, swiglu
 from ....kernels.decode_product import Norm
 from ....kernels.packed_weights import Packed
-from ..weights import MixtureWeights
+from ..family import MixtureWeights
 
 WIDE = 1 << 28  # weights that are dequantised at a time: 512 MB in 16 bits
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ....decode.moe import PIECE
 from ....kernels.dependent_launch import ahead
+from ..family import MixtureWeights
 from ..kernels import choose_experts
 from ..kernels.chosen_experts import Gated
-from ..weights import MixtureWeights
 from .experts import experts_of
 from .products import GEMV_ROWS, products
 from .state import normed

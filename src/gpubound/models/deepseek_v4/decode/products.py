@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....kernels.decode_product import Norm
+from ..family import LinearWeights
 from ..kernels import norm_products
 from ..kernels.fp8_blocks import Fp8Blocks, numbers
 from ..kernels.norm_products import MOST, MOST_CODED
-from ..weights import LinearWeights
 
 GEMV_ROWS = 8  # rows
 

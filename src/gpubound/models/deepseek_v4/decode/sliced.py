@@ -25,8 +25,7 @@ from ....formatting import readable
 from ....kernels.dependent_launch import chained
 from ....trace import notice
 from ...decoding import weight_of
-from ..family import CompressedReader
-from ..weights import StreamedLayerWeights
+from ..family import CompressedReader, StreamedLayerWeights
 from .attention import LatentAttention
 from .body import SCORED, CompressedBody, Place, bytes_read, reader_for
 from .ends import Ends, ends_of

@@ -12,8 +12,7 @@ from torch import Tensor
 from ....decode.runner import RunnerConfig
 from ....decode.stages.plan import LayerStage
 from ....device import entered
-from ..family import CompressedReader
-from ..weights import HyperWeights
+from ..family import CompressedReader, HyperWeights
 from .attention import LatentAttention
 from .mixture import Mixture
 from .state import Moment, PlaceTable, Stretch

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ....decode.runner import RunnerConfig
 from ....kernels.decode_product import Norm
+from ..family import EntryWeights
 from ..kernels.compressor import Pending, Windows, turned
-from ..weights import EntryWeights
 
 Tables = list[tuple[Tensor, Tensor]]
 

@@ -4,8 +4,8 @@ from torch import Tensor
 
 from ....decode.tensors.peers import Peer
 from ....kernels import send_words
+from ..family import HyperWeights, LinearWeights
 from ..kernels import hc_post, hc_pre, hc_read, hc_sums, hc_write, send_products
-from ..weights import HyperWeights, LinearWeights
 from .products import GEMV_ROWS, product, products
 
 

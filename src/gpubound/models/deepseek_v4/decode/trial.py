@@ -18,7 +18,7 @@ from ....decode.certificate import MISSED_LIMIT
 from ....decode.reference import RoutingTrace
 from ....errors import GenerateError
 from ....layers.offload_forward import visiting
-from ..strict import rounded
+from ..modules import rounded
 
 if TYPE_CHECKING:
     from .body import CompressedBody

@@ -1,31 +1,155 @@
-"""Richards curves as ops: one by itself, the gated unit of two, and that unit's backward as an op.
+"""Richards curves as ops: a curve, the gated unit of two, and dynamic tanh or a curve in place of a norm.
 
     richards        y = f(x)
-    richards_glu    h = x1 · f_v(x1) · f_g(x2)        of one packed tensor [x1 | x2]
+    richards_glu    h = x1 · f_v(x1) · f_g(x2)               of one packed tensor [x1 | x2]
+    dynamic_tanh    y = tanh(alpha · x) · weight + bias      Zhu et al. 2025, arXiv 2503.10622
+    richards_norm   y = f(x) · weight + bias
 
-curve.py has the formula of f. With both curves at their defaults h is silu(x1) · sigmoid(x2).
+A Richards curve is a logistic function with more freedom, of nine parameters, some of them learned:
+
+    z = c (scale · x / temperature + shift)             c = 2 for "tanh", else 1
+    t = ln beta − rate · (z − m)                        rate = k, with `tail` k · nu
+    σ = (1 + e^t)^(−1/nu)
+    f = gain · σ + bias                                 for "tanh" gain · (2σ − 1) + bias
+
+nu bends one end more than the other. Far to the left σ falls as e^(k z / nu), with `tail` as e^(k z), for any nu.
+
+Learned parameters are one vector `free`. nu, k, beta and temperature must stay positive: `free` has softplus⁻¹(p − LEAST).
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ....kernels.checks import require_device, require_last
+from ....kernels.checks import require_device, require_last, require_residual, require_rows, too_wide
 from ....kernels.dispatch import implementation
 from ....kernels.gated import check_half
 from ....kernels.registry import definition, draw, load
-from .curve import Curve as Curve
+
+NAMES = ("nu", "k", "m", "beta", "temperature", "gain", "bias", "scale", "shift")
+POSITIVE = ("nu", "k", "beta", "temperature")
+VARIANTS = ("sigmoid", "tanh", "gompertz", "free")
+LEAST = 1e-6  # lower bound of a learned positive parameter: softplus may be 0, and all four are divisors or have a logarithm
+
+# At most one of each group can be learned: the others give the same curves, and an optimizer would drift along them.
+SAME = {
+    ("k", "scale", "temperature"): "each of them stretches x",
+    ("m", "shift", "beta"): "each of them moves the curve along x",
+}
+GOMPERTZ = 0.01  # nu and beta of "gompertz": (1 + e^−z / 100)^−100 is within 0.3 % of 1 of its limit e^(−e^−z)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A curve: its variant, its learned parameters, and the (initial) value of each parameter.
+
+    "sigmoid" (0 to 1), "tanh" (−1 to 1) and "gompertz" (0 to 1, far from symmetric) keep their range. "free" is the sigmoid
+    whose gain and bias may be learned. With the default values f is exactly the logistic sigmoid, or tanh.
+    """
+
+    learned: tuple[str, ...] = ()
+    variant: str = "sigmoid"
+    tail: bool = False
+    nu: float = field(default=None)  # type: ignore[assignment]  # 1, of a Gompertz curve 0.01
+    k: float = 1.0
+    m: float = 0.0
+    beta: float = field(default=None)  # type: ignore[assignment]  # as nu
+    temperature: float = 1.0
+    gain: float = 1.0
+    bias: float = 0.0
+    scale: float = 1.0
+    shift: float = 0.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.learned, str) or self.variant not in VARIANTS:
+            raise ValueError(
+                f"Curve: learned must be names in a tuple and variant one of {', '.join(VARIANTS)}, "
+                f"got {self.learned!r} and {self.variant!r}."
+            )
+        default = GOMPERTZ if self.variant == "gompertz" else 1.0
+        for name, value in (("nu", self.nu), ("beta", self.beta)):
+            object.__setattr__(self, name, default if value is None else value)
+        object.__setattr__(self, "learned", tuple(self.learned))
+        self._check_learned()
+        for name, value in zip(NAMES, self.values):
+            if not math.isfinite(value) or (name in POSITIVE and value < 2 * LEAST):
+                wanted = f"a number from {2 * LEAST:g} up" if name in POSITIVE else "a finite number"
+                raise ValueError(f"Curve: {name} must be {wanted}, got {value}; start from its default.")
+
+    def _check_learned(self) -> None:
+        unknown = [name for name in self.learned if name not in NAMES]
+        if unknown or len(set(self.learned)) < len(self.learned):
+            raise ValueError(f"Curve: learned must name each once, some of {', '.join(NAMES)}, got {', '.join(self.learned)}.")
+        for group, why in SAME.items():
+            chosen = [name for name in self.learned if name in group]
+            if len(chosen) > 1:
+                raise ValueError(
+                    f"Curve: at most one of {', '.join(group)} can be learned, got {' and '.join(chosen)}: {why}; "
+                    f"keep one in learned."
+                )
+        ranged = [name for name in self.learned if name in ("gain", "bias")]
+        if ranged and self.variant != "free":
+            raise ValueError(
+                f'Curve: a "{self.variant}" keeps its range, so {" and ".join(ranged)} cannot be learned; take variant "free".'
+            )
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        return tuple(float(getattr(self, name)) for name in NAMES)
+
+    def start(self) -> list[float]:
+        """Return the initial `free`."""
+        values = ((name, float(getattr(self, name))) for name in self.learned)
+        return [_inverse_softplus(value - LEAST) if name in POSITIVE else value for name, value in values]
+
+    @cached_property
+    def constants(self) -> tuple:
+        """Compile-time constants of a kernel: the index of each parameter in `free`, or -1; its value, if fixed; tail; tanh."""
+        places = [self.learned.index(name) if name in self.learned else -1 for name in NAMES]
+        fixed = [0.0 if place >= 0 else value for place, value in zip(places, self.values)]
+        return (*places, *fixed, self.tail, self.variant == "tanh")
+
+    def parameters(self, free: Tensor | None, dtype: torch.dtype) -> list[Tensor | float]:
+        """Return all nine parameters in the order of NAMES, the learned ones as scalars of `dtype`."""
+        parameters: list[Tensor | float] = list(self.values)
+        for i, name in enumerate(self.learned):
+            assert free is not None
+            value = free[i].to(dtype)
+            parameters[NAMES.index(name)] = LEAST - F.logsigmoid(-value) if name in POSITIVE else value
+        return parameters
+
+    def apply(self, x: Tensor, free: Tensor | None) -> Tensor:
+        """Compute f(x) in x's dtype: the definition."""
+        nu, k, m, beta, temperature, gain, bias, scale, shift = self.parameters(free, x.dtype)
+        z = scale * (x / temperature) + shift
+        if self.variant == "tanh":
+            z = 2 * z
+        log_beta = torch.log(beta) if isinstance(beta, Tensor) else math.log(beta)
+        t = log_beta - (k * nu if self.tail else k) * (z - m)
+        sigma = torch.exp(F.logsigmoid(-t) / nu)  # logsigmoid(−t) is −softplus(t), without softplus's threshold
+        return gain * (2 * sigma - 1 if self.variant == "tanh" else sigma) + bias
+
+
+def _inverse_softplus(p: float) -> float:
+    return p + math.log(-math.expm1(-p))
+
 
 VALUE = Curve(("nu", "k", "m", "bias"), "free", tail=True)
-"""A value's curve. gain is left out: it stretches all of h, as the product behind does, and bias alone sets how much of x1
-passes by the curve. beta is left out: m moves the curve already."""
+"""Default curve of a value. gain is not learned, since the following GEMM scales h too; bias sets the part of x1 that bypasses
+the curve. beta is not learned, since m moves the curve."""
 GATE = Curve(("nu", "k", "m"), tail=True)
-"""A gate's: from 0 to 1. k stands for the temperature too."""
+"""Default curve of a gate, from 0 to 1."""
+NORM = Curve(("nu", "k", "m"), "tanh", k=0.5)
+"""Default curve in place of a norm: initially tanh(x / 2), as in Zhu et al. k is their alpha."""
 
 
 def richards(x: Tensor, free: Tensor | None, curve: Curve) -> Tensor:
-    """f(x) by element. `free` holds what the curve learns, in the order of `curve.learned`: None where that is nothing."""
+    """Compute f(x) elementwise. `free` has the learned parameters in the order of `curve.learned`, or is None without any."""
     require_last("richards", "x", x, "with a last dimension")
     require_free("richards", "free", free, curve, x)
     return chosen("richards", x, (curve,))(x, free, curve)
@@ -33,23 +157,30 @@ def richards(x: Tensor, free: Tensor | None, curve: Curve) -> Tensor:
 
 @definition(lambda g, curve=VALUE: (draw(g, 3, 40), draw_free(g, curve), curve))
 def richards_reference(x: Tensor, free: Tensor | None, curve: Curve) -> Tensor:
-    return curve.apply(_wide(x), free).to(x.dtype)
+    return curve.apply(_fp32(x), free).to(x.dtype)
 
 
 def richards_glu(
     packed: Tensor, value_free: Tensor | None, gate_free: Tensor | None, value_curve: Curve, gate_curve: Curve
 ) -> Tensor:
-    """x1 · f_v(x1) · f_g(x2) of packed [x1 | x2] (..., 2 H): (..., H)."""
+    """Compute x1 · f_v(x1) · f_g(x2), (..., H), of packed [x1 | x2] (..., 2 H).
+
+    With both curves at their defaults it is silu(x1) · sigmoid(x2).
+    """
     _check_glu("richards_glu", packed, value_free, gate_free, value_curve, gate_curve)
     shape = packed.shape[-1] // 2, value_curve, gate_curve
     return chosen("richards_glu", packed, shape)(packed, value_free, gate_free, value_curve, gate_curve)
 
 
-@definition(lambda g, cols=40, value=VALUE, gate=GATE: (draw(g, 16, 2 * cols), *_draw_frees(g, value, gate), value, gate))
+def _glu_example(g: torch.Generator, cols: int = 40, value: Curve = VALUE, gate: Curve = GATE) -> tuple:
+    return draw(g, 16, 2 * cols), draw_free(g, value), draw_free(g, gate), value, gate
+
+
+@definition(_glu_example)
 def richards_glu_reference(
     packed: Tensor, value_free: Tensor | None, gate_free: Tensor | None, value_curve: Curve, gate_curve: Curve
 ) -> Tensor:
-    x1, x2 = _wide(packed).chunk(2, -1)
+    x1, x2 = _fp32(packed).chunk(2, -1)
     return (x1 * value_curve.apply(x1, value_free) * gate_curve.apply(x2, gate_free)).to(packed.dtype)
 
 
@@ -61,9 +192,9 @@ def richards_glu_backward(
     value_curve: Curve,
     gate_curve: Curve,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(gradient of packed (..., 2 H), h, gradients of value_free and gate_free in fp32) from dh (..., H).
+    """Return the gradient of packed (..., 2 H), h, and the fp32 gradients of value_free and gate_free, from dh (..., H).
 
-    It serves an autograd.Function that multiplies by h and does not keep h until backward: h is computed again here.
+    It is for an autograd.Function that multiplies by h and does not save it: h is recomputed.
     """
     _check_glu("richards_glu_backward", packed, value_free, gate_free, value_curve, gate_curve)
     check_half("richards_glu_backward", dh, packed, "packed", "richards_glu")
@@ -71,15 +202,7 @@ def richards_glu_backward(
     return chosen("richards_glu_backward", packed, (dh.shape[-1], value_curve, gate_curve))(*arguments)
 
 
-@definition(
-    lambda g, cols=40, value=VALUE, gate=GATE: (
-        draw(g, 16, cols),
-        draw(g, 16, 2 * cols),
-        *_draw_frees(g, value, gate),
-        value,
-        gate,
-    )
-)
+@definition(lambda g, cols=40, value=VALUE, gate=GATE: (draw(g, 16, cols), *_glu_example(g, cols, value, gate)))
 def richards_glu_backward_reference(
     dh: Tensor,
     packed: Tensor,
@@ -88,23 +211,88 @@ def richards_glu_backward_reference(
     value_curve: Curve,
     gate_curve: Curve,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    wide = [None if t is None else _wide(t.detach()).requires_grad_() for t in (packed, value_free, gate_free)]
-    assert wide[0] is not None
+    inputs = [None if t is None else _fp32(t.detach()).requires_grad_() for t in (packed, value_free, gate_free)]
+    assert inputs[0] is not None
     with torch.enable_grad():
-        h = richards_glu_reference(wide[0], wide[1], wide[2], value_curve, gate_curve)
-        found = iter(torch.autograd.grad(h, [t for t in wide if t is not None], dh.to(h.dtype)))
-    gradient, value, gate = (None if t is None else next(found) for t in wide)
+        h = richards_glu_reference(inputs[0], inputs[1], inputs[2], value_curve, gate_curve)
+        gradients = iter(torch.autograd.grad(h, [t for t in inputs if t is not None], dh.to(h.dtype)))
+    gradient, value, gate = (None if t is None else next(gradients) for t in inputs)
     assert gradient is not None
     return gradient.to(packed.dtype), h.detach().to(packed.dtype), value, gate
 
 
+def dynamic_tanh(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute tanh(alpha · x) · weight + bias, in place of a norm, without statistics. `alpha` is a tensor of one element."""
+    _check_tanh("dynamic_tanh", x, alpha, weight, bias)
+    return implementation("dynamic_tanh", x, too_wide(x), x.shape[-1:])(x, alpha, weight, bias)
+
+
+@definition(lambda g, cols=40: (draw(g, 3, cols), draw(g, 1), draw(g, cols), draw(g, cols)))
+def dynamic_tanh_reference(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    x32 = _fp32(x)
+    return _scaled(torch.tanh(alpha.to(x32.dtype).reshape(()) * x32), weight, bias).to(x.dtype)
+
+
+def add_dynamic_tanh(
+    x: Tensor, residual: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (dynamic_tanh(s), s) with s = x + residual, in one pass."""
+    _check_tanh("add_dynamic_tanh", x, alpha, weight, bias)
+    require_residual("add_dynamic_tanh", residual, x)
+    return implementation("add_dynamic_tanh", x, too_wide(x), x.shape[-1:])(x, residual, alpha, weight, bias)
+
+
+@definition(lambda g, cols=40: (draw(g, 3, cols), draw(g, 3, cols), draw(g, 1), draw(g, cols), draw(g, cols)))
+def add_dynamic_tanh_reference(
+    x: Tensor, residual: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    s = x + residual  # rounded once to x.dtype
+    return dynamic_tanh_reference(s, alpha, weight, bias), s
+
+
+def richards_norm(x: Tensor, free: Tensor | None, curve: Curve, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute f(x) · weight + bias. `free` is that of `richards`."""
+    require_rows("richards_norm", x, weight=weight, bias=bias)
+    require_free("richards_norm", "free", free, curve, x)
+    return chosen("richards_norm", x, (x.shape[-1], curve), too_wide(x))(x, free, curve, weight, bias)
+
+
+@definition(lambda g, cols=40, curve=NORM: (draw(g, 3, cols), draw_free(g, curve), curve, draw(g, cols), draw(g, cols)))
+def richards_norm_reference(x: Tensor, free: Tensor | None, curve: Curve, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _scaled(curve.apply(_fp32(x), free), weight, bias).to(x.dtype)
+
+
+def add_richards_norm(
+    x: Tensor, residual: Tensor, free: Tensor | None, curve: Curve, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (richards_norm(s), s) with s = x + residual, in one pass."""
+    require_rows("add_richards_norm", x, weight=weight, bias=bias)
+    require_residual("add_richards_norm", residual, x)
+    require_free("add_richards_norm", "free", free, curve, x)
+    function = chosen("add_richards_norm", x, (x.shape[-1], curve), too_wide(x))
+    return function(x, residual, free, curve, weight, bias)
+
+
+@definition(
+    lambda g, cols=40, curve=NORM: (
+        *(draw(g, 3, cols), draw(g, 3, cols)),
+        *(draw_free(g, curve), curve, draw(g, cols), draw(g, cols)),
+    )
+)
+def add_richards_norm_reference(
+    x: Tensor, residual: Tensor, free: Tensor | None, curve: Curve, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    s = x + residual  # rounded once to x.dtype
+    return richards_norm_reference(s, free, curve, weight, bias), s
+
+
 def chosen(op: str, x: Tensor, shape: tuple, unable: str | None = None) -> Callable:
-    """Its implementation. torch.compile takes the definition: pointwise as it is, the compiler fuses it itself."""
+    """Return the op's implementation. torch.compile gets the definition, since it fuses pointwise functions itself."""
     return load("reference", op) if torch.compiler.is_compiling() else implementation(op, x, unable, shape)
 
 
 def require_free(op: str, name: str, free: Tensor | None, curve: Curve, x: Tensor) -> None:
-    """`free` is what `curve` wants beside x."""
+    """Raise ValueError unless `free` has the learned parameters of `curve`, on x's device."""
     if (free is None) if curve.learned else (free is not None):
         wanted = f"hold its learned {', '.join(curve.learned)}" if curve.learned else "be None"
         got = "None" if free is None else f"shape {tuple(free.shape)}"
@@ -120,15 +308,11 @@ def require_free(op: str, name: str, free: Tensor | None, curve: Curve, x: Tenso
 
 
 def draw_free(generator: torch.Generator, curve: Curve) -> Tensor | None:
-    """For a self-test: near the start, every number apart from its neighbours."""
+    """Draw `free` for a self-test, near the initial values, all different."""
     if not curve.learned:
         return None
     start = torch.tensor(curve.start(), device="cpu", dtype=torch.float32)
     return (start + 0.2 * draw(generator, len(curve.learned)).detach()).requires_grad_()
-
-
-def _draw_frees(generator: torch.Generator, value: Curve, gate: Curve) -> tuple[Tensor | None, Tensor | None]:
-    return draw_free(generator, value), draw_free(generator, gate)
 
 
 def _check_glu(op: str, packed: Tensor, value_free: Tensor | None, gate_free: Tensor | None, value: Curve, gate: Curve) -> None:
@@ -141,5 +325,18 @@ def _check_glu(op: str, packed: Tensor, value_free: Tensor | None, gate_free: Te
     require_free(op, "gate_free", gate_free, gate, packed)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _check_tanh(op: str, x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    require_rows(op, x, weight=weight, bias=bias)
+    if alpha.numel() != 1:
+        raise ValueError(f"{op}: alpha must hold one element, got shape {tuple(alpha.shape)}; reduce it before the call.")
+    require_device(op, "alpha", alpha, x)
+
+
+def _scaled(y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = y * weight.to(y.dtype)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def _fp32(x: Tensor) -> Tensor:
+    """Convert to at least fp32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .....kernels.accumulate import deliver, main_gradient, opens
 from .....kernels.side_stream import aside
-from ..curve import LEAST, NAMES, POSITIVE, Curve
+from ..richards import LEAST, NAMES, POSITIVE, Curve
 
 SUMS = 8  # five, and room to a power of two
 PARTS = 512  # programs whose sums are added at a time: as many as most launches have, for each round waits for memory

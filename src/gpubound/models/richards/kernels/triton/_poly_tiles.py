@@ -1,11 +1,19 @@
-"""What polynomial attention's kernels share: a score, bent, and its powers; the tiles that a program walks; the distance term.
+"""Kernels of polynomial attention over whole sequences, and the functions that they share with a decoding step.
 
-A program owns a tile of tokens of one head and walks along the tiles of the others: queries along keys, keys along queries.
-Tiles that nobody sees are skipped. Of the rest most are *plain*: every pair counts, and none is near enough for the table of
-distances. The others, at the edge of what is visible or under the table's band, pay for masks and for the term. The walk so has
-five stretches, of which a kernel compiles those that its form of attention can have:
+Forward, a program owns a tile of queries of one head and walks along the keys, as flash attention does, but without a maximum
+and a sum. Backward has two kernels, without atomics, so that every run has the same bits:
 
-    0 edge | 1 plain | 2 under the band | 3 plain | 4 edge
+    queries   dq, the gates' gradients, and the sums that a, b and scale need, a pair for each program
+    keys      dk and dv, over all query heads of a key head
+
+With u_ij = dy_i · v_j and f the score, or its tanh under a clip, a gradient is u f^(p−1) f′ times factors of the row or of the
+whole, which are applied at the end.
+
+Masked tiles are skipped. Of the others most are *plain*: every pair counts, and none is near enough for the table of distances.
+Tiles at the edge of the visible range, or in the table's band, also compute masks and the table's term. The walk so has five
+ranges, of which a kernel compiles those that its form of attention can have:
+
+    0 edge | 1 plain | 2 in the band | 3 plain | 4 edge
 """
 
 import triton
@@ -154,3 +162,238 @@ def _even_power(f, DEGREE: tl.constexpr):
         if DEGREE == 7:
             low = low * low * low
         return low
+
+
+@triton.jit
+def _score(q, k, first, query, key, term_ptr, term_row, back, rows, tokens, unit, over, EDGE: tl.constexpr,
+           RELATED: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr):  # fmt: skip
+    """(f, f^(p−1), f′) of a tile q · kᵀ, or of k · qᵀ with queries along its columns. The owned one of both is `_shrunk`."""
+    s = _dot(q, tl.trans(k))
+    if EDGE and RELATED:
+        at, there = _term_at(term_ptr, first, query, key, tokens, term_row, back, rows)
+        s += tl.load(at, mask=there, other=0.0).to(tl.float32) * unit
+    f, slope = _bent(s, over, CLIP, FAST)
+    return f, _even_power(f, DEGREE), slope
+
+
+@triton.jit
+def _shrunk(x, small):
+    """x times a power of two, which is exact: nearly 1 / √D, once for the tile instead of once for every score. What is left of
+    √D lies in the constants, and the distance term is brought to the same unit."""
+    return (x.to(tl.float32) * small).to(x.dtype)
+
+
+@triton.jit
+def _nothing(OWN: tl.constexpr, DP: tl.constexpr, KIND: tl.constexpr):
+    """Zeros, as the result of a product. Where accumulators begin as plain zeros, Hopper's products of a loop may all have to
+    wait for each other (ptxas says so: C7515)."""
+    return tl.dot(tl.zeros([OWN, 16], KIND), tl.zeros([16, DP], KIND))
+
+
+@triton.jit
+def _place(tokens, HEADS: tl.constexpr, OWN: tl.constexpr, LAST: tl.constexpr):
+    """(first token, row of the batch, head) of a program, and the tokens as a number that no product of sizes overflows.
+
+    LAST: the last tokens have the longest walk, and so begin first.
+    """
+    tiles = tl.cdiv(tokens, OWN)
+    tile, row = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    if LAST:
+        tile = tiles - 1 - tile
+    return tile * OWN, row // HEADS, row % HEADS, tl.cast(tokens, tl.int64)
+
+
+@triton.jit
+def _gates(gate_ptr, b, start, head, tokens, HEADS: tl.constexpr, N: tl.constexpr):
+    token = start + tl.arange(0, N)
+    at = (tl.cast(b, tl.int64) * tokens + token) * HEADS + head
+    return tl.load(gate_ptr + at, mask=token < tokens, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _forward_stretch(acc, q, own, query, begin, end, k_ptr, v_ptr, term_ptr, k_row, v_row, term_row, tokens, window, back, rows,
+                     unit, over, factor, shift, EDGE: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
+                     DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr, RELATED: tl.constexpr,
+                     WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    for start in range(begin, end, N):
+        key = (start + tl.arange(0, N))[None]
+        k = _tile(k_ptr, start, k_row, tokens, N, DIM, DP, WIDE)
+        f, low, _ = _score(q, k, own, query, key, term_ptr, term_row, back, rows, tokens, unit, over, EDGE, RELATED, DEGREE,
+                            CLIP, FAST)  # fmt: skip
+        phi = low * f * factor + shift
+        if EDGE:
+            phi = tl.where(_visible(query, key, window, WINDOW, CAUSAL), phi, 0.0)
+        acc = _weigh(phi, _tile(v_ptr, start, v_row, tokens, N, DIM, DP, WIDE), acc)
+    return acc
+
+
+@triton.jit(do_not_specialize=["window", "back", "rows"])
+def _poly_forward_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_ptr, y_ptr, q_batch, q_row, q_head, k_batch,
+                         k_row, k_head, v_batch, v_row, v_head, tokens, window, back, rows, small, unit, over, top,
+                         HEADS: tl.constexpr, GROUP: tl.constexpr, STRETCHES: tl.constexpr, DIM: tl.constexpr,
+                         DP: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr,
+                         RELATED: tl.constexpr, GATED: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+                         WIDE: tl.constexpr, OWN: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    own, b, head, wide = _place(tokens, HEADS, OWN, CAUSAL)
+    query = (own + tl.arange(0, OWN))[:, None]
+    a, c, scale = _coefficients(coefficient_ptr)
+    q = _shrunk(_tile(_head(q_ptr, b, head, q_batch, q_head), own, q_row, tokens, OWN, DIM, DP, WIDE), small)
+    k_ptr = _head(k_ptr, b, head // GROUP, k_batch, k_head)
+    v_ptr = _head(v_ptr, b, head // GROUP, v_batch, v_head)
+    term_ptr = _head(term_ptr, b, head, wide * HEADS * rows, rows)
+    bounds = _walk(own, OWN, N, tokens, window, -back, rows - 1 - back, False, RELATED, WINDOW, CAUSAL)
+    acc = _nothing(OWN, DP, q.dtype)
+    for part in tl.static_range(5):
+        if (STRETCHES >> part) % 2 == 1:
+            acc = _forward_stretch(acc, q, own, query, bounds[part], bounds[part + 1], k_ptr, v_ptr, term_ptr, k_row, v_row,
+                                   HEADS * rows, tokens, window, back, rows, unit, over, scale * a * top, scale * c,
+                                   part % 2 == 0, N, DIM, DP, DEGREE, CLIP, FAST, RELATED, WINDOW, CAUSAL, WIDE)  # fmt: skip
+    if GATED:
+        acc *= _gates(gate_ptr, b, own, head, tokens, HEADS, OWN)[:, None]
+    row = HEADS * DIM
+    _keep(_head(y_ptr, b, head, wide * row, DIM), own, row, acc, tokens, OWN, DIM, DP)
+
+
+@triton.jit
+def _queries_stretch(acc, power, whole, q, dy, gain, own, query, begin, end, k_ptr, v_ptr, term_ptr, dterm_ptr, k_row, v_row,
+                     term_row, tokens, window, back, rows, unit, over, EDGE: tl.constexpr, N: tl.constexpr,
+                     DIM: tl.constexpr, DP: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr,
+                     RELATED: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    for start in range(begin, end, N):
+        key = (start + tl.arange(0, N))[None]
+        k = _tile(k_ptr, start, k_row, tokens, N, DIM, DP, WIDE)
+        v = _tile(v_ptr, start, v_row, tokens, N, DIM, DP, WIDE)
+        f, low, slope = _score(q, k, own, query, key, term_ptr, term_row, back, rows, tokens, unit, over, EDGE, RELATED,
+                                  DEGREE, CLIP, FAST)  # fmt: skip
+        u = _dot(dy, tl.trans(v))
+        if EDGE:
+            u = tl.where(_visible(query, key, window, WINDOW, CAUSAL), u, 0.0)
+        bent = u * low  # times f it is u f^p
+        power += tl.sum(bent * f, 1)
+        whole += tl.sum(u, 1)
+        ds = bent * slope
+        if EDGE and RELATED:
+            at, there = _term_at(dterm_ptr, own, query, key, tokens, term_row, back, rows)
+            tl.store(at, (ds * gain[:, None]).to(dterm_ptr.dtype.element_ty), mask=there & (key < tokens))
+        acc = _weigh(ds, k, acc)
+    return acc, power, whole
+
+
+@triton.jit(do_not_specialize=["window", "back", "rows"])
+def _poly_queries_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_ptr, dy_ptr, dq_ptr, dgate_ptr, dterm_ptr,
+                         sums_ptr, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, tokens, window, back,
+                         rows, small, unit, over, top, steep, alpha, HEADS: tl.constexpr, GROUP: tl.constexpr,
+                         STRETCHES: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, DEGREE: tl.constexpr,
+                         CLIP: tl.constexpr, FAST: tl.constexpr, RELATED: tl.constexpr, GATED: tl.constexpr,
+                         WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr, OWN: tl.constexpr,
+                         N: tl.constexpr):  # fmt: skip
+    """steep: what a slope has beside u f^(p−1) f′ and scale · a. alpha: 1 / √D."""
+    own, b, head, wide = _place(tokens, HEADS, OWN, CAUSAL)
+    query = (own + tl.arange(0, OWN))[:, None]
+    a, c, scale = _coefficients(coefficient_ptr)
+    dense = HEADS * DIM
+    q = _shrunk(_tile(_head(q_ptr, b, head, q_batch, q_head), own, q_row, tokens, OWN, DIM, DP, WIDE), small)
+    dy = _tile(_head(dy_ptr, b, head, wide * dense, DIM), own, dense, tokens, OWN, DIM, DP, WIDE)
+    k_ptr = _head(k_ptr, b, head // GROUP, k_batch, k_head)
+    v_ptr = _head(v_ptr, b, head // GROUP, v_batch, v_head)
+    term_ptr = _head(term_ptr, b, head, wide * HEADS * rows, rows)
+    dterm_ptr = _head(dterm_ptr, b, head, wide * HEADS * rows, rows)
+    gain = tl.zeros([OWN], tl.float32) + scale * a * steep
+    if GATED:
+        gates = _gates(gate_ptr, b, own, head, tokens, HEADS, OWN)
+        gain *= gates
+    bounds = _walk(own, OWN, N, tokens, window, -back, rows - 1 - back, False, RELATED, WINDOW, CAUSAL)
+    acc = _nothing(OWN, DP, q.dtype)
+    power, whole = tl.zeros([OWN], tl.float32), tl.zeros([OWN], tl.float32)
+    for part in tl.static_range(5):
+        if (STRETCHES >> part) % 2 == 1:
+            acc, power, whole = _queries_stretch(
+                acc, power, whole, q, dy, gain, own, query, bounds[part], bounds[part + 1], k_ptr, v_ptr, term_ptr, dterm_ptr,
+                k_row, v_row, HEADS * rows, tokens, window, back, rows, unit, over, part % 2 == 0, N, DIM, DP, DEGREE, CLIP,
+                FAST, RELATED, WINDOW, CAUSAL, WIDE)  # fmt: skip
+    power *= top
+    _keep(_head(dq_ptr, b, head, wide * dense, DIM), own, dense, acc * (gain * alpha)[:, None], tokens, OWN, DIM, DP)
+    if GATED:
+        token = own + tl.arange(0, OWN)
+        at = (tl.cast(b, tl.int64) * tokens + token) * HEADS + head
+        dgate = scale * (a * power + c * whole)
+        tl.store(dgate_ptr + at, dgate.to(dgate_ptr.dtype.element_ty), mask=token < tokens)
+        power, whole = power * gates, whole * gates
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(power, 0))
+    tl.store(sums_ptr + tl.num_programs(0) + tl.program_id(0), tl.sum(whole, 0))
+
+
+@triton.jit(do_not_specialize=["programs"])
+def _poly_coefficients_kernel(sums_ptr, coefficient_ptr, gradient_ptr, programs, BLOCK: tl.constexpr):
+    """Of a, b and scale, from every program's Σ dφ s̃^p and Σ dφ, added in one order."""
+    i = tl.arange(0, BLOCK)
+    power, whole = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, programs, BLOCK):
+        mask = start + i < programs
+        power += tl.load(sums_ptr + start + i, mask=mask, other=0.0)
+        whole += tl.load(sums_ptr + programs + start + i, mask=mask, other=0.0)
+    a, c, scale = _coefficients(coefficient_ptr)
+    powers, wholes = tl.sum(power, 0), tl.sum(whole, 0)
+    tl.store(gradient_ptr, scale * powers)
+    tl.store(gradient_ptr + 1, scale * wholes)
+    tl.store(gradient_ptr + 2, a * powers + c * wholes)
+
+
+@triton.jit
+def _keys_stretch(dk, dv, k, v, key, b, head, begin, end, q_ptr, dy_ptr, term_ptr, gate_ptr, q_row, dy_row, term_row, tokens,
+                  window, back, rows, unit, over, factor, shift, HEADS: tl.constexpr, EDGE: tl.constexpr, N: tl.constexpr,
+                  DIM: tl.constexpr, DP: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr,
+                  RELATED: tl.constexpr, GATED: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+                  WIDE: tl.constexpr):  # fmt: skip
+    for start in range(begin, end, N):
+        query = (start + tl.arange(0, N))[None]
+        q = _tile(q_ptr, start, q_row, tokens, N, DIM, DP, WIDE)
+        dy = _tile(dy_ptr, start, dy_row, tokens, N, DIM, DP, WIDE)
+        f, low, slope = _score(k, q, start, query, key, term_ptr, term_row, back, rows, tokens, unit, over, EDGE, RELATED,
+                                  DEGREE, CLIP, FAST)  # fmt: skip
+        u = _dot(v, tl.trans(dy))
+        if GATED:
+            gates = _gates(gate_ptr, b, start, head, tokens, HEADS, N)[None]
+            phi = low * f * (factor * gates) + shift * gates
+            u *= gates
+        else:
+            phi = low * f * factor + shift
+        ds = u * low * slope
+        if EDGE:
+            seen = _visible(query, key, window, WINDOW, CAUSAL)
+            phi, ds = tl.where(seen, phi, 0.0), tl.where(seen, ds, 0.0)
+        dv = _weigh(phi, dy, dv)
+        dk = _weigh(ds, q, dk)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["window", "back", "rows"])
+def _poly_keys_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_ptr, dy_ptr, dk_ptr, dv_ptr, q_batch, q_row, q_head,
+                      k_batch, k_row, k_head, v_batch, v_row, v_head, tokens, window, back, rows, small, unit, over, top, steep,
+                      alpha, HEADS: tl.constexpr, GROUP: tl.constexpr, STRETCHES: tl.constexpr, DIM: tl.constexpr,
+                      DP: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr,
+                      RELATED: tl.constexpr, GATED: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+                      WIDE: tl.constexpr, OWN: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    own, b, kv, wide = _place(tokens, HEADS // GROUP, OWN, False)
+    key = (own + tl.arange(0, OWN))[:, None]
+    a, c, scale = _coefficients(coefficient_ptr)
+    k = _shrunk(_tile(_head(k_ptr, b, kv, k_batch, k_head), own, k_row, tokens, OWN, DIM, DP, WIDE), small)
+    v = _tile(_head(v_ptr, b, kv, v_batch, v_head), own, v_row, tokens, OWN, DIM, DP, WIDE)
+    dense = HEADS * DIM
+    bounds = _walk(own, OWN, N, tokens, window, back + 1 - rows, back, True, RELATED, WINDOW, CAUSAL)
+    dk, dv = _nothing(OWN, DP, k.dtype), _nothing(OWN, DP, k.dtype)
+    for of_group in range(GROUP):
+        head = kv * GROUP + of_group
+        heads_q = _head(q_ptr, b, head, q_batch, q_head)
+        heads_dy = _head(dy_ptr, b, head, wide * dense, DIM)
+        heads_term = _head(term_ptr, b, head, wide * HEADS * rows, rows)
+        for part in tl.static_range(5):
+            if (STRETCHES >> part) % 2 == 1:
+                dk, dv = _keys_stretch(dk, dv, k, v, key, b, head, bounds[part], bounds[part + 1], heads_q, heads_dy,
+                                       heads_term, gate_ptr, q_row, dense, HEADS * rows, tokens, window, back, rows, unit,
+                                       over, scale * a * top, scale * c, HEADS, part % 2 == 0, N, DIM, DP, DEGREE, CLIP,
+                                       FAST, RELATED, GATED, WINDOW, CAUSAL, WIDE)  # fmt: skip
+    mine = HEADS // GROUP * DIM
+    dk *= scale * a * steep * alpha
+    _keep(_head(dk_ptr, b, kv, wide * mine, DIM), own, mine, dk, tokens, OWN, DIM, DP)
+    _keep(_head(dv_ptr, b, kv, wide * mine, DIM), own, mine, dv, tokens, OWN, DIM, DP)

@@ -19,8 +19,19 @@ from .....device import interpreted
 from .....kernels.accumulate import deliver, weight_gradient
 from .....kernels.plans.types import AttentionPlan, WalkPlan, cdiv, job_of, power_of_two
 from .....kernels.triton._launch import bump_versions, first_order_only, launch
-from ._poly_tiles import _bent, _coefficients, _dot, _even_power, _tile, _weigh, stretches
-from ._poly_walks import _poly_coefficients_kernel, _poly_forward_kernel, _poly_keys_kernel, _poly_queries_kernel
+from ._poly_tiles import (
+    _bent,
+    _coefficients,
+    _dot,
+    _even_power,
+    _poly_coefficients_kernel,
+    _poly_forward_kernel,
+    _poly_keys_kernel,
+    _poly_queries_kernel,
+    _tile,
+    _weigh,
+    stretches,
+)
 
 
 class _Form(NamedTuple):

@@ -1,24 +1,70 @@
-"""Hugging Face folders in and out: config.json and model.safetensors, for the families that the decoder covers.
+"""Decoders by the name of a preset, and Hugging Face folders in and out: config.json and model.safetensors.
 
-Every field of a config.json is checked before it is used.
+Every field of a config.json is checked before it is used. models/registry.py describes the interface.
 """
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ...data import Tokenizer
 from ...errors import DataError
+from ...files import read_json
 from ...layers.fused_weights import hooked
 from ...lora.layers import of_peft
-from ..folder import Beyond, ConfigFields, read_config
-from ..foreign import needs_transformers
-from ..registry import FAMILIES
+from ..folder import Beyond, ConfigFields, needs_transformers, read_config
+from ..language_model import LanguageModel
+from ..registry import FAMILIES, Sizes
 from ..storing import Weights, read_model, unread_model, write_model
-from .decoder import Decoder, DecoderConfig
+from .decoder import PRESETS as PRESETS, Decoder, DecoderConfig
 
-COMPUTED = ("llama", "mistral", "qwen2", "qwen3")  # what our decoder computes, of the kind's model_types
+FOREIGN = True
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")  # model_types that Decoder implements
+
+Config = TypeVar("Config", bound=DecoderConfig)
+
+
+def small_variant(config: Config) -> Config:
+    """Return a config with the options of a preset and two narrow layers, to test the preset's recipe on any machine."""
+    heads = 2 * config.heads // config.kv_heads
+    hidden = 16 * heads
+    intermediate = round(hidden * config.intermediate / config.hidden / 16) * 16
+    return replace(config, hidden=hidden, intermediate=intermediate, layers=2, heads=heads, kv_heads=2)
+
+
+MODELS = PRESETS | {f"{name}-tiny": small_variant(config) for name, config in PRESETS.items() if name != "tiny"}
+
+
+def for_text(config: Config, vocabulary: int, positions: int) -> Config:
+    """Return the config for a tokenizer's vocabulary and sequences of that length."""
+    # The head's rows are rounded up to a multiple of 64, for tensor cores. Tokens beyond the tokenizer's never occur.
+    return replace(config, vocabulary=-(-vocabulary // 64) * 64, positions=max(positions, 4096))
+
+
+def make(name: str, vocabulary: int, positions: int, device: torch.device) -> Decoder:
+    return Decoder(for_text(MODELS[name], vocabulary, positions), device=device)
+
+
+def reads(folder: Path) -> bool:
+    file = folder / "config.json"
+    return file.exists() and read_json(file).get("model_type") in SUPPORTED
+
+
+def sizes(model: LanguageModel) -> Sizes:
+    config = model.config
+    return Sizes(config.vocabulary, config.product_parameters, config.layers, config.heads * config.head_dim)
+
+
+def table() -> list[str]:
+    lines = ["preset  hidden  intermediate  layers  heads  kv heads  vocabulary  tied"]
+    for name, c in PRESETS.items():
+        tied = "yes" if c.tied else "no"
+        lines.append(
+            f"{name:6}  {c.hidden:6}  {c.intermediate:12}  {c.layers:6}  {c.heads:5}  {c.kv_heads:8}  {c.vocabulary:10}  {tied}"
+        )
+    return lines
 
 
 def load_hf(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Decoder:
@@ -27,12 +73,12 @@ def load_hf(path: str | Path, device: str | torch.device = "cpu", dtype: torch.d
 
 
 def unread(path: str | Path) -> Decoder:
-    """The same on the meta device, for `read_parts` (storing.py) to fill."""
+    """Return the folder's Decoder on the meta device, for `read_parts` (storing.py) to fill."""
     return unread_model(Path(path), Decoder, config_of)
 
 
 def outline(path: str | Path) -> Decoder:
-    """The Decoder of a Hugging Face folder on the meta device, without its weights."""
+    """Return a Decoder with the folder's config on the meta device."""
     return Decoder(config_of(read_config(Path(path)), Path(path)), device="meta")
 
 
@@ -43,22 +89,25 @@ def save_hf(
     weights: Weights | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a folder that transformers loads, with the same logits. A model that is there is replaced only with `overwrite`.
+    """Write a folder that transformers loads, with the same logits. An existing model is replaced only with `overwrite`.
 
-    With `tokenizer` the folder is complete: it also holds the tokenizer, and which tokens begin, end and pad a text.
+    With `tokenizer` the folder also has the tokenizer, and the tokens that begin, end and pad a text.
     """
     config = hf_config(model.config, next(model.parameters()).dtype)
     return write_model(model, config, Path(path), tokenizer, weights, overwrite)
 
 
+load, save = load_hf, save_hf
+
+
 def as_transformers(model: Decoder) -> Any:
-    """transformers' module for our decoder, over the same parameters: it computes with the live weights, none is copied."""
+    """Return transformers' model with the Decoder's parameters, which are shared, not copied."""
     needs_transformers("a decoder without fused kernels")
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if foreign := of_no_family(model.config):
+    if why := _no_hf_family(model.config):
         raise ValueError(
-            f"decoder: model: got a Decoder that transformers cannot compute where the fused kernels do not: {foreign}; set "
+            f"decoder: model: got a Decoder that transformers cannot compute where the fused kernels do not: {why}; set "
             f"one of them off."
         )
     first = next(model.parameters())
@@ -79,32 +128,32 @@ def as_transformers(model: Decoder) -> Any:
             module._parameters = modules[name]._parameters
     trunk: Any = shell.model
     trunk.rotary_emb = type(trunk.rotary_emb)(config=config).to(first.device)
-    config.max_position_embeddings = 2**31 - 1  # a DecoderConfig's positions are no limit of its code
+    config.max_position_embeddings = 2**31 - 1  # a DecoderConfig's positions do not limit its code
     return shell.train(model.training)
 
 
 def changed_below(model: Decoder) -> str | None:
-    """What below a decoder is no longer as it was made, and may compute something else than its weights say."""
+    """Describe the first module that was removed, replaced or hooked since the Decoder was built; None if there is none."""
     modules = dict(model.named_modules())
-    for name, made in Decoder(model.config, device="meta").named_modules():
-        found = modules.get(name)
-        if found is None:
+    for name, original in Decoder(model.config, device="meta").named_modules():
+        module = modules.get(name)
+        if module is None:
             return f"without {name}"
-        base = found.get_base_layer() if of_peft(found) else found  # type: ignore[operator]
-        if name and type(base) is not type(made):
-            return f"whose {name} is a {type(base).__name__}, not a {type(made).__name__}"
-        if name and hooked(found):
+        base = module.get_base_layer() if of_peft(module) else module  # type: ignore[operator]
+        if name and type(base) is not type(original):
+            return f"whose {name} is a {type(base).__name__}, not a {type(original).__name__}"
+        if name and hooked(module):
             return f"whose {name} carries hooks"
     return None
 
 
 def config_of(about: dict[str, Any], path: Path) -> DecoderConfig:
-    """The decoder's shape from a config.json; what the decoder cannot do is refused by name."""
+    """Convert a config.json to a DecoderConfig. Raise Beyond for an option that Decoder does not implement."""
     fields = ConfigFields(about, path / "config.json")
     family = about.get("model_type")
-    if family not in COMPUTED:
+    if family not in SUPPORTED:
         raise Beyond(
-            f"{path}: model_type is {family!r}, wanted one of {', '.join(COMPUTED)}; use transformers with gb.place instead."
+            f"{path}: model_type is {family!r}, wanted one of {', '.join(SUPPORTED)}; use transformers with gb.place instead."
         )
     rope, scaling = fields.table("rope_parameters"), fields.table("rope_scaling")
     kind = rope.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
@@ -112,14 +161,14 @@ def config_of(about: dict[str, Any], path: Path) -> DecoderConfig:
     window = about.get("sliding_window") if about.get("use_sliding_window", family == "mistral") else None
     if window is not None:
         fields.size("sliding_window", largest=2**31)
-    for name, there in (
+    for missing, wanted in (
         (f"no rope scaling {kind!r}", kind != "default"),
         (f"no hidden_act {about.get('hidden_act')!r}", about.get("hidden_act", "silu") != "silu"),
         ("no sliding window shorter than its positions", window is not None and window < positions),
         ("no bias on o_proj or the MLP", family == "llama" and (about.get("attention_bias") or about.get("mlp_bias"))),
     ):
-        if there:
-            raise Beyond(f"{path}: the decoder has {name}; use transformers with gb.place, which does.")
+        if wanted:
+            raise Beyond(f"{path}: the decoder has {missing}; use transformers with gb.place, which does.")
     kv_heads = fields.size("num_key_value_heads", heads)
     hidden, head_dim = fields.size("hidden_size"), fields.size("head_dim", 0) or None
     if (heads % kv_heads) or (head_dim is None and hidden % heads) or (head_dim or hidden // heads) % 2:
@@ -145,18 +194,18 @@ def config_of(about: dict[str, Any], path: Path) -> DecoderConfig:
     )
 
 
-def of_no_family(config: DecoderConfig) -> str | None:
+def _no_hf_family(config: DecoderConfig) -> str | None:
     both = config.qkv_bias and config.qk_norm
     return "no Hugging Face family has both q/k/v biases and normed heads" if both else None
 
 
 def hf_config(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of a model of this shape."""
-    if foreign := of_no_family(config):
-        raise ValueError(f"save_hf: {foreign}; set one of them off.")
+    """Return the config.json of a Decoder."""
+    if why := _no_hf_family(config):
+        raise ValueError(f"save_hf: {why}; set one of them off.")
     family = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
     return {
-        "architectures": [f"{FAMILIES['llama'][family]}ForCausalLM"],
+        "architectures": [f"{FAMILIES['hf_modules'][family]}ForCausalLM"],
         "model_type": family,
         "hidden_size": config.hidden,
         "intermediate_size": config.intermediate,
