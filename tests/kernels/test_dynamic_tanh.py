@@ -16,7 +16,7 @@ from tests.messages import message
 
 from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same
 
-reference = definitions("dynamic_tanh")
+reference = definitions("richards")
 
 FP32 = torch.float32
 

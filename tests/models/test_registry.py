@@ -51,7 +51,7 @@ def bags(monkeypatch):
         sizes=lambda model: Sizes(model.table.num_embeddings, model.table.weight.numel(), 1, 0),
         table=lambda: ["bag  one table"],
     )
-    monkeypatch.setitem(sys.modules, "gpubound.models.bag.training", family)
+    monkeypatch.setitem(sys.modules, "gpubound.models.bag.checkpoint", family)
     monkeypatch.setattr(registry, "TRAINABLE", ("llama", "bag"))
     return family
 
