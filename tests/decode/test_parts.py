@@ -14,8 +14,8 @@ from gpubound.decode.weights import FORMATS
 from gpubound.decode.weights.own import DenseFormat, DenseLinear
 from gpubound.kernels import decode_attention, norm_product
 from gpubound.kernels.decode_product import EARLY, FENCE, LATE
+from gpubound.models import hf_modules as family
 from gpubound.models.decoding import DenseWeights, Linear, Reader, plain_linear, plain_norm
-from gpubound.models.llama import family
 from tests.messages import message
 
 from . import cases

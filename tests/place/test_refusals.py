@@ -10,7 +10,7 @@ from torch import nn
 from gpubound import trace
 from gpubound.errors import FallbackError, PlaceError
 from gpubound.layers import run_blocks
-from gpubound.models import Decoder, DecoderConfig, stack
+from gpubound.models import Decoder, DecoderConfig, hf_modules
 from gpubound.place import exercise, placer, verify
 from gpubound.place.fused import Fused
 from tests.messages import message
@@ -60,7 +60,7 @@ def test_strict_raises_and_leaves_the_model_as_it_was(monkeypatch, broken):
 
 def test_a_wrong_loop_is_taken_back(monkeypatch):
     """Every leaf is right; the loop is not."""
-    monkeypatch.setattr(stack, "run_blocks", lambda *given: 1.01 * run_blocks(*given))
+    monkeypatch.setattr(hf_modules, "run_blocks", lambda *given: 1.01 * run_blocks(*given))
     model = tiny()
     want = training_run(twin(model), batch())
     placement = place(model)
