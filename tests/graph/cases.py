@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gpubound.errors import GraphError
-from gpubound.graph import memory, staging_copy
+from gpubound.graph import memory
 
 
 def drawn(*shape: int, seed: int = 0, device: torch.device | str = "cpu") -> Tensor:
@@ -53,7 +53,6 @@ def equal(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
 
 
 def elsewhere(monkeypatch) -> None:
-    """Let all copies of a state lie where the state does not, as on the host beside a GPU that has no room."""
-    monkeypatch.setattr(memory.Room, "holds", lambda room, live, beside=0: False)
-    for module in (staging_copy, memory):
-        monkeypatch.setattr(module, "apart", lambda some, other: True)
+    """Treat all copies of a state as on another device than the state, as when a GPU has no room for them."""
+    monkeypatch.setattr(memory.CopyBudget, "fits", lambda budget, live, pending=0: False)
+    monkeypatch.setattr(memory, "on_two_devices", lambda one, other: True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpubound.graph import prepare
+from gpubound.graph import recording
 
 from .tape import TapeRunner
 
@@ -11,14 +11,14 @@ from .tape import TapeRunner
 @pytest.fixture
 def tape(monkeypatch):
     """capture() records a tape instead of calling the function anew."""
-    monkeypatch.setattr(prepare, "runner_for", lambda device, pool: TapeRunner())
+    monkeypatch.setattr(recording, "runner_for", lambda device, pool: TapeRunner())
 
 
 @pytest.fixture(params=["eager", "tape"])
 def runner(request, monkeypatch):
     """Each test twice: in the library's CPU mode, and on the tape."""
     if request.param == "tape":
-        monkeypatch.setattr(prepare, "runner_for", lambda device, pool: TapeRunner())
+        monkeypatch.setattr(recording, "runner_for", lambda device, pool: TapeRunner())
     return request.param
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gpubound.graph.operations import patched, tensors_in
+from gpubound.graph.operations import launches_passed_to, tensors_in
 from gpubound.graph.reachable import storage_key
 
 
@@ -57,9 +57,9 @@ class TapeRunner:
     def waits(self, call):
         return []
 
-    def record(self, name, call, generators, foreign):
+    def record(self, name, call, generators, external):
         recorder = Recorder()
-        with patched(recorder.launch), recorder:
+        with launches_passed_to(recorder.launch), recorder:
             outputs = call()
         self.steps = recorder.steps
         leaves, spec = tree_flatten(outputs)

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from gpubound.graph import prepare
+from gpubound.graph import recording
 from gpubound.graph.audit import audit
 from gpubound.models.placing import cache_in, cache_word
 from tests.graph.tape import TapeRunner
@@ -18,7 +18,7 @@ from tests.graph.tape import TapeRunner
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.inner, self.after = nn.Linear(4, 4), nn.ReLU()
+        self.inner, self.after = nn.Linear(4, 4), nn.Sigmoid()  # positive for any weights: a ReLU's zeros would hide hazards
 
     def forward(self, x):
         return self.after(self.inner(x))
@@ -102,7 +102,7 @@ def test_one_line_in_many_layers_is_told_once():
 
 def test_a_replay_on_other_inputs_is_what_counts(monkeypatch):
     """A tape replays what was recorded, as a graph does: what depends on the first input shows only there."""
-    monkeypatch.setattr(prepare, "runner_for", lambda device, pool: TapeRunner())
+    monkeypatch.setattr(recording, "runner_for", lambda device, pool: TapeRunner())
 
     class Peeks(Block):
         def forward(self, x):

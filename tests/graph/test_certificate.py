@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpubound.errors import GraphError
-from gpubound.graph import calls, capture, certify, prepare
+from gpubound.graph import capture, certify, recording
 from gpubound.graph.memory import difference
 from gpubound.graph.perturb import perturb
 from tests.messages import message
@@ -110,7 +110,7 @@ def test_a_graph_that_recorded_nothing(monkeypatch):
         def replay(self):
             pass
 
-    monkeypatch.setattr(prepare, "runner_for", lambda device, pool: Empty())
+    monkeypatch.setattr(recording, "runner_for", lambda device, pool: Empty())
     sentence = said(capture, lambda x: x * 2, torch.ones(3))
     assert sentence == (
         "<lambda>: output 0 of the replay is off by inf (inf of the largest value) from eager in round 1 of 2: "
@@ -262,7 +262,7 @@ def test_difference():
 def compared(eager: list, replayed: list, made: tuple = (None, None)) -> str:
     """What _compare says of these outputs and one gradient, from eager and from the replay."""
     with pytest.raises(GraphError) as error:
-        certify._compare(calls.Results(eager, {"w.grad": made[0]}, []), calls.Results(replayed, {"w.grad": made[1]}, []))
+        certify._compare(certify.Results(eager, {"w.grad": made[0]}, []), certify.Results(replayed, {"w.grad": made[1]}, []))
     return str(error.value)
 
 

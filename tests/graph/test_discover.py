@@ -154,7 +154,7 @@ def test_moments_whose_first_value_is_lost():
     line = step.__code__.co_firstlineno + 3
     sentence = (
         f"optimizer.state[weight]['momentum_buffer']: made at tests/graph/test_discover.py:{line} by the first call and "
-        "updated by later ones, so what it began as is lost; call step once yourself before capture()."
+        "updated by later ones, so its first value is lost; call step once yourself before capture()."
     )
     assert said(capture, step, torch.ones(3)) == sentence
     assert torch.equal(weight, torch.ones(3))

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from gpubound.graph import capture, certify, fingerprint, memory
-from gpubound.graph.fingerprint import fingerprint as of
+from gpubound.graph import capture, certify, memory
+from gpubound.graph.memory import fingerprint as of
 
 from .cases import drawn, elsewhere, said
 
@@ -51,7 +51,7 @@ def test_sums_of_differences_do_not_cancel():
 @pytest.mark.parametrize("part", [8, 24, 1 << 12])
 def test_the_size_of_parts_does_not_count(part, monkeypatch):
     want = of(raw(1003))
-    monkeypatch.setattr(fingerprint, "PART", part)
+    monkeypatch.setattr(memory, "PART", part)
     assert of(raw(1003)) == want
 
 
@@ -80,17 +80,17 @@ def test_fingerprints_that_differ_ask_for_copies(tape, monkeypatch):
     elsewhere(monkeypatch)
     total = torch.ones(3)
     captured = capture(lambda x: total.add_(x).sum(), drawn(3))
-    judges = []
+    runs = []
 
-    def judge(*given, marks):
-        judges.append(marks)
-        return own(*given, marks=marks)
+    def run(*args, fingerprints):
+        runs.append(fingerprints)
+        return run_rounds(*args, fingerprints=fingerprints)
 
-    own, changed = certify._judge, memory.MemoryMark.changed
-    monkeypatch.setattr(certify, "_judge", judge)
-    monkeypatch.setattr(memory.MemoryMark, "changed", lambda mark: not changed(mark))
+    run_rounds, changed = certify._run_rounds, memory.StorageFingerprint.changed
+    monkeypatch.setattr(certify, "_run_rounds", run)
+    monkeypatch.setattr(memory.StorageFingerprint, "changed", lambda mark: not changed(mark))
     assert capture(lambda x: total.add_(x).sum(), drawn(3)).certificate.bitwise
-    assert judges == [True, False]
+    assert runs == [True, False]
     assert captured.certificate.snapshot_bytes == 12 and total.eq(1).all()
 
 

@@ -285,7 +285,7 @@ def test_the_memory_that_a_graph_writes_stays_alive_when_the_tensor_moves(tape):
     state = torch.zeros(4)
     captured = capture(lambda x: state.add_(x).clone(), torch.ones(4))
     old = StorageWeakRef(state.untyped_storage())
-    captured._runner.steps = []  # the tape itself holds its tensors; a CUDA graph holds addresses
+    captured._recording.runner.steps = []  # the tape itself holds its tensors; a CUDA graph holds addresses
     state.data = torch.zeros(4)
     assert not old.expired()
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpubound.graph import capture, memory, prepare, staging_copy
-from gpubound.graph.memory import EQUAL, Memory, Room, Snapshot, difference, whole
+from gpubound.graph import capture, memory, recording
+from gpubound.graph.memory import EQUAL, CopyBudget, Snapshot, StorageCopy, difference, elements_of
 from tests.messages import message
 
 from .cases import drawn, said
@@ -20,12 +20,10 @@ CPU = torch.device("cpu")
 def places(request, monkeypatch):
     """Once with copies where the memory is, else by way of bounce buffers, in parts that no tensor here is a multiple of."""
     if request.param != "beside":
-        for module in (staging_copy, memory):
-            monkeypatch.setattr(module, "apart", lambda some, other: True)
-        monkeypatch.setattr(staging_copy, "from_gpu", lambda source: request.param == "down")
-    monkeypatch.setattr(staging_copy, "CHUNK", 16)
-    monkeypatch.setattr(memory, "_CHUNK", 16)
-    monkeypatch.setattr(memory, "_PART", 8)
+        monkeypatch.setattr(memory, "on_two_devices", lambda one, other: True)
+        monkeypatch.setattr(memory, "is_download", lambda source: request.param == "down")
+    monkeypatch.setattr(memory, "CHUNK", 16)
+    monkeypatch.setattr(memory, "PART", 8)
 
 
 @pytest.mark.usefixtures("places")
@@ -34,46 +32,45 @@ class TestMemory:
     def test_put_back_and_swap(self, first):
         first[0] = 0
         live = first.clone()
-        kept = Memory(live[2:5], "", Room(CPU))
+        kept = StorageCopy(live[2:5], "", CopyBudget(CPU))
         assert not kept.changed() and kept.difference() is EQUAL
         live.copy_(drawn(7, seed=1))
         assert kept.changed() and not kept.difference().bitwise
         kept.swap()
-        assert whole(live).view(torch.uint8).equal(first.view(torch.uint8))
+        assert elements_of(live).view(torch.uint8).equal(first.view(torch.uint8))
         kept.swap()
         assert live.equal(drawn(7, seed=1))
-        kept.put_back()
+        kept.restore()
         assert live.view(torch.uint8).equal(first.view(torch.uint8))
 
     def test_zeros_take_nothing_until_they_change(self):
         live = torch.zeros(9, dtype=torch.int16)
-        kept = Memory(live, "", Room(CPU))
+        kept = StorageCopy(live, "", CopyBudget(CPU))
         assert kept.nbytes == 0
         live[8] = 3
         assert kept.difference().absolute == 3
-        kept.keep()
+        kept.save()
         assert kept.nbytes == 18 and not kept.changed()
         live.zero_()
         assert kept.changed()
-        kept.keep()
+        kept.save()
         assert kept.nbytes == 0
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int64, torch.bool])
     def test_the_difference_of_parts_is_that_of_the_whole(self, dtype, monkeypatch):
         live = (10 * drawn(11)).to(dtype)
-        before, kept = live.clone(), Memory(live, "", Room(CPU))
+        before, kept = live.clone(), StorageCopy(live, "", CopyBudget(CPU))
         live[[3, 10]] = (10 * drawn(2, seed=5)).to(dtype)
         live[0] = ~live[0] if dtype == torch.bool else live[0] + 1
         in_parts, of_tensors = kept.difference(), difference(live, before)
-        monkeypatch.setattr(memory, "_PART", 1 << 20)
+        monkeypatch.setattr(memory, "PART", 1 << 20)
         assert in_parts == of_tensors == difference(live, before) and in_parts.absolute > 0
 
 
 def test_what_is_kept_of_a_kept_state_can_move():
     snapshot, live = Snapshot(CPU), drawn(5)
     snapshot.add(live)
-    assert not snapshot.leave_device(), "it lies on the host already"
-    assert memory.where(snapshot.memories.values()) == "host memory"
+    assert not snapshot.move_to_host(), "it is on the host already"
 
 
 class Held:
@@ -81,7 +78,7 @@ class Held:
 
     def __init__(self, monkeypatch):
         self.now = self.most = 0
-        own = Room.take
+        own = CopyBudget.allocate
 
         def take(room, live):
             kept = own(room, live)
@@ -90,7 +87,7 @@ class Held:
             weakref.finalize(kept, self.let_go, kept.numel())
             return kept
 
-        monkeypatch.setattr(Room, "take", take)
+        monkeypatch.setattr(CopyBudget, "allocate", take)
 
     def let_go(self, count: int) -> None:
         self.now -= count
@@ -131,7 +128,7 @@ class Wrong(TapeRunner):
 @pytest.mark.parametrize("start", [torch.zeros(3), drawn(3)], ids=["zeros", "drawn"])
 def test_the_second_round_goes_on_from_the_first(start, monkeypatch):
     total = start.clone()
-    monkeypatch.setattr(prepare, "runner_for", lambda device, pool: Wrong())
+    monkeypatch.setattr(recording, "runner_for", lambda device, pool: Wrong())
     sentence = said(capture, lambda x: total.add_(x).sum() * 0, drawn(3))
     assert sentence.startswith("<lambda>: output 0 of the replay is off by") or message(
         "graph/memory:the_second_round_goes_on"
@@ -153,7 +150,7 @@ def test_eager_and_replay_start_from_one_state_in_both_rounds(monkeypatch):
             super().replay()
             total.mul_(1.01)
 
-    monkeypatch.setattr(prepare, "runner_for", lambda device, pool: Noisy())
+    monkeypatch.setattr(recording, "runner_for", lambda device, pool: Noisy())
     certificate = capture(lambda x: total.add_(x).sum() * 0, torch.ones(3), tolerance=0.1).certificate
     assert certificate.worst.relative == pytest.approx(0.01, rel=1e-4)
     first, first_replay, second, second_replay = starts[-4:]
@@ -171,7 +168,7 @@ def test_a_state_of_zeros_that_the_graph_forgets_is_refused(monkeypatch):
             count.copy_(kept)
 
     count = torch.zeros(3)
-    monkeypatch.setattr(prepare, "runner_for", lambda device, pool: Forgets())
+    monkeypatch.setattr(recording, "runner_for", lambda device, pool: Forgets())
     sentence = said(capture, lambda x: (count.add_(1), x * 2)[1], drawn(3))
     assert sentence.startswith("<lambda>: count of the replay is off by 1 (1.0e+00 of the largest value) from eager in round 1")
     assert not count.any()
@@ -189,7 +186,7 @@ class TestOutOfMemory:
         return fn
 
     def test_once_the_copies_have_moved_it_is_tried_again(self, tape, monkeypatch, said):
-        monkeypatch.setattr(Snapshot, "leave_device", lambda snapshot: True)
+        monkeypatch.setattr(Snapshot, "move_to_host", lambda snapshot: True)
         total, calls = drawn(3), []
         captured = capture(self.failing(total, calls), torch.ones(3), warmup=3)
         assert captured.certificate.bitwise and total.equal(drawn(3))
@@ -264,15 +261,14 @@ def test_gradients_that_eager_makes_survive_the_replay():
 @pytest.mark.gpu
 def test_copies_on_the_host_are_the_same_comparison(monkeypatch):
     """As where the device has no room: put back bit for bit, in parts, by way of pinned memory."""
-    own = Room.__init__
+    own = CopyBudget.__init__
 
     def full(room, device):
         own(room, device)
         room.left = 0
 
-    monkeypatch.setattr(Room, "__init__", full)
-    monkeypatch.setattr(staging_copy, "CHUNK", 1 << 10)
-    monkeypatch.setattr(memory, "_CHUNK", 1 << 12)
+    monkeypatch.setattr(CopyBudget, "__init__", full)
+    monkeypatch.setattr(memory, "CHUNK", 1 << 10)
     total = drawn(1000, device=cuda)
     captured = capture(lambda x: total.add_(x) * 2, drawn(1000, device=cuda, seed=1))
     assert captured.certificate.snapshot_on == "host memory" and captured.certificate.mutated == ("total",)

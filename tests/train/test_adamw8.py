@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpubound.errors import GraphError
-from gpubound.graph.memory import Memory, Room
+from gpubound.graph.memory import CopyBudget, StorageCopy
 from gpubound.graph.runner import EagerRunner
 from gpubound.kernels.adamw import decode
 from gpubound.train import AdamW, AdamW8bit, Muon, Schedule, TrainStep
@@ -78,13 +78,13 @@ def test_a_certificate_compares_numbers_not_codes():
     """Just either side of zero, codes lie 2 of 127 apart and what they stand for 4e-6 of the block's largest."""
     moment = Coded(300, torch.int8, torch.device("cpu"))
     moment.codes[:2], moment.codes[2:], moment.scales[:] = torch.tensor([127, 1]), 9, torch.tensor([2.0, 0.5])
-    kept = Memory(moment.codes, "m", Room(torch.device("cpu")))
+    kept = StorageCopy(moment.codes, "m", CopyBudget(torch.device("cpu")))
     moment.codes[1] = -1
     found = kept.difference()
     assert not found.bitwise and found.relative == pytest.approx(2 * 8.0**-6)
     moment.scales[0] = 1.0
     assert kept.difference().relative == pytest.approx(0.5)
-    again = Memory(kept.tensor, "m", Room(torch.device("cpu")))
+    again = StorageCopy(kept.tensor, "m", CopyBudget(torch.device("cpu")))
     moment.codes[0] = 0
     assert again.difference().relative == pytest.approx(1.0)
 

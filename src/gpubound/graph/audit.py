@@ -27,8 +27,8 @@ from . import Certificate, capture
 from .captured import name_of
 from .guards import StaticInputs
 from .operations import Hazard, tensors_in
-from .prepare import choose_device
 from .reachable import Reachable
+from .recording import choose_device
 
 INPUT = object()  # marks the place of a static input in a call
 TOTALS = ("syncs", "h2d_copies", "d2h_copies", "allocations", "launches")  # of the ledger, in the first lines

@@ -16,7 +16,7 @@ from ..trace import count, notice
 from .certify import Certificate, certify
 from .guards import StaticInputs
 from .perturb import poison
-from .prepare import prepare
+from .recording import Recording
 from .runner import open_gate
 
 WARMUP = 3  # one call for what only a first call does, one to use it, one to see that the state has settled
@@ -36,7 +36,7 @@ class CaptureOptions:
 
 
 class Captured:
-    """A captured function; `capture` makes it. Call it with inputs like those of the capture.
+    """A captured function, returned by `capture`. Call it with inputs like those of the capture.
 
     The outputs are the graph's own tensors, and the next call overwrites them: clone what you keep, or capture with clone=True.
     Only one thread at a time may call it. Functions that share a pool must be replayed on one stream.
@@ -46,6 +46,7 @@ class Captured:
     pool: Any
     device: torch.device
     mode: str
+    _recording: Recording
     _released: bool
 
     def __init__(self, fn: Callable, inputs: tuple, options: CaptureOptions) -> None:
@@ -58,18 +59,21 @@ class Captured:
         """Copy the inputs into the static buffers, replay, and return the static outputs."""
         if self._released:
             raise GraphError(f"{self.name}: its graph was given up by release(); capture it again with recapture().")
-        tensors = self._inputs.tensors(inputs)
-        self._held.check()
-        self._inputs.copy_in(tensors)
+        recording, static = self._recording, self._recording.inputs
+        tensors = static.tensors(inputs)
+        recording.guards.check()
+        static.copy_in(tensors)
         if self._poisons:
             self._last = [tensor.detach().clone() for tensor in tensors]
-            self._recording.poison_results()
-        self._runner.replay()
-        for buffer in self._inputs.buffers if self._poisons else ():  # the next call must bring its own
+            recording.poison_results()
+        recording.runner.replay()
+        for buffer in static.buffers if self._poisons else ():  # an input missing from the next call is seen
             poison(buffer)
         self.replays += 1
         count("graph.replay")
-        return self._give()
+        if self._options.clone:
+            return tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves], self._spec)
+        return recording.outputs if self._immutable else tree_unflatten(self._leaves, self._spec)
 
     def recapture(self, *inputs: Any) -> "Captured":
         """Capture again, in place: after a weight moved, a constant changed, or fn computes something else.
@@ -77,25 +81,25 @@ class Captured:
         Without arguments, the inputs of the last call serve as the example. Tensors returned before belong to the old graph.
         """
         if not inputs and self._poisons:
-            self._inputs.copy_in(self._last)
-        self._build(StaticInputs(inputs) if inputs else self._inputs)
+            self._recording.inputs.copy_in(self._last)
+        self._build(StaticInputs(inputs) if inputs else self._recording.inputs)
         return self
 
     def release(self) -> None:
         """Release the graph and its blocks of the pool. NCCL's communicators end only after the graphs that use them."""
         if not self._released:
             self._released = True
-            self._runner.release()
+            self._recording.runner.release()
 
     @property
     def inputs(self) -> tuple:
         """Return the static input buffers. A call that is passed one of them copies nothing."""
-        return self._inputs.static
+        return self._recording.inputs.static
 
     @property
     def held(self) -> list[str]:
-        """The names of all tensors that the graph uses and keeps alive: those from outside, then its static inputs."""
-        return list(self._held.names)
+        """Names of all tensors that the graph uses and keeps alive: external tensors, then its static inputs."""
+        return list(self._recording.guards.names)
 
     @property
     def memory_bytes(self) -> int:
@@ -110,32 +114,25 @@ class Captured:
     def _build(self, inputs: StaticInputs) -> None:
         """Capture and certify, then release the previous graph."""
         options = self._options
-        others = [inputs.tensors(given) for given in options.other_inputs] if options.other_inputs else None
-        work = prepare(self.name, self._fn, inputs, options.state, options.pool, options.warmup, options.gate)
+        others = [inputs.tensors(arguments) for arguments in options.other_inputs] if options.other_inputs else None
+        recording = Recording(self.name, self._fn, inputs, options.state, options.pool, options.warmup, options.gate)
         try:
-            certificate = certify(work, others, options.tolerance) if options.verify else None
+            certificate = certify(recording, others, options.tolerance) if options.verify else None
         except BaseException:
-            work.undo()
+            recording.undo()
             raise
         if certificate is None:
             unproven = "verify=False: nothing has shown that a replay computes what the function does."
             notice(f"capture({self.name}): {unproven}", logging.WARNING)
-        self._recording, self._inputs, self._runner, self._held = work, inputs, work.runner, work.held
-        self._outputs, self.certificate = work.outputs, certificate
-        self._leaves, self._spec = tree_flatten(work.outputs)
-        self._fixed = isinstance(work.outputs, Tensor) or (
-            type(work.outputs) is tuple and len(self._leaves) == len(work.outputs)
-        )
-        self.device, self.mode, self.pool = work.device, work.runner.mode, work.runner.pool
+        self._recording, self.certificate, outputs = recording, certificate, recording.outputs
+        self._leaves, self._spec = tree_flatten(outputs)
+        # else the caller gets new lists and dicts at every call
+        self._immutable = isinstance(outputs, Tensor) or (type(outputs) is tuple and len(self._leaves) == len(outputs))
+        self.device, self.mode, self.pool = recording.device, recording.runner.mode, recording.runner.pool
         self._last = [buffer.detach().clone() for buffer in inputs.buffers] if self._poisons else []
         self._released = False
-        work.runner.gate = open_gate
-        work.release()
-
-    def _give(self) -> Any:
-        if self._options.clone:
-            return tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves], self._spec)
-        return self._outputs if self._fixed else tree_unflatten(self._leaves, self._spec)
+        recording.runner.gate = open_gate
+        recording.release_copies()
 
 
 def capture(
@@ -192,7 +189,9 @@ def capture(
     if not isinstance(tolerance, (int, float)) or not 0 <= tolerance < math.inf:
         raise ValueError(f"tolerance: got {tolerance!r}, wanted a finite number of 0 or more; 0 asks for equality bit for bit.")
     if other_inputs is not None and not (
-        isinstance(other_inputs, (list, tuple)) and other_inputs and all(isinstance(given, tuple) for given in other_inputs)
+        isinstance(other_inputs, (list, tuple))
+        and other_inputs
+        and all(isinstance(arguments, tuple) for arguments in other_inputs)
     ):
         raise ValueError("other_inputs: wanted a list of argument tuples, one for each round, as in [(x1, y1), (x2, y2)].")
     options = CaptureOptions(pool, state, verify, poison, warmup, other_inputs, tolerance, clone, gate)

@@ -7,12 +7,11 @@ resumes from the last round's state, so counters and moments must advance. After
 Besides the capture's snapshot, one copy of the state suffices: it holds the state at a round's start, then is exchanged for the
 state that eager left. The first round starts from the snapshot. If the copy had to be on the host, a fingerprint of the eager
 state replaces it, and the second round's start is recomputed from the snapshot by the first round's replay. Storages with
-fingerprints are copied only where these differ, to measure the difference.
+fingerprints are copied only if these differ, to measure the difference.
 """
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,16 +21,23 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import GraphError
 from ..formatting import readable
-from .calls import Results, run_eager, run_replay
-from .cause import cause
-from .memory import EQUAL, Difference, Memory, MemoryMark, Room, difference, where
-from .perturb import other_seeds, perturb
-from .prepare import Recording
+from .memory import EQUAL, CopyBudget, Difference, StorageCopy, StorageFingerprint, difference, elements_of
+from .perturb import SOURCES, other_seeds, perturb
+from .reachable import storage_key
+from .recording import Recording
+
+MAX_INPUTS = 16  # tried for a diagnosis: each takes two calls
+ATOMIC = 1e-2  # sums in another order differ by less than this, a counter on the host by more
+
+HOST_STATE = (
+    "fn keeps something on the host between calls (a number, a list, an attribute that it rebinds); "
+    "keep it in a tensor and update it in place"
+)
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """Report of the comparison of replays with eager calls: what was compared, and the differences."""
+    """Report of the comparison of replays with eager calls."""
 
     rounds: int
     inputs: int
@@ -44,7 +50,7 @@ class Certificate:
     tolerance: float
     same_random_state: bool  # after a replay the generators have the state that eager leaves
     seconds: float
-    memory_bytes: int  # held by the graph from now on
+    memory_bytes: int  # of the graph
     snapshot_bytes: int  # copies that the capture needed while it ran
     snapshot_on: str
 
@@ -55,8 +61,8 @@ class Certificate:
         names = ", ".join(self.mutated[:4]) + (f" and {len(self.mutated) - 4} more" if len(self.mutated) > 4 else "")
         compared = f"{_count(self.outputs, 'output')} and {_count(len(self.mutated), 'mutated tensor')} compared"
         unvaried = f", not {', '.join(self.unvaried)} (pass other_inputs=)" if self.unvaried else ""
-        held = f"{readable(self.snapshot_bytes)} of snapshots in {self.snapshot_on}"
-        snapshots = held if self.snapshot_bytes else "no snapshot was needed"
+        copies = f"{readable(self.snapshot_bytes)} of snapshots in {self.snapshot_on}"
+        snapshots = copies if self.snapshot_bytes else "no snapshot was needed"
         lines = [
             f"{_count(self.rounds, 'round')} of replay against eager agree {agreement}",
             f"{compared}: {names}" if names else compared,
@@ -75,141 +81,184 @@ def certify(recording: Recording, others: list[list[Tensor]] | None, tolerance: 
     """Run the rounds. GraphError names the first tensor that disagrees."""
     started = time.perf_counter()
     examples = [buffer.detach().clone() for buffer in recording.inputs.buffers]
-    names = recording.inputs.names
-    rounds = [(given, []) for given in others] if others else [perturb(examples, index) for index in range(2)]
-    judged = None
-    with suppress(Unlike):
-        judged = _judge(recording, rounds, examples, others is None, tolerance, marks=True)
-    if judged is None:  # out here, where the error holds none of the copies
-        judged = _judge(recording, rounds, examples, others is None, tolerance, marks=False)
-    kept, workspace = list(recording.snapshot.memories.values()), judged.workspace
-    copies, places = sum(memory.nbytes for memory in [*kept, *workspace]), where([*kept, *workspace])
-    mutated = [memory.name for memory in kept if memory.changed()]
-    made = [leaf.name for leaf in recording.new_leaves if leaf.name not in mutated]
+    rounds = [(inputs, []) for inputs in others] if others else [perturb(examples, index) for index in range(2)]
+    all_inputs = [inputs for inputs, _ in rounds]
+    result = _run_rounds(recording, all_inputs, examples, others is None, tolerance, fingerprints=True)
+    if result is None:  # a fingerprint differs, and copies are needed to measure the difference
+        result = _run_rounds(recording, all_inputs, examples, others is None, tolerance, fingerprints=False)
+    assert result is not None
+    snapshot, names = list(recording.snapshot.copies.values()), recording.inputs.names
+    copies = [copy.saved for copy in [*snapshot, *result.workspace] if copy.saved is not None]
+    devices = {"host memory" if copy.device.type == "cpu" else str(copy.device) for copy in copies}
+    snapshot_bytes = sum(copy.numel() for copy in copies)
+    mutated = [copy.name for copy in snapshot if copy.changed()]
+    mutated += [leaf.name for leaf in recording.new_leaves if leaf.name not in mutated]
     recording.reset()
     recording.inputs.copy_in(examples)
-    unvaried = set.intersection(*(set(same) for _, same in rounds))
+    unvaried = set.intersection(*(set(unvaried) for _, unvaried in rounds))
     return Certificate(
         rounds=len(rounds),
         inputs=len(examples),
         unvaried=tuple(names[index] for index in sorted(unvaried)),
         outputs=len(tree_leaves(recording.outputs)),
-        mutated=tuple(mutated + made),
-        bitwise=judged.worst.bitwise,
-        worst=judged.worst,
-        worst_name=judged.worst_name,
+        mutated=tuple(mutated),
+        bitwise=result.worst.bitwise,
+        worst=result.worst,
+        worst_name=result.worst_name,
         tolerance=tolerance,
-        same_random_state=judged.same_random,
+        same_random_state=result.same_random_state,
         seconds=time.perf_counter() - started,
         memory_bytes=recording.memory_bytes,
-        snapshot_bytes=copies,
-        snapshot_on=places,
+        snapshot_bytes=snapshot_bytes,
+        snapshot_on=" and ".join(sorted(devices)),
     )
 
 
-class Unlike(Exception):
-    """Raised when a replay's fingerprint differs from eager's. Measuring the difference takes copies."""
-
-
 @dataclass
-class Judged:
-    """Results of the rounds."""
+class RoundsResult:
+    """Largest difference of all rounds, and the copies that they needed."""
 
-    workspace: list[Memory]
+    workspace: list[StorageCopy]
     worst: Difference = EQUAL
     worst_name: str = ""
-    same_random: bool = True
+    same_random_state: bool = True
 
 
-def _judge(
+def _run_rounds(
     recording: Recording,
-    rounds: Sequence[tuple[list[Tensor], Any]],
+    rounds: Sequence[list[Tensor]],
     examples: list[Tensor],
-    made_up: bool,
+    invented: bool,
     tolerance: float,
-    marks: bool,
-) -> Judged:
-    """Run all rounds from the state before the first call. `marks`: fingerprints instead of copies on the host, or Unlike."""
+    fingerprints: bool,
+) -> RoundsResult | None:
+    """Run all rounds from the state before the first call.
+
+    fingerprints  True: fingerprints instead of copies on the host. Return None if one differs
+    """
     recording.reset()
-    workspace = _workspace(recording, marks)
-    judged = Judged([one for one in workspace if isinstance(one, Memory)])
-    marked = len(judged.workspace) < len(workspace)
-    for index, (given, _) in enumerate(rounds):
-        again = [before for before, _ in rounds[:index]] if marked else []
-        verdicts, random = _round(recording, given, workspace, made_up, index, index == len(rounds) - 1, again)
-        judged.same_random = judged.same_random and random
-        for name, found in verdicts:
-            if not found.bitwise and not found.relative <= tolerance:
-                why = cause(recording, name, given, examples)
+    budget, workspace, pending = CopyBudget(recording.device), list[StorageCopy | StorageFingerprint](), 0
+    for copy in recording.snapshot.copies.values():
+        if fingerprints and not budget.fits(copy.live, pending):
+            workspace.append(StorageFingerprint(copy))
+        else:
+            workspace.append(StorageCopy(copy.tensor, copy.name, budget, now=False))
+            pending += copy.live.numel()
+    result = RoundsResult([storage for storage in workspace if isinstance(storage, StorageCopy)])
+    replayed_again = len(result.workspace) < len(workspace)
+    for index, inputs in enumerate(rounds):
+        earlier, last = list(rounds[:index]) if replayed_again else [], index == len(rounds) - 1
+        outcome = _round(recording, inputs, workspace, invented, index, last, earlier)
+        if outcome is None:
+            return None
+        differences, same_random_state = outcome
+        result.same_random_state = result.same_random_state and same_random_state
+        for name, diff in differences:
+            if not diff.bitwise and not diff.relative <= tolerance:
+                why = cause(recording, name, inputs, examples)
                 raise GraphError(
-                    f"{recording.name}: {name} of the replay is off by {found.absolute:.3g} ({found.relative:.1e} of the "
+                    f"{recording.name}: {name} of the replay is off by {diff.absolute:.3g} ({diff.relative:.1e} of the "
                     f"largest value) from eager in round {index + 1} of {len(rounds)}: {why}."
                 )
-        worst = max([(judged.worst_name, judged.worst), *verdicts], key=lambda it: (not it[1].bitwise, it[1].relative))
-        judged.worst_name, judged.worst = worst
-    return judged
-
-
-def _workspace(recording: Recording, marks: bool) -> list[Memory | MemoryMark]:
-    """Return for each storage that a call writes room for a copy, or a fingerprint where device memory does not suffice."""
-    room, found, taken = Room(recording.device), list[Memory | MemoryMark](), 0
-    for memory in recording.snapshot.memories.values():
-        if marks and not room.holds(memory.live, taken):
-            found.append(MemoryMark(memory))
-        else:
-            found.append(Memory(memory.tensor, memory.name, room, now=False))
-            taken += memory.live.numel()
-    return found
+        worst = [(result.worst_name, result.worst), *differences]
+        result.worst_name, result.worst = max(worst, key=lambda it: (not it[1].bitwise, it[1].relative))
+    return result
 
 
 def _round(
     recording: Recording,
-    given: list[Tensor],
-    workspace: list[Memory | MemoryMark],
-    made_up: bool,
-    turn: int,
+    inputs: list[Tensor],
+    workspace: list[StorageCopy | StorageFingerprint],
+    invented: bool,
+    index: int,
     last: bool,
-    again: list[list[Tensor]],
-) -> tuple[list[tuple[str, Difference]], bool]:
-    """Eager, then the replay, from one state: at first the snapshot, later the workspace, which holds eager's results next.
-    `again`: what the rounds before were given, where their replays make that state once more."""
-    before = recording.generators.states()
-    with other_seeds(turn):
-        eager = run_eager(recording, given, made_up)
-    exchanged = turn > 0 and not again
-    for memory in workspace:
-        memory.swap() if exchanged and isinstance(memory, Memory) else memory.keep()
+    earlier: list[list[Tensor]],
+) -> tuple[list[tuple[str, Difference]], bool] | None:
+    """Call eagerly, then replay, from one state: the snapshot in the first round, later the workspace, which then holds eager's
+    results. Return the differences and whether the random states agree; None if a fingerprint differs.
+
+    earlier  inputs of the rounds before, whose replays make this round's first state again
+    """
+    random_states = recording.generators.states()
+    with other_seeds(index):
+        eager = run_eager(recording, inputs, invented)
+    exchanged = index > 0 and not earlier
+    for storage in workspace:
+        storage.swap() if exchanged and isinstance(storage, StorageCopy) else storage.save()
     if not exchanged:
         recording.snapshot.restore()
         recording.generators.rewind()
-    for earlier in again:
-        run_replay(recording, earlier)
-    recording.generators.set(before)
-    replayed = run_replay(recording, given)
-    verdicts = _compare(eager, replayed)
-    for memory in workspace:
-        if isinstance(memory, MemoryMark):
-            if memory.changed():
-                raise Unlike(memory.name)
-            verdicts.append((memory.name, EQUAL))
+    for earlier_inputs in earlier:
+        run_replay(recording, earlier_inputs)
+    recording.generators.set(random_states)
+    replayed = run_replay(recording, inputs)
+    differences = _compare(eager, replayed)
+    for storage in workspace:
+        if isinstance(storage, StorageFingerprint):
+            if storage.changed():
+                return None
+            differences.append((storage.name, EQUAL))
             continue
-        found = memory.difference()
-        verdicts.append((memory.name, found))
-        if not found.bitwise and not last:
-            memory.keep()
-    same = all(torch.equal(a, b) for a, b in zip(eager.random, replayed.random))
-    return verdicts, same
+        diff = storage.difference()
+        differences.append((storage.name, diff))
+        if not diff.bitwise and not last:
+            storage.save()
+    return differences, all(torch.equal(a, b) for a, b in zip(eager.random, replayed.random))
+
+
+@dataclass(frozen=True)
+class Results:
+    """Results of one call: outputs and gradients. Memory that the call wrote is not copied."""
+
+    outputs: list[Any]
+    gradients: dict[str, Tensor | None]
+    random: list[Tensor]
+
+
+def run_eager(recording: Recording, inputs: Sequence[Tensor], invented: bool) -> Results:
+    """Call eagerly on copies of the inputs. The results survive a restored state; the graph's gradients are attached again."""
+    copies = [tensor.detach().clone().requires_grad_(b.requires_grad) for tensor, b in zip(inputs, recording.inputs.buffers)]
+    recording.attach_gradients()
+    try:
+        outputs = recording.eager(recording.inputs.fill(copies))
+    except Exception as error:
+        if not invented:
+            raise
+        raise GraphError(
+            f"{recording.name}: failed on inputs made up for its certificate ({type(error).__name__}: {error}); "
+            "pass other_inputs=, a list of two tuples of arguments that it can take."
+        ) from error
+    leaves = [_copy(leaf) for leaf in tree_leaves(outputs)]
+    gradients = {leaf.name: leaf.tensor.grad for leaf in recording.leaves}
+    for name, gradient in gradients.items():  # a new gradient survives without a copy, one in restored memory does not
+        if gradient is not None and storage_key(gradient) in recording.snapshot.copies:
+            gradients[name] = _copy(gradient)
+    recording.attach_gradients()
+    return Results(leaves, gradients, recording.generators.states())
+
+
+def run_replay(recording: Recording, inputs: Sequence[Tensor]) -> Results:
+    """Replay on `inputs`. The results are the graph's own tensors: compare or copy them before the next replay."""
+    recording.inputs.copy_in(inputs)
+    recording.poison_results()
+    recording.runner.replay()
+    gradients = {leaf.name: leaf.tensor.grad for leaf in recording.leaves}
+    return Results(tree_leaves(recording.outputs), gradients, recording.generators.states())
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _compare(eager: Results, replayed: Results) -> list[tuple[str, Difference]]:
-    verdicts = []
+    differences = []
     if len(eager.outputs) != len(replayed.outputs):
         raise GraphError(
             f"outputs: eager returns {len(eager.outputs)}, the graph {len(replayed.outputs)}; return the same every time."
         )
     for index, (want, got) in enumerate(zip(eager.outputs, replayed.outputs)):
         if isinstance(want, Tensor) and isinstance(got, Tensor):
-            verdicts.append((f"output {index}", _checked(f"output {index}", got, want)))
+            differences.append((f"output {index}", _checked_difference(f"output {index}", got, want)))
         elif type(want) is not type(got) or want != got:
             raise GraphError(
                 f"output {index}: the graph always returns {got!r}, eager returns {want!r} with other inputs; "
@@ -218,17 +267,78 @@ def _compare(eager: Results, replayed: Results) -> list[tuple[str, Difference]]:
     for name, want in eager.gradients.items():
         got = replayed.gradients[name]
         if (want is None) != (got is None):
-            made, not_made = ("eager", "the replay") if got is None else ("the replay", "eager")
-            raise GraphError(f"{name}: {made} makes this gradient, {not_made} does not; make the same gradients at every call.")
+            makes, omits = ("eager", "the replay") if got is None else ("the replay", "eager")
+            raise GraphError(f"{name}: {makes} makes this gradient, {omits} does not; make the same gradients at every call.")
         if want is not None and got is not None:
-            verdicts.append((name, _checked(name, got, want)))
-    return verdicts
+            differences.append((name, _checked_difference(name, got, want)))
+    return differences
 
 
-def _checked(name: str, got: Tensor, want: Tensor) -> Difference:
+def _checked_difference(name: str, got: Tensor, want: Tensor) -> Difference:
     if got.shape != want.shape or got.dtype != want.dtype:
         raise GraphError(
             f"{name}: eager gives {want.dtype} {tuple(want.shape)} with other inputs, the graph {got.dtype} "
             f"{tuple(got.shape)}; a graph's shapes are fixed."
         )
     return difference(got, want)
+
+
+def cause(recording: Recording, name: str, inputs: Sequence[Tensor], examples: Sequence[Tensor]) -> str:
+    """Return the likeliest cause of a difference in the tensor called `name`, and the remedy, by additional calls."""
+
+    def eager_value(seed: int) -> Any:
+        recording.reset()
+        with other_seeds(seed):
+            results = run_eager(recording, inputs, invented=True)
+        return _copy(dict(_named_results(recording, results))[name])
+
+    def compare(one: Any, other: Any) -> Difference:
+        return difference(one, other) if isinstance(one, Tensor) else EQUAL
+
+    first, second = eager_value(0), eager_value(0)
+    noise = compare(first, second)
+    if not noise.bitwise and noise.relative < ATOMIC:
+        return f"eager differs from itself by {noise.relative:.1e} (atomic adds); pass tolerance={4 * noise.relative:.0e}"
+    if not noise.bitwise:
+        return f"eager itself gives another result at each call from one state, so {HOST_STATE}"
+    if not compare(second, eager_value(1)).bitwise:
+        return (
+            f"fn reads {SOURCES} on the host, which a graph bakes in; draw on the device (torch.rand), "
+            "or pass the value as an input tensor"
+        )
+    if ignored := _ignored_inputs(recording, inputs, examples):
+        return (
+            f"the replay ignores {' and '.join(ignored)}, which fn takes from the host (a Python number, a NumPy copy, "
+            "a cached tensor); compute from the input's tensor inside fn"
+        )
+    return f"eager agrees with itself, so {HOST_STATE}"
+
+
+def _named_results(recording: Recording, results: Results) -> list[tuple[str, Any]]:
+    """Return all results of a call by name: outputs, gradients, and the memory that the call may have written."""
+    outputs = [(f"output {index}", output) for index, output in enumerate(results.outputs)]
+    storages = [(copy.name, elements_of(copy.tensor)) for copy in recording.snapshot.copies.values()]
+    return [*outputs, *results.gradients.items(), *storages]
+
+
+def _ignored_inputs(recording: Recording, inputs: Sequence[Tensor], examples: Sequence[Tensor]) -> list[str]:
+    """Return the names of the inputs whose change alone alters the eager result but not the replay's."""
+
+    def both(tensors: Sequence[Tensor]) -> tuple[list, list]:
+        recording.reset()
+        eager = [_copy(value) for _, value in _named_results(recording, run_eager(recording, tensors, invented=True))]
+        recording.reset()
+        return eager, [_copy(value) for _, value in _named_results(recording, run_replay(recording, tensors))]
+
+    def equal(results: list, others: list) -> bool:
+        tensors, other_tensors = ([v for v in values if isinstance(v, Tensor)] for values in (results, others))
+        same_shapes = [t.shape for t in tensors] == [t.shape for t in other_tensors]
+        return same_shapes and all(difference(a, b).bitwise for a, b in zip(tensors, other_tensors))
+
+    eager, replayed = both(examples)
+    ignored = []
+    for index, name in enumerate(recording.inputs.names[:MAX_INPUTS]):
+        other, replayed_other = both([inputs[i] if i == index else example for i, example in enumerate(examples)])
+        if not equal(eager, other) and equal(replayed, replayed_other):
+            ignored.append(name)
+    return ignored

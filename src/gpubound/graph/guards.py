@@ -1,11 +1,11 @@
-"""What must be true at a call: its inputs are like those captured with, and all else that the graph uses is as it was.
+"""Static inputs, and the guards of a captured graph: conditions that are checked at every call.
 
 The inputs have static buffers, and every later call is checked against them exactly.
 
-Two kinds of change make a graph lie. A tensor moves (`.data =`, `.to()`, a resize): its address is compared at every call.
-Another tensor takes its place (`layer.weight = ...`, `load_state_dict`, `zero_grad`): what fn names directly is compared at
-every call; deeper places are walked when torch registers a parameter, buffer or module anywhere, and at every 256th call, which
-catches what is written into a registry behind torch's back.
+Two kinds of change make a replay wrong. A tensor moves (`.data =`, `.to()`, a resize): its address is compared at every call.
+Another tensor replaces it (`layer.weight = ...`, `load_state_dict`, `zero_grad`): what fn names directly is compared at every
+call. Deeper paths are walked when torch registers a parameter, buffer or module anywhere, and at every 256th call, which also
+sees a direct write into a registry, of which torch has no hook.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,44 +31,39 @@ class Input:
     buffer: Tensor | None
     constant: Any = None
 
-    def check(self, given: Any) -> None:
+    def check(self, value: Any) -> None:
         if (want := self.buffer) is None:
-            self._check_constant(given)
+            if isinstance(value, Tensor):
+                remedy = "pass the constant, or capture again with a tensor"
+                raise self._error("a tensor", f"the constant {self.constant!r}", remedy)
+            if not same(value, self.constant):
+                raise GraphError(
+                    f"{self.name}: got the constant {value!r}, wanted {self.constant!r} as captured: constants are baked into "
+                    "the graph; pass it as a tensor, or capture again."
+                )
             return
-        if not isinstance(given, Tensor):
-            raise self._other(repr(given), "a tensor", "pass a tensor, or capture again")
-        if given.shape != want.shape:
+        if not isinstance(value, Tensor):
+            raise self._error(repr(value), "a tensor", "pass a tensor, or capture again")
+        if value.shape != want.shape:
+            remedy = "pad it to the captured shape, or capture once for each shape"
+            raise self._error(f"shape {tuple(value.shape)}", tuple(want.shape), remedy)
+        if value.dtype != want.dtype:
+            raise self._error(value.dtype, want.dtype, "cast it before the call")
+        if value.device != want.device:
+            raise self._error(f"a tensor on {value.device}", want.device, "move it before the call")
+        if value.layout != torch.strided:
+            raise self._error(f"the layout {value.layout}", "dense", "pass its dense form")
+        if value.numel() and value.data_ptr() == 0:
             raise GraphError(
-                f"{self.name}: got shape {tuple(given.shape)}, wanted {tuple(want.shape)} as captured; "
-                "pad it to the captured shape, or capture once for each shape."
-            )
-        if given.dtype != want.dtype:
-            raise self._other(given.dtype, want.dtype, "cast it before the call")
-        if given.device != want.device:
-            raise self._other(f"a tensor on {given.device}", want.device, "move it before the call")
-        if given.layout != torch.strided:
-            raise self._other(f"the layout {given.layout}", "dense", "pass its dense form")
-        if given.numel() and given.data_ptr() == 0:
-            raise GraphError(
-                f"{self.name}: got a dead tensor, its memory has been freed; wanted {given.numel()} elements; pass a live one."
+                f"{self.name}: got a dead tensor, its memory has been freed; wanted {value.numel()} elements; pass a live one."
             )
 
-    def _other(self, got: Any, wanted: Any, remedy: str) -> GraphError:
+    def _error(self, got: Any, wanted: Any, remedy: str) -> GraphError:
         return GraphError(f"{self.name}: got {got}, wanted {wanted} as captured; {remedy}.")
-
-    def _check_constant(self, given: Any) -> None:
-        if isinstance(given, Tensor):
-            remedy = "pass the constant, or capture again with a tensor"
-            raise self._other("a tensor", f"the constant {self.constant!r}", remedy)
-        if not same(given, self.constant):
-            raise GraphError(
-                f"{self.name}: got the constant {given!r}, wanted {self.constant!r} as captured: constants are baked into the "
-                "graph; pass it as a tensor, or capture again."
-            )
 
 
 class StaticInputs:
-    """The static inputs of one captured function, in the nesting in which they were given."""
+    """Static inputs of a captured function, in the nesting of its arguments."""
 
     def __init__(self, inputs: tuple) -> None:
         leaves, self.spec = tree_flatten_with_path(inputs)
@@ -76,7 +71,7 @@ class StaticInputs:
         self.flat = all(isinstance(value, Tensor) for value in inputs)
         self.buffers = [slot.buffer for slot in self.slots if slot.buffer is not None]
         self.names = [slot.name for slot in self.slots if slot.buffer is not None]  # of the buffers
-        # A model or an optimizer among the inputs: what it holds is watched like the rest that fn reaches.
+        # Tensors inside a model or an optimizer among the inputs are guarded like all others that fn reaches.
         self.objects = [(slot.name, slot.constant) for slot in self.slots if not isinstance(slot.constant, PRIMITIVES)]
         # Copies go into detached aliases, so that a buffer that requires grad stays a leaf.
         self._targets = [buffer.detach() for buffer in self.buffers]
@@ -88,12 +83,12 @@ class StaticInputs:
         return self.fill(self.buffers)
 
     def fill(self, tensors: Sequence[Tensor]) -> tuple:
-        """`tensors` in the nesting of the inputs, constants in their places."""
+        """Return `tensors` and the constants in the nesting of the inputs."""
         rest = iter(tensors)
         return tree_unflatten([next(rest) if slot.buffer is not None else slot.constant for slot in self.slots], self.spec)
 
     def tensors(self, inputs: tuple) -> list[Tensor]:
-        """The tensors among `inputs` after every leaf has been checked; GraphError says what differs from the capture."""
+        """Return the tensors among `inputs`; raise GraphError for a leaf that differs from the capture."""
         if self.flat and len(inputs) == len(self.slots):
             leaves: Sequence[Any] = inputs
         else:
@@ -108,24 +103,29 @@ class StaticInputs:
         return [leaf for slot, leaf in zip(self.slots, leaves) if slot.buffer is not None]
 
     def copy_in(self, tensors: Sequence[Tensor]) -> None:
-        """One copy each into the static buffers, none for a tensor that already lies there."""
-        todo = [
-            (target, given)
-            for target, given, address in zip(self._targets, tensors, self._addresses)
-            if given.data_ptr() != address or given.stride() != target.stride()
+        """Copy the tensors into the static buffers, except those that are the buffers."""
+        copies = [
+            (target, tensor)
+            for target, tensor, address in zip(self._targets, tensors, self._addresses)
+            if tensor.data_ptr() != address or tensor.stride() != target.stride()
         ]
-        if not todo:
+        if not copies:
             return
         with torch.no_grad():
-            if len(todo) == 1:
-                todo[0][0].copy_(todo[0][1])
+            if len(copies) == 1:
+                copies[0][0].copy_(copies[0][1])
             else:
-                torch._foreach_copy_([target for target, _ in todo], [given for _, given in todo])
+                torch._foreach_copy_([target for target, _ in copies], [tensor for _, tensor in copies])
 
 
 def _input(name: str, leaf: Any) -> Input:
     if isinstance(leaf, Tensor):
-        return Input(name, static_copy(name, leaf))
+        if leaf.layout != torch.strided:
+            raise ValueError(f"{name}: got the layout {leaf.layout}, wanted dense; pass its dense parts as inputs.")
+        with torch.inference_mode(False), torch.no_grad():  # later calls could not write to an inference tensor
+            buffer = torch.empty_like(leaf, memory_format=torch.preserve_format, requires_grad=False)
+            buffer.copy_(leaf.detach())
+        return Input(name, buffer.requires_grad_(leaf.requires_grad))
     if not isinstance(leaf == leaf, bool):  # a NumPy array compares elementwise: it is data, not a constant
         raise ValueError(f"{name}: got {type(leaf).__name__}, wanted a tensor or a constant; convert it with torch.as_tensor.")
     check_open(name, leaf)
@@ -133,7 +133,7 @@ def _input(name: str, leaf: Any) -> Input:
 
 
 def check_open(name: str, leaf: Any) -> None:
-    """Refuse a dataclass or a mapping with tensors, which torch's pytrees do not look into: no copy would reach them."""
+    """Refuse a dataclass or a mapping with tensors: torch's pytrees do not traverse it, so its tensors would not be copied."""
     if isinstance(leaf, Mapping):
         parts = list(leaf.values())
     elif is_dataclass(leaf) and not isinstance(leaf, type):
@@ -144,23 +144,13 @@ def check_open(name: str, leaf: Any) -> None:
         raise ValueError(f"{name}: got a {type(leaf).__name__} that holds tensors, wanted them in dicts, lists or tuples.")
 
 
-def static_copy(name: str, given: Tensor) -> Tensor:
-    """A buffer of the graph's own like `given`, with its strides where they are dense."""
-    if given.layout != torch.strided:
-        raise ValueError(f"{name}: got the layout {given.layout}, wanted dense; pass its dense parts as inputs.")
-    with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be written by later calls
-        buffer = torch.empty_like(given, memory_format=torch.preserve_format, requires_grad=False)
-        buffer.copy_(given.detach())
-    return buffer.requires_grad_(given.requires_grad)
-
-
 def _name(path: tuple) -> str:
-    """'input 0' or "input 1['ids'][2]": the position, then the way inside it."""
+    """Return 'input 0' or "input 1['ids'][2]": the position, then the path inside it."""
     return f"input {path[0].idx}{keystr(path[1:])}"
 
 
 def _shape_of(value: Any) -> str:
-    """The nesting in words: (tensor, {'ids': tensor, 'scale': float}). A dict, tuple or list of another class is named."""
+    """Describe the nesting: (tensor, {'ids': tensor, 'scale': float}). A subclass of dict, tuple or list is named."""
     if isinstance(value, Tensor):
         return "tensor"
     kind = type(value).__name__
@@ -174,15 +164,15 @@ def _shape_of(value: Any) -> str:
 
 
 WALK_EVERY = 256
-DIRECT = 32  # places compared at every call, beside the addresses of all tensors
-GRADIENTS = 8  # zero_grad(set_to_none=True) drops all of them together
+MAX_PATHS = 32  # compared at every call, in addition to the addresses of all tensors
+MAX_GRADIENTS = 8  # compared at every call: zero_grad(set_to_none=True) drops all of them together
 
 _gradient = attrgetter("grad")
 
 
 @cache
 def _registrations() -> list[int]:
-    """How many parameters, buffers and modules this process has registered since the first capture: one number, counted up."""
+    """Return the count, kept up to date by hooks, of the parameters, buffers and modules registered since the first capture."""
     total = [0]
 
     def registered(module: torch.nn.Module, name: str, value: Any) -> None:
@@ -195,40 +185,47 @@ def _registrations() -> list[int]:
 
 
 class CaptureGuards:
-    """Checked before every replay. `held` are the tensors with their names, `reach` tells how fn comes to them.
+    """Guards checked before every replay.
 
-    `plain` are the Python values that fn names directly and does not change itself, `gradients` those that the graph writes.
+    tensors    the tensors that the graph uses, with their names
+    reachable  the paths on which fn reaches them
+    plain      Python values that fn names directly and does not change
+    gradients  (name, leaf, gradient) of those that the graph writes
     """
 
     def __init__(
-        self, held: list[tuple[str, Tensor]], reachable: Reachable, plain: Values, gradients: list[tuple[str, Tensor, Tensor]]
+        self,
+        tensors: list[tuple[str, Tensor]],
+        reachable: Reachable,
+        plain: Values,
+        gradients: list[tuple[str, Tensor, Tensor]],
     ) -> None:
         self._registered, self._calls = _registrations(), 0
-        self.names = [name for name, _ in held]
-        self._tensors = [tensor for _, tensor in held]
+        self.names = [name for name, _ in tensors]
+        self._tensors = [tensor for _, tensor in tensors]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._same_addresses = address_check(self._tensors, self._addresses)
-        # An alias of each keeps the old memory alive after `.data =`: a stale graph must never write into someone else's.
-        self._alive = [tensor.detach() for tensor in self._tensors]
-        mine = {id(tensor) for tensor in self._tensors}
-        self._places = [(way, tensor) for way, tensor in reachable.tensors if id(tensor) in mine]
+        # Aliases keep the old memory alive after `.data =`: a stale graph must not write into memory allocated to others.
+        self._aliases = [tensor.detach() for tensor in self._tensors]
+        ids = {id(tensor) for tensor in self._tensors}
+        self._paths = [(path, tensor) for path, tensor in reachable.tensors if id(tensor) in ids]
         self._gradients = gradients
-        steady, loose = {way.name for way, _ in plain}, {way.name for way, _ in reachable.plain}
-        self._root_ways = [way for way in reachable.roots if way.name in steady or way.name not in loose]
+        steady, all_plain = {path.name for path, _ in plain}, {path.name for path, _ in reachable.plain}
+        self._root_paths = [path for path in reachable.roots if path.name in steady or path.name not in all_plain]
         self._optimizers = reachable.optimizers
         self._values = reachable.constants + reachable.modes + plain
         on_gpu = any(tensor.is_cuda for tensor in self._tensors)
-        # Pinned memory is read, or written, by a node of the graph at every replay; other CPU tensors were read once.
-        baked = [(name, t) for name, t in held if on_gpu and t.device.type == "cpu" and not t.is_pinned()]
+        # A node of the graph reads or writes pinned memory at every replay; other CPU tensors were read once.
+        baked = [(name, t) for name, t in tensors if on_gpu and t.device.type == "cpu" and not t.is_pinned()]
         self._versions = [(name, tensor, tensor._version) for name, tensor in baked if not tensor.is_inference()]
         self._prepare()
 
     def check(self) -> None:
-        """Raise GraphError for the first thing that is no longer as captured."""
+        """Raise GraphError for the first condition that no longer holds."""
         self._calls += 1
         if not self._same_addresses():
-            self._name_the_moved()
-        if self._seen != self._registered[0] or self._calls % WALK_EVERY == 0 or not self._stands():
+            self._raise_for_moved()
+        if self._last_registered != self._registered[0] or self._calls % WALK_EVERY == 0 or not self._unchanged():
             self._walk()
         for name, tensor, version in self._versions:
             if tensor._version != version:
@@ -238,60 +235,61 @@ class CaptureGuards:
                 )
 
     def _prepare(self) -> None:
-        """The places and values compared at every call, as flat lists: a loop in C over (container, key) pairs is cheap."""
-        ways = [way for way, _ in self._places if not way.in_registry][:DIRECT]
-        ways += [way for way, _ in self._values if len(way.steps) == 1 or ("attribute", "param_groups") in way.steps]
-        slots = [slot for way in ways if (slot := way.slot())]
+        """Collect the objects compared at every call in flat lists of containers and keys, for a loop in C."""
+        paths = [path for path, _ in self._paths if not path.in_registry][:MAX_PATHS]
+        paths += [path for path, _ in self._values if len(path.steps) == 1 or ("attribute", "param_groups") in path.steps]
+        slots = [slot for path in paths if (slot := path.slot())]
         slots += [(vars(optimizer), part) for optimizer in self._optimizers for part in ("state", "param_groups")]
         self._slots = ([c for c, _ in slots], [k for _, k in slots], [c[k] for c, k in slots])
-        few = self._gradients[:GRADIENTS]
-        self._few = ([leaf for _, leaf, _ in few], [gradient for _, _, gradient in few])
-        self._roots = [(way.root, way.find()) for way in self._root_ways]
-        self._seen = self._registered[0]
+        first = self._gradients[:MAX_GRADIENTS]
+        self._leaves = ([leaf for _, leaf, _ in first], [gradient for _, _, gradient in first])
+        self._roots = [(path.root, path.find()) for path in self._root_paths]
+        self._last_registered = self._registered[0]
 
-    def _stands(self) -> bool:
-        """Whether everything compared at every call is the same object still; the walk then sees whether another is as good."""
+    def _unchanged(self) -> bool:
+        """Return whether everything compared at every call is the same object; if not, the walk compares values."""
         containers, keys, wanted = self._slots
-        leaves, gradients = self._few
+        leaves, gradients = self._leaves
         try:
-            kept = all(map(is_, map(getitem, containers, keys), wanted)) and all(map(is_, map(_gradient, leaves), gradients))
-            return kept and all(root() is node for root, node in self._roots)
-        except (KeyError, IndexError, ValueError):  # something was deleted: the walk names it
+            if not all(map(is_, map(getitem, containers, keys), wanted)):
+                return False
+            return all(map(is_, map(_gradient, leaves), gradients)) and all(root() is node for root, node in self._roots)
+        except (KeyError, IndexError, ValueError):  # an object was deleted: the walk names it
             return False
 
     def _walk(self) -> None:
-        """Go every way again, and name what stands there instead."""
+        """Follow every path again, and raise GraphError for another object at its end."""
         for name, leaf, gradient in self._gradients:
             if leaf.grad is not gradient:
                 raise GraphError(
                     f"{name}: got another gradient (or None) in its place, wanted the one that the graph writes; "
                     "zero it inside the captured function, or with zero_grad(set_to_none=False)."
                 )
-        for way, tensor in self._places:
-            if (now := way.find()) is not tensor:
-                nothing = now is MISSING or now is None
-                got = "another tensor" if isinstance(now, Tensor) else "nothing" if nothing else "another object"
+        for path, tensor in self._paths:
+            if (now := path.find()) is not tensor:
+                got = "another tensor" if isinstance(now, Tensor) else "another object"
+                got = "nothing" if now is MISSING or now is None else got
                 raise GraphError(
-                    f"{way.name}: got {got} in its place, wanted the one that was captured: the graph still uses the old; "
+                    f"{path.name}: got {got} in its place, wanted the one that was captured: the graph still uses the old; "
                     "write into it with copy_(), or call captured.recapture()."
                 )
-        for way, value in self._values:
-            if not same(now := way.find(), value):
+        for path, value in self._values:
+            if not same(now := path.find(), value):
                 got = "a tensor" if isinstance(now, Tensor) else "nothing" if now is MISSING else repr(now)
                 raise GraphError(
-                    f"{way.name}: got {got}, wanted {value!r} as captured: a Python value is baked into the graph; "
+                    f"{path.name}: got {got}, wanted {value!r} as captured: a Python value is baked into the graph; "
                     "make it a tensor on the device and write it with fill_(), or call captured.recapture()."
                 )
         self._prepare()
 
-    def _name_the_moved(self) -> None:
+    def _raise_for_moved(self) -> None:
         for name, tensor, address in zip(self.names, self._tensors, self._addresses):
             if (now := tensor.data_ptr()) == address:
                 continue
             if now == 0:
                 raise GraphError(
-                    f"{name}: got freed memory, wanted the tensor that was captured: the graph would read whatever lies there "
-                    "now; load it again, then call captured.recapture()."
+                    f"{name}: got freed memory, wanted the tensor that was captured: the graph would read other data there; "
+                    "load it again, then call captured.recapture()."
                 )
             raise GraphError(
                 f"{name}: got other memory than captured (`.data =`, `.to()` and resharding move a tensor), wanted the same: "
@@ -300,9 +298,9 @@ class CaptureGuards:
 
 
 def address_check(tensors: list[Tensor], addresses: list[int]) -> Callable[[], bool]:
-    """A function that says whether every tensor still lies at its address, as fast as this build of torch allows.
+    """Return a function that compares every tensor's address, the fastest that this build of torch has.
 
-    CUDA builds have a loop in C++ for their own graphs. It is used when it answers right here; else a loop over `data_ptr`.
+    CUDA builds have a loop in C++ for their own graphs. It is used if it answers correctly here; else a loop over `data_ptr`.
     """
     native = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
     indices = list(range(len(tensors)))

@@ -1,9 +1,9 @@
-"""Memory as bytes: a copy of what a function writes, put back bit for bit; and the comparison of two results.
+"""Copies of storages, restored bit for bit; fingerprints of storages; the comparison of two results.
 
-A copy is made of the whole storage, not of a tensor, because views overlap. What holds nothing but zeros, as moments and
-accumulators do at first, costs no copy. Copies lie on the device until they fill half of what is free there, then on the host:
-a training state of tens of GB must not be the reason that a capture fails. Whether such a copy is still what lies on the device
-a fingerprint says, which reads nothing of the host; and what is only to be compared has a fingerprint in place of a copy there.
+Views overlap, so whole storages are copied. A storage of zeros, such as a moment at first, costs no copy. Copies are made on
+the device until they fill half of its free memory, then on the host: a training state of tens of GB must not stop a capture.
+A 64-bit fingerprint, computed on the device, tells whether a storage still equals its copy on the host without reading the
+host; a storage that is only compared, never restored, has a fingerprint instead of a copy on the host.
 """
 
 import contextlib
@@ -16,192 +16,285 @@ from torch import Tensor
 
 from ..device import usable_bytes
 from ..kernels.tensor_state import made_record, record_of
-from .fingerprint import fingerprint
 from .reachable import storage_key
-from .staging_copy import apart, copy_bytes
 
-_CHUNK = 1 << 26  # bytes compared at a time
-_PART = 1 << 24  # bytes compared as numbers at a time: in fp64 they are up to eight times as many, several times over
+CHUNK = 1 << 26  # bytes copied, or compared bit for bit, at a time
+PART = 1 << 24  # bytes compared in fp64, or fingerprinted, at a time: the intermediates are five to eight times as many bytes
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """All bytes of the tensor's storage. Writing through them leaves its version counter alone: autograd does not mind."""
+    """Return all bytes of the tensor's storage. Writes through them do not change its version counter, as autograd needs."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Everything in the tensor's storage, as numbers of its dtype."""
+def elements_of(tensor: Tensor) -> Tensor:
+    """Return all elements of the tensor's storage."""
     raw, size = bytes_of(tensor), tensor.element_size()
     return raw[: raw.numel() // size * size].view(tensor.dtype)
 
 
-class Room:
-    """Where copies go: the device until they fill half of what was free there, then host memory."""
+class CopyBudget:
+    """Device memory for copies: half of what was free at first. Further copies are made in host memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.left: float = usable_bytes(device) // 2 if device.type == "cuda" else float("inf")
 
-    def holds(self, live: Tensor, beside: int = 0) -> bool:
-        """Whether a copy of that would lie on the device, beside copies of so many bytes to come."""
-        return not live.is_cuda or live.numel() + beside <= self.left
+    def fits(self, live: Tensor, pending: int = 0) -> bool:
+        """Return whether a copy of `live` fits on its device, in addition to `pending` bytes of other copies."""
+        return not live.is_cuda or live.numel() + pending <= self.left
 
-    def take(self, live: Tensor) -> Tensor:
-        if not self.holds(live):
+    def allocate(self, live: Tensor) -> Tensor:
+        if not self.fits(live):
             return torch.empty(live.numel(), dtype=torch.uint8, device="cpu")
         if live.is_cuda:
             self.left -= live.numel()
         return torch.empty_like(live)
 
-    def give_back(self, kept: Tensor | None) -> None:
-        if kept is not None and kept.is_cuda:
-            self.left += kept.numel()
+    def release(self, copy: Tensor | None) -> None:
+        if copy is not None and copy.is_cuda:
+            self.left += copy.numel()
 
 
-class Memory:
-    """One storage, and the bytes kept of it: at once, or with now=False from the first `keep` on.
+class StorageCopy:
+    """A storage and a copy of its bytes, made at once, or with now=False by the first `save`.
 
-    Of a tensor of codes, whose record says which `numbers` they stand for, these are compared, and not the codes.
+    Of a quantised tensor, whose record can dequantise it, the dequantised values are compared.
     """
 
-    def __init__(self, tensor: Tensor, name: str, room: Room, now: bool = True) -> None:
-        self.name, self.room = name, room
+    def __init__(self, tensor: Tensor, name: str, budget: CopyBudget, now: bool = True) -> None:
+        self.name, self.budget = name, budget
         self.tensor = tensor.detach()
         record = record_of(tensor)
-        self.numbers = None if record is None else record.numbers
-        if self.numbers is not None:
-            made_record(self.tensor).numbers = self.numbers
+        self.dequantize = None if record is None else record.numbers
+        if self.dequantize is not None:
+            made_record(self.tensor).numbers = self.dequantize
         self.live = bytes_of(tensor)
-        self.kept: Tensor | None = None  # None: nothing but zeros
-        self.mark: int | None = None  # of what is kept elsewhere than the storage lies
+        self.saved: Tensor | None = None  # None: all zeros
+        self.fingerprint: int | None = None  # of a copy on another device than the storage
         if now:
-            self.keep()
+            self.save()
 
     @property
     def nbytes(self) -> int:
-        """What the copy takes."""
-        return 0 if self.kept is None else self.kept.numel()
+        return 0 if self.saved is None else self.saved.numel()
 
-    def keep(self) -> None:
+    def save(self) -> None:
         if not _any(self.live):
-            self.room.give_back(self.kept)
-            self.kept = self.mark = None
+            self.budget.release(self.saved)
+            self.saved = self.fingerprint = None
             return
-        if self.kept is None:
-            self.kept = self.room.take(self.live)
-        copy_bytes(self.live, self.kept)
-        self.mark = fingerprint(self.live) if apart(self.live, self.kept) else None
+        if self.saved is None:
+            self.saved = self.budget.allocate(self.live)
+        copy_bytes(self.live, self.saved)
+        self.fingerprint = fingerprint(self.live) if on_two_devices(self.live, self.saved) else None
 
-    def put_back(self) -> None:
-        if self.kept is None:
+    def restore(self) -> None:
+        if self.saved is None:
             self.live.zero_()
-        elif self.mark is None or self.changed():
-            copy_bytes(self.kept, self.live)
+        elif self.fingerprint is None or self.changed():
+            copy_bytes(self.saved, self.live)
 
     def swap(self) -> None:
-        """Exchange what is live with what is kept."""
-        if self.kept is None:
-            self.keep()
+        """Exchange the storage's bytes with the copy."""
+        if self.saved is None:
+            self.save()
             self.live.zero_()
             return
-        if self.mark is not None:
-            if (now := fingerprint(self.live)) == self.mark:
+        if self.fingerprint is not None:
+            if (now := fingerprint(self.live)) == self.fingerprint:
                 return
-            self.mark = now
-        for here, there in zip(self.live.split(_CHUNK), self.kept.split(_CHUNK)):
-            passing = here.clone()
-            copy_bytes(there, here)
-            copy_bytes(passing, there)
+            self.fingerprint = now
+        for live, copy in zip(self.live.split(CHUNK), self.saved.split(CHUNK)):
+            temporary = live.clone()
+            copy_bytes(copy, live)
+            copy_bytes(temporary, copy)
 
-    def leave_device(self) -> bool:
-        """Move the copy to the host; False when it does not lie on a device."""
-        if (there := self.kept) is None or there.device.type == "cpu":
+    def move_to_host(self) -> bool:
+        """Move the copy to the host. Return False if it is not on a device."""
+        if (copy := self.saved) is None or copy.device.type == "cpu":
             return False
-        self.kept = torch.empty(there.numel(), dtype=torch.uint8, device="cpu")
-        copy_bytes(there, self.kept)
-        self.mark = fingerprint(there)
+        self.saved = torch.empty(copy.numel(), dtype=torch.uint8, device="cpu")
+        copy_bytes(copy, self.saved)
+        self.fingerprint = fingerprint(copy)
         return True
 
     def changed(self) -> bool:
-        """Whether the live bytes differ from the kept ones. Waits for the device."""
-        if self.kept is None:
+        """Return whether the storage differs from its copy. Waits for the device."""
+        if self.saved is None:
             return _any(self.live)
-        if self.mark is not None:
-            return fingerprint(self.live) != self.mark
-        return any(not torch.equal(here, there) for here, there in self._pairs(_CHUNK))
+        if self.fingerprint is not None:
+            return fingerprint(self.live) != self.fingerprint
+        return any(not torch.equal(live, copy) for live, copy in self._pairs(CHUNK))
 
     def difference(self) -> "Difference":
-        """How far the live contents are from the kept ones, read as numbers of the tensor's dtype."""
+        """Return the difference of the storage from its copy, as elements of the tensor's dtype."""
         if not self.changed():
             return EQUAL
-        if self.numbers is not None:
-            kept = torch.zeros_like(self.live) if self.kept is None else self.kept
-            return _furthest((a, b.to(a.device)) for a, b in zip(self.numbers(self.live), self.numbers(kept)))
+        if self.dequantize is not None:
+            copy = torch.zeros_like(self.live) if self.saved is None else self.saved
+            return _largest_difference((a, b.to(a.device)) for a, b in zip(self.dequantize(self.live), self.dequantize(copy)))
         dtype, size = self.tensor.dtype, self.tensor.element_size()
-        pairs = ([t[: t.numel() // size * size].view(dtype) for t in pair] for pair in self._pairs(_PART))
-        return _furthest((here, there) for here, there in pairs)
+        pairs = ([t[: t.numel() // size * size].view(dtype) for t in pair] for pair in self._pairs(PART))
+        return _largest_difference((live, copy) for live, copy in pairs)
 
     def _pairs(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """(live, kept) bytes, part by part, on the live ones' device."""
-        for at in range(0, self.live.numel(), size):
-            here = self.live[at : at + size]
-            there = torch.zeros_like(here) if self.kept is None else self.kept[at : at + size]
-            if apart(here, there):
-                copy_bytes(there, there := torch.empty_like(here))
-            yield here, there
+        """Yield (storage, copy) bytes part by part, both on the storage's device."""
+        for start in range(0, self.live.numel(), size):
+            live = self.live[start : start + size]
+            copy = torch.zeros_like(live) if self.saved is None else self.saved[start : start + size]
+            if on_two_devices(live, copy):
+                copy_bytes(copy, copy := torch.empty_like(live))
+            yield live, copy
 
 
-class MemoryMark:
-    """A fingerprint of what a storage held, in place of a `Memory` whose copy would lie on the host and nobody wants back."""
+class StorageFingerprint:
+    """A storage and a fingerprint of its bytes, instead of a copy that is never restored."""
 
-    def __init__(self, memory: Memory) -> None:
-        self.name, self.live = memory.name, memory.live
-        self.seen: int | None = None
+    def __init__(self, storage: StorageCopy) -> None:
+        self.name, self.live = storage.name, storage.live
+        self.value: int | None = None
 
-    def keep(self) -> None:
-        self.seen = fingerprint(self.live)
+    def save(self) -> None:
+        self.value = fingerprint(self.live)
 
     def changed(self) -> bool:
-        return fingerprint(self.live) != self.seen
+        return fingerprint(self.live) != self.value
 
 
 def _any(raw: Tensor) -> bool:
-    """Whether there is anything but zeros. Weights say so in their first part."""
-    return any(bool(part.any()) for part in raw.split(_CHUNK))
+    """Return whether a byte is not zero. Weights show one in their first chunk."""
+    return any(bool(part.any()) for part in raw.split(CHUNK))
 
 
 class Snapshot:
-    """Copies of storages, taken one by one before their first write, and put back together."""
+    """Copies of storages, each made before the storage's first write, and restored together."""
 
     def __init__(self, device: torch.device) -> None:
-        self.room = Room(device)
-        self.memories: dict[int, Memory] = {}
+        self.budget = CopyBudget(device)
+        self.copies: dict[int, StorageCopy] = {}
 
     def add(self, tensor: Tensor, name: str = "") -> None:
         key = storage_key(tensor)
-        if key and key not in self.memories and tensor.untyped_storage().nbytes():
-            self.memories[key] = Memory(tensor, name, self.room)
+        if key and key not in self.copies and tensor.untyped_storage().nbytes():
+            self.copies[key] = StorageCopy(tensor, name, self.budget)
 
     def restore(self) -> None:
-        for memory in self.memories.values():
-            memory.put_back()
+        for copy in self.copies.values():
+            copy.restore()
 
-    def leave_device(self) -> bool:
-        """Move all copies to the host, and those to come; False when none lay on a device."""
-        self.room.left = 0
-        moved = [memory.leave_device() for memory in self.memories.values()]
+    def move_to_host(self) -> bool:
+        """Move all copies, and those to come, to the host. Return False if none was on a device."""
+        self.budget.left = 0
+        moved = [copy.move_to_host() for copy in self.copies.values()]
         return any(moved)
 
 
-def where(memories: Iterable[Memory]) -> str:
-    """On what the copies lie, in words; empty where there are none."""
-    places = {"host memory" if m.kept.device.type == "cpu" else str(m.kept.device) for m in memories if m.kept is not None}
-    return " and ".join(sorted(places))
+def copy_bytes(source: Tensor, target: Tensor) -> None:
+    """Copy `source` into `target`: between a GPU and the host through two alternating pinned buffers, else by one `copy_`.
+
+    Pinned memory carries 55 GB/s on an H200, pageable memory 9.
+    """
+    if not on_two_devices(source, target):
+        target.copy_(source)
+        return
+    buffers, download, filled = [_PinnedBuffer(source, target), _PinnedBuffer(source, target)], is_download(source), None
+    for number, (source_chunk, target_chunk) in enumerate(zip(source.split(CHUNK), target.split(CHUNK))):
+        buffer = buffers[number % 2]
+        buffer.fill(source_chunk)
+        if not download:
+            buffer.empty(target_chunk)
+            continue
+        if filled is not None:
+            filled[0].empty(filled[1])
+        filled = buffer, target_chunk
+    if filled is not None:
+        filled[0].empty(filled[1])
+    for buffer in buffers:
+        buffer.wait()
+
+
+def on_two_devices(one: Tensor, other: Tensor) -> bool:
+    return one.device != other.device
+
+
+def is_download(source: Tensor) -> bool:
+    return source.is_cuda
+
+
+class _PinnedBuffer:
+    """A pinned buffer. The GPU's copies to and from it are asynchronous; the next user of the buffer waits for them."""
+
+    chunk: Tensor
+
+    def __init__(self, source: Tensor, target: Tensor) -> None:
+        gpu, size = source.device if source.is_cuda else target.device, min(CHUNK, source.numel())
+        self.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=gpu.type == "cuda", device="cpu")
+        self.stream = torch.cuda.current_stream(gpu) if gpu.type == "cuda" else None
+        self.done = torch.cuda.Event() if gpu.type == "cuda" else None
+
+    def fill(self, source: Tensor) -> None:
+        self.wait()
+        self.chunk = self.bytes[: source.numel()]
+        self._copy(source, self.chunk, launched=source.is_cuda)
+
+    def empty(self, target: Tensor) -> None:
+        self.wait()
+        self._copy(self.chunk, target, launched=target.is_cuda)
+
+    def wait(self) -> None:
+        if self.done is not None:
+            self.done.synchronize()  # returns at once if nothing was launched
+
+    def _copy(self, source: Tensor, target: Tensor, launched: bool) -> None:
+        target.copy_(source, non_blocking=True)
+        if launched and self.done is not None:  # a copy on the host is complete, and the stream may be at the other buffer
+            self.done.record(self.stream)
+
+
+# splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators): its step and its finalizer.
+STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def fingerprint(raw: Tensor) -> int:
+    """Return a 64-bit hash of `raw`, a dense uint8 tensor that begins at a multiple of eight. Waits for the device.
+
+    Each eight-byte word is mixed with its position, and the results are summed: the order of the sums does not matter, and the
+    fingerprint is the same on any device. Different bytes collide in one case in 2^64.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=raw.device)
+    for number, part in enumerate(raw.split(PART)):
+        words = _words(part)
+        position = torch.arange(len(words), dtype=torch.int64, device=raw.device).add_(number * (PART // 8) + 1)
+        total += _mixed(words ^ _mixed(position.mul_(_signed(STEP)))).sum()
+    return int(total.item())
+
+
+def _words(part: Tensor) -> Tensor:
+    """Return the bytes as words; an incomplete last word is padded with its number of bytes."""
+    left = part.numel() % 8
+    if not left:
+        return part.view(torch.int64)
+    last = torch.zeros(8, dtype=torch.uint8, device=part.device)
+    last[:left] = part[-left:]
+    last[7] = left
+    return torch.cat([part[:-left].view(torch.int64), last.view(torch.int64)])
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Mix the words in place: each bit affects every other one, and the mapping is one to one."""
+    for shift, factor in ((30, FIRST), (27, SECOND), (31, 1)):
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))).mul_(_signed(factor))
+    return x
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a result is from the one wanted: bit for bit, at most by how much, and that over the largest value wanted."""
+    """Largest absolute difference of a result from the expected one, and that divided by the largest expected value."""
 
     bitwise: bool
     absolute: float
@@ -213,14 +306,14 @@ EQUAL = Difference(True, 0.0, 0.0)
 
 def difference(got: Tensor, want: Tensor) -> Difference:
     """Compare two tensors of one shape and dtype; NaN equals NaN."""
-    if all(torch.equal(a, b) for a, b in zip(_bits(got).split(_CHUNK), _bits(want).split(_CHUNK))):
+    if all(torch.equal(a, b) for a, b in zip(_bits(got).split(CHUNK), _bits(want).split(CHUNK))):
         return EQUAL
-    size = _PART // got.element_size()
-    return _furthest(zip(got.detach().reshape(-1).split(size), want.detach().reshape(-1).split(size)))
+    size = PART // got.element_size()
+    return _largest_difference(zip(got.detach().reshape(-1).split(size), want.detach().reshape(-1).split(size)))
 
 
-def _furthest(pairs: Iterable[tuple[Tensor, Tensor]]) -> Difference:
-    """The difference of parts that are not all equal, each (got, want)."""
+def _largest_difference(pairs: Iterable[tuple[Tensor, Tensor]]) -> Difference:
+    """Return the difference over all parts, each (got, want), of which one at least is not equal bit for bit."""
     absolute = largest = 0.0
     for got, want in pairs:
         if got.is_complex():
@@ -238,11 +331,42 @@ def _bits(tensor: Tensor) -> Tensor:
     return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
 
 
+class Generators:
+    """Random generators of a function (the CPU's, the device's, those that it is seen to use), with their first states."""
+
+    def __init__(self, device: torch.device) -> None:
+        defaults = [torch.default_generator]
+        if device.type == "cuda":
+            defaults.append(torch.cuda.default_generators[device.index])
+        self._all = [(generator, generator.get_state()) for generator in defaults]
+        self._defaults = len(defaults)
+
+    def add(self, generator: torch.Generator) -> None:
+        if all(generator is not known for known, _ in self._all):
+            self._all.append((generator, generator.get_state()))
+
+    @property
+    def custom(self) -> list[torch.Generator]:
+        """Return the generators that a graph does not register itself."""
+        return [generator for generator, _ in self._all[self._defaults :]]
+
+    def states(self) -> list[Tensor]:
+        return [generator.get_state() for generator, _ in self._all]
+
+    def set(self, states: list[Tensor]) -> None:
+        for (generator, _), state in zip(self._all, states):
+            generator.set_state(state)
+
+    def rewind(self) -> None:
+        """Restore the first states."""
+        self.set([state for _, state in self._all])
+
+
 @contextlib.contextmanager
 def allocating_in(pool: Any, device: torch.device) -> Iterator[None]:
-    """What this thread allocates lies in a graph's pool, where all is free between replays but its outputs.
+    """Allocate this thread's memory in a graph's pool, which between replays is free except for the outputs.
 
-    Autograd's threads allocate elsewhere, so backward stays on this one. Other threads (a feed's) go on as before.
+    Autograd's threads allocate elsewhere, so backward runs on this thread. Other threads (a feed's) are not affected.
     """
     if pool is None:
         yield
@@ -254,34 +378,3 @@ def allocating_in(pool: Any, device: torch.device) -> Iterator[None]:
     finally:
         torch._C._cuda_endAllocateToPool(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)
-
-
-class Generators:
-    """The random generators that a function draws from (the CPU's, the device's, those seen), with their first states."""
-
-    def __init__(self, device: torch.device) -> None:
-        own = [torch.default_generator]
-        if device.type == "cuda":
-            own.append(torch.cuda.default_generators[device.index])
-        self._all = [(generator, generator.get_state()) for generator in own]
-        self._own = len(own)
-
-    def add(self, generator: torch.Generator) -> None:
-        if all(generator is not known for known, _ in self._all):
-            self._all.append((generator, generator.get_state()))
-
-    @property
-    def extra(self) -> list[torch.Generator]:
-        """Those that a graph does not register by itself."""
-        return [generator for generator, _ in self._all[self._own :]]
-
-    def states(self) -> list[Tensor]:
-        return [generator.get_state() for generator, _ in self._all]
-
-    def set(self, states: list[Tensor]) -> None:
-        for (generator, _), state in zip(self._all, states):
-            generator.set_state(state)
-
-    def rewind(self) -> None:
-        """Back to the states they had at first."""
-        self.set([state for _, state in self._all])

@@ -1,4 +1,4 @@
-"""The differences between the rounds of a certificate: other inputs, and other seeds of the host's random generators.
+"""Other inputs, and other seeds of the host's random generators, for each round of a certificate; poisoned memory.
 
 Inputs keep their shapes and dtypes. Floating tensors are drawn again with the example's mean and spread. Integers and booleans
 are shuffled, so that ids stay in range and a mask keeps its count; where a shuffle changes nothing (one position, a constant)
@@ -8,7 +8,7 @@ Random numbers of Python and NumPy are baked into a graph. Two draws among few v
 call of the certificate draws from another seed. The time is baked in, too, and is not varied: as an fp32 number it is the same
 for two minutes.
 
-The poison is NaN in memory that a replay must not read before it writes it.
+Poison is NaN in memory that a replay must not read before it writes it.
 """
 
 import random
@@ -29,40 +29,42 @@ SOURCES = "random numbers (random, numpy.random) or the time"
 
 
 def perturb(examples: Sequence[Tensor], round_: int) -> tuple[list[Tensor], list[int]]:
-    """(new tensors, which of them still equal the example). It draws from its own generator: the user's stand still."""
+    """Return new tensors, and the indices of those that equal the example. The user's random generators are not used."""
     generator = torch.Generator().manual_seed(0x5EED + round_)
-    made = [_other(example, generator) for example in examples]
-    unvaried = [index for index, (new, old) in enumerate(zip(made, examples)) if _equal(new, old) and old.numel()]
-    return made, unvaried
+    inputs = [_perturbed(example, generator) for example in examples]
+    unvaried = [index for index, (new, old) in enumerate(zip(inputs, examples)) if _equal(new, old) and old.numel()]
+    return inputs, unvaried
 
 
-def _other(example: Tensor, generator: torch.Generator) -> Tensor:
+def _perturbed(example: Tensor, generator: torch.Generator) -> Tensor:
     old = example.detach()
     if old.numel() == 0:
         return old.clone()
-    drawable = old.is_floating_point() or old.is_complex()
-    if drawable and bool(_wide(old).isfinite().all()):
-        return _drawn(old, generator)
+    floating = old.is_floating_point() or old.is_complex()
+    if floating and bool(_fp64(old).isfinite().all()):
+        return _random_like(old, generator)
     order = torch.randperm(old.numel(), generator=generator, device="cpu").to(old.device)
     new = torch.empty_like(old).copy_(old.reshape(-1)[order].reshape(old.shape))
-    if not _equal(new, old) or drawable:
+    if not _equal(new, old) or floating:
         return new
     return ~old if old.dtype == torch.bool else torch.where(old > 0, old - 1, old)
 
 
-def _drawn(old: Tensor, generator: torch.Generator) -> Tensor:
-    wide, fits = _wide(old), torch.finfo(old.dtype)
-    spread = wide.std(correction=0)
+def _random_like(old: Tensor, generator: torch.Generator) -> Tensor:
+    values, limits = _fp64(old), torch.finfo(old.dtype)
+    spread = values.std(correction=0)
     if spread == 0:  # a single number or a constant has no spread
-        spread = wide.abs().mean().clamp(min=1.0)
-    new = torch.randn(wide.shape, generator=generator, dtype=torch.float64, device="cpu").to(wide.device) * spread + wide.mean()
-    new = torch.where(wide >= 0, new.abs(), new) if bool((wide >= 0).all()) else new  # a probability or a variance has no sign
-    made = torch.view_as_complex(new) if old.is_complex() else new.clamp(fits.min, fits.max)
-    return torch.empty_like(old).copy_(made)
+        spread = values.abs().mean().clamp(min=1.0)
+    noise = torch.randn(values.shape, generator=generator, dtype=torch.float64, device="cpu").to(values.device)
+    new = noise * spread + values.mean()
+    if bool((values >= 0).all()):  # a probability or a variance is never negative
+        new = new.abs()
+    new = torch.view_as_complex(new) if old.is_complex() else new.clamp(limits.min, limits.max)
+    return torch.empty_like(old).copy_(new)
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    """In fp64, which can all that fp8 cannot. A complex number is two."""
+def _fp64(tensor: Tensor) -> Tensor:
+    """Return the tensor in fp64, because fp8 lacks most operations. A complex number becomes two."""
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
 
 
@@ -72,12 +74,12 @@ def _equal(new: Tensor, old: Tensor) -> bool:
 
 
 @contextmanager
-def other_seeds(turn: int) -> Iterator[None]:
-    """Seed the random generators that Python and NumPy share, another seed for each `turn`, and restore their states after."""
+def other_seeds(round_: int) -> Iterator[None]:
+    """Seed the random generators that Python and NumPy share, another seed for each round, and restore their states."""
     states = _random_states()
     try:
         for _, _, seed in states:
-            seed(0x5EED + turn)
+            seed(0x5EED + round_)
         yield
     finally:
         for state, restore, _ in states:
@@ -85,7 +87,7 @@ def other_seeds(turn: int) -> Iterator[None]:
 
 
 def _random_states() -> list[tuple[Any, Callable[[Any], None], Callable[[int], None]]]:
-    """(state, how to restore it, how to seed) of each generator that a process shares."""
+    """Return (state, setter, seeding function) of each generator that a process shares."""
     states: list[tuple[Any, Callable[[Any], None], Callable[[int], None]]] = [(random.getstate(), random.setstate, random.seed)]
     shared = sys.modules["numpy"].random if "numpy" in sys.modules else None
     if shared is not None and shared.get_state(legacy=False)["bit_generator"] == "MT19937":  # other generators have no seed()
@@ -102,10 +104,10 @@ def poison(tensor: Tensor) -> None:
         tensor.copy_(tensor.reshape(-1)[0].clone().expand(tensor.shape))
 
 
-def poison_results(results: Any, foreign: set[int]) -> None:
+def poison_results(results: Any, external: set[int]) -> None:
     """Poison the outputs and gradients in the graph's memory, but not views of inputs or state."""
     for leaf in tree_leaves(results):
-        if isinstance(leaf, Tensor) and storage_key(leaf) not in foreign:
+        if isinstance(leaf, Tensor) and storage_key(leaf) not in external:
             floating = leaf.is_floating_point() or leaf.is_complex()
             leaf.detach().fill_(float("nan") if floating else 119)  # 119 fits every integer, and is True
 
@@ -113,7 +115,7 @@ def poison_results(results: Any, foreign: set[int]) -> None:
 def poison_pool(pool: Any, device: torch.device) -> int:
     """Fill every free block of a graph's pool with 0xFF, which is NaN in every floating dtype. Return the number of bytes.
 
-    A block is free between replays: whatever a replay reads from it, it must have written there before.
+    Such a block is free between replays, so a replay must write to it before it reads from it.
     """
     if pool is None or device.type != "cuda":
         return 0

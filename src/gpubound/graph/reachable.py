@@ -1,12 +1,14 @@
 """Tensors reachable from a function's closure, globals, `self` and the `state` argument, each with a name and an access path.
 
 The name is for messages ("model.layers.0.weight"). The path is followed again later, to check that it leads to the same tensor.
+`Bindings` restores attributes and names that a refused function has bound to other tensors.
 """
 
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -15,18 +17,19 @@ from torch import Tensor, nn
 # A step from an object to the next: an entry of its __dict__, an item, or a tensor's gradient.
 Step = tuple[str, Any]
 
-_MODULE_PARTS = frozenset(vars(nn.Module()))  # its registries, which are walked by themselves, and its hooks, which are not
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # registries, which are traversed separately, and hooks, which are not
 PRIMITIVES = (bool, int, float, complex, str, bytes, type(None))
-_CLOSED = ("torch", "triton", "numpy", "logging", "threading", "_pytest")  # packages whose objects are not looked into
-_DEEPEST = 8
-_MOST = 50_000  # objects looked at: a function that reaches more holds a data set, not a model
+_OPAQUE = ("torch", "triton", "numpy", "logging", "threading", "_pytest")  # packages whose objects are not traversed
+_MAX_DEPTH = 8
+_MAX_OBJECTS = 50_000  # a function that reaches more holds a data set, not a model
+_MAX_NESTING = 3  # dicts, lists and tuples that `Bindings` searches for tensors: an optimizer's state has two levels
 
 MISSING = object()
 
 
 @dataclass(frozen=True)
 class AccessPath:
-    """A name, where the walk starts, and its steps."""
+    """A name, the object where the path starts, and its steps."""
 
     name: str
     root: Callable[[], Any]
@@ -46,7 +49,7 @@ class AccessPath:
         return node
 
     def slot(self) -> tuple[Any, Any] | None:
-        """The container and key of the last step, for a comparison without the walk; None where there is no such pair."""
+        """Return the container and key of the last step, for a comparison without the walk; None if there is no such pair."""
         if not self.steps or self.steps[-1][0] == "grad":
             return None
         owner = AccessPath(self.name, self.root, self.steps[:-1]).find()
@@ -72,62 +75,58 @@ def same(now: Any, value: Any) -> bool:
 
 
 class Reachable:
-    """Everything found from a function, its state and the objects it is given.
+    """Objects reachable from a function, its state and the objects among its arguments.
 
-    `roots` are where the walk began, `constants` the scalars baked in.
+    `roots` are the paths where the walk starts, `constants` the scalars that a graph bakes in.
     """
 
-    def __init__(self, fn: Callable, state: Any, given: Iterable[tuple[str, Any]] = ()) -> None:
+    def __init__(self, fn: Callable, state: Any, arguments: Iterable[tuple[str, Any]] = ()) -> None:
         self.tensors: list[tuple[AccessPath, Tensor]] = []
         self._names: dict[int, str] = {}  # by the tensor's id
-        self._lying: dict[int, str] = {}  # by its memory
+        self._storage_names: dict[int, str] = {}
         self.generators: list[torch.Generator] = []
         self.constants: Values = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.modes: Values = []  # every module's `training`
-        self.functions: list[types.FunctionType] = [*_bare(fn)]  # fn, and those that it reaches
-        self._seen: set[int] = set()
-        self._keep: list[Any] = []  # ids stay taken while we look
-        arguments = [_fixed(name, value) for name, value in given]
-        self.roots = sorted(_roots(fn) + arguments, key=lambda path: _rank(path.find()))
+        self.functions: list[types.FunctionType] = _python_function(fn)  # fn, and those that it reaches
+        self.nodes: list[Any] = []  # every object traversed; it keeps the ids of `_visited` unique
+        self._visited: set[int] = set()
+        roots = _roots(fn) + [_constant_root(name, value) for name, value in arguments]
+        self.roots = sorted(roots, key=lambda path: _rank(path.find()))
         self.plain = [(path, value) for path in self.roots if isinstance(value := path.find(), PRIMITIVES)]
         for path in self.roots:
             self._walk(path, path.find(), 0)
         self.of_state: list[tuple[AccessPath, Tensor]] = []
         if state is not None:
             _check_state(state, "state")
-            before, self._seen = len(self.tensors), set()
+            before, self._visited = len(self.tensors), set()
             self._walk(AccessPath("state", lambda: state), state, 0)
             self.of_state = self.tensors[before:]
 
     def name(self, tensor: Tensor) -> str | None:
-        """The first name of this very tensor, else of one that shares its memory."""
+        """Return the first name of this tensor, else of one that shares its memory."""
         if id(tensor) in self._names:
             return self._names[id(tensor)]
-        if not self._lying:
-            for path, found in reversed(self.tensors):
-                self._lying[storage_key(found)] = path.name
+        if not self._storage_names:
+            for path, other in reversed(self.tensors):
+                self._storage_names[storage_key(other)] = path.name
         key = storage_key(tensor)
-        return self._lying.get(key) if key else None
-
-    def nodes(self) -> list[Any]:
-        """Every object on the way."""
-        return self._keep
+        return self._storage_names.get(key) if key else None
 
     def _walk(self, path: AccessPath, node: Any, depth: int) -> None:
         if isinstance(node, Tensor):
             self._tensor(path, node)
         if isinstance(node, (Tensor, *PRIMITIVES)):
             return
-        if depth > _DEEPEST or id(node) in self._seen or len(self._seen) > _MOST:
+        if depth > _MAX_DEPTH or id(node) in self._visited or len(self._visited) > _MAX_OBJECTS:
             return
         if isinstance(node, torch.Generator):
             self.generators.append(node)
         if isinstance(node, (types.BuiltinFunctionType, type)) and path.steps:
             return
-        self._seen.add(id(node))
-        self._keep.append(node)
-        if isinstance(node, nn.Module) and "training" in vars(node):  # torch.compile's wrapper asks the module inside
+        self._visited.add(id(node))
+        self.nodes.append(node)
+        if isinstance(node, nn.Module) and "training" in vars(node):  # torch.compile's wrapper forwards to the module inside
             self.modes.append((path.to(".training", ("attribute", "training")), node.training))
         for following, value in self._children(path, node):
             self._walk(following, value, depth + 1)
@@ -138,10 +137,10 @@ class Reachable:
     def _tensor(self, path: AccessPath, tensor: Tensor) -> None:
         self.tensors.append((path, tensor))
         self._names.setdefault(id(tensor), path.name)
-        if id(tensor) in self._seen:
+        if id(tensor) in self._visited:
             return
-        self._seen.add(id(tensor))
-        self._keep.append(tensor)
+        self._visited.add(id(tensor))
+        self.nodes.append(tensor)
         if tensor.is_leaf and tensor.requires_grad and tensor.grad is not None:
             self._tensor(path.to(".grad", ("grad", None)), tensor.grad)
         for key, value in getattr(tensor, "__dict__", {}).items():  # main_grad and its kin
@@ -149,7 +148,7 @@ class Reachable:
                 self._tensor(path.to(f".{key}", ("attribute", key)), value)
 
     def _scalars_of(self, path: AccessPath, optimizer: torch.optim.Optimizer) -> None:
-        """Learning rates and the like: Python numbers that a graph bakes in and a scheduler changes."""
+        """Add learning rates and other Python numbers that a graph bakes in and a scheduler changes."""
         for index, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if key != "params" and _plain(value):
@@ -167,18 +166,18 @@ class Reachable:
     def _children(self, path: AccessPath, node: Any) -> Iterator[tuple[AccessPath, Any]]:
         if isinstance(node, nn.Module):
             for registry in ("_parameters", "_buffers", "_modules"):
-                for key, value in list(vars(node).get(registry, {}).items()):  # a traced module's are those of one inside
+                for key, value in list(vars(node).get(registry, {}).items()):  # a scripted module has none
                     yield path.to(f".{key}", ("attribute", registry), ("item", key)), value
-            yield from _attributes(path, node, [key for key in vars(node) if key not in _MODULE_PARTS])
+            yield from _attributes(path, node, [key for key in vars(node) if key not in _MODULE_ATTRIBUTES])
         elif isinstance(node, torch.optim.Optimizer):
             yield from _attributes(path, node, ("param_groups", "state"))
         elif isinstance(node, (dict, list, tuple)):
             for key, value in _items(node):
                 yield path.to(f"[{self._label(key)}]", ("item", key)), value
-        elif isinstance(node, (types.ModuleType, type)) or closed(node):
+        elif isinstance(node, (types.ModuleType, type)) or opaque(node):
             return
         elif isinstance(node, (types.FunctionType, types.MethodType, functools.partial)):
-            self.functions += _bare(node)
+            self.functions += _python_function(node)
             for root in _roots(node):
                 yield root, root.find()
         elif hasattr(node, "__dict__"):
@@ -190,10 +189,10 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) and tensor.layout == torch.strided else 0
 
 
-def closed(node: Any) -> bool:
+def opaque(node: Any) -> bool:
     """Return whether an object is not traversed, by the package of the function or of the object's class."""
     owner = node if isinstance(node, types.FunctionType) else type(node)
-    return (owner.__module__ or "").partition(".")[0] in _CLOSED
+    return (owner.__module__ or "").partition(".")[0] in _OPAQUE
 
 
 def _items(node: dict | list | tuple) -> list[tuple[Any, Any]]:
@@ -206,42 +205,41 @@ def _attributes(path: AccessPath, node: Any, keys) -> Iterator[tuple[AccessPath,
 
 
 def _roots(fn: Callable) -> list[AccessPath]:
-    """The function's closure cells, the globals its code names, its defaults, its `self`."""
+    """Return paths to the function's closure cells, the globals that its code names, its defaults and its `self`."""
     if isinstance(fn, functools.partial):
-        bound = [_fixed(f"argument {i}", value) for i, value in enumerate(fn.args)]
-        return _roots(fn.func) + bound + [_fixed(f"argument {key!r}", value) for key, value in fn.keywords.items()]
+        arguments = [_constant_root(f"argument {i}", value) for i, value in enumerate(fn.args)]
+        return _roots(fn.func) + arguments + [_constant_root(f"argument {key!r}", value) for key, value in fn.keywords.items()]
     if isinstance(fn, types.MethodType):
-        return [_fixed("" if isinstance(fn.__self__, nn.Module) else "self", fn.__self__), *_roots(fn.__func__)]
+        return [_constant_root("" if isinstance(fn.__self__, nn.Module) else "self", fn.__self__), *_roots(fn.__func__)]
     if not isinstance(fn, types.FunctionType):
-        return [_fixed("", fn)] if isinstance(fn, nn.Module) else [_fixed("self", fn)]
+        return [_constant_root("", fn)] if isinstance(fn, nn.Module) else [_constant_root("self", fn)]
     cells = zip(fn.__code__.co_freevars, fn.__closure__ or ())
     roots = [AccessPath(name, functools.partial(getattr, cell, "cell_contents")) for name, cell in cells]
     for name in sorted(names_in(fn.__code__) & fn.__globals__.keys()):
         if not isinstance(fn.__globals__[name], (types.ModuleType, type, types.BuiltinFunctionType)):
             roots.append(AccessPath(name, functools.partial(fn.__globals__.get, name)))
-    return roots + [_fixed(f"default {i}", value) for i, value in enumerate(fn.__defaults__ or ())]
+    return roots + [_constant_root(f"default {i}", value) for i, value in enumerate(fn.__defaults__ or ())]
 
 
-def _bare(fn: Any) -> Iterator[types.FunctionType]:
-    """The Python function inside a method or a partial, if there is one."""
+def _python_function(fn: Any) -> list[types.FunctionType]:
+    """Return the Python function inside a method or a partial; an empty list if there is none."""
     while isinstance(fn, (types.MethodType, functools.partial)):
         fn = fn.__func__ if isinstance(fn, types.MethodType) else fn.func
-    if isinstance(fn, types.FunctionType):
-        yield fn
+    return [fn] if isinstance(fn, types.FunctionType) else []
 
 
 def names_in(code: types.CodeType) -> set[str]:
-    """The global names that the code and the functions defined inside it use."""
+    """Return the global names that the code and the functions defined inside it use."""
     inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return set(code.co_names).union(*inner)
 
 
-def _fixed(name: str, value: Any) -> AccessPath:
+def _constant_root(name: str, value: Any) -> AccessPath:
     return AccessPath(name, lambda: value)
 
 
 def _rank(node: Any) -> int:
-    """Models name their tensors best, optimizers worst."""
+    """Return the order of the walk: models first, whose names for tensors are the clearest, optimizers last."""
     order = (nn.Module, Tensor, object)
     if isinstance(node, torch.optim.Optimizer):
         return len(order)
@@ -261,3 +259,63 @@ def _check_state(state: Any, name: str) -> None:
             f"{name}: got {type(state).__name__}, wanted modules, optimizers, tensors or generators in any nesting; "
             "leave it out."
         )
+
+
+class Bindings:
+    """Attributes, items and names of a function and the objects that it reaches, with the values bound to them at first.
+
+    An object whose tensors were exchanged gets all of its attributes back, because they belong together: a table and the
+    length that it was made for. An object in which only numbers changed is left alone: another component may count there.
+    """
+
+    def __init__(self, reachable: Reachable) -> None:
+        self._dicts = [(attributes, dict(attributes)) for node in reachable.nodes for attributes in _dicts(node)]
+        self._lists = [(node, list(node)) for node in reachable.nodes if isinstance(node, list)]
+        self._cells: list[tuple[types.CellType, Any]] = []
+        self._globals: list[tuple[dict[str, Any], str, Any]] = []
+        for function in reachable.functions:
+            self._cells += [(cell, cell.cell_contents) for cell in function.__closure__ or () if cell != EMPTY_CELL]
+            names = function.__globals__
+            self._globals += [(names, name, names[name]) for name in names_in(function.__code__) & names.keys()]
+
+    def restore(self) -> None:
+        for attributes, before in self._dicts:
+            if any(_exchanged(attributes.get(key), before.get(key)) for key in {**before, **attributes}):
+                for key in [key for key in attributes if key not in before]:
+                    del attributes[key]
+                attributes.update(before)
+        for items, items_before in self._lists:
+            if any(_exchanged(*pair) for pair in zip_longest(items, items_before)):
+                items[:] = items_before
+        for cell, contents in self._cells:
+            if cell == EMPTY_CELL or _exchanged(cell.cell_contents, contents):
+                cell.cell_contents = contents
+        for names, name, value in self._globals:
+            if _exchanged(names.get(name), value):
+                names[name] = value
+
+
+EMPTY_CELL = types.CellType()  # equal to every closure cell whose name has no value yet, and to no other
+
+
+def _dicts(node: Any) -> Iterator[dict]:
+    """Yield the dicts that hold an object's attributes. Parameters are left out: sharding exchanges them repeatedly."""
+    if isinstance(node, dict):
+        yield node
+    elif isinstance(node, nn.Module):
+        yield vars(node)
+        yield vars(node).get("_buffers", {})
+    elif isinstance(node, (Tensor, torch.optim.Optimizer, list, tuple, types.ModuleType, type)):
+        return
+    elif not isinstance(node, (types.FunctionType, types.MethodType, types.BuiltinFunctionType)) and not opaque(node):
+        yield from [vars(node)] if hasattr(node, "__dict__") else ()
+
+
+def _exchanged(now: Any, before: Any) -> bool:
+    return now is not before and (_has_tensor(now) or _has_tensor(before))
+
+
+def _has_tensor(value: Any, depth: int = 0) -> bool:
+    if depth < _MAX_NESTING and isinstance(value, dict | list | tuple):
+        return any(_has_tensor(part, depth + 1) for part in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Tensor)

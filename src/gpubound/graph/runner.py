@@ -26,10 +26,9 @@ def open_gate() -> None:
 
 
 class EagerRunner:
-    """The CPU's form: a replay is a call on the static inputs, its results copied into the static outputs.
+    """Eager calls on a CPU: a replay is a call on the static inputs, its results copied into the static outputs.
 
-    What surrounds a replay does not reach a graph, so neither does it here: gradients and inference mode are on or off as at
-    the capture.
+    Gradient mode and inference mode are those of the capture, because a graph ignores the modes around a replay.
     """
 
     mode = "eager (no CUDA)"
@@ -51,17 +50,15 @@ class EagerRunner:
         """There is no device to wait for."""
         return []
 
-    def record(self, name: str, call: Callable[[], Any], generators: list[torch.Generator], foreign: set[int]) -> Any:
-        """Run once and keep the outputs. Outputs in `foreign` memory (inputs, state) stay views of it."""
-        self._name, self._call, self._foreign = name, call, foreign
+    def record(self, name: str, call: Callable[[], Any], generators: list[torch.Generator], external: set[int]) -> Any:
+        """Run once and keep the outputs. Outputs in `external` memory (inputs, state) stay views of it."""
+        self._name, self._call, self._external = name, call, external
         leaves, self._spec = tree_flatten(self.run(call))
-        self._outputs = [self._static(leaf) for leaf in leaves]
-        return tree_unflatten(self._outputs, self._spec)
-
-    def _static(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return leaf.detach() if storage_key(leaf) in self._foreign else leaf.detach().clone()
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                leaves[index] = leaf.detach() if storage_key(leaf) in external else leaf.detach().clone()
+        self._outputs = leaves
+        return tree_unflatten(leaves, self._spec)
 
     def release(self) -> None:
         del self._call, self._outputs
@@ -73,31 +70,31 @@ class EagerRunner:
                 f"{self._name}: returned another nesting of outputs than when captured; return the same every time."
             )
         with torch.inference_mode(self.inference), torch.no_grad():
-            for index, (kept, new) in enumerate(zip(self._outputs, leaves)):
-                if isinstance(kept, Tensor) and storage_key(kept) not in self._foreign:
-                    if kept.shape != new.shape or kept.dtype != new.dtype:
+            for index, (static, new) in enumerate(zip(self._outputs, leaves)):
+                if isinstance(static, Tensor) and storage_key(static) not in self._external:
+                    if static.shape != new.shape or static.dtype != new.dtype:
                         raise GraphError(
-                            f"{self._name}: output {index} is {new.dtype} {tuple(new.shape)}, wanted {kept.dtype} "
-                            f"{tuple(kept.shape)} as captured; a graph's shapes are fixed."
+                            f"{self._name}: output {index} is {new.dtype} {tuple(new.shape)}, wanted {static.dtype} "
+                            f"{tuple(static.shape)} as captured; a graph's shapes are fixed."
                         )
-                    kept.copy_(new)
+                    static.copy_(new)
 
 
 @functools.cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one side stream of `device` on which everything is warmed up and captured.
+    """Return the side stream of `device` on which all warm-ups and captures run; captures that share a pool share the stream.
 
-    torch.cuda.graph has one default stream for the process, made on the first device it saw; a capture on another device then
-    records nothing, without an error. So the stream is our own, one a device: captures that share a pool share it, too.
+    torch.cuda.graph has one default stream per process, created on the first device it saw; a capture on another device then
+    records nothing, without an error.
     """
     return torch.cuda.Stream(device)
 
 
 class GraphRunner:
-    """A GPU's form: the calls run on the capture stream, and one of them is captured into a graph."""
+    """Calls on a GPU's capture stream, one of which is captured into a graph."""
 
     mode = "graph"
-    binds_gradients = True  # the graph writes into the very gradients that the capture made
+    binds_gradients = True  # the graph writes into the gradients that the capture created
 
     def __init__(self, device: torch.device, pool: Any) -> None:
         self.device, self.stream, self.gate = device, capture_stream(device), open_gate
@@ -107,7 +104,7 @@ class GraphRunner:
     def run(self, call: Callable[[], Any]) -> Any:
         self.gate()
         with torch.cuda.device(self.device), warnings.catch_warnings():
-            # Optimizers built with capturable=True warn when they step outside a capture, which our warm-up is.
+            # Optimizers built with capturable=True warn when they step outside a capture, as in the warm-up.
             warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
             current = torch.cuda.current_stream()
             self.stream.wait_stream(current)
@@ -117,23 +114,23 @@ class GraphRunner:
         return result
 
     def waits(self, call: Callable[[], Any]) -> list[Place]:
-        """The lines of a run that wait for the device, also where the wait is inside an operation.
+        """Return the lines of a run that wait for the device, also where the wait is inside an operation.
 
-        torch warns there. It could raise instead, but then one run would find one line.
+        torch warns there. It could raise instead, but then a run would show one line only.
         """
-        self.run(call)  # whatever compiles or searches at its first unwatched call may wait
-        before, found, caller = torch.cuda.get_sync_debug_mode(), [], threading.current_thread()
+        self.run(call)  # compilation and tuning at the first unwatched call may wait
+        before, lines, caller = torch.cuda.get_sync_debug_mode(), [], threading.current_thread()
         with warnings.catch_warnings():
             show = warnings.showwarning
 
             def note(message, *rest, **named):
-                # torch warns of every thread's waits. A loader's are not the function's; autograd's are, whose threads are
-                # C++'s own, which Python knows as dummies.
+                # torch warns of every thread's waits. A loader's waits are not the function's; those of autograd are, whose
+                # threads C++ starts: Python knows them as dummies.
                 current = threading.current_thread()
                 if not str(message).startswith(_WAIT):
                     show(message, *rest, **named)
                 elif current is caller or isinstance(current, threading._DummyThread):
-                    found.append(here())
+                    lines.append(here())
 
             warnings.filterwarnings("always", message=_WAIT)
             warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
@@ -143,9 +140,9 @@ class GraphRunner:
                 self.run(call)
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-        return found
+        return lines
 
-    def record(self, name: str, call: Callable[[], Any], generators: list[torch.Generator], foreign: set[int]) -> Any:
+    def record(self, name: str, call: Callable[[], Any], generators: list[torch.Generator], external: set[int]) -> Any:
         """Capture one call. The default generator of the device registers itself; the others are registered here."""
         self.graph = torch.cuda.CUDAGraph()
         for generator in generators:
@@ -170,15 +167,15 @@ class GraphRunner:
         return tree_unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
     def _abandon(self) -> None:
-        """Leave a broken capture so that the process can go on. A step here may fail because the one before did its work."""
-        with contextlib.suppress(RuntimeError):  # the stream's capture is invalid: that is why we are here
+        """End a broken capture so that the process can continue. Each step may fail because the one before it sufficed."""
+        with contextlib.suppress(RuntimeError):  # raises because the stream's capture is invalid
             self.graph.capture_end()
-        with contextlib.suppress(RuntimeError):  # not recording to the pool any more: then the allocator is free already
+        with contextlib.suppress(RuntimeError):  # raises if the allocator no longer records to the pool
             torch._C._cuda_endAllocateToPool(self.device.index, self.pool)
         torch.cuda.synchronize(self.device)
         try:
             torch.rand(1, device=self.device, dtype=torch.float32)
-        except RuntimeError:  # the generator still believes in the capture: an empty one that ends well tells it otherwise
+        except RuntimeError:  # the generator still expects a capture: an empty one that succeeds resets it
             empty = torch.cuda.CUDAGraph()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns that the graph is empty
@@ -203,9 +200,10 @@ def runner_for(device: torch.device, pool: Any) -> Runner:
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """No garbage collection inside a capture: it may free another graph, or memory that CUDA then must not release.
+    """Disable garbage collection during a capture: it may free another graph, or memory that CUDA must not release then.
 
-    None before it either: with transformers imported one takes 0.1 s, a third of what a decoder's three captures took in all.
+    There is no collection before the capture either: with transformers imported it takes 0.1 s, a third of the time of a
+    decoder's three captures.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -1,0 +1,337 @@
+"""Recording: the way from a function to its CUDA graph. Warm up, restore the state, capture, restore the state again.
+
+The watched warm-up calls show the tensors that the function uses, and reject what no graph can hold. Warm-up and capture change
+the function's state; it is restored bit for bit, also after an error.
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..errors import GraphError
+from ..trace import notice
+from ..watch.events import WAIT
+from ..watch.ops import on_host
+from ..watch.source_line import Place
+from .discover import Discovery
+from .guards import CaptureGuards, StaticInputs, check_open
+from .memory import Generators, Snapshot, allocating_in, elements_of
+from .operations import FirstValue, Hazard, refuse
+from .perturb import poison_pool, poison_results
+from .reachable import Bindings, Reachable, Values, same, storage_key
+from .runner import runner_for
+
+
+@dataclass
+class Leaf:
+    """A tensor that may be given a gradient, with its gradient at first, at the capture's start, and the one a graph writes."""
+
+    name: str
+    tensor: Tensor
+    old: Tensor | None
+    start: Tensor | None
+    gradient: Tensor | None = None
+
+
+class Recording:
+    """The recorded graph of a function, and eager calls of the same function from the same state, which a certificate compares.
+
+    The state is as it was before, also when the constructor raises.
+    """
+
+    outputs: Any
+    guards: CaptureGuards
+
+    def __init__(
+        self, name: str, fn: Callable, inputs: StaticInputs, state: Any, pool: Any, warmup: int, gate: Callable[[], None]
+    ) -> None:
+        self.name, self.fn, self.inputs = name, fn, inputs
+        self.reachable = before = Reachable(fn, state, inputs.objects)
+        self.device = choose_device(inputs, before)
+        if torch.amp.is_autocast_available(self.device.type) and torch.is_autocast_enabled(self.device.type):
+            raise GraphError(
+                f"{name}: got autocast around capture(), wanted none: its cached casts of the weights would go stale; "
+                "write `with torch.autocast(...)` inside the function."
+            )
+        self.runner = runner_for(self.device, pool)
+        self.runner.gate = gate
+        self.bindings = Bindings(before)
+        try:
+            self.snapshot, self.generators = Snapshot(self.device), Generators(self.device)
+            for generator in before.generators:
+                self.generators.add(generator)
+            self.discovery = Discovery(self.device, inputs.buffers, self.snapshot, self.generators)
+            for path, tensor in before.of_state:
+                self._add_state(path.name, tensor)
+            for _, tensor in before.tensors:
+                self.discovery.leaf(tensor, certain=True)
+            self._warm_up(warmup)
+            with self._restored_on_error():
+                # The first call makes moments, caches and gradients: what fn reaches now is more than before.
+                self.reachable = Reachable(fn, state, inputs.objects)
+                self.leaves = self._gradient_leaves()
+                self._settle()
+                # memory that is not the graph's own
+                self.external = {*self.discovery.external, *self.discovery.inputs}
+                self._record()
+            self.reset()
+            steady = _steady_values(before, self.reachable)
+            self.guards = CaptureGuards(self._guarded_tensors(), self.reachable, steady, self._guarded_gradients())
+            del self.discovery
+        except BaseException:
+            self.bindings.restore()
+            raise
+
+    def _add_state(self, name: str, tensor: Tensor) -> None:
+        """Count a tensor of `state=` as used, and as written unless it is a frozen weight: watching cannot see its uses."""
+        self.discovery.see(tensor, Place())
+        if not (isinstance(tensor, nn.Parameter) and not tensor.requires_grad):
+            self.snapshot.add(tensor, name)
+            if (use := self.discovery.external.get(storage_key(tensor))) is not None:
+                use.is_written = True  # else each kernel that gets the tensor would be tried with a copy of it
+
+    def _warm_up(self, calls: int) -> None:
+        """Make the watched calls. If copies of the state leave no memory for a call, move them to the host and begin again."""
+        try:
+            self._watched_calls(calls)
+            return
+        except torch.OutOfMemoryError:
+            if not self.snapshot.move_to_host():
+                raise
+        full = "the device has no memory for fn beside copies of its state; they are moved to the host."
+        notice(f"capture({self.name}): {full}")
+        gc.collect()  # frees what the failed call held
+        self._watched_calls(calls)
+
+    def _watched_calls(self, calls: int) -> None:
+        with self._restored_on_error():
+            for _ in range(calls):  # state that only the first call makes is made, used, and seen to have settled
+                self.runner.run(lambda: self.discovery.run(self._call))
+            if self.discovery.hazards:
+                raise refuse(self.name, self.discovery.hazards)
+            self._refuse_changed_inputs()
+            for use in self.discovery.external.values():
+                device = use.tensor.device
+                if device != self.device and device.type != "cpu":
+                    raise GraphError(
+                        f"{self.name_of(use.tensor)}: got a tensor on {device}, wanted {self.device}, where fn's inputs are; "
+                        "capture one graph for each device."
+                    )
+            for path, value in self.reachable.constants:
+                if not same(now := path.find(), value):
+                    raise GraphError(
+                        f"{path.name}: fn changes this Python value ({value!r} became {now!r}), which a replay would not do "
+                        "again; keep it in a tensor on the device and update it in place."
+                    )
+            if lines := self.runner.waits(self._call):  # on a GPU: also a wait inside an operation, which no operation shows
+                raise refuse(self.name, [Hazard(line, WAIT) for line in lines])
+
+    def _refuse_changed_inputs(self) -> None:
+        """Raise if fn writes to an input: the write would reach only the graph's copy."""
+        names = self.inputs.names
+        for index, place in self.discovery.written_inputs.items():
+            at = f" at {place.line.at}" if place.line is not None else ""
+            raise GraphError(
+                f"{names[index]}: fn writes into it{at}, which would reach only the graph's own copy; "
+                "pass the tensor in state= and use it directly, or write into a new tensor."
+            )
+        for name, buffer in zip(names, self.inputs.buffers):
+            if buffer.grad is not None:
+                raise GraphError(
+                    f"{name}: fn leaves a gradient on it, which would reach only the graph's own copy; "
+                    "return torch.autograd.grad(loss, input) instead."
+                )
+
+    @contextlib.contextmanager
+    def _restored_on_error(self) -> Iterator[None]:
+        """Restore the state from before the first call if the block raises."""
+        try:
+            yield
+        except BaseException:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # kernels of the failed call still run
+            self._restore_state()
+            for leaf, old in self.discovery.leaves.values():
+                leaf.grad = old
+            raise
+
+    def _restore_state(self) -> None:
+        self.snapshot.restore()
+        self.generators.rewind()
+
+    def name_of(self, tensor: Tensor) -> str:
+        """Return a tensor's name for messages: its access path, else the line that uses it."""
+        if (name := self.reachable.name(tensor)) is not None:
+            return name
+        for leaf, _ in self.discovery.leaves.values():
+            if leaf.grad is not None and storage_key(leaf.grad) == storage_key(tensor):
+                return f"{self.reachable.name(leaf) or 'an unnamed leaf'}.grad"
+        return self.discovery.external[storage_key(tensor)].describe()
+
+    def _gradient_leaves(self) -> list[Leaf]:
+        leaves = []
+        for tensor, old in self.discovery.leaves.values():
+            # A gradient that calls accumulate into must exist at the capture; one that each call creates must not.
+            accumulated = tensor.grad is not None and storage_key(tensor.grad) in self.discovery.external
+            leaves.append(Leaf(f"{self.name_of(tensor)}.grad", tensor, old, tensor.grad if accumulated else old))
+        return leaves
+
+    def _settle(self) -> None:
+        """Restore the state. A tensor that the first call created, such as an optimizer's moment, gets its first value."""
+        self._restore_state()
+        gradients = {storage_key(leaf.grad) for leaf, _ in self.discovery.leaves.values() if leaf.grad is not None}
+        for key, first in self.discovery.survivors().items():
+            use = self.discovery.external[key]
+            if key in gradients:
+                elements_of(use.tensor).zero_()
+            elif not use.is_written:
+                if self.discovery.moves(key):
+                    raise self._moving(use.tensor, first)
+                continue  # a table, created once and only read
+            elif first.fill is not None:
+                elements_of(use.tensor).fill_(first.fill)
+            elif not first.empty:
+                if self.discovery.moves(key) or self._is_altered_by_a_call(use.tensor):
+                    raise self._moving(use.tensor, first)
+                continue  # a table that Triton kernels read: a kernel's arguments count as written until they are compared
+            self.snapshot.add(use.tensor)
+        for key, copy in self.snapshot.copies.items():
+            copy.name = self.name_of(self.discovery.external[key].tensor) if key in self.discovery.external else copy.name
+
+    def _is_altered_by_a_call(self, tensor: Tensor) -> bool:
+        before = elements_of(tensor).clone()
+        self.runner.run(self._call)
+        self._restore_state()
+        return not torch.equal(before, elements_of(tensor))
+
+    def _moving(self, tensor: Tensor, first: FirstValue) -> GraphError:
+        line = first.place.line
+        made = f"made at {line.at}" if line is not None else "made in the backward pass"
+        if self.discovery.moves(storage_key(tensor)):
+            return GraphError(
+                f"{self.name_of(tensor)}: {made} by one call and read by the next, so its address changes; "
+                "make it before the capture and write into it with copy_()."
+            )
+        return GraphError(
+            f"{self.name_of(tensor)}: {made} by the first call and updated by later ones, so its first value is lost; "
+            f"call {self.name} once yourself before capture()."
+        )
+
+    def _record(self) -> None:
+        for leaf in self.leaves:
+            leaf.tensor.grad = leaf.start
+        self.outputs = self.runner.record(self.name, self._call, self.generators.custom, self.external)
+        for index, output in enumerate(tree_leaves(self.outputs)):
+            check_open(f"output {index}", output)
+        for leaf in self.leaves:
+            leaf.gradient = leaf.tensor.grad
+
+    def _call(self) -> Any:
+        return self.fn(*self.inputs.static)
+
+    def _guarded_tensors(self) -> list[tuple[str, Tensor]]:
+        """Return every external tensor that the graph uses: those with names, and one for each other storage."""
+        external = self.discovery.external
+        named = {id(tensor): tensor for _, tensor in self.reachable.tensors}
+        guarded = [(self.name_of(tensor), tensor) for tensor in named.values() if storage_key(tensor) in external]
+        covered = {storage_key(tensor) for _, tensor in guarded}
+        guarded += [(self.name_of(use.tensor), use.tensor) for key, use in external.items() if key not in covered]
+        return guarded + list(zip(self.inputs.names, self.inputs.buffers))
+
+    def _guarded_gradients(self) -> list[tuple[str, Tensor, Tensor]]:
+        """Return (name, leaf, gradient) of each gradient that the graph writes in place."""
+        external, binds = self.discovery.external, self.runner.binds_gradients
+        return [
+            (leaf.name, leaf.tensor, leaf.gradient)
+            for leaf in self.leaves
+            if leaf.gradient is not None
+            and (storage_key(leaf.gradient) in external or (binds and leaf.gradient is not leaf.old))
+        ]
+
+    def eager(self, inputs: tuple) -> Any:
+        """Call eagerly in the graph's own memory, so that activations exist once. `poison_results` overwrites them."""
+        with allocating_in(self.runner.pool, self.device):
+            outputs = self.runner.run(lambda: self.fn(*inputs))
+        for leaf in self.leaves if self.runner.pool is not None else ():
+            if leaf.tensor.grad is not None and leaf.tensor.grad is not leaf.gradient:
+                leaf.tensor.grad = leaf.tensor.grad.detach().clone()  # the replay would overwrite it
+        return outputs
+
+    def poison_results(self) -> None:
+        """Write NaN into all memory that the next replay must write, so that an element that it leaves out is seen.
+
+        This includes the graph's free memory, where an eager call has just left what the replay is to compute.
+        """
+        gradients = [leaf.gradient for leaf in self.new_leaves] if self.runner.binds_gradients else []
+        poison_results([self.outputs, gradients], self.external)
+        poison_pool(self.runner.pool, self.device)
+
+    @property
+    def new_leaves(self) -> list[Leaf]:
+        """Leaves whose gradients a call creates instead of accumulating into them."""
+        return [
+            leaf
+            for leaf in self.leaves
+            if leaf.gradient is not None and leaf.gradient is not leaf.old and storage_key(leaf.gradient) not in self.external
+        ]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Static inputs, and the growth of the pool or, without a pool, the static outputs."""
+        outputs = sum(leaf.nbytes for leaf in tree_leaves(self.outputs) if isinstance(leaf, Tensor))
+        return sum(buffer.nbytes for buffer in self.inputs.buffers) + (self.runner.memory_bytes or outputs)
+
+    def attach_gradients(self) -> None:
+        """Attach to every leaf the gradient that the graph writes: an eager call may have created another."""
+        for leaf in self.leaves:
+            leaf.tensor.grad = leaf.gradient
+
+    def reset(self) -> None:
+        """Restore the state from before the first call, bit for bit. The graph's new gradients become the old ones, or zero."""
+        self.attach_gradients()
+        self._restore_state()
+        for leaf in self.leaves:
+            gradient, old = leaf.gradient, leaf.old
+            if gradient is None or gradient is old or storage_key(gradient) in self.snapshot.copies:
+                continue
+            if old is not None and old.shape == gradient.shape:
+                gradient.detach().copy_(old)
+            else:
+                gradient.detach().zero_()
+
+    def undo(self) -> None:
+        """Restore the state and the bindings from before the first call; the graph will not be replayed."""
+        self.reset()
+        self.bindings.restore()
+
+    def release_copies(self) -> None:
+        """Release the objects that only the certificate needed."""
+        self.snapshot.copies.clear()
+        del self.reachable, self.bindings
+        self.leaves = self.new_leaves
+        for leaf in self.leaves:
+            leaf.old = leaf.start = None
+
+
+def choose_device(inputs: StaticInputs, reachable: Reachable) -> torch.device:
+    """Return fn's device: the GPU of any tensor that it reaches, else the CPU. Inputs must be on the same device."""
+    devices = [tensor.device for tensor in inputs.buffers] + [tensor.device for _, tensor in reachable.tensors]
+    device = next((device for device in devices if not on_host(device)), torch.device("cpu"))
+    for name, tensor in zip(inputs.names, inputs.buffers):
+        if tensor.device != device:
+            raise GraphError(
+                f"{name}: got a tensor on {tensor.device}, wanted {device}, where fn works; move it before the capture."
+            )
+    return device
+
+
+def _steady_values(before: Reachable, after: Reachable) -> Values:
+    """Return the Python values that fn names and does not change. The certificate judges a value that fn counts up itself."""
+    first = {path.name: value for path, value in before.plain}
+    return [(path, value) for path, value in after.plain if path.name in first and same(value, first[path.name])]
