@@ -10,7 +10,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from gpubound.cli import main
-from gpubound.doctor.fix import prove_run
+from gpubound.doctor.fix import prove
 from gpubound.watch.pretend import simgpu
 from tests.messages import message
 
@@ -51,7 +51,7 @@ def _seeded(folder: str, output: str, arguments: list[str]) -> None:
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
     try:
-        code = prove_run.main(arguments)
+        code = prove.main(arguments)
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -66,7 +66,7 @@ def script(tmp_path, monkeypatch):
     context.set_forkserver_preload(["tests.distributed.preload"])
 
     def forked(command: list[str], **options) -> CompletedProcess:
-        assert command[:3] == [sys.executable, "-m", "gpubound.doctor.fix.prove_run"]
+        assert command[:3] == [sys.executable, "-m", "gpubound.doctor.fix.prove"]
         process = context.Process(target=_seeded, args=(str(tmp_path), str(tmp_path / "said"), command[3:]))
         process.start()
         process.join(120)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpubound.watch import watch
-from gpubound.watch.rows import LedgerRow
+from gpubound.watch.ledger import LedgerRow
 
 from .running import watched
 from .score import Found

@@ -11,8 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gpubound.doctor.record.phases import Phase, Phases
-from gpubound.doctor.record.script import Script
-from gpubound.doctor.record.steps import Steps
+from gpubound.doctor.record.script import Script, Steps
 from gpubound.errors import MeasureError
 
 WARMUP = 2

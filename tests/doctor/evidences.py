@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from gpubound.doctor.price.measurements import Measurements
-from gpubound.watch.rows import LedgerRow
+from gpubound.doctor.price.prices import Measurements
+from gpubound.watch.ledger import LedgerRow
 from gpubound.watch.source_line import Place, Site
 
 from .tapes import Synthetic

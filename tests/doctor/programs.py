@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from gpubound.doctor.price.fit import PINNED
+from gpubound.doctor.price.simulator import PINNED
 from tests.doctor.tapes import AUTOGRAD, MAIN, Synthetic
 
 times = st.integers(1, 60).map(float)

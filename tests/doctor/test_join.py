@@ -1,7 +1,6 @@
 """Lines go from the tape under sensors to the one without."""
 
-from gpubound.doctor.record.locate import lines_by_mark, match_lines
-from gpubound.doctor.record.tape import Call, Mark, Span, Tape
+from gpubound.doctor.record.tape import Call, Mark, Span, Tape, lines_by_mark, match_lines
 from gpubound.watch.source_line import Place, Site
 
 A, B, C = (Place(Site("train.py", line, "step", "code", line)) for line in (10, 20, 30))

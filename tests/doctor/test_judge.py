@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpubound.doctor.price.replay import Replay
+from gpubound.doctor.price.prices import Replay
 from gpubound.doctor.rules.diagnose import diagnose
 
 from .evidences import STEPS, at, replace, row, seen, steps

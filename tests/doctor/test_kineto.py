@@ -5,7 +5,7 @@ import tracemalloc
 import pytest
 
 from gpubound.doctor.price.idle import idle_times
-from gpubound.doctor.price.replay import Replay
+from gpubound.doctor.price.prices import Replay
 from gpubound.doctor.record import kineto
 from gpubound.doctor.record.kineto import call_kind, read_trace
 from gpubound.doctor.record.tape import Tape

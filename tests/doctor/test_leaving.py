@@ -1,9 +1,10 @@
 """What a stopped script leaves does not keep the doctor's process for ever."""
 
 import subprocess
-import sys
 
 import pytest
+
+from tests import forked
 
 LEFT = {
     "thread": "threading.Thread(target=threading.Event().wait, name='feeder').start()",
@@ -19,7 +20,7 @@ before = threading.enumerate()
 
 
 def ended(text: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", HEAD + text], capture_output=True, text=True, timeout=120)
+    return subprocess.run([forked.python(), "-c", HEAD + text], capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize("what", LEFT)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpubound.doctor.price.replay import Replay
+from gpubound.doctor.price.prices import Replay
 from gpubound.doctor.record.run import BYTES, pinned_rate
 
 from .tapes import Synthetic

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpubound.doctor.record.phases import LocatedPhase, Phase, Phases, RecordedPhase
+from gpubound.doctor.record.phases import LocatedPhase, Phase, Phases, RecordedPhase, unchanged
 from gpubound.doctor.record.script import StopScript
+from gpubound.watch.ops import replaced
 from gpubound.watch.pretend import simgpu
-from gpubound.watch.python_calls import replaced, unchanged
 
 
 class Noted(Phase):

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from gpubound.doctor.finding import KINDS
-from gpubound.doctor.price.dependencies import Stalls
+from gpubound.doctor.price.idle import Stalls
 from gpubound.doctor.record.tape import Span, Tape
-from gpubound.doctor.report.page import picks, program
+from gpubound.doctor.report.files import picks, program
 from gpubound.doctor.rules.diagnose import diagnose
 from gpubound.doctor.rules.waits import CONVERTED, MUCH, copy_preparation
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from gpubound.doctor.fix import prove as proving
-from gpubound.doctor.fix.prove import Proof, SeededRun, compare_runs, difference, prove, run_once
-from gpubound.doctor.fix.prove_run import Recorder, SeededJob, run
+from gpubound.doctor.fix.prove import Proof, Recorder, SeededJob, SeededRun, compare_runs, difference, prove, run, run_once
 from gpubound.errors import MeasureError
 from gpubound.train.graph_cache import GraphCache
 from tests.messages import message

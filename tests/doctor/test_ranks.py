@@ -12,7 +12,7 @@ from gpubound.cli import main
 from gpubound.cli.doctor_after import FixOptions
 from gpubound.doctor.finding import Finding, Verdict
 from gpubound.doctor.ranks import merged
-from gpubound.doctor.report.terminal import screen
+from gpubound.doctor.report.text import screen
 from gpubound.watch.pretend import simgpu
 from gpubound.watch.source_line import Site
 from tests.messages import message

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from gpubound.doctor.price.replay import SLOWED, Replay
+from gpubound.doctor.price.prices import SLOWED, Replay
 from gpubound.doctor.record.tape import Tape
 from gpubound.errors import MeasureError
 from tests.doctor.programs import length, program, running, stalling

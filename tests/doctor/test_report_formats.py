@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gpubound.doctor.finding import KINDS, Finding, Verdict
-from gpubound.doctor.price.measurements import Profile
+from gpubound.doctor.price.prices import Profile
 from gpubound.doctor.report import write_reports
 from gpubound.doctor.report.files import fingerprint, sarif
 from gpubound.version import __version__

@@ -13,11 +13,10 @@ import pytest
 
 from gpubound.doctor.fix.prove import Proof
 from gpubound.doctor.price.idle import idle_times
-from gpubound.doctor.price.measurements import Profile
-from gpubound.doctor.price.replay import Replay
+from gpubound.doctor.price.prices import Profile, Replay
 from gpubound.doctor.record.tape import Tape
-from gpubound.doctor.report import page as page_module
-from gpubound.doctor.report.page import Pick, page, program, snippet
+from gpubound.doctor.report import files as page_module
+from gpubound.doctor.report.files import Pick, page, program, snippet
 from gpubound.measure.comparison import Ratio
 from gpubound.pages import data
 from gpubound.watch.source_line import Place, Site

@@ -7,9 +7,8 @@ import pytest
 import gpubound
 from gpubound.doctor.finding import KINDS
 from gpubound.doctor.record.tape import Span
-from gpubound.doctor.rules import RULES
 from gpubound.doctor.rules.compute import FEW, FUSED
-from gpubound.doctor.rules.diagnose import diagnose
+from gpubound.doctor.rules.diagnose import RULES, diagnose
 from gpubound.doctor.rules.waits import MASKED, ROUND_TRIP
 
 from .evidences import STEPS, at, quiet, replace, row, seen, steps

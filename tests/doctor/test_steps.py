@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from gpubound.doctor.record.steps import Steps
+from gpubound.doctor.record.script import Steps
 from tests.messages import message
 
 

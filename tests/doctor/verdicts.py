@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpubound.doctor.finding import Finding, Verdict
 from gpubound.doctor.price.idle import idle_times
-from gpubound.doctor.price.replay import Replay
+from gpubound.doctor.price.prices import Replay
 from gpubound.doctor.record.tape import Tape
 from gpubound.watch.source_line import Place, Site
 

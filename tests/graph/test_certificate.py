@@ -11,8 +11,8 @@ import torch
 
 from gpubound.errors import GraphError
 from gpubound.graph import capture, certify, recording
+from gpubound.graph.certify import perturb
 from gpubound.graph.memory import difference
-from gpubound.graph.perturb import perturb
 from tests.messages import message
 
 from .cases import drawn, elsewhere, said

@@ -108,7 +108,7 @@ def test_poison_and_a_shared_pool():
 
 
 def test_poison_reaches_the_pool():
-    from gpubound.graph.perturb import poison_pool
+    from gpubound.graph.runner import poison_pool
 
     captured = capture(lambda x: (x * 2).sin().cos() + 1, torch.ones(1 << 16, device=cuda))
     assert poison_pool(captured.pool, cuda) >= 1 << 18

@@ -5,7 +5,7 @@ import torch
 
 from gpubound.errors import StallError
 from gpubound.watch import events, no_stall, ops
-from gpubound.watch.rows import TOTALS
+from gpubound.watch.ledger import TOTALS
 from tests.messages import message
 
 

@@ -12,7 +12,7 @@ import torch
 from torch._utils import CallbackRegistry
 
 from gpubound.errors import BudgetError
-from gpubound.watch import events, ops, pretend, python_calls, sensors, source_line, watch
+from gpubound.watch import events, ops, pretend, sensors, source_line, watch
 from tests.messages import message
 
 from ..kernels.apart import apart
@@ -154,7 +154,7 @@ def test_synchronize_calls_are_heard_while_somebody_listens():
         heard.append((what, device))
         raise InterruptedError  # before the driver, which may not be there, is reached
 
-    python_calls.listen(listener)
+    ops.listen(listener)
     try:
         for call in (
             torch.cuda.synchronize,
@@ -164,7 +164,7 @@ def test_synchronize_calls_are_heard_while_somebody_listens():
             with pytest.raises(InterruptedError):
                 call()
     finally:
-        python_calls.leave(listener)
+        ops.leave(listener)
     assert heard == [("torch.cuda.synchronize", "cuda"), ("stream.synchronize", "cuda"), ("event.synchronize", "cuda")]
     assert torch.cuda.Event.synchronize is original
 
@@ -293,11 +293,11 @@ def test_a_synchronize_waits_for_an_accelerator_that_works(monkeypatch, works):
     only(monkeypatch, "xpu", works)
     heard = []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
-    python_calls.listen(listener := lambda *what: heard.append(what))
+    ops.listen(listener := lambda *what: heard.append(what))
     try:
         torch.accelerator.synchronize()
     finally:
-        python_calls.leave(listener)
+        ops.leave(listener)
     assert heard == [("torch.accelerator.synchronize", "xpu")] * works
 
 
@@ -313,7 +313,7 @@ def test_a_synchronize_waits_for_an_accelerator_that_works(monkeypatch, works):
         (ops.__file__.replace("watch/ops", "trace"), source_line.PLUMBING),
         (threading.__file__, source_line.STDLIB),
         (pytest.__file__, source_line.LIBRARY),
-        (python_calls.__file__, source_line.OWN),
+        (ops.__file__, source_line.OWN),
         (ops.__file__.replace("watch/ops", "device"), source_line.LIBRARY),
         ("<string>", source_line.UNNAMED),
         ("<stdin>", source_line.USER),

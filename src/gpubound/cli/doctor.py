@@ -25,7 +25,7 @@ from ..trace import printable
 from . import arguments
 
 if TYPE_CHECKING:
-    from ..doctor.price.measurements import Measurements
+    from ..doctor.price.prices import Measurements
 
 
 @dataclass(frozen=True)

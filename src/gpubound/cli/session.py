@@ -17,7 +17,7 @@ from ..device import label
 from ..distributed import ALONE, Ranks
 from ..doctor.finding import Verdict
 from ..doctor.record.run import of_run
-from ..doctor.report.terminal import brief
+from ..doctor.report.text import brief
 from ..errors import MeasureError
 from ..files import explain_disk_full, locked
 from ..formatting import quantity

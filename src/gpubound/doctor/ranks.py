@@ -14,7 +14,7 @@ from typing import Any
 
 from ..distributed.store_messages import gather_texts, numbers
 from .finding import KINDS, Finding, Verdict
-from .report.words import milliseconds
+from .report.text import milliseconds
 
 LATE = 0.05  # of a step: by less the work of ranks differs from step to step
 SILENT = "it has told nothing; look into its log"

@@ -6,10 +6,9 @@ reachable.py   the tensors and objects that the function can reach, each with a 
 discover.py    the tensors that it reads and writes, found by watching its eager calls
 operations.py  the arguments that an operation writes, operations that no graph can hold, launches outside the dispatcher
 memory.py      copies of storages, restored bit for bit; fingerprints; the comparison of results
-runner.py      the CUDA graph, or eager calls where there is no GPU
+runner.py      the CUDA graph, or eager calls where there is no GPU; NaN in memory that must not be read
 guards.py      static inputs, and the conditions that are checked at every call
-certify.py     the certificate: replays compared with eager on other inputs, and the cause of a difference
-perturb.py     other inputs and seeds for each round of the certificate; NaN in memory that must not be read
+certify.py     the certificate: replays compared with eager on other inputs and seeds, and the cause of a difference
 audit.py       the operations of a step that no graph can hold, listed for the doctor
 """
 

@@ -21,7 +21,7 @@ from ..device import label
 from ..errors import GraphError
 from ..watch import watch
 from ..watch.events import cause_of
-from ..watch.python_calls import leave, listen, replaced
+from ..watch.ops import leave, listen, replaced
 from ..watch.source_line import Site, here, site_of_error
 from . import Certificate, capture
 from .captured import name_of

@@ -15,9 +15,8 @@ from ..errors import GraphError
 from ..trace import count, notice
 from .certify import Certificate, certify
 from .guards import StaticInputs
-from .perturb import poison
 from .recording import Recording
-from .runner import open_gate
+from .runner import open_gate, poison
 
 WARMUP = 3  # one call for what only a first call does, one to use it, one to see that the state has settled
 

@@ -8,10 +8,20 @@ Besides the capture's snapshot, one copy of the state suffices: it holds the sta
 state that eager left. The first round starts from the snapshot. If the copy had to be on the host, a fingerprint of the eager
 state replaces it, and the second round's start is recomputed from the snapshot by the first round's replay. Storages with
 fingerprints are copied only if these differ, to measure the difference.
+
+The rounds' inputs keep the shapes and dtypes of the example. Floating tensors are drawn again with its mean and spread.
+Integers and booleans are shuffled, so that ids stay in range and a mask keeps its count; if a shuffle changes nothing (one
+position, a constant), an integer counts down and a boolean flips. The certificate names inputs that cannot be varied.
+
+Random numbers of Python and NumPy are baked into a graph. Two draws among few values may be equal by chance, so each eager call
+draws from another seed. The time is baked in, too, and is not varied: as an fp32 number it is constant for two minutes.
 """
 
+import random
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +32,6 @@ from torch.utils._pytree import tree_leaves
 from ..errors import GraphError
 from ..formatting import readable
 from .memory import EQUAL, CopyBudget, Difference, StorageCopy, StorageFingerprint, difference, elements_of
-from .perturb import SOURCES, other_seeds, perturb
 from .reachable import storage_key
 from .recording import Recording
 
@@ -342,3 +351,73 @@ def _ignored_inputs(recording: Recording, inputs: Sequence[Tensor], examples: Se
         if not equal(eager, other) and equal(replayed, replayed_other):
             ignored.append(name)
     return ignored
+
+
+SOURCES = "random numbers (random, numpy.random) or the time"
+
+
+def perturb(examples: Sequence[Tensor], round_: int) -> tuple[list[Tensor], list[int]]:
+    """Return new tensors, and the indices of those that equal the example. The user's random generators are not used."""
+    generator = torch.Generator().manual_seed(0x5EED + round_)
+    inputs = [_perturbed(example, generator) for example in examples]
+    unvaried = [index for index, (new, old) in enumerate(zip(inputs, examples)) if _equal(new, old) and old.numel()]
+    return inputs, unvaried
+
+
+def _perturbed(example: Tensor, generator: torch.Generator) -> Tensor:
+    old = example.detach()
+    if old.numel() == 0:
+        return old.clone()
+    floating = old.is_floating_point() or old.is_complex()
+    if floating and bool(_fp64(old).isfinite().all()):
+        return _random_like(old, generator)
+    order = torch.randperm(old.numel(), generator=generator, device="cpu").to(old.device)
+    new = torch.empty_like(old).copy_(old.reshape(-1)[order].reshape(old.shape))
+    if not _equal(new, old) or floating:
+        return new
+    return ~old if old.dtype == torch.bool else torch.where(old > 0, old - 1, old)
+
+
+def _random_like(old: Tensor, generator: torch.Generator) -> Tensor:
+    values, limits = _fp64(old), torch.finfo(old.dtype)
+    spread = values.std(correction=0)
+    if spread == 0:  # a single number or a constant has no spread
+        spread = values.abs().mean().clamp(min=1.0)
+    noise = torch.randn(values.shape, generator=generator, dtype=torch.float64, device="cpu").to(values.device)
+    new = noise * spread + values.mean()
+    if bool((values >= 0).all()):  # a probability or a variance is never negative
+        new = new.abs()
+    new = torch.view_as_complex(new) if old.is_complex() else new.clamp(limits.min, limits.max)
+    return torch.empty_like(old).copy_(new)
+
+
+def _fp64(tensor: Tensor) -> Tensor:
+    """Return the tensor in fp64, because fp8 lacks most operations. A complex number becomes two."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
+
+
+def _equal(new: Tensor, old: Tensor) -> bool:
+    """Return whether the bits are the same: torch.equal does not support fp8, and a NaN is unequal to itself."""
+    return difference(new, old).bitwise
+
+
+@contextmanager
+def other_seeds(round_: int) -> Iterator[None]:
+    """Seed the random generators that Python and NumPy share, another seed for each round, and restore their states."""
+    states = _random_states()
+    try:
+        for _, _, seed in states:
+            seed(0x5EED + round_)
+        yield
+    finally:
+        for state, restore, _ in states:
+            restore(state)
+
+
+def _random_states() -> list[tuple[Any, Callable[[Any], None], Callable[[int], None]]]:
+    """Return (state, setter, seeding function) of each generator that a process shares."""
+    states: list[tuple[Any, Callable[[Any], None], Callable[[int], None]]] = [(random.getstate(), random.setstate, random.seed)]
+    shared = sys.modules["numpy"].random if "numpy" in sys.modules else None
+    if shared is not None and shared.get_state(legacy=False)["bit_generator"] == "MT19937":  # other generators have no seed()
+        states.append((shared.get_state(), shared.set_state, shared.seed))
+    return states

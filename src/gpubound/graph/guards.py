@@ -45,8 +45,10 @@ class Input:
         if not isinstance(value, Tensor):
             raise self._error(repr(value), "a tensor", "pass a tensor, or capture again")
         if value.shape != want.shape:
-            remedy = "pad it to the captured shape, or capture once for each shape"
-            raise self._error(f"shape {tuple(value.shape)}", tuple(want.shape), remedy)
+            raise GraphError(
+                f"{self.name}: got shape {tuple(value.shape)}, wanted {tuple(want.shape)} as captured; "
+                "pad it to the captured shape, or capture once for each shape."
+            )
         if value.dtype != want.dtype:
             raise self._error(value.dtype, want.dtype, "cast it before the call")
         if value.device != want.device:

@@ -22,7 +22,7 @@ from ..device import has_triton, interpreted
 from ..errors import GraphError
 from ..watch import ops
 from ..watch.events import DOWNLOAD, HOST_DATA, NUMBER, PRINT, READ, THROUGH, UPLOAD, WAIT, Cause, shape
-from ..watch.python_calls import replaced
+from ..watch.ops import replaced
 from ..watch.source_line import Place, Site, site_of_error
 
 _NORM_STATISTICS = ("running_mean", "running_var")  # written by batch norms, though their schemas do not declare it

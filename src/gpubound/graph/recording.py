@@ -23,9 +23,8 @@ from .discover import Discovery
 from .guards import CaptureGuards, StaticInputs, check_open
 from .memory import Generators, Snapshot, allocating_in, elements_of
 from .operations import FirstValue, Hazard, refuse
-from .perturb import poison_pool, poison_results
 from .reachable import Bindings, Reachable, Values, same, storage_key
-from .runner import runner_for
+from .runner import poison_pool, poison_results, runner_for
 
 
 @dataclass

@@ -1,4 +1,7 @@
-"""Runners of a function: a CUDA graph on a GPU, or eager calls through the same static buffers on a CPU."""
+"""Runners of a function: a CUDA graph on a GPU, or eager calls through the same static buffers on a CPU; poisoned memory.
+
+Poison is NaN in memory that a replay must not read before it writes it.
+"""
 
 import contextlib
 import functools
@@ -6,11 +9,12 @@ import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..device import without_autocast
 from ..errors import GraphError
@@ -212,3 +216,36 @@ def _without_collector() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def poison(tensor: Tensor) -> None:
+    """Fill a floating tensor with NaN. Others, which may be addresses, are filled with their first value, which is in range."""
+    tensor = tensor.detach()
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    elif tensor.numel():
+        tensor.copy_(tensor.reshape(-1)[0].clone().expand(tensor.shape))
+
+
+def poison_results(results: Any, external: set[int]) -> None:
+    """Poison the outputs and gradients in the graph's memory, but not views of inputs or state."""
+    for leaf in tree_leaves(results):
+        if isinstance(leaf, Tensor) and storage_key(leaf) not in external:
+            floating = leaf.is_floating_point() or leaf.is_complex()
+            leaf.detach().fill_(float("nan") if floating else 119)  # 119 fits every integer, and is True
+
+
+def poison_pool(pool: Any, device: torch.device) -> int:
+    """Fill every free block of a graph's pool with 0xFF, which is NaN in every floating dtype. Return the number of bytes.
+
+    Such a block is free between replays, so a replay must write to it before it reads from it.
+    """
+    if pool is None or device.type != "cuda":
+        return 0
+    segments = [segment for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) == tuple(pool)]
+    blocks = [block for segment in segments if segment["device"] == device.index for block in segment["blocks"]]
+    free = [block for block in blocks if block["state"] == "inactive"]
+    for block in free:
+        memory = {"shape": (block["size"],), "typestr": "|u1", "data": (block["address"], False), "version": 2}
+        torch.as_tensor(SimpleNamespace(__cuda_array_interface__=memory), device=device).fill_(255)  # it makes no copy
+    return sum(block["size"] for block in free)

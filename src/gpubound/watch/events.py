@@ -2,7 +2,7 @@
 
 An event has a kind (sync, h2d, launch, ...) and says in a few words what was called. Sensors count events, the ledger adds
 them up, `no_stall` forbids some, and a graph cannot hold others: all of them take causes and remedies from here. `ops.py` finds
-the events among the ops that torch dispatches, `python_calls.py` among the calls that dispatch none.
+the events among dispatched ops and among Python calls that dispatch none.
 """
 
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ WAITING_OPS: dict[str, tuple[str, Cause]] = {
     ),
 }
 
-# Python calls that read or wait without an op that a mode could see, named as in python_calls.py.
+# Python calls that read or wait without a dispatched op, named as in ops.py.
 SCALARS = "torch.tensor of device scalars"
 WAITING_CALLS: dict[str, Cause] = {
     "print": PRINT,

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..errors import StallError
 from ..formatting import listed, nearest
-from . import ops, python_calls
+from . import ops
 from .events import Cause, cause_of
 from .source_line import Origins, Place, Site, here
 
@@ -66,7 +66,7 @@ class NoStall(ContextDecorator):
         return super().__call__(func)
 
     def __enter__(self) -> NoStall:
-        python_calls.listen(_called)
+        ops.listen(_called)
         _Forbidding(self).__enter__()
         return self
 
@@ -74,7 +74,7 @@ class NoStall(ContextDecorator):
         if not (entered := _entered()):
             raise RuntimeError("no_stall: this thread has entered no guard; leave it on the thread that it guards.")
         entered[-1].__exit__(kind, error, traceback)
-        python_calls.leave(_called)
+        ops.leave(_called)
 
     def meet(self, origins: Origins, kind: str, what: str, device: str, cause: Cause) -> None:
         """The thread is about to stall: pass if that is allowed here, else raise."""

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..device import accelerator
-from . import ops, pretend, python_calls
+from . import ops, pretend
 from .events import SCALARS
 from .sensors import Sensor
 from .source_line import Place, here
@@ -243,8 +243,8 @@ class Calls(Sensor):
         return None if self.ledger.device_is_here or pretend.ready() else "no GPU and no pretend device"
 
     def start(self, ending: ExitStack) -> None:
-        python_calls.listen(self._on_call)
-        ending.callback(python_calls.leave, self._on_call)
+        ops.listen(self._on_call)
+        ending.callback(ops.leave, self._on_call)
 
     def _on_call(self, what: str, device_type: str) -> None:
         if what is SCALARS and device_type == pretend.NAME:

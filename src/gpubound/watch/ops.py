@@ -1,11 +1,16 @@
-"""The waits and copies between host and device that an aten op causes.
+"""Waits and copies between host and device that an aten op causes, and Python calls that wait without a dispatched op.
 
-It serves the observers: ledger, guard, the pretend device, and the watched calls before a capture. Their mode stands above
-composite kernels, so a kernel that reads from the device inside (a boolean mask calls nonzero) shows as one op, and events.py
-needs a line for it. `tests/watch/test_gpu.py` holds both against what CUDA really does.
+The ledger, the guard, the pretend device and the watched calls before a capture use it. Their dispatch mode is above composite
+kernels, so a kernel that reads from the device inside (a boolean mask calls nonzero) shows as one op, and events.py needs a
+line for it. `tests/watch/test_gpu.py` compares both with CUDA's behaviour. `listen` registers a callback for the Python calls.
 """
 
+from __future__ import annotations
+
+import functools
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,7 +19,8 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .events import DOWNLOAD, HOST_DATA, MASK, MASK_PUT, MASKING, UPLOAD, WAITING_OPS, Cause
+from ..device import accelerator
+from .events import DOWNLOAD, HOST_DATA, MASK, MASK_PUT, MASKING, SCALARS, UPLOAD, WAITING_OPS, Cause
 
 UP, DOWN = "copy to device", "copy to host"
 
@@ -238,3 +244,84 @@ _LOOKS: dict[str, Callable[..., tuple[Move, ...]]] = {
     "_foreach_copy": _copied,
     "lift_fresh": _lifted,
 }
+
+
+Listener = Callable[[str, str], None]  # (what was called, device type)
+
+_listeners: list[Listener] = []
+_wrapped = ExitStack()
+_lock = threading.Lock()
+
+
+@contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Iterator[None]:
+    """Inside the block `make(original)` stands in the place of `owner`'s function `name`."""
+    original, own = getattr(owner, name), name in vars(owner)
+    setattr(owner, name, make(original))
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+def announce(what: str, device_type: str) -> None:
+    """Tell every listener that the calling thread is about to wait for the device. A listener may raise to forbid it."""
+    for listener in dict.fromkeys(_listeners):  # nested guards listen with one function, which decides once
+        listener(what, device_type)
+
+
+def listen(listener: Listener) -> None:
+    with _lock:
+        if not _listeners:
+            _install()
+        _listeners.append(listener)
+
+
+def leave(listener: Listener) -> None:
+    with _lock:
+        _listeners.remove(listener)
+        if not _listeners:
+            _wrapped.close()
+
+
+def _install() -> None:
+    calls = (
+        (torch.cuda, "synchronize", lambda *_: announce("torch.cuda.synchronize", "cuda")),
+        (torch.cuda.Stream, "synchronize", lambda *_: announce("stream.synchronize", "cuda")),
+        (torch.cuda.Event, "synchronize", lambda *_: announce("event.synchronize", "cuda")),
+        (torch.accelerator, "synchronize", _synchronized),
+        (torch._tensor_str, "_str", _printed),
+        (torch, "tensor", _built),
+    )
+    for module, name, before in calls:
+        _wrapped.enter_context(replaced(module, name, functools.partial(_waiting, before)))
+
+
+def _synchronized(*_) -> None:
+    if (device := accelerator()) is not None:
+        announce("torch.accelerator.synchronize", device.type)
+
+
+def _printed(t: torch.Tensor, *_) -> None:
+    if not on_host(t) and t.numel():
+        announce("print", t.device.type)
+
+
+def _built(data=None, *_) -> None:
+    while isinstance(data, (list, tuple)) and data:
+        if isinstance(data[0], torch.Tensor) and not on_host(data[0]):
+            announce(SCALARS, data[0].device.type)
+            return
+        data = data[0]
+
+
+def _waiting(before: Callable, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def waiting(*args, **kwargs):
+        before(*args)
+        return original(*args, **kwargs)
+
+    return waiting

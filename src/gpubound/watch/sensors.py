@@ -20,7 +20,7 @@ import torch
 
 from .. import trace
 from ..device import interpreted
-from .python_calls import replaced
+from .ops import replaced
 from .source_line import Place, site_in
 
 if TYPE_CHECKING:

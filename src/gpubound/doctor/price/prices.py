@@ -1,17 +1,229 @@
-"""Prices in milliseconds of a timed step."""
+"""Prices of stalls in milliseconds of a timed step, by replay of the recorded steps without some of their stalls.
+
+The sum of the times spent in waits is no price. A wait of 30 ms costs nothing while the device has work, and one of 0.2 ms
+costs 20 ms when it lets a queue run dry. So the simulator plays the host with its pauses, the streams as queues, and the waits.
+Then some of the waits are left out, and the times are compared.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
 from functools import cached_property
-from statistics import median
+from statistics import mean, median
+from typing import Any
 
 from ...errors import MeasureError
-from ..record.tape import Span
-from .idle import Bar
-from .measurements import Measurements
-from .replay import Replay
+from ...watch.ledger import LedgerRow
+from ...watch.source_line import Place
+from ..record.tape import Span, Tape, chosen
+from .idle import Bar, HostDependencies, Stalls, idle_times
+from .simulator import Simulator, fit_simulator
+
+WRONG = 0.02  # a mechanism that misses a recorded time by more of the tape's length prices nothing
+LOST = 0.005  # of all works: with more launches missing than this, what the host did is not known
+STEPS = 40  # steps in a play: the first one begins with an empty queue, so its price is wrong, and a 40th of the answer
+SLOWED = 0.5  # of the time that a recorded host takes, the least that an unrecorded one was seen to take was 0.55
+HALVINGS = 8  # of the shares between that and all of it: good to 0.2 %
+BUDGET = 200_000  # calls in a play, about 0.2 s: the steps of a large tape are played fewer times, but once in any case
+
+
+class Replay:
+    """Prices in milliseconds a step: the steps of the tape are played again and again, with some of their stalls and without.
+
+    `error` is by how much a play of the whole tape misses a recorded time at most, as a share of its length. `mechanism` is
+    played `times` times, which makes `steps` steps. Its host takes `share` of the recorded time (see `paced`); `recorded_ms` is
+    a step of one that takes all of it.
+    """
+
+    share = 1.0
+
+    def __init__(self, tape: Tape, order: HostDependencies | None = None):
+        order = order or HostDependencies(tape)
+        order.measurable()
+        if (lost := len(order.lost)) > LOST * len(tape.work):
+            raise MeasureError(
+                f"{lost} of {len(tape.work)} works have no launch on the tape, wanted at most {LOST:.1%}, so no stall can be "
+                "priced; record the tape with a profiler that runs before the first step and sees all threads."
+            )
+        mechanism = fit_simulator(tape, order)
+        self.error = mechanism.error()
+        if self.error > WRONG:
+            raise MeasureError(
+                f"the replay misses recorded times by up to {self.error:.1%} of the tape, wanted at most {WRONG:.0%}: "
+                "something that is not on the tape held up the host or the device, so no stall can be priced; record it again."
+            )
+        self.tape = tape
+        self.mechanism = mechanism.within(*tape.window) if tape.steps else mechanism
+        steps = max(len(tape.steps), 1)
+        most = max(BUDGET // max(len(self.mechanism.calls), 1), 1)
+        self.times = min(max(STEPS // steps, 1), most) if tape.steps else 1
+        self.steps = self.times * steps
+        self._base = self.mechanism.play(self.times).length
+        self.recorded_ms = self.step_ms
+        self.waits = frozenset(place for place, call in enumerate(tape.calls) if call.waits)
+        self.stalls = frozenset(place for place, span in enumerate(tape.spans) if span.kind in Stalls.KINDS)
+
+    @property
+    def step_ms(self) -> float:
+        """A step with all its stalls, by the replay."""
+        return self._ms(self._base)
+
+    def paced(self, step_ms: float) -> Replay:
+        """The replay whose host is as much faster as makes a step so long, as far as a recording can have slowed it.
+
+        A profiler slows the host alone. Where the device holds up a step, a recorded one takes little longer than a timed one,
+        and yet what the host does while the device waits took up to twice its time.
+        """
+        low, high = SLOWED, 1.0
+        if step_ms >= self.step_ms:
+            return self
+        awake = self.mechanism.awake(Stalls(self.tape))
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._with(middle, awake).step_ms < step_ms else (low, middle)
+        return self._with(high, awake)
+
+    def _with(self, share: float, awake: Simulator) -> Replay:
+        paced = copy(self)
+        paced.share, paced.mechanism = share, self.mechanism.paced(share, awake)
+        paced._base = paced.mechanism.play(self.times).length
+        return paced
+
+    def saved(self, calls: Iterable[int] = (), spans: Iterable[int] = (), work: bool = False) -> float:
+        """Compute what a step would save if these calls cost their host nothing, never waited, and these spans were gone.
+
+        `calls` are places of tape.calls. What they launch still runs, but not with `work`. A blocking copy is a copy and a
+        wait: either means both. `spans` are places of tape.spans: the host's pauses in them are left out, not the calls.
+        """
+        return self._ms(self._base - self._without(calls, spans, work))
+
+    def together(self, sets: Sequence[Iterable[int]], spans: Iterable[int] = (), work: bool = False) -> float:
+        """Return the saving without all these sets of calls. It can be more than their sum: a wait that is left out
+        alone often moves on to the next one."""
+        return self.saved((call for each in sets for call in each), spans, work)
+
+    def ceiling(self) -> float:
+        """A step whose host never stalls: no waits, nor waits for data, collections, compilations, checkpoints."""
+        return self._ms(self._without(self.waits, self.stalls))
+
+    def launch_free(self) -> float:
+        """A step whose host costs nothing, as a graph's: what the devices take alone."""
+        return self._ms(self.mechanism.hostless().play(self.times).length)
+
+    def _without(self, calls: Iterable[int], spans: Iterable[int], work: bool = False) -> float:
+        gone = chosen(calls, len(self.tape.calls), "calls")
+        away = chosen(spans, len(self.tape.spans), "spans")
+        mechanism = self.mechanism.without(gone, work) if gone else self.mechanism
+        mechanism = mechanism.awake(Stalls(self.tape, away)) if away else mechanism
+        return mechanism.play(self.times).length
+
+    def _ms(self, us: float) -> float:
+        return us / self.steps / 1e3
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """The measurements of a script. A missing one is None or empty, and `absent` has the reason."""
+
+    script: str  # as the user called it, without folders of this machine
+    device: str  # in words, such as "NVIDIA H200 (cuda:0)"
+    rows: Sequence[LedgerRow] = ()  # of `steps` steps under the sensors
+    steps: int = 0
+    counted: frozenset[str] = frozenset()  # the ledger's totals that a running sensor counted
+    tape: Tape | None = None  # recorded without sensors
+    step_ms: Sequence[float] = ()  # of each step timed without hooks
+    located: Mapping[int, Place] = field(default_factory=dict)  # a call's place on the tape -> its line
+    places: Mapping[str, Place] = field(default_factory=dict)  # a span's name -> its line: a loader, a checkpoint
+    memory: Mapping[str, float] = field(default_factory=dict)  # per timed step: alloc, free, retry, pin
+    about: Mapping[str, Any] = field(default_factory=dict)  # versions and settings
+    phases: Mapping[str, Any] = field(default_factory=dict)  # steps and seconds of each phase
+    absent: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def recording(self) -> Profile | None:
+        return None if self.tape is None else Profile(self.tape, self.located, self.places, self.ms)
+
+    @property
+    def ms(self) -> float | None:
+        """A timed step's mean. What happens in every fifth step, such as a checkpoint, has a share of it, as of a price."""
+        return mean(self.step_ms) if self.step_ms else None
+
+
+@dataclass(frozen=True)
+class Profile:
+    """`bar` and `replay` raise MeasureError where the tape does not show what it would take.
+
+    `step_ms` is a step that was not recorded, if one was timed. The replay runs at its pace.
+    """
+
+    tape: Tape
+    located: Mapping[int, Place] = field(default_factory=dict)  # a call's place on the tape -> its line
+    places: Mapping[str, Place] = field(default_factory=dict)  # a span's name -> its line
+    step_ms: float | None = None
+
+    @cached_property
+    def order(self) -> HostDependencies:
+        return HostDependencies(self.tape)
+
+    @cached_property
+    def bar(self) -> Bar:
+        return idle_times(self.tape, self.order)
+
+    @cached_property
+    def replay(self) -> Replay:
+        replay = Replay(self.tape, self.order)
+        return replay if self.step_ms is None else replay.paced(self.step_ms)
+
+    def cut(self, count: int) -> Profile:
+        """The first `count` steps, and `located` by the calls' places among those."""
+        if count >= len(self.tape.steps):
+            return self
+        part = self.tape.cut(0, count)
+        lines = {id(self.tape.calls[call]): place for call, place in self.located.items()}
+        located = {n: lines[id(call)] for n, call in enumerate(part.calls) if id(call) in lines}
+        return Profile(part, located, self.places, self.step_ms)
+
+
+Line = tuple[str, int]  # a file and a line of it
+
+
+def line_of(place: Place) -> Line | None:
+    """The user's line; in backward, where there may be none, the line that built the node."""
+    site = place.site or place.built
+    return (site.file, site.line) if site else None
+
+
+def by_line(evidence: Measurements, *kinds: str) -> list[list[LedgerRow]]:
+    """The rows of these kinds, those of one line together, the most frequent first."""
+    lines: dict[Line | None, list[LedgerRow]] = {}
+    for row in sorted(evidence.rows, key=lambda row: -row.count):
+        if row.kind in kinds:
+            lines.setdefault(line_of(row.place), []).append(row)
+    return list(lines.values())
+
+
+def times(evidence: Measurements, rows: list[LedgerRow]) -> float:
+    """Occurrences per step."""
+    return sum(row.count for row in rows) / max(evidence.steps, 1)
+
+
+def size(evidence: Measurements, rows: list[LedgerRow]) -> float:
+    """Bytes a step."""
+    return sum(row.bytes for row in rows) / max(evidence.steps, 1)
+
+
+def calls_at(evidence: Measurements, place: Place) -> frozenset[int]:
+    """The calls of the tape that this line made, as far as they are located."""
+    line = line_of(place)
+    return frozenset(n for n, location in evidence.located.items() if line is not None and line_of(location) == line)
+
+
+def taped(evidence: Measurements) -> int:
+    """The number of steps on the tape."""
+    return max(len(evidence.tape.steps), 1) if evidence.tape else 1
 
 
 class Prices:

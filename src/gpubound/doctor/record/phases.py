@@ -6,6 +6,7 @@ with a mark in the profile for each stall. What a phase could not do goes into `
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from shutil import rmtree
+from threading import local
 from typing import Any
 from weakref import finalize
 
@@ -27,11 +29,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ...formatting import in_words
 from ...watch.events import EMPTIED, KINDS
-from ...watch.ledger import Ledger
-from ...watch.python_calls import replaced, unchanged
-from ...watch.rows import LedgerRow
+from ...watch.ledger import Ledger, LedgerRow
+from ...watch.ops import replaced
 from ...watch.sensors import statistics
-from ...watch.source_line import Place, here
+from ...watch.source_line import TORCH, Place, here, owner
 from .kineto import read_trace
 from .script import StopScript
 from .tape import MARK, SPAN, Tape
@@ -214,6 +215,68 @@ class RecordedPhase(Phase):
             self._collection.__enter__()
         elif (begun := self.__dict__.pop("_collection", None)) is not None:
             begun.__exit__(None, None, None)
+
+
+CONVERSIONS = ("to", "cuda", "float", "half", "bfloat16")
+
+
+class _Inside(local):
+    """The conversion of a module that this thread is in: whether any tensor of it has changed."""
+
+    changed: bool | None = None
+
+
+@contextmanager
+def unchanged() -> Iterator[dict[tuple[str, Place], LedgerRow]]:
+    """Inside, a row of kind "noop" for each line of the user's that converts what needs no conversion."""
+    rows: dict[tuple[str, Place], LedgerRow] = {}
+    inside = _Inside()
+    with ExitStack() as stack:
+        for name in CONVERSIONS:
+            stack.enter_context(replaced(torch.Tensor, name, functools.partial(_of_tensors, name, rows, inside)))
+            stack.enter_context(replaced(torch.nn.Module, name, functools.partial(_of_modules, name, rows, inside)))
+        yield rows
+
+
+def _of_tensors(name: str, rows: dict, inside: _Inside, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def converted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        result = original(tensor, *args, **kwargs)
+        took = time.perf_counter() - began
+        if inside.changed is not None:
+            inside.changed |= result is not tensor
+        elif result is tensor:
+            _add(rows, name, took)
+        return result
+
+    return converted
+
+
+def _of_modules(name: str, rows: dict, inside: _Inside, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def converted(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        outer, inside.changed = inside.changed, False
+        began = time.perf_counter()
+        try:
+            result = original(module, *args, **kwargs)
+            took = time.perf_counter() - began
+            if outer is None and not inside.changed:
+                _add(rows, name, took)
+        finally:
+            inside.changed = None if outer is None else outer or inside.changed
+        return result
+
+    return converted
+
+
+def _add(rows: dict, name: str, seconds: float) -> None:
+    place = here()
+    if place.site is None or (place.via is not None and owner(place.via.file) is not TORCH):
+        return  # in a library, which the user cannot fix
+    row = rows.setdefault((name, place), LedgerRow("noop", f".{name}()", place))
+    row.count += 1
+    row.ms += 1e3 * seconds
 
 
 class LocatedPhase(Phase):

@@ -16,17 +16,15 @@ from ...device import label
 from ...errors import MeasureError
 from ...version import __version__
 from ...watch import pretend
-from ...watch.rows import LedgerRow
+from ...watch.ledger import LedgerRow
 from ..finding import Verdict
-from ..price.measurements import Measurements
+from ..price.prices import Measurements
 from ..rules.compute import idle
 from ..rules.diagnose import diagnose
 from .kineto import read_trace
-from .locate import lines_by_mark, match_lines
 from .phases import LocatedPhase, Phase, Phases, RecordedPhase, TimedPhase
-from .script import Script, StopScript
-from .steps import Steps
-from .tape import Tape
+from .script import Script, Steps, StopScript
+from .tape import Tape, lines_by_mark, match_lines
 
 PYTHON, COMMAND = "pass dry_run=True", "put --dry-run before the script"
 DRY = "a dry run counts and names lines; prices need a GPU"

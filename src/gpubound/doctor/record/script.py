@@ -1,11 +1,13 @@
-"""Runs a user's script in this process, as `python script.py args` or `python -m module args` would, unmodified.
+"""Run a user's script in this process, as `python script.py args` or `python -m module args` would, and find its steps.
 
-It is `__main__`, has its own sys.argv and sys.path[0], and its children started by spawn import it as they always do: none of
-them meets a doctor. It is stopped by an exception that no `except Exception` catches, so that its `finally` blocks run.
+The script is `__main__` with its sys.argv and sys.path[0], and its children started by spawn import it as always, without the
+doctor. It is stopped by an exception that no `except Exception` catches, so that its `finally` blocks run. A step ends with an
+`Optimizer.step`, a call of gb.TrainStep, or the function or annotation that the user names.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import multiprocessing
 import os
@@ -14,18 +16,25 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from pkgutil import get_importer
 from types import ModuleType, TracebackType
+from typing import Any
 
 import torch
+from torch.autograd.profiler import record_function
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ...watch.pretend import NAME
-from ...watch.python_calls import replaced
-from ...watch.simtensor import SimTensor
+from ...train.device_step import StepResult
+from ...train.step import TrainStep
+from ...watch.ops import replaced
+from ...watch.pretend import NAME, SimTensor
 
 _LIBRARY = str(Path(__file__).parents[2]) + os.sep
 RUNS = "fix it, and check that it runs without the doctor"
@@ -257,3 +266,108 @@ def _left(before: Collection[threading.Thread]) -> str:
 
 def _say(text: str) -> None:
     print(f"gpubound doctor: {text}", file=sys.stderr, flush=True)
+
+
+class TrainSteps:
+    """Calls `made` after every call of a gb.TrainStep that made a step. `inside` says whether one is being made.
+
+    A replayed graph calls neither Optimizer.step nor backward. The step that is captured calls both several times: it is
+    rehearsed and certified. So what is called inside says nothing of how many steps there were.
+    """
+
+    def __init__(self, on_step: Callable[[TrainStep, StepResult], None]):
+        self._on_step = on_step
+        self.inside = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        with replaced(TrainStep, "__call__", self._watched):
+            yield
+
+    def _watched(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def watched(train_step: TrainStep, *args: Any, **kwargs: Any) -> StepResult | None:
+            self.inside = True
+            try:
+                result = original(train_step, *args, **kwargs)
+            finally:
+                self.inside = False
+            if result is not None:  # None: its batches have come to their end
+                self._on_step(train_step, result)
+            return result
+
+        return watched
+
+
+class Steps:
+    """Calls `ended` after every step, in the process that opened it: a forked worker's steps are its own.
+
+    With several optimizers, as of a GAN or one a parameter, the first that steps is the one that counts; a TrainStep is one of
+    them. `marker` names what ends a step instead: MODULE:FUNCTION, or an annotation (torch.profiler.record_function).
+    """
+
+    def __init__(self, ended: Callable[[], None], marker: str = ""):
+        self._ended, self._marker = ended, marker
+        self._leader: weakref.ref[Optimizer | TrainStep] | None = None
+        self._train_steps = TrainSteps(lambda train_step, _: self._updated(train_step))
+        self._ending = ExitStack()
+
+    def __enter__(self) -> Steps:
+        self._process = os.getpid()
+        module, colon, function = self._marker.partition(":")
+        if not self._marker:
+            handle = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._updated(optimizer))
+            self._ending.callback(handle.remove)
+            self._ending.enter_context(self._train_steps.listening())
+        elif colon:
+            owner, name = _function(module, function, self._marker)
+            self._ending.enter_context(replaced(owner, name, self._counted))
+        else:
+            self._ending.enter_context(replaced(record_function, "__exit__", self._annotated))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ending.close()
+
+    def _updated(self, optimizer: Optimizer | TrainStep) -> None:
+        if self._train_steps.inside:
+            return
+        if self._leader is None or self._leader() is None:
+            self._leader = weakref.ref(optimizer)
+        if self._leader() is optimizer:
+            self._step()
+
+    def _counted(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._step()
+            return result
+
+        return counted
+
+    def _annotated(self, original: Callable) -> Callable:
+        def leave(annotation: Any, *error: Any) -> None:
+            original(annotation, *error)
+            if annotation.name == self._marker and not any(error):
+                self._step()
+
+        return leave
+
+    def _step(self) -> None:
+        if os.getpid() == self._process and not torch.compiler.is_compiling():
+            self._ended()
+
+
+def _function(module: str, function: str, marker: str) -> tuple[Any, str]:
+    try:
+        owner: Any = import_module(module)
+        *path, name = function.split(".")
+        for part in path:
+            owner = getattr(owner, part)
+        getattr(owner, name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"step-marker: got {marker!r}, wanted MODULE:FUNCTION that can be imported, or an annotation's name: {error}."
+        ) from error
+    return owner, name

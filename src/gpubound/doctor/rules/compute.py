@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from functools import partial
 
 from ...formatting import readable
-from ...watch.rows import LedgerRow
+from ...watch.ledger import LedgerRow
 from ...watch.source_line import Place
-from ..price.measurements import Measurements, by_line, calls_at, line_of, size, taped, times
-from ..price.prices import Prices, named
+from ..price.prices import Measurements, Prices, by_line, calls_at, line_of, named, size, taped, times
 from ..record.tape import Span
-from .base import StallCandidate, StallRule, estimate
-from .waits import writes_checkpoint
+from .waits import StallCandidate, StallRule, estimate, writes_checkpoint
 
 WORTH = 0.005  # of a step: below it the doctor calls anything harmless
 EVERY = 0.9  # a step: recorded steps may begin in the middle of one

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ...watch.rows import TOTALS
+from ...watch.ledger import TOTALS
 from ..finding import KINDS, Finding, Verdict
-from ..price.measurements import Line, Measurements, line_of, size, times
-from ..price.prices import Prices
-from . import RULES
-from .base import StallCandidate, StallRule
-from .waits import MEMORY_KINDS
+from ..price.prices import Line, Measurements, Prices, line_of, size, times
+from .compute import HOST, LAUNCHES, OTHERS, PRODUCTS, WASTE
+from .waits import CHECKPOINTS, COPIES, MEMORY, MEMORY_KINDS, PAUSES, READS, StallCandidate, StallRule
+
+RULES: tuple[StallRule, ...] = (
+    CHECKPOINTS, *PAUSES, MEMORY, *WASTE, COPIES, READS, *HOST, *LAUNCHES, *PRODUCTS, *OTHERS,
+)  # fmt: skip
 
 HARMLESS = 0.005  # of a step: two timings of the same step differ by as much
 

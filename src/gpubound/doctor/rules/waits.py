@@ -3,19 +3,51 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from ...formatting import readable
 from ...watch.events import DOWNLOAD, EMPTIED, HOST_DATA, MASKING, UPLOAD, cause_of
+from ...watch.ledger import LedgerRow
 from ...watch.ops import DOWN, UP
-from ...watch.rows import LedgerRow
 from ...watch.source_line import Place
 from ..finding import KINDS
-from ..price.measurements import Line, Measurements, by_line, calls_at, line_of, size, taped, times
-from ..price.prices import Prices
+from ..price.prices import Line, Measurements, Prices, by_line, calls_at, line_of, size, taped, times
 from ..record.tape import Span, Tape
-from .base import StallCandidate, StallRule
+
+
+@dataclass(frozen=True)
+class StallCandidate:
+    """One thing at one place. Its price is what a step saves without `calls` and `spans`; or `ms`, where a rule knows it."""
+
+    kind: str
+    place: Place
+    count: float  # a step
+    evidence: str
+    calls: frozenset[int] = frozenset()
+    spans: frozenset[int] = frozenset()
+    ms: float | None = None
+    certainty: str = "counted"
+    fix: str = ""  # empty: the remedy of its kind
+    waits: bool = False  # it is made of waits: if none of them is located, they are among those that are not
+
+
+@dataclass(frozen=True)
+class StallRule:
+    """`threshold` in the words of the table in docs/doctor-how.md, with `why`."""
+
+    name: str
+    kinds: tuple[str, ...]
+    finds: str
+    threshold: str
+    why: str
+    look: Callable[[Measurements, Prices], Iterable[StallCandidate]]
+
+
+def estimate(kind: str, place: Place, count: float, evidence: str, ms: float | None, fix: str = "") -> StallCandidate:
+    """A claim whose price is a rule's own; None: counted alone."""
+    return StallCandidate(kind, place, count, evidence, ms=ms, certainty="counted" if ms is None else "estimate", fix=fix)
+
 
 WRITERS = ("torch/serialization.py", "torch/storage.py", "torch/distributed/checkpoint/", "safetensors/torch.py")
 

@@ -1,5 +1,5 @@
 "use strict";
-// The replay of doctor/mechanism.py, step for step, so that a price in the page is the doctor's. `program` holds a list for each
+// The replay of doctor/price/simulator.py, step for step, so that a price in the page is the doctor's. `program` holds a list for each
 // name, with an entry a call. `picks` are the numbers of what is left out.
 
 function played(program, picks, host = true) {
