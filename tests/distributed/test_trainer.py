@@ -49,7 +49,7 @@ def trained(folder, place=False, fsdp=None, device="cpu"):
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     import gpubound as gb
-    from gpubound.place.fused import Fused
+    from gpubound.place.candidates import Fused
 
     AcceleratorState._reset_state(True)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from gpubound.models import Decoder, DecoderConfig
-from gpubound.place.fused import Fused
+from gpubound.place.candidates import Fused
 from tests.messages import message
 
 from .models import place, tiny, tokens
@@ -109,7 +109,7 @@ def test_a_decoder_of_gpubounds_own():
     why = "gpubound's own, tested against the reference"
     assert rows["model.layers.1.self_attn"] == (message("place/any_module:a_decoder_of_gpubounds_o"), why)
     assert rows["lm_head"] == (message("place/any_module:a_decoder_of_gpubounds_o.2"), why)
-    assert "model.layers.1.self_attn.q_proj" not in rows and rows["model.embed_tokens"] == ("torch", "as it was")
+    assert "model.layers.1.self_attn.q_proj" not in rows and rows["model.embed_tokens"] == ("torch", "unchanged")
     assert ": reference kernels" in placement.summary
 
 

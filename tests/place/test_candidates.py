@@ -13,7 +13,7 @@ from transformers import (
 
 from gpubound.errors import PlaceError
 from gpubound.place import candidates
-from gpubound.place.fused import Fused
+from gpubound.place.candidates import Fused
 
 from .models import VOCABULARY, assert_close, batch, place, rows, tiny, tokens, training_run, twin
 
@@ -102,7 +102,7 @@ def test_a_scaled_loss_stays_as_it_was():
 def test_a_loss_of_ones_own_and_a_users_class_are_left_alone():
     model = made("starcoder2")
     model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.square().mean()
-    assert not candidates._foreign_causal_lm(model)
+    assert not candidates._is_other_causal_lm(model)
     model = made("starcoder2")
     model.__class__ = type("Mine", (type(model),), {"__module__": __name__})
     place(model)

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import gpubound as gb
-from gpubound.place import exercise
-from gpubound.place.fused import Fused
+from gpubound.place import verify
+from gpubound.place.candidates import Fused
 from gpubound.place.verify import Named
 from tests.messages import message
 
@@ -39,27 +39,27 @@ def sketch(spread: float, seed: int, of: Named | None = None) -> Named:
 def test_the_placed_run_may_be_twice_as_far_off(off, right):
     exact = sketch(0, 0)
     model = nn.Linear(4, 4, dtype=BF16)
-    verdict = exercise.judge_by_truth(model, lambda: exact, sketch(off, 1, exact), sketch(0.05, 2, exact), BF16)
+    verdict = verify.compare_in_fp32(model, lambda: exact, sketch(off, 1, exact), sketch(0.05, 2, exact), BF16)
     assert verdict.ok == right and abs(verdict.error - off) < 1e-3
     assert verdict.where.endswith(", from fp32,")
 
 
 def test_only_what_rounding_may_explain_is_judged_again():
-    apart = lambda off: exercise.compare(sketch(off, 1, sketch(0, 0)), sketch(0, 0), BF16)  # noqa: E731
-    assert not apart(0.1).ok and exercise.rounding_may_be_it(apart(0.1), BF16)
-    assert not exercise.rounding_may_be_it(apart(0.5), BF16) and not exercise.rounding_may_be_it(apart(0.1), torch.float32)
+    apart = lambda off: verify.compare(sketch(off, 1, sketch(0, 0)), sketch(0, 0), BF16)  # noqa: E731
+    assert not apart(0.1).ok and verify.may_be_rounding(apart(0.1), BF16)
+    assert not verify.may_be_rounding(apart(0.5), BF16) and not verify.may_be_rounding(apart(0.1), torch.float32)
 
 
 def test_that_fp32_had_no_memory_to_judge_is_said(monkeypatch):
     """An 8b in bf16 wants 64 GB more for it: weights and gradients in fp32."""
     model = nn.Linear(400, 1, bias=False, dtype=BF16)
-    run = exercise.Exercise(model, torch.ones(1, 400, dtype=BF16))
+    run = verify.Exercise(model, torch.ones(1, 400, dtype=BF16))
     assert not run.trouble
 
     def full(*_):
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(exercise, "judge_by_truth", full)
+    monkeypatch.setattr(verify, "compare_in_fp32", full)
     model.weight.data *= 1.1  # further off than the limit, not so far that rounding could not be it
     verdict = run.again()
     assert not verdict.ok and message("place/exercise:that_fp32_had_no_memory").within(str(verdict))
@@ -72,7 +72,7 @@ def test_the_model_is_its_placed_self_again():
     ids, places, kinds = tokens(), [p.data_ptr() for p in model.parameters()], [type(m) for m in model.modules()]
     with torch.no_grad():
         before = model(ids).logits
-    with exercise.as_it_came(model), exercise.in_fp32(model):
+    with verify.original_classes(model), verify.in_fp32(model):
         assert not any(isinstance(m, Fused) for m in model.modules())
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         with torch.no_grad():

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import gpubound as gb
 from gpubound.errors import PlaceError
-from gpubound.place.fused import Fused
+from gpubound.place.candidates import Fused
 from tests.messages import message
 
 from .models import assert_close, batch, place, rows, tiny, tokens, training_run, twin

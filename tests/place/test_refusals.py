@@ -11,8 +11,8 @@ from gpubound import trace
 from gpubound.errors import FallbackError, PlaceError
 from gpubound.layers import run_blocks
 from gpubound.models import Decoder, DecoderConfig, hf_modules
-from gpubound.place import exercise, placer, verify
-from gpubound.place.fused import Fused
+from gpubound.place import placer, verify
+from gpubound.place.candidates import Fused
 from tests.messages import message
 
 from .models import assert_close, batch, place, rows, tiny, tokens, training_run, twin
@@ -73,14 +73,14 @@ def test_a_wrong_loop_is_taken_back(monkeypatch):
 def test_a_wrong_whole_is_taken_back(monkeypatch):
     """Right alone, wrong together: everything goes back, and no line says ready."""
     model = tiny()
-    real, calls = exercise.compare, []
+    real, calls = verify.compare, []
 
     def last_one_fails(after, before, dtype):
         calls.append(1)
         verdict = real(after, before, dtype)
         return verdict if len(calls) < 3 else verify.Agreement("loss", 0.5, 1e-3)
 
-    monkeypatch.setattr(exercise, "compare", last_one_fails)
+    monkeypatch.setattr(verify, "compare", last_one_fails)
     placement = place(model)
     assert not any(isinstance(m, Fused) for m in model.modules())
     assert not placement.verified and "not verified as a whole" in placement.summary

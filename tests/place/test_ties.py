@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpubound.place import candidates
-from gpubound.place.fused import Fused
+from gpubound.place.candidates import Fused
 
 from .models import assert_close, batch, place, rows, tiny, training_run, twin
 

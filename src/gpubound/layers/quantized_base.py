@@ -17,8 +17,7 @@ A new format is a subclass of `Frozen`, and a name in FORMATS of lora/base.py.
 Legend: N tokens, O outputs (a weight's rows), K inputs (its columns).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -263,19 +262,6 @@ class Base(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.attach()
-
-
-@contextmanager
-def without_rounded_inputs(model: nn.Module) -> Iterator[None]:
-    """Compute every product with dequantised weights and unrounded inputs inside, for verification."""
-    before = [(module, module.rounds_inputs) for module in model.modules() if isinstance(module, Base)]
-    try:
-        for base, _ in before:
-            base.rounds_inputs = False
-        yield
-    finally:
-        for base, rounds_inputs in before:
-            base.rounds_inputs = rounds_inputs
 
 
 def _reload(base: Any, keys: Any) -> None:

@@ -1,4 +1,4 @@
 """`place`: a model on its device, through verified fast kernels, and a table of what runs where and why."""
 
 from .placement import Placement as Placement
-from .placer import as_it_is as as_it_is, place as place
+from .placer import place as place, unplaced as unplaced

@@ -1,4 +1,4 @@
-"""What placing did, as a table read from the modules themselves: where their tensors are, how often each was slower."""
+"""The result of placing: a table of each module's device, dtype, kernel, verification and calls on a slower path."""
 
 import re
 from collections import Counter
@@ -12,7 +12,7 @@ from torch import nn
 from .. import device as facts
 from ..layers.fused_weights import Projecting
 from ..models.registry import fused_types
-from .fused import MARK, Fused, release
+from .candidates import MARK, Fused, release
 from .verify import Agreement
 
 
@@ -24,25 +24,25 @@ class PlacedModule:
     dtype: str
     kernel: str
     why: str
-    error: float | None  # the worst that its verification found, relative
-    limit: float | None  # what that may be
+    error: float | None  # the largest relative error of its verification
+    limit: float | None
     fallbacks: int
     reasons: dict[str, int]
 
 
 @dataclass(frozen=True)
 class Note:
-    """What was decided about one module."""
+    """The decision about one module."""
 
     name: str
     module: nn.Module
     kernel: str
     why: str
     refused: bool = False
-    verdict: Agreement | None = None
+    result: Agreement | None = None
 
     def counters(self) -> list[Counter[str]]:
-        """Where a module of ours counts its calls that took a slower path, by reason."""
+        """Return the module's counts of calls on a slower path, by reason."""
         own = self.module.__dict__
         return [*([own["delegated"]] if "delegated" in own else []), *([own["stacked"].fallbacks] if "stacked" in own else [])]
 
@@ -55,30 +55,30 @@ class Note:
         for reason, often in reasons.most_common(1):
             why += f"; {often} calls: {reason}"
         kind = ("Fused" if isinstance(self.module, Fused) else "") + self.module._get_name()
-        error, limit = (self.verdict.error, self.verdict.limit) if self.verdict else (None, None)
+        error, limit = (self.result.error, self.result.limit) if self.result else (None, None)
         name, often = self.name or "(the model)", reasons.total()
         return PlacedModule(name, kind, where, dtypes, self.kernel, why, error, limit, often, dict(reasons))
 
 
 @dataclass(eq=False, repr=False)
 class Placement:
-    """What `place` did. `str()` is the table. `undo()` gives the model its own classes back."""
+    """The result of `place`. `str()` is the table. `undo()` restores the model's classes."""
 
     model: nn.Module
     device: torch.device
     _notes: list[Note]
-    _verdict: Agreement  # of the whole model
+    _result: Agreement  # of the whole model
     seconds: float
-    unsupported: str | None = None  # the model_type of a transformers model whose attention and MLP have no parts here
-    plain: bool = False  # no module was transformers' or ours
+    unsupported: str | None = None  # model_type of a transformers model without fused attention and MLP
+    plain: bool = False  # no module is transformers' or gpubound's
 
     @property
     def verified(self) -> bool:
-        return self._verdict.ok
+        return self._result.ok
 
     @property
     def rows(self) -> list[PlacedModule]:
-        """A row for each module that has parameters of its own or was swapped, in its present state."""
+        """Return a row for each module that has own parameters or was swapped, in its present state."""
         return [note.row() for note in self._notes]
 
     @property
@@ -95,7 +95,7 @@ class Placement:
 
     @property
     def summary(self) -> str:
-        """The table's last line: where the model is, and whether it was seen to work there."""
+        """Return the table's last line: the model's device, and whether it was verified there."""
         swaps = f"{self.swapped} swapped, {self.refused} refused, {self.seconds:.1f} s"
         if self.unsupported:
             swaps += (
@@ -103,21 +103,21 @@ class Placement:
                 f"ones ({', '.join(fused_types())})"
             )
         if self.plain:
-            found = "Only norms were swapped" if self.swapped else "Nothing was swapped"
+            done = "Only norms were swapped" if self.swapped else "Nothing was swapped"
             swaps += (
-                f". {found}: {type(self.model).__name__} is a plain module, whose attention, MLP and loss run as written; "
+                f". {done}: {type(self.model).__name__} is a plain module, whose attention, MLP and loss run as written; "
                 f"docs/your-own-model.md has three changes that fuse them"
             )
         where = facts.label(self.device)
         if not self.verified:
-            return f"On {where}, not verified as a whole: {self._verdict}. {swaps}."
+            return f"On {where}, not verified as a whole: {self._result}. {swaps}."
         if self.device.type == "cuda":
-            return f"GPU ready: {where}. Whole model, forward and backward: {self._verdict}. {swaps}."
+            return f"GPU ready: {where}. Whole model, forward and backward: {self._result}. {swaps}."
         kernels = "reference kernels, plain PyTorch (a CPU gains nothing)"
         if facts.interpreted():
             kernels = "Triton's interpreter (slow, for tests)"
         ours = self.swapped or any(hasattr(type(note.module), "fused_kernels") for note in self._notes)
-        return f"{where}: {kernels if ours else 'torch'}. Whole model, forward and backward: {self._verdict}. {swaps}."
+        return f"{where}: {kernels if ours else 'torch'}. Whole model, forward and backward: {self._result}. {swaps}."
 
     def as_dict(self) -> dict[str, Any]:
         own = ("verified", "summary", "swapped", "refused", "fallbacks", "seconds", "unsupported")
@@ -125,8 +125,7 @@ class Placement:
         return {"device": str(self.device), **{name: getattr(self, name) for name in own}, "rows": rows}
 
     def undo(self) -> None:
-        """Give every swapped module its own class again. The weights stay on their device; those that were put side by side get
-        memory of their own again, each."""
+        """Restore every swapped module's class. The weights stay on their device; stacked ones get separate memory again."""
         for note in self._notes:
             if isinstance(note.module, Fused) and isinstance(note.module, Projecting):
                 note.module.separate()
@@ -146,11 +145,11 @@ def _joined(values: Iterable[str]) -> str:
 
 
 def _grouped(rows: list[PlacedModule]) -> list[PlacedModule]:
-    """Rows that differ only in the layer's number, as one, in their order: layers.*.mlp (24). The worst of them speaks."""
+    """Merge rows that differ only in the layer's number, in order: layers.*.mlp (24). The worst of them is shown."""
     groups: dict[tuple, list[PlacedModule]] = {}
     for row in rows:
-        what = "" if row.error is not None else row.why
-        key = (re.sub(r"\.\d+(?=\.|$)", ".*", row.module), row.device, row.dtype, row.kernel, what)
+        why = "" if row.error is not None else row.why
+        key = (re.sub(r"\.\d+(?=\.|$)", ".*", row.module), row.device, row.dtype, row.kernel, why)
         groups.setdefault(key, []).append(row)
     return [_merged(key[0], group) for key, group in groups.items()]
 

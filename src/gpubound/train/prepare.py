@@ -25,7 +25,7 @@ from ..layers.embedding_and_head import head_of
 from ..lora.base import FORMATS, InCodes, encode as quantise, tell
 from ..models.registry import family_of, is_named
 from ..models.storing import read_parts
-from ..place import Placement, as_it_is, place
+from ..place import Placement, place, unplaced
 from ..trace import notice
 from .adapters import base_of, check_base, frozen_bytes
 from .checkpoint.checkpoints import WHERE, Checkpoint, Checkpoints
@@ -239,7 +239,7 @@ def place_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, rank
     """Return the model with its adapters on its device, sharded or whole."""
     if choose_sharded(recipe, lambda: outline(recipe, tokenizer), device, ranks):
         model = build_shards(recipe, tokenizer, device, ranks)
-        return model, as_it_is(model, device, "no rank holds all of it; the first steps show whether it runs")
+        return model, unplaced(model, device, "no rank holds all of it; the first steps show whether it runs")
     model = build_model(recipe, tokenizer, device)
     placement = place(model, device)
     if recipe.adapters is not None:
