@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,9 @@ CASES: dict[tuple[str, str], tuple[str, int, int, dict[str, Any]]] = {
 }
 
 
-def step_of_case(preset: str, seq: int, rows: int, options: dict[str, Any]) -> StepConfig:
+@cache
+def step_of_case(name: tuple[str, str]) -> StepConfig:
+    preset, seq, rows, options = CASES[name]
     options = {"precision": "bf16", "accumulate": 1} | options
     return outlined(Decoder(PRESETS[preset], device=META), AdamW(), seq=seq, rows=rows, **options)
 
@@ -83,8 +86,8 @@ def compared(results: Path = RESULTS) -> Iterator[Compared]:
     """Yield every case with a measurement: speed of each GPU, and peak memory that the allocator reserved."""
     for name, file in FILES.items():
         lines = [json.loads(line) for line in (results / file).read_text(encoding="utf-8").splitlines()]
-        for (bench, case), about in CASES.items():
-            step = step_of_case(*about)
+        for bench, case in CASES:
+            step = step_of_case((bench, case))
             speed = step.tokens_per_step / step.world / sum(seconds(step, GPUS[name]).values())
             for unit, what, predicted in (("tok/s", "", speed), ("GiB", " peak memory", reserved(memory(step)) / GIB)):
                 if (newest := newest_of(lines, bench, case, what, unit)) is not None:

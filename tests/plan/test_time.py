@@ -32,7 +32,7 @@ from tests.distributed.processes import on_ranks
 
 H200 = GPUS["h200"]
 BASE = step_of(Recipe(model="350m", seq=1024, micro_batch=4, accumulate=64), 8)
-EIGHT_B = check_plan.step_of_case("8b", 4096, 1, {"lora": Lora(16)})
+EIGHT_B = check_plan.step_of_case(("lora", "8b"))
 
 
 def test_predictions_hold_on_the_committed_measurements():
@@ -52,8 +52,8 @@ def test_a_prediction_that_is_off_is_found(monkeypatch):
 def test_a_checked_case_is_the_one_that_the_benchmark_measures(name):
     bench, case = name
     measured = {"train": TRAIN_CASES, "lora": LORA_CASES, "ranks": RANKS_CASES}[bench][case.partition(" on ")[0]]
-    preset, seq, rows, options = check_plan.CASES[name]
-    step = check_plan.step_of_case(preset, seq, rows, options)
+    preset, seq, rows, _ = check_plan.CASES[name]
+    step = check_plan.step_of_case(name)
     assert (measured.shape, measured.seq) == (preset, seq)
     if "-lora" not in case:
         assert (measured.recompute == step.recompute and measured.micro * measured.accumulate == rows * step.accumulate) or (
@@ -206,13 +206,13 @@ def test_a_step_sends_what_its_collectives_say():
     assert on_ranks(WORLD, sent) == [(replicas, shards)] * WORLD
 
 
-def adapted_step(is_dealt: bool, base: str | None) -> tuple[dict[str, int], dict[str, int]]:
+def adapted_step(is_sharded_model: bool, base: str | None) -> tuple[dict[str, int], dict[str, int]]:
     """Return (bytes of a step's collectives, bytes that this rank has) for two micro-batches on each of two ranks."""
     with join("cpu") as ranks:
         torch.manual_seed(0)
         model = Decoder(ADAPTED)
         Lora(4, base=base).add(model)
-        if is_dealt:
+        if is_sharded_model:
             shard(model, blocks_of(model), ranks, torch.float32)
         step = gb.TrainStep(model, "next_token", accumulate=EACH, precision="fp32", graph="off", ranks=ranks)
         batch = dict.fromkeys(("input_ids", "labels"), torch.arange(SEQ)[None])
@@ -228,13 +228,13 @@ def adapted_step(is_dealt: bool, base: str | None) -> tuple[dict[str, int], dict
 
 
 @pytest.mark.parametrize("base", [None, "nf4"])
-@pytest.mark.parametrize("is_dealt", [False, True], ids=["ddp", "fsdp"])
-def test_a_step_of_adapters_sends_and_has_what_the_plan_says(is_dealt, base):
+@pytest.mark.parametrize("is_sharded_model", [False, True], ids=["ddp", "fsdp"])
+def test_a_step_of_adapters_sends_and_has_what_the_plan_says(is_sharded_model, base):
     step = outlined(
-        Decoder(ADAPTED, device=META), AdamW(), "fp32", SEQ, 1, EACH, captured=False, world=WORLD, sharded=is_dealt,
+        Decoder(ADAPTED, device=META), AdamW(), "fp32", SEQ, 1, EACH, captured=False, world=WORLD, sharded=is_sharded_model,
         lora=Lora(4, base=base),
     )  # fmt: skip
     want, parts = totals(step), memory(step)
-    want["all-reduce"] += LOSSES + is_dealt * COUNTS
-    for seen, sizes in on_ranks(WORLD, partial(adapted_step, is_dealt, base)):
-        assert seen == want and sizes == {name: parts[name] for name in sizes}
+    want["all-reduce"] += LOSSES + is_sharded_model * COUNTS
+    for sent_bytes, sizes in on_ranks(WORLD, partial(adapted_step, is_sharded_model, base)):
+        assert sent_bytes == want and sizes == {name: parts[name] for name in sizes}

@@ -1,8 +1,8 @@
-"""This machine's measured limits, and the formulas of every percentage that is a share of them (bandwidth, matrix rate, MFU).
+"""This machine's measured limits, and the formulas of the percentages based on them (bandwidth, matrix rate, MFU).
 
-They are measured once and kept in a file whose name holds the GPU, the driver, torch and CUDA: change one, and they are
-measured again. A busy machine only ever measures too little. So the best that was ever seen is kept, and a figure is measured
-again when some work has passed it, or comes so near to it that one measurement is not enough to believe.
+Limits are measured once and cached in a file whose name contains the GPU, the driver, torch and CUDA. A busy machine only
+measures too little, so the best value of all measurements counts, and a figure is measured again when some work exceeds it or
+comes close to the value of a single measurement.
 """
 
 import json
@@ -21,8 +21,8 @@ from ..trace import notice, say
 from . import limits
 from .limits import machine
 
-MEASUREMENTS = 3  # of one machine: work that passes the best of so many is not bound by that figure
-CLOSE = 0.9  # a share above this is rare, and one measurement that was made on a busy machine a likelier reason
+MEASUREMENTS = 3  # work that exceeds the best of three is not bound by that figure
+CLOSE = 0.9  # a share above this is less likely than a measurement on a busy machine
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 _PRECISION_OF = {
@@ -66,7 +66,7 @@ class Ceilings:
     """Each figure is the best of so many."""
 
     def flops_per_s(self, precision: str | torch.dtype) -> float:
-        """The matrix rate in a dtype: 'bf16', torch.bfloat16 and so on. MeasureError if it was not measured."""
+        """Return the matrix rate in a dtype: 'bf16', torch.bfloat16 and so on. MeasureError if it was not measured."""
         short = _PRECISION_OF.get(precision, "") if isinstance(precision, torch.dtype) else precision
         if short not in PRECISIONS:
             raise ValueError(
@@ -82,43 +82,43 @@ class Ceilings:
         return asdict(self)
 
 
-_unsaved: dict[tuple[str, bool], Ceilings] = {}  # (key, quick): what no file could be written for
+_unsaved: dict[tuple[str, bool], Ceilings] = {}  # (key, quick) -> ceilings that could not be written to a file
 
 
 def ceilings(device: str | torch.device = "auto", *, refresh: bool = False, quick: bool = False) -> Ceilings:
     """Return the limits of `device`: from the cache, or measured now, within about 5 s. `quick` takes 2: fewer runs, less data.
 
-    A line on stderr says when they are measured. Every figure has a limit in seconds: a slow machine makes fewer runs of
-    smaller products. `quick` uses full figures if the cache has them. `refresh` always measures again, and keeps the better
-    value of each figure. Delete the cache's file to forget them.
+    A line on stderr reports a measurement. Every figure has a time limit: a slow machine makes fewer runs of smaller products.
+    `quick` uses full figures if the cache has them. `refresh` always measures again, and keeps the better value of each
+    figure. Delete the cache's file to discard them.
     """
-    where = resolve(device)
-    key = _key(where)
+    device = resolve(device)
+    key = _key(device)
     if not refresh:
-        for least in (False, True) if quick else (False,):
-            if (kept := _read(cache_file(key, least)) or _unsaved.get((key, least))) is not None:
-                return kept
-    found = _measure(where, key, quick)
-    if refresh and (kept := _read(cache_file(key, quick))) is not None:
-        found = replace(_better(kept, found), measurements=1)
-    _write(found)
-    return found
+        for is_quick in (False, True) if quick else (False,):
+            if (cached := _read(cache_file(key, is_quick)) or _unsaved.get((key, is_quick))) is not None:
+                return cached
+    result = _measure(device, key, quick)
+    if refresh and (cached := _read(cache_file(key, quick))) is not None:
+        result = replace(_better(cached, result), measurements=1)
+    _write(result)
+    return result
 
 
 def share(achieved: float, figure: str, device: str | torch.device = "auto") -> float | None:
     """Return `achieved` as a fraction of the ceiling named `figure` ("read_bytes_per_s", say). Never above 1.
 
-    If `achieved` exceeds the ceiling, that was measured on a busy machine. It is measured again, and the better value is kept;
-    so is one that was measured once and is nearly reached. If `achieved` exceeds the new value too, the result is None, with a
+    If `achieved` exceeds the ceiling, the ceiling was measured on a busy machine: measure it again and keep the better value,
+    as for a ceiling that was measured once and is nearly reached. If `achieved` exceeds the new value too, return None with a
     notice: this ceiling does not bind such work, as memory does not bind a model that fits into the cache.
     """
-    found = ceilings(device, quick=True)
-    while _doubtful(achieved / getattr(found, figure), found.measurements):
-        found = _better(found, _measure(resolve(device), found.key, found.quick))
-        _write(found)
-    if achieved > (limit := getattr(found, figure)):
+    limits = ceilings(device, quick=True)
+    while _is_doubtful(achieved / getattr(limits, figure), limits.measurements):
+        limits = _better(limits, _measure(resolve(device), limits.key, limits.quick))
+        _write(limits)
+    if achieved > (limit := getattr(limits, figure)):
         notice(
-            f"no share of {figure}: this work reaches {achieved:.3g}, and the best of {found.measurements} measurements here "
+            f"no share of {figure}: this work reaches {achieved:.3g}, and the best of {limits.measurements} measurements here "
             f"is {limit:.3g}. It is not bound by that figure (a small model is read from a cache), or the machine was busy "
             "each time: then run `gpubound env --refresh` on an idle one."
         )
@@ -126,12 +126,12 @@ def share(achieved: float, figure: str, device: str | torch.device = "auto") -> 
     return achieved / limit
 
 
-def _doubtful(share: float, measurements: int) -> bool:
+def _is_doubtful(share: float, measurements: int) -> bool:
     return measurements < (MEASUREMENTS if share > 1 else 2 if share > CLOSE else 1)
 
 
 def _better(one: Ceilings, other: Ceilings) -> Ceilings:
-    """The better of each figure: a busy machine only ever measures too little."""
+    """Return the better value of each figure."""
     figures: dict[str, Any] = {}
     for name in [f.name for f in fields(Ceilings) if f.name.endswith(("_per_s", "_us"))]:
         measured = [figure for figure in (getattr(one, name), getattr(other, name)) if figure is not None]
@@ -151,11 +151,11 @@ def _name(device: torch.device) -> str:
 
 
 def _key(device: torch.device) -> str:
-    here = machine()
+    facts = machine()
     if device.type == "cuda":
-        parts = [_name(device), f"driver {here.driver}", f"torch {here.torch}", f"cuda {here.cuda}"]
+        parts = [_name(device), f"driver {facts.driver}", f"torch {facts.torch}", f"cuda {facts.cuda}"]
     else:
-        parts = [_name(device), f"{here.threads} threads", f"torch {here.torch}"]
+        parts = [_name(device), f"{facts.threads} threads", f"torch {facts.torch}"]
     return re.sub(r"[^a-z0-9.]+", "-", " ".join(parts).lower()).strip("-")
 
 
@@ -176,9 +176,9 @@ def _read(path: Path | None) -> Ceilings | None:
 
 
 def _checked(row: object) -> Ceilings:
-    wanted = {f.name for f in fields(Ceilings)}
-    if not isinstance(row, dict) or set(row) != wanted:
-        differing = sorted(set(row) ^ wanted) if isinstance(row, dict) else [type(row).__name__]
+    names = {f.name for f in fields(Ceilings)}
+    if not isinstance(row, dict) or set(row) != names:
+        differing = sorted(set(row) ^ names) if isinstance(row, dict) else [type(row).__name__]
         raise ValueError(f"its fields are not this version's: {', '.join(differing)}")
     for name, figure in row.items():
         if name.endswith(("_per_s", "_us")) and not (figure is None or (isinstance(figure, float) and figure > 0)):
@@ -186,23 +186,23 @@ def _checked(row: object) -> Ceilings:
     return Ceilings(**row)
 
 
-def _write(found: Ceilings) -> None:
-    """Write the cache. On a full disk, or without any folder, the figures last as long as this process."""
-    _unsaved[found.key, found.quick] = found
-    path = cache_file(found.key, found.quick)
+def _write(result: Ceilings) -> None:
+    """Write the cache. On a full disk, or without a folder, the figures last as long as this process."""
+    _unsaved[result.key, result.quick] = result
+    path = cache_file(result.key, result.quick)
     if path is None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(found.as_dict(), indent=1) + "\n")
-        del _unsaved[found.key, found.quick]
+        write_whole(path, json.dumps(result.as_dict(), indent=1) + "\n")
+        del _unsaved[result.key, result.quick]
     except (OSError, DataError) as error:
         why = getattr(error.__cause__ or error, "strerror", error)
         notice(f"the measured ceilings cannot be kept in {path} ({why}): the next process measures them again.")
 
 
 def bandwidth(bytes_moved: float, seconds: float) -> float:
-    """Bytes per second. `bytes_moved` counts every input and every output once, whatever an implementation does.
+    """Return bytes per second. `bytes_moved` counts every input and output once, whatever the implementation does.
 
     >>> bandwidth(2e9, 0.001) / 1e12
     2.0
@@ -211,12 +211,12 @@ def bandwidth(bytes_moved: float, seconds: float) -> float:
 
 
 def rate(flops: float, seconds: float) -> float:
-    """Floating-point operations per second. An (m, k) by (k, n) product is 2·m·k·n. Recomputed work does not count."""
+    """Return floating-point operations per second. An (m, k) by (k, n) product is 2·m·k·n. Recomputed work does not count."""
     return _per_second("rate", flops, seconds)
 
 
 def train_flops_per_token(params_in_products: int, layers: int, hidden: int, seq: int) -> int:
-    """Operations to train a decoder on one token: 6·P + 6·layers·seq·hidden.
+    """Return the operations to train a decoder on one token: 6·P + 6·layers·seq·hidden.
 
     P counts the weights of every matrix product for a token: all linear layers and the output head, not the embedding's lookup
     (tied weights count once, for the head). Each costs a multiply and an add in forward, and twice that in backward.
@@ -230,8 +230,8 @@ def train_flops_per_token(params_in_products: int, layers: int, hidden: int, seq
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, flops_per_s: float) -> float:
-    """Model FLOPs utilisation: the fraction of `flops_per_s` that useful work reaches. State whether that peak is a datasheet's
-    or this machine's.
+    """Return the model FLOPs utilisation: the fraction of `flops_per_s` that useful work reaches. State whether the peak is
+    from a datasheet or measured on this machine.
 
     >>> mfu(tokens_per_s=100_000, flops_per_token=4e9, flops_per_s=800e12)
     0.5

@@ -1,7 +1,7 @@
 """Compare two or more callables: interleaved, in random order, with an interval on the ratio.
 
-A clock that drifts (heat, another process, power) moves neighbours alike, so the ratio is taken inside each round, and then the
-median over rounds. Timing one thing fully and then the other would book the drift on one of them.
+A drifting clock (heat, another process, power) changes neighbouring runs equally, so the ratio is taken inside each round, and
+then the median over rounds. Timing one callable fully and then the other would attribute the drift to one of them.
 """
 
 import random
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..formatting import in_words
-from .timing import Timing, Work, captured, check_counts, clock_for, place_of
+from .timing import Timing, Work, captured, check_counts, clock_for, resolve_device
 
 RESAMPLES = 2000
 
@@ -83,10 +83,10 @@ def compare(
             f"compare: got {len(works)} callables, wanted ours and at least one peer, as in {{'ours': f, 'peer': g}}."
         )
     check_counts("compare", rounds=(rounds, 3), warmup=(warmup, 0))
-    where, order = place_of(device), list(works)
+    device, order = resolve_device(device), list(works)
     if graph:
-        works = {name: captured("compare", works[name], where, max(1, warmup), cold_l2, host_ahead) for name in order}
-    clock = clock_for("compare", where, cold_l2, host_ahead, graph)
+        works = {name: captured("compare", works[name], device, max(1, warmup), cold_l2, host_ahead) for name in order}
+    clock = clock_for("compare", device, cold_l2, host_ahead, graph)
     handles: dict[str, list[Any]] = {name: [] for name in works}
     shuffle = random.Random(seed).shuffle
     try:
@@ -118,7 +118,7 @@ def compare_samples(seconds: Mapping[str, list[float]], *, clock: str = "given")
 
 
 def _interval(per_round: np.ndarray) -> Ratio:
-    """The median and its 95 % bootstrap interval; the seed is fixed, so the same samples give the same interval."""
+    """Return the median and its 95 % bootstrap interval, with a fixed seed."""
     picks = np.random.default_rng(0).integers(0, len(per_round), (RESAMPLES, len(per_round)))
     medians = np.median(per_round[picks], axis=1)
     low, high = np.percentile(medians, [2.5, 97.5])

@@ -2,11 +2,11 @@
 
 - Device work is asynchronous, so it is timed by events on the device; the host synchronises once, after the last run.
 - Warm-up runs keep compilation, allocation and handle creation out of the figure.
-- A run that finds its inputs in L2 measures L2. `cold_l2` overwrites four times its size before each run, off the clock. The
-  dirty lines left there are written back during the run, as an output's last lines are during the next: a kernel that writes
-  as much as L2 holds pays exactly what it owes, one that only reads pays up to L2's size too much. Never too little.
-- `host_ahead` keeps the device spinning until the host has queued the whole run, so that launch gaps do not count. Without it
-  they do: use it to judge kernels, leave it out to judge what a user waits for. `graph` removes launches altogether.
+- A run whose inputs are in L2 measures L2. `cold_l2` overwrites four times its size before each run, untimed. The dirty lines
+  are written back during the run, like an output's last lines during the next run: a kernel that writes as much as L2 holds
+  is charged exactly, one that only reads is charged up to L2's size too much, never too little.
+- `host_ahead` keeps the device spinning until the host has queued the whole run, so that launch gaps do not count. Use it to
+  time kernels, leave it out to time what a user waits for. `graph` removes launches altogether.
 """
 
 import statistics
@@ -22,8 +22,8 @@ from ..device import resolve
 from ..errors import MeasureError
 from ..formatting import in_words
 
-GRAPH_CALLS = 20  # calls in one graph: the device's own cost of starting a graph, 1-2 µs, then adds 1/20 of that to each
-SLEEP_CYCLES_PER_S = 2e9  # an upper bound on today's clocks: a slower device waits longer than needed, outside the clock
+GRAPH_CALLS = 20  # calls in one graph: starting a graph costs the device 1-2 µs, of which each call has 1/20
+SLEEP_CYCLES_PER_S = 2e9  # an upper bound on today's clocks: a slower device waits longer than needed, untimed
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ def time(
     `graph=True` captures GRAPH_CALLS calls in one CUDA graph and times its replays: use it for small, launch-bound work.
     """
     check_counts("time", warmup=(warmup, 0), runs=(runs, 1))
-    where = place_of(device)
+    device = resolve_device(device)
     if graph:
-        fn, warmup = captured("time", fn, where, max(1, warmup), cold_l2, host_ahead), 1
-    clock = clock_for("time", where, cold_l2, host_ahead, graph)
+        fn, warmup = captured("time", fn, device, max(1, warmup), cold_l2, host_ahead), 1
+    clock = clock_for("time", device, cold_l2, host_ahead, graph)
     clock.warm("fn", fn, warmup)
     return Timing.of(clock.read([clock.run("fn", fn) for _ in range(runs)]), clock.name)
 
@@ -91,13 +91,13 @@ def captured(caller: str, work: Work, device: torch.device, warmup: int, cold_l2
             f"{caller}: graph=True wants a plain callable on a CUDA device without cold_l2 and host_ahead, got "
             f"{type(work).__name__} on {device}, cold_l2={cold_l2}, host_ahead={host_ahead}; leave one of them out."
         )
-    here = torch.cuda.current_stream(device)
+    current = torch.cuda.current_stream(device)
     stream = torch.cuda.Stream(device)
-    stream.wait_stream(here)
+    stream.wait_stream(current)
     with torch.cuda.stream(stream):
         for _ in range(warmup):
             run_once(work)
-    here.wait_stream(stream)
+    current.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     try:
         # thread_local: kernels' self-tests may still be running on other threads, and allocate
@@ -113,7 +113,7 @@ def captured(caller: str, work: Work, device: torch.device, warmup: int, cold_l2
 
 
 class HostClock:
-    """One run at a time: `run` returns a handle, `read` turns handles into seconds once everything has finished."""
+    """Clock of the host. `run` runs work and returns a handle, `read` converts handles to seconds after all runs."""
 
     name = "perf_counter"
 
@@ -122,9 +122,9 @@ class HostClock:
             run_once(work)
 
     def run(self, name: str, work: Work) -> float:
-        go = _ready(work)
+        call = _prepared(work)
         start = perf_counter()
-        go()
+        call()
         return perf_counter() - start
 
     def read(self, handles: list[Any]) -> list[float]:
@@ -143,21 +143,21 @@ class DeviceClock:
         self.queue_s: dict[str, float] = {}
 
     def warm(self, name: str, work: Work, times: int) -> None:
-        """Run `times` times (and once more under host_ahead), and note how long the host takes to queue one warm run."""
+        """Run `times` times (and once more under host_ahead), and record how long the host takes to queue one warm run."""
         for _ in range(times + self.host_ahead):
             self.queue_s[name] = HostClock().run(name, work)
         torch.cuda.synchronize(self.device)
 
     def run(self, name: str, work: Work) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         with torch.cuda.device(self.device):
-            go = _ready(work)
+            call = _prepared(work)
             if self.flush is not None:
                 self.flush.fill_(1)
-            if self.host_ahead:  # twice what the last warm run took; a work that synchronises is still timed whole
+            if self.host_ahead:  # twice the time of the last warm run; work that synchronises is still timed fully
                 torch.cuda._sleep(int(2 * min(self.queue_s[name], 0.01) * SLEEP_CYCLES_PER_S))
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
-            go()
+            call()
             end.record()
         return begin, end
 
@@ -166,14 +166,14 @@ class DeviceClock:
         return [begin.elapsed_time(end) / 1e3 / self.calls for begin, end in handles]
 
 
-def _ready(work: Work) -> Callable[[], Any]:
+def _prepared(work: Work) -> Callable[[], Any]:
     """Return the callable of this run, prepared now."""
     return partial(work.run, work.prepare()) if isinstance(work, Prepared) else work
 
 
 def run_once(work: Work) -> Any:
     """Run the work once, untimed, and return its result."""
-    return _ready(work)()
+    return _prepared(work)()
 
 
 def clock_for(
@@ -182,15 +182,15 @@ def clock_for(
     if device.type == "cuda":
         return DeviceClock(device, cold_l2, host_ahead, graph)
     if cold_l2 or host_ahead:
-        asked = "cold_l2" if cold_l2 else "host_ahead"
-        raise ValueError(f"{caller}: {asked}=True needs a CUDA device, got {device}; leave it out.")
+        option = "cold_l2" if cold_l2 else "host_ahead"
+        raise ValueError(f"{caller}: {option}=True needs a CUDA device, got {device}; leave it out.")
     return HostClock()
 
 
-def place_of(device: torch.device | str | None) -> torch.device:
+def resolve_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return resolve(device)  # a name is no GPU
+    return resolve(device)
 
 
 def check_counts(caller: str, **counts: tuple[int, int]) -> None:

@@ -77,9 +77,11 @@ def gpu_named(name: str) -> GpuRates:
             f"machine's; give one of them, and --memory where yours has more or less."
         )
     device = resolve("require")
-    found = measure.ceilings(device, quick=True)
-    kinds = ("bf16", "fp16", "fp8", "tf32", "fp32")
-    flops = {kind: rate for kind in kinds if (rate := getattr(found, f"{kind}_flops_per_s")) is not None}
+    limits = measure.ceilings(device, quick=True)
+    dtypes = ("bf16", "fp16", "fp8", "tf32", "fp32")
+    flops = {dtype: rate for dtype in dtypes if (rate := getattr(limits, f"{dtype}_flops_per_s")) is not None}
     memory = torch.cuda.get_device_properties(device).total_memory
-    gpu = GpuRates(found.name, memory, flops, found.copy_bytes_per_s, found.launch_us, source=f"measured here, {found.date}")
-    return gpu if found.graph_node_us is None else replace(gpu, node_us=found.graph_node_us)
+    gpu = GpuRates(
+        limits.name, memory, flops, limits.copy_bytes_per_s, limits.launch_us, source=f"measured here, {limits.date}"
+    )
+    return gpu if limits.graph_node_us is None else replace(gpu, node_us=limits.graph_node_us)

@@ -1,6 +1,6 @@
-"""Every way to run a recipe's step, the fastest that fits, and the text of a plan.
+"""All variants of a recipe's step, the fastest that fits, and the text of a plan.
 
-A step keeps its rows, so the losses do not depend on how it is run: micro_batch x accumulate is the recipe's.
+Every variant has the recipe's rows, micro_batch x accumulate, so the losses do not depend on the variant.
 """
 
 import math
@@ -20,8 +20,8 @@ from .memory import FRAGMENTS, memory, total
 from .step import StepConfig, step_of
 from .time import EAGER, Collective, bound_by, collectives, seconds
 
-SIMILAR = 0.02  # of the speed: smaller differences mean nothing, for predictions are off by more
-FREE = 0.05  # of the memory is left: a peak that is not predicted, another process
+SIMILAR = 0.02  # of the speed: predictions are off by more
+FREE = 0.05  # of the memory stays free for peaks that are not predicted and other processes
 
 
 @dataclass(frozen=True)
@@ -94,15 +94,15 @@ class Proposal:
         }  # fmt: skip
 
     def row(self) -> str:
-        """Return its line of the table."""
+        """Return the line of the table."""
         step = self.step
         sent = readable(self.sent) if self.collectives else "-"
-        way = f"{self.parallel or 'one GPU':9}{step.rows:>6}{step.accumulate * step.world:>6} {step.recompute:10}"
+        variant = f"{self.parallel or 'one GPU':9}{step.rows:>6}{step.accumulate * step.world:>6} {step.recompute:10}"
         speed = f"{in_words(self.step_s):>10}{quantity(self.tokens_per_s):>9}{self.mfu:>6.0%}"
-        return f"{way}{self.bytes / GIB:>7.1f}{'yes' if self.fits else 'no':>6}{sent:>10}{speed}  {bound_by(self.seconds)}"
+        return f"{variant}{self.bytes / GIB:>7.1f}{'yes' if self.fits else 'no':>6}{sent:>10}{speed}  {bound_by(self.seconds)}"
 
     def details(self) -> str:
-        """Return its memory, collectives and time by part."""
+        """Return memory, collectives and time by part."""
         lines = [f"memory of a GPU, {self.bytes / GIB:.1f} GiB:"]
         lines += [f"  {name:36}{size / GIB:>8.2f} GiB" for name, size in self.memory.items()]
         lines += ["sent by a GPU in a step:"] if self.collectives else []
@@ -115,34 +115,34 @@ class Proposal:
 
 
 def proposals(recipe: Recipe, world: int, gpu: GpuRates, bytes_per_gpu: int) -> tuple[Proposal, list[Proposal]]:
-    """Return (the recipe as it is, the best of each way to share and recompute): those that fit first, fastest first."""
+    """Return (the recipe unchanged, the best variant of each sharding and recomputation), fitting and fast ones first."""
     base, limit = step_of(recipe, world), int(bytes_per_gpu * (1 - FREE))
 
     def propose(step: StepConfig) -> Proposal:
         return Proposal(summed_once(step, int(FULL * bytes_per_gpu)), gpu, limit)
 
-    ways: dict[tuple, list[Proposal]] = {}
-    for step in _every_way(base, limit):
+    groups: dict[tuple, list[Proposal]] = {}
+    for step in _variants(base, limit):
         key = step.sharded, "count" if step.recompute.isdecimal() else step.recompute
-        ways.setdefault(key, []).append(propose(step))
-    return propose(base), _ranked([_ranked(way)[0] for way in ways.values()])
+        groups.setdefault(key, []).append(propose(step))
+    return propose(base), _ranked([_ranked(group)[0] for group in groups.values()])
 
 
 def summed_once(step: StepConfig, limit: int) -> StepConfig:
-    """Return the step as a run makes it: fsdp sums gradients once a step where full ones fit into `limit` bytes."""
+    """Return the step of a run: fsdp sums gradients once a step if full ones fit into `limit` bytes."""
     once = replace(step, sum_once=True)
     return once if step.sharded and step.accumulate > 1 and total(once) <= limit else step
 
 
 def fewest_recomputed(step: StepConfig, limit: int) -> StepConfig:
-    """Return the step with as few recomputed blocks as keep it within `limit` bytes; with all of them where none do."""
+    """Return the step with the fewest recomputed blocks that fit into `limit` bytes; with all blocks if none fits."""
     layers = step.config.layers
     fits = bisect_left(range(layers + 1), True, key=lambda count: total(replace(step, recompute=str(count))) <= limit)
     return replace(step, recompute=str(min(fits, layers)))
 
 
-def _every_way(base: StepConfig, limit: int) -> Iterator[StepConfig]:
-    """Yield each micro-batch that divides a rank's rows, each way to share and each way to recompute."""
+def _variants(base: StepConfig, limit: int) -> Iterator[StepConfig]:
+    """Yield every micro-batch that divides a rank's rows, with every sharding and recomputation."""
     rows = base.rows * base.accumulate
     small = [n for n in range(1, math.isqrt(rows) + 1) if rows % n == 0]
     shardings = [False, True] if base.world > 1 and not isinstance(base.optimizer, Muon) else [False]
@@ -157,12 +157,12 @@ def _every_way(base: StepConfig, limit: int) -> Iterator[StepConfig]:
                 yield some
 
 
-def _ranked(found: list[Proposal]) -> list[Proposal]:
+def _ranked(proposals: list[Proposal]) -> list[Proposal]:
     """Sort by fit, then speed; those that do not fit, by memory.
 
     Among those as good as the fastest, ddp comes before fsdp, and less memory before more.
     """
-    fastest = max((p.tokens_per_s for p in found if p.fits), default=0.0)
+    fastest = max((p.tokens_per_s for p in proposals if p.fits), default=0.0)
 
     def key(p: Proposal) -> tuple[int, float, float]:
         if not p.fits:
@@ -171,36 +171,36 @@ def _ranked(found: list[Proposal]) -> list[Proposal]:
             return 0, float(p.step.sharded), p.bytes
         return 1, -p.tokens_per_s, 0.0
 
-    return sorted(found, key=key)
+    return sorted(proposals, key=key)
 
 
-def assumptions(as_it_is: Proposal) -> list[str]:
+def assumptions(unchanged: Proposal) -> list[str]:
     """Return the rates and assumptions that the figures are based on, a line each."""
-    lines = [str(as_it_is.gpu)]
-    if as_it_is.step.world > 1:
+    lines = [str(unchanged.gpu)]
+    if unchanged.step.world > 1:
         lines += [
             f"assumed: a GPU sends {NVLINK / 1e9:.0f} GB/s to the others of its node, {HOP_US:.0f} us a hop; no rank is slower",
             f"assumed: fsdp's steps are not captured, and cost the host {EAGER} bare launches a kernel",
         ]
-    if as_it_is.step.adapters is not None:
+    if unchanged.step.adapters is not None:
         lines.append(f"assumed: {FRAGMENTS:.0%} of the frozen weights' memory is lost between them")
     checked = "checked: within 20 % of measurements on one, two and four GPUs (benchmarks/check_plan.py)"
     return [*lines, checked, f"fits: at most {1 - FREE:.0%} of the memory is used"]
 
 
-def text(recipe: Recipe, as_it_is: Proposal, found: list[Proposal], gpus: str, rows: int) -> str:
-    """Return the whole plan but for the command to run."""
-    step, best = as_it_is.step, found[0]
+def text(recipe: Recipe, unchanged: Proposal, proposals: list[Proposal], gpus: str, rows: int) -> str:
+    """Return the plan without the command to run."""
+    step, best = unchanged.step, proposals[0]
     model = f"{recipe.model}, vocabulary {step.config.vocabulary:,}: {step}, {recipe.optimizer}"
     head = f"{'':9}{'sharing':9}{'micro':>6}{'acc':>6} {'recompute':10}{'GiB':>7}{'fits':>6}{'sent':>10}{'step':>10}"
     return "\n".join(
         [
             f"{model}; a step has {quantity(step.tokens_per_step)} tokens, rows of {step.seq:,}; {gpus}",
-            *assumptions(as_it_is),
+            *assumptions(unchanged),
             "",
             f"{head}{'tok/s':>9}{'MFU':>6}  bound by",
-            *(f"{'best' if p is best and best.fits else '':9}{p.row()}" for p in found[:rows]),
-            f"{'as it is':9}{as_it_is.row()}",
+            *(f"{'best' if p is best and best.fits else '':9}{p.row()}" for p in proposals[:rows]),
+            f"{'recipe':9}{unchanged.row()}",
             "",
             best.details(),
         ]

@@ -1,4 +1,4 @@
-"""One way to run a training step: which model, in which precision, in which micro-batches, shared by how many GPUs."""
+"""Configuration of a training step: model, precision, micro-batches, GPUs."""
 
 import math
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class AdapterSizes:
 
 @dataclass(frozen=True)
 class StepConfig:
-    """A step as it would run. `rows` is a micro-batch, `accumulate` how many of them one rank runs in a step."""
+    """A step. `rows` is the size of a micro-batch, `accumulate` the micro-batches of one rank."""
 
     config: DecoderConfig
     block_parameters: int
@@ -140,7 +140,7 @@ class StepConfig:
 
 
 def step_of(recipe: Recipe, world: int = 1) -> StepConfig:
-    """Return the recipe's own step on `world` GPUs. Nothing but a model folder's config.json is read."""
+    """Return the recipe's step on `world` GPUs. Of a model folder only config.json is read."""
     if recipe.objective != "next_token":
         raise ValueError(f"plan: objective: got {recipe.objective}, wanted next_token, whose activations are counted.")
     if recipe.phases:
@@ -184,7 +184,7 @@ def outlined(
     model: Decoder, optimizer: AdamW | Muon, precision: str, seq: int, rows: int, accumulate: int = 1,
     lora: Lora | None = None, **options,
 ) -> StepConfig:  # fmt: skip
-    """Return the step of a model on any device, which gets the adapters of `lora`."""
+    """Return the step of a model on any device, to which the adapters of `lora` are added."""
     by_adamw, by_muon = count_by_rule(model, optimizer)  # a tied table is one parameter
     in_block = sum(p.numel() for p in model.model.layers[0].parameters())
     other = by_adamw + by_muon - model.config.layers * in_block
@@ -194,19 +194,19 @@ def outlined(
 
 
 def adapters_of(model: Decoder, lora: Lora, dtype: torch.dtype) -> AdapterSizes:
-    """Return the sizes of a block's adapters and frozen weights. `model` is on the meta device, and gets the adapters."""
+    """Return the sizes of a block's adapters and frozen weights. `model` is on the meta device; the adapters are added."""
     for name in ("dora", "dropout"):
         if getattr(lora, name):
             raise ValueError(f"plan: lora: got {name}, whose cost is not counted, wanted none; leave {name} out to plan.")
     weights = {name: p for name, p in model.named_parameters() if name.startswith("model.layers.0.")}
     quantised = set() if lora.base is None else set(suited(model, FORMATS[lora.base]))
     lora.check_model(model)
-    found = {name: sum(layer.r[word] for word in names_in(layer)) for name, layer in adapted_layers(model)}
+    layer_ranks = {name: sum(layer.r[word] for word in names_in(layer)) for name, layer in adapted_layers(model)}
     blocks = [
-        {name.rpartition(".")[2]: rank for name, rank in found.items() if name.startswith(f"model.layers.{i}.")}
+        {name.rpartition(".")[2]: rank for name, rank in layer_ranks.items() if name.startswith(f"model.layers.{i}.")}
         for i in range(model.config.layers)
     ]
-    if any(block != blocks[0] for block in blocks) or len(found) != sum(map(len, blocks)):
+    if any(block != blocks[0] for block in blocks) or len(layer_ranks) != sum(map(len, blocks)):
         raise ValueError(
             "plan: lora: targets: wanted linear layers of blocks, the same in each, because one block is counted and "
             "multiplied; name them by the ends of their names, such as q_proj."
