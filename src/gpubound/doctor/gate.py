@@ -1,13 +1,11 @@
-"""A gate for CI: budgets for a verdict, a baseline that it may not fall behind, and what is allowed nevertheless.
+"""A gate for CI: budgets for a verdict, a baseline that it must not fall behind, and allowed stalls.
 
-It is never green because something is missing: a budget without a measurement is a failure, too.
+A missing measurement never passes: a budget without one is not met.
 """
 
 from __future__ import annotations
 
 import json
-import linecache
-import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -16,17 +14,16 @@ from pathlib import Path
 from ..errors import DataError
 from ..files import reading, regular
 from ..formatting import hint
+from ..watch.guard import STALLS, allow_comments
 from .finding import COUNTS, KINDS, Finding, Verdict
 
 OK, FAILED, SCRIPT_FAILED, NOT_MEASURED = 0, 1, 2, 3  # exit codes
 REGRESS = 3.0  # per cent of a step, where a baseline is given alone: timings on another day differ by 1 or 2
-COMMENT = re.compile(r"#\s*gpubound:\s*allow\(([^)]*)\)[ \t]*(.*)")
-_STALLS = ("sync", "h2d", "d2h")  # findings of these kinds are made of the waits that syncs counts
 
 
 @dataclass(frozen=True)
 class Budgets:
-    """The most that a step may have. None: no budget. The names are those of the command's options."""
+    """Upper limits for a step. None: no limit. The names are those of the command's options."""
 
     max_syncs_per_step: float | None = None
     max_idle_pct: float | None = None
@@ -63,7 +60,7 @@ class Allowance:
 
 @dataclass
 class Passage:
-    """The result of the gate: its exit code, and a line for each budget."""
+    """Result of the gate: its exit code, and a line for each budget."""
 
     failed: list[str] = field(default_factory=list)
     not_measured: list[str] = field(default_factory=list)
@@ -78,7 +75,7 @@ class Passage:
         sorts = (("FAILED", self.failed), ("NOT MEASURED", self.not_measured), ("ok", self.passed))
         return [f"{word}: {line}" for word, lines in sorts for line in lines]
 
-    def hold(self, what: str, value: float | None, limit: float, why: str) -> None:
+    def compare(self, what: str, value: float | None, limit: float, why: str) -> None:
         """Compare one figure with its limit."""
         if value is None:
             self.not_measured.append(f"{what}: {why}")
@@ -87,7 +84,7 @@ class Passage:
 
 
 def gate(verdict: Verdict, budgets: Budgets, baseline: Verdict | None = None, allowances: Sequence[Allowance] = ()) -> Passage:
-    """Hold a verdict against budgets and a baseline."""
+    """Compare a verdict with budgets and a baseline."""
     if budgets.max_regress_pct is not None and baseline is None:
         raise ValueError("--max-regress-pct: got no --baseline to compare with; give the doctor.json of a good run.")
     passage = Passage()
@@ -95,16 +92,16 @@ def gate(verdict: Verdict, budgets: Budgets, baseline: Verdict | None = None, al
     why = "; ".join(f"{name}: {reason}" for name, reason in verdict.absent.items()) or "the run did not say why"
     for option, value in _figures(verdict, passage.allowed).items():
         if (limit := getattr(budgets, option)) is not None:
-            passage.hold(_option(option), value, limit, f"was not measured ({why})")
+            passage.compare(_option(option), value, limit, f"was not measured ({why})")
     if baseline is not None:
         _compare(verdict, baseline, budgets.max_regress_pct, passage, why)
     return passage
 
 
 def _figures(verdict: Verdict, allowed: list[Finding]) -> dict[str, float | None]:
-    """By the budgets' names, what a step has beside what is allowed. Pageable bytes are of all copies."""
+    """Return a step's figures by the names of the budgets, without allowed findings. Pageable bytes are of all copies."""
     free = sum(finding.ms or 0.0 for finding in allowed)
-    waits = sum(finding.count for finding in allowed if finding.kind in _STALLS)
+    waits = sum(finding.count for finding in allowed if finding.kind in STALLS)  # their waits are those that syncs counts
     syncs, pageable = (verdict.counts.get(name) for name in ("syncs", "pageable_bytes"))
     shares, step = verdict.bar.get("shares"), verdict.step_ms
     late = idle = None
@@ -132,14 +129,14 @@ def _compare(now: Verdict, before: Verdict, most: float | None, passage: Passage
         )
     if before.step_ms is not None:
         slower = None if now.step_ms is None else 100 * (now.step_ms / before.step_ms - 1)
-        passage.hold("--max-regress-pct", slower, REGRESS if most is None else most, f"no step was timed ({why})")
+        passage.compare("--max-regress-pct", slower, REGRESS if most is None else most, f"no step was timed ({why})")
     for name, count in before.counts.items():
         what = f"--baseline: {COUNTS.get(name, name)} a step"
-        passage.hold(what, now.counts.get(name), count, f"was not counted ({why})")
+        passage.compare(what, now.counts.get(name), count, f"was not counted ({why})")
 
 
 def _allow(verdict: Verdict, allowances: Sequence[Allowance], passage: Passage) -> None:
-    """Find what is allowed, by the list or by a comment on its line; an entry that matches no stall is a failure."""
+    """Add the findings that the list or a comment on their line allows; an entry that matches no finding is a failure."""
     every = [*verdict.findings, *verdict.harmless]
     for entry in allowances:
         if not any(entry.covers(finding) for finding in every):
@@ -153,21 +150,20 @@ def _allow(verdict: Verdict, allowances: Sequence[Allowance], passage: Passage) 
 
 
 def _comments(finding: Finding) -> Iterator[tuple[str, str]]:
-    """(kind, what is wrong with it) of each `# gpubound: allow(kind) why` on the statement's lines."""
+    """Yield (kind, mistake) for each kind that a comment on the statement's lines allows."""
     if (site := finding.line) is None:
         return
-    for number in range(site.line, site.end + 1):
-        if match := COMMENT.search(linecache.getline(site.file, number)):
-            kind, why = match[1].strip(), match[2].strip()
-            where = f"{site.portable.file}:{number}"
+    for number, kinds, reason in allow_comments(site):
+        where = f"{site.portable.file}:{number}"
+        for kind in kinds:
             if kind not in KINDS:
                 yield kind, f"{where}: allow({kind}): {hint(kind, KINDS, 'the kinds are')}"
             else:
-                yield kind, "" if why else f"{where}: allow({kind}) has no reason; write the reason after it"
+                yield kind, "" if reason else f"{where}: allow({kind}) has no reason; write the reason after it"
 
 
 def read_allowances(path: Path) -> list[Allowance]:
-    """A committed allow-list: TOML, with kind, file, code and why in each [[allow]]."""
+    """Read an allow-list: TOML, with kind, file, code and why in each [[allow]]."""
     try:
         with reading(path):
             content = tomllib.loads(regular(path).read_text(encoding="utf-8"))
@@ -186,7 +182,7 @@ def read_allowances(path: Path) -> list[Allowance]:
 
 
 def read_baseline(path: Path) -> Verdict:
-    """A doctor.json of an earlier run."""
+    """Read the doctor.json of an earlier run."""
     try:
         with reading(path):
             content = json.loads(regular(path).read_text(encoding="utf-8"))

@@ -4,13 +4,14 @@
         step(batch)
 
 Three kinds: "sync" (a value or a size is read back: .item(), a boolean mask, synchronize(), print), "h2d" and "d2h" (a copy
-that is blocking or goes through pageable memory). A line that must wait says so and why, and is counted in `guard.allowed`:
+that is blocking or goes through pageable memory). A line that must wait has a comment with the reason, and is counted in
+`guard.allowed`:
 
     if loss > limit:  # gpubound: allow(sync) stop a diverged run before it spoils the checkpoint
 
 The guard belongs to the thread that entered it, and to the backward passes that this thread starts: it is a dispatch mode.
-Other threads go on as they were. The innermost guard decides. It is for tests and for finding the line: an op costs about
-10 µs more inside.
+Other threads are not affected. The innermost guard decides. It is for tests and for finding the line: an op costs about 10 µs
+more inside.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import re
 import threading
 import tokenize
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ContextDecorator
 from typing import Any
 
@@ -39,15 +40,15 @@ STALLS = ("sync", "h2d", "d2h")
 _COMMENT = re.compile(r"#\s*gpubound:\s*allow\(([^)]*)\)[ \t]*(.*)")
 
 
-class _Settled(threading.local):
-    inside = False  # an op, about which a guard has decided
+class _Thread(threading.local):
+    decided = False  # inside an op that a guard has passed
 
 
-_settled = _Settled()
+_thread = _Thread()
 
 
 class NoStall(ContextDecorator):
-    """The guard that `no_stall` returns. `allowed` counts, by line, the stalls that a comment permitted."""
+    """Guard returned by `no_stall`. `allowed` counts, by line, the stalls that a comment permitted."""
 
     def __init__(self, allow: frozenset[str], message: str | None):
         self.allow, self.message = allow, message
@@ -77,7 +78,7 @@ class NoStall(ContextDecorator):
         ops.leave(_called)
 
     def meet(self, origins: Origins, kind: str, what: str, device: str, cause: Cause) -> None:
-        """The thread is about to stall: pass if that is allowed here, else raise."""
+        """Raise if the stall that the thread is about to make is not allowed here."""
         if kind in self.allow:
             return
         place = here(origins)
@@ -113,54 +114,55 @@ class _Forbidding(ops.OpMode):
 
 def _run(guard: NoStall, origins: Origins, func, args, kwargs):
     origins.note(func._opname)
-    if _settled.inside:  # an inner guard has decided about this op
+    if _thread.decided:  # an inner guard has decided about this op
         return func(*args, **kwargs)
     for move in ops.moves(func, args, kwargs):
         if move.stalls:
             what = f"{move.what}, {move.manner}" if move.bytes else move.what
             guard.meet(origins, move.kind, what, str(move.device), move.cause)
-    _settled.inside = True
+    _thread.decided = True
     try:
         return func(*args, **kwargs)
     finally:
-        _settled.inside = False
+        _thread.decided = False
 
 
 def _entered() -> list[_Forbidding]:
-    """The guards that this thread is inside, the innermost last."""
+    """Return the guards that this thread has entered, the innermost last."""
     return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Forbidding)]
 
 
 def _called(what: str, device_type: str) -> None:
-    """A call that waits without an op. Several guards may listen; the calling thread's innermost one decides, once."""
-    if (modes := _entered()) and not _settled.inside:
+    """Handle a call that waits without an op. Several guards may listen; the calling thread's innermost one decides, once."""
+    if (modes := _entered()) and not _thread.decided:
         modes[-1].guard.meet(modes[-1].origins, "sync", what, device_type, cause_of("sync", what))
 
 
-def comment(site: Site, kind: str) -> tuple[bool, str]:
-    """(whether a comment in this statement permits `kind`, what is wrong with one that does not)."""
+def allow_comments(site: Site) -> Iterator[tuple[int, list[str], str]]:
+    """Yield (line, kinds, reason) of each `# gpubound: allow(kinds) reason` in the statement."""
     lines = linecache.getlines(site.file)
-    marked = [line for line in range(site.line, site.end + 1) if _COMMENT.search("".join(lines[line - 1 : line]))]
-    comments = _comments(tuple(lines)) if marked else {}
-    for line in marked:
-        match = _COMMENT.search(comments.get(line, ""))
-        if match is None:  # it stands in a string
-            continue
-        kinds = [name.strip() for name in match[1].split(",")]
+    candidates = [line for line in range(site.line, site.end + 1) if _COMMENT.search("".join(lines[line - 1 : line]))]
+    comments = _comments(tuple(lines)) if candidates else {}
+    for line in candidates:
+        if (match := _COMMENT.search(comments.get(line, ""))) is not None:  # None: it is in a string
+            yield line, [name.strip() for name in match[1].split(",")], match[2].strip()
+
+
+def comment(site: Site, kind: str) -> tuple[bool, str]:
+    """Return whether a comment in this statement permits `kind`, and the mistake in one that does not."""
+    for _, kinds, reason in allow_comments(site):
         for name in kinds:
             if name not in STALLS:
                 return False, f"The comment there allows {name!r}, which is none of {', '.join(STALLS)}{nearest(name, STALLS)}"
-        if kind in kinds and match[2].strip():
-            return True, ""
         if kind in kinds:
-            return False, "The comment there gives no reason."
+            return bool(reason), "" if reason else "The comment there gives no reason."
         return False, f"The comment there allows {', '.join(kinds)} only."
     return False, ""
 
 
 @functools.lru_cache(maxsize=64)
 def _comments(lines: tuple[str, ...]) -> dict[int, str]:
-    """The comment of each line that has one."""
+    """Return the comment of each line that has one."""
     tokens = tokenize.generate_tokens(iter(lines).__next__)
     return {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
 

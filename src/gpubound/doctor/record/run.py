@@ -24,7 +24,7 @@ from ..rules.diagnose import diagnose
 from .kineto import read_trace
 from .phases import LocatedPhase, Phase, Phases, RecordedPhase, TimedPhase
 from .script import Script, Steps, StopScript
-from .tape import Tape, lines_by_mark, match_lines
+from .tape import lines_by_mark, match_lines
 
 PYTHON, COMMAND = "pass dry_run=True", "put --dry-run before the script"
 DRY = "a dry run counts and names lines; prices need a GPU"
@@ -33,7 +33,7 @@ UNUSED = "nothing ran on the device, so nothing could wait for it"
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The number of steps of each phase, and how a step is recognised."""
+    """Number of steps of each phase, and how the end of a step is recognised."""
 
     warmup: int = 10
     timed: int = 20
@@ -49,7 +49,7 @@ class RunPlan:
                 raise ValueError(f"{name}: got {getattr(self, name)}, wanted at least 1 step.")
 
     def phases(self) -> list[Phase]:
-        """A profiler's first step is not on its tape, so that a taped phase has one more."""
+        """Return the phases. A profiler's first step is not on its tape, so a taped phase has one more."""
         if self.dry:
             return [Phase(1), LocatedPhase(self.located, taped=False)]
         return [
@@ -63,15 +63,15 @@ class RunPlan:
 def measure_script(script: Script, plan: RunPlan, report: Callable[[str], None] | None = None) -> Measurements:
     """Run a script until its phases are over, or it ends. `report` receives lines of progress."""
 
-    def stepped(phases: Phases) -> None:
+    def program(phases: Phases) -> None:
         with Steps(phases.ended, plan.marker):
             script.run()
 
-    return _examined(script.name, stepped, plan, COMMAND, report)
+    return _measure(script.name, program, plan, COMMAND, report)
 
 
 def measure_trace(path: Path, marker: str = "") -> Measurements:
-    """Read the measurements of a trace: where its time went, but no lines."""
+    """Read measurements from a trace: it shows where the time went, but no lines."""
     tape = read_trace(path, marker)
     device = ", ".join(dict.fromkeys(tape.about.get("devices", ()))) or "device not named"
     absent = {"lines": "a trace has none", "timed": "a trace has recorded steps alone"}
@@ -79,9 +79,9 @@ def measure_trace(path: Path, marker: str = "") -> Measurements:
 
 
 def doctor(step: Callable[[], object], *, steps: int = 20, warmup: int = 10, dry_run: bool = False) -> Verdict:
-    """Call `step` again and again, and say what made the GPU wait for the host.
+    """Call `step` repeatedly, and report what made the GPU wait for the host.
 
-    steps    steps that are timed; as many as the phases need are run besides
+    steps    steps that are timed; the steps of the other phases are run in addition
     warmup   steps before
     dry_run  count on the pretend device (gpubound.watch.pretend.simgpu), without prices
 
@@ -99,35 +99,29 @@ def doctor(step: Callable[[], object], *, steps: int = 20, warmup: int = 10, dry
                 step()
                 phases.ended()
 
-    return diagnose(_examined(getattr(step, "__name__", "step"), program, plan, PYTHON))
+    return diagnose(_measure(getattr(step, "__name__", "step"), program, plan, PYTHON))
 
 
-def _examined(
-    name: str, program: Callable[[Phases], object], plan: RunPlan, ask: str, report: Callable[[str], None] | None = None
+def _measure(
+    name: str,
+    program: Callable[[Phases], object],
+    plan: RunPlan,
+    dry_run_advice: str,
+    report: Callable[[str], None] | None = None,
 ) -> Measurements:
-    """`ask` is how the caller asks for a dry run."""
-    _ready(plan.dry, ask)
+    if plan.dry:
+        pretend.simgpu()
+    elif not torch.cuda.is_available():
+        raise MeasureError(
+            f"no CUDA GPU works here, and prices need one; {dry_run_advice} to count stalls and name their lines without a GPU."
+        )
     steps = plan.phases()
     if report is not None:
         report(f"running {name}: " + ", ".join(f"{phase.name} {phase.steps}" for phase in steps) + " steps")
     with Phases(steps, plan.keep_going, report) as phases:
         program(phases)
-    return _gathered(name, steps, phases, plan)
-
-
-def _ready(dry: bool, ask: str) -> None:
-    if dry:
-        pretend.simgpu()
-    elif not torch.cuda.is_available():
-        raise MeasureError(
-            f"no CUDA GPU works here, and prices need one; {ask} to count stalls and name their lines without a GPU."
-        )
-
-
-def _gathered(name: str, steps: Sequence[Phase], phases: Phases, plan: RunPlan) -> Measurements:
-    located = steps[-1]
+    located, wanted = steps[-1], sum(phase.steps for phase in steps)
     assert isinstance(located, LocatedPhase)
-    wanted = sum(phase.steps for phase in steps)
     if phases.total == 0:
         raise MeasureError(
             f"{name} ended without a step: neither Optimizer.step nor a gb.TrainStep was called; "
@@ -140,27 +134,33 @@ def _gathered(name: str, steps: Sequence[Phase], phases: Phases, plan: RunPlan) 
             f"{name} ended after {phases.total} steps, wanted {wanted}; let it run longer, "
             f"or ask for fewer (--warmup, --timed, --taped)."
         )
-    never_asked = ("kernels", "simgpu")
-    sensors = {name: why for name, why in located.ledger.absent.items() if not plan.dry and name not in never_asked}
-    absent = {what: why for phase in steps for what, why in phase.absent.items()} | sensors
+    optional = ("kernels", "simgpu")  # sensors that a run with a GPU does not need
+    absent = {what: why for phase in steps for what, why in phase.absent.items()}
+    absent |= {name: why for name, why in located.ledger.absent.items() if not plan.dry and name not in optional}
     if located.done < located.steps:
         absent["steps"] = f"the script ended after {phases.total} steps, wanted {wanted}"
+    if plan.dry:
+        absent["prices"] = DRY
+    about: dict[str, Any] = {"torch": torch.__version__, "gpubound": __version__}
+    if any(isinstance(phase, RecordedPhase) and phase.other_profiler for phase in steps):
+        about["profiler"] = True
+    device = pretend.NAME if plan.dry else label(torch.device("cuda", torch.cuda.current_device()))
     evidence = Measurements(
         script=name,
-        device=_device(plan.dry),
+        device=f"{device}, the pretend device" if plan.dry else device,
         rows=[*located.ledger.rows, *located.unchanged],
         steps=located.ledger.steps,
         counted=located.ledger.counted,
-        about=_about(steps),
+        about=about,
         phases={phase.name: {"steps": phase.done, "seconds": round(phase.seconds, 3)} for phase in steps},
-        **_measured(steps, located),
-        absent=absent | ({"prices": DRY} if plan.dry else {}),
+        **_timed_and_taped(steps, located),
+        absent=absent,
     )
-    return _used(evidence, plan.dry)
+    return _without_idle_counts(evidence, plan.dry)
 
 
-def _used(evidence: Measurements, dry: bool) -> Measurements:
-    """Return evidence without counts where the device did nothing: 0 waits of a script on the CPU would pass every budget.
+def _without_idle_counts(evidence: Measurements, dry: bool) -> Measurements:
+    """Return evidence without counts if the device did nothing: the 0 waits of a script on the CPU would pass every budget.
 
     A dry run that never used the pretend device has nothing to report, so it raises. On a GPU only a tape shows that nothing
     ran, because the sensors see no launch in the replay of a graph.
@@ -177,43 +177,27 @@ def _used(evidence: Measurements, dry: bool) -> Measurements:
     return evidence
 
 
-def _measured(steps: Sequence[Phase], located: LocatedPhase) -> dict[str, Any]:
-    """The measurements of the timed and the recorded phase."""
+def _timed_and_taped(steps: Sequence[Phase], located: LocatedPhase) -> dict[str, Any]:
+    """Return the measurements of the timed and the recorded phase."""
     measured: dict[str, Any] = {}
     for phase in steps:
         if isinstance(phase, TimedPhase) and phase.done:
             measured |= {"step_ms": phase.step_ms, "memory": phase.memory}
-        if isinstance(phase, RecordedPhase) and phase.tape is not None:
-            measured |= {"tape": _with_link(phase.tape), "places": located.places | phase.places}
+        if isinstance(phase, RecordedPhase) and (tape := phase.tape) is not None:
+            if any(call.blocks for call in tape.calls) and (rate := pinned_rate()) is not None:
+                tape = replace(tape, about={**tape.about, "pinned": rate})  # the rate that its blocking copies could have
+            measured |= {"tape": tape, "places": located.places | phase.places}
             if located.tape is not None:
                 lines = lines_by_mark(located.tape, located.ledger.places)
-                measured["located"] = match_lines(phase.tape, located.tape, lines)
+                measured["located"] = match_lines(tape, located.tape, lines)
     return measured
-
-
-def _with_link(tape: Tape) -> Tape:
-    """A tape with blocking copies also says how fast they could be here."""
-    if not any(call.blocks for call in tape.calls) or (rate := pinned_rate()) is None:
-        return tape
-    return replace(tape, about={**tape.about, "pinned": rate})
-
-
-def _device(dry: bool) -> str:
-    return f"{pretend.NAME}, the pretend device" if dry else label(torch.device("cuda", torch.cuda.current_device()))
-
-
-def _about(steps: Sequence[Phase]) -> dict[str, Any]:
-    versions: dict[str, Any] = {"torch": torch.__version__, "gpubound": __version__}
-    return versions | (
-        {"profiler": True} if any(isinstance(phase, RecordedPhase) and phase.other_profiler for phase in steps) else {}
-    )
 
 
 BYTES = 32 << 20
 
 
 def pinned_rate() -> float | None:
-    """Bytes a µs, of the fastest of three copies; None where the script has left no room for one."""
+    """Return bytes per µs of the fastest of three pinned copies; None if the script left no memory for one."""
     try:
         source = torch.empty(BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
         target = torch.empty(BYTES, dtype=torch.uint8, device="cuda")
@@ -235,7 +219,7 @@ EAGER = "the steps were not captured, and gaps between the launches of an eager 
 
 
 def of_run(name: str, device: str, records: Iterable[Mapping[str, Any]]) -> Verdict:
-    """`records` are the lines of the run's tape; `device` in words."""
+    """Return the verdict of a training run. `records` are the lines of its log, `device` its description."""
     records = list(records)
     watched = [record for record in records if "syncs" in record]
     on_device = any("host_lead_ms" in record for record in records)

@@ -10,7 +10,7 @@ from ...watch.ledger import LedgerRow
 from ...watch.source_line import Place
 from ..price.prices import Measurements, Prices, by_line, calls_at, line_of, named, size, taped, times
 from ..record.tape import Span
-from .waits import StallCandidate, StallRule, estimate, writes_checkpoint
+from .waits import StallCandidate, estimate, writes_checkpoint
 
 WORTH = 0.005  # of a step: below it the doctor calls anything harmless
 EVERY = 0.9  # a step: recorded steps may begin in the middle of one
@@ -32,7 +32,7 @@ def clones(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
 
 
 def conversions(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
-    """They cost the host alone. So they are named only where the device waits for Python, and where they are worth it."""
+    """Yield conversions that change nothing. They cost the host only, so they count only if the device waits for Python."""
     waited = prices.host * prices.bar.ms("dispatch") if prices.bar else 0.0
     for rows in by_line(evidence, "noop"):
         took = sum(row.ms for row in rows) / max(evidence.steps, 1)
@@ -43,38 +43,10 @@ def conversions(evidence: Measurements, prices: Prices) -> Iterator[StallCandida
 
 
 def copying(evidence: Measurements, prices: Prices, count: float, amount: float) -> float | None:
-    """An estimate for copies on the device: their launches, or their bytes at the rate of the tape's own copies."""
+    """Estimate the cost of copies on the device: their launches, or their bytes at the rate of the tape's other copies."""
     works = evidence.tape.work if evidence.tape else ()
     rates = [work.bytes / (work.end - work.start) for work in works if work.kind == "d2d" and work.bytes >= 1 << 20]
     return max(prices.of_launches(count) or 0.0, amount / max(rates) / 1e3) if rates else None
-
-
-WASTE = (
-    StallRule(
-        "repeats",
-        ("repeat",),
-        "the same bytes uploaded every step",
-        "every step",
-        "an upload now and then may be meant",
-        repeats,
-    ),
-    StallRule(
-        "clones",
-        ("clone",),
-        "clones whose source is not used again",
-        "every step",
-        "one clone before the loop is free",
-        clones,
-    ),
-    StallRule(
-        "conversions",
-        ("noop",),
-        ".to() and its kin that change nothing, where the device waits for Python",
-        "every step, and 0.5 % of it",
-        "one takes the host a µs, a whole model's some ms; the device does nothing for it",
-        conversions,
-    ),
-)
 
 
 ELSEWHERE = ("torch/utils/data/", "torch/optim/")  # the loader's work is a wait for data; a step count is bookkeeping
@@ -111,7 +83,7 @@ def _own(row: LedgerRow) -> bool:
 
 
 def waited(evidence: Measurements, prices: Prices, rows: list[LedgerRow]) -> float | None:
-    """The device's idle time in ops of these names that launched nothing, shared among the lines that use such an op."""
+    """Return the device's idle time in ops of these names that launched nothing, divided among the lines with such ops."""
     if prices.bar is None or evidence.tape is None:
         return None
     starts = sorted((c.thread, c.start) for c in evidence.tape.calls if c.kind in ("launch", "copy", "graph"))
@@ -132,19 +104,6 @@ def fallbacks(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate
     for rows in by_line(evidence, "fallback"):
         text = f"{rows[0].what}: {rows[0].detail}" if rows[0].detail else rows[0].what
         yield StallCandidate("fallback", rows[0].place, times(evidence, rows), text)
-
-
-HOST = (
-    StallRule(
-        "host",
-        ("cpu_op",),
-        "the model or tensors of a step on the CPU",
-        "every step",
-        "scalars and the loader's work are left out; an op now and then is bookkeeping",
-        cpu_ops,
-    ),
-    StallRule("fallbacks", ("fallback",), "slow paths that gpubound took", "one", "each has its reason", fallbacks),
-)
 
 
 MANY = 16  # a step: a small model's parameters; few lines run one in-place op as often for another reason
@@ -207,40 +166,11 @@ def launch_bound(evidence: Measurements, prices: Prices) -> Iterator[StallCandid
 
 
 def updating(evidence: Measurements) -> Place:
-    """The line that ends a step: the one from which an optimizer launches most."""
+    """Return the line that ends a step: the line from which an optimizer launches most."""
     every = by_line(evidence, "launch")
     lines = [[row for row in rows if row.place.via and OPTIMIZERS in row.place.via.file] for rows in every]
     rows = max(lines, key=lambda rows: times(evidence, rows), default=[])
     return rows[0].place if rows else Place()
-
-
-LAUNCHES = (
-    StallRule(
-        "optimizer",
-        ("optimizer",),
-        "an optimizer that updates parameter by parameter",
-        f"{MANY} launches a step",
-        "a small model's parameters; foreach and fused need a few",
-        optimizer,
-    ),
-    StallRule("zeros", ("zero_grad",), "zero_grad(set_to_none=False)", "one", "gradients made anew cost nothing", zeros),
-    StallRule(
-        "loops",
-        ("launch",),
-        "loops over parameters, one launch each",
-        f"an in-place op or a norm {MANY} times a step on one line",
-        "a forward runs few in-place ops, and its layers' lines go through torch/nn",
-        loops,
-    ),
-    StallRule(
-        "bound",
-        ("launch_bound",),
-        "steps that launches hold up",
-        f"{BOUND:.0%} of the step, by replay",
-        "below that a graph gains less than its fixed shapes cost in work",
-        launch_bound,
-    ),
-)
 
 
 SHARE = 0.05  # of a step: what it would gain is known to a factor alone
@@ -257,7 +187,7 @@ MATH_GAIN = 1.9  # of its forward, for both ways: 1.85 to 2.05 on an H200, 512 t
 
 
 def busiest(evidence: Measurements, ops: frozenset[str]) -> Place:
-    """The line that runs most of these ops, not counting backward."""
+    """Return the line that runs most of these ops, not counting backward."""
     lines = [[row for row in rows if row.what in ops and not row.place.node] for rows in by_line(evidence, "launch")]
     rows = max(lines, key=lambda rows: times(evidence, rows), default=[])
     return rows[0].place if rows else Place()
@@ -288,26 +218,6 @@ def attention(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate
         yield estimate("attention", place, count, f"{count:.3g} calls a step write all scores to memory", ms)
 
 
-PRODUCTS = (
-    StallRule(
-        "products",
-        ("precision",),
-        "products in fp32 without tensor cores, or of unaligned sizes",
-        f"{SHARE:.0%} of the step, estimated",
-        "what it would gain is known to a factor alone",
-        products,
-    ),
-    StallRule(
-        "attention",
-        ("attention",),
-        "scaled_dot_product_attention on its math path",
-        "0.5 % of the step, estimated",
-        "the math path of a small input is as fast as any",
-        attention,
-    ),
-)
-
-
 EXPOSED = 5.0  # per cent of a step: the last bucket of gradients is never hidden
 LATE = 3.0  # times the median: one rank came late, and the others waited inside the collective
 
@@ -327,16 +237,3 @@ def communication(evidence: Measurements, prices: Prices) -> Iterator[StallCandi
 def profiler(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     if evidence.about.get("profiler"):
         yield StallCandidate("profiler", evidence.places.get("profiler", Place()), 1, "the script itself records a profile")
-
-
-OTHERS = (
-    StallRule(
-        "waits",
-        ("comm",),
-        "communication that nothing hides, and ranks that come late",
-        f"{EXPOSED:.0f} % of the step",
-        "the last bucket of gradients is never hidden",
-        communication,
-    ),
-    StallRule("profiler", ("profiler",), "a profiler left on", "one", "it costs the host some µs an op", profiler),
-)

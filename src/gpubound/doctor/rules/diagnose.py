@@ -1,30 +1,53 @@
-"""From evidence to a verdict: every rule's claims, priced, ranked, and set apart from what costs nothing."""
+"""From measurements to a verdict: the candidates of every rule are priced and ranked; those without a cost are harmless."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ...watch.ledger import TOTALS
 from ..finding import KINDS, Finding, Verdict
 from ..price.prices import Line, Measurements, Prices, line_of, size, times
-from .compute import HOST, LAUNCHES, OTHERS, PRODUCTS, WASTE
-from .waits import CHECKPOINTS, COPIES, MEMORY, MEMORY_KINDS, PAUSES, READS, StallCandidate, StallRule
+from . import compute, waits
+from .waits import MEMORY_KINDS, StallCandidate
 
-RULES: tuple[StallRule, ...] = (
-    CHECKPOINTS, *PAUSES, MEMORY, *WASTE, COPIES, READS, *HOST, *LAUNCHES, *PRODUCTS, *OTHERS,
-)  # fmt: skip
+Rule = Callable[[Measurements, Prices], Iterable[StallCandidate]]
+
+# Each rule, and the kinds of its findings. A call belongs to the first rule that claims it, so the more specific ones come
+# first. docs/doctor-how.md has a table of the rules with their thresholds.
+RULES: dict[Rule, tuple[str, ...]] = {
+    waits.checkpoints: ("checkpoint",),
+    waits.data: ("data",),
+    waits.collections: ("gc",),
+    waits.compilations: ("compile",),
+    waits.driver_calls: ("alloc", "free", "pin", "retry"),
+    compute.repeats: ("repeat",),
+    compute.clones: ("clone",),
+    compute.conversions: ("noop",),
+    waits.copies: ("h2d", "d2h", "pageable"),
+    waits.reads: ("sync",),
+    compute.cpu_ops: ("cpu_op",),
+    compute.fallbacks: ("fallback",),
+    compute.optimizer: ("optimizer",),
+    compute.zeros: ("zero_grad",),
+    compute.loops: ("launch",),
+    compute.launch_bound: ("launch_bound",),
+    compute.products: ("precision",),
+    compute.attention: ("attention",),
+    compute.communication: ("comm",),
+    compute.profiler: ("profiler",),
+}
 
 HARMLESS = 0.005  # of a step: two timings of the same step differ by as much
 
 
-def diagnose(evidence: Measurements, rules: Iterable[StallRule] = RULES) -> Verdict:
+def diagnose(evidence: Measurements, rules: Iterable[Rule] = tuple(RULES)) -> Verdict:
     prices = Prices(evidence)
-    claims = _distinct(claim for rule in rules for claim in rule.look(evidence, prices))
+    claims = _distinct(claim for rule in rules for claim in rule(evidence, prices))
     priced = [(claim, _priced(claim, evidence, prices)) for claim in claims]
     harmless = [(claim, finding) for claim, finding in priced if _costs_nothing(finding, prices)]
-    dear = [pair for pair in priced if pair not in harmless]
-    dear.sort(key=lambda pair: (pair[1].ms is None, -(pair[1].ms or 0.0), -pair[1].count))
+    costly = [pair for pair in priced if pair not in harmless]
+    costly.sort(key=lambda pair: (pair[1].ms is None, -(pair[1].ms or 0.0), -pair[1].count))
     absent = ({"prices": prices.refused} if prices.refused else {}) | dict(evidence.absent)  # a dry run knows better why
     bar = prices.bar
     return Verdict(
@@ -33,8 +56,8 @@ def diagnose(evidence: Measurements, rules: Iterable[StallRule] = RULES) -> Verd
         step_ms=prices.step_ms,
         bar={"shares": bar.shares, "late": bar.late} if bar else {},
         ceiling_ms=prices.ceiling,
-        findings=[finding for _, finding in dear],
-        together_ms=_together(dear, prices),
+        findings=[finding for _, finding in costly],
+        together_ms=_together(costly, prices),
         harmless=[finding for _, finding in harmless],
         unlocated=_unlocated(evidence, prices),
         phases=dict(evidence.phases),
@@ -45,8 +68,8 @@ def diagnose(evidence: Measurements, rules: Iterable[StallRule] = RULES) -> Verd
 
 
 def _distinct(claims: Iterable[StallCandidate]) -> list[StallCandidate]:
-    """A call or a span belongs to the first claim of it. A wait whose line has a claim already is the same thing; a read beside
-    a copy is told with it, because the tape says of a call which line made it, not which word of the line."""
+    """Assign each call and span to its first claim. A wait whose line has a claim already is a duplicate; a read on the line of
+    a copy is added to it, because the tape has the line of a call, not the expression."""
     calls: set[int] = set()
     spans: set[int] = set()
     lines = dict[Line, int]()  # of waits: which of the kept ones has it
@@ -120,7 +143,7 @@ def _unlocated(evidence: Measurements, prices: Prices) -> list[str]:
 
 
 def _counts(evidence: Measurements) -> dict[str, float]:
-    """A step's totals, of what the ledger vouches for."""
+    """Return a step's totals, of the events that the ledger could count."""
     counts = {}
     if "syncs" in evidence.counted:
         kind, _ = TOTALS["syncs"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from ...formatting import readable
@@ -18,7 +18,7 @@ from ..record.tape import Span, Tape
 
 @dataclass(frozen=True)
 class StallCandidate:
-    """One thing at one place. Its price is what a step saves without `calls` and `spans`; or `ms`, where a rule knows it."""
+    """A candidate for a finding. Its price is the saving of a step without `calls` and `spans`, or `ms` if a rule knows it."""
 
     kind: str
     place: Place
@@ -29,23 +29,11 @@ class StallCandidate:
     ms: float | None = None
     certainty: str = "counted"
     fix: str = ""  # empty: the remedy of its kind
-    waits: bool = False  # it is made of waits: if none of them is located, they are among those that are not
-
-
-@dataclass(frozen=True)
-class StallRule:
-    """`threshold` in the words of the table in docs/doctor-how.md, with `why`."""
-
-    name: str
-    kinds: tuple[str, ...]
-    finds: str
-    threshold: str
-    why: str
-    look: Callable[[Measurements, Prices], Iterable[StallCandidate]]
+    waits: bool = False  # it consists of waits: if none of them is located, they are among those without a line
 
 
 def estimate(kind: str, place: Place, count: float, evidence: str, ms: float | None, fix: str = "") -> StallCandidate:
-    """A claim whose price is a rule's own; None: counted alone."""
+    """Return a candidate whose price `ms` the rule estimates; None: it is counted only."""
     return StallCandidate(kind, place, count, evidence, ms=ms, certainty="counted" if ms is None else "estimate", fix=fix)
 
 
@@ -73,22 +61,12 @@ def checkpoints(evidence: Measurements, prices: Prices) -> Iterator[StallCandida
     yield StallCandidate("checkpoint", place, count, f"{count:.3g} checkpoints a step", waits, frozenset(spans))
 
 
-CHECKPOINTS = StallRule(
-    "saving",
-    ("checkpoint",),
-    "torch.save and its kin while the device waits",
-    "0.5 % of the step, by replay",
-    "a checkpoint that is rare enough costs nothing a step",
-    checkpoints,
-)
-
-
 WITH_WORKERS = "MultiProcess"  # in the name of torch's loader
 MORE = "raise num_workers or prefetch_factor, or do less for an item: the workers cannot keep up"
 
 
 def spans_of(evidence: Measurements, kind: str) -> dict[Line | None, tuple[Place, list[int]]]:
-    """The spans of a kind, those of one line together."""
+    """Return the spans of a kind, grouped by line."""
     by_line_: dict[Line | None, tuple[Place, list[int]]] = {}
     for n, span in enumerate(evidence.tape.spans if evidence.tape else ()):
         if span.kind == kind:
@@ -112,7 +90,7 @@ def data(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
 
 
 def collections(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
-    """One claim for each gc.collect(). Python's own fall on any line: they are one claim, at the line that has most of them."""
+    """Yield a claim for each gc.collect(), and one for Python's collections, at the line with the longest of them."""
     spans = spans_of(evidence, "gc")
     for rows in by_line(evidence, "gc"):
         if (site := rows[0].place.site) and "gc.collect" in site.code:
@@ -145,34 +123,6 @@ def compilations(evidence: Measurements, prices: Prices) -> Iterator[StallCandid
         )
 
 
-PAUSES = (
-    StallRule(
-        "data",
-        ("data",),
-        "waits for the next batch",
-        "0.5 % of the step, by replay",
-        "a loader that is ahead of the device is waited for, too, but for nothing",
-        data,
-    ),
-    StallRule(
-        "collections",
-        ("gc",),
-        "garbage collections, and gc.collect() in a step",
-        "0.5 % of the step, by replay",
-        "a young generation takes some 10 µs",
-        collections,
-    ),
-    StallRule(
-        "compilations",
-        ("compile",),
-        "compilations after the warm-up",
-        "one",
-        "a steady step compiles nothing",
-        compilations,
-    ),
-)
-
-
 MEMORY_KINDS = ("free", "alloc", "pin")
 STEADY = 0.5  # a step
 
@@ -201,21 +151,11 @@ def driver_calls(evidence: Measurements, prices: Prices) -> Iterator[StallCandid
         yield StallCandidate("retry", rows[0].place, count, f"the memory was full {count:.3g} times a step")
 
 
-MEMORY = StallRule(
-    "memory",
-    ("alloc", "free", "pin", "retry"),
-    "cudaMalloc, cudaFree (empty_cache), pinning, retries when memory is full",
-    "one in two steps",
-    "a cache that still grows asks now and then; a retry is one too many",
-    driver_calls,
-)
-
-
 MUCH = 100.0  # µs; an op that only copies kept its host for 45 to 56 besides the copy's own call, on a machine with an H200
 
 
 def copy_preparation(tape: Tape, calls: Collection[int]) -> frozenset[int]:
-    """The outermost ops around these copies, as far as their host was busy for longer than that in them."""
+    """Return the outermost ops around these copies in which the host was busy for more than MUCH µs besides the copy."""
     outermost = _outermost_ops(tape)
     busy: dict[int, float] = {}
     for place in calls:
@@ -229,7 +169,7 @@ def copy_preparation(tape: Tape, calls: Collection[int]) -> frozenset[int]:
 
 
 def _outermost_ops(tape: Tape) -> dict[int, list[tuple[int, Span]]]:
-    """Each thread's ops that are inside no other op, with their indices on the tape."""
+    """Return each thread's ops that are inside no other op, with their indices on the tape."""
     by_thread: dict[int, list[tuple[int, Span]]] = {}
     for place, span in enumerate(tape.spans):
         if span.kind == "op":
@@ -265,7 +205,7 @@ def copies(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
 
 
 def kind_and_fix(rows: list[LedgerRow]) -> tuple[str, str]:
-    """(the kind, what to write instead) of one line's copies."""
+    """Return the kind and the remedy of one line's copies."""
     first, site = rows[0], rows[0].place.site
     if len({row.kind for row in rows}) == 2:
         return "d2h", ROUND_TRIP
@@ -276,16 +216,6 @@ def kind_and_fix(rows: list[LedgerRow]) -> tuple[str, str]:
     if site and any(call in site.code for call in BUILT):
         return "h2d", HOST_DATA.remedy
     return "h2d", UPLOAD.remedy if first.pageable else "pass non_blocking=True: the memory is pinned"
-
-
-COPIES = StallRule(
-    "copies",
-    ("h2d", "d2h", "pageable"),
-    "blocking or pageable copies, non_blocking on pageable memory, gradients through the host",
-    "0.5 % of the step, by replay",
-    "a pageable copy under 64 kB does not keep its host, so its kind says too little",
-    copies,
-)
 
 
 MASKED = 0.9  # of what indexing by a mask takes, with its backward, which sorts and scatters; torch.where has passes, too
@@ -321,13 +251,3 @@ def masking(evidence: Measurements, prices: Prices) -> float | None:
     alone = bool(every) and all(masked(span) for span in every)  # or it is not known which backward is a mask's
     calls = prices.inside(lambda s: (s.name == "aten::index" and masked(s)) or (alone and s.name == "IndexBackward0"))
     return prices.without_work(calls, MASKED) if calls and prices.replay is not None else None
-
-
-READS = StallRule(
-    "reads",
-    ("sync",),
-    "item, if t, print, masks, nonzero, clipping with checks, GradScaler, synchronize",
-    "0.5 % of the step, by replay",
-    "a wait while the queue is full is free",
-    reads,
-)
