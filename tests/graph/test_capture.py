@@ -294,11 +294,6 @@ def test_docstring_example():
     assert doctest.testmod(captured_module).failed == 0
 
 
-def test_unknown_argument():
-    with pytest.raises(TypeError):
-        capture(lambda x: x, torch.ones(2), warm_up=3)
-
-
 def test_numpy_input():
     with pytest.raises(ValueError) as error:
         capture(lambda x: x, torch.ones(2).numpy())

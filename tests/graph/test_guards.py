@@ -43,35 +43,42 @@ def captured(model):
     return capture(model, drawn(5, 4))
 
 
-def test_moved_weight(captured, model):
+def move(model):
     model[0].weight.data = model[0].weight.data.clone()
-    assert said(captured, drawn(5, 4)) == MOVED.format("0.weight")
 
 
-def test_model_moved_to_another_dtype(captured, model):
-    model.double()
-    assert said(captured, drawn(5, 4)) == MOVED.format("0.weight")
+def replace_parameter(model):
+    model[0].weight = nn.Parameter(drawn(8, 4))
+
+
+def replace_module(model):
+    model[0] = nn.Linear(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (move, MOVED.format("0.weight")),
+        (nn.Module.double, MOVED.format("0.weight")),
+        (replace_parameter, REPLACED.format("0.weight", "another tensor")),
+        (replace_module, REPLACED.format("0.weight", "another tensor")),
+        (
+            lambda model: model.load_state_dict(perceptron().state_dict(), assign=True),
+            REPLACED.format("0.weight", "another tensor"),
+        ),
+        (nn.Module.eval, BAKED.format("training", "False", "True")),
+    ],
+    ids=["moved", "moved to another dtype", "parameter", "module", "load_state_dict by assignment", "evaluation mode"],
+)
+def test_a_changed_model(captured, model, change, text):
+    change(model)
+    for _ in range(2):
+        assert said(captured, drawn(5, 4)) == text
 
 
 def test_freed_weight(captured, model):
     model[3].bias.untyped_storage().resize_(0)
     assert said(captured, drawn(5, 4)) == message("graph/held:freed_weight")
-
-
-def test_replaced_parameter(captured, model):
-    model[0].weight = nn.Parameter(drawn(8, 4))
-    assert said(captured, drawn(5, 4)) == REPLACED.format("0.weight", "another tensor")
-    assert said(captured, drawn(5, 4)) == REPLACED.format("0.weight", "another tensor")
-
-
-def test_replaced_module(captured, model):
-    model[0] = nn.Linear(4, 8)
-    assert said(captured, drawn(5, 4)) == REPLACED.format("0.weight", "another tensor")
-
-
-def test_load_state_dict_by_assignment(captured, model):
-    model.load_state_dict(perceptron().state_dict(), assign=True)
-    assert said(captured, drawn(5, 4)) == REPLACED.format("0.weight", "another tensor")
 
 
 def test_load_state_dict_in_place_is_followed(model, tape):
@@ -130,34 +137,25 @@ def test_an_object_among_the_inputs_whose_tensor_is_replaced():
     assert said(captured, batch) == REPLACED.format("input 0.x", "another tensor")
 
 
-def test_a_cache_that_is_rebound():
-    class Cache:
-        def __init__(self):
-            self.keys = [torch.zeros(3)]
+class Cache:
+    def __init__(self):
+        self.state, self.keys = torch.zeros(3), [torch.zeros(3)]
 
-        def append(self, x):
-            self.keys[0].add_(x)
-            return self.keys[0] * 2
+    def append(self, x):
+        self.keys[0].add_(x)
+        return self.state.mul_(0.5).add_(x) + self.keys[0] * 2
 
+
+@pytest.mark.parametrize("name", ["self.state", "self.keys[0]"])
+def test_an_attribute_or_item_that_is_rebound(name):
     cache = Cache()
     captured = capture(cache.append, torch.ones(3))
-    assert captured.held == ["self.keys[0]", "input 0"]
-    cache.keys[0] = torch.zeros(3)
-    assert said(captured, torch.ones(3)) == REPLACED.format("self.keys[0]", "another tensor")
-
-
-def test_an_attribute_that_is_rebound():
-    class Cell:
-        def __init__(self):
-            self.state = torch.zeros(3)
-
-        def step(self, x):
-            return self.state.mul_(0.5).add_(x).clone()
-
-    cell = Cell()
-    captured = capture(cell.step, torch.ones(3))
-    cell.state = torch.zeros(3)
-    assert said(captured, torch.ones(3)) == REPLACED.format("self.state", "another tensor")
+    assert set(captured.held) == {"self.state", "self.keys[0]", "input 0"}
+    if name == "self.state":
+        cache.state = torch.zeros(3)
+    else:
+        cache.keys[0] = torch.zeros(3)
+    assert said(captured, torch.ones(3)) == REPLACED.format(name, "another tensor")
 
 
 def test_optimizer_state_loaded_again(model):
@@ -213,11 +211,6 @@ def test_a_count_that_the_function_keeps_for_itself(runner):
     captured = capture(fn, torch.ones(3))
     for value in (1.0, 2.0, 3.0):
         assert captured(torch.full((3,), value)).tolist() == [2 * value] * 3
-
-
-def test_evaluation_mode(captured, model):
-    model.eval()
-    assert said(captured, drawn(5, 4)) == BAKED.format("training", "False", "True")
 
 
 def test_gradients_dropped_outside(tape, model):

@@ -31,38 +31,29 @@ def test_as_captured(captured):
     assert captured(*given()).tolist() == [3, 3, 3]
 
 
-def test_shape(captured):
-    assert said(captured, *given(torch.ones(4))) == message("graph/held_inputs:shape")
+def freed() -> torch.Tensor:
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
-def test_dtype(captured):
-    assert said(captured, *given(bias=torch.ones(3).double())) == message("graph/held_inputs:dtype")
-
-
-def test_device(captured):
-    assert said(captured, *given(torch.ones(3, device="meta"))) == message("graph/held_inputs:device")
-
-
-def test_dead_input(captured):
-    dead = torch.ones(3)
-    dead.untyped_storage().resize_(0)
-    assert said(captured, *given(dead)) == message("graph/held_inputs:dead_input")
-
-
-def test_constant(captured):
-    assert said(captured, *given(scale=3)) == message("graph/held_inputs:constant")
-
-
-def test_constant_of_another_type(captured):
-    assert said(captured, *given(scale=2.0)) == message("graph/held_inputs:constant_of_another_type")
-
-
-def test_tensor_for_a_constant(captured):
-    assert said(captured, *given(scale=torch.tensor(2))) == message("graph/held_inputs:tensor_for_a_constant")
-
-
-def test_constant_for_a_tensor(captured):
-    assert said(captured, *given(x=1.5)) == message("graph/held_inputs:constant_for_a_tensor")
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"x": torch.ones(4)}, "shape"),
+        ({"bias": torch.ones(3).double()}, "dtype"),
+        ({"x": torch.ones(3, device="meta")}, "device"),
+        ({"x": freed()}, "dead_input"),
+        ({"scale": 3}, "constant"),
+        ({"scale": 2.0}, "constant_of_another_type"),
+        ({"scale": torch.tensor(2)}, "tensor_for_a_constant"),
+        ({"x": 1.5}, "constant_for_a_tensor"),
+        ({"x": torch.ones(3).to_sparse()}, "a_sparse_tensor"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_input_unlike_the_captured_one(captured, changed, text):
+    assert said(captured, *given(**changed)) == message(f"graph/held_inputs:{text}")
 
 
 def test_structure(captured):
@@ -74,10 +65,6 @@ def test_static_buffer_freed(captured):
     buffer = captured.inputs[0]
     buffer.untyped_storage().resize_(0)
     assert said(captured, *given()) == message("graph/held_inputs:static_buffer_freed")
-
-
-def test_a_sparse_tensor(captured):
-    assert said(captured, *given(torch.ones(3).to_sparse())) == message("graph/held_inputs:a_sparse_tensor")
 
 
 def test_a_dict_or_tuple_of_another_class_is_named():
