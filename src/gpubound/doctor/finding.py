@@ -47,7 +47,7 @@ KINDS: dict[str, Cause] = EVENTS | {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that costs time at one place. All numbers are of one step."""
+    """A cause of lost time on a line. All numbers are of one step."""
 
     kind: str  # one of KINDS
     site: Site | None  # the user's line; None: of the whole script, or not known
@@ -113,14 +113,14 @@ def _site_dict(site: Site | None) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result for a run. A value that could not be measured is None or missing, and `absent` has the reason."""
+    """Result for a run. A value that could not be measured is None or missing, and `absent` has the reason."""
 
     script: str
     machine: dict[str, Any]
     step_ms: float | None
-    bar: dict[str, dict[str, float]]  # "shares" and "late" of gaps.Bar, in percent; {} without a tape
+    bar: dict[str, dict[str, float]]  # "shares" and "late" of price.idle.Bar, in percent; {} without a tape
     ceiling_ms: float | None  # a step whose host never stalls
-    findings: Sequence[Finding]  # the dearest first
+    findings: Sequence[Finding]  # the costliest first
     together_ms: float | None  # what a step would save without all of them
     harmless: Sequence[Finding]
     unlocated: Sequence[str]  # a sentence each
@@ -129,7 +129,7 @@ class Verdict:
     distortion: float | None  # how much slower the recorded steps were than the timed ones
     counts: dict[str, float] = field(default_factory=dict)  # a step's totals by their names in COUNTS
     ranks: Sequence[dict[str, Any]] = field(default_factory=list)  # of a script on several: each one's step and shares
-    lead_ms: float | None = None  # by so much the host is ahead of the device: it waits so long for a step's result
+    lead_ms: float | None = None  # how far the host is ahead of the device, which is its wait for a step's result
     version: int = VERSION
 
     def as_dict(self) -> dict[str, Any]:

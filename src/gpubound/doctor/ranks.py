@@ -1,7 +1,7 @@
-"""The verdicts of a script's ranks made one: each rank looks at itself, the first one reports.
+"""Merge of the verdicts of a script's ranks: each rank measures itself, the first one reports.
 
-Ranks that train together have the same step: who is quick waits in communication. So a finding costs what it costs the rank
-that pays most, and a rank is late whose step without communication is longer than the others'.
+Ranks that train together have steps of one length: a quick rank waits in communication. So the price of a finding is that of
+the rank that pays most, and a rank is late if its step without communication is longer than the others'.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ..distributed.store_messages import gather_texts, numbers
 from .finding import KINDS, Finding, Verdict
 from .report.text import milliseconds
 
-LATE = 0.05  # of a step: by less the work of ranks differs from step to step
+LATE = 0.05  # of a step: the work of ranks differs by less from step to step
 SILENT = "it has told nothing; look into its log"
 SHARES = ("busy", "host_late", "comm")
 ERROR = "error"
 
 
 def merge_ranks(verdict: Verdict) -> Verdict:
-    """This rank's verdict; on the first of several that of all of them."""
+    """Return this rank's verdict; on the first of several ranks the merged one."""
     _, world = numbers()
     reports = {rank: json.loads(text) for rank, text in gather_texts(json.dumps(verdict.as_dict())).items()}
     if world == 1 or not reports:
@@ -35,19 +35,19 @@ def merge_ranks(verdict: Verdict) -> Verdict:
 
 
 def send_error(error: Exception) -> None:
-    """The first rank hears why this one has no verdict."""
+    """Send the first rank the reason why this rank has no verdict."""
     if numbers()[0]:
         gather_texts(json.dumps({ERROR: str(error)}))
 
 
 def merged(verdicts: Mapping[int, Verdict], failed: Mapping[int, str]) -> Verdict:
-    """`verdicts` by rank, the first one's among them; `failed` are ranks without one, and why."""
+    """Merge `verdicts`, which have that of rank 0. `failed` maps ranks without a verdict to the reason."""
     first = verdicts[0]
     by_line: dict[Any, dict[int, Finding]] = {}
     for rank, verdict in verdicts.items():
         for finding in verdict.findings:
             by_line.setdefault(_key(finding), {})[rank] = finding
-    findings = [_spread(by_rank, len(verdicts) + len(failed)) for by_rank in by_line.values()] + _late(verdicts)
+    findings = [_merged_finding(by_rank, len(verdicts) + len(failed)) for by_rank in by_line.values()] + _late(verdicts)
     findings.sort(key=lambda finding: (finding.ms is None, -(finding.ms or 0.0), -finding.count))
     return replace(
         first,
@@ -71,16 +71,16 @@ def _most(values: Any) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def _spread(by_rank: Mapping[int, Finding], world: int) -> Finding:
-    """The finding of the rank that pays most, and what the others pay."""
-    dearest = max(by_rank.values(), key=lambda finding: (finding.ms or 0.0, finding.count))
+def _merged_finding(by_rank: Mapping[int, Finding], world: int) -> Finding:
+    """Return the finding of the rank that pays most, with the range of all ranks' prices."""
+    costliest = max(by_rank.values(), key=lambda finding: (finding.ms or 0.0, finding.count))
     prices = sorted(finding.ms for finding in by_rank.values() if finding.ms is not None)
     counts = sorted(finding.count for finding in by_rank.values())
     text = f"{counts[0]:.3g} to {counts[-1]:.3g} a step"
     if prices:
         text = f"{milliseconds(prices[0])} to {milliseconds(prices[-1])}"
     where = f"on {len(by_rank)} of {world} ranks" if len(by_rank) > 1 else f"on rank {next(iter(by_rank))} of {world} alone"
-    return replace(dearest, evidence=f"{dearest.evidence}; {where}" + (f", {text}" if len(by_rank) > 1 else ""))
+    return replace(costliest, evidence=f"{costliest.evidence}; {where}" + (f", {text}" if len(by_rank) > 1 else ""))
 
 
 def _about(rank: int, verdict: Verdict) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _about(rank: int, verdict: Verdict) -> dict[str, Any]:
 
 
 def _late(verdicts: Mapping[int, Verdict]) -> list[Finding]:
-    """The rank for which the others wait."""
+    """Return a finding for the rank that the others wait for, if there is one."""
     own = {
         rank: verdict.step_ms * (1 - verdict.bar["shares"]["comm"] / 100)
         for rank, verdict in verdicts.items()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The effect of a line, as the end of a sentence that begins with the line, and what to write instead."""
+    """Effect of a line, as the end of a sentence that begins with the line, and the remedy."""
 
     does: str
     remedy: str
@@ -20,7 +20,7 @@ class Cause:
 
 
 def shape(remedy: str) -> Cause:
-    """The size of the result must be read back before the host can go on."""
+    """Return the cause of an op whose result has a size that is read back first."""
     return Cause("makes a shape that depends on the values", remedy)
 
 
@@ -44,7 +44,7 @@ PRINT = Cause("prints a tensor, which reads the device from the host", "print it
 
 _COUNT = shape("count with scatter_add into a tensor of fixed size")
 
-# Ops that read a size or a value back from the device before they can return: what the user wrote, more or less, and why.
+# Ops that read a size or a value back from the device before they return: roughly the user's expression, and the cause.
 WAITING_OPS: dict[str, tuple[str, Cause]] = {
     "_local_scalar_dense": ("item", READ),
     "equal": ("torch.equal", READ),
@@ -79,7 +79,7 @@ THROUGH: dict[str, Cause] = {
     "torch/nn/utils/clip_grad": Cause("reads the gradient norm from the host", "pass error_if_nonfinite=False"),
 }
 
-# Every kind of event, with its cause where what was called says no more.
+# Every kind of event, with its cause unless a table above has a more specific one.
 KINDS: dict[str, Cause] = {
     "sync": WAIT,
     "h2d": UPLOAD,
@@ -97,13 +97,13 @@ KINDS: dict[str, Cause] = {
     "fallback": Cause("takes a slow path", "fix what its reason names"),
 }
 
-MASKING = "boolean mask"  # what an op with one waits in
-EMPTIED = "empty_cache"  # which gives memory back
+MASKING = "boolean mask"  # name of the wait of an op with a boolean mask
+EMPTIED = "empty_cache"  # frees memory
 _BY_WORDS = WAITING_CALLS | dict(WAITING_OPS.values()) | {MASKING: MASK}
 
 
 def cause_of(kind: str, what: str = "", through: str = "") -> Cause:
-    """Why an event of this kind came about. `through` is a key of THROUGH, for a read that a file of torch made."""
+    """Return the cause of an event of this kind. `through` is a key of THROUGH, for a read by a file of torch."""
     if kind == "sync" and through in THROUGH:
         return THROUGH[through]
     return _BY_WORDS.get(what, KINDS[kind]) if kind == "sync" else KINDS[kind]

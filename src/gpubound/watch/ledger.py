@@ -23,7 +23,7 @@ from .op_mode import Calls, Dispatch, SimGpu
 from .sensors import Allocator, Collector, Compiles, Fallbacks, GpuTrace, Kernels, Sensor, Triton
 from .source_line import Origins, Place, Site, here
 
-# Totals by name: which rows they add up, and what of each.
+# Totals by name: the kinds of rows that they sum, and the field.
 TOTALS: dict[str, tuple[str, str]] = {
     "syncs": ("sync", "count"),
     "h2d_copies": ("h2d", "count"),
@@ -79,7 +79,8 @@ class LedgerRow:
         }
 
     def record(self) -> dict:
-        """For a run's tape: what, how often, and the innermost line that is not torch's, without folders of this machine."""
+        """Return a dict for a run's log: the event, its counts, and the innermost line that is not torch's, without folders of
+        this machine."""
         line = self.place.line or self.place.built
         known = {"kind": self.kind, "what": self.what, "detail": self.detail, "count": self.count, "bytes": self.bytes}
         known |= {"ms": round(self.ms, 3), "through": self.place.through}
@@ -94,7 +95,7 @@ class LedgerRow:
 
 
 HEADS = ("kind", "what", "times", "amount", "where", "code")
-LAUNCH_LINES = 12  # a step launches from hundreds of lines; the busiest tell the story
+LAUNCH_LINES = 12  # a step launches from hundreds of lines; the busiest are shown
 CODE = 72  # columns of source shown
 
 
@@ -183,7 +184,7 @@ def _amount(row: LedgerRow) -> str:
     return readable(row.bytes) if row.bytes else ""
 
 
-# Started in this order and ended in reverse: what synchronizes when it stops (Kineto) must not be heard by what counts syncs.
+# Started in this order and ended in reverse: a sensor that synchronizes when it stops (Kineto) must not be counted by others.
 _STARTED = (Kernels, Allocator, Collector, Compiles, Fallbacks, Triton, Calls, SimGpu, Dispatch, GpuTrace)
 SENSORS: dict[str, type[Sensor]] = {sensor.name: sensor for sensor in _STARTED}
 
@@ -293,7 +294,7 @@ class Ledger:
     def __str__(self) -> str:
         return render(self)
 
-    # What the sensors call.
+    # Called by the sensors.
 
     @property
     def device_is_here(self) -> bool:
@@ -316,7 +317,7 @@ class Ledger:
     def record(
         self, kind: str, what: str, count: int = 1, bytes: int = 0, ms: float = 0, detail: str = "", place: Place | None = None
     ) -> None:
-        """Add to the row of this thing at this place: the caller's, unless another is given (`Place()` where it is lost)."""
+        """Add to the row of this event at this place: the caller's, unless another is passed (`Place()` if it is not known)."""
         place = place or here(self.origins)
         with self._lock:
             row = self._rows.setdefault((kind, what, detail, place), LedgerRow(kind, what, place, detail))

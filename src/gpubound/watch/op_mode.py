@@ -20,14 +20,14 @@ from .source_line import Place, here
 if TYPE_CHECKING:
     from .ledger import Ledger
 
-SAMPLE = 65_536  # bytes looked at to tell whether a buffer was rewritten behind its version counter
+SAMPLE = 65_536  # bytes sampled to notice that a buffer was rewritten without a change of its version counter
 _COPIES = {"h2d_bytes", "h2d_copies", "d2h_bytes", "d2h_copies", "pageable_copies", "repeated_uploads", "dead_clones"}
 
 
 class Uploads:
-    """Remembers what was uploaded, to notice the same storage, unchanged, going up again.
+    """Remembers uploads, to notice that the same storage is uploaded again without a change.
 
-    A version counter does not see writes through NumPy, as into a pinned ring, so a sample of the bytes must agree too.
+    A version counter does not see writes through NumPy, as into a pinned ring, so a sample of the bytes must agree, too.
     """
 
     def __init__(self):
@@ -61,13 +61,13 @@ class _Candidate:
 
 
 class Clones:
-    """Notices clones whose source is never used again and dies: the source itself would have done.
+    """Notices clones whose source is never used again and dies: the source itself would have sufficed.
 
     Only clones that repeat a whole storage, stride for stride, are candidates: a clone that changes the layout, or keeps a
-    slice so that the rest can be freed, does work.
+    slice so that the rest can be freed, is useful.
     """
 
-    LIMIT = 256  # candidates followed at a time; the oldest are let go uncounted
+    LIMIT = 256  # candidates tracked at a time; the oldest are dropped
 
     def __init__(self):
         self._candidates: list[_Candidate] = []
@@ -85,7 +85,7 @@ class Clones:
             self._candidates = [*self._candidates[-self.LIMIT + 1 :], _Candidate(StorageWeakRef(storage), place, size)]
 
     def dead(self) -> list[_Candidate]:
-        """The candidates whose source has died since the last time."""
+        """Return the candidates whose source has died since the last call."""
         dead_clones = [c for c in self._candidates if c.source.expired()]
         if dead_clones:
             self._candidates = [c for c in self._candidates if not c.source.expired()]
@@ -93,7 +93,7 @@ class Clones:
 
 
 def repeats_layout(func, args, kwargs) -> bool:
-    """True for a clone (or .contiguous(), .to(copy=True)) whose result has the source's strides."""
+    """Return whether a clone (or .contiguous(), .to(copy=True)) has the source's strides."""
     if func._opname not in ("clone", "_to_copy") or not ops.dense(source := args[0]):
         return False
     device, wanted = kwargs.get("device"), kwargs.get("memory_format")
@@ -105,7 +105,7 @@ def repeats_layout(func, args, kwargs) -> bool:
 
 
 class OpSensor(Sensor):
-    """Turns the ops that it sees into rows of the ledger."""
+    """Sensor that adds the ops that it sees to the rows of the ledger."""
 
     beneath = False  # ops come from the pretend device, below composite kernels
     syncs = True  # nothing else counts syncs here
@@ -119,7 +119,7 @@ class OpSensor(Sensor):
         return frozenset(_COPIES | {"syncs"} | ({"launches"} if self.ledger.launches == "ops" else set()))
 
     def see(self, func, args, kwargs) -> str:
-        """Called before an op runs. Returns what to call it."""
+        """Record an op before it runs. Return its name."""
         ledger = self.ledger
         ledger.origins.note(func._opname)
         self._clones.used(args, kwargs)
@@ -200,7 +200,7 @@ class Dispatch(OpSensor):
 
     @contextmanager
     def seeing(self, func, args, kwargs):
-        """Around an op as it runs. A custom op counts as a launch unless Triton launched inside it."""
+        """Record an op as it runs. A custom op counts as a launch unless Triton launched inside it."""
         now = self.ledger.now
         outer, before = now.op, now.triton
         now.op = self.see(func, args, kwargs)
@@ -214,10 +214,10 @@ class Dispatch(OpSensor):
 
 
 def _leave(mode: ops.OpMode) -> None:
-    """End the mode, and take off this thread's stack what has ended.
+    """End the mode, and remove ended modes from this thread's stack.
 
-    A ledger may end on another thread than it began on, as where each step of a script runs in a new thread, or before one
-    that began later. Its mode cannot be removed then: it passes ops on and records nothing.
+    A ledger may end on another thread than it began on, for example if each step of a script runs in a new thread, or before
+    one that began later. Its mode cannot be removed then: it passes ops on and records nothing.
     """
     mode.run = _hand_on
     while (stack := _get_current_dispatch_mode_stack()) and getattr(stack[-1], "run", None) is _hand_on:
@@ -235,7 +235,7 @@ def _pretended(args, kwargs) -> bool:
 
 class Calls(Sensor):
     name = "calls"
-    counts = frozenset()  # it adds to what dispatch and simgpu count, and vouches for nothing alone
+    counts = frozenset()  # it adds to the counts of dispatch and simgpu
     sees = "synchronize() of torch.cuda, streams and events, print(tensor)"
     blind = "a synchronize() that was imported by name before the ledger opened"
 

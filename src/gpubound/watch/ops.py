@@ -33,7 +33,7 @@ LAUNCHLESS = {
 
 @dataclass(slots=True)
 class Move:
-    """One thing that an op makes the host do. kind: 'sync' (wait for a value), 'h2d' or 'd2h' (a copy)."""
+    """A wait or copy that an op causes. kind: "sync" (wait for a value), "h2d" or "d2h" (a copy)."""
 
     kind: str
     what: str
@@ -42,11 +42,12 @@ class Move:
     bytes: int = 0
     pinned: bool = False
     blocking: bool = True
-    source: torch.Tensor | None = None  # an upload's host tensor
+    source: torch.Tensor | None = None  # host tensor of an upload
 
     @property
     def stalls(self) -> bool:
-        """A pageable copy stalls even with non_blocking=True: the driver stages it through pinned memory."""
+        """Whether the copy stalls. A pageable copy does also with non_blocking=True: the driver stages it through pinned
+        memory."""
         return self.blocking or not self.pinned
 
     @property
@@ -60,7 +61,7 @@ def on_host(where: torch.Tensor | torch.device) -> bool:
 
 
 def tensors(values) -> Iterator[torch.Tensor]:
-    """Every tensor among an op's arguments; aten nests them one list deep."""
+    """Yield every tensor among an op's arguments; aten nests them one list deep."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -71,7 +72,7 @@ def tensors(values) -> Iterator[torch.Tensor]:
 
 
 def device_of(args, kwargs) -> torch.device | None:
-    """The device of an op: the first among its tensors that is not the host, else its device argument, else the host."""
+    """Return the device of an op: the first among its tensors that is not the host, else its device argument, else the host."""
     device = None
     for t in tensors((*args, *kwargs.values())):
         device = t.device
@@ -84,14 +85,15 @@ def device_of(args, kwargs) -> torch.device | None:
 
 @cache
 def composite(func) -> bool:
-    """True when `func` is made of other ops. In inference mode such ops arrive whole, their copies and syncs still inside."""
+    """Return whether `func` consists of other ops. In inference mode such an op is dispatched before its parts."""
     return isinstance(func, OpOverload) and func._can_decompose()
 
 
 class OpMode(TorchDispatchMode):
-    """Hands every op of this thread, and of the backward passes it starts, to `run(func, args, kwargs)`, which calls it.
+    """Dispatch mode that passes every op of this thread, and of its backward passes, to `run(func, args, kwargs)`, which calls
+    it.
 
-    It stands above CUDA. Autograd's device threads take over the modes of the thread that called backward.
+    It is above CUDA. Autograd's device threads take over the modes of the thread that called backward.
     """
 
     def __init__(self, run: Callable[..., Any]) -> None:
@@ -100,7 +102,7 @@ class OpMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # otherwise torch.compile would run eagerly wherever a ledger or a guard is open
+        return True  # otherwise torch.compile would run eagerly inside a ledger or a guard
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -112,14 +114,15 @@ class OpMode(TorchDispatchMode):
 
 @cache
 def launches(func) -> bool:
-    """True when dispatching `func` starts work on the device."""
+    """Return whether dispatching `func` starts work on the device."""
     return not func.is_view and func._opname not in LAUNCHLESS
 
 
 def moves(func, args, kwargs, beneath: bool = False, home: torch.device | None = None) -> tuple[Move, ...]:
-    """The waits and copies of `func`. `beneath`: called by the device itself, not by a mode above composite kernels.
+    """Return the waits and copies of `func`.
 
-    `home`: the device whose waits count, where a CPU imitates a GPU; by default every device but the host.
+    beneath  True if the device itself calls this, not a mode above composite kernels
+    home     the device whose waits count, if a CPU imitates a GPU; by default every device but the host
     """
     look = _look(func)
     if look is None or (beneath and look is _lifted):
@@ -129,23 +132,23 @@ def moves(func, args, kwargs, beneath: bool = False, home: torch.device | None =
 
 @cache
 def _look(func) -> Callable[..., tuple[Move, ...]] | None:
-    """The function that lists the moves of `func`; none for ops outside aten."""
+    """Return the function that lists the moves of `func`; None for ops outside aten."""
     if getattr(func, "namespace", "") != "aten":
         return None
     name = func._opname.rstrip("_")
     if name == "repeat_interleave" and func._overloadname != "Tensor":
-        return None  # made of other ops
+        return None  # it consists of other ops
     return _LOOKS.get(name, _waits if name in WAITING_OPS else None)
 
 
 def decides(func) -> bool:
-    """True for an op that waits by its arguments, not always: what `moves` says of it is the whole truth."""
+    """Return whether the arguments of an op decide if it waits: then `moves` is complete."""
     return _look(func) in (_indexes, _repeats)
 
 
 @cache
 def mixes(func) -> bool:
-    """True for an op in which a CPU tensor with dimensions may meet a device tensor; CUDA refuses it in any other."""
+    """Return whether a CPU tensor with dimensions may be mixed with device tensors in an op; CUDA refuses it in any other."""
     return _look(func) in (_indexes, _converted, _copied) or func._opname == "set_"
 
 
@@ -160,13 +163,13 @@ def _waits(func, args, kwargs, home) -> tuple[Move, ...]:
 
 
 def _repeats(func, args, kwargs, home) -> tuple[Move, ...]:
-    """repeat_interleave sums its counts on the device, unless the caller says what they sum to."""
+    """Return the wait of repeat_interleave, which sums its counts on the device unless the caller passes the sum."""
     size = kwargs.get("output_size", args[1] if len(args) > 1 else None)
     return () if size is not None else _waits(func, args[:1], {}, home)
 
 
 def _indexes(func, args, kwargs, home) -> tuple[Move, ...]:
-    """A boolean mask waits for nonzero; an index tensor on the host is uploaded."""
+    """Return the wait of a boolean mask for nonzero, and the uploads of index tensors on the host."""
     target, indices = args[0], args[1]
     if not _counts(target.device, home):
         return ()
@@ -195,9 +198,10 @@ def _copied(func, args, kwargs, home) -> tuple[Move, ...]:
 
 
 def _copy(source, device, dtype, count: int, later: bool, to: torch.Tensor | None = None) -> tuple[Move, ...]:
-    """A copy of `count` elements into `to`, or into what torch allocates: on the host that is pinned for non_blocking=True.
+    """Return the copy of `count` elements into `to`, or into memory that torch allocates: pinned on the host for
+    non_blocking=True.
 
-    Where the dtype changes, torch converts on the device for non_blocking=True, and otherwise on the host, in pageable memory.
+    If the dtype changes, torch converts on the device for non_blocking=True, and otherwise on the host, in pageable memory.
     """
     up = on_host(source)
     if up == on_host(device) or "meta" in (source.device.type, device.type):
@@ -210,7 +214,7 @@ def _copy(source, device, dtype, count: int, later: bool, to: torch.Tensor | Non
 
 
 def _lifted(func, args, kwargs, home) -> tuple[Move, ...]:
-    """torch.tensor(value, device=...) hides its upload from modes; what shows is the finished tensor being lifted."""
+    """Return the upload of torch.tensor(value, device=...), which modes see only as the finished tensor being lifted."""
     first = args[0]
     if not _counts(first.device, home):
         return ()
@@ -218,12 +222,13 @@ def _lifted(func, args, kwargs, home) -> tuple[Move, ...]:
 
 
 def pinned(t: torch.Tensor, dtype: torch.dtype) -> bool:
-    """True when the copy engine can read `t` where it lies: a gap or another dtype has torch stage it in pageable memory."""
+    """Return whether the copy engine can read `t` in place: torch stages a tensor with gaps or another dtype in pageable
+    memory."""
     return t.dtype == dtype and t.is_pinned() and dense(t)
 
 
 def dense(t: torch.Tensor) -> bool:
-    """True when the elements fill one stretch of memory, in whatever order."""
+    """Return whether the elements fill one range of memory, in any order."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape) if size != 1):
         if stride != expected:
@@ -255,7 +260,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def replaced(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Iterator[None]:
-    """Inside the block `make(original)` stands in the place of `owner`'s function `name`."""
+    """Replace `owner`'s function `name` by `make(original)` inside the block."""
     original, own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, make(original))
     try:
@@ -268,8 +273,8 @@ def replaced(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Ite
 
 
 def announce(what: str, device_type: str) -> None:
-    """Tell every listener that the calling thread is about to wait for the device. A listener may raise to forbid it."""
-    for listener in dict.fromkeys(_listeners):  # nested guards listen with one function, which decides once
+    """Call every listener: the calling thread is about to wait for the device. A listener may raise to forbid it."""
+    for listener in dict.fromkeys(_listeners):  # nested guards register one function, which is called once
         listener(what, device_type)
 
 

@@ -84,7 +84,7 @@ class SimTensor(torch.Tensor):
         return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
 
     def __setitem__(self, index, value):
-        if isinstance(value, (bool, int, float)):  # as on CUDA, a number comes as a CPU scalar, and so may cost a copy
+        if isinstance(value, (bool, int, float)):  # as on CUDA, a number becomes a CPU scalar, which may cost a copy
             value = torch.tensor(value, dtype=self.dtype, device="cpu")
         super().__setitem__(index, value)
 
@@ -124,7 +124,7 @@ class SimTensor(torch.Tensor):
 
 
 def _run(func, args, kwargs):
-    """Compute `func` on the CPU tensors inside, and wrap what comes out, sharing storage where the op does."""
+    """Compute `func` on the CPU tensors inside, and wrap the results, sharing storage if the op does."""
     if func.namespace not in ("aten", "prims") and _has_kernel(func.name()):  # a custom op's body runs on the device, too
         return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1), *args, **kwargs)
     if not mixes(func):
@@ -173,7 +173,7 @@ KERNELS = {
     "_local_scalar_dense": _dispatched(torch.ops.aten._local_scalar_dense.default),
 }
 
-_pinned: dict[int, StorageWeakRef] = {}  # CPU storages that we call pinned
+_pinned: dict[int, StorageWeakRef] = {}  # CPU storages that count as pinned
 
 
 def pin_memory(self, device=None):
@@ -197,7 +197,7 @@ SETTLE = 0.05
 
 
 class SimStream:
-    """Work on the pretend device is done when it is asked for, so a stream has nothing to order."""
+    """Stream of the pretend device, where work is complete when it is requested: nothing needs an order."""
 
     def synchronize(self) -> None:
         announce("stream.synchronize", NAME)
@@ -222,7 +222,7 @@ class SimEvent:
 
 
 class SimModule(getattr(backend_registration, "_DummyBackendModule", object)):  # type: ignore[misc]
-    """The module `torch.simgpu`: torch's own stand-in for one device that always exists, and what that leaves out."""
+    """Module `torch.simgpu`: torch's stand-in for one device that always exists, with the functions that it lacks."""
 
     Stream = SimStream
     Event = SimEvent
@@ -254,10 +254,11 @@ _raise_pending = functools.partial(int)  # any call that the interpreter does no
 def _device_guard():
     class DeviceGuard(torch._C._acc.DeviceGuard):
         def type_(self):
-            """The device type; also asked as an exception leaves a hook on an autograd thread (torch 2.11 to 2.13 at least).
+            """Return the device type. Also called as an exception leaves a hook on an autograd thread (torch 2.11 to 2.13 at
+            least).
 
-            An answer with that exception pending would end the process. A call makes Python wrap it in a SystemError, which
-            we catch and keep; `_engine` raises it again where backward was called.
+            An answer with that exception pending would end the process. A call makes Python wrap it in a SystemError, which is
+            caught and kept here; `_engine` raises it again in the caller of backward.
             """
             try:
                 _raise_pending()
@@ -286,7 +287,7 @@ def _has_thread() -> bool:
 
 
 def _engine(run_backward, threaded: bool):
-    """`run_backward`, on the calling thread where the device has none, and with the exceptions that `type_` above has kept."""
+    """Return `run_backward` on the calling thread if the device has none, with the exceptions that `type_` above has kept."""
 
     @functools.wraps(run_backward)
     def _engine_run_backward(*args, **kwargs):
@@ -302,7 +303,7 @@ def _engine(run_backward, threaded: bool):
     return _engine_run_backward
 
 
-# What torch.accelerator asks of a device; of a Python backend torch knows neither, and fails.
+# Functions that torch.accelerator calls and a Python backend lacks.
 
 
 def _synchronized(device_index: int) -> None:
@@ -310,16 +311,16 @@ def _synchronized(device_index: int) -> None:
 
 
 def _no_allocator() -> bool:
-    """Then figures of memory are 0, and empty_cache has nothing to do."""
+    """Return False: memory statistics are 0, and empty_cache does nothing."""
     return False
 
 
 def _no_statistics(device_index: int) -> None:
-    """Peaks of an allocator that there is not. torch 2.11 asks without looking."""
+    """Do nothing: there is no allocator whose peaks could be reset. torch 2.11 calls this without checking."""
 
 
 def _register() -> list[object]:
-    """Put all this into torch. Returns what must be kept alive."""
+    """Register the backend with torch. Return objects that must stay alive."""
     guard = _device_guard()
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=SimModule(), device_guard=guard)
     library = torch.library.Library("aten", "IMPL")
@@ -348,7 +349,7 @@ _FP32 = (
 
 
 def _autocast(library: torch.library.Library) -> list[torch.library.Library]:
-    """Make torch.autocast work on the pretend device. Returns what must be kept alive."""
+    """Make torch.autocast work on the pretend device. Return objects that must stay alive."""
     rest = torch.library.Library("_", "IMPL")
     rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     for name in (*_LOWER, *_FP32):
@@ -401,5 +402,5 @@ def simgpu() -> torch.device:
 
 
 def ready() -> bool:
-    """True when `simgpu()` has been called in this process."""
+    """Return whether `simgpu()` has been called in this process."""
     return bool(_registered)

@@ -15,7 +15,7 @@ import pytest
 
 @pytest.fixture
 def host_budget():
-    """host_budget(syncs=0, ...): a context manager that counts, and raises BudgetError at its end if a limit was passed.
+    """Return host_budget(syncs=0, ...), a context manager that raises BudgetError at its end if a limit was exceeded.
 
     The limits are those of `Ledger.assert_within`; device, gputrace, launches and without go to `watch`. It yields the ledger.
     """

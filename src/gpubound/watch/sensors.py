@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 class Sensor:
-    """The base of all sensors: what it counts, what it sees, and what it is blind to. The ledger prints it."""
+    """Base class of sensors: what it counts, sees and does not see. The ledger prints it."""
 
     name: str
-    counts: frozenset[str]  # the ledger's totals that this sensor can vouch for
+    counts: frozenset[str]  # the ledger's totals that this sensor counts
     sees: str
-    blind = ""  # what it does not see; empty when nothing is known
+    blind = ""  # what it does not see, as far as known
 
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
@@ -43,7 +43,7 @@ class Sensor:
         return None
 
     def start(self, ending: ExitStack) -> None:
-        """Begin to count; what is to be undone, or read, when the ledger ends goes into `ending`, which calls it in reverse."""
+        """Begin to count. Callbacks that undo or read at the ledger's end go into `ending`, which calls them in reverse."""
         raise NotImplementedError
 
 
@@ -51,7 +51,7 @@ LAUNCH_CALL = re.compile("(cuda|cu|hip)(Graph|Ext|Module|ExtModule)?Launch")
 
 
 def launch_calls(events: Iterable) -> Counter[str]:
-    """The number of calls of each launching driver function. A graph is one launch, however many kernels it holds."""
+    """Return the number of calls of each launching driver function. A graph is one launch, however many kernels it holds."""
     return Counter(event.name() for event in events if LAUNCH_CALL.match(event.name()))
 
 
@@ -118,14 +118,14 @@ class Triton(Sensor):
         self.ledger.record("launch", name)
 
 
-# The allocators' counters: which kind of event each counts, and what was called.
+# The allocators' counters: the kind of event and the name of the call.
 COUNTERS = {
     "alloc": ("num_device_alloc", "cudaMalloc"),
     "free": ("num_device_free", "cudaFree"),
     "retry": ("num_alloc_retries", "retry after a failed cudaMalloc"),
     "pin": ("num_host_alloc", "pinned allocation"),
 }
-ENTRIES = 100_000  # allocations remembered with their stacks; a malloc older than that loses its line
+ENTRIES = 100_000  # allocations recorded with their stacks; an older malloc loses its line
 
 
 class Allocator(Sensor):
@@ -138,7 +138,7 @@ class Allocator(Sensor):
         return None if torch.cuda.is_available() else "no CUDA GPU"
 
     def start(self, ending: ExitStack) -> None:
-        self._recording = not torch._C._cuda_isHistoryEnabled()  # else the user records, and we read theirs
+        self._recording = not torch._C._cuda_isHistoryEnabled()  # else the user records, and that history is read
         if self._recording:
             torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=ENTRIES)
         self._began = time.time_ns() // 1000
@@ -157,7 +157,7 @@ class Allocator(Sensor):
                 self.ledger.record(kind, what, count=changed[kind], place=Place())
 
     def _locate(self, traces: list[list[dict]]) -> int:
-        """Record the allocations since the start that are remembered with their stacks; how many they are."""
+        """Record the allocations since the start whose stacks are known; return their number."""
         events = [event for device in traces for event in device if event["action"] in ("segment_alloc", "segment_map")]
         ours = [event for event in events if event.get("time_us", self._began) >= self._began]
         for event in ours:
@@ -166,7 +166,7 @@ class Allocator(Sensor):
 
 
 def statistics() -> dict[str, int]:
-    """The number of driver calls of the allocators so far, over all GPUs."""
+    """Return the number of driver calls of the allocators so far, over all GPUs."""
     now = [torch.cuda.memory_stats(index) for index in range(torch.cuda.device_count())] + [torch.cuda.host_memory_stats()]
     return {kind: sum(counters.get(name, 0) for counters in now) for kind, (name, _) in COUNTERS.items()}
 
@@ -231,22 +231,22 @@ class Fallbacks(Sensor):
             self.ledger.record("fallback", what, count=times, detail=why)
 
 
-# torch calls Python at each synchronization, allocation, free and event once its "GPU trace" is on. Nothing turns it off again,
-# an allocation costs 4 µs more, and exceptions get lost: a free often happens while one is on its way up, as Python drops a
-# call's arguments. torch then calls Python with that exception pending, and the caller is left with a SystemError.
+# torch calls Python at each synchronization, allocation, free and event once its "GPU trace" is on. It cannot be turned off,
+# an allocation costs 4 µs more, and exceptions get lost: a free often happens while an exception propagates and Python drops a
+# call's arguments. torch then calls Python with that exception pending, and the caller gets a SystemError.
 #
-# The trace is one flag and one pointer in libc10, to an object with a table of functions. So we make the table ourselves:
-# torch's functions for the synchronizations, one that does nothing for the rest. torch's header has the order of the functions.
+# The trace is one flag and one pointer in libc10, to an object with a table of functions. So the table is replaced by one with
+# torch's functions for synchronizations and no-ops for the rest. torch's header has the order of the functions.
 HEARD = ("trace_gpu_device_synchronization", "trace_gpu_stream_synchronization", "trace_gpu_event_synchronization")
 
 _WORD = ctypes.sizeof(ctypes.c_void_p)
-_BEFORE = 2  # words in front of a C++ table: its offset and its type
+_BEFORE = 2  # words before a C++ table: its offset and its type
 
 _lock = threading.Lock()
 
 
 def functions(header: str) -> list[str]:
-    """The names in the table, in their order. A virtual destructor has two entries."""
+    """Return the names in the table, in their order. A virtual destructor has two entries."""
     body = re.search(r"struct C10_API PyInterpreterVTable \{(.*?)\n\};", header, re.DOTALL)
     text = re.sub(r"//[^\n]*", "", body[1] if body else "")
     names = re.findall(r"\bvirtual\b[^;{]*?(~?\w+)\s*\(", text)
@@ -254,7 +254,7 @@ def functions(header: str) -> list[str]:
 
 
 class Hook:
-    """The flag, the pointer, and the table that we let it point to. Never freed: another thread may be reading it."""
+    """The flag, the pointer, and the table that replaces torch's. Never freed: another thread may be reading it."""
 
     listeners = 0
 
@@ -281,7 +281,7 @@ class Hook:
         atexit.register(self.set, False)
 
     def set(self, on: bool) -> None:
-        """Turn the trace on or off, unless somebody else, such as CUDA Sanitizer, has turned it on: then it is theirs."""
+        """Turn the trace on or off, unless other code, such as CUDA Sanitizer, has turned it on."""
         if not self.flag.value or self.pointer.value == ctypes.addressof(self._interpreter):
             self.pointer.value = ctypes.addressof(self._interpreter)
             self.flag.value = on
@@ -304,7 +304,7 @@ def _at(address: int) -> int:
 
 @cache
 def _make() -> Hook | str:
-    """The one hook of this process, or why there is none with this torch."""
+    """Return the hook of this process, or the reason why this torch allows none."""
     try:
         return Hook()
     except (OSError, AttributeError, ValueError) as error:

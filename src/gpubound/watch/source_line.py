@@ -42,7 +42,7 @@ _READERS = {os.path.join(_TORCH, name.removeprefix("torch/")): name for name in 
 
 @cache
 def _plumbing() -> tuple[str, ...]:
-    """Files that are on every stack and explain nothing: torch's dispatch, our graphs, counts and doctor, Triton."""
+    """Return files that are on every stack and explain nothing: torch's dispatch, graph and doctor here, Triton."""
     names = ("_ops.py", "_compile.py", "_dynamo/", "utils/_contextlib.py", "utils/_python_dispatch.py", "utils/_pytree.py")
     triton = find_spec("triton")
     compiler = (os.path.dirname(triton.origin) + os.sep,) if triton and triton.origin else ()
@@ -52,7 +52,7 @@ def _plumbing() -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def owner(filename: str) -> str:
-    """The owner of a file. `<string>` and its like are UNNAMED: the user's only when they run as __main__."""
+    """Return the owner of a file. `<string>` and similar names are UNNAMED: the user's only if they run as __main__."""
     if filename.startswith("<"):
         return USER if filename.startswith(("<stdin>", "<ipython")) else UNNAMED
     path = os.path.abspath(filename)
@@ -76,14 +76,14 @@ def _installed_there(path: str) -> bool:
 
 @cache
 def _packages(folder: str) -> frozenset[str]:
-    """The top-level names that pip's records in `folder` list. The user's files may be next to them."""
+    """Return the top-level names that pip's records in `folder` list. The user's files may be in the same folder."""
     records = [record.read_text(errors="replace") for record in Path(folder).glob("*.dist-info/RECORD")]
     return frozenset(re.split("[/,]", line, maxsplit=1)[0] for record in records for line in record.splitlines())
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One statement in a source file: `line` to `end` when it spans several."""
+    """A statement in a source file: `line` to `end` if it spans several lines."""
 
     file: str
     line: int
@@ -101,7 +101,7 @@ class Site:
 
     @property
     def in_package(self) -> str:
-        """A library's line, its file from the package's folder on: "torch/nn/utils/clip_grad.py:41 clip_grad_norm_"."""
+        """A library's line, its file relative to the package's parent: "torch/nn/utils/clip_grad.py:41 clip_grad_norm_"."""
         file = os.path.abspath(self.file)
         roots = [os.path.dirname(_TORCH[:-1]), os.path.dirname(_GPUBOUND[:-1]), *(path[:-1] for path in _INSTALLED)]
         root = next((root for root in roots if file.startswith(root + os.sep)), None)
@@ -109,7 +109,7 @@ class Site:
 
     @property
     def portable(self) -> "Site":
-        """This line without the machine's folders: from the package on, or from the working directory on."""
+        """This line without the machine's folders: relative to the package's parent or to the working directory."""
         return replace(self, file=self.in_package.rpartition(":")[0])
 
     def as_dict(self) -> dict:
@@ -118,7 +118,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The location of an event: the user's line, the library's line on the way, and in backward the node."""
+    """Location of an event: the user's line, the library's line on the way, and in backward the node."""
 
     site: Site | None = None
     via: Site | None = None
@@ -134,7 +134,7 @@ class Place:
 
 
 def shorten(file: str) -> str:
-    """The path from the working directory, or else its last two parts."""
+    """Return the path relative to the working directory, or else its last two parts."""
     here = os.getcwd() + os.sep
     return file[len(here) :] if file.startswith(here) else os.sep.join(file.split(os.sep)[-2:])
 
@@ -143,8 +143,8 @@ _HEADER = re.compile(r"(async\s+)?(for|with)\b")
 
 
 def _last_of_header(file: str, line: int) -> int:
-    """The last line of what stands before a block's colon. To Python the next turn of a loop is the whole loop, and the end of
-    a `with` its whole block, of which a comment or a highlight says nothing."""
+    """Return the last line of a block's header, up to the colon. Python's positions for the next iteration of a loop span the
+    whole loop, and those for the end of a `with` its whole block."""
     with suppress(tokenize.TokenError, SyntaxError):
         rest = iter(linecache.getlines(file)[line - 1 :])
         for token in tokenize.generate_tokens(lambda: next(rest, "")):
@@ -157,7 +157,7 @@ _sites: dict[tuple[int, int], tuple[CodeType, Site]] = {}  # the code object is 
 
 
 def site_of(frame: FrameType, at: int | None = None, line: int | None = None) -> Site:
-    """The statement that a frame is in; `at` and `line`: where it was when an exception left it."""
+    """Return the statement that a frame is in; `at` and `line`: its position when an exception left it."""
     code, at = frame.f_code, frame.f_lasti if at is None else at
     known = _sites.get((id(code), at))
     if known is None:
@@ -171,7 +171,7 @@ def site_of(frame: FrameType, at: int | None = None, line: int | None = None) ->
 
 
 def site_of_error(error: BaseException) -> Site | None:
-    """The innermost line of an exception that is the user's or a library's."""
+    """Return the innermost line of an exception that is the user's or a library's."""
     site, step = None, error.__traceback__
     while step is not None:
         if owner(step.tb_frame.f_code.co_filename) in (USER, LIBRARY):
@@ -181,7 +181,7 @@ def site_of_error(error: BaseException) -> Site | None:
 
 
 def site_in(frames: list[dict]) -> Site | None:
-    """The user's line among a recorded stack's frames, innermost first."""
+    """Return the user's line among a recorded stack's frames, innermost first."""
     for file, line, function in ((frame["filename"], frame["line"], frame["name"]) for frame in frames):
         if file != "??" and owner(file) is USER:
             return Site(file, line, function, linecache.getline(file, line).strip(), line)
@@ -189,7 +189,8 @@ def site_in(frames: list[dict]) -> Site | None:
 
 
 def _walk(frame: FrameType | None, in_backward: bool) -> tuple[FrameType | None, FrameType | None, str]:
-    """(the user's frame, a library's frame and a reader's file on the way). In backward it ends where the engine was called."""
+    """Return the user's frame, and a library's frame and a reader's file on the way. In backward the walk ends at the call of
+    the engine."""
     torch_frame = library_frame = None
     reader = ""
     while frame is not None:
@@ -197,7 +198,7 @@ def _walk(frame: FrameType | None, in_backward: bool) -> tuple[FrameType | None,
         whose = owner(code.co_filename)
         if whose is USER or (whose is UNNAMED and frame.f_globals.get("__name__") == "__main__"):
             return frame, library_frame or torch_frame, reader
-        if whose is OWN:  # what lies further in was called by a sensor or by the pretend device, not by the user
+        if whose is OWN:  # inner frames were called by a sensor or by the pretend device, not by the user
             torch_frame, library_frame, reader = None, None, ""
         elif whose is TORCH:
             if in_backward and code.co_name == "_engine_run_backward":
@@ -221,12 +222,12 @@ class Origins:
         self.home = threading.get_ident()
 
     def note(self, op: str) -> None:
-        """Called as `op` is dispatched: its node, if it got one, has just taken the newest sequence number."""
+        """Record the line of `op` as it is dispatched: its node, if it got one, has the newest sequence number."""
         if not torch.is_grad_enabled() or threading.get_ident() != self.home or torch._C._current_autograd_node() is not None:
             return
         number = torch._C._autograd._get_sequence_nr() - 1
         if number in self._built:
-            return  # an op without a node: the number is still the one before
+            return  # an op without a node: the number is that of the op before
         frame, _, _ = _walk(sys._getframe(1), False)
         if frame is not None:
             if len(self._built) >= self.LIMIT:
@@ -234,7 +235,7 @@ class Origins:
             self._built[number] = (_letters(op), site_of(frame))
 
     def of(self, node) -> Site | None:
-        """The line that built `node`. Each thread counts its own numbers, so names must agree, too."""
+        """Return the line that built `node`. Each thread counts separately, so names must agree, too."""
         op, site = self._built.get(node._sequence_nr(), ("", None))
         name, is_torch_node, _ = node.name().partition("Backward0")
         name = _letters(name)
@@ -246,7 +247,7 @@ def _letters(name: str) -> str:
 
 
 def here(origins: Origins | None = None) -> Place:
-    """The place of whatever the caller is in the middle of."""
+    """Return the place of the caller's current work."""
     node = torch._C._current_autograd_node()
     user, library, reader = _walk(sys._getframe(1), node is not None)
     site, via = (site_of(frame) if frame is not None else None for frame in (user, library))

@@ -42,12 +42,12 @@ from ...watch import pretend
 from ...watch.ops import replaced
 from ..record.script import Script, Steps, TrainSteps
 
-LOSSES = 100_000  # of one run: more of them say no more
+LOSSES = 100_000  # recorded at most in a run
 
 
 @dataclass
 class SeededJob:
-    """One run. `patched` maps files to the files with their new text. `module`: the script is a module's name."""
+    """A run of a script. `patched` maps files to the files with their new text. `module`: the script is a module's name."""
 
     script: str
     arguments: list[str]
@@ -66,12 +66,12 @@ class SeededJob:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     def result_of(self, rank: int) -> Path:
-        """The result file of a rank."""
+        """Return the result file of a rank."""
         return Path(f"{self.result}.{rank}" if rank else self.result)
 
 
 class Recorder:
-    """The ends of the steps and the losses of a run."""
+    """Records the ends of the steps and the losses of a run."""
 
     def __init__(self, steps: int, enough: Callable[[], Any]):
         self.steps, self.enough = steps, enough
@@ -104,13 +104,13 @@ class Recorder:
 
     @contextmanager
     def listening(self, marker: str = "") -> Iterator[None]:
-        """Steps listen last, outside: a loss is recorded before its step's end, which may be the end of the run."""
+        """Listen to losses, then to steps: a loss is recorded before its step's end, which may end the run."""
         losses = replaced(torch.autograd, "backward", self.backward)
         with self.train_steps.listening(), losses, Steps(self.stepped, marker):
             yield
 
     def as_dict(self) -> dict[str, Any]:
-        """Milliseconds between the ends of steps, and the losses as exact numbers (`float.fromhex` reads them)."""
+        """Return milliseconds between the ends of steps, and the losses as exact numbers (for `float.fromhex`)."""
         if self.ends and isinstance(self.ends[0], torch.cuda.Event):
             torch.cuda.synchronize()
             between = [a.elapsed_time(b) for a, b in zip(self.ends, self.ends[1:])]
@@ -121,7 +121,7 @@ class Recorder:
 
 @contextmanager
 def reading_instead(patched: Mapping[str, bytes]) -> Iterator[None]:
-    """Run and import from other bytes than the files hold. No cached bytecode of such a file is read or written."""
+    """Run and import from `patched` bytes instead of the files. No cached bytecode of such a file is read or written."""
     files = {os.path.realpath(name): data for name, data in patched.items()}
     get_data, path_stats = SourceFileLoader.get_data, SourceFileLoader.path_stats
 
@@ -134,7 +134,7 @@ def reading_instead(patched: Mapping[str, bytes]) -> Iterator[None]:
         return path_stats(loader, path)
 
     def opened(open_code: Callable[[str], IO[bytes]]) -> Callable[[str], IO[bytes]]:
-        """A script is read by this, modules by a loader."""
+        """Replace io.open_code, which reads a script; a loader reads modules."""
         return lambda path: io.BytesIO(files[real]) if (real := os.path.realpath(path)) in files else open_code(path)
 
     SourceFileLoader.get_data, SourceFileLoader.path_stats = data_of, stats_of  # type: ignore[method-assign, assignment]
@@ -160,7 +160,7 @@ def run(job: SeededJob, recorder: Recorder) -> None:
 def main(argv: list[str]) -> int:
     job = SeededJob(**json.loads(Path(argv[0]).read_text(encoding="utf-8")))
 
-    leave = os._exit  # the script's own ends the script alone
+    leave = os._exit  # Script replaces os._exit
 
     def save() -> None:
         job.result_of(numbers()[0]).write_text(json.dumps(recorder.as_dict()), encoding="utf-8")
@@ -169,12 +169,12 @@ def main(argv: list[str]) -> int:
         save()
         wait_for_ranks()
         sys.stdout.flush()
-        leave(0)  # at once: no checkpoint is written, and no handler of the script believes that it failed
+        leave(0)  # at once: the script writes no checkpoint, and none of its handlers runs
 
     recorder = Recorder(job.steps, enough)
     try:
         run(job, recorder)
-    except ValueError as failed:  # its own traceback has been printed
+    except ValueError as failed:  # the script's traceback has been printed
         print(failed, file=sys.stderr)
         return 1
     save()
@@ -191,7 +191,7 @@ TOLERANCE = 1e-2  # of a loss: a few dozen steps apart, products rounded to 10 b
 
 @dataclass(frozen=True)
 class SeededRun:
-    """The result of one run: the milliseconds of its steps after the warm-up, and its losses."""
+    """Result of a run: the milliseconds of its steps after the warm-up, and its losses."""
 
     step_ms: float
     losses: tuple[float, ...]
@@ -199,7 +199,7 @@ class SeededRun:
 
 @dataclass(frozen=True)
 class Proof:
-    """The measurements of a patch."""
+    """Measurements of a patch."""
 
     before_ms: tuple[float, ...]
     after_ms: tuple[float, ...]
@@ -268,11 +268,14 @@ def prove(
 ) -> Proof:
     """Run `script` unmodified and with `changes` (a file's new bytes), `rounds` times each.
 
-    equal  no bit of a loss may change. steps: where a run ends. seed: of Python's, NumPy's and torch's generators.
-    module  `script` is a module's name, as after `python -m`. marker: what ends a step, if not an optimizer.
-    dry  on the pretend device, so that the losses alone are compared.
-    ranks  of a script that torchrun starts: so many processes on this machine. 0: it is started by python.
-    report  receives a line of progress for each run.
+    equal    no bit of a loss may change
+    steps    the number of steps after which a run ends
+    seed     of the generators of Python, NumPy and torch
+    module   `script` is a module's name, as after `python -m`
+    marker   what ends a step, if not an optimizer
+    dry      run on the pretend device, and compare the losses only
+    ranks    the number of processes on this machine, for a script that torchrun starts. 0: it is started by python
+    report   receives a line of progress for each run
     """
     if rounds < 3:
         raise ValueError(f"prove: rounds: got {rounds}, wanted at least 3: an interval needs them.")
@@ -319,8 +322,8 @@ def run_once(job: SeededJob, side: str, folder: Path, ranks: int = 0) -> SeededR
 
 
 def _environment() -> dict[str, str]:
-    """This process's own, but for what a launcher said of it: ranks that are started anew would meet what others have left."""
-    home = str(Path(__file__).parents[3])  # where this very gpubound is imported from
+    """Return the environment without the variables of a launcher: the new ranks must not use the rendezvous of this process."""
+    home = str(Path(__file__).parents[3])  # from which this gpubound is imported
     paths = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
     environment = {name: value for name, value in os.environ.items() if not LAUNCHED.fullmatch(name)}
     return environment | {"PYTHONHASHSEED": "0", "PYTHONPATH": paths}
@@ -337,7 +340,7 @@ def read_run(content: Mapping[str, Any]) -> SeededRun:
 
 
 def compare_runs(before: Sequence[SeededRun], after: Sequence[SeededRun], tolerance: float, timed: bool = True) -> Proof:
-    """The proof that these runs are."""
+    """Return the proof from these runs."""
     old, new = ([run.step_ms for run in side] for side in (before, after))
     ratio = compare_samples({"after": new, "before": old}).ratios["before"]
     first = before[0].losses
@@ -349,7 +352,7 @@ def compare_runs(before: Sequence[SeededRun], after: Sequence[SeededRun], tolera
 
 
 def difference(wanted: Sequence[float], got: Sequence[float]) -> float:
-    """The largest relative difference; infinite where one is longer, or only one is NaN or infinite."""
+    """Return the largest relative difference; infinite if the lengths differ, or if only one value is NaN or infinite."""
     if len(wanted) != len(got):
         return float("inf")
     return max((_apart(w, g) for w, g in zip(wanted, got)), default=0.0)

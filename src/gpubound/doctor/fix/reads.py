@@ -38,19 +38,20 @@ def propose(source: SourceText, line: int) -> list[Edit]:
         augmented = isinstance(statement, ast.AugAssign)
         number = _summed(source, statement, read, name) if augmented else _number(source, read)
         edits = _converted(source, statement, loop, name, number)
-    item = source.end(read.func) - len("item")  # whatever brackets and lines stand before it
+    item = source.end(read.func) - len("item")  # also after brackets and line breaks
     return [Edit(item, source.end(read), KEPT if number == "float" else _counted(read)), *edits]
 
 
 def _counted(read: ast.Call) -> str:
-    """The expression that keeps a whole number or a truth value. Copying a fresh result would be the next finding."""
+    """Return the expression that keeps an integer or a boolean on the device. A copy of a fresh result would be the next
+    finding."""
     assert isinstance(read.func, ast.Attribute)
     inner = read.func.value
     return "detach()" if isinstance(inner, ast.Call) and last_name(inner) in FRESH else COUNTED
 
 
 def _number(source: SourceText, read: ast.expr, met: frozenset[str] = frozenset()) -> str:
-    """The type that `.item()` returns: "bool", "int", or by default "float"."""
+    """Return the type that `.item()` returns: "bool", "int", or by default "float"."""
     match read:
         case ast.Compare() | ast.UnaryOp(op=ast.Not()):
             return "bool"
@@ -73,7 +74,7 @@ def _number(source: SourceText, read: ast.expr, met: frozenset[str] = frozenset(
 
 
 def _summed(source: SourceText, statement: ast.stmt, read: ast.Call, name: str) -> str:
-    """The type of a sum: an integer only if it begins as one and only integers are added."""
+    """Return the type of a sum: an integer only if it begins as one and only integers are added."""
     assert isinstance(statement, ast.AugAssign) and isinstance(read.func, ast.Attribute)
     begun, inner = {type(constant(value)) for value in _assigned(source, statement, name)}, read.func.value
     if _number(source, read) == "float":
@@ -88,7 +89,7 @@ def _summed(source: SourceText, statement: ast.stmt, read: ast.Call, name: str) 
 
 
 def _assigned(source: SourceText, node: ast.AST, name: str) -> list[ast.expr]:
-    """The values that `name` is given around a node, other than by the statement that the node is."""
+    """Return the values that are assigned to `name` around a node, except by the statement that the node is."""
     values: list[ast.expr] = []
     for statement in ast.walk(source.tree if "." in name else source.scope(node)):
         pairs: list[tuple[ast.expr, ast.expr]] = []
@@ -98,14 +99,14 @@ def _assigned(source: SourceText, node: ast.AST, name: str) -> list[ast.expr]:
             pairs = [(statement.target, statement.value)]
         for target, value in pairs:
             if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-                pairs += zip(target.elts, value.elts)  # which this loop goes on to
+                pairs += zip(target.elts, value.elts)  # which this loop then visits
             elif name_of(target) == name:
                 values.append(value)
     return values
 
 
 def _item_call(statement: ast.stmt) -> ast.Call:
-    """The one `value.item()` of a statement that adds it up, appends it or gives it a name."""
+    """Return the one `value.item()` of a statement that adds it up, appends it or assigns it."""
     match statement:
         case ast.AugAssign(op=ast.Add(), value=value) | ast.Assign(targets=[_], value=value):
             pass
@@ -122,14 +123,14 @@ def _item_call(statement: ast.stmt) -> ast.Call:
 
 
 def _arithmetic(node: ast.expr) -> list[ast.expr]:
-    """The leaves of an expression of +, -, * and /."""
+    """Return the leaves of an expression of +, -, * and /."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub, ast.Mult, ast.Div)):
         return _arithmetic(node.left) + _arithmetic(node.right)
     return [node]
 
 
 def _uses(source: SourceText, statement: ast.stmt, name: str) -> list[ast.expr]:
-    """The reads of a name outside this statement. Refused if another function reads it."""
+    """Return the reads of a name outside this statement. Refused if another function reads it."""
     scope = source.scope(statement)
     uses: list[ast.expr] = []
     for node in ast.walk(source.tree if "." in name else scope):
@@ -150,7 +151,7 @@ def _uses(source: SourceText, statement: ast.stmt, name: str) -> list[ast.expr]:
 
 
 def _converted(source: SourceText, statement: ast.stmt, loop: ast.stmt, name: str, kind: str) -> list[Edit]:
-    """Edits that make a number of a kept scalar, wherever it is used."""
+    """Return edits that convert a kept scalar to a number wherever it is used."""
     edits = []
     for value in _assigned(source, statement, name):
         if isinstance(value, ast.Constant) and not isinstance(value.value, (int, float)):
@@ -179,9 +180,9 @@ def _in_every_step(source: SourceText, node: ast.AST, loop: ast.stmt) -> bool:
 
 
 def _formatted(source: SourceText, use: ast.expr, kind: str) -> bool:
-    """Return whether an f-string formats the value, which does with a scalar what it does with a number.
+    """Return whether an f-string formats the value, with equal results for a scalar tensor and a number.
 
-    It may compute with a float, which is fp64 on the device too. A whole number there is divided in fp32.
+    It may compute with a float, which is fp64 on the device, too. An integer tensor is divided in fp32.
     """
     for outer in source.above(use):
         if isinstance(outer, ast.FormattedValue):
@@ -196,7 +197,7 @@ def _formatted(source: SourceText, use: ast.expr, kind: str) -> bool:
 
 
 def _converted_list(source: SourceText, statement: ast.Expr, loop: ast.stmt, kind: str) -> list[Edit]:
-    """One more line after the loop, which makes numbers of what was appended, for all who hold the list."""
+    """Return one more line after the loop, which converts the appended values in place, for all holders of the list."""
     call = statement.value
     assert isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
     name = name_of(call.func.value)

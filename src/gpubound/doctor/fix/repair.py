@@ -44,7 +44,7 @@ def propose_waits(source: SourceText, line: int) -> list[Edit]:
 
 
 def _needs_order(source: SourceText) -> int:
-    """The first line of the file that might be wrong without a wait; 0 for none."""
+    """Return the first line of the file that might be wrong without a wait; 0 for none."""
     for call in source.calls():
         late = any(keyword.arg == "non_blocking" and constant(keyword.value) is not False for keyword in call.keywords)
         to_host = last_name(call) in ("copy_", "cpu") or any(constant(node) == "cpu" for node in ast.walk(call))
@@ -63,11 +63,11 @@ def _is_timed(block: list[ast.stmt], statement: ast.stmt) -> bool:
 WAITS = Patch("waits", frozenset({"sync", "free"}), "the host goes on at once", propose_waits)
 
 
-WORKERS = 4  # decode four batches ahead: enough for a step that decoding made up to four times longer, little memory
+WORKERS = 4  # decode four batches ahead: enough if decoding made a step up to four times longer, and little memory
 
 
 def loader_at(source: SourceText, line: int) -> ast.Call:
-    """The DataLoader that is made in this line, or that this line's loop goes over, or the only one in the file."""
+    """Return the DataLoader that is created in this line, or that this line's loop iterates, or the only one in the file."""
     loaders = [call for call in source.calls() if last_name(call) == "DataLoader"]
     here = [call for call in source.calls(line) if call in loaders]
     over = {name_of(node) for loop in _loops(source, line) for node in ast.walk(loop.iter) if name_of(node)}
@@ -122,7 +122,8 @@ COPYING = ("to", "cuda")
 
 
 def propose_copies(source: SourceText, line: int) -> list[Edit]:
-    """`non_blocking=True` for every copy in this line, and pinned memory from the loader, without which that is a lie."""
+    """Propose `non_blocking=True` for every copy in this line, with pinned memory from the loader, without which it has no
+    effect."""
     copies = [call for call in source.calls(line) if isinstance(call.func, ast.Attribute) and last_name(call) in COPYING]
     if not copies:
         raise Refused("no .to() or .cuda() is written in this line")
@@ -204,7 +205,7 @@ PATCHES: dict[str, Patch] = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A finding, as far as a patch needs it."""
+    """The facts of a finding that a patch needs."""
 
     kind: str
     file: str
@@ -217,7 +218,7 @@ class Target:
 
 @dataclass
 class Repair:
-    """The changes of a set of patches. Nothing is written before `apply()`."""
+    """Changes of a set of patches. Nothing is written before `apply()`."""
 
     changes: dict[Path, tuple[bytes, bytes]] = field(default_factory=dict)
     """Each file's bytes as they were read, and as they would be."""
@@ -230,12 +231,12 @@ class Repair:
         return all(patch.equal for patch in self.patches.values())
 
     def __str__(self) -> str:
-        """A line for each finding: what its patch does, or why there is none."""
+        """Return a line for each finding: the effect of its patch, or the reason why there is none."""
         lines = [f"{target}: {patch.name}: {patch.does}" for target, patch in self.patches.items()]
         return "\n".join(lines + [f"{target}: not patched: {why}" for target, why in self.refused.items()])
 
     def diff(self, root: Path | None = None) -> str:
-        """A unified diff, as `git apply` and `patch -p1` take it, with names from `root` on."""
+        """Return a unified diff, as `git apply` and `patch -p1` take it, with names relative to `root`."""
         root = (root or Path.cwd()).resolve()
         text = ""
         for path, (before, after) in self.changes.items():
@@ -247,7 +248,7 @@ class Repair:
         return text
 
     def apply(self) -> list[Path]:
-        """Write the files, each whole or not at all, if all of them are still what they were when they were read."""
+        """Write each file completely or not at all, if all of them are still unchanged since they were read."""
         for path, (before, _) in self.changes.items():
             with reading(path):
                 now = path.read_bytes()
@@ -257,21 +258,21 @@ class Repair:
                 raise DataError(f"{path}: is read-only; make it writable, or apply the diff to a copy.")
         with ExitStack() as written:
             for path, (_, after) in self.changes.items():
-                resolved = path.resolve()  # the file of a link
+                resolved = path.resolve()  # follows a link
                 file = written.enter_context(replacing(resolved))
                 os.fchmod(file.fileno(), stat.S_IMODE(resolved.stat().st_mode))
                 file.write(after)
-                file.flush()  # a disk that is full is met before any file is replaced
+                file.flush()  # a full disk raises before any file is replaced
         return list(self.changes)
 
 
 def _lines(data: bytes) -> list[str]:
-    """Lines as git and patch count them: a form feed or a separator of Unicode ends none."""
+    """Return lines as git and patch count them: a form feed or a separator of Unicode ends none."""
     return [line.decode() for line in io.BytesIO(data)]
 
 
 def repair(targets: Iterable[Target], asked: Collection[str] = ()) -> Repair:
-    """Patches for these findings. `asked` names patches that change the numbers, and are left out otherwise: tf32, bf16."""
+    """Return patches for these findings. `asked` names patches that change the results, which are left out otherwise: tf32."""
     for name in asked:
         if name not in PATCHES:
             raise ValueError(f"fix: {name!r} is no patch; {hint(name, list(PATCHES), 'wanted one of')}")
@@ -297,7 +298,7 @@ def _repair_file(path: Path, targets: list[Target], asked: Collection[str], resu
     targets = [target for target in targets if target not in result.refused]
     for target in targets:
         if target in result.patches:
-            continue  # its line went with an earlier one's
+            continue  # its line was changed together with an earlier target's
         try:
             patch, edits = _first_that_fits(source, target, lines[target], asked)
             after = SourceText(path, source.edited(edits))
@@ -315,7 +316,7 @@ def _repair_file(path: Path, targets: list[Target], asked: Collection[str], resu
 
 
 def _first_that_fits(source: SourceText, target: Target, line: int, asked: Collection[str]) -> tuple[Patch, list[Edit]]:
-    """The first patch for this kind that can be made here. It may have nothing left to change."""
+    """Return the first patch for this kind that is possible here, and its edits. There may be nothing left to change."""
     reasons = []
     for patch in PATCHES.values():
         if target.kind not in patch.kinds:
@@ -334,16 +335,16 @@ def _first_that_fits(source: SourceText, target: Target, line: int, asked: Colle
 
 
 def patched(verdict: Verdict, asked: Collection[str] = ()) -> tuple[Verdict, Repair]:
-    """The verdict with a diff in each finding that a patch fixes, and the repair of all its findings.
+    """Return the verdict with a diff in each finding that a patch fixes, and the repair of all its findings.
 
-    What is harmless gets none: there is nothing to gain. `asked` names patches that change the numbers, such as tf32.
+    Harmless findings get none. `asked` names patches that change the results, such as tf32.
     """
     findings = [replace(finding, patch=_diff(finding, asked)) for finding in verdict.findings]
     return replace(verdict, findings=findings), repair(targets(findings), asked)
 
 
 def targets(findings: Iterable[Finding]) -> list[Target]:
-    """The findings that have a line."""
+    """Return a target for each finding with a line."""
     return [Target(finding.kind, line.file, line.line, line.code) for finding in findings if (line := finding.line) is not None]
 
 

@@ -17,19 +17,19 @@ LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
 class Refused(Exception):
-    """Why a patch does not fit here, as the end of a sentence."""
+    """Raised with the reason why a patch is impossible here, as the end of a sentence."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Edit:
-    """Put `text` in place of the bytes from `start` to `end`."""
+    """Replacement of the bytes from `start` to `end` by `text`."""
 
     start: int
     end: int
     text: str
 
     def lines(self, source: SourceText) -> int:
-        """The number of lines that the file gains."""
+        """Return the number of lines that the file gains."""
         return self.text.count("\n") - source.data[self.start : self.end].count(b"\n")
 
     def removes(self, source: SourceText, line: int) -> bool:
@@ -38,7 +38,7 @@ class Edit:
 
 
 class SourceText:
-    """One file: its bytes, its tree, and where a node of the tree lies."""
+    """A source file: its bytes, its syntax tree, and the positions of nodes."""
 
     def __init__(self, path: Path, data: bytes | None = None):
         self.path = path
@@ -72,27 +72,27 @@ class SourceText:
         return self.data[self.start(node) : self.end(node)].decode()
 
     def line(self, number: int) -> str:
-        """The words of a line, without what is around them."""
+        """Return the text of a line without surrounding white space."""
         return self.data[self.line_start(number) : self.line_start(number + 1)].decode().strip()
 
     def line_start(self, line: int) -> int:
         return self._starts[min(line, len(self._starts)) - 1]
 
     def inserted_line(self, line: int, text: str) -> Edit:
-        """A new line that becomes number `line`."""
+        """Return an edit for a new line that becomes number `line`."""
         at = self._starts[line - 1]
         bare = at == len(self.data) and not self.data.endswith((b"\n", b"\r")) and at > 0
         return Edit(at, at, f"{self.newline}{text}" if bare else f"{text}{self.newline}")
 
     def indent(self, statement: ast.stmt) -> str:
-        """The white space before a statement in its line."""
+        """Return the white space before a statement in its line."""
         before = self.data[self.line_start(statement.lineno) : self.start(statement)].decode()
         if before.strip():
             raise Refused(f"line {statement.lineno} holds several statements")
         return before
 
     def line_range(self, first: ast.stmt, last: ast.stmt) -> tuple[int, int]:
-        """From where to where the lines of these statements go. Refused if other statements stand in them, too."""
+        """Return the range of the lines of these statements. Refused if other statements share the lines."""
         self.indent(first)
         start, stop, end = self.line_start(first.lineno), self.end(last), self.line_start((last.end_lineno or 0) + 1)
         rest = self.data[stop:end].decode().strip().removeprefix(";").lstrip()
@@ -109,26 +109,26 @@ class SourceText:
         return any(alias.name.split(".")[0] == "torch" and alias.asname is None for alias in names)
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
-        """The nodes around this one, the nearest first."""
+        """Return the nodes around this one, the nearest first."""
         while (parent := self.parents.get(node)) is not None:
             yield parent
             node = parent
 
     def statement(self, node: ast.AST) -> ast.stmt:
-        """The statement that a node is in, or is."""
+        """Return the statement that a node is in, or is."""
         return next(n for n in (node, *self.above(node)) if isinstance(n, ast.stmt))
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
-        """The statements of the same block."""
+        """Return the statements of the same block."""
         fields = (value for _, value in ast.iter_fields(self.parents[statement]) if isinstance(value, list))
         return next(body for body in fields if statement in body)
 
     def scope(self, node: ast.AST) -> ast.AST:
-        """The function that a node is in, or the module."""
+        """Return the function that a node is in, or the module."""
         return next((n for n in self.above(node) if isinstance(n, FUNCTIONS)), self.tree)
 
     def loop(self, node: ast.AST) -> ast.stmt | None:
-        """The innermost loop around a node, in its own function."""
+        """Return the innermost loop around a node in the same function."""
         for parent in self.above(node):
             if isinstance(parent, FUNCTIONS):
                 return None
@@ -137,7 +137,7 @@ class SourceText:
         return None
 
     def calls(self, line: int | None = None) -> list[ast.Call]:
-        """All calls, or those of the statements (for a block: its head) that `line` is in, in the order of the file."""
+        """Return all calls, or those of the statements (of a block: its header) at `line`, in the order of the file."""
         nodes = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
         if line is not None:
             here = self.statements_at(line)
@@ -145,7 +145,7 @@ class SourceText:
         return sorted(nodes, key=lambda call: (call.lineno, call.col_offset))
 
     def statements_at(self, line: int) -> list[ast.stmt]:
-        """The innermost statements that cover a line: one, or those that stand side by side."""
+        """Return the innermost statements that cover a line."""
         covering = [n for n in ast.walk(self.tree) if isinstance(n, ast.stmt) and n.lineno <= line <= (n.end_lineno or 0)]
         if not covering:
             raise Refused(f"there is no statement in line {line}")
@@ -153,7 +153,7 @@ class SourceText:
         return [statement for statement in covering if statement not in around]
 
     def statement_at(self, line: int, *calling: str) -> ast.stmt:
-        """The one of `statements_at(line)`. Of several, the one that calls any of these names."""
+        """Return the one of `statements_at(line)`; of several, the one that calls any of these names."""
         statements = self.statements_at(line)
         if len(statements) > 1:
             statements = [self.statement(call) for call in self.calls(line) if last_name(call) in calling]
@@ -162,7 +162,7 @@ class SourceText:
         return statements[0]
 
     def edited(self, edits: Iterable[Edit]) -> bytes:
-        """The bytes with all edits made. Refused if they overlap, or if the result does not parse."""
+        """Return the bytes with all edits applied. Refused if they overlap, or if the result does not parse."""
         ordered, at, parts = sorted(set(edits)), 0, []
         for edit in ordered:
             if edit.start < at:
@@ -178,19 +178,19 @@ class SourceText:
 
 
 def _lines(data: bytes) -> list[bytes]:
-    """Lines as Python counts them: \\r\\n, \\n and \\r end one."""
+    """Split into lines as Python does: at \\r\\n, \\n and \\r."""
     return io.StringIO(data.decode(), newline="").read().encode().splitlines(keepends=True)
 
 
 def name_of(node: ast.AST) -> str:
-    """ "torch.optim.AdamW" of such a node; empty for anything but names and dots."""
+    """Return "torch.optim.AdamW" of such a node; empty for anything but names and dots."""
     if isinstance(node, ast.Attribute):
         return f"{base}.{node.attr}" if (base := name_of(node.value)) else ""
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def last_name(call: ast.Call) -> str:
-    """The name that is called: "item" of `loss.item()`."""
+    """Return the name that is called: "item" of `loss.item()`."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else name_of(call.func)
 
 
@@ -199,7 +199,7 @@ def constant(node: ast.AST | None) -> object:
 
 
 def with_keywords(source: SourceText, call: ast.Call, **wanted: str) -> list[Edit]:
-    """Edits after which `call` has these keywords, written as given. Those that it has are replaced."""
+    """Return edits after which `call` has these keywords. Existing ones are replaced."""
     if any(keyword.arg is None for keyword in call.keywords):
         raise Refused(f"line {call.lineno} passes **keywords, which may hold the same names")
     have = {keyword.arg: keyword.value for keyword in call.keywords}
@@ -215,7 +215,7 @@ def _appended(source: SourceText, call: ast.Call, text: str) -> Edit:
     segment = source.data[start : source.end(call)]
     skipped = (tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.ENDMARKER, tokenize.INDENT, tokenize.DEDENT)
     tokens = [t for t in tokenize.tokenize(io.BytesIO(b"(" + segment + b")").readline) if t.type not in skipped]
-    before = tokens[-3]  # then the call's own bracket, and the one that we put around it
+    before = tokens[-3]  # then the call's bracket, and the one that is added around it
     lines = (b"(" + segment + b")").splitlines(keepends=True)
     column = len(lines[before.end[0] - 1].decode()[: before.end[1]].encode())
     at = start - 1 + sum(map(len, lines[: before.end[0] - 1])) + column
@@ -224,7 +224,7 @@ def _appended(source: SourceText, call: ast.Call, text: str) -> Edit:
 
 
 def imported(source: SourceText, statement: str) -> list[Edit]:
-    """One more import, after the last one at the top of the file. None if it is there."""
+    """Return an edit that adds an import after the last one at the top of the file; None if it exists."""
     if statement in (source.text(node) for node in source.tree.body):
         return []
     last = None
@@ -237,10 +237,10 @@ def imported(source: SourceText, statement: str) -> list[Edit]:
 
 @dataclass(frozen=True)
 class Patch:
-    """`propose(source, line)` returns edits, or raises Refused.
+    """A patch: `propose(source, line)` returns edits, or raises Refused.
 
-    equal: the losses stay the same, bit for bit, because the same numbers are computed in the same order. Otherwise they are
-    rounded elsewhere, and a proof wants a tolerance. asked: taken only when the user names it.
+    equal: the losses stay equal bit for bit, because the same numbers are computed in the same order; otherwise the rounding
+    differs, and a proof needs a tolerance. asked: applied only if the user names it.
     """
 
     name: str

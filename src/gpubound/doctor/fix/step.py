@@ -53,7 +53,7 @@ def propose(source: SourceText, line: int) -> list[Edit]:
 
 
 def _plain_loop(source: SourceText, line: int) -> PlainLoop:
-    """The statements of a step whose `optimizer.step()` is in this line."""
+    """Return the statements of a step whose `optimizer.step()` is in this line."""
     step = source.statement_at(line, "step")
     optimizer = _called_on(step, "step")
     if not optimizer:
@@ -89,7 +89,7 @@ def _plain_loop(source: SourceText, line: int) -> PlainLoop:
 
 
 def _called_on(statement: ast.stmt, method: str) -> str:
-    """ "optimizer" of the statement `optimizer.step()`; empty for any other. zero_grad may have arguments."""
+    """Return "optimizer" of the statement `optimizer.step()`; empty for any other. zero_grad may have arguments."""
     call = statement.value if isinstance(statement, ast.Expr) else None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or last_name(call) != method:
         return ""
@@ -97,7 +97,7 @@ def _called_on(statement: ast.stmt, method: str) -> str:
 
 
 def _optimizer_creation(source: SourceText, step: ast.stmt, optimizer: str) -> tuple[ast.Assign, str]:
-    """The assignment that creates the optimizer of one model's parameters, and the model's name."""
+    """Return the assignment that creates the optimizer of one model's parameters, and the model's name."""
     scope = source.scope(step)
     assignments = [n for n in ast.walk(source.tree) if isinstance(n, ast.Assign)]
     creation = [n for n in assignments if any(name_of(target) == optimizer for target in n.targets)]
@@ -114,9 +114,10 @@ def _optimizer_creation(source: SourceText, step: ast.stmt, optimizer: str) -> t
 
 
 def _batch(source: SourceText, plain: PlainLoop, outermost: ast.stmt) -> list[str]:
-    """The names of a step's data that the forward reads: what the loop or its body has given a value before, in that order.
+    """Return the names of a step's data that the forward reads: assigned by the loop or its body before, in that order.
 
-    What is computed from a counter is a number, which a graph would repeat. What a counter picks, `batches[step]`, is data.
+    A value computed from a counter is a number, which a graph would repeat. A value selected by a counter, `batches[step]`, is
+    data.
     """
     body, first = plain.loop.body, plain.loop.body.index(plain.forward[0])
     assigned, counters = _loop_names(plain.loop)
@@ -144,7 +145,7 @@ def _batch(source: SourceText, plain: PlainLoop, outermost: ast.stmt) -> list[st
 
 
 def _loop_names(loop: ast.For | ast.While) -> tuple[dict[str, None], set[str]]:
-    """The names that a loop gives values, in their order, and those of them that count."""
+    """Return the names that a loop assigns, in their order, and those of them that count."""
     if not isinstance(loop, ast.For):
         return {}, set()
     over = name_of(loop.iter.func) if isinstance(loop.iter, ast.Call) else ""
@@ -161,7 +162,7 @@ def _loop_names(loop: ast.For | ast.While) -> tuple[dict[str, None], set[str]]:
 
 
 def _before(source: SourceText, plain: PlainLoop, batch: list[str], outermost: ast.stmt) -> str:
-    """The function of the forward, and the step, as they stand before the loops."""
+    """Return the lines before the loops: the function of the forward, and the step."""
     call = plain.creation.value
     assert isinstance(call, ast.Call)
     start, data = source.start(call), source.data
@@ -182,7 +183,7 @@ def _before(source: SourceText, plain: PlainLoop, batch: list[str], outermost: a
 
 
 def _edit_of(source: SourceText, first: ast.stmt, last: ast.stmt, texts: list[str]) -> Edit:
-    """Whole lines, from those of `first` to those of `last`, become these."""
+    """Replace whole lines, from those of `first` to those of `last`, by these."""
     indent = source.indent(first)
     return Edit(*source.line_range(first, last), "".join(f"{indent}{text}{source.newline}" for text in texts))
 
@@ -196,7 +197,7 @@ def _stored(node: ast.AST) -> set[str]:
 
 
 def _ordered(node: ast.AST) -> dict[str, None]:
-    """The names that are given a value here, as they stand in the source."""
+    """Return the names that are assigned here, in the order of the source."""
     names = [n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     return dict.fromkeys(n.id for n in sorted(names, key=lambda n: (n.lineno, n.col_offset)))
 

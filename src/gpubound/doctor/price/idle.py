@@ -18,16 +18,17 @@ import numpy as np
 from ...errors import MeasureError
 from ..record.tape import Span, Tape
 
-TOUCH = 0.2  # µs; calls of two threads that overlap by less only touch
-TOGETHER = 0.02  # threads whose calls overlap more often than this run beside each other
+TOUCH = 0.2  # µs; calls of two threads that overlap by less do not run at once
+TOGETHER = 0.02  # threads whose calls overlap more often than this run at once
 
 
 class HostDependencies:
-    """`launch[w]` is the call that launched work w, or -1. `works[c]` are the works of call c.
+    """Dependencies between the calls and works of a tape.
 
-    `before[c]` is the call that the host came from when it made call c, or -1: the last one of the same thread, or of a thread
-    that had handed over to it. Backward runs on autograd's thread while the main thread waits, so the two make one chain:
-    threads that are never busy at once are taken for such a pair. `previous[c]` is the last call of the same thread, or -1.
+    `launch[w]` is the call that launched work w, or -1. `works[c]` are the works of call c. `previous[c]` is the last call of
+    the same thread, or -1. `before[c]` is the call that the host made before call c, or -1: the last one of the same thread, or
+    of a thread that handed over to it. Backward runs on autograd's thread while the main thread waits, so the two form one
+    chain: threads that are never busy at once count as such a pair.
     """
 
     def __init__(self, tape: Tape):
@@ -44,7 +45,7 @@ class HostDependencies:
         self.previous, self.before = self._chain(self._pairs())
 
     def _pairs(self) -> dict[int, list[int]]:
-        """For each thread those that hand over to it and wait for it."""
+        """Return for each thread the threads that hand over to it and wait for it."""
         calls = self.tape.calls
         times = {
             thread: (np.array([calls[c].start for c in mine]), np.array([calls[c].end for c in mine]))
@@ -79,7 +80,7 @@ class HostDependencies:
 
     @property
     def lost(self) -> list[int]:
-        """Works whose launch is not on the tape, but for those that a queue held when it began."""
+        """Works whose launch is not on the tape, except those that a queue held when the tape began."""
         known = {(self.tape.work[works[0]].device, self.tape.work[works[0]].stream) for works in self.works.values()}
         begun: set[tuple[int, int]] = set()
         launches = []
@@ -92,7 +93,7 @@ class HostDependencies:
         return launches
 
     def measurable(self) -> None:
-        """Refuse a tape that does not show what its device did."""
+        """Raise MeasureError for a tape that does not show what its device did."""
         tape = self.tape
         if not tape.work:
             raise MeasureError("the tape has no work of a device, wanted kernels; is the model on the GPU?")
@@ -106,9 +107,9 @@ class HostDependencies:
 
 
 class Stalls:
-    """The spans in which a thread made no progress, or `only` these, cut so that none overlap: the more telling kind hides."""
+    """Spans in which a thread made no progress, or `only` these, split so that none overlap: the later kind of KINDS wins."""
 
-    KINDS = ("data", "checkpoint", "compile", "gc")  # the last one hides those before it
+    KINDS = ("data", "checkpoint", "compile", "gc")  # a later one hides those before it
 
     def __init__(self, tape: Tape, only: frozenset[int] | None = None):
         mine: dict[int, list[int]] = {}
@@ -138,7 +139,7 @@ class Stalls:
         return self.KINDS.index(span.kind) if span.kind in self.KINDS else -1
 
     def within(self, start: float, end: float, threads: set[int]) -> list[tuple[float, float, int]]:
-        """(start, end, place of the span) of each stall of these threads in this time."""
+        """Return (start, end, index of the span) of each stall of these threads in this time."""
         stalls = []
         for thread in threads & self._pieces.keys():
             pieces = self._pieces[thread]
@@ -152,21 +153,21 @@ class Stalls:
 
 SHARES = ("busy", "host_late", "device_side", "comm", "unlocated")
 LEAVES = ("sync", "copy", "data", "gc", "compile", "checkpoint", "alloc", "dispatch")
-DRAINED = 20.0  # µs; a wait that ended so shortly before the device ran dry is why it did: an item() takes 10
+DRAINED = 20.0  # µs; a wait that ended at most so long before the device ran dry is the cause: an item() takes 10
 
 _LEAF = {"sync": "sync", "copy": "copy", "alloc": "alloc", "free": "alloc", "pin": "alloc"}
 
 
 class Gap(NamedTuple):
-    """A time in which `device` ran nothing, for one cause. Times as on the tape."""
+    """A time in which `device` ran nothing, for one cause. Times are those of the tape."""
 
     device: int
     start: float
     end: float
     cause: str  # one of SHARES, but never busy or comm
-    leaf: str = ""  # one of LEAVES, where the host was late
-    call: int | None = None  # the place on the tape of the call to blame: the wait, or the launch that came late
-    span: int | None = None  # the place of the span to blame
+    leaf: str = ""  # one of LEAVES, if the host was late
+    call: int | None = None  # index on the tape of the causing call: the wait, or the late launch
+    span: int | None = None  # index of the causing span
 
     @property
     def us(self) -> float:
@@ -175,7 +176,8 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True)
 class Bar:
-    """A step's time in percent. `shares` add up to 100, and `late` to the share of host_late. Several devices: their mean."""
+    """Division of a step's time in percent. `shares` add up to 100, and `late` to the share of host_late. Several devices:
+    their mean."""
 
     step_ms: float
     steps: int
@@ -185,12 +187,12 @@ class Bar:
     gaps: tuple[Gap, ...]
 
     def ms(self, share: str) -> float:
-        """Milliseconds a step of one of SHARES or LEAVES."""
+        """Return milliseconds a step of one of SHARES or LEAVES."""
         return self.step_ms * (self.shares | self.late)[share] / 100
 
 
 def idle_times(tape: Tape, order: HostDependencies | None = None) -> Bar:
-    """Cut the steps of a tape into what their devices did and what kept them from it."""
+    """Divide the steps of a tape into what their devices did and the causes of their idle times."""
     order = order or HostDependencies(tape)
     order.measurable()
     start, end = tape.window
@@ -219,7 +221,8 @@ def idle_times(tape: Tape, order: HostDependencies | None = None) -> Bar:
 
 
 def _cover(tape: Tape, mine: list[int], start: float, end: float) -> tuple[float, float, list[tuple[float, float, int | None]]]:
-    """(time with other work than communication, time with communication alone, idle times with the work that ends each)."""
+    """Return the time with other work than communication, the time with communication alone, and the idle times, each with the
+    work that ends it."""
     starts = np.array([tape.work[place].start for place in mine])
     ends = np.array([tape.work[place].end for place in mine])
     other = np.array([tape.work[place].kind != "comm" for place in mine])
@@ -229,7 +232,8 @@ def _cover(tape: Tape, mine: list[int], start: float, end: float) -> tuple[float
 
 
 def _holes(starts: np.ndarray, ends: np.ndarray, start: float, end: float) -> tuple[list[tuple[float, float, int]], float]:
-    """The times between `start` and `end` that no interval covers, each with the interval after it; what they leave over."""
+    """Return the times between `start` and `end` that no interval covers, each with the interval after it, and the covered
+    time."""
     reached = np.concatenate([[-np.inf], np.maximum.accumulate(ends)]) if len(ends) else np.array([-np.inf])
     upto = np.concatenate([starts, [np.inf]])
     low, high = np.maximum(reached, start), np.minimum(upto, end)
@@ -247,10 +251,10 @@ class _Blame:
         self._waits = [place for place, waits in enumerate(self._may_wait) if waits]
 
     def pieces(self, device: int, mine: list[int], idle: list[tuple[float, float, int | None]]) -> list[Gap]:
-        """Each idle time of one device, cut by cause."""
+        """Return the idle times of one device, divided by cause."""
         gaps: list[Gap] = []
         queued = self._queued(mine)
-        root: tuple[int, float] | None = None  # the wait that drained the queue, and until when gaps are its own
+        root: tuple[int, float] | None = None  # the wait that drained the queue, and until when it causes gaps
         for start, end, work in idle:
             late = self._late_call(work, end)
             if late is None:
@@ -267,14 +271,14 @@ class _Blame:
         return gaps
 
     def _late_call(self, work: int | None, end: float) -> int | None:
-        """The launch that ends a gap. At the end of the tape there is none: then the last call before."""
+        """Return the launch that ends a gap; at the end of the tape, where there is none, the last call before."""
         if work is not None:
             return self.order.launch[work] if self.order.launch[work] >= 0 else None
         before = bisect_right(self._starts, end) - 1
         return before if before >= 0 else None
 
     def _queued(self, mine: list[int]) -> list[float]:
-        """When the device came to works that already stood in its queue: there the host was ahead."""
+        """Return the times when the device came to works that were queued already: there the host was ahead."""
         calls, work, launch = self.tape.calls, self.tape.work, self.order.launch
         reached, queued = float("-inf"), []
         for place in mine:
@@ -284,7 +288,7 @@ class _Blame:
         return queued
 
     def _drain(self, late: int, start: float) -> int | None:
-        """The wait in which the host was when the device ran dry, or that had just ended."""
+        """Return the wait in which the host was when the device ran dry, or that had just ended."""
         ends, waits, before = self._ends, self._may_wait, self.order.before
         place = late
         while place >= 0 and ends[place] > start - DRAINED:
@@ -294,14 +298,15 @@ class _Blame:
         return None
 
     def _recovery(self, drain: int, end: float, queued: list[float]) -> float:
-        """Until when the host, set back by this wait, runs after its device: never, if the next wait comes before that."""
+        """Return the time until which the host, set back by this wait, runs after its device: never, if the next wait comes
+        first."""
         ahead = bisect_right(queued, end)
         following = bisect_right(self._waits, drain)
         next_wait = self.tape.calls[self._waits[following]].start if following < len(self._waits) else float("inf")
         return queued[ahead] if ahead < len(queued) and queued[ahead] < next_wait else end
 
     def _host_late(self, device: int, start: float, end: float, work: int | None, late: int, root: int | None) -> list[Gap]:
-        """Cut a gap: waits and stalls take their own time; the rest is the root's, or else dispatch."""
+        """Divide a gap: waits and stalls take the time that they overlap; the rest is the root wait's, or else dispatch."""
         calls, before = self.tape.calls, self.order.before
         covered: list[tuple[float, float, str, int | None, int | None]] = []
         threads = {calls[late].thread}

@@ -22,20 +22,20 @@ from ..record.tape import Span, Tape, chosen
 from .idle import Bar, HostDependencies, Stalls, idle_times
 from .simulator import Simulator, fit_simulator
 
-WRONG = 0.02  # a mechanism that misses a recorded time by more of the tape's length prices nothing
-LOST = 0.005  # of all works: with more launches missing than this, what the host did is not known
-STEPS = 40  # steps in a play: the first one begins with an empty queue, so its price is wrong, and a 40th of the answer
-SLOWED = 0.5  # of the time that a recorded host takes, the least that an unrecorded one was seen to take was 0.55
-HALVINGS = 8  # of the shares between that and all of it: good to 0.2 %
+WRONG = 0.02  # of the tape's length: a simulation that misses a recorded time by more gives no prices
+LOST = 0.005  # of all works: with more launches missing, the host's activity is not known
+STEPS = 40  # steps in a play: the first one begins with an empty queue, so its price is wrong, but only a 40th of the result
+SLOWED = 0.5  # of the recorded host's time; the least that was measured without a recording is 0.55
+HALVINGS = 8  # bisections between SLOWED and 1: accurate to 0.2 %
 BUDGET = 200_000  # calls in a play, about 0.2 s: the steps of a large tape are played fewer times, but once in any case
 
 
 class Replay:
-    """Prices in milliseconds a step: the steps of the tape are played again and again, with some of their stalls and without.
+    """Prices in milliseconds a step: the steps of the tape are simulated repeatedly, with some of their stalls and without.
 
-    `error` is by how much a play of the whole tape misses a recorded time at most, as a share of its length. `mechanism` is
-    played `times` times, which makes `steps` steps. Its host takes `share` of the recorded time (see `paced`); `recorded_ms` is
-    a step of one that takes all of it.
+    `error` is the largest difference of a simulated time of the whole tape from the recorded one, as a fraction of its length.
+    `mechanism` is played `times` times, which makes `steps` steps. Its host takes `share` of the recorded time (see `paced`);
+    `recorded_ms` is a step at the full recorded time.
     """
 
     share = 1.0
@@ -68,14 +68,14 @@ class Replay:
 
     @property
     def step_ms(self) -> float:
-        """A step with all its stalls, by the replay."""
+        """Milliseconds of a step with all its stalls, by replay."""
         return self._ms(self._base)
 
     def paced(self, step_ms: float) -> Replay:
-        """The replay whose host is as much faster as makes a step so long, as far as a recording can have slowed it.
+        """Return the replay with a faster host, so that a step takes `step_ms`, as far as a recording can have slowed the host.
 
-        A profiler slows the host alone. Where the device holds up a step, a recorded one takes little longer than a timed one,
-        and yet what the host does while the device waits took up to twice its time.
+        A profiler slows the host alone. If the device holds up a step, a recorded step takes little longer than a timed one,
+        but the host's work while the device waits took up to twice its time.
         """
         low, high = SLOWED, 1.0
         if step_ms >= self.step_ms:
@@ -93,10 +93,11 @@ class Replay:
         return paced
 
     def saved(self, calls: Iterable[int] = (), spans: Iterable[int] = (), work: bool = False) -> float:
-        """Compute what a step would save if these calls cost their host nothing, never waited, and these spans were gone.
+        """Return the saving of a step if these calls cost their host nothing, never waited, and these spans were gone.
 
-        `calls` are places of tape.calls. What they launch still runs, but not with `work`. A blocking copy is a copy and a
-        wait: either means both. `spans` are places of tape.spans: the host's pauses in them are left out, not the calls.
+        `calls` are indices of tape.calls. The works that they launch still run, unless `work` is true. A blocking copy is a
+        copy and a wait: either means both. `spans` are indices of tape.spans: the host's pauses in them are left out, not the
+        calls.
         """
         return self._ms(self._base - self._without(calls, spans, work))
 
@@ -106,11 +107,12 @@ class Replay:
         return self.saved((call for each in sets for call in each), spans, work)
 
     def ceiling(self) -> float:
-        """A step whose host never stalls: no waits, nor waits for data, collections, compilations, checkpoints."""
+        """Return milliseconds of a step whose host never stalls: no waits, also for data, collections, compilations,
+        checkpoints."""
         return self._ms(self._without(self.waits, self.stalls))
 
     def launch_free(self) -> float:
-        """A step whose host costs nothing, as a graph's: what the devices take alone."""
+        """Return milliseconds of a step whose host costs nothing, as in a graph: the time of the devices alone."""
         return self._ms(self.mechanism.hostless().play(self.times).length)
 
     def _without(self, calls: Iterable[int], spans: Iterable[int], work: bool = False) -> float:
@@ -126,7 +128,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class Measurements:
-    """The measurements of a script. A missing one is None or empty, and `absent` has the reason."""
+    """Measurements of a script. A missing one is None or empty, and `absent` has the reason."""
 
     script: str  # as the user called it, without folders of this machine
     device: str  # in words, such as "NVIDIA H200 (cuda:0)"
@@ -135,7 +137,7 @@ class Measurements:
     counted: frozenset[str] = frozenset()  # the ledger's totals that a running sensor counted
     tape: Tape | None = None  # recorded without sensors
     step_ms: Sequence[float] = ()  # of each step timed without hooks
-    located: Mapping[int, Place] = field(default_factory=dict)  # a call's place on the tape -> its line
+    located: Mapping[int, Place] = field(default_factory=dict)  # index of a call on the tape -> its line
     places: Mapping[str, Place] = field(default_factory=dict)  # a span's name -> its line: a loader, a checkpoint
     memory: Mapping[str, float] = field(default_factory=dict)  # per timed step: alloc, free, retry, pin
     about: Mapping[str, Any] = field(default_factory=dict)  # versions and settings
@@ -148,19 +150,19 @@ class Measurements:
 
     @property
     def ms(self) -> float | None:
-        """A timed step's mean. What happens in every fifth step, such as a checkpoint, has a share of it, as of a price."""
+        """Mean of the timed steps. An event in every fifth step, such as a checkpoint, counts with its share, as in a price."""
         return mean(self.step_ms) if self.step_ms else None
 
 
 @dataclass(frozen=True)
 class Profile:
-    """`bar` and `replay` raise MeasureError where the tape does not show what it would take.
+    """A tape with its lines. `bar` and `replay` raise MeasureError if the tape does not show what they need.
 
     `step_ms` is a step that was not recorded, if one was timed. The replay runs at its pace.
     """
 
     tape: Tape
-    located: Mapping[int, Place] = field(default_factory=dict)  # a call's place on the tape -> its line
+    located: Mapping[int, Place] = field(default_factory=dict)  # index of a call on the tape -> its line
     places: Mapping[str, Place] = field(default_factory=dict)  # a span's name -> its line
     step_ms: float | None = None
 
@@ -178,7 +180,7 @@ class Profile:
         return replay if self.step_ms is None else replay.paced(self.step_ms)
 
     def cut(self, count: int) -> Profile:
-        """The first `count` steps, and `located` by the calls' places among those."""
+        """Return the profile of the first `count` steps."""
         if count >= len(self.tape.steps):
             return self
         part = self.tape.cut(0, count)
@@ -187,17 +189,17 @@ class Profile:
         return Profile(part, located, self.places, self.step_ms)
 
 
-Line = tuple[str, int]  # a file and a line of it
+Line = tuple[str, int]  # file and line number
 
 
 def line_of(place: Place) -> Line | None:
-    """The user's line; in backward, where there may be none, the line that built the node."""
+    """Return the user's line; in backward, where there may be none, the line that built the node."""
     site = place.site or place.built
     return (site.file, site.line) if site else None
 
 
 def by_line(evidence: Measurements, *kinds: str) -> list[list[LedgerRow]]:
-    """The rows of these kinds, those of one line together, the most frequent first."""
+    """Return the rows of these kinds, grouped by line, the most frequent first."""
     lines: dict[Line | None, list[LedgerRow]] = {}
     for row in sorted(evidence.rows, key=lambda row: -row.count):
         if row.kind in kinds:
@@ -206,31 +208,31 @@ def by_line(evidence: Measurements, *kinds: str) -> list[list[LedgerRow]]:
 
 
 def times(evidence: Measurements, rows: list[LedgerRow]) -> float:
-    """Occurrences per step."""
+    """Return the occurrences per step."""
     return sum(row.count for row in rows) / max(evidence.steps, 1)
 
 
 def size(evidence: Measurements, rows: list[LedgerRow]) -> float:
-    """Bytes a step."""
+    """Return the bytes per step."""
     return sum(row.bytes for row in rows) / max(evidence.steps, 1)
 
 
 def calls_at(evidence: Measurements, place: Place) -> frozenset[int]:
-    """The calls of the tape that this line made, as far as they are located."""
+    """Return the calls of the tape that this line made, as far as they are located."""
     line = line_of(place)
     return frozenset(n for n, location in evidence.located.items() if line is not None and line_of(location) == line)
 
 
 def taped(evidence: Measurements) -> int:
-    """The number of steps on the tape."""
+    """Return the number of steps on the tape."""
     return max(len(evidence.tape.steps), 1) if evidence.tape else 1
 
 
 class Prices:
-    """Prices by replay where the tape can be replayed, by the gaps that are blamed on a thing where it cannot.
+    """Prices by replay if the tape can be replayed, else by the gaps that a stall caused.
 
-    The replay goes at the pace of a timed step, as far as it can. What then is left between the two is in `scale`, by which
-    every price is multiplied. `host` is the same for what the host alone takes.
+    The replay runs at the pace of a timed step, as far as possible. The remaining ratio of the two is `scale`, by which every
+    price is multiplied. `host` is the ratio for the time of the host alone.
     """
 
     def __init__(self, evidence: Measurements):
@@ -254,7 +256,8 @@ class Prices:
         self.distortion = self.replay.recorded_ms / evidence.ms if self.replay and evidence.ms else None
 
     def saved(self, calls: Iterable[int] = (), spans: Iterable[int] = (), work: bool = False) -> tuple[float | None, str]:
-        """(what a step would save without these, how sure that is). `work`: what the calls launched is gone, too."""
+        """Return the saving of a step without these, and its certainty. `work`: the works that the calls launched are gone,
+        too."""
         calls, spans = frozenset(calls), frozenset(spans)
         if not calls and not spans:
             return None, "counted"
@@ -266,7 +269,8 @@ class Prices:
         return self.host * late / self.bar.steps / len(self.bar.devices) / 1e3, "estimate"
 
     def without_work(self, calls: Iterable[int], share: float, spans: Iterable[int] = ()) -> float | None:
-        """An estimate: this share of what a step would save if these calls, what they launched and these spans were gone."""
+        """Estimate a saving: this share of a step's saving if these calls, the works that they launched and these spans were
+        gone."""
         ms, _ = self.saved(calls, spans, work=True)
         return None if ms is None or self.step_ms is None else min(share * ms, self.step_ms)
 
@@ -276,16 +280,16 @@ class Prices:
 
     @cached_property
     def ceiling(self) -> float | None:
-        """A step whose host never stalls."""
+        """Milliseconds of a step whose host never stalls."""
         return None if self.replay is None else self.scale * self.replay.ceiling()
 
     @cached_property
     def launch_free(self) -> float | None:
-        """A step whose host costs nothing. The device is not slower while it is recorded, so this is not scaled."""
+        """Milliseconds of a step whose host costs nothing. A recording does not slow the device, so this is not scaled."""
         return None if self.replay is None else self.replay.launch_free()
 
     def inside(self, wanted: Callable[[Span], bool]) -> frozenset[int]:
-        """The calls that a thread made within its spans of this sort."""
+        """Return the calls that a thread made within its spans of this kind."""
         tape = self.evidence.tape
         if tape is None:
             return frozenset()
@@ -303,7 +307,7 @@ class Prices:
 
     @cached_property
     def pace(self) -> float | None:
-        """Milliseconds from one launch of a thread to its next one, where nothing waits between: the median."""
+        """Median of the milliseconds from one launch of a thread to its next one without a wait between."""
         tape, intervals = self.evidence.tape, []
         last: dict[int, float | None] = {}
         for call in tape.calls if tape else ():
@@ -313,16 +317,16 @@ class Prices:
         return self.host * median(intervals) / 1e3 if intervals else None
 
     def of_launches(self, count: float) -> float | None:
-        """An estimate: what a step would save without so many launches, where launches are what holds it up."""
+        """Estimate the saving of a step without `count` launches, if launches hold it up."""
         if self.bar is None or self.pace is None:
             return None
         most = self.host * self.bar.ms("dispatch")
-        if self.launch_free is not None and self.step_ms is not None:  # the tape begins with an empty queue, the play does not
+        if self.launch_free is not None and self.step_ms is not None:  # the tape begins with an empty queue
             most = min(most, max(self.step_ms - self.launch_free, 0.0))
         return min(count * self.pace, most)
 
     def idle_in(self, wanted: Callable[[Span], bool]) -> float | None:
-        """An estimate: for how long a step's device has nothing to do while the host is in spans of this sort."""
+        """Estimate how long a step's device is idle while the host is in spans of this kind."""
         if self.bar is None or self.evidence.tape is None:
             return None
         gaps = sorted((gap.start, gap.end) for gap in self.bar.gaps if gap.cause == "host_late")
@@ -339,5 +343,5 @@ class Prices:
 
 
 def named(name: str) -> Callable[[Span], bool]:
-    """Spans of this name."""
+    """Return a predicate for spans of this name."""
     return lambda span: span.name == name

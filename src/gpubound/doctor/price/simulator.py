@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 from ..record.tape import Call, Tape, Work
 from .idle import HostDependencies, Stalls
 
-PAIR = 20.0  # µs between a copy and the wait that makes it a blocking one: torch makes both in one C++ function
+PAIR = 20.0  # µs between a copy and the wait that makes it blocking: torch calls both in one C++ function
 NEVER = float("-inf")
 
 
 class Played(NamedTuple):
-    """Times from the beginning of the play, in µs; the lists have the last time that each call was played."""
+    """Times from the beginning of the simulation, in µs; the lists have the last time that each call was played."""
 
     length: float
     ends: list[float]
@@ -36,10 +36,10 @@ class Played(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulator:
-    """Lists with one entry a call; calls name each other by their positions in them.
+    """Lists with one entry per call; calls refer to each other by their positions.
 
-    The calls are played again and again. So a position may name one that is not before it: then it means this call in the play
-    before. `low` and `high` are the times on the tape from which and to which one play goes.
+    The calls are played repeatedly. So a position may refer to a later call: it means this call in the play before. `low` and
+    `high` are the times on the tape between which one play runs.
     """
 
     low: float
@@ -51,17 +51,17 @@ class Simulator:
     pause: list[float]
     cost: list[float]
     waits_for: list[tuple[int, ...]]  # calls whose works this call waits for
-    room: list[int]  # the call whose work must have begun: there the queue was full. -1: none
-    tail: list[float]  # from there to the call's end
+    room: list[int]  # the call whose work must have begun, because the queue was full. -1: none
+    tail: list[float]  # time from then to the call's end
     after: list[tuple[int, ...]]  # calls whose works this call's work comes after; none: it has no work
     latency: list[float]
     gap: list[float]
     run: list[float]
     queue: list[tuple[int, int] | None]  # device and stream of the call's work
     began: list[float]  # when this work began on the tape
-    launch: float  # what a launch costs the host
-    idle_latency: float  # and how long it takes to an idle device
-    pinned: float  # bytes that a copy from pinned memory moves in a µs
+    launch: float  # cost of a launch on the host
+    idle_latency: float  # latency of a launch to an idle device
+    pinned: float  # bytes per µs of a copy from pinned memory
 
     def play(self, times: int) -> Played:
         """Play the calls `times` times in a row. An entry holds the time of the play before until it is written again."""
@@ -73,7 +73,7 @@ class Simulator:
         return Played(max(*ends, *done, 0.0, 0.0), ends, begun)
 
     def without(self, gone: frozenset[int], work: bool = False) -> Simulator:
-        """The mechanism in which these calls cost nothing and wait for nothing; with `work`, nor launch anything."""
+        """Return the simulator in which these calls cost nothing and wait for nothing; with `work` they launch nothing, too."""
         cost, waits_for, room = list(self.cost), list(self.waits_for), list(self.room)
         latency, gap, run = list(self.latency), list(self.gap), list(self.run)
         for at in self._with_partners(gone):
@@ -82,15 +82,15 @@ class Simulator:
             if self.calls[at].blocks and self.calls[at].bytes:  # from pinned memory nothing is staged
                 latency[at] = min(latency[at], self.idle_latency)
                 run[at] = min(run[at], self.calls[at].bytes / self.pinned)
-            if work:  # it begins and ends as what it comes after ends
+            if work:  # it begins and ends when the works before it end
                 latency[at], gap[at], run[at] = NEVER, 0.0, 0.0
         return replace(self, cost=cost, waits_for=waits_for, room=room, latency=latency, gap=gap, run=run)
 
     def paced(self, share: float, awake: Simulator) -> Simulator:
-        """The mechanism whose host takes this share of its time, but all of the stalls that `awake` is without: a recording
-        slows no loader.
+        """Return the simulator whose host takes this share of its time. Stalls, which `awake` leaves out, keep theirs: a
+        recording does not slow a loader.
 
-        A pageable copy takes the link's own time at least; the rest is the host, which copies to a buffer.
+        A pageable copy takes at least the time of the link; the rest is the host's, which copies to a buffer.
         """
         least = [call.bytes / self.pinned if call.blocks and call.bytes else run for call, run in zip(self.calls, self.run)]
         return replace(
@@ -103,7 +103,7 @@ class Simulator:
         )
 
     def hostless(self) -> Simulator:
-        """The mechanism whose host takes no time."""
+        """Return the simulator whose host takes no time."""
         size, zero = len(self.calls), [0.0] * len(self.calls)
         calls = [replace(call, end=self.high) for call in self.calls]
         return replace(self, calls=calls, pause=zero, cost=zero, waits_for=[()] * size, room=[-1] * size)
@@ -132,7 +132,7 @@ class Simulator:
             ends[at] = end
 
     def error(self) -> float:
-        """By how much one play misses a recorded time at most, as a share of the tape's length."""
+        """Return the largest difference of a played time from the recorded one, as a fraction of the tape's length."""
         played = self.play(1)
         missed = [abs(end - (call.end - self.low)) for end, call in zip(played.ends, self.calls)]
         missed += [abs(got - (was - self.low)) for got, was in zip(played.begun, self.began) if was > NEVER]
@@ -140,7 +140,7 @@ class Simulator:
         return max(missed, default=0.0) / length if length > 0 else 0.0
 
     def within(self, low: float, high: float) -> Simulator:
-        """The calls of this time alone. What they name before it, is named in the play before."""
+        """Return the simulator of the calls of this time alone. References to earlier calls mean them in the play before."""
         calls = [at for at, call in enumerate(self.calls) if low <= call.start < high]
         new = {at: position for position, at in enumerate(calls)}
         last_call = {self.calls[at].thread: position for position, at in enumerate(calls)}
@@ -172,7 +172,7 @@ class Simulator:
         )
 
     def _with_partners(self, gone: frozenset[int]) -> set[int]:
-        """The positions of these calls, and of the other half of each blocking copy."""
+        """Return the positions of these calls, and of the other half of each blocking copy."""
         following = {previous: at for at, previous in enumerate(self.previous) if previous < at}
         partners = {at for at, place in enumerate(self.indices) if place in gone}
         for at in list(partners):
@@ -190,7 +190,7 @@ class Simulator:
         return named and one_stream and second.start - first.end <= PAIR
 
     def awake(self, away: Stalls) -> Simulator:
-        """The mechanism whose pauses do not have these stalls."""
+        """Return the simulator whose pauses do not have these stalls."""
         pauses = []
         for at, (before, call, pause) in enumerate(zip(self.before, self.calls, self.pause)):
             ended, threads = self.calls[before].end, {call.thread, self.calls[before].thread}
@@ -201,17 +201,15 @@ class Simulator:
 
 
 LIMIT = 50.0  # µs; a launch takes 5 to reach an idle device, and 20 when the driver is busy
-WAKE = 200.0  # µs; a host that sleeps in a wait takes up to so long to run again: longer, and it waited for something else
-NEAR = 20.0  # µs; a work that begins so shortly after another one ended may have waited for it
-LATELY = 64  # launches; further back none is looked for
-TAIL = 2.0  # µs from a work's end to the end of what waited for it, where it was not seen
-APART = 20.0  # µs; by so much a device's clock and the host's may differ, where it is known what a wait waited for
+WAKE = 200.0  # µs that a host asleep in a wait takes at most to run again; after longer it waited for something else
+NEAR = 20.0  # µs; a work that begins at most so long after another one ended may have waited for it
+LATELY = 64  # launches searched backwards
+TAIL = 2.0  # µs from a work's end to the end of the wait for it, if not measured
+APART = 20.0  # µs by which the clocks of device and host may differ, if the awaited work is known
 LARGE = 1 << 20  # bytes; a smaller copy is latency for the most part
-PINNED = (
-    25_000.0  # bytes a µs; PCIe 4 with 16 lanes. Only where neither the link was measured nor the tape has a large pinned copy
-)
-FAR = 4096  # calls; a host is no further ahead of its device
-FULL = 256  # works in the queue from which on a slow launch is taken for one that waited for room; drivers take about 1024
+PINNED = 25_000.0  # bytes per µs of PCIe 4 with 16 lanes, if neither the link was measured nor the tape has a large pinned copy
+FAR = 4096  # calls that a host is at most ahead of its device
+FULL = 256  # queued works from which on a slow launch counts as waiting for room; drivers queue about 1024
 SLOW = 20.0  # µs; a launch takes 2 to 8
 
 Queue = tuple[int, int]  # device, stream
@@ -258,7 +256,7 @@ class _Fit:
         )  # fmt: skip
 
     def _typical(self) -> None:
-        """The host's cost of a launch, the latency to an idle device, and a queue's gap before its next work."""
+        """Set the host's cost of a launch, the latency to an idle device, and a queue's gap before its next work."""
         latencies, gaps = [], []
         reached: dict[Queue, float] = {}
         for call, group in zip(self.calls, self.groups):
@@ -280,7 +278,7 @@ class _Fit:
         return self.link or max(rates, default=PINNED)
 
     def _works(self) -> None:
-        """Go through the calls, with the queues as they stood."""
+        """Go through the calls with the state of the queues at each."""
         final = {(w.device, w.stream): at for at, group in enumerate(self.groups) for w in group}
         queues: dict[Queue, int] = {}  # the last call with work in each
         event_waits: dict[Queue, list[int]] = {}  # works that a queue waits for by an event
@@ -299,7 +297,7 @@ class _Fit:
                 self._delays(at, group[0], [queues.get(first, final[first]), *event_waits.pop(first, ())])
                 queues |= {(work.device, work.stream): at for work in group}
             if call.blocks and group:
-                if call.end > group[0].start:  # else the copy was staged, and the host went on
+                if call.end > group[0].start:  # else the copy was staged, and the host continued
                     self._hold(at, (at,), self.launch_us)
             elif call.waits and call.kind == "sync" and "Event" in call.name:
                 known = records.get(call.record)
@@ -308,7 +306,7 @@ class _Fit:
                 self._wait(at, [queues.get(queue, last) for queue, last in final.items() if _meant(call, queue)])
 
     def _delays(self, at: int, work: Work, after: list[int]) -> None:
-        """The latency after the launch and the gap after other works: one of the two made the work begin when it did."""
+        """Set the latency after the launch and the gap after other works: one of the two determined when the work began."""
         call = self.calls[at]
         cap = float("inf") if call.blocks else LIMIT  # a pageable copy begins when its first part has been staged
         soon = cap + call.end - call.start  # a slow launch may reach the device as late as it ends
@@ -329,7 +327,7 @@ class _Fit:
             self.latency[at], self.gap[at] = min(self.latency_us, max(latency, 0.0)), min(max(gap, 0.0), cap)
 
     def _wait(self, at: int, works: list[int]) -> None:
-        """A call that waits for these works, as far as the tape agrees: what ended later was not waited for."""
+        """Add a call that waits for these works, as far as the tape agrees: it did not wait for works that ended later."""
         call = self.calls[at]
         past = [c for c in works if c < at]
         clocks = APART if call.kind == "sync" and (call.record or call.stream is not None) else TAIL
@@ -347,13 +345,13 @@ class _Fit:
             self.waits_for[at], self.tail[at] = tuple(works), TAIL if call.kind == "sync" else self.cost[at]
 
     def _ended_with(self, at: int) -> list[int]:
-        """The work that ended last before a wait for an unknown event did."""
+        """Return the work that ended last before a wait for an unknown event did."""
         call = self.calls[at]
         past = [c for c in range(max(at - FAR, 0), at) if call.start < self.done[c] <= call.end + TAIL]
         return [max(past, key=self.done.__getitem__)] if past else []
 
     def _hold(self, at: int, works: tuple[int, ...], least: float) -> None:
-        """A wait that held its host. It took `tail` after the works were done, and costs as much where none is to wait for."""
+        """Add a wait that held its host. It took `tail` after the works were done, and costs that much without works."""
         call = self.calls[at]
         tail = call.end - max(self.done[c] for c in works if c <= at)
         if call.kind == "sync":
@@ -362,7 +360,7 @@ class _Fit:
         self.cost[at] = min(call.end - call.start, max(least, tail))
 
     def _full_queues(self) -> None:
-        """A launch that took long while the queue was full waited for room: it ended as an earlier work began."""
+        """Find launches that waited for room in a full queue: they took long, and ended as an earlier work began."""
         starts: dict[int, list[float]] = {}
         owners: dict[int, list[int]] = {}
         for at, (call, group) in enumerate(zip(self.calls, self.groups)):
@@ -379,7 +377,6 @@ class _Fit:
 
 
 def _is_typical(work: Work) -> bool:
-    """Return whether a copy shows the rate of pinned memory."""
     return work.kind in ("h2d", "d2h") and not work.pageable and work.bytes >= LARGE and work.end > work.start
 
 

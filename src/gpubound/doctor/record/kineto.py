@@ -19,7 +19,7 @@ from .tape import MARK, SPAN, SPANS, Call, Mark, Span, Tape, Work
 
 CHUNK = 1 << 20  # characters
 LARGEST = 1 << 26  # characters that one value outside the events may have
-LONG = 1 << 20  # characters; no string of a trace is as long: an error so far from the end is damage, not a cut
+LONG = 1 << 20  # characters; no string of a trace is as long: an error so far from the end is damage, not a truncated file
 
 WANTED = "give the file that torch.profiler's export_chrome_trace wrote (.json or .json.gz)."
 
@@ -81,7 +81,7 @@ class _JsonReader:
         self.at += 1
 
     def peek(self) -> str:
-        """The next character that is neither space nor a comma."""
+        """Return the next character that is neither space nor a comma."""
         while True:
             self.at = _space.match(self.buffer, self.at).end()  # type: ignore[union-attr]
             if self.at < len(self.buffer):
@@ -104,7 +104,7 @@ class _JsonReader:
                 self.fill()
                 continue
             if end == len(self.buffer) and not self.ended:
-                self.fill()  # a number may go on
+                self.fill()  # a number may continue
                 continue
             self.at = end
             return value
@@ -127,7 +127,7 @@ class _JsonReader:
         return DataError(f"{self.path}: is not JSON after event {self.count:,} (file of {read}); record the trace again.")
 
 
-TIMED = "(dynamo_timed)"  # ends the name of torch's own spans of a compilation and its parts
+TIMED = "(dynamo_timed)"  # suffix of torch's spans of a compilation and its parts
 PYTHON = 100.0  # µs; shorter calls of Python functions are left out: a trace with stacks has millions of them
 
 RUNTIME = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "hip_driver"})
@@ -138,7 +138,7 @@ CATEGORIES = RUNTIME | DEVICE | HOST | {"cuda_sync", "gpu_user_annotation", "ove
 _PREFIX = re.compile(r"^(?:cuda|cu|hip)(?=[A-Z])|_(?:v\d+|ptsz|spt|ptds).*$")
 _COMM = re.compile(r"nccl|rccl|msccl|nvshmem|cross_device_reduce|all_?reduce_kernel", re.IGNORECASE)
 
-# Calls by their names without prefix and version, the first that fits.
+# Calls by their names without prefix and version; the first match counts.
 _CALLS: list[tuple[str, str]] = [
     (r"GraphLaunch", "graph"),
     (r"(Stream|Device|Event|Ctx)Synchronize", "sync"),
@@ -165,7 +165,7 @@ def call_kind(name: str) -> str:
 
 
 def read_trace(path: str | Path, step: str = "") -> Tape:
-    """The tape of a trace. A step is what an annotation of this name spans, or else the profiler's own step, or else what lies
+    """Read the tape of a trace. A step is the span of an annotation named `step`, or else the profiler's step, or else the time
     between two ends of Optimizer.step; without any of them the tape has no steps."""
     path = Path(path)
     reader = _Reader(step)
@@ -197,8 +197,8 @@ class _Reader:
         self.marked: list[tuple[float, float]] = []
         self.profiled: list[tuple[float, float]] = []
         self.updates: list[float] = []
-        self.waits: dict[int, dict[str, Any]] = {}  # what each wait waited for, by its call's correlation
-        self.names: dict[str, str] = {}  # one text for all events of a name; sys.intern would grow the whole process's table
+        self.waits: dict[int, dict[str, Any]] = {}  # arguments of each wait, by its call's correlation
+        self.names: dict[str, str] = {}  # one string for all events of a name; sys.intern would grow the process's table
         self.call_kinds: dict[str, str] = {}
         self.streams: dict[str, int] = {}
 
@@ -234,7 +234,7 @@ class _Reader:
         self.work.append(Work(name, kind, device, stream, start, end, _correlation(args), size, "Pageable" in name))
 
     def _stream(self, value: Any) -> int:
-        """A stream's number. ROCm may write an address."""
+        """Return a stream's number. ROCm may write an address."""
         text = str(value)
         return int(text) if text.lstrip("-").isdigit() else self.streams.setdefault(text, 1_000 + len(self.streams))
 
@@ -266,7 +266,7 @@ class _Reader:
         elif kind == "python":
             if end - start < PYTHON:
                 return
-            name = "/".join(name.split("/")[-2:])  # not where somebody keeps his files
+            name = "/".join(name.split("/")[-2:])  # without the folders of the machine
         self.spans.append(Span(name, kind, thread, start, end))
 
     def tape(self, head: dict[str, Any]) -> Tape:
@@ -274,7 +274,7 @@ class _Reader:
         return Tape(self._completed(), self.work, _outermost(self.spans), self.marks, steps, _about(head))
 
     def _completed(self) -> list[Call]:
-        """The calls, each with what other events say of it, and none inside another."""
+        """Return the calls with the facts that other events have of them; nested calls are merged."""
         launched = {work.correlation: work for work in reversed(self.work) if work.correlation}
         sources = {
             int(args["wait_on_cuda_event_record_corr_id"]): int(args.get("wait_on_stream", -1))
@@ -282,7 +282,7 @@ class _Reader:
             if int(args.get("wait_on_cuda_event_record_corr_id", -1)) > 0
         }
         calls: list[Call] = []
-        last: dict[int, int] = {}  # the place of each thread's last call
+        last: dict[int, int] = {}  # index of each thread's last call
         for call in sorted(self.calls, key=lambda call: (call.start, -call.end)):
             place = last.get(call.thread)
             if place is not None and call.start < calls[place].end and call.end <= calls[place].end:
@@ -324,12 +324,12 @@ def _outermost(spans: list[Span]) -> list[Span]:
 
 
 def _correlation(args: dict[str, Any]) -> int:
-    """The id that a work shares with its launch. ROCm's older traces have only External id for it."""
+    """Return the id that a work shares with its launch. Older traces of ROCm have only External id for it."""
     return int(args.get("correlation") or args.get("External id") or 0)
 
 
 def _about(head: dict[str, Any]) -> dict[str, Any]:
-    """The trace's facts about its machine, without names of hosts or files."""
+    """Return the trace's facts about its machine, without names of hosts or files."""
     devices = [str(each.get("name", "")) for each in head.get("deviceProperties") or [] if isinstance(each, dict)]
     spread = head.get("distributedInfo") or {}
     ranks = {key: spread[key] for key in ("backend", "rank", "world_size") if key in spread} if isinstance(spread, dict) else {}

@@ -38,11 +38,11 @@ from .script import StopScript
 from .tape import MARK, SPAN, Tape
 
 MARKED = frozenset({"sync", "h2d", "d2h", "alloc", "free", "pin"})
-ANNOTATION: Any = getattr(torch._C._profiler, "_RecordFunctionFast", None)  # goes past dispatch modes; private
+ANNOTATION: Any = getattr(torch._C._profiler, "_RecordFunctionFast", None)  # private; it bypasses dispatch modes
 
 
 class MarkingLedger(Ledger):
-    """A ledger that writes a mark for each stall into the profile that runs: the id of its place in `places`."""
+    """A ledger that writes a mark for each stall into the running profile: the id of its place in `places`."""
 
     def __init__(self, gputrace: bool):
         super().__init__(None, gputrace, "ops", frozenset())
@@ -52,7 +52,7 @@ class MarkingLedger(Ledger):
 
     @contextmanager
     def paused(self, kinds: Collection[str] = KINDS) -> Iterator[None]:
-        """Do not count events inside, or not those of these kinds."""
+        """Ignore events, or those of these kinds, inside the block."""
         before, self._deaf = self._deaf, kinds
         try:
             yield
@@ -76,7 +76,7 @@ class MarkingLedger(Ledger):
 
 
 class Phase:
-    """A number of steps, and what happens at their edges."""
+    """A number of steps, with hooks at their edges."""
 
     name = "warm-up"
 
@@ -92,12 +92,12 @@ class Phase:
         self.done += 1
 
     def end(self) -> None:
-        """Also called where the script ended first."""
+        """End the phase. Also called if the script ended first."""
         self.seconds = time.perf_counter() - self.began
 
 
 class TimedPhase(Phase):
-    """Steps that nothing disturbs: an event of the device after each, read when all are done."""
+    """Steps without hooks inside: an event of the device after each, read when all are done."""
 
     name = "timed"
     step_ms: Sequence[float] = ()
@@ -123,7 +123,7 @@ class TimedPhase(Phase):
 
 
 class RecordedPhase(Phase):
-    """Steps under the profiler, without stacks. Its first step is not on the tape: a profiler is slow to start."""
+    """Steps under the profiler, without stacks. The first step is not on the tape, because a profiler is slow to start."""
 
     name = "taped"
     other_profiler = False  # whether the script runs a profiler
@@ -137,7 +137,7 @@ class RecordedPhase(Phase):
 
     @cached_property
     def tape(self) -> Tape | None:
-        """Read when it is asked for, which is when the script has ended: a second for 100,000 events."""
+        """The tape, read on the first access, after the script has ended: a second for 100,000 events."""
         return read_trace(self._trace) if self._trace.exists() else None
 
     def begin(self) -> None:
@@ -172,7 +172,7 @@ class RecordedPhase(Phase):
         super().step()
         if self._profile is None:
             return
-        if self.done == 1:  # what it left in the queues would hold up the next step's works without being on the tape
+        if self.done == 1:  # works left in the queues would delay the next step's works without being on the tape
             torch.cuda.synchronize()
         self._profile.step()
 
@@ -188,7 +188,7 @@ class RecordedPhase(Phase):
         return ProfilerAction.RECORD if 0 < step < self.steps else ProfilerAction.WARMUP if step == 0 else ProfilerAction.NONE
 
     def _named(self, what: str) -> str:
-        """The name of a span of what happens here, by which its line is known."""
+        """Return the name of a span of what happens here, which maps to its line."""
         place = Place(here().site)
         known = (name for name, location in self.places.items() if location == place and name.startswith(what))
         name = next(known, f"{what} ({len(self.places)})")
@@ -203,14 +203,14 @@ class RecordedPhase(Phase):
         return saved
 
     def _compiling(self, args: Any) -> None:
-        """Torch's own span of a compilation, which is around this one, has no line."""
+        """Write a span with a line: the span that torch writes for a compilation has none."""
         with ANNOTATION(f"{SPAN}compile|{self._named('compile')}"):
             pass
 
     def _collecting(self, phase: str, info: dict[str, Any]) -> None:
         if phase == "start":
             what = f"generation {info['generation']}"
-            # A young generation takes some 10 µs, as long as it takes to find its line.
+            # A young generation takes some 10 µs, as long as finding its line.
             self._collection = ANNOTATION(f"{SPAN}gc|{self._named(what) if info['generation'] else what}")
             self._collection.__enter__()
         elif (begun := self.__dict__.pop("_collection", None)) is not None:
@@ -221,14 +221,14 @@ CONVERSIONS = ("to", "cuda", "float", "half", "bfloat16")
 
 
 class _Inside(local):
-    """The conversion of a module that this thread is in: whether any tensor of it has changed."""
+    """State of the module conversion that this thread is in: None, or whether a tensor has changed."""
 
     changed: bool | None = None
 
 
 @contextmanager
 def unchanged() -> Iterator[dict[tuple[str, Place], LedgerRow]]:
-    """Inside, a row of kind "noop" for each line of the user's that converts what needs no conversion."""
+    """Count, inside the block, conversions such as `.to()` that return their argument: a row of kind "noop" per user's line."""
     rows: dict[tuple[str, Place], LedgerRow] = {}
     inside = _Inside()
     with ExitStack() as stack:
@@ -282,7 +282,7 @@ def _add(rows: dict, name: str, seconds: float) -> None:
 class LocatedPhase(Phase):
     """Steps under the ledger's sensors; with a GPU also on a tape, where each stall leaves a mark.
 
-    `places` are the lines that wait for data, by the names of their spans. `unchanged` are conversions of nothing.
+    `places` are the lines that wait for data, by the names of their spans. `unchanged` are conversions that change nothing.
     """
 
     name = "located"
@@ -309,7 +309,7 @@ class LocatedPhase(Phase):
         super().step()
         self.ledger.step()
         if self._taped is not None:
-            with self.ledger.paused():  # a profiler that ends waits for the device: 0.3 waits a step that are not the script's
+            with self.ledger.paused():  # a profiler that ends waits for the device: 0.3 waits a step
                 self._taped.step()
 
     def end(self) -> None:
@@ -319,14 +319,14 @@ class LocatedPhase(Phase):
     def _loaded(self, original: Callable) -> Callable:
         def following(iterator: Any) -> Any:
             self._loading[iterator._profile_name, Place(here().site)] += 1
-            with self.ledger.paused({"cpu_op"}):  # the loader is where such work belongs; that it is waited for is seen as data
+            with self.ledger.paused({"cpu_op"}):  # such work belongs in the loader; waits for it are counted as data
                 return original(iterator)
 
         return following
 
     def _emptied(self, original: Callable) -> Callable:
         def emptying() -> None:
-            self.ledger.record("free", EMPTIED, count=0)  # frees are counted elsewhere, but without their line
+            self.ledger.record("free", EMPTIED, count=0)  # frees are counted by another sensor, but without their line
             original()
 
         return emptying
@@ -349,7 +349,7 @@ QUIET_S = 10.0  # of slow steps, after which a line of progress is printed withi
 
 
 class Phases:
-    """Takes a script from phase to phase, step by step, and stops it after the last one unless it is to go on.
+    """Sequence of the phases of a script, which is stopped after the last one unless `keep_going` is true.
 
     `report` receives a line of progress when a phase ends, and in a phase of slow steps every QUIET_S seconds.
     """
@@ -374,7 +374,7 @@ class Phases:
         return self._now >= len(self.phases)
 
     def ended(self) -> None:
-        """A step has ended."""
+        """Count the end of a step."""
         self.total += 1
         if not self.finished:
             phase = self.phases[self._now]
@@ -391,7 +391,7 @@ class Phases:
 
     def _begin(self) -> None:
         if not self.finished:
-            self._open = True  # what begins is ended, also when it fails half-way
+            self._open = True  # a phase that has begun is ended, also if its beginning fails
             self.phases[self._now].begin()
             self._reported = time.perf_counter()
 

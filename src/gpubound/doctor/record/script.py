@@ -50,11 +50,11 @@ NOT_PLAIN = (
 
 
 class StopScript(BaseException):
-    """Raised in the script when the doctor has seen enough of it."""
+    """Raised in the script when the doctor has measured all phases."""
 
 
 class Forked(SystemExit):
-    """Ends a process that the script forked, with the code that it would have had."""
+    """Ends a process that the script forked, with the exit code that it would have had."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Script:
         return f"-m {self.target}" if self.module else os.path.basename(os.path.abspath(self.target))
 
     def run(self) -> bool:
-        """Run it, and return whether it ended by itself. A failing script raises one sentence, after its own traceback."""
+        """Run the script. Return whether it ended by itself. A failing script raises one sentence, after its traceback."""
         try:
             with self._stage(), _forks_leave():
                 if self.module:
@@ -115,7 +115,7 @@ class Script:
         return NO_CUDA if _asked_for_cuda(error) else RUNS
 
     def _as_module(self) -> str:
-        """The arguments that run this file by its package, and the folder to do it in."""
+        """Return the arguments that run this file by its package, and the folder to do it in."""
         path = Path(self.target).resolve()
         package = path if path.is_dir() else path.parent
         names = [package.name] if path.is_dir() or path.stem == "__main__" else [package.name, path.stem]
@@ -142,7 +142,7 @@ class Script:
 
 @contextmanager
 def _forks_leave() -> Iterator[None]:
-    """A process that the script forked ends as it would without the doctor: the verdict is its parent's alone."""
+    """End a process that the script forked as it would end without the doctor: only its parent has a verdict."""
     process = os.getpid()
     try:
         yield
@@ -162,12 +162,13 @@ def _forks_leave() -> Iterator[None]:
 
 
 def _unless_enough(report: Callable) -> Callable:
-    """A thread whose step was the last one has ended, not failed."""
+    """Report a failed thread, but not one whose step was the last one."""
     return lambda failed: None if failed.exc_type is StopScript else report(failed)
 
 
 def _leaving(leave: Callable[[int], None]) -> Callable[[int], None]:
-    """os._exit ends the script, and not the doctor with it: no verdict and code 0 would pass every budget. Forks do leave."""
+    """Replace os._exit, so that it ends the script but not the doctor: no verdict with code 0 would pass every budget. Forks
+    exit."""
     process, thread = os.getpid(), threading.get_ident()
 
     def left(code: int) -> None:
@@ -181,12 +182,12 @@ def _leaving(leave: Callable[[int], None]) -> Callable[[int], None]:
     return left
 
 
-_LEFT: list[object] = []  # streams of scripts: one that wraps ours would close it when it goes
+_LEFT: list[object] = []  # streams of scripts: one that wraps the doctor's would close it when it is collected
 
 
 @contextmanager
 def _streams() -> Iterator[None]:
-    """Afterwards sys.stdout and sys.stderr are again what they were, unless the script has taken their buffers for its own."""
+    """Restore sys.stdout and sys.stderr after the block, unless the script has taken over their buffers."""
     before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     try:
         yield
@@ -194,9 +195,9 @@ def _streams() -> Iterator[None]:
         for name, stream in before.items():
             if (now := getattr(sys, name)) is not stream:
                 _LEFT.append(now)
-                with suppress(AttributeError, ValueError, OSError):  # what it holds back comes before the verdict
+                with suppress(AttributeError, ValueError, OSError):  # buffered output comes before the verdict
                     now.flush()
-                with suppress(ValueError, OSError):  # closed or detached by the script, which then goes on with its own
+                with suppress(ValueError, OSError):  # closed or detached by the script
                     stream.flush()
                     setattr(sys, name, stream)
 
@@ -215,7 +216,8 @@ def _run_file(file: str) -> None:
 
 
 def _asked_for_cuda(error: Exception) -> bool:
-    """Torch has many sentences for it, and raises half of them in torch/cuda."""
+    """Return whether the error is a request for CUDA on a machine without it. Torch has many messages for it, half of them
+    raised in torch/cuda."""
     file = traceback.extract_tb(error.__traceback__)[-1].filename
     return not torch.cuda.is_available() and (
         "cuda" in str(error).lower() or file.startswith(os.path.dirname(torch.cuda.__file__))
@@ -223,7 +225,7 @@ def _asked_for_cuda(error: Exception) -> bool:
 
 
 def _its_own(step: TracebackType | None) -> TracebackType | None:
-    """A traceback from the script's first frame on; None when there is none."""
+    """Return a traceback from the script's first frame on; None if there is none."""
     while step is not None:
         file = step.tb_frame.f_code.co_filename
         if not file.startswith((_LIBRARY, "<frozen")) and os.path.basename(file) not in ("runpy.py", "contextlib.py"):
@@ -232,11 +234,12 @@ def _its_own(step: TracebackType | None) -> TracebackType | None:
     return None
 
 
-PATIENCE = 30.0  # seconds: one that saves a file may end by itself
+PATIENCE = 30.0  # seconds: a thread that saves a file may end by itself
 
 
 def end_anyway(code: int, before: Collection[threading.Thread], patience: float = PATIENCE) -> None:
-    """End this process with `code` if, so long after Python began to end, something runs that was not there `before`."""
+    """End this process with `code` if, `patience` seconds after Python began to exit, threads or processes run that are not in
+    `before`."""
     if not (left := _left(before)):
         return
     ending = threading.Event()
@@ -269,10 +272,10 @@ def _say(text: str) -> None:
 
 
 class TrainSteps:
-    """Calls `made` after every call of a gb.TrainStep that made a step. `inside` says whether one is being made.
+    """Call `on_step` after every call of a gb.TrainStep that made a step. `inside` is true during such a call.
 
-    A replayed graph calls neither Optimizer.step nor backward. The step that is captured calls both several times: it is
-    rehearsed and certified. So what is called inside says nothing of how many steps there were.
+    A replayed graph calls neither Optimizer.step nor backward. The step that is captured calls both several times, for its
+    warm-up and certificate. So calls inside do not show how many steps there were.
     """
 
     def __init__(self, on_step: Callable[[TrainStep, StepResult], None]):
@@ -292,7 +295,7 @@ class TrainSteps:
                 result = original(train_step, *args, **kwargs)
             finally:
                 self.inside = False
-            if result is not None:  # None: its batches have come to their end
+            if result is not None:  # None: there are no more batches
                 self._on_step(train_step, result)
             return result
 
@@ -300,10 +303,10 @@ class TrainSteps:
 
 
 class Steps:
-    """Calls `ended` after every step, in the process that opened it: a forked worker's steps are its own.
+    """Call `ended` after every step, in the process that opened it: a forked worker's steps do not count.
 
-    With several optimizers, as of a GAN or one a parameter, the first that steps is the one that counts; a TrainStep is one of
-    them. `marker` names what ends a step instead: MODULE:FUNCTION, or an annotation (torch.profiler.record_function).
+    With several optimizers, as in a GAN or with one per parameter, the first that steps counts; a TrainStep is one of them.
+    `marker` names what ends a step instead: MODULE:FUNCTION, or an annotation (torch.profiler.record_function).
     """
 
     def __init__(self, ended: Callable[[], None], marker: str = ""):

@@ -36,15 +36,15 @@ class Call:
     """One call of the driver or runtime, on a thread of the host."""
 
     name: str
-    kind: str  # one of CALLS; what never waits, such as cudaMallocAsync or cudaEventQuery, is "other"
+    kind: str  # one of CALLS; a call that never waits, such as cudaMallocAsync or cudaEventQuery, is "other"
     thread: int
     start: float
     end: float
-    correlation: int = 0  # the works that it launched have the same; 0: none known
-    stream: int | None = None  # where it waits, records or launches; None: not known, or all streams of the device
+    correlation: int = 0  # equal to that of the works that it launched; 0: not known
+    stream: int | None = None  # on which it waits, records or launches; None: not known, or all streams of the device
     bytes: int = 0
     device: int | None = None
-    blocks: bool = False  # a copy that may keep its host: from or to pageable memory, or a plain cudaMemcpy
+    blocks: bool = False  # a copy that may block its host: from or to pageable memory, or a plain cudaMemcpy
     record: int = 0  # for a wait on an event: the correlation of the call that recorded it
 
     @property
@@ -55,7 +55,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One thing that the device did."""
+    """A kernel, copy or other operation of the device."""
 
     name: str
     kind: str  # one of WORKS; "graph": a whole replay, where its nodes were not recorded individually
@@ -94,7 +94,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Tape:
-    """Everything sorted by its start. A step is (start, end) on the host; none: the whole tape is taken for one."""
+    """All events, sorted by their starts. A step is (start, end) on the host; without steps the tape counts as one."""
 
     calls: Sequence[Call] = ()
     work: Sequence[Work] = ()
@@ -110,14 +110,14 @@ class Tape:
 
     @property
     def window(self) -> tuple[float, float]:
-        """From the first step's start to the last one's end; without steps, from the first event to the last."""
+        """Times from the first step's start to the last one's end; without steps, from the first event to the last."""
         if self.steps:
             return self.steps[0][0], max(end for _, end in self.steps)
         events: list[Call | Work] = [*self.calls, *self.work]
         return min((e.start for e in events), default=0.0), max((e.end for e in events), default=0.0)
 
     def cut(self, first: int, count: int) -> Tape:
-        """The steps `first` to `first + count` alone, with what their calls launched."""
+        """Return the tape of the steps `first` to `first + count` alone, with the works that their calls launched."""
         steps = self.steps[first : first + count]
         if not steps:
             raise ValueError(f"a tape of {len(self.steps)} steps has no steps {first} to {first + count}; cut within them.")
@@ -134,7 +134,8 @@ class Tape:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON. An event is the list of its fields in their order, its name a place in `names`, its times to the ns."""
+        """Return a dict for JSON. An event is the list of its fields, its name an index into `names`, its times rounded to the
+        ns."""
         names: dict[str, int] = {}
         rows = {name: [_row(event, names) for event in getattr(self, name)] for name in _ROWS}
         steps = [[round(start, 3), round(end, 3)] for start, end in self.steps]
@@ -162,7 +163,7 @@ def _row(event: Any, names: dict[str, int]) -> list:
 
 
 def chosen(indices: Iterable[int], size: int, of: str) -> frozenset[int]:
-    """Places on a tape, if the tape has them."""
+    """Return indices on a tape; raise ValueError for one that the tape does not have."""
     picked = frozenset(indices)
     if wrong := sorted(i for i in picked if not 0 <= i < size):
         raise ValueError(f"{of} are numbered 0 to {size - 1} on this tape, got {wrong[0]}; give places of tape.{of}.")
@@ -174,10 +175,10 @@ Key = tuple[bool, str, int]
 
 
 def lines_by_mark(tape: Tape, places: Mapping[str, Place]) -> dict[int, Place]:
-    """The blocking calls of a tape with marks, each with its line: that of the last mark on its thread before it.
+    """Return the line of each blocking call of a tape with marks: that of the last mark on its thread before it.
 
-    A mark belongs to the next blocking call of its thread, and for the wait of this call if that is a copy. A call of which no
-    sensor knew would else get the line of another one.
+    A mark belongs to the next blocking call of its thread, and if that is a copy, also to the wait of this call. Without this
+    rule, a call that no sensor reported would get the line of another one.
     """
     lines: dict[int, Place] = {}
     newest: dict[int, str] = {}
@@ -201,7 +202,7 @@ def lines_by_mark(tape: Tape, places: Mapping[str, Place]) -> dict[int, Place]:
 
 
 def match_lines(clean: Tape, located: Tape, lines: Mapping[int, Place]) -> dict[int, Place]:
-    """`lines` of the calls of `located`, as those of `clean`. A call that has no counterpart is not in it."""
+    """Return `lines`, of the calls of `located`, for the matching calls of `clean`. A call without a match is left out."""
     matched: dict[int, Place] = {}
     known = _by_step(located)
     for mine in _by_step(clean):
@@ -219,7 +220,7 @@ def _blocking(call: Call) -> bool:
 
 
 def _by_step(tape: Tape) -> list[list[tuple[Key, int]]]:
-    """The blocking calls of each step, with what tells them apart."""
+    """Return the blocking calls of each step, with the keys that they are matched by."""
     home = _home(tape)
     steps = tape.steps or (tape.window,)
     rows: list[list[tuple[Key, int]]] = [[] for _ in steps]
@@ -232,7 +233,7 @@ def _by_step(tape: Tape) -> list[list[tuple[Key, int]]]:
 
 
 def _home(tape: Tape) -> int | None:
-    """The thread that runs the steps: the one that updates, or else the one that makes most calls."""
+    """Return the thread that runs the steps: the one that updates, or else the one that makes most calls."""
     if updates := [span.thread for span in tape.spans if span.kind == "optimizer"]:
         return updates[-1]
     threads = [call.thread for call in tape.calls]

@@ -71,14 +71,14 @@ class Pick:
 
 
 def picks(tape: Tape, findings: Iterable[Finding], located: Mapping[int, Place]) -> list[Pick]:
-    """For each finding the calls of its line and what prepares them; for a stall without calls the spans of its kind."""
+    """Return for each finding the calls of its line and their preparation; for a stall without calls the spans of its kind."""
     at: dict[tuple[str, int], set[int]] = {}
     for call, place in located.items():
         if site := place.site or place.built:
             at.setdefault((site.file, site.line), set()).add(call)
     result = []
     for finding in findings:
-        if finding.certainty != "replayed":  # its price is no replay's, so its box would say another one
+        if finding.certainty != "replayed":  # its price is not from the replay, so a box would show another one
             result.append(Pick())
             continue
         site = finding.line
@@ -90,7 +90,8 @@ def picks(tape: Tape, findings: Iterable[Finding], located: Mapping[int, Place])
 
 
 def program(replay: Replay, chosen: Sequence[Pick]) -> dict[str, Any]:
-    """The lists of the replay's mechanism, and what each pick changes in them. Pick 0 is everything that stalls the host."""
+    """Return the lists of the replay's simulator, and the changes of each pick in them. Pick 0 is everything that stalls the
+    host."""
     played, every = replay.mechanism, (Pick(replay.waits, replay.stalls), *chosen)
     return {
         **{name: getattr(played, name) for name in LISTS},
@@ -103,13 +104,13 @@ def program(replay: Replay, chosen: Sequence[Pick]) -> dict[str, Any]:
 
 
 def _changed(played: Simulator, left: Simulator) -> list[tuple[int, float, float, float]]:
-    """(call, its cost, its work's latency and length) of the calls that wait no more."""
+    """Return (call, its cost, its work's latency and length) of the calls that no longer wait."""
     was, now = (zip(each.cost, each.latency, each.run, each.waits_for, each.room) for each in (played, left))
     return [(at, *after[:3]) for at, (before, after) in enumerate(zip(was, now)) if before != after]
 
 
 def _stalls(replay: Replay, chosen: Sequence[Pick]) -> Iterator[tuple[int, float, list[int]]]:
-    """(call, µs of the pause before it, the picks that leave these out). Spans may overlap, so time is cut at their ends."""
+    """Yield (call, µs of the pause before it, the picks that leave these out). Overlapping spans are split at their ends."""
     pieces: dict[tuple[int, ...], list[Span]] = {}
     for thread in {span.thread for span in replay.tape.spans}:
         mine = {n: s for pick in chosen for n in pick.spans if (s := replay.tape.spans[n]).thread == thread}
@@ -132,7 +133,7 @@ ROWS = {"calls": Call, "work": Work, "spans": Span, "marks": Mark}
 
 
 def page(verdict: Verdict, recording: Profile | None = None, proof: Proof | None = None, patch: str = "") -> str:
-    """The page as HTML. `proof`, of this `patch`, gets a separate tab."""
+    """Return the page as HTML. `proof`, of this `patch`, gets a separate tab."""
     packed = Payload() if recording is None else _packed(verdict, recording)
     return _template().render(
         verdict=verdict,
@@ -155,13 +156,13 @@ def page(verdict: Verdict, recording: Profile | None = None, proof: Proof | None
 
 @dataclass(frozen=True)
 class Payload:
-    """The data of the page's script as a text, and the page's remarks on it."""
+    """Data of the page's script as text, with remarks for the page."""
 
     text: str = ""
     extent: str = ""  # how much of the tape it holds
     missing: tuple[str, ...] = ()
     pickable: frozenset[int] = frozenset()  # numbers of the findings that have a check box
-    zoom: tuple[int | str, ...] = ()  # for each finding its place in the script's places, or what its gaps are for
+    zoom: tuple[int | str, ...] = ()  # for each finding its index in the script's places, or the cause of its gaps
 
 
 @cache
@@ -174,12 +175,12 @@ def _template() -> Template:
 
 
 def snippet(finding: Finding) -> list[tuple[int, str, bool]]:
-    """(number, text, whether it is the line) of the lines around; the line alone where the file cannot be read."""
+    """Return (number, text, whether it is the finding's) of the lines around; that line alone if the file cannot be read."""
     site = finding.line
     if site is None:
         return []
     lines = linecache.getlines(site.file)
-    if not (0 < site.line <= len(lines) and lines[site.line - 1].strip() == site.code):  # another file, or changed since
+    if not (0 < site.line <= len(lines) and lines[site.line - 1].strip() == site.code):  # changed since the run
         return [(site.line, site.code, True)] if site.code else []
     around = range(max(site.line - AROUND, 1), min(site.end + AROUND, len(lines)) + 1)
     return [(n, printable(lines[n - 1].rstrip()), site.line <= n <= site.end) for n in around]
@@ -207,7 +208,7 @@ def _in_words(what: Any) -> str:
 
 
 def _rounds(proof: Proof) -> dict[str, list[tuple[float, float]]]:
-    """(milliseconds, its place in percent) of each round, before and after, on one scale from zero."""
+    """Return (milliseconds, position in percent) of each round, before and after, on one scale from zero."""
     most = max(*proof.before_ms, *proof.after_ms) * 1.05
     sides = {"before": proof.before_ms, "after": proof.after_ms}
     return {name: [(ms, 100 * ms / most) for ms in side] for name, side in sides.items()}
@@ -250,7 +251,7 @@ def _content(verdict: Verdict, recording: Profile) -> tuple[dict[str, Any], Payl
         bar = recording.bar
         content["gaps"] = [_gap(gap, tape, content) for gap in bar.gaps]
         chosen = picks(tape, verdict.findings, recording.located)
-        if any(chosen):  # without a box the page has nothing to play again
+        if any(chosen):  # without a box the page replays nothing
             replay = recording.replay
             content["program"] = program(replay, chosen)
             content["scale"] = (verdict.step_ms or replay.step_ms) / replay.step_ms  # what is left between them at one pace
@@ -289,15 +290,15 @@ def fingerprint(finding: Finding) -> str:
 
 
 def _rule(kind: str) -> dict[str, Any]:
-    """With what GitHub's code scanning asks of a rule."""
+    """Return the rule with the fields that GitHub's code scanning requires."""
     cause = KINDS[kind]
     text = {"text": f"A line of the step {cause.does}."}
     return {"id": kind, "shortDescription": text, "fullDescription": text, "help": {"text": f"Instead: {cause.remedy}."}}
 
 
 def _result(finding: Finding, kinds: list[str], occurrences: Counter[str], script: str) -> dict[str, Any]:
-    """GitHub needs a place for each result: one without a line is put at the start of `script`. `seen` numbers those of one
-    fingerprint: a function may hold the same line twice."""
+    """Return a result. GitHub requires a location: without a line, it is the start of `script`. `occurrences` counts equal
+    fingerprints, because a function may have two equal lines."""
     print_ = fingerprint(finding)
     occurrences[print_] += 1
     result: dict[str, Any] = {
@@ -315,7 +316,7 @@ def _result(finding: Finding, kinds: list[str], occurrences: Counter[str], scrip
 
 
 def _location(site: Site) -> dict[str, Any]:
-    """The file from the working directory: an absolute path would name the user's home."""
+    """Return the location relative to the working directory: an absolute path would name the user's home."""
     region = {"startLine": max(site.line, 1), "endLine": max(site.end, site.line, 1), "snippet": {"text": clean(site.code)}}
     place = _physical(site.portable.file, region)
     return {"physicalLocation": place, "logicalLocations": [{"name": clean(site.function), "kind": "function"}]}

@@ -35,8 +35,8 @@ HOST_STALLS = frozenset({
     "sync", "h2d", "d2h", "pageable", "repeat", "alloc", "free", "retry", "pin", "data", "gc", "compile", "checkpoint",
 })  # fmt: skip
 NOWHERE = "no single line"
-NAMED = 6  # numbers in a row that a reader still adds up
-SLOWED = 1.05  # a recording that slows a step by less is not worth a line
+NAMED = 6  # numbers that are listed individually
+SLOWED = 1.05  # a recording that slows a step by less is not reported
 
 
 def milliseconds(ms: float) -> str:
@@ -58,7 +58,7 @@ def code_of(finding: Finding) -> str:
 
 
 def through(finding: Finding) -> str:
-    """The path below that line: the library's line, the autograd node, and the line that built it."""
+    """Return the path below that line: the library's line, the autograd node, and the line that built it."""
     parts = [f"via {finding.via.in_package}"] if finding.via else []
     if finding.node:
         built = f", built at {finding.built.at}" if finding.built and finding.site else ""
@@ -71,41 +71,41 @@ def times(finding: Finding) -> str:
 
 
 def price(finding: Finding) -> str:
-    """The saving of a step. Counts without a GPU have none."""
+    """Return the saving of a step. Counts without a GPU have none."""
     return "not priced" if finding.ms is None else milliseconds(finding.ms)
 
 
 def shares(verdict: Verdict) -> dict[str, float]:
-    """The shares of a step in percent; empty when nothing was timed."""
+    """Return the shares of a step in percent; empty if nothing was timed."""
     return verdict.bar.get("shares", {})
 
 
 def late(verdict: Verdict) -> dict[str, float]:
-    """The activities of the host while it was late, in percent of a step."""
+    """Return the activities of the host while it was late, in percent of a step."""
     return {leaf: share for leaf, share in verdict.bar.get("late", {}).items() if share}
 
 
 def machine(verdict: Verdict) -> str:
-    """The device, and what else is known of where it ran."""
+    """Return the device, with the other facts about the machine."""
     facts = {name: value for name, value in verdict.machine.items() if value not in (None, "")}
     return " · ".join(str(value) if name == "device" else f"{name} {value}" for name, value in facts.items())
 
 
 def notes(verdict: Verdict) -> list[str]:
-    """Remarks that a reader needs to interpret the numbers."""
+    """Return remarks that a reader needs to interpret the numbers."""
     remarks = [rank_ranges(verdict)] if verdict.ranks else []
     if verdict.distortion is not None and verdict.distortion > SLOWED:
         remarks.append(
             f"A recorded step took {verdict.distortion:.1f} times as long as a timed step; prices are for timed steps."
         )
-    unpriced = verdict.step_ms is None and "prices" not in verdict.absent  # or its reason stands with all that is absent
+    unpriced = verdict.step_ms is None and "prices" not in verdict.absent  # else the reason is listed with all that is absent
     if unpriced and verdict.findings and all(finding.ms is None for finding in verdict.findings):
         remarks.append("Counts and lines only: prices need a GPU.")
     return remarks
 
 
 def rank_ranges(verdict: Verdict) -> str:
-    """The ranges of the ranks' steps and shares."""
+    """Return the ranges of the ranks' steps and shares."""
     parts = []
     for name, words, unit in (("step_ms", "a step", " ms"), *((share, SHARES[share], " %") for share in SHARES)):
         values = sorted(about[name] for about in verdict.ranks if about.get(name) is not None)
@@ -116,18 +116,18 @@ def rank_ranges(verdict: Verdict) -> str:
 
 
 def without(verdict: Verdict) -> list[str]:
-    """The missing measurements and their reasons."""
+    """Return the missing measurements and their reasons."""
     return [f"without {what}: {why}" for what, why in verdict.absent.items()]
 
 
 def ceiling(verdict: Verdict) -> str:
-    """The ceiling's assumption, and the findings that it leaves out because they are no stall of the host."""
+    """Return the ceiling's assumption, and the findings that it leaves out because they are no stall of the host."""
     others = [f"{n} {f.kind}" for n, f in enumerate(verdict.findings, 1) if f.ms and f.kind not in HOST_STALLS]
     return "if the host never stalled" + (f", with {' and '.join(others)} still in it" if others else "")
 
 
 def together(verdict: Verdict) -> list[str]:
-    """The joint saving of all priced findings, and the step that is left. Waits overlap: it is not the sum."""
+    """Return the joint saving of all priced findings, and the step that is left. Waits overlap: it is not the sum."""
     numbers = [number for number, finding in enumerate(verdict.findings, 1) if finding.ms]
     if verdict.together_ms is None or len(numbers) < 2:
         return []
@@ -141,7 +141,7 @@ def together(verdict: Verdict) -> list[str]:
 
 
 def summary(finding: Finding) -> str:
-    """A finding in one sentence or two, for a program that shows texts."""
+    """Return a finding in one sentence or two, for a program that shows texts."""
     text = f"{finding.kind}, {times(finding)}, {price(finding)} a step ({finding.certainty})" if finding.ms is not None else ""
     text = text or f"{finding.kind}, {times(finding)}"
     below = f", {through(finding)}" if through(finding) else ""
@@ -150,20 +150,21 @@ def summary(finding: Finding) -> str:
 
 
 def clean(text: str) -> str:
-    """A text that any reader of UTF-8 takes: a file's name may hold half a surrogate pair."""
+    """Return a text that any reader of UTF-8 accepts: a file's name may contain half a surrogate pair."""
     return printable(text.encode("utf-8", "replace").decode())
 
 
-NARROW = 100  # columns; below, a finding takes several lines, because a fix in 20 columns is a ladder
-FINDINGS = 8  # so many fit a screen; what is below the eighth costs little
-HARMLESS = 3  # so many are named; the rest are counted
+NARROW = 100  # columns; a narrower screen shows a finding in several lines
+FINDINGS = 8  # shown; those after the eighth cost little
+HARMLESS = 3  # named; the rest are counted
 COLOURS = {"busy": "green", "host_late": "red", "unlocated": "yellow"}
 
 
 def screen(
     verdict: Verdict, width: int = 100, colour: bool = False, everything: bool = False, files: Sequence[str] = ()
 ) -> str:
-    """The text of the screen, `width` columns wide. `everything` lists all that is harmless; `files` are named at the end."""
+    """Return the text of the screen, `width` columns wide. `everything` lists all harmless findings; `files` are named at the
+    end."""
     out = StringIO()
     console = Console(
         file=out, width=max(width, 40), force_terminal=colour, color_system="standard" if colour else None, no_color=not colour,
@@ -200,7 +201,7 @@ def _parts(verdict: Verdict, width: int, everything: bool, files: Sequence[str])
 
 
 def brief(verdict: Verdict) -> list[str]:
-    """The verdict in a few lines, for the end of a run that says of itself what it is."""
+    """Return the verdict in a few lines, for the end of a run that describes itself."""
     lines = [] if verdict.step_ms is None else [_step(verdict).plain]
     counted = [f"{verdict.counts[name]:.3g} {what}" for name, what in COUNTS.items() if name in verdict.counts]
     if counted:
@@ -217,7 +218,7 @@ def _text(text: str, style: str = "") -> Text:
 
 
 def _step(verdict: Verdict) -> Text:
-    """One line: the step, and its shares in percent."""
+    """Return one line: the step, and its shares in percent."""
     line, percentages = Text(), shares(verdict)
     line.append(f"STEP {milliseconds(verdict.step_ms or 0.0)}", "bold")
     for share, name in SHARES.items():
