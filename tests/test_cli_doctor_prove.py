@@ -1,16 +1,12 @@
 """`gpubound doctor --fix --prove`: the script runs as it is and patched, on the pretend device, and its losses decide."""
 
-import multiprocessing
-import os
-import sys
-import traceback
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 
 from gpubound.cli import main
 from gpubound.doctor.fix import prove
+from gpubound.doctor.record.script import StopScript
 from gpubound.watch.pretend import simgpu
 from tests.messages import message
 
@@ -46,33 +42,20 @@ for step in range(1000):
 """
 
 
-def _seeded(folder: str, output: str, arguments: list[str]) -> None:
-    os.chdir(folder)
-    with open(output, "w") as file:
-        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
-    try:
-        code = prove.main(arguments)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush(), sys.stderr.flush()
-    os._exit(code)
+def run_here(job: prove.SeededJob, side: str, folder: Path, ranks: int) -> prove.SeededRun:
+    """Run the job in this process, until its last step."""
+
+    def stop():
+        raise StopScript
+
+    recorder = prove.Recorder(job.steps, stop)
+    prove.run(job, recorder)
+    return prove.read_run(recorder.as_dict())
 
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """A folder to work in. Runs are forked from a server, 0.2 s instead of the 4 of a new interpreter."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.preload"])
-
-    def forked(command: list[str], **options) -> CompletedProcess:
-        assert command[:3] == [sys.executable, "-m", "gpubound.doctor.fix.prove"]
-        process = context.Process(target=_seeded, args=(str(tmp_path), str(tmp_path / "said"), command[3:]))
-        process.start()
-        process.join(120)
-        return CompletedProcess(command, process.exitcode, "", (tmp_path / "said").read_text())
-
-    monkeypatch.setattr("subprocess.run", forked)
+    monkeypatch.setattr(prove, "run_once", run_here)
     monkeypatch.chdir(tmp_path)
     simgpu()
     return tmp_path / "train.py"
