@@ -9,7 +9,6 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +41,7 @@ NOT_CAPTURED = "Nothing was captured: there is no GPU here, so waits inside kern
 
 @dataclass(frozen=True)
 class Obstacle:
-    """One reason why no graph can hold a part, with what to write instead, and its line where that is known."""
+    """A reason why no graph can hold a part, with the remedy, and its line if that is known."""
 
     reason: str
     line: Site | None = None
@@ -53,8 +52,8 @@ class Obstacle:
 
     @property
     def key(self) -> str:
-        """Return a key that is equal for one reason in several layers. A file's line number counts, names of layers do not."""
-        if " of the replay is off by " in self.reason:  # a holder may guess another cause for its part's
+        """A key that is equal for one reason in several layers. A file's line number counts, names of layers do not."""
+        if " of the replay is off by " in self.reason:  # the diagnosis may differ between a part and its holder
             return "replay"
         after = self.reason.partition(": ")[2] or self.reason
         return re.sub(r"(?<!\.py:)\b\d+", "*", self.reason if self.line is not None else after)
@@ -121,7 +120,7 @@ class AuditedPart:
 
 @dataclass(frozen=True)
 class Audit:
-    """The result of `audit`: the parts in the order of their calls, and the ledger of one call."""
+    """Result of `audit`: the parts in the order of their calls, and the ledger of one call."""
 
     name: str
     device: torch.device
@@ -130,12 +129,12 @@ class Audit:
 
     @property
     def ready(self) -> bool:
-        """Return whether nothing was found that stops a graph. Without `captured`, a CPU looked."""
+        """True if no obstacle was found. Unless `captured` is true, only a CPU checked."""
         return all(part.ready for part in self.parts)
 
     @property
     def captured(self) -> bool:
-        """Return whether there was a device on which graphs are captured."""
+        """True if there was a device on which graphs are captured."""
         return self.device.type == "cuda"
 
     @property
@@ -149,7 +148,14 @@ class Audit:
         }  # fmt: skip
 
     def __str__(self) -> str:
-        lines = [f"CUDA graph audit of {self.name} on {label(self.device)}", self._counts(), ""]
+        if self.ledger is None:
+            counts = "its call raised, so nothing inside was tried"
+        elif not self.captured:
+            counts = "one call: waits, copies and launches were not counted without a GPU"
+        else:
+            totals = self.ledger["totals"]
+            counts = "one call: " + ", ".join(f"{name} {totals[name]:g}" for name in TOTALS if name in totals)
+        lines = [f"CUDA graph audit of {self.name} on {label(self.device)}", counts, ""]
         for names, part in _groups([part for part in self.parts if part.obstacles]):
             lines += [f"NOT READY  {names}", *(f"    {obstacle.reason}." for obstacle in part.obstacles)]
         waiting = [part for part in self.parts if part.inside and not part.obstacles]
@@ -157,14 +163,6 @@ class Audit:
         outermost = [part for part in self.parts if part.ready and not part.within]
         lines += [f"ready      {names}{_remark(part)}" for names, part in _groups(outermost)]
         return "\n".join([*lines, "", self._summary()])
-
-    def _counts(self) -> str:
-        if self.ledger is None:
-            return "its call raised, so nothing inside was tried"
-        if not self.captured:
-            return "one call: waits, copies and launches were not counted without a GPU"
-        totals = self.ledger["totals"]
-        return "one call: " + ", ".join(f"{name} {totals[name]:g}" for name in TOTALS if name in totals)
 
     def _summary(self) -> str:
         ready = f"{sum(part.ready for part in self.parts)} of {len(self.parts)} parts ready"
@@ -197,37 +195,30 @@ def audit(
         raise ValueError(f"audit: fn: got {type(fn).__name__}, wanted a function or module; pass the callable itself.")
     root = AuditedPart(name_of(fn), fn, inputs, dict(kwargs or {}))
     device = choose_device(StaticInputs(()), Reachable(fn, [*tensors_in((root.args, root.kwargs))]))
-    waits: list[Hazard] = []
+    waits: list[Hazard] = []  # that no operation shows, such as torch.cuda.synchronize(), which raises on a CPU
+
+    def note_wait(what: str, device_type: str) -> None:
+        waits.append(Hazard(here(), cause_of("sync", what)))
+
+    listen(note_wait)
     try:
-        with _python_waits(waits):
-            record_parts(root)
-    except Exception as error:  # the user's own code may raise anything: its name and line are the audit's answer
+        record_parts(root)
+    except Exception as error:  # the user's code may raise anything: the error and its line are the audit's result
         root.obstacles = [*map(Obstacle.of, waits), _raised(error)]
         root.parts = []
         return Audit(root.name, device, [root])
+    finally:
+        leave(note_wait)
     with watch(gputrace=True if device.type == "cuda" else None) as ledger:
         root.run()
     _capture_parts(root, other_inputs, tolerance)
     return Audit(root.name, device, [*root.walk()], ledger.as_dict())
 
 
-@contextmanager
-def _python_waits(waits: list[Hazard]) -> Iterator[None]:
-    """Collect waits that no operation shows, such as torch.cuda.synchronize(), which raises on a CPU."""
-
-    def note(what: str, device_type: str) -> None:
-        waits.append(Hazard(here(), cause_of("sync", what)))
-
-    listen(note)
-    try:
-        yield
-    finally:
-        leave(note)
-
-
 def record_parts(root: AuditedPart) -> None:
     """Call `root` once and add a part for each module that the call passes through."""
-    stack, known, names = [root], {id(root.fn)}, _module_names(root)
+    stack, known = [root], {id(root.fn)}
+    names = _named(root.fn, "", {}) if isinstance(root.fn, nn.Module) else {}
     caller = threading.get_ident()
 
     def watched(original: Callable) -> Callable:
@@ -250,10 +241,6 @@ def record_parts(root: AuditedPart) -> None:
 
     with replaced(nn.Module, "__call__", watched):
         root.run()
-
-
-def _module_names(root: AuditedPart) -> dict[int, str]:
-    return _named(root.fn, "", {}) if isinstance(root.fn, nn.Module) else {}
 
 
 def _named(module: nn.Module, prefix: str, names: Mapping[int, str]) -> dict[int, str]:
@@ -293,7 +280,7 @@ def _capture(part: AuditedPart, others: Sequence[tuple] | None, tolerance: float
     except GraphError as error:
         text = str(error).removeprefix("cannot capture ").removeprefix(f"{part.name}: ").rstrip(".")
         return None, [*dict.fromkeys(map(Obstacle.of, error.hazards))] or [Obstacle(text)]
-    except Exception as error:  # as above: what a part raises on other inputs, or inside a capture, is what stops it
+    except Exception as error:  # as above: an error on other inputs, or inside a capture, is an obstacle
         return None, [_raised(error, GROWS)]
     assert certificate is not None
     if not certificate.outputs and not certificate.mutated:

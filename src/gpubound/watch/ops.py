@@ -46,8 +46,7 @@ class Move:
 
     @property
     def stalls(self) -> bool:
-        """Whether the copy stalls. A pageable copy does also with non_blocking=True: the driver stages it through pinned
-        memory."""
+        """True if the copy stalls. A pageable one does with non_blocking=True, too: the driver stages it in pinned memory."""
         return self.blocking or not self.pinned
 
     @property

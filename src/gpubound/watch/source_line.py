@@ -222,7 +222,7 @@ class Origins:
         self.home = threading.get_ident()
 
     def note(self, op: str) -> None:
-        """Record the line of `op` as it is dispatched: its node, if it got one, has the newest sequence number."""
+        """Record the line of `op` when it is dispatched: its node, if it got one, has the newest sequence number."""
         if not torch.is_grad_enabled() or threading.get_ident() != self.home or torch._C._current_autograd_node() is not None:
             return
         number = torch._C._autograd._get_sequence_nr() - 1
