@@ -14,7 +14,7 @@ def test_each_stall_leaves_a_mark_on_the_profile_with_the_id_of_its_place():
             x.sum().item()
         x.max().item()
     marks = [event.name.removeprefix(MARK) for event in profile.events() if event.name.startswith(MARK)]
-    assert [ledger.places[mark].site.code for mark in marks] == ["x.sum().item()"] * 2 + ["x.max().item()"]
+    assert [ledger.locations[mark].site.code for mark in marks] == ["x.sum().item()"] * 2 + ["x.max().item()"]
 
 
 def test_what_the_doctor_waits_for_is_not_the_scripts():

@@ -104,7 +104,7 @@ def test_the_line_that_waits_for_data_is_known_by_the_name_of_its_span():
         next(iter(loader))
         for _batch in loader:
             phases.ended()
-    ((name, place),) = located.places.items()
+    ((name, place),) = located.named_lines.items()
     assert name in {event.name for event in profile.events()} and place.site.code == "for _batch in loader:"
 
 
@@ -168,7 +168,7 @@ def test_pauses_are_on_the_tape_with_their_lines(monkeypatch):
             with torch.profiler.record_function("_compile (dynamo_timed)"):
                 compiling[0](None)
             phases.ended()
-    spans = [(span.kind, taped.places[span.name].site.code) for span in taped.tape.spans if span.name in taped.places]
+    spans = [(span.kind, taped.named_lines[span.name].site.code) for span in taped.tape.spans if span.name in taped.named_lines]
     assert spans == [
         ("gc", "gc.collect()"), ("checkpoint", "torch.save({}, io.BytesIO())"),
         ("compile", "compiling[0](None)"),

@@ -75,8 +75,8 @@ CASES = {
     "data": (
         "data",
         61,
-        seen(steps(lambda l: l.sync().doing("data", 900, "loader")), places={"loader": at(61)}),
-        seen(steps(lambda l: l.doing("data", 900, "loader")), places={"loader": at(61)}),
+        seen(steps(lambda l: l.sync().doing("data", 900, "loader")), named_lines={"loader": at(61)}),
+        seen(steps(lambda l: l.doing("data", 900, "loader")), named_lines={"loader": at(61)}),
     ),
     "gc": (
         "gc",
@@ -205,7 +205,7 @@ def test_pauses_are_told_by_their_lines():
 
     lines = {"one": at(1), "two": at(2), "asked": at(3, "gc.collect()"), "here": at(4), "there": at(5)}
     rows = [row("gc", "generation 2", lines["asked"]), row("compile", "recompile 0/1", lines["here"])]
-    found = {f.site.line: (f.kind, f.count, f.ms) for f in diagnose(seen(steps(body), *rows, places=lines)).findings}
+    found = {f.site.line: (f.kind, f.count, f.ms) for f in diagnose(seen(steps(body), *rows, named_lines=lines)).findings}
     assert {line: (kind, count) for line, (kind, count, _) in found.items()} == {
         2: ("gc", 3.0), 3: ("gc", 1.0), 4: ("compile", 1.0), 5: ("compile", 1.0),
     }  # fmt: skip

@@ -33,15 +33,15 @@ class HostDependencies:
 
     def __init__(self, tape: Tape):
         self.tape = tape
-        by_number = {call.correlation: place for place, call in enumerate(tape.calls) if call.correlation}
+        by_number = {call.correlation: index for index, call in enumerate(tape.calls) if call.correlation}
         self.launch = [by_number.get(work.correlation, -1) for work in tape.work]
         self.works: dict[int, list[int]] = {}
         for work, launch in enumerate(self.launch):
             if launch >= 0:
                 self.works.setdefault(launch, []).append(work)
         self.threads: dict[int, list[int]] = {}
-        for place, call in enumerate(tape.calls):
-            self.threads.setdefault(call.thread, []).append(place)
+        for index, call in enumerate(tape.calls):
+            self.threads.setdefault(call.thread, []).append(index)
         self.previous, self.before = self._chain(self._pairs())
 
     def _pairs(self) -> dict[int, list[int]]:
@@ -67,7 +67,7 @@ class HostDependencies:
         last: dict[int, int] = {}
         previous, before = [], []
         ends = [call.end for call in self.tape.calls]
-        for place, call in enumerate(self.tape.calls):
+        for index, call in enumerate(self.tape.calls):
             own = came = last.get(call.thread, -1)
             for other in pairs[call.thread]:
                 earlier = last.get(other, -1)
@@ -75,7 +75,7 @@ class HostDependencies:
                     came = earlier
             previous.append(own)
             before.append(came)
-            last[call.thread] = place
+            last[call.thread] = index
         return previous, before
 
     @property
@@ -84,12 +84,12 @@ class HostDependencies:
         known = {(self.tape.work[works[0]].device, self.tape.work[works[0]].stream) for works in self.works.values()}
         begun: set[tuple[int, int]] = set()
         launches = []
-        for place, (work, launch) in enumerate(zip(self.tape.work, self.launch)):
+        for index, (work, launch) in enumerate(zip(self.tape.work, self.launch)):
             queue = (work.device, work.stream)
             if launch >= 0:
                 begun.add(queue)
             elif queue in begun or queue not in known:
-                launches.append(place)
+                launches.append(index)
         return launches
 
     def measurable(self) -> None:
@@ -97,7 +97,7 @@ class HostDependencies:
         tape = self.tape
         if not tape.work:
             raise MeasureError("the tape has no work of a device, wanted kernels; is the model on the GPU?")
-        hidden = [call for place, call in enumerate(tape.calls) if call.kind == "graph" and place not in self.works]
+        hidden = [call for index, call in enumerate(tape.calls) if call.kind == "graph" and index not in self.works]
         if hidden:
             replays = sum(call.kind == "graph" for call in tape.calls)
             raise MeasureError(
@@ -113,15 +113,15 @@ class Stalls:
 
     def __init__(self, tape: Tape, only: frozenset[int] | None = None):
         mine: dict[int, list[int]] = {}
-        for place, span in enumerate(tape.spans):
-            wanted = span.kind in self.KINDS if only is None else place in only
+        for index, span in enumerate(tape.spans):
+            wanted = span.kind in self.KINDS if only is None else index in only
             if wanted and span.end > span.start:
-                mine.setdefault(span.thread, []).append(place)
+                mine.setdefault(span.thread, []).append(index)
         self._pieces = {thread: self._flat(tape, spans) for thread, spans in mine.items()}
         self._starts = {thread: [piece[0] for piece in pieces] for thread, pieces in self._pieces.items()}
 
     def _flat(self, tape: Tape, spans: list[int]) -> list[tuple[float, float, int]]:
-        cuts = sorted({time for place in spans for time in (tape.spans[place].start, tape.spans[place].end)})
+        cuts = sorted({time for index in spans for time in (tape.spans[index].start, tape.spans[index].end)})
         pieces: list[tuple[float, float, int]] = []
         active: list[int] = []
         waiting = iter(spans)  # sorted by start
@@ -130,9 +130,9 @@ class Stalls:
             while upcoming is not None and tape.spans[upcoming].start <= start:
                 active.append(upcoming)
                 upcoming = next(waiting, None)
-            active = [place for place in active if tape.spans[place].end > start]
+            active = [index for index in active if tape.spans[index].end > start]
             if active:
-                pieces.append((start, end, max(active, key=lambda place: (self._rank(tape.spans[place]), place))))
+                pieces.append((start, end, max(active, key=lambda index: (self._rank(tape.spans[index]), index))))
         return pieces
 
     def _rank(self, span: Span) -> int:
@@ -202,7 +202,7 @@ def idle_times(tape: Tape, order: HostDependencies | None = None) -> Bar:
     gaps: list[Gap] = []
     devices, leaves = {}, []
     for device in sorted({work.device for work in tape.work}):
-        mine = [place for place, work in enumerate(tape.work) if work.device == device]
+        mine = [index for index, work in enumerate(tape.work) if work.device == device]
         busy, comm, idle = _cover(tape, mine, start, end)
         own_gaps = blame.pieces(device, mine, idle)
         gaps += own_gaps
@@ -223,9 +223,9 @@ def idle_times(tape: Tape, order: HostDependencies | None = None) -> Bar:
 def _cover(tape: Tape, mine: list[int], start: float, end: float) -> tuple[float, float, list[tuple[float, float, int | None]]]:
     """Return the time with other work than communication, the time with communication alone, and the idle times, each with the
     work that ends it."""
-    starts = np.array([tape.work[place].start for place in mine])
-    ends = np.array([tape.work[place].end for place in mine])
-    other = np.array([tape.work[place].kind != "comm" for place in mine])
+    starts = np.array([tape.work[index].start for index in mine])
+    ends = np.array([tape.work[index].end for index in mine])
+    other = np.array([tape.work[index].kind != "comm" for index in mine])
     idle, any_work = _holes(starts, ends, start, end)
     _, computing = _holes(starts[other], ends[other], start, end)
     return computing, any_work - computing, [(a, b, mine[n] if n < len(mine) else None) for a, b, n in idle]
@@ -248,7 +248,7 @@ class _Blame:
         self._starts = [call.start for call in tape.calls]
         self._ends = [call.end for call in tape.calls]
         self._may_wait = [call.waits for call in tape.calls]
-        self._waits = [place for place, waits in enumerate(self._may_wait) if waits]
+        self._waits = [index for index, waits in enumerate(self._may_wait) if waits]
 
     def pieces(self, device: int, mine: list[int], idle: list[tuple[float, float, int | None]]) -> list[Gap]:
         """Return the idle times of one device, divided by cause."""
@@ -281,20 +281,20 @@ class _Blame:
         """Return the times when the device came to works that were queued already: there the host was ahead."""
         calls, work, launch = self.tape.calls, self.tape.work, self.order.launch
         reached, queued = float("-inf"), []
-        for place in mine:
-            if launch[place] >= 0 and calls[launch[place]].end <= reached:
-                queued.append(work[place].start)
-            reached = max(reached, work[place].end)
+        for index in mine:
+            if launch[index] >= 0 and calls[launch[index]].end <= reached:
+                queued.append(work[index].start)
+            reached = max(reached, work[index].end)
         return queued
 
     def _drain(self, late: int, start: float) -> int | None:
         """Return the wait in which the host was when the device ran dry, or that had just ended."""
         ends, waits, before = self._ends, self._may_wait, self.order.before
-        place = late
-        while place >= 0 and ends[place] > start - DRAINED:
-            if waits[place] and self._starts[place] < start:
-                return place
-            place = before[place]
+        index = late
+        while index >= 0 and ends[index] > start - DRAINED:
+            if waits[index] and self._starts[index] < start:
+                return index
+            index = before[index]
         return None
 
     def _recovery(self, drain: int, end: float, queued: list[float]) -> float:
@@ -310,13 +310,13 @@ class _Blame:
         calls, before = self.tape.calls, self.order.before
         covered: list[tuple[float, float, str, int | None, int | None]] = []
         threads = {calls[late].thread}
-        place = late
-        while place >= 0 and self._ends[place] > start:
-            call = calls[place]
+        index = late
+        while index >= 0 and self._ends[index] > start:
+            call = calls[index]
             threads.add(call.thread)
-            if self._may_wait[place] and call.start < end:
-                covered.append((max(call.start, start), min(call.end, end), _LEAF[call.kind], place, None))
-            place = before[place]
+            if self._may_wait[index] and call.start < end:
+                covered.append((max(call.start, start), min(call.end, end), _LEAF[call.kind], index, None))
+            index = before[index]
         for a, b, span in self.stalls.within(start, end, threads):
             covered.append((a, b, self.tape.spans[span].kind, None, span))
         rest = (_LEAF[calls[root].kind], root) if root is not None else ("dispatch", late if work is not None else None)

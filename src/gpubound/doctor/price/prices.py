@@ -63,8 +63,8 @@ class Replay:
         self.steps = self.times * steps
         self._base = self.mechanism.play(self.times).length
         self.recorded_ms = self.step_ms
-        self.waits = frozenset(place for place, call in enumerate(tape.calls) if call.waits)
-        self.stalls = frozenset(place for place, span in enumerate(tape.spans) if span.kind in Stalls.KINDS)
+        self.waits = frozenset(index for index, call in enumerate(tape.calls) if call.waits)
+        self.stalls = frozenset(index for index, span in enumerate(tape.spans) if span.kind in Stalls.KINDS)
 
     @property
     def step_ms(self) -> float:
@@ -138,7 +138,7 @@ class Measurements:
     tape: Tape | None = None  # recorded without sensors
     step_ms: Sequence[float] = ()  # of each step timed without hooks
     located: Mapping[int, Place] = field(default_factory=dict)  # index of a call on the tape -> its line
-    places: Mapping[str, Place] = field(default_factory=dict)  # a span's name -> its line: a loader, a checkpoint
+    named_lines: Mapping[str, Place] = field(default_factory=dict)  # a span's name -> its line: a loader, a checkpoint
     memory: Mapping[str, float] = field(default_factory=dict)  # per timed step: alloc, free, retry, pin
     about: Mapping[str, Any] = field(default_factory=dict)  # versions and settings
     phases: Mapping[str, Any] = field(default_factory=dict)  # steps and seconds of each phase
@@ -146,7 +146,7 @@ class Measurements:
 
     @cached_property
     def recording(self) -> Profile | None:
-        return None if self.tape is None else Profile(self.tape, self.located, self.places, self.ms)
+        return None if self.tape is None else Profile(self.tape, self.located, self.named_lines, self.ms)
 
     @property
     def ms(self) -> float | None:
@@ -163,7 +163,7 @@ class Profile:
 
     tape: Tape
     located: Mapping[int, Place] = field(default_factory=dict)  # index of a call on the tape -> its line
-    places: Mapping[str, Place] = field(default_factory=dict)  # a span's name -> its line
+    named_lines: Mapping[str, Place] = field(default_factory=dict)  # a span's name -> its line
     step_ms: float | None = None
 
     @cached_property
@@ -186,7 +186,7 @@ class Profile:
         part = self.tape.cut(0, count)
         lines = {id(self.tape.calls[call]): place for call, place in self.located.items()}
         located = {n: lines[id(call)] for n, call in enumerate(part.calls) if id(call) in lines}
-        return Profile(part, located, self.places, self.step_ms)
+        return Profile(part, located, self.named_lines, self.step_ms)
 
 
 Line = tuple[str, int]  # file and line number
@@ -298,11 +298,11 @@ class Prices:
             if wanted(span):
                 times.setdefault(span.thread, []).append((span.start, span.end))
         calls = set()
-        for place, call in enumerate(tape.calls):
+        for index, call in enumerate(tape.calls):
             mine = times.get(call.thread, [])
             before = bisect_right(mine, (call.start, float("inf"))) - 1
             if before >= 0 and call.start < mine[before][1]:
-                calls.add(place)
+                calls.add(index)
         return frozenset(calls)
 
     @cached_property

@@ -174,7 +174,7 @@ class Simulator:
     def _with_partners(self, gone: frozenset[int]) -> set[int]:
         """Return the positions of these calls, and of the other half of each blocking copy."""
         following = {previous: at for at, previous in enumerate(self.previous) if previous < at}
-        partners = {at for at, place in enumerate(self.indices) if place in gone}
+        partners = {at for at, index in enumerate(self.indices) if index in gone}
         for at in list(partners):
             after = following.get(at)
             if after is not None and self._is_pair(at, after):
@@ -223,7 +223,7 @@ class _Fit:
     def __init__(self, tape: Tape, order: HostDependencies):
         self.calls, self.order = tape.calls, order
         self.link = tape.about.get("pinned")
-        self.groups = [[tape.work[w] for w in order.works.get(place, ())] for place in range(len(tape.calls))]
+        self.groups = [[tape.work[w] for w in order.works.get(index, ())] for index in range(len(tape.calls))]
         self.done = [max((work.end for work in group), default=NEVER) for group in self.groups]
         size = len(self.calls)
         self.cost = [call.end - call.start for call in self.calls]

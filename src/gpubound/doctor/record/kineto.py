@@ -284,12 +284,12 @@ class _Reader:
         calls: list[Call] = []
         last: dict[int, int] = {}  # index of each thread's last call
         for call in sorted(self.calls, key=lambda call: (call.start, -call.end)):
-            place = last.get(call.thread)
-            if place is not None and call.start < calls[place].end and call.end <= calls[place].end:
-                outer = calls[place]  # the runtime's call, and inside it the driver's
+            index = last.get(call.thread)
+            if index is not None and call.start < calls[index].end and call.end <= calls[index].end:
+                outer = calls[index]  # the runtime's call, and inside it the driver's
                 if call.correlation in launched and outer.correlation not in launched:
-                    calls[place] = replace(outer, correlation=call.correlation, kind=call.kind)
-                if calls[place] is not outer or call.correlation not in launched:
+                    calls[index] = replace(outer, correlation=call.correlation, kind=call.kind)
+                if calls[index] is not outer or call.correlation not in launched:
                     continue
             last[call.thread] = len(calls)
             calls.append(call)

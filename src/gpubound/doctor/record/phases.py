@@ -42,11 +42,11 @@ ANNOTATION: Any = getattr(torch._C._profiler, "_RecordFunctionFast", None)  # pr
 
 
 class MarkingLedger(Ledger):
-    """A ledger that writes a mark for each stall into the running profile: the id of its place in `places`."""
+    """A ledger that writes a mark for each stall into the running profile: the id of its place in `locations`."""
 
     def __init__(self, gputrace: bool):
         super().__init__(None, gputrace, "ops", frozenset())
-        self.places: dict[str, Place] = {}
+        self.locations: dict[str, Place] = {}
         self._ids: dict[Place, str] = {}
         self._deaf: Collection[str] = ()
 
@@ -68,7 +68,7 @@ class MarkingLedger(Ledger):
         if kind in MARKED and place is None:
             place = here(self.origins)
             number = self._ids.setdefault(place, str(len(self._ids)))
-            self.places[number] = place
+            self.locations[number] = place
             if ANNOTATION is not None:
                 with ANNOTATION(MARK + number):
                     pass
@@ -130,7 +130,7 @@ class RecordedPhase(Phase):
 
     def __init__(self, steps: int):
         super().__init__(steps)
-        self.places: dict[str, Place] = {}  # a span's name -> its line
+        self.named_lines: dict[str, Place] = {}  # a span's name -> its line
         folder = tempfile.mkdtemp(prefix="gpubound-tape-")
         self._trace = Path(folder) / "trace.json"
         finalize(self, rmtree, folder, ignore_errors=True)
@@ -190,9 +190,9 @@ class RecordedPhase(Phase):
     def _named(self, what: str) -> str:
         """Return the name of a span of what happens here, which maps to its line."""
         place = Place(here().site)
-        known = (name for name, location in self.places.items() if location == place and name.startswith(what))
-        name = next(known, f"{what} ({len(self.places)})")
-        self.places[name] = place
+        known = (name for name, location in self.named_lines.items() if location == place and name.startswith(what))
+        name = next(known, f"{what} ({len(self.named_lines)})")
+        self.named_lines[name] = place
         return name
 
     def _saving(self, save: Callable) -> Callable:
@@ -282,7 +282,7 @@ def _add(rows: dict, name: str, seconds: float) -> None:
 class LocatedPhase(Phase):
     """Steps under the ledger's sensors; with a GPU also on a tape, where each stall leaves a mark.
 
-    `places` are the lines that wait for data, by the names of their spans. `unchanged` are conversions that change nothing.
+    `named_lines` are the lines that wait for data, by their spans' names. `unchanged` are conversions that change nothing.
     """
 
     name = "located"
@@ -332,7 +332,7 @@ class LocatedPhase(Phase):
         return emptying
 
     @property
-    def places(self) -> dict[str, Place]:
+    def named_lines(self) -> dict[str, Place]:
         """The line of each loader's name; of several lines the busiest."""
         return {name: place for (name, place), _ in reversed(self._loading.most_common())}
 

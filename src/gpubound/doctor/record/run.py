@@ -186,9 +186,9 @@ def _timed_and_taped(steps: Sequence[Phase], located: LocatedPhase) -> dict[str,
         if isinstance(phase, RecordedPhase) and (tape := phase.tape) is not None:
             if any(call.blocks for call in tape.calls) and (rate := pinned_rate()) is not None:
                 tape = replace(tape, about={**tape.about, "pinned": rate})  # the rate that its blocking copies could have
-            measured |= {"tape": tape, "places": located.places | phase.places}
+            measured |= {"tape": tape, "named_lines": located.named_lines | phase.named_lines}
             if located.tape is not None:
-                lines = lines_by_mark(located.tape, located.ledger.places)
+                lines = lines_by_mark(located.tape, located.ledger.locations)
                 measured["located"] = match_lines(tape, located.tape, lines)
     return measured
 

@@ -174,7 +174,7 @@ Id = TypeVar("Id")
 Key = tuple[bool, str, int]
 
 
-def lines_by_mark(tape: Tape, places: Mapping[str, Place]) -> dict[int, Place]:
+def lines_by_mark(tape: Tape, locations: Mapping[str, Place]) -> dict[int, Place]:
     """Return the line of each blocking call of a tape with marks: that of the last mark on its thread before it.
 
     A mark belongs to the next blocking call of its thread, and if that is a copy, also to the wait of this call. Without this
@@ -195,8 +195,8 @@ def lines_by_mark(tape: Tape, places: Mapping[str, Place]) -> dict[int, Place]:
             continue
         used = spent.get(call.thread)
         if used is None or (used[1] and call.kind == "sync"):
-            if newest[call.thread] in places:
-                lines[n] = places[newest[call.thread]]
+            if newest[call.thread] in locations:
+                lines[n] = locations[newest[call.thread]]
             spent[call.thread] = (newest[call.thread], call.kind == "copy")
     return lines
 

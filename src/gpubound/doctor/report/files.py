@@ -144,7 +144,7 @@ def page(verdict: Verdict, recording: Profile | None = None, proof: Proof | None
         share_names=SHARES,
         leaf_names=LEAVES,
         causes={name: words for name, words in SHARES.items() if name != "host_late"} | LEAVES,
-        said=[*together(verdict), *verdict.unlocated],
+        remarks=[*together(verdict), *verdict.unlocated],
         measured=_measured(verdict),
         packed=packed,
         harmless=f"{HARMLESS:.1%}",
@@ -232,9 +232,9 @@ def _packed(verdict: Verdict, recording: Profile) -> Payload:
 
 
 def _content(verdict: Verdict, recording: Profile) -> tuple[dict[str, Any], Payload]:
-    tape, places = recording.tape, recording.places
+    tape, named_lines = recording.tape, recording.named_lines
     sites = {call: site for call, place in recording.located.items() if (site := place.site or place.built)}
-    named = {span.name: site for span in tape.spans if span.name in places and (site := places[span.name].site)}
+    named = {span.name: site for span in tape.spans if span.name in named_lines and (site := named_lines[span.name].site)}
     number = {site: n for n, site in enumerate(dict.fromkeys([*sites.values(), *named.values()]))}
     content: dict[str, Any] = {
         "tape": tape.as_dict(),

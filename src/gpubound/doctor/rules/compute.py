@@ -236,4 +236,6 @@ def communication(evidence: Measurements, prices: Prices) -> Iterator[StallCandi
 
 def profiler(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     if evidence.about.get("profiler"):
-        yield StallCandidate("profiler", evidence.places.get("profiler", Place()), 1, "the script itself records a profile")
+        yield StallCandidate(
+            "profiler", evidence.named_lines.get("profiler", Place()), 1, "the script itself records a profile"
+        )

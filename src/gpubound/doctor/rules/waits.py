@@ -49,7 +49,7 @@ def writes_checkpoint(row: LedgerRow) -> bool:
 def checkpoints(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     spans = [n for n, span in enumerate(evidence.tape.spans) if span.kind == "checkpoint"] if evidence.tape else []
     rows = [row for row in evidence.rows if writes_checkpoint(row) and row.kind in ("sync", "d2h")]
-    locations = [evidence.places.get(evidence.tape.spans[n].name) for n in spans] if evidence.tape else []
+    locations = [evidence.named_lines.get(evidence.tape.spans[n].name) for n in spans] if evidence.tape else []
     place = next((p for p in [*locations, *(row.place for row in rows)] if p is not None and line_of(p)), Place())
     if not spans and not rows:
         return
@@ -70,7 +70,7 @@ def spans_of(evidence: Measurements, kind: str) -> dict[Line | None, tuple[Place
     by_line_: dict[Line | None, tuple[Place, list[int]]] = {}
     for n, span in enumerate(evidence.tape.spans if evidence.tape else ()):
         if span.kind == kind:
-            place = evidence.places.get(span.name, Place())
+            place = evidence.named_lines.get(span.name, Place())
             by_line_.setdefault(line_of(place), (place, []))[1].append(n)
     return by_line_
 
@@ -158,8 +158,8 @@ def copy_preparation(tape: Tape, calls: Collection[int]) -> frozenset[int]:
     """Return the outermost ops around these copies in which the host was busy for more than MUCH µs besides the copy."""
     outermost = _outermost_ops(tape)
     busy: dict[int, float] = {}
-    for place in calls:
-        call = tape.calls[place]
+    for index in calls:
+        call = tape.calls[index]
         spans = outermost.get(call.thread, [])
         before = bisect_right(spans, call.start, key=lambda pair: pair[1].start) - 1
         if call.kind == "copy" and before >= 0 and call.end <= spans[before][1].end:
@@ -171,13 +171,13 @@ def copy_preparation(tape: Tape, calls: Collection[int]) -> frozenset[int]:
 def _outermost_ops(tape: Tape) -> dict[int, list[tuple[int, Span]]]:
     """Return each thread's ops that are inside no other op, with their indices on the tape."""
     by_thread: dict[int, list[tuple[int, Span]]] = {}
-    for place, span in enumerate(tape.spans):
+    for index, span in enumerate(tape.spans):
         if span.kind == "op":
             mine = by_thread.setdefault(span.thread, [])
             if not mine or span.start >= mine[-1][1].end:
-                mine.append((place, span))
+                mine.append((index, span))
             elif span.start == mine[-1][1].start and span.end > mine[-1][1].end:
-                mine[-1] = (place, span)
+                mine[-1] = (index, span)
     return by_thread
 
 
