@@ -64,7 +64,7 @@ LAYERS = re.compile(r".*(self_attn\.(q_a|q_b|kv|o_a|o_b)|indexer\.q_b|shared_exp
 @torch.no_grad()
 def _in_fp8(model: Any) -> Any:
     """Its linear layers rounded to fp8, but the head, the compressors and what indexes share out."""
-    from gpubound.models.deepseek_v4.kernels.fp8_blocks import BLOCK
+    from gpubound.models.deepseek_v4.kernels.products import BLOCK
     from gpubound.models.deepseek_v4.modules import Fp8Linear
 
     for name, layer in [(name, module) for name, module in model.named_modules() if LAYERS.fullmatch(name)]:

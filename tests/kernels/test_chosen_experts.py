@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpubound.models.deepseek_v4.kernels.chosen_experts import Gated
+from gpubound.models.deepseek_v4.kernels.products import Gated
 
 from .cases import assert_inside, banded, draw
 from .test_experts import SOURCES, run

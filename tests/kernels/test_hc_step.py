@@ -6,8 +6,7 @@ import torch
 from gpubound.kernels import send_words
 from gpubound.kernels.peer_exchange import POLLS
 from gpubound.models.deepseek_v4 import kernels
-from gpubound.models.deepseek_v4.kernels.hc_step import stretch, sums_shape
-from gpubound.models.deepseek_v4.kernels.hyper_connections import hc_post_reference, hc_pre_reference
+from gpubound.models.deepseek_v4.kernels.hyper_connections import hc_post_reference, hc_pre_reference, stretch, sums_shape
 
 from .cases import draw
 from .test_experts import SOURCES, run

@@ -5,7 +5,7 @@ import torch
 
 from gpubound.kernels.decode_product import Norm
 from gpubound.models.deepseek_v4 import kernels
-from gpubound.models.deepseek_v4.kernels.fp8_blocks import Fp8Blocks, numbers, scales_shape
+from gpubound.models.deepseek_v4.kernels.products import Fp8Blocks, numbers, scales_shape
 from tests.messages import message
 
 from .cases import assert_inside, banded, draw

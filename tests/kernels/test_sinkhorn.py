@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from gpubound.models.deepseek_v4 import kernels
-from gpubound.models.deepseek_v4.kernels.triton import sinkhorn as fast
+from gpubound.models.deepseek_v4.kernels.triton import hyper_connections as fast
 
 from .cases import TOLERANCE, assert_inside, banded, definitions, draw, parity, same
 
-reference = definitions("sinkhorn")
+reference = definitions("hyper_connections")
 
 FP32, FP64 = torch.float32, torch.float64
 # Gradients of a balanced matrix are differences of numbers that nearly cancel, over rounds whose errors add up.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpubound.models.deepseek_v4 import kernels
-from gpubound.models.deepseek_v4.kernels.turned_heads import TurnedHeads
+from gpubound.models.deepseek_v4.kernels.attention import TurnedHeads
 
 from .cases import assert_inside, banded, draw
 from .test_experts import SOURCES, run

@@ -21,7 +21,7 @@ from ...kernels.packed_weights import E2M1, MX, Packed, pack_fp4
 from ...kernels.quantize import has_cores
 from ...trace import fallback, notice
 from ..folder import CURE, Stored, opened, stored_tensors
-from .kernels.fp8_blocks import BLOCK, Fp8Blocks, scales_shape
+from .kernels.products import BLOCK, Fp8Blocks, scales_shape
 from .modules import Fp8Linear, in_fp4, keep_in_fp32
 
 BYTES = {torch.int8, torch.uint8}  # that hold two fp4 values each

@@ -13,7 +13,7 @@ from ...layers.fused_weights import hooked
 from ..decoding import FIXED, Reader, activation_name, linear_of, rope_types
 from ..placing import Maker
 from ..registry import role_of
-from .kernels.fp8_blocks import Fp8Blocks
+from .kernels.products import Fp8Blocks
 from .modules import Fp8Linear
 
 

@@ -12,7 +12,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 
 from ...kernels.packed_weights import BIAS, BITS, GROUP, MX, Packed, unpack
 from ...layers.quantized_base import OnlyCodes
-from .kernels.fp8_blocks import Fp8Blocks, numbers, scales_shape
+from .kernels.products import Fp8Blocks, numbers, scales_shape
 
 
 class Fp8Linear(OnlyCodes):

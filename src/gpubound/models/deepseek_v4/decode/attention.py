@@ -12,7 +12,7 @@ from torch import Tensor
 from ....decode.runner import RunnerConfig
 from ..family import IndexWeights, LatentWeights
 from ..kernels import compress, index_scores, index_topk, sparse_attention, turn_heads
-from ..kernels.turned_heads import TurnedHeads
+from ..kernels.attention import TurnedHeads
 from .products import GEMV_ROWS, by_groups, products
 from .state import Entries, EntryProducts, Moment, Stretch, TokenRing
 

@@ -12,7 +12,7 @@ from ....decode.moe import PIECE
 from ....kernels.dependent_launch import ahead
 from ..family import MixtureWeights
 from ..kernels import choose_experts
-from ..kernels.chosen_experts import Gated
+from ..kernels.products import Gated
 from .experts import experts_of
 from .products import GEMV_ROWS, products
 from .state import normed

@@ -14,8 +14,7 @@ from torch import Tensor
 from ....kernels.decode_product import Norm
 from ..family import LinearWeights
 from ..kernels import norm_products
-from ..kernels.fp8_blocks import Fp8Blocks, numbers
-from ..kernels.norm_products import MOST, MOST_CODED
+from ..kernels.products import MOST, MOST_CODED, Fp8Blocks, numbers
 
 GEMV_ROWS = 8  # rows
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ....decode.tensors.plan import SlicePlan
 from ....kernels.packed_weights import GROUP, Packed
 from ..family import CompressedWeights, LatentWeights, LinearWeights, MixtureWeights, StreamedLayerWeights
-from ..kernels.fp8_blocks import Fp8Blocks
+from ..kernels.products import Fp8Blocks
 from .ends import Ends
 
 

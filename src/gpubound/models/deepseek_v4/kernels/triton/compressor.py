@@ -3,6 +3,20 @@
 A program has a window that the new tokens may fill, and m of the new tokens. It reads the window only if the window is full.
 The softmax over the slots is an online softmax, in parallel over channels. Slots of older tokens are read from `pending`, which
 other programs write: if new tokens could overwrite slots that a window still needs, pooling and writing are two launches.
+
+Kernels of the indexer: one launch for the scores, and one for top-k, or two for long stores.
+
+A program of `index_scores` multiplies a token's heads by a tile of keys on tensor cores, DEPTH channels at a time: in fp32,
+which tensor cores do not support, 128 at once would spill. A tile after the limit reads no keys.
+
+`index_topk` has one program per token. Scores are mapped to unsigned integers of the same order, and the k-th largest is found
+two bits at a time: the program counts the integers that reach each of three thresholds, in one sum. After 16 rounds, all scores
+above the k-th are chosen, and the first of those equal to it. A cumulative sum gives their indices in ids. A token with no more
+than k visible entries chooses all.
+
+The scores of one block stay in registers. In a longer store, each block has a program, which writes its k best; a second launch
+chooses among these, which are in the order of their indices, so the result is the same. A single program would read all scores
+18 times: 141 µs for 32,768. If a sequence ends in the first block, the second launch copies.
 """
 
 from collections.abc import Sequence
@@ -13,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .....device import interpreted
 from .....kernels.plans.types import TilePlan, cdiv, job_of, power_of_two
 from .....kernels.triton._launch import bump_versions, launch, options
 from .....kernels.triton._pdl import _begin, _wait
@@ -134,3 +149,153 @@ def compress(parts: Sequence[Windows], position: Tensor, cos: Tensor, sin: Tenso
     written = tuple(t for part in parts for t in (part.store, *part.pending))
     bump_versions(*written)
     return written
+
+
+@triton.jit
+def _index_scores_kernel(q_ptr, k_ptr, w_ptr, limit_ptr, out_ptr, scale, places, tokens, H: tl.constexpr, HP: tl.constexpr,
+                         D: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+                         DEPENDENT: tl.constexpr):  # fmt: skip
+    """Compute the scores of one tile of entries. tokens: per row."""
+    _begin(DEPENDENT)
+    _wait(DEPENDENT)
+    n = tl.program_id(1).to(tl.int64)
+    h, depth, s = tl.arange(0, HP), tl.arange(0, DEPTH), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    limit = tl.minimum(tl.load(limit_ptr + n), places)
+    score = tl.full([BLOCK], float("-inf"), tl.float32)
+    if tl.program_id(0) * BLOCK < limit:
+        products = tl.zeros([HP, BLOCK], tl.float32)
+        for start in tl.static_range(0, D, DEPTH):
+            d = start + depth
+            inside = (h < H)[:, None] & (d < D)[None]
+            q = tl.load(q_ptr + (n * H + h[:, None]) * D + d[None], mask=inside, other=0.0)
+            at = (n // tokens * places + s[None]) * D + d[:, None]
+            k = tl.load(k_ptr + at, mask=(s < limit)[None] & (d < D)[:, None], other=0.0)
+            if WIDE:  # the interpreter multiplies bf16 as if its bits were integers
+                q, k = q.to(tl.float32), k.to(tl.float32)
+            products = tl.dot(q, k, products, input_precision="tf32x3")
+        w = tl.load(w_ptr + n * H + h, mask=h < H, other=0.0) * scale
+        total = tl.sum(tl.maximum(products, 0.0) * w[:, None], 0)
+        score = tl.where(s < limit, tl.where(total == 0.0, 0.0, total), score)
+    tl.store(out_ptr + n * places + s, score, mask=s < places)
+
+
+@triton.jit
+def _ordered(line, from_ptr, at, reach):
+    """Load scores as uint32 keys of the same order: 0 for none and -inf; NaN as infinity. from_ptr: indices of the scores."""
+    live = at < reach
+    if from_ptr is not None:
+        at = tl.load(from_ptr + at, mask=live, other=-1)
+        live = at >= 0
+    x = tl.load(line + at, mask=live, other=float("-inf")).to(tl.float32)
+    x = tl.where(x != x, float("inf"), tl.where(x == 0.0, 0.0, x))
+    bits = x.to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, ~bits, bits | -2147483648).to(tl.uint32, bitcast=True)
+    return tl.where(x == float("-inf"), tl.zeros_like(key), key)
+
+
+@triton.jit
+def _reaching(key, least, step):
+    """Count the keys that reach least + step, + 2 step and + 3 step: three counts of 21 bits in one int64."""
+    first = (key >= least + step).to(tl.int64)
+    second, third = (key >= least + 2 * step).to(tl.int64), (key >= least + 3 * step).to(tl.int64)
+    return tl.sum(first + (second << 21) + (third << 42), 0)
+
+
+@triton.jit(do_not_specialize=["places", "span"])
+def _index_topk_kernel(score_ptr, limit_ptr, from_ptr, ids_ptr, places, span, EACH: tl.constexpr, K: tl.constexpr,
+                       KP: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+                       DEPENDENT: tl.constexpr):  # fmt: skip
+    """Choose the top K of each slice of `span` scores, or of the EACH candidates per slice at from_ptr.
+
+    WHOLE: a program's scores fit in one block."""
+    _begin(DEPENDENT)
+    _wait(DEPENDENT)
+    n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    line, at, slot = score_ptr + n * places, tl.arange(0, BLOCK), tl.arange(0, KP)
+    limit, first = tl.minimum(tl.load(limit_ptr + n), places), part * span
+    to = ids_ptr + (n * tl.num_programs(1) + part) * K
+    if from_ptr is None:
+        line += first
+        reach = tl.minimum(limit - first, span)
+    else:
+        from_ptr += n * tl.cdiv(places, span) * EACH
+        reach = tl.cdiv(tl.maximum(limit, 0), span) * EACH
+    key = _ordered(line, from_ptr, at, reach)
+    least = tl.zeros([1], tl.uint32)  # the largest key that K keys reach, found from its highest bits down
+    if reach > K:
+        for bits in tl.static_range(16):
+            step = tl.full([1], 1 << (30 - 2 * bits), tl.uint32)
+            counts = tl.zeros([1], tl.int64)
+            if WHOLE:
+                counts += _reaching(key, least, step)
+            else:
+                for start in range(0, reach, BLOCK):
+                    counts += _reaching(_ordered(line, from_ptr, start + at, reach), least, step)
+            more = ((counts & 0x1FFFFF) >= K).to(tl.uint32) + (((counts >> 21) & 0x1FFFFF) >= K).to(tl.uint32)
+            least += (more + ((counts >> 42) >= K).to(tl.uint32)) * step
+    above = tl.zeros([1], tl.int32)
+    for start in range(0, reach, BLOCK):
+        if not WHOLE:
+            key = _ordered(line, from_ptr, start + at, reach)
+        above += tl.sum((key > least).to(tl.int32), 0)
+    room = K - above  # for keys equal to `least`
+    taken, equals = tl.zeros([1], tl.int32), tl.zeros([1], tl.int32)
+    for start in range(0, reach, BLOCK):
+        if not WHOLE:
+            key = _ordered(line, from_ptr, start + at, reach)
+        over, equal = (key > least).to(tl.int32), ((key == least) & (key > 0)).to(tl.int32)
+        before = tl.cumsum(over + (equal << 16), 0)  # inclusive; a block has at most 2^15 entries
+        equal_before = equals + (before >> 16) - equal
+        place = taken + (before & 0xFFFF) - over + tl.minimum(equal_before, room)
+        chosen = (over > 0) | ((equal > 0) & (equal_before < room))
+        found = first + start + at
+        if from_ptr is not None:
+            found = tl.load(from_ptr + start + at, mask=chosen, other=-1)
+        tl.store(to + place, found, mask=chosen)
+        taken += tl.sum(over, 0)
+        equals += tl.sum(equal, 0)
+    count = taken + tl.minimum(equals, room)
+    tl.store(to + slot, tl.full([KP], -1, tl.int32), mask=(slot < K) & (slot >= count))
+
+
+@torch.no_grad()
+def index_scores(q: Tensor, keys: Tensor, weights: Tensor, limit: Tensor, scale: float, out: Tensor) -> Tensor:
+    tokens, heads, width = q.shape
+    places = keys.shape[1]
+
+    def run(plan: TilePlan) -> None:
+        _index_scores_kernel[(cdiv(places, plan.elements), tokens)](
+            q, keys, weights, limit, out, scale, places, tokens // len(keys), heads, max(16, power_of_two(heads)), width,
+            min(128 // q.element_size(), max(16, power_of_two(width))), plan.elements, interpreted(),
+            **options(plan.warps),
+        )  # fmt: skip
+
+    launch(job_of("index_scores", "", (heads, width), keys), run)
+    bump_versions(out)
+    return out
+
+
+@torch.no_grad()
+def index_topk(scores: Tensor, limit: Tensor, ids: Tensor) -> Tensor:
+    (tokens, places), slots = scores.shape, ids.shape[1]
+
+    def run(plan: TilePlan) -> None:
+        span = min(plan.elements, power_of_two(places))
+        parts, each = cdiv(places, span), min(slots, span)
+
+        def choose(among: Tensor | None, to: Tensor, programs: int, keep: int, reach: int) -> None:
+            block = min(plan.elements, power_of_two(reach))
+            _index_topk_kernel[(tokens, programs)](
+                scores, limit, among, to, places, span, each, keep, power_of_two(keep), block, reach <= block,
+                **options(max(1, min(plan.warps, block // 256))),
+            )  # fmt: skip
+
+        if parts == 1:
+            return choose(None, ids, 1, slots, span)
+        best = torch.empty(tokens, parts, each, device=ids.device, dtype=torch.int32)
+        choose(None, best, parts, each, span)
+        choose(best, ids, 1, slots, parts * each)
+
+    launch(job_of("index_topk", "", (places,), scores), run)
+    bump_versions(ids)
+    return ids

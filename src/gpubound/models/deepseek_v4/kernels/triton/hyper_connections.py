@@ -1,4 +1,16 @@
-"""Kernels of hyper-connections: two launches before a layer, one after the layer. Arithmetic is in fp32.
+"""Kernels of Sinkhorn iterations in registers: one launch for forward and one for backward. Plain torch takes 3 launches for
+each of 39 normalisations.
+
+A thread has a row of four, so that a row's sum needs no communication, and a column's is two shuffles. With m' = m / d and
+d = Σ m + eps, a round's gradient is
+
+    dm = (dm' − Σ dm' · m') / d        the sums over the same row or column
+
+Backward recomputes the rounds and stores d of each, about 100 registers per thread for 39 rounds; m before a round is m' · d.
+With plain torch, autograd saves a numerator and a denominator per division, 3.1 KB for each 4 x 4 matrix; this op saves the
+logits, 64 bytes.
+
+Kernels of hyper-connections: two launches before a layer, one after the layer. Arithmetic is in fp32.
 
 Before a layer, every product of a token sums over all of its S · D values: 16,384 in V4-Flash, by 24 weight rows, 1.5 MB. So
 several programs split the sums of a token (split-K), and write (splits, N, products) partial sums, including the sum of
@@ -12,6 +24,15 @@ Backward of `hc_pre` and `hc_head` recomputes the mix by torch ops and the kerne
 Backward of `hc_post` has a kernel: with g the gradient of X',
 
     dX_s = Σ_t comb_st g_t      dy = Σ_t post_t g_t      dpost_t = y · g_t      dcomb_st = X_s · g_t
+
+Kernels of a decoding step's hyper-connections. A program has the same columns of all streams of a token.
+
+Before its PDL wait, `hc_write` loads the sums and the next weight, and computes comb; after the wait, it loads the streams and
+the part's output. Every program computes comb redundantly.
+
+If the part's output comes through a peer exchange, `hc_write` reads and computes everything before the wait: the streams were
+written with their sums, and each received value has a stamp that shows its arrival. The preceding launch, which sent this
+device's values, ends meanwhile.
 """
 
 from math import prod
@@ -21,11 +42,115 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .....kernels.peer_exchange import Mail
 from .....kernels.plans.types import MatrixPlan, TilePlan, cdiv, job_of, power_of_two
-from .....kernels.triton._launch import first_order_only, launch, options
+from .....kernels.triton._launch import bump_versions, first_order_only, launch, options
 from .....kernels.triton._pdl import _begin, _wait
-from ..hyper_connections import FEW, mixed
-from .sinkhorn import _balanced, _shares, sinkhorn
+from .....kernels.triton._peer_exchange import _stamp, _summed, _take, mailed, warps_taking
+from ..hyper_connections import FEW, mixed, stretch
+
+
+@triton.jit
+def _shares(z, inside):
+    """Return the softmax of each row of [N, S, S]; 0 in the padding of smaller matrices."""
+    z = tl.where(inside, z, -1e30)
+    e = tl.where(inside, tl.exp(z - tl.max(z, 2)[:, :, None]), 0.0)
+    return e / tl.maximum(tl.sum(e, 2), 1e-30)[:, :, None]
+
+
+@triton.jit
+def _balanced(p, inside, eps, ROUNDS: tl.constexpr):
+    """Return p + eps after ROUNDS iterations."""
+    m = tl.where(inside, p + eps, 0.0)
+    m = tl.where(inside, m / (tl.sum(m, 1)[:, None] + eps), 0.0)
+    for _ in range(ROUNDS - 1):
+        m = tl.where(inside, m / (tl.sum(m, 2)[:, :, None] + eps), 0.0)
+        m = tl.where(inside, m / (tl.sum(m, 1)[:, None] + eps), 0.0)
+    return m
+
+
+@triton.jit
+def _square(first, count, S: tl.constexpr, SP: tl.constexpr, N: tl.constexpr):
+    """Return the offsets of N matrices padded to SP rows, a mask of elements, and a mask of elements inside a matrix."""
+    n, i, j = first + tl.arange(0, N)[:, None, None], tl.arange(0, SP)[None, :, None], tl.arange(0, SP)[None, None]
+    inside = (i < S) & (j < S) & (n >= 0)
+    return n.to(tl.int64) * S * S + i * S + j, inside & (n < count), inside
+
+
+@triton.jit
+def _sinkhorn_forward_kernel(z_ptr, out_ptr, count, eps, S: tl.constexpr, SP: tl.constexpr, N: tl.constexpr,
+                             ROUNDS: tl.constexpr):  # fmt: skip
+    at, mask, inside = _square(tl.program_id(0) * N, count, S, SP, N)
+    z = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    m = _balanced(_shares(z, inside), inside, eps, ROUNDS)
+    tl.store(out_ptr + at, m.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sinkhorn_backward_kernel(z_ptr, dout_ptr, dz_ptr, count, eps, S: tl.constexpr, SP: tl.constexpr, N: tl.constexpr,
+                              ROUNDS: tl.constexpr):  # fmt: skip
+    at, mask, inside = _square(tl.program_id(0) * N, count, S, SP, N)
+    p = _shares(tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32), inside)
+    g = tl.load(dout_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    m = tl.where(inside, p + eps, 0.0)
+    # Sums of padding are 1, so that 0 stays 0 with any eps.
+    there = tl.sum(inside.to(tl.float32), 2) > 0
+    across = tl.sum(inside.to(tl.float32), 1) > 0
+    column = tl.where(across, tl.sum(m, 1) + eps, 1.0)
+    m /= column[:, None]
+    columns, rows = (column,), ()
+    for _ in tl.static_range(ROUNDS - 1):
+        row = tl.where(there, tl.sum(m, 2) + eps, 1.0)
+        m /= row[:, :, None]
+        column = tl.where(across, tl.sum(m, 1) + eps, 1.0)
+        m /= column[:, None]
+        rows += (row,)  # type: ignore[assignment]
+        columns += (column,)  # type: ignore[assignment]
+    for back in tl.static_range(ROUNDS - 1):
+        column = columns[ROUNDS - 1 - back]  # type: ignore[misc]
+        g = (g - tl.sum(g * m, 1)[:, None]) / column[:, None]
+        m *= column[:, None]
+        row = rows[ROUNDS - 2 - back]  # type: ignore[misc]
+        g = (g - tl.sum(g * m, 2)[:, :, None]) / row[:, :, None]
+        m *= row[:, :, None]
+    g = (g - tl.sum(g * m, 1)[:, None]) / columns[0][:, None]
+    dz = p * (g - tl.sum(g * p, 2)[:, :, None])
+    tl.store(dz_ptr + at, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+
+
+def _launch_sinkhorn(kernel, way: str, tensors: list[Tensor], iterations: int, eps: float) -> None:
+    wide = tensors[0].shape[-1]
+    count, padded = tensors[0].numel() // wide**2, power_of_two(wide)
+
+    def run(plan: TilePlan) -> None:
+        each = max(1, plan.elements // padded**2)
+        kernel[(cdiv(count, each),)](*tensors, count, eps, wide, padded, each, iterations, num_warps=plan.warps)
+
+    launch(job_of("sinkhorn", way, (wide,), tensors[0]), run)
+
+
+class _Sinkhorn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, iterations, eps):
+        logits = logits.contiguous()
+        out = torch.empty_like(logits)
+        _launch_sinkhorn(_sinkhorn_forward_kernel, "forward", [logits, out], iterations, eps)
+        ctx.save_for_backward(logits)
+        ctx.rounds = iterations, eps
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        first_order_only("sinkhorn")
+        (logits,) = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        _launch_sinkhorn(_sinkhorn_backward_kernel, "backward", [logits, dout.contiguous(), gradient], *ctx.rounds)
+        return gradient, None, None
+
+
+def sinkhorn(logits: Tensor, iterations: int = 20, eps: float = 1e-6) -> Tensor:
+    return _Sinkhorn.apply(logits, iterations, eps)
+
 
 MOST = 128  # splits of a sum: a token's 128 partial sums are 32 KB, which fit in L2
 PROGRAMS = 2  # per multiprocessor, if there are fewer tokens
@@ -274,3 +399,101 @@ def hc_post(x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
 def hc_head(x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float = 1e-6, norm_eps: float = 1e-6) -> Tensor:
     return _Pre.apply(x, weight, scale, base, eps, norm_eps, 0, "hc_head")
+
+
+WARPS = 4
+
+
+@triton.jit(do_not_specialize=["tokens", "number", "room"])
+def _hc_write_kernel(x_ptr, y_ptr, more_ptr, part_ptr, scale_ptr, base_ptr, w_ptr, out_ptr, sums_ptr, tokens, eps, norm_eps,
+                     box, state, number, room, D: tl.constexpr, S: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
+                     Z: tl.constexpr, ZP: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, MORE: tl.constexpr,
+                     Q: tl.constexpr, QP: tl.constexpr, SENDERS: tl.constexpr, SENDERSP: tl.constexpr,
+                     DEPENDENT: tl.constexpr):  # fmt: skip
+    """Update the streams, and compute sums. ROUNDS 0: unchanged streams. Q: products of the next part, or 0. SENDERS: devices
+    whose values sum to y, or 0."""
+    _begin(DEPENDENT)
+    n, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    s, q, col = tl.arange(0, S), tl.arange(0, QP), piece * BLOCK + tl.arange(0, BLOCK)
+    inside = (col < D)[None]
+    if Q > 0:
+        at = q[:, None, None] * (S * D) + s[None, :, None] * D + col[None, None]
+        w = tl.load(w_ptr + at, mask=(q < Q)[:, None, None] & inside[None], other=0.0).to(tl.float32)
+    if ROUNDS > 0:
+        part_ptr += n * PP
+        step = tokens.to(tl.int64) * PP
+        factor, there = _factor(part_ptr, Z, step, norm_eps, S * D, P, ZP)
+        post, comb = _spread(part_ptr, scale_ptr, base_ptr, factor, there, step, eps, S, ZP, ROUNDS)
+        comb = tl.reshape(comb, [S, S])
+    at = (n * S + s[:, None]) * D + col[None]
+    if SENDERS == 0:
+        _wait(DEPENDENT)
+    x = tl.load(x_ptr + at, mask=inside, other=0.0, cache_modifier=".cg")
+    if ROUNDS > 0:
+        if SENDERS > 0:
+            words = _take(box, state, n * D + col, _stamp(state, number), col < D, room, SENDERS, SENDERSP)
+            y = tl.where(col < D, _summed(words, SENDERS, SENDERSP), 0.0)[None]  # masked columns were not received
+        else:
+            y = tl.load(y_ptr + n * D + col[None], mask=inside, other=0.0)
+        for nth in tl.static_range(MORE):
+            y += tl.load(more_ptr + (n * MORE + nth) * D + col[None], mask=inside, other=0.0)
+        x = tl.sum(comb[:, :, None] * x[:, None], 0) + tl.trans(post) * y
+    if Q > 0:
+        sums = tl.sum(tl.sum(w * x[None], 2), 1)
+        square = tl.sum(tl.sum(x * x, 1), 0)
+    if SENDERS > 0:
+        _wait(DEPENDENT)
+    if ROUNDS > 0:
+        tl.store(out_ptr + at, x, mask=inside)
+    if Q > 0:
+        tl.store(sums_ptr + (piece.to(tl.int64) * tokens + n) * QP + q, tl.where(q == Q, square, sums))
+
+
+def _launch_step(
+    x: Tensor, y: Tensor | Mail, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, rounds: int,
+    more: Tensor | None, weight: Tensor | None, out: Tensor, following: Tensor | None,
+) -> None:  # fmt: skip
+    tokens, streams, width = x.shape
+    block, products = stretch(width), 0 if weight is None else len(weight)
+    pieces = cdiv(width, block)
+    more_ptr, weight_ptr, sums_ptr = (x if t is None else t for t in (more, weight, following))
+    added, mail = 0 if more is None else more.shape[1], mailed(y if isinstance(y, Mail) else None)
+    _hc_write_kernel[(tokens, pieces)](
+        x, x if isinstance(y, Mail) else y, more_ptr, sums, scale, base, weight_ptr, out, sums_ptr, tokens, eps, norm_eps,
+        *(mail[key] for key in ("box", "state", "number", "room")), width, streams, (2 + streams) * streams, sums.shape[2],
+        pieces, power_of_two(pieces), block, rounds, added, products, power_of_two(products + 1), mail["SENDERS"], mail["S"],
+        **options(warps_taking(mail["S"] * block, WARPS)),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def hc_sums(x: Tensor, weight: Tensor, sums: Tensor) -> Tensor:
+    _launch_step(x, x, sums, x, x, 0.0, 0.0, 0, None, weight, x, sums)
+    bump_versions(sums)
+    return sums
+
+
+@torch.no_grad()
+def hc_read(x: Tensor, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, u: Tensor) -> Tensor:
+    tokens, streams, width = x.shape
+
+    def run(plan: TilePlan) -> None:
+        block = plan.elements // streams
+        _hc_finish_kernel[(tokens, cdiv(width, block))](
+            x, sums, scale, base, u, u, u, tokens, len(sums), eps, norm_eps, width, streams, len(base), sums.shape[2], block,
+            power_of_two(len(sums)), 0, **options(plan.warps),
+        )  # fmt: skip
+
+    launch(job_of("hc_mix", "read", (width,), x), run)
+    bump_versions(u)
+    return u
+
+
+@torch.no_grad()
+def hc_write(
+    x: Tensor, y: Tensor | Mail, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, rounds: int,
+    more: Tensor | None, weight: Tensor | None, out: Tensor, following: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    _launch_step(x, y, sums, scale, base, eps, norm_eps, rounds, more, weight, out, following)
+    bump_versions(out, following)
+    return out, following

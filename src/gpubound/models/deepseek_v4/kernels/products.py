@@ -1,0 +1,244 @@
+"""fp8 weights in the published format of DeepSeek's models: e4m3 codes, and a scale for each block of rows and columns.
+
+value = code · scale of its block
+
+Several products of one norm's output in one launch, for a step of few rows: the projections of DeepSeek-V4's attention.
+
+`norm_product` (decode_product.py) takes up to three weights, a bias and adapters. `norm_products` takes up to MOST weights, in
+16 bits, fp32 or fp8 with a scale per block, without bias or adapters.
+
+DeepSeek-V4's expert routing in a decoding step, with the shared expert's activation in the same launch.
+
+Legend: B rows, S experts per row (its slots), E experts in all, I width of the shared expert.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....kernels.checks import require
+from ....kernels.decode_product import WRITTEN, Norm, check_stream, draw_stream, form, rms_normed
+from ....kernels.dispatch import implementation
+from ....kernels.gated import check_limit, swiglu_reference
+from ....kernels.peer_exchange import Mail, check_mail, example_mail
+from ....kernels.quantize import has_cores
+from ....kernels.registry import definition, draw, ints, zeros
+
+BLOCK = (128, 128)
+
+
+class Fp8Blocks(NamedTuple):
+    """A (rows, columns) weight. codes: e4m3; scale: fp32 (row blocks, column blocks). The last blocks may be smaller."""
+
+    codes: Tensor
+    scale: Tensor
+    block: tuple[int, int] = BLOCK
+    dtype: torch.dtype = torch.bfloat16  # of the dequantised weight
+
+    @property
+    def rows(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+
+def scales_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
+    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
+
+
+def numbers(weight: Fp8Blocks, dtype: torch.dtype | None = None) -> Tensor:
+    """Dequantise the weight to `dtype`, by default weight.dtype."""
+    rows, columns = weight.shape
+    wide = weight.scale.repeat_interleave(weight.block[0], 0)[:rows].repeat_interleave(weight.block[1], 1)[:, :columns]
+    return (weight.codes.float() * wide).to(dtype or weight.dtype)
+
+
+MOST, MOST_CODED = 8, 4  # weights in all, and fp8 weights
+
+Weight = Tensor | Fp8Blocks
+
+
+def norm_products(x: Tensor, norm: Norm | None, weights: Sequence[Weight], out: Tensor | None = None) -> Tensor:
+    """Multiply rms_norm(x), or x if norm is None, by each weight. Write the concatenated products to out (B, rows) fp32.
+
+    x        (B, columns) fp32; or (B, groups, columns) for one grouped weight, each of whose row groups has a separate input
+    weights  (rows, columns) each, of one dtype; fp8 weights first
+    """
+    coded = [weight for weight in weights if isinstance(weight, Fp8Blocks)]
+    plain = [weight for weight in weights if isinstance(weight, Tensor)]
+    if not 1 <= len(weights) <= MOST or len(coded) > MOST_CODED:
+        raise ValueError(
+            f"norm_products: got {len(weights)} weights, wanted 1 to {MOST}, of which up to {MOST_CODED} in fp8 "
+            f"(got {len(coded)}); of more, call it again."
+        )
+    if any(isinstance(weight, Tensor) for weight in weights[: len(coded)]):
+        raise ValueError("norm_products: weights in fp8 stand in front of the others; put them there.")
+    rows = sum(weight.shape[0] for weight in weights)
+    if x.dim() == 3 and (norm is not None or len(weights) > 1 or rows % x.shape[1]):
+        raise ValueError(
+            f"norm_products: x has {x.shape[1]} groups, which takes no norm and one weight with as many rows for each, got "
+            f"{len(weights)} of {rows} rows{' and a norm' if norm is not None else ''}."
+        )
+    check_stream("norm_products", x if x.dim() != 3 else x.view(-1, x.shape[-1]), norm, *plain)
+    for weight in coded:
+        _check_coded(weight, x)
+    if len({weight.block for weight in coded}) > 1:
+        raise ValueError(f"norm_products: weights in fp8 have blocks of {[weight.block for weight in coded]}; wanted one size.")
+    if out is None:
+        out = torch.empty(len(x), rows, device=x.device, dtype=torch.float32)
+    require("norm_products", "out", out, torch.float32, (len(x), rows), x.device, WRITTEN)
+    unable = _unread(weights, x)
+    given = form(norm) if not coded and x.dim() == 2 else (None if norm is None else norm.offset, bool(coded), bool(plain))
+    return implementation("norm_products", plain[0] if plain else x, unable, given)(x, norm, weights, out)
+
+
+def send_products(x: Tensor, weight: Weight, mail: Mail) -> tuple[Tensor, ...]:
+    """Send x weightᵀ, one device's term of a sum, to the inboxes of `mail` (peer_exchange.py). x (B, columns) fp32."""
+    plain = [weight] if isinstance(weight, Tensor) else []
+    check_stream("send_products", x, None, *plain)
+    if isinstance(weight, Fp8Blocks):
+        _check_coded(weight, x)
+    check_mail("send_products", mail, (len(x), weight.shape[0]), x.device, fills=True)
+    return implementation("send_products", plain[0] if plain else x, _unread([weight], x), (not plain,))(x, weight, mail)
+
+
+def _unread(weights: Sequence[Weight], x: Tensor) -> str | None:
+    if any(isinstance(weight, Fp8Blocks) for weight in weights) and x.is_cuda and not has_cores(x.device):
+        return "this GPU reads no e4m3, which needs compute capability 8.9"
+    return None
+
+
+def _check_coded(weight: Fp8Blocks, x: Tensor) -> None:
+    wanted = "outputs", x.shape[-1]
+    require("norm_products", "codes", weight.codes, torch.float8_e4m3fn, wanted, x.device, "all weights have x's width")
+    shape = scales_shape(weight.shape, weight.block)
+    require("norm_products", "scale", weight.scale, torch.float32, shape, x.device, "it has a number for each block")
+
+
+def _example(g: torch.Generator, offset: float | None = 0.0, coded: bool = False, plain: bool = True) -> tuple:
+    x, norm = draw_stream(g, 48, 0.0 if offset is None else offset)
+    weights: list[Weight] = [_draw_coded(g, rows) for rows in (48, 16)] if coded else []
+    weights += [draw(g, rows, 48) for rows in (32, 16, 8, 7, 16)] if plain else []
+    return x, None if offset is None else norm, weights, zeros(2, sum(weight.shape[0] for weight in weights))
+
+
+def _draw_coded(g: torch.Generator, rows: int) -> Fp8Blocks:
+    codes = draw(g, rows, 48).detach().to(torch.float8_e4m3fn)
+    return Fp8Blocks(codes, draw(g, *scales_shape((rows, 48), (32, 16))).detach().abs() + 0.1, (32, 16), torch.float32)
+
+
+@definition(_example)
+@torch.no_grad()
+def norm_products_reference(x: Tensor, norm: Norm | None, weights: Sequence[Weight], out: Tensor) -> Tensor:
+    wide = [weight if isinstance(weight, Tensor) else numbers(weight, x.dtype) for weight in weights]
+    if x.dim() == 3:
+        groups = wide[0].to(x.dtype).unflatten(0, (x.shape[1], -1))
+        return out.copy_(torch.einsum("bgk,grk->bgr", x, groups).flatten(1))
+    normed = rms_normed(x, norm)
+    return out.copy_(torch.cat([normed @ weight.to(x.dtype).t() for weight in wide], -1))
+
+
+@definition(
+    lambda g, coded=False: (
+        draw_stream(g, 48, 0.0)[0],
+        _draw_coded(g, 40) if coded else draw(g, 40, 48),
+        example_mail(g, 2, 2, 40),
+    )
+)
+@torch.no_grad()
+def send_products_reference(x: Tensor, weight: Weight, mail: Mail) -> tuple[Tensor, ...]:
+    wide = numbers(weight, x.dtype) if isinstance(weight, Fp8Blocks) else weight.to(x.dtype)
+    mail.post((x @ wide.t()).float())
+    return mail.boxes
+
+
+LEAST = 1e-20  # added to a sum of shares
+
+
+class Gated(NamedTuple):
+    """Shared expert's activation, out (B, I) = silu(gate) · up, as in `swiglu`. It does not depend on the routing."""
+
+    gate: Tensor  # (B, I) fp32; rows may be strided
+    up: Tensor
+    limit: float
+    out: Tensor  # (B, I) fp32
+
+
+def choose_experts(
+    logits: Tensor, correction: Tensor | None, table: Tensor | None, token: Tensor | None, scale: float, ids: Tensor,
+    shares: Tensor, gated: Gated | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Choose S experts for each row by scores √softplus(logit). Return (ids, shares), and gated.out if `gated` is passed.
+
+    The experts are those with the largest score + correction, ties going to the lowest id, or those that `table` has for the
+    row's token. The shares are the experts' scores, without the correction, over their sum, times scale. A NaN counts as
+    infinite, and all shares of its row are NaN.
+
+    logits      (B, E) fp32
+    correction  (E,), or None with a table
+    table       (vocabulary, S) int64, with token (B,) int64
+    ids         (B, S) int32
+    shares      (B, S) fp32
+    """
+    rows, slots = len(logits), ids.shape[-1]
+    require("choose_experts", "logits", logits, torch.float32, ("rows", "experts"), logits.device, "a product gives them")
+    if (correction is None) == (table is None) or (table is None) != (token is None):
+        raise ValueError("choose_experts: pass correction, or table and token: experts are chosen by scores or by the token.")
+    if not 0 < slots <= logits.shape[1]:
+        raise ValueError(f"choose_experts: ids has {slots} slots a row, wanted 1 to {logits.shape[1]}, the number of experts.")
+    if correction is not None:
+        require("choose_experts", "correction", correction, None, logits.shape[1:], logits.device, "it is added to scores")
+    if table is not None and token is not None:
+        require("choose_experts", "table", table, torch.int64, ("tokens", slots), logits.device, "it names a token's experts")
+        require("choose_experts", "token", token, torch.int64, (rows,), logits.device, "it finds them in the table")
+    require("choose_experts", "ids", ids, torch.int32, (rows, slots), logits.device, WRITTEN)
+    require("choose_experts", "shares", shares, torch.float32, (rows, slots), logits.device, WRITTEN)
+    if gated is not None:
+        _check_gated(gated, rows, logits.device)
+    kernel = implementation("choose_experts", logits, None, (gated is not None,))
+    return kernel(logits, correction, table, token, scale, ids, shares, gated)
+
+
+def _check_gated(gated: Gated, rows: int, device: torch.device) -> None:
+    gate, up, limit, out = gated
+    require("choose_experts", "gated.out", out, torch.float32, (rows, "width"), device, WRITTEN)
+    for name, t in (("gated.gate", gate), ("gated.up", up)):
+        if t.shape != out.shape or t.dtype != torch.float32 or t.device != device or t.stride(1) != 1:
+            raise ValueError(
+                f"choose_experts: {name} must be a torch.float32 {tuple(out.shape)} on {device} whose rows are contiguous, "
+                f"got {t.dtype} {tuple(t.shape)} on {t.device} with strides {t.stride()}."
+            )
+    check_limit("choose_experts", limit)
+
+
+@definition(lambda g, gated=False: _choice_example(g, gated))
+@torch.no_grad()
+def choose_experts_reference(
+    logits: Tensor, correction: Tensor | None, table: Tensor | None, token: Tensor | None, scale: float, ids: Tensor,
+    shares: Tensor, gated: Gated | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    scores = F.softplus(logits).sqrt()
+    if table is not None and token is not None:
+        found = table.index_select(0, token)
+    else:
+        assert correction is not None
+        ranked = scores + correction.to(scores.dtype)
+        ranked = ranked.masked_fill(ranked.isnan(), float("inf"))
+        found = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : ids.shape[1]]
+    chosen = scores.gather(-1, found)
+    given = ids.copy_(found), shares.copy_(chosen / (chosen.sum(-1, keepdim=True) + LEAST) * scale)
+    if gated is None:
+        return given
+    return *given, gated.out.copy_(swiglu_reference(gated.gate, gated.up, gated.limit))
+
+
+def _choice_example(generator: torch.Generator, gated: bool) -> tuple:
+    given = draw(generator, 3, 7).detach(), draw(generator, 7).detach(), None, None, 1.5, ints(*[0] * 9).view(3, 3), zeros(3, 3)
+    if not gated:
+        return given
+    return *given, Gated(draw(generator, 3, 20).detach(), draw(generator, 3, 20).detach(), 0.8, zeros(3, 20))
