@@ -15,7 +15,7 @@ import pytest
 
 from gpubound.kernels.registry import FAMILIES, every, load
 
-TESTS = Path(__file__).parent / "kernels"
+TESTS = Path(__file__).parent
 OPS = every()
 PACKAGES = ("gpubound.kernels", *FAMILIES)
 FILES = sorted({(op.package, op.file) for op in OPS.values()})
@@ -77,4 +77,4 @@ def test_defaults_agree(op):
 
 @pytest.mark.parametrize(("package", "file"), FILES)
 def test_every_file_has_a_test_file(package, file):
-    assert (TESTS / f"test_{file}.py").exists()
+    assert (TESTS.joinpath(*package.split(".")[1:]) / f"test_{file}.py").exists()

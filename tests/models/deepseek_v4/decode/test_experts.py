@@ -7,8 +7,8 @@ import torch
 
 from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.packed_weights import pack_fp4, unpack
-from gpubound.models.deepseek_v4.decode import experts
-from gpubound.models.deepseek_v4.decode.experts import CodedExperts, LiveExperts, experts_of
+from gpubound.models.deepseek_v4.decode import mixture as experts
+from gpubound.models.deepseek_v4.decode.mixture import CodedExperts, LiveExperts, experts_of
 from tests.messages import message
 
 COUNT, WIDTH, HIDDEN, TOKENS, SLOTS = 5, 32, 64, 11, 3

@@ -7,7 +7,7 @@ import torch
 from torch.nn.utils import prune
 
 import gpubound as gb
-from gpubound.models.deepseek_v4.decode import attention, experts, mixture, state, trial
+from gpubound.models.deepseek_v4.decode import attention, body, mixture
 from gpubound.models.deepseek_v4.kernels import index_topk
 from tests.messages import message
 
@@ -120,7 +120,7 @@ def test_what_is_not_finite_behind_the_last_layer_is_named(weight, name):
     assert fast.body.locate(torch.tensor([3, 4])) == name
 
 
-@pytest.mark.parametrize(("module", "name"), [(attention, "attend"), (experts, "routed_gate_up"), (state, "pool")])
+@pytest.mark.parametrize(("module", "name"), [(attention, "attend"), (mixture, "routed_gate_up"), (attention, "pool")])
 def test_a_step_that_is_off(module, name, monkeypatch):
     """Each of its parts by a hundredth."""
     own = getattr(module, name)
@@ -142,7 +142,7 @@ def test_a_choice_of_the_wrong_entries(monkeypatch):
         index_topk(scores, closed, ids)
         return ids[:, -1:].fill_(-1)
 
-    monkeypatch.setitem(trial.TOLERANCE, torch.float32, 1e9)
+    monkeypatch.setitem(body.TOLERANCE, torch.float32, 1e9)
     for wrong in (least, fewer):
         monkeypatch.setattr(attention, "index_topk", wrong)
         assert re.fullmatch(
@@ -161,7 +161,7 @@ def test_a_choice_of_the_wrong_experts(monkeypatch):
         return ids if self.weights.table is not None else torch.tensor([[0, 1]]).expand_as(ids).int(), *others
 
     monkeypatch.setattr(mixture.Mixture, "choose", worst)
-    monkeypatch.setitem(trial.TOLERANCE, torch.float32, 1e9)
+    monkeypatch.setitem(body.TOLERANCE, torch.float32, 1e9)
     assert re.fullmatch(
         r"decoder: the step chooses experts whose scores lie [\d.e+-]+ deviations below those that DeepseekV4ForCausalLM finds "
         r"best \(limit 1e-04\): it does not compute this model; report it with the model's config\.",

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from gpubound.models.deepseek_v4.kernels.products import Gated
-
-from .cases import assert_inside, banded, draw
-from .test_experts import SOURCES, run
+from tests.kernels.cases import assert_inside, banded, draw
+from tests.kernels.test_experts import SOURCES, run
 
 
 @pytest.mark.parametrize("source", SOURCES)

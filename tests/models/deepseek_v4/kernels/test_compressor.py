@@ -10,9 +10,9 @@ from gpubound.kernels.registry import OPS, load
 from gpubound.models.deepseek_v4 import kernels
 from gpubound.models.deepseek_v4.kernels.compressor import Pending, Windows
 from gpubound.models.deepseek_v4.kernels.triton import compressor as fast
+from tests.kernels.cases import TOLERANCE, assert_inside, banded, draw, same
 
-from .cases import TOLERANCE, assert_inside, banded, draw, same
-from .deepseek import angles, config, filled, theirs
+from .theirs import angles, config, filled, theirs
 
 FP32 = torch.float32
 BOTH = ("triton", "reference")

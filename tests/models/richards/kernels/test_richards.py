@@ -14,9 +14,8 @@ from gpubound.kernels.plans.types import StridePlan
 from gpubound.models.richards import kernels
 from gpubound.models.richards.kernels.richards import GATE, LEAST, NAMES, POSITIVE, VALUE, Curve
 from gpubound.models.richards.kernels.triton import _curve, richards as fast
+from tests.kernels.cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same
 from tests.messages import message
-
-from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same
 
 reference = definitions("richards")
 

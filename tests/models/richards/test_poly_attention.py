@@ -9,8 +9,7 @@ import torch
 from gpubound import layers
 from gpubound.models.richards.kernels.richards import Curve
 from gpubound.models.richards.layers import PolyAttention, poly_calls
-
-from .test_parts import agree, turned, x_of
+from tests.layers.test_parts import agree, turned, x_of
 
 B, T, HIDDEN, HEADS, KV, D = 2, 9, 12, 4, 2, 6
 

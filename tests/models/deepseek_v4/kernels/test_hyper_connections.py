@@ -7,9 +7,9 @@ import torch
 
 from gpubound.models.deepseek_v4 import kernels
 from gpubound.models.deepseek_v4.kernels.triton import hyper_connections as fast
+from tests.kernels.cases import TOLERANCE, assert_inside, banded, definitions, draw, parity, same
 
-from .cases import TOLERANCE, assert_inside, banded, definitions, draw, parity, same
-from .deepseek import config, filled, theirs
+from .theirs import config, filled, theirs
 
 reference = definitions("hyper_connections")
 

@@ -6,11 +6,10 @@ import torch
 from gpubound.kernels.decode_product import Norm
 from gpubound.models.deepseek_v4 import kernels
 from gpubound.models.deepseek_v4.kernels.products import Fp8Blocks, numbers, scales_shape
+from tests.kernels.cases import assert_inside, banded, draw
+from tests.kernels.test_experts import SOURCES, run
+from tests.kernels.test_peer_exchange import mails
 from tests.messages import message
-
-from .cases import assert_inside, banded, draw
-from .test_experts import SOURCES, run
-from .test_peer_exchange import mails
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -8,8 +8,7 @@ from gpubound.kernels import plans
 from gpubound.kernels.plans.types import MatrixPlan, job_of
 from gpubound.models.richards import kernels
 from gpubound.models.richards.kernels.triton import rg_lru as fast
-
-from .cases import TOLERANCE, assert_inside, banded, definitions, draw, parity, same
+from tests.kernels.cases import TOLERANCE, assert_inside, banded, definitions, draw, parity, same
 
 reference = definitions("rg_lru")
 

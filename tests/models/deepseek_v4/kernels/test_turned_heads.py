@@ -7,9 +7,8 @@ import torch
 
 from gpubound.models.deepseek_v4 import kernels
 from gpubound.models.deepseek_v4.kernels.attention import TurnedHeads
-
-from .cases import assert_inside, banded, draw
-from .test_experts import SOURCES, run
+from tests.kernels.cases import assert_inside, banded, draw
+from tests.kernels.test_experts import SOURCES, run
 
 
 @pytest.mark.parametrize("source", SOURCES)

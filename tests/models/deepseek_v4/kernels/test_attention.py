@@ -10,9 +10,9 @@ from gpubound.kernels import plans
 from gpubound.kernels.plans.types import MatrixPlan
 from gpubound.kernels.registry import OPS, load
 from gpubound.models.deepseek_v4 import kernels
+from tests.kernels.cases import TOLERANCE, assert_inside, banded, draw, same
 
-from .cases import TOLERANCE, assert_inside, banded, draw, same
-from .deepseek import theirs
+from .theirs import theirs
 
 FP32, NAN = torch.float32, float("nan")
 BOTH = ("triton", "reference")

@@ -7,10 +7,9 @@ from gpubound.kernels import send_words
 from gpubound.kernels.peer_exchange import POLLS
 from gpubound.models.deepseek_v4 import kernels
 from gpubound.models.deepseek_v4.kernels.hyper_connections import hc_post_reference, hc_pre_reference, stretch, sums_shape
-
-from .cases import draw
-from .test_experts import SOURCES, run
-from .test_peer_exchange import mails
+from tests.kernels.cases import draw
+from tests.kernels.test_experts import SOURCES, run
+from tests.kernels.test_peer_exchange import mails
 
 EPS, NORM_EPS, ROUNDS = 1e-6, 1e-5, 20
 

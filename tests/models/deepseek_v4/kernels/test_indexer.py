@@ -9,9 +9,9 @@ from gpubound.kernels import plans
 from gpubound.kernels.plans.types import TilePlan
 from gpubound.kernels.registry import load
 from gpubound.models.deepseek_v4 import kernels
+from tests.kernels.cases import TOLERANCE, assert_inside, banded, draw, same
 
-from .cases import TOLERANCE, assert_inside, banded, draw, same
-from .deepseek import config, filled, theirs
+from .theirs import config, filled, theirs
 
 FP32, NAN, INF = torch.float32, float("nan"), float("inf")
 BOTH = ("triton", "reference")

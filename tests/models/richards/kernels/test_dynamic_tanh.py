@@ -12,9 +12,8 @@ from gpubound.kernels.plans.types import RowPlan
 from gpubound.models.richards import kernels
 from gpubound.models.richards.kernels.richards import NORM, Curve
 from gpubound.models.richards.kernels.triton import richards as fast
+from tests.kernels.cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same
 from tests.messages import message
-
-from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same
 
 reference = definitions("richards")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from .cases import draw
+from tests.kernels.cases import draw
 
 
 def theirs():

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from gpubound.models.deepseek_v4 import kernels
 from gpubound.models.deepseek_v4.kernels.triton import hyper_connections as fast
-
-from .cases import TOLERANCE, assert_inside, banded, definitions, draw, parity, same
+from tests.kernels.cases import TOLERANCE, assert_inside, banded, definitions, draw, parity, same
 
 reference = definitions("hyper_connections")
 

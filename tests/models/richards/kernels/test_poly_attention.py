@@ -16,9 +16,8 @@ from gpubound.kernels import plans
 from gpubound.kernels.plans.types import Job, WalkPlan
 from gpubound.models.richards import kernels
 from gpubound.models.richards.kernels.triton import poly_attention as fast
+from tests.kernels.cases import assert_inside, banded, definitions, draw, parity, same
 from tests.messages import message
-
-from .cases import assert_inside, banded, definitions, draw, parity, same
 
 reference = definitions("poly_attention")
 FP32, FP64 = torch.float32, torch.float64
