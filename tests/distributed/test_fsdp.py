@@ -14,13 +14,13 @@ from gpubound.distributed import ALONE, join
 from gpubound.distributed.fsdp import shard
 from gpubound.errors import GraphError
 from gpubound.layers.recompute import LEAST_BYTES, recompute_from
+from gpubound.models.diffusion.objective import MaskedDiffusion
 from gpubound.models.llama import Decoder, DecoderConfig
 from gpubound.models.richards import RichardsConfig, RichardsDecoder
 from gpubound.train import sharding
 from gpubound.train.adamw8 import AdamW8bit
 from gpubound.train.ema import Ema
 from gpubound.train.muon import Muon
-from gpubound.train.objectives.masked_diffusion import MaskedDiffusion
 from gpubound.train.recompute import blocks_of
 from tests.distributed.processes import on_ranks
 

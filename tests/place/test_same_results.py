@@ -196,7 +196,7 @@ def test_a_loss_of_its_own_is_kept():
     placement = place(model)
     model.loss_function = lambda logits, labels, vocab_size, **_: logits.square().mean() + vocab_size
     assert model.train()(**batch()).loss > VOCABULARY
-    assert placement.rows[0].reasons == {"the model has a loss function of its own": 1}
+    assert placement.rows[0].reasons == {"the model has its own loss function": 1}
 
 
 def test_dynamic_rope_keeps_its_own_loop():

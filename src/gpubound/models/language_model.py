@@ -1,7 +1,6 @@
 """Base class of the library's language models, and the hidden states and logits of any language model."""
 
 from collections.abc import Iterator
-from inspect import signature
 from typing import Any
 
 import torch
@@ -109,35 +108,6 @@ def why_not_head(model: Any, inputs: dict[str, Any]) -> str | None:
 
 def first_row(inputs: dict[str, Any]) -> dict[str, Any]:
     return {key: value[:1] if isinstance(value, Tensor) and value.dim() else value for key, value in inputs.items()}
-
-
-@torch.no_grad()
-def is_causal(model: Any, inputs: dict[str, Any], other: int) -> bool:
-    """Return config.causal, or compute it: a causal model's first logits do not change with the later tokens.
-
-    other  a token id to replace later tokens by. Synchronises with the device.
-    """
-    declared = getattr(getattr(model, "config", None), "causal", None)
-    row = first_row(inputs)
-    if isinstance(declared, bool) or row["input_ids"].shape[1] < 2:
-        return declared is True
-    changed = row["input_ids"].clone()
-    changed[:, 1:] = torch.where(changed[:, 1:] == other, 0, other)
-    with mode(model, training=False):
-        one, two = logits_of(model, row), logits_of(model, row | {"input_ids": changed})
-    return torch.equal(one[:, 0], two[:, 0])
-
-
-def told_time(model: Any, time_B: Tensor) -> dict[str, Tensor]:
-    """Return the keyword argument with the diffusion time of each row; empty if the model takes none."""
-    return {"time": time_B} if getattr(getattr(model, "config", None), "time", "none") != "none" else {}
-
-
-def told_places(model: Any, real_BT: Tensor) -> dict[str, Tensor]:
-    """Return the keyword argument that masks padding: transformers' attention_mask, or an SDPA mask."""
-    if "attention_mask" in signature(model.forward).parameters:
-        return {"attention_mask": real_BT.long()}
-    return {"mask": real_BT[:, None, None, :]}
 
 
 def _arguments(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from gpubound import GenerateError, trace
 from gpubound.data import train_tokenizer
 from gpubound.decode import MaskedSampler
 from gpubound.models import Decoder, DecoderConfig, RichardsConfig, RichardsDecoder
-from gpubound.models.diffusion.canvas import filling
+from gpubound.models.diffusion.masked import fill_schedule
+from gpubound.models.diffusion.objective import MaskedDiffusion
 from gpubound.train import AdamW, TrainStep
-from gpubound.train.objectives.masked_diffusion import MaskedDiffusion
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
 from tests.messages import message
@@ -165,13 +165,13 @@ def test_steps_never_wait_for_the_device():
     if torch.cuda.is_available():
         pytest.skip("the pretend device contends with a real one; the gpu test below has the real one's")
     sampler = MaskedSampler(random_model().to(simgpu()), mask_token=MASK, graph="off")
-    how = filling(8, 4, 4)
+    schedule = fill_schedule(8, 4, 4)
     prompts = [*PROMPTS[:2], [3]]
-    canvas = sampler.canvas(prompts, how, guided=True)
+    buffers = sampler.buffers(prompts, schedule, guided=True)
     sampler.generate(prompts, 8, steps=4, block=4, guidance=1.0, temperature=1.0)
     with no_stall(), watch() as ledger:
-        for _ in how.begins:
-            canvas.step()
+        for _ in schedule.begins:
+            buffers.step()
     ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
     with watch() as ledger:
         sampler.generate(prompts, 8, steps=4, block=4, guidance=1.0, temperature=1.0)

@@ -1,4 +1,5 @@
-"""Samplers of diffusion models: of masked tokens, and of noise."""
+"""Diffusion models of masked tokens and of noise: training objectives and samplers."""
 
-from .denoise import NoiseSampler as NoiseSampler
 from .masked import MaskedSampler as MaskedSampler
+from .noise import NoisePrediction as NoisePrediction, NoiseSampler as NoiseSampler
+from .objective import MaskedDiffusion as MaskedDiffusion

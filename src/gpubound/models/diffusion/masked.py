@@ -1,45 +1,180 @@
-"""Generation by a masked diffusion model: places that hold the mask token are filled, the surest ones first.
+"""Generation by a masked diffusion model: positions with the mask token are filled, those of the highest probability first.
 
-An answer of N tokens begins as N masks behind its prompt. A step runs the model once, draws a token for every place that is
-still masked, and writes those of which the model is surest; the others stay masked and are drawn anew, in the light of what was
-written. So k steps write N tokens, N / k at a time (LLaDA's low-confidence remasking). With a `block` shorter than the answer
-the masks are filled block by block from the left, which most models need for long answers.
+An answer of N tokens begins as N masks after its prompt. A step runs the model once, draws a token for every masked position,
+and writes those with the highest probabilities; the others stay masked and are drawn again in the next step. So k steps write
+N tokens, N / k at a time (LLaDA's low-confidence remasking). With a `block` shorter than the answer, the masks are filled block
+by block from the left, which most models need for long answers.
 
-A step is one function of fixed shapes that reads its number, and how many tokens to write, from the device. It is captured
-once for a shape, and a request is its replays, one behind the other; the host reads nothing before the last (or, to show text,
-before a block's last).
+A step has fixed shapes, and reads its number and the number of tokens to write from the device. It is captured once per shape.
+The host reads the tokens after the last step, or, to stream text, after the last step of each block.
 
-Guidance g > 0 runs each row a second time with its prompt masked and takes logits + g · (logits - logits without the prompt).
+Guidance g > 0 also runs each row with its prompt masked, and takes logits + g · (logits - logits without the prompt).
+
+Legend: B rows, T positions of a row, N positions of a block, V tokens of the vocabulary.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ...decode.request import Choice, check_count, check_prompts, read_prompts
+from ...decode.request import Choice, check_count, check_prompts, draws, read_prompts, to_device
 from ...decode.result import Generated, Generation
 from ...decode.text import TextCodec, TextStream
 from ...errors import GenerateError
-from ...graph import capture
+from ...graph import Captured, capture
 from ...guards import ReentryGuard
+from ...kernels import sample
+from ...kernels.sampling import Into, Rows, Settings
 from ...layers.embedding_and_head import head_of
 from ...trace import fallback
-from ..language_model import is_causal, told_time, why_not_head
+from ..language_model import hidden_of, logits_of, why_not_head
 from ..placing import mode
-from .canvas import Canvas, Filling, filling
+from .noise import MODES, MOST
+from .objective import is_causal, time_argument
 
-MODES = ("auto", "require", "off")
-MOST = 8  # shapes of request whose rows and graph are kept
+
+@dataclass(frozen=True)
+class FillSchedule:
+    """Steps of a request: step s writes `reveals[s]` tokens of the block that begins `begins[s]` positions after the prompt."""
+
+    tokens: int
+    block: int
+    begins: list[int]
+    reveals: list[int]
+
+    @property
+    def block_ends(self) -> list[bool]:
+        return [s + 1 == len(self.begins) or self.begins[s + 1] > begin for s, begin in enumerate(self.begins)]
+
+
+def fill_schedule(tokens: int, steps: int | None, block: int | None) -> FillSchedule:
+    """Split `steps` among the blocks, and the tokens of a block among its steps. None: a step per token, one block."""
+    check_count("tokens", tokens)
+    steps, block = tokens if steps is None else steps, tokens if block is None else block
+    check_count("steps", steps)
+    check_count("block", block)
+    if tokens % block:
+        raise ValueError(f"generate: block: got {block}, wanted a number that divides the {tokens} tokens to write.")
+    count = tokens // block
+    if not count <= steps <= tokens:
+        raise ValueError(
+            f"generate: steps: got {steps}, wanted {count} to {tokens}: at least one for each block of {block} tokens, and at "
+            f"most one for each token."
+        )
+    begins, reveals = list[int](), list[int]()
+    for number in range(count):
+        block_steps = _share(steps, count, number)
+        begins += [number * block] * block_steps
+        reveals += [_share(block, block_steps, step) for step in range(block_steps)]
+    return FillSchedule(tokens, block, begins, reveals)
+
+
+def _share(total: int, parts: int, part: int) -> int:
+    return total // parts + (part < total % parts)
+
+
+class Buffers:
+    """Sequences of one shape on the device, and one step, which writes some tokens."""
+
+    def __init__(self, sampler: Any, rows: int, places: int, tokens: int, block: int, padded: bool, guided: bool):
+        self.sampler, self.tokens, self.block, self.padded, self.guided = sampler, tokens, block, padded, guided
+        device = sampler.device
+        self.ids = torch.zeros(rows, places, device=device, dtype=torch.int64)
+        self.start = torch.zeros(rows, 1, device=device, dtype=torch.int64)  # position of the answer's first token
+        self.begins, self.reveals = torch.zeros(2, tokens, device=device, dtype=torch.int64)
+        self.number = torch.zeros(1, device=device, dtype=torch.int64)  # of the step
+        self.guidance = torch.zeros((), device=device, dtype=torch.float32)
+        each = rows * block
+        off = {name: torch.zeros(each, device=device, dtype=torch.float32) for name in ("temperature", "min_p")}
+        on = {name: torch.ones(each, device=device, dtype=torch.float32) for name in ("top_p", "penalty")}
+        top_k, row = torch.zeros(2, each, device=device, dtype=torch.int32)
+        self.settings = Settings(**off, **on, top_k=top_k, row=row, seed=torch.zeros(each, device=device, dtype=torch.int64))
+        self.stops = torch.full((1,), -1, device=device, dtype=torch.int32)
+        self.lane = torch.arange(block, device=device)
+        self.place = torch.arange(places, device=device)
+        self.graph: Captured | None = None
+
+    def fill(self, prompts: list[list[int]], schedule: FillSchedule, choice: Choice, guidance: float) -> None:
+        """Write a request, by a few asynchronous copies."""
+
+        def write(target: Tensor, values: list) -> None:
+            target.copy_(to_device(torch.tensor(values, dtype=target.dtype, device="cpu"), target.device))
+
+        masks, width, steps = [self.sampler.mask_token] * self.tokens, self.ids.shape[1], len(schedule.begins)
+        rows = [[*prompt, *masks] for prompt in prompts]
+        write(self.ids, [row + [0] * (width - len(row)) for row in rows])
+        write(self.start, [[len(prompt)] for prompt in prompts])
+        write(self.begins[:steps], schedule.begins)
+        write(self.reveals[:steps], schedule.reveals)
+        write(self.settings.row, [row for row in draws(prompts) for _ in range(self.block)])
+        self.number.zero_()
+        self.guidance.fill_(guidance)
+        self.settings.temperature.fill_(choice.temperature)
+        self.settings.seed.fill_(choice.seed)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that a step reads or writes, other than the model's."""
+        tensors = [value for value in vars(self).values() if isinstance(value, Tensor)]
+        return [*tensors, *(t for t in self.settings if t is not None), self.sampler.barred]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Run the model once, and write the tokens with the highest probabilities."""
+        number = self.number.clamp(max=self.tokens - 1)  # a capture's warm-up steps go beyond the last
+        at_BN = self.start + self.begins[number] + self.lane
+        logits_BNV = self._logits(at_BN).float() + self.sampler.barred
+        now_BN = self.ids.gather(1, at_BN)
+        masked = now_BN == self.sampler.mask_token
+        drawn, confidence = self._draw(logits_BNV.flatten(0, 1), masked.flatten(), number)
+        drawn, known = drawn.view(now_BN.shape).long(), masked & (drawn >= 0).view(now_BN.shape)
+        order = torch.where(known, confidence.view(now_BN.shape), -torch.inf).argsort(dim=1, descending=True, stable=True)
+        rank = torch.empty_like(order).scatter_(1, order, self.lane.expand_as(order))
+        written = torch.where(known & (rank < self.reveals[number]), drawn, now_BN)
+        self.ids.scatter_(1, at_BN, written)
+        self.number.add_(1)
+
+    def _logits(self, at_BN: Tensor) -> Tensor:
+        """Return the logits of the positions at_BN, with guidance."""
+        if not self.guided:
+            return self._run(self.ids, at_BN)
+        unprompted = self.ids.masked_fill(self.place < self.start, self.sampler.mask_token)
+        logits, free = self._run(torch.cat([self.ids, unprompted]), at_BN.repeat(2, 1)).chunk(2)
+        return logits + self.guidance * (logits - free)
+
+    def _run(self, ids: Tensor, at: Tensor) -> Tensor:
+        model, start = self.sampler.model, self.start.repeat(len(ids) // len(self.start), 1)
+        masks = (ids == self.sampler.mask_token) & (self.place >= start)
+        inputs = {"input_ids": ids} | time_argument(model, masks.sum(1) / self.tokens)
+        if self.padded:
+            inputs |= padding_argument(model, self.place < start + self.tokens)
+        if self.sampler.full_logits:
+            return _at(logits_of(model, inputs), at)
+        return head_of(model)(_at(hidden_of(model, inputs), at))
+
+    def _draw(self, logits: Tensor, masked: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a token for each masked row of `logits`, else -1, and its log-probability.
+
+        The random numbers depend on the seed, the row, the step and the position in the answer.
+        """
+        count, zero = len(logits), torch.zeros(len(logits), device=logits.device, dtype=torch.int32)
+        lane = (self.begins[number] + self.lane).repeat(count // self.block)
+        position = (number * self.tokens + lane).int()
+        emitted, confidence = zero.clone(), torch.zeros(count, device=logits.device, dtype=torch.float32)
+        rows = Rows(zero.clone(), position, masked.int(), torch.full_like(zero, 2**31 - 1), zero.clone(), self.stops)
+        sample(logits, rows, self.settings, Into(emitted), confidence)
+        return emitted, confidence
 
 
 class MaskedSampler:
-    """Fills masks with a model that sees both sides of a token, on its live weights.
+    """Fill masks by a model that attends in both directions, with its current weights.
 
-    tokenizer   for texts in and out. Its mask token and its end of text are taken
-    mask_token  the mask token's id, where there is no tokenizer or it has none
+    tokenizer   of texts. Its mask token and end of text are the defaults
+    mask_token  id of the mask token; None: the tokenizer's
     ends        tokens that end an answer. None: the tokenizer's end of text
     graph       "auto": the step is captured on a GPU. "require": captured, or GraphError. "off": called
     """
@@ -61,25 +196,25 @@ class MaskedSampler:
         if graph not in MODES:
             raise ValueError(f"MaskedSampler: graph: got {graph!r}, wanted one of {', '.join(MODES)}.")
         self.graph = graph
-        # Never written: the mask, and ids that the tokenizer has no token for.
+        # Tokens that are never written: the mask, and ids without a token of the tokenizer.
         size = self.vocab if self.text is None else self.text.size(self.vocab)
         self.barred = torch.zeros(self.vocab, device=self.device, dtype=torch.float32)
         self.barred[[self.mask_token, *(token for token in range(size, self.vocab) if token not in self.ends)]] = -torch.inf
-        self.whole = self._try()
+        self.full_logits = self._check()
         self.turn = ReentryGuard(
             GenerateError,
             "MaskedSampler: it fills one request at a time: finish or close the stream that is open first, or make another for "
             "each thread.",
         )
-        self._canvases: dict[tuple, Canvas] = {}
+        self._buffers: dict[tuple, Buffers] = {}
 
-    def _try(self) -> str | None:
-        """Why the logits are asked whole; refuses a model that does not look ahead."""
+    def _check(self) -> str | None:
+        """Raise ValueError for a causal model. Return why the head cannot compute the logits of single positions, or None."""
         ids = torch.tensor([[self.mask_token, 0, 0]], device=self.device)
-        inputs = {"input_ids": ids} | told_time(self.model, torch.full((1,), 0.5, device=self.device, dtype=torch.float32))
+        inputs = {"input_ids": ids} | time_argument(self.model, torch.full((1,), 0.5, device=self.device, dtype=torch.float32))
         if is_causal(self.model, inputs, 1):
             raise ValueError(
-                f"MaskedSampler: {type(self.model).__name__} is causal, and cannot fill a place by what stands behind it; "
+                f"MaskedSampler: {type(self.model).__name__} is causal, and cannot fill a position by later tokens; "
                 f"generate with gpubound.decoder(model)."
             )
         with torch.no_grad():
@@ -89,19 +224,19 @@ class MaskedSampler:
         return why
 
     def generate(self, prompts: Any, tokens: int = 128, **settings: Any) -> Generation:
-        """`tokens` tokens behind each prompt: text, ids, lists of either, a tensor.
+        """Return `tokens` tokens after each prompt: text, ids, lists of either, a tensor.
 
-        steps        model runs, shared by the blocks. None: one for each token. Fewer are faster, and write more at once
+        steps        forward passes, split among the blocks. None: one per token. Fewer are faster, and write more at once
         block        tokens of a block, filled before the next; it divides `tokens`. None: one block
-        temperature  0 takes the likeliest token of a place; above 0 it is drawn
-        guidance     how far to move away from what is likely without the prompt; 0 is off
+        temperature  0: the most likely token of a position; above 0: sampling
+        guidance     classifier-free guidance: factor of the difference to the logits without the prompt; 0: off
         seed         with the same seed, a prompt gets the same tokens
         n            sequences per prompt
         """
-        run = self.start(prompts, tokens, **settings)
-        for _ in run.play(reading=False):
+        request = self.start(prompts, tokens, **settings)
+        for _ in request.play(reading=False):
             pass
-        return run.result()
+        return request.result()
 
     def stream(self, prompts: Any, tokens: int = 128, **settings: Any) -> Iterator[tuple[int, Any]]:
         """Yield (row, new text) after each block; without a tokenizer, (row, list of new ids). Takes what `generate` takes."""
@@ -118,67 +253,69 @@ class MaskedSampler:
         guidance: float = 0.0,
         seed: int = 0,
         n: int = 1,
-    ) -> "ActiveFilling":
-        """A request, checked and ready: `play()` yields as `stream` does, and then `result()` is what `generate` returns."""
-        how, choice = filling(tokens, steps, block), Choice(temperature=temperature, seed=seed)
+    ) -> "ActiveRequest":
+        """Return a checked request: `play()` yields as `stream` does, and then `result()` returns as `generate` does."""
+        schedule, choice = fill_schedule(tokens, steps, block), Choice(temperature=temperature, seed=seed)
         check_count("n", n)
         if not 0 <= guidance < float("inf"):
             raise ValueError(f"generate: guidance: got {guidance!r}, wanted a finite number of at least 0; 0 is off.")
         pad = None if self.text is None or self.text.pad in self.ends else self.text.pad
-        given = read_prompts(prompts, self.text, pad)
-        check_prompts(given, self.vocab, len(given), 1 << 30)
-        for number, prompt in enumerate(given):
+        ids = read_prompts(prompts, self.text, pad)
+        check_prompts(ids, self.vocab, len(ids), 1 << 30)
+        for number, prompt in enumerate(ids):
             if self.mask_token in prompt:
                 raise ValueError(f"generate: prompt {number} holds the mask token {self.mask_token}; leave it out.")
-        return ActiveFilling(self, [prompt for prompt in given for _ in range(n)], how, choice, guidance)
+        return ActiveRequest(self, [prompt for prompt in ids for _ in range(n)], schedule, choice, guidance)
 
-    def canvas(self, prompts: list[list[int]], how: Filling, guided: bool) -> Canvas:
-        """For rows of this shape, made when first asked for."""
+    def buffers(self, prompts: list[list[int]], schedule: FillSchedule, guided: bool) -> Buffers:
+        """Return the cached buffers of a shape."""
         longest, shortest = max(map(len, prompts)), min(map(len, prompts))
-        key = (len(prompts), longest + how.tokens, how.tokens, how.block, longest > shortest, guided)
-        if key not in self._canvases:
-            if len(self._canvases) == MOST:
-                del self._canvases[next(iter(self._canvases))]
-            self._canvases[key] = Canvas(self, *key)
-        return self._canvases[key]
+        key = (len(prompts), longest + schedule.tokens, schedule.tokens, schedule.block, longest > shortest, guided)
+        if key not in self._buffers:
+            if len(self._buffers) == MOST:
+                del self._buffers[next(iter(self._buffers))]
+            self._buffers[key] = Buffers(self, *key)
+        return self._buffers[key]
 
-    def runner(self, canvas: Canvas) -> Callable[[], Any]:
-        """One step of `canvas`, captured or called."""
+    def runner(self, buffers: Buffers) -> Callable[[], Any]:
+        """Return the step, captured if `graph` says so."""
         if self.graph == "off" or (self.graph == "auto" and self.device.type != "cuda"):
-            return canvas.step
-        if canvas.graph is None:
-            canvas.graph = capture(canvas.step, state=[self.model, *canvas.tensors()])
-        return canvas.graph
+            return buffers.step
+        if buffers.graph is None:
+            buffers.graph = capture(buffers.step, state=[self.model, *buffers.tensors()])
+        return buffers.graph
 
 
-class ActiveFilling:
-    """One request while it runs."""
+class ActiveRequest:
+    """A request in progress."""
 
-    def __init__(self, sampler: MaskedSampler, prompts: list[list[int]], how: Filling, choice: Choice, guidance: float) -> None:
-        self.sampler, self.how, self.choice, self.guidance = sampler, how, choice, guidance
+    def __init__(
+        self, sampler: MaskedSampler, prompts: list[list[int]], schedule: FillSchedule, choice: Choice, guidance: float
+    ) -> None:
+        self.sampler, self.schedule, self.choice, self.guidance = sampler, schedule, choice, guidance
         self.sequences = [Generated(prompt) for prompt in prompts]
-        self.found = Generation(self.sequences)
+        self.generation = Generation(self.sequences)
         self.texts = [TextStream(sampler.text, ends=sampler.ends) for _ in prompts]
 
     def play(self, reading: bool = True) -> Iterator[tuple[int, Any]]:
-        """(row, new tokens or text) after each block; not `reading`, after the last alone."""
-        begun, sampler, how = time.perf_counter(), self.sampler, self.how
+        """Yield (row, new tokens or text) after each block, or only after the last if not `reading`."""
+        begun, sampler, schedule = time.perf_counter(), self.sampler, self.schedule
         prompts = [sequence.prompt for sequence in self.sequences]
         with sampler.turn, mode(sampler.model, training=False):
-            canvas = sampler.canvas(prompts, how, self.guidance > 0)
-            canvas.fill(prompts, how, self.choice, self.guidance)
-            step = sampler.runner(canvas)
-            for begin, block_ends in zip(how.begins, how.block_ends):
+            buffers = sampler.buffers(prompts, schedule, self.guidance > 0)
+            buffers.fill(prompts, schedule, self.choice, self.guidance)
+            step = sampler.runner(buffers)
+            for begin, block_ends in zip(schedule.begins, schedule.block_ends):
                 step()
-                self.found.launches, self.found.steps = self.found.launches + 1, self.found.steps + 1
-                if block_ends and (reading or begin + how.block == how.tokens):
-                    rows = canvas.ids.tolist()  # waits for the device
-                    self.found.seconds = time.perf_counter() - begun
-                    self.found.first_token_s = self.found.first_token_s or self.found.seconds
-                    yield from self._take(rows, begin + how.block)
+                self.generation.launches, self.generation.steps = self.generation.launches + 1, self.generation.steps + 1
+                if block_ends and (reading or begin + schedule.block == schedule.tokens):
+                    rows = buffers.ids.tolist()  # synchronises with the device
+                    self.generation.seconds = time.perf_counter() - begun
+                    self.generation.first_token_s = self.generation.first_token_s or self.generation.seconds
+                    yield from self._read(rows, begin + schedule.block)
 
-    def _take(self, rows: list[list[int]], written: int) -> Iterator[tuple[int, Any]]:
-        """What is new in the first `written` tokens of every answer."""
+    def _read(self, rows: list[list[int]], written: int) -> Iterator[tuple[int, Any]]:
+        """Yield what is new in the first `written` tokens of every answer."""
         for number, (row, sequence, text) in enumerate(zip(rows, self.sequences, self.texts)):
             if sequence.finish:
                 continue
@@ -191,7 +328,7 @@ class ActiveFilling:
                 )
             end = next((at for at, token in enumerate(answer) if token in sampler.ends), None)
             sequence.tokens = answer if end is None else answer[: end + 1]
-            sequence.finish = "stop token" if end is not None else "length" if written == self.how.tokens else ""
+            sequence.finish = "stop token" if end is not None else "length" if written == self.schedule.tokens else ""
             new = sequence.tokens[known:]
             piece = text.add(new)
             if piece is not None and sequence.finish:
@@ -200,16 +337,28 @@ class ActiveFilling:
                 yield number, shown
 
     def result(self) -> Generation:
-        self.found.row_steps = self.found.steps * len(self.sequences)
-        return self.found
+        self.generation.row_steps = self.generation.steps * len(self.sequences)
+        return self.generation
 
 
-def _mask_token(given: int | None, text: TextCodec | None, vocab: int) -> int:
-    found = (None if text is None else text.mask) if given is None else given
-    if found is None:
+def _mask_token(token: int | None, text: TextCodec | None, vocab: int) -> int:
+    token = (None if text is None else text.mask) if token is None else token
+    if token is None:
         raise ValueError(
             "MaskedSampler: mask_token: got none, and the tokenizer has none; give the id that the model was trained with."
         )
-    if not 0 <= found < vocab:
-        raise ValueError(f"MaskedSampler: mask_token: got {found}, but the model knows the ids 0 to {vocab - 1}.")
-    return found
+    if not 0 <= token < vocab:
+        raise ValueError(f"MaskedSampler: mask_token: got {token}, but the model has the ids 0 to {vocab - 1}.")
+    return token
+
+
+def padding_argument(model: Any, real_BT: Tensor) -> dict[str, Tensor]:
+    """Return the keyword argument that masks padding: transformers' attention_mask, or an SDPA mask."""
+    if "attention_mask" in signature(model.forward).parameters:
+        return {"attention_mask": real_BT.long()}
+    return {"mask": real_BT[:, None, None, :]}
+
+
+def _at(x: Tensor, at: Tensor) -> Tensor:
+    """Return the positions `at` (B, N) of x (B, T, width)."""
+    return x.gather(1, at[..., None].expand(*at.shape, x.shape[-1]))

@@ -18,9 +18,9 @@ from ...kernels.dispatch import Call
 OBJECTIVES = {
     "causal_lm": (".causal_lm", "CausalLM"),
     "next_token": (".causal_lm", "NextToken"),
-    "masked_diffusion": (".masked_diffusion", "MaskedDiffusion"),
-    "diffusion": (".masked_diffusion", "MaskedDiffusion"),
-    "noise_prediction": (".noise_prediction", "NoisePrediction"),
+    "masked_diffusion": ("gpubound.models.diffusion.objective", "MaskedDiffusion"),
+    "diffusion": ("gpubound.models.diffusion.objective", "MaskedDiffusion"),
+    "noise_prediction": ("gpubound.models.diffusion.noise", "NoisePrediction"),
 }
 """(module, class) by name; imported when it is asked for"""
 

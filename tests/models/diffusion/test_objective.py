@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from gpubound import Decoder, DecoderConfig, trace
-from gpubound.layers.diffusion_schedule import spread_times
+from gpubound.models.diffusion.noise import spread_times
+from gpubound.models.diffusion.objective import MaskedDiffusion
 from gpubound.train import AdamW, TrainStep
-from gpubound.train.objectives.masked_diffusion import MaskedDiffusion
-
-from ..both_ways import BothWays
+from tests.train.both_ways import BothWays
 
 pytestmark = pytest.mark.usefixtures("on_reference")
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpubound.layers.diffusion_schedule import TARGETS
+from gpubound.models.diffusion.noise import TARGETS, NoisePrediction
 from gpubound.train import AdamW, TrainStep
-from gpubound.train.objectives.noise_prediction import NoisePrediction
 
 pytestmark = pytest.mark.usefixtures("on_reference")
 

@@ -1,13 +1,13 @@
-"""Masked diffusion (LLaDA, Nie et al. 2025): tokens are hidden at random, and the model says what stood in their places.
+"""Objective of masked diffusion (LLaDA, Nie et al. 2025): tokens are masked at random, and the model predicts them.
 
-A row gets a rate t, uniform in (0, 1]. Each of its L tokens that count is replaced by the mask token with probability t, on its
-own. The loss is the cross-entropy of the masked tokens, each times 1 / t, over L. Its mean bounds the negative log-likelihood
-of a token from above:
+A row gets a rate t, uniform in (0, 1]. Each of its L tokens with a label is replaced by the mask token with probability t,
+independently. The loss is the cross-entropy of the masked tokens, times 1 / t, over L. Its mean is an upper bound of a token's
+negative log-likelihood:
 
     -log p(row) <= E over t and masks of (1 / t) · Σ over masked i of -log p(token i | the row with its masks)
 
-Nothing is shifted: the label of a place is its own token, and the model must see both sides of it. Tokens whose label is -100,
-the prompts of chats, are never masked: they are what the answer hangs on.
+Labels are not shifted: the label of a position is its token, and the model must attend in both directions. Tokens with the
+label -100, such as the prompts of chats, are never masked.
 """
 
 import math
@@ -19,22 +19,26 @@ import torch
 from torch import Tensor, nn
 
 from ...data import Tokenizer
-from ...layers.diffusion_schedule import spread_times
 from ...layers.embedding_and_head import head_of
-from ...models.language_model import is_causal, told_time
-from .word_loss import IGNORE, WordLoss
+from ...train.objectives.word_loss import IGNORE, WordLoss
+from ..language_model import first_row, logits_of
+from ..placing import mode
+from .noise import spread_times
 
-SEED = 0x5EED  # of the masks that validation draws: the same for every run and every evaluation
+SEED = 0x5EED  # of the masks in validation, the same for every run and evaluation
 
 
 @dataclass(eq=False)
 class MaskedDiffusion(WordLoss):
-    """A batch is a dict: input_ids, labels (each token's own id, or -100 where it is given and never masked), and what else the
-    model wants. A model that is told the time (config.time) gets t of each row."""
+    """Objective of a masked diffusion model.
 
-    mask_token: int | None = None  # its id; a run takes its tokenizer's, which gets one if it has none
-    least: float = 1e-3  # t is drawn from (least, 1): near 0 the weight 1 / t of a token seldom masked has no finite variance
-    levels: int = 8  # how many masks validation draws for each row
+    A batch is a dict: input_ids, labels (the token's id, or -100 for a token that is never masked), and other arguments of the
+    model. A model with config.time also gets t of each row.
+    """
+
+    mask_token: int | None = None  # id; None: a run uses its tokenizer's, and adds one if it has none
+    least: float = 1e-3  # lower bound of t: near 0 the weight 1 / t of a rarely masked token has no finite variance
+    levels: int = 8  # masks per row in validation
 
     name: ClassVar[str] = "masked_diffusion"
     labels: ClassVar[str] = "own"
@@ -60,8 +64,11 @@ class MaskedDiffusion(WordLoss):
 
     @torch.no_grad()
     def validate(self, model: Any, batches: Iterable[Any]) -> dict[str, float]:
-        """The bound in nats a token, and as a perplexity. Each row is masked `levels` times, exactly k of its L tokens that
-        count, k spread evenly over 1 to L, with the weight L / k: the same bound, with less variance and no least rate."""
+        """Return the bound in nats per token, and as a perplexity.
+
+        Each row is masked `levels` times: exactly k of its L tokens with a label, k spread evenly over 1 to L, with the weight
+        L / k. It is the same bound, with less variance and without a lower bound of the rate.
+        """
         totals, counts, generator = [], [], None
         for batch in batches:
             self.prepare(model, batch)
@@ -77,16 +84,16 @@ class MaskedDiffusion(WordLoss):
     def _masked_loss(
         self, model: Any, inputs: dict[str, Any], labels: Tensor, masked: Tensor, rate_B: Tensor, scale: Tensor | None
     ) -> Tensor:
-        """Σ of the masked tokens' losses, each over its row's rate."""
-        assert self.mask_token is not None  # `check` has seen to it
+        """Return the sum of the masked tokens' losses, each divided by its row's rate."""
+        assert self.mask_token is not None  # by `check`
         ids = inputs["input_ids"].masked_fill(masked, self.mask_token)
         weights = rate_B.reciprocal()[:, None].expand(labels.shape)
-        inputs = inputs | told_time(model, rate_B) | {"input_ids": ids}
+        inputs = inputs | time_argument(model, rate_B) | {"input_ids": ids}
         return self.total(model, inputs, labels.masked_fill(~masked, IGNORE), scale, weights)
 
     def trial(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
         ids = inputs["input_ids"]
-        return inputs | told_time(model, torch.full(ids.shape[:1], 0.5, device=ids.device, dtype=torch.float32))
+        return inputs | time_argument(model, torch.full(ids.shape[:1], 0.5, device=ids.device, dtype=torch.float32))
 
     def check(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> None:
         ids, head = inputs["input_ids"], head_of(model)
@@ -98,7 +105,7 @@ class MaskedDiffusion(WordLoss):
         words = getattr(head, "out_features", None)
         if self.mask_token < 0 or (words is not None and self.mask_token >= words):
             raise ValueError(
-                f"masked_diffusion: mask_token: got {self.mask_token}, but {type(model).__name__} knows the ids 0 to "
+                f"masked_diffusion: mask_token: got {self.mask_token}, but {type(model).__name__} has the ids 0 to "
                 f"{(words or 0) - 1}; make the model one token larger, or name a token that no text holds."
             )
         if ((labels != IGNORE) & (labels != ids)).any():
@@ -108,13 +115,13 @@ class MaskedDiffusion(WordLoss):
             )
         if is_causal(model, inputs, self.mask_token):
             raise ValueError(
-                f"masked_diffusion: {type(model).__name__} is causal, but a masked token must see those behind it, too; train "
+                f"masked_diffusion: {type(model).__name__} is causal, but a masked token must attend to later ones; train "
                 f"one with causal=False, such as diffusion-tiny."
             )
 
 
 def spread_masks(counts: Tensor, level: int, levels: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(the masked of the tokens `counts` (B, T), their share of each row (B,)), for one of `levels` parts of the range."""
+    """Return a mask of some tokens of `counts` (B, T), and their share of each row (B,), in one of `levels` parts of (0, 1]."""
     rows = torch.arange(len(counts), device=counts.device)
     share = (level + (rows + 0.5) / len(counts)) / levels
     number = counts.sum(1)
@@ -122,3 +129,25 @@ def spread_masks(counts: Tensor, level: int, levels: int, generator: torch.Gener
     place = torch.rand(counts.shape, device=counts.device, generator=generator, dtype=torch.float32).masked_fill(~counts, 2.0)
     rank = place.argsort(1).argsort(1)
     return (rank < k[:, None]) & counts, k / number.clamp(min=1)
+
+
+@torch.no_grad()
+def is_causal(model: Any, inputs: dict[str, Any], other: int) -> bool:
+    """Return config.causal, or compute it: a causal model's first logits do not change with the later tokens.
+
+    other  a token id to replace later tokens by. Synchronises with the device.
+    """
+    declared = getattr(getattr(model, "config", None), "causal", None)
+    row = first_row(inputs)
+    if isinstance(declared, bool) or row["input_ids"].shape[1] < 2:
+        return declared is True
+    changed = row["input_ids"].clone()
+    changed[:, 1:] = torch.where(changed[:, 1:] == other, 0, other)
+    with mode(model, training=False):
+        one, two = logits_of(model, row), logits_of(model, row | {"input_ids": changed})
+    return torch.equal(one[:, 0], two[:, 0])
+
+
+def time_argument(model: Any, time_B: Tensor) -> dict[str, Tensor]:
+    """Return the keyword argument with the diffusion time of each row; empty if the model takes none."""
+    return {"time": time_B} if getattr(getattr(model, "config", None), "time", "none") != "none" else {}
