@@ -116,10 +116,11 @@ def measure_host_cost(bench: Bench) -> None:
     model = nn.Sequential(*(nn.Linear(8, 8, device=bench.device) for _ in range(layers)))
     x = torch.ones(1, 8, device=bench.device)
     captured = capture(model, x)
+    static = captured._recording.inputs
     costs = {
-        "check of what is held": captured._held.check,
-        "check and copy of the inputs": lambda: captured._inputs.copy_in(captured._inputs.tensors((x,))),
-        "bare replay": captured._runner.replay,
+        "check of what is held": captured._recording.guards.check,
+        "check and copy of the inputs": lambda: static.copy_in(static.tensors((x,))),
+        "bare replay": captured._recording.runner.replay,
         "whole call": lambda: captured(x),
     }
     spent = {name: host_us(call, bench.device) for name, call in costs.items()}

@@ -180,6 +180,11 @@ def run_dry(*arguments):
     return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
 
 
+def test_the_host_cost_of_a_replay_is_measured(tmp_path, capsys):
+    bench_graph.measure_host_cost(Bench("graph", CPU, "gpubound bench graph --dry", dry=True, folder=tmp_path))
+    assert "whole call" in capsys.readouterr().out
+
+
 def test_bench_kernels_dry():
     done = run_dry("benchmarks.bench_kernels", "--dry", "--only", "rms_norm,cross_entropy")
     assert done.returncode == 0, done.stderr
