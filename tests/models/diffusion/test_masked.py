@@ -266,13 +266,13 @@ def test_refused_requests(prompts, tokens, how, sentence):
     [
         (
             lambda: MaskedSampler(Decoder(DecoderConfig(16, 32, 1, 2, 1, 16)), mask_token=15),
-            "Decoder is causal, and cannot fill a place by what stands behind it; generate with gpubound.decoder(model).",
+            "Decoder is causal, and cannot fill a position by later tokens; generate with gpubound.decoder(model).",
         ),
         (
             lambda: MaskedSampler(BothWays()),
             "mask_token: got none, and the tokenizer has none; give the id that the model was trained with.",
         ),
-        (lambda: MaskedSampler(BothWays(), mask_token=16), "mask_token: got 16, but the model knows the ids 0 to 15."),
+        (lambda: MaskedSampler(BothWays(), mask_token=16), "mask_token: got 16, but the model has the ids 0 to 15."),
         (
             lambda: MaskedSampler(BothWays(), mask_token=15, graph="on"),
             "graph: got 'on', wanted one of auto, require, off.",

@@ -178,7 +178,7 @@ def shifted() -> dict:
             MaskedDiffusion(15),
             Decoder(DecoderConfig(16, 32, 1, 2, 1, 16)),
             batch(),
-            "Decoder is causal, but a masked token must see those behind it, too; train one with causal=False, such as "
+            "Decoder is causal, but a masked token must attend to later ones; train one with causal=False, such as "
             "diffusion-tiny.",
         ),
         (
@@ -192,7 +192,7 @@ def shifted() -> dict:
             MaskedDiffusion(16),
             BothWays(),
             batch(),
-            "mask_token: got 16, but BothWays knows the ids 0 to 15; make the model one token larger, or name a token that no "
+            "mask_token: got 16, but BothWays has the ids 0 to 15; make the model one token larger, or name a token that no "
             "text holds.",
         ),
         (
