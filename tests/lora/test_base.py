@@ -258,7 +258,7 @@ def test_what_stays_as_it_is_is_said(fallbacks, capsys):
     assert len(gb.lora.quantize_base(model, "nf4")) == 12
     assert message("lora/base:what_stays_as_it_is_is_s").within(capsys.readouterr().err)
     assert fallbacks() == {
-        ("lora.quantize_base", f"model.layers.{n}.mlp.down_proj has 72 columns, no multiple of 64, so it stays as it is"): 1
+        ("lora.quantize_base", f"model.layers.{n}.mlp.down_proj has 72 columns, no multiple of 64, so it is not quantised"): 1
         for n in (0, 1)
     }
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
@@ -270,9 +270,9 @@ def test_a_shared_weight_and_one_that_trains_stay(fallbacks):
     model[2].weight.requires_grad_(False)
     assert gb.lora.quantize_base(model, "int8") == ["2"]
     assert set(fallbacks()) == {
-        ("lora.quantize_base", "0 shares its weight with another module, so it stays as it is"),
-        ("lora.quantize_base", "1 shares its weight with another module, so it stays as it is"),
-        ("lora.quantize_base", "3 trains, as other layers do not, so it stays as it is"),
+        ("lora.quantize_base", "0 shares its weight with another module, so it is not quantised"),
+        ("lora.quantize_base", "1 shares its weight with another module, so it is not quantised"),
+        ("lora.quantize_base", "3 trains, as other layers do not, so it is not quantised"),
     }
 
 
@@ -334,5 +334,5 @@ def test_modules_of_bitsandbytes_are_told_from_ours(fallbacks):
     assert kinds[0] in refusal(lambda: gb.lora.add(model, 4, targets=["down_proj"]))
     assert len(gb.lora.add(model, 4, base="int8")) == 12
     for kind in kinds:
-        for what, end in (("lora.add: all-linear", "so it gets no adapter"), ("lora.quantize_base", "so it stays as it is")):
+        for what, end in (("lora.add: all-linear", "so it gets no adapter"), ("lora.quantize_base", "so it is not quantised")):
             assert [why for where, why in fallbacks() if where == what and why.startswith(kind) and why.endswith(end)]

@@ -1,8 +1,8 @@
-"""Causal self-attention with rotary positions: one product for q, k, v, one kernel that turns and splits it, torch's SDPA.
+"""Causal self-attention with rotary positions: one product for q, k, v, one kernel that rotates and splits it, torch's SDPA.
 
-A position p turns the pair (i, i + D/2) of every q and k head by the angle p · frequency_i. Training reads positions 0..T-1
-again and again, so their cosines and sines are kept; others are computed when asked for, on the device. Heads stay behind the
-tokens, as the product writes them: SDPA gets transposed views, and none of its kernels needs a copy.
+A position p rotates the pair (i, i + D/2) of every q and k head by the angle p · frequency_i. Training reads positions 0..T-1
+in every step, so their cosines and sines are cached; others are computed in each call, on the device. Heads follow the tokens,
+as the product writes them: SDPA gets transposed views, and none of its kernels needs a copy.
 
 Legend: B batch, T tokens, H query heads, K key and value heads, D width of a head.
 """
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from ..kernels import rope, rope_qkv
 from ..kernels.dispatch import Call, transformed
+from .block import RMSNorm
 from .fused_weights import Kernels, Projecting, Stacked, run_linear
 from .linear_product import multiply
-from .norm import RMSNorm
 
 Rope = tuple[Tensor, Tensor]
 """cos and sin in fp32: (T, D/2), or (B, T, D/2) where rows have separate positions"""
@@ -30,12 +30,12 @@ class Angles(Protocol):
     def __call__(self, positions: Tensor) -> Rope: ...
 
     def stamp(self) -> object:
-        """Changes when the frequencies do; a table of an older stamp is stale."""
+        """Return a value that changes when the frequencies do; a table of an older stamp is stale."""
         ...
 
 
 class RotaryAngles:
-    """The plain rotary angles: frequency_i = theta^(-2i / head_dim)."""
+    """Rotary angles with frequency_i = theta^(-2i / head_dim)."""
 
     def __init__(self, head_dim: int, theta: float = 10000.0) -> None:
         if head_dim % 2:
@@ -52,35 +52,35 @@ class RotaryAngles:
 
 
 class RopeTable:
-    """cos and sin of positions 0..T-1, computed at the first call for a device or a greater T, then sliced.
+    """Cache of cos and sin of positions 0..T-1, computed at the first call for a device or a greater T, then sliced.
 
-    Shorter ones stay where they are: graphs that were captured before read them. Each is twice as long as the one before.
+    Shorter tables are not freed: graphs that were captured before read them. Each is twice as long as the one before.
     """
 
     def __init__(self, angles: Angles) -> None:
         self.angles = angles
-        self._kept: list[Rope] = []
+        self._tables: list[Rope] = []
         self._stamp: object = None
 
     def __getstate__(self):
-        return {"angles": self.angles, "_kept": [], "_stamp": None}
+        return {"angles": self.angles, "_tables": [], "_stamp": None}
 
     def first(self, length: int, device: torch.device) -> Rope:
-        """(cos, sin) of positions 0..length-1, each (length, D/2)."""
-        if transformed():  # of a batch of models, whose frequencies lie nowhere
+        """Return (cos, sin) of positions 0..length-1, each (length, D/2)."""
+        if transformed():  # the frequencies may be those of a batch of models
             return self.at(torch.arange(length, device=device))
         stamp = self.angles.stamp()
-        same = self._kept and self._kept[0][0].device == device and stamp == self._stamp
-        kept = self._kept if same else []
-        if not kept or kept[-1][0].shape[0] < length:
-            wanted = max(length, 2 * kept[-1][0].shape[0]) if kept else length
-            with torch.inference_mode(False):  # a table made inside could not be kept for backward later
-                cos, sin = self.at(torch.arange(wanted, device=device))
-                kept = [*kept, (cos.contiguous(), sin.contiguous())]
-            # What a capture allocates is its graph's, to be overwritten at the next replay.
+        same = self._tables and self._tables[0][0].device == device and stamp == self._stamp
+        tables = self._tables if same else []
+        if not tables or tables[-1][0].shape[0] < length:
+            size = max(length, 2 * tables[-1][0].shape[0]) if tables else length
+            with torch.inference_mode(False):  # a table made inside could not be saved for backward later
+                cos, sin = self.at(torch.arange(size, device=device))
+                tables = [*tables, (cos.contiguous(), sin.contiguous())]
+            # Memory that a capture allocates is its graph's, and overwritten at the next replay.
             if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-                self._kept, self._stamp = kept, stamp
-        cos, sin = kept[-1]
+                self._tables, self._stamp = tables, stamp
+        cos, sin = tables[-1]
         return cos[:length], sin[:length]
 
     def of(self, x: Tensor, positions: Tensor | None) -> Rope:
@@ -90,13 +90,13 @@ class RopeTable:
         return self.at(positions[0] if positions.dim() > 1 and len(positions) == 1 else positions)
 
     def at(self, positions: Tensor) -> Rope:
-        """(cos, sin) of these positions (..., T), not kept."""
+        """Return (cos, sin) of these positions (..., T), without caching them."""
         with torch.no_grad(), torch.autocast(positions.device.type, enabled=False):
             return self.angles(positions)
 
 
 class Attention(Projecting):
-    """Grouped-query attention. `qk_norm` is an eps: q and k heads are then RMS-normed before they are turned (Qwen3)."""
+    """Grouped-query attention. qk_norm: an eps with which q and k heads are RMS-normed before they are rotated (Qwen3)"""
 
     PROJECTIONS: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # together [q | k | v]
 
@@ -140,16 +140,16 @@ class Attention(Projecting):
         return self.mix(x, rope, mask)
 
     def mix(self, x: Tensor, rope: Rope | None, mask: Tensor | None = None) -> Tensor:
-        """x (B, T, hidden) -> (B, T, hidden). As `causal` says when `mask` is None; else a mask as SDPA takes it."""
+        """Compute x (B, T, hidden) -> (B, T, hidden). mask: as for SDPA; None: causal, or all tokens if not `causal`"""
         q, k, v = (t.transpose(1, 2) for t in self.project(x, rope))
         return self.output(self.attended(q, k, v, mask)[0].flatten(-2))
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
-        """q (B, H, T, D), k and v (B, K, L, D) -> (B, T, H, D), and the scores where transformers gives them."""
+        """Return SDPA of q (B, H, T, D), k and v (B, K, L, D) as (B, T, H, D), and the scores if transformers returns them."""
         return attend(q, k, v, mask, self.scaling, self.dropout if self.training else 0.0, self.causal), None
 
     def project(self, x: Tensor, turn: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, T, H, D), k and v (B, T, K, D), q and k turned by `turn` if there is one."""
+        """Return q (B, T, H, D), k and v (B, T, K, D), q and k rotated by `turn` unless that is None."""
         joined = self.stacked.joined(self.projections())
         packed = None if joined is None else multiply(x, joined)
         if packed is None:
@@ -159,8 +159,7 @@ class Attention(Projecting):
             heads, kv_heads = self.counted(() if joined is None else joined.weights)
             if turn is not None and "q_norm" not in self._modules:
                 return rope_qkv(packed, *turn, heads, kv_heads)
-            wide, narrow = heads * self.head_dim, kv_heads * self.head_dim
-            rows = packed.split([wide, narrow, narrow], -1)
+            rows = packed.split([heads * self.head_dim, kv_heads * self.head_dim, kv_heads * self.head_dim], -1)
         q, k, v = self.split_heads(*rows)
         if turn is not None:
             q, k = rope(q, k, *turn)
@@ -173,7 +172,7 @@ class Attention(Projecting):
         return weights[0].shape[0] // self.head_dim, weights[1].shape[0] // self.head_dim
 
     def split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows (B, T, H D) as heads (B, T, H, D), those of q and k normed if they are to be."""
+        """View rows (B, T, H D) as heads (B, T, H, D), and norm those of q and k if there are norms."""
         children: dict[str, Any] = self._modules
         q, k, v = (t.view(*t.shape[:-1], -1, self.head_dim) for t in (q, k, v))
         return (children["q_norm"](q), children["k_norm"](k), v) if "q_norm" in children else (q, k, v)
@@ -194,7 +193,7 @@ def turn_calls(heads: int, kv_heads: int, head_dim: int, pairs: int, normed: boo
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float = 0.0, causal: bool = True
 ) -> Tensor:
-    """SDPA on q (B, H, T, D), k and v (B, K, T, D) -> (B, T, H, D). Causal, or over all keys, when `mask` is None.
+    """Compute SDPA of q (B, H, T, D), k and v (B, K, T, D) -> (B, T, H, D). Causal, or over all keys, when `mask` is None.
 
     With a mask, k and v are repeated: CUDA has masked kernels for equal head counts alone, besides one that stores all T × T.
     """

@@ -1,22 +1,76 @@
-"""The decoder's loop. The residual add lives inside the next norm, across the borders of sub-layers and blocks.
+"""RMSNorm, and the decoder's blocks. The residual add is part of the next norm, across sub-layers and blocks.
 
-A pre-norm block is x += attention(norm(x)); x += mlp(norm(x)). Written so, each add is a pass over memory of its own. Here
-a sub-layer's result stays *pending* until the next norm, which adds and norms in one pass; the last one is taken up by the
-final norm.
+A pre-norm block is x += attention(norm(x)); x += mlp(norm(x)). Written so, each add is a separate pass over memory. Here a
+sub-layer's result stays *pending* until the next norm, which adds and norms in one pass; the final norm adds the last one.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..device import constant
+from ..kernels import add_rms_norm, rms_norm
 from ..trace import fallback
-from .attention import Rope
-from .fused_weights import Projecting, hooked
-from .norm import RMSNorm
+from . import recompute
+from .fused_weights import Kernels, Projecting, hooked
+
+if TYPE_CHECKING:
+    from .attention import Rope
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm: y = x / sqrt(mean(x²) + eps) · (weight + offset).
+
+    `add` adds the last sub-layer's result to the residual stream and norms the sum, in one pass over memory.
+    """
+
+    OPS = ("rms_norm", "add_rms_norm")
+
+    offset: float = 0.0  # 1 for Gemma, whose gain is weight + 1
+    eps: float
+    recompute_bytes = recompute.LEAST_BYTES
+
+    def __init__(self, hidden: int, eps: float = 1e-6, device=None, dtype=None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden, device=device, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self._gain()
+        y = rms_norm(x, weight, self.eps, self.offset)
+        return self._mark(y, x, weight)
+
+    def add(self, x: Tensor, pending: Tensor | None, rounds: bool = False) -> tuple[Tensor, Tensor]:
+        """Return (norm of the new stream, the new stream); the stream stays x when nothing is pending.
+
+        rounds: return the norm in the dtype of `pending`, to which its readers would round it
+        """
+        weight = self._gain()
+        if pending is None:
+            return self.forward(x), x
+        if pending.dtype != x.dtype and not rounds:  # autocast: products give 16 bits, the stream stays fp32
+            pending = pending.to(x.dtype)
+        y, stream = add_rms_norm(x, pending, weight, self.eps, self.offset)
+        # A rounded one is saved for backward, as torch's autocast saves its cast: recomputation would read fp32.
+        return y if y.dtype != stream.dtype else self._mark(y, stream, weight), stream
+
+    def _gain(self) -> Any:
+        """Return the weight: a parameter, looked up quickly, or the result of a parametrization or pruning."""
+        parameter = self._parameters.get("weight")
+        return self.weight if parameter is None else parameter
+
+    def _mark(self, y: Tensor, x: Tensor, weight: Any) -> Tensor:
+        return recompute.mark(y, self.recompute_bytes, partial(rms_norm, eps=self.eps, offset=self.offset), x, weight)
+
+    def fused_kernels(self) -> Kernels:
+        return "{}", self.OPS
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
 
 
 class Block(nn.Module):
@@ -24,7 +78,7 @@ class Block(nn.Module):
 
     gradient_checkpointing = False
     apart = False  # whether the blocks of its model are on several devices
-    gathered: Any = None  # runs a function with the block's weights there, where ranks share them (parallel/sharded.py)
+    gathered: Any = None  # runs a function with the block's weights gathered, where ranks shard them (distributed/fsdp.py)
 
     def __init__(
         self,
@@ -42,15 +96,15 @@ class Block(nn.Module):
         self.input_layernorm = norm(hidden, eps, device=device, dtype=dtype)
         self.post_attention_layernorm = norm(hidden, eps, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: "Rope | None", mask: Tensor | None = None) -> Tensor:
         x, pending = run_block(self, x, None, rope, mask)
         return x + pending.to(x.dtype)
 
 
 def run_block(
-    block: Any, x: Tensor, pending: Tensor | None, rope: Rope | None, mask: Tensor | None = None
+    block: Any, x: Tensor, pending: Tensor | None, rope: "Rope | None", mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One block on the stream (x, what is still to be added to it). `block` has the children of `Block`."""
+    """Run a block on the stream (x, its pending addend). `block` has the children of `Block`."""
     children = block._modules
     attention, mlp = children["self_attn"], children["mlp"]
     y, x = normed_for(attention, children["input_layernorm"], x, pending)
@@ -59,8 +113,8 @@ def run_block(
 
 
 def normed_for(part: Any, norm: Any, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
-    """norm.add(x, pending), whose norm `part` reads."""
-    if heard(norm):
+    """Return norm.add(x, pending), whose norm `part` reads."""
+    if must_be_called(norm):
         x = added(x, pending)
         return norm(x), x
     if isinstance(norm, RMSNorm) and rounds(part, x, pending):
@@ -69,28 +123,28 @@ def normed_for(part: Any, norm: Any, x: Tensor, pending: Tensor | None) -> tuple
 
 
 def mixed(part: Any, *inputs: Any) -> Tensor:
-    """part.mix(*inputs); called, where hooks are to run or another forward."""
-    return part(*inputs) if heard(part) else part.mix(*inputs)
+    """Return part.mix(*inputs), or part(*inputs) where hooks are to run or another forward."""
+    return part(*inputs) if must_be_called(part) else part.mix(*inputs)
 
 
-def heard(module: Any) -> bool:
-    """Return whether it must be called, so that its hooks or another forward run. Hooks of sharders and of this package do not
-    count: the loop does their work."""
+def must_be_called(module: Any) -> bool:
+    """Return whether the module must be called, so that its hooks or another forward run. Hooks of sharding and of this package
+    do not count: the loop does their work."""
     kind: Any = type(module)
-    if outdone(kind):
+    if has_other_forward(kind):
         return True
     return hooked(module, but=getattr(module, "gathers", ())) and not getattr(module, "apart", False)
 
 
 @constant
-def outdone(kind: Any) -> bool:
-    """Return whether it is a user's subclass of one of our modules with its own forward, which the loop would step past. The
-    classes that placing makes are not: they stand in for their module's forward."""
-    return _outdone(kind)
+def has_other_forward(kind: Any) -> bool:
+    """Return whether the class is a user's subclass of one of our modules with its own forward, which the loop would skip. The
+    classes of swapped modules are not."""
+    return _has_other_forward(kind)
 
 
 @cache
-def _outdone(kind: Any) -> bool:
+def _has_other_forward(kind: Any) -> bool:
     if hasattr(kind, "forwards"):
         return False
     at = next(i for i, base in enumerate(kind.__mro__) if "forward" in vars(base))
@@ -111,16 +165,16 @@ def added(x: Tensor, pending: Tensor | None) -> Tensor:
 def called(
     step: Callable, block: Any, x: Tensor, pending: Tensor | None, rope: Any, mask: Any = None
 ) -> tuple[Tensor, Tensor | None]:
-    """A block that carries hooks, which see all that goes in and comes out. `step` may be told more, as a time is."""
-    told = step.keywords if isinstance(step, partial) else {}
-    return block(added(x, pending), rope, mask, **told), None
+    """Call a block that carries hooks, which see its inputs and outputs, with the keywords of `step`, such as a time."""
+    keywords = step.keywords if isinstance(step, partial) else {}
+    return block(added(x, pending), rope, mask, **keywords), None
 
 
 def rounds(part: Any, x: Tensor, pending: Tensor | None) -> bool:
     """Return whether autocast is on, and the part's products would round a norm to the dtype of `pending`.
 
-    Then the norm reads and writes 16 bits, and nothing is cast before it and behind it: of 28 bytes a number that forward
-    moves 12 stay, and of 28 that backward moves 20.
+    Then the norm reads and writes 16 bits, without casts: forward moves 12 bytes an element instead of 28, and backward 20
+    instead of 28.
     """
     if pending is None or x.dtype != torch.float32 or torch.compiler.is_compiling():
         return False
@@ -133,34 +187,74 @@ def rounds(part: Any, x: Tensor, pending: Tensor | None) -> bool:
 def run_blocks(
     blocks: Iterable[Any], final_norm: Any, x: Tensor, rope: Any, mask: Any = None, step: Callable = run_block
 ) -> Tensor:
-    """All blocks and the final norm: x (B, T, hidden) -> (B, T, hidden). `step` runs other blocks as `run_block` does."""
+    """Run all blocks and the final norm: x (B, T, hidden) -> (B, T, hidden). step: a replacement of `run_block`"""
     pending = None
     for block in blocks:
         if getattr(block, "apart", False):
-            x, pending, rope, mask = brought(block, (x, pending, rope, mask))
+            x, pending, rope, mask = to_device_of(block, (x, pending, rope, mask))
         gathered = getattr(block, "gathered", None)
         one: Callable = step if gathered is None else partial(gathered, step)
-        if gathered is None and heard(block):
+        if gathered is None and must_be_called(block):
             one = partial(called, step)
         if block.gradient_checkpointing and block.training:
-            again = partial(one, block, rope=rope, mask=mask)
-            x, pending = block._gradient_checkpointing_func(again, x, pending)
+            run = partial(one, block, rope=rope, mask=mask)
+            x, pending = block._gradient_checkpointing_func(run, x, pending)
         else:
             x, pending = one(block, x, pending, rope, mask)
     if getattr(final_norm, "apart", False):
-        x, pending = brought(final_norm, (x, pending))
+        x, pending = to_device_of(final_norm, (x, pending))
     return normed_for(None, final_norm, x, pending)[0]
 
 
-def brought(module: Any, value: Any) -> Any:
-    """Tensors, also in tuples and dicts, on the device where the module's weights are."""
-    return sent(value, next(module.parameters()).device)
+def to_device_of(module: Any, value: Any) -> Any:
+    """Move tensors, also in tuples and dicts, to the device of the module's weights."""
+    return to_device(value, next(module.parameters()).device)
 
 
-def sent(value: Any, device: torch.device) -> Any:
-    """Tensors, also in tuples and dicts, on a device."""
+def to_device(value: Any, device: torch.device) -> Any:
+    """Move tensors, also in tuples and dicts, to a device."""
     if isinstance(value, Tensor):
         return value.to(device)
     if type(value) is dict:
-        return {key: sent(one, device) for key, one in value.items()}
-    return tuple(sent(one, device) for one in value) if type(value) is tuple else value
+        return {key: to_device(one, device) for key, one in value.items()}
+    return tuple(to_device(one, device) for one in value) if type(value) is tuple else value
+
+
+@contextmanager
+def visiting(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+    """Compute modules on another kind of device on `device` inside. Their weights are there for their call, and outputs return.
+
+    So the forward of a model that no device has memory for takes as long as its weights are copied.
+    """
+    others = [module for module in modules if next(module.parameters()).device.type != device.type]
+    handles = [handle for module in others for handle in _Visit(module, device).hooks()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Visit:
+    def __init__(self, module: nn.Module, device: torch.device):
+        self.module, self.device, self.home = module, device, next(module.parameters()).device
+        self.saved: list[tuple[dict, dict]] = []  # registries of tensors by name, and their contents
+
+    def hooks(self) -> tuple[Any, Any]:
+        begin = self.module.register_forward_pre_hook(self.begin, with_kwargs=True)
+        return begin, self.module.register_forward_hook(self.end, always_call=True)
+
+    def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        for part in module.modules():
+            registries: tuple[dict[str, Any], ...] = part._parameters, part._buffers
+            for registry in registries:
+                self.saved.append((registry, dict(registry)))
+                registry.update({name: None if t is None else t.to(self.device) for name, t in registry.items()})
+        return to_device_of(module, args), to_device_of(module, kwargs)
+
+    def end(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        """Restore the weights, also after a call that failed and has no output."""
+        while self.saved:
+            registry, tensors = self.saved.pop()
+            registry.update(tensors)
+        return to_device(output, self.home)

@@ -1,7 +1,6 @@
-"""The two ends of a language model: the lookup of token ids in a table, and the head that gives logits, or a loss without ever
-holding them all.
+"""The embedding and the head of a language model: token lookup, and logits, or a loss that never stores all of them.
 
-The table's gradient goes row by row to where the table's gradients are summed. Autograd makes a dense table of it: zeros, the
+The gradient of a looked-up row is added to the row of the table's accumulator. Autograd makes a dense table of it: zeros, the
 rows summed and rounded to 16 bits, the table added to the accumulator. At 1b that was 1.6 of a micro-batch's 125 ms, at 135m
 0.17 of 6.7.
 """
@@ -21,18 +20,18 @@ from .fused_weights import Kernels, hooked
 
 # Relative error allowed between two runs of the same model: two roundings to the dtype, and tf32 products.
 AGREE = {torch.float32: 2e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-LARGEST = 300.0  # of the logits that a model is tried with: a cap of 30 or 50 changes them beyond doubt, and even one of 3,000
+LARGEST = 300.0  # of the logits of the trial: a cap of 30 or 50 changes them beyond doubt, and even one of 3,000
 
 LOSS: Kernels = "loss without whole logits: {}", ("linear_cross_entropy",)
 
 
 def look_up(table: Any, ids: Tensor) -> Tensor:
-    """table(ids). A plain nn.Embedding whose weight has a main_grad gets its gradient there (kernels/accumulate.py)."""
+    """Return table(ids). A plain nn.Embedding whose weight has a main_grad gets its gradient there (kernels/accumulate.py)."""
     return table_rows(table._parameters["weight"], ids, table.padding_idx) if plain_table(table) else table(ids)
 
 
 def table_rows(weight: Any, ids: Tensor, padding: int | None = None) -> Tensor:
-    """weight[ids], whose gradient goes to weight's main_grad where it has one. The row `padding` gets none."""
+    """Return weight[ids], whose gradient is added to weight's main_grad if it has one. The row `padding` gets none."""
     trains = torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_compiling() and not transformed()
     main = main_gradient(weight) if trains else None
     if main is not None and not main.is_contiguous():
@@ -44,7 +43,7 @@ def table_rows(weight: Any, ids: Tensor, padding: int | None = None) -> Tensor:
 
 
 def plain_table(table: Any) -> bool:
-    """True when calling `table` does weight[ids] alone: no subclass, hook or adapter, no renormalised or scaled rows."""
+    """Return whether calling `table` does weight[ids] alone: no subclass, hook or adapter, no renormalised or scaled rows."""
     return (
         type(table) is nn.Embedding
         and not hooked(table)
@@ -73,7 +72,7 @@ class _LookUp(torch.autograd.Function):
 
 
 class LMLoss(nn.Linear):
-    """A linear head whose `loss` computes the cross-entropy chunk by chunk; calling it gives the logits."""
+    """Linear head whose `loss` computes the cross-entropy chunk by chunk; calling it returns the logits."""
 
     def __init__(self, hidden: int, vocabulary: int, bias: bool = False, device=None, dtype=None) -> None:
         super().__init__(hidden, vocabulary, bias=bias, device=device, dtype=dtype)
@@ -86,7 +85,7 @@ class LMLoss(nn.Linear):
 
 
 def shift(labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """Labels moved one to the left, so that token t is scored against token t + 1; the last one has nothing to predict."""
+    """Shift labels by one to the left, so that token t is scored against token t + 1; the last one is ignored."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
@@ -100,7 +99,7 @@ def lm_loss(
     ignore_index: int = -100,
     **options,
 ) -> Tensor:
-    """Cross-entropy of a linear head over x (..., hidden), in fp32.
+    """Compute the cross-entropy of a linear head over x (..., hidden), in fp32.
 
     labels (...): the token at each position, or with `shifted` the one that the position must predict. The mean over those
     that are not ignore_index; with `total`, the sum divided by it. `options` go to linear_cross_entropy.
@@ -113,7 +112,7 @@ def lm_loss(
 
 
 def plain_head(head: Any) -> bool:
-    """Return whether calling it does its weight's product alone, without a bias."""
+    """Return whether calling the head computes its weight's product alone, without a bias."""
     plain = type(head) in (LMLoss, nn.Linear) and not hooked(head) and head.bias is None
     return plain and type(head._parameters.get("weight")) is nn.Parameter
 
@@ -126,38 +125,41 @@ def logits_loss(logits: Tensor, labels: Tensor, total: Tensor | float | None = N
 
 
 def head_of(model: Any) -> Any:
-    """The module that gives the logits, where the model names one as transformers' models do; else None."""
+    """Return the module that computes the logits, if the model names one as transformers' models do; else None."""
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
 @torch.no_grad()
-def why_whole(head: nn.Module, logits: Callable[[], Tensor], hidden: Callable[[], Tensor]) -> str | None:
-    """None when a model's logits are head(hidden states), else why not. `logits` runs the model, `hidden` all below its head.
+def head_mismatch(head: nn.Module, logits: Callable[[], Tensor], hidden: Callable[[], Tensor]) -> str | None:
+    """Return None if a model's logits are head(hidden states), else why not.
 
-    The head's weights have no say in it: they may be zero, or so small that a cap on the logits does not show. Does it read
-    the hidden states, and is what it gives, known and large for this once, what the model gives?
+    logits  runs the model
+    hidden  runs all below its head
+
+    The head's weights may be zero, or so small that a cap on the logits does not show. So the trial replaces the head's result
+    by known, large values, and compares the model's logits with these, and the head's input with the hidden states.
     """
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
         kind = f"{type(head).__module__.split('.')[0]}.{type(head).__name__}"
         return f"its head (get_output_embeddings) is a {kind}, not a plain nn.Linear"
     if hooked(head):
         return "its head carries hooks"
-    read: list[Tensor] = []
-    given: list[Tensor] = []
+    inputs_read: list[Tensor] = []
+    outputs: list[Tensor] = []
 
-    def instead(head: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-        read.append(inputs[0])
-        given.append(_known(output))
-        return given[-1]
+    def replace_logits(head: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+        inputs_read.append(inputs[0])
+        outputs.append(_known(output))
+        return outputs[-1]
 
-    hook = head.register_forward_hook(instead)
+    hook = head.register_forward_hook(replace_logits)
     try:
         got = logits()
     finally:
         hook.remove()
-    if not read:
+    if not inputs_read:
         return "its forward does not call its head"
-    for what, a, b in (("the head's inputs", read[-1], hidden()), ("the logits", got, given[-1])):
+    for what, a, b in (("the head's inputs", inputs_read[-1], hidden()), ("the logits", got, outputs[-1])):
         if a.shape != b.shape:
             return f"its forward does more than head(hidden states): {what} are {tuple(a.shape)}, not {tuple(b.shape)}"
         error = ((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-12)).item()
@@ -167,7 +169,7 @@ def why_whole(head: nn.Module, logits: Callable[[], Tensor], hidden: Callable[[]
 
 
 def _known(logits: Tensor) -> Tensor:
-    """Logits of the same shape that differ from word to word and from token to token."""
-    *_, tokens, words = logits.shape
-    ramp = torch.linspace(-LARGEST, LARGEST, words, device=logits.device, dtype=logits.dtype)
+    """Return logits of the same shape that differ between words of the vocabulary and between positions."""
+    *_, tokens, vocabulary = logits.shape
+    ramp = torch.linspace(-LARGEST, LARGEST, vocabulary, device=logits.device, dtype=logits.dtype)
     return (ramp * torch.linspace(0.5, 1.0, tokens, device=logits.device, dtype=logits.dtype)[:, None]).expand(logits.shape)

@@ -1,11 +1,11 @@
 """Products in 8 bits: y = x Wᵀ with x and W in e4m3, both gradients from dy in e5m2 and the same x and W, summed in fp32.
 
-A Hopper GPU multiplies 8-bit floats twice as fast as 16-bit ones. Their range is narrow, so every tensor is divided by a scale
-of its own before it is rounded. The scale follows the largest magnitude of the steps before: known in advance, it lets one pass
+A Hopper GPU multiplies 8-bit floats twice as fast as 16-bit ones. Their range is small, so every tensor is divided by its own
+scale before it is rounded. The scale follows the largest magnitude of the preceding steps: known in advance, it lets one pass
 read the tensor, round it and write both layouts that the products need (kernels/quantize.py). Within a gated MLP the
-activation's kernels give 8 bits themselves, and its hidden state is never stored in 16.
+activation's kernels write 8 bits, and its hidden state is never stored in 16.
 
-A weight that takes part has an Fp8 as the format in its record. train/precision.py makes these and renews their scales once a
+Such a weight has an Fp8 as the format in its record. train/precision.py makes these and renews their scales once a
 step. Without gradients (evaluation) products stay in the weights' own 16 bits.
 
 Legend: N tokens, O outputs (a weight's rows), K inputs (its columns).
@@ -26,14 +26,14 @@ from .linear_product import DENSE, Format, Joined, check_unchanged, format_of, r
 FINE, WIDE = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENT = WIDE
 WEIGHT_GRADIENT_IN_FP8 = True  # False: from x and dy in 16 bits, a third of the arithmetic at half the rate
-MARGIN = 2.0  # how far a tensor may outgrow the largest magnitude seen before it is cut off; costs range, not precision
+MARGIN = 2.0  # by which a tensor may exceed the largest magnitude so far before it saturates; costs range, not precision
 SMALLEST = 2.0**-100
 DECAY = 0.9  # of a scale at each step: a spike is forgotten within some twenty
 
-STATE = 4  # numbers of a tensor's state: its scale, the largest magnitude seen, the scale of a magnitude of 1, one unused
+STATE = 4  # values of a tensor's state: its scale, the largest magnitude so far, the scale of a magnitude of 1, one unused
 ROLES = ((FINE, "input"), (FINE, "weight"), (GRADIENT, "output gradient"))
 
-CALLS: tuple[Call, ...] = (  # of a step, so that they can be compiled side by side before it
+CALLS: tuple[Call, ...] = (  # of a step, to be compiled in parallel before it
     ("quantize", (FINE, True)),
     ("quantize", (GRADIENT, WEIGHT_GRADIENT_IN_FP8)),
     ("quantize_swiglu", ()),
@@ -42,7 +42,7 @@ CALLS: tuple[Call, ...] = (  # of a step, so that they can be compiled side by s
 
 
 def new_states(sites: int, device: torch.device) -> Tensor:
-    """(sites, roles, STATE) in fp32, 16 bytes apart as cuBLAS likes its scales. A scale of 0 is not found yet."""
+    """Return (sites, roles, STATE) in fp32, 16 bytes apart as cuBLAS prefers for scales. A scale of 0 is not known yet."""
     unit = torch.tensor([MARGIN / LARGEST[dtype] for dtype, _ in ROLES], device="cpu", dtype=torch.float32)
     states = torch.zeros(sites, len(ROLES), STATE, device="cpu", dtype=torch.float32)
     states[..., 2] = unit
@@ -51,20 +51,20 @@ def new_states(sites: int, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def renew(states: Tensor) -> None:
-    """New scales from what was seen since the last time, on the device. What saw nothing finite keeps its scale."""
-    scale, seen, unit, _ = states.unbind(-1)
-    useful = seen.isfinite() & (seen > 0)
-    scale.copy_(torch.where(useful, torch.maximum(seen * unit, scale * DECAY), scale))
-    seen.zero_()
+    """Update the scales from the magnitudes since the last call, on the device. Without a finite one a scale stays."""
+    scale, largest, unit, _ = states.unbind(-1)
+    useful = largest.isfinite() & (largest > 0)
+    scale.copy_(torch.where(useful, torch.maximum(largest * unit, scale * DECAY), scale))
+    largest.zero_()
 
 
 class Fp8(Format):
-    """The 8-bit format of one weight, or of several multiplied as one: their first one's. All of them take gradients."""
+    """8-bit format of one weight, or of several multiplied as one: the first one's. All of them take gradients."""
 
     def __init__(self, states: Tensor, calibrating: Callable[[], bool]):
         self.input, self.weight, self.gradient = states.unbind()
         self._calibrating = calibrating
-        self._kept: tuple[tuple, Tensor, Tensor] | None = None
+        self._rounded: tuple[tuple, Tensor, Tensor] | None = None
 
     @property
     def reads_input(self) -> bool:  # type: ignore[override]
@@ -79,20 +79,20 @@ class Fp8(Format):
         return self if rows and rows % MULTIPLE == 0 else DENSE
 
     def forward(self, x: Tensor, joined: Joined) -> tuple[Tensor, Sequence[Tensor]]:
-        """Kept is x in 8 bits, transposed: half of what the 16-bit product keeps."""
+        """Return y and x in 8 bits, transposed: half of the bytes that the 16-bit product saves."""
         x_q, x_t = self.rounded(quantize, self.input, FINE, rows_of(x), both=WEIGHT_GRADIENT_IN_FP8)
         y = self.product(x_q, self.weights(joined)[0], x.dtype)
         y = y if joined.bias is None else y.add_(joined.bias)
         return y.view(*x.shape[:-1], -1), ((x_t,) if WEIGHT_GRADIENT_IN_FP8 else ())
 
     def backward(
-        self, g: Tensor, x: Tensor | None, kept: Sequence[Tensor], joined: Joined, wants_dx: bool, wanted: Sequence[bool]
+        self, g: Tensor, x: Tensor | None, saved: Sequence[Tensor], joined: Joined, wants_dx: bool, wanted: Sequence[bool]
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
         g_q, g_t = self.rounded(quantize, self.gradient, GRADIENT, g, both=WEIGHT_GRADIENT_IN_FP8)
         dx = self.input_gradient(g_q, joined, g.dtype) if wants_dx else None
         if x is not None and not WEIGHT_GRADIENT_IN_FP8:
             return dx, weight_gradients(joined.weights, g, x)
-        return dx, self.weight_gradients(joined.weights, g_t, kept[0])
+        return dx, self.weight_gradients(joined.weights, g_t, saved[0])
 
     def product(self, x_q: Tensor, w_q: Tensor, dtype: torch.dtype) -> Tensor:
         return scaled_product(x_q, w_q, self.input[0], self.weight[0], dtype, fast=True)
@@ -107,7 +107,7 @@ class Fp8(Format):
         return deliver_product(weights, product, g_t, x_t)
 
     def rounded(self, op: Callable, state: Tensor, dtype: torch.dtype, *tensors: Tensor, **options) -> tuple[Tensor, Tensor]:
-        """`op` of kernels/quantize.py on `tensors`. While calibrating, the scale is first made from these very tensors."""
+        """Call `op` of kernels/quantize.py. While calibrating, the scale is first computed from these tensors."""
         if self._calibrating():
             state[0] = 1.0
             op(*tensors, state, dtype, **options)
@@ -116,15 +116,15 @@ class Fp8(Format):
         return op(*tensors, state, dtype, **options)
 
     def weights(self, joined: Joined) -> tuple[Tensor, Tensor]:
-        """(q, its transpose) of the weight, rounded once for forward and backward of a micro-batch."""
-        now = (joined.weight.data_ptr(), joined.weight.shape, *(p._version for p in joined.weights))
-        if self._kept is None or self._kept[0] != now:
-            self._kept = (now, *self.rounded(quantize, self.weight, FINE, joined.weight))
-        return self._kept[1], self._kept[2]
+        """Return (q, its transpose) of the weight, rounded once for forward and backward of a micro-batch."""
+        key = (joined.weight.data_ptr(), joined.weight.shape, *(p._version for p in joined.weights))
+        if self._rounded is None or self._rounded[0] != key:
+            self._rounded = (key, *self.rounded(quantize, self.weight, FINE, joined.weight))
+        return self._rounded[1], self._rounded[2]
 
     def forget(self) -> None:
-        """The weights have changed, or will."""
-        self._kept = None
+        """Drop the rounded weights, which have changed or will."""
+        self._rounded = None
 
     def gated(self, x: Tensor, gates: Joined, down: Joined) -> Tensor | None:
         if not WEIGHT_GRADIENT_IN_FP8 or gates.bias is not None or torch.is_autocast_enabled(x.device.type):
@@ -134,7 +134,7 @@ class Fp8(Format):
 
 
 class _Gated(torch.autograd.Function):
-    """down(silu(gate) · up). Between the products nothing but [gate | up] is stored in 16 bits, and nothing else is kept so."""
+    """down(silu(gate) · up). Between the products only [gate | up] is stored in 16 bits."""
 
     @staticmethod
     def forward(ctx, x, first, second, gates, down, *parameters):

@@ -65,7 +65,7 @@ class MLP(Projecting):
 
 
 def gated(activation: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """activation(gate) · up. `gate` alone is the packed product [gate | up]."""
+    """Return activation(gate) · up. `gate` alone is the packed product [gate | up]."""
     if activation == "silu":
         return swiglu(gate, up)
     return geglu(gate, up, approximate="tanh" if activation == "gelu_tanh" else "none")
@@ -79,7 +79,7 @@ def gated_calls(activation: str | None, inner: int) -> tuple[Call, ...]:
 
 
 def trained_weight(down: Any) -> Tensor | None:
-    """The weight of a layer that trains, where its product is all that calling `down` does."""
+    """Return the weight of `down` if it trains and calling `down` computes its product alone."""
     weight = down._parameters["weight"] if bare(down) and down._parameters["bias"] is None else None
     return weight if weight is not None and weight.requires_grad else None
 
@@ -87,14 +87,14 @@ def trained_weight(down: Any) -> Tensor | None:
 class Unit:
     """Gated unit between the products of an MLP, applied to packed [gate | up]. This one is SwiGLU.
 
-    `small` are parameters of its own, such as those of curves: few numbers each, or None.
+    `small` are its parameters, such as those of curves: small tensors, or None.
     """
 
     def forward(self, packed: Tensor, *small: Tensor | None) -> Tensor:
         return swiglu(packed)
 
     def backward(self, dh: Tensor, packed: Tensor, *small: Tensor | None) -> tuple[Tensor, Tensor, Sequence[Tensor | None]]:
-        """(gradient of packed, forward's result again, the gradients of `small`)"""
+        """Return (gradient of packed, forward's result again, the gradients of `small`)."""
         return *swiglu_backward(dh, packed), ()
 
 
@@ -102,9 +102,9 @@ SWIGLU = Unit()
 
 
 def gated_down(packed: Tensor, weight: Tensor, unit: Unit = SWIGLU, small: Sequence[Tensor | None] = ()) -> Tensor:
-    """unit(packed) weightᵀ, keeping neither what the unit gives nor what it computes on the way."""
+    """Return unit(packed) weightᵀ, saving neither the unit's result nor its intermediate results."""
     check_dtypes(packed, weight)
-    if transformed():  # torch.func sees through plain products alone
+    if transformed():  # torch.func cannot trace _GatedDown
         return F.linear(unit.forward(packed, *small), weight)
     return _GatedDown.apply(packed, weight.detach(), weight, unit, *small)
 
@@ -127,6 +127,6 @@ class _GatedDown(torch.autograd.Function):
         check_unchanged(ctx)
         gradient, h, of_small = ctx.unit.backward(g @ ctx.plain.to(g.dtype), packed, *ctx.small)
         wanted = ctx.needs_input_grad[4:]
-        given = [deliver(p, d) if want else None for p, d, want in zip(ctx.small, of_small, wanted)]
+        small = [deliver(p, d) if want else None for p, d, want in zip(ctx.small, of_small, wanted)]
         dw = weight_gradient(ctx.parameters[0], g.reshape(-1, g.shape[-1]), h.reshape(-1, h.shape[-1]))
-        return gradient, None, dw, None, *given
+        return gradient, None, dw, None, *small

@@ -1,8 +1,8 @@
 """A sparse MLP: a router gives each token to a few experts, and each expert is a gated MLP.
 
-Tokens are sorted by expert on the device, and the experts' products are one grouped product whose borders are device numbers:
-no host knows who chose what, so a step with experts is captured like any other. Tokens go there and back by permutations, whose
-gradients are permutations, too: nothing is added up in an order that changes from run to run.
+Tokens are sorted by expert on the device, and the experts' products are one grouped product whose offsets are on the device:
+the host reads no choices, so a step with experts is captured like any other. Tokens are moved by permutations, whose gradients
+are permutations, too: no sum is in an order that changes from run to run.
 
 Legend: N tokens, S experts a token (its slots), E experts, I their width.
 """
@@ -20,7 +20,7 @@ from .fused_weights import Kernels
 
 
 class Router(nn.Module):
-    """Chooses the S likeliest experts of each token; their shares are divided by their sum."""
+    """Router that chooses the S likeliest experts of each token; their shares are divided by their sum."""
 
     def __init__(self, hidden: int, experts: int, slots: int, device=None, dtype=None) -> None:
         super().__init__()
@@ -35,9 +35,9 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """y = Σ share · down_e(silu(gate_e(x)) · up_e(x)) over the experts e that the router chooses.
+    """Sparse MLP: y = Σ share · down_e(silu(gate_e(x)) · up_e(x)) over the experts e that the router chooses.
 
-    balanced  in training a call leaves what the layer's load costs (`imbalance`) in `load`, for a loss that wants it even
+    balanced  in training a call stores the layer's `imbalance` in `load`, for a loss term
     """
 
     load: Tensor | None = None
@@ -62,14 +62,14 @@ class MoE(nn.Module):
         probabilities, shares, ids = self._modules["router"](rows)  # type: ignore[misc]
         if self.balanced and self.training:
             self.load = imbalance(probabilities, ids)
-        there, back, ends = by_group(ids, probabilities.shape[1])
-        packed = grouped_product(_Moved.apply(rows, there, back, ids.shape[1]), weights["gate_up_proj"], ends)
+        order, inverse, ends = by_group(ids, probabilities.shape[1])
+        packed = grouped_product(_Permuted.apply(rows, order, inverse, ids.shape[1]), weights["gate_up_proj"], ends)
         y = grouped_product(swiglu(packed), weights["down_proj"], ends)
-        y = _Moved.apply(y, back, there, 1).view(*ids.shape, -1)
+        y = _Permuted.apply(y, inverse, order, 1).view(*ids.shape, -1)
         return (y * shares[..., None].to(y.dtype)).sum(1).view(x.shape)
 
     def unread(self, rows: int) -> int:
-        """Bytes of experts that so many rows leave alone, where all of them choose others."""
+        """Return the bytes of experts that are not read for this number of rows, if all rows choose different ones."""
         experts = len(self.gate_up_proj)
         left = max(0, experts - rows * self.router.slots)
         return left * (self.gate_up_proj.nbytes + self.down_proj.nbytes) // experts
@@ -79,15 +79,17 @@ class MoE(nn.Module):
 
 
 def imbalance(probabilities: Tensor, ids: Tensor) -> Tensor:
-    """E Σ_e (the share of all choices that fell on e) (its mean probability): 1 where the load is even, E where one expert has
-    all of it. It pulls at the probabilities alone."""
+    """Return E Σ_e (fraction of choices of e) (its mean probability): 1 for an even load, E where one expert has all of it.
+
+    Only the probabilities get a gradient.
+    """
     experts = probabilities.shape[1]
     chosen = F.one_hot(ids, experts).sum((0, 1)).to(probabilities.dtype) / ids.numel()
     return experts * (chosen * probabilities.mean(0)).sum()
 
 
 def grouped_product(x: Tensor, weights: Any, ends: Tensor) -> Tensor:
-    """Rows of x (M, K) up to ends[0] times weights[0]ᵀ, those up to ends[1] times weights[1]ᵀ, and so on; weights (E, O, K)."""
+    """Multiply rows of x (M, K) up to ends[0] by weights[0]ᵀ, the next ones up to ends[1] by weights[1]ᵀ; weights (E, O, K)."""
     if weights.dtype != x.dtype:
         fallback("layers: products of experts", f"{weights.dtype} experts are cast to {x.dtype} in each call")
         weights = weights.to(x.dtype)
@@ -102,19 +104,19 @@ def grouped_product(x: Tensor, weights: Any, ends: Tensor) -> Tensor:
     return y
 
 
-class _Moved(torch.autograd.Function):
-    """Rows of x, each `copies` times in a row, in the order `there`. `back` undoes the order: autograd's own gradient of an
+class _Permuted(torch.autograd.Function):
+    """Rows of x, each repeated `copies` times, in the order `order`. `inverse` undoes it in backward: autograd's gradient of an
     index adds atomically, in any order."""
 
     @staticmethod
-    def forward(ctx, x, there, back, copies):
-        ctx.save_for_backward(back)
+    def forward(ctx, x, order, inverse, copies):
+        ctx.save_for_backward(inverse)
         ctx.copies = copies
-        return x[there // copies if copies > 1 else there]
+        return x[order // copies if copies > 1 else order]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
-        (back,) = ctx.saved_tensors
-        g = g[back]
+        (inverse,) = ctx.saved_tensors
+        g = g[inverse]
         return (g.unflatten(0, (-1, ctx.copies)).sum(1) if ctx.copies > 1 else g), None, None, None

@@ -1,4 +1,4 @@
-"""The frozen weights of a model in fewer bits, in place: QLoRA's NF4, int8, and fp8 with products in 8 bits."""
+"""Quantisation of a model's frozen weights, in place: QLoRA's NF4, int8, and fp8 with products in 8 bits."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,23 +20,23 @@ FORMATS: dict[str, type[Frozen]] = {kind.name: kind for kind in (InNf4, InInt8, 
 
 @torch.inference_mode(False)
 def quantize_base(model: nn.Module, format: str) -> list[str]:
-    """Put the weights of all nn.Linear but the head into `format`: "nf4", "int8" or "fp8". Returns the layers' names.
+    """Quantise and freeze the weights of all nn.Linear but the head: "nf4", "int8" or "fp8". Return the layers' names.
 
-    They are frozen by it. A layer at a time: no second copy of the model is ever there. What cannot be in the format stays as
-    it is, a fallback with its reason; so does a weight that trains, where others are frozen already.
+    Layers are quantised individually, without a second copy of the model. A weight that the format cannot store is left out, a
+    fallback with its reason; so is a weight that trains, where others are frozen already.
     """
     kind = kind_of(format, "lora.quantize_base: format")
     check(model, kind)
-    _forget_stacks(model)
-    made = encode(model, kind)
+    _release_stacks(model)
+    codes = encode(model, kind)
     multiply_by_records(model, everywhere=True)
     experts = sum(stack.nbytes for stack in layers_of(model).values() if isinstance(stack, torch.Tensor))
-    tell([made], format, output_layer(model) is not None, experts)
-    return made.names
+    report_quantised([codes], format, output_layer(model) is not None, experts)
+    return codes.names
 
 
 class InCodes(NamedTuple):
-    """Layers whose weights went into codes, and the bytes that these took and take."""
+    """Names of layers that were quantised, and the bytes of their weights before and after."""
 
     names: list[str]
     before: int
@@ -44,12 +44,12 @@ class InCodes(NamedTuple):
 
 
 def encode(part: nn.Module, kind: type[Frozen], name: str = "") -> InCodes:
-    """Put the weights of a model, or of its part of that name, into codes, one after the other."""
+    """Quantise the weights of a model, or of its part of that name."""
     names, before, after = [], 0, 0
-    for key, layer, why in _judged(part, kind):
+    for key, layer, why in _candidates(part, kind):
         key = f"{name}.{key}" if name else key
         if why is not None:
-            fallback("lora.quantize_base", f"{key} {why}, so it stays as it is")
+            fallback("lora.quantize_base", f"{key} {why}, so it is not quantised")
             continue
         before += layer.weight.nbytes
         base = Base(layer, kind)
@@ -58,61 +58,60 @@ def encode(part: nn.Module, kind: type[Frozen], name: str = "") -> InCodes:
     return InCodes(names, before, after)
 
 
-def tell(made: Sequence[InCodes], format: str, headed: bool, experts: int = 0) -> None:
-    """`experts`: the bytes of those that lie in parameters, which no layer of codes stands for."""
-    count, before, after = sum(len(one.names) for one in made), sum(one.before for one in made), sum(one.after for one in made)
+def report_quantised(parts: Sequence[InCodes], format: str, has_head: bool, experts: int = 0) -> None:
+    """Print the number of weights and bytes. experts: the bytes of experts that are parameters, which are not quantised"""
+    count = sum(len(part.names) for part in parts)
+    before, after = sum(part.before for part in parts), sum(part.after for part in parts)
     if count:
-        rest = "; the head stays as it is" * headed
+        rest = "; the head is not quantised" * has_head
         if experts:
-            rest = f"; {'the head and ' * headed}the experts, {readable(experts)}, stay as they are"
+            rest = f"; {'the head and ' * has_head}the experts, {readable(experts)}, are not quantised"
         notice(f"lora: {count} weights in {format}: {readable(after)} instead of {readable(before)}{rest}.")
 
 
 def suited(model: nn.Module, kind: type[Frozen]) -> list[str]:
-    """The layers whose weights `encode` would put into codes."""
-    return [key for key, _, why in _judged(model, kind) if why is None]
+    """Return the names of the layers that `encode` would quantise."""
+    return [key for key, _, why in _candidates(model, kind) if why is None]
 
 
 @torch.inference_mode(False)
 def dequantize_base(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """The weights that `quantize_base` put into codes as numbers again, in `dtype` or the model's. Rounding stays."""
+    """Undo `quantize_base`, in `dtype` or the model's. The weights keep its rounding errors."""
     _check_closed(model, "lora.dequantize_base")
     undo = multiply_by_records(model, everywhere=True)
-    _forget_stacks(model)
+    _release_stacks(model)
     for base in [module for module in model.modules() if isinstance(module, Base)]:
         base.dissolve(dtype)
     undo()
 
 
 def kind_of(format: str, who: str) -> type[Frozen]:
-    """`who`: the call, and what it calls its argument."""
+    """Return the format of this name. who: the caller and its argument, for the error"""
     if not isinstance(format, str) or format not in FORMATS:
         raise ValueError(f"{who} must be one of {', '.join(map(repr, FORMATS))}, got {format!r}.")
     return FORMATS[format]
 
 
-def _judged(model: nn.Module, kind: type[Frozen]) -> Iterator[tuple[str, nn.Linear, str | None]]:
-    """The layers below the head that hold numbers, and why one of them cannot be in codes."""
+def _candidates(model: nn.Module, kind: type[Frozen]) -> Iterator[tuple[str, nn.Linear, str | None]]:
+    """Yield the layers below the head that are not quantised yet, and why one of them cannot be."""
     head, uses = output_layer(model), Counter(id(p) for module in model.modules() for p in module._parameters.values())
     layers = {key: layer for key, layer in layers_of(model, (nn.Linear,)).items() if layer is not head}
     variants = {id(layer.get_base_layer()) for _, layer in adapted_layers(model) if getattr(layer, "lora_variant", None)}
     some_frozen = any(not layer.weight.requires_grad for layer in layers.values())
     for key, layer in layers.items():
         if not format_of(layer.weight).coded:
-            read = "carries an adapter that reads its weight, such as DoRA" if id(layer) in variants else None
-            unsuited = _unsuited(layer, uses[id(layer.weight)], some_frozen)
-            why = read or unfit(model, layer) or unsuited or kind.refusal(layer.weight)
-            yield key, layer, why
-
-
-def _unsuited(layer: nn.Linear, uses: int, some_frozen: bool) -> str | None:
-    if uses > 1:
-        return "shares its weight with another module"
-    return "trains, as other layers do not" if some_frozen and layer.weight.requires_grad else None
+            why: str | None
+            if id(layer) in variants:
+                why = "carries an adapter that reads its weight, such as DoRA"
+            elif (why := unfit(model, layer)) is None and uses[id(layer.weight)] > 1:
+                why = "shares its weight with another module"
+            elif why is None and some_frozen and layer.weight.requires_grad:
+                why = "trains, as other layers do not"
+            yield key, layer, why or kind.refusal(layer.weight)
 
 
 def check(model: nn.Module, kind: type[Frozen]) -> None:
-    """ValueError where nothing can be put into codes now."""
+    """Raise ValueError where the model cannot be quantised now."""
     _check_closed(model, "lora.quantize_base")
     for key, layer in adapted_layers(model):
         if layer.merged_adapters:
@@ -135,13 +134,13 @@ def _check_closed(model: nn.Module, who: str) -> None:
 
 
 def check_no_step(model: nn.Module, who: str) -> None:
-    """What is added to a model, or taken out, while a step has it would not train, or train on."""
+    """Raise ValueError for a model in a TrainStep, which would ignore a change of its parameters."""
     if any(hasattr(p, "main_grad") for p in model.parameters()):
         raise ValueError(f"{who}: the model is in a TrainStep, whose graphs hold its weights; close that first.")
 
 
-def _forget_stacks(model: nn.Module) -> None:
-    """Joined weights are held by what multiplies by them; it would keep all of them as they were until it is next called."""
+def _release_stacks(model: nn.Module) -> None:
+    """Release the buffers of stacked weights, which would keep their former memory until the next call."""
     for module in model.modules():
         if isinstance(stacked := vars(module).get("stacked"), Stacked):
             stacked.forget()

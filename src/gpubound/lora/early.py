@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from ..kernels.dispatch import Call
 from ..kernels.lora import product_size
 from ..kernels.lora_grads import blocks_of
+from ..layers.block import RMSNorm
 from ..layers.fused_weights import Projecting, has_reader, site_of
 from ..layers.linear_product import DENSE, Format, format_of
-from ..layers.norm import RMSNorm
 from .adapter import LowRank
 
 UNKNOWN_TOKENS = 1 << 20  # for a batch that does not show how many it has

@@ -46,8 +46,8 @@ LARGEST_RANK = 1 << 16
 
 def save(model: nn.Module, path: str | Path, name: str = "default", overwrite: bool = False) -> None:
     """Write the adapters called `name` into the folder `path`, as PEFT's save_pretrained does."""
-    found = layers_with(model, name, "lora.save")
-    check_values({key: p for key, layer, _ in found for p in parameters_of(layer, name)}, "lora.save")
+    layers = layers_with(model, name, "lora.save")
+    check_values({key: p for key, layer, _ in layers for p in parameters_of(layer, name)}, "lora.save")
     from peft import get_peft_model_state_dict
 
     model = base_of(model)
@@ -82,11 +82,11 @@ def load(model: nn.Module, path: str | Path, name: str = "default") -> list[str]
     known = name in adapter_names(model)
     if known:
         check_not_merged(layers_with(model, name, "lora.load"), "lora.load")
-        there = base_of(model).peft_config[name]  # type: ignore[operator, union-attr, index]
-        if other := [option for option in SAME if getattr(there, option) != getattr(config, option)]:
+        present = base_of(model).peft_config[name]  # type: ignore[operator, union-attr, index]
+        if other := [option for option in SAME if getattr(present, option) != getattr(config, option)]:
             raise DataError(
                 f"{folder / CONFIG}: {other[0]} is {getattr(config, other[0])!r}, and the model's {name!r} has "
-                f"{getattr(there, other[0])!r}; load it under another name."
+                f"{getattr(present, other[0])!r}; load it under another name."
             )
         _put(model, folder, tensors, name)
     else:
@@ -124,10 +124,10 @@ def _put(model: nn.Module, folder: Path, tensors: dict[str, Tensor], name: str) 
         if tensor.shape != wanted[key].shape:
             raise DataError(f"{file}: {word} is {tuple(tensor.shape)}, wanted {tuple(wanted[key].shape)}; {do}.")
         values[key] = tensor
-    there = {_layer_of(key) for key in values}
-    if part := [key for key in wanted if key not in values and _layer_of(key) in there]:
+    layers = {_layer_of(key) for key in values}
+    if part := [key for key in wanted if key not in values and _layer_of(key) in layers]:
         raise DataError(f"{file}: has no {part[0]}, which the config asks for; save the adapter again.")
-    if missing := list(dict.fromkeys(layer for key in wanted if (layer := _layer_of(key)) not in there)):
+    if missing := list(dict.fromkeys(layer for key in wanted if (layer := _layer_of(key)) not in layers)):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         fallback(
             "lora.load: an adapter for every layer that the file's config names",
@@ -169,7 +169,7 @@ def _read(folder: Path) -> tuple[Any, dict[str, Tensor]]:
     file = folder / WEIGHTS
     if not file.exists() and (pickled := folder / PICKLED).exists():
         raise DataError(
-            f"{pickled}: is a pickle, which may run code as it is read, and is not read here; load it with PEFT, and save it "
+            f"{pickled}: is a pickle, which may run code when it is read, and is not read here; load it with PEFT, and save it "
             f"by save_pretrained, whose files are {WEIGHTS}."
         )
     try:

@@ -20,7 +20,7 @@ from .adapter import pack_adapters
 from .base import check, check_no_step, kind_of, quantize_base
 from .layers import active_in, adapted_layers, fuse, names_in, parameters_of, wrappers
 from .routing import Routing
-from .targets import by, chosen, layers_of
+from .targets import by, layers_of, select_layers
 
 INITS = (True, False, "gaussian", "orthogonal")
 
@@ -57,12 +57,12 @@ def add(
         raise ValueError(f"lora.add: init must be True, False, 'gaussian' or 'orthogonal', got {init!r}.")
     if base is not None:
         check(model, kind_of(base, "lora.add: base"))
-    if alpha == 0:  # a file's adapter may have it: it is read, and adds nothing
+    if alpha == 0:  # an adapter in a file may have it, and adds nothing
         raise ValueError(
             "lora.add: alpha must not be 0, the scale's numerator: the adapters would add nothing and learn nothing."
         )
     alpha = rank if alpha is None else alpha
-    layers = chosen(model, targets, rank)
+    layers = select_layers(model, targets, rank)
     for key, layer in layers.items():
         check_options(key, layer, rank, alpha, dropout, "lora.add")
     odd = isinstance(rank, int) and rank % 2
@@ -91,7 +91,7 @@ def check_options(key: str, layer: Any, rank: Any, alpha: Any, dropout: Any, who
     if not is_number(dropout) or not 0 <= dropout < 1:
         raise ValueError(f"{who}: dropout must be from 0 up to, not including, 1, got {dropout!r}.")
     if dropout and not isinstance(layer, nn.Module):
-        raise ValueError(f"{who}: {key} takes no dropout, got {dropout}; adapt experts in a call of their own.")
+        raise ValueError(f"{who}: {key} takes no dropout, got {dropout}; adapt experts in a separate call.")
 
 
 def is_number(value: Any) -> bool:
@@ -164,7 +164,7 @@ def inject(model: nn.Module, config: Any, name: str, who: str) -> None:
     for p in model.parameters():
         p.requires_grad_(id(p) in new or (id(p) in ours and id(p) in trained))
     for _, layer in [*adapted_layers(model), *wrappers(model)]:
-        for p in parameters_of(layer, name):  # of 16 bits, PEFT's has the weight's dtype
+        for p in parameters_of(layer, name):  # PEFT creates them in the weight's dtype, which may have 16 bits
             p.data = p.data.to(torch.promote_types(p.dtype, torch.float32)) if hasattr(layer, "base_layer") else p.data
         set_active(layer, [*before.get(id(layer), []), *([name] if name in names_in(layer) else [])])
         if hasattr(layer, "base_layer"):
@@ -213,8 +213,8 @@ def _check_apart(model: nn.Module, layers: Mapping[str, Any], who: str) -> None:
 
 
 def adapter_names(model: nn.Module) -> list[str]:
-    found = [*adapted_layers(model), *wrappers(model)]
-    return list(dict.fromkeys(name for _, layer in found for name in names_in(layer)))
+    layers = [*adapted_layers(model), *wrappers(model)]
+    return list(dict.fromkeys(name for _, layer in layers for name in names_in(layer)))
 
 
 def layers_with(model: nn.Module, name: str | None, who: str, some: bool = False) -> list[tuple[str, Any, list[str]]]:
@@ -223,36 +223,36 @@ def layers_with(model: nn.Module, name: str | None, who: str, some: bool = False
     some: raise ValueError if there is none at all
     """
     check_module(model, who)
-    found = []
+    layers = []
     for key, layer in [*adapted_layers(model), *wrappers(model)]:
         if names := [word for word in names_in(layer) if name in (None, word)]:
-            found.append((key, layer, names))
-    if name is not None and not found:
-        there = sorted(adapter_names(model))
-        only = f"only {', '.join(map(repr, there))}" if there else "nor any other; call gb.lora.add first"
+            layers.append((key, layer, names))
+    if name is not None and not layers:
+        others = sorted(adapter_names(model))
+        only = f"only {', '.join(map(repr, others))}" if others else "nor any other; call gb.lora.add first"
         raise ValueError(f"{who}: the model has no adapter named {name!r}, {only}.")
-    if some and not found:
+    if some and not layers:
         raise ValueError(f"{who}: the model has no adapter; call gb.lora.add first.")
-    return found
+    return layers
 
 
 def parameters(model: nn.Module, name: str | None = None) -> list[nn.Parameter]:
     """Return the parameters of the adapters, or of those called `name`, for an optimizer."""
-    found = layers_with(model, name, "lora.parameters")
-    return list({id(p): p for _, layer, names in found for word in names for p in parameters_of(layer, word)}.values())
+    layers = layers_with(model, name, "lora.parameters")
+    return list({id(p): p for _, layer, names in layers for word in names for p in parameters_of(layer, word)}.values())
 
 
 def remove(model: nn.Module, name: str | None = None) -> None:
     """Take adapters out, or those called `name`. What `add` froze stays frozen."""
-    found = layers_with(model, name, "lora.remove", some=True)
+    layers = layers_with(model, name, "lora.remove", some=True)
     check_no_step(model, "lora.remove")
-    check_not_routed(found, "lora.remove")
-    check_not_merged(found, "lora.remove")
+    check_not_routed(layers, "lora.remove")
+    check_not_merged(layers, "lora.remove")
     take_out(model, adapter_names(model) if name is None else [name])
 
 
 def take_out(model: nn.Module, names: Sequence[str]) -> None:
-    """Delete adapters, and put back the layers that have none left."""
+    """Delete adapters, and restore the layers that have none left."""
     undo = multiply_by_records(model, everywhere=True)
     for key, layer in [*reversed(adapted_layers(model)), *wrappers(model)]:  # an inner layer before the one around it
         active = [name for name in active_in(layer) if name not in names]
@@ -278,14 +278,14 @@ def take_out(model: nn.Module, names: Sequence[str]) -> None:
 class disable:
     """Switch adapters off, or those called `name`: until `enable`, or to the end of a `with` block.
 
-    A graph that was captured before goes on as it was captured.
+    A graph that was captured before does not change.
     """
 
     def __init__(self, model: nn.Module, name: str | None = None):
-        found = layers_with(model, name, "lora.disable")
-        check_not_merged(found, "lora.disable")
-        self._were_active = [(layer, active_in(layer)) for _, layer, _ in found]
-        for (_, layer, names), (_, active) in zip(found, self._were_active):
+        layers = layers_with(model, name, "lora.disable")
+        check_not_merged(layers, "lora.disable")
+        self._were_active = [(layer, active_in(layer)) for _, layer, _ in layers]
+        for (_, layer, names), (_, active) in zip(layers, self._were_active):
             set_active(layer, [word for word in active if word not in names])
 
     def __enter__(self) -> None:
@@ -303,7 +303,7 @@ def enable(model: nn.Module, name: str | None = None) -> None:
 
 
 class rows:
-    """Let each row of a batch have its own of the adapters `names`: until `close`, or to the end of a `with` block.
+    """Let each row of a batch choose one of the adapters `names`: until `close`, or to the end of a `with` block.
 
     Each call of `model` takes `adapter_ids` then, integers (rows,) on its device: 1 is the second of `names`, -1 the model
     without any of them. Where the arguments of a call are not yours to choose, set `ids` instead. Adapters that are on and not
@@ -313,7 +313,7 @@ class rows:
     def __init__(self, model: nn.Module, names: Sequence[str]):
         self._layers = _routable(model, names)
         self._routing = Routing(names)
-        self._kept: dict[tuple[int, torch.device], Tensor] = {}
+        self._buffers: dict[tuple[int, torch.device], Tensor] = {}
         for layer in self._layers:
             layer.routing = self._routing
             fuse(layer)
@@ -330,9 +330,9 @@ class rows:
         if ids is not None:
             self._routing.check(ids)
             at = len(ids), self._layers[0].base_layer.weight.device
-            if at not in self._kept:
-                self._kept[at] = ids.to(at[1], copy=True)
-            ids = self._kept[at].copy_(ids)
+            if at not in self._buffers:
+                self._buffers[at] = ids.to(at[1], copy=True)
+            ids = self._buffers[at].copy_(ids)
         self._routing.ids = ids
 
     def close(self) -> None:
@@ -362,18 +362,18 @@ def _routable(model: nn.Module, names: Sequence[str]) -> list[Any]:
     texts = isinstance(names, Sequence) and not isinstance(names, str) and all(isinstance(name, str) for name in names)
     if not texts or not names or len(set(names)) < len(names):
         raise ValueError(f"lora.rows: names must be different names of adapters, such as ['first', 'second'], got {names!r}.")
-    found: dict[int, Any] = {}
+    layers: dict[int, Any] = {}
     for name in names:
         for key, layer, _ in layers_with(model, name, "lora.rows"):
-            found[id(layer)] = layer
+            layers[id(layer)] = layer
             if why := _unroutable(key, layer, name):
                 raise ValueError(f"lora.rows: the adapter {name!r} of {key} {why}.")
-    return [layer for _, layer in adapted_layers(model) if id(layer) in found]
+    return [layer for _, layer in adapted_layers(model) if id(layer) in layers]
 
 
 def _unroutable(key: str, layer: Any, name: str) -> str | None:
     if "experts" in key.split("."):
-        return "sees rows that a router has gathered, and whose they are is not known there; adapt other layers"
+        return "reads rows in a router's order, not the batch's; adapt other layers"
     if not hasattr(layer, "base_layer") or type(layer.get_base_layer()) is not nn.Linear:
         base = layer.get_base_layer() if hasattr(layer, "base_layer") else layer.original_module
         return f"is of an nn.{type(base).__name__}, and rows choose from adapters of nn.Linear alone"
@@ -393,17 +393,17 @@ def check_module(model: Any, who: str) -> None:
         raise ValueError(f"{who}: model must be a torch.nn.Module, got a {type(model).__name__}; pass the model itself.")
 
 
-def check_not_routed(found: Sequence[tuple[str, Any, list[str]]], who: str) -> None:
-    """Refuse adapters that rows of a batch choose from: a change of one would be for some rows alone."""
-    if key := next((key for key, layer, _ in found if "routing" in vars(layer)), None):
+def check_not_routed(layers: Sequence[tuple[str, Any, list[str]]], who: str) -> None:
+    """Refuse adapters that rows of a batch choose from: a change would apply to some rows alone."""
+    if key := next((key for key, layer, _ in layers if "routing" in vars(layer)), None):
         raise ValueError(
             f"{who}: rows of a batch choose from the adapters of {key}; call close() of what gb.lora.rows returned first."
         )
 
 
-def check_not_merged(found: Sequence[tuple[str, Any, list[str]]], who: str) -> None:
-    """Refuse adapters that are a part of their weight now, where no change of the adapter shows."""
-    if key := next((key for key, layer, names in found if set(names) & set(getattr(layer, "merged_adapters", ()))), None):
+def check_not_merged(layers: Sequence[tuple[str, Any, list[str]]], who: str) -> None:
+    """Refuse merged adapters: a change of the adapter would have no effect."""
+    if key := next((key for key, layer, names in layers if set(names) & set(getattr(layer, "merged_adapters", ()))), None):
         raise ValueError(f"{who}: the adapter of {key} is merged into its weight; call gb.lora.unmerge first.")
 
 

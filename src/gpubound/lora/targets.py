@@ -1,4 +1,4 @@
-"""The layers of a model that `add` adapts: all of a kind, by the ends of their names, or by a regular expression."""
+"""The layers of a model that `add` adapts: all of a class, by the ends of their names, or by a regular expression."""
 
 import math
 import re
@@ -17,8 +17,8 @@ from ..layers.quantized_base import OnlyCodes
 from ..trace import fallback
 from .layers import of_peft
 
-KINDS = (nn.Linear, nn.Conv2d, nn.Embedding)
-"""The layers that are adapted, besides parameters of experts."""
+CLASSES = (nn.Linear, nn.Conv2d, nn.Embedding)
+"""classes of layers that can be adapted, besides parameters of experts"""
 
 ALL: dict[str, tuple[type[nn.Module], ...]] = {
     "all-linear": (nn.Linear,),
@@ -27,32 +27,32 @@ ALL: dict[str, tuple[type[nn.Module], ...]] = {
 EXPERTS = ("gate_up_proj", "down_proj")  # of a module of experts of transformers': parameters (experts, outputs, inputs)
 
 
-def layers_of(model: nn.Module, kinds: tuple[type, ...] = KINDS) -> dict[str, Any]:
-    """Return layers by their names without PEFT's, and, of all kinds, the parameters of experts by theirs."""
-    found, inside = dict[str, Any](), list[str]()
+def layers_of(model: nn.Module, classes: tuple[type, ...] = CLASSES) -> dict[str, Any]:
+    """Return layers by their names without PEFT's wrappers, and, for all classes, the parameters of experts."""
+    layers, inside = dict[str, Any](), list[str]()
     for key, module in model.named_modules():
         if inside and key.startswith(tuple(inside)):
             continue
         if of_peft(module):
             inside.append(f"{key}.")
             module = module.get_base_layer()  # type: ignore[operator]
-        if isinstance(module, kinds):
-            found[key] = module
-        elif kinds is KINDS:
-            there = getattr(module, "_parameters", {})
-            if all(isinstance(there.get(name), torch.Tensor) and there[name].dim() == 3 for name in EXPERTS):
-                found |= {f"{key}.{name}": there[name] for name in EXPERTS}
-    return found
+        if isinstance(module, classes):
+            layers[key] = module
+        elif classes is CLASSES:
+            parameters = getattr(module, "_parameters", {})
+            if all(isinstance(parameters.get(name), torch.Tensor) and parameters[name].dim() == 3 for name in EXPERTS):
+                layers |= {f"{key}.{name}": parameters[name] for name in EXPERTS}
+    return layers
 
 
-def chosen(model: nn.Module, targets: str | Sequence[str], rank: Any) -> dict[str, Any]:
+def select_layers(model: nn.Module, targets: str | Sequence[str], rank: Any) -> dict[str, Any]:
     _check_no_peft(model)
     _check_reached(model)
     if isinstance(targets, str) and targets in ALL:
         return _all(model, targets, rank)
     wanted = [targets] if isinstance(targets, str) else list(targets or ())
     _check_words(targets, wanted)
-    layers, found = layers_of(model), dict[str, Any]()
+    layers, selected = layers_of(model), dict[str, Any]()
     named = {**{key: m for key, m in model.named_modules() if ".base_layer" not in key and not _of_adapter(key)}, **layers}
     for target in wanted:
         matches = [key for key in named if key and _matches(key, target, regex=isinstance(targets, str))]
@@ -62,11 +62,11 @@ def chosen(model: nn.Module, targets: str | Sequence[str], rank: Any) -> dict[st
                 f"lora.add: no layer of {type(model).__name__} is named {target!r}; those that can be adapted end in "
                 f"{', '.join(ends)}."
             )
-        found.update((key, named[key]) for key in matches)
-    for key, module in found.items():
+        selected.update((key, named[key]) for key in matches)
+    for key, module in selected.items():
         if why := unfit(model, module):
             raise ValueError(f"lora.add: {key} {why}; name other layers.")
-    return found
+    return selected
 
 
 def _of_adapter(key: str) -> bool:
@@ -101,8 +101,8 @@ def check_pattern(pattern: str, where: str, do: str, error: type[Exception], len
 
 
 def _most_steps(parsed: Any, length: int) -> float:
-    """An upper bound of the ways in which a parsed pattern can match a prefix of `length` characters; infinity at most."""
-    ways, open_ended = 1.0, 0
+    """Return an upper bound of the number of matches of a parsed pattern with prefixes of `length` characters."""
+    matches, open_ended = 1.0, 0
     for op, value in parsed:
         name = str(op)
         if name in ("MAX_REPEAT", "MIN_REPEAT"):
@@ -110,16 +110,16 @@ def _most_steps(parsed: Any, length: int) -> float:
             if body == 1 and most == length:
                 open_ended += 1
             elif body == 1:
-                ways *= max(most - least + 1, 1)
+                matches *= max(most - least + 1, 1)
             else:
-                ways *= body**most if most * math.log10(body) < 300 else math.inf
+                matches *= body**most if most * math.log10(body) < 300 else math.inf
         elif name == "BRANCH":
-            ways *= sum(_most_steps(branch, length) for branch in value[1])
+            matches *= sum(_most_steps(branch, length) for branch in value[1])
         elif name in ("SUBPATTERN", "ASSERT", "ASSERT_NOT", "ATOMIC_GROUP"):
-            ways *= _most_steps(value if name == "ATOMIC_GROUP" else value[-1], length)
+            matches *= _most_steps(value if name == "ATOMIC_GROUP" else value[-1], length)
         elif name == "GROUPREF_EXISTS":
-            ways *= sum(_most_steps(branch, length) for branch in value[1:] if branch)
-    return ways * math.comb(length + open_ended, open_ended)  # the places where the parts of open end are divided
+            matches *= sum(_most_steps(branch, length) for branch in value[1:] if branch)
+    return matches * math.comb(length + open_ended, open_ended)  # the positions that divide the unbounded repeats
 
 
 def _matches(key: str, target: str, regex: bool) -> bool:
@@ -131,16 +131,18 @@ def _all(model: nn.Module, targets: str, rank: Any) -> dict[str, Any]:
     layers = {key: layer for key, layer in layers_of(model, ALL[targets]).items() if layer is not head}
     left = {key: why for key, layer in layers.items() if (why := unfit(model, layer) or _too_small(layer, rank))}
     if len(left) == len(layers):
-        kinds = " or ".join(f"nn.{kind.__name__}" for kind in ALL[targets])
+        classes = " or ".join(f"nn.{one.__name__}" for one in ALL[targets])
         raise ValueError(
-            f"lora.add: {type(model).__name__} has no {kinds} below its head that takes an adapter of rank {rank}; name as "
+            f"lora.add: {type(model).__name__} has no {classes} below its head that takes an adapter of rank {rank}; name as "
             f"targets what takes one: linear layers, 2d convolutions, embeddings, experts."
         )
     for key, why in left.items():
         fallback(f"lora.add: {targets}", f"{key} {why}, so it gets no adapter")
     if coded := [key for key, module in model.named_modules() if isinstance(module, OnlyCodes) and module.linear]:
         others = f" and {len(coded) - 1} more linear layers" if len(coded) > 1 else ""
-        fallback(f"lora.add: {targets}", f"the weights of {coded[0]}{others} are codes and no parameters: no adapter for them")
+        fallback(
+            f"lora.add: {targets}", f"the weights of {coded[0]}{others} are quantised and no parameters: no adapter for them"
+        )
     return {key: layer for key, layer in layers.items() if key not in left}
 
 
@@ -160,7 +162,7 @@ def output_layer(model: nn.Module) -> Any:
 
 
 def _too_small(layer: Any, rank: Any) -> str | None:
-    """The last convolution of a network of diffusion has four channels."""
+    """Return why a layer cannot have this rank: the last convolution of a diffusion model has four channels."""
     outputs, *inputs = shape_of(layer.weight)
     if not isinstance(rank, int) or rank <= min(outputs, math.prod(inputs)):
         return None
@@ -172,22 +174,22 @@ def by(shape: Sequence[int]) -> str:
 
 
 def unfit(model: nn.Module, module: Any) -> str | None:
-    """Return why no adapter can be a part of what `module` computes."""
+    """Return why `module` cannot have an adapter."""
     if isinstance(module, torch.Tensor):  # of experts
         return None
-    if type(module) not in KINDS:
-        *kinds, last = (f"nn.{kind.__name__}" for kind in KINDS)
-        return f"is a {type(module).__module__.split('.')[0]}.{type(module).__name__}, not an {', '.join(kinds)} or {last}"
+    if type(module) not in CLASSES:
+        *others, last = (f"nn.{one.__name__}" for one in CLASSES)
+        return f"is a {type(module).__module__.split('.')[0]}.{type(module).__name__}, not an {', '.join(others)} or {last}"
     weight = seen(module.weight)
     if type(weight) is not nn.Parameter or not (weight.is_floating_point() or format_of(weight).coded):
         return "has a weight that is not a plain parameter of floating-point numbers"
     if isinstance(module, nn.Conv2d) and module.groups != 1:
         return f"has groups = {module.groups}, and adapters are for convolutions of one group"
     if "forward" in vars(module) and getattr(module.forward, "func", None) not in FORWARDS:
-        return "has a forward of its own"
+        return "has another forward"
     encoders = [layer for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer)]
     if any(module is layer.linear1 or module is layer.linear2 for layer in encoders):
-        return "lies in an nn.TransformerEncoderLayer, which in eval mode reads its weight without calling it"
+        return "is in an nn.TransformerEncoderLayer, which in eval mode reads its weight without calling it"
     return None
 
 
@@ -205,9 +207,9 @@ def _is_lora(module: Any) -> bool:
 
 
 def _check_reached(model: nn.Module) -> None:
-    """That what hangs on a weight's record is found by the products that see the weight gathered."""
+    """Refuse sharded weights: adapters are added first."""
     if key := next((key for key, layer in layers_of(model).items() if is_sharded(seen(getattr(layer, "weight", layer)))), None):
         raise ValueError(
-            f"lora.add: the weight of {key} is sharded; add adapters first, and shard the model then, or make it in shards by "
+            f"lora.add: the weight of {key} is sharded; add adapters first, and shard the model then, or create it sharded by "
             f"gpubound.distributed.fsdp.shard_deferred(frozen=True)."
         )

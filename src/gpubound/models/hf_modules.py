@@ -23,11 +23,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..kernels import rms_norm
 from ..kernels.cross_entropy import loss_shape
 from ..layers.attention import Attention, Rope, RopeTable, attend, turn_calls
-from ..layers.block import run_block, run_blocks
-from ..layers.embedding_and_head import LOSS, lm_loss, look_up, why_whole
+from ..layers.block import RMSNorm, run_block, run_blocks
+from ..layers.embedding_and_head import LOSS, head_mismatch, lm_loss, look_up
 from ..layers.fused_weights import Kernels, Stacked, bare, describe, hooked
 from ..layers.mlp import MLP, gated_calls
-from ..layers.norm import RMSNorm
 from .decoding import ACTIVATION_NAMES, FIXED, HFAngles, Reader, activation_name, halves, rope_types
 from .placing import BATCH, TOKENS, Case, Delegating, Maker, Swap, cache_in, cache_word, made_up, mode, random_case
 
@@ -442,7 +441,7 @@ def _why_not_head(module: Any) -> str | None:
         return f"it has no {module.base_model_prefix!r} to take hidden states from"
     ids = made_up(module)
     with mode(module, training=False):
-        return why_whole(
+        return head_mismatch(
             module.lm_head,
             lambda: module(input_ids=ids, use_cache=False).logits,
             lambda: trunk(input_ids=ids, use_cache=False).last_hidden_state,

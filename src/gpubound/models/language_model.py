@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.dispatch import Call
-from ..layers.embedding_and_head import LMLoss, head_of, lm_loss, logits_loss, plain_head, why_whole
+from ..layers.embedding_and_head import LMLoss, head_mismatch, head_of, lm_loss, logits_loss, plain_head
 from ..trace import fallback
 from .placing import mode
 
@@ -103,7 +103,7 @@ def why_not_head(model: Any, inputs: dict[str, Any]) -> str | None:
         return f"{type(model).__name__} adds a router loss; pass a loss that includes it"
     row = first_row(inputs)
     with mode(model, training=False):  # dropout would make the two differ
-        return why_whole(head, lambda: logits_of(model, row), lambda: hidden_of(model, row))
+        return head_mismatch(head, lambda: logits_of(model, row), lambda: hidden_of(model, row))
 
 
 def first_row(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ..distributed.local_shard import LocalShard
 from ..errors import DataError, DeviceError, GraphError
 from ..formatting import readable
 from ..layers.embedding_and_head import head_of
-from ..lora.base import FORMATS, InCodes, encode as quantise, tell
+from ..lora.base import FORMATS, InCodes, encode as quantise, report_quantised
 from ..models.registry import family_of, is_named
 from ..models.storing import read_parts
 from ..place import Placement, place, unplaced
@@ -321,7 +321,7 @@ def build_shards(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, ran
     encodes = None if adapters.base is None else encode
     model = shard_deferred(lambda meta: outline, blocks_of, ranks, dtype, fill=fill, frozen=True, encode=encodes)
     if adapters.base is not None:
-        tell(quantised, adapters.base, head_of(model) is not None)
+        report_quantised(quantised, adapters.base, head_of(model) is not None)
     replace(adapters, base=None).add(model)
     return model
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...device import label, resolve, usable_bytes
 from ...errors import DeviceError
 from ...formatting import readable
-from ...layers.block import brought
+from ...layers.block import to_device_of
 from ...trace import say
 from ..runner import host_bytes
 from .plan import DeviceRoom, LayerStage, StageBytes, described
@@ -122,7 +122,7 @@ class Arrival:
     """A forward hook: what comes to a module goes to the device of its weights. A cache, which has them all, stays."""
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        return brought(module, args), brought(module, kwargs)
+        return to_device_of(module, args), to_device_of(module, kwargs)
 
 
 def tell(stages: Sequence[LayerStage], sizes: StageBytes, rooms: Sequence[DeviceRoom]) -> None:

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from ...kernels.dispatch import Call
 from ...layers.attention import Angles, Attention, RopeTable, RotaryAngles, turn_calls
-from ...layers.block import Block, run_blocks
+from ...layers.block import Block, RMSNorm, run_blocks
 from ...layers.embedding_and_head import look_up
 from ...layers.mlp import MLP, gated_calls
-from ...layers.norm import RMSNorm
 from ..decoding import Reader, Shape
 from ..language_model import LanguageModel
 

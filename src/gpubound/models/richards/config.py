@@ -13,9 +13,9 @@ from torch import nn
 from ...formatting import hint
 from ...kernels.dispatch import Call
 from ...layers.attention import Attention, turn_calls
+from ...layers.block import RMSNorm
 from ...layers.mlp import MLP, gated_calls
 from ...layers.moe import MoE
-from ...layers.norm import RMSNorm
 from ..llama.decoder import DecoderConfig
 from .kernels.poly_attention import DEGREES
 from .kernels.richards import NORM

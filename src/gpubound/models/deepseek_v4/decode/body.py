@@ -34,7 +34,7 @@ from ....decode.transformer import PARTIAL_ROWS
 from ....decode.weight_view import DTYPES, closed_projection, unadded
 from ....errors import GenerateError
 from ....kernels.dependent_launch import chained
-from ....layers.offload_forward import visiting
+from ....layers.block import visiting
 from ...decoding import weight_of
 from ...registry import reader_of
 from ..family import CompressedReader, StreamedLayerWeights

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpubound.layers.offload_forward import visiting
+from gpubound.layers.block import visiting
 from gpubound.watch.pretend import simgpu
 
 CPU = torch.device("cpu")
