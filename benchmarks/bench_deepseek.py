@@ -21,8 +21,8 @@ from gpubound.decode.stages.spread import SPLITS
 from gpubound.decode.step_graphs import SamplingVariant
 from gpubound.device import resolve, usable_bytes
 from gpubound.formatting import quantity
-from gpubound.models.deepseek_v4 import kernels
 from gpubound.layers.block import visiting
+from gpubound.models.deepseek_v4 import kernels
 from gpubound.models.deepseek_v4.kernels import hyper_connections
 from gpubound.models.deepseek_v4.kernels.hyper_connections import sinkhorn_reference
 from gpubound.models.placing import cache_in, cache_word
