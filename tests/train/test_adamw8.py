@@ -8,7 +8,7 @@ from gpubound.graph.memory import CopyBudget, StorageCopy
 from gpubound.graph.runner import EagerRunner
 from gpubound.kernels.adamw import decode
 from gpubound.train import AdamW, AdamW8bit, Muon, Schedule, TrainStep
-from gpubound.train.adamw8 import Coded
+from gpubound.train.adamw8 import QuantisedMoment
 from gpubound.train.flat_buffers import matrices
 from tests.messages import message
 
@@ -76,7 +76,7 @@ def test_captured_skipped_and_resumed(precision):
 
 def test_a_certificate_compares_numbers_not_codes():
     """Just either side of zero, codes lie 2 of 127 apart and what they stand for 4e-6 of the block's largest."""
-    moment = Coded(300, torch.int8, torch.device("cpu"))
+    moment = QuantisedMoment(300, torch.int8, torch.device("cpu"))
     moment.codes[:2], moment.codes[2:], moment.scales[:] = torch.tensor([127, 1]), 9, torch.tensor([2.0, 0.5])
     kept = StorageCopy(moment.codes, "m", CopyBudget(torch.device("cpu")))
     moment.codes[1] = -1
@@ -146,7 +146,7 @@ def read(step, kind):
 
 def test_a_state_goes_on_where_parameters_lie_otherwise():
     """Without decay they lie in another order, so other numbers share a scale: one moves by half a step of its code at most.
-    Coded again among those that it was coded with, it stays."""
+    QuantisedMoment again among those that it was coded with, it stays."""
     here, there, again = (
         TrainStep(wide(), summed, AdamW8bit(lr=1e-2, decays=decays), precision="fp32", graph="off")
         for decays in (matrices, lambda name, p: p.dim() == 1, matrices)

@@ -182,7 +182,7 @@ def test_frozen_and_tied_weights_are_given_once():
 def test_what_no_graph_can_hold_is_said_once_a_step(monkeypatch):
     model = small()
     step = TrainStep(model, summed, partial(Signs, lr=1e-2), precision="fp32", graph="off")
-    monkeypatch.setattr(step._optimizer, "_says", True)  # as on a GPU
+    monkeypatch.setattr(step._optimizer, "_reports", True)  # as on a GPU
     monkeypatch.setattr(trace, "fallbacks", Counter())
     for i in range(2):
         step([draw(8, seed=i)])

@@ -1,9 +1,9 @@
 """Gradients summed in fp32, in one flat buffer, over any number of backward passes, without a host sync.
 
-In bf16, 256 + 1 is 256: a gradient that is summed in the weights' own 16 bits loses small contributions. Here every parameter
-has a `main_grad`, an fp32 view of one flat buffer. The products of our own layers add into it as they compute
-(kernels/accumulate.py); for all other parameters a hook takes what autograd computed, once a backward pass. What hooks took
-goes into the buffer together: a copy a parameter was 0.11 of the 1.06 ms of a small model's step.
+In bf16, 256 + 1 is 256: a gradient that is summed in the weights' 16 bits loses small contributions. Here every parameter has a
+`main_grad`, an fp32 view of one flat buffer. The products of gpubound's layers add into it as they compute
+(kernels/accumulate.py); for all other parameters a hook takes the gradient that autograd computed. These are added to the
+buffer together, once a backward pass: a copy a parameter was 0.11 of the 1.06 ms of a small model's step.
 """
 
 import logging
@@ -27,7 +27,7 @@ from ..kernels.tensor_state import drop_record, made_record
 from ..trace import notice
 from .flat_buffers import FlatLayout, lay_out
 
-TOGETHER_BYTES = 64 << 20  # of gradients that wait for each other; large ones are not worth the memory
+TOGETHER_BYTES = 64 << 20  # of gradients that are added together; more would not be worth the memory
 
 
 class Accumulators:
@@ -60,7 +60,7 @@ class Accumulators:
         size, device = self.layout.size, self.layout.device
         self.gradient = torch.zeros(size, device=device, dtype=torch.float32) if peers is None else peers.mine.zero_()
         self._parameters = [slot.parameter for slot in self.layout.slots]
-        self.opened = False  # the sum was begun by `begin` and is not finished yet
+        self.opened = False  # between `begin` and `finish`
         self._hooks = []
         self._taken: list[tuple[Any, Tensor]] = []
         self._bytes = 0
@@ -69,13 +69,13 @@ class Accumulators:
             slot.parameter.grad = None
             slot.parameter.main_grad = slot.view(self.gradient)  # type: ignore[attr-defined]
             made_record(slot.parameter).side = side
-            self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(_Take(self)))
+            self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(_TakeGradient(self)))
 
     def zero(self) -> None:
         """Begin a new sum with one memset."""
-        self._let_others_see()
+        self._move_hooks_last()
         self.gradient.zero_()
-        self._taken, self._bytes = [], 0  # of a backward that broke off
+        self._taken, self._bytes = [], 0  # of a backward that raised
         if self.opened:
             for parameter in self._parameters:
                 made_record(parameter).opening = None
@@ -83,7 +83,7 @@ class Accumulators:
 
     def begin(self) -> None:
         """Begin a new sum without a memset: the first delivery to each main_grad writes. `finish` must follow the last one."""
-        self._let_others_see()
+        self._move_hooks_last()
         self._taken, self._bytes = [], 0
         open_sums(self._parameters)
         self.opened = True
@@ -95,7 +95,7 @@ class Accumulators:
         self.opened = False
 
     def reduction(self, ranks: Ranks, sums: Sequence[Tensor], largest: Sequence[Tensor]) -> Reduction:
-        """What makes `gradient` the sum of all ranks' own, and `sums` and `largest` theirs."""
+        """Return the reduction over ranks of `gradient` and `sums` (sums) and `largest` (maxima)."""
         slots, side = self.layout.slots, self.side
         return Reduction(
             ranks,
@@ -123,29 +123,26 @@ class Accumulators:
         self._hooks = []
 
     def settle(self, parameters: Sequence[Any]) -> None:
-        """Have all of these parameters' gradients in `gradient` now, in the midst of a backward that has finished them."""
+        """Complete these parameters' gradients in `gradient` now, during a backward that has computed them."""
         with self._lock:
             self._settle()
         if self.opened:
             close_sums(parameters)
 
-    def _let_others_see(self) -> None:
-        """Let hooks that came later find the gradient in parameter.grad, too.
-
-        The hook of these sums leaves None there, so it is moved to the end.
-        """
+    def _move_hooks_last(self) -> None:
+        """Move these hooks, which set parameter.grad to None, after hooks that were registered later."""
         for parameter, handle in zip(self._parameters, self._hooks):
             hooks: dict = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
             if len(hooks) > 1:
-                hooks[handle.id] = hooks.pop(handle.id)  # autograd does not heed move_to_end
+                hooks[handle.id] = hooks.pop(handle.id)  # autograd ignores move_to_end
 
     def _settle(self) -> None:
         taken, self._taken, self._bytes = self._taken, [], 0
         deliver_all(taken)
 
 
-class _Take(Taker):
-    """Takes the gradient that autograd has just finished, into main_grad at the end of this backward pass at the latest."""
+class _TakeGradient(Taker):
+    """Hook that takes a gradient from autograd; it is in main_grad at the end of this backward pass at the latest."""
 
     def __init__(self, sums: Accumulators):
         self._sums = sums
@@ -166,11 +163,11 @@ class _Take(Taker):
 
 @cache
 def _listen_to_optimizers() -> None:
-    register_optimizer_step_pre_hook(_tell_if_nothing_moves)
+    register_optimizer_step_pre_hook(_warn_if_nothing_moves)
 
 
-def _tell_if_nothing_moves(optimizer: Any, *_: Any) -> None:
-    """A usual loop over a model whose gradients go into main_grad runs as ever, and trains nothing."""
+def _warn_if_nothing_moves(optimizer: Any, *_: Any) -> None:
+    """Warn of a usual training loop over a model whose gradients go into main_grad: it would train nothing."""
     if torch.compiler.is_compiling():
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,8 +1,7 @@
-"""AdamW with its moments in 8 bits: a code for each number, and a scale for every 256 of them in a rank's flat buffer.
+"""AdamW with 8-bit moments: quantised in blocks of 256 elements of a rank's flat buffer, with one scale a block.
 
-Which 256 share a scale depends on how parameters lie there, so a state says where they lay. In another process they lie
-otherwise: numbers of one block come into several. There the codes are read as numbers by the scales that they had, and coded
-again by new ones.
+The elements of a block depend on the layout of the parameters, so a state records the layout. Under another layout, as with
+another number of ranks, the moments are dequantised with their old scales and quantised in the new blocks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,8 +18,8 @@ from ..kernels.tensor_state import made_record
 from .flat_buffers import FlatLayout, Group
 from .optimizer import AdamW, FlatAdamW
 
-PART = BLOCK << 14  # codes that are read as numbers at a time: 16 MiB of fp32
-PLACES = "places"  # in a state
+PART = BLOCK << 14  # elements that are dequantised at a time: 16 MiB of fp32
+PLACES = "places"  # name of the recorded layout in a state
 
 
 @dataclass(frozen=True)
@@ -28,23 +27,23 @@ class AdamW8bit(AdamW):
     """AdamW that keeps its moments in 8 bits: 2 bytes per parameter instead of 8. Gradient and master weights stay in fp32."""
 
     def moment_bytes(self, layout: FlatLayout) -> int:
-        return sum(2 * coded_bytes(group.stop - group.start) for group in layout.groups)
+        return sum(2 * quantised_bytes(group.stop - group.start) for group in layout.groups)
 
     def flat(self, *rest: Any) -> "FlatAdamW":
         return FlatAdamW8bit(self, *rest)
 
 
-class Coded:
-    """A moment in 8 bits: the codes and, behind them in the same memory, the scale of every 256 of them."""
+class QuantisedMoment:
+    """A moment in 8 bits: the quantised elements, followed in the same memory by the scale of each block of 256."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device):
-        raw = torch.zeros(coded_bytes(size), dtype=torch.uint8, device=device)
+        raw = torch.zeros(quantised_bytes(size), dtype=torch.uint8, device=device)
         self.codes, self.scales = _codes_and_scales(raw, size, dtype)
-        # Two codes say nothing of how far apart their numbers are: a certificate of the step is to compare those.
+        # The certificate of a captured step compares the dequantised numbers, not the bytes.
         made_record(self.codes).numbers = partial(_numbers, size=size, dtype=dtype)
 
 
-def coded_bytes(size: int) -> int:
+def quantised_bytes(size: int) -> int:
     return size + 4 * -(-size // BLOCK)
 
 
@@ -53,20 +52,20 @@ def _codes_and_scales(raw: Tensor, size: int, dtype: torch.dtype) -> tuple[Tenso
 
 
 def _numbers(raw: Tensor, size: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """What these bytes stand for, part by part."""
+    """Yield the dequantised numbers in parts."""
     codes, scales = _codes_and_scales(raw, size, dtype)
     for part, scale in zip(codes.split(PART), scales.split(PART // BLOCK)):
         yield decode(part, scale)
 
 
 def _blocks(shape: torch.Size, first: int, place: list[int]) -> Tensor:
-    """In which block of all ranks each number lay, of rows from `first` on of a parameter that had this place."""
+    """Return the old block, counted over all ranks, of each element of rows from `first` on, from a parameter's old place."""
     blocks, start, rows, *strides = place
     row = torch.arange(first, first + shape[0], device="cpu")
-    at, rank = start + row % rows * strides[0], row // rows
+    position, rank = start + row % rows * strides[0], row // rows
     for size, stride in zip(shape[1:], strides[1:]):
-        at, rank = at[..., None] + torch.arange(size, device="cpu") * stride, rank[..., None]
-    return rank * blocks + at // BLOCK
+        position, rank = position[..., None] + torch.arange(size, device="cpu") * stride, rank[..., None]
+    return rank * blocks + position // BLOCK
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -74,24 +73,24 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 class FlatAdamW8bit(FlatAdamW):
-    """FlatAdamW with coded moments, a pair for each group: blocks of 256 begin where a group does."""
+    """FlatAdamW with quantised moments, a pair for each group: its blocks begin with the group."""
 
     loads = "scale.", PLACES
 
     def hasten(self) -> None:
-        """Its kernels are the same in every caller's shape; they are tested at their first use."""
+        """Do nothing: its kernels are the same for every shape, and are tested at their first use."""
 
     def _begin_moments(self, layout: FlatLayout) -> None:
         sizes = {group: group.stop - group.start for group in layout.groups}
-        self.m8 = {group: Coded(size, torch.int8, layout.device) for group, size in sizes.items()}
-        self.v8 = {group: Coded(size, torch.uint8, layout.device) for group, size in sizes.items()}
+        self.m8 = {group: QuantisedMoment(size, torch.int8, layout.device) for group, size in sizes.items()}
+        self.v8 = {group: QuantisedMoment(size, torch.uint8, layout.device) for group, size in sizes.items()}
 
     @property
     def moments(self) -> list[Tensor]:
         return [coded.codes for coded in (*self.m8.values(), *self.v8.values())]
 
     def named_moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Codes by parameter, scales by group: a block may hold the end of one parameter and the beginning of the next."""
+        """Yield quantised moments by parameter and scales by group: a block may extend over two parameters."""
         yield PLACES, self._places()
         for kind, moments in self._kinds():
             for index, (group, coded) in enumerate(moments.items()):
@@ -99,12 +98,12 @@ class FlatAdamW8bit(FlatAdamW):
                 for slot in self.weights.layout.slots_of(group):
                     yield f"{kind}.{slot.name}", slot.view(coded.codes, group.start)
 
-    def _kinds(self) -> tuple[tuple[str, dict[Group, Coded]], ...]:
+    def _kinds(self) -> tuple[tuple[str, dict[Group, QuantisedMoment]], ...]:
         return ("m", self.m8), ("v", self.v8)
 
     def _places(self) -> Tensor:
-        """Of every parameter, in the order of their names: its group, the group's blocks on a rank, where it begins among the
-        group's numbers, its rows on a rank, and how far apart the neighbours in each dimension lie."""
+        """Return a row of integers for every parameter, in the order of names: its group, the group's blocks on a rank, its
+        offset in the group, its rows on a rank, and its strides."""
         layout = self.weights.layout
         width = max(1, *(slot.parameter.dim() for slot in layout.slots))
         places = {}
@@ -126,7 +125,7 @@ class FlatAdamW8bit(FlatAdamW):
 
     @torch.no_grad()
     def loaded(self, state: Mapping[str, Tensor]) -> None:
-        """The codes are there. Those whose neighbours are the same keep them; others are coded again."""
+        """Load the scales after the quantised elements; requantise if the state has another layout."""
         places, part = state[PLACES].cpu(), self.weights.part
         same = places.equal(self._places())
         for kind, moments in self._kinds():
@@ -136,26 +135,26 @@ class FlatAdamW8bit(FlatAdamW):
                 if same and begin < len(scales[index]):
                     coded.scales.copy_(scales[index][begin : begin + len(coded.scales)])
                 else:
-                    self._code_again(group, coded, places, {i: s.to(coded.scales.device) for i, s in scales.items()})
+                    self._requantise(group, coded, places, {i: s.to(coded.scales.device) for i, s in scales.items()})
 
-    def _code_again(self, group: Group, coded: Coded, places: Tensor, scales: dict[int, Tensor]) -> None:
-        """Codes by the `scales` of where they lay into codes by scales of where they lie."""
+    def _requantise(self, group: Group, coded: QuantisedMoment, places: Tensor, scales: dict[int, Tensor]) -> None:
+        """Dequantise with the `scales` of the old layout, and quantise in the blocks of this one."""
         layout = self.weights.layout
         place_of = dict(zip(sorted(slot.name for slot in layout.slots), places.tolist()))
-        numbers = torch.zeros(len(coded.codes), device=layout.device, dtype=torch.float32)  # between parameters, zeros
+        numbers = torch.zeros(len(coded.codes), device=layout.device, dtype=torch.float32)  # zeros between parameters
         for slot in layout.slots_of(group):
-            codes, home = (slot.view(t, group.start) for t in (coded.codes, numbers))
+            codes, dequantised = (slot.view(t, group.start) for t in (coded.codes, numbers))
             if not codes.dim():
-                codes, home = codes.view(1), home.view(1)
+                codes, dequantised = codes.view(1), dequantised.view(1)
             index, *place = place_of[slot.name]
             first, at_once = self.weights.part * len(codes), max(1, PART // codes[0].numel())
             for begin in range(0, len(codes), at_once):
                 these = codes[begin : begin + at_once]
                 blocks = _blocks(these.shape, first + begin, place).to(layout.device).clamp_(max=len(scales[index]) - 1)
-                home[begin : begin + at_once] = number(these) * scales[index][blocks]
+                dequantised[begin : begin + at_once] = number(these) * scales[index][blocks]
         for begin in range(0, len(numbers), PART):
-            here, there = slice(begin, begin + PART), slice(begin // BLOCK, (begin + PART) // BLOCK)
-            coded.codes[here], coded.scales[there] = encode(numbers[here], coded.codes.dtype)
+            elements, its_scales = slice(begin, begin + PART), slice(begin // BLOCK, (begin + PART) // BLOCK)
+            coded.codes[elements], coded.scales[its_scales] = encode(numbers[elements], coded.codes.dtype)
 
     def _advance(self, group: Group, weight: Tensor, gradient: Tensor, *rest: Any) -> None:
         m, v = self.m8[group], self.v8[group]

@@ -1,4 +1,4 @@
-"""The data of a run: texts to a corpus for each phase, the tokenizer that fits it, what of it is held out, and its feeds."""
+"""Data of a run: a corpus for each phase, their tokenizer, the held-out documents, and the feeds."""
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -18,14 +18,14 @@ from ..models.registry import is_named
 from ..trace import notice
 from .recipe import SOURCES, STDLIB, TORCH, Recipe
 
-EVALUATION_TOKENS = 65_536  # enough that the held-out loss moves less than 1 % from which rows they are
+EVALUATION_TOKENS = 65_536  # enough that the choice of rows changes the held-out loss by less than 1 %
 MOST_HELD_OUT = 0.2  # of a small set
 SHORTEST = 64  # tokens of a row, when a small set has too few for the default
 WANTED = "text files or folders, a built corpus, 'stdlib' or 'torch-source'"
 
 
 def check_data(recipe: Recipe) -> None:
-    """Refuse what needs no reading to be seen."""
+    """Raise ValueError for data that does not exist or cannot be combined, without reading it."""
     for _, own in recipe.stages():
         if not own.data:
             raise ValueError(f"data: got nothing to train {own.model} on, wanted {WANTED}.")
@@ -49,17 +49,17 @@ def _has_no_rows(recipe: Recipe) -> bool:
 
 
 def open_data(recipe: Recipe, folder: Path, progress: bool, ranks: Ranks = ALONE) -> list[Corpus]:
-    """A corpus for each phase, all of one tokenizer: opened where `data` is one, else built into the run's folder, once.
+    """Return a corpus for each phase, all of one tokenizer: opened if `data` is a corpus, else built in the run's folder.
 
-    The first rank builds. The others wait for it and open what it has built.
+    The first rank builds; the others wait and open the result.
     """
     corpora = _built(recipe, folder, progress) if ranks.first else []
     ranks.wait()
-    return corpora or [Corpus.open(_place(name, own, folder)) for name, own in recipe.stages()]
+    return corpora or [Corpus.open(_corpus_path(name, own, folder)) for name, own in recipe.stages()]
 
 
-def _place(name: str, recipe: Recipe, folder: Path) -> Path:
-    """Where the corpus of a phase is, or is to be."""
+def _corpus_path(name: str, recipe: Recipe, folder: Path) -> Path:
+    """Return the path of a phase's corpus."""
     return Path(recipe.data[0]) if _is_corpus(recipe.data[0]) else folder / "corpus" / name
 
 
@@ -72,7 +72,7 @@ def _built(recipe: Recipe, folder: Path, progress: bool) -> list[Corpus]:
             tokenizer = tokenizer or _own_tokenizer(recipe, folder / "corpus", progress)
             for name, own in stages:
                 if name not in opened:
-                    opened[name] = _build(own, tokenizer, _place(name, own, folder), progress)
+                    opened[name] = _build(own, tokenizer, _corpus_path(name, own, folder), progress)
     return [opened[name] for name, _ in stages]
 
 
@@ -80,16 +80,16 @@ def _build(recipe: Recipe, tokenizer: Tokenizer, path: Path, progress: bool) -> 
     try:
         return Corpus.build(_texts(recipe), tokenizer, path, progress=progress, text_key=_key(recipe))
     except OtherCorpus as error:
-        way = "Put back the data that this run began with to go on with it, or give another --out to begin anew."
+        advice = "Put back the data that this run began with to go on with it, or give another --out to begin anew."
         if not any(Path(recipe.out, "checkpoints").glob("step-*")):
-            way = "No checkpoint needs it yet: delete that folder, or give another --out."
-        raise DataError(f"data: {path}: {error.what}. {way}") from error
+            advice = "No checkpoint needs it yet: delete that folder, or give another --out."
+        raise DataError(f"data: {path}: {error.what}. {advice}") from error
 
 
 def known_tokenizer(recipe: Recipe, corpora: list[Corpus]) -> Tokenizer | None:
-    """The one that these corpora were built with, that was named, or that is the model's own. None: one is to be trained.
+    """Return the tokenizer of these corpora, of the recipe, or of the model's folder; None if one has to be trained.
 
-    A model that was trained before knows its own tokenizer's ids: others would be other words to it.
+    A pretrained model must get the ids of its tokenizer.
     """
     named = Tokenizer.load(recipe.tokenizer) if recipe.tokenizer else None
     tokenizer, origin = named, recipe.tokenizer
@@ -117,7 +117,7 @@ def known_tokenizer(recipe: Recipe, corpora: list[Corpus]) -> Tokenizer | None:
 
 
 def _own_tokenizer(recipe: Recipe, built: Path, progress: bool) -> Tokenizer:
-    """The one of an earlier start of this run, or a new one."""
+    """Return the tokenizer of an earlier start of this run, or train one."""
     for name, _ in recipe.stages():
         if (built / name / "tokenizer.json").exists():
             notice(f"tokenizer: {built / name} holds the one that this run began with; it is used again.")
@@ -134,15 +134,15 @@ def _texts(recipe: Recipe) -> list[Any]:
 
 
 def _key(recipe: Recipe) -> str | None:
-    """`text_key`, where there may be rows: a run's phases may differ in that."""
+    """Return `text_key`, or None for data without rows: phases may differ in that."""
     return None if _has_no_rows(recipe) else recipe.text_key
 
 
 def hold_out(corpus: Corpus, validation: float, row: int = 1) -> tuple[Corpus, Corpus]:
-    """Return (training, held out): documents from all over the corpus, the same ones for every seed of a run, so that the
-    held-out losses of two runs can be compared. Where one document is more than the fraction, the last tokens are held out.
+    """Return (training, held out). Held-out documents are spread over the corpus and do not depend on the seed, so that the
+    held-out losses of two runs can be compared. If one document is more than the fraction, the last tokens are held out.
 
-    Where the fraction has fewer tokens than a row and the next token need, up to MOST_HELD_OUT of the corpus is held out.
+    If the fraction has fewer tokens than a row and its next token, up to MOST_HELD_OUT of the corpus is held out.
     """
     fraction = validation
     while True:
@@ -154,7 +154,7 @@ def hold_out(corpus: Corpus, validation: float, row: int = 1) -> tuple[Corpus, C
 
 
 def stage_of(name: str, recipe: Recipe, corpus: Corpus) -> "Stage":
-    """Return the phase of this recipe on this corpus. Where seq and micro_batch are the defaults, they fit a small corpus."""
+    """Return the phase of this recipe on this corpus; default values of seq and micro_batch are reduced for a small corpus."""
     seq, micro_batch = recipe.seq, recipe.micro_batch
     defaults = {field.name: field.default for field in fields(Recipe)}
     training, held_out = hold_out(corpus, recipe.validation, seq)
@@ -188,7 +188,7 @@ class Stage:
 
     @property
     def held_out_seq(self) -> int:
-        """The length of a held-out row: `seq`, or what a smaller held-out set has."""
+        """The length of a held-out row: `seq`, or that of a smaller held-out set."""
         return min(self.recipe.seq, self.held_out.tokens - 1)
 
     @property
@@ -199,12 +199,12 @@ class Stage:
         return min(rows // size, -(-EVALUATION_TOKENS // (size * self.held_out_seq)))
 
     def feed(self, device: torch.device, ranks: Ranks = ALONE) -> CorpusFeed:
-        """The training batches, of which the ranks take turns."""
-        recipe, turns = self.recipe, {"rank": ranks.rank, "world": ranks.world}
-        return self.training.batches(recipe.seq, recipe.micro_batch, device, seed=recipe.seed, labels=self._labels(), **turns)
+        """Return the training batches, split over the ranks."""
+        recipe, split = self.recipe, {"rank": ranks.rank, "world": ranks.world}
+        return self.training.batches(recipe.seq, recipe.micro_batch, device, seed=recipe.seed, labels=self._labels(), **split)
 
     def held_out_feed(self, device: torch.device) -> CorpusFeed:
-        """The held-out batches, the same on every rank."""
+        """Return the held-out batches, equal on every rank."""
         rows = self._held_out_rows()
         return self.held_out.batches(self.held_out_seq, rows, device, shuffle=False, labels=self._labels())
 
@@ -215,7 +215,7 @@ class Stage:
         return min(self.recipe.micro_batch, (self.held_out.tokens - 1) // self.held_out_seq)
 
     def check_rows(self) -> None:
-        """DataError when there is too little text for this phase's rows."""
+        """Raise DataError if there is too little text for this phase's rows."""
         where, recipe = f"phase {self.name}: " if self.name else "", self.recipe
         rows = (self.training.tokens - 1) // recipe.seq
         if rows < recipe.micro_batch:

@@ -1,13 +1,13 @@
-"""The step itself: what the device does, from zeroed accumulators to updated weights. Straight-line code, run or captured.
+"""The work of one step on the device, from zeroed accumulators to updated weights: straight-line code, run or captured.
 
-It comes in parts, `begin`, `add` and `update`, so that graphs of the last two serve windows of any length and shapes; and the
-update in two, `sum` over all ranks and `apply`, for a graph that holds none of what ranks wait for each other in.
-Each micro-batch's loss is a sum over its items and goes backward undivided. The number of items of all micro-batches is known
-when the last forward is done, and the one division by it is folded into the update's own factor (kernels/adamw.py). So an
-uneven window is exact, nothing need be counted in advance, and the division costs nothing.
+Its parts are `begin`, `add` and `update`, so that graphs of the last two serve steps of any number and shapes of micro-batches;
+and the update consists of `sum` over all ranks and `apply`, for a graph without collectives.
+Each micro-batch's loss is a sum over its items, and backward runs on it undivided. The number of items of all micro-batches is
+known after the last forward, and the one division by it is part of the update's factor (kernels/adamw.py). So micro-batches of
+different fill are exact, nothing has to be counted in advance, and the division costs nothing.
 
-Its report is seven numbers on the device. Each step also sends them to pinned memory, behind its own work; reading them costs a
-wait only when that step is still running. Whoever reads one step late keeps the device busy meanwhile (docs/training.md).
+The report is seven scalars on the device. Each step also copies them to pinned memory in stream order; reading them waits only
+while that step is still running. Reading one step late keeps the device busy (docs/training.md).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +36,7 @@ Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor | int]]
 
 @dataclass(eq=False)
 class DeviceStep:
-    """Model, loss, accumulators and optimizer, and `run`, which takes them one step further without waiting for anything."""
+    """Model, loss, accumulators and optimizer; `run` takes a step without waiting for anything."""
 
     model: nn.Module
     loss: Loss | Objective
@@ -54,7 +54,7 @@ class DeviceStep:
         self.totals = self.summed[:2]
         self.one = torch.ones((), device=self.device, dtype=torch.float32)
         self.reduction = self.accumulators.reduction(self.ranks, [self.summed], [] if self.fp8 is None else [self.fp8.seen])
-        # Compiled code would hold on to whether a sum was opened when it was traced.
+        # Compiled code would bake in whether a sum was opened when it was traced.
         self._compiled = any(getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in self.model.modules())
 
     @property
@@ -62,20 +62,20 @@ class DeviceStep:
         return self.sharding.ranks
 
     def run(self, batches: Sequence[Any]) -> Tensor:
-        """Forward and backward of every batch, one update; the report of kernels.plan_update."""
+        """Run forward and backward of every batch and one update; return the report of kernels.plan_update."""
         self.begin()
         for number, batch in enumerate(batches, 1):
             self.add(batch, last=number == len(batches))
         return self.update()
 
     def begin(self) -> None:
-        """A new window. A single micro-batch writes its gradients over the last ones; of several, all add to zeros."""
+        """Begin a step. A single micro-batch overwrites the last gradients; several add to zeros."""
         self.accumulators.begin() if self.single and not self._compiled else self.accumulators.zero()
         self.summed.zero_()
         self.reduction.begin()
 
     def add(self, batch: Any, last: bool = False) -> None:
-        """One micro-batch more: its loss, items and gradients are added to those before. `last`: sums over ranks may begin."""
+        """Add the loss, items and gradients of a micro-batch to those before. `last`: sums over ranks may begin."""
         with torch.enable_grad(), products(self.precision.products):
             total, items = self.sharding.loss(partial(self._loss_of, batch))
             self.sharding.before_backward(last)
@@ -88,29 +88,29 @@ class DeviceStep:
             self.fp8.forget()
 
     def finish(self) -> None:
-        """This process has added all of its micro-batches."""
+        """Complete this rank's sums, after its last micro-batch."""
         self.accumulators.finish()
         if self.fp8 is not None:
             self.fp8.look()
 
     def sum(self) -> None:
-        """What it has becomes what all ranks have together."""
+        """Sum over all ranks."""
         self.reduction.finish()
 
     def apply(self) -> Tensor:
-        """The weights take their step."""
+        """Update the weights and return the report."""
         if self.fp8 is not None:
             self.fp8.renew()
         return self.optimizer.update(self.accumulators.gradient, self.totals)
 
     def update(self) -> Tensor:
-        """The window is whole: the weights take the step of all ranks."""
+        """Complete the sums and update the weights."""
         self.finish()
         self.sum()
         return self.apply()
 
     def take_part(self) -> Tensor | None:
-        """A step to which this rank adds nothing; None where no rank has a micro-batch. Waits for the device."""
+        """Take part in a step without a micro-batch; return None if no rank has one. Waits for the device."""
         self.begin()
         self.summed[2] = 1
         self.finish()
@@ -118,9 +118,9 @@ class DeviceStep:
         return None if self.summed[2].item() == self.ranks.world else self.apply()
 
     def prepare(self, batch: Any) -> None:
-        """Before the first step: what one batch shows, forward and backward. What a step depends on is left as it was.
+        """Prepare the first step with one batch; the state of a step is unchanged afterwards.
 
-        That is which kernels its adapters will ask for, fp8's first scales, and, of several ranks, the order in which backward
+        This finds the kernels that adapters will call, fp8's first scales, and, with several ranks, the order in which backward
         finishes parameters.
         """
         hasten(early.products(self.model, batch), self.device, self.precision.dtype)
@@ -140,7 +140,7 @@ class DeviceStep:
             yield
 
     def state(self) -> list[Tensor]:
-        """Every tensor that a step writes, beside the model's own buffers."""
+        """Return every tensor that a step writes, except the model's buffers."""
         optimizer, fp8 = self.optimizer, [] if self.fp8 is None else [self.fp8.states, self.fp8.seen]
         masters = [master for _, _, master in optimizer.weights.rounded]
         own = [self.accumulators.gradient, self.summed, optimizer.state]
@@ -148,37 +148,37 @@ class DeviceStep:
 
     def _loss_of(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         scale = self.optimizer.loss_scale
-        if isinstance(self.loss, Objective):  # it may make gradients in forward, and must know the scale by then
+        if isinstance(self.loss, Objective):  # it may compute gradients in forward, and needs the scale for that
             return _checked(self.loss(self.model, batch, scale=self.one if scale is None else scale.float()), self.device)
         total, items = _checked(self.loss(self.model, batch), self.device)
         return total if scale is None else total.float() * scale.float(), items
 
 
 def _checked(result: Any, device: torch.device) -> tuple[Tensor, Tensor | int]:
-    """What a loss gave, by its outside alone: looking at the numbers would be a wait."""
+    """Check types and shapes of a loss function's result: reading values would wait for the device."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise ValueError(
-            f"loss: got {_words(result)}, wanted two things, the sum of the loss over the valid items and their number; "
+            f"loss: got {_described(result)}, wanted two things, the sum of the loss over the valid items and their number; "
             f"return (loss.sum(), count), not a mean."
         )
     total, items = result
     if not isinstance(total, Tensor) or total.dim() or not total.is_floating_point() or not total.requires_grad:
         raise ValueError(
-            f"loss: its sum is {_words(total)}, wanted a floating-point scalar that requires grad; "
+            f"loss: its sum is {_described(total)}, wanted a floating-point scalar that requires grad; "
             f"reduce it with .sum() and keep it attached to what trains of the model. Adapters that are off or merged do not."
         )
     if isinstance(items, Tensor):
         if items.dim() or items.device != device:
             raise ValueError(
-                f"loss: its number of items is {_words(items)}, wanted a scalar on {device}, or a Python number; "
+                f"loss: its number of items is {_described(items)}, wanted a scalar on {device}, or a Python number; "
                 f"count on the device, as in (labels != -100).sum()."
             )
     elif not isinstance(items, int | float) or isinstance(items, bool):
-        raise ValueError(f"loss: its number of items is {_words(items)}, wanted a scalar tensor or a Python number.")
+        raise ValueError(f"loss: its number of items is {_described(items)}, wanted a scalar tensor or a Python number.")
     return total, items
 
 
-def _words(thing: Any) -> str:
+def _described(thing: Any) -> str:
     if isinstance(thing, Tensor):
         grad = ", requires_grad" if thing.requires_grad else ""
         return f"a {thing.dtype} tensor of shape {tuple(thing.shape)} on {thing.device}{grad}"
@@ -200,11 +200,11 @@ class StepValues:
     updates: int
     loss_scale: float
     waited_s: float | None = field(default=None, repr=False)
-    """How long this rank's device only waited for other ranks' sums; None for one process, and for a sharded model."""
+    """Time that this rank's device waited for other ranks' sums; None for one process, and for a sharded model."""
 
 
 class StepResult:
-    """One step's report: scalars on the device, which no later step writes into, and `read()` for the host."""
+    """One step's report: scalars on the device, which no later step overwrites, and `read()` for the host."""
 
     def __init__(
         self,
@@ -212,11 +212,14 @@ class StepResult:
         sums: Tensor | None = None,
         timing: Callable[[str], AbstractContextManager[None]] = ALONE.timing,
     ):
-        """`sums`: int64 (2,), ns: the begin and the end of the device's wait for the step's sums; `timing` surrounds a wait for
-        the report, which may be one for other ranks."""
+        """Begin to copy the report to the host.
+
+        sums    int64 (2,), ns: begin and end of the device's wait for the step's sums
+        timing  surrounds a wait for the report, which may be one for other ranks
+        """
         self._report, self._timing = report, timing
         self._sums = sums if sums is None else sums.to("cpu", non_blocking=True, copy=True)
-        self._there = report.to("cpu", non_blocking=True)  # pinned, on a GPU: behind the step's own work, and no wait
+        self._on_host = report.to("cpu", non_blocking=True)  # from a GPU into pinned memory, in stream order
         self._sent = torch.cuda.current_stream(report.device).record_event() if report.is_cuda else None
         self._values: StepValues | None = None
 
@@ -229,25 +232,20 @@ class StepResult:
     loss_scale = property(lambda self: self._report[6], doc="fp16's loss scale after this step; 1 elsewhere")
 
     def ready(self) -> bool:
-        """Whether `read` would return at once."""
+        """Return whether `read` would return without waiting."""
         return self._values is not None or self._sent is None or self._sent.query()
 
     def read(self) -> StepValues:
-        """The numbers on the host. Waits for this step alone, and not at all once it is done."""
+        """Return the values on the host. Waits for this step only, and not at all once it is done."""
         if self._values is None:
             if self._sent is not None and not self._sent.query():
                 with self._timing(FOR_GPU):
                     self._sent.synchronize()
-            loss, norm, tokens, skipped, lr, updates, scale = self._there.tolist()
-            self._values = StepValues(loss, norm, tokens, int(skipped), lr, int(updates), scale, self._waited())
+            loss, norm, tokens, skipped, lr, updates, scale = self._on_host.tolist()
+            begin, end = (0, 0) if self._sums is None else self._sums.tolist()
+            waited = None if self._sums is None else (end - begin) / 1e9
+            self._values = StepValues(loss, norm, tokens, int(skipped), lr, int(updates), scale, waited)
         return self._values
-
-    def _waited(self) -> float | None:
-        """Return the seconds of that wait, once the device has done the step."""
-        if self._sums is None:
-            return None
-        began, ended = self._sums.tolist()
-        return (ended - began) / 1e9
 
     def __repr__(self) -> str:
         return f"StepResult({self._values if self._values else 'not read'})"

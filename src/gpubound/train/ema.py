@@ -1,4 +1,4 @@
-"""An average of the weights, for validation and for export."""
+"""Exponential moving average of the weights, for validation and export."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +15,13 @@ class Ema:
     """An exponential moving average of the weights, by parameter name, taken at each `update()` without a host sync.
 
     It reads the fp32 masters of 16-bit weights, and other weights themselves, from the step's flat buffers. A step that moved
-    no weight (not finite, or without items) leaves the average as it is: the device compares its own count of updates t with
+    no weight (not finite, or without items) leaves the average as it is: the device compares its count of updates t with
     the last one. The decay rises as (1 + t) / (10 + t), or the first random weights would stay in a short run's average.
     """
 
     def __init__(self, step: TrainStep, decay: float):
         self.decay, self._step = decay, step
-        self._updates = step.updates  # the device's count, which each step writes
+        self._updates = step.updates  # a scalar on the device that each step writes
         self._included = self._updates.clone()
         self._weights = [weight for weight, _ in step.weights.values()]
         self._finest = step.flat_weights.finest()
@@ -43,19 +43,19 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the average is the weights."""
+        """Set the weights to the average while inside."""
         with put_back(self._weights):
             self.settle()
             yield
 
     def settle(self) -> None:
-        """Make the average the weights, for good."""
+        """Set the weights to the average permanently."""
         torch._foreach_copy_(self._weights, list(self.average.values()))
 
     def state(self) -> dict[str, Tensor]:
-        """The average as a checkpoint has it, where it lies."""
-        said = self._step.global_state(joined(average=self.average))
-        return {name: said[f"average.{name}"] for name in self.average}
+        """Return the live average as a checkpoint stores it."""
+        state = self._step.global_state(joined(average=self.average))
+        return {name: state[f"average.{name}"] for name in self.average}
 
     def load(self, average: dict[str, Tensor]) -> None:
         """Continue from a state that `state()` gave, after the step's own state has been loaded."""

@@ -1,8 +1,8 @@
-"""Where every parameter lies in the flat buffers, and the weights moved into them.
+"""Layout of the parameters in flat buffers, and the weights moved into them.
 
-One buffer for the gradients, one for each moment, one for the weights: zeroing, the norm and the update are then one launch
-each, whatever the model. The order is dtype by dtype and, within a dtype, first what decays, then what does not. Parameters
-that lie side by side in one storage, as q, k and v, stay so in the same order: their gradients then come from one product, too.
+There is one buffer for the gradients, one for each moment, one for the weights: zeroing, the norm and the update are then one
+launch each, for any model. Parameters are sorted by dtype and, within a dtype, by whether they decay. Parameters that are
+adjacent in one storage, as q, k and v, stay adjacent in the same order: their gradients can then come from one product, too.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,14 +23,14 @@ SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class FlatSlot:
-    """One parameter's place: `start` counts elements from the beginning of the flat buffers."""
+    """The position of a parameter: `start` counts elements from the beginning of the flat buffers."""
 
     name: str
     parameter: Parameter
     start: int
 
     def view(self, buffer: Tensor, base: int = 0) -> Tensor:
-        """This parameter's elements of `buffer` (which begins at element `base`), in the parameter's own shape and strides."""
+        """Return this parameter's elements of `buffer` (beginning at element `base`), in the parameter's shape and strides."""
         strides = torch.empty_like(self.parameter, device="meta").stride()  # contiguous where the parameter's have gaps
         return buffer.as_strided(self.parameter.shape, strides, buffer.storage_offset() + self.start - base)
 
@@ -48,7 +48,7 @@ class Group:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The whole plan. Nothing is allocated by it."""
+    """The layout of all flat buffers. It allocates nothing."""
 
     slots: tuple[FlatSlot, ...]
     groups: tuple[Group, ...]
@@ -63,7 +63,7 @@ class FlatLayout:
         return max((group.stop for group in self.groups if group.rule == ADAMW), default=0)
 
     def bytes(self, masters: bool) -> dict[str, int]:
-        """What training takes besides moments and activations, before any of it is allocated. `masters`: behind 16 bits."""
+        """Return the bytes of training besides moments and activations. `masters`: fp32 copies of 16-bit weights."""
         counts = [(group.dtype, group.stop - group.start) for group in self.groups]
         return {
             "weights": sum(n * dtype.itemsize for dtype, n in counts),
@@ -76,7 +76,7 @@ class FlatLayout:
 
 
 def matrices(name: str, parameter: Parameter) -> bool:
-    """The usual rule of weight decay: matrices and embeddings decay, gains and biases do not."""
+    """Return True for what weight decay usually applies to: matrices and embeddings, not gains and biases."""
     return parameter.dim() > 1
 
 
@@ -87,9 +87,9 @@ def lay_out(
     muon: Callable[[str, Parameter], bool] = lambda name, parameter: False,
     others: Iterable[tuple[str, Tensor]] = (),
 ) -> FlatLayout:
-    """A place for every parameter that is trained, a tied one once, under its first name. `dtype` None keeps each its own.
+    """Return the layout of the trained parameters, a tied one once, under its first name. `dtype` None keeps their dtypes.
 
-    `others` are tensors that stay where they are, as a model's buffers: none of them may lie over a trained parameter's memory.
+    `others` are tensors that are not moved, as a model's buffers: none may share memory with a trained parameter.
     """
     named = list(named)
     chosen = _trained(named)
@@ -112,7 +112,7 @@ def lay_out(
 
 
 def counted(dtype: torch.dtype, of_adamw: int, of_muon: int = 0) -> FlatLayout:
-    """The layout of so many numbers, but for the gaps that align parameters: its size, before there are weights."""
+    """Return the layout of this many elements, without the gaps that align parameters: its size, before there are weights."""
     groups = [Group(dtype, ADAMW, 0, of_adamw, of_adamw)]
     groups += [Group(dtype, MUON, of_adamw, of_adamw + of_muon, of_adamw + of_muon)] if of_muon else []
     return FlatLayout((), tuple(groups), torch.device("meta"))
@@ -157,7 +157,7 @@ def _trained(named: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Paramete
 
 
 def _check_apart(chosen: list[tuple[str, Parameter]], others: list[tuple[str, Tensor]]) -> None:
-    """Two tensors over the same memory are one weight to the user, but would be two after the move."""
+    """Raise ValueError if a parameter shares memory with another tensor: they would be separate after the move."""
     trained = {name for name, _ in chosen}
     for pair in overlapping([*chosen, *others]):
         if moved := [name for name in pair if name in trained]:
@@ -168,19 +168,19 @@ def _check_apart(chosen: list[tuple[str, Parameter]], others: list[tuple[str, Te
 
 
 def _runs(parameters: list[Parameter]) -> list[list[Parameter]]:
-    """The parameters in their order, those that lie one behind the other in one storage together and in the storage's order."""
+    """Group the parameters that are adjacent in one storage, in the storage's order."""
     order = {id(p): i for i, p in enumerate(parameters)}
-    whole = [p for p in parameters if _whole(p)]
-    begins, ends = {_begin(p): p for p in whole}, {_end(p) for p in whole}
-    runs = [[p] for p in parameters if not _whole(p) or _begin(p) not in ends]
+    dense = [p for p in parameters if _dense(p)]
+    begins, ends = {_begin(p): p for p in dense}, {_end(p) for p in dense}
+    runs = [[p] for p in parameters if not _dense(p) or _begin(p) not in ends]
     for run in runs:
-        while _whole(run[-1]) and (behind := begins.get(_end(run[-1]))) is not None:
-            run.append(behind)
+        while _dense(run[-1]) and (following := begins.get(_end(run[-1]))) is not None:
+            run.append(following)
     return sorted(runs, key=lambda run: min(order[id(p)] for p in run))
 
 
-def _whole(p: Tensor) -> bool:
-    """Without gaps: by its rows, or by its columns, as the b of adapters that are one matrix side by side."""
+def _dense(p: Tensor) -> bool:
+    """Return whether a tensor has no gaps: by rows, or by columns, as the b of adapters that form one matrix by columns."""
     return p.is_contiguous() or (p.dim() == 2 and p.t().is_contiguous())
 
 
@@ -193,9 +193,9 @@ def _end(p: Tensor) -> tuple[int, int]:
 
 
 class Weights:
-    """The parameters moved into flat buffers, one a group, perhaps with fp32 masters. The Parameter objects stay the same."""
+    """The parameters in flat buffers, one a group, perhaps with fp32 masters. The Parameter objects stay the same."""
 
-    part = 0  # which of the ranks' parts of every parameter's rows these are
+    part = 0  # the rank whose rows of every parameter these are
 
     def __init__(self, layout: FlatLayout, masters: bool):
         self.layout = layout
@@ -205,31 +205,30 @@ class Weights:
             flat = torch.zeros(group.stop - group.start, dtype=group.dtype, device=layout.device)
             master = torch.zeros_like(flat, dtype=torch.float32) if masters and group.dtype != torch.float32 else None
             for slot in layout.slots_of(group):
-                home, parameter = slot.view(flat, group.start), slot.parameter
-                home.copy_(parameter.detach())
+                view, parameter = slot.view(flat, group.start), slot.parameter
+                view.copy_(parameter.detach())
                 if master is not None:
-                    slot.view(master, group.start).copy_(parameter.detach())  # from the original: an fp32 one is kept whole
-                parameter.grad = None  # of another dtype it could not stay
-                parameter.data = home
+                    slot.view(master, group.start).copy_(parameter.detach())  # from the original: an fp32 one is not rounded
+                parameter.grad = None  # it may have another dtype
+                parameter.data = view
             self.flat.append(flat)
             self.masters.append(master)
-
-        kept = zip(layout.groups, self.flat, self.masters)
-        self.rounded = [(group, flat, master) for group, flat, master in kept if master is not None]
+        buffers = zip(layout.groups, self.flat, self.masters)
+        self.rounded = [(group, flat, master) for group, flat, master in buffers if master is not None]
         self._parameters = [slot.parameter for slot in layout.slots]
         self._addresses = list(map(Tensor.data_ptr, self._parameters))
         self._versions = list(map(VERSION, self._parameters))
 
     def stepped(self) -> None:
-        """Tell who watches versions that an update has written them: to torch, a kernel's or a graph's writes are none."""
+        """Increment the parameters' versions after an update: torch does not see the writes of kernels and graphs."""
         torch.autograd.graph.increment_version(self._parameters)
-        # Or the next step would take them for somebody else's writes and read all of them back.
+        # Otherwise the next step would read all of them back, as after writes by other code.
         self._versions = list(map(VERSION, self._parameters))
 
     def check(self) -> None:
-        """That every parameter still lies where it was put, or the update would miss it (a cast, a move, an assigning load).
+        """Raise ValueError if a parameter is no longer in its flat buffer (after a cast, a move, an assigning load).
 
-        New values copied into the weights since, as by load_state_dict, become their masters' too.
+        Values that were copied into the weights since the last step, as by load_state_dict, are copied to the masters.
         """
         now = list(map(Tensor.data_ptr, self._parameters))
         if now != self._addresses:
@@ -243,20 +242,20 @@ class Weights:
             self._read_back()
 
     def _read_back(self) -> None:
-        """Where a 16-bit weight is not its master rounded, somebody wrote it and the master follows; elsewhere it stays."""
+        """Set the masters of 16-bit weights that were written: those that are not their master rounded."""
         for _, flat, master in self.rounded:
             master.copy_(torch.where(flat == master.to(flat.dtype), master, flat.to(torch.float32)))
 
     def of_norm(self, gradient: Tensor) -> Tensor:
-        """What has the norm of the whole gradient: the flat gradient itself, where that is all of it."""
+        """Return a tensor with the norm of the whole gradient: of replicas the flat gradient itself."""
         return gradient
 
     def finest(self) -> list[Tensor]:
-        """The flat buffers that the update is kept in: the masters where there are any."""
+        """Return the flat buffers of highest precision: the masters where there are any."""
         return [flat if master is None else master for flat, master in zip(self.flat, self.masters)]
 
     def by_name(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """(a weight, the same where the update is kept: its master if it has one), by the parameter's name."""
+        """Return (weight, its master or itself) by the parameter's name."""
         groups = zip(self.layout.groups, self.finest())
         return {
             slot.name: (slot.parameter.detach(), slot.view(finest, group.start))
@@ -265,6 +264,6 @@ class Weights:
         }
 
     def round_masters(self) -> None:
-        """The 16-bit weights from their masters, as after an update."""
+        """Round the masters to the 16-bit weights, as after an update."""
         for _, flat, master in self.rounded:
             flat.copy_(master)

@@ -1,11 +1,11 @@
-"""ModelGuard: before each step, the model still has the parameters that the step trains, and its forward is the one captured.
+"""ModelGuard checks before each step that the model has the parameters that the step trains, and the forward it captured.
 
-A step's buffers and graphs hold the parameters of the moment when the step was made: one that is frozen later would go on
-moving, one that is unfrozen, replaced or added would stay still. A graph replays one forward: in one mode, with one set of
-hooks, with what the adapters added.
+A step's buffers and graphs hold the parameters of the time when the step was made: one that is frozen later would still be
+updated, one that is unfrozen, replaced or added would not. A graph replays one forward: in one mode, with one set of hooks and
+adapters.
 
-A look at all of it took 0.35 ms a step at 291 parameters. So a step compares lists that are made in C (identities of modules
-and parameters, modes, sizes of dicts), and looks at names and hooks only where one of them differs.
+Comparing everything took 0.35 ms a step at 291 parameters. So a step compares lists that are made in C (identities of modules
+and parameters, modes, sizes of dicts), and names and hooks only if one of them differs.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ from ..layers.quantized_base import OnlyCodes
 from ..lora.layers import adapted_layers, adding, merged_and_trained, trains, wrappers
 from ..trace import fallback
 
-MOST_SIGNATURES = 1000  # that are remembered: a hook put on anew before each step makes one a step
+MOST_SIGNATURES = 1000  # that are remembered: a hook registered before each step makes one a step
 TRAINS = attrgetter("requires_grad")
 MODE = attrgetter("training")
 ACTIVE, DISABLED, MERGED = attrgetter("_active_adapter"), attrgetter("_disable_adapters"), attrgetter("merged_adapters")
@@ -39,8 +39,8 @@ GLOBAL_HOOKS = [
 class ModelGuard:
     """The parameters and modules of a model as they were when a TrainStep was made.
 
-    signature  a number that stands for how the model is called now: its modules, modes, hooks and adapters. The same state
-               always has the same number, so that a graph that was captured before an eval() serves again after train()
+    signature  a number for the present modules, modes, hooks and adapters. Equal states have equal numbers, so that a graph
+               that was captured before an eval() serves again after train()
     """
 
     signature: int
@@ -67,17 +67,17 @@ class ModelGuard:
 
     def check(self) -> int:
         """Return the signature; raise ValueError where a trained parameter was replaced, frozen, removed or added."""
-        objects = list(chain.from_iterable(self._members))
+        objects = list(chain.from_iterable(self._identities))
         if (
             len(objects) != len(self._objects)
             or not all(map(is_, objects, self._objects))
             or self._settings() != self._settings_before
         ):
-            self._look_closely()
+            self._compare_all()
         return self.signature
 
     def _settings(self) -> tuple:
-        """Return what a step compares besides the identities of modules and parameters."""
+        """Return the values that a step compares besides the identities of modules and parameters."""
         return (
             RemovableHandle.next_id,  # grows with each hook that is registered in this process
             sum(map(len, self._hook_dicts)),
@@ -94,14 +94,14 @@ class ModelGuard:
         )
 
     def _scan(self) -> None:
-        """Note the model as it is."""
+        """Save the present parameters and modules."""
         modules = list(self._model.named_modules())
         self._registries = [registry for _, m in modules for registry in (m._modules, m._parameters)]
         live = [registry.values() for registry in self._registries if isinstance(registry, dict) and registry]
-        # TorchScript's registries are C++ objects, whose values() is a list of that moment: one that is made again each time.
+        # TorchScript's registries are C++ objects, whose values() is not a live view: it is called each time.
         scripted = [_Values(registry) for registry in self._registries if not isinstance(registry, dict)]
-        self._members: list[Iterable[Any]] = [*live, *scripted]  # an empty registry that gets a member is longer then
-        self._objects = list(chain.from_iterable(self._members))
+        self._identities: list[Iterable[Any]] = [*live, *scripted]  # an empty registry is compared by its length
+        self._objects = list(chain.from_iterable(self._identities))
         self._attributes = [vars(m) for _, m in modules]
         self._with_mode = [m for _, m in modules if hasattr(m, "training")]  # torch.compile's wrapper has no mode
         self._with_forward = [attributes for attributes in self._attributes if "forward" in attributes]
@@ -120,15 +120,15 @@ class ModelGuard:
         self._note()
 
     def _note(self) -> None:
-        """Set the signature to the model's present one, and what a step compares."""
+        """Set the signature and the values that a step compares."""
         dicts = [
             *GLOBAL_HOOKS,
             *chain.from_iterable(map(MODULE_HOOKS, self._attributes)),
             *chain.from_iterable(map(PARAMETER_HOOKS, self._trained)),
         ]
-        self._hook_dicts = list(filter(None, dicts))  # one that is empty grows by a new hook, which next_id shows
+        self._hook_dicts = list(filter(None, dicts))  # next_id shows a new hook in an empty one
         added = tuple(map(adding, self._switched))
-        hooks = frozenset(chain.from_iterable(self._hook_dicts))  # by torch's numbers, which are never used again
+        hooks = frozenset(chain.from_iterable(self._hook_dicts))  # by torch's ids, which are never reused
         key = self._structures, tuple(map(MODE, self._with_mode)), hooks, added
         if key not in self._numbers:
             if len(self._numbers) >= MOST_SIGNATURES:
@@ -137,15 +137,15 @@ class ModelGuard:
         self.signature = self._numbers[key]
         self._settings_before = self._settings()
 
-    def _look_closely(self) -> None:
-        """Something differs: raise where it is a trained parameter, else note the model as it is now."""
+    def _compare_all(self) -> None:
+        """After a difference: raise ValueError if it is a trained parameter, else save the present model."""
         self._check_parameters()
         tree = self._tree
         if any(
             list(m._modules.items()) != children or len(m._parameters) != count or vars(m).get("forward") is not forward
             for m, children, count, forward in tree
         ):
-            self._check_members()
+            self._check_tree()
             self._scan()
             if not _same_calls(tree, self._tree):
                 self._structures += 1
@@ -156,18 +156,18 @@ class ModelGuard:
             registry = module._parameters
             now = registry.get(key) if isinstance(registry, dict) else dict(registry).get(key)  # TorchScript's has no get()
             if now is not parameter:
-                what, mend = "replaced by another Parameter", "copy new values into it in place"
+                what, fix = "replaced by another Parameter", "copy new values into it in place"
             elif now is not None and now.requires_grad is not trained:
-                what, mend = "frozen" if trained else "unfrozen", f"set requires_grad back to {trained}"
+                what, fix = "frozen" if trained else "unfrozen", f"set requires_grad back to {trained}"
             else:
                 continue
             raise ValueError(
                 f"parameters: {name} was {what} since this TrainStep was made, which trains the parameters it found then; "
-                f"{mend}, or close() this step and make a new one."
+                f"{fix}, or close() this step and make a new one."
             )
 
-    def _check_members(self) -> None:
-        """Raise where a trained parameter is no longer in the model, or there is another one that trains."""
+    def _check_tree(self) -> None:
+        """Raise ValueError if a trained parameter was removed, or another one that trains was added."""
         known, present = {id(parameter) for *_, parameter, _ in self._named}, {id(p) for p in self._model.parameters()}
         if gone := next((name for name, *_, p, trained in self._named if trained and id(p) not in present), None):
             raise ValueError(
@@ -182,20 +182,20 @@ class ModelGuard:
                 )
 
     def _report_codes(self) -> None:
-        """Report quantised weights of a model that trains by more than adapters: they are no parameters, and stay."""
-        coded = [name for name, module in self._model.named_modules() if isinstance(module, OnlyCodes)]
+        """Report quantised weights of a model that trains more than adapters: they are no parameters, and are not trained."""
+        quantised = [name for name, module in self._model.named_modules() if isinstance(module, OnlyCodes)]
         added = {id(p) for layer in self._layers for p in layer.parameters()}
-        if coded and any(p.requires_grad and id(p) not in added for p in self._model.parameters()):
-            others = f" and {len(coded) - 1} more layers" if len(coded) > 1 else ""
+        if quantised and any(p.requires_grad and id(p) not in added for p in self._model.parameters()):
+            others = f" and {len(quantised) - 1} more layers" if len(quantised) > 1 else ""
             fallback(
                 "train: weights in codes",
-                f"those of {coded[0]}{others} are no parameters, so they stay as they are and the rest of the model trains; "
-                f"to train all of it, load it with codes=False",
+                f"those of {quantised[0]}{others} are no parameters, so they stay as they are and the rest of the model "
+                f"trains; to train all of it, load it with codes=False",
             )
 
 
 class _Values:
-    """The values of a registry of TorchScript's, read anew by each loop over them."""
+    """The values of a TorchScript registry, read at each iteration."""
 
     def __init__(self, registry: Any):
         self._registry = registry
@@ -205,7 +205,7 @@ class _Values:
 
 
 def _same_calls(before: list[tuple], after: list[tuple]) -> bool:
-    """Return whether these are the same modules, which call each other in the same way."""
+    """Return whether two trees have the same modules, children and forwards."""
     return len(before) == len(after) and all(
         now is then and children == children_then and count == count_then and forward is forward_then
         for (then, children_then, count_then, forward_then), (now, children, count, forward) in zip(before, after)

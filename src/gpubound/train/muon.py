@@ -1,8 +1,8 @@
-"""Muon over flat buffers (Keller Jordan, 2024): it moves a matrix by its one moment, made orthogonal.
+"""Muon over flat buffers (Keller Jordan, 2024): the update of a matrix is its momentum, orthogonalised.
 
-Five Newton-Schulz steps do that, in 16 bits where those are fast: every direction moves alike, however weak its gradient. Rates
-carry over: an update has the size that AdamW's would have (0.2 · √ of the longer side). AdamW moves what Muon leaves, under one
-plan: one norm, one clip, one schedule, one skip.
+Five Newton-Schulz steps do that, in 16 bits where those are fast: every direction moves by the same amount, however weak its
+gradient. Rates of AdamW carry over: an update has the same size (0.2 · √ of the longer side). AdamW updates the other
+parameters under the same plan: one norm, one clip, one schedule, one skip.
 """
 
 from collections.abc import Callable
@@ -67,7 +67,7 @@ class Muon:
         return FlatMuon(self, *rest)
 
     def chooser(self, model: Any) -> Callable[[str, Parameter], bool]:
-        """The rule that says which parameters of `model` Muon updates."""
+        """Return the rule that chooses the parameters of `model` that Muon updates."""
         if self.takes is not None:
             return self.takes
         head = head_of(model)
@@ -77,7 +77,7 @@ class Muon:
 
 
 def count_by_rule(model: Any, optimizer: Any) -> tuple[int, int]:
-    """How many trained numbers AdamW updates, and how many Muon. `model` may be on the meta device."""
+    """Return the numbers of trained elements that AdamW and Muon update. `model` may be on the meta device."""
     takes = optimizer.chooser(model) if isinstance(optimizer, Muon) else lambda name, parameter: False
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     by_muon = sum(p.numel() for name, p in trained if takes(name, p))
@@ -85,7 +85,7 @@ def count_by_rule(model: Any, optimizer: Any) -> tuple[int, int]:
 
 
 class FlatMuon(FlatAdamW):
-    """FlatAdamW with another rule for the groups that Muon takes; `m` is their momentum, and `v` does not reach them."""
+    """FlatAdamW with Muon's rule for its groups: `m` is their momentum, and they have no `v`."""
 
     def __init__(self, config: Muon, *arguments):
         super().__init__(config.rest, *arguments)
@@ -116,10 +116,10 @@ class FlatMuon(FlatAdamW):
 
 
 def orthogonal(x_KRC: Tensor, iterations: int) -> Tensor:
-    """Return roughly the nearest orthogonal matrix to each of K (R rows, C columns), by Newton-Schulz steps.
+    """Return approximately the nearest orthogonal matrix to each of K (R rows, C columns), by Newton-Schulz steps.
 
-    They run in bf16, which is enough for them, and in fp32 on a device that multiplies bf16 slower: a CPU without units for it
-    trained the demo's model at 1.6k tokens/s with the first and at 9.2k with the second.
+    They run in bf16, which is accurate enough, or in fp32 on a device where bf16 is slower: a CPU without bf16 units trained
+    the demo's model at 1.6k tokens/s in bf16 and at 9.2k in fp32.
     """
     a, b, c = COEFFICIENTS
     tall = x_KRC.shape[1] > x_KRC.shape[2]

@@ -1,7 +1,4 @@
-"""AdamW over flat buffers, in one pass: decided by one tiny kernel (kernels/adamw.py), not seen by the host.
-
-With its moments in 8 bits it is in adamw8.py, Muon in muon.py.
-"""
+"""AdamW over flat buffers in one pass: one small kernel decides on the device whether and how to update (kernels/adamw.py)."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,14 +21,14 @@ GROWTH_INTERVAL = 2000  # good steps before the loss scale doubles
 
 @dataclass(frozen=True)
 class AdamW:
-    """The settings of torch.optim.AdamW. `decays(name, parameter)` says what weight decay applies to: by default, matrices."""
+    """Options of torch.optim.AdamW. `decays(name, parameter)` chooses what weight decay applies to: by default, matrices."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
     decays: Callable[[str, Parameter], bool] = matrices
-    whole: ClassVar[str | None] = None  # why it must see whole matrices
+    whole: ClassVar[str | None] = None  # the reason why it needs whole matrices
 
     def __post_init__(self):
         if not all(map(is_rate, (self.lr, self.eps, self.weight_decay))):
@@ -43,21 +40,21 @@ class AdamW:
             raise ValueError(f"{type(self).__name__}: betas must be two numbers from 0 to below 1, got {self.betas}.")
 
     def lay_out(self, model: Any, precision: Precision) -> FlatLayout:
-        """Where the model's parameters will lie. What can be refused is refused here, before the model is touched."""
+        """Return the layout of the flat buffers. Errors of the parameters are raised here, before the model is changed."""
         return lay_out(model.named_parameters(), precision.dtype, self.decays, others=model.named_buffers())
 
     def moment_bytes(self, layout: FlatLayout) -> int:
         return 4 * layout.size + 4 * layout.adamw_size
 
     def flat(self, *rest: Any) -> "FlatAdamW":
-        """The optimizer itself; `rest` as FlatAdamW takes it."""
+        """Return the optimizer; `rest` are the other arguments of FlatAdamW."""
         return FlatAdamW(self, *rest)
 
 
 class FlatAdamW:
-    """The moments and the four numbers that the optimizer carries from step to step, and the update itself."""
+    """The optimizer's state, its moments and four scalars, and the update."""
 
-    loads: tuple[str, ...] = ()  # how those names of a state begin that `load` takes; the others are written in place
+    loads: tuple[str, ...] = ()  # prefixes of names of a state that `load` loads; the others are copied in place
 
     def __init__(
         self, config: AdamW, weights: Weights, precision: Precision, clip: float | None, schedule: Schedule, seed: int
@@ -76,7 +73,7 @@ class FlatAdamW:
         self.v = torch.zeros(layout.adamw_size, dtype=torch.float32, device=layout.device)
 
     def hasten(self) -> None:
-        """Let the self-tests of what an update calls begin."""
+        """Start the self-tests of the kernels that an update calls."""
         layout = self.weights.layout
         hasten([("plan_update", plan_shape(layout.size, *self._constants()))], layout.device, torch.float32)
         for weight, master in zip(self.weights.flat, self.weights.masters):
@@ -84,16 +81,16 @@ class FlatAdamW:
             hasten([("adamw", kind)], layout.device, weight.dtype)
 
     def _constants(self) -> tuple[tuple[float, float], float, float | None, int]:
-        """What `plan_update` is compiled for."""
+        """Return the constants that `plan_update` is compiled for."""
         return self.config.betas, self.config.weight_decay, self.clip, self.growth_interval
 
     @property
     def moments(self) -> list[Tensor]:
-        """One tensor for each piece of memory that the moments lie in."""
+        """One tensor for each buffer of the moments."""
         return [self.m, self.v]
 
     def named_moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Live views by parameter, for checkpoints."""
+        """Yield live views by parameter, for checkpoints."""
         for slot in self.weights.layout.slots:
             yield f"m.{slot.name}", slot.view(self.m)
             if slot.start < len(self.v):
@@ -101,11 +98,11 @@ class FlatAdamW:
 
     @property
     def loss_scale(self) -> Tensor | None:
-        """The scalar to begin backward with, on the device; None when no loss is scaled."""
+        """The scale of the loss on the device; None when no loss is scaled."""
         return self.state[2] if self.growth_interval else None
 
     def update(self, gradient: Tensor, totals: Tensor) -> Tensor:
-        """Clip, decide and update; the report of kernels.plan_update. `totals`: the sum of losses, the number of items."""
+        """Clip, decide and update; return the report of kernels.plan_update. `totals`: sum of losses, number of items."""
         plan, report = plan_update(self.weights.of_norm(gradient), totals, self.state, self.rates, *self._constants())
         self.carry_out(gradient, plan, report)
         return report
@@ -122,18 +119,18 @@ class FlatAdamW:
         adamw(weight, gradient, self.m[here], self.v[here], *rest)
 
     def check(self) -> None:
-        """Refuse what was done to it from outside since the last step: nothing can be, to ours."""
+        """Raise ValueError if its settings were changed from outside since the last step: ours have none that could be."""
 
-    def carry_on(self, gradient: Tensor) -> None:
-        """What is left of the update behind the step's own graph: nothing, of ours."""
+    def carry_on(self, gradient: Tensor, result: Any) -> None:
+        """Run the part of the update that is outside of the step's graph: none of ours. `result` is the step's StepResult."""
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Take from a saved state what `loads` says, or refuse it, before anything is written."""
+        """Load the names that begin with `loads`, or raise ValueError before anything is written."""
 
     def loaded(self, state: dict[str, Tensor]) -> None:
-        """Everything else of the state has been written."""
+        """Called after everything else of the state has been copied."""
 
     def set_lr(self, lr: float) -> None:
-        """A new base rate from the next step on, also for a captured step: its table is rewritten where it lies."""
+        """Set the base rate from the next step on, captured or not: its table is rewritten in place."""
         self.lr = lr
         self.rates.copy_(self.schedule.table(lr))

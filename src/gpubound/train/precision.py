@@ -1,8 +1,8 @@
-"""In which numbers a model is trained: what the weights are kept in, whether anything finer stands behind them, and fp8.
+"""Precisions of training: the dtype of the weights, fp32 masters, and fp8 products.
 
-In fp8 the linear layers inside the model's blocks are multiplied in 8 bits (layers/fp8.py), but for what is tied to an
-embedding. The head, norms, attention and the residual stream stay in bf16. What is kept from step to step stays in fp32:
-masters, moments and gradient sums. The scales of 8 bits are found before the first step and renewed at each.
+In fp8 the linear layers inside the model's blocks are multiplied in 8 bits (layers/fp8.py), except weights that are tied to an
+embedding. The head, norms, attention and the residual stream are in bf16; masters, moments and gradient sums are in fp32. The
+scales of the 8-bit products are calibrated before the first step and renewed at each.
 """
 
 from collections.abc import Iterator
@@ -27,14 +27,14 @@ from .recompute import find_blocks
 
 @dataclass(frozen=True)
 class Precision:
-    """`dtype` is the weights' and what the model computes in; gradients are summed and moments kept in fp32 in all of them."""
+    """The dtype of the weights and of the model's arithmetic; gradient sums and moments are fp32 in every precision."""
 
     dtype: torch.dtype
-    masters: bool = False  # fp32 weights behind the 16-bit ones: small updates are not lost
-    at_random: bool = False  # round the updated weight up or down at random instead: right on average, 4 bytes a parameter less
+    masters: bool = False  # fp32 copies of the 16-bit weights: small updates are not lost
+    at_random: bool = False  # stochastic rounding of the updated weights instead: 4 bytes a parameter less
     loss_scale: bool = False  # fp16 has too few exponents for small gradients
-    fp8: bool = False  # the blocks' linear products in 8 bits: Fp8Weights
-    products: str | None = None  # how a GPU multiplies fp32 matrices
+    fp8: bool = False  # linear products of the blocks in 8 bits: Fp8Weights
+    products: str | None = None  # mode of fp32 matrix products on a GPU
 
     def check_not_at_random(self, optimizer: str) -> None:
         if self.at_random:
@@ -60,22 +60,23 @@ def precision(name: str) -> Precision:
 
 
 def spelled(name: str) -> Tensor:
-    """A name among the tensors of a state, letter by letter."""
+    """Return a name as a tensor of character codes."""
     return torch.tensor(list(name.encode()), dtype=torch.uint8, device="cpu")
 
 
 def read(name: Tensor) -> str:
+    """Return the name that `spelled` encoded."""
     return bytes(name.tolist()).decode()
 
 
 class Fp8Weights:
-    """The weights of one model that are multiplied in 8 bits, until `release`."""
+    """The weights of a model that are multiplied in 8 bits, until `release`."""
 
     def __init__(self, model: nn.Module, layout: FlatLayout):
         _check_device(layout.device)
         self.slots = _eligible(model, layout)
         self.states = new_states(len(self.slots), layout.device)
-        self.seen = self.states[..., 1].clone()  # the largest magnitudes of a step, side by side for a sum over ranks
+        self.seen = self.states[..., 1].clone()  # the largest magnitudes of a step, contiguous for a reduction over ranks
         self.calibrated = self._calibrating = False
         self._formats = [Fp8(states, lambda: self._calibrating) for states in self.states]
         for slot, format in zip(self.slots, self._formats):
@@ -83,22 +84,22 @@ class Fp8Weights:
         self._undo = multiply_by_records(model)
 
     def forget(self) -> None:
-        """Let the rounded weights go: a micro-batch may not read what another one made, which may be another graph's memory."""
+        """Drop the rounded weights: those of another micro-batch may be in another graph's memory."""
         for format in self._formats:
             format.forget()
 
     def look(self) -> None:
-        """Read off what this process's micro-batches have seen."""
+        """Copy the largest magnitudes of this rank's micro-batches to `seen`."""
         self.seen.copy_(self.states[..., 1])
 
     def renew(self) -> None:
-        """New scales from `seen`, which by now may be all ranks'."""
+        """Compute new scales from `seen`, which may have been reduced over all ranks."""
         self.states[..., 1].copy_(self.seen)
         renew(self.states)
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Inside, every tensor is measured before it is rounded; what is not reached has its scale from the first step on."""
+        """Measure every tensor before it is rounded while inside; one that is not reached gets its scale in the first step."""
         self.forget()
         self._calibrating = True
         try:
@@ -111,7 +112,7 @@ class Fp8Weights:
         self.calibrated = True
 
     def loaded(self) -> None:
-        """The scales are those of another run now, unless that had none yet."""
+        """Called after the scales were loaded; they are calibrated unless the saved run had none yet."""
         self.calibrated = bool(self.states[..., 0].any())
 
     def release(self) -> None:
@@ -122,15 +123,15 @@ class Fp8Weights:
 
 
 def _check_device(device: torch.device) -> None:
-    if device.type == "cuda" and (there := torch.cuda.get_device_capability(device)) < CAPABILITY:
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < CAPABILITY:
         raise ValueError(
-            f"precision='fp8': {label(device)} has compute capability {there[0]}.{there[1]}, "
+            f"precision='fp8': {label(device)} has compute capability {capability[0]}.{capability[1]}, "
             f"wanted {CAPABILITY[0]}.{CAPABILITY[1]} or above (Ada, Hopper, Blackwell); take precision='bf16'."
         )
 
 
 def _eligible(model: nn.Module, layout: FlatLayout) -> list[FlatSlot]:
-    """The trained weights of plain linear layers inside the blocks, whose sides fp8 products can take."""
+    """Return the trained weights of plain linear layers inside the blocks whose shapes allow fp8 products."""
     try:
         blocks = find_blocks(model)
     except ValueError:
@@ -155,14 +156,16 @@ def _eligible(model: nn.Module, layout: FlatLayout) -> list[FlatSlot]:
 
 
 def cast_inputs(model: nn.Module, dtype: torch.dtype) -> Any:
-    """Give the model's forward its floating-point inputs in the weights' dtype: there is no product of fp32 with bf16. But for
-    `time`, of which bf16 would leave a denoiser 128 values between a half and one."""
-    return model.register_forward_pre_hook(partial(_cast, dtype), with_kwargs=True)  # no closure: the model can be pickled
+    """Cast floating-point inputs of the model's forward to `dtype`: fp32 cannot be multiplied with bf16.
+
+    Return the hook's handle. `time` is not cast: bf16 has only 128 values between a half and one.
+    """
+    return model.register_forward_pre_hook(partial(_cast, dtype), with_kwargs=True)  # a closure could not be pickled
 
 
 def _cast(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
     if not any(p.dtype == dtype or is_sharded(p) for p in module.parameters()):
-        return None  # a copy of the model, which has this hook too, and was cast since
+        return None  # a copy of the model with this hook that was cast since
 
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64) else value
@@ -171,9 +174,9 @@ def _cast(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def check_precision(own: Tensor, state: dict[str, Tensor]) -> None:
-    """Names and shapes do not tell fp16 from bf16, but fp16's loss scale would reach a step that divides by none."""
+    """Raise ValueError for a state of another precision: fp16 and bf16 have equal names and shapes, but not loss scales."""
     wanted, got = map(read, (own, state.get("precision", own)))
-    if got != wanted and {got, wanted} != {"fp32", "tf32"}:  # these two differ in how a GPU multiplies alone
+    if got != wanted and {got, wanted} != {"fp32", "tf32"}:  # they differ only in the products of a GPU
         raise ValueError(
             f"load_state_dict: precision: got {got}, wanted {wanted}; make the TrainStep with precision={got!r} to go on from "
             f"this state."

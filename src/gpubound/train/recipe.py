@@ -33,7 +33,7 @@ PHASED = (
     "schedule", "warmup", "decay", "final", "weight_decay", "clip", "optimizer", "validation", "evaluate_every", "patience",
     "save_every",
 )  # fmt: skip
-"""What a phase may have of its own. The rest belongs to the model, or to the run as a whole."""
+"""Keys that a phase may set. The others belong to the model or the whole run."""
 
 KINDS = {
     "pretraining": ("pretraining", 3e-3, 0.1),
@@ -62,7 +62,7 @@ MOST_ACCUMULATE = 1 << 16
 
 
 def limits() -> tuple[tuple[str, int, int], ...]:
-    """Return (key, least, most). The most are far above any use; they keep a slip of the hand from filling the memory."""
+    """Return (key, least, most). The upper limits are far above any use; they keep a typo from filling the memory."""
     from ..data.tokenizer import SPECIALS
     from .schedule import MOST_STEPS
 
@@ -146,7 +146,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that a run depends on. The same recipe on the same machine gives the same weights, bit for bit."""
+    """All options of a run. The same recipe on the same machine gives the same weights, bit for bit."""
 
     out: str = "runs/train"
     """Folder of the run: tape, checkpoints, corpus, report."""
@@ -291,7 +291,7 @@ class Recipe:
             )
 
     def _fill_defaults(self) -> None:
-        """Set what was left out to the values of this kind of run."""
+        """Set missing values to the defaults of this kind of run."""
         _, lr, weight_decay = self.kind
         filled = {"lr": lr if self.lr is None else self.lr}
         filled["weight_decay"] = weight_decay if self.weight_decay is None else self.weight_decay
@@ -302,7 +302,7 @@ class Recipe:
 
     @property
     def trains_further(self) -> bool:
-        """Whether the model is a folder, whose weights were trained before."""
+        """True if the model is a folder, with pretrained weights."""
         from ..models.registry import is_named
 
         return isinstance(self.model, str) and not is_named(self.model) and Path(self.model).is_dir()
@@ -325,7 +325,7 @@ class Recipe:
 
     @property
     def numbers(self) -> "AdamW | Muon":
-        """The optimizer's. Betas as language models are trained: the second moment forgets within 20 steps."""
+        """The optimizer's settings. With these betas, usual for language models, the second moment averages over 20 steps."""
         from .adamw8 import AdamW8bit
         from .muon import Muon
         from .optimizer import AdamW
@@ -339,7 +339,7 @@ class Recipe:
         return adamw if self.optimizer == "adamw" else Muon(self.lr, weight_decay=self.weight_decay, rest=adamw)
 
     def precision_on(self, device: "torch.device") -> str:
-        """Which of the precisions `precision` means there."""
+        """Return the precision on a device: 'auto' depends on it."""
         from ..device import fast_16bit
 
         if self.precision != "auto":
@@ -351,7 +351,7 @@ class Recipe:
         return self.micro_batch * self.accumulate * self.seq
 
     def new_objective(self, tokenizer: "Tokenizer | None" = None) -> "Objective":
-        """A new objective, as the recipe wants it; one that is to be used knows the run's tokenizer."""
+        """Return a new objective; one that is used needs the run's tokenizer."""
         from .objectives import objective_named
 
         objective = objective_named(self.objective, self.objective_options)
@@ -360,7 +360,7 @@ class Recipe:
         return objective
 
     def extended(self, tokenizer: "Tokenizer") -> "Tokenizer":
-        """`tokenizer` with the tokens that the objectives of all phases add to it."""
+        """Return `tokenizer` with the tokens that the objectives of all phases add to it."""
         for _, own in self.stages():
             tokenizer = own.new_objective().extended(tokenizer)
         return tokenizer
@@ -389,7 +389,7 @@ class Recipe:
         )
 
     def stages(self) -> list[tuple[str, "Recipe"]]:
-        """(name, its own recipe) of each phase; a recipe without phases is its only one."""
+        """Return (name, recipe) of each phase; a recipe without phases is the only one."""
         if not self.phases:
             return [("", self)]
         for phase in self.phases:
@@ -404,7 +404,7 @@ class Recipe:
 
     def _with(self, name: str, phase: dict[str, Any]) -> "Recipe":
         own = {key: value for key, value in phase.items() if key != "name"}
-        if "objective" in own:  # the run's options are another objective's
+        if "objective" in own:  # the run's options belong to another objective
             own.setdefault("objective_options", {})
         for key in own.keys() - set(PHASED):
             why = "is the whole run's, not a phase's."

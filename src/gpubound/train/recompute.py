@@ -1,8 +1,8 @@
 """Activation checkpointing: a block keeps only its input and computes the rest again in backward.
 
-A third more work for a fraction of the memory, for every block or for the first few. It is the first blocks that recompute,
-because backward comes to them last: by then the activations of the others have been freed. "cheap" leaves the blocks alone: our
-layers compute norms and gated activations again (layers/recompute.py), "none" not even those.
+It costs a third more work and saves most of the memory, for every block or the first few. The first blocks recompute because
+backward reaches them last, when the activations of the others have been freed. With "cheap", only gpubound's layers compute
+norms and gated activations again (layers/recompute.py); with "none", nothing is recomputed.
 """
 
 from collections.abc import Callable
@@ -38,8 +38,8 @@ def recompute_as(model: nn.Module, how: str | int) -> Callable[[], None]:
 
 
 def recompute_blocks(model: nn.Module, count: int | None = None) -> Callable[[], None]:
-    """Switch it on for every block of `model`, or for the first `count` of them alone; returns what undoes it."""
-    # Dropout must drop the same elements twice. Only then is the generator's state kept: a captured step cannot read it.
+    """Checkpoint every block of `model`, or the first `count` of them; return a function that undoes it."""
+    # Dropout must drop the same elements twice. Only then is the RNG state saved: a captured step cannot read it.
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=drops_out(model))
     ready, blocks = _ready(model), blocks_of(model)
     if count is not None and not 0 <= count <= len(blocks):
@@ -52,7 +52,7 @@ def recompute_blocks(model: nn.Module, count: int | None = None) -> Callable[[],
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The members of the outermost lists of two or more modules of one class that hold parameters."""
+    """Return the modules of the outermost lists of two or more modules of one class that have parameters."""
     for module in model.modules():
         members = list(module.children())
         alike = len(members) > 1 and len({type(m) for m in members}) == 1
@@ -65,16 +65,16 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def drops_out(model: nn.Module) -> bool:
-    """True when some module drops out at random while training."""
+    """Return whether any module has dropout."""
     rates = ("p", "dropout", "attention_dropout")
     return any(isinstance(rate := getattr(m, name, None), float) and rate > 0 for m in model.modules() for name in rates)
 
 
 def _ready(model: nn.Module) -> list[nn.Module]:
-    """What follows Hugging Face's protocol, as our own blocks do. Hugging Face marks the model around its blocks, too."""
+    """Return the modules with Hugging Face's protocol, as gpubound's blocks. Hugging Face marks the model around them, too."""
     return [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """What there is to recompute."""
+    """Return the blocks that can be recomputed."""
     return [module for module in _ready(model) if len(_ready(module)) == 1] or find_blocks(model)

@@ -1,7 +1,7 @@
 """Learning-rate schedules, counted in updates, read on the device.
 
-A schedule becomes a table on the GPU with one rate for each update (4 million updates are 32 MB), which the step reads by the
-device's own count of updates. So any Python function may be a schedule, and a step that was skipped uses up no rate.
+A schedule becomes a table on the GPU with one rate for each update (4 million updates are 32 MB), which the step indexes with
+the device's count of updates. So any Python function may be a schedule, and a skipped step uses up no rate.
 """
 
 import math
@@ -58,12 +58,12 @@ class Schedule:
         return round(self.warmup * (self.steps or 1)) if self.warmup < 1 else int(self.warmup)
 
     def factor(self, update: int) -> float:
-        """The factor at this update; the first update is 1."""
+        """Return the factor at this update; the first update is 1."""
         return float(self._factors(np.array([update]))[0])
 
     def _factors(self, updates: np.ndarray) -> np.ndarray:
         if callable(self.shape):
-            return np.array([self._asked(self.shape(update), update) for update in updates.tolist()])
+            return np.array([self._checked(self.shape(update), update) for update in updates.tolist()])
         warmup = self.warmup_steps
         rising = updates / max(1, warmup)
         if self.shape == "constant" or self.steps is None:
@@ -73,14 +73,14 @@ class Schedule:
             done = np.clip((updates - (self.steps - falling_steps)) / (falling_steps + 1), 0.0, float(falling_steps > 0))
         else:
             done = np.minimum(1.0, (updates - 1 - warmup) / max(1, self.steps - warmup))  # of what follows the warm-up
-        if self.shape == "cosine":  # by math.cos: numpy's own has other last bits from one machine to the next
+        if self.shape == "cosine":  # by math.cos: numpy's has other last bits on other machines
             falling = 0.5 * (1 + np.fromiter(map(math.cos, (math.pi * done).tolist()), np.float64, len(done)))
         else:
             falling = 1 - done
         return np.where(updates <= warmup, rising, self.final + (1 - self.final) * falling)
 
-    def _asked(self, factor: Any, update: int) -> float:
-        """A rate that is not finite makes every weight NaN at once, and the guard looks at gradients alone."""
+    def _checked(self, factor: Any, update: int) -> float:
+        """Check a factor: a rate that is not finite makes every weight NaN, and the finite check covers gradients only."""
         if isinstance(factor, Tensor | np.generic):
             factor = factor.item()
         if not is_rate(factor):
@@ -88,11 +88,11 @@ class Schedule:
         return float(factor)
 
     def table(self, lr: float, device: torch.device | str = "cpu") -> Tensor:
-        """The rates of update 1, 2, … in fp64. The last one holds for all later updates."""
+        """Return the rates of updates 1, 2, … in fp64. The last one holds for all later updates."""
         length = self.warmup_steps if self.shape == "constant" or self.steps is None else self.steps
         return torch.from_numpy(lr * self._factors(np.arange(1, length + 2))).to(device)
 
 
 def is_rate(value: Any) -> bool:
-    """Whether this is a finite number of at least 0."""
+    """Return whether this is a finite number of at least 0."""
     return isinstance(value, int | float) and 0 <= value < math.inf

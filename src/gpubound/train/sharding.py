@@ -1,13 +1,13 @@
-"""How this process holds a model during training: all of it, or shards that FSDP gathers for each block (distributed/fsdp.py).
+"""Sharding of a model during training: replicated, or shards that FSDP gathers for each block (distributed/fsdp.py).
 
 Replicated: every rank has all weights, and gradients are summed after backward. FullySharded: each rank has its rows of every
-parameter, in fp32: they are the masters, and are rounded as they are gathered. Flat buffers are made of these rows, so that
-moments and the update are the same code; gradients are summed as backward computes them, the norm is that of all ranks' rows,
-and a tensor of a state is a DTensor. FrozenBaseSharded: each rank has all that trains (low-rank adapters), which is summed and
-updated as replicas' weights are, and its rows of the frozen base, of which no gradient is ever computed.
+parameter, in fp32: they are the masters, and are rounded as they are gathered. Flat buffers hold these rows, so that moments
+and the update are the same code; gradients are reduced as backward computes them, the norm is that of all ranks' rows, and a
+tensor of a state is a DTensor. FrozenBaseSharded: each rank has all that trains (low-rank adapters), which is summed and
+updated as weights of replicas are, and its rows of the frozen base, which has no gradient.
 
-Ranks that each hold all weights begin with the first rank's. A step's sums have the same bits on every rank, and the update
-computes with these alone, so the weights stay the same without being sent again; `check_replicas_equal` proves it.
+Replicas begin with the first rank's weights. A step's sums have the same bits on every rank, and the update depends on nothing
+else, so the weights stay equal without being sent again; `check_replicas_equal` verifies it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,7 +45,7 @@ class Replicated:
     """Every rank has the whole model."""
 
     gathers = False
-    """Whether ranks wait for each other in each forward, too."""
+    """True if ranks wait for each other in each forward, too."""
 
     def __init__(self, model: nn.Module, ranks: Ranks):
         self.model, self.ranks = model, ranks
@@ -134,7 +134,7 @@ class Sharded(Replicated):
         return "off"
 
     def take(self, overlap: bool) -> None:
-        """Let FSDP leave gradients to this step."""
+        """Take the gradients over from FSDP."""
         if overlap:
             raise ValueError(
                 "TrainStep: overlap=True is for models too small to fill a GPU, and this one is sharded; leave it out."
@@ -145,11 +145,11 @@ class Sharded(Replicated):
         self.sharded.rest()
 
     def loss(self, lossy: Callable[[], Loss]) -> Loss:
-        def apart() -> Loss:
+        def cloned_loss() -> Loss:
             total, items = lossy()
-            return total.clone(), items  # FSDP hangs a hook on it, which a view may lose
+            return total.clone(), items  # FSDP registers a hook on it, which a view may lose
 
-        return self.sharded.within(apart)
+        return self.sharded.within(cloned_loss)
 
     def with_weights(self, work: Callable[[], Result]) -> Result:
         try:
@@ -252,25 +252,25 @@ class ShardedGradients(Accumulators):
         self.layout, self.side, self.opened = layout, None, False
         self.gradient = torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
         pieces = {id(piece.rows): piece for piece in rows.pieces}
-        self._homes = [(pieces[id(slot.parameter)], slot.view(self.gradient)) for slot in layout.slots]
+        self._views = [(pieces[id(slot.parameter)], slot.view(self.gradient)) for slot in layout.slots]
 
     def zero(self) -> None:
         self.gradient.zero_()
-        for piece, home in self._homes:
+        for piece, view in self._views:
             piece.forget()
-            piece.add_gradients_to(home)
+            piece.add_gradients_to(view)
 
     begin = zero
 
     def finish(self) -> None:
-        """Nothing is left to add."""
+        """Do nothing: backward has added everything."""
 
     def reduction(self, ranks: Ranks, sums: Sequence[Tensor], largest: Sequence[Tensor]) -> Reduction:
         """Return a reduction of `sums` and `largest` alone: `gradient` is reduced already."""
         return Reduction(ranks, self.gradient[:0], [], [], (), self.settle, lambda work: work(), sums, largest)
 
     def release(self) -> None:
-        for piece, _ in self._homes:
+        for piece, _ in self._views:
             piece.parameter.grad = None
 
 
@@ -381,10 +381,10 @@ def settings(name: str, chosen: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def broadcast_start(named: Iterable[tuple[str, Tensor]], ranks: Ranks) -> None:
-    """Give every rank the first one's values of these, and random numbers of its own.
+    """Broadcast the first rank's values of these tensors, and seed every rank differently.
 
-    Two ranks with one seed would drop out the same elements and draw the same noise. A captured step draws from the same
-    generator, which torch gives it anew at each replay, so a seed or a state that is set later holds there, too.
+    Two ranks with one seed would drop out the same elements and draw the same noise. A captured step reads the generator's
+    state at each replay, so a seed or a state that is set later applies there, too.
     """
     for _, tensor in named:
         ranks.spread(tensor)
@@ -419,6 +419,6 @@ def _read(scalars: list[Tensor]) -> list[int]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits as integers, which any other value changes, a NaN too."""
+    """Return the sum of a tensor's bits as integers, which changes with any value, also a NaN."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(-1).view(kinds[tensor.itemsize]).sum(dtype=torch.int64)

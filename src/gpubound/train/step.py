@@ -6,8 +6,8 @@
     for _ in range(10_000):
         result = step(feed)
 
-What it changes about the model: the trainable parameters move into flat buffers, in the precision's dtype, and get a main_grad;
-frozen parameters and buffers stay as they are. `close()` takes everything off again but the dtype and the place in memory.
+The model's trainable parameters move into flat buffers, in the precision's dtype, and get a main_grad; frozen parameters and
+buffers are unchanged. `close()` undoes everything but the dtype and the place in memory.
 """
 
 import logging
@@ -36,7 +36,8 @@ from ..trace import notice, say
 from .adamw8 import AdamW8bit
 from .device_step import DeviceStep, Loss, StepResult, StepValues
 from .flat_buffers import Weights
-from .graph_cache import MODES as GRAPH_MODES, GraphCache, MicroBatch, gather
+from .graph_cache import MODES as GRAPH_MODES, GraphCache
+from .micro_batches import MicroBatch, MicroBatchCounts, gather
 from .model_guard import ModelGuard
 from .muon import Muon
 from .objectives import OBJECTIVES, Objective, objective_class
@@ -46,36 +47,35 @@ from .recompute import recompute_as
 from .schedule import Schedule, is_rate
 from .sharding import check_replicas, check_replicas_equal, make_sharding, settings
 from .torch_optimizer import TorchOptimizer
-from .uneven_data import MicroBatchCounts
 
 Result = TypeVar("Result")
 MakesOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-IN_A_ROW = 3  # skipped steps that are reported
-FP16_SEARCH = 10  # of fp16, which begins by searching for its loss scale
+REPORTED_SKIPS = 3  # skipped steps in a row that are reported
+REPORTED_SKIPS_FP16 = 10  # fp16 begins by searching for its loss scale
 OPTIMIZERS: dict[str, type[AdamW] | type[Muon]] = {"adamw": AdamW, "adamw8bit": AdamW8bit, "muon": Muon}
 
 
 class TrainStep(NotCopyable):
-    """A whole optimizer step over `accumulate` micro-batches: exact fp32 sums, one division, clip and update, no host sync.
+    """An optimizer step over `accumulate` micro-batches: exact fp32 sums, one division, clip and update, no host sync.
 
     loss       "causal_lm": labels are the input tokens, as in Hugging Face models. "next_token": labels are already the next
                tokens, as a Corpus gives them. Or a function (model, batch) -> (sum of the loss over valid items, their
                number), both tensors on the device
     optimizer  AdamW(...), AdamW8bit(...) or Muon(...); "adamw", "adamw8bit" or "muon" for their defaults; or a function from
-               a list of parameters to a torch.optim.Optimizer, such as torch.optim.SGD or a functools.partial (foreign.py)
+               a list of parameters to a torch.optim.Optimizer, such as torch.optim.SGD or a functools.partial
     clip       the largest global gradient norm; None does not clip
     precision  "bf16" (fp32 master weights), "fp8" (as bf16, but with 8-bit linear products in the blocks), "bf16-pure" (no
                masters, stochastic rounding), "fp16" (fp32 masters, loss scale), "tf32" or "fp32"
-    graph      "auto": captured in a CUDA graph when possible, otherwise run call by call, and a line says why. "require":
+    graph      "auto": captured in a CUDA graph when possible, otherwise run call by call, with a warning. "require":
                captured, or GraphError. "off": never captured
     schedule   a Schedule; None keeps the rate constant
     recompute  what backward computes again to save memory. "cheap": norms and gated activations of our layers. "none":
-               nothing; a little faster, more memory. "blocks": all of each block but its input. A number: that of so many
+               nothing; a little faster, more memory. "blocks": all of each block but its input. A number: all of this many
                blocks
-    overlap    compute weight gradients on a second stream, beside the rest of backward: for models too small to fill the GPU
+    overlap    compute weight gradients on a second stream during backward: for models too small to fill the GPU
     ranks      the processes that share each step, from gpubound.distributed.join: each has all weights, which begin as those
-               of the first rank, and its own micro-batches; `accumulate` counts these. Gradients are summed before the update
-               A model in DistributedDataParallel comes out of it, and brings its ranks
+               of the first rank, and its own micro-batches; `accumulate` counts these. Gradients are summed before the update.
+               A model in DistributedDataParallel is unwrapped, and its ranks are used
     """
 
     INSTEAD = "save its state_dict() and the model's, and load them into a new model and TrainStep"
@@ -99,16 +99,16 @@ class TrainStep(NotCopyable):
     ):
         _check(model, accumulate, clip, graph, schedule)
         model, ranks = unwrapped(model, ranks)
-        numbers, config, lossy = precision_named(precision), _optimizer(optimizer, graph), _loss(loss)
-        if isinstance(lossy, Objective):
-            lossy.check_model(model)
+        dtypes, config, loss_fn = precision_named(precision), _optimizer(optimizer, graph), _loss(loss)
+        if isinstance(loss_fn, Objective):
+            loss_fn.check_model(model)
         sharding = self._sharding = make_sharding(model, ranks)
         tell_if_alone(sharding.ranks)
-        stored, graph = sharding.storage_precision(numbers), sharding.graph(graph)
+        stored, graph = sharding.storage_precision(dtypes), sharding.graph(graph)
         pack_adapters(model)
         layout = config.lay_out(sharding, stored)
-        alike = {"accumulate": accumulate, "clip": clip, "precision": precision, "graph": graph, "seed": seed}
-        sharding.ranks.alike("TrainStep", alike | settings("optimizer", config) | settings("schedule", schedule or Schedule()))
+        shared = {"accumulate": accumulate, "clip": clip, "precision": precision, "graph": graph, "seed": seed}
+        sharding.ranks.alike("TrainStep", shared | settings("optimizer", config) | settings("schedule", schedule or Schedule()))
         sharding.check_optimizer(config)
         check_replicas(layout, sharding.ranks)
         self.memory = layout.bytes(stored.masters) | {"moments": config.moment_bytes(layout)}
@@ -117,18 +117,18 @@ class TrainStep(NotCopyable):
         self.model, self.accumulate, self.device, self._precision = model, accumulate, layout.device, precision
         self._guard = ModelGuard(model)
         self._closed, self._timing = False, ranks.timing
-        self._turn = ReentryGuard(
+        self._reentry = ReentryGuard(
             ValueError, "step: another call of this TrainStep is under way; call it from one thread at a time."
         )
-        hasten(_calls(model, numbers, lossy), layout.device, numbers.dtype)
-        with ExitStack() as undo:  # out of memory, no blocks to recompute: the model must not be left half prepared
+        hasten(_calls(model, dtypes, loss_fn), layout.device, dtypes.dtype)
+        with ExitStack() as undo:  # an error, such as out of memory, must leave the model as it was
             undo.callback(sharding.release)
             undo.callback(recompute_as(model, recompute))
-            if numbers.dtype != torch.float32:
-                undo.callback(cast_inputs(model, numbers.dtype).remove)
+            if dtypes.dtype != torch.float32:
+                undo.callback(cast_inputs(model, dtypes.dtype).remove)
             accumulators = sharding.accumulators(layout, overlap)
             undo.callback(accumulators.release)
-            self._fp8 = Fp8Weights(model, layout) if numbers.fp8 else None
+            self._fp8 = Fp8Weights(model, layout) if dtypes.fp8 else None
             if self._fp8 is not None:
                 undo.callback(self._fp8.release)
             sharding.broadcast_start()
@@ -137,54 +137,55 @@ class TrainStep(NotCopyable):
             self._optimizer = config.flat(self._weights, stored, clip, schedule or Schedule(), seed)
             self._optimizer.hasten()
             self._undo = undo.pop_all()
-            finalize(self, self._undo.close).atexit = False  # one that is dropped must not keep the model's gradients to itself
-        device_step = DeviceStep(model, lossy, accumulators, self._optimizer, numbers, accumulate == 1, sharding, self._fp8)
+            finalize(self, self._undo.close).atexit = False  # a step that is dropped releases the model
+        device_step = DeviceStep(model, loss_fn, accumulators, self._optimizer, dtypes, accumulate == 1, sharding, self._fp8)
         self._graphs = GraphCache(device_step, graph)
-        self._skips = SkippedSteps(precision, lossy, model)
-        self._turnout = MicroBatchCounts(sharding.ranks, accumulate, sharding.gathers)
+        self._skips = SkippedSteps(precision, loss_fn, model)
+        self._counts = MicroBatchCounts(sharding.ranks, accumulate, sharding.gathers)
 
     def __call__(self, micro_batches: Any) -> StepResult | None:
-        """One step over a list of micro-batches, one batch, a feed (across epochs) or an iterator.
+        """Take one step over a list of micro-batches, one batch, a feed (across epochs) or an iterator.
 
-        Returns None when an iterator is empty, on many ranks those of all: one that is empty before adds nothing to the others'
-        steps. A shorter list, or the rest of an iterator, gives a smaller step, just as exact.
-        What surrounds the call does not reach it: neither autocast, for which there is `precision`, nor no_grad.
+        Return None when the iterators of all ranks are empty: one that is empty before adds nothing to the others' steps. A
+        shorter list, or the rest of an iterator, gives a smaller step, just as exact. Autocast (use `precision`) and no_grad
+        around the call have no effect.
         """
         if self._closed:
             raise ValueError("step: this TrainStep is closed, its model released; make a new one with TrainStep(model, ...).")
-        with self._turn, plainly(self.device), self._timing("taking a step", exit_messages.steps() + 1):
+        with self._reentry, plainly(self.device), self._timing("taking a step", exit_messages.steps() + 1):
             return self._step(micro_batches)
 
     def _step(self, micro_batches: Any) -> StepResult | None:
         self._guard.check_unmerged()
         batches = gather(micro_batches, self.accumulate)
-        if not self._turnout.begins(len(batches)):
+        if not self._counts.begins(len(batches)):
             return None
         self._sharding.rest()
         signature = self._guard.check()
         self._weights.check()
         self._optimizer.check()
         try:
-            result = self._graphs.run([MicroBatch(batch, self.device, signature) for batch in batches])
-        except IndexError as error:  # a CPU's, of a token outside the vocabulary
+            report = self._graphs.run([MicroBatch(batch, self.device, signature) for batch in batches])
+        except IndexError as error:  # on a CPU, from a token outside the vocabulary
             if why := self._skips.explain(batches):
                 raise ValueError(why) from error
             raise
-        if result is None:
+        if report is None:
             return None
         if not batches:
-            self._turnout.idle()
-        self._optimizer.carry_on(self._graphs.step.accumulators.gradient)
+            self._counts.report_idle()
+        device_step = self._graphs.step
+        result = StepResult(report, None if self._sharding.gathers else device_step.reduction.waited, self._timing)
+        self._optimizer.carry_on(device_step.accumulators.gradient, result)
         self._weights.stepped()
         self._sharding.stepped(len(batches))
         exit_messages.stepped()
-        report = StepResult(result, None if self._sharding.gathers else self._graphs.step.reduction.waited, self._timing)
-        self._skips.watch(report, batches)
-        return report
+        self._skips.watch(result, batches)
+        return result
 
     @property
     def lr(self) -> float:
-        """AdamW's base learning rate. Set it, and the next step uses it, captured or not. Muon's rate keeps its ratio to it."""
+        """AdamW's base learning rate. Setting it changes the next step, captured or not. Muon's rate keeps its ratio to it."""
         return self._optimizer.lr
 
     @lr.setter
@@ -200,9 +201,9 @@ class TrainStep(NotCopyable):
         return self._graphs.captured
 
     def assert_alike(self) -> None:
-        """RankError, on every rank, where one's weights or optimizer state have other bits than the first's.
+        """Raise RankError on every rank if one's weights or optimizer state have other bits than the first's.
 
-        All ranks must call it behind the same step. It waits for the device: a matter of milliseconds, for now and then.
+        All ranks must call it after the same step. It waits for the device, some milliseconds.
         """
         if self._sharding.ranks.alone:
             return
@@ -211,7 +212,7 @@ class TrainStep(NotCopyable):
         check_replicas_equal(self._sharding.replicated_tensors([*weights, *state]), self._sharding.ranks)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the next step needs besides the model's own state_dict: moments and masters by parameter name, and counters.
+        """Return what the next step needs besides the model's state_dict: moments and masters by parameter name, and counters.
 
         The tensors are live, not copies. `precision` is its name as character codes, because every value is a tensor.
         """
@@ -224,20 +225,20 @@ class TrainStep(NotCopyable):
         return self._sharding.global_state(state)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue where `state` was taken, bit for bit. Load the model's own state too, before or after."""
-        here = self.state_dict()
-        check_precision(here.pop("precision"), state)
-        here, given = ({n: t for n, t in some.items() if not n.startswith(self._optimizer.loads)} for some in (here, state))
-        for name in here.keys() | given.keys() - {"precision"}:
-            if name not in state or name not in here or state[name].shape != here[name].shape:
+        """Continue where `state` was taken, bit for bit. Load the model's state too, before or after."""
+        live = self.state_dict()
+        check_precision(live.pop("precision"), state)
+        live, names = ({n: t for n, t in each.items() if not n.startswith(self._optimizer.loads)} for each in (live, state))
+        for name in live.keys() | names.keys() - {"precision"}:
+            if name not in state or name not in live or state[name].shape != live[name].shape:
                 got = "nothing" if name not in state else f"shape {tuple(state[name].shape)}"
-                wanted = "nothing" if name not in here else f"shape {tuple(here[name].shape)}"
+                wanted = "nothing" if name not in live else f"shape {tuple(live[name].shape)}"
                 raise ValueError(
                     f"load_state_dict: {name}: got {got}, wanted {wanted}; "
                     f"the state is another model's, or another precision's."
                 )
         self._optimizer.load(state)
-        for name, tensor in here.items():
+        for name, tensor in live.items():
             tensor.copy_(state[name])
         self._optimizer.loaded(state)
         self._weights.round_masters()
@@ -251,48 +252,48 @@ class TrainStep(NotCopyable):
 
     @property
     def updates(self) -> Tensor:
-        """The number of updates so far: a scalar on the device that each step writes."""
+        """The number of updates so far, a scalar on the device that each step writes."""
         return self._optimizer.state[0]
 
     @property
     def weights(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """(a trained weight, its fp32 master or itself) by name, where they lie: of a sharded model this rank's rows."""
+        """(trained weight, its fp32 master or itself) by name, live: of a sharded model this rank's rows."""
         return self._weights.by_name()
 
     def global_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors like those of `weights`, named part.NAME, as `state_dict` gives them: rows as part of the whole tensor."""
+        """Return tensors like those of `weights`, named part.NAME, with global shapes: shards as DTensors."""
         return self._sharding.global_state(state)
 
     def with_weights(self, work: Callable[[], Result]) -> Result:
-        """work(), which runs the model or reads its weights outside of a step. All ranks of a sharded model call it."""
+        """Return work(), which runs the model or reads its weights outside of a step. All ranks of a sharded model call it."""
         return self._sharding.with_weights(work)
 
     def close(self) -> None:
-        """Release the model: hooks, main_grad and recomputing are removed. Its weights keep their dtype."""
+        """Release the model: remove hooks, main_grad and recomputation. Its weights keep their dtype."""
         self._closed = True
         self._graphs.drop()
         self._undo.close()
 
 
 class SkippedSteps:
-    """Warns of a run of skipped steps, from reports that have reached the host: it never waits for the device."""
+    """Warns of steps skipped in a row, from reports that have reached the host: it never waits for the device."""
 
     def __init__(self, precision: str, loss: Loss | Objective, model: nn.Module):
         self.loss, self.model = loss, model
-        self._limit = FP16_SEARCH if precision == "fp16" else IN_A_ROW
+        self._limit = REPORTED_SKIPS_FP16 if precision == "fp16" else REPORTED_SKIPS
         self._pending: StepResult | None = None
         self._skipped = self._updates = 0  # as reported at the last step that was not skipped
         self._warned = False
 
     def watch(self, report: StepResult, batches: Sequence[Any]) -> None:
-        """Read the oldest report that has not been looked at, if it is there, and look at `report` next."""
+        """Check the pending report if it has reached the host; then `report` is the pending one."""
         if self._pending is not None:
             if not self._pending.ready():
                 return
-            self._look(self._pending.read(), batches)
+            self._check(self._pending.read(), batches)
         self._pending = report
 
-    def _look(self, values: StepValues, batches: Sequence[Any]) -> None:
+    def _check(self, values: StepValues, batches: Sequence[Any]) -> None:
         if values.updates != self._updates or values.skipped < self._skipped:  # the weights moved, or a state was loaded
             self._updates, self._skipped, self._warned = values.updates, values.skipped, False
         in_a_row = values.skipped - self._skipped
@@ -306,7 +307,7 @@ class SkippedSteps:
         say(f"train: {in_a_row} steps in a row were skipped, because their {bad} is not finite: {why}", logging.WARNING)
 
     def explain(self, batches: Sequence[Any]) -> str | None:
-        """Return what the objective objects to in these batches, if anything. Waits for the device."""
+        """Return the objective's error for these batches, if it has one. Waits for the device."""
         if isinstance(self.loss, Objective):
             try:
                 for batch in batches:
@@ -316,13 +317,13 @@ class SkippedSteps:
         return None
 
 
-def _calls(model: nn.Module, numbers: Precision, lossy: Loss | Objective) -> Iterator[Call]:
-    """What a first step is known to call, so that its kernels are compiled side by side."""
+def _calls(model: nn.Module, precision: Precision, loss: Loss | Objective) -> Iterator[Call]:
+    """Yield the kernels that the first step is known to call, so that they are compiled in parallel."""
     yield from model.calls() if isinstance(model, LanguageModel) else ()
     yield from (("add_rows", (m.embedding_dim,)) for m in model.modules() if isinstance(m, nn.Embedding))
-    yield from fp8.CALLS if numbers.fp8 else ()
+    yield from fp8.CALLS if precision.fp8 else ()
     yield from early.calls(model)
-    yield from lossy.calls(model) if isinstance(lossy, Objective) else ()
+    yield from loss.calls(model) if isinstance(loss, Objective) else ()
 
 
 def _check(model: Any, accumulate: Any, clip: Any, graph: Any, schedule: Any) -> None:

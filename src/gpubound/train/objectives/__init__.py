@@ -1,6 +1,6 @@
-"""Training objectives: what a run minimises, and what it reports of the held-out data.
+"""Training objectives: the loss of a run, and its values on held-out data.
 
-Each is a class in a file of its own here and a line in OBJECTIVES: `objective:` of a recipe, `loss=` of a TrainStep.
+Each is a class in a separate file and a line in OBJECTIVES, for `objective:` of a recipe and `loss=` of a TrainStep.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ OBJECTIVES = {
     "diffusion": ("gpubound.models.diffusion.objective", "MaskedDiffusion"),
     "noise_prediction": ("gpubound.models.diffusion.noise", "NoisePrediction"),
 }
-"""(module, class) by name; imported when it is asked for"""
+"""(module, class) by name; imported on first use"""
 
 
 class Objective:
@@ -32,34 +32,34 @@ class Objective:
     tensors, so nothing here may wait for the device but `prepare` and `validate`.
     """
 
-    of_corpus: ClassVar[bool] = True  # whether it takes batches as a Corpus cuts them
-    labels: ClassVar[str] = "next"  # of such batches: of each place the "next" token, or its "own"
+    of_corpus: ClassVar[bool] = True  # whether it takes batches of a Corpus
+    labels: ClassVar[str] = "next"  # of such batches: each position's "next" token, or its "own"
 
     def __call__(self, model: Any, batch: Any, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """`scale` multiplies the sum. Training always gives one: gradients that are made in forward hold it, and backward then
-        begins with 1."""
+        """Return the sum times `scale`, and the number of items. Training always gives a scale: gradients that are computed in
+        forward include it, and backward begins with 1."""
         raise NotImplementedError
 
     def extended(self, tokenizer: Tokenizer) -> Tokenizer:
-        """A run's tokenizer with the tokens that this objective adds to it. Called before the model is made."""
+        """Return a run's tokenizer with the tokens that this objective adds to it. Called before the model is built."""
         return tokenizer
 
     def check_model(self, model: Any) -> None:
-        """Refuse a model that the objective cannot call. Called before the model is touched."""
+        """Raise ValueError for a model that the objective cannot call. Called before the model is changed."""
 
     def check_batch(self, model: Any, batch: Any) -> None:
-        """Refuse a batch that the model cannot take. Called for the first batch of each signature, outside of the step: it may
-        wait for the device."""
+        """Raise ValueError for a batch that the model cannot take. Called for the first batch of each signature, outside of the
+        step: it may wait for the device."""
 
     def calls(self, model: Any) -> Iterable[Call]:
-        """What a training step is known to call for the loss, so that its kernels are compiled beside the others."""
+        """Return the kernels that the loss is known to call, so that they are compiled in parallel with the others."""
         return ()
 
     def prepare(self, model: Any, batch: Any) -> None:
-        """Called before the step is captured: what must read the device once happens here."""
+        """Called before the step is captured; it may read the device."""
 
     def validate(self, model: Any, batches: Iterable[Any]) -> dict[str, float]:
-        """What a record says of held-out data. The best weights have the lowest `held_out`: here, the mean of the loss."""
+        """Return the values on held-out data. The best weights have the lowest `held_out`: by default, the mean loss."""
         total, count = torch.zeros(2, dtype=torch.float64, device="cpu")
         for batch in batches:
             loss, items = self(model, batch)
@@ -69,7 +69,7 @@ class Objective:
     def sample(
         self, model: Any, tokenizer: Tokenizer, prompt: str, tokens: int, context: int, temperature: float
     ) -> str | None:
-        """What the model makes of `prompt`, for a report, seeing `context` tokens at once; None where it writes no text."""
+        """Return the model's continuation of `prompt`, for a report, from up to `context` tokens; None if it writes no text."""
         return None
 
 
@@ -79,7 +79,7 @@ def objective_class(name: str) -> type[Objective]:
 
 
 def objective_named(name: str, options: Mapping[str, Any]) -> Objective:
-    """The objective of a run on a Corpus, with its options."""
+    """Return the objective of a run on a Corpus, with its options."""
     of_corpus = {known: kind for known in OBJECTIVES if (kind := objective_class(known)).of_corpus}
     if name not in of_corpus:
         raise ValueError(f"recipe: objective: got {name!r}, wanted one of {', '.join(of_corpus)}.")

@@ -1,4 +1,4 @@
-"""The loss of a causal language model as a sum and a count, so that micro-batches of any fill add up to the right mean."""
+"""Loss of a causal language model as a sum and a count, so that micro-batches of any fill add up to the right mean."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from .word_loss import IGNORE, WordLoss
 class CausalLM(WordLoss):
     """The cross-entropy of all labels that count.
 
-    A batch is a dict as Hugging Face models take it: input_ids, labels (-100 does not count), and what else the model wants.
-    Labels are moved by one here, as Hugging Face does: the token at t is predicted from those before it.
+    A batch is a dict as Hugging Face models take it: input_ids, labels (-100 does not count), and other arguments of the model.
+    Labels are shifted by one here, as Hugging Face does: the token at t is predicted from those before it.
     """
 
     name: ClassVar[str] = "causal_lm"
     of_corpus: ClassVar[bool] = False
-    shifted: ClassVar[bool] = False  # whether the labels have been moved already
+    shifted: ClassVar[bool] = False  # whether the labels have been shifted already
 
     def check(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> None:
         if getattr(getattr(model, "config", None), "causal", True) is False:
@@ -41,7 +41,7 @@ class CausalLM(WordLoss):
 
     @torch.no_grad()
     def sample(self, model: Any, tokenizer: Tokenizer, prompt: str, tokens: int, context: int, temperature: float) -> str:
-        """`prompt` continued. The whole text is read anew for each token: short, and no cache to explain."""
+        """Return `prompt` continued. The whole text is processed for each token: simple, without a KV cache."""
         device = next(model.parameters()).device
         generator = torch.Generator(device).manual_seed(0)
         ids = torch.tensor([tokenizer.encode(prompt)], device=device)
@@ -54,7 +54,7 @@ class CausalLM(WordLoss):
 
 @dataclass(eq=False)
 class NextToken(CausalLM):
-    """The same for labels that are the next tokens already, as a Corpus cuts them."""
+    """CausalLM for labels that are the next tokens already, as in batches of a Corpus."""
 
     of_corpus: ClassVar[bool] = True
     shifted: ClassVar[bool] = True

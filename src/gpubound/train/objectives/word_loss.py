@@ -1,18 +1,20 @@
-"""What the objectives of language models share: the cross-entropy of a model's words, without the whole logits where it can be.
+"""Cross-entropy of a language model's tokens, without materialising all logits if possible, and checks of its batches.
 
-Where the model can give its last hidden states, the head's product and the loss are one op that never holds all logits
-(kernels.linear_cross_entropy): at 32k vocabulary and 16k tokens they would be 1 GB, and their gradient another. Whether
-skipping the model's own forward gives the same logits is not believed but tried, once, on one row of the first batch.
+If the model returns its last hidden states, the head's product and the loss are one op that never holds all logits
+(kernels.linear_cross_entropy): at a vocabulary of 32k and 16k tokens they would be 1 GB, and their gradient another. One row
+of the first batch verifies that this gives the same logits as the model's forward.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from inspect import Parameter, signature
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ...kernels import cross_entropy, linear_cross_entropy
+from ...kernels.checks import INTEGERS
 from ...kernels.cross_entropy import loss_shape
 from ...kernels.dispatch import Call
 from ...layers.embedding_and_head import head_of
@@ -20,20 +22,20 @@ from ...models.language_model import LanguageModel, first_row, hidden_of, logits
 from ...models.placing import mode
 from ...trace import fallback
 from . import Objective
-from .inputs import check_arguments, check_tokens
 
 IGNORE = -100
+ID_DTYPES = (torch.int32, torch.int64)  # that an embedding takes
 CHUNK = 4096  # tokens of logits at a time. H200, 16384 tokens, 32768 words: 5.7 ms against 6.6 with 1024, for 0.2 GB more
 
 
 @dataclass(eq=False)
 class WordLoss(Objective):
-    """A loss over words. A subclass says which words are the targets, and what the model sees."""
+    """A cross-entropy over tokens. A subclass chooses the targets and the model's inputs."""
 
     name: ClassVar[str]
     weighted: ClassVar[bool] = False  # whether targets have weights
     _tried: nn.Module | None = field(init=False, default=None)
-    _whole: str | None = field(init=False, default=None)  # why this model's logits are needed whole
+    _whole: str | None = field(init=False, default=None)  # the reason why this model needs all logits
     _classes: int | None = field(init=False, default=None)  # number of classes of the logits
 
     def check_model(self, model: nn.Module) -> None:
@@ -46,12 +48,12 @@ class WordLoss(Objective):
         return [("linear_cross_entropy", (*loss_shape(head.out_features), True, self.weighted))]
 
     def prepare(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
-        """Find out how this model is best asked. Reads the device once; the step itself never does."""
+        """Check the first batch and decide whether all logits are needed. Reads the device once; the step never does."""
         if self._tried is not model:
-            given, labels = self.split(batch)
-            inputs = self.trial(model, given)
+            batch_inputs, labels = self.split(batch)
+            inputs = self.trial(model, batch_inputs)
             check_arguments(self.name, model, inputs)
-            check_tokens(self.name, model, given["input_ids"], labels)
+            check_tokens(self.name, model, batch_inputs["input_ids"], labels)
             self.check(model, inputs, labels)
             self._whole = why_not_head(model, inputs)
             if self._whole:
@@ -67,14 +69,14 @@ class WordLoss(Objective):
         check_tokens(self.name, model, inputs["input_ids"], labels, self._classes)
 
     def trial(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-        """What the model takes when it is tried: what it is told in training beside the batch."""
+        """Return the model's arguments for a trial: the batch, and what else it gets in training."""
         return inputs
 
     def check(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> None:
-        """Refuse a model or a batch that the loss would be wrong for. Called once for each model; may read the device."""
+        """Raise ValueError if the loss would be wrong for a model or batch. Called once for each model; may read the device."""
 
     def split(self, batch: Any) -> tuple[dict[str, Any], Tensor]:
-        """(what the model takes, the labels)"""
+        """Return (the model's arguments, the labels)."""
         if not isinstance(batch, Mapping) or "labels" not in batch or "input_ids" not in batch:
             got = f"the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
             raise ValueError(
@@ -95,7 +97,7 @@ class WordLoss(Objective):
     def total(
         self, model: Any, inputs: dict[str, Any], targets: Tensor, scale: Tensor | None, weights: Tensor | None = None
     ) -> Tensor:
-        """`words_loss`, and what the model itself adds to the mean of a training step, times the words that count."""
+        """Return `words_loss` plus the model's extra loss, a part of the mean, times the number of tokens that count."""
         loss = self.words_loss(model, inputs, targets, scale, weights)
         extra = model.extra_loss() if isinstance(model, LanguageModel) else None
         if extra is None:
@@ -106,8 +108,8 @@ class WordLoss(Objective):
     def words_loss(
         self, model: Any, inputs: dict[str, Any], targets: Tensor, scale: Tensor | None, weights: Tensor | None = None
     ) -> Tensor:
-        """The sum over all targets but -100, each times its own of `weights`, all times `scale`. With `scale` the head's
-        gradient is made in forward, for a backward that begins with 1."""
+        """Return the sum over all targets but -100, each times its weight, all times `scale`. With `scale` the head's gradient
+        is computed in forward, for a backward that begins with 1."""
         if self._whole is None:
             head = model.get_output_embeddings()
             return linear_cross_entropy(
@@ -129,3 +131,64 @@ class WordLoss(Objective):
                 f"{tuple(labels.shape)} as there are labels; where the model adds tokens of its own, as PEFT's prompts do, "
                 f"pass a loss that knows them: (model, batch) -> (sum, count)."
             )
+
+
+def check_arguments(who: str, model: nn.Module, names: Iterable[str], complete: bool = True) -> None:
+    """Raise ValueError unless model.forward takes arguments of these names; if `complete`, it must need no others."""
+    try:
+        parameters = signature(model.forward).parameters
+    except (TypeError, ValueError):  # compiled code may have no signature
+        return
+    taken = {name: p for name, p in parameters.items() if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
+    names, kind = list(names), type(model).__name__
+    if all(p.kind is not Parameter.VAR_KEYWORD for p in parameters.values()):
+        unknown = [name for name in names if name not in taken or taken[name].kind is Parameter.POSITIONAL_ONLY]
+        if "input_ids" in unknown:
+            raise ValueError(
+                f"{who} calls model(input_ids=...), and {kind}.forward takes ({', '.join(taken)}); pass a loss function "
+                f"(model, batch) -> (loss.sum(), count) instead."
+            )
+        if unknown:
+            raise ValueError(
+                f"{who}: batch[{unknown[0]!r}]: {kind}.forward takes ({', '.join(taken)}); leave {unknown[0]} out of the "
+                f"batch, or pass a loss function that uses it."
+            )
+    needed = [name for name, p in taken.items() if p.default is p.empty and name not in names]
+    if complete and needed and not any(p.kind is Parameter.VAR_POSITIONAL for p in parameters.values()):
+        raise ValueError(
+            f"{who}: {kind}.forward needs {needed[0]}, which the batch does not have; add it, or pass a loss function."
+        )
+
+
+@torch.no_grad()
+def check_tokens(who: str, model: nn.Module, ids: Tensor, labels: Tensor, classes: int | None = None) -> None:
+    """Raise ValueError unless ids and labels are integers in the model's vocabulary, or labels of -100. Waits for the device.
+
+    classes  the number of classes that labels may name; None: as many as the head has
+    """
+    if ids.dtype not in ID_DTYPES:
+        raise ValueError(f"{who}: input_ids are {ids.dtype}, wanted token ids in torch.int64.")
+    if labels.dtype not in INTEGERS:
+        raise ValueError(f"{who}: labels are {labels.dtype}, wanted token ids in torch.int64.")
+    if not ids.numel():
+        raise ValueError(f"{who}: input_ids are empty, of shape {tuple(ids.shape)}; wanted at least one token.")
+    rows, head = embedding_rows(model), getattr(head_of(model), "out_features", None)
+    classes = classes or head
+    counted = labels.long().masked_fill(labels == IGNORE, 0)
+    extremes = torch.stack([*torch.aminmax(ids.long()), *torch.aminmax(counted)]).tolist()
+    for name, (least, most), size in (("input_ids", extremes[:2], rows or head), ("labels", extremes[2:], classes)):
+        if least < 0 or (size is not None and most >= size):
+            worst = least if least < 0 else most
+            also = " and not -100" if name == "labels" else ""
+            vocabulary = "the model's vocabulary" if size is None else f"the model's vocabulary of {size}"
+            raise ValueError(
+                f"{who}: {name} hold the token {worst}, outside {vocabulary}{also}; is the tokenizer this model's own?"
+            )
+
+
+def embedding_rows(model: Any) -> int | None:
+    """The number of rows of the model's input embedding, where the model names it as transformers' models do."""
+    try:
+        return model.get_input_embeddings().num_embeddings
+    except (AttributeError, NotImplementedError):
+        return None
