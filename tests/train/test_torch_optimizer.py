@@ -11,6 +11,7 @@ import torch
 from gpubound import trace
 from gpubound.errors import GraphError
 from gpubound.train import AdamW, Muon, Schedule, TrainStep
+from gpubound.train.graph_cache import GraphCache
 from tests.messages import message
 
 from .conftest import cut, draw, named, run_spoiled, small, spoiled, summed
@@ -73,6 +74,15 @@ def test_six_updates_are_the_usual_loops(make):
         assert values.lr == pytest.approx(max(lrs) * schedule.factor(i + 1)) and values.updates == i + 1
     for (name, got), want in zip(model.named_parameters(), theirs.parameters()):
         assert (got - want).norm() <= 1e-4 * want.norm(), name
+
+
+def test_a_captured_step_does_not_guard_its_rates():
+    """They change with the schedule, and the graph of the step does not contain the optimizer."""
+    model = small()
+    step = TrainStep(model, summed, partial(torch.optim.AdamW, lr=1e-2), schedule=Schedule("linear", steps=8), precision="fp32")
+    step._graphs = GraphCache(step._graphs.step, "require")  # on a CPU the checks of capture() alone
+    rates = [step([draw(8, seed=i)]).read().lr for i in range(4)]
+    assert len(step.captured) == 1 and len(set(rates)) == 4 and step.state_dict()["state"][0] == 4
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -182,12 +192,12 @@ def test_frozen_and_tied_weights_are_given_once():
 def test_what_no_graph_can_hold_is_said_once_a_step(monkeypatch):
     model = small()
     step = TrainStep(model, summed, partial(Signs, lr=1e-2), precision="fp32", graph="off")
-    monkeypatch.setattr(step._optimizer, "_reports", True)  # as on a GPU
+    monkeypatch.setattr(step._optimizer, "_fallback", step._optimizer.config.why_not_captured)  # as on a GPU
     monkeypatch.setattr(trace, "fallbacks", Counter())
     for i in range(2):
         step([draw(8, seed=i)])
     (((what, why), count),) = trace.fallbacks.items()
-    assert what == "train step: optimizer" and why.startswith("Signs is not capturable") and count == 2
+    assert what == "train step: optimizer" and why.startswith("Signs runs call by call") and count == 2
 
 
 class NeedsMore(Signs):
@@ -221,7 +231,7 @@ def test_refusals_of_its_settings():
         TrainStep(small(), summed, made)
     with pytest.raises(ValueError, match="take precision='bf16'"):
         TrainStep(small(), summed, torch.optim.SGD, precision="bf16-pure")
-    with pytest.raises(GraphError, match=r"^TrainStep: Signs is not capturable"):
+    with pytest.raises(GraphError, match=r"^TrainStep: Signs runs call by call"):
         TrainStep(small(), summed, Signs, precision="fp32", graph="require")
     step = TrainStep(small(), summed, torch.optim.SGD, precision="fp32", graph="off")
     other = TrainStep(small(), summed, torch.optim.Adam, precision="fp32", graph="off").state_dict()
@@ -240,17 +250,17 @@ def test_rates_that_are_no_rates_are_refused_at_once(name, bad):
 
 
 @pytest.mark.gpu
-def test_a_capturable_one_is_captured(device):
-    """Bit for bit what the same optimizer does call by call; a step that is not finite is undone inside the graph."""
+@pytest.mark.parametrize("options", [{}, {"capturable": True}, {"fused": True}], ids=str)
+def test_on_a_gpu_it_follows_a_captured_step(device, options):
+    """The weights are those of the uncaptured step; a step that is not finite moves nothing; a loaded state continues."""
     ends = []
-    for graph in ("require", "off"):
+    for graph in ("auto", "off"):
         model = small().to(device)
-        step = TrainStep(model, spoiled, partial(torch.optim.AdamW, lr=1e-2, capturable=True), precision="bf16", graph=graph)
-        factors = [1.0, 1.0, float("nan"), 1.0, 1.0]
-        for i, factor in enumerate(factors):
-            batch = [t.to(device) for t in (*draw(8, seed=i), torch.tensor(factor))]
-            step([tuple(batch)])
+        step = TrainStep(model, spoiled, partial(torch.optim.AdamW, lr=1e-2, **options), precision="bf16", graph=graph)
+        for i, factor in enumerate([1.0, 1.0, float("nan"), 1.0, 1.0]):
+            step(tuple(t.to(device) for t in (*draw(8, seed=i), torch.tensor(factor))))
+            step.load_state_dict({name: t.clone() for name, t in step.state_dict().items()})
         ends.append(named(model))
-        assert step.state_dict()["state"][0] == 4 and (step._optimizer._captured is not None) == (graph == "require")
+        assert step.state_dict()["state"][0] == 4
     for name, want in ends[1].items():
         torch.testing.assert_close(ends[0][name], want, rtol=2e-2, atol=1e-4)

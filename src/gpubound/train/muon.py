@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..device import fast_16bit
+from ..distributed import Ranks
 from ..layers.embedding_and_head import head_of
 from .adamw8 import AdamW8bit
 from .flat_buffers import MUON, FlatLayout, FlatSlot, Group, lay_out
@@ -91,11 +92,16 @@ class FlatMuon(FlatAdamW):
         super().__init__(config.rest, *arguments)
         self.muon, self._ratio = config, config.lr / config.rest.lr
         layout = self.weights.layout
+        self._dtype = iteration_dtype(layout.device)
         self._stacks: list[tuple[Group, Tensor, list[FlatSlot]]] = []
         for group, finest in zip(layout.groups, self.weights.finest()):
             slots = layout.slots_of(group) if group.rule == MUON else []
             for shape in dict.fromkeys(slot.parameter.shape for slot in slots):
                 self._stacks.append((group, finest, [slot for slot in slots if slot.parameter.shape == shape]))
+
+    def agree(self, ranks: Ranks) -> None:
+        """A CPU's dtype is measured, and two busy ranks may measure differently: all use the first rank's."""
+        self._dtype = ranks.of_first(self._dtype)
 
     def carry_out(self, gradient: Tensor, plan: Tensor, report: Tensor) -> None:
         super().carry_out(gradient, plan, report)
@@ -105,7 +111,7 @@ class FlatMuon(FlatAdamW):
             g = torch.stack([slot.view(gradient) for slot in slots]) * plan[1]
             m_old, p_old = torch.stack(momenta), torch.stack(weights)
             m = m_old.lerp(g, 1 - muon.momentum)
-            u = orthogonal(g.lerp(m, muon.momentum) if muon.nesterov else m, muon.iterations)
+            u = orthogonal(g.lerp(m, muon.momentum) if muon.nesterov else m, muon.iterations, self._dtype)
             size = 0.2 * max(u.shape[-2:]) ** 0.5
             p = p_old * (1 - lr * muon.weight_decay) - lr * size * u
             torch._foreach_copy_(momenta, list(torch.where(go, m, m_old).unbind()))
@@ -115,15 +121,20 @@ class FlatMuon(FlatAdamW):
                 flat.copy_(master)
 
 
-def orthogonal(x_KRC: Tensor, iterations: int) -> Tensor:
-    """Return approximately the nearest orthogonal matrix to each of K (R rows, C columns), by Newton-Schulz steps.
+def iteration_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of Newton-Schulz steps.
 
     They run in bf16, which is accurate enough, or in fp32 on a device where bf16 is slower: a CPU without bf16 units trained
     the demo's model at 1.6k tokens/s in bf16 and at 9.2k in fp32.
     """
+    return torch.bfloat16 if fast_16bit(device) else torch.float32
+
+
+def orthogonal(x_KRC: Tensor, iterations: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return approximately the nearest orthogonal matrix to each of K (R rows, C columns), by Newton-Schulz in `dtype`."""
     a, b, c = COEFFICIENTS
     tall = x_KRC.shape[1] > x_KRC.shape[2]
-    x = x_KRC.to(torch.bfloat16 if fast_16bit(x_KRC.device) else torch.float32)
+    x = x_KRC.to(dtype or iteration_dtype(x_KRC.device))
     x = x.mT if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(iterations):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..distributed import Ranks
 from ..kernels import adamw, plan_update
 from ..kernels.adamw import plan_shape
 from ..kernels.dispatch import hasten
@@ -79,6 +80,9 @@ class FlatAdamW:
         for weight, master in zip(self.weights.flat, self.weights.masters):
             kind = self.config.betas, self.config.eps, master is not None, self._seed is not None
             hasten([("adamw", kind)], layout.device, weight.dtype)
+
+    def agree(self, ranks: Ranks) -> None:
+        """Use the first rank's choices where ranks may differ: AdamW has none."""
 
     def _constants(self) -> tuple[tuple[float, float], float, float | None, int]:
         """Return the constants that `plan_update` is compiled for."""

@@ -135,6 +135,7 @@ class TrainStep(NotCopyable):
             give_own_storages(model)
             self._weights = sharding.weights(layout, stored.masters)  # after all that may be refused: it casts the parameters
             self._optimizer = config.flat(self._weights, stored, clip, schedule or Schedule(), seed)
+            self._optimizer.agree(sharding.ranks)
             self._optimizer.hasten()
             self._undo = undo.pop_all()
             finalize(self, self._undo.close).atexit = False  # a step that is dropped releases the model

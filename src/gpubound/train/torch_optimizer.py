@@ -1,11 +1,8 @@
 """Any torch.optim.Optimizer inside a TrainStep: its update follows the device's decision, on fp32 weights.
 
-Gradients are summed, divided, clipped and checked on the device as for our own optimizers. Then the optimizer's own `step()`
-runs on one Parameter for each of the model's, over the fp32 masters where there are any.
-
-A capturable optimizer becomes a CUDA graph from its second update on: the first creates its state. Inside, a step that is not
-finite runs like any other, and the old values are restored. Any other optimizer runs call by call: the host waits for the
-step's report to learn whether to run it and at which rate.
+Gradients are summed, divided, clipped and checked on the device as for our own optimizers. Then the host waits for the step's
+report to learn whether to update and at which rate, and the optimizer's own `step()` runs on one Parameter for each of the
+model's, over the fp32 masters where there are any.
 """
 
 import inspect
@@ -19,7 +16,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..errors import GraphError
-from ..graph import Captured, capture
 from ..kernels import plan_update
 from ..trace import fallback
 from .flat_buffers import FlatLayout, Weights, lay_out
@@ -35,6 +31,16 @@ WHOLE_MATRICES = ("Adafactor", "LBFGS", "Muon")  # of torch.optim: their update 
 NUMBERS = {"bool": bool, "int": int, "float": float}  # types that an optimizer may keep besides tensors
 
 
+class _Holder:
+    """Holds the optimizer out of sight of capture(), which does not look into slots: its rates are numbers of the host, which
+    change from step to step and are no part of the graph."""
+
+    __slots__ = ("optimizer",)
+
+    def __init__(self, optimizer: Optimizer):
+        self.optimizer = optimizer
+
+
 class TorchOptimizer:
     """A function that makes a torch optimizer of a list of Parameters, in place of AdamW(...)."""
 
@@ -46,13 +52,22 @@ class TorchOptimizer:
         precision.check_not_at_random("a torch optimizer")
         layout = lay_out(model.named_parameters(), precision.dtype, others=model.named_buffers())
         self.parameters = [Parameter(slot.parameter.detach().float()) for slot in layout.slots]
-        self.optimizer = self.make(self.parameters)
+        self._holder = _Holder(self.make(self.parameters))
         _check_optimizer(self.optimizer, self.parameters)
         self.lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.lr = max(self.lrs)
-        if self.graph == "require" and (why := _not_capturable(self.optimizer)):
-            raise GraphError(f"TrainStep: {why}; take graph='auto', which runs it call by call.")
+        if self.graph == "require":
+            raise GraphError(f"TrainStep: {self.why_not_captured}; take graph='auto', which runs it call by call.")
         return layout
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self._holder.optimizer
+
+    @property
+    def why_not_captured(self) -> str:
+        name = type(self.optimizer).__name__
+        return f"{name} runs call by call, after a wait for the report of the step, and no graph holds its update"
 
     @property
     def whole(self) -> str | None:
@@ -76,23 +91,20 @@ class FlatTorchOptimizer(FlatAdamW):
 
     def __init__(self, config: TorchOptimizer, weights: Weights, *rest: Any):
         super().__init__(config, weights, *rest)  # type: ignore[arg-type]
-        layout, self.optimizer, self.parameters = weights.layout, config.optimizer, config.parameters
+        layout, self.parameters = weights.layout, config.parameters
         buffers = zip(layout.groups, weights.finest())
         views = [slot.view(buffer, group.start) for group, buffer in buffers for slot in layout.slots_of(group)]
         for parameter, view in zip(self.parameters, views):
             parameter.data = view
         self._ratios = [lr / config.lr if config.lr else 1.0 for lr in config.lrs]
-        self._captured: Captured | None = None
-        wanted, capturable = config.graph != "off", _not_capturable(self.optimizer) is None
-        self._captures = wanted and capturable and layout.device.type == "cuda"
-        self._reports = wanted and not capturable and layout.device.type != "cpu"
-        for group, lr in zip(self.optimizer.param_groups, config.lrs) if self._captures else ():
-            # Its rate is a tensor from the start: the step's own graph is recorded before this one, and reads the groups.
-            group["capturable"], group["lr"] = True, torch.tensor(lr, device=layout.device, dtype=torch.float32)
-        self.decision = torch.zeros(2, dtype=torch.float64, device=layout.device)  # whether to update, and the rate
+        self._fallback = None if config.graph == "off" or layout.device.type == "cpu" else config.why_not_captured
         self._updates = 0  # before the present step
         self._gradients: list[Tensor] = []
         self._groups_before = self._groups()
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.config.optimizer
 
     def _begin_moments(self, layout: FlatLayout) -> None:
         """Do nothing: the optimizer creates its state at its first step."""
@@ -102,8 +114,8 @@ class FlatTorchOptimizer(FlatAdamW):
 
     @property
     def moments(self) -> list[Tensor]:
-        """What the captured part of a step writes; the optimizer's state is no part of it."""
-        return [self.decision]
+        """Return []: a captured step does not write the optimizer's state."""
+        return []
 
     def update(self, gradient: Tensor, totals: Tensor) -> Tensor:
         """Decide, and scale the gradient. `carry_on` does the rest, outside of the step's own graph."""
@@ -116,8 +128,6 @@ class FlatTorchOptimizer(FlatAdamW):
             growth_interval=self.growth_interval,
         )
         gradient.mul_(plan[1])
-        if self._captures:
-            self.decision.copy_(torch.stack([plan[0].double(), report[4]]))
         return report
 
     def check(self) -> None:
@@ -145,53 +155,22 @@ class FlatTorchOptimizer(FlatAdamW):
     def carry_on(self, gradient: Tensor, result: "StepResult") -> None:
         """Run the optimizer's own update, if the report says that the weights move."""
         self._gradients = self._gradients or [slot.view(gradient) for slot in self.weights.layout.slots]
-        if self._reports:
-            why = f"{_not_capturable(self.optimizer)}; it runs call by call, behind a wait for the device"
-            fallback("train step: optimizer", why)
-        if self._captures and self._captured is None and any(self.optimizer.state.values()):
-            self._captured = self._capture()
-        if self._captured is not None:
-            self._captured()
-        elif (values := result.read()).updates != self._updates:
+        if self._fallback:
+            fallback("train step: optimizer", self._fallback)
+        values = result.read()
+        if values.updates != self._updates:
             self._updates = values.updates
             for group, ratio in zip(self.optimizer.param_groups, self._ratios):
                 if isinstance(group["lr"], Tensor):
                     group["lr"].fill_(values.lr * ratio)
                 else:
                     group["lr"] = values.lr * ratio
-            self._step_optimizer()
+            for parameter, view in zip(self.parameters, self._gradients):
+                parameter.grad = view
+            with torch.enable_grad():
+                self.optimizer.step()
+            self.weights.round_masters()
         self._groups_before = self._groups()
-
-    def _step_optimizer(self) -> None:
-        for parameter, gradient in zip(self.parameters, self._gradients):
-            parameter.grad = gradient
-        with torch.enable_grad():
-            self.optimizer.step()
-        self.weights.round_masters()
-
-    def _capture(self) -> Captured | None:
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        state = [t for values in self.optimizer.state.values() for t in values.values() if isinstance(t, Tensor)]
-        written = [*self.parameters, *state]
-
-        def optimizer_step() -> None:
-            with torch.no_grad():
-                for rate, ratio in zip(rates, self._ratios):
-                    rate.copy_(self.decision[1] * ratio)
-                before = [t.clone() for t in written]
-                self._step_optimizer()
-                for t, old in zip(written, before):
-                    torch.where(self.decision[0] != 0, t, old, out=t.data)
-                self.weights.round_masters()
-
-        try:
-            return capture(optimizer_step, state=[written, self.weights.flat, rates], tolerance=5e-2)
-        except (GraphError, torch.OutOfMemoryError) as error:
-            if self.config.graph == "require":
-                raise
-            self._captures = False
-            fallback("train step: optimizer", str(error))
-            return None
 
     def _owners(self) -> dict[str, dict[str, Any]]:
         """Return the dicts that hold its state: one for each parameter, by name, and one for each group."""
@@ -231,26 +210,19 @@ class FlatTorchOptimizer(FlatAdamW):
             if name.rpartition("/")[0] not in self_owners:
                 raise ValueError(f"load_state_dict: {name}: this model or optimizer has no such part; the state is another's.")
         self.optimizer.state.clear()
-        owners = self._owners()
+        owners, groups = self._owners(), self.optimizer.param_groups
+        scalars_on_host = not any(group.get("capturable") or group.get("fused") for group in groups)
         for name in names:
             owner, _, key = name.rpartition("/")
             key, _, kind = key.partition("=")
             if kind in NUMBERS:
                 owners[owner][key] = NUMBERS[kind](state[name].item())
             else:
-                device = "cpu" if state[name].dim() == 0 and not self._captures else self.decision.device
+                device = "cpu" if state[name].dim() == 0 and scalars_on_host else self.state.device
                 owners[owner][key] = state[name].detach().clone().to(device)
-        self._captured = None
 
     def loaded(self, state: dict[str, Tensor]) -> None:
         self._updates = int(self.state[0])
-
-
-def _not_capturable(optimizer: Optimizer) -> str | None:
-    if all("capturable" in group for group in optimizer.param_groups):
-        return None
-    name = type(optimizer).__name__
-    return f"{name} is not capturable (its param_groups have no such key), so no graph can hold its update"
 
 
 def _check_optimizer(optimizer: Any, parameters: list[Parameter]) -> None:
