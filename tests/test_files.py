@@ -16,7 +16,7 @@ from gpubound.data import train_tokenizer
 from gpubound.doctor.finding import Verdict
 from gpubound.doctor.report import write_reports
 from gpubound.errors import DataError
-from gpubound.files import LOCK, beside, locked, read_json, reading, regular, write_whole, writing
+from gpubound.files import LOCK, locked, read_json, reading, regular, sibling, write_whole, writing
 from gpubound.models import PRESETS, Decoder, load_hf, save_hf
 from tests.messages import message
 
@@ -67,9 +67,9 @@ def test_what_is_not_a_json_object(tmp_path, content, said):
 
 def test_a_listing_names_only_files_beside_it(tmp_path):
     listing = tmp_path / "corpus.json"
-    assert beside(listing, "a.gbt") == tmp_path / "a.gbt" and beside(listing, "..a") == tmp_path / "..a"
+    assert sibling(listing, "a.gbt") == tmp_path / "a.gbt" and sibling(listing, "..a") == tmp_path / "..a"
     for name in ("../a", "/etc/passwd", "b/a", "..", ".", "", "a/", "a\0b", 3, None, ["a"]):
-        assert refused(beside, listing, name) == message("files:a_listing_names_only_fil", listing, repr(name))
+        assert refused(sibling, listing, name) == message("files:a_listing_names_only_fil", listing, repr(name))
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):

@@ -80,10 +80,10 @@ def chip(device: torch.device) -> Chip:
 
 @cache
 def _chip(index: int) -> Chip:
-    found = torch.cuda.get_device_properties(index)
-    capability = 10 * found.major + found.minor
-    shared = found.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs leave it out
-    return Chip(capability, shared, found.multi_processor_count, found.name)
+    properties = torch.cuda.get_device_properties(index)
+    capability = 10 * properties.major + properties.minor
+    shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs leave it out
+    return Chip(capability, shared, properties.multi_processor_count, properties.name)
 
 
 @constant
@@ -135,16 +135,16 @@ def share_of_cores(processes: int) -> str:
 
 
 def grow_segments(device: torch.device) -> None:
-    """Let torch's allocator take memory from here on in segments that grow, unless the user's PYTORCH_ALLOC_CONF says whether.
+    """Let torch's allocator take further memory in expandable segments, unless PYTORCH_ALLOC_CONF sets it.
 
-    FSDP's streams free what they gathered in one size and ask for it in another. 8 layers of an 8b model in shards on two H200s
+    FSDP's streams free gathered weights in one size and allocate them in another. 8 layers of a sharded 8b model on two H200s
     had 38.2 GiB in use at their peak, of 58.6 that were reserved in plain segments and of 45.9 in growing ones.
     """
     if device.type != "cuda":
         return
-    said = ",".join(os.environ[name] for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF") if os.environ.get(name))
-    if "expandable_segments" not in said and "cudaMallocAsync" not in said:
-        set_allocator(f"{said},expandable_segments:True".lstrip(","))
+    settings = ",".join(os.environ[name] for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF") if os.environ.get(name))
+    if "expandable_segments" not in settings and "cudaMallocAsync" not in settings:
+        set_allocator(f"{settings},expandable_segments:True".lstrip(","))
 
 
 def set_allocator(settings: str) -> None:
@@ -201,7 +201,7 @@ class Sight:
 
     count: int
     why: str
-    broken: bool = False  # hardware is there, but torch cannot use it
+    broken: bool = False  # the hardware exists, but torch cannot use it
 
 
 def look() -> Sight:
@@ -246,14 +246,14 @@ def cure(cause: str) -> str:
 def exercise(device: torch.device) -> None:
     """Allocate, launch, run a small product forward and backward, read it back and compare. Raises whatever goes wrong.
 
-    Modes that the caller is in do not count: no_grad, inference_mode, autocast, a default device or dtype.
+    Modes of the caller have no effect: no_grad, inference_mode, autocast, a default device or dtype.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     with plainly(device):
         x, w = (torch.randn(n, 48, generator=generator, device="cpu", dtype=torch.float32) for n in (64, 32))
         pairs = [[t.to(device).detach().requires_grad_() for t in (x, w)], [t.double().requires_grad_() for t in (x, w)]]
-        there, here = (torch.autograd.grad((a @ b.t()).square().sum(), (a, b)) for a, b in pairs)
-    for name, got, want in zip(("input", "weight"), there, here):
+        on_device, on_cpu = (torch.autograd.grad((a @ b.t()).square().sum(), (a, b)) for a, b in pairs)
+    for name, got, want in zip(("input", "weight"), on_device, on_cpu):
         error = ((got.double().cpu() - want).norm() / want.norm()).item()
         if not error < 1e-2:  # tf32 products land near 3e-4; a wrong or NaN result lands far above
             raise DeviceError(f"a small product's {name} gradient on {device} is off by {error:.3g} relative to the CPU's")
@@ -288,15 +288,15 @@ def resolve(spec: str | torch.device = "auto") -> torch.device:
         return torch.device("cpu")
     if number and int(number) >= sight.count:
         raise DeviceError(f"device={str(spec)!r}: there is no GPU {int(number)}: {sight.count} visible, counted from 0.")
-    # Asking for the current device starts CUDA, and a failing start must end in the sentence below.
-    current = torch.cuda.current_device() if torch.cuda.is_initialized() else _own(sight.count)
+    # current_device() starts CUDA, and a failing start must end in the error below.
+    current = torch.cuda.current_device() if torch.cuda.is_initialized() else _local_rank(sight.count)
     index = int(number) if number else current
     if cause := _tested(index):
         raise DeviceError(f"GPU {index} is visible but does not work: {cause}. What to do: {cure(cause)}.")
     return torch.device("cuda", index)
 
 
-def _own(count: int) -> int:
+def _local_rank(count: int) -> int:
     """Return the index of the GPU that torchrun assigns to this process; 0 where each process sees a single GPU."""
     local = os.environ.get("LOCAL_RANK", "")
     return int(local) if local.isdecimal() and int(local) < count else 0

@@ -5,7 +5,7 @@ Wrong arguments are plain ValueErrors whose sentence says what, got, wanted, and
 
 
 class GpuboundError(RuntimeError):
-    """The base class: `except gpubound.GpuboundError` catches every error of this library's own."""
+    """The base class: `except gpubound.GpuboundError` catches every error that this library defines."""
 
 
 class DeviceError(GpuboundError):

@@ -1,11 +1,10 @@
-"""Files that come from outside: opened only if they are regular files, read as what they should be, written whole, by one.
+"""Reading of untrusted files, atomic writes, and locks of folders.
 
-A folder of data, a corpus or a model may be damaged or made by somebody with bad intentions. Everything here ends in the
-content or in one DataError that names the file.
+A folder of data, a corpus or a model may be damaged or malicious. The functions return the content or raise one DataError that
+names the file.
 
-Locks are flock's. The kernel releases one when its process ends, also after kill -9, so a lock is never left behind. NFS
-(Linux, version 3 or later) passes flock to its server, so a lock also holds between machines. Where a file system has no locks,
-a line says so, and the work goes on.
+Locks are flock's. The kernel releases a lock when its process ends, also after kill -9. NFS (Linux, version 3 or later) passes
+flock to its server, so a lock also holds between machines. A notice reports a file system without locks, and the work goes on.
 """
 
 import errno
@@ -32,7 +31,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.
 
 
 def regular(path: Path) -> Path:
-    """`path`, if it is a regular file. Opening a pipe would wait for its writer, perhaps for ever."""
+    """Return `path` if it is a regular file. Opening a pipe would wait for its writer."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL byte
@@ -45,7 +44,7 @@ def regular(path: Path) -> Path:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Name the file when the system cannot read it."""
+    """Raise DataError with the file's name if the system cannot read it."""
     try:
         yield
     except OSError as error:
@@ -54,7 +53,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name the file when the system cannot write it. A full disk stays an OSError: commands have a sentence of their own."""
+    """Raise DataError with the file's name if the system cannot write it. A full disk remains an OSError."""
     try:
         yield
     except OSError as error:
@@ -79,21 +78,20 @@ def check_size(path: Path, largest: int, cure: str) -> None:
 
 
 def read_json(path: Path, cure: str = "restore the file") -> dict[str, Any]:
-    """Return the JSON object in `path`. `cure` tells the user what to do about a file that holds none."""
+    """Return the JSON object in `path`. `cure` is the advice for a file without one."""
     check_size(path, LARGEST, cure)
     try:
         with reading(path):
-            found = json.loads(path.read_bytes())
+            content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:  # RecursionError: nested a thousand deep
         raise DataError(f"{path}: is not JSON ({' '.join(str(error).split())}); {cure}.") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path}: holds a JSON {type(found).__name__}, wanted an object; {cure}.")
-    return found
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: holds a JSON {type(content).__name__}, wanted an object; {cure}.")
+    return content
 
 
 def read_text(path: Path, cure: str, largest: int | None = None) -> str:
-    """Return the text in `path`. `cure` tells the user what to do about a file that holds none, or has more than `largest`
-    bytes."""
+    """Return the text in `path`. `cure` is the advice for a file that is no text, or has more than `largest` bytes."""
     if largest is not None:
         check_size(path, largest, cure)
     try:
@@ -104,7 +102,7 @@ def read_text(path: Path, cure: str, largest: int | None = None) -> str:
 
 
 def make_folder(path: Path) -> None:
-    """The folder, if it is not there, and those above it."""
+    """Make the folder and its parents."""
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
 
@@ -145,19 +143,19 @@ def exporting_run(folder: Path) -> str | None:
 
 @contextmanager
 def partial(path: Path) -> Iterator[Path]:
-    """Where what will be `path` is written before it has that name. What is left there goes again."""
+    """Yield a temporary path next to `path` to write to, and delete it at the end."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with writing(path):
             yield temporary
     finally:
-        with suppress(OSError):  # a disk that takes no file refuses this, too, and its reason has been said
+        with suppress(OSError):  # a disk that fails was reported above
             temporary.unlink()
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write: `path` holds its old content or all of this one, whenever the process or the machine stops."""
+    """Yield a file whose content replaces `path` atomically, also if the process or the machine stops."""
     with partial(path) as temporary:
         with open(temporary, "wb") as file:
             yield file
@@ -171,9 +169,9 @@ def write_whole(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def beside(listing: Path, name: Any) -> Path:
-    """The file `name` in the folder of `listing`, which names it. Another folder's file is refused: a listing that came from
-    elsewhere must not point anywhere on this machine."""
+def sibling(listing: Path, name: Any) -> Path:
+    """Return the file `name` in the folder of `listing`, which names it. A file in another folder is refused: an untrusted
+    listing must not name other files of this machine."""
     if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name or name != os.path.basename(name):
         raise DataError(f"{listing}: names the file {name!r}, wanted the name of a file in the same folder.")
     return listing.parent / name
@@ -185,7 +183,7 @@ def cache_folder() -> Path | None:
     A user without a home that can be written to, as in many containers, gets one among the system's temporary files, with a
     notice. None, with a notice, where that fails, too.
     """
-    with suppress(RuntimeError):  # ~ of a user that no list of users has
+    with suppress(RuntimeError):  # ~ of an unknown user
         wanted = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpubound"
         if _may_write(wanted):
             return wanted
@@ -208,23 +206,23 @@ def _may_write(folder: Path) -> bool:
 
 @contextmanager
 def locked(folder: str | Path) -> Iterator[None]:
-    """Inside, this process alone writes to a run's `folder`. ValueError when another one does.
+    """Lock a run's `folder` for this process inside the block. Raise ValueError if another process has the lock.
 
-    A file there says who holds the lock; it is removed at the end. The folder is made. If nothing has been written to it at the
-    end, it is removed again.
+    A file in the folder describes the holder and is removed at the end. A folder that does not exist is made, and removed if
+    it is empty at the end.
     """
     folder = Path(folder)
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
     make_folder(folder)
     with writing(folder):
         handle = _take(folder)
     try:
         yield
     finally:
-        with suppress(OSError):  # a folder that is gone, or closed by now: what went wrong inside is what must be told
-            (folder / LOCK).unlink()  # while it is held: whoever has opened it in between sees that it is gone
+        with suppress(OSError):  # a folder that is gone or read-only must not hide an error of the block
+            (folder / LOCK).unlink()  # under the lock: a process that has opened it meanwhile sees that it is gone
         os.close(handle)
-        for path in made:
+        for path in new:
             if not path.is_dir() or any(path.iterdir()):
                 break
             path.rmdir()
@@ -247,7 +245,7 @@ def _take(folder: Path) -> int:
 
 
 def flock(handle: int, where: str | Path, advice: str) -> bool:
-    """Lock what is open; False when another process has it. Where the file system cannot, a line gives the `advice`."""
+    """Lock an open file; return False if another process has the lock. For a file system without locks, print `advice`."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -270,7 +268,7 @@ def _described(holder: bytes) -> str:
     try:
         about = json.loads(holder)
         return f"process {about['pid']} on {about['host']} (since {about['since']})"
-    except (ValueError, KeyError, TypeError):  # taken a moment ago, or not written by us
+    except (ValueError, KeyError, TypeError):  # not written yet, or by another program
         return "another process"
 
 

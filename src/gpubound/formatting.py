@@ -27,18 +27,18 @@ _UNITS = {
 
 
 def byte_count(size: int | str) -> int | None:
-    """A number of bytes as people write it; None for what is none.
+    """Parse a number of bytes such as "1.5 GB"; return None for other text.
 
     >>> byte_count("1.5 GB"), byte_count("2KiB"), byte_count(7), byte_count("much")
     (1500000000, 2048, 7, None)
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
-    unit = _UNITS.get(found[2].lower()) if found else None
-    return None if isinstance(size, bool) or found is None or unit is None else int(float(found[1]) * unit)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
+    unit = _UNITS.get(match[2].lower()) if match else None
+    return None if isinstance(size, bool) or match is None or unit is None else int(float(match[1]) * unit)
 
 
 def quantity(value: float, unit: str = "") -> str:
-    """Three digits and a letter for the magnitude.
+    """Format a number with three digits and a letter for the magnitude.
 
     >>> quantity(192_400, " tok/s")
     '192k tok/s'
@@ -50,12 +50,12 @@ def quantity(value: float, unit: str = "") -> str:
 
 
 def number(value: float, style: str) -> str:
-    """`style` is a format such as '.3g' or '.1%', or 'si' for `quantity`."""
+    """Format a value in a style such as '.3g' or '.1%', or 'si' for `quantity`."""
     return quantity(value) if style == "si" else format(value, style)
 
 
 def in_words(seconds: float) -> str:
-    """Seconds in the unit that reads best.
+    """Format seconds in a fitting unit.
 
     >>> in_words(0.00123)
     '1.23 ms'
@@ -80,7 +80,8 @@ def duration(seconds: float) -> str:
 
 
 def moment(date: Any) -> str:
-    """
+    """Format an ISO date.
+
     >>> moment("2026-11-22T03:54:58+00:00")
     '2026-11-22 03:54:58 UTC'
     """
@@ -104,17 +105,17 @@ def hint(name: Any, known: Iterable[str], others: str) -> str:
     return f"did you mean {close[0]!r}?" if close else f"{others} {', '.join(names) or 'none'}."
 
 
-def listed(given: Any) -> list[Any]:
-    """Return a list of one name or of several. Anything else becomes a list of one, to be refused by its caller.
+def listed(names: Any) -> list[Any]:
+    """Return a list of one or several names. Another object becomes a list of one, which the caller refuses.
 
     >>> listed("sync"), listed(("sync", "h2d")), listed(3)
     (['sync'], ['sync', 'h2d'], [3])
     """
-    return [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+    return [names] if isinstance(names, str) or not isinstance(names, Iterable) else list(names)
 
 
 def shown(value: Any) -> str:
-    """A value in a message, cut where it is long or deep: YAML's aliases can make a short file into an endless value."""
+    """Return a value for a message, shortened: YAML's aliases can expand a short file without end."""
     brief = reprlib.Repr()
     brief.maxlevel, brief.maxstring, brief.maxother, brief.maxlong = 2, 80, 80, 80
     return brief.repr(value)

@@ -47,8 +47,8 @@ def printable(text: str) -> str:
 
 
 logger = logging.getLogger("gpubound")
-_nowhere = logging.NullHandler()  # or logging would print warnings by itself, beside us
-logger.addHandler(_nowhere)
+_null_handler = logging.NullHandler()  # or logging would print warnings, too
+logger.addHandler(_null_handler)
 
 _said: set[str] = set()
 
@@ -73,7 +73,7 @@ def prints(level: int = logging.INFO) -> bool:
     pytest's handlers do not count: they only record.
     """
     handlers = [*logger.handlers, *(logging.root.handlers if logger.propagate else ())]
-    if any(h is not _nowhere and not type(h).__module__.startswith("_pytest.") for h in handlers):
+    if any(h is not _null_handler and not type(h).__module__.startswith("_pytest.") for h in handlers):
         return False
     return level >= (logger.level or logging.INFO) and level > logging.root.manager.disable and not logger.disabled
 
@@ -92,14 +92,14 @@ def bar(console: Any, title: str, total: float | None, *columns: Any) -> Any:
             yield from (Text(task.fields["line"]) for task in self.tasks)
 
     name = TextColumn("{task.description}", markup=False)  # [b] in a name is part of the name
-    made = Two(name, BarColumn(bar_width=24), *columns, console=console)
-    made.add_task(title, total=total, line="")
-    made.start()
-    return made
+    progress = Two(name, BarColumn(bar_width=24), *columns, console=console)
+    progress.add_task(title, total=total, line="")
+    progress.start()
+    return progress
 
 
 fallbacks: Counter[tuple[str, str]] = Counter()
-"""(what, why) of every slow path taken in this process, with how often."""
+"""(what, why) of every slow path in this process, with its count."""
 
 _strict = 0
 _lock = threading.Lock()

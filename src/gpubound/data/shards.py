@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
-from ..files import beside, read_json, reading, regular, replacing
+from ..files import read_json, reading, regular, replacing, sibling
 from .source import mix
 
 MAGIC = b"GBTOKENS"
@@ -191,7 +191,7 @@ def manifest_shards(folder: Path) -> list[Path]:
     entries = read_json(manifest, CURE).get("shards")
     if not isinstance(entries, list) or not entries:
         raise DataError(f"{manifest}: shards: got {entries!r}, wanted the names of the corpus' shards; {CURE}.")
-    names = [beside(manifest, name) for name in entries]
+    names = [sibling(manifest, name) for name in entries]
     if len(set(names)) < len(names):
         raise DataError(f"{manifest}: shards: a file is listed twice; {CURE}.")
     for name in names:

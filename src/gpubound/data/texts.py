@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
-from ..files import beside, read_json, reading, regular
+from ..files import read_json, reading, regular, sibling
 from ..formatting import readable, shown
 from ..trace import bar, notice, printable, prints, say
 
@@ -350,7 +350,7 @@ def dataset_files(path: Path) -> list[Path]:
     names = read_json(listing).get("_data_files")
     if not isinstance(names, list) or not all(isinstance(entry, dict) for entry in names):
         raise DataError(f"{listing}: _data_files: got {names!r}, wanted the files of the dataset; save it anew.")
-    return [regular(beside(listing, entry.get("filename"))) for entry in names]
+    return [regular(sibling(listing, entry.get("filename"))) for entry in names]
 
 
 def read_dataset(path: Path, text_key: str | None) -> Read:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ..errors import DataError
-from ..files import beside, read_json, regular
+from ..files import read_json, regular, sibling
 from .registry import is_quantized, load_quantized
 
 WEIGHTS, INDEX, GENERATION = "model.safetensors", "model.safetensors.index.json", "generation_config.json"
@@ -168,7 +168,7 @@ def weight_files(path: Path) -> list[Path]:
             raise DataError(f"{index}: weight_map: wanted an object that gives a file's name for each tensor; {CURE}.")
         names = sorted(set(table.values()))
     for name in names:
-        if not beside(index, name).exists():
+        if not sibling(index, name).exists():
             raise DataError(f"{path} has no {name}; download the whole model, in safetensors.")
     return [path / name for name in names]
 

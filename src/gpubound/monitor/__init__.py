@@ -1,7 +1,4 @@
-"""Watching a run: the tape it leaves on disk, the live line while it goes, the report afterwards.
-
-Reads numbers, never models.
-"""
+"""Monitoring of a run: its log on disk, the live line during the run, and the report."""
 
 from .live import LiveLine as LiveLine
 from .report import write_report as write_report

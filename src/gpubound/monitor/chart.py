@@ -14,14 +14,14 @@ WIDTH, HEIGHT = 560, 230
 LEFT, RIGHT, TOP, BOTTOM = 72, 16, 22, 44
 LABEL = 8  # characters of the largest font that fit left of the y axis
 EDGE = 24  # a label nearer to the right edge ends there, so that it is whole in the largest font
-DOTS = 40  # so few points are shown as such: a single one would be no line at all
-LARGEST = 1e300  # beyond it the difference of two values may be no float
-POINTS = 600  # more than the chart is wide: beyond it a long run only makes the page heavy
+DOTS = 40  # up to this number points are drawn: a single one makes no line
+LARGEST = 1e300  # the difference of two larger values may overflow
+POINTS = 600  # more than the chart's width in pixels
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line, drawn anew from each x in `begins`. `colour` counts from 0; `dash` 0 is a whole line, 1 and 2 are broken ones."""
+    """A line, interrupted at each x in `begins`. `colour` counts from 0; `dash` 0 is a solid line, 1 and 2 are dashed."""
 
     name: str
     x: Sequence[float]
@@ -32,13 +32,13 @@ class Series:
 
     @property
     def style(self) -> str:
-        """Its classes on the page."""
+        """The CSS classes."""
         return f"s{self.colour % 6}" + (f" d{self.dash % 3}" if self.dash % 3 else "")
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The y axis: how its values are written, and what it shows at least and at most."""
+    """The y axis: the format of its values, and bounds that it always includes."""
 
     style: str = "g"
     low: float | None = None
@@ -50,10 +50,10 @@ def line_chart(
     series: Sequence[Series],
     axis: Axis = Axis(),
     marks: Sequence[tuple[float, str]] = (),
-    span: tuple[float, float] | None = None,
+    x_range: tuple[float, float] | None = None,
 ) -> str:
-    """A <figure> with a line for each series. `marks` are the x where something begins, and its name. `span` is the x axis; by
-    default the axis is as long as the lines."""
+    """Return a <figure> with a line for each series. `marks` are (x, name) of vertical lines. `x_range` is
+    by default that of the lines."""
     thinned = [_thin(s) for s in series]
     points = [(x, y) for s in thinned for x, y in zip(s.x, s.y)]
     if not points:
@@ -62,9 +62,9 @@ def line_chart(
     y_ticks = _ticks(low if axis.low is None else min(low, axis.low), high if axis.high is None else max(high, axis.high), 4)
     if axis.high is not None:
         y_ticks = [y for y in y_ticks if y <= max(high, axis.high)]
-    first, last = span or (min(x for x, _ in points), max(x for x, _ in points))
+    first, last = x_range or (min(x for x, _ in points), max(x for x, _ in points))
     frame = Frame(first, last, y_ticks[0], y_ticks[-1])
-    body = "".join(_grid(frame, y_ticks, axis.style)) + "".join(foot(frame)) + "".join(_marks(frame, marks))
+    body = "".join(_grid(frame, y_ticks, axis.style)) + "".join(x_axis(frame)) + "".join(_marks(frame, marks))
     body += "".join(_line(frame, s, axis.style) for s in thinned)
     keys = "".join(f'<span class="{s.style}"><i class="key"></i>{escape(s.name)}</span>' for s in thinned)
     svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)} by step">'
@@ -86,16 +86,16 @@ class Frame:
 
 
 def _window(values: list[float]) -> tuple[float, float]:
-    """The y range. The first steps of a run may be far off (a compile, a cold cache): the top 1 % does not set the scale."""
+    """Return the y range without the top 1 %: the first steps of a run may be far off (a compile, a cold cache)."""
     ordered = sorted(values)
     top = ordered[min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)] if len(ordered) > 20 else ordered[-1]
     return min(ordered[0], top), max(top, ordered[0])
 
 
 def _ticks(low: float, high: float, wanted: int, least: float = 0.0) -> list[float]:
-    """Round values that span [low, high], at least `least` apart."""
+    """Return round values around [low, high], at least `least` apart."""
     if high <= low:
-        low, high = low - abs(low) * 0.1, high + (abs(high) * 0.1 or 1)  # a constant gets room around it; zero only above
+        low, high = low - abs(low) * 0.1, high + (abs(high) * 0.1 or 1)  # a constant is centred; zero is at the bottom
     nearest = max(abs(low), abs(high)) * 1e-14  # two floats of this size
     raw = max((high - low) / wanted, least, nearest, 1e-300)
     size = 10.0 ** math.floor(math.log10(raw))
@@ -104,7 +104,7 @@ def _ticks(low: float, high: float, wanted: int, least: float = 0.0) -> list[flo
 
 
 def _labels(values: Sequence[float], style: str) -> list[str]:
-    """The values as texts that differ: in `style` if they do, else with more digits; 2e-5 where such texts are too long."""
+    """Return distinct labels: in `style` if they differ, else with more digits; such as 2e-5 if those are too long."""
     share = style.endswith("%")
     styles = [f".{digits}%" for digits in range(9)] if share else [style, *(f",.{digits}g" for digits in range(4, 16))]
     for texts in ([number(value, finer) for value in values] for finer in styles):
@@ -121,8 +121,8 @@ def _grid(frame: Frame, ticks: list[float], style: str) -> Iterator[str]:
         yield f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{label}</text>'
 
 
-def foot(frame: Frame, height: float = HEIGHT) -> Iterator[str]:
-    """The x axis of a chart that is so high: whole numbers of steps within the frame."""
+def x_axis(frame: Frame, height: float = HEIGHT) -> Iterator[str]:
+    """Yield the x axis of a chart of this height, with integers as ticks."""
     ticks = [x for x in _ticks(frame.x0, frame.x1, 6, least=1) if frame.x0 <= x <= frame.x1] or [frame.x0]
     for x, label in zip(ticks, _labels(ticks, "si")):
         at, _ = frame.at(x, frame.y0)
@@ -133,7 +133,7 @@ def foot(frame: Frame, height: float = HEIGHT) -> Iterator[str]:
 
 
 def _marks(frame: Frame, marks: Sequence[tuple[float, str]]) -> Iterator[str]:
-    """A dashed line where something begins, and its name above as far as there is room before the next one."""
+    """Yield a dashed line for each mark, and its name above, shortened if the next mark is close."""
     ends = [*(x for x, _ in marks[1:]), frame.x1]
     for (x, name), end in zip(marks, ends):
         (at, _), (until, _) = frame.at(max(x, frame.x0), frame.y0), frame.at(end, frame.y0)
@@ -145,7 +145,7 @@ def _marks(frame: Frame, marks: Sequence[tuple[float, str]]) -> Iterator[str]:
 
 
 def _line(frame: Frame, series: Series, style: str) -> str:
-    if not series.y:  # nothing of it was finite
+    if not series.y:  # no finite value
         return ""
     points = [frame.at(x, y) for x, y in zip(series.x, series.y)]
     cuts = [bisect_right(series.x, begin - 0.5) for begin in series.begins]
@@ -163,7 +163,7 @@ def _line(frame: Frame, series: Series, style: str) -> str:
 
 
 def _thin(series: Series) -> Series:
-    """At most POINTS points; each point is the mean of its group, so that noise is not sampled away."""
+    """Return at most POINTS points, each the mean of a group."""
     pairs = [(x, y) for x, y in zip(series.x, series.y) if abs(y) < LARGEST]
     group = max(1, math.ceil(len(pairs) / POINTS))
     means = [pairs[i : i + group] for i in range(0, len(pairs), group)]

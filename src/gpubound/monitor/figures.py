@@ -1,4 +1,4 @@
-"""Figures of a tape: the gauges, a run's totals, and its warnings."""
+"""Figures of a run's log: the gauges, totals and warnings."""
 
 import math
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from .chart import LARGEST, Axis
 from .tape import RunTape
 
 Record = dict[str, Any]
-BLOCK_STEPS, BLOCK_S = 20, 20.0  # throughput is compared by blocks of at least both: a pause of a few steps is no slow-down
-RISE = 0.1  # a loss that ends higher than it began by this share rose; noise between two tenths of a run is less
-WORSE = 0.02  # and a held-out loss above its best by this share got worse: which batches are drawn moves it by less than 1 %
+BLOCK_STEPS, BLOCK_S = 20, 20.0  # of a block of throughput: both at least, so that a short pause is no slow-down
+RISE = 0.1  # of the loss, from the first to the last tenth of a run; noise is less
+WORSE = 0.02  # of the held-out loss above its best; the choice of batches changes it by less than 1 %
 
 
 class Gauge(NamedTuple):
@@ -21,11 +21,11 @@ class Gauge(NamedTuple):
     title: str
     axis: Axis
     summed_up: str = "median"  # or "last"
-    beside: str = ""  # drawn in the chart of this gauge
+    drawn_with: str = ""  # key of the gauge whose chart it joins
 
     @property
     def label(self) -> str:
-        """Its row in a table: a title that says "peak" needs no word on how it is summed up."""
+        """The row of a table; memory needs no aggregation in its name."""
         return self.title if self.key.startswith("memory") else f"{self.title}, {self.summed_up}"
 
 
@@ -34,7 +34,7 @@ BYTES = Axis("si", low=0)
 
 GAUGES = (
     Gauge("loss", "loss", Axis(".4g"), "last"),
-    Gauge("held_out", "held-out loss", Axis(".4g"), "last", beside="loss"),
+    Gauge("held_out", "held-out loss", Axis(".4g"), "last", drawn_with="loss"),
     Gauge("tokens_per_s", "tokens per second", Axis("si", low=0)),
     Gauge("mfu", "share of this machine's matrix rate", SHARE),
     Gauge("gpu_busy", "GPU busy", WHOLE_SHARE),
@@ -48,14 +48,14 @@ GAUGES = (
     Gauge("grad_norm", "gradient norm", Axis(".3g"), "last"),
     Gauge("lr", "learning rate", Axis(".2g", low=0), "last"),
     Gauge("memory_bytes", "peak memory, bytes", BYTES, "last"),
-    Gauge("memory_allocated_bytes", "allocated memory, bytes", BYTES, "last", beside="memory_bytes"),
-    Gauge("memory_reserved_bytes", "reserved memory, bytes", BYTES, "last", beside="memory_bytes"),
+    Gauge("memory_allocated_bytes", "allocated memory, bytes", BYTES, "last", drawn_with="memory_bytes"),
+    Gauge("memory_reserved_bytes", "reserved memory, bytes", BYTES, "last", drawn_with="memory_bytes"),
     Gauge("skipped", "skipped steps, not finite", Axis("g", low=0), "last"),
 )
 
 
 class Figures:
-    """One run in figures, from its tape alone."""
+    """Figures of one run, from its log."""
 
     def __init__(self, tape: RunTape):
         self.about, self.records = tape.about, tape.steps()
@@ -65,7 +65,7 @@ class Figures:
         return _series(self.records, key)
 
     def value(self, gauge: Gauge) -> float | None:
-        """The gauge's last value, or the median of those that are finite; None when it was not measured."""
+        """Return the gauge's last value or the median of the finite ones; None if it was not measured."""
         values = [value for _, value in self.points(gauge.key)]
         if not values or gauge.summed_up == "last":
             return values[-1] if values else None
@@ -74,7 +74,7 @@ class Figures:
 
     @property
     def lanes(self) -> list[tuple[int, list[float]]]:
-        """(step, how many ms each rank waited in it): of the last start's number of ranks. A line tells of the step before."""
+        """(step, ms that each rank waited), for the ranks of the last start. A record has the waits of the step before."""
         rows = [(r["step"] - 1, [float(one) for one in r["waited_ms"]]) for r in self.records if r.get("waited_ms")]
         return [
             (step, ranks) for step, ranks in rows if len(ranks) == len(rows[-1][1]) and all(0 <= ms < LARGEST for ms in ranks)
@@ -86,7 +86,7 @@ class Figures:
 
     @property
     def seconds(self) -> float | None:
-        """The training time of all its starts together."""
+        """The training time of all starts together."""
         values = [seconds for _, seconds in self.points("elapsed_s") if math.isfinite(seconds)]
         return values[-1] if values else None
 
@@ -98,7 +98,7 @@ class Figures:
         return begins if any(name for _, name in begins) else []
 
     def facts(self) -> dict[str, str]:
-        """When, how and how long it ran."""
+        """Return start, command and duration."""
         starts = self.about.get("starts") or []
         rows = {"started": moment(starts[0]["date"]), "command": str(starts[-1]["command"])} if starts else {}
         if len(starts) > 1:
@@ -115,7 +115,7 @@ class Figures:
         return rows | ({"skipped steps": f"{count:,}"} if count else {})
 
     def as_dict(self) -> dict[str, Any]:
-        """For a program: numbers as numbers under the tape's own names; values that are not finite are null."""
+        """Return the numbers under their names in the log; values that are not finite are None."""
         starts = self.about.get("starts") or [{}]
         result = {"name": self.about.get("name"), "finished": self.about.get("finished") is True}
         result |= {"verdict": self.about.get("verdict")}
@@ -132,7 +132,7 @@ class SlowBlock(NamedTuple):
     first: int
     last: int
     tokens_per_s: float
-    best: float  # tokens per second of the fastest block before
+    best: float  # tokens per second of the fastest earlier block
 
     def __str__(self) -> str:
         return f"tokens per second fell from {quantity(self.best)} to {quantity(self.tokens_per_s)}"
@@ -141,8 +141,8 @@ class SlowBlock(NamedTuple):
 class Throughput:
     """Median tokens per second of each block of steps, fed record by record.
 
-    A median leaves out evaluations, checkpoints and compilation in the first steps. A new phase has other data or another
-    sequence length, so it is compared with itself alone.
+    A median leaves out evaluations, checkpoints and compilation in the first steps. A phase may have other data or
+    another sequence length, so every phase is compared separately.
     """
 
     def __init__(self) -> None:
@@ -226,7 +226,7 @@ def _overfit(records: Sequence[Record]) -> str | None:
 
 
 def skipped(records: Sequence[Record]) -> list[tuple[int, int]]:
-    """(step, how many were skipped up to it since the record before). The tape counts anew in each phase and each start."""
+    """Return (step, steps skipped since the previous record). The log counts from 0 in each phase and start."""
     counted = [(r["step"], float(r["skipped"]), r.get("phase")) for r in records if r.get("skipped") is not None]
     counts = [(0, 0, None), *((step, int(count), phase) for step, count, phase in counted if math.isfinite(count))]
     new = [(step, b - a if was == phase and b >= a else b) for (_, a, was), (step, b, phase) in pairwise(counts)]

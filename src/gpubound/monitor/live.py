@@ -1,8 +1,8 @@
-"""A run while it goes on: what the machine says of itself, the live line, and the same records for other loggers.
+"""Live figures of a run: gauges of the machine, the live line, and other loggers.
 
-The machine is read in the host loop, at most once a second: one reading costs the host a fraction of a millisecond, and the
-device nothing. The SMs' activity comes from the counters of NVML's GPM (Hopper and later); the utilisation that nvidia-smi
-prints would say 100 % of a GPU on which one SM works.
+The gauges are read in the host loop, at most once a second; a reading costs the host a fraction of a millisecond. The activity
+of the SMs comes from the counters of NVML's GPM (Hopper and later); the utilisation of nvidia-smi is 100 % for a GPU on which
+one SM works.
 """
 
 import resource
@@ -29,7 +29,7 @@ PERIOD = 1.0  # seconds between two readings
 
 
 class Gauges:
-    """`with Gauges(device) as gauges: record |= gauges.read()`. What a machine does not have is left out."""
+    """`with Gauges(device) as gauges: record |= gauges.read()`. Gauges that the machine does not have are left out."""
 
     def __init__(self, device: "torch.device", period: float = PERIOD):
         self.device, self.period = device, period
@@ -44,7 +44,7 @@ class Gauges:
             self._chip.close()
 
     def read(self) -> dict[str, float]:
-        """The figures of this moment, or nothing when the last ones are younger than the period."""
+        """Return the current figures, or {} within a period after the last ones."""
         now = time.monotonic()
         if now - self._last < self.period:
             return {}
@@ -84,7 +84,7 @@ def _open_chip(device: "torch.device") -> "_Chip | None":
 
 
 class _Chip:
-    """One GPU through NVML. The first reading that a GPU refuses (a slice of one, no permission) ends that gauge, aloud."""
+    """One GPU through NVML. The first reading that a GPU refuses (a slice of one, no permission) ends its gauge."""
 
     def __init__(self, nvml: Any, handle: Any):
         self.nvml, self.handle = nvml, handle
@@ -106,16 +106,16 @@ class _Chip:
         return values
 
     def _sm_active(self) -> float:
-        """The share of SMs that had work, averaged since the last reading."""
+        """Return the fraction of active SMs, averaged since the last reading."""
         nvml, (old, new) = self.nvml, self._samples
         nvml.nvmlGpmSampleGet(self.handle, new)
-        asked = nvml.c_nvmlGpmMetricsGet_t()
-        asked.version, asked.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, 1
-        asked.sample1, asked.sample2 = old, new
-        asked.metrics[0].metricId = nvml.NVML_GPM_METRIC_SM_UTIL
-        nvml.nvmlGpmMetricsGet(asked)
+        request = nvml.c_nvmlGpmMetricsGet_t()
+        request.version, request.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, 1
+        request.sample1, request.sample2 = old, new
+        request.metrics[0].metricId = nvml.NVML_GPM_METRIC_SM_UTIL
+        nvml.nvmlGpmMetricsGet(request)
         self._samples = [new, old]
-        return asked.metrics[0].value / 100
+        return request.metrics[0].value / 100
 
     def close(self) -> None:
         for sample in self._samples:
@@ -123,10 +123,10 @@ class _Chip:
         self.nvml.nvmlShutdown()
 
 
-LINES = 10  # without a terminal (a log file, CI) a line every tenth of the run says as much as a bar would
-SELDOM = ("held_out", "syncs", "power_w", "memory_bytes")  # not measured at every step: the last figure stays in the line
+LINES = 10  # a run without a terminal (a log file, CI)
+SELDOM = ("held_out", "syncs", "power_w", "memory_bytes")  # not measured at every step: the line shows the last figure
 
-# What a line says of a step, in this order.
+# The figures of a line, in this order.
 PARTS: dict[str, Callable[[Any], str]] = {
     "phase": printable,
     "loss": lambda loss: f"loss {float(loss):.3f}",
@@ -146,8 +146,8 @@ PARTS: dict[str, Callable[[Any], str]] = {
 
 
 def describe(record: dict[str, Any]) -> str:
-    """One step in a line. Only what was measured appears."""
-    parts = (say(record[key]) for key, say in PARTS.items() if key in record)
+    """Return the figures of a step in a line."""
+    parts = (show(record[key]) for key, show in PARTS.items() if key in record)
     return "  ".join(part for part in parts if part)
 
 
@@ -193,7 +193,7 @@ LOGGERS = ("tensorboard", "wandb", "trackio")
 
 
 def check_log(kind: str | None) -> None:
-    """Refuse a logger that cannot be opened, before hours are spent on what it was to log."""
+    """Raise ValueError for a logger that cannot be opened, before the training."""
     if kind is None:
         return
     if kind not in LOGGERS:
@@ -215,10 +215,10 @@ def open_log(kind: str | None, folder: Path, name: str, config: dict[str, Any]) 
         with closing(library.SummaryWriter(str(folder / "tensorboard"))) as writer:
             yield lambda record: [writer.add_scalar(*scalar, record["step"]) for scalar in _figures(record).items()]
     else:
-        library = import_module(kind)  # trackio keeps to the interface of Weights & Biases
-        where = {"dir": str(folder)} if kind == "wandb" else {}
+        library = import_module(kind)  # trackio has the interface of Weights & Biases
+        folder_option = {"dir": str(folder)} if kind == "wandb" else {}
         with redirect_stdout(sys.stderr):  # --json has stdout
-            library.init(project="gpubound", name=name, config=config, **where)
+            library.init(project="gpubound", name=name, config=config, **folder_option)
         try:
             yield lambda record: library.log(_figures(record), step=record["step"])
         finally:
@@ -227,4 +227,4 @@ def open_log(kind: str | None, folder: Path, name: str, config: dict[str, Any]) 
 
 
 def _figures(record: dict[str, Any]) -> dict[str, Any]:
-    return {what: value for what, value in record.items() if what != "step" and isinstance(value, int | float)}
+    return {name: value for name, value in record.items() if name != "step" and isinstance(value, int | float)}

@@ -1,4 +1,4 @@
-"""The run report: one self-contained HTML page with charts, made from tapes alone. Two runs are drawn over each other."""
+"""The run report: one self-contained HTML page with charts, made from run logs. Several runs share the charts."""
 
 import re
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from .lanes import lanes_chart
 from .tape import RunTape
 
 TILES = ("loss", "held_out", "tokens_per_s", "mfu", "gpu_busy", "syncs")
-DEPTH = 8  # of a setting within a setting; no recipe comes near, and a crafted file must not end the page
+DEPTH = 8  # of nested settings, so that a malicious file cannot recurse without end
 
 
 def write_report(
@@ -25,9 +25,9 @@ def write_report(
     lead: str = "",
     colours: Sequence[int] | None = None,
 ) -> Path:
-    """Write the page for one run, or for several compared; returns where it lies.
+    """Write the page for one run, or for several compared; return its path.
 
-    `lead` is a printed table that the page begins with. `colours` numbers each run's colour, where runs are to share one.
+    `lead` is a printed table at the top of the page. `colours` are the numbers of the runs' colours, if runs share them.
     """
     if not runs:
         raise ValueError("write_report: got no run; give at least one run folder.")
@@ -55,36 +55,36 @@ def template() -> Template:
 
 
 def names(tapes: Sequence[RunTape]) -> list[str]:
-    """The title of each run: its name, or where two have the same, its folder."""
+    """Return the titles of the runs: their names, or folders if two names are equal."""
     titles = [str(t.about.get("name") or t.path.resolve().name) for t in tapes]
     return titles if len(set(titles)) == len(titles) else [str(t.path) for t in tapes]
 
 
 def tiles(figures: Figures) -> list[tuple[str, str]]:
-    """(what, figure) of what a reader looks for first."""
+    """Return (name, figure) of the most important gauges."""
     measured = figures.gauges()
     return [(gauge.label, measured[gauge.label]) for gauge in GAUGES if gauge.key in TILES and gauge.label in measured]
 
 
 def rows(columns: Sequence[dict[str, str]]) -> list[tuple[str, list[str]]]:
-    """(what, [text of each run])."""
+    """Return (name, [text of each run])."""
     whats = dict.fromkeys(what for texts in columns for what in texts)
     return [(what, [texts.get(what, "not measured") for texts in columns]) for what in whats]
 
 
 def charts(called: Sequence[str], runs: Sequence[Figures], colours: Sequence[int]) -> list[str]:
-    """One chart for each gauge that any run measured; a gauge that belongs beside another is drawn there."""
+    """Return a chart for each gauge that a run measured; some gauges share a chart."""
     html = []
     phases = [figures.phases for figures in runs]
-    marks = phases[0] if all(others == phases[0] for others in phases) else []  # of runs that differ they would be a thicket
+    marks = phases[0] if all(others == phases[0] for others in phases) else []  # different phases would overlap
     steps = [record["step"] for figures in runs for record in (*figures.records[:1], *figures.records[-1:])]
-    span = (min(steps), max(steps)) if steps else None
-    for gauge in (g for g in GAUGES if not g.beside):
+    x_range = (min(steps), max(steps)) if steps else None
+    for gauge in (g for g in GAUGES if not g.drawn_with):
         if gauge.key == "skipped" and not any(value for figures in runs for _, value in figures.points("skipped")):
             continue
-        together = [gauge, *(g for g in GAUGES if g.beside == gauge.key)]
-        if series := [s for nth, g in enumerate(together) for s in _series(called, runs, colours, g, nth)]:
-            html.append(line_chart(gauge.title, series, gauge.axis, marks=marks, span=span))
+        gauges = [gauge, *(g for g in GAUGES if g.drawn_with == gauge.key)]
+        if series := [s for nth, g in enumerate(gauges) for s in _series(called, runs, colours, g, nth)]:
+            html.append(line_chart(gauge.title, series, gauge.axis, marks=marks, x_range=x_range))
     for name, figures in zip(called, runs):
         if figures.lanes:
             of = f", {name}" if len(runs) > 1 else ""
@@ -93,19 +93,19 @@ def charts(called: Sequence[str], runs: Sequence[Figures], colours: Sequence[int
 
 
 def _series(called: Sequence[str], runs: Sequence[Figures], colours: Sequence[int], gauge: Gauge, nth: int) -> list[Series]:
-    """Each run's line in a chart where this gauge is the nth: a run has a colour, or where there is only one, a gauge has."""
+    """Return each run's line of the nth gauge of a chart. Colours distinguish runs, or the gauges of a single run."""
     series = []
     for run, name, figures in zip(colours, called, runs):
         if points := figures.points(gauge.key):
             steps, values = zip(*points)
-            title = f"{name}, {gauge.title.removesuffix(', bytes')}" if gauge.beside else name
+            title = f"{name}, {gauge.title.removesuffix(', bytes')}" if gauge.drawn_with else name
             colour, dash = (nth, 0) if len(runs) == 1 else (run, nth)
             series.append(Series(title, steps, values, [step for step, _ in figures.phases[1:]], colour, dash))
     return series
 
 
 def table(text: str) -> dict[str, Any]:
-    """A table that was printed for a terminal: its cells, and the lines that are no rows. The first line gives the columns.
+    """Parse a table printed for a terminal into cells and other lines. The first line has the columns.
 
     >>> table("module   why\\nlm_head  as it was\\n2 swapped.")
     {'head': ['module', 'why'], 'rows': [['lm_head', 'as it was']], 'rest': '2 swapped.'}
@@ -120,7 +120,7 @@ def table(text: str) -> dict[str, Any]:
 
 
 def settings(value: Any, depth: int = 0) -> str:
-    """A setting as a reader would write it.
+    """Format a setting.
 
     >>> settings([{"name": "books", "data": ["a/", "b/"], "steps": 300}])
     'books: data a/ b/, steps 300'

@@ -1,7 +1,7 @@
-"""The tape of a run: a folder with run.json (what it is) and steps.jsonl (a line for each step). The report reads nothing else.
+"""The log of a run: a folder with run.json (facts) and steps.jsonl (a line for each step), the only input of the report.
 
-A step's line holds its number as step, what was measured (FIGURES: names with their units), and in a run of several phases the
-phase's name as phase. What was not measured is left out, never written as zero.
+A line has the step's number as `step`, figures (FIGURES: names with their units), and in a run of several phases the phase's
+name as `phase`. Figures that were not measured are left out, not zero.
 """
 
 import json
@@ -23,7 +23,7 @@ from ..trace import notice
 
 ABOUT, STEPS = "run.json", "steps.jsonl"
 CURE = "restore it, or move it away and go on with gpubound train --resume, which begins a new one"
-LAST = 2**53 - 1  # the largest step; beyond it a chart could not tell two steps apart
+LAST = 2**53 - 1  # the largest step; larger ones are not exact as floats
 FIGURES = (
     "loss", "held_out", "grad_norm", "lr", "tokens", "seconds", "tokens_per_s", "mfu", "gpu_busy", "host_lead_ms", "syncs",
     "h2d_bytes", "memory_bytes", "memory_allocated_bytes", "memory_reserved_bytes", "power_w", "sm_active", "skipped",
@@ -39,15 +39,15 @@ WORDS = {dict: "an object", list: "a list", str: "a text", int: "a number", floa
 
 
 class RunTape:
-    """One run's folder. `RunTape.create` starts one, `RunTape.open` reads one; a running tape may be read at any time."""
+    """The log of a run. `RunTape.create` starts one, `RunTape.open` reads one, also during the run."""
 
     def __init__(self, path: Path, about: dict[str, Any]):
         self.path, self.about = path, about
-        self._zero = time.monotonic()  # when training had lasted 0 s
+        self._zero = time.monotonic()  # the beginning of the training
 
     @classmethod
     def create(cls, path: str | Path, **about: Any) -> "RunTape":
-        """Start a tape. A folder that already holds one goes on: a resumed run adds its lines, and its start to `starts`."""
+        """Start a log, or continue the one in the folder: a resumed run appends its lines, and its start to `starts`."""
         path = Path(path)
         make_folder(path)
         old = _about(path) if (path / ABOUT).exists() else {}
@@ -56,7 +56,7 @@ class RunTape:
         start = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "command": _command()}
         tape = cls(path, old | {"starts": [*(old.get("starts") or []), start]} | about)
         if (path / STEPS).exists():
-            tape.rewind(LAST)  # a line that was cut off would swallow the next one
+            tape.rewind(LAST)  # removes a truncated last line
         tape.tell()
         return tape
 
@@ -86,34 +86,33 @@ class RunTape:
             ) from error
 
     def flush(self) -> None:
-        """Every line is on the disk when this returns: a checkpoint of a step must not outlive its line."""
+        """Write every line to the disk: a checkpoint of a step must not outlive its line."""
         with suppress(FileNotFoundError), open(self.path / STEPS, "rb") as file:
             os.fsync(file.fileno())
 
     def rewind(self, step: int) -> None:
-        """Keep the lines up to `step` alone: a resumed run writes the later ones again, and perhaps never comes as far.
-        The seconds of training go on from the last line's."""
+        """Remove the lines after `step`, which a resumed run writes again. The training time continues at the last line."""
         lines = "".join(json.dumps(record) + "\n" for record in self._lines() if record["step"] <= step)
         write_whole(self.path / STEPS, lines)
         self._zero = time.monotonic() - next((float(record.get("elapsed_s", 0)) for record in reversed(self.steps())), 0.0)
 
     def steps(self) -> list[dict[str, Any]]:
-        """Every step's record, oldest first. When a resumed run wrote a step again, the later line counts."""
+        """Return every step's record, oldest first. If a step has several lines, the last one counts."""
         return sorted({record["step"]: record for record in self._lines()}.values(), key=lambda record: record["step"])
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         file = self.path / STEPS
         if not file.exists():
             return
-        *complete, cut = read_text(file, CURE).split("\n")
+        *complete, truncated = read_text(file, CURE).split("\n")
         for number, line in enumerate(complete, 1):
             yield _record(line, f"{file}, line {number}")
-        if cut:  # a run killed in the middle of a write leaves half a line
+        if truncated:  # the run was killed during a write
             notice(f"{file}: line {len(complete) + 1} is cut off and was left out")
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """run.json, each entry of the kind that it must be."""
+    """Read run.json and check the types of its entries."""
     file = path / ABOUT
     about = read_json(file, CURE)
     for key, kind in KINDS.items():
@@ -129,7 +128,7 @@ def _about(path: Path) -> dict[str, Any]:
 
 
 def _record(line: str, where: str) -> dict[str, Any]:
-    """Check a line of steps.jsonl: a step, and figures that are numbers."""
+    """Parse and check a line of steps.jsonl."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -151,10 +150,10 @@ def _record(line: str, where: str) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    """A figure that is not finite is kept as its name, because JSON has no word for it."""
+    """Return True for a number, or the name of one that is not finite, which JSON cannot represent."""
     if isinstance(value, str):
         return value in ("nan", "inf", "-inf")
-    return type(value) is float or (type(value) is int and abs(value) < 2**1023)  # a larger one is no float
+    return type(value) is float or (type(value) is int and abs(value) < 2**1023)  # a larger one overflows a float
 
 
 def _plain(value: Any) -> Any:
@@ -166,7 +165,7 @@ def _kind(value: Any) -> str:
 
 
 def _command() -> str:
-    """The command line of this process, ready to be pasted into a shell."""
-    called = Path(sys.argv[0])
-    name = called.parent.name if called.name == "__main__.py" else called.name
+    """Return the command line of this process, quoted for a shell."""
+    program = Path(sys.argv[0])
+    name = program.parent.name if program.name == "__main__.py" else program.name
     return shlex.join([name, *sys.argv[1:]])

@@ -1,7 +1,7 @@
-"""Variants of a run beside each other: held-out loss and its spread over seeds, pace, size. Made from tapes alone.
+"""Comparison of variants of a run from their logs: held-out loss and its spread over seeds, speed, size.
 
-The first variant is the one that the others are compared with, seed by seed: two runs of one seed read the same rows in the
-same order, so their difference holds less chance than either loss does.
+The others are compared with the first variant for each seed: two runs of one seed read the same rows in the same order, so
+their difference has less noise than the losses.
 """
 
 import math
@@ -17,7 +17,7 @@ from .figures import GAUGES, Figures
 from .report import write_report
 from .tape import RunTape
 
-RESULT = "compared"  # in run.json: what a finished run of a comparison came to
+RESULT = "compared"  # key in run.json: the result of a finished run of a comparison
 PACE = next(gauge for gauge in GAUGES if gauge.key == "tokens_per_s")
 
 # Student's t, two sides, 95 %, by the number of seeds: with three seeds an interval is 4.3 standard errors to each side.
@@ -30,7 +30,7 @@ MOST_SEEDS = len(T_95) + 1
 
 @dataclass(frozen=True)
 class LossDifference:
-    """The mean over seeds of (a variant's loss - the first's), and its 95 % interval; of a single seed there is none."""
+    """The mean over seeds of (a variant's loss - the first's), and half of its 95 % interval; None for a single seed."""
 
     mean: float
     half: float | None
@@ -42,7 +42,7 @@ class LossDifference:
 
     @property
     def shown(self) -> bool:
-        """Return whether it is larger than the differences between seeds."""
+        """True if the difference is larger than those between seeds."""
         return self.half is not None and abs(self.mean) > self.half
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class LossDifference:
 
 
 class Variant:
-    """The results of one variant, a tape for each seed."""
+    """The results of one variant, a log for each seed."""
 
     def __init__(self, name: str, tapes: Sequence[RunTape]):
         self.name, self.tapes = name, tapes
@@ -65,7 +65,7 @@ class Variant:
 
     @cached_property
     def losses(self) -> dict[int, float]:
-        """The held-out loss at the end, by seed, of the runs that were sound."""
+        """Seed -> final held-out loss, of the runs that did not fail."""
         return {result["seed"]: result["held_out"] for result in self.results if not result["failed"]}
 
     @property
@@ -77,17 +77,17 @@ class Variant:
         return f"{fmean(losses):.4f}" + (f" ± {stdev(losses):.4f}" if len(losses) > 1 else "")
 
     def against(self, first: "Variant") -> LossDifference | None:
-        """None where no seed was sound in both."""
+        """Return the difference to the first variant; None if no seed succeeded in both."""
         pairs = [loss - first.losses[seed] for seed, loss in self.losses.items() if seed in first.losses]
         return LossDifference.of(pairs) if pairs else None
 
     def speed(self, first: "Variant") -> float | None:
-        """The speed relative to the first variant's."""
+        """Return the speed relative to the first variant's."""
         return self.pace / first.pace if self.pace is not None and first.pace else None
 
 
 class Variants:
-    """`str` is the table and a sentence for each variant but the first."""
+    """Variants of a comparison. `str` is the table and a sentence for each variant but the first."""
 
     def __init__(self, runs: dict[str, list[RunTape]]):
         self.variants = [Variant(name, tapes) for name, tapes in runs.items()]
@@ -114,7 +114,7 @@ class Variants:
         return "\n".join("  ".join(f"{cell:{width}}" for cell, width in zip(line, widths)).rstrip() for line in lines)
 
     def sentences(self) -> list[str]:
-        """Sentences on what the losses show, and what they do not."""
+        """Return the conclusions from the losses."""
         lines = [
             f"{variant.name}: {variant.failed} of {len(variant.results)} runs failed and are left out."
             for variant in self.variants
@@ -128,18 +128,18 @@ class Variants:
     def _verdict(self, difference: LossDifference | None) -> str:
         if difference is None:
             return f"no seed was sound both here and in {self.first.name}, so the losses cannot be compared."
-        way = f"{abs(difference.mean):.4f} {'above' if difference.mean > 0 else 'below'} {self.first.name}"
+        relation = f"{abs(difference.mean):.4f} {'above' if difference.mean > 0 else 'below'} {self.first.name}"
         if not difference.mean:
-            way = f"as low as {self.first.name}"
+            relation = f"as low as {self.first.name}"
         if difference.half is None:
-            return f"{way} with one seed, which shows no spread: whether this is chance is not known; take more --seeds."
-        inside = f"{difference.mean - difference.half:+.4f} to {difference.mean + difference.half:+.4f}"
+            return f"{relation} with one seed, which shows no spread: whether this is chance is not known; take more --seeds."
+        interval = f"{difference.mean - difference.half:+.4f} to {difference.mean + difference.half:+.4f}"
         if not difference.shown:
-            return f"{way}, 95 % interval {inside}: no more than seeds do, so no difference is shown."
-        return f"{way}, 95 % interval {inside}: {'worse' if difference.mean > 0 else 'better'} by more than seeds do."
+            return f"{relation}, 95 % interval {interval}: no more than seeds do, so no difference is shown."
+        return f"{relation}, 95 % interval {interval}: {'worse' if difference.mean > 0 else 'better'} by more than seeds do."
 
     def as_dict(self) -> dict[str, Any]:
-        """For a program: the numbers, and every run's own."""
+        """Return the numbers of all variants and runs."""
         rows = []
         for variant in self.variants:
             row = {"name": variant.name, "parameters": variant.parameters, "runs": variant.results, "failed": variant.failed}
@@ -152,6 +152,6 @@ class Variants:
         return {"variants": rows, "sentences": self.sentences()}
 
     def report(self, out: Path) -> Path:
-        """The page: the table, and every run's curves, a colour for each variant."""
+        """Write the page with the table and the curves of every run, a colour for each variant."""
         tapes = [(tape, colour) for colour, variant in enumerate(self.variants) for tape in variant.tapes]
         return write_report([tape for tape, _ in tapes], out, lead=str(self), colours=[colour for _, colour in tapes])

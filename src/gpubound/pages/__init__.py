@@ -1,4 +1,4 @@
-"""HTML pages that need no network: one style, light and dark; whatever a name holds is text there, never markup."""
+"""HTML pages without external resources, in one style, light and dark. All text is escaped."""
 
 import json
 from collections.abc import Callable
@@ -10,20 +10,20 @@ from markupsafe import Markup
 
 from ..files import write_whole as write_whole
 
-OWN = "gpubound</title>"  # in the head of every page of ours
+TITLE_END = "gpubound</title>"  # in the head of every page of this library
 
 
 def environment(package: str, **filters: Callable[..., Any]) -> Environment:
-    """For the templates of a package. `style.css` is at hand for all of them, and so is the filter `data`."""
+    """Return the environment of a package's templates, with `style.css` and the filter `data`."""
     loader = ChoiceLoader([PackageLoader(package), PackageLoader("gpubound.pages")])
-    # Escaped always: select_autoescape() goes by a template's last suffix, and .j2 is none of those that it escapes.
+    # Not select_autoescape(), which does not escape templates named .j2.
     result = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     result.filters |= {"data": data, **filters}
     return result
 
 
 def data(value: Any) -> Markup:
-    r"""A value as JSON that stands in a <script>: no text in it can end the script.
+    r"""Return a value as JSON for a <script>, which no text in it can end.
 
     >>> str(data("</script>"))
     '"\\u003c/script\\u003e"'
@@ -37,12 +37,12 @@ def check_page(out: Path) -> None:
     if not str(out).strip() or out.is_dir() or not out.parent.is_dir():
         why = "a folder" if out.is_dir() else "in a folder that does not exist"
         raise ValueError(f"out: {str(out)!r} is {why}; give a file such as report.html.")
-    if out.is_file() and out.stat().st_size and OWN not in out.read_bytes()[:4096].decode("utf-8", errors="replace"):
+    if out.is_file() and out.stat().st_size and TITLE_END not in out.read_bytes()[:4096].decode("utf-8", errors="replace"):
         raise ValueError(f"out: {out} exists and is not an HTML page of gpubound; give another file.")
 
 
 def write_page(out: Path, page: str) -> None:
-    """The whole page; straight into what is no file, such as /dev/stdout."""
+    """Write the page atomically, or directly into a special file such as /dev/stdout."""
     page = page.encode("utf-8", errors="replace").decode()  # a name may hold half a surrogate pair
     if out.exists() and not out.is_file():
         out.write_text(page, encoding="utf-8")

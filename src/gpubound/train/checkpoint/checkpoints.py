@@ -32,7 +32,7 @@ from ...distributed import ALONE, Ranks
 from ...distributed.ddp_unwrap import tell_if_saved_apart
 from ...distributed.local_shard import LocalShard, any_sharded, local_shard_of
 from ...errors import DataError
-from ...files import beside, writing
+from ...files import sibling, writing
 from ...formatting import readable
 from ...trace import notice
 from . import files
@@ -292,7 +292,7 @@ def open_checkpoint(path: str | Path, ranks: Ranks = ALONE) -> Checkpoint:
         if (name := NAME.search(path.name)) and int(name[1]) != state["step"]:
             raise DataError(f"{path} holds step {state['step']}, and its name another one; give the folder its own name back.")
         for file, expected in sorted(files.tensor_files(state).items())[ranks.rank :: ranks.world]:
-            if files.described(beside(path / STATE, file)) != [file, *expected]:
+            if files.described(sibling(path / STATE, file)) != [file, *expected]:
                 failure = files.damaged(path, file)
     except (OSError, ValueError) as error:
         failure = DataError(f"{path} is not a whole checkpoint: {error}.")
