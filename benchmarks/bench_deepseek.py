@@ -17,8 +17,8 @@ from torch import Tensor
 import gpubound
 from gpubound import measure
 from gpubound.cli import arguments, guarded
-from gpubound.decode.stages.spread import SPLITS
-from gpubound.decode.step_graphs import SamplingVariant
+from gpubound.decode.placement.plan import SPLITS
+from gpubound.decode.runner import SamplingVariant
 from gpubound.device import resolve, usable_bytes
 from gpubound.formatting import quantity
 from gpubound.layers.block import visiting

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gpubound.cli import main
-from gpubound.decode.result import Generated, Generation
+from gpubound.decode.request import Generated, Generation
 from gpubound.generate.speed import Speed
 from tests.messages import message
 

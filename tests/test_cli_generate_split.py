@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpubound.cli import main
-from gpubound.decode.result import Generated, Generation
+from gpubound.decode.request import Generated, Generation
 from gpubound.generate import batches, load as opening
 from gpubound.generate.speed import Speed
 from tests.messages import message

@@ -7,7 +7,7 @@ import torch
 
 from gpubound import measure, trace
 from gpubound.cli.session import Scale
-from gpubound.decode.result import Generated, Generation
+from gpubound.decode.request import Generated, Generation
 from gpubound.distributed import ALONE
 from gpubound.generate.speed import Speed
 from gpubound.train.cost import TokenFlops

@@ -1,14 +1,14 @@
 import pytest
 import torch
 
-from gpubound.decode.step_graphs import RING
+from gpubound.decode.runner import RING
 
 
 @pytest.fixture(autouse=True)
 def kernels_path(monkeypatch):
     """The way that a GPU takes, through the kernels' references; test_host.py is about a CPU's own."""
     monkeypatch.setattr("gpubound.decode.cpu_step.fits", lambda device: False)
-    monkeypatch.setattr("gpubound.decode.step_graphs.ON_CPU", RING)
+    monkeypatch.setattr("gpubound.decode.runner.ON_CPU", RING)
 
 
 @pytest.fixture(autouse=True, scope="module")

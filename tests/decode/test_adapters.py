@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode import calls
+from gpubound.decode import transformer as calls
 from gpubound.decode.weight_view import bind
 from gpubound.kernels import dispatch
 from gpubound.kernels.decode_adapters import EMPTY
@@ -233,7 +233,7 @@ def test_a_step_that_broke_off_leaves_nothing_to_the_next_request(monkeypatch, d
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr("gpubound.decode.weights.own.norm_gate_up", broken_off)
+        broken.setattr("gpubound.decode.weights.norm_gate_up", broken_off)
         with pytest.raises(KeyboardInterrupt):
             fast.generate([5], max_new_tokens=2)
     assert empty() == [True, False, True, True]

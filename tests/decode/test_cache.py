@@ -141,7 +141,7 @@ def test_wide_batches(form, device):
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_rounded_weights_over_a_rounded_cache_in_pages(weights, device):
     """Its tokens are those of the rounded weights in plain fp32 with rounded keys and values, row by row."""
-    from gpubound.decode import reference
+    from gpubound.decode import certificate as reference
 
     fast = gb.decoder(cases.build("Qwen2", device=device), 3, cases.ROOM, weights=weights, cache="int8", pages=4, verify=False)
     given = cases.prompts(1, 19, 6)
@@ -150,7 +150,8 @@ def test_rounded_weights_over_a_rounded_cache_in_pages(weights, device):
         ids = list(prompt)
         for _ in range(12):
             now = torch.tensor(ids, device=device)
-            ids.append(int(reference.logits(fast.body.exact(), now, rounded=lambda x: nearest(x, "int8"))[-1].argmax()))
+            logits = reference.reference_logits(fast.body.exact(), now, rounded=lambda x: nearest(x, "int8"))
+            ids.append(int(logits[-1].argmax()))
         want.append(ids[len(prompt) :])
     assert tokens(fast, given, max_new_tokens=12) == want
     assert [row[0] for row in fast.body.report()][-4:] == ["prompts", "weights", "cache", "accuracy"]

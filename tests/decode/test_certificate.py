@@ -9,10 +9,9 @@ import torch
 from transformers import PreTrainedConfig
 
 import gpubound as gb
-from gpubound.decode import kv_cache, layer, transformer
-from gpubound.decode.step_graphs import StepGraphs
+from gpubound.decode import kv_cache, layer, transformer, weights as own_weights
+from gpubound.decode.runner import StepGraphs
 from gpubound.decode.weight_view import WeightView, bind
-from gpubound.decode.weights import own as own_weights
 from gpubound.models import registry
 from gpubound.models.decoding import READ, unread_option
 from gpubound.train.precision import cast_inputs
@@ -174,7 +173,7 @@ def test_an_option_that_a_reader_does_not_know_is_refused(kind, options, named, 
     for name, value in options.items():
         setattr(config, name, value)
     model = class_of(kind)(config).eval()
-    family = "mixtral" if kind == "olmoe" else "llama"
+    family = "mixtral" if kind == "olmoe" else "hf_modules"
     prefix = type(model).__name__.removesuffix("ForCausalLM")
     monkeypatch.setitem(registry.FAMILIES, family, registry.FAMILIES[family] | {kind: prefix})
     why = bind(model, 32)

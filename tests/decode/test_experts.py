@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import gpubound as gb
 from gpubound.decode import moe, weight_view
 from gpubound.decode.moe import each_expert, grouped, not_grouped
-from gpubound.decode.step_graphs import SamplingVariant, Stepper
+from gpubound.decode.runner import SamplingVariant, Stepper
 from gpubound.kernels import dispatch
 from gpubound.kernels.experts import likeliest
 from gpubound.watch import no_stall, watch

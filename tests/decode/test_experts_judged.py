@@ -10,8 +10,7 @@ import transformers
 
 import gpubound as gb
 from gpubound import trace
-from gpubound.decode import certificate, moe, weight_view
-from gpubound.decode.weights import own as own_weights
+from gpubound.decode import certificate, moe, weight_view, weights as own_weights
 from gpubound.kernels.experts import likeliest
 from gpubound.models.mixtral import SparseReader
 from tests.messages import message
@@ -45,7 +44,7 @@ class TestCertificate:
         monkeypatch.setattr(certificate.RoutingTrace, "__bool__", lambda choices: False)
         apart = gb.decoder(model, 1, 32, verify=False)
         ids = torch.randint(cases.VOCABULARY, (8,), generator=torch.Generator().manual_seed(0)).to(device)
-        truth = certificate.reference.logits(apart.body.exact(), ids)
+        truth = certificate.reference_logits(apart.body.exact(), ids)
         free = ((cases.logits(model, ids.tolist()) - truth).norm() / truth.norm()).item()
         assert free > 1.5 * made.model_error
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode.step_graphs import Stepper
+from gpubound.decode.runner import Stepper
 from tests.messages import message
 
 from . import cases
@@ -134,7 +134,7 @@ def test_a_bucket_costs_little_memory():
 
 
 def test_a_kernel_that_fails_on_the_device_fails_the_certificate(monkeypatch):
-    from gpubound.decode.weights import own as module
+    from gpubound.decode import weights as module
 
     own = module.add_product
     monkeypatch.setattr(module, "add_product", lambda *given, **named: own(*given, **named).mul_(1.05))

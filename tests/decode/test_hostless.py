@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensor
 
 import gpubound as gb
 from gpubound.decode import weight_view
-from gpubound.decode.step_graphs import SamplingVariant, Stepper
+from gpubound.decode.runner import SamplingVariant, Stepper
 from gpubound.kernels import dispatch
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu

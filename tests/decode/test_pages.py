@@ -8,7 +8,7 @@ import torch
 
 import gpubound as gb
 from gpubound.decode import weight_view
-from gpubound.decode.step_graphs import SamplingVariant, Stepper
+from gpubound.decode.runner import SamplingVariant, Stepper
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
 from tests.messages import message

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 import gpubound as gb
 from gpubound.decode.layer import DenseMLP
 from gpubound.decode.transformer import PARTS, FusedRunner
-from gpubound.decode.weights import FORMATS
-from gpubound.decode.weights.own import DenseFormat, DenseLinear
+from gpubound.decode.weights import FORMATS, DenseFormat, DenseLinear
 from gpubound.kernels import decode_attention, norm_product
 from gpubound.kernels.decode_product import EARLY, FENCE, LATE
 from gpubound.models import hf_modules as family
@@ -67,11 +66,11 @@ class ReluMLP(DenseMLP):
         gate, up = (F.linear(h, weight) for weight in self.gate_up.matrices())
         return F.linear(F.relu(gate) * up, self.down.matrices()[0])
 
-    def wide_step(self, x, mode):
-        x += self.prompt(plain_norm(x, self.weights.norm).to(self.bench.dtype))
+    def gemm_step(self, x, mode):
+        x += self.prompt(plain_norm(x, self.weights.norm).to(self.workspace.dtype))
 
     def step(self, x, mode):
-        self.wide_step(x, mode)
+        self.gemm_step(x, mode)
 
     def report(self):
         return [("norm, MLP", "torch", "relu")]

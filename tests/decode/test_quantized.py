@@ -8,12 +8,10 @@ import torch
 from torch.nn import functional as F
 
 import gpubound as gb
-from gpubound.decode import reference
-from gpubound.decode.certificate import MARGIN
+from gpubound.decode import certificate as reference
+from gpubound.decode.certificate import MARGIN, accuracy
 from gpubound.decode.generate import LADDER, FastDecoder
-from gpubound.decode.reference import accuracy
-from gpubound.decode.runner import RunnerConfig
-from gpubound.decode.step_graphs import BatchState, Stepper
+from gpubound.decode.runner import BatchState, RunnerConfig, Stepper
 from gpubound.decode.transformer import FusedRunner
 from gpubound.decode.weight_view import bind
 from gpubound.kernels.packed_weights import KINDS, pack, unpack
@@ -50,7 +48,7 @@ def greedy(body: FusedRunner, prompt: list[int], tokens: list[int]) -> list[int]
     By plain fp32 over the numbers that the packed weights stand for.
     """
     ids = torch.tensor([*prompt, *tokens[:-1]], device=body.device)
-    return reference.logits(body.exact(), ids)[len(prompt) - 1 :].argmax(-1).tolist()
+    return reference.reference_logits(body.exact(), ids)[len(prompt) - 1 :].argmax(-1).tolist()
 
 
 # Packing knows no family: each has one kind in turn, and three that differ most have all.
@@ -75,7 +73,7 @@ def test_what_weights_stand_for_is_what_the_model_would_be_rounded(device, famil
     model = build(family, device=device)
     ids = torch.tensor(prompts(20)[0], device=device)
     want = rounded(model, kind)(ids[None]).logits[0]
-    torch.testing.assert_close(reference.logits(make(model, kind).exact(), ids), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(reference.reference_logits(make(model, kind).exact(), ids), want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,7 +94,7 @@ def test_logits_in_bf16_are_near_the_rounded_model(device):
     ids = torch.tensor(prompts(12)[0], device=device)
     for kind in KINDS:
         body = make(model, kind, 1)
-        truth = reference.logits(body.exact(), ids)[-1]
+        truth = reference.reference_logits(body.exact(), ids)[-1]
         own = rounded(model, kind)(ids[None]).logits[0, -1].float()
         body.prefill(ids[None, :-1], torch.tensor([11], device=device))
         body.begin(ids[-1:])

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize, prune
 
 import gpubound as gb
 from gpubound.decode.request import Choice, Request
-from gpubound.decode.step_graphs import BatchState
+from gpubound.decode.runner import BatchState
 from gpubound.decode.weight_view import bind
 from tests.messages import message
 

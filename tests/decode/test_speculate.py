@@ -7,8 +7,7 @@ import torch
 import transformers
 
 import gpubound as gb
-from gpubound.decode.runner import RunnerConfig
-from gpubound.decode.step_graphs import SamplingVariant
+from gpubound.decode.runner import RunnerConfig, SamplingVariant
 from gpubound.decode.transformer import FusedRunner
 from gpubound.decode.weight_view import bind
 from gpubound.kernels import dispatch
@@ -77,7 +76,7 @@ def test_log_probabilities_come_with_their_tokens(draft):
 def test_any_number_of_tokens(tokens):
     """One row alone, whose step of up to eight tokens is computed by the kernels of plain steps; fifteen are wide."""
     fast, prompt = shared("Llama", "text", tokens, 1), cases.prompts(19)
-    assert fast.body.narrow(tokens + 1) == (tokens < 8)
+    assert (tokens + 1 <= fast.body.gemv_rows) == (tokens < 8)
     found = compare(fast, cases.shared("Llama"), prompt, max_new_tokens=70)
     assert found.tokens_a_step > 1.3  # a greedy text of a random model comes round
     compare(fast, cases.shared("Llama"), prompt, max_new_tokens=24, **SAMPLED)
@@ -365,7 +364,7 @@ def _served(kind: str) -> torch.nn.Module:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("draft", ["text", "same"])
-def test_wide_steps_in_graphs(draft):
+def test_gemm_steps_in_graphs(draft):
     """cuBLAS computes what no narrow kernel takes: the graph against its own steps, and against plain ones but for rounding."""
     model = _served("Llama")
     fast = gb.decoder(model, 8, 512, speculate=4 if draft == "text" else gb.Draft(_served("Llama")))

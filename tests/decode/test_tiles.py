@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode import ways
+from gpubound.decode import transformer as ways
 from gpubound.decode.runner import RunnerConfig
 from gpubound.decode.transformer import FusedRunner
 from gpubound.decode.weight_view import bind
@@ -42,13 +42,13 @@ def test_rows_taken_together_give_the_logits_of_rows_one_by_one(kind, monkeypatc
     """A norm of q and k; norms behind the parts, and so no copy of the stream; biases."""
     model = cases.build(kind, torch.bfloat16, num_hidden_layers=2)
     body = body_of(model, 4)
-    assert (body.narrowest, body.tiled) == (1, 16) and (body.bench.copy is None) == (kind == "Gemma2")
-    if body.bench.copy is not None:
-        body.bench.copy.fill_(float("nan"))  # nobody reads it before it is written
+    assert (body.gemv_rows, body.tiled_rows) == (1, 16) and (body.workspace.copy is None) == (kind == "Gemma2")
+    if body.workspace.copy is not None:
+        body.workspace.copy.fill_(float("nan"))  # nobody reads it before it is written
     together = logits(body, 4)
     monkeypatch.setattr(ways, "TILED", ())
     other = body_of(model, 4)
-    assert (other.narrowest, other.tiled) == (ways.FEW, 0)
+    assert (other.gemv_rows, other.tiled_rows) == (ways.FEW, 0)
     for row in range(4):
         alone = logits(other, 1, first=3 + row)
         assert (together[row::4] - alone).norm() / alone.norm() < 2e-2
@@ -65,7 +65,7 @@ def test_rows_taken_together_give_the_logits_of_rows_one_by_one(kind, monkeypatc
 )
 def test_what_is_never_taken_together(dtype, build):
     body = body_of(cases.build("Llama", dtype, num_hidden_layers=1), 4, **build)
-    assert body.tiled == 0 and body.narrowest == (8 if build else 2) and body.bench.few is None
+    assert body.tiled_rows == 0 and body.gemv_rows == (8 if build else 2) and body.workspace.gemv_rows is None
 
 
 def test_layers_that_fill_the_gpu_and_adapters_are_not_taken_together(monkeypatch):
@@ -78,20 +78,20 @@ def test_layers_that_fill_the_gpu_and_adapters_are_not_taken_together(monkeypatc
         (((1, 16), (2, 4)), 0),
     ):
         monkeypatch.setattr(ways, "TILED", sizes)
-        assert body_of(model, 4).tiled == most
+        assert body_of(model, 4).tiled_rows == most
     monkeypatch.setattr(ways, "TILED", gate)
     body = body_of(model, 4)
-    assert body.tiled == 16
+    assert body.tiled_rows == 16
     gb.lora.add(model, rank=4)
     body.rebind()
-    assert (body.tiled, body.narrowest, body.bench.few) == (0, ways.FEW, None)
+    assert (body.tiled_rows, body.gemv_rows, body.workspace.gemv_rows) == (0, ways.FEW, None)
 
 
 def test_the_table_and_the_certificate_know_each_way(monkeypatch):
     model = cases.build("Llama", torch.bfloat16, num_hidden_layers=1)
     for rows, known in ((1, {1}), (4, {1, 4}), (16, {1, 16}), (40, {1, 16, 40})):
         body = body_of(model, rows)
-        assert body.ways() == known
+        assert body.row_counts() == known
         table = {what: how for what, how, _ in body.report()}
         assert table.get(f"2 to {min(rows, 16)} rows", "").startswith("triton: tiled products") == (rows > 1)
         assert ("more than 16 rows" in table) == (rows > 16)

@@ -17,7 +17,7 @@ from . import arguments
 from .many import check_timeout
 
 if TYPE_CHECKING:
-    from ..decode.result import Generated
+    from ..decode.request import Generated
     from ..generate.load import Saved
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..decode import FastDecoder, decoder
-from ..decode.step_graphs import SamplingVariant
+from ..decode.runner import SamplingVariant
 from ..decode.transformer import FusedRunner
 from ..device import resolve
 from ..errors import GpuboundError

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from .generate import FastDecoder as FastDecoder, decoder as decoder
-from .result import Generation as Generation
+from .request import Generation as Generation
 from .speculation import Draft as Draft
 
 

@@ -1,10 +1,10 @@
 """A decoding step on a CPU, in plain torch.
 
-The kernels' references are written to judge by: they widen every weight to fp32 and attend to all places of the cache. Here a
-step is what a CPU does best: products in the weights' own dtype, weights of one input as one product where they lie side by
-side, and attention over the live places alone.
+The kernels' references serve comparison: they convert every weight to fp32 and attend to all positions of the cache. This step
+multiplies in the weights' dtype, computes layers with the same input as one product where their weights are neighbours in
+memory, and attends to live positions alone.
 
-Legend: B rows, H query heads, K key and value heads, D width of a head, L places that any row has reached.
+Legend: B rows, H query heads, K key and value heads, D width of a head, L positions that any row has reached.
 """
 
 from collections.abc import Sequence
@@ -18,88 +18,100 @@ from ..device import can_launch
 from ..kernels.accumulate import join_rows
 from ..kernels.decode_attention import turn
 from ..kernels.decode_product import ACTIVATIONS, Norm
-from ..models.decoding import AttentionWeights, DenseWeights, Linear
+from ..models.decoding import AttentionWeights, DenseWeights
 from .layer import capped_attend
-from .lora import LoraDelta
 
 if TYPE_CHECKING:
     from .transformer import FusedRunner
 
 
 def fits(device: torch.device) -> bool:
-    """Whether this is where a step runs: a CPU, unless Triton's interpreter is to run the kernels there."""
+    """Return whether steps run here: on a CPU, unless Triton's interpreter runs the kernels."""
     return device.type == "cpu" and not can_launch(device)
 
 
-class CpuLayer(NamedTuple):
-    """The products of an input are one where their weights are neighbours, else one each."""
+class CpuLinear:
+    """A product of a weight format: one GEMM where its weights are neighbours in memory, else one for each weight."""
 
+    def __init__(self, product: Any) -> None:
+        weights, biases = ([t.detach() for t in tensors] for tensors in (product.matrices(), product.biases))
+        self.sizes, self.added = [len(weight) for weight in weights], product.added
+        joined, bias = join_rows(weights), join_rows(biases) if biases else None
+        if joined is not None and (bias is not None or not biases):
+            weights, biases = [joined], [] if bias is None else [bias]
+        self.parts: list[tuple[Tensor, Tensor | None]] = list(zip(weights, biases or [None] * len(weights)))
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        results: Sequence[Tensor] = [F.linear(x, weight, bias) for weight, bias in self.parts]
+        if len(results) < len(self.sizes):
+            results = results[0].split(self.sizes, -1)
+        if self.added is not None:
+            self.added.add(x, *results)
+        return results
+
+
+class CpuLayer(NamedTuple):
     attention: AttentionWeights
     mlp: DenseWeights
-    qkv: "CpuLinear"
-    o: "CpuLinear"
-    gate_up: "CpuLinear"
-    down: "CpuLinear"
-
-
-class CpuLinear(NamedTuple):
-    parts: list[Linear]
-    sizes: list[int]  # of the results
-    added: LoraDelta | None
-
-    def of(self, x: Tensor) -> Sequence[Tensor]:
-        found: Sequence[Tensor] = [F.linear(x, weight, bias) for weight, bias, _ in self.parts]
-        found = found[0].split(self.sizes, -1) if len(found) < len(self.sizes) else found
-        if self.added is not None:
-            self.added.add(x, *found)
-        return found
+    qkv: CpuLinear
+    o: CpuLinear
+    gate_up: CpuLinear
+    down: CpuLinear
 
 
 class CpuStep:
-    """`step` of a body with dense layers and a plain cache, a token a row."""
+    """`step` of a runner with dense layers and a plain cache, one token a row."""
 
     def __init__(self, body: "FusedRunner") -> None:
         self.body = body
-        self.finite = 0  # places before this hold numbers in every row: NaN would come through a mask
-        self.found = torch.zeros(body.max_batch, 1, dtype=torch.int64, device=body.device)
+        self.finite = 0  # earlier positions are finite in every row: NaN would pass through a mask
+        self.largest = torch.zeros(body.max_batch, 1, dtype=torch.int64, device=body.device)
         self.layers: list[CpuLayer] = []
 
-    def take(self) -> None:
-        """Take the body's weights as they are now."""
+    def read_weights(self) -> None:
+        """Read the runner's current weights."""
         self.layers = [
-            CpuLayer(attention.weights, mlp.weights, *map(_product, (*attention.products, *mlp.products)))
+            CpuLayer(attention.weights, mlp.weights, *map(CpuLinear, (*attention.products, *mlp.products)))
             for attention, mlp in self.body.layers
         ]
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         body, s, rows = self.body, self.body.live.shape, len(token)
-        low, high = (int(place) for place in position.aminmax())
+        low, high = map(int, position.aminmax())
         end = high + 1
         if end > self.finite and low < high:
             for cache in (body.cache.k, body.cache.v):
                 cache[:, :rows, :, self.finite : end] = 0
         self.finite = max(self.finite, end)
-        seen = {w: _seen(position, low, end, w) for w in {layer.attention.window for layer in self.layers}}
-        place = position.long()
-        # Where the new keys and values go. Most often that is one place for all rows, which a slice writes faster.
-        row, there = (slice(None), high) if low == high else (torch.arange(rows, device="cpu"), place)
-        angles = [[table[place][:, None].to(body.live.dtype) for table in tables] for tables in body.bench.tables]
+        visible = {window: _visible(position, low, end, window) for window in {layer.attention.window for layer in self.layers}}
+        index = position.long()
+        # Most often all rows write new keys and values at one position, which a slice does faster.
+        row, target = (slice(None), high) if low == high else (torch.arange(rows, device="cpu"), index)
+        tables = body.workspace.tables
+        angles = [(cos[index][:, None].to(body.live.dtype), sin[index][:, None].to(body.live.dtype)) for cos, sin in tables]
         x = body.embedded(token)
         for number, (attention, mlp, qkv, o, gate_up, down) in enumerate(self.layers):
-            q, k, v = attention.heads(qkv.of(_normed(x, attention.norm)), s.head_dim, _normed)
+            q, k, v = attention.heads(qkv(_normed(x, attention.norm)), s.head_dim, _normed)
             if attention.table is not None:
-                q, k = (turn(x, *angles[attention.table]) for x in (q, k))
+                cos, sin = angles[attention.table]
+                q, k = turn(q, cos, sin), turn(k, cos, sin)
             keys, values = body.cache.k[number, :rows], body.cache.v[number, :rows]
-            keys[row, :, there], values[row, :, there] = k, v
-            start, mask = seen[attention.window]
-            mixed = _attended(q, keys[:, :, start:end], values[:, :, start:end], mask, s.scale, attention.cap)
-            x = x + _normed(o.of(mixed)[0], attention.post_norm)
-            gate, up = gate_up.of(_normed(x, mlp.norm))
-            gate = ACTIVATIONS[mlp.activation](gate).mul_(up)
-            x = x + _normed(down.of(gate)[0], mlp.post_norm)
+            keys[row, :, target], values[row, :, target] = k, v
+            start, mask = visible[attention.window]
+            keys, values = keys[:, :, start:end], values[:, :, start:end]
+            if attention.cap:
+                mixed = capped_attend(q[:, :, None], keys, values, mask, s.scale, attention.cap).flatten(1)
+            else:  # a group's query heads as queries of its one key head: no keys are repeated, as enable_gqa would
+                grouped = q.unflatten(1, (keys.shape[1], -1))
+                mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=s.scale).flatten(1)
+            y = o(mixed)[0]
+            x = x + (y if attention.post_norm is None else _normed(y, attention.post_norm))
+            gate, up = gate_up(_normed(x, mlp.norm))
+            y = down(ACTIVATIONS[mlp.activation](gate).mul_(up))[0]
+            x = x + (y if mlp.post_norm is None else _normed(y, mlp.post_norm))
         logits = body.logits_of(_normed(x, body.live.norm))
-        torch.max(logits, 1, keepdim=True, out=(body.best[:rows], self.found[:rows]))
-        body.arg[:rows] = self.found[:rows]
+        torch.max(logits, 1, keepdim=True, out=(body.best[:rows], self.largest[:rows]))
+        body.arg[:rows] = self.largest[:rows]
         return logits
 
 
@@ -111,34 +123,13 @@ def _normed(x: Tensor, norm: Norm | None) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
-    """(B, H D) for q (B, H, D), k and v (B, K, L, D)."""
-    if cap:
-        return capped_attend(q[:, :, None], k, v, mask, scale, cap).flatten(1)
-    # The query heads of a group stand as so many queries of its one key head: nothing is repeated, as enable_gqa would.
-    q = q.unflatten(1, (k.shape[1], -1))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).flatten(1)
-
-
-def _seen(position: Tensor, low: int, end: int, window: int) -> tuple[int, Tensor | None]:
-    """The first place that a row sees, and a mask (B, 1, 1, L) from there on where rows differ."""
+def _visible(position: Tensor, low: int, end: int, window: int) -> tuple[int, Tensor | None]:
+    """Return the first position that a row sees, and a mask (B, 1, 1, L) from there on where rows differ."""
     start = max(0, low + 1 - window) if window else 0
     if low + 1 == end:
         return start, None
-    place, at = torch.arange(start, end, device="cpu"), position[:, None].long()
-    sees = place <= at
+    key, query = torch.arange(start, end, device="cpu"), position[:, None].long()
+    mask = key <= query
     if window:
-        sees &= place > at - window
-    return start, sees[:, None, None]
-
-
-def _product(product: Any) -> CpuLinear:
-    return CpuLinear(_joined(product), [len(weight) for weight in product.matrices()], product.added)
-
-
-def _joined(product: Any) -> list[Linear]:
-    weights, biases = ([t.detach() for t in tensors] for tensors in (product.matrices(), product.biases))
-    whole, bias = join_rows(weights), join_rows(biases) if biases else None
-    if whole is None or (biases and bias is None):
-        return list(map(Linear, weights, biases)) if biases else list(map(Linear, weights))
-    return [Linear(whole, bias)]
+        mask &= key > query - window
+    return start, mask[:, None, None]

@@ -1,14 +1,20 @@
 """gpubound.decoder: generation from the live weights, with no host in the loop.
 
-One token passes loop.py (launches, and reads what arrives), step_graphs.py (k steps in a graph, then a choice) and
-transformer.py (a step, layer by layer).
+A request goes through `RunningRequest.play`: a prefill, then launches of k steps each. runner.py has the launches (k steps in a
+CUDA graph, a token chosen in each) and the batch that they work on; transformer.py has a step, layer by layer.
 """
 
+import atexit
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
 from importlib import import_module
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -24,40 +30,39 @@ from ..models.language_model import LanguageModel
 from ..models.llama.checkpoint import as_transformers
 from ..models.registry import reader_of, runner_of
 from ..trace import fallback, notice
-from .calls import kernel_calls
-from .certificate import DecoderCertificate, certify
+from .certificate import Accuracy, DecoderCertificate, accuracy, certify
 from .kv_cache import CacheLayout
-from .loop import RunningRequest
 from .model_watch import ModelWatch
-from .reference import Accuracy, accuracy
+from .placement.pipeline import StageGraphs, pipeline_runner
+from .placement.plan import devices_of
+from .placement.tensor_parallel import SliceGraphs, sliced_runner
 from .request import (
     SAMPLING,
+    Generated,
+    Generation,
     Request,
+    check_adapters,
     check_prompts,
-    check_verify,
     describe_sampling,
     make_request,
     model_ends,
     pad,
     padding_of,
     read_prompts,
+    to_device,
 )
-from .result import Generation
-from .runner import ModelRunner, RunnerConfig
+from .runner import BatchState, ModelRunner, RunnerConfig, SamplingVariant, StepGraphs, Stepper
 from .speculation import Draft, stepper_of, tokens_a_step
-from .stages.body import pipeline_runner
-from .stages.graphs import StageGraphs
-from .stages.spread import devices_of
-from .step_graphs import BatchState, StepGraphs, Stepper
-from .tensors.body import sliced_runner
-from .tensors.graphs import SliceGraphs
-from .text import TextCodec
-from .transformer import FusedRunner
-from .ways import gemv_rows, tiled_gemm_rows
+from .text import TextCodec, TextStream
+from .transformer import FusedRunner, gemv_rows, kernel_calls, tiled_gemm_rows
 from .weight_view import bind, restore_on_error, warn_about_hooks
 
 LADDER = (32, 8, 1)  # steps a launch
-SPECULATIVE_LADDER = (8, 1)  # they bring several tokens each: long launches would run on for long behind the last
+SPECULATIVE_LADDER = (8, 1)  # a step brings several tokens: a long launch would run on long after the last one
+# A launch may run one step past the end of the last row for every 64 steps so far: the last 7 of 256 tokens are one launch of 8
+# steps instead of seven launches of one step, which would depend on the host's speed. Ended rows are frozen.
+OVERSHOT = 1 / 64
+HEAVY = 1 << 30  # bytes that a step reads, 0.25 ms on an H200: from here on the host is quick enough for launches of one step
 
 
 class FastDecoder(NotCopyable):
@@ -71,7 +76,8 @@ class FastDecoder(NotCopyable):
         self.model, self.stepper, self.ladder, self.text = model, stepper, ladder, text
         self.body: ModelRunner = stepper.body
         self.slots = stepper.slots
-        self.graphs = _graphs(stepper)
+        graphs = SliceGraphs if self.body.peers else StageGraphs if len(self.body.spans) > 1 else StepGraphs
+        self.graphs: StepGraphs = graphs(stepper)
         self.max_batch, self.max_length = self.body.max_batch, self.body.max_length
         self.kernels = self.body.kernels  # what computes a step, in a few words
         self.path = self.body.path  # why the fused kernels do not compute it; empty where they do
@@ -106,7 +112,7 @@ class FastDecoder(NotCopyable):
         return list(model_ends(self.generation, self.body.vocab))
 
     def generate(self, prompts: Any, **settings: Any) -> Generation:
-        """Tokens for one prompt or several: text, ids, lists of either, a tensor.
+        """Generate tokens for one prompt or several: text, ids, lists of either, a tensor.
 
         max_new_tokens  None: as many as max_length allows
         temperature     0 is greedy. top_k, top_p, min_p and repetition_penalty work as usual; each is off by default
@@ -132,9 +138,9 @@ class FastDecoder(NotCopyable):
         """
         return self.start(prompts, **settings).play()
 
-    def start(self, prompts: Any, **settings: Any) -> RunningRequest:
-        """A request, checked and ready: `play()` yields as `stream` does, and then `result()` is what `generate` returns."""
-        if settings.get("adapters") is not None:  # of which others may be on by now
+    def start(self, prompts: Any, **settings: Any) -> "RunningRequest":
+        """Return a checked request: `play()` yields as `stream` does, and then `result()` is what `generate` returns."""
+        if settings.get("adapters") is not None:  # other adapters may have been switched on
             with self.turn, self.plainly():
                 self.bound.follow()
         request = make_request(prompts, self.text, self.body, self.generation, **settings)
@@ -144,27 +150,25 @@ class FastDecoder(NotCopyable):
         return RunningRequest(self, request)
 
     def score(self, prompts: Any) -> list[list[float]]:
-        """For each sequence, the log-probability of every token but the first, given the tokens before it."""
-        found = read_prompts(prompts, self.text, padding_of(self.generation, self.text))
-        check_prompts(found, self.body.vocab, max(len(found), 1), self.max_length, "score", new=0)
+        """Return, for each sequence, the log-probability of every token but the first, given the tokens before it."""
+        sequences = read_prompts(prompts, self.text, padding_of(self.generation, self.text))
+        check_prompts(sequences, self.body.vocab, max(len(sequences), 1), self.max_length, "score", new=0)
+        result = []
         with self.turn, self.plainly():  # it uses the cache of the first row
             self.bound.follow()
-            return [self._score(number, ids) for number, ids in enumerate(found)]
-
-    def _score(self, number: int, ids: list[int]) -> list[float]:
-        if len(ids) < 2:
-            return []
-        row = pad([ids], len(ids), self.body.device)[0]
-        scores = self.body.score(row).tolist()
-        if not all(math.isfinite(score) for score in scores):
-            raise GenerateError(
-                f"score: the logits of prompt {number} are not finite; first seen in {self.body.locate(row)}. "
-                "Check the weights (a diverged training run?) and the dtype."
-            )
-        return scores
+            for number, ids in enumerate(sequences):
+                row = pad([ids], len(ids), self.body.device)[0]
+                scores = self.body.score(row).tolist() if len(ids) > 1 else []
+                if not all(math.isfinite(score) for score in scores):
+                    raise GenerateError(
+                        f"score: the logits of prompt {number} are not finite; first seen in {self.body.locate(row)}. "
+                        "Check the weights (a diverged training run?) and the dtype."
+                    )
+                result.append(scores)
+        return result
 
     def accuracy(self, text: Any) -> Accuracy:
-        """What rounding costs on `text` (text or ids): KL divergence per token and both perplexities, as a table."""
+        """Return what rounding costs on `text` (text or ids): KL divergence per token and both perplexities, as a table."""
         if not self.body.rounds:
             raise ValueError(
                 "accuracy: the decoder reads the live weights, which are not rounded, and so is its cache; build it with "
@@ -176,7 +180,6 @@ class FastDecoder(NotCopyable):
         return accuracy(self.body, texts[0])
 
     def __repr__(self) -> str:
-        """Its path, kernels, sizes and certificate."""
         body = self.body
         head = (
             f"decoder of {type(self.model).__name__} on {label(body.device)}: up to {self.max_batch} rows of "
@@ -191,13 +194,13 @@ class FastDecoder(NotCopyable):
 
     @contextmanager
     def plainly(self) -> Iterator[None]:
-        """Without gradients, and without the caller's autocast and inference mode: one would compute in another dtype than
-        the weights', the other make buffers that later calls may not write. Left before the caller sees a token."""
+        """Disable gradients, and leave the caller's autocast, which computes in another dtype than the weights', and inference
+        mode, whose buffers later calls may not write."""
         with plainly(self.body.device), torch.no_grad():
             yield
 
     def begin(self, request: Request, ids: Tensor, lengths: Tensor, prefill: Callable[[Tensor, Tensor], None]) -> None:
-        """Let the first rows stand behind prompts (B, T) of these lengths, which are without their last tokens."""
+        """Prefill the first rows with prompts (B, T) of these lengths, which are without their last tokens."""
         rows = len(ids)
         self.slots.fill(request, rows, self.max_length)
         self.body.choose(request.adapters)
@@ -207,7 +210,7 @@ class FastDecoder(NotCopyable):
         self.body.begin(self.slots.rows.token[:rows])
 
     def bucket(self, rows: int) -> int:
-        """The rows that are launched for so many: the next power of two, so that few graphs serve all batches."""
+        """Return the next power of two up to max_batch, so that few graphs serve all batches."""
         return min(1 << (rows - 1).bit_length(), self.max_batch)
 
 
@@ -227,7 +230,7 @@ def decoder(
     devices: Sequence[str | torch.device] | None = None,
     split: str = "layers",
 ) -> FastDecoder:
-    """A decoder that reads `model`'s weights where they are: after a training step it generates with the new ones.
+    """Build a decoder that reads `model`'s weights in place: after a training step it generates with the new ones.
 
     max_batch   sequences at once
     max_length  the most tokens of a sequence, prompt included; the cache has this size
@@ -236,7 +239,7 @@ def decoder(
     tokenizer   for text in and out: any object with encode and decode
     fused       False: transformers' own forward over a static cache instead of our kernels
     verify      True: the certificate. 'quick': the certificate without the comparison with fp32. False: none, and a line
-                says so
+                reports it
     weights     None: the model's own. 'int8', 'int4' or 'fp8': rounded copies, which follow the model's weights when these
                 change. `accuracy(text)` measures what the rounding costs
     cache       None: keys and values in the model's dtype. 'int8' or 'fp8': in 8 bits, with one scale for each token and
@@ -245,17 +248,18 @@ def decoder(
                 request reserves the pages that its prompts and max_new_tokens may fill
     speculate   a number: guess this many tokens from the row's own text and check them in one step. gb.Draft(model, tokens):
                 a small model guesses. The tokens are the same; they come sooner
-    devices     None: where the model lies. A list of GPUs: they share the model
+    devices     None: the model's own. A list of GPUs: they share the model
     split       what of it: 'layers' are moved to the devices in stages, as their free memory allows, and groups of rows keep
                 all of them at work. 'tensors': each has a slice of every layer, copied, and all work on each token of few rows
     """
-    for name, given in (("model", model), ("speculate: its model", getattr(speculate, "model", model))):
-        if not isinstance(given, nn.Module):
-            raise ValueError(f"decoder: {name}: got {type(given).__name__}, wanted a causal language model.")
+    for name, value in (("model", model), ("speculate: its model", getattr(speculate, "model", model))):
+        if not isinstance(value, nn.Module):
+            raise ValueError(f"decoder: {name}: got {type(value).__name__}, wanted a causal language model.")
     model = base_of(model)
     check_kind(model)
     text = TextCodec.of(tokenizer)
-    check_verify(verify)
+    if verify not in (True, "quick", False, None):
+        raise ValueError(f"decoder: verify: got {verify!r}, wanted True, 'quick' or False.")
     if k != "auto" and (not isinstance(k, int) or isinstance(k, bool) or k < 1):
         raise ValueError(f"decoder: k: got {k!r}, wanted 'auto' or a number of tokens a launch.")
     first = next((p for p in model.parameters() if p.is_floating_point()), None)
@@ -270,36 +274,28 @@ def decoder(
         )
     if any_sharded(model.parameters()):
         raise ValueError("decoder: model: got a sharded one, and no rank holds all of it; export it, and decode that folder.")
-    own = first.dtype
-    if dtype is not None and dtype != own:
+    if dtype is not None and dtype != first.dtype:
         raise ValueError(
-            f"decoder: dtype: got {dtype}, but the weights are {own} and are read as they are; cast the model with .to() first."
+            f"decoder: dtype: got {dtype}, but the weights are {first.dtype} and are read as they are; cast the model with "
+            f".to() first."
         )
     width = tokens_a_step(speculate, first.device)
     ladder = tuple(dict.fromkeys((k, 1))) if isinstance(k, int) else LADDER if width == 1 else SPECULATIVE_LADDER
-    build = RunnerConfig(max_batch, max_length, width, weights, CacheLayout(cache, pages))
+    config = RunnerConfig(max_batch, max_length, width, weights, CacheLayout(cache, pages))
     if devices is None and split != "layers":
         raise ValueError(f"decoder: split: got {split!r} without devices; name the GPUs that share the model.")
-    over = None if devices is None else devices_of(devices, split)
-    where = first.device if over is None else over[0]
+    gpus = None if devices is None else devices_of(devices, split)
     drafts = [base_of(speculate.model)] if isinstance(speculate, Draft) else []
     for draft in drafts:
         check_kind(draft)
-    with plainly(where), torch.no_grad(), restore_on_error(model, *drafts):
-        shared = sliced_runner if split == "tensors" else pipeline_runner
-        body = _body(model, build, fused) if over is None else shared(model, build, fused, over)
-        drafting = _body(drafts[0], RunnerConfig(max_batch, max_length), fused) if drafts else None
-        slots = BatchState(body.max_batch, body.vocab, max(ladder) * width, body.device)
-        return FastDecoder(model, stepper_of(body, slots, width, drafting), ladder, text, verify)
-
-
-def _graphs(stepper: Stepper) -> StepGraphs:
-    if stepper.body.peers:
-        return SliceGraphs(stepper)
-    return StageGraphs(stepper) if len(stepper.body.spans) > 1 else StepGraphs(stepper)
-
-
-OWN_STEP = "the model's layers have a step of their own"
+    with plainly(first.device if gpus is None else gpus[0]), torch.no_grad(), restore_on_error(model, *drafts):
+        if gpus is None:
+            runner = runner_for(model, config, fused)
+        else:
+            runner = (sliced_runner if split == "tensors" else pipeline_runner)(model, config, fused, gpus)
+        drafting = runner_for(drafts[0], RunnerConfig(max_batch, max_length), fused) if drafts else None
+        state = BatchState(runner.max_batch, runner.vocab, max(ladder) * width, runner.device)
+        return FastDecoder(model, stepper_of(runner, state, width, drafting), ladder, text, verify)
 
 
 def check_kind(model: nn.Module) -> None:
@@ -312,30 +308,236 @@ def check_kind(model: nn.Module) -> None:
         )
 
 
-def _slow_body(model: Any, build: RunnerConfig, why: str) -> ModelRunner:
-    """Return the body that runs the model's own forward."""
+def runner_for(model: Any, config: RunnerConfig, fused: bool) -> ModelRunner:
+    """Return the runner of a model on one device: its family's, that of the fused kernels, or one that calls its forward."""
+    family = runner_of(model) if fused else None
+    many = config.weights is None and config.max_batch * config.tokens > gemv_rows(config)
+    view: Any  # of the weights, or the reason why the fused kernels cannot read them
+    if family is not None:
+        view = "the model's layers have a step of their own"
+    else:
+        view = bind(model, config.max_length, many) if fused else "fused=False was asked for"
+    for name, value in (("weights", config.weights), ("cache", config.cache.kind), ("pages", config.cache.pages)):
+        if isinstance(view, str) and value is not None:
+            raise ValueError(f"decoder: {name}: got {value!r}, which only the fused kernels read, and {view}.")
+    if family is not None:
+        return family.runner(reader_of(model), config)
+    if not isinstance(view, str):
+        hasten(kernel_calls(view, config.weights, tiled_gemm_rows(view, config) > 0, many), view.device, view.dtype)
+        return FusedRunner(view, config)
+    runner: ModelRunner
     if isinstance(model, LanguageModel) and model.runner:
-        return import_module(model.runner).ModuleRunner(model, build, why)
-    shell = as_transformers(model) if isinstance(model, Decoder) else model
-    from .hf_forward import StaticCacheRunner  # imports transformers
+        runner = import_module(model.runner).ModuleRunner(model, config, view)
+    else:
+        from .hf_forward import StaticCacheRunner  # imports transformers
 
-    return StaticCacheRunner(shell, build, why, model)
+        runner = StaticCacheRunner(as_transformers(model) if isinstance(model, Decoder) else model, config, view, model)
+    if fused:
+        fallback("decoder: the fused kernels", view)
+    return runner
 
 
-def _body(model: Any, build: RunnerConfig, fused: bool) -> ModelRunner:
-    """What runs the model."""
-    special = runner_of(model) if fused else None
-    together = build.weights is None and build.max_batch * build.tokens > gemv_rows(build)
-    live = OWN_STEP if special else bind(model, build.max_length, together) if fused else "fused=False was asked for"
-    for name, value in (("weights", build.weights), ("cache", build.cache.kind), ("pages", build.cache.pages)):
-        if isinstance(live, str) and value is not None:
-            raise ValueError(f"decoder: {name}: got {value!r}, which only the fused kernels read, and {live}.")
-    if special is not None:
-        return special.runner(reader_of(model), build)
-    if isinstance(live, str):
-        body = _slow_body(model, build, live)
-        if fused:
-            fallback("decoder: the fused kernels", live)
-        return body
-    hasten(kernel_calls(live, build.weights, tiled_gemm_rows(live, build) > 0, together), live.device, live.dtype)
-    return FusedRunner(live, build)
+class RunningRequest:
+    """A request on its way through a decoder: a prefill, then launches of k steps for all rows together.
+
+    The host stays a few launches ahead of the tokens that it has read, and never waits on the device. A row that has ended is
+    frozen by its `alive` flag.
+    """
+
+    def __init__(self, decoder: FastDecoder, request: Request) -> None:
+        self.decoder, self.request = decoder, request
+        self.begun = time.perf_counter()
+        self.wanted = 0  # steps, of those launched, that some row may still need
+        self.in_flight = 0  # steps launched and not read yet
+        self.ends = [min(len(prompt) + request.max_new_tokens, decoder.max_length) for prompt in request.prompts]
+        self.rows = decoder.bucket(len(request.prompts))
+        self.variant = SamplingVariant(request.choice.greedy, request.choice.repetition_penalty != 1, request.logprobs)
+        self.sequences = [Generated(prompt) for prompt in request.prompts]
+        self.generation = Generation(self.sequences)
+        self.texts = [
+            None if decoder.text is None else TextStream(decoder.text, request.stop_strings, request.stops)
+            for _ in self.sequences
+        ]
+
+    def play(self, alone: bool = False) -> Generator[tuple[int, Any], None, None]:
+        """Yield (row, new tokens or text) as they arrive. A stream that is not read to its end is closed before Python exits.
+
+        alone: no code of the caller runs between the tokens. Weights are then checked after the last launch, not before each:
+        for the 1,537 tensors of 43 layers of DeepSeek-V4 a check takes 0.3 ms.
+        """
+        generator = self._play(alone)
+        _closed_at_exit().add(generator)
+        return generator
+
+    def _play(self, alone: bool) -> Generator[tuple[int, Any], None, None]:
+        decoder, slots = self.decoder, self.decoder.slots
+        with decoder.turn:
+            try:
+                with short_switch_interval():
+                    with decoder.plainly():
+                        self._prefill()
+                    # On one device, a step that reads much is long enough to be launched alone. Several devices need more.
+                    body = decoder.body
+                    read = 0 if body.peers or len(body.spans) > 1 else body.bytes_a_step(list(map(len, self.request.prompts)))
+                    alive = True
+                    while alive and ((left := self._steps_left()) > 0 or slots.ahead):
+                        steps = 0
+                        if left > 0 and slots.ahead < slots.lead:
+                            # The first launches are short, so that the first tokens appear soon.
+                            ladder = decoder.ladder[max(0, len(decoder.ladder) - 1 - self.generation.launches) :]
+                            spare = 0 if read >= HEAVY else int(self.generation.steps * OVERSHOT)
+                            steps = next(k for k in ladder if k <= left + spare)
+                            # A graph is captured, in 0.4 s, once all launched tokens are read.
+                            if slots.ahead and not decoder.graphs.made(self.rows, steps, self.variant):
+                                steps = 0
+                        if not steps:
+                            alive = yield from self._receive()
+                            continue
+                        if not alone:
+                            self._check_weights()
+                        with decoder.plainly():
+                            decoder.graphs.launch(self.rows, steps, self.variant)
+                        slots.send(steps * decoder.stepper.tokens)
+                        self.in_flight += steps
+                        self.generation.launches += 1
+                        self.generation.steps += steps
+                        self.wanted += min(steps, left)
+                    self._check_weights()
+            finally:
+                slots.drop()
+                self.generation.seconds = time.perf_counter() - self.begun
+        for sequence, text in zip(self.sequences, self.texts):
+            sequence.finish = sequence.finish or "length"
+            if text is not None:
+                sequence.text = text.complete()
+                if sequence.finish == "stop string":
+                    count = text.tokens_before_stop()
+                    sequence.tokens, sequence.logprobs = sequence.tokens[:count], sequence.logprobs[:count]
+
+    def _prefill(self) -> None:
+        decoder, request = self.decoder, self.request
+        decoder.bound.follow()
+        if request.adapters is not None:  # a stream may begin long after it was asked for
+            check_adapters(request.adapters, len(request.prompts), decoder.body)
+        lengths = [len(prompt) - 1 for prompt in request.prompts]  # a prompt's last token goes through the first step
+        longest, unused = max(lengths), self.rows - len(lengths)
+        width = min(max(16, 1 << (longest - 1).bit_length()), decoder.max_length) if longest else 0
+        ids = pad([prompt[:-1] for prompt in request.prompts] + [[]] * unused, width, decoder.body.device)
+        lengths_B = to_device(torch.tensor(lengths + [0] * unused, device="cpu"), decoder.body.device)
+        decoder.begin(request, ids, lengths_B, decoder.graphs.prefill)
+
+    def _check_weights(self) -> None:
+        if name := self.decoder.bound.moved():
+            raise GenerateError(f"{name} was changed, moved or replaced while tokens were generated from it; start again.")
+
+    def _steps_left(self) -> int:
+        """Return the steps that the longest row still needs after those in flight, at the tokens a step so far."""
+        tokens = [end - len(s.prompt) - len(s.tokens) for end, s in zip(self.ends, self.sequences) if not s.finish]
+        return math.ceil(max(tokens, default=0) / (self.generation.tokens_a_step or 1.0)) - self.in_flight
+
+    def _receive(self) -> Generator[tuple[int, Any], None, bool]:
+        """Read the oldest launch and yield its pieces; return False when every sequence has ended."""
+        tokens, stepper = self.decoder.slots.receive(self.request.logprobs), self.decoder.stepper
+        self.generation.first_token_s = self.generation.first_token_s or time.perf_counter() - self.begun
+        emitted = tokens.emitted
+        self.in_flight -= len(emitted) // stepper.tokens
+        stopped_rows = []
+        for row, (sequence, text) in enumerate(zip(self.sequences, self.texts)):
+            if sequence.finish:
+                continue
+            new = [step[row] for step in emitted if step[row] >= 0]
+            if tokens.logprobs:
+                sequence.logprobs += [values[row] for values, step in zip(tokens.logprobs, emitted) if step[row] >= 0]
+            sequence.tokens += new
+            self.generation.row_steps += sum([step[row] >= 0 for step in emitted[:: stepper.tokens]])
+            piece: Any = new if text is None else text.add(new)
+            if text is not None and text.stopped:
+                sequence.finish = "stop string"
+                stopped_rows.append(row)
+            elif not tokens.alive[row]:
+                if tokens.bad[row]:
+                    self._raise_not_finite(row, tokens.bad[row] - 1)
+                stopped = bool(sequence.tokens) and sequence.tokens[-1] in self.request.stops
+                sequence.finish = "stop token" if stopped else "length"
+                if text is not None:
+                    piece += text.rest()
+            if piece:
+                yield row, piece
+        if all(sequence.finish for sequence in self.sequences):
+            return False
+        if stopped_rows:
+            self.decoder.slots.end(stopped_rows)
+        return True
+
+    def _raise_not_finite(self, row: int, position: int) -> None:
+        body = self.decoder.body
+        if waited := [str(peer.device) for peer in body.peers if peer.gave_up()]:
+            raise GenerateError(
+                f"sequence {row}: {' and '.join(waited)} waited in vain for what another GPU sends, so the logits at "
+                f"position {position} are none. See what the driver says of the GPUs (nvidia-smi, dmesg); the next request "
+                "waits again."
+            )
+        sequence = self.sequences[row]
+        ids = pad([sequence.prompt + sequence.tokens], position + 1, body.device)[0]
+        with self.decoder.plainly():
+            where = body.locate(ids)
+        raise GenerateError(
+            f"sequence {row}: the logits at position {position} are not finite; first seen in {where}. Check the weights "
+            "(a diverged training run?) and the dtype."
+        )
+
+    def result(self) -> Generation:
+        """Return the generation, with the bytes that its wanted steps had to read: those of a step of mean length."""
+        generation, body = self.generation, self.decoder.body
+        lengths = [len(s.prompt) + len(s.tokens) // 2 for s in self.sequences]
+        read = self.decoder.stepper.bytes_a_step(lengths)
+        for lane in body.lanes(len(lengths)):
+            read += body.bytes_a_step(lengths[lane.start : lane.stop])
+        generation.bytes_read, generation.wanted = read * self.wanted, self.wanted
+        generation.at_once = body.readers(len(lengths))
+        return generation
+
+
+@cache
+def _closed_at_exit() -> WeakSet[Generator]:
+    """Return the generators to close at exit: torch 2.11 aborts where one with tensors in its frame is cleared after that."""
+    playing: WeakSet[Generator] = WeakSet()
+
+    def close() -> None:
+        for generator in list(playing):
+            with suppress(ValueError):  # another thread is inside
+                generator.close()
+
+    atexit.register(close)
+    return playing
+
+
+# A thread that computes yields the interpreter every 5 ms, if another asks. The generating thread asks several times a launch,
+# after each call of torch or sleep that had released it, and between two busy threads it then waits 5 to 10 ms: on an H200 a
+# 350m model fell to 0.47 of its speed. While a request runs the interval is 0.1 ms, for all threads: 0.96.
+INTERVAL_S = 1e-4
+
+_lock = threading.Lock()
+_requests = 0
+_before = 0.0
+
+
+@contextmanager
+def short_switch_interval() -> Iterator[None]:
+    """Shorten the interval at which Python threads switch while tokens are generated.
+
+    Of several requests at once, the last to end sets the interval back; one that someone set meanwhile stays.
+    """
+    global _requests, _before
+    with _lock:
+        _requests += 1
+        if _requests == 1:
+            _before = sys.getswitchinterval()
+            sys.setswitchinterval(min(_before, INTERVAL_S))
+    try:
+        yield
+    finally:
+        with _lock:
+            _requests -= 1
+            if _requests == 0 and abs(sys.getswitchinterval() - min(_before, INTERVAL_S)) < 1e-6:
+                sys.setswitchinterval(_before)

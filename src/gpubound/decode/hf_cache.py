@@ -1,11 +1,10 @@
-"""What the general body reads off a Hugging Face model: whether a static cache can hold it, what its layers need there, and
-its weights.
+"""Static KV cache for transformers' models, checks whether it serves a model, and facts about a model's layers and weights.
 
-What is refused here is what shows in the model's build. The rest shows when StaticCacheRunner tries the model.
+transformers' StaticCache has one position for all rows. In `RowCache`, every row has its own: `aim` sets a range of a prompt,
+or one position in each row, before a forward. Every attention layer calls `update`, which writes there and returns the keys
+and values that the attention reads.
 
-And the static cache itself, in the shape that Hugging Face's models call. transformers' StaticCache has one position for all
-its rows. Here rows stand at positions of their own: a forward is aimed first, at a stretch of a prompt or at one place in each
-row; `update`, which every attention layer calls, writes there and hands back what the attention shall read.
+`check_static_cache` refuses what a model's build shows. StaticCacheRunner finds the rest when it tries the model.
 """
 
 from dataclasses import dataclass
@@ -33,9 +32,9 @@ def in_training(model: nn.Module) -> str:
 
 
 def check_static_cache(model: PreTrainedModel, max_length: int, of: nn.Module) -> tuple[Any, list[Any]]:
-    """(the text model's config, Hugging Face's own cache layers for it), or the reason why no static cache can hold it.
+    """Return the text model's config and transformers' cache layers for it. Raise ValueError where no static cache serves it.
 
-    `of` is the model that the user has given, by whose name it is refused.
+    of  the caller's model, which errors name
     """
     name = type(of).__name__
     if not isinstance(model, PreTrainedModel):
@@ -62,7 +61,7 @@ def check_static_cache(model: PreTrainedModel, max_length: int, of: nn.Module) -
 
 
 def _build(model: PreTrainedModel, config: Any) -> str | None:
-    """What in the model's build keeps it from a static cache, as '<which ...>, wanted <...>'."""
+    """Return why the model's build excludes a static cache, as '<which ...>, wanted <...>'; None if it does not."""
     takes = signature(model.forward).parameters
     missing = [key for key in ("attention_mask", "position_ids") if key not in takes]
     missing += [] if cache_name(model.forward) else [NAMES[0]]
@@ -87,7 +86,7 @@ def _build(model: PreTrainedModel, config: Any) -> str | None:
 
 
 def _rotary(config: Any, max_length: int) -> str | None:
-    """What in the rotary table would let one row's length change another row's tokens."""
+    """Return how one row's length would change another row's tokens by the rotary table; None if it would not."""
     parameters = getattr(config, "rope_parameters", None) or {}
     for rope in [parameters, *(value for value in parameters.values() if isinstance(value, dict))]:
         most = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
@@ -102,7 +101,7 @@ def _rotary(config: Any, max_length: int) -> str | None:
 
 
 def _layers(name: str, config: Any) -> list[Any]:
-    """Hugging Face's cache layers for `config`: its word on which layers keep what."""
+    """Return transformers' cache layers for `config`, which show what each layer caches."""
     wanted = "wanted keys and values of full or sliding attention alone."
     try:
         likes = DynamicCache(config=config).layers
@@ -115,7 +114,7 @@ def _layers(name: str, config: Any) -> list[Any]:
 
 
 def cache_bytes(config: Any, layers: int, rows: int, length: int, dtype: torch.dtype) -> int:
-    """Of keys, values and logits, by the names that most configs have; a lower bound for the others."""
+    """Return the bytes of keys, values and logits, by the names of most configs; a lower bound for others."""
     heads = config_value(config, "num_attention_heads") or 1
     kv_heads = config_value(config, "num_key_value_heads") or heads
     width = config_value(config, "head_dim") or (config_value(config, "hidden_size") or heads) // heads
@@ -123,41 +122,41 @@ def cache_bytes(config: Any, layers: int, rows: int, length: int, dtype: torch.d
 
 
 def windows(model: PreTrainedModel, config: Any, likes: list[Any]) -> dict[str, int | None]:
-    """The window of each kind of layer, by the name that the model's dict of masks has for it. None: it sees everything."""
+    """Return the window of each kind of layer, by its name in the model's dict of masks. None: full attention."""
     local = "sliding_attention" if config_value(config, "sliding_window") else CHUNKED
-    kinds = getattr(config, "layer_types", None) or [local if like.is_sliding else "full_attention" for like in likes]
-    found: dict[str, int | None] = {}
-    for kind, like in zip(kinds, likes):
+    types = getattr(config, "layer_types", None) or [local if like.is_sliding else "full_attention" for like in likes]
+    result: dict[str, int | None] = {}
+    for kind, like in zip(types, likes):
         if isinstance(like, DynamicLayer):
             window = getattr(like, "sliding_window", None)
-            if found.setdefault(kind, window) != window:
+            if result.setdefault(kind, window) != window:
                 raise ValueError(
-                    f"decoder: model: got {type(model).__name__} with windows of {found[kind]} and {window} in layers of "
+                    f"decoder: model: got {type(model).__name__} with windows of {result[kind]} and {window} in layers of "
                     f"the kind {kind}, wanted one window for each kind."
                 )
-    return found
+    return result
 
 
 def routing(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """(how the model computes its experts: {} if it has none, how a step must instead: None where that will do).
+    """Return how the model computes its experts ({} without any), and how a step must compute them (None: the same way).
 
-    'eager' asks the host which experts were hit, and so does 'grouped_mm' but for bf16 on sm_90 and later, where torch has a
-    kernel that takes the counts on the device. 'batched_mm' never does: it copies the chosen experts' weights.
+    'eager' reads the chosen experts back to the host, and so does 'grouped_mm', except for bf16 on sm_90 and later, where torch
+    has a kernel that takes the counts on the device. 'batched_mm' does not: it copies the chosen experts' weights.
     """
     if not any(hasattr(module, "is_concatenated") for module in model.modules()):  # set by @use_experts_implementation
         return {}, None
-    held = model.get_experts_implementation()
+    own = model.get_experts_implementation()
     if device.type == "cpu":
-        return held, None
+        return own, None
     kernel = dtype == torch.bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     waits = {"eager"} if kernel else {"eager", "grouped_mm"}
-    if not waits & set(held.values()):
-        return held, None
-    return held, {part: "batched_mm" if name in waits else name for part, name in held.items()}
+    if not waits & set(own.values()):
+        return own, None
+    return own, {part: "batched_mm" if name in waits else name for part, name in own.items()}
 
 
 def bytes_read(model: nn.Module, config: Any) -> int:
-    """Of weights in one step, at the least: each once, of an embedding single rows, of the experts what one token chooses."""
+    """Return the least bytes of weights that a step reads: all except embeddings, and of experts those that one token uses."""
     read: dict[int, int] = {}
     chosen: Any = config_value(config, "num_experts_per_tok")
     for module in model.modules():
@@ -170,15 +169,15 @@ def bytes_read(model: nn.Module, config: Any) -> int:
 
 
 def first_not_finite(model: nn.Module, ids: Tensor) -> str:
-    """The module that first gives a NaN or infinity for the sequence ids (T,). Reads every module's output back."""
+    """Return the module that first returns a NaN or infinity for the sequence ids (T,). Synchronises after every module."""
     names = {module: name for name, module in model.named_modules() if name}
-    found: list[str] = []
+    modules: list[str] = []
 
     def look(module, inputs, output) -> None:
         tensors = output if isinstance(output, tuple | list) else [output]
         bad = any(isinstance(t, Tensor) and t.is_floating_point() and not t.isfinite().all() for t in tensors)
         if bad and module in names:
-            found.append(names[module])
+            modules.append(names[module])
 
     handle = register_module_forward_hook(look)
     try:
@@ -186,12 +185,12 @@ def first_not_finite(model: nn.Module, ids: Tensor) -> str:
             model(input_ids=ids[None], use_cache=False)
     finally:
         handle.remove()
-    return found[0] if found else "none of its modules in a pass without a cache"
+    return modules[0] if modules else "none of its modules in a pass without a cache"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Where a prefill writes: places start to end of the first `rows` rows. What it reads ends there too."""
+    """Target of a prefill: positions start to end of the first `rows` rows, which attention reads up to `end`."""
 
     rows: int
     start: int
@@ -204,26 +203,26 @@ class Prompt:
 
 @dataclass(frozen=True)
 class StepTarget:
-    """Where a step writes: each row at its own places, told by tensors on the device. It reads the whole buffer."""
+    """Target of a step: positions of each row, in tensors on the device. Attention reads the complete buffer."""
 
     row_B1: Tensor
     place_BT: Tensor
 
     def write(self, buffer: Tensor, new: Tensor) -> Tensor:
-        # index_put_ itself reads the largest index back to the host under use_deterministic_algorithms; unsafe=True leaves
-        # that check out. The places are clamped before, and no two rows share one.
+        # Under use_deterministic_algorithms, index_put_ reads the largest index back to the host; unsafe=True omits that check.
+        # The positions are clamped before, and no two rows share one.
         index, new = (self.row_B1, self.place_BT), new.transpose(1, 2).to(buffer.dtype)
         torch._index_put_impl_(buffer.transpose(1, 2), index, new, accumulate=False, unsafe=True)
         return buffer[: len(self.row_B1)]
 
 
 class RowLayer(CacheLayerMixin):
-    """Keys and values of one layer. The first forward shows their shape; from then on they stay where they are."""
+    """Keys and values of one layer, allocated by the first forward, which shows their shape."""
 
     def __init__(self, rows: int, length: int, window: int | None):
         super().__init__()
         self.rows, self.length, self.window = rows, length, window
-        self.where: Prompt | StepTarget | None = None
+        self.target: Prompt | StepTarget | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys, self.values = (
@@ -233,28 +232,28 @@ class RowLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def buffers(self) -> list[Tensor]:
-        """None before a forward has reached this layer."""
+        """Return keys and values; nothing before the first forward."""
         return [buffer for buffer in (self.keys, self.values) if buffer is not None]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.where is not None and self.keys is not None and self.values is not None
-        return self.where.write(self.keys, key_states), self.where.write(self.values, value_states)
+        assert self.target is not None and self.keys is not None and self.values is not None
+        return self.target.write(self.keys, key_states), self.target.write(self.values, value_states)
 
     def get_seq_length(self) -> int:
-        """Asked by models that would count positions from here. They are given their positions, so it has no effect."""
-        return self.where.start if isinstance(self.where, Prompt) else 0
+        """Return the length for models that derive positions from it. Positions are passed, so it has no effect."""
+        return self.target.start if isinstance(self.target, Prompt) else 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return (self.where.end if isinstance(self.where, Prompt) else self.length), 0
+        return (self.target.end if isinstance(self.target, Prompt) else self.length), 0
 
     def get_max_length(self) -> int:
         return self.length
 
 
 class RowCache(Cache):
-    """A RowLayer for each layer that keeps keys and values of its own; the empty ones of `likes` stay as they are."""
+    """A RowLayer for each layer with keys and values; layers of `likes` without any stay unchanged."""
 
     def __init__(self, likes: list[Any], rows: int, length: int):
         super().__init__(
@@ -269,4 +268,4 @@ class RowCache(Cache):
 
     def aim(self, where: Prompt | StepTarget) -> None:
         for layer in self.own():
-            layer.where = where
+            layer.target = where

@@ -1,14 +1,15 @@
-"""The body for any Hugging Face causal language model: its own forward over a static cache. Slow, but general.
+"""Runner of any causal language model of transformers: its own forward over a static cache. Slow, but general.
 
-A body answers `step(token_B, position_B) -> logits_BV` for rows that each stand at a position of their own. Hugging Face's
-masks are built from values read back to the host, for one position of all rows. So the mask is ours too: made on the device
-from the positions, 4-D, which its models take as it is; one for each kind of layer where full and sliding attention mix.
+`step(token_B, position_B)` returns logits of rows that have different positions. transformers builds its masks from values that
+it reads back to the host, for one position of all rows. So the runner builds the masks on the device from the positions: 4-D
+ones, which models take unchanged, and one for each kind of layer where full and sliding attention mix.
 
-`check_static_cache` refuses what no mask can correct. The rest is tried when the runner is built: the logits of rows at
-different positions have to be those of the model's own forward, and a step must not make the host wait.
+`check_static_cache` refuses what no mask can correct. The rest is tried when the runner is built: logits of rows at different
+positions must be those of the model's own forward, and a step must not make the host wait.
 
-A masked place still enters the product with the values, by a weight of zero, and zero times NaN is NaN. So buffers begin as
-zeros, and a prefill clears what lies behind its prompts: what is beyond a row's live length is finite, and then without effect.
+A masked position enters the product with the values with a weight of zero, and zero times NaN is NaN. So buffers begin as
+zeros, and a prefill clears the positions after its prompts: beyond a row's live length, all values are finite and have no
+effect.
 
 Shapes: B rows, T prompt tokens, L max_length, V vocabulary.
 """
@@ -45,10 +46,10 @@ from .model_watch import TensorWatch
 from .runner import ModelRunner, RunnerConfig, check_room, own_forward, summary
 
 CHUNK = 1024  # prompt tokens that one forward of a prefill takes: its mask is CHUNK x L bytes
-SCORED = 256  # tokens whose logits are whole in memory while a text is scored
+SCORED = 256  # tokens whose full logits are in memory at a time while a text is scored
 
-# How far logits may be from the model's own, as a share of the largest: products of other shapes round otherwise (in fp32 by
-# TF32, where the user allows it). A mask that does not reach the attention, or a position off by one, is far above.
+# Largest error of logits against the model's own, as a fraction of the largest: products of other shapes round differently (in
+# fp32 by TF32, where the user allows it). A mask that does not reach the attention, or a position off by one, is far above.
 TOLERANCE = {torch.float32: 5e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
@@ -66,10 +67,9 @@ class ListsAsSlices(TorchFunctionMode):
 
 
 class StaticCacheRunner(ModelRunner):
-    """`StaticCacheRunner(model, build)`: the body of a decoder around the model's own forward.
+    """Run a model's own forward over a static cache, from its live weights.
 
-    The model stays the caller's: its live weights are read, none is copied. `buffers()` are the caches. `of` is the caller's
-    model where `model` is a shell over its weights.
+    of  the caller's model, where `model` is a transformers model over its weights
     """
 
     def __init__(self, model: PreTrainedModel, build: RunnerConfig, path: str = "", of: nn.Module | None = None):
@@ -96,23 +96,23 @@ class StaticCacheRunner(ModelRunner):
         self.error = self._try(weight.shape[0])
 
     def buffers(self) -> list[Tensor]:
-        """Keys and values of every layer that has its own, each (max_batch, heads, max_length, width)."""
+        """Return the keys and values of every layer that has some, each (max_batch, heads, max_length, width)."""
         return [buffer for layer in self.cache.own() for buffer in layer.buffers()]
 
     def prefill(self, ids_BT: Tensor, lengths_B: Tensor | None = None) -> None:
-        """Fill places 0 to T-1 of the first rows. What stands beyond a row's length is written over before it is read."""
+        """Fill positions 0 to T-1 of the first rows. Values beyond a row's length are overwritten before they are read."""
         rows, tokens = ids_BT.shape
         for buffer in self.buffers():
-            buffer[:rows, :, tokens:].zero_()  # a NaN that an earlier sequence left there would come through the mask
+            buffer[:rows, :, tokens:].zero_()  # a NaN of an earlier sequence would pass through the mask
         for start in range(0, tokens, CHUNK):
             end = min(start + CHUNK, tokens)
             self.cache.aim(Prompt(rows, start, end))
             self._forward(ids_BT[:, start:end].long(), self.place_L[None, start:end].expand(rows, -1), end)
 
     def step(self, token_B: Tensor, position_B: Tensor) -> Tensor:
-        """One token for each of the first rows: logits (B, V), in the same buffer each time. Or T, both (B, T): (B T, V).
+        """Return the logits (B, V) after one token of each of the first rows; (B T, V) after T tokens, both (B, T).
 
-        A row that is full writes its last place again: what comes of that is nobody's.
+        A full row writes its last position again, and its logits are not used.
         """
         rows = len(token_B)
         token_BT, place_BT = token_B.long().view(rows, -1), position_B.long().clamp(max=self.max_length - 1).view(rows, -1)
@@ -132,11 +132,11 @@ class StaticCacheRunner(ModelRunner):
         return self.weights.moved()
 
     def rebind(self) -> None:
-        multiply_by_records(self.model, everywhere=True)  # a shell over another model's parameters has forwards of its own
+        multiply_by_records(self.model, everywhere=True)  # a model over another model's parameters has different forwards
         self.weights = TensorWatch(self.model, "_parameters", "_buffers")
 
     def bytes_a_step(self, live: list[int]) -> int:
-        """Weights once, of experts one token's share; keys and values as far as each layer of each row can see."""
+        """Return the bytes of the weights, of experts those for one token, and of the keys and values that layers attend to."""
         read = bytes_read(self.model, self.config)
         for layer in self.cache.own():
             place = sum(buffer[0, :, 0].nbytes for buffer in layer.buffers())
@@ -161,7 +161,7 @@ class StaticCacheRunner(ModelRunner):
             ).logits
 
     def _masks(self, place_BT: Tensor, end: int) -> Tensor | dict[str, Tensor]:
-        """The places that each token sees, (B, 1, T, end), as the attention takes them: one mask, or one for each kind."""
+        """Return masks (B, 1, T, end) in the attention's format: one, or one for each kind of layer."""
         query, key = place_BT[:, None, :, None], self.place_L[:end]
         masks = {}
         for kind, window in self.windows.items():
@@ -175,7 +175,7 @@ class StaticCacheRunner(ModelRunner):
 
     @contextmanager
     def _routed(self) -> Iterator[None]:
-        """Experts by the implementation that a step needs; the model's own setting is back when the forward has returned."""
+        """Compute experts by the implementation that a step needs, and restore the model's setting."""
         if self.routing is None:
             yield
             return
@@ -186,9 +186,9 @@ class StaticCacheRunner(ModelRunner):
             self.model.set_experts_implementation(self.experts)
 
     def _try(self, ids: int) -> float:
-        """The error of the logits against the model's own forward, rows at two positions; then a step under the guard.
+        """Return the error of the logits against the model's own forward, for rows at two positions.
 
-        Eight tokens, a few more where that passes the end of a short window.
+        Eight tokens are tried, or a few more than a short window has. A step runs under the guard for stalls.
         """
         short = [window + 4 for window in self.windows.values() if window is not None and window <= 64]
         tokens = min(max([8, *short]), self.max_length)
@@ -205,22 +205,22 @@ class StaticCacheRunner(ModelRunner):
             self._guarded(ids_T[last_BT], last_BT)
         last = self.logits[: last_BT.numel()] - own_TV[last_BT].view(-1, self.vocab)
         off = torch.cat([first, last]).nan_to_num().abs().max() / own_TV.nan_to_num().abs().max()
-        error, bound = off.item(), TOLERANCE.get(self.dtype, 1e-1)
-        if not error <= bound:
+        error, limit = off.item(), TOLERANCE.get(self.dtype, 1e-1)
+        if not error <= limit:
             why = "its attention does not follow the mask and the positions that it is given"
             if self.of is not self.model:
                 name = type(self.model).__name__
                 why = f"transformers' {name} over its weights runs no hook on it, and no forward of its own; take that off"
             raise ValueError(
                 f"decoder: model: got {type(self.of).__name__}, whose logits with a static cache differ from its own by "
-                f"{error:.2g} of the largest, wanted at most {bound:g}: {why}."
+                f"{error:.2g} of the largest, wanted at most {limit:g}: {why}."
             )
         for buffer in self.buffers():
             buffer.zero_()
         return error
 
     def _own_logits(self, ids_T: Tensor) -> Tensor:
-        """Those (T, V) of the caller's model, without a cache."""
+        """Return the logits (T, V) of the caller's model, without a cache."""
         with torch.no_grad(), without_autocast(self.device), own_forward(self.of):
             if self.of is self.model:
                 return self.model(input_ids=ids_T[None], use_cache=False, return_dict=True).logits[0].float()
@@ -229,7 +229,7 @@ class StaticCacheRunner(ModelRunner):
         return own_TV
 
     def _guarded(self, token_B: Tensor, position_B: Tensor) -> None:
-        """A step that must not wait for the device; where a list index makes it wait, one that reads lists as slices."""
+        """Run a step that must not wait for the device; where a list index makes it wait, read lists as slices."""
         stalls = []
         for slices in (False, True):
             self.slices = slices
@@ -268,7 +268,6 @@ class StaticCacheRunner(ModelRunner):
             self.model(input_ids=ids_T[None, -1:], use_cache=True, return_dict=True, **cached)
 
     def report(self) -> list[tuple[str, str, str]]:
-        """(part, what runs, why) for the decoder's table."""
         buffers = self.buffers()
         size = sum(buffer.nbytes for buffer in buffers) / 2**20
         local = "".join(f"; {kind} of {window} by its mask" for kind, window in self.windows.items() if window is not None)

@@ -1,14 +1,14 @@
-"""Keys and values of every layer, and where they lie: side by side, or in pages that all rows share; whole, or in 8 bits.
+"""KV cache of all layers: contiguous rows, or pages that all rows share; in the model's dtype, or in 8 bits.
 
-One rule for what a token attends to: what the cache holds, itself included. In 8 bits that is every key and value as it was
-rounded, in a step as in a prompt, so how a prompt was cut into chunks is not seen.
+A token attends to what the cache holds, its own key and value included. In 8 bits these are the rounded ones, in a step as in a
+prompt, so the tokens do not depend on how a prompt was chunked.
 
-A pool of pages serves rows of which not all grow to `max_length`. A row gets its pages for as far as its request may take it
-when the request begins, on the device, so that a step finds a place by a table that nobody changes while it runs. Page 0 is
-nobody's: what lies beyond a row's pages (the padding of a prompt, tokens drafted beyond a row's end, rows that fill up a
-bucket) is written there, and never read by a token that counts.
+A pool of pages serves rows that do not all grow to `max_length`. A row gets the pages for its request's longest possible text
+when the request begins, in a table on the device that a step only reads. Page 0 belongs to no row: values beyond a row's pages
+(padding of a prompt, tokens drafted beyond a row's end, unused rows of a bucket) are written there, and no token of a result
+reads them.
 
-Legend: B rows, T tokens, K key and value heads, L places a row, D width of a head.
+Legend: B rows, T tokens, K key and value heads, L positions a row, D width of a head.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from ..models.decoding import Shape
 if TYPE_CHECKING:
     from .runner import RunnerConfig
 
-PAGE = 64  # places: a tile of the attention's
+PAGE = 64  # positions: a tile of the attention kernel
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class CacheLayout:
     """The format of the KV cache."""
 
     kind: str | None = None  # int8 or fp8, with a scale a token and kv head; None: the model's dtype
-    pages: int | None = None  # of PAGE places, that all rows share; None: max_length places for each row
+    pages: int | None = None  # of PAGE positions, shared by all rows; None: max_length positions for each row
 
     def __post_init__(self) -> None:
         if self.kind is not None and self.kind not in KINDS:
@@ -71,15 +71,15 @@ def pages_for(length: int) -> int:
 class Cache:
     """(layers, B, K, L, D) of keys and of values; in pages, (layers, pages, K, PAGE, D). Scales are without the D."""
 
-    first = 0  # the row of which a step's or a prompt's first is: other than 0 for rows that go on by themselves
+    first = 0  # the cache's row of a step's first row; not 0 for a later lane
 
     def __init__(self, build: "RunnerConfig", layers: range, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
-        """`layers`: the numbers of those whose keys and values it keeps."""
+        """layers: numbers of the layers whose keys and values are cached."""
         layout, rows, length = build.cache, build.max_batch, build.max_length
         self.layout, self.rows, self.length, self.dtype, self.layers = layout, rows, length, dtype, layers
         self.kind = None if layout.kind is None else KINDS[layout.kind]
-        holders, places = (rows, length) if layout.pages is None else (layout.pages + 1, PAGE)
-        size = len(layers), holders, shape.kv_heads, places, shape.head_dim
+        blocks, positions = (rows, length) if layout.pages is None else (layout.pages + 1, PAGE)
+        size = len(layers), blocks, shape.kv_heads, positions, shape.head_dim
         self.k, self.v = (torch.zeros(size, device=device, dtype=self.kind or dtype) for _ in range(2))
         self.k_scale = self.v_scale = self.pages = None
         if self.kind is not None:
@@ -97,11 +97,11 @@ class Cache:
 
     @property
     def bytes_a_token(self) -> int:
-        """Bytes of a token's keys and values in all layers, scales included."""
+        """The bytes of a token's keys and values in all layers, scales included."""
         return self.nbytes // (self.k.shape[1] * self.k.shape[3])
 
     def reserve(self, limits: Tensor) -> None:
-        """Give the first len(limits) rows pages for so many tokens each (int32, on the device), and no other row any."""
+        """Assign pages to the first rows for `limits` tokens each (int32, on the device), and none to other rows."""
         if self.pages is None:
             return
         counts = (limits.long() + PAGE - 1) // PAGE
@@ -127,20 +127,20 @@ class Cache:
         return cache if self.pages is None else cache._replace(pages=self.pages[mine])
 
     def extend(self, number: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write k and v (B, T, K, D) of a prompt at places from `start` on; (B, K, start + T, D) of all up to there."""
+        """Write k and v (B, T, K, D) of a prompt at positions from `start` on. Return all so far, (B, K, start + T, D)."""
         return self._extended(self.k, self.k_scale, number, start, k), self._extended(self.v, self.v_scale, number, start, v)
 
     def _extended(self, cache: Tensor, scales: Tensor | None, number: int, start: int, new: Tensor) -> Tensor:
-        end, place = start + new.shape[1], number - self.layers.start
+        end, index = start + new.shape[1], number - self.layers.start
         if scales is None or self.kind is None:
-            self._write(cache[place], start, new)
-            return self._read(cache[place], len(new), end)
+            self._write(cache[index], start, new)
+            return self._read(cache[index], len(new), end)
         codes, scale = encode(new, self.kind)
-        stored, found = cache[place].view(torch.uint8), scales[place]  # bytes: torch does not index fp8
+        stored, layer_scales = cache[index].view(torch.uint8), scales[index]  # bytes: torch does not index fp8
         self._write(stored, start, codes.view(torch.uint8))
-        self._write(found, start, scale)
+        self._write(layer_scales, start, scale)
         rows = len(new)
-        return decode(self._read(stored, rows, end).view(self.kind), self._read(found, rows, end), self.dtype)
+        return decode(self._read(stored, rows, end).view(self.kind), self._read(layer_scales, rows, end), self.dtype)
 
     def _write(self, to: Tensor, start: int, new: Tensor) -> None:
         rows, end = len(new), start + new.shape[1]
@@ -153,8 +153,8 @@ class Cache:
     def _read(self, of: Tensor, rows: int, end: int) -> Tensor:
         if self.pages is None:
             return of[:rows, :, :end]
-        found = of[self.pages[:rows, : pages_for(end)].long()]  # (B, pages, K, PAGE, ...)
-        return found.transpose(1, 2).flatten(2, 3)[:, :, :end]
+        pages = of[self.pages[:rows, : pages_for(end)].long()]  # (B, pages, K, PAGE, ...)
+        return pages.transpose(1, 2).flatten(2, 3)[:, :, :end]
 
     def rounded(self, x: Tensor) -> Tensor:
         """Return keys or values (..., D) as an 8-bit cache rounds them."""
@@ -169,7 +169,7 @@ class Cache:
         """Return a row for the decoder's table; none for a cache in the model's dtype without pages."""
         if self.kind is None and self.pages is None:
             return []
-        held = str(self.dtype).removeprefix("torch.") if self.kind is None else f"{self.layout.kind}, a scale a token and head"
+        form = str(self.dtype).removeprefix("torch.") if self.kind is None else f"{self.layout.kind}, a scale a token and head"
         shared = "" if self.pages is None else f", {self.layout.pages} pages of {PAGE} tokens that all rows share"
-        whole = 2 * self.k.shape[0] * self.rows * self.k.shape[2] * self.length * self.k.shape[4] * self.dtype.itemsize
-        return [("cache", held + shared, f"{self.nbytes / 1e6:,.3g} MB; plain, {whole / 1e6:,.3g}")]
+        plain = 2 * self.k.shape[0] * self.rows * self.k.shape[2] * self.length * self.k.shape[4] * self.dtype.itemsize
+        return [("cache", form + shared, f"{self.nbytes / 1e6:,.3g} MB; plain, {plain / 1e6:,.3g}")]

@@ -1,17 +1,15 @@
-"""The straight line of one layer: attention with its norm and residual, then an MLP with its own.
+"""Parts of a layer: attention and a dense MLP, each with its norm and its addition to the residual stream.
 
-Each part has three forms: `step` for few rows, whose products are kernels of our own that read the weights once and may each
-start while the one before still runs; `wide_step` for more, whose products are cuBLAS's; and `prompt`. It
-gets its weights in any format (weights/) and keeps keys and values in any cache (kv_cache.py). What it computes is said by its
-weights' records (models/decoding.py), and once more in plain fp32.
+Each part has three forms. `step` is for few rows: kernels read the weights once, and each may start while the previous one
+still runs. `gemm_step` is for more, by cuBLAS. `prompt` is for prefill. Weights come in any format (weights.py), and keys and
+values go to any cache (kv_cache.py). models/decoding.py defines the results in plain fp32.
 
-Experts are another file with the same methods (moe.py); so is whatever comes next.
+moe.py has an MLP of experts, with the same methods.
 
 Legend: B rows, T tokens of a prompt, H query heads, K key and value heads, D width of a head.
 """
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,11 +28,11 @@ from ..models.decoding import AttentionWeights, DenseWeights, Linear, Shape
 from .kv_cache import Cache
 from .lora import AdapterRouter
 
-GEMV_ROWS = 8  # rows that are few, beside products by kernels of our own: a row's bits are the same among 1 of them or 8
-# How many programs may share the keys of a row and kv head, and how many tiles each takes at least. H200, a step of 1 row at
-# 4,200 tokens, 16 and 32 programs: 350m 517 and 513 us, 1b 858 and 836. More rows fill the GPU by themselves: of 32 rows at 160
-# tokens, parts of 1 and 4 tiles, 350m 930 and 914 us, 1b 1,168 and 1,137.
-FEW_SPREAD, WIDE_SPREAD = (32, 1), (16, 4)
+GEMV_ROWS = 8  # the most rows of a GEMV, whose kernels give a row the same bits among 1 row or 8
+# Programs that share the keys of a row and kv head, and the tiles that each takes at least, up to GEMV_ROWS rows and beyond.
+# H200, a step of 1 row at 4,200 tokens, 16 and 32 programs: 350m 517 and 513 us, 1b 858 and 836. More rows fill the GPU by
+# themselves: 32 rows at 160 tokens, parts of 1 and 4 tiles, 350m 930 and 914 us, 1b 1,168 and 1,137.
+GEMV_SPLITS, GEMM_SPLITS = (32, 1), (16, 4)
 SCORES = 1 << 26  # capped scores of a prompt that are in memory at a time
 
 
@@ -45,12 +43,12 @@ class Workspace:
         self.shape, self.cache, self.tables, self.rows = shape, cache, tables, rows
         self.dtype, self.device = cache.dtype, cache.k.device
         cos, sin = tables[0]
-        self.still = torch.ones_like(cos), torch.zeros_like(sin)  # for layers that do not turn their heads
+        self.no_rotation = torch.ones_like(cos), torch.zeros_like(sin)  # for layers without positions
         self.adapting = AdapterRouter(rows // tokens, tokens, self.device)
-        self.routing_trace: Any = None  # the judge's RoutingTrace, while it listens to what experts are chosen
-        self.peer: Any = None  # tensors/peers.py's, where other devices have other slices of the same layers
-        self.few: int | None = None  # rows beyond which a product of our own takes them together; None: it never does
-        self.copy: Tensor | None = None  # of the stream in `dtype`, which such products read, if they may
+        self.routing_trace: Any = None  # a RoutingTrace that records the chosen experts
+        self.peer: Any = None  # of placement/peers.py, where other devices have other slices of the same layers
+        self.gemv_rows: int | None = None  # more rows are a tiled GEMM; None: there is none
+        self.copy: Tensor | None = None  # of the stream in `dtype`, which a tiled GEMM reads
         self._buffers: dict[tuple, Tensor] = {}
 
     @property
@@ -69,18 +67,20 @@ class Workspace:
 class Part:
     """Base class of attention and MLP: a norm, products, and the addition to the residual stream, directly or after a norm."""
 
-    def __init__(self, weights: Any, number: int, form: Any, bench: Workspace) -> None:
-        self.weights, self.number, self.form, self.bench = weights, number, form, bench
+    def __init__(self, weights: Any, number: int, form: Any, workspace: Workspace) -> None:
+        self.weights, self.number, self.form, self.workspace = weights, number, form, workspace
         self.products: list[Any] = []
-        self._normed = bench.buffer("normed", bench.rows, bench.shape.hidden, dtype=bench.dtype)
+        self._normed = workspace.buffer("normed", workspace.rows, workspace.shape.hidden, dtype=workspace.dtype)
         summed = weights.post_norm is not None
-        self._sum = bench.buffer("sum", bench.rows, bench.shape.hidden) if summed else None  # zeros, as a step leaves it
+        # Zeros before and after a step.
+        self._sum = workspace.buffer("sum", workspace.rows, workspace.shape.hidden) if summed else None
 
-    def product(self, made: Any, *layers: Linear) -> Any:
+    def product(self, product: Any, *layers: Linear) -> Any:
         """Add the adapters of `layers` to a product of a weight format, and return it."""
-        made.added, made.few, made.copy = self.bench.adapting.added(*layers), self.bench.few, self.bench.copy
-        self.products.append(made)
-        return made
+        product.added, product.gemv_rows = self.workspace.adapting.added(*layers), self.workspace.gemv_rows
+        product.copy = self.workspace.copy
+        self.products.append(product)
+        return product
 
     def read(self, x: Tensor, mode: int) -> Tensor:
         """Return the normed stream, which GEMMs of many rows read."""
@@ -92,27 +92,24 @@ class Part:
 
     def stream(self, x: Tensor, first: bool = False) -> Tensor:
         """Return the stream x or its 16-bit copy, as the next GEMV reads it. first: no product has written a copy yet."""
-        bench = self.bench
-        if first or bench.few is None or len(x) <= bench.few or bench.copy is None:
+        workspace = self.workspace
+        if first or workspace.gemv_rows is None or workspace.copy is None or len(x) <= workspace.gemv_rows:
             return x
-        return bench.copy[: len(x)]
+        return workspace.copy[: len(x)]
 
-    def put(self, product: Any, h: Tensor, x: Tensor, mode: int) -> None:
-        """Add the last product of h to its target. With a peer, send it: `close` adds those of all devices."""
-        if self.bench.peer is None:
+    def add_output(self, product: Any, h: Tensor, x: Tensor, mode: int) -> None:
+        """Add the last product of h to its target. With a peer, send it: `finish` adds those of all devices."""
+        if self.workspace.peer is None:
             product.add_product(h, self.target(x), mode)
         else:
-            product.send_product(h, self.bench.peer.sum(), mode)
+            product.send_product(h, self.workspace.peer.sum(), mode)
 
-    def close(self, x: Tensor, mode: int = 0) -> None:
-        if self.bench.peer is not None:
-            self.bench.peer.add(self.target(x), mode)
+    def finish(self, x: Tensor, mode: int = 0) -> None:
+        """Add the outputs of all devices, and the post-normed output to the stream x."""
+        if self.workspace.peer is not None:
+            self.workspace.peer.add(self.target(x), mode)
         if self._sum is not None:
             add_norm(self.target(x), self.weights.post_norm, x, mode)
-
-    def behind(self, y: Tensor) -> Tensor:
-        """Return the output y of `prompt` after the post-norm, if there is one."""
-        return normed(y, self.weights.post_norm)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that a step reads completely."""
@@ -125,74 +122,72 @@ class Part:
     def report(self) -> list[tuple[str, str, str]]:
         """Return (operation, implementation, reason) for the decoder's table."""
         rows = self.ops() if self._sum is None else [*self.ops(), ("norm, residual add", "add_norm", "")]
-        return [(what, f"{self.bench.kernels}: {op}", why) for what, op, why in rows]
+        return [(what, f"{self.workspace.kernels}: {op}", why) for what, op, why in rows]
 
 
 class CachedAttention(Part):
     """Norm, q k v, rotation, cache, attention, output."""
 
-    def __init__(self, weights: AttentionWeights, number: int, form: Any, bench: Workspace) -> None:
-        super().__init__(weights, number, form, bench)
-        w, s, rows = weights, bench.shape, bench.rows
+    def __init__(self, weights: AttentionWeights, number: int, form: Any, workspace: Workspace) -> None:
+        super().__init__(weights, number, form, workspace)
+        w, s, rows = weights, workspace.shape, workspace.rows
         self.qkv = self.product(form.stacked(w.q, w.k, w.v), w.q, w.k, w.v)
         self.o = self.product(form.stacked(w.o), w.o)
-        self._qkv = bench.buffer("qkv", rows, (s.heads + 2 * s.kv_heads) * s.head_dim)
-        self._mixed = bench.buffer("mixed", rows, s.heads * s.head_dim, dtype=bench.dtype)
-        most = max(n * _spread(n)[0] for n in (rows, min(rows, GEMV_ROWS)))
-        self._partial = bench.buffer("partial", most, s.kv_heads, s.heads // s.kv_heads, s.head_dim + 2)
-        self._finished = bench.buffer("finished", rows * s.kv_heads, dtype=torch.int32)
-        self._angles = bench.still if w.table is None else bench.tables[w.table]
-        self._first = number == bench.cache.layers[0]  # of a span: its product is the fence of triton/_step.py
+        self._qkv = workspace.buffer("qkv", rows, (s.heads + 2 * s.kv_heads) * s.head_dim)
+        self._mixed = workspace.buffer("mixed", rows, s.heads * s.head_dim, dtype=workspace.dtype)
+        most = max(n * _splits(n)[0] for n in (rows, min(rows, GEMV_ROWS)))
+        self._partial = workspace.buffer("partial", most, s.kv_heads, s.heads // s.kv_heads, s.head_dim + 2)
+        self._finished = workspace.buffer("finished", rows * s.kv_heads, dtype=torch.int32)
+        self._angles = workspace.no_rotation if w.table is None else workspace.tables[w.table]
+        self._first = number == workspace.cache.layers[0]  # of its group: its product is the fence of triton/_step.py
 
     def step(self, x: Tensor, position: Tensor, mode: int) -> None:
-        self.give(x, position, mode)
-        self.close(x, mode)
+        self.run(x, position, mode)
+        self.finish(x, mode)
 
-    def give(self, x: Tensor, position: Tensor, mode: int) -> None:
+    def run(self, x: Tensor, position: Tensor, mode: int) -> None:
         """Compute a step up to its last product."""
         rows, qkv, mixed = len(x), self._qkv[: len(x)], self._mixed[: len(x)]
         stream = self.stream(x, self._first)
         self.qkv.norm_product(stream, self.weights.norm, qkv, FENCE if self._first and mode == EARLY else mode)
         self._attend(rows, qkv, position, mode)
-        self.put(self.o, mixed, x, mode)
+        self.add_output(self.o, mixed, x, mode)
 
-    def wide_step(self, x: Tensor, position: Tensor, mode: int) -> None:
+    def gemm_step(self, x: Tensor, position: Tensor, mode: int) -> None:
         h, mixed, w = self.read(x, mode), self._mixed[: len(x)], self.weights
         qkv = fused_linear(h, self.qkv.matrices(), self.qkv.biases or None)
-        add(self.qkv, h, *qkv.split([len(layer.weight) for layer in (w.q, w.k, w.v)], -1))
-        self._attend(len(x), qkv, position, 0)  # dependent on cuBLAS, it takes 0.4 us longer (H200, 350m, 32 rows)
+        if self.qkv.added is not None:
+            self.qkv.added.add(h, *qkv.split([len(layer.weight) for layer in (w.q, w.k, w.v)], -1))
+        self._attend(len(x), qkv, position, 0)  # a dependent launch after cuBLAS takes 0.4 us longer (H200, 350m, 32 rows)
         accumulate(self.target(x), mixed, self.o.matrices()[0], w.o.bias)
-        add(self.o, mixed, self.target(x))
-        self.close(x, mode)
+        if self.o.added is not None:
+            self.o.added.add(mixed, self.target(x))
+        self.finish(x, mode)
 
     def prompt(self, h: Tensor, start: int, end: int) -> Tensor:
         """Return the attention's output for normed h (B, T, hidden) at positions start to end."""
-        q, k, v = self._project(h, start, end)
-        k, v = self.bench.cache.extend(self.number, start, k, v)
-        mixed = attend_prompt(q.transpose(1, 2), k, v, start, self.weights.window, self.bench.shape.scale, self.weights.cap)
-        y = F.linear(mixed := mixed.flatten(2), self.o.matrices()[0], self.weights.o.bias)
-        add(self.o, mixed, y)
-        return y
-
-    def _attend(self, rows: int, qkv: Tensor, position: Tensor, mode: int) -> None:
-        s, w = self.bench.shape, self.weights
-        heads = Heads(*self._angles, w.q_norm, w.k_norm, s.scale, w.window, w.cap)
-        splits, tiles = _spread(rows)
-        partial = self._partial[: rows * splits].view(rows, s.kv_heads, splits, *self._partial.shape[2:])
-        scratch = Scratch(partial, self._finished[: rows * s.kv_heads], tiles)
-        self.bench.cache.attend(self.number, qkv, position, heads, scratch, self._mixed[:rows], mode)
-
-    def _project(self, h: Tensor, start: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, heads, D) each, q and k normed and turned."""
-        s, w = self.bench.shape, self.weights
-        biases = w.q.bias, w.k.bias, w.v.bias
-        rows = list(map(partial(F.linear, h), self.qkv.matrices(), biases))
-        add(self.qkv, h, *rows)
+        w, s = self.weights, self.workspace.shape
+        rows = [F.linear(h, *pair) for pair in zip(self.qkv.matrices(), (w.q.bias, w.k.bias, w.v.bias))]
+        if self.qkv.added is not None:
+            self.qkv.added.add(h, *rows)
         q, k, v = w.heads(rows, s.head_dim, normed)
         if w.table is not None:
             cos, sin = self._angles
             q, k = rope(q, k, cos[start:end], sin[start:end])
-        return q, k, v
+        k, v = self.workspace.cache.extend(self.number, start, k, v)
+        mixed = attend_prompt(q.transpose(1, 2), k, v, start, w.window, s.scale, w.cap)
+        y = F.linear(mixed := mixed.flatten(2), self.o.matrices()[0], w.o.bias)
+        if self.o.added is not None:
+            self.o.added.add(mixed, y)
+        return y
+
+    def _attend(self, rows: int, qkv: Tensor, position: Tensor, mode: int) -> None:
+        s, w = self.workspace.shape, self.weights
+        heads = Heads(*self._angles, w.q_norm, w.k_norm, s.scale, w.window, w.cap)
+        splits, tiles = _splits(rows)
+        partial = self._partial[: rows * splits].view(rows, s.kv_heads, splits, *self._partial.shape[2:])
+        scratch = Scratch(partial, self._finished[: rows * s.kv_heads], tiles)
+        self.workspace.cache.attend(self.number, qkv, position, heads, scratch, self._mixed[:rows], mode)
 
     def exact(self) -> AttentionWeights:
         """Return the weights with the values that a rounded format represents."""
@@ -200,7 +195,7 @@ class CachedAttention(Part):
         return replace(self.weights, q=q, k=k, v=v, o=o)
 
     def ops(self) -> list[tuple[str, str, str]]:
-        prefix, attention = self.form.prefix, self.bench.cache.layout.op
+        prefix, attention = self.form.prefix, self.workspace.cache.layout.op
         return [
             (f"{'norm, ' * (self.weights.norm is not None)}q k v", f"{prefix}norm_product", ""),
             ("rotation, cache, attention", attention, ""),
@@ -213,40 +208,44 @@ class DenseMLP(Part):
 
     captures_prompts = True
 
-    def __init__(self, weights: DenseWeights, number: int, form: Any, bench: Workspace) -> None:
-        super().__init__(weights, number, form, bench)
+    def __init__(self, weights: DenseWeights, number: int, form: Any, workspace: Workspace) -> None:
+        super().__init__(weights, number, form, workspace)
         self.gate_up = self.product(form.gate_up(weights.gate, weights.up), weights.gate, weights.up)
         self.down = self.product(form.stacked(weights.down), weights.down)
-        self._gated = bench.buffer("gated", bench.rows, len(weights.gate.weight), dtype=bench.dtype)
-        self.gate_up_bytes = self.gate_up.nbytes  # of which a step reads all
+        self._gated = workspace.buffer("gated", workspace.rows, len(weights.gate.weight), dtype=workspace.dtype)
+        self.gate_up_bytes = self.gate_up.nbytes  # that a step reads
 
     def step(self, x: Tensor, mode: int) -> None:
-        self.give(x, mode)
-        self.close(x, mode)
+        self.run(x, mode)
+        self.finish(x, mode)
 
-    def give(self, x: Tensor, mode: int) -> None:
-        """A step up to its last product."""
+    def run(self, x: Tensor, mode: int) -> None:
+        """Compute a step up to its last product."""
         y = self._gated[: len(x)]
         self.gate_up.norm_gate_up(self.stream(x), self.weights.norm, self.weights.activation, y, mode)
-        self.put(self.down, y, x, mode)
+        self.add_output(self.down, y, x, mode)
 
-    def wide_step(self, x: Tensor, mode: int) -> None:
+    def gemm_step(self, x: Tensor, mode: int) -> None:
         h = self.read(x, mode)
         both = fused_linear(h, self.gate_up.matrices(), self.gate_up.biases or None)
-        add(self.gate_up, h, *both.chunk(2, -1))
+        if self.gate_up.added is not None:
+            self.gate_up.added.add(h, *both.chunk(2, -1))
         y = gated(self.weights.activation, both)
         accumulate(self.target(x), y, self.down.matrices()[0], self.weights.down.bias)
-        add(self.down, y, self.target(x))
-        self.close(x, mode)
+        if self.down.added is not None:
+            self.down.added.add(y, self.target(x))
+        self.finish(x, mode)
 
     def prompt(self, h: Tensor) -> Tensor:
         """Return the MLP's output for normed h (B, T, hidden)."""
         w, (gate, up) = self.weights, self.gate_up.matrices()
         both = F.linear(h, gate, w.gate.bias), F.linear(h, up, w.up.bias)
-        add(self.gate_up, h, *both)
+        if self.gate_up.added is not None:
+            self.gate_up.added.add(h, *both)
         h = gated(w.activation, *both)
         y = F.linear(h, self.down.matrices()[0], w.down.bias)
-        add(self.down, h, y)
+        if self.down.added is not None:
+            self.down.added.add(h, y)
         return y
 
     def exact(self) -> DenseWeights:
@@ -261,18 +260,12 @@ class DenseMLP(Part):
         prefix, first = self.form.prefix, f"{'norm, ' * (self.weights.norm is not None)}gate, up"
         return [(first, f"{prefix}norm_gate_up", ""), ("down", f"{prefix}add_product", "")]
 
-    def report_wide(self, wide: bool) -> list[tuple[str, str, str]]:
+    def report_gemm(self, gemm: bool) -> list[tuple[str, str, str]]:
         return []
 
 
-def add(product: Any, x: Tensor, *results: Tensor) -> None:
-    """Add the adapters' deltas to the results of a product of x, in place."""
-    if product.added is not None:
-        product.added.add(x, *results)
-
-
 def accumulate(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """x (fp32) += h weightᵀ + bias, summed in fp32."""
+    """Add h weightᵀ + bias to x (fp32), in place."""
     if h.is_cuda and h.dtype != torch.float32:
         torch.addmm(x, h, weight.t(), out_dtype=torch.float32, out=x)
         if bias is not None:
@@ -325,18 +318,18 @@ def attend_lower_right(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def capped_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
-    """`attend` with capped scores, which SDPA does not have: some queries at a time, for their scores are whole in memory."""
+    """Return `attend` with capped scores, which SDPA does not have. Queries are chunked, since their scores are in memory."""
     B, H, T, D = q.shape
     K, S = k.shape[1:3]
     sees = torch.ones(T, S, device=q.device, dtype=torch.bool).tril(S - T) if mask is None else mask
-    step, found = max(1, SCORES // (B * H * S)), []
+    step, outputs = max(1, SCORES // (B * H * S)), []
     for at in range(0, T, step):
-        some = q[:, :, at : at + step].reshape(B, K, -1, D)  # the heads of a group as so many queries of its one key head
+        some = q[:, :, at : at + step].reshape(B, K, -1, D)  # a group's heads as queries of its one key head
         scores = capped_((some @ k.transpose(2, 3)).view(B, H, -1, S).float() * scale, cap)
         weights = scores.masked_fill(~sees[..., at : at + step, :], float("-inf")).softmax(-1).to(q.dtype)
-        found.append((weights.view(B, K, -1, S) @ v).view(B, H, -1, D))
-    return torch.cat(found, 2).transpose(1, 2)
+        outputs.append((weights.view(B, K, -1, S) @ v).view(B, H, -1, D))
+    return torch.cat(outputs, 2).transpose(1, 2)
 
 
-def _spread(rows: int) -> tuple[int, int]:
-    return FEW_SPREAD if rows <= GEMV_ROWS else WIDE_SPREAD
+def _splits(rows: int) -> tuple[int, int]:
+    return GEMV_SPLITS if rows <= GEMV_ROWS else GEMM_SPLITS

@@ -1,8 +1,8 @@
-"""A model's low-rank adapters (lora/) while it decodes: read where they lie, from one launch to the next, and never merged.
+"""Low-rank adapters while a model decodes: read in place at each launch, and never merged.
 
-In a step of few rows they are computed inside the kernels of the products, in one of more rows by a kernel behind each product
-(kernels/decode_adapters.py), and beside the many tokens of a prompt they are two products of their own. A row has all adapters
-that are on, or one of them by name, or none: `AdapterRouter.ids` says it on the device, so one graph serves them all.
+Few rows add them inside the kernels of the products, more rows by a kernel after each product (kernels/decode_adapters.py), and
+the many tokens of a prompt by two GEMMs. A row has all adapters that are on, or one by name, or none: `AdapterRouter.ids` holds
+the selection on the device, so one graph serves all of them.
 
 Legend: B rows, N tokens of them, a multiple of B; K inputs and O outputs of a weight.
 """
@@ -28,69 +28,68 @@ from ..kernels.lora import lora_down, lora_up
 from ..layers.fused_weights import has_reader
 from ..models.decoding import Linear
 
-# The most tokens whose adapters a kernel adds row by row. Products for each adapter, three launches of each, made a step of 1b
-# take 31 ms (H200, eight adapters of rank 16 in all linear layers, 8 rows).
+# The most tokens whose adapters a kernel adds row by row. With products for each adapter, three launches of each, a step of 1b
+# took 31 ms (H200, eight adapters of rank 16 in all linear layers, 8 rows).
 ROW_BY_ROW = 64
 
 
 def adapter_names(model: nn.Module) -> dict[int, str]:
     """Return the names of a model's adapters by the id of their a."""
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for layer in filter(has_reader, model.modules()):
         halves: Any = layer.lora_A
-        found |= {id(half.weight): name for name, half in halves.items()}
-    return found
+        names |= {id(half.weight): name for name, half in halves.items()}
+    return names
 
 
 def form_of_layers(*layers: Linear) -> tuple:
-    """What an example takes of the product of these layers; nothing where no adapter adds to it."""
+    """Return the shape of the adapters in a product of these layers, for its kernel's example; () without adapters."""
     lows = [low for layer in layers for low in layer.adapters]
     return form_of_parts([sum(len(low.a) for low in layer.adapters) for layer in layers], lows[0].a.dtype) if lows else ()
 
 
 class AdapterRouter:
-    """What the adapters of all products of a body share: the rows' choices, and the order of the products."""
+    """The adapters selected by each row, and the products that add them, in the order of a step."""
 
     def __init__(self, rows: int, tokens: int, device: torch.device) -> None:
         """tokens: of a row that a step may take."""
         self.ids = torch.full((rows,), EVERY_ADAPTER, device=device, dtype=torch.int32)
         self.each = self.ids.repeat_interleave(tokens)  # the same for every token of a step
-        self.tokens, self.narrow, self.device = tokens, rows * tokens, device
+        self.tokens, self.most, self.device = tokens, rows * tokens, device
         self._chosen: list[int] = []
         self.begin({})
 
     def begin(self, names: dict[int, str]) -> None:
-        """Products are taken from here on, until `close`, in the order in which a step computes them."""
+        """Begin to collect products, in the order of a step. `close` ends this."""
         self.names, self.owners, self.products = names, dict[str, int](), list["LoraDelta"]()
         self.marked, self.between = self.each, emptied(1, 0, self.device)[0]  # between: every product's h
-        # By the owners of columns of h: which tokens have another adapter, and where all have.
-        self.foreign: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        # By the owners of columns of h: the tokens that have another adapter, and the columns that no token has.
+        self.masks: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def close(self) -> None:
-        sizes = [self.narrow * product.columns for product in self.products]
+        sizes = [self.most * product.columns for product in self.products]
         aligned = [-(-size // 32) * 32 for size in sizes]
         self.between = emptied(1, sum(aligned), self.device)[0]
-        for product, size, whole in zip(self.products, sizes, self.between.split(aligned)):
-            product.h = whole[:size].view(self.narrow, product.columns)
+        for product, size, block in zip(self.products, sizes, self.between.split(aligned)):
+            product.h = block[:size].view(self.most, product.columns)
         for product, before in zip(self.products, [*self.products[-1:], *self.products]):
             product.before = before.h
 
     def added(self, *layers: Linear) -> "LoraDelta | None":
-        """What is added to the product of these layers; None: nothing."""
+        """Return the delta of a product of these layers; None without adapters."""
         return LoraDelta(self, layers) if any(layer.adapters for layer in layers) else None
 
     def number(self, a: Tensor) -> int:
         return self.owners.setdefault(self.names[id(a)], len(self.owners))
 
     def choose(self, names: Sequence[str | None] | None) -> None:
-        """The adapter of each of the first rows, None for none of them. No list: all rows have all that are on.
+        """Select the adapter of each of the first rows, None for no adapter. No list: all rows have all that are on.
 
-        Called before each request, which finds nothing in what passes inside its products: one that broke off between two of
-        them, by Ctrl-C or for want of memory, has left numbers of its own there.
+        It is called before each request, and clears the values that a request interrupted between two products has left.
         """
         self.between.fill_(EMPTY)
         chosen = [] if names is None else [NO_ADAPTER if name is None else self.owners[name] for name in names]
-        spare = EVERY_ADAPTER if names is None else NO_ADAPTER  # for rows that nobody reads
+        spare = EVERY_ADAPTER if names is None else NO_ADAPTER  # for unused rows
         if chosen == self._chosen:
             return
         self._chosen = chosen
@@ -101,16 +100,15 @@ class AdapterRouter:
     def report(self) -> list[tuple[str, str, str]]:
         if not self.products:
             return []
-        return [("adapters", ", ".join(self.owners), f"added to {len(self.products)} products, from where they lie")]
+        return [("adapters", ", ".join(self.owners), f"added to {len(self.products)} products, read in place")]
 
     def mark(self, rows: int, tokens: int) -> None:
-        """Which of the `tokens` tokens of each of the first rows have which adapter: for the `LoraDelta.add` that follow."""
-        if self.products:
-            self.marked, self.foreign = self.ids[:rows].repeat_interleave(tokens), {}
+        """Set the adapter of each of the `tokens` tokens of the first rows, for the `LoraDelta.add` calls that follow."""
+        self.marked, self.masks = self.ids[:rows].repeat_interleave(tokens), {}
 
 
 class LoraDelta:
-    """The adapters of layers that are multiplied as one."""
+    """The adapters of layers that are computed as one product."""
 
     h: Tensor
     before: Tensor
@@ -128,11 +126,8 @@ class LoraDelta:
     def _adapter(self, low: Any) -> StepAdapter:
         return StepAdapter(low.a.detach(), low.b.detach(), low.scale, self.adapting.number(low.a))
 
-    def given(self, rows: int) -> StepAdapters:
-        """For a step's product of so many rows."""
-        return self._of(self.adapting.each[:rows])
-
-    def _of(self, ids: Tensor) -> StepAdapters:
+    def step_adapters(self, ids: Tensor) -> StepAdapters:
+        """Return the operands of a kernel that adds the adapters `ids` of each row."""
         before = self.before
         if before is self.h:  # no other product empties it
             self.h.fill_(EMPTY)
@@ -140,33 +135,34 @@ class LoraDelta:
         return StepAdapters(self.parts, ids, self.h, before, self.table)
 
     def add(self, x: Tensor, *results: Tensor) -> None:
-        """To the products of x (..., K) with each of the layers, (..., O), in place."""
+        """Add the adapters to the products of x (..., K) with each of the layers, (..., O), in place."""
         x, flat = x.reshape(-1, x.shape[-1]), [y if y.dim() == 2 else y.view(-1, y.shape[-1]) for y in results]
         if len(x) <= min(len(self.h), ROW_BY_ROW):
-            add_adapters(x.contiguous(), self._of(self.adapting.marked), *flat)
+            add_adapters(x.contiguous(), self.step_adapters(self.adapting.marked), *flat)
             return
         for part, owners, scales, y in zip(self.parts, self.owners, self.scales, flat):
             if part:
                 self._add_as_one(x, part, owners, scales, y)
 
     def _add_as_one(self, x: Tensor, part: Sequence[StepAdapter], owners: Tensor, scales: Tensor, y: Tensor) -> None:
-        """The adapters of a layer as one that has the ranks of all: six launches, where three each would be 24 for eight.
+        """Add the adapters of a layer as one that has the ranks of all: six launches, where three each would be 24 for eight.
 
-        What no token here has are zeros in b, too: zeros in h times an adapter that has diverged would be NaN in every row.
+        Adapters that no token has are zeros in b, too: zeros in h times a diverged adapter would be NaN in every row.
         """
         a, b = (halves[0] if len(part) == 1 else torch.cat(halves, dim) for dim, halves in enumerate(list(zip(*part))[:2]))
         key, marked = tuple(one.owner for one in part for _ in one.a), self.adapting.marked[:, None]
-        if key not in self.adapting.foreign:
-            foreign = (marked != owners) & (marked != EVERY_ADAPTER)
-            self.adapting.foreign[key] = foreign, foreign.all(0)
-        foreign, unused = self.adapting.foreign[key]
+        if key not in self.adapting.masks:
+            masked = (marked != owners) & (marked != EVERY_ADAPTER)
+            self.adapting.masks[key] = masked, masked.all(0)
+        masked, unused = self.adapting.masks[key]
         alike = all(one.scale == part[0].scale for one in part)
         h = lora_down(x, a, part[0].scale) if alike else lora_down(x, a).mul_(scales)
-        lora_up(y, h.masked_fill_(foreign, 0.0), b.masked_fill(unused, 0.0))
+        lora_up(y, h.masked_fill_(masked, 0.0), b.masked_fill(unused, 0.0))
 
     def tensors(self) -> list[Tensor]:
         return [t for part in self.parts for one in part for t in (one.a, one.b)]
 
 
-def given(added: LoraDelta | None, rows: int) -> StepAdapters | None:
-    return None if added is None else added.given(rows)
+def adapters_for(added: LoraDelta | None, rows: int) -> StepAdapters | None:
+    """Return the adapters of a step's product of `rows` rows."""
+    return None if added is None else added.step_adapters(added.adapting.each[:rows])

@@ -27,10 +27,11 @@ class ModelTensor(NamedTuple):
     tensor: Tensor
 
 
-def model_tensors(model: nn.Module, *kinds: str) -> Iterator[ModelTensor]:
-    """Yield every tensor of these kinds: "_parameters", "_buffers"."""
+def model_tensors(model: nn.Module, *dicts: str) -> Iterator[ModelTensor]:
+    """Yield every tensor of these dicts of modules: "_parameters", "_buffers"."""
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for holder in (getattr(module, kind) for kind in kinds):
+        for each in dicts:
+            holder = getattr(module, each)
             for key, tensor in holder.items():
                 if tensor is not None:
                     yield ModelTensor(f"{prefix}.{key}".lstrip("."), holder, key, tensor)
@@ -43,32 +44,34 @@ class TensorWatch:
     products.
     """
 
-    def __init__(self, model: nn.Module, *kinds: str) -> None:
-        self._found = list(model_tensors(model, *kinds))
+    def __init__(self, model: nn.Module, *dicts: str) -> None:
+        self._watched = list(model_tensors(model, *dicts))
         self._empty = [
             (f"{name}.{key}", holder, key)
             for name, module in model.named_modules()
-            for holder in (getattr(module, kind) for kind in kinds)
+            for holder in (getattr(module, each) for each in dicts)
             for key, tensor in holder.items()
             if tensor is None
         ]
-        tensors = [one.tensor for one in self._found]
+        tensors = [one.tensor for one in self._watched]
         self._addresses = [tensor.data_ptr() for tensor in tensors]
         self._same_addresses = address_check(tensors, self._addresses)
         self._layers = [(name, layer, _added(layer)) for name, layer in adapted_layers(model)]
 
     def moved(self) -> str | None:
         """Return the name of the first tensor that was replaced or has moved, or of a layer with other adapters, or None."""
-        for one in self._found:
+        for one in self._watched:
             if one.holder.get(one.key) is not one.tensor:
                 return one.name
-        if (name := next((name for name, layer, added in self._layers if _added(layer) != added), None)) is not None:
-            return name
-        if (name := next((name for name, holder, key in self._empty if holder.get(key) is not None), None)) is not None:
-            return name
+        for name, layer, added in self._layers:
+            if _added(layer) != added:
+                return name
+        for name, holder, key in self._empty:
+            if holder.get(key) is not None:
+                return name
         if self._same_addresses():
             return None
-        addressed = zip(self._found, self._addresses)
+        addressed = zip(self._watched, self._addresses)
         return next((one.name for one, address in addressed if one.tensor.data_ptr() != address), None)
 
 
@@ -84,12 +87,12 @@ class ModuleTree:
     """Detect modules of a model that were replaced: nothing reads the weights of the new ones."""
 
     def __init__(self, model: nn.Module) -> None:
-        held = ((name, module._modules) for name, module in model.named_modules())
-        self._found = [(name, children, dict(children)) for name, children in held if children]
+        modules = model.named_modules()
+        self._watched = [(name, module._modules, dict(module._modules)) for name, module in modules if module._modules]
 
     def replaced(self) -> str | None:
         """Return the name of the first replaced module. For 320 modules this takes 5 us, a walk over them 200."""
-        for name, children, were in self._found:
+        for name, children, were in self._watched:
             if children != were:  # module by module, by identity
                 key = next(key for key in {**children, **were} if children.get(key) is not were.get(key))
                 return f"{name}.{key}".lstrip(".")
@@ -119,24 +122,24 @@ class ScalarSnapshot:
     """
 
     def __init__(self, model: Any, some: bool) -> None:
-        kinds: Any = float if some else PLAIN
+        types: Any = float if some else PLAIN
         holders = [(name, vars(module)) for name, module in model.named_modules() if type(module) not in WITHOUT_SCALARS]
         holders += [] if some or not hasattr(model, "config") else [("config", vars(model.config))]
-        self._found: list[tuple[str, list[str], dict[str, Any], Callable, Any]] = []
-        for name, held in holders:
-            if keys := [key for key, value in held.items() if isinstance(value, kinds) and key not in IGNORED]:
-                self._found.append((name, keys, held, itemgetter(*keys), itemgetter(*keys)(held)))
+        self._watched: list[tuple[str, list[str], dict[str, Any], Callable, Any]] = []
+        for name, values in holders:
+            if keys := [key for key, value in values.items() if isinstance(value, types) and key not in IGNORED]:
+                self._watched.append((name, keys, values, itemgetter(*keys), itemgetter(*keys)(values)))
 
     def changed(self) -> str | None:
         """Return the name of the first scalar that has changed."""
-        for name, keys, held, get, were in self._found:
+        for name, keys, values, get, were in self._watched:
             try:
-                same = get(held) == were
+                same = get(values) == were
             except KeyError:
                 same = False
             if not same:
                 before = dict(zip(keys, were if len(keys) > 1 else (were,)))
-                key = next(key for key in keys if key not in held or held[key] != before[key])
+                key = next(key for key in keys if key not in values or values[key] != before[key])
                 return f"{name}.{key}".lstrip(".")
         return None
 
@@ -150,12 +153,12 @@ class WeightVersions:
 
     def __init__(self, model: nn.Module, buffers: bool = False) -> None:
         """buffers: include buffers, which hold quantised weights."""
-        held = chain(model.named_parameters(), model.named_buffers() if buffers else ())
-        self._found = [(name, weight, weight._version) for name, weight in held]
+        tensors = chain(model.named_parameters(), model.named_buffers() if buffers else ())
+        self._watched = [(name, weight, weight._version) for name, weight in tensors]
 
     def changed(self) -> str | None:
         """Return the name of the first that has changed."""
-        return next((name for name, weight, version in self._found if weight._version != version), None)
+        return next((name for name, weight, version in self._watched if weight._version != version), None)
 
 
 class ModelWatch:
@@ -163,14 +166,14 @@ class ModelWatch:
 
     def __init__(self, model: nn.Module, stepper: Any, graphs: Any) -> None:
         self.model, self.body, self.stepper, self.graphs = model, stepper.body, stepper, graphs
-        self._unbound: str | None = None  # what has changed, until all is bound anew
-        self._look()
+        self._pending: str | None = None  # a change that the decoder does not follow yet
+        self._snapshot()
 
-    def _look(self) -> None:
-        self._modules, self._taken = ModuleTree(self.model), self.body.taken
-        self._read_values()
+    def _snapshot(self) -> None:
+        self._modules, self._reads = ModuleTree(self.model), self.body.taken
+        self._read_scalars()
 
-    def _read_values(self) -> None:
+    def _read_scalars(self) -> None:
         self._scalars = self.body.numbers()
         self._values = ScalarSnapshot(self.model, some=self._scalars is None)
 
@@ -179,17 +182,17 @@ class ModelWatch:
 
         Where that is refused or interrupted, each further request tries again.
         """
-        if changed := self._unbound or self._changed():
-            self._unbound = changed
+        if changed := self._pending or self._changed():
+            self._pending = changed
             self.body.rebind()
             self.stepper.rebind()
             self.graphs.clear()
-            self._look()
-            self._unbound = None
+            self._snapshot()
+            self._pending = None
             notice(f"decoder: {changed}; bound to the weights as they are now, graphs captured again")
-        if self.body.taken != self._taken:  # `rebind` was called
+        if self.body.taken != self._reads:  # `rebind` was called
             self.graphs.clear()
-            self._taken = self.body.taken
+            self._reads = self.body.taken
 
     def moved(self) -> str | None:
         """Return the name of a weight that is no longer where the graphs read it."""
@@ -201,5 +204,5 @@ class ModelWatch:
         if (name := self._values.changed()) is None:
             return None
         before = self._scalars
-        self._read_values()
+        self._read_scalars()
         return f"{name} is no longer what it was" if before is None or self._scalars != before else None

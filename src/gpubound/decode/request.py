@@ -1,9 +1,10 @@
-"""What is asked of a decoder: prompts and settings, checked on the host before anything is launched."""
+"""Requests to a decoder, checked on the host before anything is launched, and the generations that they return."""
 
+import math
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 from zlib import crc32
@@ -13,16 +14,26 @@ import torch
 from torch import Tensor
 
 from ..models.folder import ends_of
-from .runner import ModelRunner
 from .text import TextCodec
 
 LARGEST = 1e30  # of a temperature or a penalty: in fp32, logits times or over it stay finite
 STOPS = 32  # stop tokens that a request may name
 
 
+# Of each setting: its type, the least and the greatest value, and both in words.
+LIMITS: dict[str, tuple[type, float, float, str]] = {
+    "temperature": (Real, 0, LARGEST, f"0 (greedy) or more, up to {LARGEST:g}"),
+    "top_k": (Integral, 0, 2**31 - 1, "a whole number, 0 (off) or more"),
+    "top_p": (Real, math.nextafter(0, 1), 1, "more than 0 and at most 1 (off)"),
+    "min_p": (Real, 0, math.nextafter(1, 0), "0 (off) or more and less than 1"),
+    "repetition_penalty": (Real, 1 / LARGEST, LARGEST, f"{1 / LARGEST:g} to {LARGEST:g}; 1 is off"),
+    "seed": (Integral, -(2**63), 2**63 - 1, "a whole number of 64 bits"),
+}
+
+
 @dataclass(frozen=True)
 class Choice:
-    """How the next token is chosen, for every row of a request alike."""
+    """Sampling settings of a request, for all of its rows."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -32,27 +43,20 @@ class Choice:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, kind, fits, wanted in (
-            ("temperature", Real, lambda t: 0 <= t <= LARGEST, f"0 (greedy) or more, up to {LARGEST:g}"),
-            ("top_k", Integral, lambda k: 0 <= k < 2**31, "a whole number, 0 (off) or more"),
-            ("top_p", Real, lambda p: 0 < p <= 1, "more than 0 and at most 1 (off)"),
-            ("min_p", Real, lambda p: 0 <= p < 1, "0 (off) or more and less than 1"),
-            ("repetition_penalty", Real, lambda p: 1 / LARGEST <= p <= LARGEST, f"{1 / LARGEST:g} to {LARGEST:g}; 1 is off"),
-            ("seed", Integral, lambda seed: -(2**63) <= seed < 2**63, "a whole number of 64 bits"),
-        ):
+        for name, (kind, low, high, wanted) in LIMITS.items():
             value = getattr(self, name)
-            if not isinstance(value, kind) or isinstance(value, bool) or not fits(value):
+            if not isinstance(value, kind) or isinstance(value, bool) or not low <= value <= high:  # type: ignore[operator]
                 raise ValueError(f"generate: {name}: got {value!r}, wanted {wanted}.")
 
     @property
     def greedy(self) -> bool:
-        """Whether the greatest logit is all that is asked for."""
+        """True where each token is the one with the greatest logit."""
         return self.temperature == 0 and self.repetition_penalty == 1
 
 
 @dataclass(frozen=True)
 class Request:
-    prompts: list[list[int]]  # one a row: a prompt asked for n times stands here n times
+    prompts: list[list[int]]  # one a row: a prompt asked for n times is repeated n times
     max_new_tokens: int
     choice: Choice = field(default_factory=Choice)
     stops: tuple[int, ...] = ()
@@ -60,15 +64,11 @@ class Request:
     logprobs: bool = False
     adapters: tuple[str | None, ...] | None = None  # one a row; None: all rows have all that are on
 
-    @property
-    def lengths(self) -> list[int]:
-        return [len(prompt) for prompt in self.prompts]
-
 
 def make_request(
     prompts: Any,
     text: TextCodec | None,
-    body: ModelRunner,
+    body: Any,
     generation: Mapping[str, Any],
     max_new_tokens: int | None = None,
     stop: Any = None,
@@ -79,10 +79,10 @@ def make_request(
     **choice: Any,
 ) -> Request:
     """Check the arguments of `generate`, before anything is launched. `generation` is the model's generation config."""
-    if unknown := choice.keys() - (known := [one.name for one in fields(Choice)]):
+    if unknown := choice.keys() - LIMITS.keys():
         raise TypeError(
             f"generate() got an unexpected keyword argument {min(unknown)!r}, wanted max_new_tokens, stop, n, logprobs, "
-            f"adapters, sampling, {', '.join(known)}."
+            f"adapters, sampling, {', '.join(LIMITS)}."
         )
     check_count("n", n)
     if max_new_tokens is not None:
@@ -93,21 +93,16 @@ def make_request(
         )
     if sampling == "model":
         choice = model_sampling(generation) | {name: value for name, value in choice.items() if value is not None}
-    given = read_prompts(prompts, text, padding_of(generation, text))
-    own = check_adapters(adapters, len(given), body)
-    found = [prompt for prompt in given for _ in range(n)]
-    check_prompts(found, body.vocab, body.max_batch, body.max_length)
-    body.check_request([min(len(p) + (max_new_tokens or body.max_length), body.max_length) for p in found])
+    sequences = read_prompts(prompts, text, padding_of(generation, text))
+    if adapters is not None:
+        adapters = tuple(name for name in check_adapters(adapters, len(sequences), body) for _ in range(n))
+    if n > 1:
+        sequences = [prompt for prompt in sequences for _ in range(n)]
+    check_prompts(sequences, body.vocab, body.max_batch, body.max_length)
+    most = body.max_length if max_new_tokens is None else max_new_tokens
+    body.check_request([min(len(prompt) + most, body.max_length) for prompt in sequences])
     stops, strings = read_stops(stop, text, generation, body.vocab)
-    return Request(
-        found,
-        body.max_length if max_new_tokens is None else max_new_tokens,
-        Choice(**choice),
-        stops,
-        strings,
-        logprobs,
-        None if own is None else tuple(name for name in own for _ in range(n)),
-    )
+    return Request(sequences, most, Choice(**choice), stops, strings, logprobs, adapters)
 
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -115,7 +110,7 @@ OTHER_SAMPLING = (
     "num_beams", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "penalty_alpha", "no_repeat_ngram_size",
     "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "guidance_scale",
 )  # fmt: skip
-"""Settings of a generation config that change tokens and that no decoder here has."""
+"""Settings of a generation config that change tokens and that this decoder does not have."""
 
 
 def model_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,10 +119,10 @@ def model_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
     Without `do_sample` the model decodes greedily: the temperature is 0, and a repetition penalty applies alone. A setting
     that the config leaves out is off.
     """
-    found = {name: generation[name] for name in SAMPLING if generation.get(name) is not None}
+    settings = {name: generation[name] for name in SAMPLING if generation.get(name) is not None}
     if not generation.get("do_sample"):
-        return {"temperature": 0.0} | {key: value for key, value in found.items() if key == "repetition_penalty"}
-    return {"temperature": 1.0} | found
+        return {"temperature": 0.0} | {key: value for key, value in settings.items() if key == "repetition_penalty"}
+    return {"temperature": 1.0} | settings
 
 
 def describe_sampling(generation: Mapping[str, Any], explicit: Mapping[str, Any] | None = None) -> str:
@@ -152,56 +147,56 @@ def padding_of(generation: Mapping[str, Any], text: TextCodec | None = None) -> 
     return None if pad is None or pad in ends_of(dict(generation)) else pad
 
 
-def read_prompts(given: Any, text: TextCodec | None, pad: int | None = None) -> list[list[int]]:
+def read_prompts(prompts: Any, text: TextCodec | None, pad: int | None = None) -> list[list[int]]:
     """Return the token ids of one prompt or several.
 
-    given  text, ids, lists of either, a tensor or array (T,) or (B, T), or a tokenizer's output, whose attention_mask marks
-           the padding
-    pad    the id of the padding: in a (B, T) without an attention_mask, it is removed from both ends of each row
+    prompts  text, ids, lists of either, a tensor or array (T,) or (B, T), or a tokenizer's output, whose attention_mask marks
+             the padding
+    pad      the id of the padding: in a (B, T) without an attention_mask, it is removed from both ends of each row
     """
-    if isinstance(given, Mapping) and "input_ids" in given:
-        mask = given.get("attention_mask")
-        ids = read_prompts(given["input_ids"], text, pad if mask is None else None)
-        return ids if mask is None else _unpadded(ids, mask)
-    if isinstance(given, (Tensor, np.ndarray)):
-        if given.ndim not in (1, 2) or str(given.dtype).removeprefix("torch.")[:3] not in ("int", "uin"):
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:
+        mask = prompts.get("attention_mask")
+        ids = read_prompts(prompts["input_ids"], text, pad if mask is None else None)
+        return ids if mask is None else _masked(ids, mask)
+    if isinstance(prompts, (Tensor, np.ndarray)):
+        if prompts.ndim not in (1, 2) or str(prompts.dtype).removeprefix("torch.")[:3] not in ("int", "uin"):
             raise ValueError(
-                f"generate: a tensor of prompts must hold token ids (T,) or (B, T), got {given.dtype} {tuple(given.shape)}."
+                f"generate: a tensor of prompts must hold token ids (T,) or (B, T), got {prompts.dtype} {tuple(prompts.shape)}."
             )
-        if given.ndim == 1:
-            return [given.tolist()]
-        return [_without(pad, row) for row in given.tolist()]
-    if isinstance(given, str):
-        return [_encode(given, text)]
-    if not isinstance(given, Sequence):
+        rows = prompts.tolist() if prompts.ndim == 2 else [prompts.tolist()]
+        for number, row in enumerate(rows):
+            real = [at for at, token in enumerate(row) if token != pad] if prompts.ndim == 2 else []
+            rows[number] = row[real[0] : real[-1] + 1] if real else row  # a row of padding alone stays
+        return rows
+    if not isinstance(prompts, Sequence):
         raise ValueError(
-            f"generate: prompts: got {type(given).__name__}, wanted text, token ids, a list of either, or a tokenizer's output "
-            "with input_ids."
+            f"generate: prompts: got {type(prompts).__name__}, wanted text, token ids, a list of either, or a tokenizer's "
+            "output with input_ids."
         )
-    if given and any(isinstance(item, Real) for item in given):
-        return [_ids(0, given)]
-    return [_encode(item, text) if isinstance(item, str) else _ids(number, item) for number, item in enumerate(given)]
+    if isinstance(prompts, str) or any(isinstance(prompt, Real) for prompt in prompts):
+        prompts = [prompts]
+    return [_read_prompt(number, prompt, text) for number, prompt in enumerate(prompts)]
 
 
-def _ids(number: int, item: Any) -> list[int]:
-    tokens = item.tolist() if hasattr(item, "tolist") else item
-    if not isinstance(tokens, Sequence) or isinstance(tokens, str):
-        raise ValueError(f"generate: prompt {number}: got {item!r}, wanted text or a list of token ids.")
+def _read_prompt(number: int, prompt: Any, text: TextCodec | None) -> list[int]:
+    if isinstance(prompt, str):
+        if text is None:
+            raise ValueError(
+                "generate: a prompt is text, but the decoder has no tokenizer; pass tokenizer= to gb.decoder, or ids."
+            )
+        return text.encode(prompt)
+    tokens = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(tokens, Sequence):
+        raise ValueError(f"generate: prompt {number}: got {prompt!r}, wanted text or a list of token ids.")
     for at, token in enumerate(tokens):
         if not isinstance(token, Integral) or isinstance(token, bool):
             raise ValueError(
                 f"generate: prompt {number}: got {token!r} at index {at}, wanted token ids, which are whole numbers."
             )
-    return [int(token) for token in tokens]
+    return list(map(int, tokens))
 
 
-def _without(pad: int | None, row: list[int]) -> list[int]:
-    """Return the row without padding before and after its tokens. A row of padding alone stays."""
-    real = [at for at, token in enumerate(row) if token != pad]
-    return row[real[0] : real[-1] + 1] if real else row
-
-
-def _unpadded(ids: list[list[int]], mask: Any) -> list[list[int]]:
+def _masked(ids: list[list[int]], mask: Any) -> list[list[int]]:
     """Return the ids of each row that its mask marks. Padding is before or after them."""
     rows = mask.tolist() if hasattr(mask, "tolist") else mask
     rows = rows if not rows or isinstance(rows[0], Sequence) or hasattr(rows[0], "tolist") else [rows]
@@ -215,12 +210,6 @@ def _unpadded(ids: list[list[int]], mask: Any) -> list[list[int]]:
                 f"generate: attention_mask of prompt {number}: got padding between its tokens, wanted it before or behind them."
             )
     return [[token for token, real in zip(*pair) if real] for pair in zip(ids, marks)]
-
-
-def _encode(prompt: str, text: TextCodec | None) -> list[int]:
-    if text is None:
-        raise ValueError("generate: a prompt is text, but the decoder has no tokenizer; pass tokenizer= to gb.decoder, or ids.")
-    return text.encode(prompt)
 
 
 def read_stops(
@@ -252,29 +241,22 @@ def model_ends(generation: Mapping[str, Any], vocab: int) -> tuple[int, ...]:
     return check_stops(ends, vocab)
 
 
-def check_verify(verify: Any) -> None:
-    if verify not in (True, "quick", False, None):
-        raise ValueError(f"decoder: verify: got {verify!r}, wanted True, 'quick' or False.")
-
-
-def check_adapters(given: Any, prompts: int, body: ModelRunner) -> list[str | None] | None:
-    """One for each prompt."""
-    if given is None:
-        return None
+def check_adapters(names: Any, prompts: int, body: Any) -> list[str | None]:
+    """Return the adapter of each prompt: `names` is one for all, or a list."""
     known = body.adapters
-    if not isinstance(given, (str, Sequence)):
-        raise ValueError(f"generate: adapters: got {given!r}, wanted a name or None for each prompt.")
+    if not isinstance(names, (str, Sequence)):
+        raise ValueError(f"generate: adapters: got {names!r}, wanted a name or None for each prompt.")
     if known is None:
         why = f" ({body.path})" if body.path else ""
-        raise ValueError(f"generate: adapters: got {given!r}, but all rows are computed alike{why}; leave it out.")
-    found = [given] * prompts if isinstance(given, str) else list(given)
-    if len(found) != prompts:
-        raise ValueError(f"generate: adapters: got {len(found)} for {prompts} prompts, wanted a name or None for each.")
-    for name in found:
+        raise ValueError(f"generate: adapters: got {names!r}, but all rows are computed alike{why}; leave it out.")
+    result = [names] * prompts if isinstance(names, str) else list(names)
+    if len(result) != prompts:
+        raise ValueError(f"generate: adapters: got {len(result)} for {prompts} prompts, wanted a name or None for each.")
+    for name in result:
         if name is not None and name not in known:
             on = f"those that are on: {', '.join(map(repr, known))}" if known else "None, for none is on"
             raise ValueError(f"generate: adapters: got {name!r}, wanted one of {on}.")
-    return found
+    return result
 
 
 def check_count(name: str, value: Any, also: str = "") -> None:
@@ -285,7 +267,7 @@ def check_count(name: str, value: Any, also: str = "") -> None:
 def check_prompts(
     prompts: list[list[int]], vocab: int, max_batch: int, max_length: int, who: str = "generate", new: int = 1
 ) -> None:
-    """`new`: the least tokens that must have room behind each."""
+    """Raise a ValueError for prompts that do not fit. new: the tokens that each must at least have room for."""
     if not prompts:
         raise ValueError(f"{who}: got no prompts, wanted at least one.")
     if len(prompts) > max_batch:
@@ -313,15 +295,15 @@ def check_stops(stops: Sequence[Any], vocab: int) -> tuple[int, ...]:
     for stop in stops:
         if not isinstance(stop, Integral) or isinstance(stop, bool):
             raise ValueError(f"generate: stop: got {stop!r}, wanted token ids and strings.")
-    found = tuple(dict.fromkeys(int(stop) for stop in stops))
-    if len(found) > STOPS:
-        raise ValueError(f"generate: {len(found)} stop tokens, wanted at most {STOPS}; use stop strings for more.")
-    for stop in found:
+    tokens = tuple(dict.fromkeys(map(int, stops)))
+    if len(tokens) > STOPS:
+        raise ValueError(f"generate: {len(tokens)} stop tokens, wanted at most {STOPS}; use stop strings for more.")
+    for stop in tokens:
         if not 0 <= stop < vocab:
             raise ValueError(
                 f"generate: the stop token {stop} lies outside the vocabulary of {vocab}, so it can never be seen."
             )
-    return found
+    return tokens
 
 
 def draws(prompts: list[list[int]]) -> list[int]:
@@ -329,21 +311,81 @@ def draws(prompts: list[list[int]]) -> list[int]:
 
     It does not depend on the batch or on the order of the prompts; copies of a prompt differ, and so do different prompts.
     """
-    before: Counter[tuple[int, ...]] = Counter()
-    found = []
+    copies: Counter[bytes] = Counter()
+    numbers = []
     for prompt in prompts:
-        key = tuple(prompt)
-        found.append((crc32(array("q", prompt).tobytes()) + before[key]) % 2**31)
-        before[key] += 1
-    return found
+        key = array("q", prompt).tobytes()
+        numbers.append((crc32(key) + copies[key]) % 2**31)
+        copies[key] += 1
+    return numbers
 
 
 def pad(prompts: list[list[int]], width: int, device: torch.device) -> Tensor:
-    """(B, width) int64, padded on the right with zeros, which nothing reads."""
+    """Return prompts as (B, width) int64, padded on the right with zeros, which no kernel reads."""
     rows = [prompt[:width] + [0] * (width - len(prompt)) for prompt in prompts]
     return to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor through pinned memory, so that the host does not wait for the copy."""
+    """Return a CPU tensor on the device, copied through pinned memory so that the host does not wait."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass
+class Generated:
+    """One generated sequence; the prompt is not part of it."""
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # empty unless asked for
+    finish: str = ""  # 'stop token', 'stop string' or 'length'
+    text: str | None = None  # None without a tokenizer
+
+
+@dataclass
+class Generation:
+    """The sequences that `generate` returns, in the order of the prompts, and the speed at which they came."""
+
+    sequences: list[Generated]
+    seconds: float = 0.0  # from the call to the last token on the host
+    first_token_s: float = 0.0  # from the call to the first
+    launches: int = 0
+    steps: int = 0  # as launched
+    row_steps: int = 0  # steps that brought a row a token, over all rows
+    bytes_read: int = 0  # that the wanted steps must read: the roofline's numerator
+    wanted: int | None = None  # steps that a row might need when they were launched; None: all
+    at_once: int = 1  # devices that read at the same time, each a part of these bytes
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [sequence.tokens for sequence in self.sequences]
+
+    @property
+    def texts(self) -> list[str]:
+        return [sequence.text or "" for sequence in self.sequences]
+
+    @property
+    def count(self) -> int:
+        return sum(len(sequence.tokens) for sequence in self.sequences)
+
+    @property
+    def tokens_a_step(self) -> float:
+        """Tokens per step of a row that was alive: 1, or with speculation 1 + the drafted tokens that proved right."""
+        return self.count / self.row_steps if self.row_steps else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of all rows together. The time includes the prompt and the first token."""
+        return self.count / self.seconds if self.seconds else 0.0
+
+    def roofline(self, read_bytes_per_s: float) -> float:
+        """The fraction of the time that this machine needs just to read the weights and the live cache once per step.
+
+        The rate is that of one device. Where several share the model, those that read at once are counted.
+        """
+        return self.bytes_read / (self.at_once * read_bytes_per_s) / self.seconds if self.seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        figures = "seconds", "first_token_s", "tokens_per_s", "launches", "steps", "tokens_a_step", "bytes_read"
+        sequences = [vars(sequence) for sequence in self.sequences]
+        return {"sequences": sequences, "tokens": self.count} | {name: getattr(self, name) for name in figures}

@@ -1,12 +1,25 @@
-"""The interface between a decoder and the code that runs its model, and checks that every runner makes."""
+"""Model runners, and the launches of their steps.
 
+A `ModelRunner` computes logits, a `Stepper` chooses a token after each step, and `StepGraphs` captures a launch of k steps
+in a CUDA graph, one for each bucket of rows, number of steps and variant of sampling; on a CPU a launch is a plain call. A
+prefill that comes a second time in one size is captured, too, if it is small enough to be bound by its launches.
+
+`BatchState` is the running batch on the device, with the pinned ring through which its tokens leave. One block of int32 holds
+all that the host reads after a launch: the tokens of each step, their log-probabilities, and which rows are alive or have
+logits that are not finite. So a launch is followed by one copy to pinned memory and one event, which the host queries and never
+waits for. A slot of the ring is written again only after its event was seen, at least one launch later.
+"""
+
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +27,11 @@ from torch import Tensor, nn
 from ..device import label, usable_bytes
 from ..errors import GpuboundError
 from ..formatting import readable
+from ..graph.runner import GraphRunner
+from ..kernels import pick, sample
+from ..kernels.sampling import SETTINGS, Into, Rows, Settings
 from .kv_cache import PLAIN, CacheLayout
-from .stages.plan import lanes
+from .request import STOPS, Request, draws, to_device
 from .weights import weight_format
 
 MEMORY = Path("/proc/meminfo")
@@ -41,7 +57,7 @@ class RunnerConfig:
                 f"decoder: max_batch and max_length: got {self.max_batch} and {self.max_length}, wanted at least 1 and 2."
             )
         self.cache.check(self.max_batch, self.max_length)
-        weight_format(self.weights)  # a wrong name is told before a model is bound
+        weight_format(self.weights)  # raises for a wrong name
 
 
 class ModelRunner(ABC):
@@ -54,19 +70,19 @@ class ModelRunner(ABC):
     max_batch: int
     max_length: int
     device: torch.device
-    embed: Tensor | None = None  # a weight whose rows the sampler writes into x, so that the next step finds its input there
+    embed: Tensor | None = None  # a weight whose rows the sampler writes into x, the input of the next step
     x: Tensor | None = None
-    best: Tensor | None = None  # partial maxima of the logits, and where they lie: see `finds_best`
+    best: Tensor | None = None  # partial maxima of the logits, and their tokens: see `finds_best`
     arg: Tensor | None = None
-    captures_prefill = False  # whether `prefill` may lie in a graph
+    captures_prefill = False  # whether a graph can hold `prefill`
     kernels: str  # what computes a step, in a few words
-    reads = ""  # which weights, in a few words, where it is not the model's own forward that reads them
-    path = ""  # why it is not the fused kernels
+    reads = ""  # which weights, in a few words; empty where the model's own forward reads them
+    path = ""  # the reason why it is not the fused kernels
     calls = False  # whether it calls the model itself, and so its hooks
     rounds = ""  # what is rounded to less than the model's dtype: weights, cache, both, or nothing
-    spans: Sequence[Any] = ()  # its parts on devices of their own, where there are several
-    taken = 0  # how often it has taken weights: graphs hold the addresses of what it made of them last
-    peers: Sequence[Any] = ()  # those devices, where all of them work on each token
+    spans: Sequence[Any] = ()  # its groups of layers, where they are on several devices
+    peers: Sequence[Any] = ()  # its devices, where all of them work on each token
+    taken = 0  # how often it has read the model's weights: graphs hold the addresses of the last time
 
     @abstractmethod
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
@@ -76,7 +92,7 @@ class ModelRunner(ABC):
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         """Return the logits (B, V), fp32, after `token` (B,) at `position` (B,), both int32.
 
-        A body that takes several tokens of a row at once takes them as (B, T), and gives (B T, V).
+        A runner that takes several tokens of a row at once takes them as (B, T), and returns (B T, V).
         """
 
     @abstractmethod
@@ -92,8 +108,7 @@ class ModelRunner(ABC):
         """Read the weights again."""
 
     def numbers(self) -> Any:
-        """Return the scalars that a step reads from the model (model_watch.py). None: its graphs hold the model's own
-        forward, which may read any."""
+        """Return the scalars that a step reads from the model. None: it calls the model's forward, which may read any."""
         return None
 
     @abstractmethod
@@ -106,7 +121,7 @@ class ModelRunner(ABC):
 
     def readers(self, rows: int) -> int:
         """Return the number of devices that read at the same time, each its part of the weights."""
-        count = len({one.device for one in self.peers or self.spans})  # a CPU may stand for several
+        count = len({one.device for one in self.peers or self.spans})  # a CPU may be listed several times
         return max(1, count if self.peers else min(count, len(self.lanes(rows))))
 
     @abstractmethod
@@ -122,16 +137,17 @@ class ModelRunner(ABC):
         """Return the log-probabilities (T - 1,) of ids[1:], each given the tokens before it."""
         self.reserve(torch.full((1,), len(ids) - 1, device=ids.device))
         self.choose(None)
-        found, following = [], ids[1:, None].long()
+        scores, start = [], 1
         for logits in self.logits_after(ids[:-1]):
-            some, following = following[: len(logits)], following[len(logits) :]
-            found.append(logits.float().log_softmax(-1).gather(-1, some)[:, 0])
-        return torch.cat(found)
+            following = ids[start : start + len(logits), None].long()
+            scores.append(logits.float().log_softmax(-1).gather(-1, following)[:, 0])
+            start += len(logits)
+        return torch.cat(scores)
 
-    def reserve(self, limits: Tensor) -> None:  # noqa: B027 (most bodies have nothing to do)
+    def reserve(self, limits: Tensor) -> None:  # noqa: B027
         """Reserve cache for rows of up to `limits` tokens, (B,) int32 on the device. Called before each prefill."""
 
-    def check_request(self, limits: list[int]) -> None:  # noqa: B027 (most bodies have nothing to do)
+    def check_request(self, limits: list[int]) -> None:  # noqa: B027
         """Raise a ValueError where rows of up to these lengths do not fit together."""
 
     @property
@@ -139,10 +155,10 @@ class ModelRunner(ABC):
         """The names of the adapters that a row may select. None: all rows have the same."""
         return None
 
-    def choose(self, names: Sequence[str | None] | None) -> None:  # noqa: B027 (most bodies have nothing to choose)
+    def choose(self, names: Sequence[str | None] | None) -> None:  # noqa: B027
         """Select the adapter of each row by name, None for no adapter. No list: every row has all adapters that are on."""
 
-    def begin(self, token: Tensor) -> None:  # noqa: B027 (most bodies have nothing to do)
+    def begin(self, token: Tensor) -> None:  # noqa: B027
         """Prepare the first step of a batch."""
 
     def chained(self, rows: int) -> bool:
@@ -153,7 +169,7 @@ class ModelRunner(ABC):
         """Return whether this number of rows uses the kernels of one row, so that logits do not depend on the batch."""
         return False
 
-    def ways(self) -> set[int]:
+    def row_counts(self) -> set[int]:
         """Return one number of rows for each path that computes a step."""
         return {1}
 
@@ -169,8 +185,19 @@ class ModelRunner(ABC):
         """Return the tensors that a step changes permanently, besides its position in the cache."""
         return []
 
-    def poison(self) -> None:  # noqa: B027 (most bodies have nothing to do)
+    def poison(self) -> None:  # noqa: B027
         """Fill the cache with NaN, where a runner never reads beyond a row's live length."""
+
+
+def lanes(rows: int, count: int) -> list[range]:
+    """Split `rows` rows into up to `count` lanes that are as equal as possible, the larger ones first.
+
+    >>> lanes(7, 3)
+    [range(0, 3), range(3, 5), range(5, 7)]
+    """
+    count = min(rows, count)
+    size, larger = divmod(rows, count)
+    return [range(n * size + min(n, larger), (n + 1) * size + min(n + 1, larger)) for n in range(count)]
 
 
 def config_value(config: Any, name: str) -> Any:
@@ -203,7 +230,7 @@ def summary(failure: Exception) -> str:
 def check_room(needed: int, device: torch.device, build: RunnerConfig) -> None:
     """Raise a ValueError where the `needed` bytes of keys, values and logits are not free.
 
-    Asked before anything is allocated: a host that has too little swaps, or kills.
+    It is called before anything is allocated: a host with too little memory swaps, or kills the process.
     """
     free = usable_bytes(device) if device.type == "cuda" else host_bytes()
     if free is not None and needed > free:
@@ -215,15 +242,257 @@ def check_room(needed: int, device: torch.device, build: RunnerConfig) -> None:
 
 def host_bytes() -> int | None:
     """Return the bytes of host memory that this process may still allocate; None where the system does not report them."""
-    told = [line.split() for line in MEMORY.read_text().splitlines()] if MEMORY.exists() else []
-    free = [int(words[1]) * 1024 for words in told if words[0] == "MemAvailable:"]
-    most, used = (_number(GROUP / f"memory.{name}") for name in ("max", "current"))
-    if most is not None and used is not None:
-        free.append(max(0, most - used))
+    lines = [line.split() for line in MEMORY.read_text().splitlines()] if MEMORY.exists() else []
+    free = [int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"]
+    files = [GROUP / "memory.max", GROUP / "memory.current"]
+    texts = [file.read_text().strip() if file.exists() else "" for file in files]
+    if all(text.isdecimal() for text in texts):  # "max" where the group has no limit
+        free.append(max(0, int(texts[0]) - int(texts[1])))
     return min(free, default=None)
 
 
-def _number(file: Path) -> int | None:
-    """Return the number in a file; None where there is no such file or no limit ("max")."""
-    text = file.read_text().strip() if file.exists() else ""
-    return int(text) if text.isdecimal() else None
+RING = 3  # launches that the host may be ahead of what it has read
+ON_CPU = 1  # on a CPU, where a launch has ended when it returns: its tokens are shown before the next one begins
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The result of one launch, on the host."""
+
+    emitted: list[list[int]]  # (k, B), -1 where a row had ended
+    logprobs: list[list[float]]  # (k, B); empty unless asked for
+    alive: list[int]  # (B,)
+    bad: list[int]  # (B,): 0, or 1 + the position whose logits were not finite
+
+
+class BatchState:
+    """State of `max_batch` rows on the device. A request fills the first rows, and kernels get views of them."""
+
+    def __init__(self, max_batch: int, vocab: int, longest: int, device: torch.device) -> None:
+        self.max_batch, self.vocab, self.longest, self.device = max_batch, vocab, longest, device
+        self.block = torch.zeros(2 * longest + 2, max_batch, device=device, dtype=torch.int32)
+        self.emitted, self.logprobs = self.block[:longest], self.block[longest:-2].view(torch.float32)  # a line a token
+        token, position, limit = torch.zeros(3, max_batch, device=device, dtype=torch.int32)
+        stops = torch.full((STOPS,), -1, device=device, dtype=torch.int32)
+        self.rows = Rows(token, position, self.block[-2], limit, self.block[-1], stops)
+        zeros = {name: torch.zeros(max_batch, device=device, dtype=dtype) for name, dtype in SETTINGS.items()}
+        self.settings = Settings(**zeros)  # a request writes all of them
+        self.seen: Tensor | None = None
+        pinned = device.type == "cuda"
+        self.lead = RING if pinned else ON_CPU
+        self._ring = [torch.zeros(self.block.shape, dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(RING)]
+        self._events = [torch.cuda.Event() for _ in range(RING)] if pinned else []
+        self._waiting: deque[tuple[int, int]] = deque()
+        self._next = 0
+
+    def choice(self, rows: slice, seen: bool) -> Settings:
+        return Settings._make([*[t[rows] for t in self.settings[:-1]], self.marks()[rows] if seen else None])
+
+    def marks(self) -> Tensor:
+        """Return uint8 (max_batch, V), 1 where a row holds the token. It is allocated for the first penalty."""
+        if self.seen is None:
+            self.seen = torch.zeros(self.max_batch, self.vocab, device=self.device, dtype=torch.uint8)
+        return self.seen
+
+    def fill(self, request: Request, rows: int, max_length: int) -> None:
+        """Write a request into the first `rows` rows, one small copy for each field. Rows without a prompt are not alive."""
+        prompts, choice = request.prompts, request.choice
+        table = [
+            [prompt[-1], len(prompt) - 1, 1, min(len(prompt) + request.max_new_tokens, max_length), number]
+            for prompt, number in zip(prompts, draws(prompts))
+        ]
+        columns = torch.tensor(table + [[0] * 5] * (rows - len(table)), dtype=torch.int32, device="cpu").t().contiguous()
+        targets = self.rows.token, self.rows.position, self.rows.alive, self.rows.limit, self.settings.row
+        for target, values in zip(targets, to_device(columns, self.device)):
+            target[:rows] = values
+        self.rows.bad.zero_()
+        self.rows.stops.fill_(-1)
+        if request.stops:
+            stops = torch.tensor(request.stops, dtype=torch.int32, device="cpu")
+            self.rows.stops[: len(stops)] = to_device(stops, self.device)
+        for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
+            getattr(self.settings, name).fill_(getattr(choice, name))
+        self.settings.penalty.fill_(choice.repetition_penalty)
+        if choice.repetition_penalty != 1:
+            marks = torch.zeros(rows, self.vocab, dtype=torch.uint8, device="cpu")
+            for row, prompt in zip(marks, request.prompts):
+                row[prompt] = 1
+            self.marks()[:rows] = to_device(marks, self.device)
+
+    def end(self, rows: list[int]) -> None:
+        """End these rows, for a reason that only the host knows, such as a stop string."""
+        alive = torch.ones(self.max_batch, dtype=torch.int32, device="cpu")
+        alive[rows] = 0
+        self.rows.alive.mul_(to_device(alive, self.device))
+
+    def send(self, steps: int) -> None:
+        """Copy the results of a launch of `steps` into the next slot of the ring."""
+        slot, self._next = self._next, (self._next + 1) % RING
+        self._ring[slot].copy_(self.block, non_blocking=True)
+        if self._events:
+            self._events[slot].record()
+        self._waiting.append((slot, steps))
+
+    @property
+    def ahead(self) -> int:
+        """Launches sent and not yet received."""
+        return len(self._waiting)
+
+    def receive(self, logprobs: bool = False) -> Tokens:
+        """Return the oldest launch's results as lists once they have arrived: indexing a tensor takes a µs each time."""
+        slot, steps = self._waiting.popleft()
+        while self._events and not self._events[slot].query():
+            time.sleep(2e-5)  # lets other threads run; a wait on the event would hold the host
+        block = self._ring[slot]
+        values = block[self.longest : self.longest + steps].view(torch.float32).tolist() if logprobs else []
+        alive, bad = block[-2:].tolist()
+        return Tokens(block[:steps].tolist(), values, alive, bad)
+
+    def drop(self) -> None:
+        """Discard launches that will not be read, of a stream that was closed early."""
+        while self._waiting:
+            self.receive()
+
+
+class SamplingVariant(NamedTuple):
+    """The options of sampling that change which kernels are launched."""
+
+    greedy: bool = True
+    penalty: bool = False
+    logprobs: bool = False
+
+
+class Stepper:
+    """Run steps of the rows of `slots`, each of which brings a row one token. speculation.py has steps of several."""
+
+    tokens = 1  # of a row that a step may bring
+
+    def __init__(self, body: Any, slots: BatchState) -> None:
+        self.body, self.slots = body, slots
+
+    def run(self, rows: int, steps: int, variant: SamplingVariant) -> None:
+        """Run `steps` steps of the first `rows` rows, all on the device: a graph records this call."""
+        body, slots, state = self.body, self.slots, self.slots.rows.first(rows)
+        plain = variant.greedy and not variant.logprobs and body.finds_best(rows)
+        settings = None if plain else slots.choice(slice(rows), variant.penalty)
+        for step in range(steps):
+            logits = body.step(state.token, state.position)
+            logprob = slots.logprobs[step, :rows] if variant.logprobs else None
+            choose(body, logits, state, settings, into_body(body, slots.emitted[step, :rows]), logprob)
+
+    def prefill(self, ids: Tensor, lengths: Tensor) -> None:
+        """Store what the stepper needs of prompts (B, T), right-padded, which are without their last tokens."""
+
+    def moved(self) -> str | None:
+        """Return the name of a weight that moved and that the runner does not read."""
+        return None
+
+    def rebind(self) -> None:
+        """Read such weights again."""
+
+    def bytes_a_step(self, live: list[int]) -> int:
+        """Return the bytes that a step reads besides the runner's."""
+        return 0
+
+    def report(self) -> list[tuple[str, str, str]]:
+        return []
+
+    def exact(self, rows: int) -> bool:
+        """Return whether this number of rows gets its logits from the kernels of a plain step."""
+        return True
+
+
+def into_body(body: Any, emitted: Tensor) -> Into:
+    """Return the outputs of a choice, among them the runner's next input where it takes embeddings."""
+    return Into(emitted, body.embed, None if body.embed is None else body.x[: len(emitted)])
+
+
+def choose(
+    body: Any, logits: Tensor, state: Rows, settings: Settings | None, into: Into, logprob: Tensor | None = None
+) -> None:
+    """Choose the next token of each row. Without settings: the likeliest, from the runner's partial maxima."""
+    rows = len(into.emitted)
+    if settings is None:
+        pick(body.best[:rows], body.arg[:rows], state, into, dependent=body.chained(rows))
+    else:
+        sample(logits, state, settings, into, logprob, body.chained(rows))
+
+
+PROMPT_TOKENS = 4096  # in a prefill, padding counted: more keep the GPU busy for longer than their launches take
+
+
+class StepGraphs:
+    """Captured launches of a stepper, each made at its first use. Graphs of one device share a memory pool."""
+
+    longest_prompt = PROMPT_TOKENS
+
+    def __init__(self, stepper: Stepper) -> None:
+        self.body, self.slots, self.run = stepper.body, stepper.slots, stepper.run
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every graph, after the weights have moved."""
+        self._launches: dict[tuple[int, int, SamplingVariant], Callable[[], None]] = {}
+        self._warm: set[tuple[int, SamplingVariant]] = set()
+        self._prompts: dict[torch.Size, tuple[tuple[Tensor, Tensor], Callable[[], None]] | None] = {}
+        self._pools: dict[torch.device, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._launches)
+
+    def made(self, rows: int, steps: int, variant: SamplingVariant) -> bool:
+        """Return whether the graph for `launch` is captured."""
+        return (rows, steps, variant) in self._launches
+
+    def launch(self, rows: int, steps: int, variant: SamplingVariant) -> None:
+        key = (rows, steps, variant)
+        if key not in self._launches:
+            self._launches[key] = self._make(*key)
+        self._launches[key]()
+
+    def prefill(self, ids: Tensor, lengths: Tensor) -> None:
+        """body.prefill(ids (B, T), lengths (B,))."""
+        size = ids.shape
+        fits = self.body.captures_prefill and ids.device.type == "cuda" and 0 < ids.numel() <= self.longest_prompt
+        if not fits or size not in self._prompts:  # at its first, its kernels compile and test themselves
+            self.body.prefill(ids, lengths)
+            self._prompts.setdefault(size, None)
+            return
+        inputs, replay = self._prompts[size] or self._capture_prefill(ids.clone(), lengths.clone())
+        for buffer, new in zip(inputs, (ids, lengths)):
+            buffer.copy_(new)
+        replay()
+
+    def _capture_prefill(self, ids: Tensor, lengths: Tensor) -> tuple[tuple[Tensor, Tensor], Callable[[], None]]:
+        runner = self._runner_on(self.slots.device)
+        runner.record(f"prefill {len(ids)} x {ids.shape[1]}", lambda: self.body.prefill(ids, lengths), [], set())
+        self._prompts[ids.shape] = captured = (ids, lengths), runner.replay
+        return captured
+
+    def _runner_on(self, device: torch.device) -> GraphRunner:
+        runner = GraphRunner(device, self._pools.get(device))
+        self._pools[device] = runner.pool
+        return runner
+
+    def _make(self, rows: int, steps: int, variant: SamplingVariant) -> Callable[[], None]:
+        call = partial(self.run, rows, steps, variant)
+        if self.slots.device.type != "cuda":
+            return call
+        runner = self._runner_on(self.slots.device)
+        if (
+            rows,
+            variant,
+        ) not in self._warm:  # first calls compile and test kernels, which no graph can hold
+            saved = self._state(rows)
+            runner.run(lambda: self.run(rows, 1, variant))
+            for tensor, before in saved:
+                tensor.copy_(before)
+            self._warm.add((rows, variant))
+        runner.record(f"decode {rows} x {steps}", call, [], set())
+        return runner.replay
+
+    def _state(self, rows: int) -> list[tuple[Tensor, Tensor]]:
+        """Return copies of the tensors that a step changes, except the cache, whose position the next step writes again."""
+        tensors = [self.slots.block, self.slots.rows.token, self.slots.rows.position, *self.body.carried()]
+        tensors += [t for t in (self.body.x, self.slots.seen) if t is not None]
+        return [(t, t.clone()) for t in tensors]

@@ -1,17 +1,17 @@
-"""Speculative steps: several tokens of a row in one pass over the weights, and the same tokens come out.
+"""Speculative steps: several tokens of a row in one pass over the weights, with the same tokens as plain steps.
 
 A step drafts what may follow a row's last token, runs token and draft through the model at once, and lets `pick` or `sample`
-choose after each of them as in plain decoding: a choice depends on the logits, the seed, the sequence and the position, and
-on nothing else. A row then gets those choices up to the first that its draft did not foresee, that one included. So what comes
-out is what plain steps bring a row alone, greedy or drawn, without rejection sampling; a good draft only makes it come sooner.
+choose after each of them as in plain decoding: a choice depends on the logits, the seed, the sequence and the position alone.
+The row then gets those choices up to and including the first that its draft did not predict. So the tokens are those that
+plain steps bring a row alone, greedy or sampled, without rejection sampling; a good draft only makes them come sooner.
 
-All of it lies in the launch: the host knows neither what was drafted nor how much of it was right until the tokens arrive.
-What was wrong has left its keys and values beyond the row's position, where nothing reads them and the next step writes.
+All of it is in the launch: the host knows neither the drafts nor how many were right until the tokens arrive. Wrong drafts
+leave keys and values beyond the row's position, which are not read and which the next step overwrites.
 
-A body may round otherwise when it computes more rows at once. The fused one does beyond GEMV_ROWS rows, of which a row takes as
-many as it has tokens: from there on, two logits that lie within rounding may change places, as they may in a larger batch.
+A runner may round differently for more rows. The fused one does beyond GEMV_ROWS rows, and a row counts once for each of its
+tokens: beyond, two logits within rounding may change places, as they may in a larger batch.
 
-Shapes: B rows, T tokens of a row in a step (the last, and T - 1 drafted), V words, L places.
+Shapes: B rows, T tokens of a row in a step (the last, and T - 1 drafted), V vocabulary, L positions.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from ..kernels import accept, propose
 from ..kernels.ngram_speculation import Chunk, Said
 from ..kernels.sampling import Into, Rows, Settings
-from .runner import ModelRunner
-from .step_graphs import BatchState, SamplingVariant, StepGraphs, Stepper, choose, into_body
+from .runner import BatchState, ModelRunner, SamplingVariant, StepGraphs, Stepper, choose, into_body
 
 MOST = 15  # tokens that may be drafted: with the last token, as many as a tile of a tensor core has rows
 
@@ -41,7 +40,7 @@ class Draft:
 
 
 def tokens_a_step(speculate: Any, device: torch.device) -> int:
-    """T for what `decoder` was given for a model on `device`: 1 for None, which is plain decoding."""
+    """Return T for `decoder`'s `speculate`: 1 for None, which is plain decoding. device: the model's."""
     if speculate is None:
         return 1
     drafted = speculate.tokens if isinstance(speculate, Draft) else speculate
@@ -50,14 +49,14 @@ def tokens_a_step(speculate: Any, device: torch.device) -> int:
             f"decoder: speculate: got {drafted!r}, wanted a number of tokens from 1 to {MOST} to look up in the text, or "
             "gb.Draft(model, tokens)."
         )
-    if isinstance(speculate, Draft) and (there := {p.device for p in speculate.model.parameters()}) != {device}:
-        lies = f"lies on {' and '.join(sorted(map(str, there)))}" if there else "has no weights"
-        raise ValueError(f"decoder: speculate: the draft model {lies}, the model is on {device}; move it there.")
+    if isinstance(speculate, Draft) and (devices := {p.device for p in speculate.model.parameters()}) != {device}:
+        where = f"lies on {' and '.join(sorted(map(str, devices)))}" if devices else "has no weights"
+        raise ValueError(f"decoder: speculate: the draft model {where}, the model is on {device}; move it there.")
     return drafted + 1
 
 
 def stepper_of(body: ModelRunner, slots: BatchState, tokens: int, drafting: ModelRunner | None) -> Stepper:
-    """For steps of up to `tokens` tokens a row."""
+    """Return the stepper for steps of up to `tokens` tokens a row."""
     if tokens == 1:
         return Stepper(body, slots)
     return TextDraft(body, slots, tokens) if drafting is None else ModelDraft(body, slots, tokens, drafting)
@@ -82,47 +81,47 @@ class TextDraft(Stepper):
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
         self.text[: len(ids), : ids.shape[1]] = ids
 
-    def run(self, rows: int, steps: int, way: SamplingVariant) -> None:
+    def run(self, rows: int, steps: int, variant: SamplingVariant) -> None:
         body, slots, T, n = self.body, self.slots, self.tokens, rows * self.tokens
         state, each, text = slots.rows.first(rows), self.rows.first(n), self.text[:rows]
         each.limit.view(rows, T).copy_(state.limit[:, None])
         chunk = Chunk(*(t[:n].view(rows, T) for t in (self.chunk, each.position, each.alive)))
-        into, logprob = Into(self.chosen[:n]), self.logprob[:n] if way.logprobs else None
+        into, logprob = Into(self.chosen[:n]), self.logprob[:n] if variant.logprobs else None
         chosen = Said(into.emitted.view(rows, T), None if logprob is None else logprob.view(rows, T))
-        settings = None if way.greedy and not way.logprobs and body.finds_best(n) else self._spread(rows, way)
+        settings = None if variant.greedy and not variant.logprobs and body.finds_best(n) else self._repeated(rows, variant)
         text.scatter_(1, state.position[:, None].long(), state.token[:, None])
         for step in range(steps):
-            self.draft(state, chunk, way)
+            self.draft(state, chunk, variant)
             logits = body.step(chunk.token, chunk.position)
             if settings is not None:
                 self._mark(settings, chunk.token)
             choose(body, logits, each, settings, into, logprob)
-            seen = slots.marks()[:rows] if way.penalty else None
+            seen = slots.marks()[:rows] if variant.penalty else None
             lines = slice(step * T, (step + 1) * T)
             emitted = Said(slots.emitted[lines, :rows], None if logprob is None else slots.logprobs[lines, :rows])
             accept(chunk, chosen, state, text, emitted, seen, body.chained(n))
 
-    def draft(self, state: Rows, chunk: Chunk, way: SamplingVariant) -> None:
-        """Fill the chunk with each row's last token, what may follow and what `pick` shall know of it, and the body's input."""
+    def draft(self, state: Rows, chunk: Chunk, variant: SamplingVariant) -> None:
+        """Fill the chunk with each row's last token, its draft and their state, and write the runner's input."""
         body, (rows, T) = self.body, chunk.token.shape
         x = None if body.x is None else body.x[: rows * T]
         propose(state, self.text[:rows], chunk, body.embed, x, body.chained(rows * T))
 
-    def _spread(self, rows: int, way: SamplingVariant) -> Settings:
-        """The settings of the rows, for each of their tokens."""
-        n, given = rows * self.tokens, self.slots.choice(slice(rows), way.penalty)
+    def _repeated(self, rows: int, variant: SamplingVariant) -> Settings:
+        """Return the settings of the rows, repeated for each of their tokens."""
+        n, settings = rows * self.tokens, self.slots.choice(slice(rows), variant.penalty)
         mine = [t[:n] for t in self.settings]
-        for to, value in zip(mine, given):
+        for to, value in zip(mine, settings):
             assert value is not None
             to.view(rows, -1).copy_(value[:, None])
-        if not way.penalty:
+        if not variant.penalty:
             return Settings._make([*mine, None])
         if self.marks is None:
             self.marks = self.slots.marks().repeat(self.tokens, 1)
         return Settings._make([*mine, self.marks[:n]])
 
     def _mark(self, settings: Settings, chunk: Tensor) -> None:
-        """What each token's row holds by then: all that the row holds, and the drafted ones up to it."""
+        """Mark the tokens before each token of a chunk: those of the row, and the drafted ones up to it."""
         if settings.seen is None:
             return
         rows, T = chunk.shape
@@ -154,8 +153,8 @@ class ModelDraft(TextDraft):
         super().__init__(body, slots, tokens)
         self.drafting, self.prompts = drafting, StepGraphs(Stepper(drafting, slots))
         zeros = torch.zeros(6, slots.max_batch, device=slots.device, dtype=torch.int32)
-        token, position, alive, limit, bad, self.drawn = zeros
-        limit.fill_(body.max_length + 1)  # at the cache's end a row stays in its last place
+        token, position, alive, limit, bad, self.chosen_draft = zeros
+        limit.fill_(body.max_length + 1)  # at the cache's end a row stays at its last position
         self.own = Rows(token, position, alive, limit, bad, stops=zeros[0, :1] - 1)  # -1: no token
         self.own_marks: Tensor | None = None
 
@@ -163,10 +162,10 @@ class ModelDraft(TextDraft):
         super().prefill(ids, lengths)
         self.prompts.prefill(ids.clamp(max=self.drafting.vocab - 1), lengths)
 
-    def draft(self, state: Rows, chunk: Chunk, way: SamplingVariant) -> None:
+    def draft(self, state: Rows, chunk: Chunk, variant: SamplingVariant) -> None:
         (rows, T), other = chunk.token.shape, self.drafting
-        own, into = self.own.first(rows), into_body(other, self.drawn[:rows])
-        settings = None if way.greedy and other.finds_best(rows) else self._own_settings(rows, way)
+        own, into = self.own.first(rows), into_body(other, self.chosen_draft[:rows])
+        settings = None if variant.greedy and other.finds_best(rows) else self._own_settings(rows, variant)
         own.token.copy_(state.token.clamp(max=other.vocab - 1))  # the two may pad their vocabularies differently
         own.position.copy_(state.position)
         own.alive.fill_(1)
@@ -176,15 +175,15 @@ class ModelDraft(TextDraft):
             logits = other.step(own.token, own.position)
             choose(other, logits, own, settings, into)
             chunk.token[:, t] = own.token.clamp(max=self.body.vocab - 1)
-        other.step(own.token, own.position)  # for its keys and values: if all were right, the next draft starts behind it
+        other.step(own.token, own.position)  # for its keys and values: if all drafts were right, the next one starts after it
         chunk.position.copy_((state.position[:, None] + self.step).clamp(max=self.body.max_length - 1))
         chunk.alive.copy_(state.alive[:, None])
         self.body.begin(chunk.token.view(-1))
 
-    def _own_settings(self, rows: int, way: SamplingVariant) -> Settings:
-        """The rows' settings. Marks are a copy, in which a draft leaves its own; with other words there are none."""
+    def _own_settings(self, rows: int, variant: SamplingVariant) -> Settings:
+        """Return the rows' settings. Marks are a copy, which drafts change; with another vocabulary there are none."""
         settings = self.slots.choice(slice(rows), False)
-        if not way.penalty or self.drafting.vocab != self.slots.vocab:
+        if not variant.penalty or self.drafting.vocab != self.slots.vocab:
             return settings
         marks = self.slots.marks()
         self.own_marks = torch.empty_like(marks) if self.own_marks is None else self.own_marks

@@ -111,7 +111,7 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found."""
+        """True once a stop string was found."""
         return self._end is not None
 
     def rest(self) -> str:
@@ -131,9 +131,9 @@ class TextStream:
         return bisect_left(range(len(self._tokens)), self._end or 0, key=written)
 
     def _new_piece(self, text: str, withhold: bool = True) -> str:
-        found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
-        if found:
-            self._end = min(found)
+        starts = [at for stop in self.stops if (at := text.find(stop)) >= 0]
+        if starts:
+            self._end = min(starts)
             text = text[: self._end]
         elif withhold:  # text that may be the beginning of a stop string
             text = text[: len(text) - max((_overlap(text, stop) for stop in self.stops), default=0)]

@@ -1,11 +1,11 @@
-"""The body for families of models/registry.py: a list of layers between an embedding and a head, by the fused kernels.
+"""Runner of models/registry.py's families: a list of layers between an embedding and a head, by the fused kernels.
 
-Few rows are products by kernels that multiply row after row (kernels/decode_product.py), in a chain where each may start while
-the one before still runs; `gemv_rows` says how many are few. Some more are taken together by such kernels on tensor cores
-(kernels/tiled_product.py), up to `tiled_gemm_rows`. Many are matrices for cuBLAS. What a layer is made of is its own affair
-(layer.py, moe.py); how weights are held, that of their format (weights/).
+The number of rows of a step chooses how it is multiplied. Up to `gemv_rows`, kernels multiply row after row
+(kernels/decode_product.py), in a chain where each may start while the previous one still runs. Up to `tiled_rows`, kernels
+multiply all rows together on tensor cores (kernels/tiled_product.py). More rows are GEMMs of cuBLAS. The parts of a layer are
+in layer.py and moe.py, the formats of its weights in weights.py.
 
-The layers may lie on several devices, a span (span.py) on each. The stream begins and ends on the first, which has the
+The layers may be on several devices, a `LayerGroup` on each. The residual stream begins and ends on the first, which has the
 embedding, the norm and the head.
 
 Legend: B rows, T tokens of a prompt.
@@ -14,38 +14,163 @@ Legend: B rows, T tokens of a prompt.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..device import can_launch, entered
 from ..errors import GenerateError
-from ..kernels.decode_product import EARLY, LATE, capped_
+from ..kernels import add_rms_norm
+from ..kernels.decode_product import EARLY, LATE, Norm, capped_, form
 from ..kernels.dependent_launch import can_chain
-from ..models.decoding import DenseWeights
+from ..kernels.dispatch import Call
+from ..models.decoding import AttentionWeights, DenseWeights, ExpertWeights, Reader
 from . import cpu_step
-from .kv_cache import PLAIN
-from .layer import GEMV_ROWS, DenseMLP, Workspace, normed_rows
-from .reference import Accuracy, RoundedModel, RoutingTrace, first_not_finite
+from .certificate import Accuracy, RoundedModel, RoutingTrace, first_not_finite
+from .kv_cache import PLAIN, Cache
+from .layer import GEMV_ROWS, CachedAttention, DenseMLP, Workspace, normed, normed_rows
+from .lora import adapter_names, form_of_layers
+from .moe import MoELayer
+from .placement.plan import LayerStage, described
 from .runner import ModelRunner, RunnerConfig, check_room
-from .span import PARTS as PARTS, Layer, LayerGroup, added
-from .stages.plan import LayerStage
-from .ways import gemv_rows, tiled_gemm_rows
 from .weight_view import WeightView
 from .weights import weight_format
 
-PARTIAL_ROWS = 16  # of the head's weight, whose greatest logit is found where they are computed
+# Rows of a GEMV where cuBLAS can read the weights: a third row costs more than its tensor cores do. Packed weights, experts,
+# and speculating rows, which must get the bits of a plain step, have GEMV_ROWS. H200, us a step by rows, kernels and cuBLAS:
+# 350m 3: 743, 953; 8: 1,524, 870. 1b 2: 1,094, 1,035; 8: 4,177, 1,073. 8b 8: 22,368, 4,638.
+FEW = 2
+# The most rows of a tiled GEMM where a layer's gate and up have at most so many bytes. H200, us a step by rows, tiled and
+# otherwise: 350m (17 MB) 2: 495, 538; 4: 507, 920; 8: 527, 841; 16: 750, 865; 32: 1,050, 908. 1b (67 MB) 2: 946, 1,052; 4: 969,
+# 1,046; 8: 1,025, 1,064, and 1,078 on another machine; 16: 1,355, 1,090. 8b, by its products alone: slower.
+TILED = ((32 << 20, 16), (96 << 20, 4))
+PARTIAL_ROWS = 16  # rows of the head's weight whose greatest logit is found in the kernel that computes them
 CHUNK = 2048  # tokens of a prompt at a time
-SCORED = 256  # tokens whose logits are whole in memory while a text is scored
-
+SCORED = 256  # tokens whose full logits are in memory at a time while a text is scored
+META = torch.device("meta")
 
 UNADDED = "its kernels add no adapters, and the model's are on; merge them, switch them off, or pass weights=None"
 ON_ONE = "which are added on one device alone; merge them, switch them off, or leave devices out"
 
+# The class that runs the weights of a layer's part. Another MLP is one more line, its record in models/decoding.py.
+PARTS: dict[type, Any] = {AttentionWeights: CachedAttention, DenseWeights: DenseMLP, ExpertWeights: MoELayer}
+
+
+def gemv_rows(config: RunnerConfig) -> int:
+    """Return the most rows of a GEMV, for a model without experts."""
+    return FEW if config.tokens == 1 and config.weights is None else GEMV_ROWS
+
+
+def tiled_gemm_rows(live: WeightView, config: RunnerConfig) -> int:
+    """Return the most rows of a tiled GEMM; 0 where there is none.
+
+    It needs a dense model in bf16 without adapters, and one token a row: the kernels round x times its norm's gain, which may
+    overflow in fp16.
+    """
+    parts = [layer.mlp for layer in live.layers if isinstance(layer.mlp, DenseWeights)]
+    plain = config.max_batch > 1 and config.tokens == 1 and config.weights is None and not live.sliced and not live.adapted
+    if not plain or len(parts) < len(live.layers) or live.dtype != torch.bfloat16 or not can_launch(live.device):
+        return 0
+    largest = max(mlp.gate.weight.nbytes + mlp.up.weight.nbytes for mlp in parts)
+    return next((rows for most, rows in TILED if largest <= most), 0)
+
+
+def kernel_calls(live: WeightView, weights: str | None, tiled: bool = False, many: bool = False) -> list[Call]:
+    """Return the products that the model's steps will call, so that their kernels' self-tests can begin in parallel.
+
+    tiled: include those of tiled GEMMs; many: those that add adapters to the results of cuBLAS.
+    """
+    norm, prefix = live.layers[0].attention.norm, weight_format(weights).prefix
+    product, add, gate_up = (f"{prefix}{op}" for op in ("norm_product", "add_product", "norm_gate_up"))
+    activation = live.reader.activation()
+    calls: list[Call] = [(product, form(norm, 0.0)), (add, ()), (product, form(live.norm, live.shape.logit_cap))]
+    if live.reader.routers():
+        calls += [("route", ()), (f"{prefix}routed_gate_up", ()), (f"{prefix}add_routed", ())]
+    calls.append((gate_up, form(norm, activation)))
+    if tiled and not live.adapted:
+        calls += [("tiled_norm_product", form(norm)), ("tiled_norm_gate_up", form(norm, activation)), ("tiled_add_product", ())]
+    for attention, mlp in live.layers if live.adapted else ():
+        calls.append((product, form(norm, 0.0, added=form_of_layers(attention.q, attention.k, attention.v))))
+        calls.append((add, form_of_layers(attention.o)))
+        if isinstance(mlp, DenseWeights):
+            calls.append((gate_up, form(norm, activation, added=form_of_layers(mlp.gate, mlp.up))))
+            calls.append((add, form_of_layers(mlp.down)))
+    return calls + [("add_adapters", added) for op, added in calls if many and op == add and added]
+
+
+class Layer(NamedTuple):
+    attention: CachedAttention
+    mlp: Any  # a part with the methods of layer.DenseMLP
+
+
+class LayerGroup:
+    """Consecutive layers on one device, with their cache, rotary tables and buffers."""
+
+    def __init__(self, live: WeightView, config: RunnerConfig, stage: LayerStage) -> None:
+        self.numbers, self.device = stage.layers, stage.device
+        tables = [(cos.to(self.device), sin.to(self.device)) for cos, sin in live.tables(config.max_length)]
+        self.cache = Cache(config, stage.layers, live.shape, live.dtype, self.device)
+        self.workspace = Workspace(live.shape, self.cache, tables, config.max_batch * config.tokens, config.tokens)
+        self.layers: list[Layer] = []
+
+    def report(self, number: int) -> tuple[str, str, str]:
+        """Return (stage, device, contents) for the decoder's table."""
+        weights = {t.data_ptr(): t.nbytes for layer in self.layers for part in layer for t in part.weights.tensors()}
+        return f"stage {number}", str(self.device), described(self.numbers, sum(weights.values()), self.cache.nbytes)
+
+    def read_weights(self, live: WeightView, form: Any) -> None:
+        """Read the model's current weights. Copies of earlier ones are freed layer by layer."""
+        self.workspace.adapting.begin(adapter_names(live.model))
+        for index, number in enumerate(self.numbers):
+            parts = (PARTS[type(part)](part, number, form, self.workspace) for part in live.layers[number])
+            self.layers[index : index + 1] = [Layer(*parts)]
+        self.workspace.adapting.close()
+
+    def step(self, x: Tensor, position: Tensor, mode: int, own_kernels: bool) -> None:
+        """Run the layers on the stream x (B, hidden), in place. own_kernels: without cuBLAS."""
+        with entered(self.device):
+            for attention, mlp in self.layers:
+                if own_kernels:
+                    attention.step(x, position, mode)
+                    mlp.step(x, mode)
+                else:
+                    attention.gemm_step(x, position, mode)
+                    mlp.gemm_step(x, mode)
+
+    def prompt(self, x: Tensor, pending: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
+        """Return the stream (B, T, hidden) of positions from `start` on, and the output to add to it."""
+        # torch makes these copies in the devices' current streams, where one waits for the work of both and delays what
+        # follows. Devices that read one chunk each meanwhile get the next no later for it; lanes of rows would
+        # (placement/pipeline.py).
+        x, end = x.to(self.device), start + x.shape[1]
+        pending = None if pending is None else pending.to(self.device)
+        with entered(self.device):
+            for attention, mlp in self.layers:
+                h, x = add_and_norm(x, pending, attention.weights.norm)
+                pending = normed(attention.prompt(h, start, end), attention.weights.post_norm)
+                h, x = add_and_norm(x, pending, mlp.weights.norm)
+                pending = normed(mlp.prompt(h), mlp.weights.post_norm)
+        assert pending is not None  # there is a layer
+        return x, pending
+
+
+def table_bytes(reader: Reader, config: RunnerConfig) -> int:
+    """Return the bytes of cos and sin of each kind of angles, and of layers without rotation."""
+    return (len(reader.angles()) + 1) * config.max_length * reader.shape().head_dim * 4
+
+
+def add_and_norm(x: Tensor, pending: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    """Return the normed input of a prompt's next part, and the stream x with `pending` added."""
+    if norm is not None and pending is not None:
+        return add_rms_norm(x, pending, norm.weight, norm.eps, norm.offset)
+    x = x if pending is None else x + pending
+    return normed(x, norm), x
+
 
 class FusedRunner(ModelRunner):
-    """`step` after `begin`, as often as wanted. The buffers are its own, made once; the weights are the model's."""
+    """Run a model by the fused kernels, from its weights in place, over buffers that are allocated once."""
 
     x: Tensor
     embed: Tensor
@@ -53,89 +178,88 @@ class FusedRunner(ModelRunner):
     arg: Tensor
     measured: Accuracy | None = None
 
-    def __init__(self, live: WeightView, build: RunnerConfig, stages: Sequence[LayerStage] | None = None) -> None:
-        """stages: where the layers lie, if not all on one device."""
-        self.live, self.max_batch, self.max_length, self.tokens = live, build.max_batch, build.max_length, build.tokens
-        self.device, self.vocab = live.device, live.shape.vocab
-        self.form = weight_format(build.weights)
-        s, B = live.shape, build.max_batch * build.tokens
+    def __init__(self, live: WeightView, config: RunnerConfig, stages: Sequence[LayerStage] | None = None) -> None:
+        """stages: devices of the layers, if there are several."""
+        self.live, self.max_batch, self.max_length, self.tokens = live, config.max_batch, config.max_length, config.tokens
+        self.config, self.device, self.vocab = config, live.device, live.shape.vocab
+        self.form = weight_format(config.weights)
+        rows = config.max_batch * config.tokens
+        fp32: Any = {"device": self.device, "dtype": torch.float32}
         if stages is None:
-            stages = [LayerStage(self.device, range(len(live.layers)))]
-            check_room(LayerGroup.bytes_kept(live, build, stages[0].layers) + 4 * B * self.vocab, self.device, build)
-        self.spans = [LayerGroup(live, build, stage) for stage in stages]
+            layers = range(len(live.layers))
+            needed = Cache(config, layers, live.shape, live.dtype, META).nbytes + table_bytes(live.reader, config)
+            check_room(needed + 4 * rows * self.vocab, self.device, config)
+            stages = [LayerStage(self.device, layers)]
+        self.spans = [LayerGroup(live, config, stage) for stage in stages]
         home = self.spans[0]
-        self.cache, self.bench, self.adapting = home.cache, home.bench, home.bench.adapting
-        wide: Any = {"device": self.device, "dtype": torch.float32}
-        self.x = torch.zeros(B, s.hidden, **wide)
-        self.normed = self.bench.buffer("normed", B, s.hidden, dtype=live.dtype)
-        self.logits = torch.zeros(B, self.vocab, **wide)
-        dense = all(type(layer.mlp) is DenseWeights for layer in live.layers)
-        self.few = gemv_rows(build) if dense and live.whole else GEMV_ROWS
-        self.tilable = tiled_gemm_rows(live, build)
-        plain = build.tokens == 1 and build.cache == PLAIN and len(self.spans) == 1 and live.whole
-        on_host = cpu_step.fits(self.device) and plain and dense
+        self.cache, self.workspace, self.adapting = home.cache, home.workspace, home.workspace.adapting
+        self.x = torch.zeros(rows, live.shape.hidden, **fp32)
+        self.normed = self.workspace.buffer("normed", rows, live.shape.hidden, dtype=live.dtype)
+        self.logits = torch.zeros(rows, self.vocab, **fp32)
+        self.dense = all(type(layer.mlp) is DenseWeights for layer in live.layers) and not live.sliced
+        plain = config.tokens == 1 and config.cache == PLAIN and len(self.spans) == 1
+        on_host = cpu_step.fits(self.device) and plain and self.dense
         parts = 1 if on_host else -(-self.vocab // PARTIAL_ROWS)
-        self.best = torch.zeros(B, parts, **wide)
-        self.arg = torch.zeros(B, parts, device=self.device, dtype=torch.int32)
+        self.best = torch.zeros(rows, parts, **fp32)
+        self.arg = torch.zeros(rows, parts, device=self.device, dtype=torch.int32)
         self.host = cpu_step.CpuStep(self) if on_host else None
-        self.rounds = ", ".join(part for part in (build.weights, build.cache.kind and f"{build.cache.kind} cache") if part)
-        kernels = "fused kernels" if self.bench.kernels == "triton" else "reference kernels"
+        self.can_chain = can_chain(self.device)
+        self.rounds = ", ".join(part for part in (config.weights, config.cache.kind and f"{config.cache.kind} cache") if part)
+        kernels = "fused kernels" if self.workspace.kernels == "triton" else "reference kernels"
         self.kernels, self.reads = "plain torch" if on_host else kernels, self.form.reads
-        self._take()
+        self._read_weights()
 
     @property
     def layers(self) -> list[Layer]:
-        return [layer for span in self.spans for layer in span.layers]
+        return [layer for group in self.spans for layer in group.layers]
 
-    def _take(self) -> None:
-        """Take the weights as they are now. What was made of them before is dropped layer by layer."""
-        if self.live.adapted and not self.form.adds:
+    def _read_weights(self) -> None:
+        """Read the model's current weights. Copies of earlier ones are freed layer by layer."""
+        live = self.live
+        if live.adapted and not self.form.adds:
             raise GenerateError(f"decoder: weights: got {self.form.kind!r}, but {UNADDED}.")
-        if self.live.adapted and len(self.spans) > 1:
+        if live.adapted and len(self.spans) > 1:
             raise GenerateError(f"decoder: devices: the model has low-rank adapters, {ON_ONE}.")
         self.taken += 1
-        self.form.begin(self.live.model, kept=self.host is not None)
-        self.tiled = 0 if self.live.adapted else self.tilable
-        self.narrowest = 1 if self.tiled else self.few
-        for span in self.spans:
-            self._take_together(span.bench)
-            span.take(self.live, self.form)
-        self.embed, self.head = self.live.embed, self.form.head(self.live.head)
+        self.form.begin(live.model, on_host=self.host is not None)
+        self.tiled_rows = tiled_gemm_rows(live, self.config)
+        self.gemv_rows = 1 if self.tiled_rows else gemv_rows(self.config) if self.dense else GEMV_ROWS
+        # A tiled GEMM reads a 16-bit copy of the stream, unless a post-norm adds to the stream, which writes no copy.
+        copied = self.tiled_rows > 0 and all(part.post_norm is None for layer in live.layers for part in layer)
+        for group in self.spans:
+            space = group.workspace
+            space.gemv_rows = self.gemv_rows if self.tiled_rows else None
+            space.copy = space.buffer("copy", space.rows, space.shape.hidden, dtype=space.dtype) if copied else None
+            group.read_weights(live, self.form)
+        self.embed, self.head = live.embed, self.form.head(live.head)
         self.gate_up_bytes = max(layer.mlp.gate_up_bytes for layer in self.layers)
         read = [tensor for layer in self.layers for part in layer for tensor in part.tensors()]
-        read += [self.live.norm.weight, *self.head.tensors()]
-        self.bytes_whole = sum({t.data_ptr(): t.nbytes for t in read}.values())  # what a step reads whole
-        self.bytes_a_token = sum(span.cache.bytes_a_token for span in self.spans)
+        read += [live.norm.weight, *self.head.tensors()]
+        self.weight_bytes = sum({t.data_ptr(): t.nbytes for t in read}.values())  # that every step reads
+        self.bytes_a_token = sum(group.cache.bytes_a_token for group in self.spans)
         self.sparse = [layer for layer in self.layers if type(layer.mlp) is not DenseMLP]
         self.captures_prefill = len(self.spans) == 1 and all(layer.mlp.captures_prompts for layer in self.layers)
         self.measured = None
         if self.host:
-            self.host.take()
-
-    def _take_together(self, bench: Workspace) -> None:
-        """Set the row count from which GEMMs take rows together, and the stream's 16-bit copy that they read."""
-        bench.few = self.narrowest if self.tiled else None
-        behind = any(part.post_norm is not None for layer in self.live.layers for part in layer)  # what adds to the stream then
-        copied = bench.few is not None and not behind
-        bench.copy = bench.buffer("copy", bench.rows, bench.shape.hidden, dtype=bench.dtype) if copied else None
+            self.host.read_weights()
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
-        """The logits (B, V) after `token`, whose embedding is in x, at `position`; its keys and values go to the cache.
+        """Return the logits (B, V) after `token`, whose embedding is in x, at `position`. Its key and value go to the cache.
 
-        Or after T tokens of each row at once, both (B, T) and T up to the body's `tokens`: the logits are (B T, V). To the
-        products and norms, B T tokens are as many rows.
+        Or after T tokens of each row at once, both (B, T): the logits are (B T, V). To products and norms, these are B T rows.
         """
         rows = token.numel()
-        if self.host or not self.narrow(rows):
+        if self.adapting.products and (self.host or rows > self.gemv_rows):
             self.adapting.mark(len(token), rows // len(token))
         if self.host:
             return self.host.step(token, position)
-        x, mode = self.x[:rows], self.mode(rows)
+        x = self.x[:rows]
         if self.live.shape.embedded != 1:
             x *= self.live.shape.embedded
-        for span in self.spans:
-            x, position = x.to(span.device), position.to(span.device)
-            span.step(x, position, mode, self.chains(rows))
+        mode, own_kernels = self.mode(rows), rows <= max(self.gemv_rows, self.tiled_rows)
+        for group in self.spans:
+            x, position = x.to(group.device), position.to(group.device)
+            group.step(x, position, mode, own_kernels)
         return self.leave(x.to(self.device))
 
     @property
@@ -149,77 +273,70 @@ class FusedRunner(ModelRunner):
             x *= self.live.shape.embedded
 
     def pass_stage(self, number: int, x: Tensor, token: Tensor, position: Tensor, first: int) -> None:
-        """Run a stage on the stream x in place. Its rows are those of the cache from `first` on."""
-        span = self.spans[number]
-        span.cache.first = first
-        span.step(x, position, self.mode(len(x)), self.chains(len(x)))
-        span.cache.first = 0
+        """Run a group of layers on the stream x in place. first: the cache's row of x's first row."""
+        group, rows = self.spans[number], len(x)
+        group.cache.first = first
+        group.step(x, position, self.mode(rows), rows <= max(self.gemv_rows, self.tiled_rows))
+        group.cache.first = 0
 
     def leave(self, x: Tensor) -> Tensor:
         """Return the logits (B, V) of the stream x after the last layer."""
         rows, mode = len(x), self.mode(len(x))
-        if not self.narrow(rows):
+        if rows > self.gemv_rows:
             return self.logits_of(normed_rows(x, self.live.norm, self.normed[:rows], mode))
         best = self.best[:rows], self.arg[:rows]
         return self.head.norm_product(x, self.live.norm, self.logits[:rows], mode, best, self.live.shape.logit_cap)
 
     def logits_of(self, h: Tensor) -> Tensor:
         """Return the logits of normed h (B, hidden), computed by torch."""
-        logits, (weight,) = self.logits[: len(h)], self.head.matrices()
+        logits, (weight,), cap = self.logits[: len(h)], self.head.matrices(), self.live.shape.logit_cap
         if h.dtype == logits.dtype:
             torch.mm(h, weight.detach().t(), out=logits)
         elif h.is_cuda:
             torch.mm(h, weight.t(), out_dtype=torch.float32, out=logits)
         else:
             logits.copy_(F.linear(h, weight))
-        return capped_(logits, self.live.shape.logit_cap)
+        return capped_(logits, cap) if cap else logits
 
-    def narrow(self, rows: int) -> bool:
-        return rows <= self.narrowest
-
-    def chains(self, rows: int) -> bool:
-        """Return whether the layers run gpubound's kernels only, and no cuBLAS."""
-        return rows <= max(self.narrowest, self.tiled)
-
-    def ways(self) -> set[int]:
-        """Return one number of rows for each path that computes a step."""
-        return {1, *(min(self.max_batch, n) for n in (self.tiled, self.max_batch) if n > self.narrowest)}
+    def row_counts(self) -> set[int]:
+        return {1, *(min(self.max_batch, n) for n in (self.tiled_rows, self.max_batch) if n > self.gemv_rows)}
 
     def mode(self, rows: int) -> int:
         """Return the launch mode of a step's kernels: programmatic dependent launch where the GPU has it."""
-        if not can_chain(self.device):
+        if not self.can_chain:
             return 0
-        return EARLY if not self.narrow(rows) or self.gate_up_bytes <= self.form.early_bytes else LATE
+        return EARLY if rows > self.gemv_rows or self.gate_up_bytes <= self.form.early_bytes else LATE
 
     def chained(self, rows: int) -> bool:
-        return self.mode(rows) > 0
+        return self.can_chain and self.mode(rows) > 0
 
     def finds_best(self, rows: int) -> bool:
-        return self.host is not None or self.narrow(rows)
+        return self.host is not None or rows <= self.gemv_rows
 
     def same_kernels(self, rows: int) -> bool:
-        return self.narrow(rows) and self.host is None
+        return rows <= self.gemv_rows and self.host is None
 
     @property
     def adapters(self) -> list[str] | None:
         return list(self.adapting.owners)
 
     def choose(self, names: Sequence[str | None] | None) -> None:
-        self.adapting.choose(names)
+        if self.adapting.products:
+            self.adapting.choose(names)
 
     def begin(self, token: Tensor) -> None:
         """Embed the first tokens. The sampler embeds those that follow."""
         self.x[: len(token)] = F.embedding(token, self.live.embed)
 
     def reserve(self, limits: Tensor) -> None:
-        for span in self.spans:
-            span.cache.reserve(limits.to(span.device))
+        for group in self.spans:
+            group.cache.reserve(limits.to(group.device))
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
         """Write the keys and values of ids (B, T), right-padded. Positions after a row's length are never read."""
         for start in range(0, ids.shape[1], CHUNK):
-            self.streamed(ids[:, start : start + CHUNK], start)  # a span may read a chunk while the next has the one before
+            self.streamed(ids[:, start : start + CHUNK], start)  # a device may read a chunk while the next has the previous one
         if self.host:
             self.host.finite = ids.shape[1]
 
@@ -227,15 +344,16 @@ class FusedRunner(ModelRunner):
     def hidden(self, ids: Tensor, start: int = 0) -> Tensor:
         """Return the last hidden state (B, T, hidden) of ids (B, T) at positions from start on, after those in the cache."""
         x, pending = self.streamed(ids, start)
-        return added(x.to(self.device), pending.to(self.device), self.live.norm)[0]
+        return add_and_norm(x.to(self.device), pending.to(self.device), self.live.norm)[0]
 
     def streamed(self, ids: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Return the stream of ids (B, T) after the last layer, on its device, and the last MLP's output, not yet added."""
-        self.adapting.mark(len(ids), ids.shape[1])
-        x = self.embedded(ids)
-        pending: Any = None
-        for span in self.spans:
-            x, pending = span.prompt(x, pending, start)
+        if self.adapting.products:
+            self.adapting.mark(len(ids), ids.shape[1])
+        x, pending = self.embedded(ids), None
+        for group in self.spans:
+            x, pending = group.prompt(x, pending, start)
+        assert pending is not None  # there is a group
         return x, pending
 
     def embedded(self, ids: Tensor) -> Tensor:
@@ -256,16 +374,16 @@ class FusedRunner(ModelRunner):
 
     def rebind(self) -> None:
         self.live.refresh()
-        for span in self.spans:
-            for tables, current in zip(span.bench.tables, self.live.tables(self.max_length)):
+        for group in self.spans:
+            for tables, current in zip(group.workspace.tables, self.live.tables(self.max_length)):
                 for table, now in zip(tables, current):
-                    table.copy_(now)  # a cast there and back may have rounded the model's own frequencies
-        self._take()
+                    table.copy_(now)  # a cast and its reverse may have rounded the model's frequencies
+        self._read_weights()
 
     def bytes_a_step(self, live: list[int]) -> int:
         """Return the bytes of all weights, of experts those that are chosen, and of the keys and values of these lengths."""
-        chosen = sum(layer.mlp.chosen_bytes(len(live) * self.tokens) for layer in self.sparse)
-        return self.bytes_whole + self.bytes_a_token * sum(live) + round(chosen)
+        chosen = sum([layer.mlp.chosen_bytes(len(live) * self.tokens) for layer in self.sparse])
+        return self.weight_bytes + self.bytes_a_token * sum(live) + round(chosen)
 
     def exact(self) -> Any:
         return self.live if self.form.kind is None else RoundedModel(self)
@@ -274,43 +392,45 @@ class FusedRunner(ModelRunner):
         return first_not_finite(self.exact(), ids)
 
     def poison(self) -> None:
-        for span in self.spans:
-            span.cache.poison()
+        for group in self.spans:
+            group.cache.poison()
 
     @contextmanager
     def trace_routing(self) -> Iterator[RoutingTrace]:
         """Record the experts that the last row of each step and prefill is routed to."""
-        found = RoutingTrace()
-        for span in self.spans:
-            span.bench.routing_trace = found
+        trace = RoutingTrace()
+        for group in self.spans:
+            group.workspace.routing_trace = trace
         try:
-            yield found
+            yield trace
         finally:
-            for span in self.spans:
-                span.bench.routing_trace = None
+            for group in self.spans:
+                group.workspace.routing_trace = None
 
     def check_request(self, limits: list[int]) -> None:
         self.cache.layout.check_request(limits)
 
     def report(self) -> list[tuple[str, str, str]]:
-        most, together = len(self.x), max(self.narrowest, self.tiled)
-        wide = most > together
-        read, whole = self.bytes_whole, self.live.bytes_read()
-        weights = self.form.report(self.bench.kernels, read, whole, f", more than {together} rows" * wide)
+        most, own = len(self.x), max(self.gemv_rows, self.tiled_rows)
+        gemm = most > own  # some steps are products of cuBLAS
+        unpacked = self.live.bytes_read()
+        weights = self.form.report(self.workspace.kernels, self.weight_bytes, unpacked, f", more than {own} rows" * gemm)
         if self.host:
             rows = [(f"{len(self.layers)} layers, head", "torch", "a CPU has no kernels of ours")]
             return [*rows, *self.adapting.report(), *weights, *self._rounding()]
         counted = Counter(row for layer in self.layers for part in layer for row in part.report())
-        rows = [span.report(number) for number, span in enumerate(self.spans)] if len(self.spans) > 1 else []
+        rows = [group.report(number) for number, group in enumerate(self.spans)] if len(self.spans) > 1 else []
         rows += [(f"{count} x {part}", what, why) for (part, what, why), count in counted.items()]
-        rows.append(("norm, head", f"{self.bench.kernels}: {self.form.prefix}norm_product", ""))
-        if most > self.narrowest and self.tiled:
-            what = f"{self.bench.kernels}: tiled products; head by torch (cuBLAS)"
-            rows.append((f"{self.narrowest + 1} to {min(most, self.tiled)} rows", what, "all rows together, on tensor cores"))
-        if wide:
+        rows.append(("norm, head", f"{self.workspace.kernels}: {self.form.prefix}norm_product", ""))
+        if most > self.gemv_rows and self.tiled_rows:
+            what = f"{self.workspace.kernels}: tiled products; head by torch (cuBLAS)"
+            rows.append(
+                (f"{self.gemv_rows + 1} to {min(most, self.tiled_rows)} rows", what, "all rows together, on tensor cores")
+            )
+        if gemm:
             why = f"; those of one input one by one: {self.live.apart}" if self.live.apart else ""
-            rows.append((f"more than {together} rows", "products by torch (cuBLAS)", f"they fill tensor cores{why}"))
-        special = dict.fromkeys(row for layer in self.layers for row in layer.mlp.report_wide(wide))
+            rows.append((f"more than {own} rows", "products by torch (cuBLAS)", f"they fill tensor cores{why}"))
+        special = dict.fromkeys(row for layer in self.layers for row in layer.mlp.report_gemm(gemm))
         return [*rows, *special, *self.adapting.report(), *weights, *self._rounding()]
 
     def _rounding(self) -> list[tuple[str, str, str]]:

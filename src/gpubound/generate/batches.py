@@ -9,9 +9,8 @@ import torch
 
 from ..decode import FastDecoder, decoder
 from ..decode.layer import GEMV_ROWS
-from ..decode.request import SAMPLING, Choice, describe_sampling, model_sampling
-from ..decode.result import Generated
-from ..decode.stages.spread import SPLITS
+from ..decode.placement.plan import SPLITS
+from ..decode.request import SAMPLING, Choice, Generated, describe_sampling, model_sampling
 from ..decode.text import TextCodec
 from ..device import label, resolve
 from ..formatting import quantity

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import measure
-from ..decode.result import Generation
+from ..decode.request import Generation
 from ..errors import MeasureError
 from ..formatting import quantity
 from ..trace import notice

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import gpubound as gb
+from gpubound.decode.placement import pipeline as graphs
 from gpubound.decode.runner import ModelRunner
-from gpubound.decode.stages import graphs
 from gpubound.decode.transformer import FusedRunner
 from tests.messages import message
 

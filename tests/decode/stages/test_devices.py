@@ -7,10 +7,8 @@ import torch
 
 from gpubound.decode import weight_view
 from gpubound.decode.generate import FastDecoder
-from gpubound.decode.runner import RunnerConfig
-from gpubound.decode.stages.plan import LayerStage
-from gpubound.decode.stages.spread import spread
-from gpubound.decode.step_graphs import BatchState, SamplingVariant, Stepper
+from gpubound.decode.placement.plan import LayerStage, move_layers
+from gpubound.decode.runner import BatchState, RunnerConfig, SamplingVariant, Stepper
 from gpubound.decode.transformer import FusedRunner
 from gpubound.models.deepseek_v4.decode.body import CompressedBody
 from gpubound.models.registry import reader_of, runner_of
@@ -37,7 +35,7 @@ def decoder(model, devices: list[torch.device], rows: int = 3, **options) -> Fas
     """The last layer on the second device."""
     count = len(model.model.layers)
     stages = [LayerStage(devices[0], range(count - 1)), LayerStage(devices[1], range(count - 1, count))]
-    spread(model, model.model.layers, stages)
+    move_layers(model, model.model.layers, stages)
     build, reader = RunnerConfig(rows, cases.ROOM), reader_of(model)
     if runner_of(model):
         body = CompressedBody(reader, build, stages)

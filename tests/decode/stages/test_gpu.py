@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode.stages.graphs import Handover, StageGraphs
-from gpubound.decode.step_graphs import Stepper
+from gpubound.decode.placement.pipeline import Handover, StageGraphs
+from gpubound.decode.runner import Stepper
 from gpubound.watch import watch
 from tests.messages import message
 

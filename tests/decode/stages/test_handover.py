@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpubound.decode.stages import graphs
-from gpubound.decode.stages.graphs import Handover
+from gpubound.decode.placement import pipeline as graphs
+from gpubound.decode.placement.pipeline import Handover
 
 Stream = tuple[int, str]  # (device, name)
 

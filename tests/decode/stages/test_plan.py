@@ -5,14 +5,14 @@ from itertools import combinations
 import pytest
 import torch
 
-from gpubound.decode.stages.plan import DeviceRoom, StageBytes, lanes, plan
+from gpubound.decode.placement.plan import DeviceMemory, StageBytes, lanes, plan
 from tests.messages import message
 
 GB = 10**9
 
 
-def rooms(*free: float) -> list[DeviceRoom]:
-    return [DeviceRoom(torch.device("cuda", number), int(size * GB)) for number, size in enumerate(free)]
+def rooms(*free: float) -> list[DeviceMemory]:
+    return [DeviceMemory(torch.device("cuda", number), int(size * GB)) for number, size in enumerate(free)]
 
 
 def cut(sizes: StageBytes, *free: float) -> list[int]:

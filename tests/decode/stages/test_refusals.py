@@ -5,9 +5,9 @@ import torch
 
 import gpubound as gb
 from gpubound.decode import weight_view
+from gpubound.decode.placement import plan as spread
+from gpubound.decode.placement.pipeline import fused_reader
 from gpubound.decode.runner import RunnerConfig
-from gpubound.decode.stages import spread
-from gpubound.decode.stages.body import fused_reader
 from gpubound.models.decoding import Reader
 from tests.messages import message
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode.step_graphs import SamplingVariant
-from gpubound.decode.tensors import body as sliced_runner, peers
+from gpubound.decode.placement import peers, tensor_parallel as sliced_runner
+from gpubound.decode.runner import SamplingVariant
 from gpubound.kernels import peer_exchange
 from gpubound.kernels.peer_exchange import Mail
 from tests.messages import message
@@ -179,18 +179,18 @@ def test_a_weight_that_is_no_number_is_named():
 def test_a_device_that_waited_in_vain_is_named():
     """Not the weights: a sum without another's words is NaN, whatever they are. The next request waits again."""
     fast = sliced(verify=False)
-    want, send = fast.generate(cases.PROMPT, max_new_tokens=6).tokens, fast.body._close
+    want, send = fast.generate(cases.PROMPT, max_new_tokens=6).tokens, fast.body._finish
 
     def late(parts, rows):
         send(parts, rows)
         fast.body.slices[0].x.fill_(float("nan"))
         fast.body.peers[1].wait(0)
 
-    fast.body._close = late
+    fast.body._finish = late
     with pytest.raises(gb.GenerateError) as error:
         fast.generate(cases.PROMPT, max_new_tokens=6)
     assert str(error.value).startswith("sequence 0: cpu waited in vain for what another GPU sends, so the logits at position ")
-    del fast.body._close
+    del fast.body._finish
     assert fast.generate(cases.PROMPT, max_new_tokens=6).tokens == want
 
 

@@ -7,13 +7,10 @@ import torch
 
 from gpubound.decode import weight_view
 from gpubound.decode.generate import FastDecoder
-from gpubound.decode.runner import RunnerConfig
-from gpubound.decode.stages.plan import LayerStage
-from gpubound.decode.stages.spread import spread
-from gpubound.decode.step_graphs import BatchState, SamplingVariant, Stepper
-from gpubound.decode.tensors import peers
-from gpubound.decode.tensors.body import SlicedRunner, sliced_runner
-from gpubound.decode.tensors.plan import dealt, plan_slices
+from gpubound.decode.placement import peers
+from gpubound.decode.placement.plan import LayerStage, move_layers, plan_slices, split_vocabulary
+from gpubound.decode.placement.tensor_parallel import SlicedRunner, sliced_runner
+from gpubound.decode.runner import BatchState, RunnerConfig, SamplingVariant, Stepper
 from gpubound.models.deepseek_v4.decode import body
 from gpubound.models.deepseek_v4.decode.sliced import SlicedStreams
 from gpubound.models.registry import reader_of
@@ -56,10 +53,10 @@ def test_each_slice_works_on_its_own_device(sim):
 def test_a_model_that_lies_on_several_devices_already(sim, monkeypatch):
     """Another decoder has moved its layers there, in stages."""
     monkeypatch.setattr(weight_view, "_unreadable", lambda model, spread: None if spread else "its weights differ in device")
-    monkeypatch.setattr("gpubound.decode.tensors.body.rooms_beside", lambda devices: [2**40] * len(devices))
+    monkeypatch.setattr("gpubound.decode.placement.tensor_parallel.free_bytes", lambda devices: [2**40] * len(devices))
     model = cases.build("Llama")
     alone = copy.deepcopy(model)
-    spread(model, model.model.layers, [LayerStage(sim, range(1)), LayerStage(CPU, range(1, 2))])
+    move_layers(model, model.model.layers, [LayerStage(sim, range(1)), LayerStage(CPU, range(1, 2))])
     found = sliced_runner(model, RunnerConfig(1, cases.ROOM), True, [sim, CPU])
     fast = FastDecoder(model, Stepper(found, BatchState(1, found.vocab, 32, sim)), (2, 1), None, True)
     assert {p.device for p in model.parameters()} == {sim, CPU}
@@ -84,7 +81,7 @@ def test_streams_are_sliced_to_their_own_devices(sim, where, monkeypatch):
     model = compressed.build().to(sim if where == "sim" else CPU)
     model.config._experts_implementation = "eager"  # the grouped one asks a device of no known kind for a histogram of ints
     reader = reader_of(model)
-    plans = dealt(compressed.VOCABULARY, [sim, CPU], 16, None)
+    plans = split_vocabulary(compressed.VOCABULARY, [sim, CPU], 16, None)
     streams = SlicedStreams(reader, RunnerConfig(3, compressed.ROOM), plans)
     fast = FastDecoder(model, Stepper(streams, BatchState(3, streams.vocab, 32, sim)), (2, 1), None, True)
     given = [compressed.text(length, seed=length).tolist() for length in (7, 2)]

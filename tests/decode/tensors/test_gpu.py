@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode.step_graphs import Stepper
-from gpubound.decode.tensors.peers import connected
+from gpubound.decode.placement.peers import connected
+from gpubound.decode.runner import Stepper
 from gpubound.kernels import send_words
 from gpubound.watch import watch
 

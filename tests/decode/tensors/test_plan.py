@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode.stages import spread
-from gpubound.decode.tensors import body
-from gpubound.decode.tensors.plan import plan_slices
+from gpubound.decode.placement import plan as spread, tensor_parallel as body
+from gpubound.decode.placement.plan import plan_slices
 from tests.messages import message
 
 from .. import cases
@@ -61,7 +60,7 @@ def test_what_is_not_split_so():
 
 
 def test_a_slice_that_does_not_fit(monkeypatch):
-    monkeypatch.setattr(body, "rooms_beside", lambda devices: [10**9, 50_000])
+    monkeypatch.setattr(body, "free_bytes", lambda devices: [10**9, 50_000])
     assert refused() == message("decode/tensors/plan:a_slice_that_does_not_fi")
 
 

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...decode.request import Choice, check_count, check_prompts, draws, read_prompts, to_device
-from ...decode.result import Generated, Generation
+from ...decode.request import Choice, Generated, Generation, check_count, check_prompts, draws, read_prompts, to_device
 from ...decode.text import TextCodec, TextStream
 from ...errors import GenerateError
 from ...graph import Captured, capture

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode.step_graphs import SamplingVariant, Stepper
+from gpubound.decode.runner import SamplingVariant, Stepper
 from gpubound.watch import watch
 
 from .cases import ROOM, body_of, build, own_logits, stand, text

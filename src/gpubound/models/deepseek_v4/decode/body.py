@@ -24,12 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....decode.certificate import MISSED_LIMIT
+from ....decode.certificate import MISSED_LIMIT, RoutingTrace
 from ....decode.kv_cache import PLAIN
 from ....decode.model_watch import TensorWatch, scalars_of
-from ....decode.reference import RoutingTrace
+from ....decode.placement.plan import LayerStage, described
 from ....decode.runner import ModelRunner, RunnerConfig, check_room
-from ....decode.stages.plan import LayerStage, described
 from ....decode.transformer import PARTIAL_ROWS
 from ....decode.weight_view import DTYPES, closed_projection, unadded
 from ....errors import GenerateError

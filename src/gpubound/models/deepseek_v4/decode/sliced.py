@@ -19,13 +19,10 @@ import torch
 from torch import Tensor
 
 from ....decode.model_watch import WeightVersions
+from ....decode.placement.peers import connected
+from ....decode.placement.plan import LayerStage, SlicePlan, fit_slice, free_bytes, let_apart, split_vocabulary
 from ....decode.runner import RunnerConfig
-from ....decode.span import META
-from ....decode.stages.plan import LayerStage
-from ....decode.stages.spread import let_apart, rooms_beside
-from ....decode.tensors.peers import connected
-from ....decode.tensors.plan import SlicePlan, dealt, fit_slice
-from ....decode.transformer import PARTIAL_ROWS
+from ....decode.transformer import META, PARTIAL_ROWS
 from ....device import entered
 from ....formatting import readable
 from ....kernels.dependent_launch import chained
@@ -151,9 +148,9 @@ def compressed_slices(model: object, build: RunnerConfig, devices: Sequence[torc
     """Build a tensor-parallel runner. Raises ValueError if the model is unsupported or does not fit."""
     reader = reader_for(model, build, len(devices))
     layers, words = reader.layers(), len(weight_of(reader.model.lm_head))
-    plans = dealt(words, devices, PARTIAL_ROWS, indivisible(layers, len(devices)))
+    plans = split_vocabulary(words, devices, PARTIAL_ROWS, indivisible(layers, len(devices)))
     sizes = [there(layer, META) for layer in layers]  # on meta: slicing some stacks copies them
-    for plan, free in zip(plans, rooms_beside(devices)):
+    for plan, free in zip(plans, free_bytes(devices)):
         on_meta = SlicePlan(META, plan.number, plan.count, plan.words)
         weights = sum(t.nbytes for layer in sizes for t in slice_of(layer, on_meta).tensors())
         ends = ends_slice(ends_of(reader), on_meta).nbytes

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ....decode.placement.peers import Peer
+from ....decode.placement.plan import LayerStage
 from ....decode.runner import RunnerConfig
-from ....decode.stages.plan import LayerStage
-from ....decode.tensors.peers import Peer
 from ....device import entered
 from ....kernels import norm_product, send_words
 from ....kernels.decode_product import Norm

@@ -1,0 +1,1 @@
+"""Decoders over several devices: stages of layers, or slices of every layer."""

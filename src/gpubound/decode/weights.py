@@ -1,0 +1,318 @@
+"""Weight formats: the matrices that the parts of a layer multiply by, made from a model's weights.
+
+`DenseFormat` reads the model's weights in place. `PackedFormat` has int8, int4 or fp8 copies. A step reads the packed copies
+alone. Prompts and steps of many rows unpack a layer's weights into a scratch that all layers share, and multiply on tensor
+cores. The embedding, norms and biases are not packed. A weight that has changed since it was packed is found at the next
+request (`changed`), and all are packed again.
+
+stacked(*layers)         layers that read one x (q, k and v; o; down)
+gate_up(gate, up)        the two halves of a gated MLP
+head(weight)             a single layer, too large for a scratch
+experts(gate_up, down)   the layers of a sparse MLP, stacked by expert
+
+Each product has the operations of a step under the names of their kernels; `matrices()` in the model's dtype for many rows,
+with `biases`; `exact()` in fp32 for the certificate; and `tensors()`, which a step reads. A format also has the `prefix` of
+its kernels' names, whether they add adapters (`adds`), the most bytes with which they trigger their successors early
+(`early_bytes`), and rows for the decoder's table (`report`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels import (
+    Norm,
+    add_product,
+    add_routed,
+    dequantize,
+    norm_gate_up,
+    norm_product,
+    quantized_add_product,
+    quantized_add_routed,
+    quantized_norm_gate_up,
+    quantized_norm_product,
+    quantized_routed_gate_up,
+    routed_gate_up,
+    send_product,
+    tiled_add_product,
+    tiled_norm_gate_up,
+    tiled_norm_product,
+)
+from ..kernels.packed_weights import KINDS, Packed, pack, pack_gate_up, pack_stacked, unpack
+from ..kernels.peer_exchange import Mail
+from ..models.decoding import Linear
+from ..trace import notice
+from .lora import LoraDelta, adapters_for
+from .model_watch import WeightVersions
+
+Maxima = tuple[Tensor | None, Tensor | None]
+"""partial maxima of a product, and their rows"""
+NO_MAXIMA = (None, None)
+
+
+class DenseFormat:
+    kind: str | None = None
+    prefix = ""
+    reads = "the live weights"
+    adds = True
+    # Largest gate and up of a layer whose kernels trigger their successors early. H200, a whole step: 350m 398 us against 437
+    # late, 1b (67 MB) 745 / 789, but 8b (235 MB) 4,250 / 4,018.
+    early_bytes = 96 << 20
+
+    def __init__(self, kind: None = None) -> None:
+        pass
+
+    def begin(self, model: nn.Module, on_host: bool) -> None:
+        """Prepare to read the model's current weights. on_host: for the CPU's step, which no kernel serves."""
+
+    def changed(self) -> str | None:
+        return None
+
+    def stacked(self, *layers: Linear) -> "DenseLinear":
+        return DenseLinear(*layers)
+
+    def gate_up(self, gate: Linear, up: Linear) -> "DenseLinear":
+        return DenseLinear(gate, up)
+
+    def head(self, weight: Tensor) -> "DenseLinear":
+        return DenseLinear(Linear(weight))
+
+    def experts(self, gate_up: Tensor, down: Tensor) -> "DenseExperts":
+        return DenseExperts(gate_up, down)
+
+    def report(self, kernels: str, read: int, unpacked: int, steps: str) -> list[tuple[str, str, str]]:
+        return []
+
+
+class DenseLinear:
+    """Up to three weights that read one x. More than `gemv_rows` rows of x are a tiled GEMM."""
+
+    added: LoraDelta | None = None  # of the layers' adapters; set by the layer's part
+    gemv_rows: int | None = None
+    copy: Tensor | None = None  # of the stream, which tiled GEMMs read and write
+
+    def __init__(self, *layers: Linear) -> None:
+        self.layers = layers
+        self.biases = [layer.bias for layer in layers if layer.bias is not None]
+        self.nbytes = sum(layer.weight.nbytes for layer in layers)
+        self._matrices = [layer.weight.detach() for layer in layers]  # without tensor states: adapters are added separately
+        missing = [(None, None)] * (3 - len(layers))
+        self._operands: Any = tuple(zip(*(layer[:2] for layer in layers), *missing))  # weights, biases
+
+    def norm_product(
+        self, x: Tensor, norm: Norm | None, out: Tensor, mode: int, best: Maxima = NO_MAXIMA, cap: float = 0.0
+    ) -> Tensor:
+        (q, k, v), (q_bias, k_bias, v_bias) = self._operands
+        if self.gemv_rows is not None and len(x) > self.gemv_rows:
+            return tiled_norm_product(x, norm, q, k, v, q_bias, k_bias, v_bias, out, mode)
+        return norm_product(x, norm, q, k, v, q_bias, k_bias, v_bias, out, *best, mode, cap, adapters_for(self.added, len(x)))
+
+    def norm_gate_up(self, x: Tensor, norm: Norm | None, activation: str, out: Tensor, mode: int) -> None:
+        (gate, up, _), (gate_bias, up_bias, _) = self._operands
+        if self.gemv_rows is not None and len(x) > self.gemv_rows:
+            tiled_norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, mode, activation)
+            return
+        norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, mode, activation, adapters_for(self.added, len(x)))
+
+    def add_product(self, h: Tensor, x: Tensor, mode: int) -> None:
+        if self.gemv_rows is not None and len(h) > self.gemv_rows:
+            tiled_add_product(h, *self.layers[0][:2], x, mode, None if self.copy is None else self.copy[: len(h)])
+        else:
+            add_product(h, *self.layers[0][:2], x, mode, adapters_for(self.added, len(h)))
+
+    def send_product(self, h: Tensor, to: Mail, mode: int) -> None:
+        send_product(h, *self.layers[0][:2], to, mode)
+
+    def matrices(self) -> list[Tensor]:
+        return self._matrices
+
+    def exact(self) -> Sequence[Linear]:
+        return self.layers
+
+    def tensors(self) -> list[Tensor]:
+        return [*self._matrices, *self.biases, *(self.added.tensors() if self.added else ())]
+
+
+class DenseExperts:
+    """gate_up (E, 2 I, hidden) and down (E, hidden, I)."""
+
+    grouped_steps = True  # whether steps of many rows are products grouped by expert
+
+    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+        self.gate_up, self.down = gate_up, down
+        self.gate_up_bytes = gate_up[0].nbytes  # of one expert
+        self.nbytes = gate_up[0].nbytes + down[0].nbytes  # of one expert
+
+    def routed_gate_up(self, x: Tensor, norm: Norm, ids: Tensor, out: Tensor, mode: int) -> None:
+        routed_gate_up(x, norm, self.gate_up, ids, out, mode)
+
+    def add_routed(self, h: Tensor, ids: Tensor, shares: Tensor, x: Tensor, mode: int) -> None:
+        add_routed(h, self.down, ids, shares, x, mode)
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        return self.gate_up, self.down
+
+    exact = matrices
+
+
+class PackedFormat:
+    prefix = "quantized_"
+    adds = False
+    # Packed bytes. Unpacking needs the multiprocessors that a waiting successor occupies: int4 at 8b (58 MB) 2.15 ms a token
+    # early and 1.91 late, int8 (117 MB) 2.65 and 2.43.
+    early_bytes = 32 << 20
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.reads = kind, f"{kind} copies of the weights"
+        self.on_host = False
+        self.unpacked = 0  # weights, by calls; a graph's replays are not counted
+        self.dtype = torch.float32
+        self._versions: WeightVersions | None = None
+        self._scratch: dict[tuple[int, int], Tensor] = {}
+
+    def begin(self, model: nn.Module, on_host: bool) -> None:
+        """Prepare to pack the model's current weights. on_host: store the rounded values unpacked, for the CPU's step."""
+        again, self.on_host = self._versions is not None, on_host
+        self._versions = WeightVersions(model)
+        self.dtype = next(model.parameters()).dtype
+        if again:
+            notice(f"decoder: the weights have changed since they were rounded to {self.kind}: rounded again")
+        if on_host:  # unpacking takes longer than a step there, and so do the kernels' references
+            notice(
+                f"decoder: no kernel reads {self.kind} weights on a CPU: the rounded numbers are kept in full, nothing is saved"
+            )
+
+    def changed(self) -> str | None:
+        return None if self._versions is None else self._versions.changed()
+
+    def stacked(self, *layers: Linear) -> "PackedLinear":
+        return PackedLinear(self, pack_stacked([layer.weight for layer in layers], self.kind), layers)
+
+    def gate_up(self, gate: Linear, up: Linear) -> "PackedLinear":
+        return PackedLinear(self, pack_gate_up(gate.weight, up.weight, self.kind), (gate, up), turns=2)
+
+    def head(self, weight: Tensor) -> "PackedLinear":
+        """Pack the head. It is unpacked for each use, since its scratch would be the largest of all."""
+        return PackedLinear(self, pack(weight, self.kind), [Linear(weight)], shared=False)
+
+    def experts(self, gate_up: Tensor, down: Tensor) -> "PackedExperts":
+        return PackedExperts(self, gate_up, down)
+
+    def scratch(self, weight: Packed) -> Tensor:
+        """Return the buffer that matrices of this size are unpacked to, one after the other."""
+        size = weight.rows, weight.columns
+        if size not in self._scratch:
+            self._scratch[size] = torch.empty(size, device=weight.words.device, dtype=self.dtype)
+        return self._scratch[size]
+
+    def unpack(self, weight: Packed, to: Tensor, turns: int = 1) -> Tensor:
+        self.unpacked += 1
+        return dequantize(weight, to, turns)
+
+    def report(self, kernels: str, read: int, unpacked: int, steps: str) -> list[tuple[str, str, str]]:
+        if self.on_host:
+            return [("weights", f"rounded to {self.kind}", "kept in full: no kernel reads packed ones on a CPU")]
+        return [
+            (f"prompts{steps}", f"{kernels}: dequantize, products by torch", f"{self.unpacked} weights unpacked so far"),
+            ("weights", self.kind, f"{read / 1e6:,.3g} MB a step, {unpacked / 1e6:,.3g} as they were"),
+        ]
+
+
+class PackedLinear:
+    """Weights that read one x, packed as one: their rows concatenated, or interleaved by `turns`."""
+
+    added: LoraDelta | None = None
+
+    def __init__(
+        self, form: PackedFormat, packed: Packed, layers: Sequence[Linear], turns: int = 1, shared: bool = True
+    ) -> None:
+        self.form, self.packed, self.turns, self.layers = form, packed, turns, layers
+        self.counts = [len(layer.weight) for layer in layers]
+        self.biases = [layer.bias for layer in layers if layer.bias is not None]
+        self.bias: Tensor | None = self.biases[0] if self.biases else None
+        if len(self.biases) > 1:  # in the order of the packed rows
+            self.bias = (torch.stack(self.biases, 1).flatten() if turns > 1 else torch.cat(self.biases)).detach()
+        self.nbytes = packed.nbytes
+        self._scratch = form.scratch(packed) if shared and not form.on_host else None  # now, since no graph may allocate it
+        self._stored = self._unpacked(self._empty(form.dtype)) if form.on_host else None
+
+    def norm_product(
+        self, x: Tensor, norm: Norm | None, out: Tensor, mode: int, best: Maxima = NO_MAXIMA, cap: float = 0.0
+    ) -> Tensor:
+        return quantized_norm_product(x, norm, self.packed, self.bias, out, *best, mode, cap)
+
+    def norm_gate_up(self, x: Tensor, norm: Norm | None, activation: str, out: Tensor, mode: int) -> None:
+        quantized_norm_gate_up(x, norm, self.packed, self.bias, out, mode, activation)
+
+    def add_product(self, h: Tensor, x: Tensor, mode: int) -> None:
+        quantized_add_product(h, self.packed, self.bias, x, mode)
+
+    def matrices(self) -> list[Tensor]:
+        if self._stored is not None:
+            return self._stored
+        return self._unpacked(self._empty(self.form.dtype) if self._scratch is None else self._scratch)
+
+    def exact(self) -> list[Linear]:
+        unpacked = self._unpacked(self._empty(torch.float32))
+        return [layer._replace(weight=weight) for layer, weight in zip(self.layers, unpacked)]
+
+    def tensors(self) -> list[Tensor]:
+        return [*(self._stored or (self.packed.words, self.packed.scale)), *self.biases]
+
+    def _empty(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self.packed.rows, self.packed.columns, device=self.packed.words.device, dtype=dtype)
+
+    def _unpacked(self, to: Tensor) -> list[Tensor]:
+        return list(self.form.unpack(self.packed, to, self.turns).split(self.counts))
+
+
+class PackedExperts:
+    """gate_up (E, 2 I, hidden) and down (E, hidden, I), each packed as one weight with the experts' rows concatenated."""
+
+    grouped_steps = False  # unpacking every expert costs more bytes than reading the chosen ones' packed bytes row by row
+
+    def __init__(self, form: PackedFormat, gate_up: Tensor, down: Tensor) -> None:
+        self.form, self.shapes = form, (gate_up.shape, down.shape)
+        self.gate_up, self.down = (pack(stack.flatten(0, 1), form.kind) for stack in (gate_up, down))
+        self.gate_up_bytes = self.gate_up.nbytes // len(gate_up)  # of one expert
+        self.nbytes = (self.gate_up.nbytes + self.down.nbytes) // len(gate_up)  # of one expert
+        self._scratch = [form.scratch(weight) for weight in (self.gate_up, self.down)]
+
+    def routed_gate_up(self, x: Tensor, norm: Norm, ids: Tensor, out: Tensor, mode: int) -> None:
+        quantized_routed_gate_up(x, norm, self.gate_up, ids, out, mode)
+
+    def add_routed(self, h: Tensor, ids: Tensor, shares: Tensor, x: Tensor, mode: int) -> None:
+        quantized_add_routed(h, self.down, ids, shares, x, mode)
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        weights = zip((self.gate_up, self.down), self._scratch, self.shapes)
+        gate_up, down = (self.form.unpack(weight, to).view(shape) for weight, to, shape in weights)
+        return gate_up, down
+
+    def exact(self) -> tuple[Any, Any]:
+        return UnpackedExperts(self.gate_up, self.shapes[0]), UnpackedExperts(self.down, self.shapes[1])
+
+
+class UnpackedExperts:
+    """Stacked experts that are unpacked when they are selected: all of a layer in fp32 would be gigabytes."""
+
+    def __init__(self, packed: Packed, shape: torch.Size) -> None:
+        self.packed, self.shape = packed, shape
+
+    def index_select(self, dim: int, ids: Tensor) -> Tensor:
+        words, scale = (t.view(*self.shape[:2], -1).index_select(dim, ids) for t in (self.packed.words, self.packed.scale))
+        chosen = self.packed._replace(words=words.flatten(0, 1), scale=scale.flatten(0, 1))
+        return unpack(chosen).view(len(ids), *self.shape[1:])
+
+
+FORMATS: dict[str | None, Any] = {None: DenseFormat, **dict.fromkeys(KINDS, PackedFormat)}
+
+
+def weight_format(kind: str | None) -> DenseFormat | PackedFormat:
+    """Return the format of that name; None is the model's own weights."""
+    if kind not in FORMATS:
+        known = ", ".join(filter(None, FORMATS))
+        raise ValueError(f"decoder: weights: got {kind!r}, wanted one of {known}, or None for the live ones.")
+    return FORMATS[kind](kind)
