@@ -82,7 +82,7 @@ HEAD = """\
 # Figures
 
 Every figure was measured on the machine that is named below its table, with the command that is named there
-([how we measure](measuring.md)). Only the newest measurement of each case is shown.
+([how figures are measured](comparison.md#how-figures-are-measured)). Only the newest measurement of each case is shown.
 
 How to read the tables:
 

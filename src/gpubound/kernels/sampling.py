@@ -67,7 +67,7 @@ def pick(
     best: Tensor, arg: Tensor, rows: Rows, into: Into, seen: Tensor | None = None, dependent: bool = False
 ) -> tuple[Tensor, ...]:
     """The token with the largest logit, out of P maxima per row: `best` (B, P), with their tokens in `arg` (B, P). Of equal
-    maxima the lowest token wins. Then `rows` take their step (docs/kernels-sampling.md).
+    maxima the lowest token wins. Then `rows` take their step (docs/kernels.md).
 
     seen       uint8 (B, V): marked at the new token
     dependent  the kernel may start while the one before it still runs (programmatic dependent launch), in a chain of kernels

@@ -6,7 +6,7 @@
     share(achieved, figure)       that percentage, never above 100: a limit that is passed is measured again
     bandwidth, rate, mfu          the arithmetic between seconds and those percentages
 
-docs/measuring.md says how to use them and what each leaves out.
+docs/comparison.md says how to use them and what each leaves out.
 """
 
 from ..formatting import in_words as in_words
