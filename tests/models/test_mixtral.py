@@ -26,5 +26,5 @@ def test_attention_is_ours_and_the_rest_stays(kind):
     assert_close(training_run(model, batch()), want)
     found = rows(placement)
     assert found["model.layers.1.self_attn"].kernel.startswith("q, k, v as one product; reference rope")
-    assert found["model.layers.1.mlp.experts"].why == "as it was"
+    assert found["model.layers.1.mlp.experts"].why == "unchanged"
     assert "(the model)" not in found and placement.unsupported is None and placement.fallbacks == 0

@@ -201,7 +201,7 @@ def unread_option(config: Any, read: Collection[str]) -> str | None:
     a value, such as a scale of queries beyond some length, or a clamp.
     """
     base = next((one for one in type(config).__mro__ if one.__name__ == "PreTrainedConfig"), None)
-    if base is None:  # one of our own configs
+    if base is None:  # a config of this library
         return None
     declared = signature(type(config)).parameters.keys() - signature(base).parameters.keys()
     kind: Any = type(config)

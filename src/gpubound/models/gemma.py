@@ -1,9 +1,9 @@
-"""Gemma and Gemma 2: embeddings that are scaled, norms whose gain is 1 + weight, an MLP gated by gelu.
+"""Gemma and Gemma 2: scaled embeddings, norms whose gain is 1 + weight, an MLP gated by gelu.
 
-Gemma 2 norms what each part of a block reads and gives, and every other of its layers has a window. Its scores are capped,
-score -> cap · tanh(score / cap), which SDPA cannot do. So in a placed model, between our products and rotation and our last
-product, transformers' own attention function runs, as the config names it. (Where the config asks for SDPA, transformers leaves
-the cap out, and so do we.) Its logits are capped too, so that its loss stays transformers' own.
+Gemma 2 has norms before and after each part of a block, and a window in every other layer. Its scores are capped,
+score -> cap · tanh(score / cap), which SDPA does not support. A placed model therefore calls transformers' attention function
+that the config names, between the fused projections with RoPE and the output projection. (With SDPA, transformers omits the
+cap, and so does the placed model.) The logits are capped too, so the loss stays that of transformers.
 """
 
 import sys
@@ -32,7 +32,7 @@ class CappedAttention(HFAttention):
     sliding_window: int | None
 
     def unable(self, kwargs: dict[str, Any]) -> str | None:
-        """transformers' function takes what its module takes."""
+        """Return why the class was patched; transformers' function supports every argument of its module."""
         return self.patched()
 
     def attended(
@@ -66,7 +66,7 @@ def both_ways(config: Any) -> bool:
 
 
 class SandwichStack(HFStack):
-    """The stack of blocks that norm what each of their parts reads and gives, with angles and masks by type of layer."""
+    """Stack of blocks with norms before and after each part, and with angles and masks by type of layer."""
 
     PARTS: ClassVar[dict[str, type]] = {
         "input_layernorm": HFShiftedNorm,
@@ -87,21 +87,23 @@ class SandwichStack(HFStack):
         return run_blocks(self.layers._modules.values(), self.norm, x, rope, mask, self.step)
 
     def window(self) -> None:
-        """Each type of layer gets its own mask."""
+        """Return None: each type of layer has a separate mask."""
 
     def changed_below(self) -> str | None:
-        """transformers goes by the config's types, the loop by the layers'."""
+        """Also compare the layers' types, which the loop uses, with the config's, which transformers uses."""
         if why := super().changed_below():
             return why
         if both_ways(self.config):
             return BOTH_WAYS
         kinds = [layer._modules["self_attn"].layer_type for layer in self.layers._modules.values()]
         return (
-            None if kinds == list(self.config.layer_types)[: len(kinds)] else "the config has other types of layers than they"
+            None
+            if kinds == list(self.config.layer_types)[: len(kinds)]
+            else "the config has other types of layers than the layers"
         )
 
     def mask_of(self, kind: str, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> Any:
-        """None where SDPA needs none and the host knows it: a batch without a mask or positions that fits the window."""
+        """Return the mask of a type of layer; None for SDPA on a batch without a mask or positions that fits the window."""
         fits = kind != WINDOWED or x.shape[1] <= self.config.sliding_window
         if self.implementation == "sdpa" and positions is None and attention_mask is None and fits:
             return None
@@ -109,7 +111,7 @@ class SandwichStack(HFStack):
 
 
 class ShiftedStack(HFStack):
-    """Gemma's: Llama's blocks with other norms."""
+    """Gemma's stack: Llama's blocks with other norms."""
 
     PARTS: ClassVar[dict[str, type]] = HFStack.PARTS | {
         "input_layernorm": HFShiftedNorm,
@@ -155,7 +157,7 @@ class SandwichReader(GemmaReader):
     READS = frozenset({"query_pre_attn_scalar", "attn_logit_softcapping"})
 
     def cap(self, attention: Any) -> float:
-        """transformers' SDPA leaves it out."""
+        """Return the cap of the scores, which transformers' SDPA omits."""
         capped = self.config._attn_implementation != "sdpa"
         return (capped and attention.attn_logit_softcapping) or 0.0
 

@@ -76,7 +76,7 @@ class LanguageModel(nn.Module):
         """Return the mean cross-entropy of the next token over labels other than -100, or their sum divided by `total`."""
         x, head = self.model(input_ids, position_ids), self.lm_head
         if not plain_head(head):
-            fallback("loss without whole logits", "the head is another module, or carries hooks: it is called as it is")
+            fallback("loss without whole logits", "the head is another module, or carries hooks: it is called")
             return logits_loss(head(x), labels, total)
         return lm_loss(x, head.weight, labels, total=total)
 

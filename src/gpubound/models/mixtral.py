@@ -1,7 +1,7 @@
-"""Mixtral and Qwen3-MoE: Llama's attention beside sparse layers, whose router gives a token to a few experts.
+"""Mixtral and Qwen3-MoE: Llama's attention, and sparse layers, whose router chooses a few experts for each token.
 
-What is swapped are norms and attention. The experts, the loop over layers that holds them, and the loss, to which the router's
-may be added, stay transformers' own.
+Placing replaces norms and attention. Experts, the loop over layers, and the loss, which may include the router's, stay those of
+transformers.
 """
 
 from typing import Any
@@ -13,13 +13,15 @@ from .registry import role_of
 
 SWAPS: dict[str, Maker] = {"RMSNorm": norm, "Attention": attention}
 
-# Of a sparse block: their roles and parameters.
+# Parts of a sparse block: their roles and parameters.
 PARTS = {"gate": ("TopKRouter", {"weight"}), "experts": ("Experts", {"gate_up_proj", "down_proj"})}
 
 
 class SparseReader(Reader):
-    """A sparse block has a router (`gate`) and its experts' weights stacked in two parameters. Qwen3-MoE may have dense layers
-    between; Mixtral has none, and always divides the shares of the chosen experts by their sum."""
+    """Reader of sparse blocks, with a router (`gate`) and the experts' weights stacked in two parameters.
+
+    Qwen3-MoE may also have dense layers. Mixtral has none, and always divides the chosen experts' shares by their sum.
+    """
 
     READS = frozenset((
         "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
@@ -41,7 +43,7 @@ class SparseReader(Reader):
                 if module._forward_hooks or module._forward_pre_hooks:
                     return f"{name}.{part}: it carries hooks"
                 if "forward" in vars(module):
-                    return f"{name}.{part}: it carries a low-rank adapter, or another forward of its own"
+                    return f"{name}.{part}: it carries a low-rank adapter, or another forward"
             if getattr(block.experts, "_is_expert_parallel", False):
                 return f"{name}.experts: shared out among several devices"
         if len({(*block.experts.gate_up_proj.shape, block.gate.top_k) for block in sparse.values()}) > 1:
@@ -51,7 +53,7 @@ class SparseReader(Reader):
     def mlp(self, block: Any) -> Any:
         if not _is_sparse(block.mlp):
             return super().mlp(block)
-        before, behind = self.norms(block, self.NORMS[2:])
+        before, after = self.norms(block, self.NORMS[2:])
         assert before is not None
         return ExpertWeights(
             norm=before,
@@ -60,7 +62,7 @@ class SparseReader(Reader):
             down=block.mlp.experts._parameters["down_proj"],
             slots=int(block.mlp.gate.top_k),
             normalise=bool(getattr(block.mlp.gate, "norm_topk_prob", True)),
-            post_norm=behind,
+            post_norm=after,
         )
 
     def routers(self) -> dict[int, Any]:

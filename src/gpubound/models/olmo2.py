@@ -1,7 +1,7 @@
 """OLMo 2: norms after the parts of a block, and over whole rows of q and k.
 
-Its norms stand between a part of a block and the residual add, so that no norm can take the add in but the final one. The loop
-still spares what transformers does around each layer.
+Its norms are between a part of a block and the residual add, so only the final norm can include an add. The loop still avoids
+what transformers does around each layer.
 """
 
 from functools import partial
@@ -41,7 +41,7 @@ class PostNormStack(HFStack):
         return x, children["post_feedforward_layernorm"](children["mlp"].mix(x))
 
     def fused_kernels(self) -> Kernels:
-        return "a plain loop, for its adds follow its norms; the last one in the final norm: {}", OPS
+        return "a plain loop, since its adds follow its norms; the last one in the final norm: {}", OPS
 
 
 SWAPS: dict[str, Maker] = {

@@ -1,6 +1,6 @@
 """Phi-3: q, k, v in one weight and gate, up in another; rotation of a part of each head.
 
-The stacked weights lie as our products want them: nothing has to be moved together, and a part of one is a view of it.
+The kernels' GEMMs take the stacked weights without copies, and each layer's weight is a view.
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ class PackedAttention(HFAttention):
     num_key_value_heads: int
 
     @property
-    def heads(self) -> int:  # type: ignore[override]  # as its module's forward has them, which somebody may set later
+    def heads(self) -> int:  # type: ignore[override]  # the config's, which may change
         return self.config.num_attention_heads
 
     @property
@@ -36,7 +36,7 @@ class Phi3Stack(HFStack):
     def changed_below(self) -> str | None:
         for layer in self.layers._modules.values() if self.training else ():
             if any(isinstance(part, nn.Dropout) and part.p and part.training for part in layer._modules.values()):
-                return "its blocks have dropout, which the loop has not"
+                return "its blocks have dropout, which the loop does not apply"
         return super().changed_below()
 
 
@@ -46,7 +46,7 @@ def phi3_stack(module: Any, _: Any) -> Swap:
         swap.attributes["table"] = RopeTable(ChangingAngles(module.rotary_emb))
         swap.refusal = unswapped(module, Phi3Stack)
     if module.config.resid_pdrop > 0:
-        swap.refusal = f"its blocks have dropout (resid_pdrop {module.config.resid_pdrop}), which the loop has not"
+        swap.refusal = f"its blocks have dropout (resid_pdrop {module.config.resid_pdrop}), which the loop does not apply"
     return swap
 
 

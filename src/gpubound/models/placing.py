@@ -118,7 +118,7 @@ def reads_tokens(model: Any) -> bool:
 
 
 def made_up(model: Any) -> Tensor:
-    """Return random token ids for a model, the same at every call. Ids that stand for images or sounds are left out."""
+    """Return random token ids for a model, the same at every call. Ids of images or sounds are left out."""
     generator = torch.Generator().manual_seed(0)
     if isinstance(getattr(model, "lm_head", None), LMLoss):
         size, others = model.lm_head.out_features, set()

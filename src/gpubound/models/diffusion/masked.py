@@ -277,7 +277,7 @@ class MaskedSampler:
         return self._buffers[key]
 
     def runner(self, buffers: Buffers) -> Callable[[], Any]:
-        """Return the step, captured if `graph` says so."""
+        """Return the step, or its CUDA graph, by the option `graph`."""
         if self.graph == "off" or (self.graph == "auto" and self.device.type != "cuda"):
             return buffers.step
         if buffers.graph is None:

@@ -149,7 +149,7 @@ def test_sentences():
         ),
         (
             lambda: kernels.hc_write(x, mail, kernels.hc_sums(x, weight), scale, base, 0.1, 0.1, 2, x),
-            "hc_write: got y by mail and more beside it; pass more to send_words",
+            "hc_write: got y by peer exchange and more; pass more to send_words",
         ),
     ):
         with pytest.raises(ValueError) as error:

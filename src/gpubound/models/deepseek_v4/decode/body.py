@@ -52,7 +52,7 @@ Place = Callable[[StreamedSpan], When]
 class CompressedBody(ModelRunner):
     """Run a DeepSeek-V4 model from its weights in place, with a separate KV cache."""
 
-    kernels = "a step of its own"
+    kernels = "the family's step"
     reads = "the live weights"
     best: Tensor
     arg: Tensor
@@ -269,7 +269,7 @@ def reader_for(model: Any, build: RunnerConfig, count: int) -> CompressedReader:
     if build.cache != PLAIN:
         raise ValueError(
             f"decoder: cache, pages: got {build.cache.kind!r}, {build.cache.pages!r}, which only the fused kernels read, and "
-            "the model's layers have a step of their own; leave them out."
+            "the model's layers have another step; leave them out."
         )
     reader: Any = reader_of(model)
     check_reader(reader, build.max_length)

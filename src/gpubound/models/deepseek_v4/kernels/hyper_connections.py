@@ -259,7 +259,7 @@ def hc_write(
     if isinstance(y, Mail):
         check_mail("hc_write", y, (len(x), x.shape[2]), x.device, takes=True)
         if more is not None:
-            raise ValueError("hc_write: got y by mail and more beside it; pass more to send_words, whose sum then comes.")
+            raise ValueError("hc_write: got y by peer exchange and more; pass more to send_words, which adds it to the sum.")
     else:
         require("hc_write", "y", y, torch.float32, (len(x), x.shape[2]), x.device, "a part gives as much as it reads")
     if more is not None:

@@ -1,16 +1,16 @@
-"""Polynomial attention: a power of each score is its weight. No softmax, and nothing divides a row by its sum.
+"""Polynomial attention: the weight of a key is a power of its score, without softmax or normalisation.
 
     s_ij = q_i · k_j / √D + q_i · P[i − j]      the second term with a table P, and only for distances that P has
     s̃    = c tanh(s / c)                        with a soft clip c, else s
     φ_ij = scale · (a s̃^p + b)                  p odd and fixed; a, b and scale are learned
-    y_i  = g_i Σ_j φ_ij v_j                     g with gates, one a head and token; j runs over what i sees
+    y_i  = g_i Σ_j φ_ij v_j                     g with gates, one a head and token; j runs over the keys that i attends to
 
-A token sees itself and those before it, or all if it is not causal; with a window, those less than `window` away.
+A token attends to itself and earlier tokens, or to all if not causal; with a window, to those less than `window` away.
 
-As no weight depends on another, the sums over any parts of the keys simply add. A key whose v is zero adds nothing and gets no
-gradient through it: that is how padding is left out.
+No weight depends on another, so sums over parts of the keys add. A key whose v is zero adds nothing and gets no gradient, so
+zeroed values mask padding.
 
-Legend: B batch, T tokens, H query heads, K key and value heads, D width of a head, L places in the cache, R rows of the table.
+Legend: B batch, T tokens, H query heads, K key and value heads, D width of a head, L length of the cache, R rows of the table.
 """
 
 import torch
@@ -22,7 +22,7 @@ from ....kernels.registry import definition, draw, ints
 
 DEGREES = (1, 3, 5, 7)
 WIDEST_HEAD = 128
-EVEN, ODD = 256, 200  # tokens of a self-test: whether 16 divides them is a constant of the compilation
+EVEN, ODD = 256, 200  # tokens of a self-test: divisibility by 16 is a compile-time constant
 
 
 def poly_attention(
@@ -37,10 +37,10 @@ def poly_attention(
     window: int = 0,
     causal: bool = True,
 ) -> Tensor:
-    """y (B, T, H, D) of q (B, T, H, D), k and v (B, T, K, D), in q's dtype. Any strides in, contiguous out.
+    """Return y (B, T, H, D) of q (B, T, H, D), k and v (B, T, K, D), in q's dtype, of any strides; y is contiguous.
 
     coefficients  (3,): a, b and scale
-    table         (R, D): row r is P at the distance i − j = r; if not causal, at r − (R − 1) / 2, and R is odd
+    table         (R, D): row r is P at the distance i − j = r; if not causal, at r − (R − 1) / 2, with odd R
     gates         (B, T, H)
     soft_clip     0: none
     window        0: none
@@ -49,11 +49,11 @@ def poly_attention(
     _check(op, q, k, v, coefficients, table, gates, degree, soft_clip, window, 4)
     if table is not None and not causal and len(table) % 2 == 0:
         raise ValueError(
-            f"{op}: without causal the table needs an odd number of rows, as many before the token as behind it, "
+            f"{op}: without causal the table needs an odd number of rows, as many before the token as after it, "
             f"got {len(table)}; give it 2 n + 1."
         )
     tokens = q.shape[1]
-    window = 0 if window >= tokens else window  # it hides nothing
+    window = 0 if window >= tokens else window  # it masks nothing
     has = table is not None, gates is not None, window > 0
     shape = *q.shape[2:], k.shape[2], degree, soft_clip, *has, causal, EVEN if tokens % 16 == 0 else ODD
     kernel = implementation(op, q, _unable(q), shape)
@@ -124,12 +124,11 @@ def poly_attention_step(
     soft_clip: float = 0.0,
     window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One token of each row over the cache: (y (B, H, D), cache_k, cache_v). k and v are written to the cache first.
+    """Write k and v of one token per row to the cache, and return y (B, H, D), cache_k and cache_v.
 
-    q (B, H, D), k and v (B, K, D) are the token's own; cache_k and cache_v are (B, L, K, D), in the same dtype.
-    position (B,) int32 is the token's place, and so how many keys its row has already. At a place that the cache does not have
-    nothing is written, and y is NaN. What lies behind a row's place is never read. gates are (B, H); the rest is as in
-    `poly_attention`, which gives the same y for the whole sequence at once.
+    q (B, H, D), k and v (B, K, D) are the token's; cache_k and cache_v are (B, L, K, D), in the same dtype. position (B,) int32
+    is the token's index in the cache. At a position outside the cache nothing is written, and y is NaN. Later positions are not
+    read. gates are (B, H); the other arguments are those of `poly_attention`, which computes the same y for a whole sequence.
     """
     op = "poly_attention_step"
     _check(op, q, k, v, coefficients, table, gates, degree, soft_clip, window, 3)
@@ -144,7 +143,7 @@ def poly_attention_step(
     require(op, "position", position, torch.int32, (len(q),), q.device, "it says where each row stands")
     has = table is not None, gates is not None, window > 0
     kernel = implementation(op, q, _unable(q), (*q.shape[1:], k.shape[1], degree, soft_clip, *has))
-    window = min(window, 2**31 - 1)  # a larger one hides no more
+    window = min(window, 2**31 - 1)  # a larger one masks no more
     return kernel(q, k, v, cache_k, cache_v, position, coefficients, table, gates, degree, soft_clip, window)
 
 
@@ -159,7 +158,7 @@ def _step_example(
     gated: bool = True,
     windowed: bool = True,
 ) -> tuple:
-    """Two rows of ten places; all drawn in the dtype of the call, none with a gradient that either mirror gives."""
+    """Draw two rows of ten positions."""
     shapes = (2, heads, size), (2, kv, size), (2, kv, size), (2, 10, kv, size), (2, 10, kv, size)
     tensors = [draw(generator, *shape) for shape in shapes]
     rest = draw(generator, 3), draw(generator, 5, size) if related else None, draw(generator, 2, heads) if gated else None

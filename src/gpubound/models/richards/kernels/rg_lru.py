@@ -1,9 +1,9 @@
-"""The real-gated linear recurrent unit (RG-LRU): a state that forgets at a rate of its own in each channel, gated by the input.
+"""Real-gated linear recurrent unit (RG-LRU): a state that decays at a separate rate in each channel, gated by the input.
 
     a_t = σ(λ)^(8 σ(r_t))        h_t = a_t · h_{t-1} + √(1 − a_t²) · σ(i_t) · x_t
 
-It reads a text in one direction and keeps one number a channel, however long the text. √(1 − a²) keeps the state's variance
-where it is. It is Griffin's (De et al. 2024), whose 8 makes a small change of λ a long memory.
+It reads a text in one direction, with a state of one value per channel for any length. The factor √(1 − a²) keeps the state's
+variance constant. The unit and its exponent 8 are those of Griffin (De et al. 2024).
 """
 
 import torch
@@ -19,9 +19,9 @@ LEAST = -80.0  # of log a: exp of less is 0 in fp32, and sums of many such logs 
 
 
 def rg_lru(packed: Tensor, decay: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(h (B, T, C), the last state (B, C)) of packed [x | r | i] (B, T, 3 C), decay λ (C,) and perhaps the state before.
+    """Return h (B, T, C) and the last state (B, C) of packed [x | r | i] (B, T, 3 C), decay λ (C,) and an initial state.
 
-    States are fp32. Called with T = 1 and the last state it is a step of decoding.
+    States are fp32. With T = 1 and the last state it is a decoding step.
     """
     require_last("rg_lru", "packed", packed, "(B, T, 3 C)")
     channels = packed.shape[-1] // 3
@@ -51,7 +51,7 @@ def rg_lru_reference(packed: Tensor, decay: Tensor, state: Tensor | None = None)
     x, r, i = packed.to(wide).chunk(3, -1)
     log_a = (POWER * F.logsigmoid(decay.to(wide)) * r.sigmoid()).clamp(LEAST, 0.0)
     share = -torch.expm1(2 * log_a)
-    # At a = 1 nothing comes in, and the slope of the root is infinite: there it counts as 0, its limit times that of log a.
+    # At a = 1 the root's derivative is infinite; clamped, its product with that of log a is the limit, 0.
     comes = share.clamp_min(torch.finfo(wide).tiny).sqrt() * i.sigmoid() * x
     a, h = log_a.exp(), torch.zeros_like(comes[:, 0]) if state is None else state
     states = []

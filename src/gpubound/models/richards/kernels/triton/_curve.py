@@ -1,12 +1,12 @@
-"""A Richards curve inside a kernel (kernels/curve.py has its nine numbers).
+"""A Richards curve inside a kernel (kernels/richards.py has its nine parameters).
 
-An element needs five, made once a program:
+An element needs five values, computed once per program:
 
     f = gain · σ + offset        σ = (1 + 2^u)^(−1/nu)        u = rate · x + place
 
 With w the gradient of f, r = 2^u / (1 + 2^u) and d = w σ r, dx = steep · d for steep = −gain · rate · ln 2 / nu. Five sums
-over all elements hold the gradients of all nine numbers: Σ d·x, Σ d, Σ wσ · log2(1 + 2^u), Σ wσ, Σ w. A program sums those that
-the learned numbers need; `deliver_curves` adds the programs up, and turns sums into gradients of `free`.
+over all elements determine the gradients of all nine parameters: Σ d·x, Σ d, Σ wσ · log2(1 + 2^u), Σ wσ, Σ w. A program
+computes the sums that the learned parameters need; `deliver_curves` adds them and computes the gradients of `free`.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def _parameter(free_ptr, CURVE: tl.constexpr, WHICH: tl.constexpr):
 
 @triton.jit
 def numbers(free_ptr, CURVE: tl.constexpr):
-    """(rate, place, −1 / nu, gain, offset, steep)"""
+    """Return (rate, place, −1 / nu, gain, offset, steep)."""
     nu = _parameter(free_ptr, CURVE, _NU)
     rate = _parameter(free_ptr, CURVE, _K)
     if CURVE[_TAIL]:
@@ -75,9 +75,9 @@ def numbers(free_ptr, CURVE: tl.constexpr):
 
 @triton.jit
 def _log2_of_1_and(e, DTYPE: tl.constexpr):
-    """log2(1 + e) for e from 0 to 1, to 1e-7 of itself; to 1.3e-6 where fp16 comes of it, and to 6e-5 where bf16 does.
+    """Return log2(1 + e) for e from 0 to 1, with a relative error of 1e-7; 1.3e-6 for fp16 results, and 6e-5 for bf16.
 
-    The GPU computes few exponentials and logarithms at a time, and these polynomials beside them.
+    The GPU computes few exponentials and logarithms per cycle; polynomials run on other units.
     """
     if tl.float32 == DTYPE:
         p = 0.11287620668087887 + e * (-0.04257843342855279 + e * 0.007551843253441593)
@@ -94,9 +94,9 @@ def _log2_of_1_and(e, DTYPE: tl.constexpr):
 
 @triton.jit
 def sigma_of(x, rate, place, bent, DTYPE: tl.constexpr):
-    """(σ, r, log2(1 + 2^u)). Nothing overflows: no exponential is taken of more than 0.
+    """Return (σ, r, log2(1 + 2^u)). Exponents are never above 0, so nothing overflows.
 
-    −1 times |u| is a sign that the exponential takes as it is read; 0 less |u|, which `-` means in Triton, is an instruction.
+    −1 times |u| is an operand modifier of the exponential; `-` in Triton is 0 − |u|, an instruction.
     """
     u = rate * x + place
     length = tl.maximum(u, 0.0) + _log2_of_1_and(tl.exp2(-1.0 * tl.abs(u)), DTYPE)
@@ -105,7 +105,7 @@ def sigma_of(x, rate, place, bent, DTYPE: tl.constexpr):
 
 @triton.jit
 def value_of(sigma, gain, offset, CURVE: tl.constexpr):
-    """f. A compiler may not leave out + 0, which would keep a −0."""
+    """Return f. A compiler cannot drop + 0, since −0 + 0 is 0."""
     f = gain * sigma
     if CURVE[_BIAS] >= 0 or CURVE[_VALUES + _BIAS] != 0 or CURVE[_TANH]:
         f += offset
@@ -114,7 +114,7 @@ def value_of(sigma, gain, offset, CURVE: tl.constexpr):
 
 @triton.jit
 def _inside(t, COUNT: tl.constexpr):
-    """Sums of eight neighbours each, which one thread holds: of a tile's COUNT elements one in eight is left."""
+    """Return sums of eight neighbours each, which one thread holds: COUNT / 8 of a tile's COUNT elements."""
     WIDE: tl.constexpr = 8 if COUNT >= 8 else COUNT
     return tl.sum(tl.reshape(t, (COUNT // WIDE, WIDE)), 1)
 
@@ -127,7 +127,7 @@ def no_sums(COUNT: tl.constexpr):
 
 @triton.jit
 def add_sums(sums, w, s, d, x, length, COUNT: tl.constexpr, CURVE: tl.constexpr):
-    """`sums` and those of a tile, w being the gradient of f there, s = w σ and d = s r."""
+    """Add the sums of a tile to `sums`: w is the gradient of f, s = w σ and d = s r."""
     line, place, bend, height, level = sums
     NU: tl.constexpr = CURVE[_NU] >= 0
     STRETCH: tl.constexpr = CURVE[_K] >= 0 or CURVE[_SCALE] >= 0 or CURVE[_TEMPERATURE] >= 0
@@ -151,7 +151,7 @@ def add_sums(sums, w, s, d, x, length, COUNT: tl.constexpr, CURVE: tl.constexpr)
 
 @triton.jit
 def put_sums(parts_ptr, sums):
-    """A program's five numbers, to its SUMS places."""
+    """Store a program's sums."""
     line, place, bend, height, level = sums
     tl.store(parts_ptr, tl.sum(line, 0))
     tl.store(parts_ptr + 1, tl.sum(place, 0))
@@ -173,7 +173,7 @@ def _give(out_ptr, free_ptr, gradient, add, CURVE: tl.constexpr, WHICH: tl.const
 
 @triton.jit
 def _finish(parts_ptr, free_ptr, out_ptr, programs, step, add, CURVE: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr):
-    """out = the gradient of free, or more of it: the programs' sums, and what each learned number does to the five."""
+    """Compute out, the gradient of free, or add it to out: the programs' sums, times the derivatives of the five values."""
     col = tl.arange(0, SUMS)
     total = tl.zeros([PARTS, SUMS], tl.float32)
     for first in range(0, programs, PARTS):
@@ -222,7 +222,7 @@ def _finish(parts_ptr, free_ptr, out_ptr, programs, step, add, CURVE: tl.constex
 def _curve_sums_kernel(parts_ptr, first_ptr, second_ptr, first_out_ptr, second_out_ptr, programs, add_first, add_second,
                        CURVES: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, PARTS: tl.constexpr,
                        SUMS: tl.constexpr):  # fmt: skip
-    """A program a curve, of one or two."""
+    """Run one program per curve, of one or two."""
     if tl.program_id(0) == 0:
         _finish(parts_ptr, first_ptr, first_out_ptr, programs, CURVES * SUMS, add_first, FIRST, PARTS, SUMS)
     elif CURVES == 2:
@@ -232,7 +232,7 @@ def _curve_sums_kernel(parts_ptr, first_ptr, second_ptr, first_out_ptr, second_o
 def deliver_curves(
     parts: Tensor, frees: Sequence[Tensor | None], curves: Sequence[Curve], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """`accumulate.deliver` for each of the `frees` that is needed: parts (P, curves, SUMS) is what P programs summed."""
+    """Call `accumulate.deliver` for each needed gradient of `frees`. parts (P, curves, SUMS) are the sums of P programs."""
     owners = [free if need else None for free, need in zip(frees, needed)]
     mains = [None if owner is None else main_gradient(owner) for owner in owners]
     if not all(main is None or main.is_contiguous() for main in mains):
@@ -255,7 +255,7 @@ def deliver_curves(
 
 
 def gradients(parts: Tensor, frees: Sequence[Tensor | None], curves: Sequence[Curve]) -> list[Tensor | None]:
-    """Those of `frees`, in fp32."""
+    """Return the gradients of `frees` in fp32."""
     outs = [None if free is None else torch.empty(free.shape, device=free.device, dtype=torch.float32) for free in frees]
     _finish_all(parts, frees, outs, curves, [False] * len(outs))
     return outs
@@ -264,7 +264,7 @@ def gradients(parts: Tensor, frees: Sequence[Tensor | None], curves: Sequence[Cu
 def _finish_all(
     parts: Tensor, frees: Sequence[Tensor | None], outs: Sequence[Tensor | None], curves: Sequence[Curve], adds: Sequence[bool]
 ) -> None:
-    """A curve that learns nothing has None, for which parts stands in, unread and unwritten."""
+    """Launch the sums. For a curve without learned parameters, None, the pointer is that of `parts`, which is not accessed."""
     if all(free is None for free in frees):
         return
     first, last = 0, len(curves) - 1

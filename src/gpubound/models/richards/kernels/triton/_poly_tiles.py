@@ -21,7 +21,7 @@ import triton.language as tl
 
 
 def stretches(keys: bool, related: bool, windowed: bool, causal: bool) -> int:
-    """Which of the five there can be, a bit each. `keys`: of a walk of keys along queries."""
+    """Return a bit for each of the five ranges that can occur. keys: a program owns keys and walks along queries."""
     before, behind = windowed or (causal and keys), windowed or (causal and not keys)
     if not related:
         return 1 * before + 8 + 16 * behind
@@ -32,7 +32,7 @@ def stretches(keys: bool, related: bool, windowed: bool, causal: bool) -> int:
 @triton.jit
 def _walk(own, OWN: tl.constexpr, N: tl.constexpr, tokens, window, nearest, farthest, KEYS: tl.constexpr,
           RELATED: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
-    """Where the five stretches begin, and where the last one ends: multiples of N, which never fall.
+    """Return where the five ranges begin, and where the last one ends: non-decreasing multiples of N.
 
     With e = own − other, pairs count from −window to window, or up to or from 0 if causal; the band is where e is `nearest` to
     `farthest`.
@@ -64,8 +64,8 @@ def _walk(own, OWN: tl.constexpr, N: tl.constexpr, tokens, window, nearest, fart
 
 @triton.jit
 def _tile(ptr, start, stride, tokens, N: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, WIDE: tl.constexpr):
-    """Rows start to start + N of one head: (N, DP), and zeros where there is nothing. Zeros add to no sum, whatever their
-    weight, so nothing else has to ask where the tokens end."""
+    """Return rows start to start + N of one head: (N, DP), with zeros beyond the last token. Zeros add nothing to a sum, so no
+    other code needs a mask of the tokens."""
     n, d = tl.arange(0, N), tl.arange(0, DP)
     mask = (start + n < tokens)[:, None]
     if DIM < DP:
@@ -96,14 +96,14 @@ def _coefficients(ptr):
 
 @triton.jit
 def _dot(a, b, total=None):
-    """In 16 bits on tensor cores; fp32 there as three products, whose error is that of fp32."""
+    """Multiply on tensor cores: 16 bits directly, fp32 as three products, whose error is that of fp32."""
     return tl.dot(a.to(b.dtype), b, total, input_precision="tf32x3")
 
 
 @triton.jit
 def _weigh(x, tile, total):
-    """total + x · tile, for an x without a bound. fp16 ends at 65,504, which a fifth power of a score reaches, so there x is
-    brought to 1 at most, by a power of two, and the product back."""
+    """Return total + x · tile, for an unbounded x. A fifth power of a score can exceed fp16's 65,504, so in fp16 x is scaled to
+    at most 1 by a power of two, and the product is scaled back."""
     if tile.dtype == tl.float16:
         unit = tl.exp2(tl.ceil(tl.log2(tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1.0))))
         return total + _dot(x / unit, tile) * unit
@@ -124,8 +124,8 @@ def _visible(query, key, window, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _term_at(ptr, first, query, key, tokens, row_stride, back, rows):
-    """Pointers to the pairs' terms, and which pairs have one. `first`: the least of the queries; offsets from its row on are
-    small, and 64-bit ones would take half of a thread's registers."""
+    """Return pointers to the pairs' terms, and a mask of the pairs that have one. first: the first query; offsets from its row
+    fit in 32 bits, and 64-bit ones would take half of a thread's registers."""
     row = query - key + back
     there = (row >= 0) & (row < rows) & (query < tokens)
     return ptr + tl.cast(first, tl.int64) * row_stride + ((query - first) * row_stride + row), there
@@ -133,7 +133,7 @@ def _term_at(ptr, first, query, key, tokens, row_stride, back, rows):
 
 @triton.jit
 def _bent(s, over, CLIP: tl.constexpr, FAST: tl.constexpr):
-    """(f, f′): f = tanh(z) of z = s · over if CLIP, f′ by z; else s itself and 1.
+    """Return (f, f′): tanh(z) of z = s · over and its derivative by z if CLIP; else s and 1.
 
     FAST: the GPU's own tanh, good to 2^-11, one instruction where the other form has two of its kind: as many as softmax.
     """
@@ -152,7 +152,7 @@ def _bent(s, over, CLIP: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def _even_power(f, DEGREE: tl.constexpr):
-    """f^(p−1)"""
+    """Return f^(p−1)."""
     if DEGREE == 1:
         return 1.0
     else:
@@ -167,7 +167,7 @@ def _even_power(f, DEGREE: tl.constexpr):
 @triton.jit
 def _score(q, k, first, query, key, term_ptr, term_row, back, rows, tokens, unit, over, EDGE: tl.constexpr,
            RELATED: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr):  # fmt: skip
-    """(f, f^(p−1), f′) of a tile q · kᵀ, or of k · qᵀ with queries along its columns. The owned one of both is `_shrunk`."""
+    """Return (f, f^(p−1), f′) of a tile q · kᵀ, or of k · qᵀ with queries along its columns. The owned tensor is `_shrunk`."""
     s = _dot(q, tl.trans(k))
     if EDGE and RELATED:
         at, there = _term_at(term_ptr, first, query, key, tokens, term_row, back, rows)
@@ -178,21 +178,21 @@ def _score(q, k, first, query, key, term_ptr, term_row, back, rows, tokens, unit
 
 @triton.jit
 def _shrunk(x, small):
-    """x times a power of two, which is exact: nearly 1 / √D, once for the tile instead of once for every score. What is left of
-    √D lies in the constants, and the distance term is brought to the same unit."""
+    """Return x times a power of two near 1 / √D, which is exact: once per tile instead of once per score. The constants have
+    the rest of √D, and the distance term is scaled likewise."""
     return (x.to(tl.float32) * small).to(x.dtype)
 
 
 @triton.jit
 def _nothing(OWN: tl.constexpr, DP: tl.constexpr, KIND: tl.constexpr):
-    """Zeros, as the result of a product. Where accumulators begin as plain zeros, Hopper's products of a loop may all have to
-    wait for each other (ptxas says so: C7515)."""
+    """Return zeros as the result of a product. With plain zeros as initial accumulators, Hopper's products in a loop may be
+    serialised (ptxas warning C7515)."""
     return tl.dot(tl.zeros([OWN, 16], KIND), tl.zeros([16, DP], KIND))
 
 
 @triton.jit
 def _place(tokens, HEADS: tl.constexpr, OWN: tl.constexpr, LAST: tl.constexpr):
-    """(first token, row of the batch, head) of a program, and the tokens as a number that no product of sizes overflows.
+    """Return (first token, row of the batch, head) of a program, and the number of tokens in 64 bits.
 
     LAST: the last tokens have the longest walk, and so begin first.
     """
@@ -287,7 +287,7 @@ def _poly_queries_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_pt
                          CLIP: tl.constexpr, FAST: tl.constexpr, RELATED: tl.constexpr, GATED: tl.constexpr,
                          WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr, OWN: tl.constexpr,
                          N: tl.constexpr):  # fmt: skip
-    """steep: what a slope has beside u f^(p−1) f′ and scale · a. alpha: 1 / √D."""
+    """steep: factor of a slope, other than u f^(p−1) f′ and scale · a. alpha: 1 / √D."""
     own, b, head, wide = _place(tokens, HEADS, OWN, CAUSAL)
     query = (own + tl.arange(0, OWN))[:, None]
     a, c, scale = _coefficients(coefficient_ptr)
@@ -325,7 +325,7 @@ def _poly_queries_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_pt
 
 @triton.jit(do_not_specialize=["programs"])
 def _poly_coefficients_kernel(sums_ptr, coefficient_ptr, gradient_ptr, programs, BLOCK: tl.constexpr):
-    """Of a, b and scale, from every program's Σ dφ s̃^p and Σ dφ, added in one order."""
+    """Compute the gradients of a, b and scale from every program's Σ dφ s̃^p and Σ dφ, added in a fixed order."""
     i = tl.arange(0, BLOCK)
     power, whole = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, programs, BLOCK):

@@ -1,10 +1,10 @@
-"""Polynomial attention, tiled: nothing of size T × T is stored, and backward computes each tile again (_poly_walks.py).
+"""Polynomial attention in tiles: no T × T tensor is stored, and backward recomputes each tile (_poly_tiles.py).
 
-The term of distance is q · Pᵀ, one product (T, R) a head, of which a tile reads what lies on its diagonals. A query and a
-distance belong to one key, so the term's gradient is stored and not added: dP and its share of dq are two more products. Memory
-grows with T · R, and only tiles under the band pay for it.
+The distance term is q · Pᵀ, one product (T, R) per head, of which a tile reads its diagonals. A query and a distance determine
+one key, so the term's gradient is stored without a sum: dP and its part of dq are two more products. Memory grows with T · R,
+and only tiles in the band read it.
 
-A decoding step splits a row's keys over programs, whose sums a second kernel adds in one order.
+A decoding step splits a row's keys over programs, and a second kernel adds their sums in a fixed order.
 """
 
 import math
@@ -35,7 +35,7 @@ from ._poly_tiles import (
 
 
 class _Form(NamedTuple):
-    """What a call of polynomial attention is, beside its tensors."""
+    """Options of a call."""
 
     degree: int
     soft_clip: float
@@ -52,8 +52,8 @@ class _Form(NamedTuple):
         }  # fmt: skip
 
     def numbers(self, table: Tensor | None, q: Tensor) -> tuple:
-        """tokens, window, back, rows; small, unit, over, top; steep, alpha. The first two or all three groups are what a kernel
-        takes. Scores come as x with s = rest · x, where rest is from 1/2 to 1 (`_shrunk`)."""
+        """Return tokens, window, back, rows; small, unit, over, top; steep, alpha. A kernel takes the first two or all three
+        groups. Scores are x with s = rest · x, where rest is from 1/2 to 1 (`_shrunk`)."""
         rows, alpha = 1 if table is None else len(table), q.shape[3] ** -0.5
         back = 0 if self.causal or table is None else rows // 2
         small = 2.0 ** -math.floor(math.log2(q.shape[3]) / 2)
@@ -68,7 +68,7 @@ def _dense_last(*tensors: Tensor) -> list[Tensor]:
 
 
 def _launch(kernel: Any, way: str, tiled: Tensor, tensors: list, sums: bool, q: Tensor, numbers: tuple, constants: dict) -> Any:
-    """`tiled` (B, T, heads, D): what a program owns a tile of. The sums (2, programs), if there are any, come last."""
+    """Launch a kernel. tiled (B, T, heads, D): the tensor of which a program owns a tile. Return its sums (2, programs)."""
     strides = [step for t in tensors[:3] for step in t.stride()[:3]]
 
     def run(plan: WalkPlan) -> Tensor | None:
@@ -84,13 +84,13 @@ def _launch(kernel: Any, way: str, tiled: Tensor, tensors: list, sums: bool, q: 
 
 
 def _term(q: Tensor, table: Tensor) -> Tensor:
-    """q · Pᵀ (B, T, H, R) in q's dtype, whatever autocast would make of it."""
+    """Return q · Pᵀ (B, T, H, R) in q's dtype, also under autocast."""
     with torch.autocast(q.device.type, enabled=False):
         return torch.matmul(q, table.to(q.dtype).t())
 
 
 class _PolyAttention(torch.autograd.Function):
-    """The Parameters are kept on ctx for their main_grad, as in layers/linear_product.py."""
+    """Autograd function. ctx has the Parameters for their main_grad, as in layers/linear_product.py."""
 
     @staticmethod
     def forward(ctx, q, k, v, coefficients, table, gates, form):
@@ -113,7 +113,7 @@ class _PolyAttention(torch.autograd.Function):
         q, k, v, coefficients, table, gates = ctx.saved_tensors
         form, dy = ctx.form, dy.contiguous()
         term = None if table is None else _term(q, table)
-        dterm = None if term is None else torch.zeros_like(term)  # nobody stores where a distance leads out of the sequence
+        dterm = None if term is None else torch.zeros_like(term)  # not stored where a distance leads out of the sequence
         dq, dk, dv = (torch.empty(t.shape, device=q.device, dtype=q.dtype) for t in (q, k, v))
         dgates = None if gates is None else torch.empty_like(gates)
         given, numbers = [q, k, v, term, gates, coefficients, dy], form.numbers(table, q)
@@ -157,7 +157,7 @@ def _weights(s, factor, shift, over, DEGREE: tl.constexpr, CLIP: tl.constexpr, F
 
 @triton.jit
 def _with_term(s, q, table_ptr, distance, nearest, rows, DIM: tl.constexpr, d, KIND: tl.constexpr):
-    """Tiles that lie farther off than the table reaches go without."""
+    """Load the table's term, which tiles beyond its range do not need."""
     if nearest < rows:
         mask = ((distance < rows) & (distance > 0))[:, None] & (d < DIM)[None]
         p = tl.load(table_ptr + distance[:, None] * DIM + d[None], mask=mask, other=0.0)

@@ -1,15 +1,15 @@
-"""The recurrence of rg_lru.py in chunks: two launches each way, or one where the text is a single chunk.
+"""Kernels of rg_lru in chunks: two launches each for forward and backward, or one if the text is a single chunk.
 
-A chunk is walked token by token, a thread holding the states of a few channels. The first launch walks every chunk from a state
-of 0 and keeps what comes out of it, E, and the log of what it leaves of a state that comes in, A. The second finds the state
-before its chunk by folding the chunks before it, h = exp(A) · h + E, and walks the chunk once more.
+A thread has the states of a few channels, and reads a chunk token by token. The first launch reads every chunk from a state of
+0 and stores its final state, E, and the log of the factor of an initial state, A. The second computes the state before its
+chunk from the preceding chunks, h = exp(A) · h + E, and reads the chunk again.
 
-Backward is the same from the other end. With G_t = dh_t + a_{t+1} · G_{t+1}, and L for log a, s for √(1 − a²), g for σ(i):
+Backward runs from the other end. With G_t = dh_t + a_{t+1} · G_{t+1}, and L for log a, s for √(1 − a²), g for σ(i):
 
     dx = G s g        di = G s x g (1 − g)        dL = G (a h_{t-1} − x g a² / s)
 
-1 / s grows without bound where a nears 1. Both of r and λ want dL · L alone, in which it does not: L / s goes to 0. h_{t-1} is
-read from the forward's result, in the dtype that it was stored in.
+1 / s is unbounded as a approaches 1. r and λ need only dL · L, which is bounded: L / s goes to 0. h_{t-1} is read from the
+forward's result, in its dtype.
 """
 
 import torch
@@ -24,7 +24,7 @@ from .....kernels.triton._math import sigmoid
 
 @triton.jit
 def _rate(decay_ptr, col, mask):
-    """8 ln σ(λ), and the slope dL/dλ over L. ln(1 + e) of a small e by its series: 1 + e would round it away.
+    """Return 8 ln σ(λ), and dL/dλ over L. For small e, ln(1 + e) is computed by its series: 1 + e would round e away.
 
     A number below fp32's least normal one (1.2e-38) would make what it meets fp64 in Triton 3.6.
     """
@@ -38,7 +38,7 @@ def _rate(decay_ptr, col, mask):
 
 @triton.jit
 def _forgets(r, rate):
-    """(σ(r), log a, a, √(1 − a²)). 1 − exp(y) of a small y by its series."""
+    """Return (σ(r), log a, a, √(1 − a²)). For small y, 1 − exp(y) is computed by its series."""
     open_ = sigmoid(r)
     log_a = tl.maximum(rate * open_, -80.0)
     y = 2.0 * log_a
@@ -49,7 +49,7 @@ def _forgets(r, rate):
 
 @triton.jit
 def _place(chunk, tokens, length, channels, BLOCK: tl.constexpr):
-    """(channels of this program and their mask, the first row of its text, its first token and the one behind its last)"""
+    """Return the program's channels and their mask, the first row of its text, its first token and the end of its tokens."""
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     first = chunk * length
     return col, col < channels, tl.program_id(2).to(tl.int64) * tokens, first, tl.minimum(first + length, tokens)
@@ -66,7 +66,7 @@ def _three(packed_ptr, row, col, mask, channels):
 
 @triton.jit
 def _fold(h, end_ptr, left_ptr, col, mask, begin, count, step, channels):
-    """What h becomes in `count` chunks from number `begin` on, of this program's text."""
+    """Return the state after `count` chunks of this program's text, from chunk `begin` on, with the initial state h."""
     base = tl.program_id(2).to(tl.int64) * tl.num_programs(1)
     for number in range(count):
         at = (base + begin + number * step) * channels + col
@@ -84,7 +84,7 @@ def _keep(h, left, end_ptr, left_ptr, chunk, chunks, col, mask, channels):
 
 @triton.jit(do_not_specialize=["tokens", "length"])
 def _forward_ends_kernel(packed_ptr, decay_ptr, end_ptr, left_ptr, tokens, length, channels, BLOCK: tl.constexpr):
-    chunk, chunks = tl.program_id(1), tl.num_programs(1) + 1  # nobody asks for the last one's
+    chunk, chunks = tl.program_id(1), tl.num_programs(1) + 1  # the last chunk's is not needed
     col, mask, row, first, stop = _place(chunk, tokens, length, channels, BLOCK)
     rate, _slope = _rate(decay_ptr, col, mask)
     h, left = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -116,7 +116,7 @@ def _forward_kernel(packed_ptr, decay_ptr, state_ptr, end_ptr, left_ptr, out_ptr
 
 @triton.jit(do_not_specialize=["tokens", "length"])
 def _backward_ends_kernel(dout_ptr, packed_ptr, decay_ptr, end_ptr, left_ptr, tokens, length, channels, BLOCK: tl.constexpr):
-    chunk, chunks = tl.program_id(1) + 1, tl.num_programs(1) + 1  # nobody asks for the first one's
+    chunk, chunks = tl.program_id(1) + 1, tl.num_programs(1) + 1  # the first chunk's is not needed
     col, mask, row, first, stop = _place(chunk, tokens, length, channels, BLOCK)
     rate, _slope = _rate(decay_ptr, col, mask)
     g, left = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -166,7 +166,7 @@ def _backward_kernel(dout_ptr, dlast_ptr, packed_ptr, decay_ptr, state_ptr, out_
 
 
 def _launch(way: str, ends, kernel, packed: Tensor, inputs: list, outputs: list, given: list, **constants: bool) -> Tensor:
-    """Both launches. Returns partial sums (programs along the text, C) that `kernel` may have written.
+    """Launch both kernels. Return partial sums (programs along the text, C), which `kernel` may write.
 
     inputs   what `ends` reads, and `kernel` after `given`. given, outputs: what `kernel` reads and writes besides
     """

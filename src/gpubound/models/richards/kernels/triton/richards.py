@@ -34,7 +34,7 @@ from ._curve import SUMS, add_sums, deliver_curves, gradients, no_sums, numbers,
 
 @triton.jit
 def _tile_at(tile, rows, COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """(rows, columns, mask) of a tile; tiles follow each other along a row."""
+    """Return (rows, columns, mask) of a tile. Consecutive tiles are in one row."""
     ACROSS: tl.constexpr = (COLS + BLOCK - 1) // BLOCK
     row = (tile // ACROSS * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     col = (tile % ACROSS * BLOCK + tl.arange(0, BLOCK))[None]
@@ -142,8 +142,12 @@ def _richards_glu_backward_kernel(dh_ptr, x1_ptr, x2_ptr, v_ptr, g_ptr, d1_ptr, 
 
 def _stride(kernel: Any, way: str, matrices: list[Tensor], reads: int, strided: list[Tensor], curves: list[Curve],
             summed: bool | None = None, **constants: Any) -> Tensor | None:  # fmt: skip
-    """Launch over matrices of one shape. `strided`: those whose row strides the kernel takes; `summed`: whether its sums are
-    wanted, which it returns; None: it has none. `reads`: how many tensors a tile is read of."""
+    """Launch over matrices of one shape, and return the kernel's sums.
+
+    strided  matrices whose row strides the kernel takes
+    summed   whether the sums are needed; None: the kernel has none
+    reads    number of tensors that a tile is read from
+    """
     rows, cols = strided[0].shape
     job = job_of("richards", way, (reads,), strided[0])
 
@@ -195,7 +199,7 @@ class _Richards(torch.autograd.Function):
 def _glu_backward(
     dh: Tensor, packed: Tensor, frees: list[Tensor | None], curves: list[Curve], again: bool, summed: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(gradient of packed, h if it is wanted again, parts of the curves' sums)."""
+    """Return the gradient of packed, h if it is needed, and the programs' sums of the curves."""
     d, (x1, x2) = _matrix(dh), _halves(packed, None)
     gradient = torch.empty(packed.shape, device=packed.device, dtype=packed.dtype)
     d1, d2 = _halves(gradient, None)
@@ -251,7 +255,7 @@ def richards_glu_backward(
 
 @triton.jit
 def _tanh(x, alpha, FP32: tl.constexpr):
-    """(tanh z, 1 − tanh² z) for z = alpha · x, from e = exp(−2z). The slope 4e / (1 + e)² keeps its digits near ±1.
+    """Return (tanh z, 1 − tanh² z) for z = alpha · x, from e = exp(−2z). The slope 4e / (1 + e)² keeps its digits near ±1.
 
     Near 0, 1 − e loses them (at 1e-4, 3 of 7), so there FP32 takes the series, whose next term is below 6e-9 of the sum at
     0.15; it also divides, where `reciprocal` would be off by 3e-7. 16-bit inputs do without: that error is beyond their digits
@@ -306,7 +310,7 @@ def _dynamic_tanh_forward_kernel(x_ptr, r_ptr, a_ptr, w_ptr, b_ptr, s_ptr, y_ptr
 def _dynamic_tanh_backward_kernel(dy_ptr, ds_ptr, x_ptr, a_ptr, w_ptr, dx_ptr, da_ptr, parts_ptr, rows,
                                   COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
                                   HINT: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr, CURVE: tl.constexpr):  # fmt: skip
-    """`da_ptr`: a number a program for alpha, or the sums of a curve, of which it has SUMS places."""
+    """da_ptr: one value per program for alpha, or SUMS values for a curve."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     col = tl.arange(0, BLOCK)
     if CURVE is None:
@@ -354,7 +358,7 @@ def _dynamic_tanh_backward_kernel(dy_ptr, ds_ptr, x_ptr, a_ptr, w_ptr, dx_ptr, d
 
 
 class _DynamicTanh(torch.autograd.Function):
-    """`small` is alpha, or a curve's `free`. y, or (y, s) when there is a residual. An unused output's gradient is None."""
+    """Autograd function of y, or of (y, s) with a residual. small: alpha, or a curve's `free`."""
 
     @staticmethod
     def forward(ctx, x, residual, small, weight, bias, curve):
