@@ -5,7 +5,7 @@ import multiprocessing
 import numpy as np
 import pytest
 
-from gpubound.data import Corpus, Tokenizer, train_tokenizer
+from gpubound.data import Corpus, Tokenizer, tokenizer as tokenizers, train_tokenizer
 from gpubound.data.tokenizer import render
 from gpubound.errors import DataError
 
@@ -145,7 +145,9 @@ def test_a_forked_process_renders_by_itself():
     assert render_once(0) == f"<|im_start|>user\none?{END}"
 
 
-def test_the_next_chat_is_rendered_after_one_that_did_not_end():
-    with pytest.raises(DataError, match="5 seconds"):
+def test_the_next_chat_is_rendered_after_one_that_did_not_end(monkeypatch):
+    monkeypatch.setattr(tokenizers, "_process", None)
+    monkeypatch.setattr(tokenizers, "TEMPLATE_SECONDS", 1)
+    with pytest.raises(DataError, match="1 seconds"):
         render("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", HISTORY)
     assert render("{{ messages | length }}", HISTORY) == "4"

@@ -20,7 +20,6 @@ from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-SECONDS = 5  # of CPU time a chat
 MEMORY = 1 << 30
 LARGEST = 16_000_000  # characters beyond four times those of the messages
 
@@ -87,8 +86,9 @@ def answer(request, size):
 def main():
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    seconds = float(sys.argv[1])  # of CPU time a chat
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)  # its signal, SIGVTALRM, ends this process
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)  # its signal, SIGVTALRM, ends this process
         reply = json.dumps(answer(json.loads(line), len(line)))
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         print(reply, flush=True)

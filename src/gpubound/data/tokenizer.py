@@ -34,6 +34,7 @@ MASK = "<|mask|>"
 LARGEST = 1 << 31  # ids fit an int32
 LONGEST_WORD = 1024  # characters; training takes the square of it
 _ENDLESS = re.compile(rf"\w{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}|[^\w\s]{{{LONGEST_WORD}}}")
+TEMPLATE_SECONDS = 5  # of CPU time a chat
 CURE = "copy the tokenizer again"
 REPLACED = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")  # `load` would read them after `save`
 SPECIAL_NAMES = ("eos_token", "bos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -291,7 +292,8 @@ def _request(request: bytes) -> dict[str, Any]:
     global _process
     with _LOCK:
         if _process is None or _process[0] != os.getpid():  # a fork must not share the pipes
-            command = [sys.executable, "-P", str(Path(__file__).with_name("chat_process.py"))]
+            program = str(Path(__file__).with_name("chat_process.py"))
+            command = [sys.executable, "-P", program, str(TEMPLATE_SECONDS)]
             streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
             _process = os.getpid(), subprocess.Popen(command, **streams)
             atexit.register(_close, _process[1])
@@ -308,7 +310,9 @@ def _request(request: bytes) -> dict[str, Any]:
         _close(renderer)
         _process = None
     if renderer.returncode == -signal.SIGVTALRM:
-        raise DataError("chat template: it needs more than 5 seconds of CPU time for a chat; use another template.")
+        raise DataError(
+            f"chat template: it needs more than {TEMPLATE_SECONDS} seconds of CPU time for a chat; use another template."
+        )
     raise DataError(f"chat template: the process that renders it ended with code {renderer.returncode}; use another template.")
 
 
