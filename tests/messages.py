@@ -8,8 +8,11 @@ import difflib
 import json
 import os
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 FILE = Path(__file__).with_name("messages.json")
 UPDATES = os.environ.get("UPDATE_MESSAGES")  # a folder in which each process leaves the texts that it saw
@@ -66,6 +69,13 @@ class Message(str):
         with (folder / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps([self.name, actual]) + "\n")
         return True
+
+
+def refusal(kind: type[BaseException], call: Callable[[], object]) -> str:
+    """Return the text of the error of this kind that `call` raises."""
+    with pytest.raises(kind) as error:
+        call()
+    return str(error.value)
 
 
 def merge(folder: str) -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpubound import device as policy, trace
 from gpubound.device import Sight, cure, exercise, fast_16bit, label, look, resolve
 from gpubound.errors import DeviceError
-from tests.messages import message
+from tests.messages import message, refusal
 
 ONE, TWO = Sight(1, "1 visible"), Sight(2, "2 visible")
 NONE = Sight(0, "no GPU is visible to CUDA")
@@ -99,24 +99,18 @@ def test_no_gpu_is_the_cpu_said_once(machine, capsys):
 @pytest.mark.parametrize("spec", ["require", "cuda", "cuda:0"])
 def test_a_required_gpu_that_is_not_there(machine, spec):
     machine(Sight(0, "CUDA_VISIBLE_DEVICES='' hides every GPU"))
-    with pytest.raises(DeviceError) as error:
-        resolve(spec)
-    assert str(error.value) == message("device:a_required_gpu_that_is_n", spec)
+    assert refusal(DeviceError, lambda: resolve(spec)) == message("device:a_required_gpu_that_is_n", spec)
 
 
 @pytest.mark.parametrize("spec", ["auto", "require", "cuda:0"])
 def test_a_visible_gpu_that_fails_never_becomes_the_cpu(machine, spec):
     machine(ONE, "CUDA error: no kernel image is available for execution on the device")
-    with pytest.raises(DeviceError) as error:
-        resolve(spec)
-    assert str(error.value) == message("device:a_visible_gpu_that_fails")
+    assert refusal(DeviceError, lambda: resolve(spec)) == message("device:a_visible_gpu_that_fails")
 
 
 def test_an_index_beyond_the_last(machine):
     tested = machine(TWO)
-    with pytest.raises(DeviceError) as error:
-        resolve("cuda:7")
-    assert str(error.value) == message("device:an_index_beyond_the_last")
+    assert refusal(DeviceError, lambda: resolve("cuda:7")) == message("device:an_index_beyond_the_last")
     assert tested == []
 
 
@@ -124,9 +118,7 @@ def test_an_index_beyond_the_last(machine):
     "spec", ["gpu", "CUDA", "cuda:", "cuda:x", "cuda:-1", "cuda:1:0", "cuda:²", "auto:0", "cpu:0", "", None]
 )
 def test_names_that_mean_nothing(spec):
-    with pytest.raises(ValueError) as error:
-        resolve(spec)
-    assert str(error.value) == message("device:names_that_mean_nothing", spec)
+    assert refusal(ValueError, lambda: resolve(spec)) == message("device:names_that_mean_nothing", spec)
 
 
 @pytest.mark.parametrize("value", ["", " ", "-1", "none", "None", "-1,0"])
@@ -156,9 +148,7 @@ def test_a_cpu_build_beside_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     monkeypatch.setattr(policy.glob, "glob", lambda pattern: ["/dev/nvidia0"])
-    with pytest.raises(DeviceError) as error:
-        resolve("auto")
-    assert str(error.value) == message("device:a_cpu_build_beside_a_gpu")
+    assert refusal(DeviceError, lambda: resolve("auto")) == message("device:a_cpu_build_beside_a_gpu")
 
 
 def test_a_cpu_build_without_a_gpu(monkeypatch, capsys):
@@ -172,17 +162,13 @@ def test_a_cpu_build_without_a_gpu(monkeypatch, capsys):
 def test_a_driver_that_is_too_old_is_named(cuda_build):
     """CUDA counts no GPU then; the cause comes out only when it is started."""
     cuda_build(0, failure="The NVIDIA driver on your system is too old (found version 11040).\nPlease update.")
-    with pytest.raises(DeviceError) as error:
-        resolve("auto")
-    assert str(error.value) == message("device:a_driver_that_is_too_old")
+    assert refusal(DeviceError, lambda: resolve("auto")) == message("device:a_driver_that_is_too_old")
 
 
 def test_visible_devices_that_do_not_exist(monkeypatch, cuda_build):
     cuda_build(0, failure="No CUDA GPUs are available")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    with pytest.raises(DeviceError) as error:
-        resolve("auto")
-    assert str(error.value) == message("device:visible_devices_that_do")
+    assert refusal(DeviceError, lambda: resolve("auto")) == message("device:visible_devices_that_do")
 
 
 def test_a_cuda_build_without_hardware_is_the_cpu(cuda_build):
@@ -198,9 +184,7 @@ def test_cuda_that_cannot_start_ends_in_the_policys_sentence(monkeypatch, cuda_b
         raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
 
     monkeypatch.setattr(policy, "exercise", broken)
-    with pytest.raises(DeviceError) as error:
-        resolve("auto")
-    assert str(error.value) == message("device:cuda_that_cannot_start_e")
+    assert refusal(DeviceError, lambda: resolve("auto")) == message("device:cuda_that_cannot_start_e")
 
 
 def test_the_test_runs_once_a_process(monkeypatch, cuda_build):

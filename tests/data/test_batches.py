@@ -11,7 +11,7 @@ from gpubound import trace
 from gpubound.data import Corpus, batches as serve, feed, train_tokenizer
 from gpubound.errors import FallbackError, GraphError
 from gpubound.graph import capture
-from tests.messages import message
+from tests.messages import message, refusal
 
 from .conftest import TEXTS, Bytes, Counts
 from .test_tokenizer import CHAT
@@ -287,9 +287,7 @@ def test_too_large_for_the_budget_or_the_memory_it_streams(corpus, said, monkeyp
     ],
 )
 def test_sentences(corpus, seq, micro_batch, options, sentence):
-    with pytest.raises(ValueError) as error:
-        corpus.batches(seq, micro_batch, "cpu", **options)
-    assert str(error.value) == sentence
+    assert refusal(ValueError, lambda: corpus.batches(seq, micro_batch, "cpu", **options)) == sentence
 
 
 def test_a_position_in_another_corpus_is_refused(corpus, tmp_path):

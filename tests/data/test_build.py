@@ -17,7 +17,7 @@ from gpubound.data.shards import CLAIM, MANIFEST, write_shard
 from gpubound.data.texts import Texts
 from gpubound.errors import DataError
 from gpubound.trace import notice
-from tests.messages import message
+from tests.messages import message, refusal
 
 from .conftest import TEXTS, Bytes
 from .test_tokenizer import CHAT
@@ -140,9 +140,7 @@ def test_killed_in_the_middle_it_goes_on_at_the_last_whole_shard(corpus, tmp_pat
     assert child.wait() == -signal.SIGKILL
     whole = contents(path)
     assert 2 <= len(whole) < len(contents(corpus.path)) and not (path / MANIFEST).exists()
-    with pytest.raises(DataError) as error:
-        Corpus.open(path)
-    assert str(error.value) == message("data/build:killed_in_the_middle_it", path, len(whole))
+    assert refusal(DataError, lambda: Corpus.open(path)) == message("data/build:killed_in_the_middle_it", path, len(whole))
     (path / "shard-00002.gbt.123.partial").write_bytes(b"half")
     done = build(path, iter(TEXTS))
     assert message("data/build:killed_in_the_middle_it.2", path, len(whole)).within(said())
@@ -236,16 +234,12 @@ def test_a_folder_of_someone_else_is_not_touched(tmp_path):
     (tmp_path / "thesis.doc").write_text("years of work")
     assert refused(tmp_path) == message("data/build:a_folder_of_someone_else", tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.doc"]
-    with pytest.raises(DataError) as error:
-        Corpus.open(tmp_path)
-    assert str(error.value) == message("data/build:a_folder_of_someone_else.2", tmp_path)
+    assert refusal(DataError, lambda: Corpus.open(tmp_path)) == message("data/build:a_folder_of_someone_else.2", tmp_path)
 
 
 def test_damage_is_named_when_it_is_opened(corpus):
     (corpus.path / "shard-00001.gbt").rename(corpus.path / "elsewhere")
-    with pytest.raises(DataError) as error:
-        Corpus.open(corpus.path)
-    assert str(error.value) == (
+    assert refusal(DataError, lambda: Corpus.open(corpus.path)) == (
         message("data/build:damage_is_named_when_it", corpus.path / "shard-00001.gbt", corpus.path / MANIFEST)
     )
 
@@ -313,9 +307,7 @@ def test_shards_of_two_corpora_are_not_mixed(corpus, tmp_path):
     with pytest.raises(DataError) as error:
         Corpus.open([corpus.path / "shard-00000.gbt", strange])
     assert str(error.value) == message("data/build:shards_of_two_corpora_ar", strange)
-    with pytest.raises(ValueError) as error:
-        Corpus.open([])
-    assert str(error.value) == message("data/build:shards_of_two_corpora_ar.2")
+    assert refusal(ValueError, lambda: Corpus.open([])) == message("data/build:shards_of_two_corpora_ar.2")
 
 
 def test_tokenizers_that_go_wrong(tmp_path):

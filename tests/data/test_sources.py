@@ -7,7 +7,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from gpubound.data import feed
 from gpubound.errors import DataError
-from tests.messages import message
+from tests.messages import message, refusal
 
 from .conftest import batches, seen
 
@@ -30,9 +30,7 @@ def test_a_source_that_raises_half_way(mode):
 def test_a_generator_is_read_once_and_a_function_again(mode):
     once = feed(iter(batches(3)), device="cpu", mode=mode)
     assert seen(once) == [0, 1, 2]
-    with pytest.raises(ValueError) as error:
-        list(once)
-    assert str(error.value) == message("data/sources:a_generator_is_read_once")
+    assert refusal(ValueError, lambda: list(once)) == message("data/sources:a_generator_is_read_once")
     again = feed(lambda: iter(batches(3)), device="cpu", mode=mode)
     assert seen(again) == seen(again) == [0, 1, 2]
     with pytest.raises(TypeError, match="does not say how many"):
@@ -172,15 +170,11 @@ def test_a_dataset_that_fetches_many_items_at_once_is_asked_so():
     ],
 )
 def test_sentences(source, options, sentence):
-    with pytest.raises(ValueError) as error:
-        feed(source, device="cpu", **options)
-    assert str(error.value) == sentence
+    assert refusal(ValueError, lambda: feed(source, device="cpu", **options)) == sentence
 
 
 def test_a_function_that_returns_no_batches_is_refused():
-    with pytest.raises(ValueError) as error:
-        feed(lambda: 5, device="cpu").take()
-    assert str(error.value) == message("data/sources:a_function_that_returns")
+    assert refusal(ValueError, lambda: feed(lambda: 5, device="cpu").take()) == message("data/sources:a_function_that_returns")
 
 
 def test_unknown_arguments_raise():

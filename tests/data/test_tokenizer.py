@@ -11,7 +11,7 @@ import torch
 from gpubound.data import Tokenizer, python_stdlib_texts, torch_source_texts, train_tokenizer
 from gpubound.data.tokenizer import END_OF_TEXT, LONGEST_WORD, SPECIALS, adapt, split_endless_words
 from gpubound.errors import DataError
-from tests.messages import message
+from tests.messages import message, refusal
 
 CHAT = [
     {"role": "system", "content": "be brief"},
@@ -129,9 +129,7 @@ def test_a_template_of_another_house_with_its_own_tokens(tokenizer):
 
 def test_a_template_that_rewrites_earlier_messages_is_refused(tokenizer):
     forgetful = Tokenizer(tokenizer.inner, END_OF_TEXT, "{{ messages[-1]['content'] }}")
-    with pytest.raises(DataError) as error:
-        forgetful.encode_chats([CHAT])
-    assert str(error.value) == message("data/tokenizer:a_template_that_rewrites")
+    assert refusal(DataError, lambda: forgetful.encode_chats([CHAT])) == message("data/tokenizer:a_template_that_rewrites")
 
 
 def test_sentences(tokenizer, tmp_path):
@@ -147,9 +145,7 @@ def test_sentences(tokenizer, tmp_path):
     with pytest.raises(ValueError) as error:
         Tokenizer(tokenizer.inner, "</s>")
     assert str(error.value) == message("data/tokenizer:sentences.4")
-    with pytest.raises(ValueError) as error:
-        Tokenizer(tokenizer.inner, None).render(CHAT)
-    assert str(error.value) == message("data/tokenizer:sentences.5")
+    assert refusal(ValueError, lambda: Tokenizer(tokenizer.inner, None).render(CHAT)) == message("data/tokenizer:sentences.5")
     with pytest.raises(ValueError, check=message("data/tokenizer:sentences.6")):
         adapt(3)
 

@@ -10,7 +10,7 @@ import torch
 from gpubound import formatting, measure
 from gpubound.errors import DeviceError
 from gpubound.measure import Prepared, Timing, ceiling
-from tests.messages import message
+from tests.messages import message, refusal
 
 
 @pytest.mark.parametrize("module", [ceiling, formatting], ids=lambda m: m.__name__)
@@ -120,9 +120,7 @@ def nothing():
     ],
 )
 def test_bad_input(call, sentence):
-    with pytest.raises(ValueError) as error:
-        call()
-    assert str(error.value) == sentence
+    assert refusal(ValueError, lambda: call()) == sentence
 
 
 def test_the_name_of_a_gpu_is_no_gpu(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from gpubound import formatting
 from gpubound.monitor import RunTape, report, write_report
 from gpubound.monitor.figures import Figures, warnings
-from tests.messages import message
+from tests.messages import message, refusal
 
 from .tapes import PLACEMENT, diverged_run, gpu_run
 
@@ -148,6 +148,4 @@ def test_a_gauge_is_summed_up_by_a_value_that_was_measured(tmp_path):
 
 
 def test_no_run():
-    with pytest.raises(ValueError) as error:
-        write_report([])
-    assert str(error.value) == message("monitor/report:no_run")
+    assert refusal(ValueError, lambda: write_report([])) == message("monitor/report:no_run")

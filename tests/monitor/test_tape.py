@@ -8,7 +8,7 @@ from gpubound import trace
 from gpubound.errors import DataError
 from gpubound.monitor import RunTape
 from gpubound.monitor.figures import Figures
-from tests.messages import message
+from tests.messages import message, refusal
 
 
 def a_run(path, name="first", steps=30, slope=1.0):
@@ -99,9 +99,7 @@ def test_time_goes_on_from_the_last_line(tmp_path, monkeypatch):
 def test_a_full_disk(tmp_path):
     tape = RunTape.create(tmp_path)
     (tmp_path / "steps.jsonl").symlink_to("/dev/full")
-    with pytest.raises(DataError) as error:
-        tape.append({"step": 1})
-    assert str(error.value) == message("monitor/tape:a_full_disk", tmp_path)
+    assert refusal(DataError, lambda: tape.append({"step": 1})) == message("monitor/tape:a_full_disk", tmp_path)
 
 
 def test_a_folder_that_goes_away(tmp_path):
@@ -115,9 +113,7 @@ def test_a_folder_that_goes_away(tmp_path):
 
 
 def test_not_a_run(tmp_path):
-    with pytest.raises(DataError) as error:
-        RunTape.open(tmp_path)
-    assert str(error.value) == message("monitor/tape:not_a_run", tmp_path)
+    assert refusal(DataError, lambda: RunTape.open(tmp_path)) == message("monitor/tape:not_a_run", tmp_path)
 
 
 def test_a_tape_that_is_no_file_is_not_waited_for(tmp_path):

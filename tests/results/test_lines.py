@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import gates, results
 from benchmarks.results import append, newest, ratio, read
-from tests.messages import message
+from tests.messages import message, refusal
 
 from .example import LINE
 
@@ -39,9 +39,7 @@ def test_above_one_is_better_whatever_the_unit(unit, ours, peer, wanted):
 
 
 def test_an_unknown_unit():
-    with pytest.raises(ValueError) as error:
-        ratio("furlongs", 1.0, 1.0)
-    assert str(error.value) == message("results/lines:an_unknown_unit")
+    assert refusal(ValueError, lambda: ratio("furlongs", 1.0, 1.0)) == message("results/lines:an_unknown_unit")
 
 
 def test_lines_are_appended_to_their_gpus_file(tmp_path):

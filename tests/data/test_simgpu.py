@@ -16,6 +16,18 @@ def sim():
     return simgpu()
 
 
+@pytest.mark.parametrize("pack", ["stream", "documents"])
+def test_a_resident_corpus_costs_the_host_nothing(corpus, sim, pack):
+    served, plain = corpus.batches(16, 2, sim, pack=pack), corpus.batches(16, 2, "cpu", pack=pack)
+    with watch() as ledger:
+        on_device = [served.take() for _ in range(2 * len(served))]
+        fetched = served.fetch()
+    assert (ledger.totals["syncs"], ledger.totals["h2d_copies"], ledger.totals["d2h_copies"]) == (0, 0, 0)
+    for batch in [*on_device, fetched]:
+        want = plain.take()
+        assert all(value.device == sim and torch.equal(value.cpu(), want[name]) for name, value in batch.items())
+
+
 def batches(device, count=4):
     """One leaf on the host, one on the device already, at other places of the nesting."""
     return [

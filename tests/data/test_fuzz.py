@@ -1,7 +1,4 @@
-"""Readers of what comes from outside, with anything in it: content, or one sentence. No other exception, no hang.
-
-A few seconds in all; what a longer run finds becomes a case of the reader's own test file.
-"""
+"""Files and batches that are damaged or of any shape: each is read, or refused in one sentence."""
 
 import json
 import zlib
@@ -10,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from gpubound.data import Corpus, Tokenizer, train_tokenizer
+from gpubound.data import Corpus, Tokenizer, feed, train_tokenizer
 from gpubound.data.shards import _FIXED, _PAGE, MAGIC, MANIFEST, read_shard, write_shard
 from gpubound.data.texts import Texts
 from gpubound.errors import GpuboundError
@@ -142,3 +140,24 @@ def test_tokenizer_files(saved, data):
         assert found is None or found.vocab_size > 0
     finally:
         (saved / name).write_text(whole)
+
+
+leaves = scalars | st.builds(torch.ones, st.integers(0, 3)) | st.builds(np.ones, st.integers(0, 3)) | st.just(object())
+trees = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@bounded
+@given(batches=st.lists(trees, max_size=3), mode=st.sampled_from(["auto", "resident", "ring", "direct"]))
+def test_batches_of_any_shape(batches, mode):
+    """Every batch arrives, in order and of its kind, or the feed says why not."""
+    served = tried(lambda: list(feed(batches, device="cpu", mode=mode)))
+    if served is not None:
+        assert [type(batch) for batch in served] == [torch.Tensor if isinstance(b, np.ndarray) else type(b) for b in batches]
