@@ -126,6 +126,15 @@ class Replay:
         return us / self.steps / 1e3
 
 
+Line = tuple[str, int]  # file and line number
+
+
+def line_of(place: Place) -> Line | None:
+    """Return the user's line; in backward, where there may be none, the line that built the node."""
+    site = place.site or place.built
+    return (site.file, site.line) if site else None
+
+
 @dataclass(frozen=True)
 class Measurements:
     """Measurements of a script. A missing one is None or empty, and `absent` has the reason."""
@@ -152,6 +161,29 @@ class Measurements:
     def ms(self) -> float | None:
         """Mean of the timed steps. An event in every fifth step, such as a checkpoint, counts with its share, as in a price."""
         return mean(self.step_ms) if self.step_ms else None
+
+    def by_line(self, *kinds: str) -> list[list[LedgerRow]]:
+        """Return the rows of these kinds, grouped by line, the most frequent first."""
+        lines: dict[Line | None, list[LedgerRow]] = {}
+        for row in sorted(self.rows, key=lambda row: -row.count):
+            if row.kind in kinds:
+                lines.setdefault(line_of(row.place), []).append(row)
+        return list(lines.values())
+
+    def count_per_step(self, rows: Iterable[LedgerRow]) -> float:
+        return sum(row.count for row in rows) / max(self.steps, 1)
+
+    def bytes_per_step(self, rows: Iterable[LedgerRow]) -> float:
+        return sum(row.bytes for row in rows) / max(self.steps, 1)
+
+    def calls_at(self, place: Place) -> frozenset[int]:
+        """Return the calls of the tape that this line made, as far as they are located."""
+        line = line_of(place)
+        return frozenset(n for n, location in self.located.items() if line is not None and line_of(location) == line)
+
+    @property
+    def taped_steps(self) -> int:
+        return max(len(self.tape.steps), 1) if self.tape else 1
 
 
 @dataclass(frozen=True)
@@ -187,45 +219,6 @@ class Profile:
         lines = {id(self.tape.calls[call]): place for call, place in self.located.items()}
         located = {n: lines[id(call)] for n, call in enumerate(part.calls) if id(call) in lines}
         return Profile(part, located, self.named_lines, self.step_ms)
-
-
-Line = tuple[str, int]  # file and line number
-
-
-def line_of(place: Place) -> Line | None:
-    """Return the user's line; in backward, where there may be none, the line that built the node."""
-    site = place.site or place.built
-    return (site.file, site.line) if site else None
-
-
-def by_line(evidence: Measurements, *kinds: str) -> list[list[LedgerRow]]:
-    """Return the rows of these kinds, grouped by line, the most frequent first."""
-    lines: dict[Line | None, list[LedgerRow]] = {}
-    for row in sorted(evidence.rows, key=lambda row: -row.count):
-        if row.kind in kinds:
-            lines.setdefault(line_of(row.place), []).append(row)
-    return list(lines.values())
-
-
-def times(evidence: Measurements, rows: list[LedgerRow]) -> float:
-    """Return the occurrences per step."""
-    return sum(row.count for row in rows) / max(evidence.steps, 1)
-
-
-def size(evidence: Measurements, rows: list[LedgerRow]) -> float:
-    """Return the bytes per step."""
-    return sum(row.bytes for row in rows) / max(evidence.steps, 1)
-
-
-def calls_at(evidence: Measurements, place: Place) -> frozenset[int]:
-    """Return the calls of the tape that this line made, as far as they are located."""
-    line = line_of(place)
-    return frozenset(n for n, location in evidence.located.items() if line is not None and line_of(location) == line)
-
-
-def taped(evidence: Measurements) -> int:
-    """Return the number of steps on the tape."""
-    return max(len(evidence.tape.steps), 1) if evidence.tape else 1
 
 
 class Prices:

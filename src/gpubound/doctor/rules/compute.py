@@ -8,7 +8,7 @@ from functools import partial
 from ...formatting import readable
 from ...watch.ledger import LedgerRow
 from ...watch.source_line import Place
-from ..price.prices import Measurements, Prices, by_line, calls_at, line_of, named, size, taped, times
+from ..price.prices import Measurements, Prices, line_of, named
 from ..record.tape import Span
 from .waits import StallCandidate, estimate, writes_checkpoint
 
@@ -17,16 +17,16 @@ EVERY = 0.9  # a step: recorded steps may begin in the middle of one
 
 
 def repeats(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
-    for rows in by_line(evidence, "repeat"):
-        if (count := times(evidence, rows)) >= EVERY:
-            evidence_text = f"{readable(size(evidence, rows))} a step are on the device already"
-            yield StallCandidate("repeat", rows[0].place, count, evidence_text, calls_at(evidence, rows[0].place), waits=True)
+    for rows in evidence.by_line("repeat"):
+        if (count := evidence.count_per_step(rows)) >= EVERY:
+            evidence_text = f"{readable(evidence.bytes_per_step(rows))} a step are on the device already"
+            yield StallCandidate("repeat", rows[0].place, count, evidence_text, evidence.calls_at(rows[0].place), waits=True)
 
 
 def clones(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
-    for rows in by_line(evidence, "clone"):
-        if (count := times(evidence, rows)) >= EVERY:
-            amount = size(evidence, rows)
+    for rows in evidence.by_line("clone"):
+        if (count := evidence.count_per_step(rows)) >= EVERY:
+            amount = evidence.bytes_per_step(rows)
             ms = copying(evidence, prices, count, amount)
             yield estimate("clone", rows[0].place, count, f"{readable(amount)} a step", ms)
 
@@ -34,10 +34,10 @@ def clones(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
 def conversions(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     """Yield conversions that change nothing. They cost the host only, so they count only if the device waits for Python."""
     waited = prices.host * prices.bar.ms("dispatch") if prices.bar else 0.0
-    for rows in by_line(evidence, "noop"):
+    for rows in evidence.by_line("noop"):
         took = sum(row.ms for row in rows) / max(evidence.steps, 1)
         ms = min(took, waited)
-        if (count := times(evidence, rows)) >= EVERY and (prices.share(ms) or 0.0) >= WORTH:
+        if (count := evidence.count_per_step(rows)) >= EVERY and (prices.share(ms) or 0.0) >= WORTH:
             text = f"{rows[0].what} {count:.3g} times a step changes nothing, and takes the host {took:.2g} ms"
             yield estimate("noop", rows[0].place, count, text, ms)
 
@@ -53,17 +53,17 @@ ELSEWHERE = ("torch/utils/data/", "torch/optim/")  # the loader's work is a wait
 
 
 def cpu_ops(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
-    lines = [rows for rows in ([r for r in some if _own(r)] for some in by_line(evidence, "cpu_op")) if rows]
+    lines = [rows for rows in ([r for r in some if _own(r)] for some in evidence.by_line("cpu_op")) if rows]
     if lines and idle(evidence):
-        rows = max(lines, key=lambda rows: times(evidence, rows))
-        count = sum(times(evidence, some) for some in lines)
+        rows = max(lines, key=lambda rows: evidence.count_per_step(rows))
+        count = sum(evidence.count_per_step(some) for some in lines)
         text = f"nothing ran on the device, and {count:.3g} ops a step ran on the CPU"
         yield StallCandidate(
             "cpu_op", rows[0].place, count, text, fix="move model and batches to the device: model.to(device), x.to(device)"
         )
         return
     for rows in lines:
-        if (count := times(evidence, rows)) >= EVERY:
+        if (count := evidence.count_per_step(rows)) >= EVERY:
             names = ", ".join(list(dict.fromkeys(row.what for row in rows))[:3])
             ms = waited(evidence, prices, rows)
             yield estimate("cpu_op", rows[0].place, count, f"{count:.3g} ops a step on the CPU: {names}", ms)
@@ -101,9 +101,9 @@ def waited(evidence: Measurements, prices: Prices, rows: list[LedgerRow]) -> flo
 
 
 def fallbacks(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
-    for rows in by_line(evidence, "fallback"):
+    for rows in evidence.by_line("fallback"):
         text = f"{rows[0].what}: {rows[0].detail}" if rows[0].detail else rows[0].what
-        yield StallCandidate("fallback", rows[0].place, times(evidence, rows), text)
+        yield StallCandidate("fallback", rows[0].place, evidence.count_per_step(rows), text)
 
 
 MANY = 16  # a step: a small model's parameters; few lines run one in-place op as often for another reason
@@ -118,9 +118,9 @@ FUSIBLE = ("adam", "sgd", "adagrad")
 
 
 def optimizer(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
-    for rows in by_line(evidence, "launch"):
+    for rows in evidence.by_line("launch"):
         mine = [row for row in rows if row.place.via and row.place.via.function.startswith("_single_tensor_")]
-        if (count := times(evidence, mine)) >= MANY and (via := mine[0].place.via):
+        if (count := evidence.count_per_step(mine)) >= MANY and (via := mine[0].place.via):
             ms = fused(evidence, prices)
             fix = "" if any(name in via.function for name in FUSIBLE) else "build the optimizer with foreach=True"
             yield estimate("optimizer", mine[0].place, count, f"{count:.3g} launches a step", ms, fix)
@@ -135,18 +135,18 @@ def fused(evidence: Measurements, prices: Prices) -> float | None:
 
 
 def zeros(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
-    for rows in by_line(evidence, "launch"):
+    for rows in evidence.by_line("launch"):
         mine = [r for r in rows if r.what in ZEROS and r.place.via and r.place.via.function == "zero_grad"]
         if mine:
             ms = prices.without_work(prices.inside(named(f"aten::{mine[0].what}")), ADDED)
-            yield estimate("zero_grad", mine[0].place, times(evidence, mine), "zero_grad(set_to_none=False)", ms)
+            yield estimate("zero_grad", mine[0].place, evidence.count_per_step(mine), "zero_grad(set_to_none=False)", ms)
 
 
 def loops(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
-    for rows in by_line(evidence, "launch"):
+    for rows in evidence.by_line("launch"):
         for row in rows:
             inplace = row.what.endswith("_") and not row.what.startswith("_")
-            count = times(evidence, [row])
+            count = evidence.count_per_step([row])
             if (inplace or row.what in NORMS) and count >= MANY and not row.place.node and row.place.via is None:
                 fix = f"one call for all of them: torch._foreach_{'norm' if row.what in NORMS else row.what}"
                 text = f"{row.what} {count:.3g} times a step"
@@ -160,16 +160,16 @@ def launch_bound(evidence: Measurements, prices: Prices) -> Iterator[StallCandid
     if ceiling is None or alone is None or prices.step_ms is None or evidence.tape is None:
         return
     if ceiling - alone >= BOUND * prices.step_ms:
-        launches = sum(call.kind == "launch" for call in evidence.tape.calls) / taped(evidence)
+        launches = sum(call.kind == "launch" for call in evidence.tape.calls) / evidence.taped_steps
         text = f"{launches:.0f} launches a step; as a graph it would take the device's {alone:.3g} ms"
         yield StallCandidate("launch_bound", updating(evidence), launches, text, ms=ceiling - alone, certainty="replayed")
 
 
 def updating(evidence: Measurements) -> Place:
     """Return the line that ends a step: the line from which an optimizer launches most."""
-    every = by_line(evidence, "launch")
+    every = evidence.by_line("launch")
     lines = [[row for row in rows if row.place.via and OPTIMIZERS in row.place.via.file] for rows in every]
-    rows = max(lines, key=lambda rows: times(evidence, rows), default=[])
+    rows = max(lines, key=lambda rows: evidence.count_per_step(rows), default=[])
     return rows[0].place if rows else Place()
 
 
@@ -188,8 +188,8 @@ MATH_GAIN = 1.9  # of its forward, for both ways: 1.85 to 2.05 on an H200, 512 t
 
 def busiest(evidence: Measurements, ops: frozenset[str]) -> Place:
     """Return the line that runs most of these ops, not counting backward."""
-    lines = [[row for row in rows if row.what in ops and not row.place.node] for rows in by_line(evidence, "launch")]
-    rows = max(lines, key=lambda rows: times(evidence, rows), default=[])
+    lines = [[row for row in rows if row.what in ops and not row.place.node] for rows in evidence.by_line("launch")]
+    rows = max(lines, key=lambda rows: evidence.count_per_step(rows), default=[])
     return rows[0].place if rows else Place()
 
 
@@ -204,15 +204,15 @@ def products(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]
         ms = prices.without_work([n for n, call in enumerate(tape.calls) if call.correlation in numbers], gain)
         place = busiest(evidence, OPS)
         if (prices.share(ms) or 0.0) >= SHARE and (line_of(place) is None or line_of(place) != own):
-            count = len(works) / taped(evidence)
-            spent = sum(work.end - work.start for work in works) / taped(evidence) / 1e3
+            count = len(works) / evidence.taped_steps
+            spent = sum(work.end - work.start for work in works) / evidence.taped_steps / 1e3
             text = f"{count:.3g} products a step {sort} take {spent:.3g} ms"
             yield estimate("precision", place, count, text, ms, fix)
 
 
 def attention(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     spans = [n for n, span in enumerate(evidence.tape.spans) if MATH in span.name] if evidence.tape else []
-    if count := len(spans) / taped(evidence):
+    if count := len(spans) / evidence.taped_steps:
         ms = prices.without_work(prices.inside(lambda span: MATH in span.name), MATH_GAIN, spans)
         place = busiest(evidence, SOFTMAX)
         yield estimate("attention", place, count, f"{count:.3g} calls a step write all scores to memory", ms)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ...watch.ledger import TOTALS
 from ..finding import KINDS, Finding, Verdict
-from ..price.prices import Line, Measurements, Prices, line_of, size, times
+from ..price.prices import Line, Measurements, Prices, line_of
 from . import compute, waits
 from .waits import MEMORY_KINDS, StallCandidate
 
@@ -147,7 +147,7 @@ def _counts(evidence: Measurements) -> dict[str, float]:
     counts = {}
     if "syncs" in evidence.counted:
         kind, _ = TOTALS["syncs"]
-        counts["syncs"] = times(evidence, [row for row in evidence.rows if row.kind == kind])
+        counts["syncs"] = evidence.count_per_step([row for row in evidence.rows if row.kind == kind])
     if "pageable_copies" in evidence.counted:
-        counts["pageable_bytes"] = size(evidence, [row for row in evidence.rows if row.pageable])
+        counts["pageable_bytes"] = evidence.bytes_per_step([row for row in evidence.rows if row.pageable])
     return counts

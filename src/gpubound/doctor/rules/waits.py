@@ -12,7 +12,7 @@ from ...watch.ledger import LedgerRow
 from ...watch.ops import DOWN, UP
 from ...watch.source_line import Place
 from ..finding import KINDS
-from ..price.prices import Line, Measurements, Prices, by_line, calls_at, line_of, size, taped, times
+from ..price.prices import Line, Measurements, Prices, line_of
 from ..record.tape import Span, Tape
 
 
@@ -55,8 +55,8 @@ def checkpoints(evidence: Measurements, prices: Prices) -> Iterator[StallCandida
         return
     calls = prices.inside(lambda span: span.kind == "checkpoint")
     for row in rows:
-        calls |= calls_at(evidence, row.place)
-    count = len(spans) / taped(evidence) if spans else 1 / max(evidence.steps, 1)
+        calls |= evidence.calls_at(row.place)
+    count = len(spans) / evidence.taped_steps if spans else 1 / max(evidence.steps, 1)
     waits = frozenset(n for n in calls if evidence.tape and evidence.tape.calls[n].waits)
     yield StallCandidate("checkpoint", place, count, f"{count:.3g} checkpoints a step", waits, frozenset(spans))
 
@@ -78,48 +78,48 @@ def spans_of(evidence: Measurements, kind: str) -> dict[Line | None, tuple[Place
 def lasting(evidence: Measurements, spans: list[int]) -> float:
     """Milliseconds a step."""
     every = evidence.tape.spans if evidence.tape else ()
-    return sum(every[n].end - every[n].start for n in spans) / taped(evidence) / 1e3
+    return sum(every[n].end - every[n].start for n in spans) / evidence.taped_steps / 1e3
 
 
 def data(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     for place, spans in spans_of(evidence, "data").values():
         workers = evidence.tape is not None and any(WITH_WORKERS in evidence.tape.spans[n].name for n in spans)
         text = f"the host is {lasting(evidence, spans):.3g} ms a step in the loader"
-        count = len(spans) / taped(evidence)
+        count = len(spans) / evidence.taped_steps
         yield StallCandidate("data", place, count, text, spans=frozenset(spans), fix=MORE if workers else "")
 
 
 def collections(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     """Yield a claim for each gc.collect(), and one for Python's collections, at the line with the longest of them."""
     spans = spans_of(evidence, "gc")
-    for rows in by_line(evidence, "gc"):
+    for rows in evidence.by_line("gc"):
         if (site := rows[0].place.site) and "gc.collect" in site.code:
             _, mine = spans.pop(line_of(rows[0].place), (None, []))
             text = f"gc.collect() takes {sum(row.ms for row in rows) / max(evidence.steps, 1):.3g} ms a step"
             fix = "leave out gc.collect(), or collect between epochs"
-            yield StallCandidate("gc", rows[0].place, times(evidence, rows), text, spans=frozenset(mine), fix=fix)
+            yield StallCandidate("gc", rows[0].place, evidence.count_per_step(rows), text, spans=frozenset(mine), fix=fix)
     if spans:
         every = [n for _, some in spans.values() for n in some]
         placed = [pair for line, pair in spans.items() if line]
         place, most = max(placed, key=lambda pair: lasting(evidence, pair[1]), default=(Place(), []))
         text = f"collections take {lasting(evidence, every):.3g} ms a step"
         text += f", {lasting(evidence, most):.3g} of them in this line" if len(placed) > 1 else ""
-        yield StallCandidate("gc", place, len(every) / taped(evidence), text, spans=frozenset(every))
+        yield StallCandidate("gc", place, len(every) / evidence.taped_steps, text, spans=frozenset(every))
 
 
 def compilations(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     spans = spans_of(evidence, "compile")
     _, lost = spans.pop(None, (None, []))
-    for rows in by_line(evidence, "compile"):  # the busiest first: spans without a line are its own
+    for rows in evidence.by_line("compile"):  # the busiest first: spans without a line are its own
         _, mine = spans.pop(line_of(rows[0].place), (None, []))
-        count = times(evidence, rows)
+        count = evidence.count_per_step(rows)
         yield StallCandidate(
             "compile", rows[0].place, count, f"{rows[0].what}: {count:.3g} a step", spans=frozenset([*mine, *lost])
         )
         lost = []
     for place, mine in [*spans.values(), *([(Place(), lost)] if lost else [])]:
         yield StallCandidate(
-            "compile", place, len(mine) / taped(evidence), "compilations after the warm-up", spans=frozenset(mine)
+            "compile", place, len(mine) / evidence.taped_steps, "compilations after the warm-up", spans=frozenset(mine)
         )
 
 
@@ -135,19 +135,19 @@ def driver_calls(evidence: Measurements, prices: Prices) -> Iterator[StallCandid
     for kind in MEMORY_KINDS:
         if evidence.memory.get(kind, STEADY) < STEADY:  # the timed steps were steadier than the recorded ones
             continue
-        known = next((rows[0].place for rows in by_line(evidence, kind) if line_of(rows[0].place)), Place())
+        known = next((rows[0].place for rows in evidence.by_line(kind) if line_of(rows[0].place)), Place())
         lines: dict[Line | None, tuple[Place, list[int]]] = {}
         for n, call in enumerate(tape):
             if call.kind == kind and n not in claimed:
                 place = evidence.located.get(n, known)
                 lines.setdefault(line_of(place), (place, []))[1].append(n)
         for place, calls in lines.values():
-            if (count := len(calls) / taped(evidence)) >= STEADY:
+            if (count := len(calls) / evidence.taped_steps) >= STEADY:
                 mine = frozenset(calls) | again if kind == "free" else frozenset(calls)  # what is given back is asked for again
                 claimed |= mine
                 yield StallCandidate(kind, place, count, f"{count:.3g} a step", mine)
-    for rows in by_line(evidence, "retry"):
-        count = times(evidence, rows)
+    for rows in evidence.by_line("retry"):
+        count = evidence.count_per_step(rows)
         yield StallCandidate("retry", rows[0].place, count, f"the memory was full {count:.3g} times a step")
 
 
@@ -188,14 +188,14 @@ BUILT = ("torch.tensor(", "as_tensor(")
 
 
 def copies(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
-    for rows in by_line(evidence, "h2d", "d2h"):
+    for rows in evidence.by_line("h2d", "d2h"):
         rows = [row for row in rows if row.detail != FREE and not writes_checkpoint(row)]
         if not rows:
             continue
         kind, fix = kind_and_fix(rows)
-        count = times(evidence, rows)
-        text = f"{readable(size(evidence, rows))} a step ({rows[0].detail})"
-        calls = calls_at(evidence, rows[0].place)
+        count = evidence.count_per_step(rows)
+        text = f"{readable(evidence.bytes_per_step(rows))} a step ({rows[0].detail})"
+        calls = evidence.calls_at(rows[0].place)
         prepared = copy_preparation(evidence.tape, calls) if evidence.tape else frozenset[int]()
         fix = CONVERTED if prepared and kind != "d2h" else fix
         claim = StallCandidate(kind, rows[0].place, count, text, calls, prepared, fix=fix, waits=True)
@@ -223,14 +223,14 @@ MASKED = 0.9  # of what indexing by a mask takes, with its backward, which sorts
 
 def reads(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     masks = list({line_of(row.place) for row in evidence.rows if row.what == MASKING} - {None})
-    for rows in by_line(evidence, "sync"):
+    for rows in evidence.by_line("sync"):
         rows = [row for row in rows if row.what not in (UP, DOWN) and not writes_checkpoint(row)]
         if not rows:
             continue
         first = rows[0]
-        count = times(evidence, rows)
+        count = evidence.count_per_step(rows)
         what = ", ".join(dict.fromkeys(row.what for row in rows))
-        calls = calls_at(evidence, first.place)
+        calls = evidence.calls_at(first.place)
         remedy = cause_of("sync", first.what, first.place.through).remedy
         claim = StallCandidate("sync", first.place, count, f"waits in {what}", calls, fix=remedy, waits=True)
         if masks == [line_of(first.place)] and (ms := masking(evidence, prices)) is not None:
