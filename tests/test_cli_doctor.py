@@ -36,10 +36,6 @@ LOOP = """
         print("closed after", step + 1)
 """
 
-FEWER = "let it run longer, or ask for fewer (--warmup, --timed, --taped)."
-NAME = "name what ends a step with --step-marker."
-ANOTHER = "give another --step-marker."
-
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
@@ -232,24 +228,24 @@ def test_without_a_gpu_it_could_not_measure(script, capsys):
 
 
 @pytest.mark.parametrize(
-    "argv, code, want",
+    "argv, code, text",
     [
-        (["train.py", "0"], 2, "train.py failed with code 1; fix it, and check that it runs without the doctor."),
-        (["train.py", "1"], 3, f"train.py ended after 1 steps, wanted 3; {FEWER}"),
-        (["idle.py"], 3, f"idle.py ended without a step: neither Optimizer.step nor a gb.TrainStep was called; {NAME}"),
-        (["--step-marker", "batch", "idle.py"], 3, f"idle.py ended without a step: 'batch' was never reached; {ANOTHER}"),
-        (["--timed", "0", "train.py"], 2, "timed: got 0, wanted at least 1 step."),
-        ([], 2, "script: got none; give a script, -m and a module, or a trace, as in gpubound doctor train.py."),
-        (["--apply", "train.py"], 2, "--apply: got no --fix; there is no patch without it."),
-        (["--fix", "--prove", "2", "train.py"], 2, "--prove: got 2, wanted at least 3 rounds: an interval needs them."),
-        (["none.json", "x"], 2, "trace: got 'x' after none.json; a trace takes no arguments."),
-        (["none.py"], 2, "script: there is no file none.py; give a script, -m and a module, or a trace (.json, .json.gz)."),
+        (["train.py", "0"], 2, message("cli_doctor:failed")),
+        (["train.py", "1"], 3, message("cli_doctor:too_few_steps")),
+        (["idle.py"], 3, message("cli_doctor:no_step")),
+        (["--step-marker", "batch", "idle.py"], 3, message("cli_doctor:no_marker")),
+        (["--timed", "0", "train.py"], 2, message("cli_doctor:wrong_timed")),
+        ([], 2, message("cli_doctor:no_script")),
+        (["--apply", "train.py"], 2, message("cli_doctor:no_fix")),
+        (["--fix", "--prove", "2", "train.py"], 2, message("cli_doctor:wrong_rounds")),
+        (["none.json", "x"], 2, message("cli_doctor:wrong_trace")),
+        (["none.py"], 2, message("cli_doctor:no_file")),
     ],
-)  # fmt: skip
-def test_what_cannot_be_looked_at_is_one_sentence(script, capsys, argv, code, want):
+)
+def test_what_cannot_be_looked_at_is_one_sentence(script, capsys, argv, code, text):
     (script.parent / "idle.py").write_text("pass")
     assert main(["doctor", "--dry-run", *argv]) == code
-    assert capsys.readouterr().err.splitlines()[-1] == f"gpubound doctor: {want}"
+    assert capsys.readouterr().err.splitlines()[-1] == text
 
 
 def test_what_follows_the_script_is_its_own():

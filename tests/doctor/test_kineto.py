@@ -165,21 +165,26 @@ def test_a_real_trace_of_this_torch(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content, sentence",
+    "content, name",
     [
-        (b"\x00\x01 nothing", "{}: begins with '\\x00\\x01 nothing', wanted JSON; {}"),
-        (b"SQLite format 3\x00", "{}: is a report of Nsight Systems, wanted a trace of torch.profiler; {}"),
-        (b'{"findings": []}', "{}: is JSON without traceEvents, so it is no trace; {}"),
-        (b'{"traceEvents": [{"ph": "X", "cat": "MyTool"}]}',
-         "{}: has 1 events, but none of torch.profiler (cpu_op, cuda_runtime, kernel); {}"),
+        (b"\x00\x01 nothing", "no_json"),
+        (b"SQLite format 3\x00", "nsight"),
+        (b'{"findings": []}', "no_events"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "MyTool"}]}', "another_tool"),
     ],
-)  # fmt: skip
-def test_other_files_are_named(tmp_path, content, sentence):
+)
+def test_other_files_are_named(tmp_path, content, name):
     path = tmp_path / "t.json"
     path.write_bytes(content)
     with pytest.raises(DataError) as error:
         read_trace(path)
-    assert str(error.value) == sentence.format(path, kineto.WANTED)
+    texts = {
+        "no_json": message("doctor/kineto:no_json", path, kineto.WANTED),
+        "nsight": message("doctor/kineto:nsight", path, kineto.WANTED),
+        "no_events": message("doctor/kineto:no_events", path, kineto.WANTED),
+        "another_tool": message("doctor/kineto:another_tool", path, kineto.WANTED),
+    }
+    assert str(error.value) == texts[name]
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])

@@ -200,9 +200,9 @@ def test_other_numbers_of_losses_and_nan():
 def test_bad_arguments(script):
     changes = {script: b""}
     for options, said in [
-        ({"rounds": 2}, "prove: rounds: got 2, wanted at least 3: an interval needs them."),
-        ({"steps": 11}, "prove: steps: got 11, wanted more than 11: the first 10 are the warm-up."),
-        ({"changes": {}}, "prove: there is no change to prove; no patch was taken."),
+        ({"rounds": 2}, message("doctor/prove:wrong_rounds")),
+        ({"steps": 11}, message("doctor/prove:wrong_steps")),
+        ({"changes": {}}, message("doctor/prove:no_change")),
     ]:
         with pytest.raises(ValueError) as error:
             prove(script, **({"changes": changes, "equal": True} | options))

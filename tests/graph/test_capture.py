@@ -2,6 +2,7 @@
 
 import doctest
 import functools
+from math import inf, nan
 
 import pytest
 import torch
@@ -252,41 +253,22 @@ def test_poison_shows_an_input_that_was_not_given(tape):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "text"),
     [
-        ({"fn": 3}, "fn: got int, wanted a function or module; pass the callable itself, not its result."),
-        (
-            {"pool": torch.ones(1)},
-            "pool: got Tensor, wanted a handle; pass another Captured's .pool, or torch.cuda.graph_pool_handle().",
-        ),
-        (
-            {"warmup": 1},
-            "warmup: got 1, wanted an integer of at least 3: one call for what only a first call does, one to use it, "
-            "one to see it settled.",
-        ),
-        *(
-            (
-                {"tolerance": value},
-                f"tolerance: got {value!r}, wanted a finite number of 0 or more; 0 asks for equality bit for bit.",
-            )
-            for value in (-1.0, float("inf"), float("nan"), "1e-3")
-        ),
-        (
-            {"other_inputs": torch.ones(2)},
-            "other_inputs: wanted a list of argument tuples, one for each round, as in [(x1, y1), (x2, y2)].",
-        ),
-        (
-            {"state": [torch.ones(2), 3]},
-            "state[1]: got int, wanted modules, optimizers, tensors or generators in any nesting; leave it out.",
-        ),
+        ({"fn": 3}, message("graph/capture:wrong_fn")),
+        ({"pool": torch.ones(1)}, message("graph/capture:wrong_pool")),
+        ({"warmup": 1}, message("graph/capture:wrong_warmup")),
+        *(({"tolerance": value}, message("graph/capture:wrong_tolerance", repr(value))) for value in (-1.0, inf, nan, "1e-3")),
+        ({"other_inputs": torch.ones(2)}, message("graph/capture:wrong_other_inputs")),
+        ({"state": [torch.ones(2), 3]}, message("graph/capture:wrong_state")),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_wrong_arguments(arguments, sentence):
+def test_wrong_arguments(arguments, text):
     arguments = {"fn": lambda x: x, **arguments}
     with pytest.raises(ValueError) as error:
         capture(arguments.pop("fn"), torch.ones(2), **arguments)
-    assert str(error.value) == sentence
+    assert str(error.value) == text
 
 
 def test_docstring_example():

@@ -15,22 +15,21 @@ from tests.messages import message
 
 from .cases import drawn, perceptron, said, training_step
 
-MOVED = (
-    "{}: got other memory than captured (`.data =`, `.to()` and resharding move a tensor), wanted the same: "
-    "the graph still reads the old; write in place with copy_(), or call captured.recapture()."
-)
-REPLACED = (
-    "{}: got {} in its place, wanted the one that was captured: the graph still uses the old; "
-    "write into it with copy_(), or call captured.recapture()."
-)
-BAKED = (
-    "{}: got {}, wanted {} as captured: a Python value is baked into the graph; "
-    "make it a tensor on the device and write it with fill_(), or call captured.recapture()."
-)
-GRADIENT = (
-    "{}: got another gradient (or None) in its place, wanted the one that the graph writes; "
-    "zero it inside the captured function, or with zero_grad(set_to_none=False)."
-)
+
+def moved(name):
+    return message("graph/held:moved", name)
+
+
+def replaced(name, got):
+    return message("graph/held:replaced", name, got)
+
+
+def baked(name, got, wanted):
+    return message("graph/held:baked", name, got, wanted)
+
+
+def gradient(name):
+    return message("graph/held:gradient", name)
 
 
 @pytest.fixture
@@ -58,15 +57,15 @@ def replace_module(model):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (move, MOVED.format("0.weight")),
-        (nn.Module.double, MOVED.format("0.weight")),
-        (replace_parameter, REPLACED.format("0.weight", "another tensor")),
-        (replace_module, REPLACED.format("0.weight", "another tensor")),
+        (move, moved("0.weight")),
+        (nn.Module.double, moved("0.weight")),
+        (replace_parameter, replaced("0.weight", "another tensor")),
+        (replace_module, replaced("0.weight", "another tensor")),
         (
             lambda model: model.load_state_dict(perceptron().state_dict(), assign=True),
-            REPLACED.format("0.weight", "another tensor"),
+            replaced("0.weight", "another tensor"),
         ),
-        (nn.Module.eval, BAKED.format("training", "False", "True")),
+        (nn.Module.eval, baked("training", "False", "True")),
     ],
     ids=["moved", "moved to another dtype", "parameter", "module", "load_state_dict by assignment", "evaluation mode"],
 )
@@ -93,25 +92,25 @@ def test_written_into_the_registry(captured, model):
     with pytest.raises(GraphError) as error:
         for _ in range(guards.WALK_EVERY):
             captured(drawn(5, 4))
-    assert str(error.value) == REPLACED.format("0.weight", "another tensor")
+    assert str(error.value) == replaced("0.weight", "another tensor")
 
 
 def test_a_stale_tensor_in_the_closure():
     batch = torch.ones(3)
     captured = capture(lambda: batch * 2)
     batch = torch.zeros(3)
-    assert said(captured) == REPLACED.format("batch", "another tensor")
+    assert said(captured) == replaced("batch", "another tensor")
     batch = None
-    assert said(captured) == REPLACED.format("batch", "nothing")
+    assert said(captured) == replaced("batch", "nothing")
 
 
 def test_another_model_in_the_closure():
     model = perceptron()
     captured = capture(lambda x: model(x), drawn(5, 4))
     model = perceptron()
-    assert said(captured, drawn(5, 4)) == REPLACED.format("model.0.weight", "another tensor")
+    assert said(captured, drawn(5, 4)) == replaced("model.0.weight", "another tensor")
     model = None
-    assert said(captured, drawn(5, 4)) == REPLACED.format("model.0.weight", "nothing")
+    assert said(captured, drawn(5, 4)) == replaced("model.0.weight", "nothing")
 
 
 def test_a_model_and_an_optimizer_among_the_inputs():
@@ -120,21 +119,21 @@ def test_a_model_and_an_optimizer_among_the_inputs():
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     captured = capture(lambda model, optimizer, x, y: training_step(model, optimizer)(x, y), model, optimizer, x, y)
     model.eval()
-    assert said(captured, model, optimizer, x, y) == BAKED.format("input 0.training", "False", "True")
+    assert said(captured, model, optimizer, x, y) == baked("input 0.training", "False", "True")
     model.train()
     optimizer.param_groups[0]["lr"] = 0.2
-    assert said(captured, model, optimizer, x, y) == BAKED.format("input 1.param_groups[0]['lr']", "0.2", "0.1")
+    assert said(captured, model, optimizer, x, y) == baked("input 1.param_groups[0]['lr']", "0.2", "0.1")
     optimizer.param_groups[0]["lr"] = 0.1
     captured(model, optimizer, x, y)
     model[0].weight = nn.Parameter(drawn(8, 4))
-    assert said(captured, model, optimizer, x, y) == REPLACED.format("input 0.0.weight", "another tensor")
+    assert said(captured, model, optimizer, x, y) == replaced("input 0.0.weight", "another tensor")
 
 
 def test_an_object_among_the_inputs_whose_tensor_is_replaced():
     batch = SimpleNamespace(x=torch.ones(3))
     captured = capture(lambda batch: batch.x * 2, batch)
     batch.x = torch.zeros(3)
-    assert said(captured, batch) == REPLACED.format("input 0.x", "another tensor")
+    assert said(captured, batch) == replaced("input 0.x", "another tensor")
 
 
 class Cache:
@@ -155,7 +154,7 @@ def test_an_attribute_or_item_that_is_rebound(name):
         cache.state = torch.zeros(3)
     else:
         cache.keys[0] = torch.zeros(3)
-    assert said(captured, torch.ones(3)) == REPLACED.format(name, "another tensor")
+    assert said(captured, torch.ones(3)) == replaced(name, "another tensor")
 
 
 def test_optimizer_state_loaded_again(model):
@@ -164,9 +163,7 @@ def test_optimizer_state_loaded_again(model):
     optimizer.load_state_dict(optimizer.state_dict())  # keeps the tensors: no harm done
     captured(drawn(5, 4), drawn(5, 1))
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert said(captured, drawn(5, 4), drawn(5, 1)) == REPLACED.format(
-        "optimizer.state[model.0.weight]['step']", "another tensor"
-    )
+    assert said(captured, drawn(5, 4), drawn(5, 1)) == replaced("optimizer.state[model.0.weight]['step']", "another tensor")
 
 
 def test_learning_rate_set_by_a_scheduler(model):
@@ -176,7 +173,7 @@ def test_learning_rate_set_by_a_scheduler(model):
     captured = capture(training_step(model, optimizer), drawn(5, 4), drawn(5, 1))
     captured(drawn(5, 4), drawn(5, 1))
     scheduler.optimizer.param_groups[0]["lr"] = 0.25
-    assert said(captured, drawn(5, 4), drawn(5, 1)) == BAKED.format("optimizer.param_groups[0]['lr']", "0.25", "0.5")
+    assert said(captured, drawn(5, 4), drawn(5, 1)) == baked("optimizer.param_groups[0]['lr']", "0.25", "0.5")
 
 
 def test_learning_rate_in_a_tensor_is_followed(model, tape):
@@ -195,9 +192,9 @@ def test_python_values_in_the_closure():
     scale = 1.0 + 1.0  # equal, though another object
     captured(torch.ones(3))
     scale = 3.0
-    assert said(captured, torch.ones(3)) == BAKED.format("scale", "3.0", "2.0")
+    assert said(captured, torch.ones(3)) == baked("scale", "3.0", "2.0")
     scale, mask = 2.0, torch.ones(3)
-    assert said(captured, torch.ones(3)) == BAKED.format("mask", "a tensor", "None")
+    assert said(captured, torch.ones(3)) == baked("mask", "a tensor", "None")
 
 
 def test_a_count_that_the_function_keeps_for_itself(runner):
@@ -217,7 +214,7 @@ def test_gradients_dropped_outside(tape, model):
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     captured = capture(training_step(model, optimizer), drawn(5, 4), drawn(5, 1))
     optimizer.zero_grad()
-    assert said(captured, drawn(5, 4), drawn(5, 1)) == GRADIENT.format("model.0.weight.grad")
+    assert said(captured, drawn(5, 4), drawn(5, 1)) == gradient("model.0.weight.grad")
 
 
 def test_accumulated_gradients_dropped_outside(runner, model):
@@ -226,7 +223,7 @@ def test_accumulated_gradients_dropped_outside(runner, model):
     model.zero_grad(set_to_none=False)
     captured(drawn(5, 4))
     model.zero_grad()
-    assert said(captured, drawn(5, 4)) == GRADIENT.format("model.0.weight.grad")
+    assert said(captured, drawn(5, 4)) == gradient("model.0.weight.grad")
 
 
 def test_unnamed_tensors_are_described():
@@ -247,7 +244,7 @@ def test_guards_memory_outlives_its_owner(tape):
     weights = [torch.full((3,), 2.0)]
     captured = capture(lambda x: x * weights[0], torch.ones(3))
     weights.clear()
-    assert said(captured, torch.ones(3)) == REPLACED.format("weights[0]", "nothing")
+    assert said(captured, torch.ones(3)) == replaced("weights[0]", "nothing")
 
 
 def test_address_check_in_python_and_as_torch_does_it(monkeypatch):
