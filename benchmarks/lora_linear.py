@@ -62,7 +62,7 @@ class Drawn:
         self.g = draw(shape.batch, shape.seq, shape.width)
 
     def ours(self) -> tuple[Tensor, ...]:
-        y = linear(self.x, self.weight, extra=[LowRank(self.a, self.b, ALPHA_OVER_RANK)])
+        y = linear(self.x, self.weight, adapters=[LowRank(self.a, self.b, ALPHA_OVER_RANK)])
         return y, *torch.autograd.grad(y, [self.x, self.a, self.b], self.g)
 
     def ours_summed(self) -> Callable[[], tuple[Tensor, ...]]:
@@ -72,7 +72,7 @@ class Drawn:
             p.main_grad = torch.zeros_like(p, dtype=torch.float32)  # type: ignore[attr-defined]
 
         def run() -> tuple[Tensor, ...]:
-            y = linear(self.x, self.weight, extra=[LowRank(a, b, ALPHA_OVER_RANK)])
+            y = linear(self.x, self.weight, adapters=[LowRank(a, b, ALPHA_OVER_RANK)])
             (dx,) = torch.autograd.grad(y, [self.x], self.g)
             return y, dx, a.main_grad, b.main_grad  # type: ignore[attr-defined]
 

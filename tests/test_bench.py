@@ -204,8 +204,6 @@ def test_bench_kernels_dry():
             ("--only", "rmsnorm"),
             "gpubound bench: --only: got 'rmsnorm', wanted some of rms_norm, add_rms_norm, ",
         ),
-        (bench_kernels, ("--peers", "lgr"), "gpubound bench: --peers: got 'lgr', wanted some of eager, compile, liger."),
-        (bench_kernels, ("--widths", "9b"), "gpubound bench: --widths: got '9b', wanted some of 350m, 8b, tiny."),
         (bench_place, ("--shapes", "2b"), "gpubound bench: --shapes: got '2b', wanted some of 1b, 350m, tiny."),
         (bench_graph, ("--shape", "2b"), "gpubound bench: --shape: got '2b', wanted one of 135m, 350m, 1b, 8b, tiny."),
     ],

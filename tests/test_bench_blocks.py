@@ -68,8 +68,6 @@ def test_a_dry_run(capfd):
     ("options", "sentence"),
     [
         (["--parts", "seeds"], "--parts: got 'seeds', wanted some of seed, large, poly, steps."),
-        (["--only", "mamba"], "--only: got 'mamba', wanted some of swiglu, "),
-        (["--peers", "liger"], "--peers: got 'liger', wanted some of eager, compile."),
     ],
 )
 def test_what_is_refused(capsys, options, sentence):

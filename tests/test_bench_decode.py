@@ -123,8 +123,6 @@ def test_who_computes_something_else_is_not_timed(bench, model, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--only", "2b"], "--only: got '2b', wanted some of 135m, 350m, 1b, 8b, moe, tiny."),
-        (["--peers", "vllm"], "--peers: got 'vllm', wanted some of eager, graph, compile, gpt-fast."),
         (
             ["--parts", "end"],
             "--parts: got 'end', wanted some of start, speed, far, packed, cache, adapters, host, stages, cpu.",

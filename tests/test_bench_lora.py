@@ -174,9 +174,7 @@ def forked_workers(monkeypatch):
     ("options", "sentence"),
     [
         (["--parts", "row"], "--parts: got 'row', wanted some of train, linear, rows, peft, start."),
-        (["--only", "2b"], "--only: got '2b', wanted some of 1b, 1b-8192, 8b, 135m, 8b-fp8, 1b-nf4."),
         (["--profile", "unsloth"], "--profile: got 'unsloth', wanted some of ours, ours-lora, ours-peft, ours-rows, floor, "),
-        (["--peers", "unsloth"], "--peers: got 'unsloth', wanted some of ours-lora, peft, peft-autocast, peft-compile, "),
     ],
 )
 def test_what_is_refused(capsys, options, sentence):

@@ -9,7 +9,7 @@ import torch
 
 from gpubound import device as facts
 from gpubound.cli import main
-from gpubound.cli.demo import FILES, PROMPT, Demo, as_long_as_useful, clear, files, recipe_for
+from gpubound.cli.demo import FILES, PROMPT, Demo, clear, list_files, recipe_for, with_useful_steps
 from gpubound.monitor import RunTape
 from gpubound.train.checkpoint import Checkpoints
 from tests.messages import message
@@ -96,7 +96,7 @@ def finished_demo(out: Path) -> Path:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text(name)
     (out / "samples").mkdir()  # empty, and listed as the files are
-    RunTape.create(out, finished=True).tell(**{FILES: files(out)})
+    RunTape.create(out, finished=True).tell(**{FILES: list_files(out)})
     return out
 
 
@@ -163,7 +163,7 @@ def test_no_steps_are_not_the_default(tmp_path, capsys):
 )  # fmt: skip
 def test_as_many_steps_as_the_data_is_worth(device, tokens, steps, passes):
     recipe = recipe_for(torch.device(device), Demo())
-    settled, said = as_long_as_useful(recipe, SimpleNamespace(tokens=tokens))
+    settled, said = with_useful_steps(recipe, SimpleNamespace(tokens=tokens))
     assert settled.steps == steps
     assert said == message("cli_demo:as_many_steps_as_the_dat", f"{steps:,}", f"{recipe.seq * recipe.micro_batch:,}", passes)
 

@@ -12,6 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from gpubound.data import Tokenizer
 from gpubound.data.tokenizer import render
+from gpubound.errors import DataError
 from gpubound.generate import source as sources
 from gpubound.models import load_hf, save_hf
 from tests.messages import message
@@ -165,15 +166,21 @@ def test_a_tokenizer_that_is_wrong(chatting, run, fields, sentence):
         ("{{ 1 / 0 }}", "chat template: ZeroDivisionError: division by zero"),
         ("{{ messages + 1 }}", "chat template: TypeError: can only concatenate list"),
         ("{% for m in messages %}", "chat template: Unexpected end of template."),
-        ("{{ raise_exception('no system here') }}", "chat template: no system here"),
         ("{{ ''.__class__.__mro__ }}", "chat template: access to attribute '__class__'"),
         ("{{ 'x' * 10 ** 12 }}", "memory"),
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "5 seconds"),
         ("{{ 'x' * 10 ** 8 }}", "100,000,000 characters"),
     ],
 )
-def test_a_template_that_fails(chatting, run, template, sentence):
-    assert sentence in refused(run, chatting(chat_template=template), "--chat")
+def test_a_template_that_fails(template, sentence):
+    with pytest.raises((DataError, ValueError)) as error:
+        render(template, [{"role": "user", "content": "a"}], True)
+    assert sentence in str(error.value)
+
+
+def test_a_template_that_refuses(chatting, run):
+    folder = chatting(chat_template="{{ raise_exception('no system here') }}")
+    assert "chat template: no system here" in refused(run, folder, "--chat")
 
 
 def test_templates_are_rendered_as_transformers_renders_them():

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from gpubound import cli, distributed
-from gpubound.cli.many import Many, save_when_launcher_ends
-from gpubound.cli.session import judge
+from gpubound.cli.ranks import RankOptions, save_when_launcher_ends
+from gpubound.cli.session import outcome_of
 from gpubound.distributed import join, launch
 from gpubound.distributed.failures import Failure, failure_from
 from gpubound.distributed.launch import End
@@ -71,7 +71,7 @@ def test_what_cannot_be_started_is_refused(options, device, variables, sentence,
         for name, value in (variables | torchrun).items():
             monkeypatch.setenv(name, value)
     with pytest.raises(ValueError) as refused:
-        Many(**options).starts(device)
+        RankOptions(**options).starts_ranks(device)
     assert str(refused.value) == sentence
 
 
@@ -79,8 +79,8 @@ def test_more_gpus_than_the_machine_has_are_refused_and_processes_on_the_cpu_are
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(RuntimeError, check=message("cli_many:more_gpus_than_the_machi")):
-        Many(gpus=2).starts("auto")
-    assert Many(gpus=2).starts("cpu") and not Many().starts("cpu")
+        RankOptions(gpus=2).starts_ranks("auto")
+    assert RankOptions(gpus=2).starts_ranks("cpu") and not RankOptions().starts_ranks("cpu")
 
 
 def test_the_processes_are_started_with_the_same_command_line_and_the_end_is_said_once(config, monkeypatch, capsys, tmp_path):
@@ -107,12 +107,12 @@ def test_variants_are_trained_on_one_gpu(config, capsys):
 
 
 def test_a_process_that_stands_in_for_a_lost_one_goes_on_from_what_is_saved(monkeypatch):
-    assert not Many().begins_again
+    assert not RankOptions().is_restart
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # somebody else's torchrun: the user says --resume
-    assert not Many().begins_again
+    assert not RankOptions().is_restart
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "gpubound-1")
-    assert Many().begins_again
+    assert RankOptions().is_restart
 
 
 def test_ctrl_c_before_a_rank_has_begun_is_one_line(monkeypatch, capsys):
@@ -247,7 +247,7 @@ launch([sys.executable, "-c", sys.argv[1], sys.argv[2], sys.argv[3]], 2, Path(sy
 RANK = """
 import os, sys, time
 from pathlib import Path
-from gpubound.cli.many import one_of_many
+from gpubound.cli.ranks import run_as_rank
 from gpubound.distributed import join
 
 folder, early, parent = Path(sys.argv[1]), sys.argv[2] == "early", os.getppid()
@@ -262,7 +262,7 @@ if early:
     (folder / f"rank-{os.environ['RANK']}").write_text(f"{os.getpid()}\\n")
     while os.getppid() == parent:
         time.sleep(0.01)
-sys.exit(one_of_many("train", command, lambda error: (1, str(error))))
+sys.exit(run_as_rank("train", command, lambda error: (1, str(error))))
 """
 
 
@@ -351,5 +351,5 @@ def test_waits_that_nobody_measured_are_said(noted, said):
         evaluations={}, done=3, steps=3, best=None, diverged=False, device=torch.device("cpu"), recipe=Recipe(),
         ranks=SimpleNamespace(alone=False, world=2),
     )  # fmt: skip
-    verdict = judge(run, SimpleNamespace(steps=lambda: steps), SimpleNamespace(asked=None)).verdict  # type: ignore[arg-type]
+    verdict = outcome_of(run, SimpleNamespace(steps=lambda: steps), SimpleNamespace(asked=None)).verdict  # type: ignore[arg-type]
     assert (message("cli_many:waits_that_nobody_measur").within(verdict)) is said

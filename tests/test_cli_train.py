@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from gpubound import device as facts
 from gpubound.cli import main
-from gpubound.cli.options import HERE, OTHERS
+from gpubound.cli.config_file import KEY_OF, OTHER_NAMES
 from gpubound.cli.train import Train, from_file, presets
 from gpubound.data import Corpus
 from gpubound.errors import RankError
@@ -178,7 +178,7 @@ def test_files_that_are_no_config(tmp_path, capsys):
     assert main(["train", str(tmp_path / "twice.yaml")]) == 2
     first, second, third, fourth = capsys.readouterr().err.splitlines()
     assert fourth.endswith(
-        "twice.yaml cannot be read as YAML: 'steps' stands twice, in lines 1 and 5; leave one of them out; "
+        "twice.yaml cannot be read as YAML: 'steps' is there twice, in lines 1 and 5; leave one of them out; "
         "see gpubound train --help."
     )
     assert first == message("cli_train:files_that_are_no_config", tmp_path / "list.yaml")
@@ -301,7 +301,7 @@ def test_a_key_of_another_trainer_is_named_as_it_is_here(config, capsys, key, he
 
 def test_every_key_of_another_trainer_means_one_of_ours():
     known = {field.name for field in dataclasses.fields(Train)}
-    assert set(OTHERS) <= known and not set(HERE) & known
+    assert set(OTHER_NAMES) <= known and not set(KEY_OF) & known
 
 
 def test_clipping_is_switched_off(config, tmp_path):

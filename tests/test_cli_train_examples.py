@@ -8,7 +8,7 @@ import pytest
 
 from gpubound import device as facts
 from gpubound.cli import main
-from gpubound.cli.compare import variants_of
+from gpubound.cli.compare import make_variants
 from gpubound.cli.train import from_file
 from gpubound.models.richards.checkpoint import MODELS
 
@@ -40,7 +40,7 @@ def test_a_comparison_of_parts(tmp_path, monkeypatch, capsys):
     text = (ROOT / "examples" / "train_from_yaml" / "compare.yaml").read_text().replace("richards-10m", "richards-tiny")
     (tmp_path / "c.yaml").write_text(text)
     options = from_file(str(tmp_path / "c.yaml"))
-    recipes = variants_of(options.recipe(), options.compare, options.variants, options.seeds)
+    recipes = make_variants(options.recipe(), options.compare, options.variants, options.seeds)
     assert len(recipes) == len({str(MODELS[own.model]) for own in recipes.values()}) == 8
     short = f"--out {tmp_path / 'run'} --data {tmp_path / 'text.txt'} --vocabulary 300 --seq 16 --micro-batch 2 --steps 1"
     short += " --seeds 1 --compare baseline,all_richards --device cpu --json"

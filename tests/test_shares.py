@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpubound import measure, trace
-from gpubound.cli.session import Scale
+from gpubound.cli.session import MatrixRate
 from gpubound.decode.request import Generated, Generation
 from gpubound.distributed import ALONE
 from gpubound.generate.speed import Speed
@@ -56,7 +56,7 @@ def test_within_the_roofline_nothing_is_measured(limits):
 def test_a_matrix_rate_that_is_passed_ends_the_shares_of_a_run(limits, capsys, monkeypatch):
     """Its head names the rate, so the one that is measured now is for the next run."""
     monkeypatch.setattr(trace, "_said", set())
-    scale = Scale.__new__(Scale)
+    scale = MatrixRate.__new__(MatrixRate)
     scale.work = TokenFlops([(6, 1_000_000, "parameters in products")], [], 1)
     scale.run = SimpleNamespace(ranks=ALONE, stage=SimpleNamespace(recipe=SimpleNamespace(seq=8)), device=torch.device("cpu"))
     scale.figure, scale.flops_per_s = "fp32_flops_per_s", 1e9

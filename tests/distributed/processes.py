@@ -46,6 +46,16 @@ def on_ranks(world: int, work: Callable, *args: Any, seconds: float = SECONDS, s
     return results
 
 
+def each_on_ranks(world: int, works: dict[str, Callable[[], Any]]) -> dict[str, list[Any]]:
+    """What each of several works returned by rank, in the same processes: starting some costs more than many a work."""
+    ranks = on_ranks(world, _each, works, seconds=SECONDS * len(works))
+    return {name: [rank[name] for rank in ranks] for name in works}
+
+
+def _each(works: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    return {name: work() for name, work in works.items()}
+
+
 def started(world: int, work: Callable, *args: Any, store: Any = None) -> tuple[list[Any], list[Any], Any]:
     """(processes, the pipes of their results, the store where they meet: keep it while they run). For tests that kill them.
     `store`: one where others have met before, as torch's agent keeps it when it starts the ranks again."""

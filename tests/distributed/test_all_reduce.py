@@ -101,38 +101,47 @@ class Broken:
 calls: list[int] = []
 
 
-def broken(world, at, each, error=GraphError):
-    with join("cpu") if world > 1 else nothing() as ranks:
-        torch.manual_seed(0)
-        all_reduce.BUCKET = WIDTH * WORDS
-        graph_cache.has_graphs = lambda device: world > 1
-        model = Tied()
-        step = gb.TrainStep(model, Broken(ranks.rank, at, error), "adamw", accumulate=each, precision="fp32", ranks=ranks)
-        for number in range(2):
-            step([window(number, ranks.rank + ranks.world * i) for i in range(each)])
-        step.assert_alike()
-        said = [why for what, why in fallbacks if what == "train step as one graph"]
-        return model.state_dict()["table.weight"].numpy(), len(step.captured), said
+def broken(ranks, at, each, error=GraphError):
+    """Two steps; the weights, how many graphs were captured, and the fallback's reason."""
+    world = ranks.world
+    calls.clear()
+    fallbacks.clear()
+    torch.manual_seed(0)
+    all_reduce.BUCKET = WIDTH * WORDS
+    graph_cache.has_graphs = lambda device: world > 1
+    model = Tied()
+    step = gb.TrainStep(model, Broken(ranks.rank, at, error), "adamw", accumulate=each, precision="fp32", ranks=ranks)
+    for number in range(2):
+        step([window(number, ranks.rank + ranks.world * i) for i in range(each)])
+    step.assert_alike()
+    said = [why for what, why in fallbacks if what == "train step as one graph"]
+    return model.state_dict()["table.weight"].numpy(), len(step.captured), said
 
 
-@pytest.mark.parametrize("error", [GraphError, torch.OutOfMemoryError])
-@pytest.mark.parametrize(
-    "each, at, captured, reasons",
-    [
-        (1, (), 1, []),
-        (1, (4,), 2, ["rank 1: no memory for this"]),  # in the graph of all; then around the sums
-        (1, (4, 5), 0, ["rank 1: no memory for this"]),
-        (2, (), 2, []),
-        (2, (4,), 0, ["rank 1: no memory for this"]),  # in a micro-batch's
-    ],
-)
-def test_a_capture_that_one_rank_cannot_have(monkeypatch, each, at, captured, reasons, error):
+WHY = ["rank 1: no memory for this"]
+CAPTURES = [  # micro-batches, calls that fail, error, graphs, reasons
+    (1, (), GraphError, 1, []),
+    (1, (4,), GraphError, 2, WHY),  # in the graph of all; then around the sums
+    (1, (4,), torch.OutOfMemoryError, 2, WHY),
+    (1, (4, 5), GraphError, 0, WHY),
+    (2, (), GraphError, 2, []),
+    (2, (4,), torch.OutOfMemoryError, 0, WHY),  # in a micro-batch's
+]
+
+
+def all_broken():
+    with join("cpu") as ranks:
+        return [broken(ranks, at, each, error) for each, at, error, *_ in CAPTURES]
+
+
+def test_a_capture_that_one_rank_cannot_have(monkeypatch):
     monkeypatch.setattr(all_reduce, "BUCKET", all_reduce.BUCKET)
     monkeypatch.setattr(graph_cache, "has_graphs", graph_cache.has_graphs)
-    want, *_ = broken(1, (), 2 * each)
-    for weight, number, said in on_ranks(2, broken, 2, at, each, error):
-        assert (number, said) == (captured, reasons)
-        torch.testing.assert_close(torch.from_numpy(weight), torch.from_numpy(want), rtol=1e-5, atol=1e-6)
+    want = {each: broken(ALONE, (), 2 * each)[0] for each in (1, 2)}
+    for ranks in on_ranks(2, all_broken):
+        for (each, _, _, captured, reasons), (weight, number, said) in zip(CAPTURES, ranks, strict=True):
+            assert (number, said) == (captured, reasons)
+            torch.testing.assert_close(torch.from_numpy(weight), torch.from_numpy(want[each]), rtol=1e-5, atol=1e-6)
 
 
 class Experts(Tied):

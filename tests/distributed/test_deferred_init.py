@@ -8,8 +8,7 @@ from torch import nn
 
 import gpubound as gb
 from gpubound.distributed import join
-from gpubound.distributed.deferred_init import InitRecorder, key_of
-from gpubound.distributed.fsdp import shard_deferred
+from gpubound.distributed.fsdp import InitRecorder, key_of, shard_deferred
 from gpubound.models.llama import Decoder, DecoderConfig
 from gpubound.models.richards import RichardsConfig, RichardsDecoder
 from tests.distributed.processes import on_ranks

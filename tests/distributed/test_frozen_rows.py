@@ -20,7 +20,7 @@ from gpubound.place import place
 from gpubound.train.adamw8 import AdamW8bit
 from gpubound.train.muon import Muon
 from gpubound.train.recompute import blocks_of
-from tests.distributed.processes import on_ranks
+from tests.distributed.processes import each_on_ranks, on_ranks
 from tests.distributed.test_fsdp import ADAMW, DTYPES, STEPS, WORDS, batch, distance, whole
 from tests.messages import message
 
@@ -157,6 +157,7 @@ WAYS: dict[str, dict] = {
 }
 
 
+IN_16_BITS = [("ours", "bf16"), ("ours", "fp16"), ("nf4", "bf16"), ("placed", "bf16"), ("placed", "fp16")]
 ROUNDED = {"fp8": 0.25, "8 bits": 1e-3, "muon": 3e-2}
 """How far two right runs may part, beside how far adapters move: where a last bit may end in another code.
 
@@ -204,19 +205,26 @@ def beginning(way):
     return {name: whole(p) for name, p in way.get("make", ours)(0).named_parameters() if p.requires_grad}
 
 
+@pytest.fixture(scope="module")
+def two_ranks():
+    """What two ranks have of each way, and in 16 bits."""
+    works = {name: partial(trained, 2, 1, **way) for name, way in WAYS.items()}
+    for name, precision in IN_16_BITS:
+        works[f"{name} in {precision}"] = partial(trained, 2, 1, **WAYS[name], precision=precision)
+    return each_on_ranks(2, works)
+
+
 @pytest.mark.parametrize("name", WAYS)
-def test_two_ranks_with_rows_of_the_base_are_one_process(name):
+def test_two_ranks_with_rows_of_the_base_are_one_process(name, two_ranks):
     way = WAYS[name]
-    ranks = on_ranks(2, partial(trained, **way), 2, 1)
-    held_to_one_process(trained(1, 2, **way), ranks, beginning(way), ROUNDED.get(name, 1e-4))
+    held_to_one_process(trained(1, 2, **way), two_ranks[name], beginning(way), ROUNDED.get(name, 1e-4))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["ours", "nf4", "placed"])
-def test_in_16_bits(name, precision):
+@pytest.mark.parametrize(("name", "precision"), IN_16_BITS)
+def test_in_16_bits(name, precision, two_ranks):
     """Frozen rows take 2 bytes a number, over all ranks."""
     way = WAYS[name] | {"precision": precision}
-    ranks, alone = on_ranks(2, partial(trained, **way), 2, 1), trained(1, 2, **way)
+    ranks, alone = two_ranks[f"{name} in {precision}"], trained(1, 2, **way)
     if (name, precision) == ("placed", "bf16"):
         held_at_first(alone, ranks)
     else:
@@ -353,7 +361,7 @@ def test_what_cannot_be_done_to_rows_is_refused_and_nothing_is_changed():
             "parameters alike; leave whole=False out.",
             "encode": "shard_deferred: encode takes weights of a frozen model that fill has read; add fill, frozen=True.",
             "merge": f"lora.merge: the weight of {FIRST} is sharded; save the adapters, and load and merge them into a model "
-            "that is whole.",
+            "that is not sharded.",
             "codes": f"lora.quantize_base: the weight of {FIRST} is sharded; call it before the model is sharded.",
             "codes of new ones": f"lora.quantize_base: the weight of {FIRST} is sharded; call it before the model is sharded.",
             "decoding": "decoder: model: got a sharded one, and no rank holds all of it; export it, and decode that folder.",

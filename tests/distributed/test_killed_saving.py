@@ -16,7 +16,7 @@ from tests.messages import message
 STAGES = [
     # who is killed, at which call, before or behind it, whether the checkpoint is there
     (1, checkpoints.Staging, "give", "before", False),
-    (1, sharded_checkpoint._Saving, "resolve_data", "before", False),  # its file is open
+    (1, sharded_checkpoint._SavePlanner, "resolve_data", "before", False),  # its file is open
     (1, files, "flushed", "behind", False),  # its files are on disk, but it has not said so
     (0, os, "replace", "before", False),  # all have said so
     (0, os, "replace", "behind", True),

@@ -42,13 +42,14 @@ def test_a_rank_that_raised_is_the_failure_and_not_those_that_waited_for_it(tmp_
 
 def test_a_log_that_cannot_be_written_does_not_hide_the_failure(tmp_path):
     """The disk may be full, and that the failure. Here the folder of the logs is gone."""
-    end = launched(tmp_path, f"rm -r {tmp_path}/ranks; {note(0, 'out: no space', REFUSED, 2, 'the trace')}", "sleep 60")
+    gone = f"while [ ! -e {tmp_path}/ranks/rank-1.log ]; do sleep 0.01; done; rm -r {tmp_path}/ranks"
+    end = launched(tmp_path, f"{gone}; {note(0, 'out: no space', REFUSED, 2, 'the trace')}", "sleep 60")
     assert (end.code, end.failure.sentence, end.log) == (2, "out: no space", None)
 
 
 def test_what_another_attempt_cannot_mend_is_not_tried_again(tmp_path):
     end = launched(tmp_path, note(0, "", UNSOUND, 1), "sleep 60", restarts=3)
-    assert (end.code, end.failure.kind, end.failure.said) == (1, UNSOUND, "")
+    assert (end.code, end.failure.kind, end.failure.text) == (1, UNSOUND, "")
 
 
 def test_all_begin_again_after_a_lost_rank_and_keep_the_log_of_each_attempt(tmp_path, said):

@@ -76,8 +76,8 @@ def test_a_gpu_build_without_nccl_and_an_nccl_that_fails_are_named(monkeypatch):
 def unlike_recipes():
     with join("cpu") as ranks:
         try:
-            ranks.alike("recipe", {"lr": 1e-3, "seed": 0})
-            ranks.alike("recipe", {"lr": 1e-3, "seed": 7 * ranks.rank})
+            ranks.check_same("recipe", {"lr": 1e-3, "seed": 0})
+            ranks.check_same("recipe", {"lr": 1e-3, "seed": 7 * ranks.rank})
         except ValueError as error:
             return str(error)
 

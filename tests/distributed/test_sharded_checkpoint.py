@@ -144,7 +144,7 @@ def fails_on_one(folder, stage):
         store, tensors = Checkpoints(folder, ranks=ranks), made("shards", ranks.world)[0].state_dict()
         store.save(1, tensors, {}, wait=True)
         owner, name = {
-            "write": (shards._Saving, "resolve_data"), "staging": (home.Staging, "give"), "sync": (files, "flush"),
+            "write": (shards._SavePlanner, "resolve_data"), "staging": (home.Staging, "give"), "sync": (files, "flush"),
         }[stage]  # fmt: skip
         whole = getattr(owner, name)
 

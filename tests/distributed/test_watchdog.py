@@ -12,7 +12,7 @@ import torch
 
 import gpubound as gb
 from gpubound.distributed import join
-from gpubound.distributed.watchdog import FOR_GPU, Watchdog, Whereabouts, judged
+from gpubound.distributed.watchdog import FOR_GPU, RankState, Watchdog, find_late_ranks
 from gpubound.train.checkpoint import Checkpoints
 from tests.distributed.processes import SECONDS, started
 from tests.messages import message
@@ -39,7 +39,7 @@ def standing_still(fate, folder, run, kind="cpu", deaf=False):
     os.environ |= {"TORCHELASTIC_ERROR_FILE": str(folder / f"note-{rank}"), "TORCHELASTIC_RUN_ID": run}
     with join(kind, SOON) as ranks:
         if deaf and ranks.rank == 0:
-            ranks.watchdog._look = ranks.watchdog._write
+            ranks.watchdog._check = ranks.watchdog._write
         x = torch.ones(1, device=ranks.device)
         ranks.sum(x)  # NCCL's first call waits on the host until all are there
         ranks.wait()
@@ -155,12 +155,12 @@ def test_a_run_that_moves_on_is_not_late_and_after_its_last_step_it_may_rest(mon
         assert watchdog.late() == 0
     clock[0] += 601
     assert watchdog.late() == 601
-    watchdog.rest()
+    watchdog.idle()
     assert watchdog.late() < 0
 
 
 def place(step, beat, collective=None):
-    return Whereabouts(step, "saving", beat, f"a.py:{step} (f)", collective)
+    return RankState(step, "saving", beat, f"a.py:{step} (f)", collective)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def place(step, beat, collective=None):
         ([place(7, 1, "all_reduce"), place(6, 1, "barrier")], [place(7, 2, "all_reduce"), place(6, 2, "barrier")], [1],
          "rank 1 is waiting in barrier in step 6, at a.py:6 (f); the others are waiting in all_reduce in step 7"),
         # a GPU may wait for another's
-        ([Whereabouts(7, FOR_GPU, 1, "a", None), place(7, 1)], [Whereabouts(7, FOR_GPU, 2, "a", None), place(7, 2)], [1],
+        ([RankState(7, FOR_GPU, 1, "a", None), place(7, 1)], [RankState(7, FOR_GPU, 2, "a", None), place(7, 2)], [1],
          "rank 1 is saving in step 7, at a.py:7 (f); the others are waiting for the GPU in step 7, at a"),
         # nobody is behind: each is told
         ([place(7, 1), place(7, 1)], [place(7, 2), place(7, 2)], [0, 1],
@@ -179,5 +179,5 @@ def place(step, beat, collective=None):
     ],
 )  # fmt: skip
 def test_the_rank_that_is_behind_is_found(before, now, behind, words):
-    said, found = judged(before, now, 600)
+    said, found = find_late_ranks(before, now, 600)
     assert found == behind and words in said and said.startswith("no step has ended within 10 min 0 s: ")

@@ -9,7 +9,8 @@ from io import StringIO
 import pytest
 
 from gpubound.cli import main
-from gpubound.cli.doctor_after import FixOptions
+from gpubound.cli.doctor import Doctor
+from gpubound.cli.doctor_actions import check_fix
 from gpubound.doctor.finding import Finding, Verdict
 from gpubound.doctor.ranks import merged
 from gpubound.doctor.report.text import screen
@@ -65,10 +66,10 @@ def test_a_proof_is_for_one_machine(monkeypatch):
     for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(ValueError) as error:
-        FixOptions(fix=True, rounds=3)
+        check_fix(Doctor(fix=True, prove=3))
     assert str(error.value) == message("doctor/ranks:a_proof_is_for_one_machi")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert FixOptions(fix=True, rounds=3).rounds == 3
+    check_fix(Doctor(fix=True, prove=3))
 
 
 def verdict(comm: float, ms: float) -> Verdict:

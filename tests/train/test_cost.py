@@ -65,7 +65,7 @@ def test_a_model_without_such_a_norm():
 def test_it_is_told_at_the_end_of_a_run(tmp_path):
     told = Price(*(measure.Timing.of([seconds], "device events") for seconds in (3e-3, 2e-3)))
     run, tape = type("Run", (), {"price": lambda self: told, "ranks": ALONE})(), RunTape.create(tmp_path)
-    outcome = session.priced(run, session.Outcome(tape, "8 steps.", failed=False))
+    outcome = session.with_adapter_cost(run, session.Outcome(tape, "8 steps.", failed=False))
     assert outcome.verdict == f"8 steps. {told}." and outcome.tape.about["price"] == pytest.approx(1.5)
 
 
@@ -74,7 +74,7 @@ def test_what_cannot_be_measured_is_left_out(tmp_path, said):
         raise MeasureError("no norm.\nNone at all.")
 
     before = session.Outcome(RunTape.create(tmp_path), "8 steps.", failed=False)
-    assert session.priced(type("Run", (), {"price": price, "ranks": ALONE})(), before) is before
+    assert session.with_adapter_cost(type("Run", (), {"price": price, "ranks": ALONE})(), before) is before
     assert message("train/price:what_cannot_be_measured").within(said())
 
 

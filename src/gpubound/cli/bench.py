@@ -1,4 +1,4 @@
-"""Run a benchmark beside its peers and keep the result.
+"""Run a benchmark next to its peers and keep the result.
 
 The benchmarks live in the source checkout, in benchmarks/bench_<name>.py; each takes --help and --dry.
 """
@@ -14,7 +14,7 @@ from ..formatting import hint
 
 USAGE = """usage: gpubound bench NAME [options]
 
-Run a benchmark beside its peers and keep the result in benchmarks/results.
+Run a benchmark next to its peers and keep the result in benchmarks/results.
 Exit code 1: a case disagrees with a peer or falls short of its gate. 3: something could not be measured.
 
 benchmarks: {names}
@@ -39,11 +39,11 @@ def main(argv: Sequence[str]) -> int:
     paths = os.pathsep.join(filter(None, (str(root), str(root / "src"), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", f"benchmarks.bench_{name}", *rest]
     code = subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": paths}).returncode
-    return code if code >= 0 else 128 - code  # ended by a signal, as a shell says it
+    return code if code >= 0 else 128 - code  # ended by a signal, as a shell reports it
 
 
 def checkout() -> Path | None:
-    """The source checkout: the working folder or one above it, else where this very file lies in one; None without any."""
+    """Return the source checkout: the working folder or one above it, else that of this file; None without any."""
     for folder in (Path.cwd(), *Path.cwd().parents, Path(__file__).parents[3]):
         if (folder / "benchmarks" / "harness.py").exists() and (folder / "src" / "gpubound").is_dir():
             return folder

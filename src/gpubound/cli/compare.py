@@ -1,9 +1,9 @@
-"""`gpubound train --compare`: several variants of a recipe on the same tokens, with several seeds, beside each other."""
+"""`gpubound train --compare`: train several variants of a recipe on the same tokens, with several seeds, and compare them."""
 
 import gc
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,46 +21,45 @@ from ..monitor.tape import ABOUT
 from ..monitor.variants import MOST_SEEDS, RESULT, Variants
 from ..trace import fallbacks
 from ..train.data import check_data, known_tokenizer, open_data
-from ..train.loop import Run
 from ..train.prepare import prepare
 from ..train.recipe import Recipe, check_model
-from .options import RECIPE, load_yaml, typed
+from .config_file import RECIPE, convert, load_yaml
 from .session import say, train
 
 SAME = (
     "out", "data", "data_bytes", "text_key", "tokenizer", "vocabulary", "objective", "objective_options", "seq", "micro_batch",
     "accumulate", "steps", "validation", "seed", "phases", "patience",
 )  # fmt: skip
-"""The same for every variant: which tokens a step sees, how many there are, and what the held-out loss is a loss of."""
+"""Fields that no variant may change: the tokens of a step, their number, and the data of the held-out loss."""
 
 
-def variants_of(recipe: Recipe, names: str, given: dict[str, Any], seeds: int) -> dict[str, Recipe]:
-    """The recipe of each variant. `given` holds those that the config file names, with their options."""
+def make_variants(recipe: Recipe, names: str, named: dict[str, Any], seeds: int) -> dict[str, Recipe]:
+    """Return the recipe of each variant. `named` has those of the config file, with their options."""
     if not 1 <= seeds <= MOST_SEEDS:
         raise ValueError(f"seeds: got {seeds:,}, wanted 1 to {MOST_SEEDS}.")
-    wanted = [name.strip() for name in names.split(",")]
-    if len(wanted) < 2 or len(set(wanted)) < len(wanted) or "" in wanted:
+    variants = [name.strip() for name in names.split(",")]
+    if len(variants) < 2 or len(set(variants)) < len(variants) or "" in variants:
         raise ValueError(f"compare: got {names!r}, wanted two names or more, each once, as in 10m,lr=1e-3.")
-    if any(own.patience for _, own in recipe.stages()):
+    if any(stage.patience for _, stage in recipe.stages()):
         raise ValueError("compare: patience ends a run early, and every variant trains on the same tokens; leave patience out.")
-    found = {name: _variant(recipe, name, given) for name in wanted}
-    for own in found.values():
-        check_model(own.model)
-        if is_named(own.model):
-            family_of(own.model).MODELS[own.model]  # refuses parts that do not go together
-        check_data(own)
-    folders = [folder_of(recipe, name, 0) for name in wanted]
+    recipes = {name: _variant(recipe, name, named) for name in variants}
+    for variant in recipes.values():
+        check_model(variant.model)
+        if is_named(variant.model):
+            family_of(variant.model).MODELS[variant.model]  # refuses parts that do not go together
+        check_data(variant)
+    folders = [folder_of(recipe, name, 0) for name in variants]
     if len(set(folders)) < len(folders):
         raise ValueError(
-            f"compare: two of {', '.join(wanted)} would share a folder; name them under compare: in a config file."
+            f"compare: two of {', '.join(variants)} would share a folder; name them under compare: in a config file."
         )
-    return found
+    return recipes
 
 
-def _variant(recipe: Recipe, name: str, given: dict[str, Any]) -> Recipe:
-    """A name of the config file's, a model, a part of the recipe's model, or key=value."""
-    if name in given:
-        options = {} if given[name] is None else given[name]
+def _variant(recipe: Recipe, name: str, named: dict[str, Any]) -> Recipe:
+    """Return the recipe of a variant: a name in the config file, a model, a part of the recipe's model, or key=value."""
+    if name in named:
+        options = {} if named[name] is None else named[name]
         if not isinstance(options, dict):
             raise ValueError(f"compare: {name}: got {options!r}, wanted keys and values such as 'lr: 1e-3'.")
     elif "=" in name:
@@ -76,12 +75,12 @@ def _variant(recipe: Recipe, name: str, given: dict[str, Any]) -> Recipe:
     elif is_named(name) or Path(name).is_dir():
         options = {"model": name}
     else:
-        known = hint(name, [*given, *presets()], "known are")
+        known = hint(name, [*named, *presets()], "known are")
         raise ValueError(
             f"compare: got {name!r}, wanted a model, a part that {recipe.model} may have, key=value, or a name under compare: "
             f"in the config file; {known}"
         )
-    options = typed(options, RECIPE, f"compare: {name}")
+    options = convert(options, RECIPE, f"compare: {name}")
     for key in options:
         if key in SAME:
             raise ValueError(f"compare: {name}: {key} is the same for every variant, or their losses could not be compared.")
@@ -97,38 +96,35 @@ def folder_of(recipe: Recipe, name: str, seed: int) -> Path:
 
 def compare(recipe: Recipe, variants: dict[str, Recipe], seeds: int, resume: bool, log: str | None) -> Variants | None:
     """Train every variant with every seed. None when it was stopped before the end."""
-    runs = list(_runs(recipe, variants, seeds))
-    if not resume and (begun := next((own.out for _, own in runs if Path(own.out, ABOUT).exists()), None)):
-        raise ValueError(f"{begun} already holds a run; pass --resume to go on with it, or another --out to begin anew.")
-    done = {own.out: tape for _, own in runs if (tape := _done(own))}
+    runs = [  # seed by seed: a comparison that is stopped has whole rounds
+        (name, replace(variant, seed=seed, out=str(folder_of(recipe, name, seed))))
+        for seed in range(recipe.seed, recipe.seed + seeds)
+        for name, variant in variants.items()
+    ]
+    if not resume and (existing := next((run.out for _, run in runs if Path(run.out, ABOUT).exists()), None)):
+        raise ValueError(f"{existing} already holds a run; pass --resume to go on with it, or another --out to begin anew.")
+    done = {run.out: tape for _, run in runs if (tape := _finished(run))}
     corpora = open_data(recipe, Path(recipe.out), progress=True) if len(done) < len(runs) else []
     if corpora:
-        for own in variants.values():
-            known_tokenizer(own, corpora)  # refuses a model that has another one
-    for number, (name, own) in enumerate(runs, 1):
-        if own.out in done:
-            say(f"{name} seed {own.seed}: trained before, {own.out}")
+        for variant in variants.values():
+            known_tokenizer(variant, corpora)  # refuses a model with another tokenizer
+    for number, (name, run) in enumerate(runs, 1):
+        if run.out in done:
+            say(f"{name} seed {run.seed}: trained before, {run.out}")
             continue
-        say(f"run {number} of {len(runs)}: {name}, seed {own.seed}")
-        tape = _trained(name, own, corpora, resume, log)
+        say(f"run {number} of {len(runs)}: {name}, seed {run.seed}")
+        tape = _train(name, run, corpora, resume, log)
         if tape is None:
             return None
-        done[own.out] = tape
+        done[run.out] = tape
     tapes: dict[str, list[RunTape]] = {name: [] for name in variants}
-    for name, own in runs:
-        tapes[name].append(done[own.out])
+    for name, run in runs:
+        tapes[name].append(done[run.out])
     return Variants(tapes)
 
 
-def _runs(recipe: Recipe, variants: dict[str, Recipe], seeds: int) -> Iterator[tuple[str, Recipe]]:
-    """Seed after seed: a comparison that is stopped has whole rounds."""
-    for seed in range(recipe.seed, recipe.seed + seeds):
-        for name, own in variants.items():
-            yield name, replace(own, seed=seed, out=str(folder_of(recipe, name, seed)))
-
-
-def _done(recipe: Recipe) -> RunTape | None:
-    """The tape of a run that has ended, of this very recipe. Any other goes on, or is refused, as a run of its own would."""
+def _finished(recipe: Recipe) -> RunTape | None:
+    """Return the tape of a finished run of this recipe. A run of another recipe is resumed or refused when it is prepared."""
     if not Path(recipe.out, ABOUT).exists():
         return None
     tape = RunTape.open(recipe.out)
@@ -136,30 +132,27 @@ def _done(recipe: Recipe) -> RunTape | None:
     return tape if same and tape.about.get(RESULT) else None
 
 
-def _trained(name: str, recipe: Recipe, corpora: Sequence[Corpus], resume: bool, log: str | None) -> RunTape | None:
-    """None when it was stopped before its end."""
-    fallbacks.clear()  # each run's report has its own
+def _train(name: str, recipe: Recipe, corpora: Sequence[Corpus], resume: bool, log: str | None) -> RunTape | None:
+    """Train one variant with one seed; return None when it was stopped."""
+    fallbacks.clear()  # reported for each run
     run = prepare(recipe, resume=resume and any(Path(recipe.out).glob("checkpoints/step-*")), corpora=list(corpora))
     try:
         outcome = train(run, f"{name} seed {recipe.seed}", log=log)
         if not (run.finished or run.diverged):
             return None
-        outcome.tape.tell(**{RESULT: _result(name, run, outcome.failed)})
+        facts = {"variant": name, "seed": recipe.seed, "failed": outcome.failed}
+        facts |= {"held_out": run.evaluations.get(run.done), "parameters": numbers_of(run.model), "steps": run.done}
+        outcome.tape.tell(**{RESULT: facts})
         return outcome.tape
     finally:
         run.step.close()
-        del run  # before the next one is built: both would lie in the GPU's memory
+        del run  # before the next one is built: the GPU may have no room for both
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def _result(name: str, run: Run, failed: bool) -> dict[str, Any]:
-    facts = {"variant": name, "seed": run.recipe.seed, "failed": failed, "held_out": run.evaluations.get(run.done)}
-    return facts | {"parameters": numbers_of(run.model), "steps": run.done}
-
-
-def keep(comparison: Variants, recipe: Recipe) -> tuple[Path, Path]:
-    """Write the page and the numbers into the run's folder."""
-    numbers = Path(recipe.out, "comparison.json")
-    write_whole(numbers, json.dumps(comparison.as_dict(), indent=1))
-    return comparison.report(Path(recipe.out, "report.html")), numbers
+def write(comparison: Variants, recipe: Recipe) -> tuple[Path, Path]:
+    """Write the page and the figures into the run's folder."""
+    figures = Path(recipe.out, "comparison.json")
+    write_whole(figures, json.dumps(comparison.as_dict(), indent=1))
+    return comparison.report(Path(recipe.out, "report.html")), figures

@@ -4,7 +4,6 @@ gpubound demo                     about 90 seconds on two CPU cores, half a minu
 gpubound demo --out runs/demo     Ctrl-C leaves a checkpoint that `gpubound demo --resume` goes on from
 """
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from ..files import LOCK
 from ..monitor.tape import ABOUT, RunTape
 from ..train.recipe import STDLIB, TORCH, Recipe
 from . import arguments
+from .ranks import resume_command
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PROMPT = 'import sys\n\n\ndef main(argv):\n    """'
 TEMPERATURE = 0.5
 WRITTEN = 120  # tokens of continuation
-FILES = "demo"  # in run.json: the files that the demo wrote, each with its size and time; empty until it has ended
+FILES = "demo"  # key in run.json of the files that the demo wrote, with their sizes and times; empty until it has ended
 REPORT = "report.html"
 
 PASSES = 4  # with more the model memorises the texts
@@ -56,34 +56,34 @@ def main(argv: Sequence[str]) -> int:
     options = arguments(Demo, argv, "demo")
     from ..device import resolve  # torch takes two seconds: options are read first
     from ..distributed import launched
-    from .session import alone, finish, say, train
+    from .session import finish, run_folder, say, train
 
     if launched():
         raise ValueError("demo: torchrun started several of it, and it shows one GPU; start it without torchrun.")
     recipe = recipe_for(resolve(options.device), options)
-    out, command = Path(options.out), ["gpubound", "demo", *argv]
-    with alone(options.out):
+    out = Path(options.out)
+    with run_folder(options.out):
         clear(out, options.resume)
-        tape = RunTape.create(out, finished=False, **{FILES: {}})  # from here on the folder is a demo's
+        tape = RunTape.create(out, finished=False, **{FILES: {}})  # marks the folder as a demo's
         run = prepare(recipe, options)
-        outcome = train(run, "demo", write, tape=tape)
+        outcome = train(run, "demo", sample_text, tape=tape)
         if run.finished and not outcome.failed:
             if sample := tape.about.get("sample"):
                 say(f"\nIt goes on from {PROMPT!r}:\n\n{sample}\n")
             say(f"export: {run.export(out / 'model')} (a Hugging Face folder, weights of step {run.best or run.done:,})")
         elif not run.diverged:
-            say(f"go on with: {shlex.join(command if options.resume else [*command, '--resume'])}")
+            say(f"go on with: {resume_command('demo', argv)}")
         finish(tape)
         if run.finished:
-            tape.tell(**{FILES: files(out)})
+            tape.tell(**{FILES: list_files(out)})
     return 1 if outcome.failed else 0
 
 
 def recipe_for(device: "torch.device", options: Demo) -> Recipe:
-    """Small enough for the machine at hand: two cores do a step of 1,024 tokens of the 1m model in about 0.08 s.
+    """Return a recipe for this machine: two cores do a step of 1,024 tokens of the 1m model in about 0.08 s.
 
-    Small batches and Muon, because little data is seen: in the same time 2,048 tokens a step with AdamW came to 2.1 bits a
-    byte of held-out text, 1,024 with AdamW to 1.88, 1,024 with Muon to 1.76.
+    Batches are small and the optimizer is Muon, because there is little data: in the same time 2,048 tokens a step with AdamW
+    came to 2.1 bits a byte of held-out text, 1,024 with AdamW to 1.88, 1,024 with Muon to 1.76.
 
     A GPU memorises the standard library: 10m came to a held-out loss of 2.43 to 2.54 whatever the batch and the number
     of passes. With torch's source as well the same model comes to 2.06.
@@ -97,20 +97,20 @@ def recipe_for(device: "torch.device", options: Demo) -> Recipe:
 
 
 def prepare(recipe: Recipe, options: Demo) -> "Run":
-    """The run, with as many steps as its data is worth."""
+    """Return the run, with the number of steps that its data is worth."""
     from ..train.data import open_data
     from ..train.prepare import prepare as prepare_run
     from .session import say
 
     corpora = open_data(recipe, Path(recipe.out), progress=True)
     if options.steps is None:
-        recipe, why = as_long_as_useful(recipe, corpora[0])
+        recipe, why = with_useful_steps(recipe, corpora[0])
         say(why)
     evaluate_every = max(recipe.steps // EVALUATIONS, 20)
     return prepare_run(replace(recipe, evaluate_every=evaluate_every, patience=PATIENCE), options.resume, corpora=corpora)
 
 
-def as_long_as_useful(recipe: Recipe, corpus: "Corpus") -> tuple[Recipe, str]:
+def with_useful_steps(recipe: Recipe, corpus: "Corpus") -> tuple[Recipe, str]:
     """Return the recipe with PASSES over the data, but at most MOST_STEPS, and the reason as a line."""
     tokens, a_step = corpus.tokens * (1 - recipe.validation), recipe.tokens_per_step
     wanted = max(round(PASSES * tokens / a_step), 1)
@@ -121,39 +121,39 @@ def as_long_as_useful(recipe: Recipe, corpus: "Corpus") -> tuple[Recipe, str]:
 
 
 def clear(out: Path, resume: bool) -> None:
-    """Remove a finished demo's own files, run.json last, which tells whose they are. Where others lie, all stay: a refusal."""
-    present = files(out)
+    """Remove the files of a finished demo; run.json, which lists them, last. Raise ValueError if there are other files."""
+    present = list_files(out)
     about = RunTape.open(out).about if ABOUT in present else {}
-    own: Any = about.get(FILES)
-    begun = isinstance(own, dict)
-    if begun and resume:
+    listed: Any = about.get(FILES)
+    is_demo = isinstance(listed, dict)
+    if is_demo and resume:
         return
-    if begun and not about.get("finished"):
+    if is_demo and not about.get("finished"):
         if any((out / "checkpoints").glob("step-*")):
             raise ValueError(f"demo: {out} holds an unfinished demo; go on with --resume, or give another folder with --out.")
-        return  # nothing but its corpus, which is used again
-    kept = own | {name: present.get(name) for name in (ABOUT, REPORT)} if begun else {}
-    foreign = [name for name, stamp in present.items() if kept.get(name) != stamp]
-    if foreign:
-        raise ValueError(f"demo: {out} holds {min(foreign)!r}, which no demo wrote; give another folder with --out.")
+        return  # only its corpus, which is used again
+    ours = listed | {name: present.get(name) for name in (ABOUT, REPORT)} if is_demo else {}
+    others = [name for name, stamp in present.items() if ours.get(name) != stamp]
+    if others:
+        raise ValueError(f"demo: {out} holds {min(others)!r}, which no demo wrote; give another folder with --out.")
     for name in sorted((name for name in present if not name.endswith("/")), key=ABOUT.__eq__):
         (out / name).unlink()
     for folder in sorted((path for path in out.rglob("*") if path.is_dir()), reverse=True):
         folder.rmdir()
 
 
-def files(out: Path) -> dict[str, list[int]]:
-    """Every file under `out` with its size and time, and every empty folder; the lock is left out. Links are not followed."""
-    found: dict[str, list[int]] = {}
+def list_files(out: Path) -> dict[str, list[int]]:
+    """Return size and time of every file under `out`, and every empty folder, without the lock. Links are not followed."""
+    stamps: dict[str, list[int]] = {}
     for path in out.rglob("*"):
         if path.is_symlink() or not path.is_dir():
             about = path.lstat()
-            found[str(path.relative_to(out))] = [about.st_size, about.st_mtime_ns]
+            stamps[str(path.relative_to(out))] = [about.st_size, about.st_mtime_ns]
         elif not any(path.iterdir()):
-            found[f"{path.relative_to(out)}/"] = []
-    return {name: stamp for name, stamp in found.items() if name != LOCK}
+            stamps[f"{path.relative_to(out)}/"] = []
+    return {name: stamp for name, stamp in stamps.items() if name != LOCK}
 
 
-def write(run: "Run") -> str | None:
+def sample_text(run: "Run") -> str | None:
     """Return the model's continuation of PROMPT."""
     return run.objective.sample(run.model, run.tokenizer, PROMPT, WRITTEN, run.recipe.seq, TEMPERATURE)

@@ -2,7 +2,7 @@
 
 gpubound doctor train.py --epochs 3            runs the script unmodified until enough of its steps have been seen
 gpubound doctor -m package.train               the same, of a module
-gpubound doctor trace.json.gz                  judges a trace of torch.profiler
+gpubound doctor trace.json.gz                  reads a trace of torch.profiler
 gpubound doctor --graph-ready train.py:build   says whether a CUDA graph can hold a model or a function
 """
 
@@ -16,16 +16,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, NamedTuple
 
 import tyro
 
 from ..errors import DataError, GpuboundError
 from ..trace import printable
 from . import arguments
-
-if TYPE_CHECKING:
-    from ..doctor.price.prices import Measurements
 
 
 @dataclass(frozen=True)
@@ -67,14 +64,14 @@ class Doctor:
     fix: bool = False
     """Show patches for the findings as one diff."""
     fix_also: str = ""
-    """With --fix: patches that change the numbers, too: tf32."""
+    """With --fix: patches that change the rank_and_world, too: tf32."""
     apply: bool = False
     """With --fix: write the patches into the files."""
     prove: Annotated[int | None, tyro.conf.arg(metavar="ROUNDS")] = None
     """With --fix: run the script unmodified and patched, this often each. Exit code 1 if the losses are not the same. With
     --dry-run the losses alone are compared."""
     max_syncs_per_step: float | None = None
-    """Most waits for the device in a step. Exit code 1 above it, 3 if it was not measured; so for all that follow."""
+    """Fail (exit 1) if a step waits for the device more often than this. Exit 3 if it could not be measured. All --max-* do."""
     max_idle_pct: float | None = None
     """Most per cent of a step in which the device does nothing."""
     max_host_late_ms: float | None = None
@@ -92,6 +89,11 @@ class Doctor:
     device: str = "auto"
     """Where to audit: auto, require, cpu, cuda or cuda:<index>."""
 
+    @property
+    def other_patches(self) -> tuple[str, ...]:
+        """Return the names in --fix-also."""
+        return tuple(filter(None, self.fix_also.split(",")))
+
 
 def main(argv: Sequence[str]) -> int:
     command = split(argv)
@@ -103,96 +105,87 @@ def main(argv: Sequence[str]) -> int:
         from .graph_ready import graph_ready
 
         return graph_ready(options.graph_ready, options.device, options.json)
-    if options.device != "auto":
-        raise ValueError(f"device: got {options.device!r}; it is for --graph-ready, a script chooses its own.")
-    if not target:
-        raise ValueError("script: got none; give a script, -m and a module, or a trace, as in gpubound doctor train.py.")
-    check_target(target, rest, module)
-    refuse_misplaced(command)
-    from ..distributed.store_messages import numbers
+    check_command(options, command)
+    from ..distributed.rendezvous import rank_and_world
     from ..doctor.ranks import merge_ranks, send_error  # torch takes two seconds: options are read first
-    from ..doctor.record.script import end_anyway
+    from ..doctor.record.run import RunPlan, measure_script, measure_trace
+    from ..doctor.record.script import Script, end_anyway
     from ..doctor.report import check_reports, screen, write_reports
     from ..doctor.rules.diagnose import diagnose
-    from .doctor_after import FixOptions, Gate
+    from .doctor_actions import check_fix, finish_fix, patch, progress, read_gate
 
-    mending = FixOptions(
-        options.fix, tuple(filter(None, options.fix_also.split(","))), options.apply, options.prove, options.step_marker,
-        options.dry_run,
-    )  # fmt: skip
+    check_fix(options)
     folder = Path(options.out or ".doctor") if options.out is not None or not options.json else None
     if folder is not None and folder.exists() and not folder.is_dir():
         raise ValueError(f"out: {folder} is a file; give a folder with --out.")
     if folder is not None:
         check_reports(folder)
-    rank, _ = numbers()
+    rank, _ = rank_and_world()
     threads = threading.enumerate()
-    gate = Gate.of(options, options.baseline, options.allow)
+    gate = read_gate(options)
     with prints_to_stderr() if options.json else nullcontext():
         try:
-            evidence = look(options, target, rest, module)
+            if is_trace(command):
+                evidence = measure_trace(Path(target), options.step_marker)
+            else:
+                plan = RunPlan(
+                    warmup=options.warmup, timed=options.timed, taped=options.taped, marker=options.step_marker,
+                    keep_going=options.keep_going, dry=options.dry_run,
+                )  # fmt: skip
+                evidence = measure_script(Script(target, tuple(rest), module), plan, progress() if rank == 0 else None)
         except (ValueError, GpuboundError) as error:
             send_error(error)
             raise
     verdict = merge_ranks(diagnose(evidence))
     if rank != 0:
         return 0
-    mended = mending.of(verdict, target, rest, module)
-    verdict = mended.verdict
-    files, unwritten = [], None
+    result = patch(options, command, verdict)
+    verdict = result.verdict
+    files, write_error = [], None
     try:
         if folder is not None:
-            written = write_reports(folder, verdict, evidence.recording, mended.proof, mended.diff)
-            files = [str(path) for path in written]
+            files = [str(path) for path in write_reports(folder, verdict, evidence.recording, result.proof, result.diff)]
     except OSError as error:  # raised after the verdict, which took a run
-        unwritten = DataError(f"out: the reports could not be written to {folder}: {error}; give another --out.")
+        write_error = DataError(f"out: the reports could not be written to {folder}: {error}; give another --out.")
     if options.json:
         print(json.dumps(verdict.as_dict(), indent=1))
-    else:
+    else:  # a coloured screen has its escapes; the report has cleaned its quotations
         width, colour = shutil.get_terminal_size().columns, sys.stdout.isatty() and likes_colours()
-        print(printable_screen(screen(verdict, width, colour, options.all, files), colour), end="")
-    stream = sys.stderr if options.json else sys.stdout
-    gate_lines, passed = gate.hold(verdict)  # before a patch is written: what is allowed is read from the files
-    fix_lines, proved = mending.finish(mended)
+        text = screen(verdict, width, colour, options.all, files)
+        print(text if colour else printable(text), end="")
+    gate_lines, gate_code = gate(verdict)  # before a patch is written: allowances are matched with the files
+    fix_lines, fix_code = finish_fix(options, result)
     for text in [*fix_lines, *gate_lines]:
-        print(text, file=stream)
-    code = 1 if 1 in (passed, proved) else max(passed, proved)
+        print(text, file=sys.stderr if options.json else sys.stdout)
+    code = 1 if 1 in (gate_code, fix_code) else max(gate_code, fix_code)
     if not options.keep_going and "steps" not in evidence.absent:
-        end_anyway(code if unwritten is None else 2, threads)
-    if unwritten is not None:
-        raise unwritten
+        end_anyway(code if write_error is None else 2, threads)
+    if write_error is not None:
+        raise write_error
     return code
 
 
-def check_target(target: str, rest: Sequence[str], module: bool) -> None:
-    if rest and is_trace(target, module):
+def check_command(options: Doctor, command: "Command") -> None:
+    """Raise ValueError for a command line without a script or trace, or with misplaced options."""
+    target, rest = command.target, command.rest
+    if options.device != "auto":
+        raise ValueError(f"device: got {options.device!r}; it is for --graph-ready, a script chooses its own.")
+    if not target:
+        raise ValueError("script: got none; give a script, -m and a module, or a trace, as in gpubound doctor train.py.")
+    if rest and is_trace(command):
         raise ValueError(f"trace: got {rest[0]!r} after {target}; a trace takes no arguments.")
-    if not module and not Path(target).exists():
+    if not command.module and not Path(target).exists():
         raise ValueError(f"script: there is no file {target}; give a script, -m and a module, or a trace (.json, .json.gz).")
+    refuse_misplaced(command)
 
 
-def is_trace(target: str, module: bool) -> bool:
-    return not module and target.endswith((".json", ".json.gz"))
-
-
-def look(options: Doctor, target: str, rest: Sequence[str], module: bool) -> "Measurements":
-    from ..distributed.store_messages import numbers
-    from ..doctor.record.run import RunPlan, measure_script, measure_trace
-    from ..doctor.record.script import Script
-    from .doctor_after import progress
-
-    if is_trace(target, module):
-        return measure_trace(Path(target), options.step_marker)
-    plan = RunPlan(
-        warmup=options.warmup, timed=options.timed, taped=options.taped, marker=options.step_marker,
-        keep_going=options.keep_going, dry=options.dry_run,
-    )  # fmt: skip
-    return measure_script(Script(target, tuple(rest), module), plan, progress() if numbers()[0] == 0 else None)
+def is_trace(command: "Command") -> bool:
+    return not command.module and command.target.endswith((".json", ".json.gz"))
 
 
 @contextmanager
 def prints_to_stderr() -> Iterator[None]:
-    """Also what the script's own programs and libraries print, which know a stream by its number alone."""
+    """Redirect stdout to stderr, also of programs and libraries, which know a stream by its number."""
     sys.stdout.flush()
     with ExitStack() as ending, redirect_stdout(sys.stderr):
         with suppress(OSError):  # a caller may have closed either
@@ -208,13 +201,10 @@ def likes_colours() -> bool:
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
-def printable_screen(text: str, colour: bool) -> str:
-    """A coloured screen has its escapes; the report has cleaned its quotations."""
-    return text if colour else printable(text)
-
-
 class Command(NamedTuple):
-    own: list[str]  # the doctor's own arguments
+    """The command line, split at the script."""
+
+    own: list[str]  # the doctor's arguments
     target: str  # the script or module
     rest: list[str]  # its arguments
     module: bool
@@ -238,12 +228,12 @@ def split(argv: Sequence[str]) -> Command:
     return Command(list(argv), "", [], False)
 
 
-# Options that many scripts have, too, and whose loss is seen at once: they may follow a script without a word.
+# Options that many scripts have, too, and whose loss is noticed at once: they may follow a script.
 SHARED = {"--warmup", "--out", "--json", "--all", "--device"}
 
 
 def refuse_misplaced(command: Command) -> None:
-    """Refuse an option of the doctor that follows a script that does not name it: a budget would silently not be checked."""
+    """Raise ValueError for an option of the doctor after a script that does not name it: a budget would not be checked."""
     if command.separated:
         return
     own = {f"--{field.name.replace('_', '-')}" for field in fields(Doctor)} - SHARED
@@ -259,7 +249,7 @@ def refuse_misplaced(command: Command) -> None:
 
 
 def source_of(command: Command) -> str:
-    """The text of the script, or of a module below this folder; empty where it is elsewhere."""
+    """Return the text of the script, or of a module below this folder; empty for any other module."""
     path = Path(command.target.replace(".", os.sep)) if command.module else Path(command.target)
     for file in (path, path / "__main__.py", path.with_suffix(".py")):
         if file.is_file():

@@ -17,8 +17,8 @@ from ..errors import DeviceError
 from ..formatting import readable
 from . import arguments
 
-# Figure -> what it says, in the order printed.
-ROWS = {
+# Figure -> its label, in the order printed.
+LABELS = {
     "copy_bytes_per_s": "copy, read + written",
     "read_bytes_per_s": "read",
     "fp32_flops_per_s": "fp32 products",
@@ -55,21 +55,21 @@ def main(argv: Sequence[str]) -> int:
     options = arguments(Env, argv, "env")
     from .. import measure  # torch takes two seconds: options are read first
 
-    policy = verdict(options.device)
-    found: dict[str, Any] = {"machine": asdict(measure.machine()), "gpus": policy.pop("gpus"), "policy": policy}
+    policy = choose_device(options.device)
+    facts: dict[str, Any] = {"machine": asdict(measure.machine()), "gpus": policy.pop("gpus"), "policy": policy}
     if policy["device"] is not None:
-        found["ceilings"] = measure.ceilings(policy["device"], refresh=options.refresh).as_dict()
+        facts["ceilings"] = measure.ceilings(policy["device"], refresh=options.refresh).as_dict()
     if options.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(facts, indent=1))
     else:
         width = None if sys.stdout.isatty() else 100  # the same text in every pipe
-        _show(found, Console(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False))
-    failing = policy["device"] is None or any(gpu["test"] != "passes" for gpu in found["gpus"])
+        _print(facts, Console(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False))
+    failing = policy["device"] is None or any(gpu["test"] != "passes" for gpu in facts["gpus"])
     return 1 if failing else 0
 
 
-def verdict(spec: str) -> dict[str, Any]:
-    """Return the device that `spec` means and why, after a test of every visible GPU. device None: it is an error."""
+def choose_device(spec: str) -> dict[str, Any]:
+    """Return the device that `spec` means and why, after a test of every visible GPU. device None: there is an error."""
     from .. import measure
     from ..device import label, look, resolve
 
@@ -97,33 +97,33 @@ def _test(index: int) -> str:
     return "passes"
 
 
-def _show(found: dict[str, Any], console: Console) -> None:
-    facts = Table("this machine", "", box=None, pad_edge=False)
-    for name, value in found["machine"].items():
+def _print(facts: dict[str, Any], console: Console) -> None:
+    table = Table("this machine", "", box=None, pad_edge=False)
+    for name, value in facts["machine"].items():
         if name == "host_memory_bytes":
             name, value = "host memory", value and readable(value)
-        facts.add_row(name, "none" if value is None else str(value))
-    for gpu in found["gpus"]:
+        table.add_row(name, "none" if value is None else str(value))
+    for gpu in facts["gpus"]:
         sizes = f"{readable(gpu['memory_bytes'])}, L2 {readable(gpu['l2_bytes'])}, {gpu['sms']} SMs"
-        facts.add_row(f"cuda:{gpu['index']}", f"{gpu['name']}, {sizes}, capability {gpu['capability']}; test: {gpu['test']}")
-    policy = found["policy"]
-    facts.add_row(f"device={policy['asked']}", f"{policy.get('name', 'ERROR')}: {policy['why']}")
-    with console.capture() as shown:
-        console.print(facts)
-        if "ceilings" in found:
+        table.add_row(f"cuda:{gpu['index']}", f"{gpu['name']}, {sizes}, capability {gpu['capability']}; test: {gpu['test']}")
+    policy = facts["policy"]
+    table.add_row(f"device={policy['asked']}", f"{policy.get('name', 'ERROR')}: {policy['why']}")
+    with console.capture() as capture:
+        console.print(table)
+        if "ceilings" in facts:
             console.print()
-            console.print(_ceilings_table(found["ceilings"]))
-    print("\n".join(line.rstrip() for line in shown.get().splitlines()))
+            console.print(_ceilings_table(facts["ceilings"]))
+    print("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
 def _ceilings_table(figures: dict[str, Any]) -> Table:
     table = Table("measured ceilings", "", f"{figures['name']}, {figures['date']}", box=None, pad_edge=False)
     table.columns[1].justify = "right"
-    for name, what in ROWS.items():
+    for name, label in LABELS.items():
         if figures[name] is not None:
-            table.add_row(what, *_in_unit(name, figures[name]))
+            table.add_row(label, *_in_unit(name, figures[name]))
         elif name in figures["missing"]:
-            table.add_row(what, "none", figures["missing"][name])
+            table.add_row(label, "none", figures["missing"][name])
     return table
 
 

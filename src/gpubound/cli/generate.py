@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ..generate.options import PRINTABLE, Generate, check, read_prompts
 from ..generate.source import check_path
 from . import arguments
-from .many import check_timeout
+from .ranks import check_timeout
 
 if TYPE_CHECKING:
     from ..decode.request import Generated

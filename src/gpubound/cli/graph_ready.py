@@ -1,7 +1,7 @@
 """`gpubound doctor --graph-ready TARGET`: the audit of what a CUDA graph can hold.
 
-Of a language model the step that makes one token is audited, as transformers runs it and as `gpubound.decoder` does. A function
-or another module is audited with the inputs that came with it.
+For a language model, the step of one token is audited, as transformers runs it and as `gpubound.decoder` does. A function or
+another module is audited with its example inputs.
 """
 
 import importlib.util
@@ -28,9 +28,9 @@ from ..models.placing import cache_in, cache_word
 from ..models.registry import family_of, is_named
 from .place import load
 
-VOCABULARY, POSITIONS = 512, 512  # of a preset, whose tokenizer is not known here
+VOCABULARY, POSITIONS = 512, 512  # of a preset, whose tokenizer is unknown
 PROMPT = 16  # tokens before the step
-STEPS = 12  # tokens in a row that a replay makes and an eager call compares
+STEPS = 12  # tokens that replays generate one after the other, compared with eager calls
 
 
 def graph_ready(target: str, device: str, as_json: bool) -> int:
@@ -80,7 +80,7 @@ def _audit_decoder(model: Any) -> Audit:
     name = f"gpubound.decoder({type(model).__name__})"
     try:
         engine = decoder(model, max_length=PROMPT + 4 * STEPS)
-    except (GpuboundError, ValueError) as error:  # its sentence is the answer
+    except (GpuboundError, ValueError) as error:  # its message is the result
         refused = AuditedPart(name, model, (), {}, obstacles=[Obstacle(str(error).rstrip("."))])
         return Audit(name, next(model.parameters()).device, [refused])
     if isinstance(engine.body, FusedRunner):
@@ -106,7 +106,7 @@ def decoding_step(engine: FastDecoder, prompt: int, steps: int) -> Callable[[], 
 
     def step() -> torch.Tensor:
         with engine.plainly():
-            if engine.body.device.type == "cpu":  # where the choice by a kernel has a short cut that reads its tensors
+            if engine.body.device.type == "cpu":  # where sampling has a short cut that reads tensors
                 state.token.copy_(engine.body.step(state.token, state.position).argmax(-1))
                 engine.body.begin(state.token)
                 state.position.add_(1)
@@ -147,7 +147,7 @@ def _module(where: str) -> Any:
         finally:
             sys.path.remove("")
     name = Path(where).stem
-    while name in sys.modules:  # another file's
+    while name in sys.modules:  # of another file
         name += "_"
     spec = importlib.util.spec_from_file_location(name, where)
     assert spec is not None and spec.loader is not None  # its name ends with .py

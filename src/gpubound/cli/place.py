@@ -22,7 +22,7 @@ from . import arguments
 if TYPE_CHECKING:
     import torch
 
-MOST_LAYERS = 1024  # of a model without weights; the deepest published ones have some 130
+MAX_LAYERS = 1024  # of a model without weights; the deepest published ones have some 130
 
 
 @dataclass(frozen=True)
@@ -115,15 +115,15 @@ def _random(folder: Path, about: dict[str, Any], dtype: "torch.dtype | None", tr
     from ..measure import machine
     from ..models.folder import layer_counts
 
-    for name, layers in layer_counts(about):  # no tensors bound them here: a billion layers would be built for ever
-        if not 1 <= layers <= MOST_LAYERS:
-            raise DataError(f"{folder / 'config.json'}: {name}: got {layers}, wanted 1 to {MOST_LAYERS}.")
+    for name, layers in layer_counts(about):  # no tensors limit them: building a billion layers would not end
+        if not 1 <= layers <= MAX_LAYERS:
+            raise DataError(f"{folder / 'config.json'}: {name}: got {layers}, wanted 1 to {MAX_LAYERS}.")
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     options = {"dtype": dtype or config.dtype, "trust_remote_code": trust_remote_code}
     with torch.device("meta"):
         need = sum(p.nbytes for p in AutoModelForCausalLM.from_config(config, **options).parameters())
     have = machine().host_memory_bytes
-    if have is not None and need > have:  # some systems grant any amount, and kill the process that then uses it
+    if have is not None and need > have:  # some systems grant any amount, and kill the process that uses it
         raise DataError(
             f"{folder / 'config.json'} describes a model of {readable(need)}, and this machine has {readable(have)} of memory. "
             "Take a smaller configuration."
@@ -137,7 +137,7 @@ def _built(target: str) -> Any:
     sys.path.insert(0, "")
     try:
         return getattr(import_module(module), function)()
-    except Exception as error:  # the user's own code may raise anything: it is their input that failed, and the cause is kept
+    except Exception as error:  # the user's code may raise anything; the cause is kept
         raise ValueError(f"{target} raised {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove("")

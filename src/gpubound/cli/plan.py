@@ -15,7 +15,7 @@ import tyro
 
 from ..train.recipe import Recipe
 from . import arguments
-from .options import RECIPE
+from .config_file import RECIPE
 from .train import from_file
 
 LARGEST_GIB = 1e6  # far above any GPU's
@@ -59,8 +59,8 @@ def main(argv: Sequence[str]) -> int:
     known = PlanOptions()
     options = arguments(PlanOptions, argv, "plan", known)
     if file is not None:  # a mistyped option is refused before torch is imported to check the file
-        given = from_file(file)
-        known = PlanOptions(**vars(given.recipe()), gpus=given.gpus or 1)
+        config = from_file(file)
+        known = PlanOptions(**vars(config.recipe()), gpus=config.gpus or 1)
         options = arguments(PlanOptions, argv, "plan", known)
     from ..plan.gpus import GIB, MOST_GPUS, gpu_named  # torch takes two seconds: options are read first
     from ..plan.propose import assumptions, proposals, text
@@ -72,22 +72,22 @@ def main(argv: Sequence[str]) -> int:
     gpu = gpu_named(options.gpu)
     size = gpu.memory if options.memory is None else int(options.memory * GIB)
     recipe = options.recipe()
-    as_it_is, found = proposals(recipe, options.gpus, gpu, size)
-    best = found[0] if found[0].fits else None
+    current, plans = proposals(recipe, options.gpus, gpu, size)
+    best = plans[0] if plans[0].fits else None
     if options.json:
-        step = as_it_is.step
+        step = current.step
         facts = {
             "model": recipe.model, "gpus": options.gpus, "gpu": options.gpu, "memory_bytes": size,
-            "assumed": assumptions(as_it_is), "parameters": step.parameters, "trained": step.trained,
-            "tokens_per_step": step.tokens_per_step, "precision": step.precision, "as_it_is": as_it_is.as_dict(),
-            "best": best.as_dict() if best else None, "plans": [p.as_dict() for p in found],
+            "assumed": assumptions(current), "parameters": step.parameters, "trained": step.trained,
+            "tokens_per_step": step.tokens_per_step, "precision": step.precision, "as_it_is": current.as_dict(),
+            "best": best.as_dict() if best else None, "plans": [p.as_dict() for p in plans],
         }  # fmt: skip
         print(json.dumps(facts, indent=1))
         return 0 if best else 1
     gib = f"{size / GIB:.0f}" if size >= 10 * GIB else f"{size / GIB:.1f}"
-    print(text(recipe, as_it_is, found, f"{options.gpus} x {gpu.name}, {gib} GiB", options.rows))
+    print(text(recipe, current, plans, f"{options.gpus} x {gpu.name}, {gib} GiB", options.rows))
     if best is None:
-        least = f"at least {found[0].bytes / GIB:.1f} GiB of {gib} a GPU"
+        least = f"at least {plans[0].bytes / GIB:.1f} GiB of {gib} a GPU"
         print(f"\nnothing fits: {least}; take more GPUs, shorter rows or a smaller model.")
         return 1
     print(f"\nbest: {shlex.join(['gpubound', 'train', *train_options(file, known, options), *best.options])}")

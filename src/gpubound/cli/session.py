@@ -1,4 +1,4 @@
-"""A training run with a screen around it: what `gpubound train` and `gpubound demo` share."""
+"""A training run with its progress output: shared by `gpubound train` and `gpubound demo`."""
 
 import dataclasses
 import logging
@@ -33,11 +33,15 @@ from ..train.precision import precision
 from ..train.records import Record
 from ..version import __version__
 
+MATRIX_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+SEARCH = 16  # steps that fp16 may skip while it finds its loss scale
+MAX_SKIPPED = 0.1  # fraction of all steps; with more the training is not sound, even if the last loss is finite
+
 
 @contextmanager
-def quietly(quiet: bool, ranks: Ranks = ALONE) -> Iterator[None]:
-    """Inside, if `quiet`, the library and this session say only what needs attention: warnings, fallbacks, failures. Ranks
-    other than the first say nothing: it speaks for them, and tells their fallbacks."""
+def log_level(quiet: bool, ranks: Ranks = ALONE) -> Iterator[None]:
+    """Log only warnings, fallbacks and failures inside the block if `quiet`. Ranks other than the first log only errors: it
+    reports their fallbacks."""
     before = trace.logger.level
     if not ranks.first:
         trace.logger.setLevel(logging.ERROR)
@@ -54,14 +58,14 @@ def is_quiet() -> bool:
 
 
 def say(text: str, needed: bool = False) -> None:
-    """`needed`: also in a quiet session."""
+    """Print a line to stderr; in a quiet session only if it is `needed`."""
     if needed or not is_quiet():
         print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
-def alone(out: str, ranks: Ranks = ALONE) -> Iterator[None]:
-    """Inside, this run is the only one that writes to the folder `out`, its first rank."""
+def run_folder(out: str, ranks: Ranks = ALONE) -> Iterator[None]:
+    """Lock the folder `out` for this run inside the block; its first rank writes there. Explain a full disk."""
     if Path(out).exists() and not Path(out).is_dir():
         raise ValueError(f"out: {out} is a file; give a folder with --out.")
     advice = "what was saved there before is intact. Free space, then go on with --resume, or give another --out."
@@ -69,92 +73,105 @@ def alone(out: str, ranks: Ranks = ALONE) -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a run. `failed`: the model is of no use, and the command's exit code is 1."""
+
+    tape: RunTape
+    verdict: str
+    failed: bool
+
+    @property
+    def doctor(self) -> Verdict:
+        """Return what made the device wait, as far as the run's tape records it."""
+        about = self.tape.about
+        return of_run(about["name"], about["machine"]["device"], self.tape.steps())
+
+
 def train(
     run: Run, title: str, sample: Callable[[Run], str | None] | None = None, log: str | None = None, tape: RunTape | None = None
-) -> "Outcome":
-    """Train `run` with a live line, a tape (`tape` if it has been begun), perhaps a logger. The best weights write `sample`.
+) -> Outcome:
+    """Train `run` with a live line, a tape and perhaps a logger; `sample` generates a text with the best weights.
 
-    Of several ranks this is the first one's; the others `follow`.
+    Of several ranks the first one calls this; the others call `follow`.
     """
     config = dataclasses.asdict(run.recipe)
     tape = tape or RunTape.create(run.folder)
     tape.rewind(run.done)
     run.checkpoints.before_commit = tape.flush
-    scale, gauges, first = Scale(run), Gauges(run.device), run.done
+    rate, gauges, first = MatrixRate(run), Gauges(run.device), run.done
     versions = {"gpubound": __version__, "torch": torch.__version__, "python": sys.version.split()[0]}
     tape.tell(name=title, config=config, machine={"device": label(run.device)} | versions, placement=str(run.placement))
-    tape.tell(mfu=scale.formula, verdict=None, doctor=None, finished=False, sample=None)
+    tape.tell(mfu=rate.formula, verdict=None, doctor=None, finished=False, sample=None)
     say(run.placement.summary)
     size, left = numbers_of(run.model), max(run.steps - first, 0)
     trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     parameters = f"{quantity(size)} parameters" + (f", {quantity(trained)} of them trained" if trained < size else "")
     after = f" after step {first:,}" if first else ""
     say(f"{title}: {parameters}, {left:,} steps of {quantity(run.stage.recipe.tokens_per_step)} tokens{after}")
-    if scale.formula:
-        say(scale.formula)
+    if rate.formula:
+        say(rate.formula)
     line = nullcontext() if is_quiet() else LiveLine(run.steps, title)
     with Stop(run.ranks) as stop, open_log(log, run.folder, title, config) as logged, gauges, line as live:
 
         def on_record(record: Record) -> None:
-            record = scale.fill(record) | gauges.read()
+            record = rate.fill(record) | gauges.read()
             tape.append(record)
             if live is not None:
                 live.show(record)
             logged(record)
 
         run.go(on_record, stop)
-    outcome = judge(run, tape, stop)
+    outcome = outcome_of(run, tape, stop)
     run.ranks.of_first(outcome.failed)
-    hear(run.ranks)
+    report_fallbacks(run.ranks)
     if sample and run.finished and not outcome.failed:
         with run.best_weights():
             tape.tell(sample=sample(run))
     if run.recipe.adapters and run.finished and not outcome.failed and run.device.type == "cuda":
-        outcome = priced(run, outcome)
+        outcome = with_adapter_cost(run, outcome)
+    doctor = brief(outcome.doctor)
     tape.tell(
         fallbacks=[{"what": what, "why": why, "times": times} for (what, why), times in fallbacks.items()],
         verdict=outcome.verdict,
-        doctor="\n".join(said := brief(outcome.doctor)),
+        doctor="\n".join(doctor),
         finished=run.finished,
     )
     say(f"{title}: {outcome.verdict}", needed=outcome.failed)
-    say("\n".join(f"doctor: {line}" for line in said))
+    say("\n".join(f"doctor: {line}" for line in doctor))
     return outcome
 
 
 def follow(run: Run) -> bool:
-    """What ranks other than the first do meanwhile; whether the training was not sound."""
+    """Train `run` on a rank other than the first; return whether the training failed."""
     with Stop(run.ranks) as stop:
         run.go(lambda record: None, stop)
     failed = run.ranks.of_first(None)
-    hear(run.ranks)
+    report_fallbacks(run.ranks)
     return failed
 
 
-def hear(ranks: Ranks) -> None:
-    """Tell the first rank the fallbacks that others alone have taken."""
-    for rank, taken in enumerate(ranks.gather(dict(fallbacks))):
-        for (what, why), times in taken.items():
+def report_fallbacks(ranks: Ranks) -> None:
+    """Log on the first rank the fallbacks that only other ranks have taken."""
+    for rank, theirs in enumerate(ranks.gather(dict(fallbacks))):
+        for (what, why), times in theirs.items():
             if ranks.first and (what, why) not in fallbacks:
                 fallbacks[f"rank {rank}: {what}", why] += times
                 notice(f"fallback: rank {rank}: {what}: {why}", logging.WARNING)
 
 
-MATRIX_KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
-class Scale:
-    """Turns a step's pace into a share of this machine's measured matrix rate."""
+class MatrixRate:
+    """The speed of a step as a fraction of this machine's measured matrix rate."""
 
     def __init__(self, run: Run):
         self.run, self.work = run, flops_of(run.model, family_of(run.recipe.model).sizes(run.model))
-        numbers = precision(run.recipe.precision_on(run.device))  # a sharded model's rows are fp32, whatever it computes in
-        kind = "tf32" if run.recipe.precision == "tf32" else MATRIX_KINDS[numbers.dtype]
-        self.figure = f"{kind}_flops_per_s"
+        computes = precision(run.recipe.precision_on(run.device))  # shards are fp32, whatever the model computes in
+        dtype = "tf32" if run.recipe.precision == "tf32" else MATRIX_DTYPES[computes.dtype]
+        self.figure = f"{dtype}_flops_per_s"
         self.flops_per_s: float | None = None
-        self.formula: str | None = None  # how `mfu` comes about, with this run's numbers
+        self.formula: str | None = None  # of `mfu`, with this run's numbers
         try:
-            self.flops_per_s = measure.ceilings(run.device, quick=True).flops_per_s(kind)
+            self.flops_per_s = measure.ceilings(run.device, quick=True).flops_per_s(dtype)
         except MeasureError as error:
             notice(f"the share of the matrix rate is left out: {error}")
             return
@@ -165,46 +182,28 @@ class Scale:
         self.formula = (
             f"share of the matrix rate = tokens/s · ({' + '.join(weights + layers)}) / "
             f"{'' if run.ranks.alone else f'{run.ranks.world} · '}{quantity(self.flops_per_s, 'FLOP/s')} "
-            f"({kind}, measured on this machine)"
+            f"({dtype}, measured on this machine)"
         )
 
     def fill(self, record: Record) -> Record:
+        """Return the record with its `mfu`."""
         if self.flops_per_s and "tokens_per_s" in record:
             flops = self.work.flops_per_token(self.run.stage.recipe.seq)
             share = measure.mfu(record["tokens_per_s"] / self.run.ranks.world, flops, self.flops_per_s)
             if share <= 1:
                 record["mfu"] = share
-            else:  # the rate at this run's head is too low: measured again here, for the next run
+            else:  # the measured rate is too low: measured again here, for the next run
                 measure.share(share * self.flops_per_s, self.figure, self.run.device)
                 notice("the share of the matrix rate is left out from here on: this run passes the rate that was measured.")
                 self.flops_per_s = None
         return record
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What has become of a run. `failed`: the model is of no use, and the command's exit code is 1."""
-
-    tape: RunTape
-    verdict: str
-    failed: bool
-
-    @property
-    def doctor(self) -> Verdict:
-        """What made the device wait, as far as the run's tape has it."""
-        about = self.tape.about
-        return of_run(about["name"], about["machine"]["device"], self.tape.steps())
-
-
-SEARCH = 16  # steps that fp16 may skip while it finds its loss scale
-TOO_MANY = 0.1  # of all steps skipped: the numbers are not sound, even if the last loss is
-
-
-def judge(run: Run, tape: RunTape, stop: Stop) -> Outcome:
-    """What happened, from the tape."""
+def outcome_of(run: Run, tape: RunTape, stop: Stop) -> Outcome:
+    """Return the outcome of a run, from its tape."""
     steps = tape.steps()
     losses = [float(r["loss"]) for r in steps if "loss" in r]
-    paces = sorted(r["tokens_per_s"] for r in steps if "tokens_per_s" in r)
+    speeds = sorted(r["tokens_per_s"] for r in steps if "tokens_per_s" in r)
     held_out, skipped = run.evaluations.get(run.done), sum(count for _, count in skipped_steps(steps))
     where = label(run.device) if run.ranks.alone else f"{run.ranks.world} ranks, the first on {label(run.device)}"
     parts = [f"{run.done:,} steps on {where}", f"loss {losses[0]:.3f} to {losses[-1]:.3f}" if losses else "no step"]
@@ -212,10 +211,11 @@ def judge(run: Run, tape: RunTape, stop: Stop) -> Outcome:
         parts.append(f"held out {held_out:.3f}")
     if run.best not in (None, run.done) and run.evaluations[run.best] != held_out:
         parts.append(f"best held out {run.evaluations[run.best]:.3f} at step {run.best:,}")
-    if paces:
-        parts.append(f"{quantity(paces[len(paces) // 2])} tokens/s")
+    if speeds:
+        parts.append(f"{quantity(speeds[len(speeds) // 2])} tokens/s")
     not_finite = any(value is not None and not math.isfinite(value) for value in (*losses[-1:], held_out))
-    failed = run.diverged or not_finite or skipped > max(TOO_MANY * len(steps), SEARCH if run.recipe.precision == "fp16" else 0)
+    allowed = max(MAX_SKIPPED * len(steps), SEARCH if run.recipe.precision == "fp16" else 0)
+    failed = run.diverged or not_finite or skipped > allowed
     if run.diverged:
         parts.append(f"stopped because the last {HOPELESS} were all skipped, not saved")
     elif stop.asked:
@@ -231,18 +231,18 @@ def judge(run: Run, tape: RunTape, stop: Stop) -> Outcome:
     return Outcome(tape, f"FAILED, the training is not sound (try a lower lr or clip): {text}" if failed else text, failed)
 
 
-def priced(run: Run, outcome: Outcome) -> Outcome:
-    """What a step with adapters costs beside the frozen model's, behind the verdict. On a CPU nobody asks."""
+def with_adapter_cost(run: Run, outcome: Outcome) -> Outcome:
+    """Return the outcome with the cost of the adapters in a step on a GPU, relative to the frozen model's."""
     if not run.ranks.alone:
         notice("the price of the adapters is left out: it is measured by a process that trains alone.")
         return outcome
     try:
-        price = run.price()
+        cost = run.price()
     except (MeasureError, torch.OutOfMemoryError) as error:
         notice(f"the price of the adapters is left out: {str(error).splitlines()[0]}")
         return outcome
-    outcome.tape.tell(price=price.ratio)
-    return dataclasses.replace(outcome, verdict=f"{outcome.verdict} {price}.")
+    outcome.tape.tell(price=cost.ratio)
+    return dataclasses.replace(outcome, verdict=f"{outcome.verdict} {cost}.")
 
 
 def finish(tape: RunTape) -> Any:

@@ -5,7 +5,6 @@ step takes its process group. The wrapper's hooks have no effect in a backward w
 """
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,7 +12,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..trace import notice
-from .local_shard import any_sharded
 from .ranks import ALONE, Ranks, check_ranks, ranks_of
 
 REFUSED = {
@@ -34,11 +32,11 @@ def unwrapped(model: nn.Module, ranks: Ranks) -> tuple[nn.Module, Ranks]:
                 f"up gradients by itself would not call; wrap the model without one."
             )
         kind = next(model.module.parameters()).device.type
-        wrapped_for = dist.get_world_size(model.process_group)
+        world = dist.get_world_size(model.process_group)
         ranks = ranks_of(model.process_group, kind) if ranks is ALONE else ranks
-        if ranks.world != wrapped_for:
+        if ranks.world != world:
             raise ValueError(
-                f"ranks: got {ranks.world}, but the model's DistributedDataParallel has {wrapped_for}; leave ranks= out to "
+                f"ranks: got {ranks.world}, but the model's DistributedDataParallel has {world}; leave ranks= out to "
                 f"train over these."
             )
         model = model.module
@@ -46,15 +44,18 @@ def unwrapped(model: nn.Module, ranks: Ranks) -> tuple[nn.Module, Ranks]:
             f"train: DistributedDataParallel is taken off the model. Its hooks are not used: gradients are summed once a "
             f"step, over {ranks.world} ranks."
         )
-    for name, what in _wrappers(model):
-        raise ValueError(f"model: {name or 'it'} is a {what}, whose parameters a step cannot take over; {REFUSED[what]}.")
-    if any_sharded(model.parameters()):
-        return model, ranks  # sharded parameters have their own ranks
+    for name, module in model.named_modules():
+        for base in type(module).__mro__:  # matched by name: importing the classes is slow
+            if base.__name__ in REFUSED and base.__module__.startswith("torch."):
+                raise ValueError(
+                    f"model: {name or 'it'} is a {base.__name__}, whose parameters a step cannot take over; "
+                    f"{REFUSED[base.__name__]}."
+                )
     return model, ranks
 
 
 def tell_if_alone(ranks: Ranks) -> None:
-    """Log a notice if a step has no ranks although this is one of several processes: each would train a separate model."""
+    """Log a warning if a step has no ranks although this is one of several processes: each would train a separate model."""
     if ranks.alone and dist.is_initialized() and dist.get_world_size() > 1:
         notice(
             f"train: this is one of {dist.get_world_size()} processes, but its step has no ranks and trains alone; "
@@ -65,18 +66,9 @@ def tell_if_alone(ranks: Ranks) -> None:
 
 def tell_if_saved_apart(ranks: Ranks, folder: Path) -> None:
     """Log a warning if a rank other than the first saves without ranks: the first may save to the same location."""
-    if ranks.alone and dist.is_initialized() and (own := dist.get_rank()) > 0:
+    if ranks.alone and dist.is_initialized() and (rank := dist.get_rank()) > 0:
         notice(
-            f"checkpoint: rank {own} of {dist.get_world_size()} saves into {folder} without ranks, and would spoil what "
+            f"checkpoint: rank {rank} of {dist.get_world_size()} saves into {folder} without ranks, and would spoil what "
             f"another rank saves there; give Checkpoints ranks=, from gpubound.distributed.join, or save on rank 0 alone.",
             logging.WARNING,
         )
-
-
-def _wrappers(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the name and kind of every unsupported wrapper in the model. Wrappers are matched by class name: importing them
-    is slow."""
-    for name, module in model.named_modules():
-        for kind in type(module).__mro__:
-            if kind.__name__ in REFUSED and kind.__module__.startswith("torch."):
-                yield name, kind.__name__

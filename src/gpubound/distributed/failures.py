@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import GpuboundError, RankError
+from .rendezvous import attempt, connect
 
 LAUNCHER = "GPUBOUND_LAUNCHER"  # environment variable with the process id of the launcher
 OURS = "gpubound-"  # prefix of the run ids of distributed/launch.py
@@ -51,54 +52,53 @@ class Failure:
 
     rank: int
     kind: str
-    said: str = ""
+    text: str = ""
     code: int = 1
     trace: str = ""
     when: float = 0.0
 
     @property
     def sentence(self) -> str:
-        """Return `said`, prefixed with the rank unless `said` names it. A refusal on rank 0 is reported for the whole run."""
-        named = self.kind in (KILLED, HUNG) or re.match(rf"rank {self.rank}\b", self.said)
-        plain = named or not self.said or (self.kind == REFUSED and self.rank == 0)
-        return self.said if plain else f"rank {self.rank}: {self.said}"
+        """Return `text`, prefixed with the rank unless `text` names it. A refusal on rank 0 is reported for the whole run."""
+        named = self.kind in (KILLED, HUNG) or re.match(rf"rank {self.rank}\b", self.text)
+        plain = named or not self.text or (self.kind == REFUSED and self.rank == 0)
+        return self.text if plain else f"rank {self.rank}: {self.text}"
 
-    def note(self) -> None:
+    def write(self) -> None:
         """Write the error file for the agent. Without an agent no file is written."""
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            about: dict[str, Any] = {"timestamp": str(int(self.when)), "py_callstack": self.trace or self.said}
+            about: dict[str, Any] = {"timestamp": str(int(self.when)), "py_callstack": self.trace or self.text}
             about |= {"rank": self.rank, "kind": self.kind, "code": self.code, "when": self.when}
             with open(path, "w", encoding="utf-8") as file:
-                json.dump({"message": {"message": self.said, "extraInfo": about}}, file)
+                json.dump({"message": {"message": self.text, "extraInfo": about}}, file)
 
 
-def failure_of(error: Exception, rank: int, said: str, code: int) -> Failure:
+def failure_of(error: Exception, rank: int, text: str, code: int) -> Failure:
     """Return the failure for `error`, with its one-line message and its exit code."""
     kind = REFUSED if isinstance(error, GpuboundError | ValueError | OSError) else RAISED
     if isinstance(error, torch.OutOfMemoryError):
-        kind, said = REFUSED, f"rank {rank} ran out of memory: {said.rstrip('.')}; {SMALLER}."
+        kind, text = REFUSED, f"rank {rank} ran out of memory: {text.rstrip('.')}; {SMALLER}."
     elif of_another(error):
         kind, code = BEREFT, 1  # this rank's input is valid
         if not isinstance(error, RankError):
-            said = f"rank {rank} waited for another rank that is gone: {said}"
-    elif kind == REFUSED and refused_by_first(rank, said):
+            text = f"rank {rank} waited for another rank that is gone: {text}"
+    elif kind == REFUSED and refused_by_first(rank, text):
         rank = 0
     trace = "".join(traceback.format_exception(error))
-    return Failure(rank, kind, said, code, trace, time.time())
+    return Failure(rank, kind, text, code, trace, time.time())
 
 
-def refused_by_first(rank: int, said: str) -> bool:
+def refused_by_first(rank: int, text: str) -> bool:
     """Return whether rank 0 raises the same error, now or within a moment: the error is then the run's, not this rank's."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    key = f"gpubound/refused/{attempt}/{hashlib.sha256(said.encode()).hexdigest()}"
+    key = f"gpubound/refused/{attempt()}/{hashlib.sha256(text.encode()).hexdigest()}"
     try:
-        place = meeting_place(5 * MOMENT)
+        store = connect(5 * MOMENT)
         if rank == 0:
-            place.set(key, "")
+            store.set(key, "")
         else:
-            place.wait([key], MOMENT)
+            store.wait([key], MOMENT)
         return True
-    except (dist.DistError, RuntimeError):  # rank 0 raises no such error, or the store is gone
+    except (dist.DistError, RuntimeError):  # rank 0 raises no such error, or the store's process has exited
         return False
 
 
@@ -118,22 +118,18 @@ def failure_from(rank: int, process: Any) -> Failure:
         about = message["extraInfo"]
         if "kind" in about:
             own = {name: about[name] for name in ("rank", "kind", "code", "when")}
-            return Failure(said=message["message"], trace=about["py_callstack"], **own)
+            return Failure(text=message["message"], trace=about["py_callstack"], **own)
         return Failure(rank, RAISED, message["message"], code, about["py_callstack"], float(about["timestamp"]))
     if code >= 0:
-        said = f"rank {rank} ended with exit code {code} and without a word"
-        return Failure(rank, RAISED, said, code, when=process.timestamp)
+        text = f"rank {rank} ended with exit code {code} and without a message"
+        return Failure(rank, RAISED, text, code, when=process.timestamp)
     number = signal.Signals(-code)
     # An abort is often torch's reaction to another rank's end, and this time is truncated to whole seconds.
     when = process.timestamp + (1 if number == signal.SIGABRT else 0)
     kind = BEREFT if number == signal.SIGTERM else KILLED  # the agent sends SIGTERM to the remaining ranks
-    asked = number in (signal.SIGINT, signal.SIGTERM)
-    return Failure(rank, kind, _killed(rank, process.pid, number), INTERRUPTED if asked else 1, when=when)
-
-
-def _killed(rank: int, pid: int, number: signal.Signals) -> str:
     why = " (the system does so, too, when the machine's memory runs out)" if number == signal.SIGKILL else ""
-    return f"rank {rank} (process {pid}) was killed by {number.name}{why}"
+    text = f"rank {rank} (process {process.pid}) was killed by {number.name}{why}"
+    return Failure(rank, kind, text, INTERRUPTED if number in (signal.SIGINT, signal.SIGTERM) else 1, when=when)
 
 
 def first_of(failures: Iterable[Failure]) -> Failure:
@@ -141,20 +137,14 @@ def first_of(failures: Iterable[Failure]) -> Failure:
     return min(failures, key=lambda f: (f.kind == BEREFT, f.when, f.rank))
 
 
-def speaks(timeout: timedelta = timedelta(seconds=5)) -> bool:
+def reports(timeout: timedelta = timedelta(seconds=5)) -> bool:
     """Return whether this rank is the first to call: under an external torchrun that rank reports why all ranks end."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        return meeting_place(timeout).add(f"gpubound/said/{attempt}", 1) == 1
+        return connect(timeout).add(f"gpubound/said/{attempt()}", 1) == 1
     except (dist.DistError, RuntimeError):  # the store's process has exited; a second report is better than none
         return True
 
 
-def meeting_place(timeout: timedelta) -> dist.TCPStore:
-    """Return a new connection to the rendezvous store: a connection on which another thread waits cannot be used."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
-
-
 def started_by_us() -> bool:
+    """Return whether distributed/launch.py started this process."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OURS)

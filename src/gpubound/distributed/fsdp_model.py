@@ -18,125 +18,120 @@ from ..layers.quantized_base import Base
 from .ranks import ranks_of
 
 Result = TypeVar("Result")
-GATHERED = "gathered"  # of a unit: runs a function with its parameters there
-GATHERS = "gathers"  # of a unit: the hooks that do so where it is called as a module
+GATHERED = "gathered"  # attribute of a unit: runs a function with its gathered parameters
+GATHERS = "gathers"  # attribute of a unit: the hooks that gather when it is called as a module
 
 
-def units(model: nn.Module) -> list[Any]:
-    """The modules that are gathered one at a time."""
+def fsdp_units(model: nn.Module) -> list[Any]:
+    """Return the modules that are gathered one at a time."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def groups_of(unit: Any) -> list[Any]:
-    """FSDP's groups of parameters. Private to torch: one a module in 2.11, a list of them since."""
+def fsdp_parameters(unit: Any) -> Iterator[Any]:
+    """Yield FSDP's state of each parameter. It is private to torch: one group per module in 2.11, a list of groups since."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
-    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
+    for group in [state._fsdp_param_group] if groups is None else groups:
+        if group is not None:
+            yield from group.fsdp_params
 
 
-def fsdp_parameters(unit: Any) -> Iterator[Any]:
-    """Yield FSDP's state of each parameter."""
-    for group in groups_of(unit):
-        yield from group.fsdp_params
-
-
-def has_parts(model: nn.Module) -> bool:
+def has_attached_state(model: nn.Module) -> bool:
     """Return whether a weight has attached state, such as low-rank adapters or quantised weights."""
     return any(isinstance(module, Base) for module in model.modules())
 
 
-def join_records(model: nn.Module) -> None:
-    """Let what hangs on a weight's record be found on the weight that products see, which FSDP makes at its first gather.
+def share_tensor_state(model: nn.Module) -> None:
+    """Share the state of each sharded weight with the gathered weight, which FSDP creates at its first gather.
 
-    Each unit is gathered once, and not again where that was done before. All ranks call it.
+    Each unit is gathered once, unless that was done before. All ranks call it.
     """
-    for unit in units(model):
-        apart = [known for known in fsdp_parameters(unit) if not _joined(known)]
-        if not apart:
+    for unit in fsdp_units(model):
+        records = [(param, record_of(param.sharded_param)) for param in fsdp_parameters(unit)]
+        unshared = [param for param, record in records if record is None or record.gathered is None]
+        if not unshared:
             continue
         unit.unshard()
-        for known in apart:
-            share_record(known.sharded_param, known._unsharded_param)
+        for param in unshared:
+            share_record(param.sharded_param, param._unsharded_param)
         for module in unit.modules():
             if isinstance(module, Base) and not is_sharded(module.layer.weight):
                 module.reattach()
         unit.reshard()
 
 
-def _joined(known: Any) -> bool:
-    record = record_of(known.sharded_param)
-    return record is not None and record.gathered is not None
-
-
 class ShardedParameter:
-    """One parameter's rows on this rank. `rows` is a plain Parameter over their memory, with the zeros behind the last."""
+    """A parameter's rows on this rank. `rows` is a plain Parameter over their memory, with the padding at the end."""
 
-    def __init__(self, name: str, known: Any):
-        self.name, self._known = name, known
-        self.parameter: DTensor = known.sharded_param
-        data = known._sharded_param_data.view(known.padded_sharded_param_size)
+    def __init__(self, name: str, param: Any):
+        self.name, self._param = name, param
+        self.parameter: DTensor = param.sharded_param
+        data = param._sharded_param_data.view(param.padded_sharded_param_size)
         self.rows = Parameter(data, requires_grad=self.parameter.requires_grad)
 
     @property
     def dtype(self) -> torch.dtype | None:
         """Return the dtype in which the parameter is gathered."""
-        return self._known.mp_policy.param_dtype or self.parameter.dtype
+        return self._param.mp_policy.param_dtype or self.parameter.dtype
 
     @property
     def reduced(self) -> torch.dtype | None:
         """Return the dtype in which the gradient is reduced."""
-        return self._known.mp_policy.reduce_dtype or self.dtype
+        return self._param.mp_policy.reduce_dtype or self.dtype
 
     def settle(self) -> None:
-        """`rows` has moved to other memory, and the parameter with it."""
-        self._known._sharded_param_data = self.rows.data.view(-1)
-        self.parameter._local_tensor = self._own(self.rows.data)
+        """Point the parameter to the memory of `rows`, which has moved."""
+        self._param._sharded_param_data = self.rows.data.view(-1)
+        self.parameter._local_tensor = self._unpadded(self.rows.data)
 
     def settled(self) -> bool:
-        own, data = self.parameter._local_tensor, self._known._sharded_param_data
-        return data.data_ptr() == self.rows.data_ptr() and (not own.numel() or own.data_ptr() == self.rows.data_ptr())
+        """Return whether the parameter still uses the memory of `rows`."""
+        local, data = self.parameter._local_tensor, self._param._sharded_param_data
+        return data.data_ptr() == self.rows.data_ptr() and (not local.numel() or local.data_ptr() == self.rows.data_ptr())
 
     def add_gradients_to(self, rows: Tensor) -> None:
-        """Backward adds up the gradient here: FSDP adds to a gradient that is there."""
-        there: Any = self.parameter.grad
-        if there is None or there.to_local().data_ptr() != rows.data_ptr():
+        """Let backward add to `rows`: FSDP adds to an existing gradient."""
+        gradient: Any = self.parameter.grad
+        if gradient is None or gradient.to_local().data_ptr() != rows.data_ptr():
             self.parameter.grad = self.whole(rows)
 
     def forget(self) -> None:
-        """Drop what a backward that broke off has left of a whole gradient."""
-        self._known.unsharded_accumulated_grad = None
-        if (gathered := getattr(self._known, "_unsharded_param", None)) is not None:
+        """Drop the full gradient of a backward that failed."""
+        self._param.unsharded_accumulated_grad = None
+        if (gathered := getattr(self._param, "_unsharded_param", None)) is not None:
             gathered.grad = None
 
     def whole(self, rows: Tensor) -> DTensor:
-        """All ranks' rows as one tensor, of which this rank holds its own."""
+        """Return all ranks' rows as one DTensor with this rank's as its shard."""
         p = self.parameter
         return DTensor.from_local(
-            self._own(rows), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+            self._unpadded(rows), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
         )
 
-    def _own(self, rows: Tensor) -> Tensor:
+    def _unpadded(self, rows: Tensor) -> Tensor:
         return rows.narrow(0, 0, self.parameter._local_tensor.shape[0] if self.parameter._local_tensor.numel() else 0)
 
 
 class ShardedModel:
-    """The parameters of a sharded model on this rank, by name, and what holds for all of them."""
+    """The sharded parameters of a model on this rank.
+
+    trains_whole  trained parameters are whole on every rank, and the frozen ones are sharded
+    """
 
     def __init__(self, model: nn.Module, trains_whole: bool = False):
-        """`trains_whole`: what trains is whole on every rank, and what is frozen is dealt."""
-        self.units = units(model)
+        self.units = fsdp_units(model)
         self.rest()
-        if has_parts(model):
-            join_records(model)
-        known = {id(k.sharded_param): k for unit in self.units for k in fsdp_parameters(unit)}
+        if has_attached_state(model):
+            share_tensor_state(model)
+        params = {id(param.sharded_param): param for unit in self.units for param in fsdp_parameters(unit)}
         self.pieces = []
         for name, parameter in model.named_parameters():
-            if id(parameter) in known:
-                self.pieces.append(ShardedParameter(name, known[id(parameter)]))
+            if id(parameter) in params:
+                self.pieces.append(ShardedParameter(name, params[id(parameter)]))
             elif parameter.requires_grad and (isinstance(parameter, DTensor) or not trains_whole):
-                held = "a DTensor of its own" if isinstance(parameter, DTensor) else "whole on every rank"
+                kind = "another DTensor" if isinstance(parameter, DTensor) else "whole on every rank"
                 raise ValueError(
-                    f"parameters: {name} is {held}, others are sharded by fully_shard; call fully_shard on the whole model, "
+                    f"parameters: {name} is {kind}, others are sharded by fully_shard; call fully_shard on the whole model, "
                     f"too, or freeze what is not to be sharded."
                 )
         odd = next((p for p in self.pieces if tuple(p.parameter.placements) != (Shard(0),)), None)
@@ -148,18 +143,18 @@ class ShardedModel:
         mesh = self.pieces[0].parameter.device_mesh
         self.ranks = ranks_of(mesh.get_group(), mesh.device_type)
         self._model: Any = model
-        self._taken, self._given = False, list[Any]()
+        self._taken, self._attached = False, list[Any]()
 
     def take(self) -> None:
-        """Gradients are sums over the ranks from here on, and `within` works."""
+        """Let FSDP sum gradients over the ranks instead of averaging them, and enable `within`."""
         self._taken = True
-        self._given = [unit for unit in self.units if give_gathered(unit)]
+        self._attached = [unit for unit in self.units if attach_gathered(unit)]
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
 
     def rest(self) -> None:
-        """Give back what is gathered, as after an evaluation: the model's parameters are the ranks' rows again."""
+        """Free gathered parameters, as after an evaluation: the model's parameters are shards again."""
         for unit in self.units:
             unit.reshard()
 
@@ -171,11 +166,11 @@ class ShardedModel:
 
     @property
     def whole_gradients(self) -> int:
-        """The bytes of those."""
+        """Return the bytes of unsharded gradients."""
         return 4 * sum(p.parameter.numel() for p in self.pieces if p.parameter.requires_grad)
 
     def within(self, work: Callable[[], Result]) -> Result:
-        """work() with the outermost parameters there, as in the model's own forward: a loss may use its head, say."""
+        """Return work(), run as the model's forward with its outermost parameters gathered: a loss may use the head."""
         return self._model.gathered(work)
 
     def end_to_end(self, tensor: Tensor) -> DTensor:
@@ -184,10 +179,10 @@ class ShardedModel:
         return DTensor.from_local(tensor, p.device_mesh, p.placements, run_check=False)
 
     def release(self) -> None:
-        """FSDP's own mean over the ranks again."""
+        """Restore FSDP's mean over the ranks."""
         if not self._taken:
             return
-        for unit in self._given:
+        for unit in self._attached:
             del vars(unit)[GATHERED], vars(unit)[GATHERS]
         for unit in self.units:
             unit.set_gradient_divide_factor(float(self.ranks.world))
@@ -197,8 +192,8 @@ class ShardedModel:
             piece.parameter.grad = None
 
 
-def give_gathered(unit: Any) -> bool:
-    """Let `unit.gathered(work, ...)` run work with the unit's parameters there. False where it does already."""
+def attach_gathered(unit: Any) -> bool:
+    """Let `unit.gathered(work, ...)` run work with the unit's gathered parameters. Return False if it does already."""
     if GATHERED in vars(unit):
         return False
     unit.gathered = _run

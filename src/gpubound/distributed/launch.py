@@ -27,8 +27,81 @@ from ..files import make_folder
 from ..trace import say
 from .failures import AGAIN, INTERRUPTED, LAUNCHER, OURS, Failure, failure_from, first_of
 
-LOOK = 0.1  # seconds between two checks of the processes
-NOW = 5.0  # seconds from a second Ctrl-C to SIGKILL: a rank inside a collective handles no signal
+INTERVAL = 0.1  # seconds between two checks of the processes
+KILL_AFTER = 5.0  # seconds from a second Ctrl-C to SIGKILL: a rank inside a collective handles no signal
+
+
+class _Agent(LocalElasticAgent):
+    """torch's agent, extended to forward Ctrl-C and to find the first failure."""
+
+    timer: threading.Timer | None = None
+    stops = 0  # number of stop signals received
+    attempt = 0
+    pids: dict[int, int] = {}  # noqa: RUF012 - replaced at each start
+
+    def _start_workers(self, worker_group: Any) -> Any:
+        self._handle_signals()
+        self.pids = super()._start_workers(worker_group)
+        self._handle_signals()  # for torch versions without the variable that keeps the agent from handling these signals
+        if self.stops:  # a signal arrived during the start
+            self._send(signal.SIGINT)
+        return self.pids
+
+    def _handle_signals(self) -> None:
+        """Replace torch's handler, which kills processes that have not ended within 30 s: a checkpoint may take longer."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._forward)
+
+    def _forward(self, number: int, frame: Any) -> None:
+        self.stops += 1
+        self._send(number)
+        if self.stops == 2:
+            self.timer = threading.Timer(KILL_AFTER, self._send, [signal.SIGKILL])
+            self.timer.start()
+
+    def _send(self, number: int) -> None:
+        for pid in self.pids.values():
+            with suppress(ProcessLookupError):  # the process has ended
+                os.kill(pid, number)
+
+    def _monitor_workers(self, worker_group: Any) -> Any:
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            failure = first_of(failure_from(rank, process) for rank, process in result.failures.items())
+            allowed = worker_group.spec.max_restarts
+            if self.stops or failure.kind not in AGAIN or self.attempt == allowed:
+                raise _Failed(failure)
+            self.attempt += 1
+            say(f"{failure.sentence}; restart {self.attempt} of {allowed}, from the newest checkpoint.", logging.WARNING)
+        return result
+
+
+class _Failed(Exception):
+    """Raised when the processes have failed and no restart follows."""
+
+    def __init__(self, failure: Failure):
+        self.failure = failure
+
+
+class _Logs(DefaultLogsSpecs):
+    """Log destinations: rank 0 has the terminal. stderr of the others goes to files; the other ranks redirect stdout
+    themselves."""
+
+    def __init__(self, notes: str, folder: Path):
+        super().__init__(log_dir=notes)
+        self.folder = folder
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> Any:
+        destinations = super().reify(envs)
+        for rank in envs:
+            if rank > 0:
+                destinations.stdouts[rank] = os.devnull
+                destinations.stderrs[rank] = str(self.folder / _log_name(rank, int(envs[rank]["TORCHELASTIC_RESTART_COUNT"])))
+        return destinations
+
+
+def _log_name(rank: int, attempt: int) -> str:
+    return f"rank-{rank}.restart-{attempt}.log" if attempt else f"rank-{rank}.log"
 
 
 @dataclass(frozen=True)
@@ -46,28 +119,34 @@ def launch(command: Sequence[str], processes: int, logs: Path, restarts: int = 0
 
     restarts  maximum number of restarts of all ranks after one is lost. The command must resume from its checkpoint by itself.
     """
-    with tempfile.TemporaryDirectory(prefix="gpubound-") as notes, _kept(logs), _quiet(), _environment(processes):
+    with tempfile.TemporaryDirectory(prefix="gpubound-") as notes, _log_folder(logs), _environment(processes):
         name = f"{OURS}{uuid.uuid4().hex[:12]}"
-        meeting = RendezvousParameters(
+        rendezvous = RendezvousParameters(
             backend="c10d", endpoint="localhost:0", run_id=name, min_nodes=1, max_nodes=1, local_addr="localhost"
         )
         spec = WorkerSpec(
             role="rank",
             local_world_size=processes,
-            rdzv_handler=registry.get_rendezvous_handler(meeting),
+            rdzv_handler=registry.get_rendezvous_handler(rendezvous),
             entrypoint=command[0],
-            args=tuple(word.replace("$", "$$") for word in command[1:]),  # the agent fills in ${local_rank} and the like
+            args=tuple(word.replace("$", "$$") for word in command[1:]),  # the agent expands ${local_rank} and the like
             max_restarts=restarts,
-            monitor_interval=LOOK,
+            monitor_interval=INTERVAL,
             local_addr="localhost",
         )
         agent = _Agent(spec, _Logs(notes, logs))
         try:
-            with _signals_restored():
-                agent.run()
+            agent.run()
             return End(0)
-        except _Over as over:
-            return _end(over.failure, agent, logs)
+        except _Failed as failed:
+            failure = failed.failure
+            if agent.stops > 1 or (agent.stops and failure.code == INTERRUPTED):
+                return End(INTERRUPTED)
+            log = logs / _log_name(failure.rank, agent.attempt)
+            if failure.rank == 0 and failure.trace:
+                with suppress(OSError):  # a full disk, perhaps the failure itself; the failure is reported anyway
+                    log.write_text(failure.trace, encoding="utf-8")
+            return End(failure.code, failure, log if log.exists() and log.stat().st_size else None)
         except SignalException as stopped:
             return End(128 + stopped.sigval)
         finally:
@@ -76,150 +155,50 @@ def launch(command: Sequence[str], processes: int, logs: Path, restarts: int = 0
             spec.rdzv_handler.shutdown()
 
 
-def _end(failure: Failure, agent: "_Agent", logs: Path) -> End:
-    if agent.asked > 1 or (agent.asked and failure.code == INTERRUPTED):
-        return End(INTERRUPTED)
-    log = logs / _name(failure.rank, agent.attempt)
-    if failure.rank == 0 and failure.trace:
-        with suppress(OSError):  # a full disk, perhaps the failure itself; the failure is reported anyway
-            log.write_text(failure.trace, encoding="utf-8")
-    return End(failure.code, failure, log if log.exists() and log.stat().st_size else None)
-
-
-class _Over(Exception):
-    """Raised when the processes have failed and no restart follows."""
-
-    def __init__(self, failure: Failure):
-        self.failure = failure
-
-
-class _Agent(LocalElasticAgent):
-    """torch's agent, extended to pass on Ctrl-C and to find the first failure."""
-
-    timer: threading.Timer | None = None
-    asked = 0  # number of stop signals received
-    attempt = 0
-    pids: dict[int, int] = {}  # noqa: RUF012 - replaced at each start
-
-    def _start_workers(self, worker_group: Any) -> Any:
-        self._listen()
-        self.pids = super()._start_workers(worker_group)
-        self._listen()  # again, for torch versions without the variable that keeps the agent from handling these signals
-        if self.asked:  # a signal arrived during the start
-            self._send(signal.SIGINT)
-        return self.pids
-
-    def _listen(self) -> None:
-        """Replace torch's signal handler, which kills processes that have not ended within 30 s: a checkpoint may take
-        longer."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._pass_on)
-
-    def _pass_on(self, number: int, frame: Any) -> None:
-        self.asked += 1
-        self._send(number)
-        if self.asked == 2:
-            self.timer = threading.Timer(NOW, self._send, [signal.SIGKILL])
-            self.timer.start()
-
-    def _send(self, number: int) -> None:
-        for pid in self.pids.values():
-            with suppress(ProcessLookupError):  # the process has ended
-                os.kill(pid, number)
-
-    def _monitor_workers(self, worker_group: Any) -> Any:
-        result = super()._monitor_workers(worker_group)
-        if result.is_failed():
-            failure = first_of(failure_from(rank, process) for rank, process in result.failures.items())
-            allowed = worker_group.spec.max_restarts
-            if self.asked or failure.kind not in AGAIN or self.attempt == allowed:
-                raise _Over(failure)
-            self.attempt += 1
-            say(f"{failure.sentence}; restart {self.attempt} of {allowed}, from the newest checkpoint.", logging.WARNING)
-        return result
-
-
-class _Logs(DefaultLogsSpecs):
-    """Log destinations: rank 0 has the terminal. stderr of the others goes to files; the other ranks redirect stdout
-    themselves."""
-
-    def __init__(self, notes: str, folder: Path):
-        super().__init__(log_dir=notes)
-        self.folder = folder
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> Any:
-        to = super().reify(envs)
-        for rank in envs:
-            if rank > 0:
-                to.stdouts[rank] = os.devnull
-                to.stderrs[rank] = str(self.folder / _name(rank, int(envs[rank]["TORCHELASTIC_RESTART_COUNT"])))
-        return to
-
-
 @contextmanager
 def _environment(processes: int) -> Iterator[None]:
-    """Set the environment variables that each rank inherits; variables set by the user keep their values."""
-    wanted = {
+    """Set the environment variables that each rank inherits; variables set by the user keep their values.
+
+    The agent's log, whose content is in the failure's sentence, is suppressed unless LOGLEVEL is set. Afterwards the signal
+    handlers are restored: the agent replaces four.
+    """
+    variables = {
         "OMP_NUM_THREADS": share_of_cores(processes),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # torch's default, the agent's is 1: end at once, for an abort waits for peers
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT",
     }
-    fresh = wanted.keys() - os.environ.keys()
+    unset = variables.keys() - os.environ.keys()
     os.environ[LAUNCHER] = str(os.getpid())
-    os.environ.update({name: wanted[name] for name in fresh})
+    os.environ.update({name: variables[name] for name in unset})
+    logger, silent = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
+    propagated = logger.propagate
+    logger.propagate = propagated and "LOGLEVEL" in os.environ
+    logger.addHandler(silent)
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
     try:
         yield
     finally:
-        for name in (*fresh, LAUNCHER):
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        logger.removeHandler(silent)
+        logger.propagate = propagated
+        for name in (*unset, LAUNCHER):
             del os.environ[name]
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress the agent's log, whose content is in the failure sentence, unless LOGLEVEL is set."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    before = logger.propagate
-    logger.propagate = before and "LOGLEVEL" in os.environ
-    silent = logging.NullHandler()
-    logger.addHandler(silent)
-    try:
-        yield
-    finally:
-        logger.removeHandler(silent)
-        logger.propagate = before
-
-
-@contextmanager
-def _signals_restored() -> Iterator[None]:
-    """Restore the signal handlers at exit; the agent replaces four of them."""
-    taken = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in taken}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _name(rank: int, attempt: int) -> str:
-    return f"rank-{rank}.restart-{attempt}.log" if attempt else f"rank-{rank}.log"
-
-
-@contextmanager
-def _kept(folder: Path) -> Iterator[None]:
+def _log_folder(folder: Path) -> Iterator[None]:
     """Create `folder` without the logs of an earlier run; at exit remove empty logs, and the folders that are empty then."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     make_folder(folder)
-    _remove(folder.glob("rank-*.log"))
+    for path in folder.glob("rank-*.log"):
+        path.unlink(missing_ok=True)
     try:
         yield
     finally:
-        _remove(path for path in folder.glob("rank-*.log") if path.stat().st_size == 0)
-        for path in made or [folder]:
+        for path in folder.glob("rank-*.log"):
+            if path.stat().st_size == 0:
+                path.unlink(missing_ok=True)
+        for path in created or [folder]:
             with suppress(OSError):  # the folder is not empty
                 path.rmdir()
-
-
-def _remove(paths: Any) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)

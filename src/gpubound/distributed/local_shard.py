@@ -1,7 +1,4 @@
-"""Local part of a tensor: all of it, or the shard that FSDP2 or another DTensor layout left to this rank.
-
-This module does not import torch.distributed: a single-process run does not need it.
-"""
+"""Local part of a tensor: all of it, or the shard that FSDP2 or another DTensor layout left to this rank."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +13,7 @@ from .ranks import Ranks
 
 @dataclass(frozen=True)
 class LocalShard:
-    """`local`, which stands at `offsets` in a whole of `shape`."""
+    """Tensor `local` at `offsets` of a tensor of `shape`."""
 
     local: Tensor
     shape: torch.Size
@@ -45,7 +42,7 @@ def any_sharded(tensors: Iterable[Tensor]) -> bool:
 
 
 def gathered(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor by name, whole, one after the other. Where it is sharded all ranks must come to it, and each gets it."""
+    """Yield each tensor by name, gathered from its shards. All ranks must iterate over all of them."""
     for name, tensor in state.items():
         yield name, full_tensor(tensor.detach())
 
@@ -59,7 +56,7 @@ def export(save: Callable[[Iterator[tuple[str, Tensor]]], object], state: Mappin
         try:
             if ranks.first:
                 save(weights)
-        finally:  # every rank comes to every tensor, also where the first has failed
+        finally:  # every rank takes part in every gather, also where the first has failed
             deque(weights, maxlen=0)
 
     ranks.together(work)

@@ -20,48 +20,46 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import DeviceError, RankError
+from ..errors import DeviceError, GraphError, RankError
 from ..formatting import shown
-from .exit_messages import ExitMessages
 from .failures import of_another
-from .rendezvous import init_group, open_store
+from .rendezvous import ExitMessages, init_group, launched, open_store
 from .watchdog import Watchdog
 
 TIMEOUT = timedelta(minutes=10)  # a rank may compile kernels or write a checkpoint while the others wait for it
 SETTLE = 0.05  # seconds
 Result = TypeVar("Result")
-ENGINES = {"cuda": "nccl", "cpu": "gloo"}
+BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
-
-# Groups are never freed. That joins gloo's threads, and one that lets go of a tensor just then waits for the interpreter, which
-# the joining thread holds: torch 2.13 hung in one of ten programs that ended right behind a collective.
+# Groups are never freed. Freeing one joins gloo's threads while holding the interpreter lock, for which a gloo thread may
+# wait to free a tensor: torch 2.13 hung in one of ten programs that ended right after a collective.
 _ENDED: list[Any] = []
 
 
 @cache
-def _let_go_at_exit() -> None:
-    """Let the program sleep for a moment at its end. The same threads let go of their last tensors some microseconds after it
-    has heard of the sums. Where it ended just then, they found no interpreter any more, and aborted it: one of two ranks."""
+def _sleep_at_exit() -> None:
+    """Sleep for a moment when the program ends. gloo's threads free their last tensors some microseconds after the program has
+    the results; without an interpreter that aborted one of two ranks."""
     atexit.register(time.sleep, SETTLE)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of this run, seen from one of them."""
+    """The processes of this run, and this one's rank among them."""
 
     rank: int = 0
     world: int = 1
     local: int = 0
-    """Which of its machine's processes."""
+    """Index among the processes of its machine."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     group: Any = None
     """Process group of the devices; None if this process is alone."""
     host: Any = None
     """Process group of the hosts."""
     watchdog: Watchdog | None = None
-    """Ends the run when a rank does not move on."""
+    """Ends the run when a rank makes no progress."""
     graphs: "WeakSet[Any]" = field(default_factory=WeakSet)
-    """Those with sums over ranks inside. `join` releases them: NCCL ends a communicator only after them, and would wait."""
+    """CUDA graphs with collectives. `join` releases them: NCCL waits for them before it ends a communicator."""
 
     @property
     def first(self) -> bool:
@@ -78,9 +76,9 @@ class Ranks:
             dist.all_reduce(tensor, group=self.group)
 
     def begin_sum(self, tensor: Tensor) -> Callable[[], Any]:
-        """Begin to add up over all ranks, in place, beside what the device does next; what it returns makes the device wait."""
+        """Begin to add up over all ranks, in place, asynchronously. Return a function that makes the device wait for it."""
         if self.alone:
-            return _nothing
+            return lambda: None
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
         return work.wait
@@ -90,20 +88,20 @@ class Ranks:
         if not self.alone:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
 
-    def spread(self, tensor: Tensor) -> None:
-        """Make it the first rank's, in place, on the device. No host waits."""
+    def broadcast(self, tensor: Tensor) -> None:
+        """Copy the first rank's tensor to all ranks, in place, on the device. No host waits."""
         if not self.alone:
-            given = tensor.contiguous()
-            dist.broadcast(given, group_src=0, group=self.group)
-            if given is not tensor:
-                tensor.copy_(given)
+            buffer = tensor.contiguous()
+            dist.broadcast(buffer, group_src=0, group=self.group)
+            if buffer is not tensor:
+                tensor.copy_(buffer)
 
     def all(self, value: bool) -> bool:
         """Return whether `value` is true on every rank. Waits for all of them."""
         return all(self.gather(value))
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank, on every rank. Waits for all of them."""
+        """Return every rank's value, by rank, on every rank. Waits for all of them."""
         if self.alone:
             return [value]
         self.check_joined()
@@ -121,44 +119,45 @@ class Ranks:
         return values[0]
 
     def wait(self) -> None:
-        """Until all ranks are here."""
+        """Wait until all ranks have called this."""
         if not self.alone:
             self.check_joined()
             dist.barrier(group=self.host)
 
     def check_joined(self) -> None:
-        """ValueError where what they speak over is gone. torch's calls then do nothing, or fail with a group's address."""
+        """Raise ValueError after the end of the process group: torch's calls would do nothing, or name a group's address."""
         if not dist.is_initialized():
             raise ValueError(
                 "ranks: got a call after the end of their `with gb.distributed.join(...)` block or process group, wanted all "
                 "calls inside of it; put this one, step() or save() perhaps, into the block."
             )
 
-    def at(self, step: int, doing: str) -> None:
-        """Say where this rank is, in a word or two: when it does not move on within the time-out, the run is ended."""
+    def at(self, step: int, activity: str) -> None:
+        """Tell the watchdog what this rank does now. The run is ended if nothing follows within the time-out."""
         if self.watchdog is not None:
-            self.watchdog.at(step, doing)
+            self.watchdog.at(step, activity)
 
-    def timing(self, doing: str, step: int | None = None) -> AbstractContextManager[None]:
-        """Inside, this rank may wait for others: when that takes longer than the time-out, the run is ended."""
-        return nullcontext() if self.watchdog is None else self.watchdog.timing(doing, step)
+    def timing(self, activity: str, step: int | None = None) -> AbstractContextManager[None]:
+        """Apply the watchdog's time-out to the block, in which this rank may wait for others."""
+        return nullcontext() if self.watchdog is None else self.watchdog.timing(activity, step)
 
-    def rest(self) -> None:
-        """What comes after the last step may take as long as it likes."""
+    def idle(self) -> None:
+        """Suspend the watchdog's time-out."""
         if self.watchdog is not None:
-            self.watchdog.rest()
+            self.watchdog.idle()
 
     def together(self, work: Callable[[], Result]) -> Result:
         """Return work() once it has succeeded on all ranks. If it fails on one, all ranks raise RankError."""
         if self.alone:
             return work()
+        result, reason = None, None
         try:
-            result, wrong = work(), None
+            result = work()
         except RankError:  # which every rank raises
             raise
-        except Exception as error:  # said by all, below
-            result, wrong = None, str(error)
-        if failed := [f"rank {rank}: {why}" for rank, why in enumerate(self.gather(wrong)) if why is not None]:
+        except Exception as error:  # all ranks raise it, below
+            reason = str(error)
+        if failed := [f"rank {rank}: {why}" for rank, why in enumerate(self.gather(reason)) if why is not None]:
             raise RankError("; ".join(failed))
         return result  # type: ignore[return-value]
 
@@ -167,20 +166,22 @@ class Ranks:
         if self.alone:
             return self
         self.check_joined()
-        members = dist.get_process_group_ranks(self.host)
         patience = TIMEOUT if self.watchdog is None else timedelta(seconds=2 * self.watchdog.timeout)
-        with self.timing("asking for a line of its own"):
-            host = dist.new_group(members, patience, "gloo", use_local_synchronization=True)
+        with self.timing("creating a process group"):
+            ranks = dist.get_process_group_ranks(self.host)
+            host = dist.new_group(ranks, patience, "gloo", use_local_synchronization=True)
         _ENDED.append(host)
         return replace(self, host=host)
 
-    def alike(self, what: str, values: dict[str, Any]) -> None:
-        """ValueError, the same on every rank, where one's `values` are not the first's: it was started in another way."""
+    def check_same(self, what: str, values: dict[str, Any]) -> None:
+        """Raise ValueError on every rank if one's `values` differ from the first rank's: it was started in another way."""
         first, *others = self.gather(values)
         for rank, other in enumerate(others, 1):
             if keys := [key for key in first if other.get(key) != first[key]]:
-                listed = "; ".join(f"{key} is {shown(other.get(key))}, rank 0's {shown(first[key])}" for key in keys)
-                raise ValueError(f"{what}: rank {rank} has another one than rank 0: {listed}. Start all ranks with the same.")
+                differences = "; ".join(f"{key} is {shown(other.get(key))}, rank 0's {shown(first[key])}" for key in keys)
+                raise ValueError(
+                    f"{what}: rank {rank} has another one than rank 0: {differences}. Start all ranks with the same."
+                )
 
     def share(self, accumulate: int) -> int:
         """Return this rank's number of micro-batches per step. Raise ValueError if the ranks cannot share them evenly."""
@@ -192,10 +193,6 @@ class Ranks:
         return accumulate // self.world
 
 
-def _nothing() -> None:
-    pass
-
-
 ALONE = Ranks()
 
 
@@ -204,7 +201,7 @@ class Poll:
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
-        self._under_way: tuple[Tensor, Any] | None = None
+        self._pending: tuple[Tensor, Any] | None = None
 
     def ask(self, number: float) -> list[float]:
         """Return the value of each rank at the previous call; an empty list at the first call. All ranks must call it equally
@@ -214,23 +211,18 @@ class Poll:
         """
         if self.ranks.alone:
             return [number]
-        before, given = self._under_way, torch.zeros(self.ranks.world, dtype=torch.float64, device="cpu")
-        given[self.ranks.rank] = number
-        self._under_way = given, dist.all_reduce(given, group=self.ranks.host, async_op=True)
+        before, values = self._pending, torch.zeros(self.ranks.world, dtype=torch.float64, device="cpu")
+        values[self.ranks.rank] = number
+        self._pending = values, dist.all_reduce(values, group=self.ranks.host, async_op=True)
         if before is None:
             return []
-        answer, sent = before
-        sent.wait()
+        answer, work = before
+        work.wait()
         return answer.tolist()
 
 
-def launched() -> bool:
-    """Return whether torchrun, or a launcher that sets the same variables, made this process one of several."""
-    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-
-
 def check_ranks(ranks: Any, who: str) -> None:
-    """`join` is easily called without its `with`, and gives no ranks then."""
+    """Raise ValueError unless `ranks` is a Ranks: `join` without `with` gives a context manager."""
     if not isinstance(ranks, Ranks):
         raise ValueError(
             f"{who}: ranks must be what `with gb.distributed.join(...) as ranks:` gives, got a {type(ranks).__name__}; put the "
@@ -239,32 +231,32 @@ def check_ranks(ranks: Any, who: str) -> None:
 
 
 def ranks_of(group: Any, kind: str, timeout: timedelta = TIMEOUT) -> Ranks:
-    """The ranks of a process group that is there already; None: of all processes. All its ranks must call it.
+    """Return the ranks of an existing process group; None: of all processes. All its ranks must call it.
 
-    kind  "cuda" or "cpu": what the ranks compute on, and what the group must be able to add up.
+    kind  "cuda" or "cpu": device of the ranks, whose tensors the group must be able to add up
     """
-    _let_go_at_exit()
+    _sleep_at_exit()
     group = dist.group.WORLD if group is None else group
-    engines = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    if engines.get(kind) != ENGINES[kind]:
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    if backends.get(kind) != BACKENDS[kind]:
         raise ValueError(
-            f"ranks: got a process group of {', '.join(sorted(set(engines.values())))}, wanted {ENGINES[kind]} for tensors on "
-            f"{kind}; begin with torch.distributed.init_process_group({ENGINES[kind]!r}), or leave that to distributed.join."
+            f"ranks: got a process group of {', '.join(sorted(set(backends.values())))}, wanted {BACKENDS[kind]} for "
+            f"tensors on {kind}; begin with torch.distributed.init_process_group({BACKENDS[kind]!r}), or leave that to join."
         )
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     host = group
-    if set(engines.values()) != {"gloo"}:
+    if set(backends.values()) != {"gloo"}:
         host = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", timeout=timeout)
     return Ranks(dist.get_rank(group), dist.get_world_size(group), int(os.environ.get("LOCAL_RANK", 0)), device, group, host)
 
 
 @contextmanager
 def join(kind: str, timeout: timedelta = TIMEOUT) -> Iterator[Ranks]:
-    """Inside, this process is one of the run's ranks, as torchrun's variables say; alone without them.
+    """Make this process one of the run's ranks inside the block, as torchrun's variables say; alone without them.
 
-    kind  "cuda" or "cpu": what the ranks compute on. On GPUs the rank's own one is made the current one.
+    kind  "cuda" or "cpu": device of the ranks. On GPUs the rank's own GPU becomes the current one.
 
-    A process group that is there already, the script's own or another library's, is used and left.
+    An existing process group, of the script or of another library, is used and left open.
     """
     if dist.is_initialized():
         yield ranks_of(None, kind, timeout)
@@ -272,7 +264,7 @@ def join(kind: str, timeout: timedelta = TIMEOUT) -> Iterator[Ranks]:
     if not launched():
         yield Ranks(device=torch.device(kind))
         return
-    _let_go_at_exit()
+    _sleep_at_exit()
     rank, world, local = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     device = torch.device(kind)
     if kind == "cuda":
@@ -283,27 +275,74 @@ def join(kind: str, timeout: timedelta = TIMEOUT) -> Iterator[Ranks]:
             )
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
-    backend = ENGINES[kind]
+    backend = BACKENDS[kind]
     store, start = open_store(rank, world, device, timeout)
-    patience = 2 * timeout  # the watchdog speaks first
-    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(patience.total_seconds())))  # NCCL's own says 8 minutes
+    patience = 2 * timeout  # longer than the watchdog's, which reports first
+    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(patience.total_seconds())))  # NCCL's default: 8 minutes
     init_group(backend, store, rank, world, device, patience)
     host = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=patience)
-    watchdog, parting = Watchdog(rank, world, timeout, start), ExitMessages(store, rank, world)
+    watchdog, messages = Watchdog(rank, world, timeout, start), ExitMessages(store, rank, world)
     ranks = Ranks(rank, world, local, device, dist.group.WORLD, host, watchdog)
     try:
         yield ranks
     except BaseException as error:
         watchdog.close()
-        if isinstance(error, RuntimeError):  # of a peer that is gone, perhaps, because it was judged
-            watchdog.heed()
+        if isinstance(error, RuntimeError):  # perhaps of a peer that a watchdog has ended
+            watchdog.exit_if_ended()
         if of_another(error):
-            raise parting.lost() from error
-        parting.fail(error)
+            raise messages.lost() from error
+        messages.fail(error)
         raise
     watchdog.close()
-    parting.leave()
+    messages.leave()
     for graph in list(ranks.graphs):
         graph.release()
     _ENDED.extend((dist.group.WORLD, host))
-    dist.destroy_process_group()  # not after an error: the others would hear of it before this rank has said what it is
+    dist.destroy_process_group()  # not after an error: other ranks would fail before this rank's message is written
+
+
+GOES, DONE = "goes", "done"
+
+
+def capture_on_all_ranks(ranks: Ranks, attempt: Callable[[Callable[[], None]], Result]) -> Result:
+    """Return attempt(go), the capture of a CUDA graph with collectives, or raise an error on every rank.
+
+    A capture calls the function several times, and each call waits for the other ranks. A rank that gives up, out of memory or
+    with another result, would leave them waiting. So `attempt` calls `go` before each such call, where all ranks agree; if one
+    has given up, it sends its reason, and all ranks raise it.
+    """
+    over = False
+
+    def go() -> None:
+        nonlocal over
+        states = ranks.gather((GOES, ""))
+        if any(state != GOES for state, _ in states):
+            over = True
+            raise GraphError(_reason(states))
+
+    try:
+        result = attempt(go)
+    except Exception as error:
+        if not over:
+            states = ranks.gather(("", str(error)))
+            if isinstance(error, GraphError | torch.OutOfMemoryError) and len(states) > 1:
+                raise GraphError(_reason(states)) from error
+        raise
+    states = ranks.gather((DONE, ""))
+    if any(state != DONE for state, _ in states):
+        raise GraphError(_reason(states))
+    return result
+
+
+def first_refusal(ranks: Ranks, own: str | None) -> str | None:
+    """Return the first refusal of any rank, on every rank; None if no rank refuses."""
+    states = ranks.gather(("", own) if own is not None else (DONE, ""))
+    return None if all(state == DONE for state, _ in states) else _reason(states)
+
+
+def _reason(states: list[tuple[str, str]]) -> str:
+    for rank, (state, reason) in enumerate(states):
+        if state not in (GOES, DONE):
+            return reason if len(states) == 1 else f"rank {rank}: {reason}"
+    going = ", ".join(str(rank) for rank, (state, _) in enumerate(states) if state == GOES)
+    return f"rank {going} wants to call the function once more, and the others are done; their captures took different ways."

@@ -1,7 +1,7 @@
-"""Tensors of many ranks on disk, by torch.distributed.checkpoint: every rank writes the shards that it holds.
+"""Tensors of many ranks on disk, by torch.distributed.checkpoint: every rank writes its shards.
 
-A table says of every shard where in the whole tensor it stands. So another number of ranks, or one process alone, reads the
-parts that it needs. What all ranks hold alike is written by one of them.
+A table holds the position of every shard in its tensor, so another number of ranks, or one process, reads the parts that it
+needs. Tensors that are equal on all ranks are written by one of them.
 """
 
 import io
@@ -34,8 +34,8 @@ from ..errors import DataError, RankError
 from .local_shard import LocalShard
 from .ranks import Ranks
 
-TABLE = ".metadata"  # the file that has it
-KINDS = {
+TABLE = ".metadata"  # file with the table of shards
+CLASSES = {
     ("torch", "Size"), ("torch.serialization", "_get_layout"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
 } | {
@@ -54,29 +54,34 @@ def mine(pieces: dict[str, LocalShard], ranks: Ranks) -> dict[str, LocalShard]:
 
 
 def write(folder: Path, pieces: dict[str, LocalShard], ranks: Ranks) -> list[Path]:
-    """The files that this rank wrote, which are on disk. All ranks must call it, with pieces on the host.
+    """Write shards in host memory, and return the files of this rank, which are on disk. All ranks must call it.
 
-    The error of a rank that cannot write is raised there. The others come back: they must ask it (Ranks.together).
+    A rank that cannot write raises its error. The others return: they learn of it from Ranks.together.
     """
-    _check_alike(pieces, ranks)
+    _check_replicated(pieces, ranks)
     writer = dcp.FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
     writer.fs = files = _Files()
-    planner = _Saving(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    state = {name: _Stored(piece) for name, piece in pieces.items()}
     try:
-        dcp.save(_stored(pieces), storage_writer=writer, planner=planner, process_group=ranks.host, no_dist=ranks.alone)
+        dcp.save(state, storage_writer=writer, planner=planner, process_group=ranks.host, no_dist=ranks.alone)
     except CheckpointException as error:
         if ranks.rank in error.failures:
-            raise files.refused or error.failures[ranks.rank][0] from error
+            raise files.error or error.failures[ranks.rank][0] from error
         return []
-    own = sorted(folder.glob(f"__{ranks.rank}_*"))
-    return [*own, folder / TABLE] if ranks.first else own
+    written = sorted(folder.glob(f"__{ranks.rank}_*"))
+    return [*written, folder / TABLE] if ranks.first else written
 
 
-def _check_alike(pieces: Mapping[str, LocalShard], ranks: Ranks) -> None:
-    """RankError where two ranks hold the whole of a tensor, and not the same: only one of them would be written."""
-    own = {name: _crc(piece.local) for name, piece in pieces.items() if piece.local.shape == piece.shape}
+def _check_replicated(pieces: Mapping[str, LocalShard], ranks: Ranks) -> None:
+    """Raise RankError if two ranks have different values of a whole tensor: only one of them would be written."""
+    checksums = {}
+    for name, piece in pieces.items():
+        if piece.local.shape == piece.shape:
+            local = piece.local.contiguous().view(-1)
+            checksums[name] = zlib.crc32(local.view(torch.uint8).numpy().data) if local.numel() else 0
     first: dict[str, tuple[int, int]] = {}
-    for rank, theirs in enumerate(ranks.gather(own)):
+    for rank, theirs in enumerate(ranks.gather(checksums)):
         for name, crc in theirs.items():
             if first.setdefault(name, (rank, crc))[1] != crc:
                 raise RankError(
@@ -85,29 +90,26 @@ def _check_alike(pieces: Mapping[str, LocalShard], ranks: Ranks) -> None:
                 )
 
 
-def _crc(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data) if tensor.numel() else 0
-
-
 def shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of every tensor there, by name."""
+    """Return shape and dtype of every tensor in the folder, by name."""
     table = _Reader(folder).read_metadata().state_dict_metadata
     return {name: (t.size, t.properties.dtype) for name, t in table.items() if isinstance(t, TensorStorageMetadata)}
 
 
 def read(folder: Path, pieces: Mapping[str, LocalShard]) -> None:
     """Fill the shards in place. Each process reads only its shards, independently."""
+    state = {name: _Stored(piece) for name, piece in pieces.items()}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # not at all: no rank needs another's plan
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no rank needs another's plan
         try:
-            dcp.load(_stored(pieces), storage_reader=_Reader(folder), planner=_Loading(), no_dist=True)
+            dcp.load(state, storage_reader=_Reader(folder), planner=_LoadPlanner(), no_dist=True)
         except CheckpointException as error:
             raise next(iter(error.failures.values()))[0] from error
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """A piece in the words of torch.distributed.checkpoint."""
+    """A shard with the interface of torch.distributed.checkpoint."""
 
     piece: LocalShard
 
@@ -120,21 +122,17 @@ class _Stored:
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         local, shape = self.piece.local, self.piece.shape
         if not local.numel() and 0 not in shape:
-            return []  # more ranks than rows: this one has none
+            return []  # there are more ranks than rows
         data = TensorWriteData(self.__create_chunk_list__()[0], TensorProperties.create_from_tensor(local), shape)
         return [WriteItem(MetadataIndex(name, torch.Size(self.piece.offsets)), WriteItemType.SHARD, tensor_data=data)]
 
 
-def _stored(pieces: Mapping[str, LocalShard]) -> dict[str, Any]:
-    return {name: _Stored(piece) for name, piece in pieces.items()}
-
-
-class _Saving(DefaultSavePlanner):
+class _SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].piece.local
 
 
-class _Loading(DefaultLoadPlanner):
+class _LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(self, state_dict: dict, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
@@ -149,7 +147,7 @@ class _Loading(DefaultLoadPlanner):
 class _Files(FileSystem):
     """Keep the OSError of a failed write: torch's archive reports only positions afterwards."""
 
-    refused: OSError | None = None
+    error: OSError | None = None
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
@@ -157,19 +155,19 @@ class _Files(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        with _Written(io.FileIO(path, "w")) as written:
-            written.files = self
-            yield written
+        with _Writer(io.FileIO(path, "w")) as writer:
+            writer.files = self
+            yield writer
 
 
-class _Written(io.BufferedWriter):
+class _Writer(io.BufferedWriter):
     files: _Files
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            self.files.refused = self.files.refused or error
+            self.files.error = self.files.error or error
             raise
 
 
@@ -189,6 +187,6 @@ class _Reader(dcp.FileSystemReader):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in KINDS or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if (module, name) in CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise DataError(f"a checkpoint's table of shards names {module}.{name}, which no such table holds; do not open it.")

@@ -26,9 +26,10 @@ import torch.distributed as dist
 
 from ..formatting import duration
 from ..trace import fallback
-from .failures import HUNG, Failure, meeting_place, started_by_us
+from .failures import HUNG, Failure, started_by_us
+from .rendezvous import connect
 
-LOOKS = 20  # checks per time-out, at most 5 s apart
+CHECKS = 20  # checks per time-out, at most 5 s apart
 FOR_GPU = "waiting for the GPU"
 """Activity of a rank that reads a result. Its GPU may wait for another rank's GPU, which no Python line shows."""
 BETWEEN = "busy with something else"
@@ -40,11 +41,11 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class RankState:
     """State of a rank, as its watchdog writes it to the store."""
 
     step: int
-    doing: str
+    activity: str
     beat: int
     """Heartbeat counter; it increases while the rank's watchdog thread is alive."""
     line: str
@@ -54,11 +55,11 @@ class Whereabouts:
     @property
     def waits(self) -> bool:
         """Return whether the rank may be waiting for another rank."""
-        return self.collective is not None or self.doing == FOR_GPU
+        return self.collective is not None or self.activity == FOR_GPU
 
     def __str__(self) -> str:
-        doing = f"waiting in {self.collective}" if self.collective else self.doing
-        return f"{doing} in step {self.step:,}, at {self.line}"
+        activity = f"waiting in {self.collective}" if self.collective else self.activity
+        return f"{activity} in step {self.step:,}, at {self.line}"
 
 
 class Watchdog:
@@ -66,82 +67,85 @@ class Watchdog:
 
     def __init__(self, rank: int, world: int, timeout: timedelta, start: str = ""):
         self.rank, self.world, self.timeout = rank, world, timeout.total_seconds()
-        self.place = f"{start}/gpubound/watch"  # key prefix of this start: the store still has the keys of earlier starts
-        self.look = min(self.timeout / LOOKS, 5.0)
-        self.again = max(4 * self.look, FROZEN)
+        self._prefix = f"{start}/gpubound/watch"  # key prefix of this start: the store still has the keys of earlier starts
+        self.interval = min(self.timeout / CHECKS, 5.0)
+        self.recheck = max(4 * self.interval, FROZEN)
         self._main = threading.get_ident()
         self._at: tuple[int, str, float] | None = None
         self._beat = 0
         self._library = _HERE  # folder whose frames are skipped in favour of their callers
-        self._over = threading.Event()
+        self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._store: dist.Store | None = None  # set by the watchdog thread
 
-    def at(self, step: int, doing: str) -> None:
-        """Record that this rank has begun `doing` in `step`. The watchdog thread reads the record."""
-        self._at = step, doing, time.monotonic()
+    def at(self, step: int, activity: str) -> None:
+        """Record that this rank has begun `activity` in `step`. The watchdog thread reads the record."""
+        self._at = step, activity, time.monotonic()
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="gpubound-watchdog", daemon=True)
             self._thread.start()
 
-    def rest(self) -> None:
+    def idle(self) -> None:
         """Suspend the time-out: the work after the last step may take any time."""
         if self._at is not None:
             self._at = self._at[0], "done with its steps", math.inf
 
     @contextmanager
-    def timing(self, doing: str, step: int | None = None) -> Iterator[None]:
+    def timing(self, activity: str, step: int | None = None) -> Iterator[None]:
         """Apply the time-out to the block, in which this rank may wait for others. A custom training loop is not timed
         between such blocks. `step` defaults to the step of the rank's last call."""
         before = self._at
         if before is not None and before[2] < math.inf:  # the caller of `at` has recorded a more precise activity
             yield
             return
-        resting = BETWEEN if before is None else before[1]
+        idle_activity = BETWEEN if before is None else before[1]
         number = step if step is not None else 0 if before is None else before[0]
         self._library = _PACKAGE  # a custom training loop
-        self.at(number, doing)
+        self.at(number, activity)
         try:
             yield
         finally:
-            self._at = number, resting, math.inf
+            self._at = number, idle_activity, math.inf
 
     def close(self) -> None:
-        self._over.set()
+        self._closed.set()
         if self._thread is not None:
             self._thread.join()
 
-    def heed(self) -> None:
+    def exit_if_ended(self) -> None:
         """Exit like the other ranks if one of them has ended the run; call it after an error, when this watchdog is closed.
         A rank that has not read the store in time sees only that the rank that ended the run is lost."""
         if self._store is not None:
             with suppress(RuntimeError):  # the store's process has exited, too: other ranks report it
-                self._obey(self._store)
+                self._exit_if_ended(self._store)
 
     def _watch(self) -> None:
         try:
-            store = self._store = dist.PrefixStore(self.place, meeting_place(ANSWER))
-            while not self._over.wait(self.look):
-                self._look(store)
+            store = self._store = dist.PrefixStore(self._prefix, connect(ANSWER))
+            while not self._closed.wait(self.interval):
+                self._check(store)
         except (dist.DistError, RuntimeError) as error:  # the store's process has exited: other ranks report it
-            if not self._over.is_set():
-                fallback("watchdog", f"the store where the ranks met does not answer ({str(error).partition(chr(10))[0]})")
+            if not self._closed.is_set():
+                fallback("watchdog", f"the rendezvous store does not answer ({str(error).partition(chr(10))[0]})")
 
-    def _look(self, store: dist.Store) -> None:
+    def _check(self, store: dist.Store) -> None:
         if not self._write(store):
             return
-        self._obey(store)
+        self._exit_if_ended(store)
         late = self.late()
         first = late > self.timeout and store.add("judge", 1) == 1
-        if first or late > self.timeout + 2 * self.again:  # the first judging rank has exited
-            said, behind = self._judged(store)
-            store.set("verdict", json.dumps([said, behind]))
-            self._end(said, behind, speaks=True)
+        if first or late > self.timeout + 2 * self.recheck:  # the first judging rank has exited
+            before = self._read(store)
+            time.sleep(self.recheck)
+            self._write(store)
+            text, late_ranks = find_late_ranks(before, self._read(store), self.timeout)
+            store.set("verdict", json.dumps([text, late_ranks]))
+            self._end(text, late_ranks, reports=True)
 
-    def _obey(self, store: dist.Store) -> None:
+    def _exit_if_ended(self, store: dist.Store) -> None:
         if store.check(["verdict"]):
-            said, behind = json.loads(store.get("verdict"))
-            self._end(said, behind, speaks=False)
+            text, late_ranks = json.loads(store.get("verdict"))
+            self._end(text, late_ranks, reports=False)
 
     def late(self) -> float:
         """Return the seconds since this rank's last progress."""
@@ -153,55 +157,50 @@ class Watchdog:
         if at is None or frame is None:
             return False
         self._beat += 1
-        store.set(f"at/{self.rank}", json.dumps(asdict(Whereabouts(at[0], at[1], self._beat, *_line(frame, self._library)))))
+        store.set(f"at/{self.rank}", json.dumps(asdict(RankState(at[0], at[1], self._beat, *_line(frame, self._library)))))
         return True
 
-    def _judged(self, store: dist.Store) -> tuple[str, list[int]]:
-        """Compare two reads of all states, a moment apart: a frozen process writes no new heartbeat."""
-        before = self._read(store)
-        time.sleep(self.again)
-        self._write(store)
-        return judged(before, self._read(store), self.timeout)
-
-    def _read(self, store: dist.Store) -> list[Whereabouts | None]:
+    def _read(self, store: dist.Store) -> list[RankState | None]:
         keys = [f"at/{rank}" for rank in range(self.world)]
-        return [Whereabouts(**json.loads(store.get(key))) if store.check([key]) else None for key in keys]
+        return [RankState(**json.loads(store.get(key))) if store.check([key]) else None for key in keys]
 
-    def _end(self, said: str, behind: list[int], speaks: bool) -> None:
+    def _end(self, text: str, late_ranks: list[int], reports: bool) -> None:
         """End this process at once; its main thread receives no exception. A late rank prints its stack to its log."""
         trace = ""
-        if self.rank in behind and (frame := sys._current_frames().get(self._main)):
+        if self.rank in late_ranks and (frame := sys._current_frames().get(self._main)):
             trace = "".join(traceback.format_stack(frame))
-        Failure(behind[0], HUNG, said, 1, trace, time.time()).note()
+        Failure(late_ranks[0], HUNG, text, 1, trace, time.time()).write()
         if not (started_by_us() and self.rank == 0):  # launch writes rank 0's trace to a file
             print(trace, end="", file=sys.stderr)
-            if speaks or started_by_us():
-                print(f"gpubound: {said}", file=sys.stderr)
+            if reports or started_by_us():
+                print(f"gpubound: {text}", file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)
 
 
-def judged(before: list[Whereabouts | None], now: list[Whereabouts | None], timeout: float) -> tuple[str, list[int]]:
+def find_late_ranks(before: list[RankState | None], now: list[RankState | None], timeout: float) -> tuple[str, list[int]]:
     """Return the error sentence for a run without progress, and the late ranks: frozen ones, else those in the earliest
-    step, and among these the ranks that do not wait for others."""
-    places = {rank: place for rank, place in enumerate(now) if place is not None}
-    absent = [rank for rank, place in enumerate(now) if place is None]
-    frozen = [rank for rank, place in places.items() if (old := before[rank]) is not None and old.beat == place.beat]
-    earliest = min(place.step for place in places.values())
-    late = [rank for rank, place in places.items() if place.step == earliest]
-    busy = [rank for rank in late if not places[rank].waits]
-    behind = absent or frozen or busy or late
-    listed = "; ".join(f"rank {rank} is {_told(places.get(rank), rank in frozen)}" for rank in behind[:4])
-    listed += f"; so are {len(behind) - 4} more" if len(behind) > 4 else ""
-    others = next((place for rank, place in places.items() if rank not in behind), None)
+    step, and among these the ranks that do not wait for others.
+
+    before, now  states of all ranks at two moments: a frozen process writes no new heartbeat
+    """
+    states = {rank: state for rank, state in enumerate(now) if state is not None}
+    absent = [rank for rank, state in enumerate(now) if state is None]
+    frozen = [rank for rank, state in states.items() if (old := before[rank]) is not None and old.beat == state.beat]
+    earliest = min(state.step for state in states.values())
+    last = [rank for rank, state in states.items() if state.step == earliest]
+    busy = [rank for rank in last if not states[rank].waits]
+    late = absent or frozen or busy or last
+
+    def describe(rank: int) -> str:
+        if rank in absent:
+            return f"rank {rank} is not in a step yet"
+        return f"rank {rank} is {'frozen (its process does not answer), last ' if rank in frozen else ''}{states[rank]}"
+
+    text = "; ".join(map(describe, late[:4])) + (f"; so are {len(late) - 4} more" if len(late) > 4 else "")
+    others = next((state for rank, state in states.items() if rank not in late), None)
     rest = f"; the others are {others}" if others else ""
-    return f"no step has ended within {duration(timeout)}: {listed}{rest}", behind
-
-
-def _told(place: Whereabouts | None, frozen: bool) -> str:
-    if place is None:
-        return "not in a step yet"
-    return f"frozen (its process answers no more), last {place}" if frozen else str(place)
+    return f"no step has ended within {duration(timeout)}: {text}{rest}", late
 
 
 def _line(frame: FrameType | None, library: str) -> tuple[str, str | None]:
@@ -215,10 +214,6 @@ def _line(frame: FrameType | None, library: str) -> tuple[str, str | None]:
             if not function.startswith("_") and function != "wrapper":
                 collective = function
         elif not name.startswith((_TORCH, library)):
-            return f"{_short(name)}:{frame.f_lineno} ({function})", collective
+            return f"{os.path.join(*Path(name).parts[-3:])}:{frame.f_lineno} ({function})", collective
         frame = frame.f_back
     return first or "no line", collective
-
-
-def _short(path: str) -> str:
-    return os.path.join(*Path(path).parts[-3:])

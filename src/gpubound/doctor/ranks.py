@@ -12,7 +12,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from ..distributed.store_messages import gather_texts, numbers
+from ..distributed.rendezvous import gather_texts, rank_and_world
 from .finding import KINDS, Finding, Verdict
 from .report.text import milliseconds
 
@@ -24,7 +24,7 @@ ERROR = "error"
 
 def merge_ranks(verdict: Verdict) -> Verdict:
     """Return this rank's verdict; on the first of several ranks the merged one."""
-    _, world = numbers()
+    _, world = rank_and_world()
     reports = {rank: json.loads(text) for rank, text in gather_texts(json.dumps(verdict.as_dict())).items()}
     if world == 1 or not reports:
         return verdict
@@ -36,7 +36,7 @@ def merge_ranks(verdict: Verdict) -> Verdict:
 
 def send_error(error: Exception) -> None:
     """Send the first rank the reason why this rank has no verdict."""
-    if numbers()[0]:
+    if rank_and_world()[0]:
         gather_texts(json.dumps({ERROR: str(error)}))
 
 

@@ -19,8 +19,7 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..distributed import Ranks
-from ..distributed.all_reduce import Reduction
-from ..distributed.symmetric_memory import SymmetricSums
+from ..distributed.all_reduce import Reduction, SymmetricSums
 from ..kernels.accumulate import Taker, accumulator, close_sums, deliver_all, open_sums
 from ..kernels.side_stream import Side
 from ..kernels.tensor_state import drop_record, made_record

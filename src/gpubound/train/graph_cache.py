@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import ALONE
-from ..distributed.collective_capture import capture_on_all_ranks, refusal
+from ..distributed.ranks import capture_on_all_ranks, first_refusal
 from ..errors import GraphError
 from ..graph import Captured, capture
 from ..graph.runner import open_gate
@@ -43,7 +43,7 @@ class GraphCache:
     of one micro-batch is one graph; of several, a graph that is replayed for every micro-batch, and one for the update.
 
     Of several ranks, sums over ranks are only inside of graphs that all capture together, at the first step
-    (collective_capture.py). If one rank cannot, none does, and the sums run between graphs, which a rank then captures by
+    (distributed/ranks.py). If one rank cannot, none does, and the sums run between graphs, which a rank then captures by
     itself, as it does for a shape that only it meets later. The sums come in the same order in each case, so ranks may differ.
     """
 
@@ -171,7 +171,7 @@ class GraphCache:
     def _all_captured(self, keys: Sequence[Any], first: bool = False, last: bool = True) -> bool:
         """Return whether all of `keys` have graphs, at the first step on all ranks. `last`: no other graph can serve."""
         error = next((self._broken.get(key, self._full) for key in keys if key not in self._known), None)
-        reason = refusal(self.step.ranks if first else ALONE, None if error is None else str(error))
+        reason = first_refusal(self.step.ranks if first else ALONE, None if error is None else str(error))
         if reason is None:
             return True
         if self._required and last:

@@ -157,7 +157,7 @@ class Run:
                 self.save(wait=True)
             if stop.agreed():
                 break
-        self.ranks.rest()
+        self.ranks.idle()
         return self.done
 
     def enter(self, phase: int) -> None:

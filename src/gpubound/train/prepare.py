@@ -131,7 +131,7 @@ def check_shared(recipe: Recipe, ranks: Ranks) -> None:
         ranks.share(own.accumulate)
     if not ranks.alone and ":" in recipe.device:
         raise ValueError(f"device: got {recipe.device!r}, one GPU, for {ranks.world} ranks; leave it out: each takes its own.")
-    ranks.alike("recipe", asdict(recipe))
+    ranks.check_same("recipe", asdict(recipe))
 
 
 # Resumption

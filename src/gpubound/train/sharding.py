@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..distributed import Ranks
-from ..distributed.all_reduce import Reduction
+from ..distributed.all_reduce import Reduction, symmetric_sums
 from ..distributed.local_shard import any_sharded, is_sharded
-from ..distributed.symmetric_memory import symmetric_sums
 from ..errors import GraphError, RankError
 from ..formatting import readable
 from ..kernels.side_stream import Side
@@ -387,7 +386,7 @@ def broadcast_start(named: Iterable[tuple[str, Tensor]], ranks: Ranks) -> None:
     state at each replay, so a seed or a state that is set later applies there, too.
     """
     for _, tensor in named:
-        ranks.spread(tensor)
+        ranks.broadcast(tensor)
     seed = ranks.of_first(torch.initial_seed())
     if not ranks.first:
         torch.manual_seed((seed + ranks.rank) % (1 << 63))

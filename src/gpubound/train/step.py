@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..device import plainly
-from ..distributed import ALONE, Ranks, exit_messages
+from ..distributed import ALONE, Ranks, rendezvous
 from ..distributed.ddp_unwrap import tell_if_alone, unwrapped
 from ..formatting import readable
 from ..graph import Captured
@@ -108,7 +108,8 @@ class TrainStep(NotCopyable):
         pack_adapters(model)
         layout = config.lay_out(sharding, stored)
         shared = {"accumulate": accumulate, "clip": clip, "precision": precision, "graph": graph, "seed": seed}
-        sharding.ranks.alike("TrainStep", shared | settings("optimizer", config) | settings("schedule", schedule or Schedule()))
+        shared |= settings("optimizer", config) | settings("schedule", schedule or Schedule())
+        sharding.ranks.check_same("TrainStep", shared)
         sharding.check_optimizer(config)
         check_replicas(layout, sharding.ranks)
         self.memory = layout.bytes(stored.masters) | {"moments": config.moment_bytes(layout)}
@@ -153,7 +154,7 @@ class TrainStep(NotCopyable):
         """
         if self._closed:
             raise ValueError("step: this TrainStep is closed, its model released; make a new one with TrainStep(model, ...).")
-        with self._reentry, plainly(self.device), self._timing("taking a step", exit_messages.steps() + 1):
+        with self._reentry, plainly(self.device), self._timing("taking a step", rendezvous.steps() + 1):
             return self._step(micro_batches)
 
     def _step(self, micro_batches: Any) -> StepResult | None:
@@ -180,7 +181,7 @@ class TrainStep(NotCopyable):
         self._optimizer.carry_on(device_step.accumulators.gradient, result)
         self._weights.stepped()
         self._sharding.stepped(len(batches))
-        exit_messages.stepped()
+        rendezvous.count_step()
         self._skips.watch(result, batches)
         return result
 

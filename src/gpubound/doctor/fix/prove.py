@@ -34,7 +34,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from ...distributed.store_messages import numbers, wait_for_ranks
+from ...distributed.rendezvous import rank_and_world, wait_for_ranks
 from ...errors import MeasureError
 from ...formatting import in_words
 from ...measure.comparison import Ratio, compare_samples
@@ -163,7 +163,7 @@ def main(argv: list[str]) -> int:
     leave = os._exit  # Script replaces os._exit
 
     def save() -> None:
-        job.result_of(numbers()[0]).write_text(json.dumps(recorder.as_dict()), encoding="utf-8")
+        job.result_of(rank_and_world()[0]).write_text(json.dumps(recorder.as_dict()), encoding="utf-8")
 
     def enough() -> None:
         save()

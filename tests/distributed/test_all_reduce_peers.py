@@ -10,8 +10,8 @@ import torch
 from torch.distributed import _symmetric_memory as symmetric
 
 from gpubound import trace
-from gpubound.distributed import ALONE, join, symmetric_memory
-from gpubound.distributed.symmetric_memory import SymmetricSums, cannot, shares, symmetric_sums
+from gpubound.distributed import ALONE, all_reduce, join
+from gpubound.distributed.all_reduce import SymmetricSums, cannot, shares, symmetric_sums
 from tests.distributed.processes import on_ranks
 from tests.messages import message
 
@@ -21,13 +21,13 @@ def test_each_element_is_one_ranks(start, stop, world):
     found = shares(start, stop, world)
     assert len(found) == world and found[0][0] == start and found[-1][1] == stop
     assert all(first <= last for first, last in found) and all(a[1] == b[0] for a, b in pairwise(found))
-    assert max(last - first for first, last in found) <= -(-(stop - start) // world) + symmetric_memory.ALIGNED
+    assert max(last - first for first, last in found) <= -(-(stop - start) // world) + all_reduce.ALIGNED
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_all_ranks_have_the_sum_with_the_same_bits(world, monkeypatch):
     """Of the stretches that they ask for, in pieces of 40 elements; the rest stays each one's own."""
-    monkeypatch.setattr(symmetric_memory, "PIECE", 40)
+    monkeypatch.setattr(all_reduce, "PIECE", 40)
     drawn = torch.randn(world, 700, generator=torch.Generator().manual_seed(world))
     buffers, meeting = list(drawn.clone()), Barrier(world)
 
