@@ -4,6 +4,7 @@
 #   make test-hard    the suite on a hard machine       make test-newest  the suite with the newest releases
 #   make test-gpu what is marked gpu                    make bench    ARGS=kernels | place | graph | feed | train | ranks | lora | decode | checkpoint
 #   make messages rewrites tests/messages.json, the exact texts that tests compare with, from what the library prints
+#   make wheel    builds the archives and runs the wheel in an empty environment
 #   make plans    compiles every kernel for every GPU since Ampere, and holds it against their limits
 #   make gates    what falls short or is unmeasured     make figures  README's figures from benchmarks/results
 PYTHON ?= python3
@@ -11,7 +12,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 ARGS   ?=
 
-.PHONY: messages plans demo test test-hard test-newest check format test-gpu bench gates figures docs docs-check clean
+.PHONY: messages plans wheel demo test test-hard test-newest check format test-gpu bench gates figures docs docs-check clean
 
 # One stamp a set of requirements: editing pyproject.toml or constraints.txt installs again.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -56,6 +57,11 @@ check: $(VENV)/.installed
 # tests/kernels/plans_fit.py: no GPU is needed, and only what is new is compiled.
 plans: $(VENV)/.installed
 	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(PY) -m tests.kernels.plans_fit
+
+# tests/wheel.py: builds the sdist and the wheel, installs the wheel in an empty environment, and runs its commands.
+wheel: $(VENV)/.installed
+	$(PY) -m pip install --quiet --disable-pip-version-check build
+	$(PY) tests/wheel.py
 
 format: $(VENV)/.installed
 	$(VENV)/bin/ruff check --fix .
