@@ -15,6 +15,8 @@ import pytest
 
 from gpubound.kernels.registry import FAMILIES, every, load
 
+pytestmark = pytest.mark.interpreted  # it imports kernel files, and Triton decides then whether they are interpreted
+
 TESTS = Path(__file__).parent
 OPS = every()
 PACKAGES = ("gpubound.kernels", *FAMILIES)
