@@ -153,26 +153,26 @@ class _ResidentCorpus(Store):
     def __init__(self, cutter: BatchCutter, device: torch.device):
         self.cutter, self.length, self.world = cutter, cutter.batches, cutter.order.world
         # Batches that all ranks have drawn since training began: on the device, and as counted on the host.
-        self.counter, self.drawn = torch.zeros((), dtype=torch.int64, device=device), 0
+        self.counter, self.host_count = torch.zeros((), dtype=torch.int64, device=device), 0
         self._ahead = torch.arange(AHEAD, device=device) * self.world
         self._rows: Tensor | None = None  # of AHEAD batches from number `_rows_from`
         self._rows_from = 0
 
     def move(self, number: int) -> None:
-        if number != self.drawn:
+        if number != self.host_count:
             self.counter.fill_(number)
-            self.drawn = number
+            self.host_count = number
 
     def serve(self, epoch: int, start: int) -> Generator[Served]:
         """Yield the batches at the counter; their rows are computed for AHEAD batches at once."""
         self.move(epoch * self.length + start)
         for _ in range(start, self.length, self.world):
-            nth = (self.drawn - self._rows_from) // self.world
+            nth = (self.host_count - self._rows_from) // self.world
             if self._rows is None or not 0 <= nth < AHEAD:
-                self._rows, self._rows_from, nth = self.cutter.rows(self.counter + self._ahead), self.drawn, 0
+                self._rows, self._rows_from, nth = self.cutter.rows(self.counter + self._ahead), self.host_count, 0
             batch = self.cutter.cut(self._rows[nth])
             self.counter.add_(self.world)
-            self.drawn += self.world
+            self.host_count += self.world
             yield Served(batch, resident=len(batch))
 
 
@@ -191,8 +191,8 @@ class _StreamedCorpus(Source):
         self.length, self.seed, self.shuffle, self.world = self.cutter.batches, order.seed, order.shuffle, order.world
 
     def read(self, epoch: int, start: int) -> Iterator[dict[str, Tensor]]:
-        for drawn in range(epoch * self.length + start, (epoch + 1) * self.length, self.world):
-            yield self.cutter.cut(self.cutter.rows(torch.tensor(drawn, device="cpu")))
+        for number in range(epoch * self.length + start, (epoch + 1) * self.length, self.world):
+            yield self.cutter.cut(self.cutter.rows(torch.tensor(number, device="cpu")))
 
 
 class CorpusFeed(Feed):
@@ -218,8 +218,8 @@ class CorpusFeed(Feed):
         """Add to the host's count the batches that `fetch()` has returned."""
         store = self._resident()
         self.close()
-        store.drawn += batches * store.world
-        self.epoch, self.batch = divmod(store.drawn, len(self))
+        store.host_count += batches * store.world
+        self.epoch, self.batch = divmod(store.host_count, len(self))
         self._continue = True
         self._stats.batches += batches
         self._stats.resident += batches * len(store.cutter.fields)
@@ -241,7 +241,7 @@ class CorpusFeed(Feed):
     def seek(self, epoch: int, batch: int = 0) -> None:
         super().seek(epoch, batch)
         if isinstance(self._store, _ResidentCorpus):
-            self._store.drawn = -1  # set the counter even if the host's count is equal: warm-ups fetch without `fetched`
+            self._store.host_count = -1  # set the counter even if the host's count is equal: warm-ups fetch without `fetched`
             self._store.move(epoch * len(self) + batch)
 
     def _resident(self) -> _ResidentCorpus:

@@ -191,11 +191,11 @@ def text_files(path: Path) -> list[Path]:
         )
     unique = {_inode(file): file for file in sorted(files, key=lambda file: (file.is_symlink(), file), reverse=True)}
     skipped["other names of these files"] = len(files) - len(unique)
-    if kinds := [
+    if skips := [
         f"{skipped[kind]:,} {kind}" for kind in sorted(skipped, key=lambda kind: (-skipped[kind], kind)) if skipped[kind]
     ]:
-        more = f" and {len(kinds) - MAX_LISTED} kinds more" if len(kinds) > MAX_LISTED else ""
-        notice(f"{path}: files to read: {len(unique):,}; left out: {', '.join(kinds[:MAX_LISTED])}{more}.")
+        more = f" and {len(skips) - MAX_LISTED} kinds more" if len(skips) > MAX_LISTED else ""
+        notice(f"{path}: files to read: {len(unique):,}; left out: {', '.join(skips[:MAX_LISTED])}{more}.")
     return sorted(unique.values())
 
 

@@ -21,7 +21,7 @@ class Gauge(NamedTuple):
     title: str
     axis: Axis
     summed_up: str = "median"  # or "last"
-    drawn_with: str = ""  # key of the gauge whose chart it joins
+    chart: str = ""  # key of the gauge whose chart it joins
 
     @property
     def label(self) -> str:
@@ -34,7 +34,7 @@ BYTES = Axis("si", low=0)
 
 GAUGES = (
     Gauge("loss", "loss", Axis(".4g"), "last"),
-    Gauge("held_out", "held-out loss", Axis(".4g"), "last", drawn_with="loss"),
+    Gauge("held_out", "held-out loss", Axis(".4g"), "last", chart="loss"),
     Gauge("tokens_per_s", "tokens per second", Axis("si", low=0)),
     Gauge("mfu", "share of this machine's matrix rate", SHARE),
     Gauge("gpu_busy", "GPU busy", WHOLE_SHARE),
@@ -48,8 +48,8 @@ GAUGES = (
     Gauge("grad_norm", "gradient norm", Axis(".3g"), "last"),
     Gauge("lr", "learning rate", Axis(".2g", low=0), "last"),
     Gauge("memory_bytes", "peak memory, bytes", BYTES, "last"),
-    Gauge("memory_allocated_bytes", "allocated memory, bytes", BYTES, "last", drawn_with="memory_bytes"),
-    Gauge("memory_reserved_bytes", "reserved memory, bytes", BYTES, "last", drawn_with="memory_bytes"),
+    Gauge("memory_allocated_bytes", "allocated memory, bytes", BYTES, "last", chart="memory_bytes"),
+    Gauge("memory_reserved_bytes", "reserved memory, bytes", BYTES, "last", chart="memory_bytes"),
     Gauge("skipped", "skipped steps, not finite", Axis("g", low=0), "last"),
 )
 

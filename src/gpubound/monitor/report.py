@@ -79,10 +79,10 @@ def charts(called: Sequence[str], runs: Sequence[Figures], colours: Sequence[int
     marks = phases[0] if all(others == phases[0] for others in phases) else []  # different phases would overlap
     steps = [record["step"] for figures in runs for record in (*figures.records[:1], *figures.records[-1:])]
     x_range = (min(steps), max(steps)) if steps else None
-    for gauge in (g for g in GAUGES if not g.drawn_with):
+    for gauge in (g for g in GAUGES if not g.chart):
         if gauge.key == "skipped" and not any(value for figures in runs for _, value in figures.points("skipped")):
             continue
-        gauges = [gauge, *(g for g in GAUGES if g.drawn_with == gauge.key)]
+        gauges = [gauge, *(g for g in GAUGES if g.chart == gauge.key)]
         if series := [s for nth, g in enumerate(gauges) for s in _series(called, runs, colours, g, nth)]:
             html.append(line_chart(gauge.title, series, gauge.axis, marks=marks, x_range=x_range))
     for name, figures in zip(called, runs):
@@ -98,7 +98,7 @@ def _series(called: Sequence[str], runs: Sequence[Figures], colours: Sequence[in
     for run, name, figures in zip(colours, called, runs):
         if points := figures.points(gauge.key):
             steps, values = zip(*points)
-            title = f"{name}, {gauge.title.removesuffix(', bytes')}" if gauge.drawn_with else name
+            title = f"{name}, {gauge.title.removesuffix(', bytes')}" if gauge.chart else name
             colour, dash = (nth, 0) if len(runs) == 1 else (run, nth)
             series.append(Series(title, steps, values, [step for step, _ in figures.phases[1:]], colour, dash))
     return series
