@@ -42,9 +42,10 @@ class CpuLinear:
         self.parts: list[tuple[Tensor, Tensor | None]] = list(zip(weights, biases or [None] * len(weights)))
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
-        results: Sequence[Tensor] = [F.linear(x, weight, bias) for weight, bias in self.parts]
-        if len(results) < len(self.sizes):
-            results = results[0].split(self.sizes, -1)
+        if len(self.parts) == 1:
+            results: Sequence[Tensor] = F.linear(x, *self.parts[0]).split(self.sizes, -1)
+        else:
+            results = [F.linear(x, weight, bias) for weight, bias in self.parts]
         if self.added is not None:
             self.added.add(x, *results)
         return results

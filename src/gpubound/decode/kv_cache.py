@@ -128,32 +128,25 @@ class Cache:
 
     def extend(self, number: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write k and v (B, T, K, D) of a prompt at positions from `start` on. Return all so far, (B, K, start + T, D)."""
-        return self._extended(self.k, self.k_scale, number, start, k), self._extended(self.v, self.v_scale, number, start, v)
+        layer, rows, end = number - self.layers.start, len(k), start + k.shape[1]
+        results = []
+        for cache, scales, new in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
+            if self.kind is None or scales is None:
+                results.append(self._stored(cache[layer], rows, start, end, new))
+                continue
+            codes, scale = encode(new, self.kind)
+            stored = self._stored(cache[layer].view(torch.uint8), rows, start, end, codes.view(torch.uint8))  # no index for fp8
+            results.append(decode(stored.view(self.kind), self._stored(scales[layer], rows, start, end, scale), self.dtype))
+        return results[0], results[1]
 
-    def _extended(self, cache: Tensor, scales: Tensor | None, number: int, start: int, new: Tensor) -> Tensor:
-        end, index = start + new.shape[1], number - self.layers.start
-        if scales is None or self.kind is None:
-            self._write(cache[index], start, new)
-            return self._read(cache[index], len(new), end)
-        codes, scale = encode(new, self.kind)
-        stored, layer_scales = cache[index].view(torch.uint8), scales[index]  # bytes: torch does not index fp8
-        self._write(stored, start, codes.view(torch.uint8))
-        self._write(layer_scales, start, scale)
-        rows = len(new)
-        return decode(self._read(stored, rows, end).view(self.kind), self._read(layer_scales, rows, end), self.dtype)
-
-    def _write(self, to: Tensor, start: int, new: Tensor) -> None:
-        rows, end = len(new), start + new.shape[1]
+    def _stored(self, cache: Tensor, rows: int, start: int, end: int, new: Tensor) -> Tensor:
+        """Write a prompt's values (B, T, K, ...) to a layer's cache, and return all of the rows up to `end`."""
         if self.pages is None:
-            to[:rows, :, start:end] = new.transpose(1, 2)
-        else:
-            place = torch.arange(start, end, device=new.device)
-            to[self.pages[:rows].long().index_select(1, place // PAGE), :, place % PAGE] = new
-
-    def _read(self, of: Tensor, rows: int, end: int) -> Tensor:
-        if self.pages is None:
-            return of[:rows, :, :end]
-        pages = of[self.pages[:rows, : pages_for(end)].long()]  # (B, pages, K, PAGE, ...)
+            cache[:rows, :, start:end] = new.transpose(1, 2)
+            return cache[:rows, :, :end]
+        position = torch.arange(start, end, device=new.device)
+        cache[self.pages[:rows].long().index_select(1, position // PAGE), :, position % PAGE] = new
+        pages = cache[self.pages[:rows, : pages_for(end)].long()]  # (B, pages, K, PAGE, ...)
         return pages.transpose(1, 2).flatten(2, 3)[:, :, :end]
 
     def rounded(self, x: Tensor) -> Tensor:

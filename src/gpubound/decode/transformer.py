@@ -149,9 +149,13 @@ class LayerGroup:
         with entered(self.device):
             for attention, mlp in self.layers:
                 h, x = add_and_norm(x, pending, attention.weights.norm)
-                pending = normed(attention.prompt(h, start, end), attention.weights.post_norm)
+                pending = attention.prompt(h, start, end)
+                if attention.weights.post_norm is not None:
+                    pending = normed(pending, attention.weights.post_norm)
                 h, x = add_and_norm(x, pending, mlp.weights.norm)
-                pending = normed(mlp.prompt(h), mlp.weights.post_norm)
+                pending = mlp.prompt(h)
+                if mlp.weights.post_norm is not None:
+                    pending = normed(pending, mlp.weights.post_norm)
         assert pending is not None  # there is a layer
         return x, pending
 

@@ -82,7 +82,7 @@ class AttentionWeights(PartWeights):
         for x, norm in zip(rows, (self.q_norm, self.k_norm, None)):
             joint = norm is not None and len(norm.weight) > width
             heads = (normed(x, norm) if joint else x).unflatten(-1, (-1, width))
-            split.append(heads if joint else normed(heads, norm))
+            split.append(heads if joint or norm is None else normed(heads, norm))
         return split
 
     def define(self, shape: Shape, x: Tensor, tables: list[tuple[Tensor, Tensor]], rounded: Rounding) -> Tensor:
