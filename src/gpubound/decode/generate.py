@@ -52,7 +52,7 @@ from .request import (
     to_device,
 )
 from .runner import BatchState, ModelRunner, RunnerConfig, SamplingVariant, StepGraphs, Stepper
-from .speculation import Draft, stepper_of, tokens_a_step
+from .speculation import Draft, ModelDraft, TextDraft, tokens_a_step
 from .text import TextCodec, TextStream
 from .transformer import FusedRunner, gemv_rows, kernel_calls, tiled_gemm_rows
 from .weight_view import bind, restore_on_error, warn_about_hooks
@@ -257,7 +257,7 @@ def decoder(
             raise ValueError(f"decoder: {name}: got {type(value).__name__}, wanted a causal language model.")
     model = base_of(model)
     check_kind(model)
-    text = TextCodec.of(tokenizer)
+    text = None if tokenizer is None else TextCodec.of(tokenizer)
     if verify not in (True, "quick", False, None):
         raise ValueError(f"decoder: verify: got {verify!r}, wanted True, 'quick' or False.")
     if k != "auto" and (not isinstance(k, int) or isinstance(k, bool) or k < 1):
@@ -279,7 +279,7 @@ def decoder(
             f"decoder: dtype: got {dtype}, but the weights are {first.dtype} and are read as they are; cast the model with "
             f".to() first."
         )
-    width = tokens_a_step(speculate, first.device)
+    width = 1 if speculate is None else tokens_a_step(speculate, first.device)
     ladder = tuple(dict.fromkeys((k, 1))) if isinstance(k, int) else LADDER if width == 1 else SPECULATIVE_LADDER
     config = RunnerConfig(max_batch, max_length, width, weights, CacheLayout(cache, pages))
     if devices is None and split != "layers":
@@ -295,7 +295,11 @@ def decoder(
             runner = (sliced_runner if split == "tensors" else pipeline_runner)(model, config, fused, gpus)
         drafting = runner_for(drafts[0], RunnerConfig(max_batch, max_length), fused) if drafts else None
         state = BatchState(runner.max_batch, runner.vocab, max(ladder) * width, runner.device)
-        return FastDecoder(model, stepper_of(runner, state, width, drafting), ladder, text, verify)
+        if speculate is None:
+            stepper = Stepper(runner, state)
+        else:
+            stepper = TextDraft(runner, state, width) if drafting is None else ModelDraft(runner, state, width, drafting)
+        return FastDecoder(model, stepper, ladder, text, verify)
 
 
 def check_kind(model: nn.Module) -> None:

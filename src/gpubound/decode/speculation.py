@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..kernels import accept, propose
 from ..kernels.ngram_speculation import Chunk, Said
 from ..kernels.sampling import Into, Rows, Settings
-from .runner import BatchState, ModelRunner, SamplingVariant, StepGraphs, Stepper, choose, into_body
+from .runner import BatchState, SamplingVariant, StepGraphs, Stepper, choose, into_body
 
 MOST = 15  # tokens that may be drafted: with the last token, as many as a tile of a tensor core has rows
 
@@ -40,9 +40,7 @@ class Draft:
 
 
 def tokens_a_step(speculate: Any, device: torch.device) -> int:
-    """Return T for `decoder`'s `speculate`: 1 for None, which is plain decoding. device: the model's."""
-    if speculate is None:
-        return 1
+    """Return T for `decoder`'s `speculate`. device: the model's."""
     drafted = speculate.tokens if isinstance(speculate, Draft) else speculate
     if not isinstance(drafted, int) or isinstance(drafted, bool) or not 1 <= drafted <= MOST:
         raise ValueError(
@@ -53,13 +51,6 @@ def tokens_a_step(speculate: Any, device: torch.device) -> int:
         where = f"lies on {' and '.join(sorted(map(str, devices)))}" if devices else "has no weights"
         raise ValueError(f"decoder: speculate: the draft model {where}, the model is on {device}; move it there.")
     return drafted + 1
-
-
-def stepper_of(body: ModelRunner, slots: BatchState, tokens: int, drafting: ModelRunner | None) -> Stepper:
-    """Return the stepper for steps of up to `tokens` tokens a row."""
-    if tokens == 1:
-        return Stepper(body, slots)
-    return TextDraft(body, slots, tokens) if drafting is None else ModelDraft(body, slots, tokens, drafting)
 
 
 class TextDraft(Stepper):

@@ -120,7 +120,7 @@ class Handover:
             to.copies.arrived.record(to.copies.stream)
 
     def receive(self) -> None:
-        """Make this device's stream wait for the last copy that was sent buffer."""
+        """Make this device's stream wait for the last copy that was sent here."""
         if self.copies is not None:
             torch.cuda.current_stream(self.flat.device).wait_event(self.copies.arrived)
 
