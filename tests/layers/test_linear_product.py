@@ -71,24 +71,6 @@ def test_an_adapter_trains(base):
     assert base != "frozen" or layer.weight.grad is None
 
 
-def test_several_adapters_over_weights_that_are_multiplied_as_one():
-    torch.manual_seed(0)
-    bases, x = [nn.Linear(INPUTS, rows) for rows in (8, 4, 4)], draw(TOKENS, INPUTS).requires_grad_()
-    adapters = [[low_rank(INPUTS, 8, seed=1)], [], [low_rank(INPUTS, 4, seed=2), low_rank(INPUTS, 4, seed=3)]]
-    modules = nn.ModuleList(Adapted(base, *some) if some else base for base, some in zip(bases, adapters))
-    want = torch.cat([base(x) + sum(a.plain(x) for a in some) for base, some in zip(bases, adapters)], -1)
-    leaves = [x, *modules.parameters(), *(p for some in adapters for a in some for p in a.parameters)]
-    wanted = gradients(want, leaves)
-    stacked = layers.Stacked()
-    for product in (lambda: torch.cat([run_linear(m, x) for m in modules], -1), lambda: stacked.product(x, modules)):
-        y = product()
-        torch.testing.assert_close(y, want)
-        for a, b in zip(gradients(y, leaves), wanted):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    with torch.no_grad():
-        torch.testing.assert_close(stacked.product(x, modules), want)
-
-
 def test_over_a_norms_result_that_is_computed_again():
     norm, layer, x = layers.RMSNorm(INPUTS), layer_of(), draw(TOKENS, INPUTS).requires_grad_()
     layer.requires_grad_(False)

@@ -90,13 +90,6 @@ def test_where_one_kernel_multiplies_and_adds(shape, dropout, monkeypatch):
     assert_same(*found, rtol=1e-4, atol=1e-5)
 
 
-def test_x_may_have_gaps():
-    layer, x = frozen(8), draw(K, 3, 2).requires_grad_()
-    low = low_rank(layer)
-    got, want = layer(x.permute(2, 1, 0)), formula(layer, x.permute(2, 1, 0), low)
-    assert_same(gradients(got, [x, *low.parameters]), gradients(want, [x, *low.parameters]))
-
-
 def test_gradients_in_fp64():
     layer = frozen(6, torch.float64)
     low = low_rank(layer)
@@ -252,21 +245,3 @@ def test_dropout_under_a_checkpoint(reentrant):
         y.backward(draw(*y.shape, seed=9))
         found.append([y.detach(), *(leaf.grad.clone() for leaf in leaves)])
     assert_same(*found)
-
-
-def test_compiled_code_sees_it():
-    class Calls(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = frozen(8)
-
-        def forward(self, x):
-            return self.layer(x)
-
-    calls, x = Calls(), draw(5, K).requires_grad_()
-    low = low_rank(calls.layer)
-    leaves = [x, low.a, low.b]
-    got = torch.compile(calls, backend="aot_eager", fullgraph=True)(x)
-    want = formula(calls.layer, x, low)
-    torch.testing.assert_close(got, want)
-    assert_same(gradients(got, leaves), gradients(want, leaves), rtol=1e-5, atol=1e-5)

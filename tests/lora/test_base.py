@@ -106,7 +106,7 @@ def placed(model):
     return model
 
 
-@formats
+@pytest.mark.parametrize("format", ["nf4", "fp8"])
 def test_captured_is_eager_bit_for_bit(format):
     found = []
     for graph in ("off", "require"):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..errors import GraphError
 from ..kernels.accumulate import join_rows
 from ..trace import fallback
-from .linear_product import DENSE, Adapter, Joined, format_of, linear, multiply
+from .linear_product import DENSE, Joined, format_of, linear, multiply
 from .weight_memory import moving_modules, own_storages, shares_memory
 
 Kernels = tuple[str, tuple[str, ...]]
@@ -51,7 +51,7 @@ class LinearSite(NamedTuple):
 
     weight: Any = None
     bias: Any = None
-    adapters: Sequence[Adapter] = ()
+    adapters: Sequence[Any] = ()
     why: str | None = None
 
 

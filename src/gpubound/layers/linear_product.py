@@ -4,17 +4,17 @@ Three things vary, and compose inside one autograd.Function:
 
     format        how the weights are stored and multiplied: y from x, and dx and dW from dy           Format
     accumulator   where dW goes: nowhere (frozen), to .grad, or into main_grad in fp32                 kernels/accumulate.py
-    adapters      low-rank terms added to y, with their own gradients and their part of dx             Adapter
+    adapters      low-rank terms added to y, with their own gradients and their part of dx             lora/adapter.py
 
 A weight's record (kernels/tensor_state.py) names its format; adapters are arguments of a call. A new format is a subclass of
-`Format`. lora/adapter.py implements `Adapter`.
+`Format`.
 
 Legend: N tokens, O outputs (a weight's rows), K inputs (its columns).
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,9 @@ from ..kernels.lora import lora_product
 from ..kernels.tensor_state import ATTRIBUTE, record_of
 from . import recompute
 
+if TYPE_CHECKING:
+    from ..lora.adapter import LowRank, LowRankGroup
+
 
 class Joined(NamedTuple):
     """Operands of a product: the parameters, and tensors over all of their memory, which have no gradient."""
@@ -37,7 +40,7 @@ class Joined(NamedTuple):
     bias: Tensor | None
     weights: Sequence[Tensor]
     biases: Sequence[Tensor]
-    adapters: Sequence[Sequence["Adapter"]] = ()  # those of each weight
+    adapters: Sequence[Sequence["LowRank"]] = ()  # those of each weight
 
 
 class Format:
@@ -101,67 +104,15 @@ class Factors(NamedTuple):
     rows: OwnRanks | None = None
 
 
-class Adapter:
-    """An adapter of one weight: it adds to the weight's products, and has its own parameters."""
-
-    parameters: Sequence[Tensor] = ()
-
-    @property
-    def identity(self) -> tuple:
-        """Return a key that is equal for adapters that add the same, whatever values their parameters have."""
-        return tuple(map(id, self.parameters))
-
-    def plain(self, x: Tensor) -> Tensor:
-        """Compute the adapter's part of y in differentiable torch, as `Format.plain`."""
-        raise NotImplementedError
-
-    @classmethod
-    def group(cls, outputs: Sequence["AdapterOutputs"]) -> Sequence["AdapterGroup"]:
-        """Return the groups in which adapters of weights that are multiplied as one are computed."""
-        raise NotImplementedError
-
-
 class AdapterOutputs(NamedTuple):
     """An adapter and the range of y's columns that it adds to."""
 
-    adapter: Any
+    adapter: "LowRank"
     start: int
     stop: int
 
 
-class AdapterGroup:
-    """Adapters that are computed together and add to y[..., start:stop].
-
-    All methods run where autograd is off. x (N, K) and g (N, O) are 16-bit or fp32, as the product has them.
-    """
-
-    start: int
-    stop: int
-    parameters: Sequence[Tensor]
-
-    def forward(self, x: Tensor, y: Tensor) -> Sequence[Tensor]:
-        """Add to y in place. Return the tensors to save for backward."""
-        raise NotImplementedError
-
-    def factors(self, x: Tensor) -> tuple[Factors, Sequence[Tensor]] | None:
-        """Return the term that the product adds as it writes y, and the tensors to save. None: `forward` adds."""
-        raise NotImplementedError
-
-    def input_factors(self, g: Tensor, saved: Sequence[Tensor]) -> Factors:
-        """Return the group's term of dx."""
-        raise NotImplementedError
-
-    def backward(
-        self, g: Tensor, x: Tensor, saved: Sequence[Tensor], dx: Tensor | None, factors: Factors | None = None
-    ) -> Sequence[Tensor | None]:
-        """Return the gradients of `parameters`, None where one is not wanted or was delivered (kernels/accumulate.py).
-
-        The group's part of dx is added in place, unless `factors`, from `input_factors`, are passed: they are in dx already.
-        """
-        raise NotImplementedError
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, adapters: Sequence[Adapter] = ()) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, adapters: "Sequence[LowRank]" = ()) -> Tensor:
     """Compute x weightᵀ + bias in the weight's format, with its `adapters`; the gradient goes into its main_grad, if any.
 
     Without any of these it is torch's own product, unless x has a recompute recipe: torch would save x. As for torch, x, weight
@@ -223,7 +174,7 @@ def check_dtypes(x: Tensor, *parameters: Tensor | None) -> None:
             )
 
 
-def group_adapters(joined: Joined) -> Sequence[AdapterGroup]:
+def group_adapters(joined: Joined) -> "Sequence[LowRankGroup]":
     outputs, start = list[AdapterOutputs](), 0
     for weight, adapters in zip(joined.weights, joined.adapters):
         stop = start + weight.shape[0]
@@ -234,7 +185,7 @@ def group_adapters(joined: Joined) -> Sequence[AdapterGroup]:
 
 
 def _fused_term(
-    format: Format, x: Tensor, joined: Joined, groups: Sequence[AdapterGroup]
+    format: Format, x: Tensor, joined: Joined, groups: "Sequence[LowRankGroup]"
 ) -> tuple[Factors, Sequence[Tensor]] | None:
     """Return the only group's `factors`, where one kernel multiplies and adds: it reads and writes y once."""
     if len(groups) != 1 or not has_fused_kernel(format, x) or groups[0].stop - groups[0].start != joined.weight.shape[0]:
@@ -314,7 +265,7 @@ def check_unchanged(ctx: Any) -> None:
         )
 
 
-def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequence[Adapter] = ()) -> Tensor:
+def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: "Sequence[LowRank]" = ()) -> Tensor:
     y = format_of(weight).plain(x, weight, bias)
     for adapter in adapters:
         y = y + adapter.plain(x)

@@ -20,24 +20,26 @@ from ..kernels.hash_dropout import Drop, drawn
 from ..kernels.lora import lora_down, lora_up
 from ..kernels.lora_grads import adapter_gradients, blocks_of
 from ..layers.fused_weights import Projecting, has_reader, site_of
-from ..layers.linear_product import Adapter, AdapterGroup, AdapterOutputs, Factors, is_sharded, rows_of, shape_of
+from ..layers.linear_product import AdapterOutputs, Factors, is_sharded, rows_of, shape_of
 from ..trace import fallback
 
 
-class LowRank(Adapter):
+class LowRank:
     """One adapter. `dropout` drops only if it is an nn.Dropout in training mode."""
 
     routing: Any = None  # which rows of a batch have which columns of h (routing.py); None: all rows have all columns
 
     def __init__(self, a: Tensor, b: Tensor, scale: float = 1.0, dropout: nn.Module | None = None):
-        self.parameters = self.a, self.b = a, b
+        self.a, self.b = a, b
+        self.parameters: Sequence[Tensor] = (a, b)
         self.all_a: tuple[Tensor, ...] = (a,)
         self.all_b: tuple[Tensor, ...] = (b,)
         self.scale, self.dropout = scale, dropout
 
     @property
     def identity(self) -> tuple:
-        return (*super().identity, self.scale)
+        """Return a key that is equal for adapters that add the same, whatever values their parameters have."""
+        return (*map(id, self.parameters), self.scale)
 
     @property
     def rate(self) -> float:
@@ -46,7 +48,7 @@ class LowRank(Adapter):
         return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
 
     @classmethod
-    def group(cls, outputs: Sequence[AdapterOutputs]) -> Sequence[AdapterGroup]:
+    def group(cls, outputs: Sequence[AdapterOutputs]) -> "Sequence[LowRankGroup]":
         """Return a `LowRankGroup` for each scale, dropout rate and routing."""
         if len(outputs) == 1:
             return (LowRankGroup(outputs),)
@@ -56,6 +58,7 @@ class LowRank(Adapter):
         return [LowRankGroup(group) for group in groups.values()]
 
     def plain(self, x: Tensor) -> Tensor:
+        """Compute the term of y in differentiable torch, for torch.compile and torch.func."""
         x = F.dropout(x, self.rate) if self.rate else x
         return F.linear(F.linear(x, self.a.to(x.dtype)) * self.scale, self.b.to(x.dtype))
 
@@ -99,16 +102,17 @@ class RoutedLowRank(LowRank):
         return adapter_gradients(self.all_a, self.all_b, x, gh, g, h, drop, requires_grad, beside=True)
 
 
-class LowRankGroup(AdapterGroup):
-    """Adapters over column ranges of one product, in order, with one scale and one dropout mask.
+class LowRankGroup:
+    """Adapters over column ranges of y[..., start:stop], in order, with one scale and one dropout mask.
 
-    If the ranges are adjacent, b is block-diagonal (kernels/lora.py), and the group is computed as one adapter.
+    If the ranges are adjacent, b is block-diagonal (kernels/lora.py), and the group is computed as one adapter. Methods run
+    where autograd is off; x (N, K) and g (N, O) are 16-bit or fp32, as the product has them.
     """
 
     routed_ids: Any = None  # identifies the ids of forward in backward (routing.py)
 
     def __init__(self, outputs: Sequence[AdapterOutputs]):
-        first: LowRank = outputs[0].adapter
+        first = outputs[0].adapter
         self.start, self.stop = outputs[0].start, outputs[-1].stop
         self.scale, self.rate, self.routing = first.scale, first.rate, first.routing
         self.blocks: list[int] | None = None
@@ -123,6 +127,7 @@ class LowRankGroup(AdapterGroup):
         self.as_one = self.blocks is not None or len(outputs) == 1
 
     def forward(self, x: Tensor, y: Tensor) -> Sequence[Tensor]:
+        """Add to y in place. Return the tensors to save for backward."""
         h, saved = self._down(x)
         y = y.view(-1, y.shape[-1])
         if self.as_one:
@@ -133,6 +138,7 @@ class LowRankGroup(AdapterGroup):
         return saved
 
     def factors(self, x: Tensor) -> tuple[Factors, Sequence[Tensor]] | None:
+        """Return the term that the product adds as it writes y, and the tensors to save. None: `forward` must add it."""
         if not self.as_one:
             return None
         h, saved = self._down(x)
@@ -149,6 +155,7 @@ class LowRankGroup(AdapterGroup):
         return h, (h, ids) if drop is None else (h, ids, drop.seed)
 
     def input_factors(self, g: Tensor, saved: Sequence[Tensor]) -> Factors:
+        """Return the group's term of dx."""
         h, *rest = saved
         ids = None if self.routing is None else self.routing.again(self, rest.pop(0))
         gh = h.new_empty(h.shape)
@@ -169,6 +176,10 @@ class LowRankGroup(AdapterGroup):
     def backward(
         self, g: Tensor, x: Tensor, saved: Sequence[Tensor], dx: Tensor | None, factors: Factors | None = None
     ) -> Sequence[Tensor | None]:
+        """Return the gradients of `parameters`, None where one is not wanted or was delivered (kernels/accumulate.py).
+
+        The group's part of dx is added in place, unless `factors`, from `input_factors`, are in dx already.
+        """
         if factors is None:
             factors = self.input_factors(g, saved)
             if dx is not None:
@@ -278,4 +289,4 @@ def pack_adapters(model: nn.Module) -> None:
             start, stop = stop, stop + shape_of(site.weight)[0]
             outputs += [AdapterOutputs(low, start, stop) for low in site.adapters]
         for group in LowRank.group(outputs) if outputs else ():
-            group.pack()  # type: ignore[attr-defined]
+            group.pack()
