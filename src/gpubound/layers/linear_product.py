@@ -14,7 +14,7 @@ Legend: N tokens, O outputs (a weight's rows), K inputs (its columns).
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +29,6 @@ from ..kernels.lora import lora_product
 from ..kernels.tensor_state import ATTRIBUTE, record_of
 from . import recompute
 
-if TYPE_CHECKING:
-    from ..lora.adapter import LowRank, LowRankGroup
-
 
 class Joined(NamedTuple):
     """Operands of a product: the parameters, and tensors over all of their memory, which have no gradient."""
@@ -40,7 +37,7 @@ class Joined(NamedTuple):
     bias: Tensor | None
     weights: Sequence[Tensor]
     biases: Sequence[Tensor]
-    adapters: Sequence[Sequence["LowRank"]] = ()  # those of each weight
+    adapters: Sequence[Sequence[Any]] = ()  # of each weight, LowRank of lora/adapter.py
 
 
 class Format:
@@ -107,12 +104,12 @@ class Factors(NamedTuple):
 class AdapterOutputs(NamedTuple):
     """An adapter and the range of y's columns that it adds to."""
 
-    adapter: "LowRank"
+    adapter: Any  # a LowRank of lora/adapter.py
     start: int
     stop: int
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, adapters: "Sequence[LowRank]" = ()) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, adapters: Sequence[Any] = ()) -> Tensor:
     """Compute x weightᵀ + bias in the weight's format, with its `adapters`; the gradient goes into its main_grad, if any.
 
     Without any of these it is torch's own product, unless x has a recompute recipe: torch would save x. As for torch, x, weight
@@ -174,7 +171,7 @@ def check_dtypes(x: Tensor, *parameters: Tensor | None) -> None:
             )
 
 
-def group_adapters(joined: Joined) -> "Sequence[LowRankGroup]":
+def group_adapters(joined: Joined) -> Sequence[Any]:
     outputs, start = list[AdapterOutputs](), 0
     for weight, adapters in zip(joined.weights, joined.adapters):
         stop = start + weight.shape[0]
@@ -184,9 +181,7 @@ def group_adapters(joined: Joined) -> "Sequence[LowRankGroup]":
     return outputs[0].adapter.group(outputs)
 
 
-def _fused_term(
-    format: Format, x: Tensor, joined: Joined, groups: "Sequence[LowRankGroup]"
-) -> tuple[Factors, Sequence[Tensor]] | None:
+def _fused_term(format: Format, x: Tensor, joined: Joined, groups: Sequence[Any]) -> tuple[Factors, Sequence[Tensor]] | None:
     """Return the only group's `factors`, where one kernel multiplies and adds: it reads and writes y once."""
     if len(groups) != 1 or not has_fused_kernel(format, x) or groups[0].stop - groups[0].start != joined.weight.shape[0]:
         return None
@@ -265,7 +260,7 @@ def check_unchanged(ctx: Any) -> None:
         )
 
 
-def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: "Sequence[LowRank]" = ()) -> Tensor:
+def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequence[Any] = ()) -> Tensor:
     y = format_of(weight).plain(x, weight, bias)
     for adapter in adapters:
         y = y + adapter.plain(x)
