@@ -38,7 +38,7 @@ def reference(monkeypatch):
     """The reference kernels: what is tested here is the command, not the interpreter."""
     monkeypatch.setattr(facts, "interpreted", lambda: False)
     monkeypatch.delenv("GPUBOUND_TRACEBACK", raising=False)
-    monkeypatch.setattr(trace, "_said", set())  # what is said once a process may have been said by another test
+    monkeypatch.setattr(trace, "_printed", set())  # what is said once a process may have been said by another test
 
 
 @pytest.fixture(scope="session")

@@ -77,7 +77,7 @@ def said(monkeypatch, capsys):
     """What the library prints, each line again although this process may have printed it before."""
     from gpubound import trace
 
-    monkeypatch.setattr(trace, "_said", set())
+    monkeypatch.setattr(trace, "_printed", set())
     return lambda: capsys.readouterr().err
 
 

@@ -25,7 +25,7 @@ NONE = Sight(0, "no GPU is visible to CUDA")
 def fresh(monkeypatch, request):
     """No verdict and no notice of another test; no variable of the machine that the suite runs on. The test of this machine's
     GPU keeps them: CUDA has counted GPUs by them."""
-    monkeypatch.setattr(trace, "_said", set())
+    monkeypatch.setattr(trace, "_printed", set())
     for name in () if request.node.get_closest_marker("gpu") else ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     verdicts = policy._tested

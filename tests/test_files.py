@@ -16,7 +16,7 @@ from gpubound.data import train_tokenizer
 from gpubound.doctor.finding import Verdict
 from gpubound.doctor.report import write_reports
 from gpubound.errors import DataError
-from gpubound.files import LOCK, locked, read_json, reading, regular, sibling, write_whole, writing
+from gpubound.files import LOCK, locked, read_json, reading, regular, sibling, write_atomic, writing
 from gpubound.models import PRESETS, Decoder, load_hf, save_hf
 from tests.messages import message
 
@@ -74,10 +74,10 @@ def test_a_listing_names_only_files_beside_it(tmp_path):
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "a.json"
-    write_whole(path, '{"a": 1}')
+    write_atomic(path, '{"a": 1}')
     assert read_json(path) == {"a": 1}
     with pytest.raises(UnicodeEncodeError):
-        write_whole(path, "\ud800")
+        write_atomic(path, "\ud800")
     assert read_json(path) == {"a": 1} and list(tmp_path.iterdir()) == [path]
 
 
@@ -100,7 +100,7 @@ def test_where_nothing_can_be_written_the_reason_is_told(tmp_path):
     (tmp_path / "file").touch()
     long, below = tmp_path / ("n" * 255), tmp_path / "file" / "run"
     cure = "check its permissions, its disk and its quota."
-    assert refused(write_whole, long, "") == message("files:where_nothing_can_be_wri", long, cure)
+    assert refused(write_atomic, long, "") == message("files:where_nothing_can_be_wri", long, cure)
     assert refused(save_hf, Decoder(PRESETS["tiny"]), below) == message("files:where_nothing_can_be_wri.2", below, cure)
     with pytest.raises(DataError, check=message("files:where_nothing_can_be_wri.3", below)), locked(below):
         pass
@@ -217,7 +217,7 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", none)
-    monkeypatch.setattr(trace, "_said", set())
+    monkeypatch.setattr(trace, "_printed", set())
     with locked(tmp_path):
         pass
     assert capsys.readouterr().err == message("files:a_file_system_without_lo", tmp_path, os.strerror(errno.ENOLCK))

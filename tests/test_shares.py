@@ -55,7 +55,7 @@ def test_within_the_roofline_nothing_is_measured(limits):
 
 def test_a_matrix_rate_that_is_passed_ends_the_shares_of_a_run(limits, capsys, monkeypatch):
     """Its head names the rate, so the one that is measured now is for the next run."""
-    monkeypatch.setattr(trace, "_said", set())
+    monkeypatch.setattr(trace, "_printed", set())
     scale = MatrixRate.__new__(MatrixRate)
     scale.work = TokenFlops([(6, 1_000_000, "parameters in products")], [], 1)
     scale.run = SimpleNamespace(ranks=ALONE, stage=SimpleNamespace(recipe=SimpleNamespace(seq=8)), device=torch.device("cpu"))

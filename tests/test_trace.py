@@ -13,7 +13,7 @@ from tests.messages import message
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch):
-    monkeypatch.setattr(trace, "_said", set())
+    monkeypatch.setattr(trace, "_printed", set())
     monkeypatch.setattr(trace, "fallbacks", type(trace.fallbacks)())
 
 

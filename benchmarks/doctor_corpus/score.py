@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from gpubound.files import write_whole
+from gpubound.files import write_atomic
 
 from .plant import Script
 
@@ -201,7 +201,7 @@ def write_outcomes(file: Path, outcomes: Iterable[Outcome]) -> None:
         row["script"] = {"kinds": outcome.script.kinds, "blamed": sorted(outcome.script.blamed)}
         row["found"] = [asdict(found) | {"file": Path(found.file).name} for found in outcome.found]
         rows.append(json.dumps(row))
-    write_whole(file, "\n".join([*rows, ""]))
+    write_atomic(file, "\n".join([*rows, ""]))
 
 
 def read_outcomes(file: Path) -> list[Outcome]:

@@ -50,13 +50,13 @@ logger = logging.getLogger("gpubound")
 _null_handler = logging.NullHandler()  # or logging would print warnings, too
 logger.addHandler(_null_handler)
 
-_said: set[str] = set()
+_printed: set[str] = set()
 
 
 def notice(text: str, level: int = logging.INFO) -> None:
     """Log one line, once in this process."""
-    if text not in _said:
-        _said.add(text)
+    if text not in _printed:
+        _printed.add(text)
         say(text, level, stacklevel=3)
 
 

@@ -108,7 +108,7 @@ def test_a_batch_of_the_ring_is_refused_inside_a_capture():
 
 
 def test_memory_that_runs_out_while_uploading(monkeypatch):
-    monkeypatch.setattr(trace, "_said", set())
+    monkeypatch.setattr(trace, "_printed", set())
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (256 << 20)) / total)

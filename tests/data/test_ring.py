@@ -192,7 +192,7 @@ def test_a_forgotten_ring_ends_its_thread():
 def test_a_source_that_hangs_does_not_hang_the_close(monkeypatch, capsys):
     gate = threading.Event()
     monkeypatch.setattr(ring_module, "CLOSING_SECONDS", 0.05)
-    monkeypatch.setattr("gpubound.trace._said", set())
+    monkeypatch.setattr("gpubound.trace._printed", set())
 
     def source():
         yield {"x": torch.ones(1)}

@@ -41,7 +41,7 @@ def test_a_row_with_a_text_and_a_chat_is_refused(tmp_path):
 
 
 def test_empty_rows_are_no_documents_and_counted(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(trace, "_said", set())
+    monkeypatch.setattr(trace, "_printed", set())
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": "x"}\n')
     (tmp_path / "b.jsonl").write_text('{"text": ""}\n')
     texts = Texts([tmp_path, "", {"text": ""}, "y", ""])
@@ -97,7 +97,7 @@ def test_a_file_of_several_names_in_one_folder_is_read_once(tmp_path, said):
 
 def test_what_a_folder_holds_besides_is_counted(tmp_path, capsys, monkeypatch):
     """A folder of compressed texts beside a README would train on the README alone."""
-    monkeypatch.setattr(trace, "_said", set())
+    monkeypatch.setattr(trace, "_printed", set())
     for name in ("README.md", "a.jsonl.gz", "b.jsonl.gz", "c.TXT", "notes", ".hidden"):
         (tmp_path / name).write_text("text")
     (tmp_path / "again").symlink_to(tmp_path)

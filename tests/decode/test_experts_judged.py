@@ -118,7 +118,7 @@ def worst(gate, hidden):
 class TestWeights:
     @pytest.fixture(autouse=True)
     def every_notice(self, monkeypatch):
-        monkeypatch.setattr(trace, "_said", set())
+        monkeypatch.setattr(trace, "_printed", set())
 
     @pytest.fixture
     def fast(self) -> gb.FastDecoder:

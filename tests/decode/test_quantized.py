@@ -187,7 +187,7 @@ def test_pieces_of_a_long_text_cover_it(device, monkeypatch):
 
 def test_weights_that_change_are_packed_again(device, capsys, monkeypatch):
     """In place, at the next request; the tokens are then those of the new weights."""
-    monkeypatch.setattr("gpubound.trace._said", set())
+    monkeypatch.setattr("gpubound.trace._printed", set())
     model = build("Llama", device=device)
     body = make(model, "int8")
     decoder = over(model, body)

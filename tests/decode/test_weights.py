@@ -15,7 +15,7 @@ PROMPT = cases.prompts(7)[0]
 
 @pytest.fixture(autouse=True)
 def every_notice(monkeypatch):
-    monkeypatch.setattr(trace, "_said", set())
+    monkeypatch.setattr(trace, "_printed", set())
 
 
 @pytest.fixture(params=["Llama", "own"])

@@ -73,7 +73,7 @@ def without(stage):
         symmetric.empty = lambda elements, dtype, device: failing("no memory") if stage == ranks.rank else torch.zeros(elements)
         symmetric.rendezvous = lambda buffer, group: failing("no fabric")
         ours = replace(ranks, device=torch.device("cuda", ranks.rank))  # as if: nothing runs there
-        return symmetric_sums(ours, 100), [line for line in trace._said if line.startswith("parallel: ")]
+        return symmetric_sums(ours, 100), [line for line in trace._printed if line.startswith("parallel: ")]
 
 
 def failing(said):

@@ -50,9 +50,9 @@ def wrapped():
     losses, weights, model = trained("cpu")
     said = [refused(model) for model in (nn.Sequential(model), hooked(made(0)))]
     gb.TrainStep(fully_shard(made(0)), loss, precision="fp32").close()  # its parameters know their ranks: no warning
-    assert not any("trains alone" in line for line in trace._said)
+    assert not any("trains alone" in line for line in trace._printed)
     gb.TrainStep(made(0), loss, precision="fp32").close()
-    said += [line for line in trace._said if line.startswith("train: ") and ("Distributed" in line or "ranks" in line)]
+    said += [line for line in trace._printed if line.startswith("train: ") and ("Distributed" in line or "ranks" in line)]
     return losses, weights, sorted(said)
 
 

@@ -41,7 +41,7 @@ def trained(world, accumulate, options):
                 losses.append(result.read().loss)
             assert step(mine) is None, "and again"
             step.assert_alike()
-        said = [line for line in trace._said if "the data of rank" in line]
+        said = [line for line in trace._printed if "the data of rank" in line]
         return {name: t.float().numpy() for name, t in model.state_dict().items()}, losses, said
 
 
@@ -150,7 +150,7 @@ def over(folder):
         store = Checkpoints(folder, ranks=ranks)
         own = Checkpoints(folder / f"of-{ranks.rank}")
         own.save(1, {"a": torch.ones(1)}, {}, wait=True)
-    said = [line for line in trace._said if "saves into" in line]
+    said = [line for line in trace._printed if "saves into" in line]
     for late in (lambda: step(window(0, 0)), lambda: store.save(1, {}, {}), lambda: ranks.gather(1), ranks.wait):
         with pytest.raises(ValueError, check=message("parallel/uneven:over")):
             late()

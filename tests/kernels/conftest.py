@@ -16,7 +16,7 @@ def fresh(monkeypatch):
     """No verdicts, no fallbacks, nothing said yet; all restored afterwards."""
     monkeypatch.setattr(dispatch, "_verdicts", {})
     monkeypatch.setattr(trace, "fallbacks", Counter())
-    monkeypatch.setattr(trace, "_said", set())
+    monkeypatch.setattr(trace, "_printed", set())
 
 
 @pytest.fixture

@@ -147,7 +147,7 @@ def failing(times: int):
 @pytest.fixture
 def settled(monkeypatch):
     monkeypatch.setattr(plans, "_settled", {})
-    monkeypatch.setattr(trace, "_said", set())
+    monkeypatch.setattr(trace, "_printed", set())
 
 
 def test_a_launch_that_does_not_fit_takes_the_next_smaller_plan(settled, capsys):

@@ -306,7 +306,7 @@ def test_refused_in_words():
 def fallbacks(monkeypatch):
     found = Counter()
     monkeypatch.setattr(trace, "fallbacks", found)
-    monkeypatch.setattr(trace, "_said", set())
+    monkeypatch.setattr(trace, "_printed", set())
     return lambda: dict(found)
 
 

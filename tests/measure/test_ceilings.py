@@ -33,7 +33,7 @@ def measured(monkeypatch, tmp_path):
         return dict(FIGURES)
 
     monkeypatch.setattr(limits, "of_cpu", of_cpu)
-    monkeypatch.setattr(trace, "_said", set())
+    monkeypatch.setattr(trace, "_printed", set())
     monkeypatch.setattr(ceiling, "_unsaved", {})
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()

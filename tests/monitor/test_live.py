@@ -68,7 +68,7 @@ def test_a_gpu_without_the_counters_gives_power_alone():
 
 
 def test_what_the_gpu_refuses_is_left_out_aloud_and_not_asked_again(capsys, monkeypatch):
-    monkeypatch.setattr(trace, "_said", set())
+    monkeypatch.setattr(trace, "_printed", set())
     nvml = FakeNvml(power=None)
     chip = _Chip(nvml, "handle")
     assert chip.read() == {"sm_active": 0.4}

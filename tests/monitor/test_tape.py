@@ -37,7 +37,7 @@ def test_a_resumed_run_overwrites_the_steps_it_repeats(tmp_path):
 
 
 def test_half_a_line_is_left_out_aloud(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(trace, "_said", set())
+    monkeypatch.setattr(trace, "_printed", set())
     a_run(tmp_path, steps=3)
     with open(tmp_path / "steps.jsonl", "a") as file:
         file.write('{"step": 4, "lo')
@@ -54,7 +54,7 @@ def test_a_line_that_was_cut_off_does_not_swallow_the_next(tmp_path):
 
 
 def test_rewinding_forgets_what_a_killed_run_wrote_behind_its_checkpoint(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(trace, "_said", set())
+    monkeypatch.setattr(trace, "_printed", set())
     tape = a_run(tmp_path, steps=9)
     with open(tmp_path / "steps.jsonl", "a") as file:
         file.write('{"step": 10, "lo')

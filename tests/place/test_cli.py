@@ -66,7 +66,7 @@ def test_json(capsys):
 
 
 def test_a_folder(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(trace, "_said", set())
+    monkeypatch.setattr(trace, "_printed", set())
     tiny().save_pretrained(tmp_path / "weights")
     assert place(str(tmp_path / "weights"), "--strict") == 0
     assert "11 swapped, 0 refused" in capsys.readouterr().out

@@ -25,7 +25,7 @@ def wrong_swiglu(gate, up=None):
 
 def test_a_wrong_swap_is_refused(monkeypatch, capsys):
     monkeypatch.setattr("gpubound.layers.mlp.swiglu", wrong_swiglu)
-    monkeypatch.setattr(trace, "_said", set())
+    monkeypatch.setattr(trace, "_printed", set())
     model = tiny()
     want = training_run(twin(model), batch())
     placement = place(model)

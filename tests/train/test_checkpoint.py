@@ -109,7 +109,7 @@ def do_damage(folder, damage) -> None:
 @pytest.mark.parametrize("damage, sentence", DAMAGES.items(), ids=DAMAGES)
 def test_a_damaged_checkpoint_is_skipped_aloud(tmp_path, damage, sentence, capsys, monkeypatch):
     """And those after it do not count it among the newest, which are kept."""
-    monkeypatch.setattr(trace, "_said", set())
+    monkeypatch.setattr(trace, "_printed", set())
     store = Checkpoints(tmp_path, keep=2)
     for step in (1, 5):
         store.save(step, tensors(step), {"batch": step}, wait=True)

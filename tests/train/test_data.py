@@ -211,7 +211,7 @@ def test_a_model_folder_needs_data_and_a_preset_does_not(base, tmp_path):
 
 
 def test_each_kind_of_run_has_its_own_rates_and_says_them(on_reference, corpus, base, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(trace, "_said", set())
+    monkeypatch.setattr(trace, "_printed", set())
     lora = {"lora": {"rank": 2}, "model": str(base)}
     kinds = [({"model": "tiny"}, 3e-3, 0.1), ({"model": str(base)}, 2e-5, 0.0), (lora, 2e-4, 0.0)]
     for changes, lr, weight_decay in kinds:

@@ -40,7 +40,7 @@ def test_with_more_steps_it_is_the_longer_run(corpus, tmp_path, until):
 
 
 def test_more_steps_say_what_the_schedule_does(corpus, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(trace, "_said", set())
+    monkeypatch.setattr(trace, "_printed", set())
     _, before = train(recipe(corpus, tmp_path, steps=8))
     _, after = train(recipe(corpus, tmp_path, steps=12), resume=True)
     assert message("train/resume:more_steps_say_what_the", f"{before[-1]['lr']:.2e}", f"{after[0]['lr']:.2e}").within(

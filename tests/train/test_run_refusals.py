@@ -143,7 +143,7 @@ def test_a_corpus_that_was_built_anew_from_other_texts(tmp_path):
 
 
 def test_nothing_to_resume_is_said(corpus, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(trace, "_said", set())
+    monkeypatch.setattr(trace, "_printed", set())
     prepare(recipe(corpus, tmp_path), resume=True, progress=False)
     assert message("train/run_refusals:nothing_to_resume_is_sai", tmp_path / "checkpoints").within(capsys.readouterr().err)
 

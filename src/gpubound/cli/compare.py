@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from ..data import Corpus
-from ..files import write_whole
+from ..files import write_atomic
 from ..formatting import hint
 from ..layers.quantized_base import numbers_of
 from ..models.registry import family_of, is_named, presets
@@ -154,5 +154,5 @@ def _train(name: str, recipe: Recipe, corpora: Sequence[Corpus], resume: bool, l
 def write(comparison: Variants, recipe: Recipe) -> tuple[Path, Path]:
     """Write the page and the figures into the run's folder."""
     figures = Path(recipe.out, "comparison.json")
-    write_whole(figures, json.dumps(comparison.as_dict(), indent=1))
+    write_atomic(figures, json.dumps(comparison.as_dict(), indent=1))
     return comparison.report(Path(recipe.out, "report.html")), figures

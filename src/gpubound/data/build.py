@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import DataError
-from ..files import flock, make_folder, read_json, write_whole
+from ..files import flock, make_folder, read_json, write_atomic
 from ..trace import notice
 from .shards import CLAIM, CURE, DTYPES, MANIFEST, SUFFIX, read_shard, tokenizer_checksums, write_shard
 from .texts import Document, Progress, Texts
@@ -109,7 +109,7 @@ def build(
             "tokens": writer.tokens,
             "tokenizer_files": tokenizer_checksums(path),
         }
-        write_whole(path / MANIFEST, json.dumps(manifest))
+        write_atomic(path / MANIFEST, json.dumps(manifest))
         (path / CLAIM).unlink()
         return True
 
@@ -176,7 +176,7 @@ def _resume(path: Path, settings: dict[str, Any], encoder: Encoder) -> "Writer":
             raise DataError(
                 f"{path}: is not empty and not a corpus of gpubound; nothing was overwritten; build to another path."
             )
-        write_whole(claim, json.dumps(settings))
+        write_atomic(claim, json.dumps(settings))
     _check_settings(path, read_json(claim, CURE), settings)
     for rest in path.glob("*.partial"):
         rest.unlink()

@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ..errors import DataError
-from ..files import check_replaceable, make_folder, read_json, read_text, regular, write_whole
+from ..files import check_replaceable, make_folder, read_json, read_text, regular, write_atomic
 from .texts import Progress, Texts
 
 Messages = list[dict[str, Any]]
@@ -148,8 +148,8 @@ class Tokenizer:
         config |= {"chat_template": self.chat_template} | self.special
         for name in REPLACED:
             (folder / name).unlink(missing_ok=True)
-        write_whole(folder / "tokenizer_config.json", json.dumps(config))
-        write_whole(folder / "tokenizer.json", self.inner.to_str())  # last: its presence means a complete folder
+        write_atomic(folder / "tokenizer_config.json", json.dumps(config))
+        write_atomic(folder / "tokenizer.json", self.inner.to_str())  # last: its presence means a complete folder
 
     @staticmethod
     def load(path: str | Path) -> "Tokenizer":

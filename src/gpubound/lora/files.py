@@ -15,7 +15,7 @@ from safetensors.torch import load as tensors_of, save as bytes_of
 from torch import Tensor, nn
 
 from ..errors import DataError
-from ..files import check_replaceable, make_folder, read_json, reading, regular, replacing, write_whole
+from ..files import check_replaceable, make_folder, read_json, reading, regular, replacing, write_atomic
 from ..trace import fallback
 from .base import check_no_step
 from .layers import base_of, parameters_of
@@ -65,7 +65,7 @@ def save(model: nn.Module, path: str | Path, name: str = "default", overwrite: b
     make_folder(folder)
     with replacing(folder / WEIGHTS) as file:
         file.write(bytes_of(tensors, {"format": "pt"}))
-    write_whole(folder / CONFIG, json.dumps(config, indent=2, default=sorted) + "\n")
+    write_atomic(folder / CONFIG, json.dumps(config, indent=2, default=sorted) + "\n")
 
 
 @torch.inference_mode(False)

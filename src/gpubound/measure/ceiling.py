@@ -16,7 +16,7 @@ import torch
 
 from ..device import resolve
 from ..errors import DataError, MeasureError
-from ..files import cache_folder, write_whole
+from ..files import cache_folder, write_atomic
 from ..trace import notice, say
 from . import limits
 from .limits import machine
@@ -194,7 +194,7 @@ def _write(result: Ceilings) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(result.as_dict(), indent=1) + "\n")
+        write_atomic(path, json.dumps(result.as_dict(), indent=1) + "\n")
         del _unsaved[result.key, result.quick]
     except (OSError, DataError) as error:
         why = getattr(error.__cause__ or error, "strerror", error)

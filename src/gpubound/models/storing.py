@@ -18,7 +18,7 @@ from torch import Tensor
 from ..data import Tokenizer
 from ..data.tokenizer import ends_of_turn
 from ..errors import DataError
-from ..files import check_replaceable, make_folder, partial, write_whole
+from ..files import check_replaceable, make_folder, partial, write_atomic
 from ..lora.merge import plain_state
 from .folder import (
     GENERATION,
@@ -121,7 +121,7 @@ def write_model(
     config = config | {name: generation.get(name) for name in SPECIAL_IDS}
     _write_weights(path, state, iter(state.items() if weights is None else weights))
     for name, content in (("config.json", config), (GENERATION, generation)):
-        write_whole(path / name, json.dumps(content, indent=2) + "\n")
+        write_atomic(path / name, json.dumps(content, indent=2) + "\n")
     if tokenizer:
         tokenizer.save(path, overwrite=overwrite)
     return path
@@ -191,7 +191,7 @@ def _write_weights(path: Path, state: dict[str, Tensor], weights: Iterator[tuple
     if len(parts) > 1:
         size = sum(t.numel() * t.itemsize for t in state.values())
         table = {name: file.name for names, file in zip(parts, files) for name in names}
-        write_whole(path / INDEX, json.dumps({"metadata": {"total_size": size}, "weight_map": table}, indent=2) + "\n")
+        write_atomic(path / INDEX, json.dumps({"metadata": {"total_size": size}, "weight_map": table}, indent=2) + "\n")
 
 
 def _parts(state: dict[str, Tensor]) -> list[list[str]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
-from ..files import make_folder, read_json, read_text, write_whole, writing
+from ..files import make_folder, read_json, read_text, write_atomic, writing
 from ..formatting import shown
 from ..trace import notice
 
@@ -70,7 +70,7 @@ class RunTape:
     def tell(self, **about: Any) -> None:
         """Add facts to run.json."""
         self.about |= about
-        write_whole(self.path / ABOUT, json.dumps(self.about, indent=1, default=str))
+        write_atomic(self.path / ABOUT, json.dumps(self.about, indent=1, default=str))
 
     def append(self, record: dict[str, Any]) -> None:
         record = record | {"elapsed_s": round(time.monotonic() - self._zero, 3)}
@@ -93,7 +93,7 @@ class RunTape:
     def rewind(self, step: int) -> None:
         """Remove the lines after `step`, which a resumed run writes again. The training time continues at the last line."""
         lines = "".join(json.dumps(record) + "\n" for record in self._lines() if record["step"] <= step)
-        write_whole(self.path / STEPS, lines)
+        write_atomic(self.path / STEPS, lines)
         self._zero = time.monotonic() - next((float(record.get("elapsed_s", 0)) for record in reversed(self.steps())), 0.0)
 
     def steps(self) -> list[dict[str, Any]]:

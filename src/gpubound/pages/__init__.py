@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader
 from markupsafe import Markup
 
-from ..files import write_whole as write_whole
+from ..files import write_atomic as write_atomic
 
 TITLE_END = "gpubound</title>"  # in the head of every page of this library
 
@@ -47,4 +47,4 @@ def write_page(out: Path, page: str) -> None:
     if out.exists() and not out.is_file():
         out.write_text(page, encoding="utf-8")
     else:
-        write_whole(out, page)
+        write_atomic(out, page)

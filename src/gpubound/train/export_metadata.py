@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import DataError
-from ..files import EXPORT as ORIGIN, check_replaceable, make_folder, read_json, write_whole
+from ..files import EXPORT as ORIGIN, check_replaceable, make_folder, read_json, write_atomic
 from ..trace import notice
 from .checkpoint import Checkpoint
 from .checkpoint.files import STATE
@@ -21,12 +21,12 @@ def claim(folder: Path, run: str, overwrite: bool = False) -> None:
     """
     check_replaceable(folder, "export", run=run, overwrite=overwrite)
     make_folder(folder)
-    write_whole(folder / ORIGIN, json.dumps({"run": run}) + "\n")
+    write_atomic(folder / ORIGIN, json.dumps({"run": run}) + "\n")
 
 
 def note(folder: Path, run: str, step: int, done: int) -> None:
     """Write which step the exported weights are of, and how many steps the run had done."""
-    write_whole(folder / ORIGIN, json.dumps({"run": run, "step": step, "done": done}) + "\n")
+    write_atomic(folder / ORIGIN, json.dumps({"run": run, "step": step, "done": done}) + "\n")
 
 
 def done_at(folder: Path) -> int | None:

@@ -22,7 +22,7 @@ from urllib.parse import quote
 from jinja2 import Template
 
 from ...errors import MeasureError
-from ...files import make_folder, read_json, write_whole
+from ...files import make_folder, read_json, write_atomic
 from ...pages import check_page, environment, write_page
 from ...trace import printable
 from ...version import __version__
@@ -344,7 +344,7 @@ def write_reports(
     """Write doctor.json, doctor.html and doctor.sarif; return their paths. `recording`, `proof` and `patch` go to the page."""
     check_reports(folder)
     make_folder(folder)
-    write_whole(folder / JSON, json.dumps(verdict.as_dict(), indent=1) + "\n")
+    write_atomic(folder / JSON, json.dumps(verdict.as_dict(), indent=1) + "\n")
     write_page(folder / PAGE, page(verdict, recording, proof, patch))
-    write_whole(folder / SARIF, sarif(verdict) + "\n")
+    write_atomic(folder / SARIF, sarif(verdict) + "\n")
     return [folder / name for name in (JSON, PAGE, SARIF)]
