@@ -53,7 +53,7 @@ def judged(tape: Tape, located: dict[int, Place]) -> Verdict:
         bar={"shares": bar.shares, "late": bar.late},
         ceiling_ms=replay.ceiling(),
         findings=findings,
-        together_ms=replay.together([list(located)], spans),
+        together_ms=replay.saved(located, spans),
         harmless=[Finding("sync", read, None, "", None, 0.25, 0.0, "replayed", "", "leave it")],
         unlocated=[],
         phases={"timing": {"steps": 20, "seconds": 1.5}},

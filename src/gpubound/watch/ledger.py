@@ -155,7 +155,8 @@ def _table(rows: Iterable[LedgerRow]) -> list[str]:
         what = f"{row.what} [{row.detail}]" if row.detail else row.what
         code = site.code if site else ""
         code = code if len(code) <= CODE else f"{code[: CODE - 4]} ..."
-        cells.append((row.kind, what, str(row.count), _amount(row), str(site or "line unknown"), code))
+        amount = f"{row.ms:.1f} ms" if row.kind == "gc" else readable(row.bytes) if row.bytes else ""
+        cells.append((row.kind, what, str(row.count), amount, str(site or "line unknown"), code))
         notes.append(_note(row.place))
     widths = [max(len(line[column]) for line in cells) for column in range(len(HEADS) - 1)]
     lines = []
@@ -176,12 +177,6 @@ def _note(place: Place) -> str:
     if place.thread and place.thread != "autograd":
         parts.append(f"on thread {place.thread}")
     return "; ".join(parts)
-
-
-def _amount(row: LedgerRow) -> str:
-    if row.kind == "gc":
-        return f"{row.ms:.1f} ms"
-    return readable(row.bytes) if row.bytes else ""
 
 
 # Started in this order and ended in reverse: a sensor that synchronizes when it stops (Kineto) must not be counted by others.

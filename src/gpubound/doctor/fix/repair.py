@@ -339,14 +339,10 @@ def patched(verdict: Verdict, asked: Collection[str] = ()) -> tuple[Verdict, Rep
 
     Harmless findings get none. `asked` names patches that change the results, such as tf32.
     """
-    findings = [replace(finding, patch=_diff(finding, asked)) for finding in verdict.findings]
+    findings = [replace(finding, patch=repair(targets([finding]), asked).diff()) for finding in verdict.findings]
     return replace(verdict, findings=findings), repair(targets(findings), asked)
 
 
 def targets(findings: Iterable[Finding]) -> list[Target]:
     """Return a target for each finding with a line."""
     return [Target(finding.kind, line.file, line.line, line.code) for finding in findings if (line := finding.line) is not None]
-
-
-def _diff(finding: Finding, asked: Collection[str]) -> str:
-    return repair(targets([finding]), asked).diff()

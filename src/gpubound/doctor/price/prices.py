@@ -34,7 +34,7 @@ class Replay:
     """Prices in milliseconds a step: the steps of the tape are simulated repeatedly, with some of their stalls and without.
 
     `error` is the largest difference of a simulated time of the whole tape from the recorded one, as a fraction of its length.
-    `mechanism` is played `times` times, which makes `steps` steps. Its host takes `share` of the recorded time (see `paced`);
+    `simulator` is played `times` times, which makes `steps` steps. Its host takes `share` of the recorded time (see `paced`);
     `recorded_ms` is a step at the full recorded time.
     """
 
@@ -48,20 +48,20 @@ class Replay:
                 f"{lost} of {len(tape.work)} works have no launch on the tape, wanted at most {LOST:.1%}, so no stall can be "
                 "priced; record the tape with a profiler that runs before the first step and sees all threads."
             )
-        mechanism = fit_simulator(tape, order)
-        self.error = mechanism.error()
+        simulator = fit_simulator(tape, order)
+        self.error = simulator.error()
         if self.error > WRONG:
             raise MeasureError(
                 f"the replay misses recorded times by up to {self.error:.1%} of the tape, wanted at most {WRONG:.0%}: "
                 "something that is not on the tape held up the host or the device, so no stall can be priced; record it again."
             )
         self.tape = tape
-        self.mechanism = mechanism.within(*tape.window) if tape.steps else mechanism
+        self.simulator = simulator.within(*tape.window) if tape.steps else simulator
         steps = max(len(tape.steps), 1)
-        most = max(BUDGET // max(len(self.mechanism.calls), 1), 1)
+        most = max(BUDGET // max(len(self.simulator.calls), 1), 1)
         self.times = min(max(STEPS // steps, 1), most) if tape.steps else 1
         self.steps = self.times * steps
-        self._base = self.mechanism.play(self.times).length
+        self._base = self.simulator.play(self.times).length
         self.recorded_ms = self.step_ms
         self.waits = frozenset(index for index, call in enumerate(tape.calls) if call.waits)
         self.stalls = frozenset(index for index, span in enumerate(tape.spans) if span.kind in Stalls.KINDS)
@@ -80,7 +80,7 @@ class Replay:
         low, high = SLOWED, 1.0
         if step_ms >= self.step_ms:
             return self
-        awake = self.mechanism.awake(Stalls(self.tape))
+        awake = self.simulator.awake(Stalls(self.tape))
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             low, high = (middle, high) if self._with(middle, awake).step_ms < step_ms else (low, middle)
@@ -88,8 +88,8 @@ class Replay:
 
     def _with(self, share: float, awake: Simulator) -> Replay:
         paced = copy(self)
-        paced.share, paced.mechanism = share, self.mechanism.paced(share, awake)
-        paced._base = paced.mechanism.play(self.times).length
+        paced.share, paced.simulator = share, self.simulator.paced(share, awake)
+        paced._base = paced.simulator.play(self.times).length
         return paced
 
     def saved(self, calls: Iterable[int] = (), spans: Iterable[int] = (), work: bool = False) -> float:
@@ -101,26 +101,20 @@ class Replay:
         """
         return self._ms(self._base - self._without(calls, spans, work))
 
-    def together(self, sets: Sequence[Iterable[int]], spans: Iterable[int] = (), work: bool = False) -> float:
-        """Return the saving without all these sets of calls. It can be more than their sum: a wait that is left out
-        alone often moves on to the next one."""
-        return self.saved((call for each in sets for call in each), spans, work)
-
     def ceiling(self) -> float:
-        """Return milliseconds of a step whose host never stalls: no waits, also for data, collections, compilations,
-        checkpoints."""
+        """Return milliseconds of a step whose host never waits, also not for data, collections, compilations, checkpoints."""
         return self._ms(self._without(self.waits, self.stalls))
 
     def launch_free(self) -> float:
         """Return milliseconds of a step whose host costs nothing, as in a graph: the time of the devices alone."""
-        return self._ms(self.mechanism.hostless().play(self.times).length)
+        return self._ms(self.simulator.hostless().play(self.times).length)
 
     def _without(self, calls: Iterable[int], spans: Iterable[int], work: bool = False) -> float:
         gone = chosen(calls, len(self.tape.calls), "calls")
         away = chosen(spans, len(self.tape.spans), "spans")
-        mechanism = self.mechanism.without(gone, work) if gone else self.mechanism
-        mechanism = mechanism.awake(Stalls(self.tape, away)) if away else mechanism
-        return mechanism.play(self.times).length
+        simulator = self.simulator.without(gone, work) if gone else self.simulator
+        simulator = simulator.awake(Stalls(self.tape, away)) if away else simulator
+        return simulator.play(self.times).length
 
     def _ms(self, us: float) -> float:
         return us / self.steps / 1e3

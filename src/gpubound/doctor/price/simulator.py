@@ -216,7 +216,7 @@ Queue = tuple[int, int]  # device, stream
 
 
 def fit_simulator(tape: Tape, order: HostDependencies) -> Simulator:
-    return _Fit(tape, order).mechanism()
+    return _Fit(tape, order).simulator()
 
 
 class _Fit:
@@ -235,7 +235,7 @@ class _Fit:
         self._works()
         self._full_queues()
 
-    def mechanism(self) -> Simulator:
+    def simulator(self) -> Simulator:
         low = min((call.start for call in self.calls), default=0.0)
         high = max((call.end for call in self.calls), default=0.0)
         last = {call.thread: at for at, call in enumerate(self.calls)}

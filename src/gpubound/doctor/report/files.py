@@ -92,7 +92,7 @@ def picks(tape: Tape, findings: Iterable[Finding], located: Mapping[int, Place])
 def program(replay: Replay, chosen: Sequence[Pick]) -> dict[str, Any]:
     """Return the lists of the replay's simulator, and the changes of each pick in them. Pick 0 is everything that stalls the
     host."""
-    played, every = replay.mechanism, (Pick(replay.waits, replay.stalls), *chosen)
+    played, every = replay.simulator, (Pick(replay.waits, replay.stalls), *chosen)
     return {
         **{name: getattr(played, name) for name in LISTS},
         "ends": [call.end - played.high for call in played.calls],
@@ -121,8 +121,8 @@ def _stalls(replay: Replay, chosen: Sequence[Pick]) -> Iterator[tuple[int, float
                 covering = tuple(number for number, pick in enumerate(chosen) if pick.spans & over)
                 pieces.setdefault(covering, []).append(Span("", "data", thread, start, end))
     for covering, some in pieces.items():
-        awake = replay.mechanism.awake(Stalls(Tape(spans=tuple(some))))
-        for at, (was, left) in enumerate(zip(replay.mechanism.pause, awake.pause)):
+        awake = replay.simulator.awake(Stalls(Tape(spans=tuple(some))))
+        for at, (was, left) in enumerate(zip(replay.simulator.pause, awake.pause)):
             if left < was:
                 yield at, was - left, list(covering)
 

@@ -45,7 +45,7 @@ def diagnose(evidence: Measurements, rules: Iterable[Rule] = tuple(RULES)) -> Ve
     prices = Prices(evidence)
     claims = _distinct(claim for rule in rules for claim in rule(evidence, prices))
     priced = [(claim, _priced(claim, evidence, prices)) for claim in claims]
-    harmless = [(claim, finding) for claim, finding in priced if _costs_nothing(finding, prices)]
+    harmless = [pair for pair in priced if (share := prices.share(pair[1].ms)) is not None and share < HARMLESS]
     costly = [pair for pair in priced if pair not in harmless]
     costly.sort(key=lambda pair: (pair[1].ms is None, -(pair[1].ms or 0.0), -pair[1].count))
     absent = ({"prices": prices.refused} if prices.refused else {}) | dict(evidence.absent)  # a dry run knows better why
@@ -100,11 +100,6 @@ def _priced(claim: StallCandidate, evidence: Measurements, prices: Prices) -> Fi
         ms, certainty = ((most or 0.0), "replayed") if small else (None, "counted")
     place, fix = claim.place, claim.fix or KINDS[claim.kind].remedy
     return Finding(claim.kind, place.site, place.via, place.node, place.built, claim.count, ms, certainty, claim.evidence, fix)
-
-
-def _costs_nothing(finding: Finding, prices: Prices) -> bool:
-    share = prices.share(finding.ms)
-    return share is not None and share < HARMLESS
 
 
 def _together(pairs: list[tuple[StallCandidate, Finding]], prices: Prices) -> float | None:
