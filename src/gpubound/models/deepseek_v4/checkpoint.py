@@ -83,16 +83,16 @@ def _unsaved(folder: Path, *given: Any, **named: Any) -> None:
     )
 
 
-def _block_size(told: dict[str, Any], folder: Path) -> tuple[int, int]:
-    found = told.get("weight_block_size")
-    if found is None:
+def _block_size(config: dict[str, Any], folder: Path) -> tuple[int, int]:
+    block = config.get("weight_block_size")
+    if block is None:
         return BLOCK
-    if not isinstance(found, list | tuple) or len(found) != 2 or not all(type(size) is int and size > 0 for size in found):
+    if not isinstance(block, list | tuple) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
         raise DataError(
-            f"{folder / 'config.json'}: weight_block_size: got {found!r}, wanted the rows and columns of a block, such as "
+            f"{folder / 'config.json'}: weight_block_size: got {block!r}, wanted the rows and columns of a block, such as "
             f"{list(BLOCK)}; {CURE}."
         )
-    return found[0], found[1]
+    return block[0], block[1]
 
 
 def _keep_layers(model: nn.Module, stored: dict[str, Stored], own: Callable[[str], str], block: tuple[int, int]) -> None:
@@ -111,8 +111,8 @@ def _experts_in_fp4(stored: dict[str, Stored]) -> bool:
     """Return True if all experts are in fp4 with power-of-two scales, the only format that the kernels read."""
     experts = {name: about.dtype for name, about in stored.items() if ".experts." in name}
     scales = {name for name in experts if is_scale(name, stored)}
-    kinds = {CODES.get(dtype) for name, dtype in experts.items() if name not in scales}
-    return kinds == {"fp4"} and {experts[name] for name in scales} <= POWERS
+    formats = {CODES.get(dtype) for name, dtype in experts.items() if name not in scales}
+    return formats == {"fp4"} and {experts[name] for name in scales} <= POWERS
 
 
 @torch.no_grad()
@@ -120,8 +120,8 @@ def _fill(
     model: Any, folder: Path, stored: dict[str, Stored], block: tuple[int, int], own: Callable[[str], str], why: str
 ) -> None:
     """Read the checkpoint into the model. why: reason for dequantising weights, for the warning."""
-    places, stacks = destinations(model)
-    missing, unread = set(places) - set(stacks), []
+    targets, stacks = destinations(model)
+    missing, unread = set(targets) - set(stacks), []
     coded, stayed = dict.fromkeys(CODES.values(), 0), dict.fromkeys(CODES.values(), 0)
     for file in dict.fromkeys(about.file for about in stored.values()):
         with opened(file) as tensors:
@@ -129,16 +129,16 @@ def _fill(
                 if is_scale(name, stored):
                     continue  # read with its quantised weight
                 target = own(name)
-                if target not in places:
+                if target not in targets:
                     unread.append(name)
                     continue
-                place = places[target]
-                there = place if isinstance(place, Tensor) else place[0]
-                values = tensors.get_tensor(name).to(there.device)
+                place = targets[target]
+                memory = place if isinstance(place, Tensor) else place[0]
+                values = tensors.get_tensor(name).to(memory.device)
                 scale = _scales(name, stored, file, tensors)
                 if scale is None and stored[name].dtype in CODES and not holds_integers(place):
                     raise DataError(f"{file}: {name}: got {values.dtype} codes without their scales; {CURE}.")
-                scale = None if scale is None else scale.to(there.device)
+                scale = None if scale is None else scale.to(memory.device)
                 if isinstance(place, Packed):
                     stayed["fp4"] += 1
                     _keep(place, values, scale, f"{file}: {name}")
@@ -157,10 +157,10 @@ def _fill(
         notice(f"{folder.name}: {len(unread)} tensors are no part of transformers' model and are not read, first {unread[0]}")
     if stays := " and ".join(f"{count:,} {WHOSE[kind]} in {kind}" for kind, count in stayed.items() if count):
         notice(f"{folder.name}: {stays} stay as they are")
-    kept = ", ".join(f"{count} in {kind}" for kind, count in coded.items() if count)
-    if kept:
+    counts = ", ".join(f"{count} in {kind}" for kind, count in coded.items() if count)
+    if counts:
         dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
-        fallback(f"weights of {folder.name}: {kept}", f"read as {dtype}, for {why}")
+        fallback(f"weights of {folder.name}: {counts}", f"read as {dtype}, for {why}")
 
 
 def _keep(place: Packed, codes: Tensor, scales: Tensor | None, name: str) -> None:
@@ -203,16 +203,16 @@ def numbers(codes: Tensor, scales: Tensor, block: tuple[int, int], name: str = "
         values = table[torch.stack([codes & 0xF, codes >> 4], -1).flatten(-2).long()]
     else:
         values = codes.float()
-    wide = _wide(scales)
+    scales32 = _wide(scales)
     rows, columns = values.shape[-2:]
     wanted = (*values.shape[:-2], -(-rows // block[0]), -(-columns // block[1]))
-    if wide.shape != wanted:
+    if scales32.shape != wanted:
         raise DataError(
-            f"{name}: got scales {tuple(wide.shape)} for {tuple(values.shape)} numbers, wanted {wanted}: one for each block of "
-            f"{block[0]} x {block[1]}; {CURE}."
+            f"{name}: got scales {tuple(scales32.shape)} for {tuple(values.shape)} values, wanted {wanted}: one for each block "
+            f"of {block[0]} x {block[1]}; {CURE}."
         )
-    wide = wide.repeat_interleave(block[0], -2)[..., :rows, :].repeat_interleave(block[1], -1)[..., :columns]
-    return values.mul_(wide)
+    scales32 = scales32.repeat_interleave(block[0], -2)[..., :rows, :].repeat_interleave(block[1], -1)[..., :columns]
+    return values.mul_(scales32)
 
 
 def _wide(scales: Tensor) -> Tensor:
@@ -222,14 +222,14 @@ def _wide(scales: Tensor) -> Tensor:
 
 def _scales(name: str, stored: dict[str, Stored], file: Path, tensors: Any) -> Tensor | None:
     """Read the scales of a quantised tensor; None if the folder has none."""
-    found = next((s for s in scales_of(name) if s in stored), None)
-    if found is None:
+    scale_name = next((s for s in scales_of(name) if s in stored), None)
+    if scale_name is None:
         return None
-    scales = _read(stored, found, file, tensors)
+    scales = _read(stored, scale_name, file, tensors)
     if not scales.is_floating_point() and scales.dtype != torch.uint8:
         raise DataError(
-            f"{stored[found].file}: {found}: got {scales.dtype}, wanted scales: floating-point numbers, or e8m0 in bytes; "
-            f"{CURE}."
+            f"{stored[scale_name].file}: {scale_name}: got {scales.dtype}, wanted scales: floating-point numbers, or e8m0 "
+            f"in bytes; {CURE}."
         )
     return scales
 
@@ -246,24 +246,24 @@ Place = Tensor | Packed | Fp8Blocks
 
 def destinations(model: Any) -> tuple[dict[str, Place], dict[str, list[str]]]:
     """Return the destination of each checkpoint tensor by name, and the single experts' names of each stack of experts."""
-    found: dict[str, Place] = {name: tensor.data for name, tensor in model.state_dict().items()}
+    targets: dict[str, Place] = {name: tensor.data for name, tensor in model.state_dict().items()}
     stacks = {}
     for stem, layer in ((name, module) for name, module in model.named_modules() if isinstance(module, Fp8Linear)):
-        del found[f"{stem}.codes"], found[f"{stem}.scale"]
-        found[f"{stem}.weight"] = layer.blocks
+        del targets[f"{stem}.codes"], targets[f"{stem}.scale"]
+        targets[f"{stem}.weight"] = layer.blocks
     for stem, experts in ((name, module) for name, module in model.named_modules() if name.endswith(".experts")):
         if (packed := getattr(experts, "packed", None)) is not None:
             for part in ("gate_up", "down"):
-                del found[f"{stem}.{part}_words"], found[f"{stem}.{part}_scale"]
-                found[f"{stem}.{part}_proj"] = packed(part)
-        gate_up, down = (_apart(found[f"{stem}.{part}_proj"], experts.num_experts) for part in ("gate_up", "down"))
+                del targets[f"{stem}.{part}_words"], targets[f"{stem}.{part}_scale"]
+                targets[f"{stem}.{part}_proj"] = packed(part)
+        gate_up, down = (_apart(targets[f"{stem}.{part}_proj"], experts.num_experts) for part in ("gate_up", "down"))
         halves = [_apart(both, 2) for both in gate_up]
         gate, up = ([both[half] for both in halves] for half in (0, 1))
         for part, singles in (("gate_up", {"w1": gate, "w3": up}), ("down", {"w2": down})):
             single = {f"{stem}.{n}.{w}.weight": one for w, those in singles.items() for n, one in enumerate(those)}
             stacks[f"{stem}.{part}_proj"] = list(single)
-            found |= single
-    return found, stacks
+            targets |= single
+    return targets, stacks
 
 
 def _apart(stack: Place, count: int) -> Sequence[Any]:
@@ -315,7 +315,7 @@ def deal(model: Any, devices: Sequence[torch.device]) -> None:
 
     Buffers that are not in the state dict (rotary angles) are computed; all other memory is uninitialised.
     """
-    blocks, held = model.model.layers, set(model.state_dict())
+    blocks, stored = model.model.layers, set(model.state_dict())
     inside = {id(module) for block in blocks for module in block.modules()}
     for number, block in enumerate(blocks):
         block.to_empty(device=devices[number * len(devices) // len(blocks)])
@@ -323,5 +323,5 @@ def deal(model: Any, devices: Sequence[torch.device]) -> None:
         if id(module) not in inside:
             module.to_empty(device=devices[0], recurse=False)
     for name, module in model.named_modules():
-        if any(f"{name}.{key}" not in held for key, buffer in module._buffers.items() if buffer is not None):
+        if any(f"{name}.{key}" not in stored for key, buffer in module._buffers.items() if buffer is not None):
             model._init_weights(module)

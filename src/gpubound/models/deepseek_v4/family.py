@@ -177,8 +177,8 @@ class CompressedReader(Reader):
                     return f"model.layers.{number}.{name}: it carries hooks or another forward"
             limit, shared = block.mlp.experts.limit, getattr(block.mlp.shared_experts, "limit", None)
             if shared not in (None, limit):
-                held = f"its experts are held within {limit}, and the one that all share within {shared}"
-                return f"model.layers.{number}.mlp: {held}"
+                limits = f"its experts are limits within {limit}, and the one that all share within {shared}"
+                return f"model.layers.{number}.mlp: {limits}"
         return None
 
     @staticmethod
@@ -188,21 +188,21 @@ class CompressedReader(Reader):
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtype of every projection, router and stack of experts, by name, without parameters kept in fp32."""
-        found = {}
+        dtypes = {}
         for name, module in self.trunk.named_modules(prefix="model"):
             if isinstance(module, nn.Linear) or role_of(module) in ROUTERS:
-                found[name] = module.weight.dtype
+                dtypes[name] = module.weight.dtype
             elif isinstance(module, Fp8Linear):
-                found[name] = module.dtype
+                dtypes[name] = module.dtype
             elif role_of(module) == "Experts":
-                found |= {f"{name}.{key}": weight.dtype for key, weight in module.named_parameters()}
-        return found
+                dtypes |= {f"{name}.{key}": weight.dtype for key, weight in module.named_parameters()}
+        return dtypes
 
     def tables(self, length: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         """Return cos and sin (length, pairs) fp32 for layers with only a window, and for layers with entries."""
         like, positions = torch.empty(0, device=device, dtype=torch.float32), torch.arange(length, device=device)[None]
-        found = (self.trunk.rotary_emb(like, position_ids=positions, layer_type=kind) for kind in ("main", "compress"))
-        return [(cos[0].contiguous(), sin[0].contiguous()) for cos, sin in found]
+        angles = (self.trunk.rotary_emb(like, position_ids=positions, layer_type=kind) for kind in ("main", "compress"))
+        return [(cos[0].contiguous(), sin[0].contiguous()) for cos, sin in angles]
 
     def collapse(self) -> CollapseWeights:
         head = self.trunk.hc_head
@@ -283,8 +283,8 @@ class CompressedReader(Reader):
 
     def indexers(self) -> dict[int, Any]:
         """Return the indexers by layer, for the layers that have one."""
-        found = {n: getattr(block.self_attn.compressor, "indexer", None) for n, block in enumerate(self.trunk.layers)}
-        return {number: indexer for number, indexer in found.items() if indexer is not None}
+        indexers = {n: getattr(block.self_attn.compressor, "indexer", None) for n, block in enumerate(self.trunk.layers)}
+        return {number: indexer for number, indexer in indexers.items() if indexer is not None}
 
 
 def product_of(layer: Any) -> LinearWeights:

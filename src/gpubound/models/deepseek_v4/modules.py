@@ -43,9 +43,9 @@ class Fp8Linear(OnlyCodes):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Fp8Linear":
         """Apply fn to the buffers, and to the dtype of the dequantised weight."""
-        found = super()._apply(fn, recurse)
+        module = super()._apply(fn, recurse)
         self.dtype = fn(torch.empty(0, device=self.codes.device, dtype=self.dtype)).dtype
-        return found
+        return module
 
     def forward(self, x: Tensor) -> Tensor:
         weight = numbers(self.blocks, x.dtype)
@@ -71,10 +71,10 @@ class Fp4Experts(OnlyCodes):
         shapes = {part: like.get_parameter(f"{part}_proj").shape for part in PARTS}
         self.columns = {part: shape[2] for part, shape in shapes.items()}
         for part, (count, rows, columns) in shapes.items():
-            wide = -(-columns // GROUP) * GROUP
-            words = torch.zeros(count * rows, wide * BITS["fp4"] // 32, dtype=torch.int32)
+            padded = -(-columns // GROUP) * GROUP
+            words = torch.zeros(count * rows, padded * BITS["fp4"] // 32, dtype=torch.int32)
             self.register_buffer(f"{part}_words", words)
-            self.register_buffer(f"{part}_scale", torch.full((count * rows, wide // MX), BIAS, dtype=torch.uint8))
+            self.register_buffer(f"{part}_scale", torch.full((count * rows, padded // MX), BIAS, dtype=torch.uint8))
 
     def packed(self, part: str) -> Packed:
         """Return the concatenated rows of all experts."""

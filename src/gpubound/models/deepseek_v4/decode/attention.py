@@ -55,21 +55,21 @@ class Moment:
         self.tables, self.place_table, self.rows = tables, place_table, len(position_BT)
         self.places = position_BT.flatten()  # (N,)
         self.first = position_BT[:, 0].contiguous()
-        self._found = place_table.lines.index_select(1, self.places)
+        self._lines = place_table.lines.index_select(1, self.places)
         self._slots: dict[int, Tensor] = {}
 
     def closed(self, rate: int) -> Tensor:
         """Return the number of complete entries at each token's position, (N,) int32."""
-        return self._found[self.place_table.rate[rate]]
+        return self._lines[self.place_table.rate[rate]]
 
     def slot(self, size: int) -> Tensor:
         """Return each token's index (N,) int32 in the concatenated rings of all sequences, of `size` slots each."""
         if size not in self._slots:
-            found = self._found[self.place_table.size[size]]
+            slots = self._lines[self.place_table.size[size]]
             if self.rows > 1:
-                begun = torch.arange(0, self.rows * size, size, device=found.device, dtype=torch.int32)
-                found = (found.view(self.rows, -1) + begun[:, None]).flatten()
-            self._slots[size] = found
+                begun = torch.arange(0, self.rows * size, size, device=slots.device, dtype=torch.int32)
+                slots = (slots.view(self.rows, -1) + begun[:, None]).flatten()
+            self._slots[size] = slots
         return self._slots[size]
 
 
@@ -97,9 +97,9 @@ class TokenRing:
 
     def part(self, rows: slice) -> "TokenRing":
         """Return the ring of a slice of batch entries, over the same memory."""
-        found = copy(self)
-        found.data = self.data[rows]
-        return found
+        ring = copy(self)
+        ring.data = self.data[rows]
+        return ring
 
     def before(self, now: Stretch, count: int) -> Tensor:
         """Return the `count` tokens (B, count, D) before a prefill chunk. Before the first token, values are undefined."""
@@ -110,11 +110,11 @@ class TokenRing:
         """Write a prefill chunk to the ring: the last tokens of each sequence, up to its length."""
         rows = len(new_BTD)
         slots = torch.arange(self.size, device=self.data.device)
-        held = now.last - mod(now.last - slots, self.size)  # (B, R)
-        from_piece = held - now.start
+        last = now.last - mod(now.last - slots, self.size)  # (B, R)
+        from_piece = last - now.start
         index = from_piece.clamp(0, new_BTD.shape[1] - 1)[..., None].expand(-1, -1, new_BTD.shape[2])
-        kept = torch.where(from_piece[..., None] >= 0, new_BTD.gather(1, index), self.data[:rows])
-        self.data[:rows] = kept
+        values = torch.where(from_piece[..., None] >= 0, new_BTD.gather(1, index), self.data[:rows])
+        self.data[:rows] = values
 
 
 class EntryProducts(NamedTuple):
@@ -139,9 +139,9 @@ class Entries:
 
     def part(self, rows: slice) -> "Entries":
         """Return the entries of a slice of batch entries, over the same memory."""
-        found = copy(self)
-        found.store, found.kv, found.gate = self.store[rows], self.kv.part(rows), self.gate.part(rows)
-        return found
+        entries = copy(self)
+        entries.store, entries.kv, entries.gate = self.store[rows], self.kv.part(rows), self.gate.part(rows)
+        return entries
 
     def windows(self, new: EntryProducts) -> Windows:
         """Return the arguments of `compress` for a step's tokens."""
@@ -156,24 +156,24 @@ class Entries:
         w, rows = self.weights, len(new.kv)
         back = w.span - w.rate
         count = -(-(now.end - now.start) // w.rate)
-        behind = now.start + count * w.rate - now.end  # positions of the last entry after the chunk's end
-        whole = [torch.cat([ring.before(now, back), x, x.new_zeros(rows, behind, x.shape[2])], 1)
+        missing = now.start + count * w.rate - now.end  # positions of the last entry after the chunk's end
+        padded = [torch.cat([ring.before(now, back), x, x.new_zeros(rows, missing, x.shape[2])], 1)
                  for ring, x in ((self.kv, new.kv), (self.gate, new.gate))]  # fmt: skip
-        kv, gate = (x.unfold(1, w.span, w.rate).transpose(2, 3) for x in whole)  # (B, count, span, C)
+        kv, gate = (x.unfold(1, w.span, w.rate).transpose(2, 3) for x in padded)  # (B, count, span, C)
         first = now.start - back + torch.arange(count, device=kv.device)[:, None] * w.rate
         position = first + torch.arange(w.span, device=kv.device)
-        there = ((position >= 0) & (position < now.end))[None]
-        entry = pool(w, kv, gate, there, now.opened(table, w.rate))
+        valid = ((position >= 0) & (position < now.end))[None]
+        entry = pool(w, kv, gate, valid, now.opened(table, w.rate))
         self.store[:rows, now.start // w.rate : now.start // w.rate + count] = entry
         self.kv.prompt(now, new.kv)
         self.gate.prompt(now, new.gate)
         return self.store[:rows, : now.end // w.rate]
 
 
-def pool(w: EntryWeights, kv: Tensor, gate: Tensor, there: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+def pool(w: EntryWeights, kv: Tensor, gate: Tensor, valid: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """Pool kv and gate (..., span, C) to entries (..., D): per channel, a mean of kv weighted by the softmax of the gates.
 
-    Only tokens with `there` set count; the others may be NaN. The products of an overlapping entry have two halves: an entry
+    Only tokens with `valid` set count; the others may be NaN. The products of an overlapping entry have two halves: an entry
     pools the first half from the preceding window, and the second half from its window.
     """
     width = len(w.norm.weight)
@@ -183,9 +183,9 @@ def pool(w: EntryWeights, kv: Tensor, gate: Tensor, there: Tensor, angles: tuple
             torch.cat([x[..., : x.shape[-2] - w.rate, :width], x[..., -w.rate :, width:]], -2)
             for x in (kv, gate, torch.cat([bias, bias]))
         )
-    there = there[..., None]
-    share = torch.where(there, gate.float() + bias, float("-inf")).softmax(-2)
-    mean = (torch.where(there, kv.float(), 0.0) * share).sum(-2)
+    valid = valid[..., None]
+    share = torch.where(valid, gate.float() + bias, float("-inf")).softmax(-2)
+    mean = (torch.where(valid, kv.float(), 0.0) * share).sum(-2)
     return turned(normed(mean, w.norm), *angles)
 
 
@@ -201,9 +201,9 @@ class Index:
         self.weights, self.entries = weights, Entries(weights.entries, build, dtype, device)
 
     def part(self, rows: slice) -> "Index":
-        found = copy(self)
-        found.entries = self.entries.part(rows)
-        return found
+        index = copy(self)
+        index.entries = self.entries.part(rows)
+        return index
 
     def choose(self, q: Tensor, share: Tensor, rows: int, closed: Tensor) -> Tensor:
         """Return the chosen entries (N, K) int32 in ascending order, padded with -1.
@@ -248,16 +248,16 @@ class LatentAttention:
 
     def tensors(self) -> list[Tensor]:
         """Return the state: ring buffers and stores of entries."""
-        stores = [held for held in (self.entries, self.index.entries if self.index else None) if held is not None]
-        return [self.window.data, *(t for held in stores for t in held.tensors())]
+        stores = [entries for entries in (self.entries, self.index.entries if self.index else None) if entries is not None]
+        return [self.window.data, *(t for entries in stores for t in entries.tensors())]
 
     def part(self, rows: slice) -> "LatentAttention":
         """Return the attention of a slice of batch entries, over the same memory."""
-        found = copy(self)
-        found.window = self.window.part(rows)
-        found.entries = None if self.entries is None else self.entries.part(rows)
-        found.index = None if self.index is None else self.index.part(rows)
-        return found
+        attention = copy(self)
+        attention.window = self.window.part(rows)
+        attention.entries = None if self.entries is None else self.entries.part(rows)
+        attention.index = None if self.index is None else self.index.part(rows)
+        return attention
 
     def step(self, u: Tensor, now: Moment) -> Tensor:
         """Compute the attention output (N, channels) of a decoding step, before its last product, o_b.
@@ -293,18 +293,18 @@ class LatentAttention:
             store = self.entries.prompt(now, read.entry, w.table)
         if self.index is not None and read.asked is not None:
             self.index.entries.prompt(now, read.asked.entry, w.table)
-        found = []
+        outputs = []
         for first in range(0, T, PIECE):
             some = slice(first, min(first + PIECE, T))
             query = now.position[some, None]
-            there = torch.arange(now.start + first - back, now.start + some.stop, device=u.device)
-            seen = ((there >= 0) & (there <= query) & (there > query - w.window))[None].expand(B, -1, -1)
+            position = torch.arange(now.start + first - back, now.start + some.stop, device=u.device)
+            mask = ((position >= 0) & (position <= query) & (position > query - w.window))[None].expand(B, -1, -1)
             keys = near[:, first : some.stop + back]
             if self.entries is not None:
                 entry = self._entries_seen(read, now, some, store.shape[1])
-                keys, seen = torch.cat([keys, store], 1), torch.cat([seen, entry], 2)
-            found.append(attend(q[:, some], keys, seen, w.sinks, w.scale))
-        y = torch.cat(found, 1).flatten(0, 1)
+                keys, mask = torch.cat([keys, store], 1), torch.cat([mask, entry], 2)
+            outputs.append(attend(q[:, some], keys, mask, w.sinks, w.scale))
+        y = torch.cat(outputs, 1).flatten(0, 1)
         (y,) = turn_heads([TurnedHeads(y, torch.empty_like(y))], now.places, *now.tables[w.table], back=True)
         return by_groups(y.reshape(len(y), w.groups, -1), w.o_a)
 
@@ -317,8 +317,8 @@ class LatentAttention:
             return torch.arange(count, device=closed.device) < closed[..., None]
         q, share = (t.unflatten(0, (B, T))[:, some].flatten(0, 1).contiguous() for t in (read.asked.q, read.asked.share))
         chosen = self.index.choose(q, share, B, closed.flatten()).view(*closed.shape, -1).long()
-        seen = torch.zeros(*closed.shape, count + 1, device=closed.device, dtype=torch.bool)
-        return seen.scatter(2, torch.where(chosen >= 0, chosen, count), True)[..., :count]
+        mask = torch.zeros(*closed.shape, count + 1, device=closed.device, dtype=torch.bool)
+        return mask.scatter(2, torch.where(chosen >= 0, chosen, count), True)[..., :count]
 
     def _read(self, u: Tensor, now: Moment | Stretch) -> Read:
         w, (B, T), angles = self.weights, u.shape[:2], now.tables[self.weights.table]
@@ -343,7 +343,7 @@ class LatentAttention:
     @property
     def reach(self) -> int:
         """Largest number of tokens in the window or in one entry."""
-        return max([self.weights.window, *(held.weights.span for held in (self.entries,) if held is not None)])
+        return max([self.weights.window, *(entries.weights.span for entries in (self.entries,) if entries is not None)])
 
     def bytes_seen(self, live: list[int]) -> int:
         """Return the bytes of the state that a step reads for sequences of the lengths `live`."""
@@ -366,17 +366,17 @@ class LatentAttention:
         return "attention", f"a window of {w.window}, entries of {w.entries.rate} tokens: {chosen}", ""
 
 
-def attend(q: Tensor, keys: Tensor, seen: Tensor, sinks: Tensor, scale: float) -> Tensor:
+def attend(q: Tensor, keys: Tensor, mask: Tensor, sinks: Tensor, scale: float) -> Tensor:
     """Compute attention (B, T, H, D) of q (B, T, H, D) over keys (B, S, D), which are also the values.
 
-    seen   (B, T, S): mask of the keys that each token attends to. Keys that no token attends to may be NaN and are zeroed,
+    mask   (B, T, S): mask of the keys that each token attends to. Keys that no token attends to may be NaN and are zeroed,
            since 0 · NaN is NaN
     sinks  (H,)
     """
     B, T, H, D = q.shape
-    keys = keys.masked_fill(~seen.any(1)[..., None], 0.0)
+    keys = keys.masked_fill(~mask.any(1)[..., None], 0.0)
     scores = torch.bmm(q.reshape(B, T * H, D), keys.transpose(1, 2)).view(B, T, H, -1).float() * scale
-    scores = torch.where(seen[:, :, None], scores, float("-inf"))
+    scores = torch.where(mask[:, :, None], scores, float("-inf"))
     sink = sinks.float()[:, None].expand(B, T, H, 1)
     weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1].to(keys.dtype)
     return torch.bmm(weights.view(B, T * H, -1), keys).view(B, T, H, D)

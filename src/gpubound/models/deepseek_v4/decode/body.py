@@ -75,8 +75,8 @@ class CompressedBody(ModelRunner):
         self.arg = torch.zeros(rows, parts, device=self.device, dtype=torch.int32)
         self.spans = [StreamedSpan(reader, build, stage) for stage in stages]
         rates = [w.entries.rate for w in (one.attention for one in layers) if w.entries is not None]
-        whole = lcm(*rates)
-        self.chunk = max(1, CHUNK // whole) * whole
+        multiple = lcm(*rates)
+        self.chunk = max(1, CHUNK // multiple) * multiple
         self._take()
         self.trial: Trial = try_body(self)
 
@@ -181,17 +181,19 @@ class CompressedBody(ModelRunner):
         return next(other, None)
 
     def rebind(self) -> None:
-        found = reader_of(self.model)
+        reader = reader_of(self.model)
         changed = "decoder: the model has changed since its decoder was built"
-        if not isinstance(found, CompressedReader):
+        if not isinstance(reader, CompressedReader):
             raise GenerateError(f"{changed}: {type(self.model).__name__}.")
-        if (told := described_by(found)) != self.built:
-            raise GenerateError(f"decoder: the model is now {told}, the decoder was built for {self.built}; build a new one.")
-        if why := self.refusal(found):
+        if (description := described_by(reader)) != self.built:
+            raise GenerateError(
+                f"decoder: the model is now {description}, the decoder was built for {self.built}; build a new one."
+            )
+        if why := self.refusal(reader):
             raise GenerateError(f"{changed}: {why}; build a new one.")
-        self.reader = found
+        self.reader = reader
         for span in self.spans:
-            for tables, current in zip(span.tables, found.tables(self.max_length, self.device)):
+            for tables, current in zip(span.tables, reader.tables(self.max_length, self.device)):
                 for table, now in zip(tables, current):
                     table.copy_(now)
         self._take()
@@ -220,11 +222,13 @@ class CompressedBody(ModelRunner):
         """Return the report's rows of layers and memory per device, if there are several."""
         if len(self.spans) == 1:
             return []
-        told = (described(span.numbers, *span.nbytes()) for span in self.spans)
-        return [(f"stage {number}", str(span.device), what) for number, (span, what) in enumerate(zip(self.spans, told))]
+        descriptions = (described(span.numbers, *span.nbytes()) for span in self.spans)
+        return [
+            (f"stage {number}", str(span.device), what) for number, (span, what) in enumerate(zip(self.spans, descriptions))
+        ]
 
     def report(self) -> list[tuple[str, str, str]]:
-        held = sum(t.nbytes for t in self.state())
+        nbytes = sum(t.nbytes for t in self.state())
         counted = Counter(layer.attention.report() for layer in self.layers)
         rows = [(f"{count} x {part}", what, why) for (part, what, why), count in counted.items()]
         experts = self.layers[0].mixture.experts
@@ -233,7 +237,7 @@ class CompressedBody(ModelRunner):
             *rows,
             (f"experts, up to {GEMV_ROWS} rows", experts.reads, "chosen experts' weights read where they lie"),
             ("experts, more rows, prompts", *experts.report()),
-            ("state", f"{held / 2**20:.1f} MiB, {str(self.dtype).removeprefix('torch.')}", "rings and stores, fixed in size"),
+            ("state", f"{nbytes / 2**20:.1f} MiB, {str(self.dtype).removeprefix('torch.')}", "rings and stores, fixed in size"),
             self.trial.row(),
         ]
 
@@ -296,9 +300,9 @@ def _odd(reader: CompressedReader) -> str | None:
         return f"its weights are {dtype}; the kernels take fp32, fp16 and bf16"
     if reader.model.lm_head.bias is not None:
         return "its head has a bias"
-    kinds = reader.dtypes() | {"lm_head": weight_of(reader.model.lm_head).dtype}
-    other = next((name for name, kind in kinds.items() if kind != dtype), None)
-    return None if other is None else f"{other} is {kinds[other]}, its embedding {dtype}; cast it with .to({dtype})"
+    dtypes = reader.dtypes() | {"lm_head": weight_of(reader.model.lm_head).dtype}
+    other = next((name for name, kind in dtypes.items() if kind != dtype), None)
+    return None if other is None else f"{other} is {dtypes[other]}, its embedding {dtype}; cast it with .to({dtype})"
 
 
 STEPS = 4  # after the prefill
@@ -329,8 +333,8 @@ def try_body(body: CompressedBody) -> Trial:
         steps = (slice(at, at + 1) for at in range(first, tokens))
         ours = torch.cat([body.step(ids[at].int(), place[at].int()).clone() for at in steps])
     with _forced(body, choices, entries), visiting(body.reader.trunk.layers, body.device):
-        given = {"input_ids": ids[None].to(body.model.device), "use_cache": False, "logits_to_keep": tokens - first}
-        own = body.model(**given).logits[0].float().to(body.device)
+        inputs = {"input_ids": ids[None].to(body.model.device), "use_cache": False, "logits_to_keep": tokens - first}
+        own = body.model(**inputs).logits[0].float().to(body.device)
     if not own.isfinite().all():
         raise GenerateError(
             f"decoder: the model's logits are not finite; first seen in {body.locate(ids)}. Check the weights (a diverged "
@@ -354,14 +358,14 @@ def try_body(body: CompressedBody) -> Trial:
 @contextmanager
 def _overheard(body: CompressedBody) -> Iterator[tuple[RoutingTrace, "Entered"]]:
     """Record the experts and entries that the runner chooses within the context."""
-    found, entries = RoutingTrace(), Entered()
+    choices, entries = RoutingTrace(), Entered()
     indexes = {number: layer.attention.index for number, layer in enumerate(body.layers) if layer.attention.index is not None}
     for layer in body.layers:
-        layer.mixture.routing_trace = found
+        layer.mixture.routing_trace = choices
     for number, index in indexes.items():
         index.routing_trace = partial(entries.add, number)
     try:
-        yield found, entries
+        yield choices, entries
     finally:
         for layer in body.layers:
             layer.mixture.routing_trace = None
@@ -380,15 +384,15 @@ class Entered(RoutingTrace):
         ids = self.ids[number].long().to(scores.device)
         if not (entries := scores.shape[1]):
             return ids
-        seen, there, at = scores.isfinite(), ids >= 0, ids.clamp(0, entries - 1)
-        count, low = seen.sum(-1, keepdim=True).clamp_min(1), scores.masked_fill(~seen, 0.0)
-        spread = (low - low.sum(-1, keepdim=True) / count).masked_fill(~seen, 0.0).square().sum(-1).div(count[:, 0]).sqrt()
-        best, chosen = scores.topk(min(ids.shape[1], entries)).values, low.gather(-1, at).masked_fill(~there, 0.0)
+        finite, valid, at = scores.isfinite(), ids >= 0, ids.clamp(0, entries - 1)
+        count, low = finite.sum(-1, keepdim=True).clamp_min(1), scores.masked_fill(~finite, 0.0)
+        spread = (low - low.sum(-1, keepdim=True) / count).masked_fill(~finite, 0.0).square().sum(-1).div(count[:, 0]).sqrt()
+        best, chosen = scores.topk(min(ids.shape[1], entries)).values, low.gather(-1, at).masked_fill(~valid, 0.0)
         short = best.masked_fill(best.isinf(), 0.0).sum(-1) - chosen.sum(-1)
-        unseen = there & ~seen.gather(-1, at) | (ids >= entries)
-        wrong = unseen.any(-1) | (there.sum(-1) != best.isfinite().sum(-1))
+        invalid = valid & ~finite.gather(-1, at) | (ids >= entries)
+        wrong = invalid.any(-1) | (valid.sum(-1) != best.isfinite().sum(-1))
         self._missed.append((short / count[:, 0] / spread.clamp_min(1e-30)).masked_fill(wrong, float("inf")))
-        return at.masked_fill(~there, -1)
+        return at.masked_fill(~valid, -1)
 
 
 @contextmanager
@@ -418,10 +422,10 @@ def _forced(body: CompressedBody, choices: RoutingTrace, entries: Entered) -> It
             scores.append(output[0].float())
 
         def hook(indexer: Any, inputs: Any, output: Tensor) -> Tensor:
-            (found,) = scores
-            closed = (torch.arange(len(found), device=found.device) + 1) // rate
-            beyond = torch.arange(found.shape[1], device=found.device) >= closed[:, None]
-            return entries.judged(number, found.masked_fill(beyond, float("-inf")))[None]
+            (values,) = scores
+            closed = (torch.arange(len(values), device=values.device) + 1) // rate
+            beyond = torch.arange(values.shape[1], device=values.device) >= closed[:, None]
+            return entries.judged(number, values.masked_fill(beyond, float("-inf")))[None]
 
         return keep, hook
 

@@ -41,11 +41,13 @@ def products(x: Tensor, norm: Norm | None, *layers: LinearWeights) -> list[Tenso
     if len(x) > GEMV_ROWS:
         h = x if norm is None else F.rms_norm(x, x.shape[-1:], norm.weight.float(), norm.eps)
         return [product(h.to(layer.weight.dtype), layer).float() for layer in layers]
-    found: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
     for some in _launches(layers):
         weights = [layers[number].weight for number in some]
-        found |= zip(some, norm_products(x, norm, weights).split([layers[number].rows for number in some], 1))
-    return [found[number] if layer.bias is None else found[number] + layer.bias.float() for number, layer in enumerate(layers)]
+        outputs |= zip(some, norm_products(x, norm, weights).split([layers[number].rows for number in some], 1))
+    return [
+        outputs[number] if layer.bias is None else outputs[number] + layer.bias.float() for number, layer in enumerate(layers)
+    ]
 
 
 def _launches(layers: Sequence[LinearWeights]) -> Iterator[list[int]]:

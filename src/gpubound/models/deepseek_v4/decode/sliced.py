@@ -67,12 +67,12 @@ def _width(mixture: MixtureWeights) -> int:
 
 
 def slice_of(layer: StreamedLayerWeights, plan: SlicePlan) -> StreamedLayerWeights:
-    """Return a layer's shard on the plan's device. Tensors, and row slices, that are already there are not copied."""
-    return there(layer._replace(attention=_latent(layer.attention, plan), mixture=_mixture(layer.mixture, plan)), plan.device)
+    """Return a layer's shard on the plan's device. Tensors, and row slices, that are already move_to are not copied."""
+    return move_to(layer._replace(attention=_latent(layer.attention, plan), mixture=_mixture(layer.mixture, plan)), plan.device)
 
 
 def ends_slice(ends: Ends, plan: SlicePlan) -> Ends:
-    return there(ends._replace(head=ends.head[plan.words.start : plan.words.stop]), plan.device)
+    return move_to(ends._replace(head=ends.head[plan.words.start : plan.words.stop]), plan.device)
 
 
 def _latent(w: LatentWeights, plan: SlicePlan) -> LatentWeights:
@@ -108,8 +108,8 @@ def _of_stack(stack: Tensor | Packed, of: Callable[[Tensor], Tensor]) -> Tensor 
 
 def _halves(stack: Tensor, width: int, mine: slice) -> Tensor:
     """Return the rows `mine` of each gate and each up, which alternate in `stack` with `width` rows each."""
-    found = stack.flatten(0, -2).unflatten(0, (-1, width))[:, mine]
-    return found.flatten(0, 1) if stack.dim() == 2 else found.unflatten(0, (len(stack), 2)).flatten(1, 2)
+    blocks = stack.flatten(0, -2).unflatten(0, (-1, width))[:, mine]
+    return blocks.flatten(0, 1) if stack.dim() == 2 else blocks.unflatten(0, (len(stack), 2)).flatten(1, 2)
 
 
 def rows(layer: LinearWeights, plan: SlicePlan) -> LinearWeights:
@@ -132,15 +132,15 @@ def _part(layer: LinearWeights, axis: int, plan: SlicePlan) -> LinearWeights:
     return layer._replace(weight=of(weight))
 
 
-def there(value: Any, device: torch.device) -> Any:
+def move_to(value: Any, device: torch.device) -> Any:
     """Return a copy of a nested record with all tensors contiguous on the device."""
     if isinstance(value, Tensor):
         return value.detach().to(device).contiguous()
     if isinstance(value, CompressedWeights):
-        found = {one.name: there(getattr(value, one.name), device) for one in fields(value)}  # type: ignore[arg-type]
-        return replace(value, **found)  # type: ignore[type-var]
+        moved = {one.name: move_to(getattr(value, one.name), device) for one in fields(value)}  # type: ignore[arg-type]
+        return replace(value, **moved)  # type: ignore[type-var]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(there(one, device) for one in value))
+        return type(value)(*(move_to(one, device) for one in value))
     return value
 
 
@@ -149,21 +149,21 @@ def compressed_slices(model: object, build: RunnerConfig, devices: Sequence[torc
     reader = reader_for(model, build, len(devices))
     layers, words = reader.layers(), len(weight_of(reader.model.lm_head))
     plans = split_vocabulary(words, devices, PARTIAL_ROWS, indivisible(layers, len(devices)))
-    sizes = [there(layer, META) for layer in layers]  # on meta: slicing some stacks copies them
+    sizes = [move_to(layer, META) for layer in layers]  # on meta: slicing some stacks copies them
     for plan, free in zip(plans, free_bytes(devices)):
         on_meta = SlicePlan(META, plan.number, plan.count, plan.words)
         weights = sum(t.nbytes for layer in sizes for t in slice_of(layer, on_meta).tensors())
         ends = ends_slice(ends_of(reader), on_meta).nbytes
-        kept = sum(bytes_kept(reader, build, weight_of(reader.model.lm_head).dtype))
-        needed = weights + ends + kept + build.max_batch * 4 * (3 * words if plan.number == 0 else len(plan.words))
-        fit_slice(plan, needed, free, "weights, state and logits", described(plan, weights + ends, kept))
+        state = sum(bytes_kept(reader, build, weight_of(reader.model.lm_head).dtype))
+        needed = weights + ends + state + build.max_batch * 4 * (3 * words if plan.number == 0 else len(plan.words))
+        fit_slice(plan, needed, free, "weights, state and logits", described(plan, weights + ends, state))
     let_apart(reader.model, reader.trunk.layers)
     return SlicedStreams(reader, build, plans)
 
 
-def described(plan: SlicePlan, weights: int, kept: int) -> str:
+def described(plan: SlicePlan, weights: int, state: int) -> str:
     part, words = f"part {plan.number + 1} of {plan.count} of each layer", f"words {plan.words[0]} to {plan.words[-1]}"
-    return f"{part}, {words}: {readable(weights)} of weights, {readable(kept)} of state"
+    return f"{part}, {words}: {readable(weights)} of weights, {readable(state)} of state"
 
 
 class SliceLogits(NamedTuple):
@@ -197,8 +197,8 @@ class SlicedStreams(CompressedBody):
         B = build.max_batch
         home = {"logits": words, "best": -(-words // PARTIAL_ROWS), "arg": -(-words // PARTIAL_ROWS)}
         self.peers = connected(devices, B, hidden, B, home, {"token": (B, 1), "position": (B, 1)})
-        self.places = [torch.zeros(2, B, 1, device=device, dtype=torch.int32) for device in devices]  # token, position
-        self.said = [SliceLogits.of(B, len(plan.words), plan.device) for plan in plans]
+        self.inputs = [torch.zeros(2, B, 1, device=device, dtype=torch.int32) for device in devices]  # token, position
+        self.shards = [SliceLogits.of(B, len(plan.words), plan.device) for plan in plans]
         super().__init__(reader, build, [LayerStage(device, range(len(reader.trunk.layers))) for device in devices])
 
     def _take(self) -> None:
@@ -229,39 +229,39 @@ class SlicedStreams(CompressedBody):
                 self._end(number, going[number], ("logits", "best", "arg"))
         return self.logits[: len(token)]
 
-    def step_on(self, number: int, rows: int, token: Tensor, position: Tensor, kinds: Sequence[str]) -> None:
+    def step_on(self, number: int, rows: int, token: Tensor, position: Tensor, outputs: Sequence[str]) -> None:
         """Run a step on one device, concurrently with the other devices."""
         with chained(self.device):
             walk = self._begun(number, token[:rows], position[:rows])
             for _ in walk.run():
                 pass
-            self._end(number, walk, kinds)
+            self._end(number, walk, outputs)
 
     def _begun(self, number: int, token: Tensor, position: Tensor) -> SpanPass:
         """Broadcast tokens and positions from the first device, and compute the streams before the first layer."""
         peer, span = self.peers[number], self.spans[number]
         peer.begin()
         with entered(peer.device):
-            given = [t.int()[:, None] for t in (token, position)] if number == 0 else self.places[number][:, : len(token)]
-            for kind, one in zip(("token", "position"), given):
+            inputs = [t.int()[:, None] for t in (token, position)] if number == 0 else self.inputs[number][:, : len(token)]
+            for kind, one in zip(("token", "position"), inputs):
                 (peer.take if number else peer.send)(kind, one)
-            said, position_B1 = given
-            token_B1 = said.long() if number == 0 else said.long().clamp_min(0)  # -1 where the exchange timed out
+            token_int, position_B1 = inputs
+            token_B1 = token_int.long() if number == 0 else token_int.long().clamp_min(0)  # -1 where the exchange timed out
             x = self.slices[number].enter(token_B1)
-            x = x if number == 0 else x.masked_fill((said < 0)[..., None, None], float("nan"))
+            x = x if number == 0 else x.masked_fill((token_int < 0)[..., None, None], float("nan"))
         return SpanPass(span, SharedStreams(x, peer), token_B1[:, 0], span.moment(position_B1), LatentAttention.step)
 
-    def _end(self, number: int, walk: SpanPass, kinds: Sequence[str]) -> None:
-        """Compute the logits of the vocabulary shard, and gather the tensors that `kinds` names on the first device."""
+    def _end(self, number: int, walk: SpanPass, outputs: Sequence[str]) -> None:
+        """Compute the logits of the vocabulary shard, and gather the tensors that `outputs` names on the first device."""
         peer, x, words = self.peers[number], walk.streams.x.flatten(0, 1), self.plans[number].words
         with entered(peer.device):
-            said = self.said[number].rows(len(x))
-            self.slices[number].leave(x, *said)
-            if "arg" in kinds and number:
-                said.arg.add_(words.start)
-            for kind in kinds:
-                peer.send(kind, getattr(said, kind), words.start // (1 if kind == "logits" else PARTIAL_ROWS))
-            for kind in kinds if number == 0 else ():
+            shard = self.shards[number].rows(len(x))
+            self.slices[number].leave(x, *shard)
+            if "arg" in outputs and number:
+                shard.arg.add_(words.start)
+            for kind in outputs:
+                peer.send(kind, getattr(shard, kind), words.start // (1 if kind == "logits" else PARTIAL_ROWS))
+            for kind in outputs if number == 0 else ():
                 peer.take(kind, getattr(self, kind)[: len(x)])
             peer.end()
 
@@ -295,8 +295,8 @@ class SlicedStreams(CompressedBody):
             for _ in self._stages(token, when, LatentAttention.prompt):
                 pass
             for pieces in zip(*(x[0].split(SCORED) for x in self._reached)):
-                found = [ends.logits(ends.collapsed(x)).to(self.device) for ends, x in zip(self.slices, pieces)]
-                yield torch.cat(found, 1)
+                shards = [ends.logits(ends.collapsed(x)).to(self.device) for ends, x in zip(self.slices, pieces)]
+                yield torch.cat(shards, 1)
 
     def moved(self) -> str | None:
         return super().moved() or self.versions.changed()
@@ -321,8 +321,8 @@ class SlicedStreams(CompressedBody):
     def shares(self) -> list[tuple[str, str, str]]:
         rows = []
         for plan, span, ends in zip(self.plans, self.spans, self.slices):
-            weights, kept = span.nbytes()
-            rows.append((f"slice {plan.number}", str(plan.device), described(plan, weights + ends.nbytes, kept)))
+            weights, state = span.nbytes()
+            rows.append((f"slice {plan.number}", str(plan.device), described(plan, weights + ends.nbytes, state)))
         return rows
 
 

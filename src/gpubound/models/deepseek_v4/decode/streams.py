@@ -33,7 +33,7 @@ class Streams:
     Attention or MLP calls `read`, then `give` with its output; `spread` adds the output to the streams.
     """
 
-    given: Tensor
+    output: Tensor
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -46,7 +46,7 @@ class Streams:
 
     def give(self, y: Tensor, more: Tensor | None = None) -> None:
         """Store the output y (B, T, hidden) of attention or MLP. more: (B T, some, hidden) terms, which are added to y."""
-        self.given = y if more is None else y + more.sum(1).view_as(y)
+        self.output = y if more is None else y + more.sum(1).view_as(y)
 
     def give_product(self, low: Tensor, layer: LinearWeights) -> None:
         """Multiply low (B T, channels) by a layer and store the product as the output."""
@@ -55,11 +55,11 @@ class Streams:
 
     def term(self) -> Tensor:
         """Return the stored output (B, T, hidden)."""
-        return self.given
+        return self.output
 
     def spread(self, w: HyperWeights, following: HyperWeights | None) -> None:
         """Add the stored output to the streams. following: weights of the next attention or MLP, or None after the last."""
-        self.x = hc_post(self.x, self.given, self._give, self._mix)
+        self.x = hc_post(self.x, self.output, self._give, self._mix)
 
 
 class FewStreams(Streams):
@@ -74,18 +74,18 @@ class FewStreams(Streams):
         return hc_read(x, self._now, w.scale, w.base, w.eps, w.norm_eps).unflatten(0, self.x.shape[:2])
 
     def give(self, y: Tensor, more: Tensor | None = None) -> None:
-        self.given, self._more = y, more
+        self.output, self._more = y, more
 
     def term(self) -> Tensor:
-        return self.given if self._more is None else self.given + self._more.sum(1).view_as(self.given)
+        return self.output if self._more is None else self.output + self._more.sum(1).view_as(self.output)
 
     def spread(self, w: HyperWeights, following: HyperWeights | None) -> None:
-        self._written(self.given.flatten(0, 1), w, following)
+        self._written(self.output.flatten(0, 1), w, following)
 
     def _written(self, y: object, w: HyperWeights, following: HyperWeights | None) -> None:
         weight = None if following is None else following.product
-        given = self.x.flatten(0, 1), y, self._now, w.scale, w.base, w.eps, w.norm_eps, w.rounds
-        x, self._sums = hc_write(*given, self._more, weight)  # type: ignore[arg-type]
+        arguments = self.x.flatten(0, 1), y, self._now, w.scale, w.base, w.eps, w.norm_eps, w.rounds
+        x, self._sums = hc_write(*arguments, self._more, weight)  # type: ignore[arg-type]
         self.x = x.unflatten(0, self.x.shape[:2])
 
 

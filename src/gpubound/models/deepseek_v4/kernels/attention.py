@@ -65,28 +65,28 @@ def sparse_attention_reference(
     store: Tensor | None = None, ids: Tensor | None = None, limit: Tensor | None = None, cos: Tensor | None = None,
     sin: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    wide = torch.promote_types(ring.dtype, torch.float32)
+    dtype32 = torch.promote_types(ring.dtype, torch.float32)
     rows = torch.arange(len(q), device=q.device)[:, None] // (len(q) // len(ring))
     place = position[:, None].long() - torch.arange(window, device=q.device)
-    seen, keys = [place >= 0], [ring[rows, place % ring.shape[1]]]
+    masks, keys = [place >= 0], [ring[rows, place % ring.shape[1]]]
     if store is not None:
         if ids is not None:
             at = ids.long()
-            there = (at >= 0) & (at < store.shape[1])
+            valid = (at >= 0) & (at < store.shape[1])
         else:
             at = torch.arange(store.shape[1], device=q.device).expand(len(q), -1)
-            there = at < limit[:, None] if limit is not None else at < 0
-        seen.append(there & (position >= 0)[:, None])
-        keys.append(store[rows, torch.where(there, at, 0)])
-    live = torch.cat(seen, 1)
-    key = torch.cat(keys, 1).to(wide).masked_fill(~live[..., None], 0.0)  # masked keys may be NaN
-    scores = torch.einsum("nhd,nkd->nhk", q.to(wide), key) * scale
+            valid = at < limit[:, None] if limit is not None else at < 0
+        masks.append(valid & (position >= 0)[:, None])
+        keys.append(store[rows, torch.where(valid, at, 0)])
+    live = torch.cat(masks, 1)
+    key = torch.cat(keys, 1).to(dtype32).masked_fill(~live[..., None], 0.0)  # masked keys may be NaN
+    scores = torch.einsum("nhd,nkd->nhk", q.to(dtype32), key) * scale
     scores = scores.masked_fill(~live[:, None], float("-inf"))
-    sink = sinks.to(wide)[None, :, None].expand(len(q), -1, 1)
+    sink = sinks.to(dtype32)[None, :, None].expand(len(q), -1, 1)
     result = torch.einsum("nhk,nkd->nhd", torch.cat([scores, sink], -1).softmax(-1)[..., :-1], key)
     if cos is not None and sin is not None:
         at = position.long().clamp(0, len(cos) - 1)
-        result = turned(result, cos.to(wide)[at][:, None], -sin.to(wide)[at][:, None])
+        result = turned(result, cos.to(dtype32)[at][:, None], -sin.to(dtype32)[at][:, None])
     return out.copy_(result)
 
 
@@ -110,8 +110,8 @@ def _check(q: Tensor, position: Tensor, ring: Tensor, window: int, sinks: Tensor
 def _check_store(q: Tensor, ring: Tensor, store: Tensor | None, ids: Tensor | None, limit: Tensor | None) -> None:
     op, device = "sparse_attention", ring.device
     if (store is None) != (ids is None and limit is None) or (ids is not None and limit is not None):
-        given = [name for name, t in (("store", store), ("ids", ids), ("limit", limit)) if t is not None]
-        raise ValueError(f"{op}: a store goes with either ids or limit, got {' and '.join(given)}; pass two of the three.")
+        names = [name for name, t in (("store", store), ("ids", ids), ("limit", limit)) if t is not None]
+        raise ValueError(f"{op}: a store goes with either ids or limit, got {' and '.join(names)}; pass two of the three.")
     if store is not None:
         require(op, "store", store, ring.dtype, (len(ring), "entries", ring.shape[2]), device, "it has entries like the keys")
     if ids is not None:
@@ -207,13 +207,13 @@ def turn_heads_reference(
 
 def _turned_part(part: TurnedHeads, known: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x, out, weight, eps, slot = part
-    wide = torch.promote_types(x.dtype, torch.float32)
-    y = x.to(wide)
+    dtype32 = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(dtype32)
     if eps is not None:
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
-        y = y * weight.to(wide)
-    y = turned(y, cos.to(wide), sin.to(wide)).masked_fill(~known[:, None, None], float("nan"))
+        y = y * weight.to(dtype32)
+    y = turned(y, cos.to(dtype32), sin.to(dtype32)).masked_fill(~known[:, None, None], float("nan"))
     if slot is None:
         return out.copy_(y)
     inside, beside = (slot >= 0) & (slot < len(out)), torch.cat([out, out[:1]])
@@ -223,9 +223,9 @@ def _turned_part(part: TurnedHeads, known: Tensor, cos: Tensor, sin: Tensor) -> 
 def _heads_example(generator: torch.Generator, parts: int) -> tuple:
     """Draw heads with a norm and a gain; heads with a norm and slots; and heads without either."""
     angles = (draw(generator, 10, 12).detach().float() for _ in range(2))
-    made = [
+    heads = [
         TurnedHeads(draw(generator, 3, 2, 40), zeros(3, 2, 40), draw(generator, 40).detach(), 1e-6),
         TurnedHeads(draw(generator, 3, 1, 24), zeros(5, 1, 24), None, 1e-6, ints(4, -1, 0)),
         TurnedHeads(draw(generator, 3, 3, 32), zeros(3, 3, 32)),
     ]
-    return made[:parts], ints(5, 0, 9), *angles
+    return heads[:parts], ints(5, 0, 9), *angles

@@ -82,28 +82,28 @@ def _compressed(part: Windows, position: Tensor, cos: Tensor, sin: Tensor) -> tu
     kv, gate, pending, store, bias, norm = part
     (B, T, W), (m, D), size = kv.shape, (len(bias), store.shape[2]), pending.kv.shape[1]
     slots, first = W // D * m, position.long()[:, None]
-    rows, wide = torch.arange(B, device=kv.device)[:, None], torch.promote_types(store.dtype, torch.float32)
+    rows, dtype32 = torch.arange(B, device=kv.device)[:, None], torch.promote_types(store.dtype, torch.float32)
     ends = first + (m - 1 - first % m) + m * torch.arange(-(-T // m), device=kv.device)  # the last tokens of the windows
     place = ends[..., None] - slots + 1 + torch.arange(slots, device=kv.device)  # (B, windows, slots)
 
     def read(new: Tensor, old: Tensor) -> Tensor:
-        mine = new[rows[..., None], (place - first[..., None]).clamp(0, T - 1)].to(wide)
-        both = torch.where((place >= first[..., None])[..., None], mine, old[rows[..., None], place % size].to(wide))
+        mine = new[rows[..., None], (place - first[..., None]).clamp(0, T - 1)].to(dtype32)
+        both = torch.where((place >= first[..., None])[..., None], mine, old[rows[..., None], place % size].to(dtype32))
         return _series(both, m, D)
 
-    z = read(gate, pending.gate) + _series(bias.to(wide)[place % m], m, D)
+    z = read(gate, pending.gate) + _series(bias.to(dtype32)[place % m], m, D)
     shares = torch.where((place >= 0)[..., None], z, float("-inf")).softmax(2)
     values = torch.where((place >= 0)[..., None], read(kv, pending.kv), 0.0)  # slots before the first token are undefined
     start = (ends - m + 1).clamp(0, len(cos) - 1)
-    entries = turned(rms_normed((shares * values).sum(2), norm), cos[start].to(wide), sin[start].to(wide)).to(store.dtype)
+    entries = turned(rms_normed((shares * values).sum(2), norm), cos[start].to(dtype32), sin[start].to(dtype32)).to(store.dtype)
     full = (ends < first + T) & (ends // m < store.shape[1]) & (first >= 0)
     for window in range(ends.shape[1]):
         at = torch.where(full[:, window], ends[:, window] // m, 0)
         store[rows[:, 0], at] = torch.where(full[:, window, None], entries[:, window], store[rows[:, 0], at])
-    kept = torch.arange(max(0, T - size), T, device=kv.device)
+    stored_tokens = torch.arange(max(0, T - size), T, device=kv.device)
     for new, old in ((kv, pending.kv), (gate, pending.gate)):
-        at = (first + kept) % size
-        old[rows, at] = torch.where((first >= 0)[..., None], new[:, kept].to(old.dtype), old[rows, at])
+        at = (first + stored_tokens) % size
+        old[rows, at] = torch.where((first >= 0)[..., None], new[:, stored_tokens].to(old.dtype), old[rows, at])
     return store, *pending
 
 
@@ -115,9 +115,9 @@ def _series(x: Tensor, m: int, D: int) -> Tensor:
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the last 2 · pairs channels, adjacent channels forming a pair; the other channels are unchanged."""
     pairs = cos.shape[-1]
-    still, moving = x.split([x.shape[-1] - 2 * pairs, 2 * pairs], -1)
+    fixed, moving = x.split([x.shape[-1] - 2 * pairs, 2 * pairs], -1)
     a, b = moving.unflatten(-1, (pairs, 2)).unbind(-1)
-    return torch.cat([still, torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)], -1)
+    return torch.cat([fixed, torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)], -1)
 
 
 def _check(part: Windows, cos: Tensor, sin: Tensor) -> None:
@@ -151,11 +151,11 @@ def _check(part: Windows, cos: Tensor, sin: Tensor) -> None:
 
 def _example(generator: torch.Generator, series: int, parts: int) -> tuple:
     """Draw windows of 4 for rows in the middle of a window, at its last token, at position 0, and with a negative position."""
-    made = [_drawn(generator, series, width) for width in (24, 16)[:parts]]
-    return made, ints(9, 7, 0, -1), *draw_angles(generator, 24, 4)
+    examples = [_draw_windows(generator, series, width) for width in (24, 16)[:parts]]
+    return examples, ints(9, 7, 0, -1), *draw_angles(generator, 24, 4)
 
 
-def _drawn(generator: torch.Generator, series: int, width: int) -> Windows:
+def _draw_windows(generator: torch.Generator, series: int, width: int) -> Windows:
     rows, tokens, m, W = 4, 3, 4, series * width
     kv, gate = (draw(generator, rows, tokens, W).detach() for _ in range(2))
     pending = Pending(draw(generator, rows, series * m, W), draw(generator, rows, series * m, W))
@@ -186,11 +186,11 @@ def index_scores(q: Tensor, keys: Tensor, weights: Tensor, limit: Tensor, scale:
     return implementation("index_scores", keys)(q, keys, weights, limit, scale, out)
 
 
-@definition(lambda g: (*(draw(g, *s) for s in ((4, 3, 24), (2, 70, 24))), draw(g, 4, 3).detach(), *_seen(0, 70, 1, 66)))
+@definition(lambda g: (*(draw(g, *s) for s in ((4, 3, 24), (2, 70, 24))), draw(g, 4, 3).detach(), *_limits(0, 70, 1, 66)))
 @torch.no_grad()
 def index_scores_reference(q: Tensor, keys: Tensor, weights: Tensor, limit: Tensor, scale: float, out: Tensor) -> Tensor:
-    wide = torch.promote_types(keys.dtype, torch.float32)
-    products = torch.einsum("bthd,bsd->bths", q.to(wide).unflatten(0, (len(keys), -1)), keys.to(wide)).flatten(0, 1)
+    dtype32 = torch.promote_types(keys.dtype, torch.float32)
+    products = torch.einsum("bthd,bsd->bths", q.to(dtype32).unflatten(0, (len(keys), -1)), keys.to(dtype32)).flatten(0, 1)
     scores = (products.relu() * scale * weights[..., None]).sum(1) + 0.0
     hidden = torch.arange(keys.shape[1], device=keys.device) >= limit[:, None]
     return out.copy_(scores.masked_fill_(hidden, float("-inf")))
@@ -214,15 +214,15 @@ def index_topk(scores: Tensor, limit: Tensor, ids: Tensor) -> Tensor:
 @definition(lambda g: (draw(g, 4, 40).detach().round(decimals=1), ints(0, 40, 5, 39), ints(*[7] * 24).view(4, 6)))
 @torch.no_grad()
 def index_topk_reference(scores: Tensor, limit: Tensor, ids: Tensor) -> Tensor:
-    places, slots = scores.shape[1], ids.shape[1]
-    hidden = torch.arange(places, device=scores.device) >= limit[:, None]
+    entries, slots = scores.shape[1], ids.shape[1]
+    hidden = torch.arange(entries, device=scores.device) >= limit[:, None]
     scores = scores.masked_fill(scores.isnan(), float("inf")).masked_fill(hidden, float("-inf"))
-    found = scores.sort(dim=-1, descending=True, stable=True)
-    place = torch.where(found.values > float("-inf"), found.indices, places)[:, :slots].sort(dim=-1).values
+    ranked = scores.sort(dim=-1, descending=True, stable=True)
+    place = torch.where(ranked.values > float("-inf"), ranked.indices, entries)[:, :slots].sort(dim=-1).values
     ids[:, place.shape[1] :] = -1
-    ids[:, : place.shape[1]] = torch.where(place < places, place, -1)
+    ids[:, : place.shape[1]] = torch.where(place < entries, place, -1)
     return ids
 
 
-def _seen(*limit: int) -> tuple:
+def _limits(*limit: int) -> tuple:
     return ints(*limit), 0.25, zeros(len(limit), 70)

@@ -57,12 +57,12 @@ def sinkhorn(logits: Tensor, iterations: int = 20, eps: float = 1e-6) -> Tensor:
             f"{tuple(logits.shape)}; reshape or cast it before the call."
         )
     check_rounds("sinkhorn", iterations)
-    wide = logits.shape[-1]
-    unable = f"its kernel holds matrices of up to {WIDEST} rows" if wide > WIDEST else None
-    return implementation("sinkhorn", logits, unable, (wide, iterations))(logits, iterations, eps)
+    size = logits.shape[-1]
+    unable = f"its kernel holds matrices of up to {WIDEST} rows" if size > WIDEST else None
+    return implementation("sinkhorn", logits, unable, (size, iterations))(logits, iterations, eps)
 
 
-@definition(lambda g, wide=4, iterations=20: (draw(g, 5, wide, wide), iterations, 1e-6))
+@definition(lambda g, size=4, iterations=20: (draw(g, 5, size, size), iterations, 1e-6))
 def sinkhorn_reference(logits: Tensor, iterations: int = 20, eps: float = 1e-6) -> Tensor:
     m = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1) + eps
     m = m / (m.sum(-2, keepdim=True) + eps)
@@ -118,9 +118,9 @@ def hc_post(x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
 @definition(lambda g, streams=4: (draw(g, 3, streams, 40), draw(g, 3, 40), draw(g, 3, streams), draw(g, 3, streams, streams)))
 def hc_post_reference(x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    kept = comb.to(wide).transpose(-1, -2) @ x.to(wide)
-    return (post.to(wide)[..., None] * y.to(wide)[..., None, :] + kept).to(x.dtype)
+    dtype32 = torch.promote_types(x.dtype, torch.float32)
+    residual = comb.to(dtype32).transpose(-1, -2) @ x.to(dtype32)
+    return (post.to(dtype32)[..., None] * y.to(dtype32)[..., None, :] + residual).to(x.dtype)
 
 
 def hc_head(x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float = 1e-6, norm_eps: float = 1e-6) -> Tensor:
@@ -144,11 +144,11 @@ def mixed(
     balance: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute (u,), or (u, post, comb) with `balance`, which maps logits to comb, by torch ops."""
-    streams, wide = x.shape[-2], torch.promote_types(x.dtype, torch.float32)
-    flat, scale, base = x.to(wide).flatten(-2), scale.to(wide), base.to(wide)
-    z = F.linear(flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps), weight.to(wide))
+    streams, dtype32 = x.shape[-2], torch.promote_types(x.dtype, torch.float32)
+    flat, scale, base = x.to(dtype32).flatten(-2), scale.to(dtype32), base.to(dtype32)
+    z = F.linear(flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps), weight.to(dtype32))
     pre = torch.sigmoid(z[..., :streams] * scale[0] + base[:streams]) + eps
-    u = (pre[..., None] * x.to(wide)).sum(-2).to(x.dtype)
+    u = (pre[..., None] * x.to(dtype32)).sum(-2).to(x.dtype)
     if balance is None:
         return (u,)
     of_post, of_comb = slice(streams, 2 * streams), slice(2 * streams, None)
@@ -293,15 +293,15 @@ def hc_write_reference(
 
 
 def _products(x: Tensor, sums: Tensor, count: int, norm_eps: float) -> Tensor:
-    whole = sums.sum(0)
-    return whole[:, :count] * torch.rsqrt(whole[:, count : count + 1] / (x.shape[1] * x.shape[2]) + norm_eps)
+    total = sums.sum(0)
+    return total[:, :count] * torch.rsqrt(total[:, count : count + 1] / (x.shape[1] * x.shape[2]) + norm_eps)
 
 
-def _room(op: str, name: str, given: Tensor | None, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if given is None:
+def _room(op: str, name: str, buffer: Tensor | None, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if buffer is None:
         return torch.empty(shape, device=x.device, dtype=torch.float32)
-    require(op, name, given, torch.float32, shape, x.device, WRITTEN)
-    return given
+    require(op, name, buffer, torch.float32, shape, x.device, WRITTEN)
+    return buffer
 
 
 def _check_step(op: str, x: Tensor) -> None:

@@ -54,8 +54,8 @@ def scales_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int
 def numbers(weight: Fp8Blocks, dtype: torch.dtype | None = None) -> Tensor:
     """Dequantise the weight to `dtype`, by default weight.dtype."""
     rows, columns = weight.shape
-    wide = weight.scale.repeat_interleave(weight.block[0], 0)[:rows].repeat_interleave(weight.block[1], 1)[:, :columns]
-    return (weight.codes.float() * wide).to(dtype or weight.dtype)
+    scale = weight.scale.repeat_interleave(weight.block[0], 0)[:rows].repeat_interleave(weight.block[1], 1)[:, :columns]
+    return (weight.codes.float() * scale).to(dtype or weight.dtype)
 
 
 MOST, MOST_CODED = 8, 4  # weights in all, and fp8 weights
@@ -93,8 +93,8 @@ def norm_products(x: Tensor, norm: Norm | None, weights: Sequence[Weight], out: 
         out = torch.empty(len(x), rows, device=x.device, dtype=torch.float32)
     require("norm_products", "out", out, torch.float32, (len(x), rows), x.device, WRITTEN)
     unable = _unread(weights, x)
-    given = form(norm) if not coded and x.dim() == 2 else (None if norm is None else norm.offset, bool(coded), bool(plain))
-    return implementation("norm_products", plain[0] if plain else x, unable, given)(x, norm, weights, out)
+    key = form(norm) if not coded and x.dim() == 2 else (None if norm is None else norm.offset, bool(coded), bool(plain))
+    return implementation("norm_products", plain[0] if plain else x, unable, key)(x, norm, weights, out)
 
 
 def send_products(x: Tensor, weight: Weight, mail: Mail) -> tuple[Tensor, ...]:
@@ -135,12 +135,12 @@ def _draw_coded(g: torch.Generator, rows: int) -> Fp8Blocks:
 @definition(_example)
 @torch.no_grad()
 def norm_products_reference(x: Tensor, norm: Norm | None, weights: Sequence[Weight], out: Tensor) -> Tensor:
-    wide = [weight if isinstance(weight, Tensor) else numbers(weight, x.dtype) for weight in weights]
+    matrices = [weight if isinstance(weight, Tensor) else numbers(weight, x.dtype) for weight in weights]
     if x.dim() == 3:
-        groups = wide[0].to(x.dtype).unflatten(0, (x.shape[1], -1))
+        groups = matrices[0].to(x.dtype).unflatten(0, (x.shape[1], -1))
         return out.copy_(torch.einsum("bgk,grk->bgr", x, groups).flatten(1))
     normed = rms_normed(x, norm)
-    return out.copy_(torch.cat([normed @ weight.to(x.dtype).t() for weight in wide], -1))
+    return out.copy_(torch.cat([normed @ weight.to(x.dtype).t() for weight in matrices], -1))
 
 
 @definition(
@@ -152,8 +152,8 @@ def norm_products_reference(x: Tensor, norm: Norm | None, weights: Sequence[Weig
 )
 @torch.no_grad()
 def send_products_reference(x: Tensor, weight: Weight, mail: Mail) -> tuple[Tensor, ...]:
-    wide = numbers(weight, x.dtype) if isinstance(weight, Fp8Blocks) else weight.to(x.dtype)
-    mail.post((x @ wide.t()).float())
+    matrix = numbers(weight, x.dtype) if isinstance(weight, Fp8Blocks) else weight.to(x.dtype)
+    mail.post((x @ matrix.t()).float())
     return mail.boxes
 
 
@@ -224,21 +224,29 @@ def choose_experts_reference(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     scores = F.softplus(logits).sqrt()
     if table is not None and token is not None:
-        found = table.index_select(0, token)
+        chosen_ids = table.index_select(0, token)
     else:
         assert correction is not None
         ranked = scores + correction.to(scores.dtype)
         ranked = ranked.masked_fill(ranked.isnan(), float("inf"))
-        found = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : ids.shape[1]]
-    chosen = scores.gather(-1, found)
-    given = ids.copy_(found), shares.copy_(chosen / (chosen.sum(-1, keepdim=True) + LEAST) * scale)
+        chosen_ids = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : ids.shape[1]]
+    chosen = scores.gather(-1, chosen_ids)
+    outputs = ids.copy_(chosen_ids), shares.copy_(chosen / (chosen.sum(-1, keepdim=True) + LEAST) * scale)
     if gated is None:
-        return given
-    return *given, gated.out.copy_(swiglu_reference(gated.gate, gated.up, gated.limit))
+        return outputs
+    return *outputs, gated.out.copy_(swiglu_reference(gated.gate, gated.up, gated.limit))
 
 
 def _choice_example(generator: torch.Generator, gated: bool) -> tuple:
-    given = draw(generator, 3, 7).detach(), draw(generator, 7).detach(), None, None, 1.5, ints(*[0] * 9).view(3, 3), zeros(3, 3)
+    arguments = (
+        draw(generator, 3, 7).detach(),
+        draw(generator, 7).detach(),
+        None,
+        None,
+        1.5,
+        ints(*[0] * 9).view(3, 3),
+        zeros(3, 3),
+    )
     if not gated:
-        return given
-    return *given, Gated(draw(generator, 3, 20).detach(), draw(generator, 3, 20).detach(), 0.8, zeros(3, 20))
+        return arguments
+    return *arguments, Gated(draw(generator, 3, 20).detach(), draw(generator, 3, 20).detach(), 0.8, zeros(3, 20))
