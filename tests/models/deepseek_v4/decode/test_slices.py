@@ -60,8 +60,8 @@ def test_the_stream_is_the_same_on_all_devices():
 def test_codes_are_sliced_as_they_are():
     """fp4 experts and fp8 layers, whose numbers the model's own forward writes out."""
     model = build_model(torch.device("cpu"), dry=True, codes=True)
-    fast = gb.decoder(model, 1, 64, devices=["cpu", "cpu"], split="tensors")
-    whole = gb.decoder(model, 1, 64)
+    fast = gb.decoder(model, 1, 64, devices=["cpu", "cpu"], split="tensors", verify=False)
+    whole = gb.decoder(model, 1, 64, verify=False)
     prompt = torch.randint(89, (20,), generator=torch.Generator().manual_seed(3)).tolist()
     assert fast.generate(prompt, max_new_tokens=12).tokens == whole.generate(prompt, max_new_tokens=12).tokens
     halves = [span.layers[0].mixture.weights for span in fast.body.spans]
