@@ -230,8 +230,8 @@ def test_all_linear_says_which_layers_get_no_adapter(folder):
     model = load_coded(folder, CPU, torch.float32, codes=True)
     row = (
         "lora.add: all-linear",
-        "the weights of model.layers.0.self_attn.q_a_proj and 24 more linear layers are quantised and no parameters: no adapter "
-        "for them",
+        "the weights of model.layers.0.self_attn.q_a_proj and 24 more linear layers are quantised and no parameters: no "
+        "adapter for them",
     )
     before = trace.fallbacks[row]
     gb.lora.add(model, rank=2)
