@@ -1,18 +1,17 @@
-"""KV cache of a sequence: ring buffers of its last tokens, and stores of compressed entries. Addresses are fixed, and indices
-follow from positions on the device, so one CUDA graph serves any length.
+"""Attention of a layer, over a window of tokens and compressed entries of earlier tokens, and its KV cache.
+
+The KV cache of a sequence is ring buffers of its last tokens, and stores of compressed entries. Addresses are fixed, and
+indices follow from positions on the device, so one CUDA graph serves any length.
 
 Token p of a sequence is stored in slot p mod R of a ring. If P is the sequence's last position, slot s holds the latest
 position up to P that maps to s: a slot's position is computed, not stored. A ring for `span` tokens has R = span + T - 1 slots
 for steps of T tokens: the last token of a step then overwrites no slot that the first still reads, and rejected draft tokens
 are overwritten before any token attends to them.
 
-An entry is visible once its window of tokens has ended. An entry of rejected draft tokens is rewritten before it is visible.
+An entry is visible once its window of tokens has ended. An entry of rejected draft tokens is rewritten before it is visible. A
+token attends to all visible entries, or to those that an indexer chooses.
 
-Legend: B sequences, T tokens, R slots, S entries, D width, P a sequence's last position.
-
-Attention of a layer: a window of tokens, and compressed entries of earlier tokens, all of them or those of an indexer.
-
-Legend: B sequences, T tokens, H heads, D width of a head, S keys, K entries that the indexer chooses for a token.
+Legend: B sequences, T tokens, H heads, D width of a head, R slots, S keys or entries, K entries that the indexer chooses.
 """
 
 from copy import copy

@@ -1,19 +1,14 @@
-"""Products of a norm's output, for few rows and for many.
+"""Sparse MLP of a layer, with routed experts, chosen by score or by token, and one shared expert; and the GEMMs of all layers.
 
 For few rows, a kernel with a fused norm reads each weight once, in one launch for all weights with the same input
-(kernels/norm_products.py). For many rows, the norm is computed once and the products are GEMMs on tensor cores; fp8 weights are
+(kernels/products.py). For many rows, the norm is computed once and the products are GEMMs on tensor cores; fp8 weights are
 dequantised first.
 
-Experts of a sparse MLP: dense weights, or quantised weights in their published format.
+Experts have dense weights, or quantised weights in their published format. `few` reads the chosen experts' weights in place.
+`many` sorts tokens by expert on the device; quantised weights are dequantised first, several experts at a time. No method
+copies expert indices to the host.
 
-`few` reads the chosen experts' weights in place. `many` sorts tokens by expert on the device; quantised weights are dequantised
-first, several experts at a time. No method copies expert indices to the host.
-
-Legend: N tokens, E experts, S of them a token, I width of an expert.
-
-Sparse MLP of a layer: routed experts, chosen by score or by token, and one shared expert.
-
-Legend: N tokens, S experts per token.
+Legend: N tokens, E experts, S experts per token, I width of an expert.
 """
 
 from collections.abc import Callable, Iterator, Sequence

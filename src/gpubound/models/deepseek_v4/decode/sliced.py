@@ -1,12 +1,9 @@
-"""Tensor-parallel shards of a layer: some attention heads, and some columns of every expert, per device.
+"""Tensor-parallel DeepSeek-V4 runner: every layer is sharded over devices, and all devices compute each token.
 
-The inputs that all heads share (a token's low-rank query, its keys and the entries) are replicated, and so is the routing.
-A device's heads and columns compute one term of the layer's output, and the devices sum the terms.
-
-Tensor-parallel DeepSeek-V4 runner: every layer is sharded over devices, and all devices compute each token.
-
-The streams are bitwise equal on all devices, since each adds the same terms in the same order. The first device chooses tokens,
-broadcasts them, and gathers the logits. The KV cache is replicated on each device.
+A device has some attention heads, and some columns of every expert, and computes one term of a layer's output; the devices sum
+the terms. The inputs that all heads share (a token's low-rank query, its keys and the entries) are replicated, and so are the
+routing and the KV cache. The streams are bitwise equal on all devices, since each adds the same terms in the same order. The
+first device chooses tokens, broadcasts them, and gathers the logits.
 
 Legend: B sequences, T tokens, n streams.
 """

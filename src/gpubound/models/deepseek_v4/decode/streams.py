@@ -1,8 +1,4 @@
-"""Residual streams between layers: reads and writes by attention and MLP, for many tokens and for a decoding step.
-
-Embedding and output head: tokens to streams before the first layer, and streams to logits after the last.
-
-Consecutive layers on one device.
+"""Consecutive layers on one device: residual streams, which attention and MLP read and write, embedding and output head.
 
 Legend: B rows, T tokens, N = B T, n streams.
 """

@@ -1,15 +1,12 @@
-"""Attention of DeepSeek-V4 in a decoding step: all heads share one key, which is also the value.
+"""Attention of DeepSeek-V4 in a decoding step, and RMSNorm and RoPE of its queries, keys and output.
 
-A token attends to the last tokens in a ring buffer, and to compressed entries: those that the indexer chose, or all before a
-limit. A sink adds a logit without a value to each head's softmax. RoPE applies to keys, and so to values: the output can be
-rotated by the negative angles of the token's position.
+All heads share one key, which is also the value. A token attends to the last tokens in a ring buffer, and to compressed
+entries: those that the indexer chose, or all before a limit. A sink adds a logit without a value to each head's softmax. RoPE
+applies to keys, and so to values: the output can be rotated by the negative angles of the token's position. RoPE rotates the
+last 2 P channels, adjacent channels forming a pair.
 
-Legend: N tokens, consecutive within a row; B rows, H heads, D width of a head and of a key, R slots of the ring, L entries of
-the store, k chosen entries.
-
-RMSNorm and RoPE of heads in a decoding step: DeepSeek-V4's queries, keys and attention output.
-
-Legend: N tokens, H heads, D width of a head, P pairs: the last 2 P channels are rotated, adjacent channels forming a pair.
+Legend: N tokens, consecutive within a row; B rows, H heads, D width of a head and of a key, P pairs, R slots of the ring, L
+entries of the store, k chosen entries.
 """
 
 from collections.abc import Sequence

@@ -1,19 +1,16 @@
-"""Compressed keys of DeepSeek-V4: a window of m tokens is pooled to one entry, to which later tokens attend.
+"""Compressed keys of DeepSeek-V4, and the lightning indexer, which chooses those that a token attends to.
 
-Each token has two products, kv and gate. The entry of a full window is, per channel, the mean of the window's kv weighted by
-the softmax of gate + bias over the tokens, followed by RMSNorm and RoPE at the position of the window's first token. Windows
-may overlap: kv and gate then consist of two series, and an entry pools the first series of the preceding window and the second
-series of the current window, 2 m slots in all.
-
-Legend: B rows, T new tokens per row, m tokens per window, D channels of an entry, W = D, or 2 D for two series.
-
-Lightning indexer of DeepSeek-V4, which chooses the compressed entries that a token attends to.
+A window of m tokens is pooled to one entry. Each token has two products, kv and gate. The entry of a full window is, per
+channel, the mean of the window's kv weighted by the softmax of gate + bias over the tokens, followed by RMSNorm and RoPE at the
+position of the window's first token. Windows may overlap: kv and gate then consist of two series, and an entry pools the first
+series of the preceding window and the second series of the current window, 2 m slots in all. The indexer's score is
 
     score_s = Σ_h w_h · ReLU(q_h · k_s) · scale        for each visible entry s
 
-`index_topk` chooses the k entries of the largest scores. Neither op synchronises with the host.
+`index_topk` chooses the k entries of the largest scores. No op synchronises with the host.
 
-Legend: N tokens, consecutive within a row; B rows, H heads, L entries of the store, D width of a head and of a key.
+Legend: B rows, T new tokens per row, N tokens, consecutive within a row; m tokens per window, H heads, L entries of the store,
+D channels of an entry or a head, W = D, or 2 D for two series.
 """
 
 from collections.abc import Sequence

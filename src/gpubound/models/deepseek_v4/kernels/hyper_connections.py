@@ -1,9 +1,4 @@
-"""Sinkhorn normalisation: doubly stochastic matrices from logits.
-
-DeepSeek-V4 mixes its residual streams by such a matrix for each token (hyper_connections.py), so the streams neither explode
-nor vanish.
-
-Manifold-constrained hyper-connections of DeepSeek-V4: a residual of S streams, mixed by weights computed per token.
+"""Manifold-constrained hyper-connections of DeepSeek-V4: a residual of S streams, mixed by weights computed per token.
 
 Before a layer, `hc_pre` computes the layer's input u from the streams, and the weights by which `hc_post` adds its output y:
 
@@ -12,21 +7,19 @@ Before a layer, `hc_pre` computes the layer's input u from the streams, and the 
     post  = 2 sigmoid(z₂ scale₂ + base₂)
     comb  = sinkhorn(z₃ scale₃ + base₃)                 X'_t = post_t y + Σ_s comb_st X_s
 
-`hc_head` collapses the streams after the last layer, with only pre.
+comb is doubly stochastic, so the streams neither explode nor vanish. `hc_head` collapses the streams after the last layer, with
+only pre.
 
-Legend: X (..., S, D) streams; z₁, z₂ and z₃ are S, S and S·S of the (2 + S) S products, in that order.
-
-Hyper-connections (hyper_connections.py) of a decoding step of few tokens: three ops instead of `hc_pre` and `hc_post`.
-
-`hc_sums` computes partial sums over slices of the streams: products with the weight of a part (attention or MLP), and squares.
-`hc_read` computes u from the sums. `hc_write` computes post and comb from the sums, adds the part's output to the streams, and
-computes the next part's sums, in one launch.
+A decoding step of few tokens has three other ops. `hc_sums` computes partial sums over slices of the streams: products with the
+weight of a part (attention or MLP), and squares. `hc_read` computes u from the sums. `hc_write` computes post and comb from the
+sums, adds the part's output to the streams, and computes the next part's sums, in one launch.
 
 Only `hc_write` needs comb, so its Sinkhorn iterations do not delay the part. With PDL (dependent_launch.py), `hc_write`
 computes comb while the part still runs, if the GPU has free multiprocessors, and loads the sums before its wait: a fence
 (triton/_pdl.py) is required between the launch that wrote the sums and `hc_write`.
 
-Legend: N tokens, S streams, D width, P products of a part, Z slices of D.
+Legend: X (..., S, D) streams; z₁, z₂ and z₃ are S, S and S·S of the P = (2 + S) S products, in that order; N tokens, Z slices
+of D.
 """
 
 from collections.abc import Callable

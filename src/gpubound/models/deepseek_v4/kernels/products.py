@@ -1,13 +1,8 @@
-"""fp8 weights in the published format of DeepSeek's models: e4m3 codes, and a scale for each block of rows and columns.
-
-value = code · scale of its block
-
-Several products of one norm's output in one launch, for a step of few rows: the projections of DeepSeek-V4's attention.
+"""Products of a decoding step of DeepSeek-V4: several products of one norm's output, fp8 weights, and the routing of experts.
 
 `norm_product` (decode_product.py) takes up to three weights, a bias and adapters. `norm_products` takes up to MOST weights, in
-16 bits, fp32 or fp8 with a scale per block, without bias or adapters.
-
-DeepSeek-V4's expert routing in a decoding step, with the shared expert's activation in the same launch.
+16 bits, fp32 or fp8, without bias or adapters. fp8 weights are in the published format of DeepSeek's models: e4m3, and a scale
+for each block of rows and columns. `choose_experts` also computes the shared expert's activation.
 
 Legend: B rows, S experts per row (its slots), E experts in all, I width of the shared expert.
 """
