@@ -177,8 +177,8 @@ class CompressedReader(Reader):
                     return f"model.layers.{number}.{name}: it carries hooks or another forward"
             limit, shared = block.mlp.experts.limit, getattr(block.mlp.shared_experts, "limit", None)
             if shared not in (None, limit):
-                limits = f"its experts are limits within {limit}, and the one that all share within {shared}"
-                return f"model.layers.{number}.mlp: {limits}"
+                why = f"its experts are held within {limit}, and the one that all share within {shared}"
+                return f"model.layers.{number}.mlp: {why}"
         return None
 
     @staticmethod

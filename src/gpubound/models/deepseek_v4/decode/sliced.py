@@ -64,7 +64,7 @@ def _width(mixture: MixtureWeights) -> int:
 
 
 def slice_of(layer: StreamedLayerWeights, plan: SlicePlan) -> StreamedLayerWeights:
-    """Return a layer's shard on the plan's device. Tensors, and row slices, that are already move_to are not copied."""
+    """Return a layer's shard on the plan's device. Tensors, and row slices, on that device are not copied."""
     return move_to(layer._replace(attention=_latent(layer.attention, plan), mixture=_mixture(layer.mixture, plan)), plan.device)
 
 
