@@ -237,7 +237,7 @@ def test_wrong_arguments_are_named():
     body = FusedRunner(live, RunnerConfig(1, ROOM, weights="int8"))
     fast = gb.decoder(model, 1, ROOM, weights="int8", verify=False)
     for call, sentence in (
-        (lambda: fast.accuracy([[3, 4], [5, 6]]), "accuracy: text: got 2, wanted one; put them one behind the other."),
+        (lambda: fast.accuracy([[3, 4], [5, 6]]), "accuracy: text: got 2, wanted one; concatenate them."),
         (
             lambda: FusedRunner(live, RunnerConfig(1, ROOM, weights="int2")),
             "decoder: weights: got 'int2', wanted one of int8, int4, fp8, or None for the live ones.",

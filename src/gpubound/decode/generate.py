@@ -176,7 +176,7 @@ class FastDecoder(NotCopyable):
             )
         texts = read_prompts(text, self.text)
         if len(texts) != 1:
-            raise ValueError(f"accuracy: text: got {len(texts)}, wanted one; put them one behind the other.")
+            raise ValueError(f"accuracy: text: got {len(texts)}, wanted one; concatenate them.")
         return accuracy(self.body, texts[0])
 
     def __repr__(self) -> str:
@@ -477,7 +477,7 @@ class RunningRequest:
         body = self.decoder.body
         if waited := [str(peer.device) for peer in body.peers if peer.gave_up()]:
             raise GenerateError(
-                f"sequence {row}: {' and '.join(waited)} waited in vain for what another GPU sends, so the logits at "
+                f"sequence {row}: {' and '.join(waited)} timed out waiting for another GPU, so the logits at "
                 f"position {position} are none. See what the driver says of the GPUs (nvidia-smi, dmesg); the next request "
                 "waits again."
             )

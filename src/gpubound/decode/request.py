@@ -207,7 +207,7 @@ def _masked(ids: list[list[int]], mask: Any) -> list[list[int]]:
         first = row.index(True) if True in row else 0
         if not all(row[first : first + sum(row)]):
             raise ValueError(
-                f"generate: attention_mask of prompt {number}: got padding between its tokens, wanted it before or behind them."
+                f"generate: attention_mask of prompt {number}: got padding between its tokens, wanted it before or after them."
             )
     return [[token for token, real in zip(*pair) if real] for pair in zip(ids, marks)]
 

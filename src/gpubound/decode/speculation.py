@@ -48,7 +48,7 @@ def tokens_a_step(speculate: Any, device: torch.device) -> int:
             "gb.Draft(model, tokens)."
         )
     if isinstance(speculate, Draft) and (devices := {p.device for p in speculate.model.parameters()}) != {device}:
-        where = f"lies on {' and '.join(sorted(map(str, devices)))}" if devices else "has no weights"
+        where = f"is on {' and '.join(sorted(map(str, devices)))}" if devices else "has no weights"
         raise ValueError(f"decoder: speculate: the draft model {where}, the model is on {device}; move it there.")
     return drafted + 1
 

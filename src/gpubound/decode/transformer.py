@@ -432,7 +432,7 @@ class FusedRunner(ModelRunner):
                 (f"{self.gemv_rows + 1} to {min(most, self.tiled_rows)} rows", what, "all rows together, on tensor cores")
             )
         if gemm:
-            why = f"; those of one input one by one: {self.live.apart}" if self.live.apart else ""
+            why = f"; those of one input separately: {self.live.apart}" if self.live.apart else ""
             rows.append((f"more than {own} rows", "products by torch (cuBLAS)", f"they fill tensor cores{why}"))
         special = dict.fromkeys(row for layer in self.layers for row in layer.mlp.report_gemm(gemm))
         return [*rows, *special, *self.adapting.report(), *weights, *self._rounding()]

@@ -189,7 +189,7 @@ def test_a_device_that_waited_in_vain_is_named():
     fast.body._finish = late
     with pytest.raises(gb.GenerateError) as error:
         fast.generate(cases.PROMPT, max_new_tokens=6)
-    assert str(error.value).startswith("sequence 0: cpu waited in vain for what another GPU sends, so the logits at position ")
+    assert str(error.value).startswith("sequence 0: cpu timed out waiting for another GPU, so the logits at position ")
     del fast.body._finish
     assert fast.generate(cases.PROMPT, max_new_tokens=6).tokens == want
 
