@@ -203,14 +203,16 @@ class LowRankGroup:
 
     def _a(self) -> Tensor:
         """Return the a of all adapters as one matrix."""
-        return self._matrix([self.adapters[0].a] if len(self.adapters) == 1 else [low.a for low in self.adapters])
+        if len(self.adapters) == 1:
+            return self.adapters[0].a.detach().contiguous()
+        return self._matrix([low.a for low in self.adapters])
 
     def _b(self) -> Tensor:
-        return self._matrix([self.adapters[0].b] if len(self.adapters) == 1 else [low.b for low in self.adapters])
+        if len(self.adapters) == 1:
+            return self.adapters[0].b.detach().contiguous()
+        return self._matrix([low.b for low in self.adapters])
 
     def _matrix(self, parameters: Sequence[Tensor]) -> Tensor:
-        if len(parameters) == 1:
-            return parameters[0].detach().contiguous()
         joined = join_rows([p.detach() for p in parameters])
         if joined is None and self._packable():
             if (why := pack(parameters)) is not None:

@@ -217,7 +217,7 @@ class Exercise:
                 self.trouble += " on random tokens; pass example=<a batch>"
 
     def again(self) -> Agreement:
-        """Run the model as it is now, and compare."""
+        """Run the model again, and compare."""
         dtype, after = coarsest(self.model), self.run()
         result = compare(after, self.before, dtype)
         if result.ok or not may_be_rounding(result, dtype):
