@@ -12,7 +12,7 @@ from gpubound.distributed import join
 from gpubound.distributed.fsdp import shard
 from gpubound.errors import RankError
 from gpubound.train.checkpoint import Checkpoints
-from tests.distributed.processes import on_ranks
+from tests.distributed.processes import each_on_ranks, on_ranks
 from tests.distributed.test_all_reduce import Blocks
 from tests.distributed.test_replicas import Tied, loss, nothing, window
 from tests.messages import message
@@ -24,6 +24,7 @@ LENGTHS = {1: (4, 2), 2: (5, 3), 4: (9, 2)}
 
 def trained(world, accumulate, options):
     """Weights and losses of ranks with iterators of unequal lengths, or of one process with all of a step's."""
+    trace._said.clear()
     with join("cpu") if world > 1 else nothing() as ranks:
         torch.manual_seed(0)
         model = Tied()
@@ -45,19 +46,26 @@ def trained(world, accumulate, options):
         return {name: t.float().numpy() for name, t in model.state_dict().items()}, losses, said
 
 
-@pytest.mark.parametrize(
-    "accumulate, options",
-    [
-        (1, {"optimizer": gb.AdamW(lr=1e-2), "precision": "fp32", "graph": "off"}),
-        (1, {"optimizer": gb.AdamW(lr=1e-2), "precision": "fp32", "graph": "require"}),
-        (2, {"optimizer": gb.AdamW(lr=1e-2), "precision": "fp32", "graph": "require", "clip": 0.1}),
-        (4, {"optimizer": SGD, "precision": "fp32"}),
-        (2, {"optimizer": "muon", "precision": "fp32"}),
-    ],
-)
-def test_a_rank_without_data_adds_nothing_to_the_steps_of_the_others(accumulate, options):
+CASES = [
+    (1, {"optimizer": gb.AdamW(lr=1e-2), "precision": "fp32", "graph": "off"}),
+    (1, {"optimizer": gb.AdamW(lr=1e-2), "precision": "fp32", "graph": "require"}),
+    (2, {"optimizer": gb.AdamW(lr=1e-2), "precision": "fp32", "graph": "require", "clip": 0.1}),
+    (4, {"optimizer": SGD, "precision": "fp32"}),
+    (2, {"optimizer": "muon", "precision": "fp32"}),
+]
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    works = {str(number): partial(trained, 2, *case) for number, case in enumerate(CASES)}
+    return each_on_ranks(2, works)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_a_rank_without_data_adds_nothing_to_the_steps_of_the_others(number, two_ranks):
+    accumulate, options = CASES[number]
     weights, losses, _ = trained(1, accumulate, options)
-    first, second = on_ranks(2, trained, 2, accumulate, options)
+    first, second = two_ranks[str(number)]
     for theirs, said, _ in (first, second):
         assert said == pytest.approx(losses, rel=1e-5)
         for name, tensor in weights.items():

@@ -55,19 +55,24 @@ def note_of(folder, rank):
     return json.loads((folder / f"note-{rank}").read_text())["message"]
 
 
-@pytest.mark.parametrize("deaf", [False, True])
-def test_a_hung_rank_is_named_with_its_step_and_line_and_what_the_others_wait_in(deaf, tmp_path):
-    """And by a rank that hears of the end of the one that judged before it hears the judgement."""
-    processes, _, _store = started(2, standing_still, read_a_file_for_ever, tmp_path, "gpubound-test", "cpu", deaf)
-    assert [process.join(SECONDS) or process.exitcode for process in processes] == [1, 1]
-    notes = [note_of(tmp_path, rank) for rank in range(2)]
-    for note in notes:
-        assert note["extraInfo"]["rank"] == 1 and note["extraInfo"]["kind"] == "hung"
-        said = note["message"]
-        assert said.startswith("no step has ended within 2 s: rank 1 is reading a micro-batch in step 3, at tests/distributed/")
-        assert message("parallel/watchdog:a_hung_rank_is_named_wit").within(said)
-    assert message("parallel/watchdog:a_hung_rank_is_named_wit.2").within((tmp_path / "stderr-1").read_text())
-    assert (tmp_path / "stderr-0").read_text() == ""  # the process that started it speaks
+def test_a_hung_rank_is_named_with_its_step_and_line_and_what_the_others_wait_in(tmp_path):
+    """And by a rank that hears of the end of the one that judged before it hears the judgement. Both runs at once."""
+    runs = []
+    for deaf in (False, True):
+        folder = tmp_path / str(deaf)
+        folder.mkdir()
+        runs.append((folder, started(2, standing_still, read_a_file_for_ever, folder, "gpubound-test", "cpu", deaf)))
+    for folder, (processes, _, _store) in runs:
+        assert [process.join(SECONDS) or process.exitcode for process in processes] == [1, 1]
+        for note in [note_of(folder, rank) for rank in range(2)]:
+            assert note["extraInfo"]["rank"] == 1 and note["extraInfo"]["kind"] == "hung"
+            said = note["message"]
+            assert said.startswith(
+                "no step has ended within 2 s: rank 1 is reading a micro-batch in step 3, at tests/distributed"
+            )
+            assert message("parallel/watchdog:a_hung_rank_is_named_wit").within(said)
+        assert message("parallel/watchdog:a_hung_rank_is_named_wit.2").within((folder / "stderr-1").read_text())
+        assert (folder / "stderr-0").read_text() == ""  # the process that started it speaks
 
 
 @pytest.mark.gpu
@@ -112,18 +117,18 @@ def read_alone(store, model):
     time.sleep(300)
 
 
-@pytest.mark.parametrize(
-    "what, words",
-    [
-        (save_alone, "rank 0 is waiting in new_group in step 2, at tests/distributed/"),
-        (read_alone, "rank 0 is busy with something else in step 2, at tests/distributed/"),
-    ],
-)
-def test_a_loop_of_ones_own_is_watched_where_it_calls_what_waits_for_others(what, words, tmp_path):
-    processes, _, _store = started(2, loop_of_ones_own, what, tmp_path)
-    assert [process.join(SECONDS) or process.exitcode for process in processes] == [1, 1]
-    said = note_of(tmp_path, 1)["message"]
-    assert words in said and message("parallel/watchdog:a_loop_of_ones_own_is_wa", what.__name__).within(said)
+def test_a_loop_of_ones_own_is_watched_where_it_calls_what_waits_for_others(tmp_path):
+    """Two runs at once: each takes the time-out."""
+    words = {save_alone: "waiting in new_group", read_alone: "busy with something else"}
+    runs = {}
+    for what in words:
+        (tmp_path / what.__name__).mkdir()
+        runs[what] = started(2, loop_of_ones_own, what, tmp_path / what.__name__)
+    for what, (processes, _, _store) in runs.items():
+        assert [process.join(SECONDS) or process.exitcode for process in processes] == [1, 1]
+        said = note_of(tmp_path / what.__name__, 1)["message"]
+        assert f"rank 0 is {words[what]} in step 2, at tests/distributed/" in said
+        assert message("parallel/watchdog:a_loop_of_ones_own_is_wa", what.__name__).within(said)
 
 
 def test_between_its_steps_a_loop_of_ones_own_may_do_what_it_likes(monkeypatch):
