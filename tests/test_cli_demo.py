@@ -48,7 +48,7 @@ def test_the_whole_path(tmp_path, capsys):
 
 def test_without_a_text_to_show(tmp_path, capsys, monkeypatch):
     """An objective that writes none, as one over images would."""
-    monkeypatch.setattr("gpubound.train.objectives.causal_lm.NextToken.sample", lambda self, *asked: None)
+    monkeypatch.setattr("gpubound.train.objectives.word_loss.NextToken.sample", lambda self, *asked: None)
     assert demo(tmp_path / "demo") == 0
     assert "goes on from" not in capsys.readouterr().err and "What it writes" not in (tmp_path / "demo/report.html").read_text()
 

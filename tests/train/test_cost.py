@@ -11,7 +11,7 @@ from gpubound.distributed import ALONE
 from gpubound.errors import MeasureError
 from gpubound.lora.layers import active_in, adapted_layers
 from gpubound.monitor import RunTape
-from gpubound.train.adapters import kept_state
+from gpubound.train.adapters import trained_state
 from gpubound.train.cost import Price, frozen_alone
 from tests.messages import message
 
@@ -43,11 +43,11 @@ def test_the_frozen_step_is_forward_and_dx(way):
 def test_a_finished_run_tells_its_price_and_is_left_as_it_was(corpus, base, tmp_path):
     run, _ = train(recipe(corpus, tmp_path, model=str(base), lora={"rank": 4, "dropout": 0.1}, accumulate=2))
     before = {name: t.clone() for name, t in run.model.state_dict().items()}
-    kept, at = kept_state(run.model).keys(), run.feed.state_dict()
+    kept, at = trained_state(run.model).keys(), run.feed.state_dict()
     price = run.price()
     assert price.step.median_s > 0 and price.frozen.median_s > 0
     assert all(torch.equal(t, before[name]) for name, t in run.model.state_dict().items())
-    assert kept_state(run.model).keys() == kept and run.feed.state_dict() == at
+    assert trained_state(run.model).keys() == kept and run.feed.state_dict() == at
     run.export(tmp_path / "adapter")
 
 

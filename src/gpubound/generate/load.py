@@ -27,7 +27,7 @@ from ..models.folder import (
     read_generation,
 )
 from ..models.registry import family_of, is_named, is_quantized
-from ..train.adapters import base_of, check_base, kept_state, load_kept_state, merge
+from ..train.adapters import base_of, check_base, load_trained_state, merge, trained_state
 from ..train.checkpoint import Checkpoint, path_from_here
 from ..train.objectives import objective_named
 from ..train.prepare import build_model
@@ -171,9 +171,9 @@ def _from_checkpoint(
     if recipe.adapters is not None:
         recipe.adapters.add(model)
     first: dict[int, str] = {}
-    for name, tensor in kept_state(model).items():  # an average holds a tied weight only under its first name
+    for name, tensor in trained_state(model).items():  # an average holds a tied weight only under its first name
         weights[name] = weights[first.setdefault(tensor.data_ptr(), name)]
-    load_kept_state(model.to(dtype or stored), weights)
+    load_trained_state(model.to(dtype or stored), weights)
     return model
 
 

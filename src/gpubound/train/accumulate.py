@@ -61,7 +61,7 @@ class Accumulators:
         self._parameters = [slot.parameter for slot in self.layout.slots]
         self.opened = False  # between `begin` and `finish`
         self._hooks = []
-        self._taken: list[tuple[Any, Tensor]] = []
+        self._pending: list[tuple[Any, Tensor]] = []
         self._bytes = 0
         self._lock = threading.RLock()  # `settle` may be asked for in another thread than autograd's of the device
         for slot in self.layout.slots:
@@ -74,7 +74,7 @@ class Accumulators:
         """Begin a new sum with one memset."""
         self._move_hooks_last()
         self.gradient.zero_()
-        self._taken, self._bytes = [], 0  # of a backward that raised
+        self._pending, self._bytes = [], 0  # of a backward that raised
         if self.opened:
             for parameter in self._parameters:
                 made_record(parameter).opening = None
@@ -83,7 +83,7 @@ class Accumulators:
     def begin(self) -> None:
         """Begin a new sum without a memset: the first delivery to each main_grad writes. `finish` must follow the last one."""
         self._move_hooks_last()
-        self._taken, self._bytes = [], 0
+        self._pending, self._bytes = [], 0
         open_sums(self._parameters)
         self.opened = True
 
@@ -136,8 +136,8 @@ class Accumulators:
                 hooks[handle.id] = hooks.pop(handle.id)  # autograd ignores move_to_end
 
     def _settle(self) -> None:
-        taken, self._taken, self._bytes = self._taken, [], 0
-        deliver_all(taken)
+        pending, self._pending, self._bytes = self._pending, [], 0
+        deliver_all(pending)
 
 
 class _TakeGradient(Taker):
@@ -151,9 +151,9 @@ class _TakeGradient(Taker):
         if gradient is None:
             return
         with sums._lock:
-            if not sums._taken:
+            if not sums._pending:
                 Variable._execution_engine.queue_callback(sums._settle)  # type: ignore[attr-defined]
-            sums._taken.append((parameter, gradient))
+            sums._pending.append((parameter, gradient))
             sums._bytes += gradient.nbytes
             parameter.grad = None
             if sums._bytes > TOGETHER_BYTES:

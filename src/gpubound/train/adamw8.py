@@ -68,7 +68,7 @@ def _blocks(shape: torch.Size, first: int, place: list[int]) -> Tensor:
     return rank * blocks + position // BLOCK
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
@@ -91,32 +91,32 @@ class FlatAdamW8bit(FlatAdamW):
 
     def named_moments(self) -> Iterator[tuple[str, Tensor]]:
         """Yield quantised moments by parameter and scales by group: a block may extend over two parameters."""
-        yield PLACES, self._places()
-        for kind, moments in self._kinds():
+        yield PLACES, self._layout_rows()
+        for kind, moments in self._by_name():
             for index, (group, coded) in enumerate(moments.items()):
                 yield f"scale.{kind}.{index}", coded.scales
                 for slot in self.weights.layout.slots_of(group):
                     yield f"{kind}.{slot.name}", slot.view(coded.codes, group.start)
 
-    def _kinds(self) -> tuple[tuple[str, dict[Group, QuantisedMoment]], ...]:
+    def _by_name(self) -> tuple[tuple[str, dict[Group, QuantisedMoment]], ...]:
         return ("m", self.m8), ("v", self.v8)
 
-    def _places(self) -> Tensor:
+    def _layout_rows(self) -> Tensor:
         """Return a row of integers for every parameter, in the order of names: its group, the group's blocks on a rank, its
         offset in the group, its rows on a rank, and its strides."""
         layout = self.weights.layout
         width = max(1, *(slot.parameter.dim() for slot in layout.slots))
-        places = {}
+        rows_of = {}
         for index, (group, coded) in enumerate(self.m8.items()):
             for slot in layout.slots_of(group):
                 codes = slot.view(coded.codes, group.start)
                 strides = codes.stride() + (0,) * (width - codes.dim())
-                places[slot.name] = [index, len(coded.scales), slot.start - group.start, *(codes.shape or (1,))[:1], *strides]
-        return torch.tensor([places[name] for name in sorted(places)], device="cpu")
+                rows_of[slot.name] = [index, len(coded.scales), slot.start - group.start, *(codes.shape or (1,))[:1], *strides]
+        return torch.tensor([rows_of[name] for name in sorted(rows_of)], device="cpu")
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         groups = state[PLACES][:, 0].unique().tolist() if PLACES in state else ()
-        for name in (PLACES, *(f"scale.{kind}.{index}" for kind, _ in self._kinds() for index in groups)):
+        for name in (PLACES, *(f"scale.{kind}.{index}" for kind, _ in self._by_name() for index in groups)):
             if name not in state:
                 raise ValueError(
                     f"load_state_dict: {name}: got nothing, wanted it beside moments in 8 bits; the state is another "
@@ -126,27 +126,27 @@ class FlatAdamW8bit(FlatAdamW):
     @torch.no_grad()
     def loaded(self, state: Mapping[str, Tensor]) -> None:
         """Load the scales after the quantised elements; requantise if the state has another layout."""
-        places, part = state[PLACES].cpu(), self.weights.part
-        same = places.equal(self._places())
-        for kind, moments in self._kinds():
-            scales = {index: _whole(state[f"scale.{kind}.{index}"]) for index in places[:, 0].unique().tolist()}
+        rows_of, part = state[PLACES].cpu(), self.weights.part
+        same = rows_of.equal(self._layout_rows())
+        for kind, moments in self._by_name():
+            scales = {index: _full_tensor(state[f"scale.{kind}.{index}"]) for index in rows_of[:, 0].unique().tolist()}
             for index, (group, coded) in enumerate(moments.items()):
                 begin = part * len(coded.scales)
                 if same and begin < len(scales[index]):
                     coded.scales.copy_(scales[index][begin : begin + len(coded.scales)])
                 else:
-                    self._requantise(group, coded, places, {i: s.to(coded.scales.device) for i, s in scales.items()})
+                    self._requantise(group, coded, rows_of, {i: s.to(coded.scales.device) for i, s in scales.items()})
 
-    def _requantise(self, group: Group, coded: QuantisedMoment, places: Tensor, scales: dict[int, Tensor]) -> None:
+    def _requantise(self, group: Group, coded: QuantisedMoment, rows_of: Tensor, scales: dict[int, Tensor]) -> None:
         """Dequantise with the `scales` of the old layout, and quantise in the blocks of this one."""
         layout = self.weights.layout
-        place_of = dict(zip(sorted(slot.name for slot in layout.slots), places.tolist()))
+        row_of = dict(zip(sorted(slot.name for slot in layout.slots), rows_of.tolist()))
         numbers = torch.zeros(len(coded.codes), device=layout.device, dtype=torch.float32)  # zeros between parameters
         for slot in layout.slots_of(group):
             codes, dequantised = (slot.view(t, group.start) for t in (coded.codes, numbers))
             if not codes.dim():
                 codes, dequantised = codes.view(1), dequantised.view(1)
-            index, *place = place_of[slot.name]
+            index, *place = row_of[slot.name]
             first, at_once = self.weights.part * len(codes), max(1, PART // codes[0].numel())
             for begin in range(0, len(codes), at_once):
                 these = codes[begin : begin + at_once]

@@ -31,7 +31,7 @@ def frozen_bytes(outline: nn.Module, dtype: torch.dtype, base: str | None) -> in
     return int(quantised) + dtype.itemsize * sum(frozen.values())
 
 
-def kept_state(model: nn.Module) -> dict[str, Tensor]:
+def trained_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the part of the model's state that a run may change: without frozen parameters and quantisation scales."""
     state = model.state_dict(keep_vars=True)
     quantised = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Base))
@@ -40,8 +40,8 @@ def kept_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_kept_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    wanted = kept_state(model)
+def load_trained_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    wanted = trained_state(model)
     assert wanted.keys() == state.keys(), f"a state of another model: {sorted(wanted.keys() ^ state.keys())[:3]}"
     model.load_state_dict(state, strict=False)
 

@@ -12,7 +12,7 @@ from ..errors import MeasureError
 from ..layers.linear_product import size_of
 from ..models.placing import put_back
 from ..models.registry import Sizes
-from .adapters import kept_state
+from .adapters import trained_state
 from .recompute import blocks_of
 from .step import TrainStep
 
@@ -77,7 +77,7 @@ def price_of(step: TrainStep, make_step: Callable[[], TrainStep], batches: Seque
     Afterwards the model's weights are unchanged, and so is which of them train.
     """
     model = step.model
-    with put_back(kept_state(model).values()):
+    with put_back(trained_state(model).values()):
         ours = _timed(step, batches)
     step.close()
     with frozen_alone(model):

@@ -53,7 +53,7 @@ class DeviceStep:
         self.summed = torch.zeros(3, dtype=torch.float64, device=self.device)
         self.totals = self.summed[:2]
         self.one = torch.ones((), device=self.device, dtype=torch.float32)
-        self.reduction = self.accumulators.reduction(self.ranks, [self.summed], [] if self.fp8 is None else [self.fp8.seen])
+        self.reduction = self.accumulators.reduction(self.ranks, [self.summed], [] if self.fp8 is None else [self.fp8.largest])
         # Compiled code would bake in whether a sum was opened when it was traced.
         self._compiled = any(getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in self.model.modules())
 
@@ -141,7 +141,7 @@ class DeviceStep:
 
     def state(self) -> list[Tensor]:
         """Return every tensor that a step writes, except the model's buffers."""
-        optimizer, fp8 = self.optimizer, [] if self.fp8 is None else [self.fp8.states, self.fp8.seen]
+        optimizer, fp8 = self.optimizer, [] if self.fp8 is None else [self.fp8.states, self.fp8.largest]
         masters = [master for _, _, master in optimizer.weights.rounded]
         own = [self.accumulators.gradient, self.summed, optimizer.state]
         return [*own, *optimizer.moments, *optimizer.weights.flat, *masters, *fp8]

@@ -1,6 +1,6 @@
-"""What an export says of its run, in a file beside the model's own: which step's weights it has, and how far the run was.
+"""Metadata of an export, in a file of its folder: the step of its weights, and the number of steps that the run had done.
 
-So `gpubound generate RUN` can tell whether a checkpoint is newer. Files' times do not tell: a copy of a run has other ones.
+`gpubound generate RUN` compares it with the checkpoints' steps. File times cannot be compared: those of a copied run differ.
 """
 
 import json
@@ -15,7 +15,7 @@ from .checkpoint.files import STATE
 
 
 def claim(folder: Path, run: str, overwrite: bool = False) -> None:
-    """Mark `folder` as an export of the run with this id before anything is written; ValueError if it holds other files.
+    """Mark `folder` as an export of this run before anything is written. Raise ValueError if it holds other files.
 
     An export that is interrupted leaves the mark, so the run can write the folder again.
     """
@@ -25,12 +25,12 @@ def claim(folder: Path, run: str, overwrite: bool = False) -> None:
 
 
 def note(folder: Path, run: str, step: int, done: int) -> None:
-    """Write which step the exported weights are of, and how many steps the run had done."""
+    """Write the step of the exported weights, and the number of steps that the run had done."""
     write_atomic(folder / ORIGIN, json.dumps({"run": run, "step": step, "done": done}) + "\n")
 
 
 def done_at(folder: Path) -> int | None:
-    """How many steps the run had done when it wrote this export. None where the folder does not say."""
+    """Return the number of steps that the run had done when it wrote this export, None if unknown."""
     if not (folder / ORIGIN).exists():
         return None
     done = read_json(folder / ORIGIN, "export the run again").get("done")
@@ -42,28 +42,28 @@ def done_at(folder: Path) -> int | None:
 
 
 def newer(exports: Sequence[Path], checkpoint: Checkpoint | None) -> Path | Checkpoint | None:
-    """The export of the latest step, or the checkpoint where that is of a later one.
+    """Return the export of the latest step, or the checkpoint if its step is later.
 
-    By the files' times, aloud, where an export does not say its step: an older version wrote it, or no run.
+    If an export has no step, as from an older version or an interruption, file times are compared, with a notice.
     """
     if checkpoint is None and len(exports) == 1:
         return exports[0]
-    told = {folder: done_at(folder) for folder in exports}
-    silent = next((folder for folder, done in told.items() if done is None), None)
+    steps = {folder: done_at(folder) for folder in exports}
+    without_step = next((folder for folder, done in steps.items() if done is None), None)
 
     def age(folder: Path, step: int | None) -> float:
-        return _written(folder) if silent or step is None else step
+        return _written(folder) if without_step or step is None else step
 
-    export = max(exports, key=lambda folder: age(folder, told[folder]), default=None)
+    export = max(exports, key=lambda folder: age(folder, steps[folder]), default=None)
     if export is None:
         return checkpoint
-    later = checkpoint is not None and age(checkpoint.path, checkpoint.step) > age(export, told[export])
-    if silent:
+    later = checkpoint is not None and age(checkpoint.path, checkpoint.step) > age(export, steps[export])
+    if without_step:
         chosen = checkpoint.path if later and checkpoint else export
-        notice(f"{silent} does not say of which step it is; taken is {chosen}, because its files are the newest.")
+        notice(f"{without_step} does not say of which step it is; taken is {chosen}, because its files are the newest.")
     return checkpoint if later else export
 
 
 def _written(folder: Path) -> float:
-    """When a model or a checkpoint was written."""
+    """Return the time when a model or a checkpoint was written."""
     return max(file.stat().st_mtime for pattern in (STATE, "*config.json") for file in folder.glob(pattern))

@@ -94,13 +94,13 @@ def lay_out(
     named = list(named)
     chosen = _trained(named)
     _check_apart(chosen, [*((name, p) for name, p in named if not p.requires_grad), *others])
-    kinds = {id(p): (MUON if muon(name, p) else ADAMW, dtype or p.dtype, decays(name, p)) for name, p in chosen}
+    rules = {id(p): (MUON if muon(name, p) else ADAMW, dtype or p.dtype, decays(name, p)) for name, p in chosen}
     names = {id(p): name for name, p in chosen}
     slots, groups, at = [], [], 0
-    for rule, wanted in sorted(dict.fromkeys(kind[:2] for kind in kinds.values()), key=lambda kind: kind[0] == MUON):
+    for rule, wanted in sorted(dict.fromkeys(key[:2] for key in rules.values()), key=lambda key: key[0] == MUON):
         start = at
         for decaying in (True, False):
-            for run in _runs([p for _, p in chosen if kinds[id(p)] == (rule, wanted, decaying)]):
+            for run in _runs([p for _, p in chosen if rules[id(p)] == (rule, wanted, decaying)]):
                 for parameter in run:
                     slots.append(FlatSlot(names[id(parameter)], parameter, at))
                     at += parameter.numel()

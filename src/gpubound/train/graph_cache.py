@@ -24,7 +24,7 @@ from .micro_batches import MicroBatch
 from .objectives import Objective
 
 MODES = ("auto", "require", "off")
-WHOLE, PART = "a step of one micro-batch", "a micro-batch"
+STEP, PART = "a step of one micro-batch", "a micro-batch"
 UPDATE, APPLY = "the update", "the update behind the sums over ranks"
 MOST = 8  # shapes of micro-batch: each takes seconds to capture, and some memory besides the pool
 # A replay may differ from eager by this fraction of the largest value: attention's backward adds in another order at every run,
@@ -76,7 +76,7 @@ class GraphCache:
             step.prepare(batches[0].whole())
         if self._off:
             return step.run([batch.whole() for batch in batches])
-        if step.single and (graph := self._whole_step(batches[0], first)) is not None:
+        if step.single and (graph := self._step_graph(batches[0], first)) is not None:
             return graph(*batches[0].tensors)
         if (step.single and step.ranks.alone) or not self._capture_parts(batches, first):
             return step.run([batch.whole() for batch in batches])
@@ -87,9 +87,9 @@ class GraphCache:
             self._known[PART, batch.key](*batch.tensors)
         return self._update(batches[0].model, first)
 
-    def _whole_step(self, batch: MicroBatch, first: bool) -> Captured | None:
+    def _step_graph(self, batch: MicroBatch, first: bool) -> Captured | None:
         """Return the graph of a whole step of this one micro-batch, or None."""
-        key, step = (WHOLE, batch.key), self.step
+        key, step = (STEP, batch.key), self.step
 
         def train_step(*leaves: Tensor) -> Tensor:
             with step.reduction.completed():
@@ -122,22 +122,22 @@ class GraphCache:
         """Run the update as a graph, captured at its first time: only after real gradients does its certificate see weights
         move. It calls no module, but its references lead to the model, so another mode of the model needs another graph.
         """
-        step, whole, apply = self.step, (UPDATE, model), (APPLY, model)
+        step, update_key, apply_key = self.step, (UPDATE, model), (APPLY, model)
 
         def update() -> Tensor:
             with step.reduction.completed():
                 return step.update()
 
         if step.ranks.alone or (first and not step.single):
-            self._try(whole, lambda: self._capture_together(update))
-            if not self._all_captured([whole], last=step.ranks.alone) and step.ranks.alone:
+            self._try(update_key, lambda: self._capture_together(update))
+            if not self._all_captured([update_key], last=step.ranks.alone) and step.ranks.alone:
                 return self._give_up(step.update)
-        if whole in self._known:
-            return self._known[whole]()
+        if update_key in self._known:
+            return self._known[update_key]()
         step.finish()
         step.sum()
-        self._try(apply, partial(self._graph, step.apply))
-        return self._known[apply]() if self._all_captured([apply], first) else self._give_up(step.apply)
+        self._try(apply_key, partial(self._graph, step.apply))
+        return self._known[apply_key]() if self._all_captured([apply_key], first) else self._give_up(step.apply)
 
     def _give_up(self, calls: Callable[[], Tensor]) -> Tensor:
         """Drop all graphs: a step is either graphs or calls, so that times of one are never taken for those of the other."""
@@ -192,7 +192,7 @@ class GraphCache:
 
     def _graph(self, part: Callable, batch: MicroBatch | None = None, gate: Callable[[], None] = open_gate) -> Captured:
         step = self.step
-        if batch is not None and sum(kind in (WHOLE, PART) for kind, _ in self._known) >= MOST:
+        if batch is not None and sum(kind in (STEP, PART) for kind, _ in self._known) >= MOST:
             self._full = self._full or GraphError(
                 f"{MOST} shapes of micro-batch are captured already, each mode of the model and each set of hooks and adapters "
                 f"counted apart; pad the batches to fewer shapes."

@@ -31,7 +31,7 @@ from ..models.registry import family_of
 from ..models.storing import stored_state
 from ..place import Placement
 from . import export_metadata
-from .adapters import kept_state, load_kept_state, merge as merge_adapters
+from .adapters import load_trained_state, merge as merge_adapters, trained_state
 from .checkpoint.checkpoints import WHERE, Checkpoint, Checkpoints, joined
 from .checkpoint.resume import convert_tensors, restore_rng, rng_states
 from .cost import Price, price_of
@@ -268,10 +268,10 @@ class Run:
     def _state(self) -> dict[str, Tensor]:
         """Return the live tensors that change from step to step."""
         average = self.average.state() if self.average else {}
-        return joined(model=kept_state(self.model), step=self.step.state_dict(), average=average)
+        return joined(model=trained_state(self.model), step=self.step.state_dict(), average=average)
 
     def _load(self, tensors: dict[str, Tensor]) -> None:
-        load_kept_state(self.model, _part(tensors, "model."))
+        load_trained_state(self.model, _part(tensors, "model."))
         self.step.load_state_dict(_part(tensors, "step."))
         if self.average:
             self.average.load(_part(tensors, "average."))
@@ -284,11 +284,11 @@ class Run:
             if best == self.done:
                 yield best
                 return
-            with put_back(kept_state(self.model).values()):
+            with put_back(trained_state(self.model).values()):
                 average = {name: torch.empty_like(t) for name, t in self.average.state().items()} if self.average else {}
-                like = joined(model=kept_state(self.model), average=average)
+                like = joined(model=trained_state(self.model), average=average)
                 tensors = self.checkpoints.at(best).tensors(like=like, begin=("model.", "average."))
-                load_kept_state(self.model, _part(tensors, "model."))
+                load_trained_state(self.model, _part(tensors, "model."))
                 with torch.no_grad():
                     for name, parameter in self.model.named_parameters():
                         parameter.copy_(tensors.get(f"average.{name}", parameter))
@@ -325,7 +325,7 @@ class Run:
         assert adapters is not None
         model = family.load(self.recipe.model, "cpu")  # in its files' dtype
         adapters.add(model)
-        load_kept_state(model, kept_state(self.model))
+        load_trained_state(model, trained_state(self.model))
         merge_adapters(model)
         family.save(model, path, self.tokenizer, overwrite=True)
 

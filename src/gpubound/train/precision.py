@@ -76,7 +76,7 @@ class Fp8Weights:
         _check_device(layout.device)
         self.slots = _eligible(model, layout)
         self.states = new_states(len(self.slots), layout.device)
-        self.seen = self.states[..., 1].clone()  # the largest magnitudes of a step, contiguous for a reduction over ranks
+        self.largest = self.states[..., 1].clone()  # the largest magnitudes of a step, contiguous for a reduction over ranks
         self.calibrated = self._calibrating = False
         self._formats = [Fp8(states, lambda: self._calibrating) for states in self.states]
         for slot, format in zip(self.slots, self._formats):
@@ -89,12 +89,12 @@ class Fp8Weights:
             format.forget()
 
     def look(self) -> None:
-        """Copy the largest magnitudes of this rank's micro-batches to `seen`."""
-        self.seen.copy_(self.states[..., 1])
+        """Copy the largest magnitudes of this rank's micro-batches to `largest`."""
+        self.largest.copy_(self.states[..., 1])
 
     def renew(self) -> None:
-        """Compute new scales from `seen`, which may have been reduced over all ranks."""
-        self.states[..., 1].copy_(self.seen)
+        """Compute new scales from `largest`, which may have been reduced over all ranks."""
+        self.states[..., 1].copy_(self.largest)
         renew(self.states)
 
     @contextmanager

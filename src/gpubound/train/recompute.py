@@ -54,10 +54,10 @@ def recompute_blocks(model: nn.Module, count: int | None = None) -> Callable[[],
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the modules of the outermost lists of two or more modules of one class that have parameters."""
     for module in model.modules():
-        members = list(module.children())
-        alike = len(members) > 1 and len({type(m) for m in members}) == 1
+        children = list(module.children())
+        alike = len(children) > 1 and len({type(m) for m in children}) == 1
         if isinstance(module, nn.ModuleList | nn.Sequential) and alike and next(module.parameters(), None) is not None:
-            return members
+            return children
     raise ValueError(
         f"recompute='blocks': {type(model).__name__} has no list of blocks of one class (nn.ModuleList, nn.Sequential); "
         f"leave it out, or checkpoint inside the model."

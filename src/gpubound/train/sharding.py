@@ -86,9 +86,9 @@ class Replicated:
     def rest(self) -> None:
         """Free gathered weights, before the model's parameters are read."""
 
-    def loss(self, lossy: Callable[[], Loss]) -> Loss:
-        """Return lossy(), which runs the model's forward: (sum of the losses, number of items)."""
-        return lossy()
+    def loss(self, loss_fn: Callable[[], Loss]) -> Loss:
+        """Return loss_fn(), which runs the model's forward: (sum of the losses, number of items)."""
+        return loss_fn()
 
     def before_backward(self, last: bool) -> None:
         """Called before each backward; `last`: it is the last of its step."""
@@ -143,9 +143,9 @@ class Sharded(Replicated):
     def rest(self) -> None:
         self.sharded.rest()
 
-    def loss(self, lossy: Callable[[], Loss]) -> Loss:
+    def loss(self, loss_fn: Callable[[], Loss]) -> Loss:
         def cloned_loss() -> Loss:
-            total, items = lossy()
+            total, items = loss_fn()
             return total.clone(), items  # FSDP registers a hook on it, which a view may lose
 
         return self.sharded.within(cloned_loss)
@@ -221,10 +221,10 @@ class FullySharded(Sharded):
 
     def _room_to_wait(self, micro_batches: int) -> bool:
         """Return whether full fp32 gradients fit next to the peak of a step, which has summed them with each micro-batch."""
-        whole, taken = self.sharded.whole_gradients, memory_used(self.pieces[0].rows.device)
-        waits = self.ranks.all(taken is None or taken[0] + whole <= FULL * taken[1])
-        beside = "" if taken is None else f" beside {readable(taken[0])}, of its {readable(taken[1])}"
-        each, more = f"with each of {micro_batches} micro-batches", f"{readable(whole)} of them{beside}"
+        needed, memory = self.sharded.whole_gradients, memory_used(self.pieces[0].rows.device)
+        waits = self.ranks.all(memory is None or memory[0] + needed <= FULL * memory[1])
+        besides = "" if memory is None else f" beside {readable(memory[0])}, of its {readable(memory[1])}"
+        each, more = f"with each of {micro_batches} micro-batches", f"{readable(needed)} of them{besides}"
         notice(
             f"train: from here on gradients are summed over the ranks once a step, not {each}: until then a rank holds {more}."
             if waits
@@ -359,23 +359,23 @@ def check_replicas(layout: FlatLayout, ranks: Ranks) -> None:
     mine = [f"{slot.name} {tuple(slot.parameter.shape)} {slot.parameter.dtype}" for slot in layout.slots]
     first = ranks.of_first(mine)
     odd = next((f"{a} where rank 0 has {b}" for a, b in zip([*mine, "nothing"], [*first, "nothing"]) if a != b), None)
-    for rank, found in enumerate(ranks.gather(odd)):
-        if found is not None:
+    for rank, difference in enumerate(ranks.gather(odd)):
+        if difference is not None:
             raise ValueError(
-                f"parameters: rank {rank} has {found}; make the same model, and freeze the same of it, on every rank."
+                f"parameters: rank {rank} has {difference}; make the same model, and freeze the same of it, on every rank."
             )
 
 
 def settings(name: str, chosen: Any) -> dict[str, Any]:
     """Return the settings of an optimizer or a schedule that must be equal on all ranks. Functions cannot be compared."""
-    found = {name: type(chosen).__name__}
+    values = {name: type(chosen).__name__}
     if is_dataclass(chosen):
         for key, value in vars(chosen).items():
-            found |= settings(f"{name}.{key}", value) if is_dataclass(value) else {f"{name}.{key}": value}
+            values |= settings(f"{name}.{key}", value) if is_dataclass(value) else {f"{name}.{key}": value}
     else:  # a torch optimizer, which has been made
         groups = chosen.optimizer.param_groups
-        found |= {f"{name} (group {i}).{key}": value for i, group in enumerate(groups) for key, value in group.items()}
-    return {key: value for key, value in found.items() if isinstance(value, int | float | str | tuple | None)}
+        values |= {f"{name} (group {i}).{key}": value for i, group in enumerate(groups) for key, value in group.items()}
+    return {key: value for key, value in values.items() if isinstance(value, int | float | str | tuple | None)}
 
 
 @torch.no_grad()
@@ -411,13 +411,13 @@ def _read(scalars: list[Tensor]) -> list[int]:
     """Return their values, with one wait for each device: a part of a state is on the host."""
     values = [0] * len(scalars)
     for device in {scalar.device for scalar in scalars}:
-        there = [number for number, scalar in enumerate(scalars) if scalar.device == device]
-        for number, value in zip(there, torch.stack([scalars[number] for number in there]).tolist()):
-            values[number] = value
+        indices = [index for index, scalar in enumerate(scalars) if scalar.device == device]
+        for index, value in zip(indices, torch.stack([scalars[index] for index in indices]).tolist()):
+            values[index] = value
     return values
 
 
 def _bits(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's bits as integers, which changes with any value, also a NaN."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(-1).view(kinds[tensor.itemsize]).sum(dtype=torch.int64)
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(-1).view(integers[tensor.itemsize]).sum(dtype=torch.int64)

@@ -12,7 +12,7 @@ from gpubound.errors import FallbackError
 from gpubound.kernels import accumulate
 from gpubound.place import place
 from gpubound.train import AdamW, TrainStep
-from gpubound.train.objectives.causal_lm import CausalLM, NextToken
+from gpubound.train.objectives.word_loss import CausalLM, NextToken
 from tests.messages import message
 
 from ..conftest import Small, small

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpubound.train.objectives import OBJECTIVES, Objective, objective_named
-from gpubound.train.objectives.causal_lm import NextToken
+from gpubound.train.objectives.word_loss import NextToken
 from tests.messages import message
 
 from ..runs import recipe, train

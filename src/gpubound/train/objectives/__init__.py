@@ -16,8 +16,8 @@ from ...formatting import hint
 from ...kernels.dispatch import Call
 
 OBJECTIVES = {
-    "causal_lm": (".causal_lm", "CausalLM"),
-    "next_token": (".causal_lm", "NextToken"),
+    "causal_lm": (".word_loss", "CausalLM"),
+    "next_token": (".word_loss", "NextToken"),
     "masked_diffusion": ("gpubound.models.diffusion.objective", "MaskedDiffusion"),
     "diffusion": ("gpubound.models.diffusion.objective", "MaskedDiffusion"),
     "noise_prediction": ("gpubound.models.diffusion.noise", "NoisePrediction"),

@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ...data import Tokenizer
 from ...kernels import cross_entropy, linear_cross_entropy
 from ...kernels.checks import INTEGERS
 from ...kernels.cross_entropy import loss_shape
 from ...kernels.dispatch import Call
-from ...layers.embedding_and_head import head_of
+from ...layers.embedding_and_head import head_of, shift
 from ...models.language_model import LanguageModel, first_row, hidden_of, logits_of, why_not_head
 from ...models.placing import mode
 from ...trace import fallback
@@ -35,7 +36,7 @@ class WordLoss(Objective):
     name: ClassVar[str]
     weighted: ClassVar[bool] = False  # whether targets have weights
     _tried: nn.Module | None = field(init=False, default=None)
-    _whole: str | None = field(init=False, default=None)  # the reason why this model needs all logits
+    _why_all_logits: str | None = field(init=False, default=None)  # the reason why this model needs all logits
     _classes: int | None = field(init=False, default=None)  # number of classes of the logits
 
     def check_model(self, model: nn.Module) -> None:
@@ -55,9 +56,9 @@ class WordLoss(Objective):
             check_arguments(self.name, model, inputs)
             check_tokens(self.name, model, batch_inputs["input_ids"], labels)
             self.check(model, inputs, labels)
-            self._whole = why_not_head(model, inputs)
-            if self._whole:
-                fallback(f"{self.name} without whole logits", self._whole)
+            self._why_all_logits = why_not_head(model, inputs)
+            if self._why_all_logits:
+                fallback(f"{self.name} without whole logits", self._why_all_logits)
                 with torch.no_grad(), mode(model, training=False):
                     self._classes = logits_of(model, first_row(inputs)).shape[-1]
             self._tried = model
@@ -110,7 +111,7 @@ class WordLoss(Objective):
     ) -> Tensor:
         """Return the sum over all targets but -100, each times its weight, all times `scale`. With `scale` the head's gradient
         is computed in forward, for a backward that begins with 1."""
-        if self._whole is None:
+        if self._why_all_logits is None:
             head = model.get_output_embeddings()
             return linear_cross_entropy(
                 hidden_of(model, inputs), head.weight, targets, head.bias,
@@ -133,27 +134,73 @@ class WordLoss(Objective):
             )
 
 
+@dataclass(eq=False)
+class CausalLM(WordLoss):
+    """The cross-entropy of all labels that count.
+
+    A batch is a dict as Hugging Face models take it: input_ids, labels (-100 does not count), and other arguments of the model.
+    Labels are shifted by one here, as Hugging Face does: the token at t is predicted from those before it.
+    """
+
+    name: ClassVar[str] = "causal_lm"
+    of_corpus: ClassVar[bool] = False
+    shifted: ClassVar[bool] = False  # whether the labels have been shifted already
+
+    def check(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> None:
+        if getattr(getattr(model, "config", None), "causal", True) is False:
+            raise ValueError(
+                f"{self.name}: {type(model).__name__} lets every token see the next ones (causal=False), so there is nothing "
+                f"to predict; take a causal model, or the objective masked_diffusion."
+            )
+
+    def __call__(self, model: Any, batch: Mapping[str, Any], scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        self.prepare(model, batch)
+        inputs, labels = self.split(batch)
+        targets = labels if self.shifted else shift(labels, IGNORE)
+        return self.total(model, inputs, targets, scale), (targets != IGNORE).sum()
+
+    @torch.no_grad()
+    def sample(self, model: Any, tokenizer: Tokenizer, prompt: str, tokens: int, context: int, temperature: float) -> str:
+        """Return `prompt` continued. The whole text is processed for each token: simple, without a KV cache."""
+        device = next(model.parameters()).device
+        generator = torch.Generator(device).manual_seed(0)
+        ids = torch.tensor([tokenizer.encode(prompt)], device=device)
+        with mode(model, training=False):
+            for _ in range(tokens):
+                logits = logits_of(model, {"input_ids": ids[:, -context:]})[:, -1, : tokenizer.vocab_size].float()
+                ids = torch.cat([ids, torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)], 1)
+        return tokenizer.decode(ids[0].tolist())
+
+
+@dataclass(eq=False)
+class NextToken(CausalLM):
+    """CausalLM for labels that are the next tokens already, as in batches of a Corpus."""
+
+    of_corpus: ClassVar[bool] = True
+    shifted: ClassVar[bool] = True
+
+
 def check_arguments(who: str, model: nn.Module, names: Iterable[str], complete: bool = True) -> None:
     """Raise ValueError unless model.forward takes arguments of these names; if `complete`, it must need no others."""
     try:
         parameters = signature(model.forward).parameters
     except (TypeError, ValueError):  # compiled code may have no signature
         return
-    taken = {name: p for name, p in parameters.items() if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
+    accepted = {name: p for name, p in parameters.items() if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
     names, kind = list(names), type(model).__name__
     if all(p.kind is not Parameter.VAR_KEYWORD for p in parameters.values()):
-        unknown = [name for name in names if name not in taken or taken[name].kind is Parameter.POSITIONAL_ONLY]
+        unknown = [name for name in names if name not in accepted or accepted[name].kind is Parameter.POSITIONAL_ONLY]
         if "input_ids" in unknown:
             raise ValueError(
-                f"{who} calls model(input_ids=...), and {kind}.forward takes ({', '.join(taken)}); pass a loss function "
+                f"{who} calls model(input_ids=...), and {kind}.forward takes ({', '.join(accepted)}); pass a loss function "
                 f"(model, batch) -> (loss.sum(), count) instead."
             )
         if unknown:
             raise ValueError(
-                f"{who}: batch[{unknown[0]!r}]: {kind}.forward takes ({', '.join(taken)}); leave {unknown[0]} out of the "
+                f"{who}: batch[{unknown[0]!r}]: {kind}.forward takes ({', '.join(accepted)}); leave {unknown[0]} out of the "
                 f"batch, or pass a loss function that uses it."
             )
-    needed = [name for name, p in taken.items() if p.default is p.empty and name not in names]
+    needed = [name for name, p in accepted.items() if p.default is p.empty and name not in names]
     if complete and needed and not any(p.kind is Parameter.VAR_POSITIONAL for p in parameters.values()):
         raise ValueError(
             f"{who}: {kind}.forward needs {needed[0]}, which the batch does not have; add it, or pass a loss function."
