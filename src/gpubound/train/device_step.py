@@ -53,6 +53,7 @@ class DeviceStep:
         self.summed = torch.zeros(3, dtype=torch.float64, device=self.device)
         self.totals = self.summed[:2]
         self.one = torch.ones((), device=self.device, dtype=torch.float32)
+        self.reduces = self.ranks is not ALONE
         self.reduction = self.accumulators.reduction(self.ranks, [self.summed], [] if self.fp8 is None else [self.fp8.largest])
         # Compiled code would bake in whether a sum was opened when it was traced.
         self._compiled = any(getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in self.model.modules())
@@ -72,14 +73,15 @@ class DeviceStep:
         """Begin a step. A single micro-batch overwrites the last gradients; several add to zeros."""
         self.accumulators.begin() if self.single and not self._compiled else self.accumulators.zero()
         self.summed.zero_()
-        self.reduction.begin()
+        if self.reduces:
+            self.reduction.begin()
 
     def add(self, batch: Any, last: bool = False) -> None:
         """Add the loss, items and gradients of a micro-batch to those before. `last`: sums over ranks may begin."""
         with torch.enable_grad(), products(self.precision.products):
             total, items = self.sharding.loss(partial(self._loss_of, batch))
             self.sharding.before_backward(last)
-            listening = self.reduction.listening() if last else nullcontext()
+            listening = self.reduction.listening() if last and self.reduces else nullcontext()
             with listening, nullcontext() if (side := self.accumulators.side) is None else side.open():
                 total.backward()
             self.totals[0].add_(total.detach())
@@ -95,7 +97,8 @@ class DeviceStep:
 
     def sum(self) -> None:
         """Sum over all ranks."""
-        self.reduction.finish()
+        if self.reduces:
+            self.reduction.finish()
 
     def apply(self) -> Tensor:
         """Update the weights and return the report."""

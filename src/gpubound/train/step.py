@@ -177,7 +177,8 @@ class TrainStep(NotCopyable):
         if not batches:
             self._counts.report_idle()
         device_step = self._graphs.step
-        result = StepResult(report, None if self._sharding.gathers else device_step.reduction.waited, self._timing)
+        waited = device_step.reduction.waited if device_step.reduces and not self._sharding.gathers else None
+        result = StepResult(report, waited, self._timing)
         self._optimizer.carry_on(device_step.accumulators.gradient, result)
         self._weights.stepped()
         self._sharding.stepped(len(batches))

@@ -59,7 +59,7 @@ def test_the_loss_is_the_formula(monkeypatch, whole):
     model, given = BothWays().double(), batch(rows=4, tokens=12, prompt=3)
     objective = MaskedDiffusion(MASK)
     objective.prepare(model, given)
-    monkeypatch.setattr(objective, "_whole", "for the test" if whole else None)
+    monkeypatch.setattr(objective, "_why_all_logits", "for the test" if whole else None)
     torch.manual_seed(1)
     rate = spread_times(4, objective.least, CPU)
     torch.manual_seed(1)

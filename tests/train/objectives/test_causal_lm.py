@@ -93,7 +93,7 @@ def test_both_ways_to_the_loss_agree(monkeypatch):
     whole = CausalLM()
     model = llama()
     whole.prepare(model, batch(0))
-    monkeypatch.setattr(whole, "_whole", "for the test")
+    monkeypatch.setattr(whole, "_why_all_logits", "for the test")
     around = total_and_gradients(model, whole)
     assert around[:2] == (pytest.approx(direct[0], rel=1e-6), direct[1])
     assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(direct[2], around[2]))
