@@ -15,7 +15,7 @@ class Ema:
     """An exponential moving average of the weights, by parameter name, taken at each `update()` without a host sync.
 
     It reads the fp32 masters of 16-bit weights, and other weights themselves, from the step's flat buffers. A step that moved
-    no weight (not finite, or without items) leaves the average as it is: the device compares its count of updates t with
+    no weight (not finite, or without items) leaves the average unchanged: the device compares its count of updates t with
     the last one. The decay rises as (1 + t) / (10 + t), or the first random weights would stay in a short run's average.
     """
 

@@ -1,9 +1,9 @@
 """CUDA graphs of a step: one for each shape of micro-batch, all in one memory pool; call by call where capture fails.
 
 A step of several micro-batches is not one graph: recording and certifying one took as many times as long, and every length
-and mixture of shapes was another graph. Its first micro-batch has no graph of its own either, which could write gradients
-instead of adding them to zeros, 0.8 ms of a step at 350m: capturing a second one needs its activations once more beside those
-that the first one's graph keeps.
+and mixture of shapes was another graph. Its first micro-batch has no separate graph either, which could write gradients
+instead of adding them to zeros, 0.8 ms of a step at 350m: capturing a second graph needs its activations in addition to those
+that the first one keeps.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from .objectives import Objective
 
 MODES = ("auto", "require", "off")
 STEP, PART = "a step of one micro-batch", "a micro-batch"
-UPDATE, APPLY = "the update", "the update behind the sums over ranks"
+UPDATE, APPLY = "the update", "the update after the sums over ranks"
 MOST = 8  # shapes of micro-batch: each takes seconds to capture, and some memory besides the pool
 # A replay may differ from eager by this fraction of the largest value: attention's backward adds in another order at every run,
 # so that eager differs from itself. At 350m in bf16 the squares of gradients (AdamW's v) were 1.3e-2 apart. What a certificate

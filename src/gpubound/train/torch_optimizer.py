@@ -114,7 +114,7 @@ class FlatTorchOptimizer(FlatAdamW):
 
     @property
     def moments(self) -> list[Tensor]:
-        """Return []: a captured step does not write the optimizer's state."""
+        """Return no tensors: a captured step does not write the optimizer's state."""
         return []
 
     def update(self, gradient: Tensor, totals: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class Staging:
             try:
                 with torch.cuda.device(self._gpu):  # a thread begins on GPU 0, which may be another rank's
                     self._pinned[name] = torch.empty(shape, dtype=dtype, pin_memory=True, device="cpu")
-            except RuntimeError as error:  # the host's memory is full, or may not be pinned
+            except RuntimeError as error:  # the host's memory is full, or cannot be pinned
                 self._wanted.clear()
                 fallback(WHAT, f"no pinned memory of the host ({str(error).partition(chr(10))[0]}); steps wait longer for it")
 
