@@ -11,6 +11,7 @@ from gpubound.device import chip
 from gpubound.kernels import plans
 from gpubound.kernels.plans.types import RopePlan, RowPlan, TilePlan
 
+from .candidates import candidates
 from .door import Door, Drawer
 from .doors import DOORS, GROUPS
 from .shapes import SHAPES, Shape
@@ -89,4 +90,4 @@ def _knob(case: Case) -> Knob:
     else:
         op, dimensions = "gated", (shape.hidden,)
     job = plans.Job(op, "" if op == "rope" else case.way, dimensions, 2, chip(case.device))
-    return Knob(job, plans.plan_for(job), list(DRY[plans.RULES[op].kind]) if case.dry else plans.candidates(job))
+    return Knob(job, plans.plan_for(job), list(DRY[plans.RULES[op].kind]) if case.dry else candidates(job))

@@ -6,7 +6,7 @@ First the kernel that turns a chunk of logits into losses and gradients, in plac
 read and one write of the logits, the least there is (the second read finds a row in the L2 or not). Then the whole op, forward
 and backward of `--tokens` tokens, chunk by chunk, in its two forms: `grad` returns dweight, `main_grad` adds it to an fp32
 accumulator inside the products (grad_scale). TFLOP/s count the three products. Memory is the peak beside the arguments. Liger's
-fused form stands beside them when it is installed. The settings go into `losses` (kernels/plans/defaults.py) and `chunk_rows`,
+fused form stands beside them when it is installed. The settings go into `losses` (kernels/plans/defaults.py) and `_chunk_rows`,
 the figures into LOG.md.
 """
 
@@ -50,17 +50,17 @@ def kernel_lines(
     """One line a tile, its warps side by side; today's plan first."""
     from gpubound.kernels import plans
     from gpubound.kernels.plans.types import TilePlan
-    from gpubound.kernels.triton import _softmax_loss
+    from gpubound.kernels.triton import cross_entropy as loss
 
-    rows = min(tokens, _softmax_loss.chunk_rows(tokens, features))
+    rows = min(tokens, loss._chunk_rows(tokens, features))
     logits = torch.randn(rows, words, device=device, dtype=dtype)
     labels = torch.randint(words, (rows,), device=device)
-    options, job = _softmax_loss.Options(-100, 0.0, None, 0.0), plans.job_of("losses", "forward", (words,), logits)
+    options, job = loss.Options(-100, 0.0, None, 0.0), plans.job_of("losses", "forward", (words,), logits)
     moved = 2 * logits.numel() * logits.element_size()
 
     def timed(tile: int, count: int) -> str:
         with plans.trying(job, TilePlan(tile, count)):
-            seconds = median(lambda: _softmax_loss.row_losses(logits, labels, options, write=True), runs, device, ahead=True)
+            seconds = median(lambda: loss._row_losses(logits, labels, options, write=True), runs, device, ahead=True)
         return f"{count} warps {seconds * 1e6:.0f} us {moved / seconds / 1e9:.0f} GB/s"
 
     tile, count, _ = plans.plan_for(job)

@@ -26,6 +26,7 @@ from gpubound.kernels import plans
 from gpubound.kernels.plans import Job, Plan
 from gpubound.trace import strict
 
+from .candidates import candidates
 from .decode_adapters import RANK, adapted
 from .decode_peers import PLACES, PROMPT, prompts
 from .plans import table_line
@@ -102,7 +103,7 @@ class Search:
 
 def neighbours(job: Job, plan: Plan) -> Iterator[Plan]:
     """The candidates that differ from it in one number, by a factor of two, or by one where it is small."""
-    for other in plans.candidates(job):
+    for other in candidates(job):
         apart = [(a, b) for a, b in zip(tuple(plan), tuple(other)) if a != b]  # type: ignore[call-overload]  # named tuples
         if len(apart) == 1 and (max(apart[0]) == 2 * min(apart[0]) or max(apart[0]) - min(apart[0]) == 1):
             yield other

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import combinations, product
 from types import ModuleType
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -87,3 +89,40 @@ def banded(
 def assert_inside(whole: Tensor, inside: Tensor, band: int = 64) -> None:
     assert whole[:band].isnan().all() and whole[-band:].isnan().all(), "a store landed outside the tensor"
     assert not inside.isnan().any(), "part of the tensor was never written"
+
+
+def pairwise(test: Callable) -> Callable:
+    """Reduce the stacked parametrize marks of a test to few combinations, in which each two values of two marks still meet.
+
+    The interpreter takes most of the suite's time, and errors depend on one value or on a pair: three dtypes, shapes and
+    counts of rows with a flag are 9 launches instead of 54.
+    """
+    marks = [mark for mark in test.pytestmark if mark.name == "parametrize"]
+    axes = [list(enumerate(_cases(mark))) for mark in marks]
+    open_pairs = {(a, i, b, j) for a, b in combinations(range(len(axes)), 2) for i, _ in axes[a] for j, _ in axes[b]}
+    rows, ids = [], []
+    while open_pairs:
+        best = max(product(*axes), key=lambda row: len(_pairs(row) & open_pairs))
+        open_pairs -= _pairs(best)
+        rows.append(tuple(value for _, (values, _) in best for value in values))
+        ids.append("-".join(name for _, (_, name) in best))
+    names = [name for mark in marks for name in _names(mark)]
+    test.pytestmark = [mark for mark in test.pytestmark if mark.name != "parametrize"]
+    return pytest.mark.parametrize(names, rows, ids=ids)(test)
+
+
+def _names(mark: pytest.Mark) -> list[str]:
+    names = mark.args[0]
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+
+
+def _cases(mark: pytest.Mark) -> list[tuple[tuple, str]]:
+    """Each case of a mark as the values of its names, and the case's id."""
+    values, ids = list(mark.args[1]), mark.kwargs.get("ids")
+    if ids is None or callable(ids):
+        ids = [str(value if ids is None else ids(value)) for value in values]
+    return [(value if len(_names(mark)) > 1 else (value,), str(name)) for value, name in zip(values, ids, strict=True)]
+
+
+def _pairs(row: tuple) -> set[tuple[int, int, int, int]]:
+    return {(a, row[a][0], b, row[b][0]) for a, b in combinations(range(len(row)), 2)}

@@ -7,8 +7,13 @@ import torch
 
 from gpubound import trace
 from gpubound.kernels import dispatch
+from gpubound.kernels.registry import every, load
 
 from .cases import draw
+
+# Import all kernels while TRITON_INTERPRET is set: tests of other folders unset it, and kernels imported there are compiled.
+for op in every():
+    load("triton", op)
 
 
 @pytest.fixture

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from gpubound.kernels.adapter_routing import Owners
-from gpubound.kernels.hash_dropout import Drop
+from gpubound.kernels.lora_arguments import Drop, Owners
 
 from .cases import TOLERANCE, definitions, draw
 

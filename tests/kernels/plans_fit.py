@@ -2,14 +2,18 @@
 
     make plans
 
-What a kernel asks for is kept in plans_fit.json by a hash of its source, its constants and the compiler, so that a run compiles
-what is new alone. It ends with code 1 when a kernel does not compile or asks for more shared memory than the GPU has.
+The shared memory of each kernel is kept in plans_fit.json by a hash of its code, its constants and the compiler, so that a run
+compiles new kernels alone. The hash ignores docstrings, comments, line numbers and module names. The exit code is 1 when a
+kernel does not compile or asks for more shared memory than the GPU has.
 """
 
+import ast
 import hashlib
 import json
 import sys
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -129,7 +133,8 @@ def compile_all(capability: int) -> None:
     known, seen = _kept(), set()
 
     def compiler(source, target, options) -> None:
-        text = f"{source.hash()} {capability} {sorted(options.items())} {triton.__version__}"
+        inputs = f"{sorted(source.signature.items())} {sorted(map(str, source.constants.items()))} {source.attrs}"
+        text = f"{code_of(source.fn)} {inputs} {capability} {sorted(options.items())} {triton.__version__}"
         key = hashlib.sha256(text.encode()).hexdigest()[:16]
         if key not in seen:
             seen.add(key)
@@ -153,6 +158,26 @@ def compile_all(capability: int) -> None:
                 except Exception as error:  # told, and a failure of the whole
                     why = str(error).strip().splitlines() or [""]
                     _say(failed=f"{op} {shape} {dtype}: {type(error).__name__}: {why[0]}")
+
+
+@cache
+def code_of(function: Any) -> str:
+    """Return a hash of a kernel's code and of all functions and constants that it uses, without docstrings."""
+    from triton.runtime.jit import JITCallable
+
+    tree, used = function.parse(), {}
+    stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    local = stored | {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
+            del node.body[0]
+        if isinstance(node, ast.Name) and node.id in function.__globals__ and node.id not in local:
+            value = function.__globals__[node.id]
+            if isinstance(value, JITCallable):
+                used[node.id] = code_of(value)
+            elif not isinstance(value, ModuleType):
+                used[node.id] = repr(value)
+    return hashlib.sha256(f"{ast.dump(tree)} {sorted(used.items())}".encode()).hexdigest()
 
 
 def _say(**row: Any) -> None:

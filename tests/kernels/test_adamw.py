@@ -10,7 +10,7 @@ from gpubound import kernels
 from gpubound.kernels.triton import adamw as fast
 from tests import messages
 
-from .cases import assert_inside, banded, definitions, draw, module, same
+from .cases import assert_inside, banded, definitions, draw, module, pairwise, same
 
 reference = definitions("adamw")
 
@@ -49,6 +49,7 @@ def test_plan_matches(n, clip, device):
     assert plan.tolist() == pytest.approx(plan_want.tolist(), rel=1e-6)
 
 
+@pairwise
 @pytest.mark.parametrize("master", [True, False], ids=["master", "alone"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("n", SIZES)

@@ -9,7 +9,7 @@ from gpubound.kernels.adamw import decode, encode
 from gpubound.kernels.triton import adamw as fast
 from tests import messages
 
-from .cases import assert_inside, banded, definitions, draw, module, same
+from .cases import assert_inside, banded, definitions, draw, module, pairwise, same
 
 reference = definitions("adamw")
 
@@ -74,6 +74,7 @@ class TestCode:
         assert not codes.any() and not scales.any()
 
 
+@pairwise
 @pytest.mark.parametrize("master", [True, False], ids=["master", "alone"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("n", SIZES)

@@ -10,13 +10,13 @@ import triton.language as tl
 
 import gpubound as gb
 from gpubound.kernels.decode_adapters import EMPTY
-from gpubound.kernels.triton import _adapters
-from gpubound.kernels.triton._adapters import _come
+from gpubound.kernels.triton import decode_adapters
+from gpubound.kernels.triton.decode_adapters import _come
 
 BOUNDED = {
-    ("_adapters", "_come"): "POLLS",
-    ("_top_k_top_p", "_search"): "PASSES",
-    ("_peer_exchange", "_take"): "polls",
+    ("decode_adapters", "_come"): "POLLS",
+    ("sampling", "_search"): "PASSES",
+    ("peer_exchange", "_take"): "polls",
     ("add_rows", "_add_rows_kernel"): "more",  # until the ids end
 }
 """a name in the condition of each loop that a kernel decides to leave, by its file and function"""
@@ -49,7 +49,7 @@ def _wait_kernel(words_ptr, out_ptr, RANKS: tl.constexpr):
 @pytest.mark.parametrize("ranks", [16, 64])
 def test_a_word_of_an_adapter_that_never_comes_is_nan(ranks, device, monkeypatch):
     if device.type == "cpu":  # the compiler refuses globals that change
-        monkeypatch.setattr(_adapters, "POLLS", tl.constexpr(3))
+        monkeypatch.setattr(decode_adapters, "POLLS", tl.constexpr(3))
     words = torch.arange(ranks, device=device, dtype=torch.int32)
     words[5] = EMPTY
     out = torch.empty_like(words)

@@ -10,7 +10,7 @@ from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.plans.types import MatrixPlan
 from gpubound.kernels.registry import load
 
-from .cases import draw, same
+from .cases import draw, pairwise, same
 
 RANKS = [(4,), (3, 5), (1, 16, 40, 100)]  # of the adapters of a weight; the last are more than a program holds
 
@@ -52,6 +52,7 @@ def normed(x, norm):
     return torch.nn.functional.rms_norm(x.double(), x.shape[-1:], norm.weight.double(), norm.eps)
 
 
+@pairwise
 @pytest.mark.parametrize("source", ["triton", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("ranks", RANKS)
@@ -68,6 +69,7 @@ def test_q_k_v(device, source, dtype, ranks, side_by_side):
     same("q k v", out.double(), want, 1e-5)
 
 
+@pairwise
 @pytest.mark.parametrize("source", ["triton", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", RANKS)
@@ -84,6 +86,7 @@ def test_gate_and_up(device, source, dtype, ranks, bare):
     same("gated", out.double(), torch.nn.functional.silu(both[0]) * both[1], 1e-5 if dtype == torch.float32 else 1e-2)
 
 
+@pairwise
 @pytest.mark.parametrize("source", ["triton", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", RANKS)
@@ -171,6 +174,7 @@ def behind(source, x, adapters, *products):
     return found
 
 
+@pairwise
 @pytest.mark.parametrize("source", ["triton", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("ranks", RANKS)

@@ -9,8 +9,9 @@ from gpubound.kernels.decode_attention import Heads, LayerCache, Scratch
 from gpubound.kernels.decode_product import EARLY, LATE, Norm
 from gpubound.kernels.plans.types import AttentionPlan
 from gpubound.kernels.registry import load
+from tests.messages import message
 
-from .cases import TOLERANCE, draw, same
+from .cases import TOLERANCE, draw, pairwise, same
 
 L = 150
 
@@ -46,6 +47,7 @@ class Case:
         return result
 
 
+@pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kv, group, width", [(2, 2, 16), (1, 7, 32), (3, 1, 24)])
 @pytest.mark.parametrize("normed", [False, True])
@@ -157,29 +159,13 @@ def test_wrong_arguments_are_named(device):
         kernels.decode_attention(qkv, position, cache, case.heads._replace(**changed), scratch, out)
 
     for wrong, sentence in (
-        (
-            {"qkv": case.qkv[:, :64]},
-            "decode_attention: qkv must be a contiguous floating-point tensor (1, 128), got torch.float32 (1, 64); pass the "
-            "product as norm_product writes it.",
-        ),
-        (
-            {"position": case.position.long()},
-            "decode_attention: position must be a contiguous torch.int32 (1,), got torch.int64 (1,); it says where each row "
-            "stands.",
-        ),
-        (
-            {"cos": case.heads.cos[:9]},
-            "decode_attention: heads.cos must be a contiguous torch.float32 (150, 8), got torch.float32 (9, 8); give one angle "
-            "for each place of the cache and pair.",
-        ),
-        (
-            {"q_norm": norm},
-            "decode_attention: heads.q_norm and heads.k_norm go together, got one of them; pass both or neither.",
-        ),
+        ({"qkv": case.qkv[:, :64]}, message("kernels/decode_attention:wrong_arguments_are_named")),
+        ({"position": case.position.long()}, message("kernels/decode_attention:wrong_arguments_are_named.2")),
+        ({"cos": case.heads.cos[:9]}, message("kernels/decode_attention:wrong_arguments_are_named.3")),
+        ({"q_norm": norm}, message("kernels/decode_attention:wrong_arguments_are_named.4")),
         (
             {"q_norm": norm, "k_norm": norm._replace(offset=1.0)},
-            "decode_attention: heads.q_norm and heads.k_norm must share eps and offset, got eps and offset (1e-06, 0.0) and "
-            "(1e-06, 1.0); give both the same.",
+            message("kernels/decode_attention:wrong_arguments_are_named.5"),
         ),
     ):
         with pytest.raises(ValueError) as caught:

@@ -10,9 +10,10 @@ from gpubound import kernels
 from gpubound.kernels.decode_attention import KINDS, Heads, LayerCache, Scratch, decode, encode
 from gpubound.kernels.decode_product import EARLY, Norm
 from gpubound.kernels.registry import load
+from tests.messages import message
 
 from .apart import apart
-from .cases import draw, same
+from .cases import draw, pairwise, same
 
 L, PAGE = 150, 64
 # A key whose fp32 value the two mirrors sum differently may fall to either side of two codes: rare, and a code's width at most.
@@ -137,6 +138,7 @@ def test_the_kernel_rounds_as_prompts_are_rounded_to_the_bit(device, kind, width
         assert torch.equal(codes[:, :, 0].view(torch.uint8), want.view(torch.uint8)), name
 
 
+@pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("kv", "group", "width"), [(2, 2, 64), (1, 7, 24), (2, 1, 128)])
@@ -218,26 +220,10 @@ def test_wrong_arguments_are_named(device):
 
     call()
     for wrong, sentence in (
-        (
-            {"k": k.float(), "v": v.float()},
-            "quantized_decode_attention: caches must be one of torch.int8, torch.float8_e4m3fn, got torch.float32; "
-            "decode_attention takes the others.",
-        ),
-        (
-            {"k_scale": k_scale.half()},
-            "quantized_decode_attention: cache.k_scale must be a contiguous torch.float32 (4, 2, 64), got torch.float16 "
-            "(4, 2, 64); it has one for each place.",
-        ),
-        (
-            {"pages": case.pages.long()},
-            "quantized_decode_attention: cache.pages must be a contiguous torch.int32 (rows, pages a row) of pages of a power "
-            "of two places, got torch.int64 (1, 3) of 64.",
-        ),
-        (
-            {"pages": case.pages[:, :2].contiguous()},
-            "quantized_decode_attention: heads.cos must be a contiguous torch.float32 (128, 8), got torch.float32 (150, 8); "
-            "give one angle for each place of the cache and pair.",
-        ),
+        ({"k": k.float(), "v": v.float()}, message("kernels/decode_attention_cached:wrong_arguments_are_named")),
+        ({"k_scale": k_scale.half()}, message("kernels/decode_attention_cached:wrong_arguments_are_named.2")),
+        ({"pages": case.pages.long()}, message("kernels/decode_attention_cached:wrong_arguments_are_named.3")),
+        ({"pages": case.pages[:, :2].contiguous()}, message("kernels/decode_attention_cached:wrong_arguments_are_named.4")),
     ):
         with pytest.raises(ValueError) as caught:
             call(**wrong)

@@ -6,7 +6,7 @@ import torch
 from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.registry import load
 
-from .cases import TOLERANCE, assert_inside, banded, draw, same
+from .cases import TOLERANCE, assert_inside, banded, draw, pairwise, same
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -21,6 +21,7 @@ def test_normed_rows_agree_with_the_reference(device, dtype):
     same("normed", *results, TOLERANCE[dtype])
 
 
+@pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("hidden", [64, 40])
 @pytest.mark.parametrize("offset", [0.0, 1.0])

@@ -5,14 +5,13 @@ import threading
 import pytest
 import torch
 
-from gpubound.kernels import dependent_launch, dispatch
-from gpubound.kernels.decode_product import EARLY
-from gpubound.kernels.dependent_launch import chain_mode, chained
+from gpubound.kernels import decode_product, dispatch
+from gpubound.kernels.decode_product import EARLY, chain_mode, chained
 
 
 @pytest.fixture
 def able(monkeypatch):
-    monkeypatch.setattr(dependent_launch, "can_chain", lambda device: True)
+    monkeypatch.setattr(decode_product, "can_chain", lambda device: True)
 
 
 def test_a_step_says_it_once(able):
@@ -34,8 +33,8 @@ def test_a_self_test_launches_as_its_caller(able, monkeypatch):
     monkeypatch.setattr(dispatch, "has_triton", lambda: True)
     monkeypatch.setattr(dispatch.selftest, "check", lambda *given: seen.append(chain_mode()))
     with chained(torch.device("cpu")):
-        dispatch._judge("swiglu", torch.device("cpu"), torch.float32, ())
-    dispatch._judge("swiglu", torch.device("cpu"), torch.float32, ())
+        dispatch._test("swiglu", torch.device("cpu"), torch.float32, ())
+    dispatch._test("swiglu", torch.device("cpu"), torch.float32, ())
     assert seen == [EARLY, 0]
 
 

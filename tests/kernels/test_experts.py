@@ -12,9 +12,10 @@ from gpubound.kernels.experts import likeliest
 from gpubound.kernels.plans.types import MatrixPlan
 from gpubound.kernels.registry import load
 from gpubound.models.deepseek_v4.kernels import choose_experts
+from tests.messages import message
 
 from .apart import apart
-from .cases import TOLERANCE, assert_inside, banded, draw, same
+from .cases import TOLERANCE, assert_inside, banded, draw, pairwise, same
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SOURCES = ("triton", "reference")
@@ -87,6 +88,7 @@ def test_equal_logits_lowest_id_first(source, device):
         assert ids.tolist() == [want]
 
 
+@pairwise
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -291,69 +293,52 @@ def test_wrong_arguments_are_named(device):
     for call, sentence in (
         (
             lambda: kernels.route(x.half(), norm, router, True, logits, count, ids, weights),
-            "route: x must be a contiguous torch.float32 (rows, hidden), got torch.float16 (2, 64).",
+            message("kernels/experts:wrong_arguments_are_named"),
         ),
         (
             lambda: kernels.route(x, norm._replace(offset=1.0), router, True, logits, count, ids, weights),
-            "route: norm.offset must be 0, got 1.0; add it to norm.weight before the call.",
+            message("kernels/experts:wrong_arguments_are_named.2"),
         ),
         (
             lambda: kernels.route(x, norm, router[:2], True, logits, count, ids, weights),
-            "route: ids has 3 slots a row, wanted 1 to 2, the number of experts.",
+            message("kernels/experts:wrong_arguments_are_named.3"),
         ),
         (
             lambda: kernels.route(x, norm, router, True, logits, count[:1], ids, weights),
-            "route: count must be a contiguous torch.int32 (2,), got torch.int32 (1,); it is written in place.",
+            message("kernels/experts:wrong_arguments_are_named.4"),
         ),
         (
             lambda: kernels.route(x, norm, router, True, logits, count, ids.long(), weights),
-            "route: ids must be a contiguous torch.int32 (2, 3), got torch.int64 (2, 3); it is written in place.",
+            message("kernels/experts:wrong_arguments_are_named.5"),
         ),
         (
             lambda: kernels.routed_gate_up(x, norm, gate_up[:, :, :32], ids, h),
-            "routed_gate_up: gate_up must be a contiguous floating-point tensor (experts, 32, 64), got torch.float32 "
-            "(8, 32, 32), not contiguous; an expert's weight follows the other's.",
+            message("kernels/experts:wrong_arguments_are_named.6"),
         ),
         (
             lambda: kernels.routed_gate_up(x, norm._replace(offset=1.0), gate_up, ids, h),
-            "routed_gate_up: norm.offset must be 0, got 1.0; add it to norm.weight before the call.",
+            message("kernels/experts:wrong_arguments_are_named.7"),
         ),
         (
             lambda: choose_experts(weights, None, None, None, 1.0, ids, weights),
-            "choose_experts: pass correction, or table and token: experts are chosen by scores or by the token.",
+            message("kernels/experts:wrong_arguments_are_named.8"),
         ),
         (
             lambda: kernels.routed_gate_up(x, norm, gate_up, ids, h, limit=0.0),
-            "routed_gate_up: limit must be more than 0, got 0.0; leave it out for none.",
+            message("kernels/experts:wrong_arguments_are_named.9"),
         ),
-        (
-            lambda: kernels.routed_gate_up(x, norm, gate_up, ids[:1], h),
-            "routed_gate_up: ids must be a contiguous torch.int32 (2, slots), got torch.int32 (1, 3); route writes it.",
-        ),
+        (lambda: kernels.routed_gate_up(x, norm, gate_up, ids[:1], h), message("kernels/experts:wrong_arguments_are_named.10")),
         (
             lambda: kernels.routed_gate_up(x, norm, gate_up, ids, h[:, :2]),
-            "routed_gate_up: out must be a contiguous torch.float32 (2, 3, 16), got torch.float32 (2, 2, 16), "
-            "not contiguous; it is written in place.",
+            message("kernels/experts:wrong_arguments_are_named.11"),
         ),
-        (
-            lambda: kernels.add_routed(h, gate_up, ids, weights, x),
-            "add_routed: down must be a contiguous floating-point tensor (experts, outputs, 16), got torch.float32 "
-            "(8, 32, 64); an expert's weight follows the other's.",
-        ),
+        (lambda: kernels.add_routed(h, gate_up, ids, weights, x), message("kernels/experts:wrong_arguments_are_named.12")),
         (
             lambda: kernels.add_routed(h[:, :2].contiguous(), down, ids, weights, x),
-            "add_routed: h must be a contiguous floating-point tensor (2, 3, 16), got torch.float32 (2, 2, 16); a row "
-            "of it belongs to each expert that was chosen.",
+            message("kernels/experts:wrong_arguments_are_named.13"),
         ),
-        (
-            lambda: kernels.add_routed(h, down, ids, weights.half(), x),
-            "add_routed: weights must be a contiguous torch.float32 (2, 3), got torch.float16 (2, 3); it holds a share for "
-            "each id.",
-        ),
-        (
-            lambda: kernels.add_routed(h, down, ids, weights, x[:1]),
-            "add_routed: x must be a contiguous torch.float32 (2, 64), got torch.float32 (1, 64); it is written in place.",
-        ),
+        (lambda: kernels.add_routed(h, down, ids, weights.half(), x), message("kernels/experts:wrong_arguments_are_named.14")),
+        (lambda: kernels.add_routed(h, down, ids, weights, x[:1]), message("kernels/experts:wrong_arguments_are_named.15")),
     ):
         with pytest.raises(ValueError) as caught:
             call()

@@ -9,7 +9,7 @@ from gpubound import kernels
 from gpubound.kernels.triton import gated as fast
 from tests.messages import message
 
-from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same
+from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, pairwise, parity, same
 
 reference = definitions("gated")
 
@@ -17,6 +17,7 @@ FP32, CPU = torch.float32, torch.device("cpu")
 FORMS = pytest.mark.parametrize("approximate", ["tanh", "none"])
 
 
+@pairwise
 @FORMS
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", ROW_SHAPES, ids=str)

@@ -7,6 +7,7 @@ from gpubound import kernels
 from gpubound.kernels import plans
 from gpubound.kernels.plans.types import TilePlan
 from gpubound.kernels.triton import group_norm as fast
+from tests.messages import message
 
 from .cases import TOLERANCE, assert_inside, banded, definitions, draw, parity, same
 
@@ -162,12 +163,10 @@ def test_gradients_are_added_to_main_grad(device):
 
 def test_wrong_arguments():
     cases = {
-        (torch.ones(4), 2, None): "group_norm: x must have shape (samples, channels, ...), got (4,); add what is missing.",
-        (torch.ones(2, 6, 3), 4, None): "group_norm: groups must divide x's 6 channels, got 4; choose a divisor of 6.",
-        (torch.ones(2, 6, 3), 0, None): "group_norm: groups must divide x's 6 channels, got 0; choose a divisor of 6.",
-        (torch.ones(2, 6, 3), 2, torch.ones(3)): (
-            "group_norm: weight must have shape (6,) to match x, got (3,); it needs one value for each of x's channels."
-        ),
+        (torch.ones(4), 2, None): message("kernels/group_norm:wrong_arguments"),
+        (torch.ones(2, 6, 3), 4, None): message("kernels/group_norm:wrong_arguments.2"),
+        (torch.ones(2, 6, 3), 0, None): message("kernels/group_norm:wrong_arguments.3"),
+        (torch.ones(2, 6, 3), 2, torch.ones(3)): (message("kernels/group_norm:wrong_arguments.4")),
     }
     for arguments, sentence in cases.items():
         with pytest.raises(ValueError) as error:

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from gpubound import kernels
 from gpubound.kernels.triton import cross_entropy as fast
+from tests.messages import message
 
-from .cases import definitions, draw, same
+from .cases import definitions, draw, pairwise, same
 from .test_cross_entropy import OPTIONS, labels_for
 
 reference = definitions("cross_entropy")
@@ -56,6 +57,7 @@ def accumulate(*parameters: nn.Parameter) -> None:
         p.main_grad = torch.zeros_like(p, dtype=FP32)
 
 
+@pairwise
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("chunk", [None, 5])
@@ -153,6 +155,7 @@ def test_empty(device):
     assert loss == 0 and weight.grad.eq(0).all()
 
 
+@pairwise
 @BOTH
 @MAIN
 @pytest.mark.parametrize("scaled", [False, True], ids=["no scale", "grad_scale"])
@@ -189,56 +192,21 @@ def test_reference_weights_in_fp64():
 )
 def test_chunk_rows(tokens, features, rows):
     """As many as features, even chunks (5000 tokens as two of 2560, not 4096 and a rest), multiples of 128, 128 at least."""
-    assert fast.chunk_rows(tokens, features) == rows
+    assert fast._chunk_rows(tokens, features) == rows
 
 
 X, W, Y = torch.ones(2, 3), torch.ones(5, 3), torch.zeros(2, dtype=torch.long)
 WRONG = {
-    "x": (
-        (X.long(), W, Y, {}),
-        "linear_cross_entropy: x must be a floating-point tensor (..., H), got torch.int64 (2, 3); cast it before the call.",
-    ),
-    "weight": (
-        (X, W.t(), Y, {}),
-        "linear_cross_entropy: weight must be a floating-point matrix (V, 3) to match x, got torch.float32 (3, 5); "
-        "give the head as a linear layer holds it.",
-    ),
-    "bias": (
-        (X, W, Y, {"bias": torch.ones(3)}),
-        "linear_cross_entropy: bias must be a floating-point tensor (5,) to match weight, got torch.float32 (3,); "
-        "it needs one value for each word.",
-    ),
-    "labels": (
-        (X, W, Y[:1], {}),
-        "linear_cross_entropy: labels must be integers of shape (2,), one for each row of x, got torch.int64 (1,); "
-        "class probabilities are not supported.",
-    ),
-    "device": (
-        (X, W.to("meta"), Y, {}),
-        "linear_cross_entropy: weight is on meta, x on cpu; move one of them to the other's device.",
-    ),
-    "chunk": (
-        (X, W, Y, {"chunk": 0}),
-        "linear_cross_entropy: chunk must be at least 1 token, got 0; leave it out for logits no larger than the weight.",
-    ),
-    "reduction": (
-        (X, W, Y, {"reduction": "none"}),
-        "linear_cross_entropy: reduction must be one of mean, sum, got 'none'; see its docstring.",
-    ),
-    "grad_scale": (
-        (X, W, Y, {"grad_scale": torch.ones(1)}),
-        "linear_cross_entropy: grad_scale must be a floating-point scalar tensor, got torch.float32 (1,); "
-        "make it on the device, as in 1 / tokens.",
-    ),
-    "weights": (
-        (X, W, Y, {"weights": torch.ones(3), "reduction": "sum"}),
-        "linear_cross_entropy: weights must be torch.float32 of shape (2,), one for each label, got torch.float32 (3,); "
-        "cast or expand them.",
-    ),
-    "weighted mean": (
-        (X, W, Y, {"weights": torch.ones(2)}),
-        "linear_cross_entropy: weights: reduction must be 'sum' with them, got 'mean'; divide by your own count.",
-    ),
+    "x": ((X.long(), W, Y, {}), message("kernels/linear_cross_entropy:x")),
+    "weight": ((X, W.t(), Y, {}), message("kernels/linear_cross_entropy:weight")),
+    "bias": ((X, W, Y, {"bias": torch.ones(3)}), message("kernels/linear_cross_entropy:bias")),
+    "labels": ((X, W, Y[:1], {}), message("kernels/linear_cross_entropy:labels")),
+    "device": ((X, W.to("meta"), Y, {}), message("kernels/linear_cross_entropy:device")),
+    "chunk": ((X, W, Y, {"chunk": 0}), message("kernels/linear_cross_entropy:chunk")),
+    "reduction": ((X, W, Y, {"reduction": "none"}), message("kernels/linear_cross_entropy:reduction")),
+    "grad_scale": ((X, W, Y, {"grad_scale": torch.ones(1)}), message("kernels/linear_cross_entropy:grad_scale")),
+    "weights": ((X, W, Y, {"weights": torch.ones(3), "reduction": "sum"}), message("kernels/linear_cross_entropy:weights")),
+    "weighted mean": ((X, W, Y, {"weights": torch.ones(2)}), message("kernels/linear_cross_entropy:weighted_mean")),
 }
 
 

@@ -6,19 +6,19 @@ import torch
 from gpubound import kernels, trace
 from gpubound.errors import FallbackError
 from gpubound.kernels import plans
-from gpubound.kernels.adapter_routing import Owners, OwnRanks
-from gpubound.kernels.hash_dropout import Drop, drawn, dropped
-from gpubound.kernels.lora_grads import adapter_gradients
+from gpubound.kernels.lora import adapter_gradients
+from gpubound.kernels.lora_arguments import Drop, Owners, OwnRanks, drawn, dropped
 from gpubound.kernels.plans.types import Job, ProductPlan
 from gpubound.kernels.triton import lora as fast
 from gpubound.kernels.triton._lora_product import _product
 from tests.messages import message
 
-from .cases import TOLERANCE, assert_inside, banded, draw, same
+from .cases import TOLERANCE, assert_inside, banded, draw, pairwise, same
 from .lora_cases import FP32, ROUNDED, SHAPES, arguments, dropout, reference, routed
 from .test_plans import CHIPS
 
 
+@pairwise
 @pytest.mark.parametrize("dropping", [False, True], ids=["", "dropout"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -32,6 +32,7 @@ def test_down_and_up(shape, dtype, dropping, device):
     same("y", fast.lora_up(y.clone(), want, b, drop), reference.lora_up(y.clone(), want, b, drop), TOLERANCE[dtype])
 
 
+@pairwise
 @pytest.mark.parametrize("dropping", [False, True], ids=["", "dropout"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("tokens, ranks", [(1, (3, 0, 5)), (7, (3, 1)), (4, (100, 30)), (40, (8, 8))], ids=str)
@@ -66,6 +67,7 @@ def test_a_row_sees_nothing_of_the_others(device):
     assert kernels.lora_down(x[:0], a, 1.0, None, None, Owners(rows.ids[:0], *rows[1:])).shape == (0, 4)
 
 
+@pairwise
 @pytest.mark.parametrize("begins", [(True, True), (False, True), (False, False)], ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -103,6 +105,7 @@ def test_programs_that_share_a_sum(splits, begins, device):
 BLOCKED = [(64, 64), (128, 32, 32), (32, 16, 16), (16, 64)]
 
 
+@pairwise
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("rank", [3, 16])
 @pytest.mark.parametrize("blocks", BLOCKED, ids=str)

@@ -4,15 +4,16 @@ import pytest
 import torch
 
 from gpubound.kernels import plans
-from gpubound.kernels.adapter_routing import OwnRanks
+from gpubound.kernels.lora_arguments import OwnRanks
 from gpubound.kernels.plans.types import Job, ProductPlan
-from gpubound.kernels.triton import _lora_product as fast, _lora_tiles as tiles
+from gpubound.kernels.triton import _lora_product as fast
 
-from .cases import TOLERANCE, draw, same
+from .cases import TOLERANCE, draw, pairwise, same
 from .lora_cases import BF16, FP32, arguments, dropout, reference
 from .test_plans import CHIPS, SHARED
 
 
+@pairwise
 @pytest.mark.parametrize("described", [True, False], ids=["descriptors", "pointers"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("rank", [1, 16, 24, 136])
@@ -48,7 +49,7 @@ def test_a_product_of_many_tiles(described, device, monkeypatch):
     """More tiles than programs, nine bands of them, and a tile that is stored in two parts."""
     if device.type == "cuda":
         pytest.skip("plans for the GPU are tested with their own sizes")
-    monkeypatch.setattr(tiles, "_fp32_precision", lambda: "ieee")
+    monkeypatch.setattr(fast, "_fp32_precision", lambda: "ieee")
     for rows, outputs, plan in ((150, 40, ProductPlan(16, 16, 16, 4, 3)), (20, 72, ProductPlan(16, 32, 32, 4, 3, 2))):
         x, weight, bias, _, b = arguments((rows, 48, outputs, 8), FP32, device)
         h = draw(device, FP32, rows, 8, seed=7)

@@ -6,8 +6,9 @@ import torch
 from gpubound import kernels
 from gpubound.kernels.peer_exchange import Mail, addresses_of
 from gpubound.kernels.registry import load
+from tests.messages import message
 
-from .cases import assert_inside, banded, draw
+from .cases import assert_inside, banded, draw, pairwise
 
 SOURCES = pytest.mark.parametrize("source", ["triton", "reference"])
 
@@ -24,6 +25,7 @@ def mails(device, count: int, columns: int, senders: int | None = None, epoch: i
     return [Mail(boxes, rank, rank, state, number, found) for rank in range(count)]
 
 
+@pairwise
 @SOURCES
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("columns", [5, 1300])  # more than a program takes
@@ -88,6 +90,7 @@ def test_what_has_not_come_is_no_number(device, source):
         assert mail.state[1] == 0  # it has asked in vain, and asks no more
 
 
+@pairwise
 @SOURCES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 3])
@@ -109,27 +112,11 @@ def test_a_product_that_devices_share(device, source, dtype, rows):
 def test_wrong_arguments_are_named(device):
     mail, y = mails(device, 2, 6, senders=2)[0], torch.ones(2, 6, device=device)
     for call, sentence in (
-        (
-            lambda: kernels.send_words(y.half(), mail),
-            "send_words: y must be a contiguous float32 or int32 (rows, columns), got torch.float16 (2, 6).",
-        ),
-        (
-            lambda: kernels.send_words(y, mail, 0, y),
-            "send_words: more must be a contiguous torch.float32 (2, some, 6), got torch.float32 (2, 6); it is added to y.",
-        ),
-        (
-            lambda: kernels.send_words(y, mail, 1),
-            "send_words: mail.boxes must be contiguous torch.int64 (senders, rows, columns) of one size, with room for "
-            "(2, 7) words of sender 0, got torch.int64 (2, 4, 6).",
-        ),
-        (
-            lambda: kernels.take_words(y.int(), mail, added=True),
-            "take_words: out must be a contiguous float32 (rows, columns), got torch.int32 (2, 6).",
-        ),
-        (
-            lambda: kernels.take_words(y, mail),
-            "take_words: got words of 2 senders, wanted one; with added=True they are summed.",
-        ),
+        (lambda: kernels.send_words(y.half(), mail), message("kernels/peer_exchange:wrong_arguments_are_named")),
+        (lambda: kernels.send_words(y, mail, 0, y), message("kernels/peer_exchange:wrong_arguments_are_named.2")),
+        (lambda: kernels.send_words(y, mail, 1), message("kernels/peer_exchange:wrong_arguments_are_named.3")),
+        (lambda: kernels.take_words(y.int(), mail, added=True), message("kernels/peer_exchange:wrong_arguments_are_named.4")),
+        (lambda: kernels.take_words(y, mail), message("kernels/peer_exchange:wrong_arguments_are_named.5")),
         (
             lambda: kernels.take_words(y, mail._replace(own=None), added=True),
             f"take_words: mail.own must be the number of a box of 6 columns on {y.device}, got None.",

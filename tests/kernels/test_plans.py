@@ -9,6 +9,7 @@ from triton.runtime.errors import OutOfResources
 from gpubound import trace
 from gpubound.device import INTERPRETED, Chip, chip
 from gpubound.kernels import plans
+from gpubound.kernels.checks import WIDEST
 from gpubound.kernels.plans import Job, defaults, fits, plan_for
 from gpubound.kernels.plans.types import AttentionPlan, MatrixPlan, RopePlan, RowPlan, StridePlan, TilePlan, WalkPlan
 from gpubound.kernels.registry import every
@@ -70,7 +71,7 @@ def test_no_program_spans_two_parts_of_a_product():
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize("op", NORMS)
 def test_every_norm_fits_every_gpu(op, capability):
-    for width in (64, 1024, 2049, 4096, 8192, 16384, defaults.WIDEST):
+    for width in (64, 1024, 2049, 4096, 8192, 16384, WIDEST):
         for size in (2, 4):
             for way, sums in (("forward", 0), ("backward", 2)):
                 job = Job(op, way, (width, sums), size, CHIPS[capability])

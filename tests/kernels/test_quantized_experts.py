@@ -7,8 +7,9 @@ from gpubound import kernels
 from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.packed_weights import KINDS, Packed, pack
 from gpubound.kernels.registry import load
+from tests.messages import message
 
-from .cases import TOLERANCE, assert_inside, banded, draw, same
+from .cases import TOLERANCE, assert_inside, banded, draw, pairwise, same
 from .test_experts import some_ids
 from .test_quantized_product import PARITY
 
@@ -25,6 +26,7 @@ def experts(device, kind: str, count: int, rows: int, columns: int, seed: int = 
     return pack(draw(device, torch.float32, count * rows, columns, seed=seed) * columns**-0.5, kind)
 
 
+@pairwise
 @KIND
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -41,6 +43,7 @@ def test_gate_and_up_agree_with_the_reference(device, kind, shape, dtype):
     same("gated", *results, max(TOLERANCE[dtype], 2 * PARITY[kind]))
 
 
+@pairwise
 @KIND
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -109,21 +112,19 @@ def test_wrong_arguments_are_named(device):
     for call, sentence in (
         (
             lambda: kernels.quantized_routed_gate_up(x, norm._replace(offset=1.0), gate_up, ids, out),
-            "quantized_routed_gate_up: norm.offset must be 0, got 1.0; add it to norm.weight before the call.",
+            message("kernels/quantized_experts:wrong_arguments_are_named"),
         ),
         (
             lambda: kernels.quantized_routed_gate_up(x, norm, gate_up, ids, out[..., :5].contiguous()),
-            "quantized_routed_gate_up: gate_up has 96 rows, wanted 10 for each expert; pack the experts' weights as one, "
-            "pack(stack.flatten(0, 1), kind).",
+            message("kernels/quantized_experts:wrong_arguments_are_named.2"),
         ),
         (
             lambda: kernels.quantized_add_routed(out, down, ids, shares, x[:, :50].contiguous()),
-            "quantized_add_routed: down has 192 rows, wanted 50 for each expert; pack the experts' weights as one, "
-            "pack(stack.flatten(0, 1), kind).",
+            message("kernels/quantized_experts:wrong_arguments_are_named.3"),
         ),
         (
             lambda: kernels.quantized_add_routed(out, down, ids.long(), shares, x),
-            "quantized_add_routed: ids must be a contiguous torch.int32 (2, slots), got torch.int64 (2, 2); route writes it.",
+            message("kernels/quantized_experts:wrong_arguments_are_named.4"),
         ),
     ):
         with pytest.raises(ValueError) as error:

@@ -9,8 +9,9 @@ from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.packed_weights import KINDS, Packed, pack, pack_gate_up, pack_stacked, unpack
 from gpubound.kernels.plans.types import MatrixPlan
 from gpubound.kernels.registry import load
+from tests.messages import message
 
-from .cases import TOLERANCE, assert_inside, banded, draw, same
+from .cases import TOLERANCE, assert_inside, banded, draw, pairwise, same
 from .test_compiles import compile_apart
 
 # Kernel and reference sum the same numbers in fp32, the kernel with 2^e beside each (packed.py): 256 beside int4's levels of
@@ -50,7 +51,7 @@ def test_packing_keeps_levels_columns_and_rows(device, kind):
         else:
             zero = packing.ZERO[kind]
             exact = torch.randint(1 - zero, zero, (6, columns), generator=generator).float() * 0.25
-            exact[:, ::128] = -packing.SPAN[kind] * 0.25
+            exact[:, ::128] = -packing.LEVELS[kind] * 0.25
         assert torch.equal(unpack(pack(exact.to(device), kind)).cpu(), exact)
 
 
@@ -74,6 +75,7 @@ def test_many_rows_are_rounded_a_part_at_a_time(device, monkeypatch):
 SHAPES = [(1, 128, 32), (2, 200, 38), (3, 72, 16), (8, 256, 18)]
 
 
+@pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch, columns, rows", SHAPES)
 @pytest.mark.parametrize("biased", [False, True])
@@ -94,6 +96,7 @@ def test_the_product_agrees_with_the_reference(device, kind, batch, columns, row
     assert torch.equal(arg, want_arg)
 
 
+@pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("batch, columns, rows", SHAPES[1:3])
@@ -112,6 +115,7 @@ def test_gate_and_up_agree_with_the_reference(device, kind, dtype, batch, column
     same("gated", *results, max(TOLERANCE[dtype], 2 * PARITY[kind]))
 
 
+@pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("batch, columns, rows", SHAPES[:2])
@@ -127,6 +131,7 @@ def test_the_residual_product_agrees_with_the_reference(device, kind, dtype, bat
     same("stream", *results, PARITY[kind])
 
 
+@pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("turns", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -236,62 +241,52 @@ def test_wrong_arguments_are_named(device):
         weight(device, "int4", 33, 128),
     )
     for call, sentence in (
-        (lambda: pack(x, "int3"), "pack: kind: got 'int3', wanted one of int8, int4, fp8."),
-        (
-            lambda: pack(x[0], "int4"),
-            "pack: weight: got torch.float32 (128,), wanted a floating-point matrix.",
-        ),
+        (lambda: pack(x, "int3"), message("kernels/quantized_product:wrong_arguments_are_named")),
+        (lambda: pack(x[0], "int4"), message("kernels/quantized_product:wrong_arguments_are_named.2")),
         (
             lambda: kernels.quantized_norm_product(x.half(), norm, packed),
-            "quantized_norm_product: x must be a contiguous torch.float32 (rows, hidden), got torch.float16 (2, 128).",
+            message("kernels/quantized_product:wrong_arguments_are_named.3"),
         ),
         (
             lambda: kernels.quantized_norm_product(x, norm._replace(weight=norm.weight[:32]), packed),
-            "quantized_norm_product: norm.weight must be a contiguous floating-point tensor (128,), got torch.float32 (32,); "
-            "it has one weight for each column of x.",
+            message("kernels/quantized_product:wrong_arguments_are_named.4"),
         ),
         (
             lambda: kernels.quantized_norm_product(x[:, :64].contiguous(), norm._replace(weight=norm.weight[:64]), packed),
-            "quantized_norm_product: the weight must have 64 columns to match x, got 128.",
+            message("kernels/quantized_product:wrong_arguments_are_named.5"),
         ),
         (
             lambda: kernels.quantized_norm_product(x, norm, packed, best=x),
-            "quantized_norm_product: best and arg must be given together and have one shape; pass both or neither.",
+            message("kernels/quantized_product:wrong_arguments_are_named.6"),
         ),
         (
             lambda: kernels.quantized_norm_product(x, norm, packed, best=x[:, :4], arg=x[:, :4].int()),
-            "quantized_norm_product: best has 4 columns, which 33 rows cannot be cut into in stretches of a power of two; "
-            "give it ceil(rows / 16).",
+            message("kernels/quantized_product:wrong_arguments_are_named.7"),
         ),
         (
             lambda: kernels.quantized_norm_gate_up(x, norm, packed),
-            "quantized_norm_gate_up: gate_up has 33 rows, wanted an even number; use pack_gate_up.",
+            message("kernels/quantized_product:wrong_arguments_are_named.8"),
         ),
         (
             lambda: kernels.quantized_add_product(x[:, :64], packed, None, x),
-            "quantized_add_product: h must be a contiguous floating-point tensor (2, 128), got torch.float32 (2, 64), not "
-            "contiguous; the kernel reads row after row.",
+            message("kernels/quantized_product:wrong_arguments_are_named.9"),
         ),
         (
             lambda: kernels.quantized_add_product(x, packed, None, x),
-            "quantized_add_product: x must be a contiguous torch.float32 (2, 33), got torch.float32 (2, 128); "
-            "it is written in place.",
+            message("kernels/quantized_product:wrong_arguments_are_named.10"),
         ),
         (
             lambda: kernels.dequantize(packed, torch.zeros(33, 128, device=device), turns=2),
-            "dequantize: turns: got 2, wanted a number that divides the 33 rows.",
+            message("kernels/quantized_product:wrong_arguments_are_named.11"),
         ),
-        (
-            lambda: kernels.dequantize(packed, x),
-            "dequantize: out must be a contiguous floating-point tensor (33, 128), got torch.float32 (2, 128); it is written "
-            "in place.",
-        ),
+        (lambda: kernels.dequantize(packed, x), message("kernels/quantized_product:wrong_arguments_are_named.12")),
     ):
         with pytest.raises(ValueError) as caught:
             call()
         assert str(caught.value) == sentence
 
 
+@pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("offset, normed, cap, activation", [(1.0, True, 0.7, "gelu_tanh"), (0.0, False, 0.0, "gelu")])

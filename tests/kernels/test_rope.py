@@ -180,30 +180,11 @@ def test_second_derivatives_are_refused(device):
 
 Q, K, TABLE = torch.ones(2, 3, 4, 8), torch.ones(2, 3, 2, 8), torch.ones(3, 4)
 WRONG = {
-    "q": (
-        (Q[0], K, TABLE, TABLE),
-        "rope: q must be a floating-point tensor (batch, tokens, heads, head size), got torch.float32 (3, 4, 8); "
-        "bring it into that shape before the call.",
-    ),
-    "k": (
-        (Q, K.half(), TABLE, TABLE),
-        "rope: k must match q in all but its heads (dimension -2), (2, 3, 4, 8) torch.float32 on cpu, got (2, 3, 2, 8) "
-        "torch.float16 on cpu; cast, move or reshape one of them before the call.",
-    ),
-    "cos": (
-        (Q, K, torch.ones(3, 8), torch.ones(3, 8)),
-        "rope: cos must have shape (3, pairs) or (2, 3, pairs) with at most 4 pairs, cos and sin alike, got (3, 8); "
-        "give one angle a token and pair, not one a dimension.",
-    ),
-    "sin": (
-        (Q, K, TABLE, torch.ones(3, 3)),
-        "rope: sin must have shape (3, pairs) or (2, 3, pairs) with at most 4 pairs, cos and sin alike, got (3, 3); "
-        "give one angle a token and pair, not one a dimension.",
-    ),
-    "dtype": (
-        (Q, K, TABLE.bfloat16(), TABLE.bfloat16()),
-        "rope: cos must be torch.float32 on cpu, got torch.bfloat16 on cpu; 16 bits cannot hold the angles of late positions.",
-    ),
+    "q": ((Q[0], K, TABLE, TABLE), message("kernels/rope:q")),
+    "k": ((Q, K.half(), TABLE, TABLE), message("kernels/rope:k")),
+    "cos": ((Q, K, torch.ones(3, 8), torch.ones(3, 8)), message("kernels/rope:cos")),
+    "sin": ((Q, K, TABLE, torch.ones(3, 3)), message("kernels/rope:sin")),
+    "dtype": ((Q, K, TABLE.bfloat16(), TABLE.bfloat16()), message("kernels/rope:dtype")),
 }
 
 

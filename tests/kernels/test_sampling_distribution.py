@@ -9,7 +9,7 @@ from transformers.generation import logits_process as hf
 
 from gpubound.kernels.sampling import Settings
 from gpubound.kernels.triton import sampling as fast
-from gpubound.kernels.triton._top_k_top_p import _finish, _keep, _noise
+from gpubound.kernels.triton.sampling import _finish, _keep, _noise
 
 from .cases import definitions, draw
 from .test_sampling import BY, INF, marks, outputs, rows_of, settings_of

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpubound.kernels import side_stream as module
-from gpubound.kernels.accumulate import deliver, weight_gradient
-from gpubound.kernels.side_stream import Side, aside
+from gpubound.kernels import accumulate as module
+from gpubound.kernels.accumulate import Side, aside, deliver, weight_gradient
 from gpubound.kernels.tensor_state import made_record, record_of
 
 
@@ -65,15 +64,15 @@ def test_work_waits_for_what_it_reads_and_the_end_waits_for_the_work(log):
 
 def test_no_more_is_held_than_allowed(log, monkeypatch):
     """Three readers of 400 bytes where 1000 may be held: before the first one's memory is let go, the main stream waits."""
-    monkeypatch.setattr(module, "HELD_BYTES", 1000)
+    monkeypatch.setattr(module, "PENDING_BYTES", 1000)
     weight = nn.Parameter(torch.ones(3))
     side = on_a_side_stream(weight)
     with side.open():
         for _ in range(3):
             aside(weight, lambda: None, torch.ones(100))
         assert [line for line in log if "event" in line] == ["main waits for event 1"]
-        assert len(side._held) == 2
-    assert not side._held
+        assert len(side._pending) == 2
+    assert not side._pending
 
 
 def test_an_error_still_joins(log):
@@ -97,7 +96,7 @@ def test_without_a_side_stream_nothing_changes():
 @pytest.mark.gpu
 def test_the_same_bits_and_no_reader_loses_its_memory(device, monkeypatch):
     """The factors are freed at once and their memory written over on the main stream while the side stream is at work."""
-    monkeypatch.setattr(module, "HELD_BYTES", 1 << 20)
+    monkeypatch.setattr(module, "PENDING_BYTES", 1 << 20)
     weight, norm = (nn.Parameter(torch.zeros(*s, device=device, dtype=torch.bfloat16)) for s in ((512, 512), (512,)))
     results = []
     for where in (None, device):

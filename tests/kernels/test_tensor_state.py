@@ -19,7 +19,7 @@ def test_it_is_dropped_with_its_last_entry_and_not_before():
     drop_record(weight)
     record = made_record(weight)
     assert made_record(weight) is record and record.empty
-    for field, value in {"format": 1, "adapters": (1,), "opening": 1, "side": 1, "origin": 1, "numbers": 1}.items():
+    for field, value in {"format": 1, "opening": 1, "side": 1, "recipe": 1, "numbers": 1}.items():
         empty = getattr(record, field)
         setattr(record, field, value)
         assert not record.empty, field
@@ -60,7 +60,7 @@ def test_neither_copies_nor_files_have_one(make, again):
 def test_a_file_of_parameters_holds_what_others_put_on_them_and_nothing_of_ours():
     """An accumulator in a file would collect gradients that no optimizer reads."""
     weight, plain = nn.Parameter(torch.ones(2), requires_grad=False), nn.Parameter(torch.ones(2))
-    made_record(weight).adapters = (1,)
+    made_record(weight).numbers = 1
     weight.main_grad, weight.note, plain.note = torch.zeros(2), "theirs", "theirs"
     for back, first in zip(saved([weight, plain]), (weight, plain)):
         assert accumulator(back) is None and vars(back) == {"note": "theirs"}
@@ -82,12 +82,12 @@ def test_a_linear_layer_read_from_a_file_gives_its_own_gradient():
 def test_a_weight_in_rows_and_the_gathered_one_have_one_record_for_good():
     rows, gathered = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))
     assert seen(rows) is rows
-    made_record(rows).adapters = (1,)
+    made_record(rows).numbers = 1
     share_record(rows, gathered)
     assert seen(rows) is gathered and record_of(gathered) is record_of(rows)
     for one, other in ((rows, gathered), (gathered, rows)):  # taken off here, put on there
-        record_of(one).adapters = ()
+        record_of(one).numbers = None
         assert record_of(one).empty
         drop_record(one)
-        made_record(one).adapters = (2,)
-        assert record_of(other).adapters == (2,)
+        made_record(one).numbers = 2
+        assert record_of(other).numbers == 2

@@ -3,15 +3,16 @@
 import pytest
 import torch
 
+from benchmarks.candidates import candidates
 from gpubound import kernels
 from gpubound.device import Chip
 from gpubound.kernels import plans
 from gpubound.kernels.decode_product import Norm
-from gpubound.kernels.plans.tensorcore import HeldPlan
+from gpubound.kernels.plans.types import ResidentPlan
 from gpubound.kernels.registry import load
 from tests.messages import message
 
-from .cases import TOLERANCE, assert_inside, banded, draw, same
+from .cases import TOLERANCE, assert_inside, banded, draw, pairwise, same
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 H200 = Chip(90, 232_448, 132, "")
@@ -32,6 +33,7 @@ def bound(dtype):
     return max(4 * TOLERANCE[dtype], 1e-5)  # x is rounded, too
 
 
+@pairwise
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [2, 9])
 @pytest.mark.parametrize("hidden, q, k", [(64, 32, 16), (40, 20, 7)])
@@ -68,6 +70,7 @@ def test_fewer_weights_and_no_norm(device, parts):
     same("one or two", *found, 1e-5)
 
 
+@pairwise
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows, hidden, width", [(3, 64, 96), (12, 40, 7)])
 @pytest.mark.parametrize("biased, activation", [(False, "silu"), (True, "gelu_tanh"), (True, "gelu")])
@@ -83,6 +86,7 @@ def test_gate_and_up_agree_with_the_reference(device, dtype, rows, hidden, width
     same("gated", *found, bound(dtype))
 
 
+@pairwise
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows, inner, hidden", [(3, 96, 64), (17, 130, 33)])
 @pytest.mark.parametrize("biased", [False, True])
@@ -106,7 +110,7 @@ def test_the_residual_product_agrees_with_the_reference(device, dtype, rows, inn
 def test_slices_that_are_held_and_do_not_divide_the_columns(device, monkeypatch, held, ahead):
     """What lies behind the last tile is NaN, and NaN times a masked zero would show."""
     rows, inner, hidden = 3, 200, 40
-    monkeypatch.setitem(plans.TRIED, ("tiled_product", "", (hidden, inner, 8)), HeldPlan(16, 64, 4, held, ahead))
+    monkeypatch.setitem(plans.TRIED, ("tiled_product", "", (hidden, inner, 8)), ResidentPlan(16, 64, 4, held, ahead))
     h = draw(device, torch.bfloat16, rows, inner)
     weight = banded((hidden, inner), device, torch.bfloat16)[1].copy_(draw(device, torch.bfloat16, hidden, inner, seed=1))
     found = both("tiled_add_product", lambda x: (h, weight, None, x.zero_()), lambda: banded((rows, hidden), device))
@@ -161,4 +165,4 @@ def test_plans_fit_and_become_smaller_to_the_end(shape):
         seen.append(smaller)
         assert smaller.shared(job) < seen[-2].shared(job)
     assert seen[-1].rows == 16 and seen[-1].held == 1
-    assert all(plans.fits(job, candidate) for candidate in plans.candidates(job))
+    assert all(plans.fits(job, candidate) for candidate in candidates(job))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import tune_steps
+from benchmarks.candidates import candidates
 from gpubound.kernels import plans
 from gpubound.kernels.plans.types import AttentionPlan, MatrixPlan
 from tests import messages
@@ -26,7 +27,7 @@ def test_neighbours_differ_in_one_number():
         AttentionPlan(64, 3, 2),
         AttentionPlan(64, 3, 8),
     }
-    assert all(plan in plans.candidates(DOWN) for plan in tune_steps.neighbours(DOWN, MatrixPlan(2, 1024, 4)))
+    assert all(plan in candidates(DOWN) for plan in tune_steps.neighbours(DOWN, MatrixPlan(2, 1024, 4)))
 
 
 def away(plan, best):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gpubound.kernels import lora_grads
+from gpubound.kernels import lora as lora_ops
 from gpubound.layers import Stacked, linear_product
 from gpubound.lora import adapter, add, parameters
 from gpubound.lora.adapter import LowRank, LowRankGroup
@@ -179,10 +179,10 @@ def test_neighbours_are_one_adapter(dropout, monkeypatch):
     stacked, x, found, written = Stacked(), draw(2, 3, K), [], []
     stacked.product(x, list(model.values()))
     sums = Accumulators(model.named_parameters())
-    count = lora_grads.lora_gradients
-    monkeypatch.setattr(lora_grads, "lora_gradients", lambda *given: written.append(given[5].shape) or count(*given))
-    for known in (lora_grads.blocks_of, lambda b: None):
-        for room in (adapter, lora_grads):
+    count = lora_ops.lora_gradients
+    monkeypatch.setattr(lora_ops, "lora_gradients", lambda *given: written.append(given[5].shape) or count(*given))
+    for known in (lora_ops.blocks_of, lambda b: None):
+        for room in (adapter, lora_ops):
             monkeypatch.setattr(room, "blocks_of", known)
         torch.manual_seed(3)
         sums.gradient.fill_(float("nan"))

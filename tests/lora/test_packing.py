@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gpubound as gb
 from gpubound import trace
 from gpubound.errors import FallbackError
-from gpubound.kernels import lora_grads
+from gpubound.kernels import lora as lora_ops
 from gpubound.kernels.accumulate import join_rows
 
 from ..place.models import place, tiny
@@ -62,11 +62,11 @@ def packed(model):
 @pytest.mark.parametrize("move", [MOVES["as added"], MOVES["assign"]], ids=["as added", "assign"])
 def test_a_step_of_a_moved_model_launches_as_much(move, monkeypatch):
     """In the interpreter: four gradients of adapters a block, of qkv, o, gate and up, and down, and nothing concatenated."""
-    moved, gradients, op, ids = move(model()), [], lora_grads.lora_gradients, torch.randint(64, (1, 8))
+    moved, gradients, op, ids = move(model()), [], lora_ops.lora_gradients, torch.randint(64, (1, 8))
     step = gb.TrainStep(moved.train(), "causal_lm", precision="fp32", graph="off")
     step([{"input_ids": ids, "labels": ids}])  # stacks the weights of q, k and v
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(lora_grads, "lora_gradients", lambda *args: gradients.append(args) or op(*args))
+    monkeypatch.setattr(lora_ops, "lora_gradients", lambda *args: gradients.append(args) or op(*args))
     with gb.strict(), Concatenations() as concatenations:
         step([{"input_ids": ids, "labels": ids}])
     step.close()

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import gpubound as gb
 from gpubound.graph.reachable import Reachable
-from gpubound.kernels import lora_grads
+from gpubound.kernels import lora as lora_ops
 from gpubound.kernels.accumulate import join_rows
-from gpubound.kernels.hash_dropout import drawn, kept
+from gpubound.kernels.lora_arguments import drawn, kept
 from gpubound.layers import linear_product
 from gpubound.lora.adapter import RoutedLowRank
 from gpubound.lora.layers import read
@@ -142,8 +142,8 @@ def test_micro_batches_with_other_rows_are_one_batch(interpret, monkeypatch):
 def test_all_adapters_of_a_weight_are_one_matrix(accumulated, monkeypatch):
     """In memory, and so are their accumulators: nothing is copied together, and one launch a weight gives all gradients."""
     model, x = adapted(Projections()), draw(6, 5, K)
-    launches, launch = [], lora_grads.lora_gradients
-    monkeypatch.setattr(lora_grads, "lora_gradients", lambda *given: launches.append(given[4].shape) or launch(*given))
+    launches, launch = [], lora_ops.lora_gradients
+    monkeypatch.setattr(lora_ops, "lora_gradients", lambda *given: launches.append(given[4].shape) or launch(*given))
     with gb.lora.rows(model, NAMES):
         if accumulated:
             sums = Accumulators(model.named_parameters())

@@ -1,8 +1,8 @@
-"""Every fast op of the library as a plain function: it checks its arguments, chooses an implementation (choose.py), calls it.
+"""Fast ops as plain functions: each checks its arguments, dispatches to a kernel or to its reference, and calls it.
 
 An op's file holds that function and the op's definition. Its kernel is in triton/, under the same name and signature
 (tests/test_mirror.py). Here a function and its file may share a name: `kernels.rope` is the function, and
-`from gpubound.kernels.rope import ...` reads the file.
+`from gpubound.kernels.rope import ...` imports from the file.
 """
 
 from .adamw import adamw as adamw, adamw8 as adamw8, plan_update as plan_update
@@ -10,12 +10,13 @@ from .add_rows import add_rows as add_rows
 from .cross_entropy import cross_entropy as cross_entropy, linear_cross_entropy as linear_cross_entropy
 from .decode_adapters import add_adapters as add_adapters
 from .decode_attention import decode_attention as decode_attention, quantized_decode_attention as quantized_decode_attention
-from .decode_norm import add_norm as add_norm, norm_rows as norm_rows
 from .decode_product import (
     Norm as Norm,
+    add_norm as add_norm,
     add_product as add_product,
     norm_gate_up as norm_gate_up,
     norm_product as norm_product,
+    norm_rows as norm_rows,
     send_product as send_product,
 )
 from .experts import (

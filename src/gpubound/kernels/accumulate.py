@@ -1,21 +1,29 @@
 """Gradients of weights: returned to autograd, or added in fp32 to the weight's accumulator.
 
-A parameter may carry `weight.main_grad`, an fp32 tensor of its shape. Whoever computes that weight's gradient then adds it
-there and hands autograd None, so `weight.grad` stays empty. Two gains: small gradients are not lost (in bf16, 256 + 1 is 256;
-in fp32 it is 257), and the product adds as it writes, so no 16-bit gradient is stored, read and added in a pass of its own.
+A parameter may carry `weight.main_grad`, an fp32 tensor of its shape. Code that computes the weight's gradient then adds it
+there and returns None to autograd, so `weight.grad` stays empty. Two gains: small gradients are not lost (in bf16, 256 + 1 is
+256; in fp32 it is 257), and the product adds as it writes, so no 16-bit gradient is stored, read and added in a separate pass.
 
-A weight whose record has an `opening` begins a new sum: whoever delivers first writes over what is there instead of adding,
-which saves a memset and a read of all accumulators (1.7 GB each at 350m, 0.8 ms on an H200). `open_sums` says so, and
-`close_sums` zeroes what nobody has delivered to. A CUDA graph bakes in whether a delivery writes. So if a sum is opened while a
-graph is recorded, its first delivery belongs into the same recording, and else into none: `opens` refuses both.
+A weight whose tensor state has an `opening` begins a new sum: the first gradient overwrites main_grad instead of adding, which
+saves a memset and a read of all accumulators (1.7 GB each at 350m, 0.8 ms on an H200). `open_sums` marks the weights, and
+`close_sums` zeroes those that got no gradient. A CUDA graph records whether an addition overwrites. So if a sum is opened in a
+capture, its first gradient must be in the same capture, and otherwise in none: `opens` refuses both.
 
-These functions are for the `backward` of an autograd.Function, where autograd is off. Give them the Parameter itself, kept as
-`ctx.weight = weight`: a view or cast of it carries no main_grad, nor does what `ctx.saved_tensors` returns under checkpointing.
+Gradients may be added on a side stream. Backward is a chain of input gradients, of which weight gradients are no part. A small
+model's kernels leave most of the GPU idle, so weight gradients can run at the same time; in a captured step the side stream is
+a branch of the graph. All additions of one backward run on one stream, so their order, and every bit, is the same as without
+it. The tensors they read belong to the main stream, whose allocator would reuse their memory as soon as autograd releases them.
+They are kept until the main stream has waited for the reader: at the end, or as soon as more than HELD_BYTES are kept.
+
+These functions are for the `backward` of an autograd.Function, where autograd is off. Pass the Parameter itself, kept as
+`ctx.weight = weight`: a view or cast of it carries no main_grad, and neither do `ctx.saved_tensors` under checkpointing.
 
 Legend: N tokens, O outputs (the weight's rows), K inputs (its columns); g (N, O) is the output's gradient, x (N, K) the input.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,12 +33,60 @@ from torch.autograd.function import once_differentiable
 from ..errors import GraphError
 from ..trace import fallback
 from .add_rows import add_rows
-from .side_stream import aside
 from .tensor_state import ATTRIBUTE, Record, made_record, record_of
+
+PENDING_BYTES = 256 << 20
+
+
+class Side:
+    """Side stream of one step's backwards, with the tensors that it may still read. `aside` uses it while it is open."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device)
+        self._open = False
+        self._pending: deque[tuple[torch.cuda.Event, int, tuple[Tensor, ...]]] = deque()
+        self._bytes = 0
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Run the work of `aside` on the side stream in the block; at its end, make the current stream wait for all of it."""
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open = False
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+            self._pending.clear()
+            self._bytes = 0
+
+    def run(self, work: Callable[[], object], reads: tuple[Tensor, ...]) -> None:
+        if not self._open:
+            work()
+            return
+        main = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(main)
+        with torch.cuda.stream(self.stream):
+            work()
+        size = sum(t.nbytes for t in reads)
+        self._pending.append((self.stream.record_event(), size, reads))
+        self._bytes += size
+        while self._bytes > PENDING_BYTES:
+            read, size, _ = self._pending.popleft()
+            main.wait_event(read)
+            self._bytes -= size
+
+
+def aside(weight: Tensor, work: Callable[[], object], *reads: Tensor) -> None:
+    """Run `work`, an addition to the weight's accumulator that reads `reads`, on the weight's side stream, if it has one."""
+    side = getattr(getattr(weight, ATTRIBUTE, None), "side", None)
+    if side is None:
+        work()
+    else:
+        side.run(work, reads)
 
 
 def weight_gradient(weight: Tensor, g: Tensor, x: Tensor) -> Tensor | None:
-    """gᵀ x, the gradient of `weight` in y = x weightᵀ: returned in the weight's dtype, or added to its main_grad and None."""
+    """Return gᵀ x, the gradient of `weight` in y = x weightᵀ, in its dtype; or add it to its main_grad and return None."""
     main = main_gradient(weight)
     if main is None:
         return product(g, x, weight.dtype)
@@ -39,24 +95,31 @@ def weight_gradient(weight: Tensor, g: Tensor, x: Tensor) -> Tensor | None:
 
 
 def weight_gradients(weights: Sequence[Tensor], g: Tensor, x: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of several weights that were multiplied as one, stacked by rows: g holds their outputs side by side.
+    """Return, or add, the gradients of weights that were multiplied as one, stacked by rows: g holds their outputs by columns.
 
-    One product when it can be: into the joined accumulators when these are consecutive row slices of one buffer, or, when no
-    weight has an accumulator, into one result of which the gradients are views. Otherwise a product each.
+    It is one product when it can be: into the joined accumulators if these are adjacent row slices of one buffer, or, if no
+    weight has an accumulator, into one result of which the gradients are views. Otherwise it is one product for each.
     """
-    rows = [weight.shape[0] for weight in weights]
-    mains = [main_gradient(weight) for weight in weights]
-    there = [main for main in mains if main is not None]
-    if len(there) == len(mains) and (joined := join_rows(there)) is not None:
+    if len(weights) == 1:
+        return (weight_gradient(weights[0], g, x),)
+    joined, mains = _joined_mains(weights)
+    if joined is not None:
         aside(weights[0], lambda: add_product(joined, g, x, weights), g, x)
-        return (None,) * len(mains)
-    if not there and len({weight.dtype for weight in weights}) == 1:
+        return (None,) * len(weights)
+    rows = [weight.shape[0] for weight in weights]
+    if mains == 0 and len({weight.dtype for weight in weights}) == 1:
         return product(g, x, weights[0].dtype).split(rows)
     return tuple(weight_gradient(weight, part, x) for weight, part in zip(weights, g.split(rows, 1)))
 
 
+def _joined_mains(weights: Sequence[Tensor]) -> tuple[Tensor | None, int]:
+    """Return the weights' accumulators as one tensor, or None if one is missing or not adjacent; and how many there are."""
+    mains = [main for main in map(main_gradient, weights) if main is not None]
+    return join_rows(mains) if len(mains) == len(weights) else None, len(mains)
+
+
 def bias_gradients(biases: Sequence[Tensor], wanted: Sequence[bool], g: Tensor) -> list[Tensor | None]:
-    """The gradients of several biases whose outputs are adjacent in g; None for those that are not wanted."""
+    """Return, or add, the gradients of biases whose outputs are adjacent in g; None for those that are not wanted."""
     if not any(wanted):
         return [None] * len(biases)
     sums = g.sum(0, dtype=torch.promote_types(g.dtype, torch.float32)).split([b.shape[0] for b in biases])
@@ -66,13 +129,12 @@ def bias_gradients(biases: Sequence[Tensor], wanted: Sequence[bool], g: Tensor) 
 def deliver_product(
     weights: Sequence[Tensor], multiply: Callable[[Tensor | None], Tensor], *reads: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """`deliver` of a product that can be written but not added to: multiply(out) gives the stacked gradient in fp32.
+    """`deliver` a product that can be written but not added to: multiply(out) returns the stacked gradient in fp32.
 
-    Written straight into the joined accumulators where they begin a new sum, else made apart and added. `reads`: its factors.
+    It is written into the joined accumulators if they begin a new sum, else into a temporary, which is added. `reads`: its
+    factors.
     """
-    mains = [main_gradient(weight) for weight in weights]
-    there = [main for main in mains if main is not None]
-    joined = join_rows(there) if len(there) == len(mains) else None
+    joined, _ = _joined_mains(weights)
     if joined is None:
         parts = multiply(None).split([weight.shape[0] for weight in weights])
         return tuple(deliver(weight, part) for weight, part in zip(weights, parts))
@@ -80,11 +142,11 @@ def deliver_product(
         aside(weights[0], lambda: multiply(joined), *reads)
     else:
         aside(weights[0], lambda: joined.add_(multiply(None)), *reads)
-    return (None,) * len(mains)
+    return (None,) * len(weights)
 
 
 def deliver(weight: Tensor, gradient: Tensor, factor: Tensor | None = None) -> Tensor | None:
-    """A gradient that is computed already, times `factor`: in the weight's dtype, or None and added to its main_grad."""
+    """Return a computed gradient times `factor` in the weight's dtype; or add it to the weight's main_grad and return None."""
     main = main_gradient(weight)
     if main is None:
         gradient = gradient.to(weight.dtype)
@@ -102,7 +164,7 @@ def deliver(weight: Tensor, gradient: Tensor, factor: Tensor | None = None) -> T
 
 
 def deliver_all(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """`deliver` for many (weight, gradient) at once, all of them weights that have a main_grad: few launches for small ones."""
+    """`deliver` many (weight, gradient) in few launches. All weights must have a main_grad."""
     written: list[tuple[Tensor, Tensor]] = []
     added: list[tuple[Tensor, Tensor]] = []
     recording = _recording(gradients[0][0]) if gradients else False
@@ -126,7 +188,7 @@ def deliver_all(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def deliver_rows(weight: Tensor, ids: Tensor, rows: Tensor, without: int = -1) -> None:
-    """The gradient of weight[ids] from that of its result, added to the rows of main_grad, which the weight must have."""
+    """Add the gradient of weight[ids], given that of its result, to the rows of main_grad, which the weight must have."""
     table = accumulator(weight)
     assert table is not None
     writes = opens([weight])
@@ -156,12 +218,16 @@ def close_sums(weights: Sequence[Tensor]) -> None:
 
 
 def opens(weights: Sequence[Tensor]) -> bool:
-    """True when all of these begin a new sum, so that the caller's delivery writes. Mixed ones are zeroed, and it adds."""
-    opening = [(w, record) for w in weights if (record := record_of(w)) is not None and record.opening is not None]
+    """Return True when all of these begin a new sum, so that the caller overwrites it. Otherwise zero those that do."""
+    opening: list[Tensor] = []
+    for weight in weights:
+        if getattr(getattr(weight, ATTRIBUTE, None), "opening", None) is not None:
+            opening.append(weight)
     if not opening:
         return False
     recording = _recording(weights[0])
-    for _, record in opening:
+    for weight in opening:
+        record = getattr(weight, ATTRIBUTE)
         if record.opening is not recording:
             raise GraphError(
                 "a gradient sum was opened on one side of a CUDA graph's border and is written on the other, so each replay "
@@ -171,46 +237,45 @@ def opens(weights: Sequence[Tensor]) -> bool:
         record.opening = None
     if len(opening) == len(weights):
         return True
-    for weight, _ in opening:
+    for weight in opening:
         weight.main_grad.zero_()  # type: ignore[attr-defined]
     return False
 
 
 def _recording(weight: Tensor) -> bool:
-    """A replay does what was recorded: it writes each time where the recording wrote, whatever was opened meanwhile."""
+    """Return True during a capture. Each replay overwrites where the capture did, even if no sum was opened before it."""
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def main_gradient(weight: Tensor) -> Tensor | None:
-    """The accumulator that a gradient goes into unseen. None where there is none, or a hook on the weight is to see it."""
+    """Return the accumulator that takes a gradient. None if there is none, or if a hook on the weight must see the gradient."""
     main = accumulator(weight)
-    if main is None or torch.compiler.is_compiling() or not any(hooks_on(weight)):
+    if main is None or torch.compiler.is_compiling():
+        return main
+    hooked = bool(weight._backward_hooks)
+    for hook in (weight._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
+        hooked = hooked or not isinstance(hook, Taker)
+    if not hooked:
         return main
     fallback("gradients: into their fp32 sums", "a hook on a parameter is to see its gradient, in the parameter's dtype")
     return None
 
 
 class Taker:
-    """A hook that takes what autograd has computed for a parameter into its main_grad. All others are to see it first."""
+    """Hook that adds the gradient that autograd has computed to main_grad. All other hooks of the parameter see it first."""
 
     def __call__(self, parameter: Tensor) -> None:
         raise NotImplementedError
 
 
-def hooks_on(weight: Tensor) -> Iterator[Any]:
-    """Yield the hooks that see this weight's gradient, or `weight.grad` after it."""
-    yield from (weight._backward_hooks or {}).values()
-    behind = weight._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
-    yield from (hook for hook in behind.values() if not isinstance(hook, Taker))
-
-
 def accumulator(weight: Tensor) -> Tensor | None:
-    """The weight's fp32 accumulator, if it has one."""
-    if getattr(weight, "main_grad", None) is None:
-        return None
-    record_of(weight)  # removes the main_grad of a parameter that was pickled
+    """Return the weight's fp32 accumulator, if it has one."""
     main = getattr(weight, "main_grad", None)
     if main is None:
+        return None
+    record = getattr(weight, ATTRIBUTE, None)
+    if record is not None and type(record) is not Record:  # a pickled parameter's: record_of removes its main_grad
+        record_of(weight)
         return None
     if main.dtype != torch.float32 or main.shape != weight.shape or main.device != weight.device:
         raise ValueError(
@@ -222,7 +287,7 @@ def accumulator(weight: Tensor) -> Tensor | None:
 
 
 def product(g: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """gᵀ x in `dtype`; for an fp32 weight under 16-bit activations, without rounding to 16 bits on the way."""
+    """Return gᵀ x in `dtype`; for an fp32 weight under 16-bit activations, without rounding it to 16 bits first."""
     if g.dtype == x.dtype == dtype:
         return g.t() @ x
     if dtype != torch.float32 or not _has_fp32_product(g, x):
@@ -231,11 +296,11 @@ def product(g: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_product(main: Tensor, g: Tensor, x: Tensor, owners: Sequence[Tensor] = ()) -> None:
-    """main += gᵀ x, summed and added in fp32. `owners`: the weights whose main_grad it is, joined if they are several.
+    """Compute main += gᵀ x in fp32. `owners`: the weights whose main_grads, joined if they are several, `main` is.
 
     Under torch.compile the product is rounded to 16 bits before it is added: inductor lowers no `out_dtype` (pytorch #163880).
     """
-    beta = 0 if owners and opens(owners) else 1  # with 0 the product does not read what it writes over
+    beta = 0 if owners and opens(owners) else 1  # with 0 the product does not read `main`
     if not _has_fp32_product(g, x):
         main.addmm_(g.t().to(main.dtype), x.to(main.dtype), beta=beta)
     elif torch.compiler.is_compiling():
@@ -245,14 +310,14 @@ def add_product(main: Tensor, g: Tensor, x: Tensor, owners: Sequence[Tensor] = (
 
 
 def _has_fp32_product(g: Tensor, x: Tensor) -> bool:
-    """True when cuBLAS multiplies g and x as they are and gives fp32. With no rows there is nothing for it to multiply."""
+    """Return True when cuBLAS multiplies g and x in their dtype with an fp32 result. It takes no empty matrices."""
     return g.is_cuda and g.dtype == x.dtype and g.dtype in (torch.bfloat16, torch.float16) and g.shape[0] > 0
 
 
 def join_rows(slices: Sequence[Tensor]) -> Tensor | None:
     """Return one tensor over all of `slices` if they are adjacent in one storage and contiguous; else None."""
     first = slices[0]
-    end = first.data_ptr()
+    end, rows = first.data_ptr(), 0
     for part in slices:
         if (
             part.data_ptr() != end
@@ -263,27 +328,29 @@ def join_rows(slices: Sequence[Tensor]) -> Tensor | None:
         ):
             return None
         end += part.numel() * part.element_size()
-    rows = sum(part.shape[0] for part in slices)
+        rows += part.shape[0]
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-def join(parts: Sequence[Tensor], beside: bool) -> Tensor | None:
-    """`join_rows`, or, `beside`, of matrices that lie side by side: each is the transpose of what memory has then."""
-    if not beside:
+def join(parts: Sequence[Tensor], by_columns: bool) -> Tensor | None:
+    """Return `join_rows(parts)`; `by_columns` of matrices that are concatenated along columns, transposed in memory."""
+    if not by_columns:
         return join_rows(parts)
     joined = join_rows([part.t() for part in parts])
     return None if joined is None else joined.t()
 
 
-def one_matrix(parts: Sequence[Tensor], beside: bool = False) -> Tensor:
-    """`join`, through a copy where memory does not have them so. It carries no gradient."""
+def one_matrix(parts: Sequence[Tensor], by_columns: bool = False) -> Tensor:
+    """Return `join(parts)`, or a copy where the parts are not adjacent in memory. It carries no gradient."""
+    if len(parts) == 1 and parts[0].is_contiguous():
+        return parts[0].detach()
     parts = [part.detach() for part in parts]
-    joined = join(parts, beside)
-    return torch.cat(list(parts), int(beside)) if joined is None else joined
+    joined = join(parts, by_columns)
+    return torch.cat(list(parts), int(by_columns)) if joined is None else joined
 
 
 def widened(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight.to(dtype) for plain differentiable code: its gradient goes, still in `dtype`, where main_grad says."""
+    """Return weight.to(dtype), differentiable: its gradient, in `dtype`, is added to main_grad if the weight has one."""
     return weight.to(dtype) if main_gradient(weight) is None else _Widened.apply(weight, dtype)
 
 

@@ -1,14 +1,13 @@
-"""The optimizer's update in two parts: `plan_update` decides on the device, `adamw` carries it out in one pass over all state.
+"""The optimizer's update in two parts: `plan_update` decides on the device, `adamw` updates all state in one pass.
 
-The gradient holds a sum over every item of every micro-batch. Dividing it by the number of items, undoing the loss scale and
-clipping are one factor, so none of them costs a pass over the gradient. Nothing here is read by the host.
+The gradient is a sum over every item of every micro-batch. Dividing it by the number of items, undoing the loss scale and
+clipping are one factor, so none of them costs a pass over the gradient. The host reads nothing.
 
-`adamw8` keeps both moments in 8 bits. The numbers between two steps are coarse, the step is not: each update decodes them, goes
-on in fp32 as `adamw` does, and codes them again. Moments lie over many powers of ten, and small ones matter as much as large
-ones. So the leading zeros of a code say how small it is, a factor of 8 for each, and the bits behind them divide that range
-evenly: 128 steps (64 with a sign) between 1/8 and 1, half as many between 1/64 and 1/8, down to 8^-7 (8^-6). Code 0 is 0, the
-largest is 1. Powers of two make it exact arithmetic on a float's own bits, without a table. Numbers are coded in blocks of 256,
-each over its own largest magnitude, which is kept beside the codes in fp32.
+`adamw8` stores both moments in 8 bits. Each update decodes them, computes in fp32 as `adamw` does, and encodes the result.
+Moments span many powers of ten, and small ones matter as much as large ones. So the leading zeros of a code give the magnitude,
+a factor of 8 for each, and the following bits divide that range evenly: 128 steps (64 with a sign) between 1/8 and 1, half as
+many between 1/64 and 1/8, down to 8^-7 (8^-6). Code 0 is 0, the largest is 1. Powers of two make it exact arithmetic on a
+float's bits, without a table. Values are encoded in blocks of 256, relative to the largest magnitude of the block, in fp32.
 """
 
 from collections.abc import Iterable, Iterator
@@ -194,9 +193,9 @@ def adamw8_reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     for here in _parts(weight):
         rows = slice(here.start // BLOCK, -(-here.stop // BLOCK))
-        wide = decode(m[here], m_scale[rows]), decode(v[here], v_scale[rows])
-        _advance(here, weight, gradient, *wide, plan, master, betas, eps, decay_until, seed)
-        codes = (code for moment, kept in zip(wide, (m, v)) for code in encode(moment, kept.dtype))
+        fp32 = decode(m[here], m_scale[rows]), decode(v[here], v_scale[rows])
+        _advance(here, weight, gradient, *fp32, plan, master, betas, eps, decay_until, seed)
+        codes = (code for moment, old in zip(fp32, (m, v)) for code in encode(moment, old.dtype))
         _put(plan, zip((m[here], m_scale[rows], v[here], v_scale[rows]), codes))
     return weight, m, v, m_scale, v_scale
 
@@ -216,17 +215,17 @@ def _advance(
     g = gradient[here] * factor
     m_new = m + (1 - betas[0]) * (g - m)
     v_new = betas[1] * v + (1 - betas[1]) * g * g
-    wide = (weight if master is None else master).to(plan.dtype)
+    fp32 = (weight if master is None else master).to(plan.dtype)
     cut = max(0, decay_until - here.start)
-    decayed = torch.cat([wide[:cut] * decay, wide[cut:]])
+    decayed = torch.cat([fp32[:cut] * decay, fp32[cut:]])
     p = decayed - step_size * m_new / (v_new.sqrt() * inverse_root + eps)
     rounded = p.to(weight.dtype) if seed is None else _round_at_random(p, here.start, update, seed)
     _put(plan, [(m, m_new), (v, v_new), (weight, rounded), *([] if master is None else [(master, p)])])
 
 
 def _put(plan: Tensor, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    for kept, new in pairs:
-        torch.where(plan[0] != 0, new, kept, out=kept)
+    for old, new in pairs:
+        torch.where(plan[0] != 0, new, old, out=old)
 
 
 def _round_at_random(x: Tensor, start: int, update: Tensor, seed: int) -> Tensor:
@@ -295,8 +294,8 @@ def _two_to(power: Tensor) -> Tensor:
 def _check(op: str, weight: Tensor, gradient: Tensor, plan: Tensor, master: Tensor | None, seed: int | None) -> None:
     require(op, "weight", weight, None, (weight.numel(),), weight.device, FLAT)
     require(op, "gradient", gradient, None, weight.shape, weight.device, FLAT)
-    wide = torch.promote_types(gradient.dtype, torch.float32)
-    require(op, "plan", plan, wide, (len(PLAN),), weight.device, "plan_update makes it")
+    fp32 = torch.promote_types(gradient.dtype, torch.float32)
+    require(op, "plan", plan, fp32, (len(PLAN),), weight.device, "plan_update makes it")
     if seed is not None and (weight.dtype != torch.bfloat16 or master is not None):
         raise ValueError(
             f"{op}: seed rounds bfloat16 weights at random where there is no master, "

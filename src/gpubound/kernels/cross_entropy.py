@@ -130,10 +130,10 @@ def linear_cross_entropy_reference(
     chunk: int | None = None, grad_scale: Tensor | None = None, weights: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`chunk` bounds memory in the fast form and means nothing here: the logits are whole, and in fp32."""
-    wide_dtype = torch.promote_types(x.dtype, torch.float32)
-    logits = x.to(wide_dtype) @ widened(weight, wide_dtype).t()
+    compute_dtype = torch.promote_types(x.dtype, torch.float32)
+    logits = x.to(compute_dtype) @ widened(weight, compute_dtype).t()
     if bias is not None:
-        logits = logits + widened(bias, wide_dtype)
+        logits = logits + widened(bias, compute_dtype)
     options = (ignore_index, label_smoothing, softcap, z_loss)
     if weights is None:
         loss = cross_entropy_reference(logits, labels, *options, reduction)

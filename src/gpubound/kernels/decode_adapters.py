@@ -1,11 +1,13 @@
-"""Low-rank adapters in a decoding step: y += h bᵀ, with h = scale · x aᵀ. Of few rows inside the step's products
-(decode_product.py), whose x is behind a norm; of more, whose products cuBLAS makes, in a launch of their own (`add_adapters`).
+"""Low-rank adapters in a decoding step: y += h bᵀ, with h = scale · x aᵀ.
 
-The kernel's first programs compute a column of h for a row of x each. The others multiply by the weight meanwhile, and add h bᵀ
-to their sums at the end. What passes between them is `h`: a place there holds the bits of EMPTY, which no arithmetic gives,
-until its number is written. The next such product empties it again, so that the next step, too, finds none.
+For few rows they are fused into the step's products (decode_product.py), whose x is normed; for more, whose products cuBLAS
+computes, they are a separate launch (`add_adapters`).
 
-A row has all adapters, none, or one of several: what is not its own is zero in its h.
+The kernel's first programs compute one column of h for one row of x each. The others multiply by the weight at the same time,
+and add h bᵀ to their sums at the end. They exchange `h`: an element holds the bits of EMPTY, which no arithmetic yields, until
+its value is written. The next such product resets it, so that the next step finds EMPTY again.
+
+A row has all adapters, none, or one of several: the columns of other adapters are zero in its h.
 
 Legend: B rows, K inputs, O outputs of a weight, R ranks; x (B, K), a (R, K), b (O, R).
 """
@@ -123,17 +125,17 @@ def check_adapters(op: str, adapters: StepAdapters | None, x: Tensor, outputs: S
         )
 
 
-def draw_adapters(g: torch.Generator, inputs: int, outputs: Sequence[int], rank: int, wide: bool) -> StepAdapters:
+def draw_adapters(g: torch.Generator, inputs: int, outputs: Sequence[int], rank: int, fp32: bool) -> StepAdapters:
     """For examples of two rows: the first has one adapter of two, the second both; the last weight has one alone."""
-    made = []
+    per_weight = []
     for number, rows in enumerate(outputs):
         ranks = [rank] if number == len(outputs) - 1 else [max(1, rank // 2), max(1, rank - rank // 2)]
         pairs = [(draw(g, r, inputs), draw(g, rows, r)) for r in ranks]
-        pairs = [(a.detach(), b.detach()) if wide else (a, b) for a, b in pairs]
-        made.append(tuple(StepAdapter(a, b, 0.5, owner) for owner, (a, b) in enumerate(pairs)))
+        pairs = [(a.detach(), b.detach()) if fp32 else (a, b) for a, b in pairs]
+        per_weight.append(tuple(StepAdapter(a, b, 0.5, owner) for owner, (a, b) in enumerate(pairs)))
     device = torch.device("cpu")
-    columns = sum(one.a.shape[0] for part in made for one in part)
-    return StepAdapters(tuple(made), ints(1, EVERY_ADAPTER), emptied(2, columns, device), emptied(1, 1, device))
+    columns = sum(one.a.shape[0] for part in per_weight for one in part)
+    return StepAdapters(tuple(per_weight), ints(1, EVERY_ADAPTER), emptied(2, columns, device), emptied(1, 1, device))
 
 
 def add_adapters(
@@ -161,9 +163,9 @@ def add_adapters(
     return implementation("add_adapters", x, None, form_of(adapters))(x, adapters, y, k, v)
 
 
-def _draw_call(g: torch.Generator, rank: int = 16, wide: bool = True) -> tuple:
+def _draw_call(g: torch.Generator, rank: int = 16, fp32: bool = True) -> tuple:
     outputs = 32, 16, 16
-    x, adapters = draw(g, 2, 40), draw_adapters(g, 40, outputs, rank, wide)
+    x, adapters = draw(g, 2, 40), draw_adapters(g, 40, outputs, rank, fp32)
     return x, adapters, *(draw(g, 2, count).detach() for count in outputs)
 
 
@@ -172,7 +174,7 @@ def _draw_call(g: torch.Generator, rank: int = 16, wide: bool = True) -> tuple:
 def add_adapters_reference(
     x: Tensor, adapters: StepAdapters, y: Tensor, k: Tensor | None = None, v: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    args, wide = tuple(one for one in (y, k, v) if one is not None), torch.promote_types(x.dtype, torch.float32)
+    args, fp32 = tuple(one for one in (y, k, v) if one is not None), torch.promote_types(x.dtype, torch.float32)
     for number, one in enumerate(args):
-        one += adapters.added(number, x.to(wide))
+        one += adapters.added(number, x.to(fp32))
     return args

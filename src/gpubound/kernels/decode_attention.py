@@ -1,17 +1,19 @@
-"""Attention in one decoding step, a token or a few for each of B rows: q and k normed and turned, k and v cached, attention
-over what lives in the cache. Everything is written in place.
+"""Attention in one decoding step, for one or a few tokens of each of B rows.
 
-Of several tokens a row, it is that of the first, then of the second, and so on. A cache in pages is read as if each row's lay
-side by side; one of 8-bit codes, as the numbers they stand for, the new token's own among them. Each token's keys and values,
-in each kv head, are coded over a scale of their own:
+q and k are normed and rotated, k and v are written to the cache, and attention is over its live positions. All outputs are
+written in place.
 
-int8   whole numbers from -127 to 127; the scale is the largest magnitude / 127
-fp8    e4m3 numbers; the scale is the largest magnitude / 448
+With several tokens a row, attention is computed for the first, then for the second, and so on. A paged cache is read as if the
+pages of each row were contiguous; an 8-bit cache is dequantised, the new token included. Keys and values are quantised with a
+separate scale for each token and kv head:
 
-Of normal numbers, 128 wide, int8 loses 0.6 % of their spread and fp8 2.6 %. The kernels round as `encode` does, bit for bit:
-what a prompt leaves in a cache is what single steps would have left, were its keys the same.
+int8   integers from -127 to 127; the scale is the largest magnitude / 127
+fp8    e4m3 values; the scale is the largest magnitude / 448
 
-Legend: B rows, H query heads, K key and value heads, L places in the cache, D width of a head, M pages a row.
+For normally distributed values, 128 wide, int8 loses 0.6 % of their standard deviation and fp8 2.6 %. The kernels round as
+`encode` does, bit for bit: a prefill leaves in the cache what single steps would have left for the same keys.
+
+Legend: B rows, H query heads, K key and value heads, L positions in the cache, D width of a head, M pages a row.
 """
 
 from typing import Any, NamedTuple
@@ -34,10 +36,10 @@ LEAST = 2.0**-10  # of e4m3 the largest that becomes 0; put there by hand, or a 
 class LayerCache(NamedTuple):
     """A layer's keys and values of every row.
 
-    (B, K, L, D) each, in any dtype, or codes in torch.int8 or torch.float8_e4m3fn over scales (B, K, L) in fp32. With `pages`
-    (B, M) int32, caches are (P, K, S, D) of P pages that hold S places each, a power of two: row b's places from m S on lie in
-    page pages[b, m]. The bits are those of the same rows side by side. A page that there is not is neither read nor written,
-    and makes NaN of what would have seen it. Places beyond a row's position are never read.
+    (B, K, L, D) each, in any dtype, or quantised to torch.int8 or torch.float8_e4m3fn with scales (B, K, L) in fp32. With
+    `pages` (B, M) int32, caches are (P, K, S, D) of P pages with S positions each, a power of two: positions m S to (m + 1) S
+    of row b are in page pages[b, m]. The results have the same bits as with contiguous rows. A page that does not exist is
+    neither read nor written, and results that depend on it are NaN. Positions beyond a row's own are never read.
     """
 
     k: Tensor
@@ -48,15 +50,15 @@ class LayerCache(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """RoPE tables, norms and score settings of a layer's heads: the same at every step."""
+    """RoPE tables, norms and score settings of a layer's heads. They do not change between steps."""
 
-    cos: Tensor  # (L, D/2) fp32, of every position; or fewer pairs, of the first dimensions: the others stand still
+    cos: Tensor  # (L, D/2) fp32, of every position; or fewer pairs, of the first dimensions: the others are not rotated
     sin: Tensor
     q_norm: Norm | None  # weights (D,) for models that norm their heads; (H D,) and (K D,) for those that norm whole rows
     k_norm: Norm | None  # of q_norm's eps and offset
     scale: float
     window: int = 0  # the nearest keys that a token sees, itself among them; 0: all
-    cap: float = 0.0  # scores are cap · tanh(score / cap); 0: as they are
+    cap: float = 0.0  # scores are cap · tanh(score / cap); 0: no cap
 
 
 class Scratch(NamedTuple):
@@ -99,8 +101,8 @@ def decode_attention_reference(
     at = torch.where(known, position, 0).long()
     for t in range(tokens):
         mine = slice(t, None, tokens)
-        here, there = at.flatten()[mine], known.flatten()[mine]
-        out[mine] = torch.where(there[:, None], _attend(qkv[mine], here, there, cache, heads), torch.nan).to(out.dtype)
+        here, exists = at.flatten()[mine], known.flatten()[mine]
+        out[mine] = torch.where(exists[:, None], _attend(qkv[mine], here, exists, cache, heads), torch.nan).to(out.dtype)
     return written(cache, out)
 
 
@@ -148,23 +150,23 @@ def _attend(qkv: Tensor, at: Tensor, known: Tensor, cache: LayerCache, heads: He
     scores = torch.einsum("bkgd,bkld->bkgl", q.view(B, K, -1, D), keys) * heads.scale
     scores = capped_(scores, heads.cap)
     if pages is not None:  # a key of a page that there is not
-        there = _there(pages, cache.k).repeat_interleave(cache.k.shape[2], 1)
-        scores = scores.masked_fill(~there[:, None, None], torch.nan)
+        exists = _page_exists(pages, cache.k).repeat_interleave(cache.k.shape[2], 1)
+        scores = scores.masked_fill(~exists[:, None, None], torch.nan)
     weights = torch.softmax(scores.masked_fill(~live[:, None, None], float("-inf")), -1)
     values = values.masked_fill(~live[:, None, :, None], 0.0)  # what lies beyond may be anything, NaN too
     return torch.einsum("bkgl,bkld->bkgd", weights, values).reshape(B, -1)
 
 
-def _there(pages: Tensor, cache: Tensor) -> Tensor:
+def _page_exists(pages: Tensor, cache: Tensor) -> Tensor:
     """Return which entries of the table name an existing page."""
     return (pages >= 0) & (pages < len(cache))
 
 
 def _write(new: Tensor, at: Tensor, known: Tensor, cache: Tensor, scales: Tensor | None, pages: Tensor | None) -> None:
-    """(B, K, D) at its rows' places; of a place that there is not, what lies at another is put there again."""
+    """Write (B, K, D) at the rows' positions; for a position that does not exist, write an existing value again."""
     rows = torch.arange(len(at), device=at.device)
     if pages is not None:
-        known = known & _there(pages, cache)[rows, at // cache.shape[2]]
+        known = known & _page_exists(pages, cache)[rows, at // cache.shape[2]]
         rows, at = pages[rows, at // cache.shape[2]].clamp(0, len(cache) - 1).long(), at % cache.shape[2]
     if scales is None:
         _put(cache, rows, at, new.to(cache.dtype), known)
@@ -199,7 +201,7 @@ def _normed(x: Tensor, norm: Norm | None) -> Tensor:
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads turned, in as many pairs as there are angles; what is behind those stands still."""
+    """Rotate as many pairs of each head as there are angles; the dimensions after them are not changed."""
     pairs = cos.shape[-1]
     a, b, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
@@ -207,11 +209,11 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @torch.no_grad()
 def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(codes (..., D), scales (...) in fp32) of x (..., D). Where one number is not finite the scale is NaN, the codes 0."""
+    """Quantise x (..., D) to (codes (..., D), scales (...) in fp32). If a value is not finite the scale is NaN, the codes 0."""
     x = x.float()
     top = torch.where(x.isfinite(), x.abs(), torch.inf).amax(-1)
     scale = torch.where(top.isfinite(), (top * (1 / LARGEST[dtype])).clamp_min(TINY), torch.nan)
-    level = x / scale[..., None]  # divided, as rounded kernels do: times 1 / scale would lie on the other side of some halves
+    level = x / scale[..., None]  # divided, as rounded kernels do: times 1 / scale would round some halves the other way
     level = torch.where(level == level, level, 0.0)
     if dtype == torch.int8:
         return level.round().to(dtype), scale
@@ -221,12 +223,12 @@ def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def decode(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Dequantise codes (..., D) with scales (...)."""
-    wide_dtype = codes.to(torch.bfloat16) if codes.dtype == torch.float8_e4m3fn else codes  # exact; fp8 is not promoted
-    return (wide_dtype * scale[..., None]).to(dtype)
+    wider = codes.to(torch.bfloat16) if codes.dtype == torch.float8_e4m3fn else codes  # exact; fp8 is not promoted
+    return (wider * scale[..., None]).to(dtype)
 
 
 def _countable(heads: Heads) -> Heads:
-    """A window that kernels can take as an int32. A larger one hides no more."""
+    """Return the heads with a window that fits an int32. A larger one hides no more keys."""
     return heads if heads.window < 2**31 else heads._replace(window=2**31 - 1)
 
 
@@ -237,14 +239,14 @@ def _check(op: str, qkv: Tensor, position: Tensor, cache: LayerCache, heads: Hea
             f"{op}: caches must be (rows, kv heads, places, an even head size) and out (rows, heads x head size) with as many "
             f"heads for each kv head, got {tuple(shape)} and {tuple(out.shape)}."
         )
-    B, K, places, D = shape
+    B, K, positions, D = shape
     H, tokens = out.shape[1] // D, position.shape[1:]
     if cache.pages is not None:
         _check_pages(op, cache.pages, cache.k)
-        B, places = len(cache.pages), min(len(heads.cos), places * cache.pages.shape[1])
+        B, positions = len(cache.pages), min(len(heads.cos), positions * cache.pages.shape[1])
     rows = B * tokens.numel()
     require(op, "position", position, torch.int32, (B, *tokens), device, "it says where each row stands")
-    angles = places, min(D // 2, heads.cos.shape[-1])
+    angles = positions, min(D // 2, heads.cos.shape[-1])
     for name, table in (("heads.cos", heads.cos), ("heads.sin", heads.sin)):
         require(op, name, table, torch.float32, angles, device, "give one angle for each place of the cache and pair")
     require(op, "qkv", qkv, None, (rows, (H + 2 * K) * D), device, "pass the product as norm_product writes it")
@@ -259,19 +261,19 @@ def _check(op: str, qkv: Tensor, position: Tensor, cache: LayerCache, heads: Hea
 
 
 def _check_pages(op: str, pages: Tensor, cache: Tensor) -> None:
-    places = cache.shape[2]
+    positions = cache.shape[2]
     fits = pages.dim() == 2 and pages.dtype == torch.int32 and pages.is_contiguous() and pages.device == cache.device
-    if not fits or places & (places - 1):
+    if not fits or positions & (positions - 1):
         raise ValueError(
             f"{op}: cache.pages must be a contiguous torch.int32 (rows, pages a row) of pages of a power of two places, got "
-            f"{pages.dtype} {tuple(pages.shape)} of {places}."
+            f"{pages.dtype} {tuple(pages.shape)} of {positions}."
         )
 
 
 def _check_codes(op: str, cache: LayerCache) -> None:
     if cache.k.dtype not in LARGEST:
-        kinds = ", ".join(map(str, LARGEST))
-        raise ValueError(f"{op}: caches must be one of {kinds}, got {cache.k.dtype}; decode_attention takes the others.")
+        dtypes = ", ".join(map(str, LARGEST))
+        raise ValueError(f"{op}: caches must be one of {dtypes}, got {cache.k.dtype}; decode_attention takes the others.")
     if cache.k_scale is None or cache.v_scale is None:
         raise ValueError(f"{op}: cache.k_scale and cache.v_scale belong to codes, got None; give one scale for each place.")
     for name, scales in (("cache.k_scale", cache.k_scale), ("cache.v_scale", cache.v_scale)):

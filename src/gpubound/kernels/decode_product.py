@@ -1,13 +1,17 @@
-"""The ops of one decoding step, for one token of each of B rows. Everything is written in place.
+"""Ops of one decoding step, for one token of each of B rows: products, and norms that are part of no product.
 
-The stream `x` is fp32 (B, hidden); weights are read where they lie, in the model's dtype. `dependent` lets a kernel start while
-the one before it in the stream still runs (programmatic dependent launch): only for a chain of these ops, where each reads
-what the one before wrote. EARLY kernels let their successor in at once, LATE ones when their own weights are there, a FENCE
-when all before it has ended. AHEAD ones let it in at once, too, and wait themselves only before they write: all that they read
-was there before the last fence. What that allows is said in triton/_step.py.
+All outputs are written in place. The stream `x` is fp32 (B, hidden); weights are read in the model's dtype.
+
+Programmatic dependent launch (PDL): with `dependent` a kernel starts while its predecessor in the stream still runs. It is only
+for a chain of these ops, each of which reads the result of the one before. An EARLY kernel lets its successor start at once, a
+LATE one when its own weights are loaded, a FENCE when all kernels before it have ended. An AHEAD kernel also lets its successor
+start at once, and waits only before it writes: all that it reads was written before the last fence. triton/_pdl.py has the
+rules. A step with ops that also serve training sets the mode once: in `chained`, every kernel that supports PDL uses it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,14 +19,50 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..device import constant
 from .checks import require
 from .decode_adapters import StepAdapters, check_adapters, draw_adapters, form_of
 from .dispatch import implementation
 from .peer_exchange import Mail, check_mail, example_mail
 from .registry import definition, draw, zeros
 
-WRITTEN = "it is written in place"
 EARLY, LATE, FENCE, AHEAD = 1, 2, 3, 4  # values of `dependent`; 0 is a plain launch
+FIRST = (9, 0)  # the first compute capability with PDL
+
+_mode: ContextVar[int] = ContextVar("gpubound_chained", default=0)
+
+
+@contextmanager
+def chained(device: torch.device, mode: int = EARLY) -> Iterator[None]:
+    """Launch the kernels in the block with PDL, if `device` supports it."""
+    before = _mode.set(mode if can_chain(device) else 0)
+    try:
+        yield
+    finally:
+        _mode.reset(before)
+
+
+@contextmanager
+def ahead() -> Iterator[None]:
+    """Let kernels of a chain in the block read before they wait: their inputs were written before the last fence."""
+    before = _mode.set(AHEAD if _mode.get() else 0)
+    try:
+        yield
+    finally:
+        _mode.reset(before)
+
+
+def chain_mode() -> int:
+    """Return the PDL mode of a kernel that is launched now: a value of `dependent`."""
+    return 0 if torch.compiler.is_compiling() else _mode.get()
+
+
+@constant
+def can_chain(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST
+
+
+WRITTEN = "it is written in place"
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -60,9 +100,9 @@ def norm_product(
 
     `adapters` of the weights add to it, as to the results of the products below: decode_adapters.py.
 
-    `best` (B, P, fp32) and `arg` (B, P, int32) also receive maxima. The weight's rows are cut into P stretches of equal
-    length, a power of two such as 8 or 16. Each stretch gives its largest value (NaN if it holds a NaN) and the row of that
-    value. The largest of all is then one of P.
+    `best` (B, P, fp32) and `arg` (B, P, int32) also receive maxima. The weight's rows are split into P ranges of equal
+    length, a power of two such as 8 or 16. For each range they hold the largest value (NaN if it contains a NaN) and its row.
+    The largest of all is then one of P.
     """
     weights, rows = side_by_side("norm_product", weight, k_weight, v_weight)
     if out is None:
@@ -78,8 +118,8 @@ def norm_product(
 
 
 @definition(
-    lambda g, offset=0.0, cap=0.0, rank=0, wide=True: (
-        *(*draw_stream(g, 48, offset), *_draw_found(g), 0, cap), _draw_adapters(g, 48, (32, 16, 16), rank, wide)
+    lambda g, offset=0.0, cap=0.0, rank=0, fp32=True: (
+        *(*draw_stream(g, 48, offset), *_draw_qkv_outputs(g), 0, cap), _draw_adapters(g, 48, (32, 16, 16), rank, fp32)
     )
 )  # fmt: skip
 @torch.no_grad()
@@ -96,9 +136,9 @@ def norm_product_reference(
     if best is not None and arg is not None:
         size = 1 << (-(-out.shape[1] // best.shape[1]) - 1).bit_length()  # rows of a partial maximum
         padded = F.pad(out, (0, size * best.shape[1] - out.shape[1]), value=float("-inf"))
-        found = padded.view(*best.shape, size).max(-1)
-        best.copy_(found.values)  # NaN if any is
-        arg.copy_(found.indices + torch.arange(best.shape[1], device=x.device) * size)
+        largest = padded.view(*best.shape, size).max(-1)
+        best.copy_(largest.values)  # NaN if any is
+        arg.copy_(largest.indices + torch.arange(best.shape[1], device=x.device) * size)
     return out, best, arg
 
 
@@ -128,8 +168,8 @@ def norm_gate_up(
 
 
 @definition(
-    lambda g, offset=0.0, activation="silu", rank=0, wide=True: (
-        *(*draw_stream(g, 48, offset), *draw_gate_up(g), 0, activation), _draw_adapters(g, 48, (40, 40), rank, wide)
+    lambda g, offset=0.0, activation="silu", rank=0, fp32=True: (
+        *(*draw_stream(g, 48, offset), *draw_gate_up(g), 0, activation), _draw_adapters(g, 48, (40, 40), rank, fp32)
     )
 )  # fmt: skip
 @torch.no_grad()
@@ -154,8 +194,8 @@ def add_product(
 
 
 @definition(
-    lambda g, rank=0, wide=True: (
-        draw(g, 2, 40), draw(g, 48, 40), None, draw(g, 2, 48).detach(), 0, _draw_adapters(g, 40, (48,), rank, wide)
+    lambda g, rank=0, fp32=True: (
+        draw(g, 2, 40), draw(g, 48, 40), None, draw(g, 2, 48).detach(), 0, _draw_adapters(g, 40, (48,), rank, fp32)
     )
 )  # fmt: skip
 @torch.no_grad()
@@ -203,11 +243,11 @@ def _times(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-def side_by_side(op: str, *given: Tensor | None) -> tuple[list[Tensor], int]:
+def side_by_side(op: str, *present: Tensor | None) -> tuple[list[Tensor], int]:
     """The weights that are there, one, two or three, and how many rows they have together."""
-    if given[1] is None and given[2] is not None:
+    if present[1] is None and present[2] is not None:
         raise ValueError(f"{op}: got v_weight without k_weight; of two weights pass the second as k_weight.")
-    weights = [weight for weight in given if weight is not None]
+    weights = [weight for weight in present if weight is not None]
     return weights, sum(weight.shape[0] for weight in weights)
 
 
@@ -226,12 +266,12 @@ def check_stream(op: str, x: Tensor, norm: Norm | None, *weights: Tensor, rounde
 
 def check_biases(op: str, biases: tuple[Tensor | None, ...], weights: list[Tensor]) -> None:
     """None at all, or one of the weights' rows for each."""
-    given = [bias for bias in biases if bias is not None]
-    if given and (len(given) != len(weights) or biases[0] is None):
-        raise ValueError(f"{op}: got {len(given)} biases for {len(weights)} weights; pass one for each, or none.")
+    present = [bias for bias in biases if bias is not None]
+    if present and (len(present) != len(weights) or biases[0] is None):
+        raise ValueError(f"{op}: got {len(present)} biases for {len(weights)} weights; pass one for each, or none.")
     why = "it has one number for each row of its weight"
-    for bias, weight in zip(given, weights):
-        dtype = None if bias is given[0] else given[0].dtype
+    for bias, weight in zip(present, weights):
+        dtype = None if bias is present[0] else present[0].dtype
         require(op, "a bias", bias, dtype, weight.shape[:1], weight.device, why)
 
 
@@ -279,7 +319,7 @@ def draw_qkv(generator: torch.Generator, hidden: int = 48, heads: int = 32) -> t
     return *(draw(generator, rows, hidden) for rows in parts), *(draw(generator, rows) for rows in parts)
 
 
-def _draw_found(generator: torch.Generator) -> tuple[Tensor, ...]:
+def _draw_qkv_outputs(generator: torch.Generator) -> tuple[Tensor, ...]:
     return *draw_qkv(generator), zeros(2, 64), zeros(2, 4), torch.zeros(2, 4, dtype=torch.int32, device="cpu")
 
 
@@ -287,10 +327,38 @@ def _added(adapters: StepAdapters | None, number: int, x: Tensor) -> Tensor | fl
     return 0.0 if adapters is None else adapters.added(number, x)
 
 
-def _draw_adapters(g: torch.Generator, inputs: int, outputs: Sequence[int], rank: int, wide: bool) -> StepAdapters | None:
-    return draw_adapters(g, inputs, outputs, rank, wide) if rank else None
+def _draw_adapters(g: torch.Generator, inputs: int, outputs: Sequence[int], rank: int, fp32: bool) -> StepAdapters | None:
+    return draw_adapters(g, inputs, outputs, rank, fp32) if rank else None
 
 
 def draw_gate_up(generator: torch.Generator, rows: int = 2, hidden: int = 48, width: int = 40) -> tuple[Tensor, ...]:
     weights, biases = (draw(generator, width, hidden) for _ in range(2)), (draw(generator, width) for _ in range(2))
     return *weights, *biases, zeros(rows, width)
+
+
+def norm_rows(x: Tensor, norm: Norm, out: Tensor, dependent: int = 0) -> Tensor:
+    """out (B, hidden, in the model's dtype) = rms_norm(x), the input of a product on tensor cores."""
+    check_stream("norm_rows", x, norm)
+    require("norm_rows", "out", out, None, tuple(x.shape), x.device, WRITTEN)
+    return implementation("norm_rows", norm.weight, None, form(norm))(x, norm, out, dependent)
+
+
+@definition(lambda g, offset=0.0: (*draw_stream(g, 48, offset), zeros(2, 48)))
+@torch.no_grad()
+def norm_rows_reference(x: Tensor, norm: Norm, out: Tensor, dependent: int = 0) -> Tensor:
+    return out.copy_(rms_normed(x, norm))
+
+
+def add_norm(y: Tensor, norm: Norm, x: Tensor, dependent: int = 0) -> Tensor:
+    """x += rms_norm(y), both fp32 (B, hidden), and y = 0: the next `add_product` into y begins from nothing."""
+    check_stream("add_norm", x, norm)
+    require("add_norm", "y", y, torch.float32, tuple(x.shape), x.device, WRITTEN)
+    return implementation("add_norm", norm.weight, None, form(norm))(y, norm, x, dependent)
+
+
+@definition(lambda g, offset=0.0: (*draw_stream(g, 48, offset), draw(g, 2, 48).detach()))
+@torch.no_grad()
+def add_norm_reference(y: Tensor, norm: Norm, x: Tensor, dependent: int = 0) -> Tensor:
+    x.add_(rms_normed(y, norm))
+    y.zero_()
+    return x

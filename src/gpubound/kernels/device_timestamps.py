@@ -1,7 +1,7 @@
 """Timestamps that a device writes when it reaches a point of its work.
 
-The device writes it itself, in the order of its stream. So it works inside a CUDA graph, too, and whoever reads a step later
-finds that step's own times: an event that a graph records holds those of the newest replay alone.
+The device writes them in the order of its stream. So they work inside a CUDA graph, too, and a later reader gets the times of
+each step: an event that a graph records holds those of the newest replay alone.
 """
 
 import time

@@ -1,8 +1,8 @@
-"""Dispatch: the choice between an op's kernel and its reference, made here alone.
+"""Dispatch of every op: to its Triton kernel or to its reference.
 
-Triton where it can launch and has agreed with the reference on this device and dtype; else the reference. A reference call
-where a kernel was expected is a fallback (trace.fallback: counted, printed, forbidden under strict). A CPU tensor on the
-reference is simply the CPU's path, and so is a tensor without elements: there is nothing to launch.
+The kernel runs where it can launch and has agreed with the reference on this device and dtype. A reference call where a kernel
+was expected is a fallback (trace.fallback: counted, printed, forbidden under strict). The reference is the regular path of CPU
+tensors, and of tensors without elements, for which there is nothing to launch.
 
 torch.compile traces ops whole. What dynamo cannot read (the self-test, the imports) sits in `_source`, which it calls once
 while it traces and takes as a constant: compiled code counts its fallback then, not in every call.
@@ -20,21 +20,28 @@ from ..device import can_launch, constant, has_triton
 from ..errors import KernelError
 from ..trace import fallback
 from . import selftest
-from .registry import load
+from .registry import OPS, load
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BYTES = torch.uint8  # of ops that only move them
 
 
 def implementation(op: str, x: torch.Tensor, unable: str | None = None, shape: tuple = ()) -> Callable:
-    """The function that computes `op` where `x` lies; `unable` says why no kernel can, `shape` is for its example."""
-    if not torch.compiler.is_compiling() and transformed():
+    """Return the function that computes `op` on the device of `x`.
+
+    unable   the reason why no kernel can take this call; None: a kernel can
+    shape    arguments of the op's example, so that the self-test compiles the kernels that this call will launch
+    """
+    device = x.device
+    if torch.compiler.is_compiling():  # without a shape: dynamo's sizes may be symbols
+        return load(_source(op, device, x.dtype, unable) if x.numel() else "reference", op)
+    if not can_launch(device) or x.numel() == 0:
+        return OPS[op].reference
+    if transformed():
         unable = "torch.func and forward-mode transforms (vmap, grad, jvp) have no rule for its kernel"
-    if not x.is_cuda or torch.compiler.is_compiling():  # the interpreter compiles nothing; dynamo's sizes may be symbols
-        shape = ()
-    function = load(_source(op, x.device, x.dtype, unable, shape) if x.numel() else "reference", op)
-    if x.is_cuda and not torch.compiler.is_compiling() and x.device.index != torch.cuda.current_device():
-        return _on(x.device, function)
+    function = load(_source(op, device, x.dtype, unable, shape if x.is_cuda else ()), op)  # the interpreter compiles nothing
+    if x.is_cuda and device.index != torch.cuda.current_device():
+        return _on(device, function)
     return function
 
 
@@ -44,7 +51,7 @@ def transformed() -> bool:
 
 
 def _on(device: torch.device, function: Callable) -> Callable:
-    """`function` with `device` current: Triton launches on the current device, whatever its tensors say."""
+    """Return `function` with `device` made current: Triton launches on the current device, not on its tensors' device."""
 
     def run(*arguments):
         with torch.cuda.device(device):
@@ -63,16 +70,17 @@ def _source(op: str, device: torch.device, dtype: torch.dtype, unable: str | Non
     return "reference"
 
 
-Call = tuple[str, tuple]  # an op, and the shape in which its caller will want it
-Judged = tuple[str, torch.device, torch.dtype, tuple]
+Call = tuple[str, tuple]  # an op and the `shape` that its caller passes to `implementation`
+Key = tuple[str, torch.device, torch.dtype, tuple]
 
-_early: dict[Judged, Future] = {}
+_early: dict[Key, Future] = {}
+_verdicts: dict[Key, str | None] = {}
 
 
 def hasten(calls: Iterable[Call], device: torch.device, dtype: torch.dtype) -> None:
-    """Start the self-tests of these calls in parallel with each other and with other work: compiling takes seconds.
+    """Start the self-tests of these calls in parallel, in the background: compiling takes seconds.
 
-    A shape must be the one that the op's door will pass on, or the kernels compiled are nobody's.
+    A shape must equal the one that the op passes to `implementation`, or the call compiles other kernels again.
     """
     if device.type != "cuda" or not has_triton() or dtype not in KERNEL_DTYPES:
         return
@@ -88,41 +96,38 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(8, thread_name_prefix="gpubound-selftest")
 
 
-_verdicts: dict[Judged, str | None] = {}
-
-
 def verdict(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = ()) -> str | None:
-    """None when the Triton kernel of `op` may run on `device` in `dtype`, else why not. Judged once a process and shape."""
+    """Return None when the kernel of `op` may run on `device` in `dtype`, else the reason. Tested once a process and shape."""
     key = (op, device, dtype, shape)
     if key not in _verdicts:
-        begun = _early.pop(key, None)
-        # A self-test may ask for another op's verdict. If that one still waits for a thread, it would wait for this one's.
-        if begun is None or begun.cancel():
-            _verdicts[key] = _judge(op, device, dtype, shape)
+        early = _early.pop(key, None)
+        # A self-test may ask for another op's verdict. If that test still waits for a thread, it would wait for this one.
+        if early is None or early.cancel():
+            _verdicts[key] = _test(op, device, dtype, shape)
         else:
-            _verdicts[key] = begun.result()
+            _verdicts[key] = early.result()
     return _verdicts[key]
 
 
 def runs(op: str, device: torch.device, dtype: torch.dtype) -> str:
     """Return the source that calls of `op` used so far, "triton" or "reference"; before the first, the one it would use.
 
-    A test of its own, in no caller's shape, would compile kernels that nobody runs: 11 of 41 in a first training step.
+    A self-test without a caller's shape would compile unused kernels: 11 of 41 in a first training step.
     """
-    known = _verdicts_of(op, device, dtype)
-    if not known or not can_launch(device):
+    results = _verdicts_of(op, device, dtype)
+    if not results or not can_launch(device):
         return _source(op, device, dtype, None)
-    return "reference" if any(known) else "triton"
+    return "reference" if any(results) else "triton"
 
 
 def _verdicts_of(op: str, device: torch.device, dtype: torch.dtype) -> list[str | None]:
-    """Return the results of the self-tests of `op` in any shape; tests that were begun early count."""
-    for begun in [key for key in _early if key[:3] == (op, device, dtype)]:
-        verdict(*begun)
+    """Return the results of the self-tests of `op` in any shape, those that `hasten` started included."""
+    for key in [key for key in _early if key[:3] == (op, device, dtype)]:
+        verdict(*key)
     return [why for key, why in _verdicts.items() if key[:3] == (op, device, dtype)]
 
 
-def _judge(op: str, device: torch.device, dtype: torch.dtype, shape: tuple) -> str | None:
+def _test(op: str, device: torch.device, dtype: torch.dtype, shape: tuple) -> str | None:
     if not has_triton():
         return "Triton is not installed"
     if dtype not in (*KERNEL_DTYPES, BYTES):
@@ -134,8 +139,8 @@ def _judge(op: str, device: torch.device, dtype: torch.dtype, shape: tuple) -> s
             f"{op}: its first call in {dtype} on {device} came inside a graph capture, where it cannot test itself; "
             f"call it once before."
         )
-    # A fresh thread has none of the caller's modes: no autocast, inference mode, default device, dynamo trace or saved-tensor
+    # A new thread has none of the caller's modes: no autocast, inference mode, default device, dynamo trace or saved-tensor
     # hooks (torch.utils.checkpoint would count a self-test's tensors among the block's, and miss them when it recomputes).
-    # But it launches as the caller does (dependent_launch.py), or it compiles kernels that no caller uses.
+    # The context is copied: its PDL mode (decode_product.py) selects the kernels that the caller uses.
     with ThreadPoolExecutor(1, thread_name_prefix="gpubound-selftest") as thread:
         return thread.submit(copy_context().run, selftest.check, op, device, dtype, shape).result()

@@ -1,8 +1,8 @@
-"""The ops of a sparse MLP in one decoding step. As in decode_product.py: in place, one token for each row.
+"""Ops of a sparse MLP in one decoding step. As in decode_product.py, outputs are written in place, one token for each row.
 
-Which experts a row is given is decided and read on the device: nothing is sorted, padded or gathered, and of the stacked
-weights only the chosen experts' are read, once for each row that chose them. Three launches: `route`, `routed_gate_up`,
-`add_routed`, one directly behind the other where they are dependent.
+The experts of a row are chosen and read on the device: no rows are sorted, padded or gathered, and of the stacked weights only
+the chosen experts' are read, once for each row that chose them. It takes three launches: `route`, `routed_gate_up`,
+`add_routed`, with no other launch between them where they use PDL.
 
 Legend: B rows, S experts a row (its slots), E experts in all, I width of an expert.
 """
@@ -70,8 +70,8 @@ def route_reference(
     dependent: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     logits.copy_(F.linear(rms_normed(x, norm), router.to(x.dtype)))
-    found, shares = likeliest(logits, ids.shape[1], normalise)
-    return ids.copy_(found), weights.copy_(shares)
+    experts, shares = likeliest(logits, ids.shape[1], normalise)
+    return ids.copy_(experts), weights.copy_(shares)
 
 
 def routed_gate_up(
@@ -123,7 +123,7 @@ def add_routed_reference(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, 
 
 
 def routed_down(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
-    """out (B, S, hidden, fp32) = weight · h downᵀ of each slot: as `add_routed`, for somebody else to sum in their order.
+    """out (B, S, hidden, fp32) = weight · h downᵀ of each slot: as `add_routed`, for another op to sum in their order.
 
     A program has one slot, so that none waits for an expert's weights S times. With `dependent` as there.
     """

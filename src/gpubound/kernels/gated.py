@@ -27,7 +27,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None, limit: float = INFINITE) -> T
 
 @definition(lambda g, cols=40, packed=True: _draw_gated(g, cols, packed))
 def swiglu_reference(gate: Tensor, up: Tensor | None = None, limit: float = INFINITE) -> Tensor:
-    gate_half, up_half = _wide_halves(gate, up)
+    gate_half, up_half = _halves(gate, up)
     if limit != INFINITE:
         gate_half, up_half = gate_half.clamp(max=limit), up_half.clamp(-limit, limit)
     return (F.silu(gate_half) * up_half).to(gate.dtype)
@@ -45,7 +45,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> 
 
 @definition(lambda g, cols=40, packed=False: (*_draw_gated(g, cols, packed), "tanh"))
 def geglu_reference(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
-    gate_half, up_half = _wide_halves(gate, up)
+    gate_half, up_half = _halves(gate, up)
     return (F.gelu(gate_half, approximate=approximate) * up_half).to(gate.dtype)
 
 
@@ -62,16 +62,16 @@ def swiglu_backward(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
 @definition(lambda g, cols=40: (draw(g, 16, cols), draw(g, 16, 2 * cols)))
 @torch.no_grad()
 def swiglu_backward_reference(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    gate, up = _wide_halves(gate_up, None)
+    gate, up = _halves(gate_up, None)
     d, s = dh.to(gate.dtype), torch.sigmoid(gate)
     gradient = torch.cat([d * up * s * (1 + gate * (1 - s)), d * gate * s], -1)
     return gradient.to(gate_up.dtype), (gate * s * up).to(gate_up.dtype)
 
 
-def _wide_halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    wide_dtype = torch.promote_types(gate.dtype, torch.float32)
+def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    compute_dtype = torch.promote_types(gate.dtype, torch.float32)
     gate_half, up_half = gate.chunk(2, -1) if up is None else (gate, up)
-    return gate_half.to(wide_dtype), up_half.to(wide_dtype)
+    return gate_half.to(compute_dtype), up_half.to(compute_dtype)
 
 
 def _shape(gate: Tensor, up: Tensor | None) -> tuple[int, bool]:

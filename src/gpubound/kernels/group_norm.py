@@ -5,7 +5,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .checks import require_columns, require_floating
+from .checks import require_columns, require_rows
 from .dispatch import implementation
 from .norms import layer_norm_reference
 from .registry import definition, draw
@@ -13,7 +13,7 @@ from .registry import definition, draw
 
 def group_norm(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """GroupNorm as torch's: x (N, C, *) is normed in `groups` groups of channels. Each channel has a weight and a bias."""
-    require_floating("group_norm", x)
+    require_rows("group_norm", x)
     if x.dim() < 2:
         raise ValueError(f"group_norm: x must have shape (samples, channels, ...), got {tuple(x.shape)}; add what is missing.")
     channels = x.shape[1]
@@ -29,13 +29,13 @@ def group_norm(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tenso
 def group_norm_reference(
     x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    wide_dtype = torch.promote_types(x.dtype, torch.float32)
+    compute_dtype = torch.promote_types(x.dtype, torch.float32)
     samples, channels, *positions = x.shape
-    rows = x.to(wide_dtype).reshape(samples, groups, channels // groups * prod(positions))
+    rows = x.to(compute_dtype).reshape(samples, groups, channels // groups * prod(positions))
     y = layer_norm_reference(rows, eps=eps).reshape(x.shape)
     per_channel = (channels, *(1 for _ in positions))
     if weight is not None:
-        y = y * weight.to(wide_dtype).reshape(per_channel)
+        y = y * weight.to(compute_dtype).reshape(per_channel)
     if bias is not None:
-        y = y + bias.to(wide_dtype).reshape(per_channel)
+        y = y + bias.to(compute_dtype).reshape(per_channel)
     return y.to(x.dtype)

@@ -32,10 +32,10 @@ def grouped_linear(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
 @definition(lambda g, many=False: _example(g, many))
 def grouped_linear_reference(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     """By every weight for all rows, of which those that chose it keep the result."""
-    wide_dtype = torch.promote_types(x.dtype, torch.float32)
-    y = torch.full((*ids.shape, weight.shape[1]), torch.nan, device=x.device, dtype=wide_dtype)
+    compute_dtype = torch.promote_types(x.dtype, torch.float32)
+    y = torch.full((*ids.shape, weight.shape[1]), torch.nan, device=x.device, dtype=compute_dtype)
     for number, own in enumerate(weight):
-        y = torch.where((ids == number)[..., None], F.linear(x.to(wide_dtype), own.to(wide_dtype))[:, None], y)
+        y = torch.where((ids == number)[..., None], F.linear(x.to(compute_dtype), own.to(compute_dtype))[:, None], y)
     return y.to(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""A low-rank adapter of a linear product: y = x weightᵀ + bias + h bᵀ with h = scale · drop(x) aᵀ, and its gradients.
+"""Low-rank adapter of a linear product: y = x weightᵀ + bias + h bᵀ with h = scale · drop(x) aᵀ, and its gradients.
 
 The scale is applied once, to h: so with gh = scale · g b, which is `lora_down(g, b.t(), scale)`, the gradients are
 
@@ -6,49 +6,59 @@ The scale is applied once, to h: so with gh = scale · g b, which is `lora_down(
 
 a and b may be fp32 under a 16-bit x. They are rounded to x's dtype as they are multiplied, and no fp32 copy of x is made.
 
-Adapters of several weights that are multiplied as one are one adapter, too. Its a has the rows of all, one below the other, and
-its b is block-diagonal; only the blocks are given, one below the other: `blocks` says how many of the outputs each has.
+Adapters of several weights that are multiplied as one form one adapter. Its a has the rows of all, and its b is block-diagonal:
+the argument b holds the blocks, stacked by rows, and `blocks` the number of outputs of each.
 
 Legend: N rows (tokens), K inputs, O outputs, R ranks; x (N, K), weight (O, K), a (R, K), b (O, R), h and gh (N, R), g (N, O).
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .adapter_routing import Owners, OwnRanks, check_own_ranks, check_rows, own_columns
+from ..trace import fallback
+from .accumulate import aside, join, main_gradient, opens
 from .dispatch import implementation
-from .hash_dropout import Drop, dropped
-from .lora_checks import (
+from .lora_arguments import (
     BLOCK,
+    BLOCKS,
     SHARED_SUMS,
-    as_in_memory,
-    check_blocks,
-    check_drop,
-    check_matrices,
-    check_outputs,
+    Drop,
+    Owners,
+    OwnRanks,
+    check_call,
+    check_output,
+    check_own_ranks,
+    check_rows,
+    dropped,
+    own_columns,
 )
 from .plans.defaults import LARGE, WAVE
 from .registry import definition, draw, frozen, ints
+from .tensor_state import made_record
 
 
 def lora_down(
     x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None,
     rows: Owners | None = None, blocks: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """h (N, R) = scale · drop(x) aᵀ, summed in fp32, in x's dtype; written into `out` if that is given.
+    """h (N, R) = scale · drop(x) aᵀ, summed in fp32, in x's dtype; written into `out` if it is given.
 
-    With `rows`, h keeps what the adapter of each row has made, and is zero elsewhere.
-    With `blocks` it is g times a block-diagonal b, whose blocks' transposes lie side by side in `a`: h has R columns a block.
+    With `rows`, each row of h keeps the columns of its adapter, and is zero elsewhere.
+    With `blocks` it is g times a block-diagonal b, whose blocks' transposes are adjacent in `a`: h has R columns a block.
     """
-    ranks = a.shape[0] * _count(blocks)
-    check_drop("lora_down", drop, x)
-    check_matrices("lora_down", x, a=(a, ("R", x.shape[-1])))
-    check_blocks("lora_down", blocks, x.shape[-1])
-    check_outputs("lora_down", x, out=(out, (x.shape[0], ranks)))
-    check_rows("lora_down", rows, x, ranks)
-    shape = (a.shape[0], drop is not None, rows is not None, _count(blocks), a.stride(-1) == 1)
+    count = len(blocks or (0,))
+    ranks = a.shape[0] * count
+    check_call(
+        "lora_down", x, drop, blocks, x.shape[-1], a=(a, ("R", x.shape[-1])), out=(out, (x.shape[0], ranks)),
+    )  # fmt: skip
+    if out is not None:
+        check_output("lora_down", "out", out)
+    if rows is not None:
+        check_rows("lora_down", rows, x, ranks)
+    shape = (a.shape[0], drop is not None, rows is not None, count, a.stride(-1) == 1)
     return implementation("lora_down", x, None, shape)(x, a, scale, drop, out, rows, blocks)
 
 
@@ -68,18 +78,20 @@ def lora_down_reference(
     x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None,
     rows: Owners | None = None, blocks: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
-    wide = _wide(x)
-    h = own_columns(scale * (dropped(x.to(wide), drop) @ _diagonal(a.t(), blocks).to(wide)), rows).to(x.dtype)
+    compute_dtype = torch.promote_types(x.dtype, torch.float32)
+    a_t = a.t() if blocks is None else _diagonal(a.t(), blocks)
+    h = scale * (dropped(x.to(compute_dtype), drop) @ a_t.to(compute_dtype))
+    h = (h if rows is None else own_columns(h, rows)).to(x.dtype)
     return h if out is None else out.copy_(h)
 
 
 def lora_up(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None, blocks: Sequence[int] | None = None) -> Tensor:
     """y (N, O) += h bᵀ in place, with `drop` drop(h bᵀ); the sum is rounded once."""
-    check_drop("lora_up", drop, y)
-    check_blocks("lora_up", blocks, y.shape[-1])
-    check_matrices("lora_up", y, b=(b, (y.shape[-1], "R")), h=(h, (y.shape[0], b.shape[-1] * _count(blocks))))
-    check_outputs("lora_up", y, y=(y, (y.shape[0], y.shape[1])))
-    return implementation("lora_up", y, None, (b.shape[1], drop is not None, _count(blocks)))(y, h, b, drop, blocks)
+    count = len(blocks or (0,))
+    h_shape = y.shape[0], b.shape[-1] * count
+    check_call("lora_up", y, drop, blocks, y.shape[-1], b=(b, (y.shape[-1], "R")), h=(h, h_shape))
+    check_output("lora_up", "y", y)
+    return implementation("lora_up", y, None, (b.shape[1], drop is not None, count))(y, h, b, drop, blocks)
 
 
 def _draw_up(g: torch.Generator, rank: int = 5, dropping: bool = True, blocks: int = 1) -> tuple:
@@ -89,8 +101,9 @@ def _draw_up(g: torch.Generator, rank: int = 5, dropping: bool = True, blocks: i
 @definition(_draw_up)
 @torch.no_grad()
 def lora_up_reference(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None, blocks: Sequence[int] | None = None) -> Tensor:
-    wide = _wide(y)
-    return y.copy_(y.to(wide) + dropped(h.to(wide) @ _diagonal(b, blocks).to(wide).t(), drop))
+    compute_dtype = torch.promote_types(y.dtype, torch.float32)
+    b = b if blocks is None else _diagonal(b, blocks)
+    return y.copy_(y.to(compute_dtype) + dropped(h.to(compute_dtype) @ b.to(compute_dtype).t(), drop))
 
 
 def lora_product(
@@ -101,19 +114,18 @@ def lora_product(
 
     With g, weight.t(), None, gh and a.t() it is the gradient dx.
 
-    rows  says where h may be other than zero: only that is multiplied
+    rows  the columns of h that may be nonzero: only these are multiplied
     """
-    tokens, outputs = x.shape[0], weight.shape[0]
-    check_drop("lora_product", drop, x)
-    check_blocks("lora_product", blocks, outputs)
-    check_matrices(
-        "lora_product", x, weight=(weight, (outputs, x.shape[-1])), bias=(bias, (outputs,)), b=(b, (outputs, "R")),
-        h=(h, (tokens, b.shape[-1] * _count(blocks))),
+    tokens, outputs, count = x.shape[0], weight.shape[0], len(blocks or (0,))
+    check_call(
+        "lora_product", x, drop, blocks, outputs, weight=(weight, (outputs, x.shape[-1])), bias=(bias, (outputs,)),
+        b=(b, (outputs, "R")), h=(h, (tokens, b.shape[-1] * count)),
     )  # fmt: skip
-    check_own_ranks("lora_product", rows, x, b.shape[-1])
+    if rows is not None:
+        check_own_ranks("lora_product", rows, x, b.shape[-1])
     own = (0, 0) if rows is None else rows[1:]
     size = product_size(tokens, outputs)
-    shape = (size, b.shape[1], drop is not None, weight.stride(-1) == 1, _count(blocks), bias is not None, *own)
+    shape = (size, b.shape[1], drop is not None, weight.stride(-1) == 1, count, bias is not None, *own)
     return implementation("lora_product", x, None, shape)(x, weight, bias, h, b, drop, blocks, rows)
 
 
@@ -142,48 +154,54 @@ def lora_product_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None,
     blocks: Sequence[int] | None = None, rows: OwnRanks | None = None,
 ) -> Tensor:  # fmt: skip
-    wide = _wide(x)
-    y = x.to(wide) @ weight.to(wide).t() + dropped(h.to(wide) @ _diagonal(b, blocks).to(wide).t(), drop)
-    return (y if bias is None else y + bias.to(wide)).to(x.dtype)
+    compute_dtype = torch.promote_types(x.dtype, torch.float32)
+    b = b if blocks is None else _diagonal(b, blocks)
+    y = x.to(compute_dtype) @ weight.to(compute_dtype).t() + dropped(h.to(compute_dtype) @ b.to(compute_dtype).t(), drop)
+    return (y if bias is None else y + bias.to(compute_dtype)).to(x.dtype)
 
 
 def lora_gradients(
     x: Tensor, gh: Tensor, g: Tensor, h: Tensor, da: Tensor | None, db: Tensor | None, drop: Drop | None = None,
     begins: tuple[bool, bool] = (True, True), blocks: Sequence[int] | None = None, arrivals: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """da (R, K) = ghᵀ drop(x) and db (O, R) = gᵀ h, written into what is given: None is not computed.
+    """da (R, K) = ghᵀ drop(x) and db (O, R) = gᵀ h, written into the given tensors; one that is None is not computed.
 
-    Summed in fp32, in the same order every time. With `blocks`, db has those of bᵀ's diagonal alone, one below the other.
+    Summed in fp32, in the same order every time. With `blocks`, db has the blocks of bᵀ's diagonal alone, stacked by rows.
 
-    begins      for da and for db: True writes over what is there, False adds to it, which then is fp32
-    arrivals    int32 zeros, which the call leaves zero: with them programs may share a sum, and count there who has come.
-                Nobody else may use them meanwhile
+    begins      for da and for db: True overwrites, False adds to it, which then is fp32
+    arrivals    int32 zeros, which the call leaves zero: with these counters programs may share a sum. No other launch may use
+                them at the same time
     """
-    rank = h.shape[-1]
-    check_drop("lora_gradients", drop, x)
-    check_blocks("lora_gradients", blocks, g.shape[-1])
-    check_matrices("lora_gradients", x, h=(h, (x.shape[0], "R")), gh=(gh, (x.shape[0], rank)), g=(g, (x.shape[0], "O")))
-    outputs = as_in_memory(db, g.shape[-1], rank // _count(blocks))
-    check_outputs("lora_gradients", x, da=as_in_memory(da, rank, x.shape[-1]), db=outputs)
-    beside = db is not None and db.stride(0) == 1 < db.stride(1)
-    narrow = any(t is not None and t.dtype != torch.float32 for t in (da, db))
-    shape = (x.shape[1], g.shape[1], rank // _count(blocks), drop is not None, _count(blocks), beside, narrow)
+    count, rank = len(blocks or (0,)), h.shape[-1]
+    tokens, inputs, outputs, db_rank = x.shape[0], x.shape[-1], g.shape[-1], rank // count
+    # Gradients of several b that are stacked by columns have their columns as rows in memory.
+    da_t, db_t = (t is not None and t.dim() == 2 and t.stride(0) == 1 < t.stride(1) for t in (da, db))
+    check_call(
+        "lora_gradients", x, drop, blocks, outputs, h=(h, (tokens, "R")), gh=(gh, (tokens, rank)), g=(g, (tokens, "O")),
+        da=(da, (rank, inputs)), db=(db, (outputs, db_rank)),
+    )  # fmt: skip
+    for name, t, transposed in (("da", da, da_t), ("db", db, db_t)):
+        if t is not None:
+            check_output("lora_gradients", name, t.t() if transposed else t)
+    low_precision = any(t is not None and t.dtype != torch.float32 for t in (da, db))
+    shape = (inputs, outputs, db_rank, drop is not None, count, db_t, low_precision)
     run = implementation("lora_gradients", x, None, shape)
     return run(x, gh, g, h, da, db, drop, begins, blocks, arrivals)
 
 
 def _draw_gradients(
     g: torch.Generator, inputs: int = 48, outputs: int = 48, rank: int = 5, dropping: bool = True, blocks: int = 1,
-    beside: bool = False, narrow: bool = False,
+    transposed: bool = False, low_precision: bool = False,
 ) -> tuple:  # fmt: skip
-    """`narrow`: gradients in the call's own dtype, as autograd takes them, in place of sums in fp32."""
+    """low_precision: gradients in the dtype of the call, as autograd takes them, instead of fp32 sums."""
     inward, outward = ((draw(g, 64, columns), draw(g, 64, rank * blocks)) for columns in (inputs, outputs))
     da = draw(g, rank * blocks, inputs).detach()
-    db = draw(g, rank, outputs).detach().t() if beside else draw(g, outputs, rank).detach()
-    if narrow:
+    db = draw(g, rank, outputs).detach().t() if transposed else draw(g, outputs, rank).detach()
+    if low_precision:
         da, db = frozen(da), frozen(db)
     last = 64 if outputs >= 64 * blocks else BLOCK  # real layers have blocks of many tiles
-    return *inward, *outward, da, db, _drop(dropping), (True, narrow), _blocks(blocks, outputs, last), ints(*[0] * SHARED_SUMS)
+    each, counters = _blocks(blocks, outputs, last), ints(*[0] * SHARED_SUMS)
+    return *inward, *outward, da, db, _drop(dropping), (True, low_precision), each, counters
 
 
 @definition(_draw_gradients)
@@ -192,10 +210,10 @@ def lora_gradients_reference(
     x: Tensor, gh: Tensor, g: Tensor, h: Tensor, da: Tensor | None, db: Tensor | None, drop: Drop | None = None,
     begins: tuple[bool, bool] = (True, True), blocks: Sequence[int] | None = None, arrivals: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    wide = _wide(x)
+    compute_dtype = torch.promote_types(x.dtype, torch.float32)
     for out, begin, left, right in ((da, begins[0], gh, x), (db, begins[1], g, h)):
         if out is not None:
-            product = left.to(wide).t() @ dropped(right.to(wide), drop if right is x else None)
+            product = left.to(compute_dtype).t() @ dropped(right.to(compute_dtype), drop if right is x else None)
             if blocks is not None and out is db:
                 rows, columns = product.split(list(blocks)), right.shape[1] // len(blocks)
                 product = torch.cat([part.split(columns, 1)[i] for i, part in enumerate(rows)])
@@ -203,24 +221,96 @@ def lora_gradients_reference(
     return da, db
 
 
-def _count(blocks: Sequence[int] | None) -> int:
-    return 1 if blocks is None else len(blocks)
-
-
-def _diagonal(b: Tensor, blocks: Sequence[int] | None) -> Tensor:
-    """b whole."""
-    return b if blocks is None else torch.block_diag(*b.split(list(blocks)))
+def _diagonal(b: Tensor, blocks: Sequence[int]) -> Tensor:
+    """Return the block-diagonal matrix whose blocks are stacked by rows in b."""
+    return torch.block_diag(*b.split(list(blocks)))
 
 
 def _blocks(count: int, columns: int = 48, last: int = BLOCK) -> list[int] | None:
-    """For examples."""
+    """Return the argument of an example."""
     return [columns - (count - 1) * last, *[last] * (count - 1)] if count > 1 else None
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _drop(dropping: bool) -> Drop | None:
-    """For examples."""
+    """Return the argument of an example."""
     return Drop(0.25, ints(7).long(), 3) if dropping else None
+
+
+def blocks_of(b: Sequence[Tensor]) -> list[int] | None:
+    """Return the `blocks` of these b as one matrix, if the ops take them so."""
+    if len(b) == 1:
+        return None
+    sizes, ranks = [part.shape[0] for part in b], {part.shape[1] for part in b}
+    return sizes if len(b) <= BLOCKS and len(ranks) == 1 and not any(size % BLOCK for size in sizes) else None
+
+
+def adapter_gradients(
+    a: Sequence[Tensor], b: Sequence[Tensor], x: Tensor, gh: Tensor, g: Tensor, h: Tensor, drop: Drop | None = None,
+    wanted: Sequence[bool] = (True, True), same_outputs: bool = False,
+) -> list[Tensor | None]:  # fmt: skip
+    """Return the gradients of adapters' parameters in their dtypes; or add them to their main_grads and return None.
+
+    h holds the adapters' ranks by columns, and their b are the blocks of a block-diagonal matrix. With `same_outputs` all
+    adapters have all outputs, and their b are concatenated along columns. The result and `wanted` are in the order a, b, a, b.
+    """
+    blocks = None if same_outputs else blocks_of(b)
+    of_a, of_b = _destination(a, wanted[::2], False), _destination(b, wanted[1::2], same_outputs)
+    if of_a is None or of_b is None or (len(b) > 1 and blocks is None and not same_outputs):
+        ranks, outputs = [part.shape[0] for part in a], [part.shape[0] for part in b]
+        gs = [g] * len(b) if same_outputs else g.split(outputs, 1)
+        each = zip(a, b, gh.split(ranks, 1), gs, h.split(ranks, 1), wanted[::2], wanted[1::2])
+        return [t for i, j, ghi, gi, hi, *want in each for t in adapter_gradients([i], [j], x, ghi, gi, hi, drop, want)]
+    if of_a.out is None and of_b.out is None:
+        return [None] * len(wanted)
+    returned = of_a.returned or of_b.returned
+    begins = of_a.out is None or of_a.returned or opens(a), of_b.out is None or of_b.returned or opens(b)
+    arrivals = None if returned else _arrivals(a[0])
+
+    def add() -> None:
+        lora_gradients(x, gh, g, h, of_a.out, of_b.out, drop, begins, blocks, arrivals)
+
+    if returned:
+        add()
+    else:
+        aside(a[0], add, x, gh, g, h)
+    das = of_a.out.split([p.shape[0] for p in a]) if of_a.out is not None and of_a.returned else [None] * len(a)
+    if of_b.out is not None and of_b.returned:
+        dbs: Sequence[Tensor | None] = of_b.out.split([p.shape[same_outputs] for p in b], int(same_outputs))
+    else:
+        dbs = [None] * len(b)
+    return [gradient for pair in zip(das, dbs) for gradient in pair]
+
+
+class _Destination(NamedTuple):
+    out: Tensor | None  # one matrix for the gradients of several parameters; None: not needed
+    returned: bool = False  # to autograd; otherwise `out` is the parameters' main_grad
+
+
+def _destination(parameters: Sequence[Tensor], wanted: Sequence[bool], by_columns: bool) -> _Destination | None:
+    """Return one matrix for all gradients, by rows or by columns; None if they do not fit one."""
+    if not any(wanted):
+        return _Destination(None)
+    mains = [main for main in map(main_gradient, parameters) if main is not None]
+    if not all(wanted) or 0 < len(mains) < len(parameters) or len({p.dtype for p in parameters}) > 1:
+        return None
+    if not mains:
+        return _Destination(torch.cat([torch.empty_like(p) for p in parameters], int(by_columns)), True)
+    joined = mains[0] if len(mains) == 1 else join(mains, by_columns)
+    if joined is None:
+        fallback("lora: gradients of several adapters", "their accumulators are not adjacent in memory")
+        return None
+    return _Destination(joined)
+
+
+def _arrivals(a: Tensor) -> Tensor:
+    """Return a parameter's counters, which no other launch may use at the same time.
+
+    They are kept with the parameter, except those allocated during a capture, whose memory belongs to the graph.
+    """
+    record = made_record(a)
+    counters = record.arrivals
+    if counters is None or counters.device != a.device:
+        counters = torch.zeros(SHARED_SUMS, dtype=torch.int32, device=a.device)
+        if not (a.is_cuda and torch.cuda.is_current_stream_capturing()):
+            record.arrivals = counters
+    return counters

@@ -60,7 +60,7 @@ def propose_reference(
 ) -> tuple[Tensor, ...]:
     token, position, alive = chunk
     tokens, last = token.shape[1], rows.position[:, None].long().clamp(0, text.shape[1] - 1)
-    period = last - _found(text, last)
+    period = last - _last_match(text, last)
     step = torch.arange(tokens, device=text.device)
     drafted = last - period + 1 + (step - 1) % period
     token.copy_(text.gather(1, torch.where(step == 0, last, drafted)))
@@ -71,7 +71,7 @@ def propose_reference(
     return chunk if x is None else (*chunk, x)
 
 
-def _found(text: Tensor, last: Tensor) -> Tensor:
+def _last_match(text: Tensor, last: Tensor) -> Tensor:
     """Return the end (B, 1) of the earlier occurrence of a row's last tokens: the longest match, then the latest."""
     width = text.shape[1]
     place = torch.arange(width, device=text.device)
@@ -116,22 +116,22 @@ def accept_reference(
     chunk: Chunk, chosen: Said, rows: Rows, text: Tensor, emitted: Said, seen: Tensor | None = None, dependent: bool = False
 ) -> tuple[Tensor, ...]:
     token, position, alive, _, bad, _ = rows
-    (ran, _, going), (said, logprob) = chunk, chosen
+    (ran, _, going), (new_tokens, logprob) = chunk, chosen
     live, tokens = alive != 0, ran.shape[1]
-    foreseen = (going[:, :-1] != 0) & (said[:, :-1] == ran[:, 1:])
+    foreseen = (going[:, :-1] != 0) & (new_tokens[:, :-1] == ran[:, 1:])
     end = foreseen.long().cumprod(1).sum(1, keepdim=True)  # the last that the row gets
-    taken = (torch.arange(tokens, device=text.device) <= end) & live[:, None] & (said >= 0)
-    emitted.token.copy_(torch.where(taken, said, -1).t())
+    accepted = (torch.arange(tokens, device=text.device) <= end) & live[:, None] & (new_tokens >= 0)
+    emitted.token.copy_(torch.where(accepted, new_tokens, -1).t())
     if logprob is not None and emitted.logprob is not None:
-        emitted.logprob.copy_(torch.where(taken, logprob, torch.nan).t())
+        emitted.logprob.copy_(torch.where(accepted, logprob, torch.nan).t())
     place = torch.arange(text.shape[1], device=text.device)
     for t in range(tokens):
-        here = (place == position[:, None] + 1 + t) & taken[:, t, None]
-        text.copy_(torch.where(here, said[:, t, None], text))
+        here = (place == position[:, None] + 1 + t) & accepted[:, t, None]
+        text.copy_(torch.where(here, new_tokens[:, t, None], text))
         if seen is not None:
             word = torch.arange(seen.shape[1], device=text.device)
-            seen.copy_(torch.where((word == said[:, t, None]) & taken[:, t, None], 1, seen))
-    final, drafted, goes_on = (t.gather(1, end)[:, 0] for t in (said, ran, going))
+            seen.copy_(torch.where((word == new_tokens[:, t, None]) & accepted[:, t, None], 1, seen))
+    final, drafted, goes_on = (t.gather(1, end)[:, 0] for t in (new_tokens, ran, going))
     bad.copy_(torch.where(live & (final < 0) & (bad == 0), position + end[:, 0] + 1, bad))
     token.copy_(torch.where(live, torch.where(final >= 0, final, drafted), token))
     position.add_(torch.where(live, end[:, 0] + goes_on, 0))

@@ -18,27 +18,22 @@ from .registry import definition, draw, frozen
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
     """x / sqrt(mean(x²) + eps) · (weight + offset) over the last dimension. Without a weight there is no gain."""
     require_rows("rms_norm", x, weight=weight)
-    return implementation("rms_norm", x, too_wide(x), _shape(x, weight))(x, weight, eps, offset)
+    # A gain without a gradient has a separate backward kernel.
+    frozen_gain = weight is not None and not weight.requires_grad and x.requires_grad and torch.is_grad_enabled()
+    shape = (x.shape[-1], True) if frozen_gain else (x.shape[-1],)
+    return implementation("rms_norm", x, too_wide(x), shape)(x, weight, eps, offset)
 
 
-def _shape(x: Tensor, weight: Tensor | None, rounded: torch.dtype | None = None) -> tuple:
-    """A gain that does not train has a separate backward, and so has a residual `rounded` to fewer bits than x."""
-    still = weight is not None and not weight.requires_grad and x.requires_grad and torch.is_grad_enabled()
-    if rounded is not None:
-        return x.shape[-1], still, rounded
-    return (x.shape[-1], True) if still else (x.shape[-1],)
+def _gain(g: torch.Generator, cols: int, frozen_weight: bool) -> Tensor:
+    return frozen(draw(g, cols)) if frozen_weight else draw(g, cols)
 
 
-def _gain(g: torch.Generator, cols: int, still: bool) -> Tensor:
-    return frozen(draw(g, cols)) if still else draw(g, cols)
-
-
-@definition(lambda g, cols=40, still=False: (draw(g, 3, cols), _gain(g, cols, still), 1e-6))
+@definition(lambda g, cols=40, frozen_weight=False: (draw(g, 3, cols), _gain(g, cols, frozen_weight), 1e-6))
 def rms_norm_reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
-    wide_dtype = torch.promote_types(x.dtype, torch.float32)
-    x_wide = x.to(wide_dtype)
-    y = x_wide * torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)
-    return (y if weight is None else y * (weight.to(wide_dtype) + offset)).to(x.dtype)
+    compute_dtype = torch.promote_types(x.dtype, torch.float32)
+    x_compute = x.to(compute_dtype)
+    y = x_compute * torch.rsqrt(x_compute.square().mean(-1, keepdim=True) + eps)
+    return (y if weight is None else y * (weight.to(compute_dtype) + offset)).to(x.dtype)
 
 
 def add_rms_norm(
@@ -51,7 +46,10 @@ def add_rms_norm(
     """
     require_rows("add_rms_norm", x, weight=weight)
     require_residual("add_rms_norm", residual, x, rounded=True)
-    shape = _shape(x, weight, None if residual.dtype == x.dtype else residual.dtype)
+    frozen_gain = weight is not None and not weight.requires_grad and x.requires_grad and torch.is_grad_enabled()
+    shape: tuple = (x.shape[-1], True) if frozen_gain else (x.shape[-1],)
+    if residual.dtype != x.dtype:
+        shape = x.shape[-1], frozen_gain, residual.dtype
     return implementation("add_rms_norm", x, too_wide(x), shape)(x, residual, weight, eps, offset)
 
 
@@ -61,8 +59,8 @@ def _residual(g: torch.Generator, cols: int, rounded: torch.dtype | None) -> Ten
 
 
 @definition(
-    lambda g, cols=40, still=False, rounded=None: (
-        draw(g, 3, cols), _residual(g, cols, rounded), _gain(g, cols, still), 1e-6,
+    lambda g, cols=40, frozen_weight=False, rounded=None: (
+        draw(g, 3, cols), _residual(g, cols, rounded), _gain(g, cols, frozen_weight), 1e-6,
     )
 )  # fmt: skip
 def add_rms_norm_reference(
@@ -80,12 +78,12 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
 @definition(lambda g, cols=40: (draw(g, 3, cols), draw(g, cols), draw(g, cols), 1e-5))
 def layer_norm_reference(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    wide_dtype = torch.promote_types(x.dtype, torch.float32)
-    centred = x.to(wide_dtype)
+    compute_dtype = torch.promote_types(x.dtype, torch.float32)
+    centred = x.to(compute_dtype)
     centred = centred - centred.mean(-1, keepdim=True)
     y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
-        y = y * weight.to(wide_dtype)
+        y = y * weight.to(compute_dtype)
     if bias is not None:
-        y = y + bias.to(wide_dtype)
+        y = y + bias.to(compute_dtype)
     return y.to(x.dtype)

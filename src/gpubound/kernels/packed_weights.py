@@ -1,19 +1,19 @@
-"""Weights in 8 or 4 bits, packed as a decoding step unpacks them cheapest. What they stand for is `unpack`, in fp32.
+"""Weights in 8 or 4 bits, packed for cheap unpacking in a decoding step. `unpack` defines their values, in fp32.
 
 int8, int4   n levels of a bf16 scale a row and 128 columns, symmetric about zero
-fp8          e4m3 numbers times an fp32 scale a row
-fp4          e2m1 numbers times a power of two a row and 32 columns, one byte e8m0: as models are published, nothing is rounded
+fp8          e4m3 values times an fp32 scale a row
+fp4          e2m1 values times a power of two a row and 32 columns, one byte e8m0: as models are published, nothing is rounded
 
-Rows are cut into groups of 128 columns, the last filled up with zeros. A group is 16 (int4, fp4) or 32 words of 32 bits, a slot
-in each for 8 or 4 columns: slot t of word r holds column t · words + r. So neighbouring words hold neighbouring columns in the
-same slot: a thread that reads four words, 16 bytes, finds the x of any slot side by side, and nothing is ever interleaved. Of
-fp4 the four words that a thread reads hold 32 columns, which share a scale: slot t of the r-th of them holds column 4 t + r.
+Rows are split into groups of 128 columns, the last padded with zeros. A group is 16 (int4, fp4) or 32 words of 32 bits with 8
+or 4 columns each: slot t of word r holds column t · words + r. So adjacent words hold adjacent columns in the same slot: a
+thread that reads four words, 16 bytes, multiplies each slot by adjacent elements of x, and nothing is interleaved. In fp4 the
+four words that a thread reads hold 32 columns, which share a scale: slot t of the r-th of them holds column 4 t + r.
 
-Where a slot lies in its word is chosen for the unpacking. A number is made of a mantissa's bits where they lie: masked, and an
-exponent put over it, they read 2^e + n, so that a multiple of the x's sum is subtracted once for all rows. The further left
-they lie, the smaller is 2^e beside n, and the less of fp32 is lost: a window of bits 15 to 22 of the word as it is, shifted by
-8 to either side, or turned by 16, shows one int8 or two int4 levels, with 2^e 256, or 16 and 256. Those of fp8 lie byte by
-byte, those of fp4 four bits by four bits.
+The position of a slot in its word is chosen for the unpacking. Its bits are masked in place and become mantissa bits of an fp32
+value with a constant exponent, 2^e + n, so that a multiple of the sum of x is subtracted once for all rows. The further left
+the bits are, the smaller is 2^e relative to n, and the less of fp32 is lost: bits 15 to 22 of the word, unshifted, shifted by 8
+to either side, or rotated by 16, are one int8 or two int4 levels, with 2^e 256, or 16 and 256. fp8 is stored byte by byte, fp4
+in groups of four bits.
 
 No zero points: they would be one more term per group and row in the kernel, and gain nothing. Of normal weights in groups of
 128, int4 with a signed scale that puts the group's extreme at −8, shrunk where that lowers the squared error, loses 9.7 % of
@@ -33,9 +33,9 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same with a minus
 MX = 32  # columns of fp4 that share a scale
 BIAS = 127  # of e8m0: a byte s is 2^(s - 127), and 255 is not a number
 ZERO = {"int8": 128, "int4": 8}  # the level of zero
-SPAN = {"int8": 127, "int4": 8}  # levels from zero to a group's extreme; int4 gives it the side that has one more
+LEVELS = {"int8": 127, "int4": 8}  # levels from zero to a group's extreme; int4 gives it the side that has one more
 # Of each slot: the bit of the word that is its lowest. Bits beyond the 31st go on at 0.
-PLACES = {
+SHIFTS = {
     "int8": (15, 7, 23, 31), "int4": (19, 15, 11, 7, 27, 23, 3, 31), "fp8": (24, 16, 8, 0),
     "fp4": (28, 24, 20, 16, 12, 8, 4, 0),
 }  # fmt: skip
@@ -80,10 +80,10 @@ def pack(weight: Tensor, kind: str) -> Packed:
     fp8 = kind == "fp8"
     scale = torch.empty(rows, 1 if fp8 else groups, device=weight.device, dtype=torch.float32 if fp8 else torch.bfloat16)
     for part, into, scales in zip(*(t.split(max(1, CHUNK // columns)) for t in (weight, words, scale))):
-        wide = F.pad(part.float(), (0, groups * GROUP - columns)).view(len(part), groups, GROUP)
-        levels, found = _to_fp8(wide) if fp8 else _to_levels(wide, kind)
-        scales.copy_(found)
-        into.copy_(_to_words(levels.view(len(part), groups, slots, -1), PLACES[kind]).flatten(1))
+        padded = F.pad(part.float(), (0, groups * GROUP - columns)).view(len(part), groups, GROUP)
+        levels, part_scales = _to_fp8(padded) if fp8 else _to_levels(padded, kind)
+        scales.copy_(part_scales)
+        into.copy_(_to_words(levels.view(len(part), groups, slots, -1), SHIFTS[kind]).flatten(1))
     return Packed(words, scale, columns, kind)
 
 
@@ -100,8 +100,8 @@ def pack_fp4(codes: Tensor, scales: Tensor) -> Packed:
     rows, columns = len(codes), 2 * codes.shape[1]
     levels = torch.stack([codes & 0xF, codes >> 4], -1).flatten(1)
     beyond = -columns % GROUP
-    wide = F.pad(levels, (0, beyond)).view(rows, -1, MX // 4, 4)  # (rows, groups of 32, slots, words)
-    words = _to_words(wide.to(torch.int32), PLACES["fp4"]).flatten(1)
+    padded = F.pad(levels, (0, beyond)).view(rows, -1, MX // 4, 4)  # (rows, groups of 32, slots, words)
+    words = _to_words(padded.to(torch.int32), SHIFTS["fp4"]).flatten(1)
     return Packed(words, F.pad(scales, (0, beyond // MX), value=BIAS), columns, "fp4")
 
 
@@ -126,9 +126,9 @@ def unpack(packed: Packed) -> Tensor:
     words, kind = packed.words, packed.kind
     if kind == "fp4":
         return _unpack_fp4(packed)
-    places, mask = PLACES[kind], (1 << BITS[kind]) - 1
-    groups = words.view(packed.rows, -1, GROUP // len(places))
-    slots = [_turned(groups, place) & mask for place in places]
+    shifts, mask = SHIFTS[kind], (1 << BITS[kind]) - 1
+    groups = words.view(packed.rows, -1, GROUP // len(shifts))
+    slots = [_turned(groups, shift) & mask for shift in shifts]
     levels = torch.stack(slots, 2).flatten(2)  # (rows, groups, 128)
     if kind == "fp8":
         values = levels.to(torch.uint8).view(torch.float8_e4m3fn).float()
@@ -139,45 +139,45 @@ def unpack(packed: Packed) -> Tensor:
 
 def _unpack_fp4(packed: Packed) -> Tensor:
     fours = packed.words.view(packed.rows, -1, 4)
-    levels = torch.stack([_turned(fours, place) & 0xF for place in PLACES["fp4"]], 2).flatten(2)  # (rows, groups of 32, 32)
+    levels = torch.stack([_turned(fours, shift) & 0xF for shift in SHIFTS["fp4"]], 2).flatten(2)  # (rows, groups of 32, 32)
     table = torch.tensor([*E2M1, *(-x for x in E2M1)], device=levels.device, dtype=torch.float32)
     values = table[levels.long()] * packed.scale.view(torch.float8_e8m0fnu).float()[..., None]
     return values.flatten(1)[:, : packed.columns].contiguous()
 
 
-def _to_levels(wide: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def _to_levels(padded: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """(levels (rows, groups, 128) from 0, scales (rows, groups) in bf16)."""
     zero = ZERO[kind]
-    extreme = wide.gather(2, wide.abs().argmax(2, keepdim=True))
-    best, levels = torch.zeros_like(extreme), torch.zeros_like(wide)
+    extreme = padded.gather(2, padded.abs().argmax(2, keepdim=True))
+    best, levels = torch.zeros_like(extreme), torch.zeros_like(padded)
     error = torch.full_like(extreme, torch.nan)
     for share in SHARES[kind]:
-        scale = (extreme * (-share / SPAN[kind])).bfloat16().float()
-        tried = torch.where(scale == 0, 0, wide / scale).round_().clamp_(-zero, zero - 1)
-        off = (tried * scale - wide).square_().sum(2, keepdim=True)
+        scale = (extreme * (-share / LEVELS[kind])).bfloat16().float()
+        tried = torch.where(scale == 0, 0, padded / scale).round_().clamp_(-zero, zero - 1)
+        off = (tried * scale - padded).square_().sum(2, keepdim=True)
         better = ~(off >= error)  # the first is
         best, error = torch.where(better, scale, best), torch.where(better, off, error)
         levels = torch.where(better, tried, levels)
     return (levels + zero).to(torch.int32), best[..., 0]
 
 
-def _to_fp8(wide: Tensor) -> tuple[Tensor, Tensor]:
-    scale = wide.abs().amax((1, 2), keepdim=True) / LARGEST
-    q = torch.where(scale == 0, 0, wide / scale).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+def _to_fp8(padded: Tensor) -> tuple[Tensor, Tensor]:
+    scale = padded.abs().amax((1, 2), keepdim=True) / LARGEST
+    q = torch.where(scale == 0, 0, padded / scale).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return q.view(torch.uint8).to(torch.int32), scale[..., 0]
 
 
-def _to_words(levels: Tensor, places: tuple[int, ...]) -> Tensor:
+def _to_words(levels: Tensor, shifts: tuple[int, ...]) -> Tensor:
     """(rows, groups, slots, words) to (rows, groups, words)."""
     words = torch.zeros_like(levels[:, :, 0])
-    for slot, place in enumerate(places):
+    for slot, shift in enumerate(shifts):
         level = levels[:, :, slot]
-        words |= level << place
-        if place > 24:  # what was shifted out goes on at bit 0; small levels lose nothing by it
-            words |= level >> (32 - place)
+        words |= level << shift
+        if shift > 24:  # what was shifted out goes on at bit 0; small levels lose nothing by it
+            words |= level >> (32 - shift)
     return words
 
 
-def _turned(words: Tensor, place: int) -> Tensor:
+def _turned(words: Tensor, shift: int) -> Tensor:
     """Words turned right by `place` bits; the sign that >> drags along is masked off."""
-    return ((words >> place) & ((1 << (32 - place)) - 1 if place else -1)) | (words << (32 - place) if place else 0)
+    return ((words >> shift) & ((1 << (32 - shift)) - 1 if shift else -1)) | (words << (32 - shift) if shift else 0)

@@ -1,12 +1,13 @@
-"""Words that devices of one process send each other while all of them work on one token.
+"""Peer exchange: words that the devices of one process send each other while all of them work on one token.
 
-A device has a box in its own memory, into which others write past the host and past every copy engine: their kernels have its
-address. A place of a box is 64 bits: a number, and a stamp that says of which exchange it is. Both are written at once, so a
-number that has come is known by itself: there is no flag behind it, no fence before it, nothing to reset. Whoever takes words
-asks for them until their stamps are right.
+Each device has an inbox in its memory. The kernels of other devices know its address and write to it directly, without the host
+and without copy engines. A slot of an inbox is 64 bits: a value, and the sequence number of the exchange. Both are written by
+one store, so a value that has arrived is recognised by its sequence number: there is no flag, no fence, nothing to reset.
+Receivers poll until the sequence numbers match.
 
-A box is written again in the next exchange of its kind. So between two of them each sender must have heard of the receiver's
-taking the first: all-reduces that take turns with two boxes do so, because nobody ends the second without everybody's words.
+An inbox is overwritten in the next exchange that uses it. So between two of them each sender must know that the receiver has
+read the first. All-reduces that alternate between two inboxes guarantee this: none ends before the words of all devices have
+arrived.
 
 Legend: S senders, B rows, C columns.
 """
@@ -121,8 +122,8 @@ def take_words(out: Tensor, mail: Mail, added: bool = False, dependent: int = 0)
     before sends what is taken.
     """
     if out.dim() != 2 or out.dtype not in (torch.float32, torch.int32)[: 2 - added] or not out.is_contiguous():
-        kinds = "float32" if added else "float32 or int32"
-        raise ValueError(f"take_words: out must be a contiguous {kinds} (rows, columns), got {out.dtype} {tuple(out.shape)}.")
+        dtypes = "float32" if added else "float32 or int32"
+        raise ValueError(f"take_words: out must be a contiguous {dtypes} (rows, columns), got {out.dtype} {tuple(out.shape)}.")
     check_mail("take_words", mail, (len(out), out.shape[1]), out.device, takes=True)
     if not added and len(mail.box) != 1:
         raise ValueError(f"take_words: got words of {len(mail.box)} senders, wanted one; with added=True they are summed.")
@@ -148,7 +149,7 @@ def check_mail(
         require(op, "mail.addresses", mail.addresses, torch.int64, size_of, device, "`addresses_of` makes it")
     for box in mail.boxes:
         fits = box.dim() == 3 and box.dtype == torch.int64 and box.is_contiguous() and mail.sender < len(box)
-        if not fits or box.shape != mail.boxes[0].shape or box.shape[1] < size[0] or not _wide_enough(box, size, fills):
+        if not fits or box.shape != mail.boxes[0].shape or box.shape[1] < size[0] or not _columns_fit(box, size, fills):
             raise ValueError(
                 f"{op}: mail.boxes must be contiguous torch.int64 (senders, rows, columns) of one size, with room for {size} "
                 f"words of sender {mail.sender}{' and no more columns' if fills else ''}, got {box.dtype} {tuple(box.shape)}."
@@ -157,14 +158,14 @@ def check_mail(
         raise ValueError(f"{op}: mail.own must be the number of a box of {size[1]} columns on {device}, got {mail.own}.")
 
 
-def _wide_enough(box: Tensor, size: tuple[int, int], fills: bool) -> bool:
+def _columns_fit(box: Tensor, size: tuple[int, int], fills: bool) -> bool:
     return box.shape[2] == size[1] if fills else box.shape[2] >= size[1]
 
 
 def example_mail(g: torch.Generator, boxes: int, senders: int, columns: int, own: int = 0, rows: int = 2) -> Mail:
     """The words of all senders but `own`, which is this device, have come."""
-    made = tuple(torch.zeros(senders, 3, columns, device="cpu", dtype=torch.int64) for _ in range(boxes))
-    mail = Mail(made, 0, own, ints(7, POLLS), 5)
+    inboxes = tuple(torch.zeros(senders, 3, columns, device="cpu", dtype=torch.int64) for _ in range(boxes))
+    mail = Mail(inboxes, 0, own, ints(7, POLLS), 5)
     for sender in range(senders):
         if sender != own:
             mail._replace(sender=sender).post(draw(g, rows, columns).detach())

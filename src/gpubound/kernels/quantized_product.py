@@ -43,8 +43,7 @@ from .registry import definition, draw, ints, zeros
 def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
     """out (rows, columns) = the dequantised `weight`, rounded to out's dtype.
 
-    turns   how many weights share the rows of `weight` by turns (2 where rows of gate and up alternate). In `out` one
-            weight follows the other
+    turns   number of weights whose rows alternate in `weight` (2 for gate and up). In `out` one weight follows the other
     """
     _check_packed("dequantize", weight, out)
     require("dequantize", "out", out, None, (weight.rows, weight.columns), weight.words.device, WRITTEN)
@@ -191,7 +190,7 @@ def quantized_add_routed_reference(
 
 
 def quantized_routed_down(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
-    """out (B, S, hidden, fp32) = weight · h downᵀ of each slot, for somebody else to sum: see `routed_down`."""
+    """out (B, S, hidden, fp32) = weight · h downᵀ of each slot, for another op to sum: see `routed_down`."""
     _check_packed("quantized_routed_down", down, out)
     check_apart("quantized_routed_down", h, down.columns, ids, weights, out, out.shape[-1])
     _check_experts("quantized_routed_down", "down", down, out.shape[-1])

@@ -1,9 +1,8 @@
-"""The ops by name: what defines each, an example to test its kernel with, and the file that its kernel is in.
+"""Registry of the ops: the definition of each, an example for the self-test, and the file that has its kernel.
 
-kernels/<file>.py says what an op is: a public function that checks its arguments and chooses an implementation, and its
-definition in plain torch. kernels/triton/<file>.py has a function of the op's name and the definition's signature: its kernel.
-An op of a single family is in that family's package instead, models/<family>/kernels, with the same two files. It is
-registered when that package is imported.
+kernels/<file>.py has an op's public function, which checks the arguments and dispatches, and its definition in plain torch.
+kernels/triton/<file>.py has its kernel, a function of the op's name and the definition's signature. An op of a single family is
+in models/<family>/kernels instead, with the same two files, and is registered when that package is imported.
 """
 
 from collections.abc import Callable
@@ -24,8 +23,8 @@ class Op(NamedTuple):
     kernels: ModuleType  # the package of its kernel's file
     file: str
     reference: Callable
-    # Draws positional arguments for the self-test: example(generator), or with the shape that the door passes on. Of that shape
-    # they take the very kernels that the caller's own arguments will.
+    # Draws positional arguments for the self-test: example(generator, *shape). With the shape that the op passes to
+    # `implementation`, they launch the same compiled kernels as the caller's arguments.
     example: Callable[..., tuple]
 
     @property
@@ -37,7 +36,7 @@ OPS: dict[str, Op] = {}
 
 
 def definition(example: Callable[..., tuple], op: str | None = None) -> Callable[[Callable], Callable]:
-    """Mark `<op>_reference` as the definition of <op>, or of `op`: its CPU path, and what the kernel is tested against."""
+    """Register `<op>_reference` as the definition of <op>, or of `op`: its CPU path, and the reference of its self-test."""
 
     def register(function: Callable) -> Callable:
         package, _, file = function.__module__.rpartition(".")
@@ -48,12 +47,12 @@ def definition(example: Callable[..., tuple], op: str | None = None) -> Callable
     return register
 
 
-# What examples are made of. The kernel gets `draw`n tensors in the dtype of the call, and their gradients are compared; all
-# others are passed as they are (`draw(g, 4, 8).detach()` stays fp32 and has no gradient).
+# Tensors of examples. Those that require a gradient, and Parameters, are cast to the dtype of the call, and their gradients are
+# compared; all others are passed unchanged (`draw(g, 4, 8).detach()` stays fp32 and has no gradient).
 
 
 def draw(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    """Normal numbers."""
+    """Return standard normal values that require a gradient."""
     return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32, requires_grad=True)
 
 
@@ -63,12 +62,11 @@ def frozen(t: torch.Tensor) -> torch.Tensor:
 
 
 def zeros(*shape: int) -> torch.Tensor:
-    """fp32, whatever the dtype of the call: what an op writes its results into."""
+    """Return an fp32 output buffer, which keeps its dtype in any call."""
     return torch.zeros(shape, device="cpu", dtype=torch.float32)
 
 
 def ints(*values: int) -> torch.Tensor:
-    """int32"""
     return torch.tensor(values, device="cpu", dtype=torch.int32)
 
 
@@ -77,7 +75,7 @@ def doubles(*values: float) -> torch.Tensor:
 
 
 def reference(op: str) -> Callable:
-    """The definition of the op named `op`: plain torch, at least fp32 inside, differentiable any number of times."""
+    """Return the definition of the op named `op`: plain torch, at least fp32 inside, differentiable any number of times."""
     if op not in OPS and op not in every():
         raise ValueError(f"reference: got {op!r}, wanted the name of an op{nearest(str(op), OPS)}")
     return load("reference", op)
@@ -92,7 +90,7 @@ def every() -> dict[str, Op]:
 
 
 def load(source: str, op: str) -> Callable:
-    """The function that computes `op`: its kernel for the source "triton", its definition for "reference"."""
+    """Return the function that computes `op`: its kernel for the source "triton", its definition for "reference"."""
     kernels, file, function, _ = OPS[op]
     if source == "reference":
         return function
@@ -102,7 +100,7 @@ def load(source: str, op: str) -> Callable:
 
 @constant
 def _import(package: str, file: str) -> None:
-    # A module is in sys.modules from the beginning of its import, which another thread's self-test may be in the middle of; its
-    # package has it at the end.
+    # A module is in sys.modules from the beginning of its import, which another thread may still run. Its package has it as an
+    # attribute only at the end.
     if not hasattr(import_module(package), file):
         import_module(f"{package}.{file}")

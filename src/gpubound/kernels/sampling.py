@@ -1,12 +1,12 @@
-"""Choose the next token of each row, and move the row on.
+"""Choose the next token of each row, and advance the row.
 
-Everything happens on the device and in place, so that a decoding step, or many of them, can lie in one CUDA graph: the choice,
-the stop tokens, the length limit, the position, and the embedding of what was chosen.
+All of it runs on the device and in place, so that a CUDA graph can contain one decoding step or many: the choice, the stop
+tokens, the length limit, the position, and the embedding of the new token.
 
 The draw is an exponential race: token v, with probability p_v before normalisation, finishes at E_v / p_v with E_v exponential,
 and the first to finish wins, v with probability p_v / Σ p. (Adding Gumbel noise to logits and taking the maximum is the same
 race: −log of these times.) E_v comes from a generator without state, Philox 4x32-10 of Salmon et al. 2011, by the counter
-(v // 4, position, row, 0), the seed as key, and word v % 4. So nothing that moves a row in memory or time changes its tokens.
+(v // 4, position, row, 0), the seed as key, and word v % 4. So a row gets the same tokens in any slot and at any time.
 
 Top-k, top-p and min-p are thresholds on the value: tokens that are equal are kept or dropped together.
 """
@@ -127,14 +127,14 @@ def sample_reference(
     logits: Tensor, rows: Rows, settings: Settings, into: Into, logprob: Tensor | None = None, dependent: bool = False
 ) -> tuple[Tensor, ...]:
     scaled, top = _scaled(logits, settings)
-    warm, drawn = settings.temperature > 0, scaled.argmax(1)
+    warm, sampled = settings.temperature > 0, scaled.argmax(1)
     if warm.device.type != "cpu" or warm.any():  # noise for a vocabulary takes a CPU longer than all else; a GPU is not asked
-        drawn = torch.where(warm, _race(scaled, rows.position, settings), drawn)
+        sampled = torch.where(warm, _race(scaled, rows.position, settings), sampled)
     good = top.isfinite()
     if logprob is not None:
-        chosen = torch.log_softmax(logits.double(), 1).gather(1, drawn[:, None])[:, 0]
+        chosen = torch.log_softmax(logits.double(), 1).gather(1, sampled[:, None])[:, 0]
         logprob.copy_(torch.where((rows.alive != 0) & good, chosen, torch.nan))
-    return _advance(drawn.to(torch.int32), good, rows, into, settings.seen, logprob)
+    return _advance(sampled.to(torch.int32), good, rows, into, settings.seen, logprob)
 
 
 def _scaled(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
@@ -164,16 +164,16 @@ def _race(scaled: Tensor, position: Tensor, settings: Settings) -> Tensor:
     """The token that finishes first among those that are kept."""
     bits = _noise(settings.seed, position, settings.row, scaled.shape[1])
     exponential = -torch.log1p(-(bits.double() + 0.5) / 2**32)
-    kept = scaled >= _floor(scaled, settings)[:, None]
-    return torch.where(kept, exponential / scaled.double().exp(), torch.inf).argmin(1)
+    candidates = scaled >= _floor(scaled, settings)[:, None]
+    return torch.where(candidates, exponential / scaled.double().exp(), torch.inf).argmin(1)
 
 
 def _noise(seed: Tensor, position: Tensor, row: Tensor, words: int) -> Tensor:
     """32 random bits for each token of each row, as int64 (B, words)."""
     counter = torch.arange(-(-words // 4), device=seed.device)[None]
     key = seed[:, None] & 0xFFFFFFFF, (seed[:, None] >> 32) & 0xFFFFFFFF
-    drawn = _philox(counter, position[:, None].long(), row[:, None].long() & 0xFFFFFFFF, torch.zeros_like(counter), *key)
-    return torch.stack(drawn, 2).flatten(1)[:, :words]
+    sampled = _philox(counter, position[:, None].long(), row[:, None].long() & 0xFFFFFFFF, torch.zeros_like(counter), *key)
+    return torch.stack(sampled, 2).flatten(1)[:, :words]
 
 
 def _philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> tuple[Tensor, ...]:

@@ -1,11 +1,11 @@
 """State that the library attaches to a tensor: one record, as one attribute, with declared fields.
 
-`main_grad`, a parameter's fp32 accumulator, stays an attribute of its own: it is a convention that other libraries share. All
-else that hangs on a tensor is a field here.
+`main_grad`, a parameter's fp32 accumulator, is a separate attribute, by a convention that other libraries share. All other
+state is a field here.
 
-A record is this process's, and so is a main_grad next to one. A pickled or deep-copied tensor has an empty OrderedDict in the
-record's place, which torch.load reads unasked; `record_of` removes it, and the main_grad with it: it would collect gradients
-that no optimizer reads.
+A record, and a main_grad next to one, belong to this process. A pickled or deep-copied tensor has an empty OrderedDict instead,
+which torch.load accepts by default; `record_of` removes it together with the main_grad, which would collect gradients that no
+optimizer reads.
 """
 
 from collections import OrderedDict
@@ -19,13 +19,13 @@ ATTRIBUTE = "gpubound"
 
 @dataclass(slots=True)
 class Record:
-    # of a parameter: how it is multiplied by, and where its gradient goes
+    # of a parameter: the format of its product, and the destination of its gradient
     format: Any = None  # a Format of layers/linear_product.py; None: dense
     # The next delivery to main_grad begins a new sum, so it writes: True where a CUDA graph records that, whose replays then
     # begin the sum again, False where none does. None: it adds.
     opening: bool | None = None
     side: Any = None  # aside.Side: the stream on which deliveries run while a backward has it open; None: on the current stream
-    arrivals: Any = None  # int32 zeros: programs that share a sum of its gradient count there who has come
+    arrivals: Any = None  # int32 zeros: counters of programs that share a sum of its gradient
     # of a parameter sharded by rows: the gathered Parameter that products use. Both have this record
     gathered: Any = field(default=None, compare=False)
     # of what a forward computed
@@ -52,7 +52,7 @@ def record_of(tensor: Tensor) -> Record | None:
 
 
 def made_record(tensor: Tensor) -> Record:
-    """The tensor's record, a new one if it has none."""
+    """Return the tensor's record, a new one if it has none."""
     record = record_of(tensor)
     if record is None:
         record = Record()
@@ -61,16 +61,16 @@ def made_record(tensor: Tensor) -> Record:
 
 
 def drop_record(tensor: Tensor) -> None:
-    """Take the record off if it says nothing any more."""
+    """Remove the record if all of its fields have their defaults."""
     record = record_of(tensor)
     if record is not None and record.empty and record.gathered is None:
         delattr(tensor, ATTRIBUTE)
 
 
-def share_record(dealt: Tensor, gathered: Tensor) -> None:
-    """One record for both: what hangs on the one is found on the other."""
-    made_record(dealt).gathered = gathered
-    setattr(gathered, ATTRIBUTE, record_of(dealt))
+def share_record(sharded: Tensor, gathered: Tensor) -> None:
+    """Attach one record to a sharded parameter and its gathered tensor."""
+    made_record(sharded).gathered = gathered
+    setattr(gathered, ATTRIBUTE, record_of(sharded))
 
 
 def seen(tensor: Tensor) -> Tensor:

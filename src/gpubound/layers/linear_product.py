@@ -22,10 +22,9 @@ from torch import Tensor
 
 from .. import device as facts
 from ..kernels.accumulate import bias_gradients, join_rows, weight_gradients
-from ..kernels.adapter_routing import OwnRanks
 from ..kernels.dispatch import KERNEL_DTYPES, transformed
-from ..kernels.hash_dropout import Drop
 from ..kernels.lora import lora_product
+from ..kernels.lora_arguments import Drop, OwnRanks
 from ..kernels.tensor_state import ATTRIBUTE, record_of
 from . import recompute
 

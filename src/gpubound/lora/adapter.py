@@ -15,10 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.accumulate import join, join_rows, one_matrix
-from ..kernels.adapter_routing import OwnRanks, own_columns
-from ..kernels.hash_dropout import Drop, drawn
-from ..kernels.lora import lora_down, lora_up
-from ..kernels.lora_grads import adapter_gradients, blocks_of
+from ..kernels.lora import adapter_gradients, blocks_of, lora_down, lora_up
+from ..kernels.lora_arguments import Drop, OwnRanks, drawn, own_columns
 from ..layers.fused_weights import Projecting, has_reader, site_of
 from ..layers.linear_product import AdapterOutputs, Factors, is_sharded, rows_of, shape_of
 from ..trace import fallback
@@ -89,7 +87,7 @@ class RoutedLowRank(LowRank):
 
     @property
     def b(self) -> Tensor:  # type: ignore[override]
-        return one_matrix(self.all_b, beside=True)
+        return one_matrix(self.all_b, by_columns=True)
 
     def plain(self, x: Tensor) -> Tensor:
         x = F.dropout(x, self.rate) if self.rate else x
@@ -99,7 +97,7 @@ class RoutedLowRank(LowRank):
 
     def gradients(self, x: Tensor, gh: Tensor, g: Tensor, h: Tensor, drop: Drop | None) -> list[Tensor | None]:
         requires_grad = [p.requires_grad for p in self.parameters]
-        return adapter_gradients(self.all_a, self.all_b, x, gh, g, h, drop, requires_grad, beside=True)
+        return adapter_gradients(self.all_a, self.all_b, x, gh, g, h, drop, requires_grad, same_outputs=True)
 
 
 class LowRankGroup:
@@ -243,7 +241,7 @@ def pack(parameters: Sequence[Tensor], dim: int = ROWS, force: bool = False) -> 
 
     force: move slices of a larger buffer, too, as before a TrainStep, which moves every parameter
     """
-    if len(parameters) == 1 or join([p.detach() for p in parameters], beside=dim == COLUMNS) is not None:
+    if len(parameters) == 1 or join([p.detach() for p in parameters], by_columns=dim == COLUMNS) is not None:
         return None
     if (why := _immovable(parameters, force)) is not None:
         return why

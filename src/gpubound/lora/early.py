@@ -6,8 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..kernels.dispatch import Call
-from ..kernels.lora import product_size
-from ..kernels.lora_grads import blocks_of
+from ..kernels.lora import blocks_of, product_size
 from ..layers.block import RMSNorm
 from ..layers.fused_weights import Projecting, has_reader, site_of
 from ..layers.linear_product import DENSE, Format, format_of

@@ -1,7 +1,7 @@
 """Several adapters in one batch: each of its rows has one of them, or none.
 
 The adapters of a weight become one (`RoutedLowRank` of adapter.py), and each row keeps the columns of h that belong to its
-adapter (kernels/adapter_routing.py). So x is read once for all adapters, forward and backward. The adapter of a row is read on
+adapter (kernels/lora_arguments.py). So x is read once for all adapters, forward and backward. The adapter of a row is read on
 the device: a captured step takes other ids at each replay.
 """
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ..kernels.adapter_routing import Owners
+from ..kernels.lora_arguments import Owners
 from .adapter import RoutedLowRank
 
 KEY = "adapter_ids"  # the keyword of the model's calls, and the key in a batch of TrainStep

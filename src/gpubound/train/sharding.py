@@ -23,7 +23,7 @@ from ..distributed.all_reduce import Reduction, symmetric_sums
 from ..distributed.local_shard import any_sharded, is_sharded
 from ..errors import GraphError, RankError
 from ..formatting import readable
-from ..kernels.side_stream import Side
+from ..kernels.accumulate import Side
 from ..layers.embedding_and_head import head_of
 from ..layers.linear_product import format_of
 from ..lora.layers import of_peft

@@ -1,14 +1,14 @@
-"""Launch plans: (op, way, shape, bytes of an element, GPU) -> how the work is cut into programs.
+"""Launch plans: (op, way, shape, bytes of an element, GPU) -> how the work is divided into programs.
 
-A plan is taken from the first of these that knows the job and fits the GPU in hand:
+The plan of a job is the first of these that exists and fits the GPU:
 
-1. TRIED: what a test or a running search wants
-2. what a launch has found: the compiler asked for more than the GPU has, and the next smaller plan was taken
-3. what a search found on this architecture          tuned.py
+1. TRIED: the plan that a test or a running search sets
+2. the smaller plan of an earlier launch, for which the compiler asked for more shared memory than the GPU has
+3. the result of a search on this architecture       tuned.py
 4. the op's rule, made smaller until it fits         defaults.py
 
-So no plan raises. Where even the least is too large for a GPU, the launch says so to the op's self-test, and the call takes the
-reference, counted as a fallback (dispatch.py).
+If even the smallest plan is too large for a GPU, the launch raises in the op's self-test, and the call takes the reference,
+counted as a fallback (dispatch.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ import torch
 
 from ...device import chip, constant
 from ...trace import count, notice
-from .defaults import RULES as RULES, WIDEST as WIDEST
+from .defaults import RULES as RULES
 from .tuned import SEARCHED, Key
 from .types import (
     ADAPTED as ADAPTED,
@@ -38,7 +38,7 @@ _settled: dict[Job, Any] = {}
 
 
 def plan_for(job: Job) -> Any:
-    """The plan of `job`, of its op's kind."""
+    """Return the plan of `job`, of its op's kind."""
     if TRIED and (tried := TRIED.get(_like(job))) is not None:
         return tried
     if (plan := _settled.get(job)) is None:
@@ -55,9 +55,7 @@ def plan_traced(op: str, way: str, shape: tuple[int, ...], size: int) -> Any:
 
 
 def step_down(job: Job, plan: Any, why: str) -> Any:
-    """The plan for `job` from now on, because `plan` did not fit: the next smaller one. None when there is none, or when a
-    search wants to know about this very plan.
-    """
+    """Set and return the next smaller plan for `job`, because `plan` did not fit. None if there is none, or during a search."""
     smaller = plan.smaller()
     if smaller is None or _like(job) in TRIED:
         return None
@@ -68,7 +66,7 @@ def step_down(job: Job, plan: Any, why: str) -> Any:
 
 
 def asked_by(run: Callable[[], Any]) -> list[Job]:
-    """The jobs whose plans `run()` asks for."""
+    """Return the jobs whose plans `run()` asks for."""
     global _settled
     before, _settled = _settled, {}
     try:
@@ -80,7 +78,7 @@ def asked_by(run: Callable[[], Any]) -> list[Job]:
 
 @contextmanager
 def trying(job: Job, plan: Plan) -> Iterator[None]:
-    """`plan` for jobs like `job` inside the block; a launch that it does not fit raises there."""
+    """Use `plan` for jobs like `job` in the block; a launch that does not fit raises."""
     TRIED[_like(job)] = plan
     try:
         yield
@@ -88,18 +86,14 @@ def trying(job: Job, plan: Plan) -> Iterator[None]:
         del TRIED[_like(job)]
 
 
-def candidates(job: Job) -> list[Plan]:
-    """The plans that a search tries for `job`, all of which fit its GPU."""
-    return [plan for plan in RULES[job.op].kind.candidates(job) if fits(job, plan)]
-
-
 def keys_of(job: Job) -> list[Key]:
-    """Keys of a searched plan for `job`: with its element size, or with any. A product that adds adapters takes what
-    was found without them, where nothing was found with them.
+    """Return the keys of a searched plan for `job`: with its element size, or with any.
+
+    A product with adapters takes the plan without them if none was found with them.
     """
     op, way, bucket = _like(job)
-    ways = dict.fromkeys((way, way.removeprefix(ADAPTED)))
-    return [(op, way, bucket, size) for way in ways for size in (job.bytes, 0)]
+    names = dict.fromkeys((way, way.removeprefix(ADAPTED)))
+    return [(op, way, bucket, size) for way in names for size in (job.bytes, 0)]
 
 
 def _like(job: Job) -> tuple[str, str, tuple[int, ...]]:

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .tensorcore import HeldPlan, tiled_product
 from .types import (
     AttentionPlan,
     Job,
     MatrixPlan,
     Plan,
     ProductPlan,
+    ResidentPlan,
     RopePlan,
     RowPlan,
     StridePlan,
@@ -22,19 +22,15 @@ from .types import (
 TILE_ROWS = 2
 WIDEST_TILE = 16384
 
-# What a norm's backward holds. A thread has 64 elements of each tensor of the tile, half of them if it sums two gradients: so
+# Elements that a norm's backward holds. A thread has 64 of each tensor of the tile, half of them if it sums two gradients: so
 # compiled for compute capability 9.0, rms_norm takes 250 to 254 of 255 registers and layer_norm 160 to 240, up to a width of
 # 8192. More spills. 16384 elements a tile because 256 threads of that kind are all that a multiprocessor's registers serve.
 THREAD_ELEMENTS = 64
 BACKWARD_TILE = 16384
 
-# What all programs together may hold of partial weight gradients. They are written and read once more, from the L2 where they
-# fit (50 MB on an H200): 1056 programs would make 17 MB each way at width 4096, beside 537 MB of bf16 rows; 4.3 at width 1024.
+# Bytes of partial weight gradients of all programs together. They are written and read once more, from the L2 where they
+# fit (50 MB on an H200): 1056 programs would make 17 MB each way at width 4096, next to 537 MB of bf16 rows; 4.3 at width 1024.
 PARTIAL_BYTES = 10 << 20
-
-# Widest row that one program holds whole; the doors give wider ones to the reference. At 16384 the backward's four fp32 rows
-# (dy, x, weight, sum) are as many as a multiprocessor's 65536 registers: from there on they spill, which is slow but right.
-WIDEST = 65536
 
 
 def norm_rows(job: Job) -> RowPlan:
@@ -42,7 +38,7 @@ def norm_rows(job: Job) -> RowPlan:
 
     H200, backward at 16384 x 1024 bf16 with the residual's gradient: 4 rows, 8 programs a multiprocessor and 2 warps take 41 us
     (floor 31); 2 rows, 4 programs and 8 warps 104 us; the worst choice tried 856. A thread loads 8 neighbours, so 2 warps lie
-    along 512 of the 1024 columns and summing a column over the tile's rows stays inside a thread; 8 warps lie in two rows.
+    along 512 of the 1024 columns and summing a column over the tile's rows stays inside a thread; 8 warps take two rows.
     """
     cols, sums = job.shape
     block, sums = power_of_two(cols), max(1, sums)
@@ -103,13 +99,13 @@ def quantize(job: Job) -> MatrixPlan:
     return MatrixPlan(*tiles[job.way])
 
 
-CHUNKS = 64  # of a text at most: a program folds the ends of all chunks before its own
+CHUNKS = 64  # of a sequence at most: a program folds the ends of all chunks before its own
 
 
 def rg_lru(job: Job) -> MatrixPlan:
     """shape: tokens, up to a power of two, and channels. rows: tokens of a chunk, which a program takes one after the other.
 
-    A warp of four neighbouring channels a thread: 16 texts of 1,024 tokens, 1,024 wide, are 2,048 such programs.
+    A warp of four neighbouring channels a thread: 16 sequences of 1,024 tokens, 1,024 wide, are 2,048 such programs.
     """
     return MatrixPlan(max(64, job.shape[0] // CHUNKS), 128, 1)
 
@@ -134,11 +130,11 @@ def product(job: Job) -> MatrixPlan:
     it waits for x, and one wave of programs should hold the whole weight in registers.
     """
     rows, columns, *parts = job.shape
-    warps, held = 4, 64  # elements of the tiles a program holds, a thread
+    warps, resident = 4, 64  # elements of the tiles a program holds, a thread
     if job.way.endswith("head"):  # its height is the range of a partial maximum
         return MatrixPlan(16, min(512, power_of_two(columns)), warps)
     tile = min(power_of_two(columns), 4096 if job.bytes <= 2 else 2048)
-    most = held * 32 * warps // tile // (2 if job.way.endswith("gate_up") else 1)
+    most = resident * 32 * warps // tile // (2 if job.way.endswith("gate_up") else 1)
     if job.way == "router":
         most = min(most, power_of_two(rows) // ROUTERS)
     height = max(1, min(16, most))
@@ -214,6 +210,26 @@ def lora(job: Job) -> ProductPlan:
     return ProductPlan(64, rank, 256 // max(2, job.bytes), 4, 3)
 
 
+SLICE_BYTES = 1 << 16  # of weights, that a program asks for before it waits: two programs share a multiprocessor
+LONG_BYTES = 1 << 17  # where fewer programs than multiprocessors have all of them
+
+
+def tiled_product(job: Job) -> ResidentPlan:
+    """shape: rows of all weights, their width, and rows of x, up to a power of two; "normed" where there is a gain.
+
+    H200, a whole step of 350m with 8 and with 16 rows, us: 527 and 790, the latter in slices of 512 columns throughout. With
+    one thing changed: q k v by 16 rows a program 544 and 831; gate and up in slices of 512 540 and 791, of 1,024 527 and
+    754; down by 8 warps in slices of 1,024 527 and 750. So slices have 1,024 columns, and down, which is long, has 8 warps.
+    """
+    outputs, width, tall = job.shape
+    columns = max(128, min(1024 if tall <= 16 else 512, power_of_two(width)) * 2 // max(2, job.bytes))
+    rows = 32 if outputs >= 1536 and width <= 2048 else 16
+    resident = (SLICE_BYTES if -(-outputs // rows) > job.chip.sms else LONG_BYTES) // (rows * columns * job.bytes)
+    slices = -(-width // columns)
+    ahead = 1 if job.way == "normed" else 2  # with a gain and squares a second slice of x spills
+    return ResidentPlan(rows, columns, 8 if slices > 2 else 4, max(1, min(slices, resident)), min(slices, ahead))
+
+
 class Rule(NamedTuple):
     """Rule that gives an op its plans."""
 
@@ -255,6 +271,6 @@ RULES = {
     "sinkhorn": Rule(TilePlan, lambda job: TilePlan(512, 4), _first(0)),  # a row of four a thread
     "sparse_attention": Rule(MatrixPlan, lambda job: MatrixPlan(16, 32 if job.bytes == 2 else 16, 8), _first(2)),  # heads, keys
     "swiglu_backward": Rule(TilePlan, lambda job: TilePlan(1024, 4), _first(0)),
-    "tiled_product": Rule(HeldPlan, tiled_product, lambda job: job.shape),
+    "tiled_product": Rule(ResidentPlan, tiled_product, lambda job: job.shape),
     "turn_heads": Rule(TilePlan, lambda job: TilePlan(job.shape[0], 4), _first(1)),
 }

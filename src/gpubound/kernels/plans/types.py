@@ -1,11 +1,9 @@
 """Launch plans: how one launch is divided into programs. Pure data and pure functions.
 
-A plan changes how fast a kernel is, and in which order it adds; never what it computes.
-Each kind says how much shared memory the compiler will ask for, what its next smaller plan is, and which plans a search tries.
+A plan changes the speed of a kernel, and the order of its sums, but not what it computes. Each kind has the shared memory that
+the compiler will ask for, and the next smaller plan.
 """
 
-from collections.abc import Iterator
-from itertools import product
 from typing import NamedTuple, Protocol, Self
 
 import torch
@@ -26,7 +24,7 @@ class Job(NamedTuple):
 
 
 def job_of(op: str, way: str, shape: tuple[int, ...], x: torch.Tensor) -> Job:
-    """The job of a launch on tensors like `x`."""
+    """Return the job of a launch on tensors like `x`."""
     return Job(op, way, shape, x.element_size(), chip(x.device))
 
 
@@ -35,16 +33,11 @@ class Plan(Protocol):
     def warps(self) -> int: ...
 
     def shared(self, job: Job) -> int:
-        """Bytes of shared memory that a program takes, but for what reductions and conversions need: at most SPARE more."""
+        """Return the shared memory of a program in bytes. Reductions and conversions need up to SPARE more."""
         ...
 
     def smaller(self) -> Self | None:
-        """The next plan that asks for less; None when this is the least."""
-        ...
-
-    @staticmethod
-    def candidates(job: Job) -> "Iterator[Plan]":
-        """The plans that a search tries: those that a GPU may run well."""
+        """Return the next plan that needs less; None if this is the smallest."""
         ...
 
 
@@ -52,21 +45,21 @@ SPARE = 4096
 
 
 def cdiv(n: int, size: int) -> int:
-    """n / size, rounded up. On the host Triton's own takes 2.0 us, and an adapted linear layer asked it 15 times."""
+    """Return n / size, rounded up. On the host Triton's own takes 2.0 us, and an adapted linear layer asked it 15 times."""
     return -(-n // size)
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two >= n."""
+    """Return the smallest power of two >= n."""
     return 1 << max(0, n - 1).bit_length()
 
 
 class RowPlan(NamedTuple):
-    """A norm's. Forward, a program visits one tile of rows, or strides; backward, a fixed crowd of programs strides over the
-    rows, and each sums its own part of the weight gradient: the same bits in every run, which atomics do not give.
+    """Plan of a norm. Forward, a program computes one tile of rows, or strides over several; backward, a fixed number of
+    programs stride over the rows, and each sums its part of the weight gradient: the same bits in every run, unlike atomics.
 
-    A program that strides waits for memory and computes by turns. `stages` above 1 makes the compiler copy that many tiles,
-    less one, into shared memory ahead of their turn, so that both go on at once.
+    A program that strides alternates between waiting for memory and computing. With `stages` above 1 the compiler prefetches
+    that many tiles, less one, into shared memory, so that both overlap.
     """
 
     rows: int  # of a tile
@@ -88,22 +81,6 @@ class RowPlan(NamedTuple):
             return self._replace(stages=self.stages - 1)
         return self._replace(rows=self.rows // 2) if self.rows > 1 else None
 
-    @staticmethod
-    def candidates(job: Job) -> "Iterator[RowPlan]":
-        """8 to 64 elements a thread and tensor: fewer leave threads without a whole 16-byte load, more spill."""
-        block = power_of_two(job.shape[0])
-        flights = ((1, ""), (2, ""), (3, ""), (4, ""), (1, "evict_first"), (3, "evict_first"))
-        for rows, warps, (stages, hint) in product((1, 2, 4, 8), (1, 2, 4, 8, 16), flights):
-            held = rows * block / (32 * warps)
-            if not block // 1024 <= warps <= max(1, block // 128) or not 8 <= held <= (32 if hint or stages == 4 else 64):
-                continue
-            if job.way == "backward":
-                yield from (RowPlan(rows, each, warps, stages, hint) for each in (1, 2, 3, 4, 6, 8) if each * warps <= 32)
-            elif stages == 1:
-                yield RowPlan(rows, 0, warps, 1, hint)
-            elif stages == 3 and not hint:
-                yield from (RowPlan(rows, each, warps, stages, hint) for each in (2, 4, 8) if each * warps <= 64)
-
 
 class TilePlan(NamedTuple):
     """Plan of a kernel whose program takes a number of elements of any shape."""
@@ -117,16 +94,6 @@ class TilePlan(NamedTuple):
 
     def smaller(self) -> "TilePlan | None":
         return self._replace(elements=self.elements // 2) if self.elements > 32 * self.warps else None
-
-    @staticmethod
-    def candidates(job: Job) -> "Iterator[TilePlan]":
-        """8 to 64 elements a thread; a loss's row of logits, a few of which are kept at a time, up to 128."""
-        most = 2 * power_of_two(job.shape[0]) if job.op == "losses" else 32768 if job.op == "group_norm" else 16384
-        hints = ("",) if job.op in ("losses", "swiglu_backward") else ("", "evict_first")
-        tiles = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-        for elements, warps, hint in product(tiles, (1, 2, 4, 8, 16), hints):
-            if elements <= most and 8 <= elements / (32 * warps) <= (128 if job.op == "losses" else 64):
-                yield TilePlan(elements, warps, hint)
 
 
 class StridePlan(NamedTuple):
@@ -150,13 +117,6 @@ class StridePlan(NamedTuple):
             return self._replace(stages=self.stages - 1)
         return self._replace(elements=self.elements // 2) if self.elements > 32 * self.warps else None
 
-    @staticmethod
-    def candidates(job: Job) -> "Iterator[StridePlan]":
-        """8 or 16 elements a thread, up to 48 warps a multiprocessor, and of one tile in flight more that wait their turn."""
-        for warps, each, held, stages in product((2, 4, 8), (2, 3, 4, 6, 8, 12, 16, 32, 64), (8, 16), (1, 2, 3)):
-            if 12 <= each * warps <= (256 if stages == 1 else 48):
-                yield from (StridePlan(32 * warps * held, each, warps, stages, hint) for hint in ("", "evict_first"))
-
 
 class MatrixPlan(NamedTuple):
     """Plan of a kernel whose program takes rows and columns of a matrix, or rows that it reads tile by tile."""
@@ -169,7 +129,7 @@ class MatrixPlan(NamedTuple):
         """Programs that share that many rows."""
         return -(-rows // self.rows)
 
-    def whole(self, rows: int, columns: int) -> bool:
+    def divides(self, rows: int, columns: int) -> bool:
         """True when no tile reaches beyond a matrix of that size."""
         return rows % self.rows == 0 and columns % self.columns == 0
 
@@ -178,23 +138,6 @@ class MatrixPlan(NamedTuple):
 
     def smaller(self) -> "MatrixPlan | None":
         return self._replace(columns=self.columns // 2) if self.columns > 32 else None
-
-    @staticmethod
-    def candidates(job: Job) -> "Iterator[MatrixPlan]":
-        """Rows of a weight, and how far along them. No program may span two of its parts, or change the head's stretches."""
-        if job.op == "quantize":
-            yield from (MatrixPlan(*plan) for plan in product((64, 128), (64, 128), (4, 8)))
-            return
-        _, columns, *parts = job.shape
-        packed = job.op == "packed_product"
-        longest = power_of_two(parts[0] if packed else columns)
-        apart = parts if len(parts) > 1 and not packed else []
-        heights = (16,) if job.way.endswith("head") else (1, 2, 4, 8, 16)
-        for height, wide, warps in product(heights, (128, 256, 512, 1024, 2048, 4096), (1, 2, 4, 8)):
-            if wide > longest or any(part % height for part in apart):
-                continue
-            if (4 if packed else 8) <= height * wide / (32 * warps) <= 128:
-                yield MatrixPlan(height, wide, warps)
 
 
 class RopePlan(NamedTuple):
@@ -208,13 +151,6 @@ class RopePlan(NamedTuple):
     def smaller(self) -> "RopePlan | None":
         return self._replace(heads=self.heads // 2) if self.heads > 1 else None
 
-    @staticmethod
-    def candidates(job: Job) -> "Iterator[RopePlan]":
-        pairs, most = job.shape
-        for heads, tokens, warps in product((2, 4, 8, 16, 32), (1, 2, 4), (1, 2, 4)):
-            if heads <= power_of_two(most) and 8 <= heads * tokens * power_of_two(pairs) / (32 * warps) <= 32:
-                yield RopePlan(heads, tokens, warps)
-
 
 class AttentionPlan(NamedTuple):
     """Plan of attention over a KV cache."""
@@ -224,24 +160,24 @@ class AttentionPlan(NamedTuple):
     warps: int
 
     def shared(self, job: Job) -> int:
-        """Tiles of keys and values ahead of their turn, by halves; q and the weights where tensor cores read them. Codes are
-        widened where they lie, those that are multiplied in fp32 (`wide`) in shared memory.
+        """Return the bytes of prefetched tiles of keys and values, by halves, and of q and the weights for tensor cores.
+
+        8-bit values that are multiplied in fp32 (`wide` is 4) are dequantised in shared memory.
         """
         *sizes, _, wide = job.shape
         group, half = (max(16, power_of_two(n)) for n in sizes)
         ahead, codes = self.stages - 1, job.bytes == 1
         tiles = 4 * self.keys * half
-        held = ahead * (tiles + 2 * self.keys * 4) + (4 * tiles if wide == 4 else 0) if codes else max(ahead, 1) * tiles * wide
-        return held + group * (2 * half + self.keys) * wide
+        if codes:
+            cache_bytes = ahead * (tiles + 2 * self.keys * 4) + (4 * tiles if wide == 4 else 0)
+        else:
+            cache_bytes = max(ahead, 1) * tiles * wide
+        return cache_bytes + group * (2 * half + self.keys) * wide
 
     def smaller(self) -> "AttentionPlan | None":
         if self.stages > 1:  # the same bits, which fewer keys would not give
             return self._replace(stages=self.stages - 1)
         return self._replace(keys=self.keys // 2) if self.keys > 16 else None
-
-    @staticmethod
-    def candidates(job: Job) -> "Iterator[AttentionPlan]":
-        return (AttentionPlan(*plan) for plan in product((32, 64, 128), (2, 3, 4), (2, 4, 8)))
 
 
 class WalkPlan(NamedTuple):
@@ -263,12 +199,6 @@ class WalkPlan(NamedTuple):
         if self.other > 16:
             return self._replace(other=self.other // 2)
         return self._replace(own=self.own // 2) if self.own > 16 else None
-
-    @staticmethod
-    def candidates(job: Job) -> "Iterator[WalkPlan]":
-        for own, other, stages, warps in product((64, 128), (32, 64, 128), (2, 3, 4), (4, 8)):
-            if own * other <= 8192 * warps // 4:  # a tile of scores is at most 64 registers a thread
-                yield WalkPlan(own, other, stages, warps)
 
 
 class ProductPlan(NamedTuple):
@@ -297,16 +227,22 @@ class ProductPlan(NamedTuple):
             return self._replace(columns=self.columns // 2, parts=1)
         return self._replace(rows=self.rows // 2) if self.rows > 16 else None
 
-    @staticmethod
-    def candidates(job: Job) -> "Iterator[ProductPlan]":
-        rank = job.shape[2]
-        if job.way in ("described", "pointers"):
-            for plan in product((64, 128), (64, 128, 256), (64, 128), (4, 8), (3, 4), (1, 2)):
-                yield ProductPlan(*plan)
-        elif job.way == "up":
-            for rows, columns, warps in product((32, 64, 128), (64, 128, 256), (4, 8)):
-                yield ProductPlan(rows, columns, rank, warps, 1)
-        else:  # the rank is the width of the result
-            shared = (1, 2, 4, 8) if job.way == "gradients" else (1,)
-            for rows, depth, warps, stages, splits in product((16, 32, 64, 128), (64, 128, 256), (4, 8), (2, 3, 4), shared):
-                yield ProductPlan(rows, rank, depth, warps, stages, 1, splits)
+
+class ResidentPlan(NamedTuple):
+    rows: int  # of weights, a program's
+    columns: int  # of a slice, divided evenly among the warps
+    warps: int
+    resident: int  # slices of weights that a program asks for before it waits
+    ahead: int  # slices of x on their way
+
+    def shared(self, job: Job) -> int:
+        """Tensor cores read from there: the slices that are held, and twice one of x, as it comes and turned."""
+        _, _, tall = job.shape
+        return job.bytes * self.columns * (self.resident * self.rows + 2 * tall)
+
+    def smaller(self) -> "ResidentPlan | None":
+        if self.resident > 1:
+            return self._replace(resident=self.resident - 1)
+        if self.columns > 16 * self.warps:
+            return self._replace(columns=self.columns // 2)
+        return self._replace(rows=self.rows // 2) if self.rows > 16 else None

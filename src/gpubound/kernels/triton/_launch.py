@@ -7,7 +7,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from ...device import interpreted
-from ..dependent_launch import chain_mode
+from ..decode_product import chain_mode
 from ..plans import Job, plan_for, plan_traced, step_down
 from ..plans.types import MatrixPlan
 
@@ -30,15 +30,16 @@ def launch(job: Job, run: Callable[[Any], Result]) -> Result:
 
 
 def launch_product(
-    kernel: Any, job: Job, reach: int, across: int, dependent: int, *arguments: Any, height: int | None = None, **constants: Any
-) -> None:
-    """Launch a kernel whose programs each own some rows of a weight, and walk along all of their `reach` elements or words.
+    kernel: Any, job: Job, length: int, across: int, dependent: int, *arguments: Any, height: int | None = None,
+    **constants: Any,
+) -> None:  # fmt: skip
+    """Launch a kernel whose programs each own some rows of a weight, and loop over all of their `length` elements or words.
 
-    None among its arguments is a tensor that this form of the kernel does not read: the first stands in for it.
+    An argument that is None is a tensor that this variant of the kernel does not read: the first one is passed instead.
 
-    across   programs for each stretch of rows. Kernels over packed weights (KIND) have them in front
-    height   the rows of a program, where they are not the plan's to choose
-    ahead    among the constants: programs in front of all others, which do something else
+    across   number of programs for each range of rows. Kernels of packed weights (KIND) have them as the first grid dimension
+    height   rows of a program, where the plan does not choose them
+    ahead    in `constants`: number of programs in front of all others, with another task
     """
     rows, args = job.shape[0], [arguments[0] if argument is None else argument for argument in arguments]
 
@@ -46,7 +47,7 @@ def launch_product(
         plan = plan if height is None else plan._replace(rows=height)
         along = plan.along(rows)
         kernel[(across, along) if "KIND" in constants else (along + constants.get("ahead", 0), across)](
-            *args, **constants, K=job.shape[1], R=plan.rows, C=plan.columns, WHOLE=plan.whole(rows, reach),
+            *args, **constants, K=job.shape[1], R=plan.rows, C=plan.columns, WHOLE=plan.divides(rows, length),
             **options(plan.warps, dependent),
         )  # fmt: skip
 

@@ -1,10 +1,13 @@
-"""A frozen product with an adapter in it (lora.py): h bᵀ is added to a tile before it is stored, so y is not read again.
+"""Frozen product with a low-rank adapter (lora.py): h bᵀ is added to a tile before it is stored, so y is not read again.
 
-Its tiles come in by the copy engine of Hopper (TMA, tensor descriptors) or through pointers.
+Tiles are loaded by the copy engine of Hopper (TMA, tensor descriptors) or through pointers. The functions that all kernels of
+adapters share are here, too: tiles, a dropout whose mask is recomputed, and blocks of columns.
 """
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
 import torch
 import triton
@@ -13,17 +16,107 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...device import interpreted
-from ..adapter_routing import OwnRanks
-from ..hash_dropout import Drop
-from ..plans import cdiv, job_of
+from ..lora_arguments import Drop, OwnRanks, threshold
+from ..plans import cdiv, job_of, power_of_two
 from ..plans.types import ProductPlan
 from ._launch import launch
-from ._lora_tiles import _arithmetic, _block, _dot, _edges, _ranks, _rows, _tile, _within
+
+RANKS = 128  # of a tile
+
+
+@triton.jit
+def _hash(i, first, second):
+    """kernels/lora.py: _hash"""
+    i = i + first
+    i = (i ^ (i >> 16)) * 0x21F0AAAD + second
+    i = (i ^ (i >> 15)) * 0x735A2D97
+    return i ^ (i >> 15)
+
+
+@triton.jit
+def _keys(seed_ptr, site):
+    seed = tl.load(seed_ptr)
+    low, high = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    first = _hash(low, site.to(tl.uint32), 0)
+    return first, _hash(high, first, 0)
+
+
+@triton.jit
+def _kept(row, column, columns, first, second, limit):
+    """Return which elements of a tile the dropout keeps."""
+    i = row.to(tl.uint32)[:, None] * columns + column.to(tl.uint32)[None]
+    return (_hash(i, first, second) >> 1).to(tl.int32) >= limit
+
+
+@triton.jit
+def _dot(a, b, total, PRECISION: tl.constexpr, WIDE: tl.constexpr):
+    """total + a b, the second factor rounded to the dtype of the first."""
+    if WIDE:  # the interpreter multiplies bf16 as if its bits were integers
+        return tl.dot(a.to(tl.float32), b.to(a.dtype).to(tl.float32), total, input_precision=PRECISION)
+    return tl.dot(a, b.to(a.dtype), total, input_precision=PRECISION)
+
+
+@triton.jit
+def _tile(ptr, row, column, rows, columns, along_row, along_column):
+    """Elements of a matrix at `row` and `column`, 0 beyond its `rows` and `columns`; the strides lead from one to the next."""
+    at = ptr + row.to(tl.int64)[:, None] * along_row + column[None] * along_column
+    return tl.load(at, mask=(row < rows)[:, None] & (column < columns)[None], other=0.0)
+
+
+@triton.jit
+def _block(column, middle, last):
+    """Return the number of the block, of up to three, that has the column. They begin at 0, `middle` and `last`."""
+    return (column >= middle).to(tl.int32) + (column >= last).to(tl.int32)
+
+
+def _dense(t: Tensor) -> Tensor:
+    """A matrix whose rows a kernel can read: neighbours in memory."""
+    return t if t.stride(1) == 1 else t.contiguous()
+
+
+def _masked(drop: Drop | None) -> tuple[Tensor | None, int, int]:
+    return (None, 0, 0) if drop is None else (drop.seed, drop.site, threshold(drop.p))
+
+
+def _upscale(drop: Drop | None) -> float:
+    return 1.0 if drop is None else 1 / (1 - drop.p)
+
+
+def _arithmetic() -> dict[str, Any]:
+    return {"PRECISION": _fp32_precision(), "WIDE": interpreted()}
+
+
+def _fp32_precision() -> str:
+    """Return the precision of torch's own fp32 products."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"  # type: ignore[attr-defined]
+
+
+def _ranks(rank: int) -> int:
+    return min(RANKS, max(16, power_of_two(rank)))
+
+
+def _rows(count: int) -> int:
+    """For plans: a step's number of tokens, which differs a little from step to step."""
+    return -(-count // 256) * 256
+
+
+def _edges(blocks: Sequence[int] | None, columns: int) -> tuple[int, int]:
+    """Return the first columns of the second and third block: the number of columns if there is none."""
+    starts = [0, *accumulate(blocks or ())][1:-1]
+    return tuple((*starts, columns, columns)[:2])  # type: ignore[return-value]
+
+
+def _within(width: int, blocks: Sequence[int] | None) -> int:
+    """At most `width` columns, so that no tile of them spans two blocks."""
+    while any(size % width for size in (blocks or ())[:-1]):
+        width //= 2
+    return width
+
 
 # Of the product by descriptors, at most: three tiles in flight and 128 x 256 sums take 229,416 of Hopper's 232,448 bytes then,
 # and 344,064 for 130.
 PRODUCT_RANKS = 64
-# Ranks up to which the product takes an fp32 b as it is. Tiles of 64 do not fit with three tiles in flight: the compiler asks
+# Ranks up to which the product takes an fp32 b unrounded. Tiles of 64 do not fit with three tiles in flight: the compiler asks
 # for 262,184 bytes then.
 FP32_RANKS = 32
 TILES = 16, 32, 64  # ranks of an adapter that a tile can take alone
@@ -116,8 +209,8 @@ def _way(x: Tensor, weight: Tensor, rank: int, drop: Drop | None, blocks: Sequen
     for Hopper: compiled for 10.0, Triton 3.9 ends in "PassManager::run failed".
     """
     (rows, inputs), outputs = x.shape, weight.shape[0]
-    narrow = _within(NARROWEST, blocks) < NARROWEST
-    if drop is not None or narrow or (x.dtype == torch.float32 and not interpreted()):
+    too_narrow = _within(NARROWEST, blocks) < NARROWEST
+    if drop is not None or too_narrow or (x.dtype == torch.float32 and not interpreted()):
         return None
     if (
         job_of("lora", "", (), x).chip.capability == 90
@@ -135,7 +228,7 @@ def _fit(rows: OwnRanks | None, tokens: int) -> OwnRanks | None:
     return rows if rows is not None and rows.ranks in TILES and tokens // len(rows.ids) % LOWEST == 0 else None
 
 
-def _taken(rank: int, own: OwnRanks | None) -> int:
+def _tile_rank(rank: int, own: OwnRanks | None) -> int:
     """Ranks that a tile takes."""
     return rank if own is None else rank // own.adapters
 
@@ -147,7 +240,7 @@ def _product(
     """`own` is what `_fit` gives."""
     (rows, inputs), outputs, rank = x.shape, weight.shape[0], b.shape[1]
     y = torch.empty(rows, outputs, device=x.device, dtype=x.dtype)
-    along, b_along, ranks = _along(weight), _along(b), min(PRODUCT_RANKS, _ranks(_taken(rank, own)))
+    along, b_along, ranks = _along(weight), _along(b), min(PRODUCT_RANKS, _ranks(_tile_rank(rank, own)))
     # A tile that the copy engine takes begins at a multiple of 16 bytes, that of a block of h at rank: else the GPU stops with
     # "an illegal instruction".
     even = not blocks or rank * h.element_size() % 16 == 0

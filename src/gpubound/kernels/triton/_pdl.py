@@ -1,24 +1,25 @@
-"""Functions shared by the kernels of a decoding step: dependent launch, and how they read x and weights.
+"""Functions shared by the kernels of a decoding step: programmatic dependent launch (PDL), and loads of x and of weights.
 
-Dependent launch (`dependent`): a kernel starts while the one before still runs and asks for its first weights, which depend on
-nothing, before it waits for x. An EARLY kernel lets its own successor in at once, so that the weights of later kernels stream
-in behind; a LATE one when it has its own weights, because where a weight keeps the GPU busy, successors only take its room; a
-FENCE behind its wait.
+PDL (`dependent`): a kernel starts while its predecessor still runs and requests its first weights, which depend on no kernel,
+before it waits for x. An EARLY kernel lets its successor start at once, so that the weights of later kernels stream early; a
+LATE one after it has loaded its own weights, because where a weight keeps the GPU busy, successors only take its room; a FENCE
+after its wait.
 
-What may be read before the wait. A wait ends when the launch before has ended, and all before that one. A launch begins when
-every program of the one before has let it in or ended, which says nothing of older ones: where all are EARLY, several run at
-once. But who lets its successor in behind its wait (FENCE, LATE, and a plain launch, which lets nobody in) has seen everything
-before it end. So behind such a fence, however many launches later, what was written before the fence may be read at once:
+Reads before the wait. A wait ends when the previous launch, and all launches before it, have ended. A launch begins when every
+program of its predecessor has triggered it or ended, which implies nothing about older launches: where all are EARLY, several
+run at once. But a kernel that triggers its successor after its wait (FENCE, LATE, and a plain launch, which triggers none) has
+seen all kernels before it end. So after such a fence, however many launches later, data written before the fence may be read
+without a wait:
 
 weights, norms, tables      in every kernel: no step writes them
-position, old keys, pages   in attention: the choice before wrote them; the q k v product of a span's first layer is the fence
-sums of hc_write            the one before wrote them; the turn of heads and routed_gate_up are fences
-the streams of a mailed one likewise
-x of an AHEAD product       where a fence stands between it and who wrote x: the shared expert's down, behind routed_gate_up
-ids of a down product       the choice of experts stands before routed_gate_up, which is a fence
-x, qkv, gated, the new key  never: the launch before, or the one before that, writes them
+position, old keys, pages   in attention: written by the previous token choice; the q k v product of the first layer is a fence
+sums of hc_write            written by the previous hc_write; turn_heads and routed_gate_up are fences
+the exchanged streams       likewise
+x of an AHEAD product       if a fence is between it and the writer of x: the shared expert's down, after routed_gate_up
+ids of a down product       written by the choice of experts before routed_gate_up, which is a fence
+x, qkv, gated, the new key  never: written by the previous launch, or the one before that
 
-All writes stand behind the wait: launches that still run may read what was there.
+All writes come after the wait: launches that still run may read the old values.
 """
 
 import triton
@@ -51,7 +52,7 @@ def _wait(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def _tile(w_ptr, row, col, rows, columns, K: tl.constexpr, WHOLE: tl.constexpr):
-    """A tile of a weight of row length K: `rows` and `columns` of it are left from w_ptr on. WHOLE: the tile lies inside."""
+    """A tile of a weight of row length K: `rows` and `columns` of it are left from w_ptr on. WHOLE: no mask is needed."""
     at = w_ptr + row[:, None] * K + col[None]
     if WHOLE:
         return tl.load(at)
@@ -67,7 +68,7 @@ def _row(x_ptr, col, K: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _fresh_row(x_ptr, col, K: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Past the L1 where it is read before the wait: what empties the L1 is a wait on this multiprocessor."""
+    """Bypass the L1 before the wait: only a wait on this multiprocessor invalidates the L1."""
     if DEPENDENT != BEFORE:
         return _row(x_ptr, col, K, EVEN)
     return tl.load(x_ptr + col, mask=col < K, other=0.0, cache_modifier=".cg").to(tl.float32)

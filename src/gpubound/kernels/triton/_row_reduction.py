@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..accumulate import deliver, main_gradient, opens
+from ..accumulate import aside, deliver, main_gradient, opens
 from ..plans.types import RowPlan, cdiv, job_of, power_of_two
-from ..side_stream import aside
 from ._launch import launch
 
 ROWS = 64  # of parts, at a time; masked where there are fewer, so that few programs and many are one compiled kernel
@@ -59,12 +58,12 @@ def walk(
 
     def run(plan: RowPlan) -> list[Tensor]:
         grid = plan.grid(rows, job)
-        made = [torch.empty(*grid, *shape, device=x.device, dtype=torch.float32) for shape in own]
+        buffers = [torch.empty(*grid, *shape, device=x.device, dtype=torch.float32) for shape in own]
         kernel[grid](
-            *tensors, *made, rows=rows, COLS=cols, BLOCK=power_of_two(cols), ROWS=plan.rows, STAGES=plan.stages, HINT=plan.hint,
-            **constants, num_warps=plan.warps,
+            *tensors, *buffers, rows=rows, COLS=cols, BLOCK=power_of_two(cols), ROWS=plan.rows, STAGES=plan.stages,
+            HINT=plan.hint, **constants, num_warps=plan.warps,
         )  # fmt: skip
-        return made
+        return buffers
 
     return launch(job, run)
 
@@ -82,7 +81,7 @@ def _norm_sums_kernel(parts_ptr, numbers_ptr, first_ptr, second_ptr, number_ptr,
                       ROWS: tl.constexpr):  # fmt: skip
     """first and second: the sums of each of their columns. number: of numbers_ptr, one a program, if NUMBER.
 
-    Each is added to what stands there if its `add` is not 0. A step's first micro-batch writes and the others add: as constants
+    Each is added to the output if its `add` is not 0. A step's first micro-batch writes and the others add: as constants
     they would be two compilations.
     """
     which = tl.program_id(1)
@@ -117,8 +116,11 @@ def deliver_parts(
     mains = [main_gradient(owner) for owner in owners]
     # The kernel may not write while dynamo traces, nor into an accumulator of other strides.
     if torch.compiler.is_compiling() or not all(main is None or main.is_contiguous() for main in mains):
-        wide = [*parts.sum(0).unbind(0), *([] if numbers is None or number is None else [numbers.sum().view(number.shape)])]
-        return tuple(deliver(owner, gradient) for owner, gradient in zip(owners, wide))
+        gradients = [
+            *parts.sum(0).unbind(0),
+            *([] if numbers is None or number is None else [numbers.sum().view(number.shape)]),
+        ]
+        return tuple(deliver(owner, gradient) for owner, gradient in zip(owners, gradients))
     outs = [torch.empty(t.shape, device=t.device, dtype=t.dtype) if main is None else main for t, main in zip(owners, mains)]
     adds = [main is not None and not opens([owner]) for main, owner in zip(mains, owners)]
     block = min(power_of_two(cols), COLUMNS)

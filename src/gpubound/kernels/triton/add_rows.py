@@ -1,11 +1,11 @@
-"""Rows added into a table at ids that may come more than once: the gradient of a lookup. One sort, then one pass.
+"""Rows added into a table at ids that may repeat: the gradient of a lookup. One sort, then one pass.
 
-Sorted, equal ids lie together. The program at the first of a run sums the run's rows, in their order, and adds them to the
-table's row; all others return at once. So the bits are the same in every run, and what nobody looked up is not touched: torch
-writes a dense table of gradients (0.5 GB at 1b) and adds that.
+Sorted, equal ids are adjacent. The program at the first of a run sums the run's rows, in their order, and adds them to the
+table's row; all others return at once. So the bits are the same in every run, and rows that were not looked up are not touched:
+torch writes a dense table of gradients (0.5 GB at 1b) and adds that.
 
-What is sorted are keys of 32 bits, half as many passes as 64 take. An id that the table does not have gets the lowest key, so
-that one look at the first of them tells every program of it, and one that is left out gets the highest.
+The sorted keys have 32 bits, which takes half the passes of 64. An id outside the table gets the lowest key, so that every
+program sees it in the first key, and an ignored id gets the highest.
 """
 
 import torch

@@ -1,9 +1,11 @@
-"""The products of one decoding step, a token a row: memory-bound, one pass over the weights, everything else inside.
+"""Products of one decoding step, a token a row: memory-bound, one pass over the weights, everything else fused.
 
 A program owns some rows of a weight and all of the columns; each row of x is multiplied by the same code in the same order,
-whatever the number of rows, so that a sequence decodes to the same bits alone and in a batch. The norm rides along: its sum of
-squares is taken from the x that the product reads, and its factor applied to the sum. GAIN is the norm's offset, or None where
-there is no norm.
+whatever the number of rows, so that a sequence decodes to the same bits alone and in a batch. The norm is fused: its sum of
+squares is computed from the x that the product reads, and its factor applied to the sum. GAIN is the norm's offset, or None
+without a norm.
+
+Norms that are fused into no product have a program for each row, which holds the whole row.
 """
 
 from typing import Any
@@ -17,11 +19,11 @@ from ..decode_adapters import StepAdapters
 from ..decode_product import Norm
 from ..peer_exchange import Mail
 from ..plans import ADAPTED, job_of, power_of_two
-from ._adapters import _added, _asked, _down, _empty, _up, launched
-from ._launch import bump_versions, launch_product
+from ._launch import bump_versions, launch_product, options
 from ._math import capped
 from ._pdl import _begin, _end, _gained, _products, _row, _tile, _wait
-from ._peer_exchange import SCALARS, _addresses, _send, _stamp, mailed
+from .decode_adapters import _adapter_arguments, _added, _asked, _down, _empty, _up
+from .peer_exchange import SCALARS, _addresses, _mail_arguments, _send, _stamp
 
 
 @triton.jit
@@ -236,7 +238,7 @@ def norm_product(
     launch_product(
         _norm_product_kernel, job_of("product", _way(use, adapters), (rows, width, *parts), weight), width, 1, dependent, x,
         norm_weight, weight, k, v, bias, k_bias, v_bias, out, best, arg, eps, q_rows, k_rows, rows, height=height, B=len(x),
-        BIAS=bias is not None, BEST=best is not None, GAIN=gain, CAP=cap, **launched(adapters, len(x), width),
+        BIAS=bias is not None, BEST=best is not None, GAIN=gain, CAP=cap, **_adapter_arguments(adapters, len(x), width),
     )  # fmt: skip
     bump_versions(out, best, arg)
     return out, best, arg
@@ -252,7 +254,7 @@ def norm_gate_up(
     launch_product(
         _norm_gate_up_kernel, job_of("product", _way("gate_up", adapters), (rows, width, rows), gate), width, 1, dependent, x,
         norm_weight, gate, up, gate_bias, up_bias, out, eps, rows, B=len(x), BIAS=gate_bias is not None, GAIN=gain,
-        ACTIVATION=activation, **launched(adapters, len(x), width),
+        ACTIVATION=activation, **_adapter_arguments(adapters, len(x), width),
     )  # fmt: skip
     bump_versions(out)
     return out
@@ -262,7 +264,7 @@ def norm_gate_up(
 def add_product(
     h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, adapters: StepAdapters | None = None
 ) -> Tensor:
-    more = launched(adapters, len(h), weight.shape[1]) | mailed(None)
+    more = _adapter_arguments(adapters, len(h), weight.shape[1]) | _mail_arguments(None)
     _launch_add(_way("add", adapters), h, weight, bias, x, dependent, **more)
     bump_versions(x)
     return x
@@ -270,7 +272,8 @@ def add_product(
 
 @torch.no_grad()
 def send_product(h: Tensor, weight: Tensor, bias: Tensor | None, mail: Mail, dependent: int = 0) -> tuple[Tensor, ...]:
-    _launch_add("add", h, weight, bias, None, dependent, **launched(None, len(h), weight.shape[1]), **mailed(mail))
+    adapters = _adapter_arguments(None, len(h), weight.shape[1])
+    _launch_add("add", h, weight, bias, None, dependent, **adapters, **_mail_arguments(mail))
     bump_versions(*mail.boxes)
     return mail.boxes
 
@@ -283,3 +286,53 @@ def _launch_add(
         _add_product_kernel, job_of("product", way, (rows, width, rows), weight), width, 1, dependent, h, weight,
         bias, x, rows, B=len(h), BIAS=bias is not None, **more,
     )  # fmt: skip
+
+
+@triton.jit
+def _norm_rows_kernel(x_ptr, norm_ptr, out_ptr, eps, K: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr,
+                      DEPENDENT: tl.constexpr):  # fmt: skip
+    _begin(DEPENDENT)
+    col = tl.arange(0, C)
+    row = tl.program_id(0) * K
+    gain = _gained(1.0, norm_ptr, col, K, False, GAIN)
+    _wait(DEPENDENT)
+    x = tl.load(x_ptr + row + col, mask=col < K, other=0.0)
+    _end(DEPENDENT)
+    y = x / tl.sqrt(tl.sum(x * x, 0) / K + eps) * gain
+    tl.store(out_ptr + row + col, y.to(out_ptr.dtype.element_ty), mask=col < K)
+
+
+@triton.jit
+def _add_norm_kernel(y_ptr, norm_ptr, x_ptr, eps, K: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr,
+                     DEPENDENT: tl.constexpr):  # fmt: skip
+    _begin(DEPENDENT)
+    col = tl.arange(0, C)
+    at, in_range = tl.program_id(0) * K + col, col < K
+    gain = _gained(1.0, norm_ptr, col, K, False, GAIN)
+    _wait(DEPENDENT)
+    x, y = tl.load(x_ptr + at, mask=in_range, other=0.0), tl.load(y_ptr + at, mask=in_range, other=0.0)
+    _end(DEPENDENT)
+    tl.store(x_ptr + at, x + y / tl.sqrt(tl.sum(y * y, 0) / K + eps) * gain, mask=in_range)
+    tl.store(y_ptr + at, tl.zeros([C], tl.float32), mask=in_range)
+
+
+@torch.no_grad()
+def norm_rows(x: Tensor, norm: Norm, out: Tensor, dependent: int = 0) -> Tensor:
+    weight, eps, offset = norm
+    block = power_of_two(x.shape[1])
+    _norm_rows_kernel[(x.shape[0],)](x, weight, out, eps, x.shape[1], block, offset, **options(_warps(block), dependent))
+    bump_versions(out)
+    return out
+
+
+@torch.no_grad()
+def add_norm(y: Tensor, norm: Norm, x: Tensor, dependent: int = 0) -> Tensor:
+    weight, eps, offset = norm
+    block = power_of_two(x.shape[1])
+    _add_norm_kernel[(x.shape[0],)](y, weight, x, eps, x.shape[1], block, offset, **options(_warps(block), dependent))
+    bump_versions(y, x)
+    return x
+
+
+def _warps(block: int) -> int:
+    return max(1, min(8, block // 512))

@@ -201,11 +201,11 @@ class Tiling(NamedTuple):
     programs: int
 
 
-def _tiling(rows: int, per_group: int, places: int, elements: int) -> Tiling:
+def _tiling(rows: int, per_group: int, positions: int, elements: int) -> Tiling:
     """For `rows` groups in all and tiles of at most `elements`, each side a power of two."""
-    along = min(power_of_two(places), elements)
+    along = min(power_of_two(positions), elements)
     channels = min(power_of_two(per_group), elements // along)
-    across = cdiv(places, along)
+    across = cdiv(positions, along)
     tiles = cdiv(per_group, channels) * across
     groups = min(power_of_two(rows), elements // (along * channels)) if tiles == 1 else 1
     return Tiling((groups, channels, along), across, tiles, cdiv(rows, groups) * tiles)
@@ -214,23 +214,23 @@ def _tiling(rows: int, per_group: int, places: int, elements: int) -> Tiling:
 def _launch(kernel: Any, way: str, x: Tensor, groups: int, tensors: tuple[Tensor, ...], **constants: Any) -> Tensor:
     """Launch a kernel over the tiles of x: (N · runs of places, 2, C), each run's sums, empty unless SUMS are wanted."""
     samples, channels = x.shape[:2]
-    places, per_group, rows = prod(x.shape[2:]), channels // groups, samples * groups
+    positions, per_group, rows = prod(x.shape[2:]), channels // groups, samples * groups
 
     def run(plan: TilePlan) -> Tensor:
-        cut = _tiling(rows, per_group, places, plan.elements)
+        cut = _tiling(rows, per_group, positions, plan.elements)
         steps = [at_once] if cut.tiles == 1 else [sums_alone, the_rest] if constants.get("DX", True) else [sums_alone]
         parts = torch.empty(rows if len(steps) == 2 else 0, cut.tiles, 2, device=x.device, dtype=torch.float32)
         runs = samples * cut.across if constants.get("SUMS") else 0
         sums = torch.empty(runs, 2, channels, device=x.device, dtype=torch.float32)
         for step in steps:
             kernel[(cut.programs,)](
-                *tensors, *((sums,) if way == "backward" else ()), parts, rows, places, cut.tiles, cut.across, STEP=step,
+                *tensors, *((sums,) if way == "backward" else ()), parts, rows, positions, cut.tiles, cut.across, STEP=step,
                 GROUPS=groups, PER_GROUP=per_group, G=cut.shape[0], CH=cut.shape[1], PL=cut.shape[2],
                 TILES=power_of_two(cut.tiles) if step == the_rest else 1, HINT=plan.hint, **constants, num_warps=plan.warps,
             )  # fmt: skip
         return sums
 
-    return launch(job_of("group_norm", way, (per_group, places), x), run)
+    return launch(job_of("group_norm", way, (per_group, positions), x), run)
 
 
 class _GroupNorm(torch.autograd.Function):

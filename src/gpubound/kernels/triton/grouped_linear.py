@@ -75,8 +75,8 @@ class _GroupedLinear(torch.autograd.Function):
             with torch.enable_grad():
                 own = [t.detach().requires_grad_(need) for t, need in zip((x, weight), needed)]
                 wanted = [t for t, need in zip(own, needed) if need]
-                found = iter(torch.autograd.grad(grouped_linear_reference(*own, ids), wanted, dy))
-            return *(next(found) if need else None for need in needed), None
+                gradients = iter(torch.autograd.grad(grouped_linear_reference(*own, ids), wanted, dy))
+            return *(next(gradients) if need else None for need in needed), None
         order, back, ends = by_group(ids.clamp(0, len(weight) - 1), len(weight))
         dy = torch.where(_known(ids, weight), dy, 0.0).to(weight.dtype).flatten(0, 1).index_select(0, order)
         dx = dw = None

@@ -1,8 +1,8 @@
 """Dequantisation of NF4: bound by memory, half a byte read and two written a number.
 
-The sixteen numbers of the code lie in one line of the L1, in sixteen banks: a warp's look-up is one load. A product cannot take
-them from there as it multiplies without doing it again for every tile of x, so from some hundred tokens on, writing them first
-and leaving the product to cuBLAS is the shorter way.
+The sixteen values of the code are in one line of the L1, in sixteen banks: a warp's look-up is one load. A fused product would
+repeat the look-up for every tile of x, so from some hundred tokens on it is faster to write the weights and multiply by
+cuBLAS.
 """
 
 import torch

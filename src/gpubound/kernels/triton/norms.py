@@ -6,7 +6,7 @@ normed row and g = dy · weight,
     RMSNorm        dx = rstd · (g − x̂ · mean(g · x̂))              dweight = Σ_rows dy · x̂
     LayerNorm      dx = rstd · (g − mean(g) − x̂ · mean(g · x̂))    dweight = Σ_rows dy · x̂         dbias = Σ_rows dy
 
-What nobody asked for is not computed: a frozen weight costs no sums (LoRA), an input without a gradient no store.
+Only the required gradients are computed: a frozen weight costs no sums (LoRA), an input without a gradient no store.
 """
 
 from math import prod
@@ -80,7 +80,7 @@ def _norm_backward_kernel(dy_ptr, ds_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_p
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
         x_hat = (x - mean if CENTRE else x) * rstd
         if DX:
-            g = dy  # 0 where masked, so the sums below need no mask although x_hat may not be 0 there
+            g = dy  # 0 where masked, so the sums below need no mask although x_hat is not 0 there in general
             if WEIGHT:
                 g = dy * w[None]
             if CENTRE:

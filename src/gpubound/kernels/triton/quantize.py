@@ -1,10 +1,11 @@
-"""16-bit values rounded to 8, row-major and transposed in one pass; also what SwiGLU and its backward give, never stored in 16.
-Rows over a scale of their own, a program each, which holds its row; and bytes transposed.
+"""Quantisation of 16-bit values to 8 bits, row-major and transposed in one pass, and with a scale for each row.
+
+The results of SwiGLU and of its backward are quantised without being stored in 16 bits. Bytes are transposed here, too.
 
 Hopper multiplies 8-bit matrices only along the rows of both, so a value that is summed over once along its row (forward, or the
 input's gradient) and once along its column (the weight's gradient) is needed in both layouts. A tile is rounded in registers
 and stored twice, the second time through shared memory. The scale is known beforehand, so nothing is read twice; the largest
-magnitude is noted for the next scale. A program looks before it asks for the maximum: of 16,384 tiles a few dozen raise it.
+magnitude is kept for the next scale. A program reads the maximum before an atomic update: of 16,384 tiles a few dozen raise it.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,11 @@
-"""The products of one decoding step over packed weights: of whole weights, and of a sparse MLP's experts (sums in _packed.py).
+"""Products of one decoding step with packed weights: of linear layers, and of a sparse MLP's experts (sums in _packed.py).
 
-A program takes two rows of x at once, or one; of more, each pair is others' work, beside it, so that they share the L2's copy
-of the weight. Launches depend on each other in the same modes as in decode_product.py.
+A program multiplies two rows of x at once, or one; further pairs are computed by concurrent programs, so that they share the
+L2's copy of the weight. The PDL modes are those of decode_product.py.
 
-Of experts, a program multiplies one row of x by some rows of one expert, whose number it reads on the device; so a row gets the
-same bits alone and in a batch. Gate and up are two sums of one program, over x that is then in the L1. Launches depend on each
-other as in experts.py, but `add_routed` reads no words before the wait.
+For experts, a program multiplies one row of x by some rows of one expert, whose number it reads on the device; so a row gets
+the same bits alone and in a batch. Gate and up are two sums of one program, over x that is then in the L1. The PDL modes are
+those of experts.py, but `add_routed` reads no words before the wait.
 """
 
 from typing import Any
@@ -193,11 +193,11 @@ def _routed_down_kernel(h_ptr, w_ptr, scale_ptr, ids_ptr, weights_ptr, out_ptr, 
     tl.store(out_ptr + pair * rows + row, sums[0] * weight, mask=row < rows)
 
 
-def _multiply(kernel: Any, use: str, weight: Packed, rows: int, across: int, dependent: int, *given: Any, **named: Any) -> None:
-    """Launch a kernel over the weight, `across` programs for each stretch of `rows` of it."""
+def _multiply(kernel: Any, use: str, weight: Packed, rows: int, across: int, dependent: int, *args: Any, **named: Any) -> None:
+    """Launch a kernel over the weight, `across` programs for each range of `rows` of it."""
     words = weight.words.shape[1]
     job = job_of("packed_product", f"{weight.kind} {use}", (rows, weight.columns, words), weight.words)
-    launch_product(kernel, job, words, across, dependent, *given, KIND=weight.kind, **named)
+    launch_product(kernel, job, words, across, dependent, *args, KIND=weight.kind, **named)
 
 
 def _at_once(x: Tensor) -> int:

@@ -1,10 +1,10 @@
-"""The products of one decoding step for several rows (kernels/tiled_product.py): all rows of x at once, by tensor cores.
+"""Products of one decoding step for several rows (kernels/tiled_product.py): all rows of x at once, on tensor cores.
 
-A program owns some rows of a weight, as in decode_product.py, and asks for the first slices of them before it waits for x. Its
-warps lie along the columns, each with a stretch of its own, and add up what they found at the end: few rows of a weight and few
-of x are one small product, which all warps would make again.
+A program owns some rows of a weight, as in decode_product.py, and requests the first slices of them before it waits for x. Its
+warps are placed along the columns, each with a separate range, and add their sums at the end: few rows of a weight and few of x
+are one small product, which all warps would repeat otherwise.
 
-Legend: S stretches, R rows of the weight, C columns of a stretch, B rows of x, TB of a tile; a slice is S C columns.
+Legend: S ranges, R rows of the weight, C columns of a range, B rows of x, TB of a tile; a slice is S C columns.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from ...device import interpreted
 from ..decode_product import Norm
 from ..plans import job_of, power_of_two
-from ..plans.tensorcore import HeldPlan
+from ..plans.types import ResidentPlan
 from ._launch import bump_versions, launch, options
 from ._pdl import _begin, _end, _wait
 from .decode_product import _gated, _norm_parts
@@ -210,9 +210,9 @@ def _launch(kernel: Any, weight: Tensor, x: Tensor, rows: int, dependent: int, *
     tall = max(ROWS, power_of_two(count))
     args = [arguments[0] if argument is None else argument for argument in arguments]
 
-    def run(plan: HeldPlan) -> None:
+    def run(plan: ResidentPlan) -> None:
         kernel[(-(-rows // plan.rows),)](
-            *args, count, TB=tall, K=width, S=plan.warps, R=plan.rows, C=plan.columns // plan.warps, HELD=plan.held,
+            *args, count, TB=tall, K=width, S=plan.warps, R=plan.rows, C=plan.columns // plan.warps, HELD=plan.resident,
             AHEAD=plan.ahead, WHOLE=rows % plan.rows == 0 and width % plan.columns == 0, WIDE=interpreted(), **constants,
             **options(plan.warps, dependent),
         )  # fmt: skip

@@ -247,49 +247,18 @@ def test_second_derivatives_are_refused(device):
 
 
 WRONG = {
-    "variant": (
-        lambda: Curve(variant="logistic"),
-        "Curve: learned must be names in a tuple and variant one of sigmoid, tanh, gompertz, free, got () and 'logistic'.",
-    ),
-    "unknown": (
-        lambda: Curve(("nu", "slope")),
-        "Curve: learned must name each once, some of nu, k, m, beta, temperature, gain, bias, scale, shift, got nu, slope.",
-    ),
-    "stretch": (
-        lambda: Curve(("k", "nu", "temperature")),
-        "Curve: at most one of k, scale, temperature can be learned, got k and temperature: each of them stretches x; "
-        "keep one in learned.",
-    ),
-    "move": (
-        lambda: Curve(("m", "shift"), tail=True),
-        "Curve: at most one of m, shift, beta can be learned, got m and shift: each of them moves the curve along x; "
-        "keep one in learned.",
-    ),
-    "range": (
-        lambda: Curve(("gain", "nu"), "tanh"),
-        'Curve: a "tanh" keeps its range, so gain cannot be learned; take variant "free".',
-    ),
-    "negative": (
-        lambda: Curve(nu=0.0),
-        "Curve: nu must be a number from 2e-06 up, got 0.0; start from its default.",
-    ),
-    "no free": (
-        lambda: kernels.richards(torch.ones(2, 4), None, GATE),
-        "richards: free must hold its learned nu, k, m to match its curve, got None; RichardsCurve keeps both together.",
-    ),
-    "too many": (
-        lambda: kernels.richards(torch.ones(2, 4), torch.ones(4), GATE),
-        "richards: free must be floating point of shape (3,), for nu, k, m, got torch.float32 (4,); "
-        "begin with its curve's start().",
-    ),
-    "odd": (
-        lambda: kernels.richards_glu(torch.ones(2, 5), None, None, Curve(), Curve()),
-        "richards_glu: packed [x1 | x2] needs an even last dimension, got (2, 5); join two halves of one width.",
-    ),
+    "variant": (lambda: Curve(variant="logistic"), message("kernels/richards:variant")),
+    "unknown": (lambda: Curve(("nu", "slope")), message("kernels/richards:unknown")),
+    "stretch": (lambda: Curve(("k", "nu", "temperature")), message("kernels/richards:stretch")),
+    "move": (lambda: Curve(("m", "shift"), tail=True), message("kernels/richards:move")),
+    "range": (lambda: Curve(("gain", "nu"), "tanh"), message("kernels/richards:range")),
+    "negative": (lambda: Curve(nu=0.0), message("kernels/richards:negative")),
+    "no free": (lambda: kernels.richards(torch.ones(2, 4), None, GATE), message("kernels/richards:no_free")),
+    "too many": (lambda: kernels.richards(torch.ones(2, 4), torch.ones(4), GATE), message("kernels/richards:too_many")),
+    "odd": (lambda: kernels.richards_glu(torch.ones(2, 5), None, None, Curve(), Curve()), message("kernels/richards:odd")),
     "half": (
         lambda: kernels.richards_glu_backward(torch.ones(2, 3), torch.ones(2, 4), None, None, Curve(), Curve()),
-        "richards_glu_backward: dh must be half of packed, (2, 2) torch.float32 on cpu, got (2, 3) torch.float32 on cpu; "
-        "pass the gradient of its richards_glu.",
+        message("kernels/richards:half"),
     ),
 }
 

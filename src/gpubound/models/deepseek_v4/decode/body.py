@@ -32,7 +32,7 @@ from ....decode.runner import ModelRunner, RunnerConfig, check_room
 from ....decode.transformer import PARTIAL_ROWS
 from ....decode.weight_view import DTYPES, closed_projection, unadded
 from ....errors import GenerateError
-from ....kernels.dependent_launch import chained
+from ....kernels.decode_product import chained
 from ....layers.block import visiting
 from ...decoding import weight_of
 from ...registry import reader_of

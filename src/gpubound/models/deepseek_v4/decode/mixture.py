@@ -21,8 +21,7 @@ from torch import Tensor
 
 from ....decode.moe import PIECE, each_expert, grouped, not_grouped
 from ....kernels import dequantize, quantized_routed_down, quantized_routed_gate_up, routed_down, routed_gate_up, swiglu
-from ....kernels.decode_product import Norm
-from ....kernels.dependent_launch import ahead
+from ....kernels.decode_product import Norm, ahead
 from ....kernels.packed_weights import Packed
 from ..family import LinearWeights, MixtureWeights
 from ..kernels import choose_experts, norm_products

@@ -22,7 +22,7 @@ from ....decode.runner import RunnerConfig
 from ....decode.transformer import META, PARTIAL_ROWS
 from ....device import entered
 from ....formatting import readable
-from ....kernels.dependent_launch import chained
+from ....kernels.decode_product import chained
 from ....kernels.packed_weights import GROUP, Packed
 from ....trace import notice
 from ...decoding import weight_of

@@ -46,7 +46,7 @@ from .....kernels.peer_exchange import Mail
 from .....kernels.plans.types import MatrixPlan, TilePlan, cdiv, job_of, power_of_two
 from .....kernels.triton._launch import bump_versions, first_order_only, launch, options
 from .....kernels.triton._pdl import _begin, _wait
-from .....kernels.triton._peer_exchange import _stamp, _summed, _take, mailed, warps_taking
+from .....kernels.triton.peer_exchange import _mail_arguments, _stamp, _summed, _take, _warps_taking
 from ..hyper_connections import FEW, mixed, stretch
 
 
@@ -457,12 +457,12 @@ def _launch_step(
     block, products = stretch(width), 0 if weight is None else len(weight)
     pieces = cdiv(width, block)
     more_ptr, weight_ptr, sums_ptr = (x if t is None else t for t in (more, weight, following))
-    added, mail = 0 if more is None else more.shape[1], mailed(y if isinstance(y, Mail) else None)
+    added, mail = 0 if more is None else more.shape[1], _mail_arguments(y if isinstance(y, Mail) else None)
     _hc_write_kernel[(tokens, pieces)](
         x, x if isinstance(y, Mail) else y, more_ptr, sums, scale, base, weight_ptr, out, sums_ptr, tokens, eps, norm_eps,
         *(mail[key] for key in ("box", "state", "number", "room")), width, streams, (2 + streams) * streams, sums.shape[2],
         pieces, power_of_two(pieces), block, rounds, added, products, power_of_two(products + 1), mail["SENDERS"], mail["S"],
-        **options(warps_taking(mail["S"] * block, WARPS)),
+        **options(_warps_taking(mail["S"] * block, WARPS)),
     )  # fmt: skip
 
 

@@ -23,8 +23,8 @@ from .....kernels.plans import job_of
 from .....kernels.plans.types import cdiv, power_of_two
 from .....kernels.triton._launch import bump_versions, launch_product, options
 from .....kernels.triton._pdl import BEFORE, _begin, _end, _fresh_row, _gained, _products, _tile, _wait
-from .....kernels.triton._peer_exchange import SCALARS, _addresses, _send, _stamp, mailed
 from .....kernels.triton.gated import _activated, _limited
+from .....kernels.triton.peer_exchange import SCALARS, _addresses, _mail_arguments, _send, _stamp
 from ..products import LEAST, MOST, MOST_CODED, Fp8Blocks, Gated
 
 
@@ -169,7 +169,7 @@ def _launch(
     coded = [one for one in weights if isinstance(one, Fp8Blocks)]
     plain = [one for one in weights if isinstance(one, Tensor)]
     width, parts = x.shape[-1], [one.shape[0] for one in weights]
-    ends, sent = [*accumulate(parts)], mailed(mail)
+    ends, sent = [*accumulate(parts)], _mail_arguments(mail)
     rows = ends[-1]
     begun = ends[len(coded) - 1] if coded else 0
     blocks = coded[0].block if coded else (1, 1)

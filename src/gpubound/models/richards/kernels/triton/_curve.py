@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .....kernels.accumulate import deliver, main_gradient, opens
-from .....kernels.side_stream import aside
+from .....kernels.accumulate import aside, deliver, main_gradient, opens
 from ..richards import LEAST, NAMES, POSITIVE, Curve
 
 SUMS = 8  # five, and room to a power of two
