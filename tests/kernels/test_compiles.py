@@ -1,9 +1,18 @@
 """Every kernel compiles for compute capability 9.0, on a machine without a GPU: the interpreter accepts more than that."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 
+import gpubound as gb
+from gpubound.kernels.decode_adapters import EMPTY
 from gpubound.kernels.registry import every
+from gpubound.kernels.triton import decode_adapters
+from gpubound.kernels.triton.decode_adapters import _come
 
 from .aot import MORE
 from .apart import apart
@@ -55,3 +64,49 @@ def test_a_name_that_leaks_from_a_loop_is_seen(tmp_path):
     (tmp_path / "leaking.py").write_text(BROKEN)
     outcome = compile_apart("rms_norm", before=f"sys.path.insert(0, {str(tmp_path)!r})\nimport leaking")["rms_norm"]
     assert outcome.startswith("CompilationError") and "x is not defined" in outcome
+
+
+BOUNDED = {
+    ("decode_adapters", "_come"): "POLLS",
+    ("sampling", "_search"): "PASSES",
+    ("peer_exchange", "_take"): "polls",
+    ("add_rows", "_add_rows_kernel"): "more",  # until the ids end
+}
+"""a name in the condition of each loop that a kernel decides to leave, by its file and function"""
+
+
+def _loops() -> dict[tuple[str, str], str]:
+    found = {}
+    for path in sorted(Path(gb.__file__).parent.rglob("triton/*.py")):
+        for function in ast.parse(path.read_text()).body:
+            compiled = isinstance(function, ast.FunctionDef) and any(
+                ast.unparse(d).startswith("triton.jit") for d in function.decorator_list
+            )
+            for node in ast.walk(function) if compiled else ():
+                if isinstance(node, ast.While):
+                    found[path.stem, function.name] = ast.unparse(node.test)
+    return found
+
+
+def test_each_loop_of_a_kernel_has_a_bound():
+    loops = _loops()
+    assert loops.keys() == BOUNDED.keys() and all(BOUNDED[at] in test for at, test in loops.items())
+
+
+@triton.jit
+def _wait_kernel(words_ptr, out_ptr, RANKS: tl.constexpr):
+    at = words_ptr + tl.arange(0, RANKS)
+    tl.store(out_ptr + tl.arange(0, RANKS), _come(tl.load(at, volatile=True), at, RANKS))
+
+
+@pytest.mark.parametrize("ranks", [16, 64])
+def test_a_word_of_an_adapter_that_never_comes_is_nan(ranks, device, monkeypatch):
+    if device.type == "cpu":  # the compiler refuses globals that change
+        monkeypatch.setattr(decode_adapters, "POLLS", tl.constexpr(3))
+    words = torch.arange(ranks, device=device, dtype=torch.int32)
+    words[5] = EMPTY
+    out = torch.empty_like(words)
+    _wait_kernel[(1,)](words, out, RANKS=ranks)
+    for found in (out, words):  # nor does another program wait for it
+        assert found.view(torch.float32).isnan().nonzero().tolist() == [[5]] and found[5] != EMPTY
+        assert found[6:].tolist() == list(range(6, ranks))

@@ -10,7 +10,8 @@ import torch
 
 from gpubound import kernels, trace
 from gpubound.errors import FallbackError, KernelError
-from gpubound.kernels import dispatch, selftest
+from gpubound.kernels import decode_product, dispatch, selftest
+from gpubound.kernels.decode_product import EARLY, chain_mode, chained
 from gpubound.kernels.triton import norms as fast
 from gpubound.models.richards import kernels as richards_kernels
 from tests.messages import message
@@ -247,3 +248,37 @@ def test_a_tensor_on_a_gpu_that_is_not_the_current_one():
 def test_the_definition_of_no_op():
     with pytest.raises(ValueError, check=message("kernels/choose:the_definition_of_no_op")):
         kernels.reference("rmsnorm")
+
+
+@pytest.fixture
+def able(monkeypatch):
+    monkeypatch.setattr(decode_product, "can_chain", lambda device: True)
+
+
+def test_a_step_says_it_once(able):
+    seen = []
+    with chained(torch.device("cpu")):
+        assert chain_mode() == EARLY
+        other = threading.Thread(target=lambda: seen.append(chain_mode()))
+        other.start()
+        other.join()
+    assert chain_mode() == 0 and seen == [0], "another thread's launches are its own business"
+    with pytest.raises(RuntimeError), chained(torch.device("cpu")):
+        raise RuntimeError
+    assert chain_mode() == 0
+
+
+def test_a_self_test_launches_as_its_caller(able, monkeypatch):
+    """Or the kernels that it compiles are nobody's."""
+    seen = []
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    monkeypatch.setattr(dispatch.selftest, "check", lambda *given: seen.append(chain_mode()))
+    with chained(torch.device("cpu")):
+        dispatch._test("swiglu", torch.device("cpu"), torch.float32, ())
+    dispatch._test("swiglu", torch.device("cpu"), torch.float32, ())
+    assert seen == [EARLY, 0]
+
+
+def test_a_cpu_cannot():
+    with chained(torch.device("cpu")):
+        assert chain_mode() == 0
