@@ -164,5 +164,5 @@ def test_plans_fit_and_become_smaller_to_the_end(shape):
     while (smaller := seen[-1].smaller()) is not None:
         seen.append(smaller)
         assert smaller.shared(job) < seen[-2].shared(job)
-    assert seen[-1].rows == 16 and seen[-1].held == 1
+    assert seen[-1].rows == 16 and seen[-1].resident == 1
     assert all(plans.fits(job, candidate) for candidate in candidates(job))

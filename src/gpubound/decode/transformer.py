@@ -23,8 +23,7 @@ from torch import Tensor
 from ..device import can_launch, entered
 from ..errors import GenerateError
 from ..kernels import add_rms_norm
-from ..kernels.decode_product import EARLY, LATE, Norm, capped_, form
-from ..kernels.dependent_launch import can_chain
+from ..kernels.decode_product import EARLY, LATE, Norm, can_chain, capped_, form
 from ..kernels.dispatch import Call
 from ..models.decoding import AttentionWeights, DenseWeights, ExpertWeights, Reader
 from . import cpu_step

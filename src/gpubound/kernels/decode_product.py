@@ -284,7 +284,7 @@ def check_best(op: str, best: Tensor | None, arg: Tensor | None, rows: int, x: T
     columns = best.shape[1] if best.dim() == 2 else 0
     if not columns or -(-rows // (1 << (-(-rows // columns) - 1).bit_length())) != columns:
         raise ValueError(
-            f"{op}: best has {columns} columns, which {rows} rows cannot be cut into in stretches of a power of two; "
+            f"{op}: best has {columns} columns, but {rows} rows do not make that many ranges of a power of two; "
             "give it ceil(rows / 16)."
         )
     require(op, "best", best, torch.float32, (len(x), columns), x.device, WRITTEN)

@@ -20,8 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..distributed import Ranks
 from ..distributed.all_reduce import Reduction, SymmetricSums
-from ..kernels.accumulate import Taker, accumulator, close_sums, deliver_all, open_sums
-from ..kernels.side_stream import Side
+from ..kernels.accumulate import Side, Taker, accumulator, close_sums, deliver_all, open_sums
 from ..kernels.tensor_state import drop_record, made_record
 from ..trace import notice
 from .flat_buffers import FlatLayout, lay_out
