@@ -80,10 +80,10 @@ def _share(total: int, parts: int, part: int) -> int:
 class Buffers:
     """Sequences of one shape on the device, and one step, which writes some tokens."""
 
-    def __init__(self, sampler: Any, rows: int, places: int, tokens: int, block: int, padded: bool, guided: bool):
+    def __init__(self, sampler: Any, rows: int, length: int, tokens: int, block: int, padded: bool, guided: bool):
         self.sampler, self.tokens, self.block, self.padded, self.guided = sampler, tokens, block, padded, guided
         device = sampler.device
-        self.ids = torch.zeros(rows, places, device=device, dtype=torch.int64)
+        self.ids = torch.zeros(rows, length, device=device, dtype=torch.int64)
         self.start = torch.zeros(rows, 1, device=device, dtype=torch.int64)  # position of the answer's first token
         self.begins, self.reveals = torch.zeros(2, tokens, device=device, dtype=torch.int64)
         self.number = torch.zeros(1, device=device, dtype=torch.int64)  # of the step
@@ -95,7 +95,7 @@ class Buffers:
         self.settings = Settings(**off, **on, top_k=top_k, row=row, seed=torch.zeros(each, device=device, dtype=torch.int64))
         self.stops = torch.full((1,), -1, device=device, dtype=torch.int32)
         self.lane = torch.arange(block, device=device)
-        self.place = torch.arange(places, device=device)
+        self.place = torch.arange(length, device=device)
         self.graph: Captured | None = None
 
     def fill(self, prompts: list[list[int]], schedule: FillSchedule, choice: Choice, guidance: float) -> None:

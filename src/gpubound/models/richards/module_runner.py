@@ -34,11 +34,11 @@ Observer = Callable[[str, Tensor], None]
 class KeysValues:
     """KV cache (B, L, K, D) of softmax attention, which reads all positions with a mask."""
 
-    def __init__(self, mixer: Any, rows: int, places: int, like: Tensor) -> None:
+    def __init__(self, mixer: Any, rows: int, length: int, like: Tensor) -> None:
         self.mixer = mixer
-        self.k, self.v = like.new_zeros(2, rows, places, mixer.kv_heads, mixer.head_dim)
+        self.k, self.v = like.new_zeros(2, rows, length, mixer.kv_heads, mixer.head_dim)
         self.row = torch.arange(rows, device=like.device, dtype=torch.int32)
-        self.place = torch.arange(places, device=like.device)
+        self.position = torch.arange(length, device=like.device)
 
     def tensors(self) -> list[Tensor]:
         return [self.k, self.v]
@@ -62,7 +62,7 @@ class KeysValues:
         q, k, v = self.mixer.project(x, rope)
         for cache, new in ((self.k, k), (self.v, v)):
             cache[self.row[:rows], position] = new[:, 0]
-        return self._attended(q, self.k[:rows], self.v[:rows], (self.place <= position[:, None])[:, None, None])
+        return self._attended(q, self.k[:rows], self.v[:rows], (self.position <= position[:, None])[:, None, None])
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -85,7 +85,7 @@ class PolyKeysValues(KeysValues):
 class State:
     """State (B, width) of a recurrence after each sequence's last token."""
 
-    def __init__(self, mixer: Any, rows: int, places: int, like: Tensor) -> None:
+    def __init__(self, mixer: Any, rows: int, length: int, like: Tensor) -> None:
         self.mixer = mixer
         dtype = torch.promote_types(like.dtype, torch.float32)
         self.h = like.new_zeros(rows, len(mixer.decay), dtype=dtype)
@@ -112,10 +112,10 @@ STATES: dict[str, Any] = {"softmax": KeysValues, "poly": PolyKeysValues, "rg_lru
 class CachedModel:
     """A model with its mixers' state. `prompt` fills the state, `step` returns the logits after one more token per sequence."""
 
-    def __init__(self, model: RichardsDecoder, rows: int, places: int) -> None:
-        self.model, self.trunk, self.places = model, model.model, places
+    def __init__(self, model: RichardsDecoder, rows: int, length: int) -> None:
+        self.model, self.trunk, self.length = model, model.model, length
         weight, kind = self.trunk.embed_tokens.weight, STATES[model.config.attention]
-        self.mixers = [kind(block.self_attn, rows, places, weight) for block in self.trunk.layers]
+        self.mixers = [kind(block.self_attn, rows, length, weight) for block in self.trunk.layers]
 
     def tensors(self) -> list[Tensor]:
         return [tensor for mixer in self.mixers for tensor in mixer.tensors()]
@@ -126,12 +126,12 @@ class CachedModel:
 
     def prompt(self, ids: Tensor, lengths: Tensor, observer: Observer | None = None) -> Tensor:
         """Return the last hidden state (B, T, hidden) of ids (B, T)."""
-        place = torch.arange(ids.shape[1], device=ids.device)
-        return self._run(ids, place, lambda mixer, x, rope: mixer.prompt(x, rope, lengths), observer)
+        position = torch.arange(ids.shape[1], device=ids.device)
+        return self._run(ids, position, lambda mixer, x, rope: mixer.prompt(x, rope, lengths), observer)
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         """Return the logits (B, V) after `token` (B,) at `position` (B,). A full sequence overwrites its last position."""
-        position = position.clamp(max=self.places - 1)
+        position = position.clamp(max=self.length - 1)
         x = self._run(token[:, None], position[:, None], lambda mixer, x, rope: mixer.step(x, rope, position))
         return self.model.lm_head(x[:, 0])
 

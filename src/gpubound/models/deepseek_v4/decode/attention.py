@@ -52,9 +52,9 @@ class Moment:
 
     def __init__(self, position_BT: Tensor, tables: Tables, place_table: PlaceTable) -> None:
         self.tables, self.place_table, self.rows = tables, place_table, len(position_BT)
-        self.places = position_BT.flatten()  # (N,)
+        self.positions = position_BT.flatten()  # (N,)
         self.first = position_BT[:, 0].contiguous()
-        self._lines = place_table.lines.index_select(1, self.places)
+        self._lines = place_table.lines.index_select(1, self.positions)
         self._slots: dict[int, Tensor] = {}
 
     def closed(self, rate: int) -> Tensor:
@@ -78,7 +78,7 @@ class Stretch:
     def __init__(self, start: int, end: int, lengths_B: Tensor, tables: Tables) -> None:
         self.start, self.end, self.lengths, self.tables = start, end, lengths_B, tables
         self.position = torch.arange(start, end, device=lengths_B.device)
-        self.places = self.position.int().repeat(len(lengths_B))  # (N,)
+        self.positions = self.position.int().repeat(len(lengths_B))  # (N,)
         self.last = lengths_B.clamp(max=end)[:, None] - 1  # last position of each sequence up to the chunk's end
 
     def opened(self, table: int, rate: int) -> tuple[Tensor, Tensor]:
@@ -277,7 +277,7 @@ class LatentAttention:
                 ids, limit = self.index.choose(read.asked.q, read.asked.share, B, limit), None
         y = torch.empty(read.q.shape, device=u.device, dtype=torch.float32 if len(read.q) <= GEMV_ROWS else self.dtype)
         angles = now.tables[w.table]
-        sparse_attention(read.q, now.places, read.kv, w.window, w.sinks.float(), w.scale, y, store, ids, limit, *angles)
+        sparse_attention(read.q, now.positions, read.kv, w.window, w.sinks.float(), w.scale, y, store, ids, limit, *angles)
         return by_groups(y.reshape(len(y), w.groups, -1), w.o_a)
 
     def prompt(self, u: Tensor, now: Stretch) -> Tensor:
@@ -304,7 +304,7 @@ class LatentAttention:
                 keys, mask = torch.cat([keys, store], 1), torch.cat([mask, entry], 2)
             outputs.append(attend(q[:, some], keys, mask, w.sinks, w.scale))
         y = torch.cat(outputs, 1).flatten(0, 1)
-        (y,) = turn_heads([TurnedHeads(y, torch.empty_like(y))], now.places, *now.tables[w.table], back=True)
+        (y,) = turn_heads([TurnedHeads(y, torch.empty_like(y))], now.positions, *now.tables[w.table], back=True)
         return by_groups(y.reshape(len(y), w.groups, -1), w.o_a)
 
     def _entries_seen(self, read: Read, now: Stretch, some: slice, count: int) -> Tensor:
@@ -331,7 +331,7 @@ class LatentAttention:
         if isinstance(now, Moment):
             key = key._replace(out=self.window.data[:B].flatten(0, 1)[:, None], slot=now.slot(self.window.size))
         index_heads = [] if w.index is None else [self._heads(index_q[0], w.index.heads)]
-        turned, keys, *index_turned = turn_heads([asking, key, *index_heads], now.places, *angles)
+        turned, keys, *index_turned = turn_heads([asking, key, *index_heads], now.positions, *angles)
         asked = Asked(pairs[1], index_turned[0], others[4]) if index_turned else None
         return Read(turned, keys.view(B, -1, kv.shape[-1]), pairs[0] if pairs else None, asked)
 

@@ -201,8 +201,11 @@ class StreamedSpan:
             attention_streams, attention, mixture_streams, mixture = layers[number]
             latent = LatentAttention(attention, self.build, dtype, self.device)
             self.layers.append(StreamedLayer(attention_streams, latent, mixture_streams, Mixture(mixture, number)))
-        kept = [layer.attention for layer in self.layers]
-        rates, sizes = {one.entries.weights.rate for one in kept if one.entries is not None}, {one.window.size for one in kept}
+        attentions = [layer.attention for layer in self.layers]
+        rates, sizes = (
+            {one.entries.weights.rate for one in attentions if one.entries is not None},
+            {one.window.size for one in attentions},
+        )
         self.place_table = PlaceTable(self.build.max_length, rates, sizes, self.device)
 
     def part(self, rows: slice) -> list[StreamedLayer]:
@@ -214,8 +217,8 @@ class StreamedSpan:
 
     def moment(self, position_BT: Tensor) -> Moment:
         """Return the positions of a step. A full sequence overwrites its last position, and its output is not used."""
-        places = position_BT.to(self.device, torch.int32).clamp(0, self.build.max_length - 1)
-        return Moment(places, self.tables, self.place_table)
+        positions = position_BT.to(self.device, torch.int32).clamp(0, self.build.max_length - 1)
+        return Moment(positions, self.tables, self.place_table)
 
     def stretch(self, start: int, end: int, lengths_B: Tensor) -> Stretch:
         """Return the positions of a prefill chunk."""

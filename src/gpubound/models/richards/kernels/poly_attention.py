@@ -75,8 +75,8 @@ def _example(
 ) -> tuple:
     q, k, v = (draw(generator, 1, tokens, count, size) for count in (heads, kv, kv))
     table, gates = draw(generator, 5, size), draw(generator, 1, tokens, heads)
-    given = table if related else None, gates if gated else None
-    return q, k, v, draw(generator, 3), *given, degree, soft_clip, 9 if windowed else 0, causal
+    optional = table if related else None, gates if gated else None
+    return q, k, v, draw(generator, 3), *optional, degree, soft_clip, 9 if windowed else 0, causal
 
 
 @definition(_example)
@@ -92,22 +92,22 @@ def poly_attention_reference(
     window: int = 0,
     causal: bool = True,
 ) -> Tensor:
-    wide = torch.promote_types(q.dtype, torch.float32)
+    dtype32 = torch.promote_types(q.dtype, torch.float32)
     groups, tokens = q.shape[2] // k.shape[2], torch.arange(q.shape[1], device=q.device)
-    keys, values = (t.to(wide).repeat_interleave(groups, 2) for t in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q.to(wide), keys) * q.shape[3] ** -0.5
+    keys, values = (t.to(dtype32).repeat_interleave(groups, 2) for t in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q.to(dtype32), keys) * q.shape[3] ** -0.5
     distance = tokens[:, None] - tokens
     if table is not None:
         row = distance + (0 if causal else len(table) // 2)
-        term = torch.einsum("bihd,rd->bhir", q.to(wide), table.to(wide))
+        term = torch.einsum("bihd,rd->bhir", q.to(dtype32), table.to(dtype32))
         term = term.gather(3, row.clamp(0, len(table) - 1).expand_as(scores))
         scores = scores + torch.where((row >= 0) & (row < len(table)), term, 0.0)
-    weights = _weights(scores, coefficients.to(wide), degree, soft_clip)
+    weights = _weights(scores, coefficients.to(dtype32), degree, soft_clip)
     visible = distance.abs() < window if window else torch.ones_like(distance, dtype=torch.bool)
     if causal:
         visible = visible & (distance >= 0)
     y = torch.einsum("bhij,bjhd->bihd", torch.where(visible, weights, 0.0), values)
-    return (y if gates is None else y * gates.to(wide)[..., None]).to(q.dtype)
+    return (y if gates is None else y * gates.to(dtype32)[..., None]).to(q.dtype)
 
 
 def poly_attention_step(
@@ -181,27 +181,27 @@ def poly_attention_step_reference(
     soft_clip: float = 0.0,
     window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    places, groups = cache_k.shape[1], q.shape[1] // k.shape[1]
-    known = (position >= 0) & (position < places)
+    dtype32 = torch.promote_types(q.dtype, torch.float32)
+    length, groups = cache_k.shape[1], q.shape[1] // k.shape[1]
+    known = (position >= 0) & (position < length)
     at, rows = torch.where(known, position, 0).long(), torch.arange(len(q), device=q.device)
     for cache, new in ((cache_k, k), (cache_v, v)):
         cache[rows, at] = torch.where(known[:, None, None], new, cache[rows, at])
-    distance = at[:, None] - torch.arange(places, device=q.device)  # (B, L)
+    distance = at[:, None] - torch.arange(length, device=q.device)  # (B, L)
     visible = distance >= 0
     if window:
         visible &= distance < window
     keys, values = (
-        torch.where(visible[..., None, None], cache, 0).to(wide).repeat_interleave(groups, 2) for cache in (cache_k, cache_v)
+        torch.where(visible[..., None, None], cache, 0).to(dtype32).repeat_interleave(groups, 2) for cache in (cache_k, cache_v)
     )
-    scores = torch.einsum("bhd,blhd->bhl", q.to(wide), keys) * q.shape[2] ** -0.5
+    scores = torch.einsum("bhd,blhd->bhl", q.to(dtype32), keys) * q.shape[2] ** -0.5
     if table is not None:
-        term = torch.einsum("bhd,rd->bhr", q.to(wide), table.to(wide))
+        term = torch.einsum("bhd,rd->bhr", q.to(dtype32), table.to(dtype32))
         row = distance.clamp(0, len(table) - 1)[:, None].expand_as(scores)
         scores = scores + torch.where(distance[:, None] < len(table), term.gather(2, row), 0.0)
-    weights = torch.where(visible[:, None], _weights(scores, coefficients.to(wide), degree, soft_clip), 0.0)
+    weights = torch.where(visible[:, None], _weights(scores, coefficients.to(dtype32), degree, soft_clip), 0.0)
     y = torch.einsum("bhl,blhd->bhd", weights, values)
-    y = y if gates is None else y * gates.to(wide)[..., None]
+    y = y if gates is None else y * gates.to(dtype32)[..., None]
     return torch.where(known[:, None, None], y, torch.nan).to(q.dtype), cache_k, cache_v
 
 

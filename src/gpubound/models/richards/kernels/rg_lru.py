@@ -32,9 +32,11 @@ def rg_lru(packed: Tensor, decay: Tensor, state: Tensor | None = None) -> tuple[
             f"rg_lru: decay must be {channels} floating-point numbers, one a channel of packed, got {decay.dtype} "
             f"{tuple(decay.shape)}."
         )
-    wide, wanted = torch.promote_types(packed.dtype, torch.float32), (packed.shape[0], channels)
-    if state is not None and (state.shape != wanted or state.dtype != wide):
-        raise ValueError(f"rg_lru: state must be {wide} {wanted}, got {state.dtype} {tuple(state.shape)}; pass a last state.")
+    dtype32, wanted = torch.promote_types(packed.dtype, torch.float32), (packed.shape[0], channels)
+    if state is not None and (state.shape != wanted or state.dtype != dtype32):
+        raise ValueError(
+            f"rg_lru: state must be {dtype32} {wanted}, got {state.dtype} {tuple(state.shape)}; pass a last state."
+        )
     require_device("rg_lru", "decay", decay, packed)
     require_device("rg_lru", "state", state, packed)
     return implementation("rg_lru", packed, None, (state is not None,))(packed, decay, state)
@@ -47,15 +49,15 @@ def _example(g: torch.Generator, with_state: bool = False) -> tuple[Tensor, Tens
 
 @definition(_example)
 def rg_lru_reference(packed: Tensor, decay: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(packed.dtype, torch.float32)
-    x, r, i = packed.to(wide).chunk(3, -1)
-    log_a = (POWER * F.logsigmoid(decay.to(wide)) * r.sigmoid()).clamp(LEAST, 0.0)
+    dtype32 = torch.promote_types(packed.dtype, torch.float32)
+    x, r, i = packed.to(dtype32).chunk(3, -1)
+    log_a = (POWER * F.logsigmoid(decay.to(dtype32)) * r.sigmoid()).clamp(LEAST, 0.0)
     share = -torch.expm1(2 * log_a)
     # At a = 1 the root's derivative is infinite; clamped, its product with that of log a is the limit, 0.
-    comes = share.clamp_min(torch.finfo(wide).tiny).sqrt() * i.sigmoid() * x
-    a, h = log_a.exp(), torch.zeros_like(comes[:, 0]) if state is None else state
+    inputs = share.clamp_min(torch.finfo(dtype32).tiny).sqrt() * i.sigmoid() * x
+    a, h = log_a.exp(), torch.zeros_like(inputs[:, 0]) if state is None else state
     states = []
     for t in range(packed.shape[1]):
-        h = a[:, t] * h + comes[:, t]
+        h = a[:, t] * h + inputs[:, t]
         states.append(h)
     return torch.stack(states, 1).to(packed.dtype), h
