@@ -373,7 +373,7 @@ def test_what_cannot_be_done_to_rows_is_refused_and_nothing_is_changed():
             "dtype": "parameters: fully_shard of model.embed_tokens.weight computes in torch.float32, and this precision in "
             "torch.bfloat16; shard the model with param_dtype=torch.bfloat16.",
             "too late": "lora.add: the weight of model.embed_tokens is sharded; add adapters first, and shard the model then, "
-            "or make it in shards by gpubound.distributed.fsdp.shard_deferred(frozen=True).",
+            "or create it sharded by gpubound.distributed.fsdp.shard_deferred(frozen=True).",
             "names": [],
         }
 
