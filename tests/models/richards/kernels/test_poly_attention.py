@@ -328,7 +328,7 @@ WRONG = {
     "clip": ({"soft_clip": -1.0}, "soft_clip must be at least 0 and finite, got -1.0; 0 clips nothing."),
     "window": ({"window": -1}, "window must be at least 0, got -1; 0 lets a token see all."),
     "table": ({"table": torch.ones(4, 16), "causal": False}, "without causal the table needs an odd number of rows, as many "
-              "before the token as behind it, got 4; give it 2 n + 1."),
+              "before the token as after it, got 4; give it 2 n + 1."),
     "gates": ({"gates": torch.ones(3, 2)}, "gates must be a floating-point tensor (1, 3, 2) on cpu, got torch.float32 (3, 2) "
               "on cpu; give one for each head of each token."),
 }  # fmt: skip
