@@ -11,8 +11,11 @@ TESTS = Path(__file__).parent
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+    import triton
+
     from tests import interpreter
 
+    triton.knobs.runtime.interpret = True  # also of kernel files that a test imports while the variable is unset
     interpreter.hasten()
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS warns while the NaN fill below is on
 

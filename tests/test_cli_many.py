@@ -29,7 +29,7 @@ from tests.messages import message
 from . import forked, tiny_recipe
 from .processes import plain_environment
 
-on_reference, corpus, config = tiny_recipe.on_reference, tiny_recipe.corpus, tiny_recipe.config  # fixtures
+corpus, config = tiny_recipe.corpus, tiny_recipe.config  # fixtures
 
 
 pytestmark, collected = agent.LEAVES_FILES, agent.collected  # the second is a fixture

@@ -30,7 +30,7 @@ from .processes import plain_environment
 from .train.runs import texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-on_reference, corpus, config = tiny_recipe.on_reference, tiny_recipe.corpus, tiny_recipe.config  # fixtures
+corpus, config = tiny_recipe.corpus, tiny_recipe.config  # fixtures
 
 
 def test_from_a_file_to_a_report(config, tmp_path, capsys):

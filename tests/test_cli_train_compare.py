@@ -12,7 +12,7 @@ from tests.messages import message
 from . import tiny_recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-on_reference, corpus, config = tiny_recipe.on_reference, tiny_recipe.corpus, tiny_recipe.config  # fixtures
+corpus, config = tiny_recipe.corpus, tiny_recipe.config  # fixtures
 
 
 def losses(folder) -> list[float]:

@@ -22,11 +22,6 @@ from .train.runs import CHATS, build_corpus, recipe, train
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(autouse=True)
-def on_reference(monkeypatch):
-    monkeypatch.setattr(facts, "interpreted", lambda: False)
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A Hugging Face folder: two layers that have read some of Python's own library."""

@@ -2,14 +2,7 @@
 
 import pytest
 
-from gpubound import device as facts
-
 from .train.runs import build_corpus
-
-
-@pytest.fixture(autouse=True)
-def on_reference(monkeypatch):
-    monkeypatch.setattr(facts, "interpreted", lambda: False)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gpubound import device as facts, kernels, layers, trace
+from gpubound import kernels, layers, trace
 from gpubound.kernels.accumulate import open_sums
 from gpubound.kernels.tensor_state import made_record
 from gpubound.layers import fp8
@@ -13,11 +13,6 @@ from gpubound.layers.fp8 import Fp8, new_states, renew
 from tests.messages import message
 
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def on_reference(monkeypatch):
-    monkeypatch.setattr(facts, "interpreted", lambda: False)
 
 
 class Switch:

@@ -7,17 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpubound import device as facts
 from gpubound.data import Corpus
 from gpubound.models.llama import checkpoint as llama
 
 from .runs import CHATS, build_corpus, texts
-
-
-@pytest.fixture
-def on_reference(monkeypatch):
-    """Doors take the reference on the CPU: hundreds of steps in the interpreter would take minutes."""
-    monkeypatch.setattr(facts, "interpreted", lambda: False)
 
 
 @pytest.fixture(scope="session")  # nobody writes to it

@@ -17,8 +17,6 @@ from tests.messages import message
 
 from .conftest import cut, draw, small, summed
 
-pytestmark = pytest.mark.usefixtures("on_reference")
-
 
 def gradients_in_fp64(model, batch) -> dict[str, torch.Tensor]:
     """Of the sum of the losses, by plain autograd."""

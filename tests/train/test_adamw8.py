@@ -14,8 +14,6 @@ from tests.messages import message
 
 from .conftest import cut, draw, named, run_spoiled, small, spoiled, summed
 
-pytestmark = pytest.mark.usefixtures("on_reference")
-
 BETAS = (0.9, 0.95)
 
 

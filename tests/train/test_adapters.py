@@ -21,7 +21,7 @@ from tests.messages import message
 
 from .runs import CHATS, assert_same, losses, recipe, train
 
-pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread")
 RANK = {"rank": 4, "alpha": 8, "dropout": 0.1}
 
 

@@ -11,8 +11,6 @@ from gpubound.train import TrainStep
 
 from .conftest import draw, small, summed
 
-pytestmark = pytest.mark.usefixtures("on_reference")
-
 WORDS = 40
 
 

@@ -19,7 +19,7 @@ from .objectives.test_causal_lm import batch
 from .runs import recipe, train
 from .test_step_adapters import WAYS, FrozenProducts
 
-pytestmark = [pytest.mark.usefixtures("on_reference", "one_thread")]
+pytestmark = [pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.mark.parametrize("way", ["our decoder", "placed"])

@@ -187,7 +187,7 @@ def defaults(corpus, tmp_path, **changes) -> Recipe:
 
 
 @pytest.mark.parametrize("count, seq, micro_batch", [(300, 512, 8), (144, 256, 8), (40, 128, 8), (12, 64, 4)])
-def test_the_defaults_fit_a_small_set_of_chats(on_reference, corpus, tmp_path, capsys, count, seq, micro_batch):
+def test_the_defaults_fit_a_small_set_of_chats(corpus, tmp_path, capsys, count, seq, micro_batch):
     run = prepare(defaults(corpus, tmp_path, data=(chats(tmp_path, count),)), progress=False)
     stage, said = run.stage, capsys.readouterr().err
     rows = (stage.training.tokens - 1) // stage.recipe.seq
@@ -210,7 +210,7 @@ def test_a_model_folder_needs_data_and_a_preset_does_not(base, tmp_path):
     assert not (tmp_path / "run").exists(), "nothing was tokenised"
 
 
-def test_each_kind_of_run_has_its_own_rates_and_says_them(on_reference, corpus, base, tmp_path, capsys, monkeypatch):
+def test_each_kind_of_run_has_its_own_rates_and_says_them(corpus, base, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(trace, "_printed", set())
     lora = {"lora": {"rank": 2}, "model": str(base)}
     kinds = [({"model": "tiny"}, 3e-3, 0.1), ({"model": str(base)}, 2e-5, 0.0), (lora, 2e-4, 0.0)]

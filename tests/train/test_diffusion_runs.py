@@ -13,7 +13,7 @@ from gpubound.train.cost import flops_of
 
 from .runs import assert_same, losses, recipe, train
 
-pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 DIFFUSION = {"model": "diffusion-tiny", "objective": "diffusion", "steps": 6, "seq": 16}
 

@@ -3,12 +3,9 @@
 import runpy
 from pathlib import Path
 
-import pytest
-
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_step.py"
 
 
-@pytest.mark.usefixtures("on_reference")
 def test_train_step(capsys):
     script = runpy.run_path(str(EXAMPLE))
     main = script["main"]

@@ -16,8 +16,6 @@ from gpubound.train import AdamW, TrainStep
 
 from .conftest import cut, draw, named, small, summed
 
-pytestmark = pytest.mark.usefixtures("on_reference")
-
 NARROW = dataclasses.replace(PRESETS["10m"], hidden=64, intermediate=192, vocabulary=512, head_width=16)
 
 

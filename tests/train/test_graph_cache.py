@@ -67,7 +67,6 @@ def placed():
     return model
 
 
-@pytest.mark.usefixtures("on_reference")
 @pytest.mark.parametrize("make", [ours, placed])
 def test_longer_rows_leave_the_shorter_ones_graph_as_it_is(make):
     """A longer batch wants a longer table of angles. Any module that is made has a graph look at all that it reads."""
@@ -85,7 +84,6 @@ def test_longer_rows_leave_the_shorter_ones_graph_as_it_is(make):
     assert losses("require") == losses("off")
 
 
-@pytest.mark.usefixtures("on_reference")
 @pytest.mark.parametrize("precision, dropout", [("fp32", 0.2), ("bf16", 0.0), ("bf16-pure", 0.0), ("fp16", 0.0)])
 def test_captured_is_eager_bit_for_bit(precision, dropout):
     assert_same("require", precision, dropout, "cpu", captures=2)
@@ -112,7 +110,6 @@ def test_through_the_kernels():
     assert all(a.equal(b) for a, b in zip(model.parameters(), plain.parameters()))
 
 
-@pytest.mark.usefixtures("on_reference")
 class TestShapes:
     def test_each_is_captured_once(self):
         step = TrainStep(small(), summed, accumulate=2, precision="fp32", graph="require")
@@ -261,7 +258,6 @@ class TestShapes:
             assert guard.check() == before
 
 
-@pytest.mark.usefixtures("on_reference")
 def test_a_refused_capture_keeps_nothing(monkeypatch):
     """Its error, which is kept, had led to the activations of the call that there was no room for."""
     monkeypatch.setattr(graph_cache, "has_graphs", lambda device: True)
@@ -281,7 +277,6 @@ def test_a_refused_capture_keeps_nothing(monkeypatch):
     assert all(reference() is None for references in seen for reference in references)
 
 
-@pytest.mark.usefixtures("on_reference")
 def test_what_cannot_be_captured(monkeypatch):
     """A loss that reads the device: refused with its line where a graph is required, run call by call and said otherwise."""
 
@@ -303,7 +298,6 @@ def test_what_cannot_be_captured(monkeypatch):
     assert "test_graph_cache.py" in reason[1] and fallbacks.pop(reason) == 1 and not auto.captured
 
 
-@pytest.mark.usefixtures("on_reference")
 def test_an_update_that_cannot_be_captured(monkeypatch):
     """A reduction that reads the device, found behind micro-batches that were captured: all of it runs call by call then."""
 
@@ -328,7 +322,6 @@ def test_an_update_that_cannot_be_captured(monkeypatch):
     assert "test_graph_cache.py" in reason[1] and fallbacks.pop(reason) == 1 and not steps["auto"].captured
 
 
-@pytest.mark.usefixtures("on_reference")
 def test_a_micro_batchs_graph_adds_to_no_sum_that_waits_to_be_written(monkeypatch):
     step = TrainStep(small(), summed, accumulate=2, precision="fp32", graph="require")
     step(cut(draw(4), 2))
@@ -340,7 +333,6 @@ def test_a_micro_batchs_graph_adds_to_no_sum_that_waits_to_be_written(monkeypatc
     assert step(cut(draw(4), 2)).read().updates == 2
 
 
-@pytest.mark.usefixtures("on_reference")
 def test_no_rate_lets_a_certificate_pass_anything(monkeypatch):
     """Rates beside the largest weight: small ones widen the limit for what noise moves, no rate widens it to a value's size."""
     monkeypatch.setattr(graph_cache, "has_graphs", lambda device: True)
@@ -355,7 +347,6 @@ def test_no_rate_lets_a_certificate_pass_anything(monkeypatch):
     )
 
 
-@pytest.mark.usefixtures("on_reference")
 def test_auto_runs_call_by_call_on_the_cpu():
     step = TrainStep(small(), summed, precision="fp32")
     step(draw(2))

@@ -28,7 +28,7 @@ class TimedStep:
         return SimpleNamespace(read=lambda: SimpleNamespace(loss=1.0, grad_norm=2.0, lr=0.1, tokens=100.0, skipped=0))
 
 
-def test_records_come_one_step_late_and_the_last_at_finish(on_reference):
+def test_records_come_one_step_late_and_the_last_at_finish():
     model, seen = small(), []
     recorder = StepRecorder(TrainStep(model, summed, AdamW(1e-2), precision="fp32"), seen.append)
     batches = iter([draw(4, seed=n) for n in range(3)])
@@ -43,7 +43,7 @@ def test_records_come_one_step_late_and_the_last_at_finish(on_reference):
     assert seen[1]["tokens_per_s"] == seen[1]["tokens"] / seen[1]["seconds"]
 
 
-def test_a_step_without_items_has_no_loss_in_its_record(on_reference):
+def test_a_step_without_items_has_no_loss_in_its_record():
     seen = []
     recorder = StepRecorder(TrainStep(small(), summed, precision="fp32"), seen.append)
     ids, labels = draw(4)
@@ -118,7 +118,6 @@ def test_a_rank_that_heard_of_ctrl_c_from_another_takes_its_own_for_the_same(mon
     assert len(heard) == 1
 
 
-@pytest.mark.usefixtures("on_reference")
 def test_on_a_cpu_a_record_speaks_of_no_gpu():
     """A captured step has the same buffers and checks there, but neither graph nor GPU."""
     seen = []

@@ -12,8 +12,6 @@ from gpubound.train.muon import orthogonal
 from .conftest import Small, cut, draw, named, run_spoiled, small, spoiled, summed
 from .objectives.test_causal_lm import llama
 
-pytestmark = pytest.mark.usefixtures("on_reference")
-
 
 def deep() -> Small:
     """Matrices of three shapes, two of one of them."""

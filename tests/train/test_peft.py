@@ -15,7 +15,6 @@ from .objectives.test_causal_lm import SIZES, batch
 
 peft = pytest.importorskip("peft")
 pytestmark = [
-    pytest.mark.usefixtures("on_reference"),
     pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),  # PEFT asks for a name that transformers has renamed
 ]
 

@@ -15,7 +15,7 @@ from gpubound.models import Decoder, DecoderConfig
 from gpubound.place import place
 from gpubound.train import AdamW, Schedule, TrainStep, precision as sites
 
-pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = DecoderConfig(64, 128, 2, 4, 2, 96, tied=True)
 
 

@@ -13,8 +13,6 @@ from tests.messages import message
 
 from .objectives.test_causal_lm import batch, llama
 
-pytestmark = pytest.mark.usefixtures("on_reference")
-
 
 class Stack(nn.Module):
     def __init__(self, dropout: float = 0.0):

@@ -10,7 +10,7 @@ from tests.messages import message
 
 from .runs import assert_same, losses, recipe, state, texts, train
 
-pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEADY = {"schedule": "constant", "warmup": 0.0}
 

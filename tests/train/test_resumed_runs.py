@@ -15,7 +15,7 @@ from gpubound.train.prepare import prepare
 from ..processes import plain_environment
 from .runs import assert_same, losses, recipe, train
 
-pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(

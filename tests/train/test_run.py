@@ -12,7 +12,7 @@ from tests.messages import message
 
 from .runs import assert_same, losses, recipe, train
 
-pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("shape", ["wsd", "linear", "cosine", "constant"])

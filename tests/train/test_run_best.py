@@ -9,7 +9,7 @@ from gpubound.train.prepare import prepare
 
 from .runs import recipe, texts, train
 
-pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_an_export_is_what_transformers_computes(corpus, tmp_path):

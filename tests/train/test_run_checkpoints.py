@@ -15,7 +15,7 @@ from tests.messages import message
 
 from .runs import assert_same, recipe, train
 
-pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_checkpoints_that_stay_for_good(corpus, tmp_path):

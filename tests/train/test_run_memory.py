@@ -9,7 +9,7 @@ from tests.messages import message
 
 from .runs import assert_same, recipe, train
 
-pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_recomputing_changes_no_number(corpus, tmp_path):

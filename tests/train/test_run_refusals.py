@@ -17,7 +17,7 @@ from tests.messages import message
 
 from .runs import build_corpus, recipe, texts, train
 
-pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_not_even_one_row_fits():

@@ -12,8 +12,6 @@ from tests.messages import message
 
 from .conftest import draw, named, small, summed
 
-pytestmark = pytest.mark.usefixtures("on_reference")
-
 
 def oracle(shape: str, t: int) -> float:
     """20 updates, 4 of them warm-up, down to a tenth; wsd falls over the last half of all 20. t counts from 1."""

@@ -20,8 +20,6 @@ from tests.messages import message
 
 from .conftest import cut, draw, named, small, summed
 
-pytestmark = pytest.mark.usefixtures("on_reference")
-
 
 def trained(parts: int, steps: int = 3, **options) -> tuple[dict, list]:
     """Weights and reports after steps over 16 rows cut into `parts`."""

@@ -19,7 +19,7 @@ from .objectives.test_causal_lm import SIZES, batch, llama
 from .test_peft import adapted, run_ours, run_theirs
 
 pytestmark = [
-    pytest.mark.usefixtures("on_reference", "one_thread"),
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # PEFT asks for it
 ]
 aten = torch.ops.aten

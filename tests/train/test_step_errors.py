@@ -12,8 +12,6 @@ from tests import messages
 
 from .conftest import draw, named, small, summed
 
-pytestmark = pytest.mark.usefixtures("on_reference")
-
 
 def message(call) -> str:
     with pytest.raises(ValueError) as error:

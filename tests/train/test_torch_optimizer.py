@@ -16,8 +16,6 @@ from tests.messages import message
 
 from .conftest import cut, draw, named, run_spoiled, small, spoiled, summed
 
-pytestmark = pytest.mark.usefixtures("on_reference")
-
 
 class Signs(torch.optim.Optimizer):
     """A user's own: the sign of a momentum, its steps counted as a Python number, and a number in its group."""

@@ -1,2 +1,2 @@
 from tests.decode.conftest import one_thread as one_thread
-from tests.train.conftest import corpus as corpus, on_reference as on_reference
+from tests.train.conftest import corpus as corpus

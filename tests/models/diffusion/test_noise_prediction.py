@@ -9,8 +9,6 @@ from torch import nn
 from gpubound.models.diffusion.noise import TARGETS, NoisePrediction
 from gpubound.train import AdamW, TrainStep
 
-pytestmark = pytest.mark.usefixtures("on_reference")
-
 
 class Guess(nn.Module):
     """Its own guess of x0, said as the target wants it."""

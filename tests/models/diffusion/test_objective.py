@@ -14,8 +14,6 @@ from gpubound.models.diffusion.objective import MaskedDiffusion
 from gpubound.train import AdamW, TrainStep
 from tests.train.both_ways import BothWays
 
-pytestmark = pytest.mark.usefixtures("on_reference")
-
 MASK = 15
 CPU = torch.device("cpu")
 

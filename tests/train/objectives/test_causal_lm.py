@@ -17,8 +17,6 @@ from tests.messages import message
 
 from ..conftest import Small, small
 
-pytestmark = pytest.mark.usefixtures("on_reference")
-
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "vocab_size": 97, "max_position_embeddings": 64,

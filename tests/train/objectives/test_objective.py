@@ -11,7 +11,7 @@ from tests.messages import message
 
 from ..runs import recipe, train
 
-pytestmark = pytest.mark.usefixtures("on_reference", "one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclass(eq=False)
