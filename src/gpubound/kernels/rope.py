@@ -75,7 +75,8 @@ def rope_qkv_reference(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_hea
 
 def _turned(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     compute_dtype = torch.promote_types(x_BTHD.dtype, torch.float32)
-    cos, sin = (t.detach().to(compute_dtype).unsqueeze(-2) for t in (cos, sin))  # one angle for all heads
+    cos = cos.detach().to(compute_dtype).unsqueeze(-2)  # one angle for all heads
+    sin = sin.detach().to(compute_dtype).unsqueeze(-2)
     pairs = cos.shape[-1]
     first, second, rest = x_BTHD.to(compute_dtype).split([pairs, pairs, x_BTHD.shape[-1] - 2 * pairs], -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1).to(x_BTHD.dtype)

@@ -141,8 +141,9 @@ class Attention(Projecting):
 
     def mix(self, x: Tensor, rope: Rope | None, mask: Tensor | None = None) -> Tensor:
         """Compute x (B, T, hidden) -> (B, T, hidden). mask: as for SDPA; None: causal, or all tokens if not `causal`"""
-        q, k, v = (t.transpose(1, 2) for t in self.project(x, rope))
-        return self.output(self.attended(q, k, v, mask)[0].flatten(-2))
+        q, k, v = self.project(x, rope)
+        y, _ = self.attended(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        return self.output(y.flatten(-2))
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
         """Return SDPA of q (B, H, T, D), k and v (B, K, L, D) as (B, T, H, D), and the scores if transformers returns them."""

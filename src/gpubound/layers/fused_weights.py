@@ -29,7 +29,11 @@ Kernels = tuple[str, tuple[str, ...]]
 
 def plain(layer: Any) -> bool:
     """Return whether calling `layer` computes x weightᵀ + bias alone: no subclass, no hook, no parameter of a special kind."""
-    return type(layer) is nn.Linear and not hooked(layer) and type(layer._parameters.get("weight")) is nn.Parameter
+    if type(layer) is not nn.Linear or type(layer._parameters.get("weight")) is not nn.Parameter:
+        return False
+    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+        return False
+    return layer.__dict__.get("forward") is None or not hooked(layer)
 
 
 def bare(layer: Any) -> bool:
@@ -99,19 +103,22 @@ class Stacked:
         """Return the argument of `multiply`, or None as `product`."""
         if torch.compiler.is_compiling():  # addresses mean nothing to a tracer; the compiler does its own fusing
             return None
-        sites = [site_of(layer) for layer in layers]
-        for site in sites:
-            if site.why is not None:
-                return self._refuse(f"{site.why}, so it is called")
-        weights = [site.weight for site in sites]
-        biases = [site.bias for site in sites if site.bias is not None]
+        weights, biases, adapters = [], [], []
+        for layer in layers:
+            weight, bias, adapted, why = site_of(layer)
+            if why is not None:
+                return self._refuse(f"{why}, so it is called")
+            weights.append(weight)
+            adapters.append(adapted)
+            if bias is not None:
+                biases.append(bias)
         if _memory([*weights, *biases]) != self._layout:
             if any(getattr(getattr(layer, "base_layer", layer), "_is_fsdp_managed_module", False) for layer in layers):
                 return self._refuse("FSDP shards the weights and manages their memory")
             if why := self.repack(weights, biases):
                 return self._refuse(why)
         assert self._weight is not None
-        return Joined(self._weight, self._bias, weights, biases, [site.adapters for site in sites])
+        return Joined(self._weight, self._bias, weights, biases, adapters)
 
     def repack(
         self, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), others: Iterable[Tensor] | None = None
@@ -143,7 +150,10 @@ class Stacked:
 
 def _memory(parameters: Sequence[Tensor]) -> tuple[tuple, ...]:
     """Return address, shape and strides of each: pruning in place keeps the address."""
-    return tuple((p.data_ptr(), p.shape, p.stride()) for p in parameters)
+    layout = []
+    for p in parameters:
+        layout.append((p.data_ptr(), p.shape, p.stride()))
+    return tuple(layout)
 
 
 def run_linear(layer: Any, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ Legend: N tokens, O outputs (a weight's rows), K inputs (its columns).
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from ..kernels.accumulate import bias_gradients, join_rows, weight_gradients
 from ..kernels.dispatch import KERNEL_DTYPES, transformed
 from ..kernels.lora import lora_product
 from ..kernels.lora_arguments import Drop, OwnRanks
-from ..kernels.tensor_state import ATTRIBUTE, record_of
+from ..kernels.tensor_state import ATTRIBUTE, Record, record_of
 from . import recompute
 
 
@@ -64,6 +65,9 @@ class Format:
 
     def forward(self, x: Tensor, joined: Joined) -> tuple[Tensor, Sequence[Tensor]]:
         """Return y and the tensors to save, which `backward` finds at the beginning of `saved`."""
+        weight, bias = joined.weight, joined.bias
+        if weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype) and type(self) is Format:
+            return F.linear(x, weight, bias), ()
         return self.evaluate(x, joined), ()
 
     def backward(
@@ -88,6 +92,7 @@ class Format:
 
 
 DENSE = Format()
+VERSION = attrgetter("_version")
 
 
 class Factors(NamedTuple):
@@ -148,9 +153,12 @@ def multiply(x: Tensor, joined: Joined) -> Tensor:
         check_dtypes(x, *weights, *joined.biases)
     groups = group_adapters(joined) if any(joined.adapters) else ()
     if torch.is_grad_enabled():
-        theirs = groups[0].parameters if len(groups) == 1 else [p for group in groups for p in group.parameters]
-        return _Product.apply(x, format.select(x, weights), groups, joined, *weights, *joined.biases, *theirs)
-    if (fused := _fused_term(format, x, joined, groups)) is not None:
+        theirs: list[Tensor] = []
+        for group in groups:
+            theirs += group.parameters
+        chosen = format if format is DENSE else format.select(x, weights)
+        return _Product.apply(x, chosen, groups, joined, *weights, *joined.biases, *theirs)
+    if groups and (fused := _fused_term(format, x, joined, groups)) is not None:
         return _product_and_term(x, joined.weight, joined.bias, fused[0])
     y = format.evaluate(x, joined)
     for group in groups:
@@ -206,7 +214,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, format, groups, joined, *parameters):
-        if (fused := _fused_term(format, x, joined, groups)) is not None:
+        if groups and (fused := _fused_term(format, x, joined, groups)) is not None:
             y, saved, ctx.starts = _product_and_term(x, joined.weight, joined.bias, fused[0]), fused[1], [0]
         else:
             y, saved = format.forward(x, joined)
@@ -221,7 +229,7 @@ class _Product(torch.autograd.Function):
         ctx.inputs = len(inputs)
         ctx.save_for_backward(*inputs, *saved)
         ctx.format, ctx.groups, ctx.joined, ctx.parameters = format, groups, joined, parameters
-        ctx.versions = [p._version for p in parameters]
+        ctx.versions = [*map(VERSION, parameters)]
         return y
 
     @staticmethod
@@ -252,7 +260,7 @@ class _Product(torch.autograd.Function):
 
 def check_unchanged(ctx: Any) -> None:
     """Raise if a parameter was written in place since `ctx.versions` was recorded in forward."""
-    if [p._version for p in ctx.parameters] != ctx.versions:
+    if [*map(VERSION, ctx.parameters)] != ctx.versions:
         raise RuntimeError(
             "a weight of a fused product was changed in place between forward and backward, so its gradient would be wrong; "
             "step the optimizer after backward."
@@ -283,8 +291,10 @@ def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None
 
 
 def format_of(weight: Tensor) -> Format:
-    record = record_of(weight)
-    return DENSE if record is None or record.format is None else record.format
+    record = getattr(weight, ATTRIBUTE, None)
+    if record is None or (type(record) is not Record and (record := record_of(weight)) is None):
+        return DENSE
+    return DENSE if record.format is None else record.format
 
 
 def shape_of(weight: Tensor) -> tuple[int, ...]:

@@ -63,7 +63,7 @@ def mark(y: Tensor, least: float, op: Callable[..., Tensor], *tensors: Tensor | 
 
     A linear layer that reads `y` then saves the tensors in its place.
     """
-    if not torch.compiler.is_compiling() and not transformed() and y.requires_grad and y.nbytes >= least:
+    if not torch.compiler.is_compiling() and y.requires_grad and y.nbytes >= least and not transformed():
         inputs = tuple(None if t is None else t.detach() for t in tensors)
         made_record(y).recipe = RecomputeRecipe(op, inputs, _versions(y, inputs))
     return y
