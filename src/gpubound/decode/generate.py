@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from ..device import label, plainly
-from ..distributed.local_shard import any_sharded
 from ..errors import GenerateError
 from ..guards import NotCopyable, ReentryGuard
 from ..kernels.dispatch import hasten
+from ..layers.linear_product import any_sharded
 from ..lora.layers import base_of
 from ..models import Decoder
 from ..models.language_model import LanguageModel

@@ -1,13 +1,13 @@
 """Local part of a tensor: all of it, or the shard that FSDP2 or another DTensor layout left to this rank."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..layers.linear_product import full_tensor, is_sharded as is_sharded
+from ..layers.linear_product import any_sharded as any_sharded, full_tensor, is_sharded as is_sharded
 from .ranks import Ranks
 
 
@@ -34,11 +34,6 @@ def local_shard_of(tensor: Tensor) -> LocalShard:
         return LocalShard(tensor.detach(), tensor.shape, (0,) * tensor.dim())
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
     return LocalShard(tensor.detach().to_local(), tensor.shape, tuple(chunk.offsets))  # type: ignore[attr-defined]
-
-
-def any_sharded(tensors: Iterable[Tensor]) -> bool:
-    """Return whether any tensor is sharded; the result is equal on every rank."""
-    return any(map(is_sharded, tensors))
 
 
 def gathered(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

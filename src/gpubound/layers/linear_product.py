@@ -13,7 +13,7 @@ Legend: N tokens, O outputs (a weight's rows), K inputs (its columns).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -310,6 +310,11 @@ def size_of(weight: Tensor) -> int:
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether it is a DTensor, a shard of rows on each rank (distributed/fsdp.py)."""
     return hasattr(tensor, "__create_chunk_list__")
+
+
+def any_sharded(tensors: Iterable[Tensor]) -> bool:
+    """Return whether any tensor is sharded; the result is equal on every rank."""
+    return any(map(is_sharded, tensors))
 
 
 def full_tensor(weight: Tensor) -> Tensor:
