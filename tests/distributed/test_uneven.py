@@ -24,7 +24,7 @@ LENGTHS = {1: (4, 2), 2: (5, 3), 4: (9, 2)}
 
 def trained(world, accumulate, options):
     """Weights and losses of ranks with iterators of unequal lengths, or of one process with all of a step's."""
-    trace._said.clear()
+    trace._printed.clear()
     with join("cpu") if world > 1 else nothing() as ranks:
         torch.manual_seed(0)
         model = Tied()

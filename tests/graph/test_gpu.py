@@ -12,7 +12,6 @@ from gpubound.watch import watch
 from tests.messages import message
 
 from .cases import contents, drawn, equal, perceptron, said, training_step
-from .test_guards import GRADIENT, MOVED, REPLACED
 
 pytestmark = pytest.mark.gpu
 
@@ -255,13 +254,13 @@ def test_weights_that_move_or_are_replaced():
     model = perceptron(cuda)
     captured = capture(model, drawn(5, 4, device=cuda))
     model.cpu()
-    assert said(captured, drawn(5, 4, device=cuda)) == MOVED.format("0.weight")
+    assert said(captured, drawn(5, 4, device=cuda)).startswith("0.weight: got other memory than captured")
     model.to(cuda)
-    assert said(captured, drawn(5, 4, device=cuda)) == MOVED.format("0.weight")
+    assert said(captured, drawn(5, 4, device=cuda)).startswith("0.weight: got other memory than captured")
     captured.recapture()
     assert torch.equal(captured(drawn(5, 4, device=cuda)), model(drawn(5, 4, device=cuda)))
     model[0].weight = nn.Parameter(drawn(8, 4, device=cuda))
-    assert said(captured, drawn(5, 4, device=cuda)) == REPLACED.format("0.weight", "another tensor")
+    assert said(captured, drawn(5, 4, device=cuda)).startswith("0.weight: got another tensor")
     captured.recapture()
     model[3].weight.untyped_storage().resize_(0)
     assert said(captured, drawn(5, 4, device=cuda)).startswith("3.weight: got freed memory")
@@ -272,7 +271,7 @@ def test_gradients_dropped_outside():
     optimizer = adam(model)
     captured = capture(training_step(model, optimizer), drawn(5, 4, device=cuda), drawn(5, 1, device=cuda))
     optimizer.zero_grad()
-    assert said(captured, drawn(5, 4, device=cuda), drawn(5, 1, device=cuda)) == GRADIENT.format("model.0.weight.grad")
+    assert said(captured, drawn(5, 4, device=cuda), drawn(5, 1, device=cuda)).startswith("model.0.weight.grad: ")
 
 
 def test_a_cpu_tensor_baked_in_and_written_later():
