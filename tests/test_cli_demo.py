@@ -156,10 +156,10 @@ def test_no_steps_are_not_the_default(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "device, tokens, steps, passes",
-    [("cpu", 1_500_000, 1200, "0.8 passes over 1.5M tokens (more would take longer than a demo should)"),
+    [("cpu", 1_500_000, 1000, "0.7 passes over 1.5M tokens (more would take longer than a demo should)"),
      ("cpu", 50_000, 189, "4.0 passes over 0.0M tokens (more would be memorised)"),
      ("cuda:0", 3_000_000, 710, "4.0 passes over 2.9M tokens (more would be memorised)"),
-     ("cuda:0", 9_000_000, 1200, "2.3 passes over 8.7M tokens (more would take longer than a demo should)")],
+     ("cuda:0", 9_000_000, 1000, "1.9 passes over 8.7M tokens (more would take longer than a demo should)")],
 )  # fmt: skip
 def test_as_many_steps_as_the_data_is_worth(device, tokens, steps, passes):
     recipe = recipe_for(torch.device(device), Demo())
@@ -169,7 +169,7 @@ def test_as_many_steps_as_the_data_is_worth(device, tokens, steps, passes):
 
 
 def test_the_recipes_are_valid_for_both_kinds_of_device():
-    assert recipe_for(torch.device("cpu"), Demo()).steps == 1200
+    assert recipe_for(torch.device("cpu"), Demo()).steps == 1000
     assert recipe_for(torch.device("cuda", 0), Demo(steps=5)).steps == 5
 
 

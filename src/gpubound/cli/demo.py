@@ -28,7 +28,7 @@ FILES = "demo"  # key in run.json of the files that the demo wrote, with their s
 REPORT = "report.html"
 
 PASSES = 4  # with more the model memorises the texts
-MOST_STEPS = 1200  # 90 seconds on two cores; 8 on an H200
+MOST_STEPS = 1000  # under three minutes on two cores without 16-bit units
 EVALUATIONS = 10  # held-out losses on the way; the best weights are kept
 PATIENCE = 3  # held-out losses without a better one
 
@@ -45,7 +45,7 @@ class Demo:
     out: str = "demo-run"
     """Folder of the run. A finished demo there is replaced; a folder that holds anything else is refused."""
     steps: int | None = None
-    """How many optimizer steps. By default 1,200, or fewer if those would pass more than four times over the data."""
+    """How many optimizer steps. By default 1,000, or fewer if those would pass more than four times over the data."""
     device: str = "auto"
     """auto, require, cpu, cuda or cuda:<index>."""
     resume: bool = False
