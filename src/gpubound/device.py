@@ -43,9 +43,7 @@ def interpreted() -> bool:
 
 def can_launch(device: torch.device) -> bool:
     """True when a Triton kernel is expected to run on `device`: a GPU, or the CPU under the interpreter."""
-    if device.type == "cuda":
-        return True
-    return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
+    return device.type == "cuda" or (device.type == "cpu" and interpreted() and has_triton())
 
 
 def accelerator() -> torch.device | None:

@@ -90,11 +90,7 @@ def weight_gradient(weight: Tensor, g: Tensor, x: Tensor) -> Tensor | None:
     main = main_gradient(weight)
     if main is None:
         return product(g, x, weight.dtype)
-    side = getattr(getattr(weight, ATTRIBUTE, None), "side", None)
-    if side is None:
-        add_product(main, g, x, [weight])
-    else:
-        side.run(lambda: add_product(main, g, x, [weight]), (g, x))
+    aside(weight, lambda: add_product(main, g, x, [weight]), g, x)
     return None
 
 

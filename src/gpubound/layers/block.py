@@ -133,9 +133,6 @@ def must_be_called(module: Any) -> bool:
     kind: Any = type(module)
     if has_other_forward(kind):
         return True
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    if not hooks and module.__dict__.get("forward") is None:
-        return False
     return hooked(module, but=getattr(module, "gathers", ())) and not getattr(module, "apart", False)
 
 

@@ -29,11 +29,7 @@ Kernels = tuple[str, tuple[str, ...]]
 
 def plain(layer: Any) -> bool:
     """Return whether calling `layer` computes x weightᵀ + bias alone: no subclass, no hook, no parameter of a special kind."""
-    if type(layer) is not nn.Linear or type(layer._parameters.get("weight")) is not nn.Parameter:
-        return False
-    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
-        return False
-    return layer.__dict__.get("forward") is None or not hooked(layer)
+    return type(layer) is nn.Linear and type(layer._parameters.get("weight")) is nn.Parameter and not hooked(layer)
 
 
 def bare(layer: Any) -> bool:

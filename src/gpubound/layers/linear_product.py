@@ -26,7 +26,7 @@ from ..kernels.accumulate import bias_gradients, join_rows, weight_gradients
 from ..kernels.dispatch import KERNEL_DTYPES, transformed
 from ..kernels.lora import lora_product
 from ..kernels.lora_arguments import Drop, OwnRanks
-from ..kernels.tensor_state import ATTRIBUTE, Record, record_of
+from ..kernels.tensor_state import ATTRIBUTE, record_of
 from . import recompute
 
 
@@ -65,9 +65,6 @@ class Format:
 
     def forward(self, x: Tensor, joined: Joined) -> tuple[Tensor, Sequence[Tensor]]:
         """Return y and the tensors to save, which `backward` finds at the beginning of `saved`."""
-        weight, bias = joined.weight, joined.bias
-        if weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype) and type(self) is Format:
-            return F.linear(x, weight, bias), ()
         return self.evaluate(x, joined), ()
 
     def backward(
@@ -156,9 +153,8 @@ def multiply(x: Tensor, joined: Joined) -> Tensor:
         theirs: list[Tensor] = []
         for group in groups:
             theirs += group.parameters
-        chosen = format if format is DENSE else format.select(x, weights)
-        return _Product.apply(x, chosen, groups, joined, *weights, *joined.biases, *theirs)
-    if groups and (fused := _fused_term(format, x, joined, groups)) is not None:
+        return _Product.apply(x, format.select(x, weights), groups, joined, *weights, *joined.biases, *theirs)
+    if (fused := _fused_term(format, x, joined, groups)) is not None:
         return _product_and_term(x, joined.weight, joined.bias, fused[0])
     y = format.evaluate(x, joined)
     for group in groups:
@@ -214,7 +210,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, format, groups, joined, *parameters):
-        if groups and (fused := _fused_term(format, x, joined, groups)) is not None:
+        if (fused := _fused_term(format, x, joined, groups)) is not None:
             y, saved, ctx.starts = _product_and_term(x, joined.weight, joined.bias, fused[0]), fused[1], [0]
         else:
             y, saved = format.forward(x, joined)
@@ -291,10 +287,8 @@ def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None
 
 
 def format_of(weight: Tensor) -> Format:
-    record = getattr(weight, ATTRIBUTE, None)
-    if record is None or (type(record) is not Record and (record := record_of(weight)) is None):
-        return DENSE
-    return DENSE if record.format is None else record.format
+    record = record_of(weight)
+    return DENSE if record is None or record.format is None else record.format
 
 
 def shape_of(weight: Tensor) -> tuple[int, ...]:
