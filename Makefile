@@ -68,10 +68,10 @@ format: $(VENV)/.installed
 	$(VENV)/bin/ruff format .
 
 # A GPU machine may hold its own torch and no network: the two below use $(PYTHON) as it is.
-# What the caller's PYTHONPATH names stays there, behind ours.
+# What the caller's PYTHONPATH names follows ours.
 OURS := PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}"
 
-# ARGS='-n 14' deals the tests out to 14 processes. One thread each: with torch's default each would start one thread a core.
+# ARGS='-n 14' distributes the tests over 14 processes. One thread each: with torch's default each would start one thread a core.
 # What measures time, or all of the card's memory, runs afterwards and alone.
 GPU_TESTS = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(OURS) $(PYTHON) -m pytest -p no:cacheprovider
 test-gpu:

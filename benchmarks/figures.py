@@ -77,7 +77,7 @@ def shown(lines: Sequence[Line]) -> str:
     return (
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
         f'<img src="{light}" alt="{described(bars)}"></picture>\n\n'
-        f"Measured on one {here[0].gpu}, {when}; each ratio is from one run of both. [All figures]({PAGE}), losses first.\n"
+        f"Measured on one {here[0].gpu}, {when}; each ratio is from one run of both. [All figures]({PAGE}), misses first.\n"
     )
 
 

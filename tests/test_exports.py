@@ -29,10 +29,11 @@ def test_calls_are_calls(name):
 def test_importing_a_package_leaves_the_function_its_name(package):
     code = (
         f"import sys, types\nfor name in [n for n in sys.modules if n.startswith('gpubound')]: del sys.modules[name]\n"
+        f"print('gpubound.{package}' in sys.modules)\n"
         f"import gpubound as gb, gpubound.{package}; from gpubound.{package} import *\n"
         f"print([n for n in ('place', 'watch') if isinstance(getattr(gb, n), types.ModuleType)])"
     )
-    assert apart(code) == "[]\n"
+    assert apart(code) == "False\n[]\n"
 
 
 ROOT = Path(gb.__file__).parent

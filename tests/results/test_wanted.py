@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import bench_wanted, gates, tables, wanted
+from benchmarks import bench_wanted, figures, gates, tables, wanted
 from benchmarks.results import append
 from tests.messages import message
 
-from .example import LINE
+from .example import LINE, TRAIN
 
 
 class Reached(Exception):
@@ -92,3 +92,4 @@ def test_the_page_names_what_is_not_measured():
     found = tables.page([LINE], missing=[one])
     assert message("results/wanted:the_page_names_what_is_n").within(found)
     assert "Asked for" not in tables.page([LINE])
+    assert message("results/wanted:the_page_names_what_is_n.2").within(figures.shown([TRAIN]))
