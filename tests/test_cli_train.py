@@ -455,7 +455,7 @@ def test_a_folder_in_use_is_refused(config, tmp_path, capsys):
 
 def test_torchrun_trains_one_run_whose_first_rank_speaks(corpus, config, tmp_path):
     command = [forked.python(), "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "gpubound"]
-    options = ["--accumulate", "2", "--evaluate-every", "4", "--export", str(tmp_path / "model"), "--json"]
+    options = ["--accumulate", "2", "--eval-every", "4", "--export", str(tmp_path / "model"), "--json"]
     environment = plain_environment() | {"OMP_NUM_THREADS": "1", "PYTHON_EXEC": forked.python()}
     done = subprocess.run([*command, "train", str(config), *options], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
@@ -525,7 +525,7 @@ def test_the_example_runs_and_learns_to_answer(tmp_path, monkeypatch, capsys):
     for whole_run, short in (
         ("steps: 300", "steps: 10"),
         ("steps: 60", "steps: 30"),
-        ("evaluate_every: 60", "evaluate_every: 5"),
+        ("eval_every: 60", "eval_every: 5"),
     ):
         assert whole_run in text
         text = text.replace(whole_run, short)

@@ -126,7 +126,7 @@ def test_a_run_that_diverged_is_left_out_and_fails_the_command(config, tmp_path,
         ),
         (["--seeds", "3"], "seeds: got 3, and there is nothing to compare; give --compare, or --seed for a run's own."),
         (
-            ["--compare", "tiny,10m", "--patience", "2", "--evaluate-every", "2"],
+            ["--compare", "tiny,10m", "--patience", "2", "--eval-every", "2"],
             "compare: patience ends a run early, and every variant trains on the same tokens; leave patience out.",
         ),
     ],

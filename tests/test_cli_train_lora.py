@@ -36,7 +36,7 @@ def base(tmp_path_factory):
 def config(base, tmp_path):
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
     options = {"model": str(base), "data": str(tmp_path / "chats.jsonl"), "lora": {"rank": 16, "alpha": 32}, "seq": 32}
-    options |= {"micro_batch": 4, "steps": 80, "lr": "5e-3", "validation": 0.1, "evaluate_every": 20, "device": "cpu"}
+    options |= {"micro_batch": 4, "steps": 80, "lr": "5e-3", "validation": 0.1, "eval_every": 20, "device": "cpu"}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(options | {"out": str(tmp_path / "run")}))
     return tmp_path / "c.yaml"
 

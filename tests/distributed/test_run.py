@@ -65,7 +65,7 @@ def assert_alike(ranks):
 @pytest.fixture(scope="module")
 def todo(corpus, tmp_path_factory):
     """Into the second epoch, with an average, evaluations and checkpoints."""
-    common = {"accumulate": 4, "steps": 14, "ema": 0.9, "evaluate_every": 5, "save_every": 4}
+    common = {"accumulate": 4, "steps": 14, "ema": 0.9, "eval_every": 5, "save_every": 4}
     return recipe(corpus, tmp_path_factory.mktemp("whole"), **common)
 
 

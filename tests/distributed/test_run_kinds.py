@@ -50,11 +50,11 @@ def todos(tmp_path_factory):
     base = llama.save(model, folder / "base", Corpus.open(corpus).tokenizer())
     phases = (
         {"name": "texts", "data": (str(corpus),), "steps": 3},
-        {"name": "chats", "data": (str(folder / "chats.jsonl"),), "steps": 4, "lr": 1e-3, "evaluate_every": 2},
+        {"name": "chats", "data": (str(folder / "chats.jsonl"),), "steps": 4, "lr": 1e-3, "eval_every": 2},
     )
     adapting = recipe("", folder, model=str(base), lora={"rank": 4, "alpha": 8}, phases=phases, ema=0.5)
     coded = recipe(corpus, folder, model=str(base), lora={"rank": 4, "base": "nf4"}, steps=4)
-    patient = recipe(corpus, folder, steps=40, evaluate_every=3, patience=2, ema=0.5)
+    patient = recipe(corpus, folder, steps=40, eval_every=3, patience=2, ema=0.5)
     return {"adapters and phases": adapting, "adapters over codes": coded, "patience": patient}
 
 

@@ -56,9 +56,9 @@ def test_adapters_alone_train_and_are_kept(corpus, base, tmp_path):
 )
 def test_resumed_bit_for_bit(corpus, base, tmp_path, options):
     """Dropout's masks, too."""
-    whole, records = train(adapting(corpus, base, tmp_path / "whole", evaluate_every=5, **options))
-    train(adapting(corpus, base, tmp_path / "halved", evaluate_every=5, **options), until=7)
-    second, after = train(adapting(corpus, base, tmp_path / "halved", evaluate_every=5, **options), resume=True)
+    whole, records = train(adapting(corpus, base, tmp_path / "whole", eval_every=5, **options))
+    train(adapting(corpus, base, tmp_path / "halved", eval_every=5, **options), until=7)
+    second, after = train(adapting(corpus, base, tmp_path / "halved", eval_every=5, **options), resume=True)
     assert losses(after) == {step: loss for step, loss in losses(records).items() if step > 7} and len(after) == 5
     assert second.evaluations == whole.evaluations
     assert_same(second, whole)
@@ -67,7 +67,7 @@ def test_resumed_bit_for_bit(corpus, base, tmp_path, options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"recompute": "blocks", "lora": {"rank": 4}}, {"precision": "fp16"}], ids=str)
 def test_resumed_bit_for_bit_on_a_gpu(corpus, base, tmp_path, options):
-    options = {"device": "cuda", "evaluate_every": 5} | options
+    options = {"device": "cuda", "eval_every": 5} | options
     whole, _ = train(adapting(corpus, base, tmp_path / "whole", **options))
     assert whole.step.captured
     train(adapting(corpus, base, tmp_path / "halved", **options), until=7)
@@ -88,7 +88,7 @@ def test_phases_go_on_with_the_same_adapters(two_phases, base, tmp_path):
 
 @pytest.mark.parametrize("ema", [0.0, 0.5])
 def test_the_best_adapters_are_exported(corpus, base, tmp_path, monkeypatch, ema):
-    run = prepare(adapting(corpus, base, tmp_path / "run", steps=9, evaluate_every=3, keep=1, ema=ema), progress=False)
+    run = prepare(adapting(corpus, base, tmp_path / "run", steps=9, eval_every=3, keep=1, ema=ema), progress=False)
     coming = iter([3.0, 2.0, 2.5])
     monkeypatch.setattr(run, "validate", lambda: {"held_out": next(coming)})
     run.go(lambda record: None)

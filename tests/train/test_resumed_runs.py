@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 )
 def test_a_resumed_run_is_the_uninterrupted_one(corpus, tmp_path, more):
     """Stopped at step 5 of 14, mid-epoch, and going on into the second epoch: same data, losses, weights, moments."""
-    common = {"steps": 14, "micro_batch": 8, "evaluate_every": 6, **more}
+    common = {"steps": 14, "micro_batch": 8, "eval_every": 6, **more}
     whole, records = train(recipe(corpus, tmp_path / "whole", **common))
     assert whole.done == 14 and whole.finished and whole.feed.epoch == 1
 
@@ -109,7 +109,7 @@ def test_stopped_between_two_phases(two_phases, tmp_path):
 
 @pytest.mark.gpu
 def test_a_resumed_run_on_a_gpu_is_the_uninterrupted_one(corpus, tmp_path):
-    common = {"device": "cuda", "precision": "bf16", "ema": 0.9, "evaluate_every": 5}
+    common = {"device": "cuda", "precision": "bf16", "ema": 0.9, "eval_every": 5}
     whole, _ = train(recipe(corpus, tmp_path / "whole", **common))
     train(recipe(corpus, tmp_path / "halved", **common), until=7)
     second, _ = train(recipe(corpus, tmp_path / "halved", **common), resume=True)

@@ -56,7 +56,7 @@ def test_the_average_is_what_its_recurrence_says(corpus, tmp_path):
 
 
 def test_out_of_patience_it_goes_back_to_the_best(corpus, tmp_path, monkeypatch):
-    run = prepare(recipe(corpus, tmp_path, steps=40, evaluate_every=3, patience=2), progress=False)
+    run = prepare(recipe(corpus, tmp_path, steps=40, eval_every=3, patience=2), progress=False)
     coming = iter([3.0, 2.0, 2.5, 2.2])  # at steps 3, 6, 9, 12: the best is step 6's
     monkeypatch.setattr(run, "validate", lambda: {"held_out": next(coming)})
     run.go(lambda record: None)
@@ -66,7 +66,7 @@ def test_out_of_patience_it_goes_back_to_the_best(corpus, tmp_path, monkeypatch)
     best, last = store.at(6).tensors(), store.at(12).tensors()
     kept = [name for name in best if name.startswith(("model.", "step."))]
     assert all(torch.equal(best[name], last[name]) for name in kept)
-    again, records = train(recipe(corpus, tmp_path, steps=40, evaluate_every=3, patience=2), resume=True)
+    again, records = train(recipe(corpus, tmp_path, steps=40, eval_every=3, patience=2), resume=True)
     assert again.finished and records == [], "a run that ended early has ended"
 
 
@@ -74,7 +74,7 @@ def test_the_best_weights_are_exported(corpus, tmp_path, monkeypatch):
     """Not the last ones, which the run keeps for going on."""
     from gpubound.models import load_hf
 
-    run = prepare(recipe(corpus, tmp_path / "run", steps=12, evaluate_every=3, keep=1, ema=0.5), progress=False)
+    run = prepare(recipe(corpus, tmp_path / "run", steps=12, eval_every=3, keep=1, ema=0.5), progress=False)
     coming = iter([3.0, 2.0, 2.5, 2.2])  # at steps 3, 6, 9, 12
     monkeypatch.setattr(run, "validate", lambda: {"held_out": next(coming)})
     run.go(lambda record: None)
@@ -88,7 +88,7 @@ def test_the_best_weights_are_exported(corpus, tmp_path, monkeypatch):
 
 
 def test_without_an_average_the_best_step_s_own_weights(corpus, tmp_path, monkeypatch):
-    run = prepare(recipe(corpus, tmp_path, steps=6, evaluate_every=3), progress=False)
+    run = prepare(recipe(corpus, tmp_path, steps=6, eval_every=3), progress=False)
     coming = iter([1.0, float("nan")])
     monkeypatch.setattr(run, "validate", lambda: {"held_out": next(coming)})
     run.go(lambda record: None)

@@ -45,12 +45,12 @@ def test_a_full_disk_costs_nothing_that_was_saved(corpus, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "more, times", [({"save_every": 8}, 1), ({"evaluate_every": 8}, 1), ({}, 0), ({"save_every": 8, "steps": 5}, 0)]
+    "more, times", [({"save_every": 8}, 1), ({"eval_every": 8}, 1), ({}, 0), ({"save_every": 8, "steps": 5}, 0)]
 )
 def test_a_run_that_will_save_makes_ready_once_it_is_seen_what_steps_need(corpus, tmp_path, monkeypatch, more, times):
     seen = []
     monkeypatch.setattr(Staging, "expect", lambda self, tensors: seen.append(set(tensors)))
-    run, _ = train(recipe(corpus, tmp_path, **{"steps": 12, "save_every": 0, "evaluate_every": 0} | more))
+    run, _ = train(recipe(corpus, tmp_path, **{"steps": 12, "save_every": 0, "eval_every": 0} | more))
     assert seen == [set(run._state())] * times
 
 
@@ -91,7 +91,7 @@ def test_a_checkpoint_does_not_hold_up_the_step(corpus, tmp_path, monkeypatch):
 
 def test_a_checkpoint_comes_after_the_records_up_to_its_step(corpus, tmp_path, monkeypatch):
     """And after they are on disk, which `first` sees to."""
-    run = prepare(recipe(corpus, tmp_path, save_every=2, evaluate_every=3), progress=False)
+    run = prepare(recipe(corpus, tmp_path, save_every=2, eval_every=3), progress=False)
     seen, written, write = [], [], run.checkpoints._write
     monkeypatch.setattr(run.checkpoints, "_write", lambda step, *rest: (written.append((step, seen[-1])), write(step, *rest)))
     flushed = []

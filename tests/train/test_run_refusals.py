@@ -61,7 +61,7 @@ def test_not_even_one_row_fits():
         ({"save_every": -1}, "recipe: save_every must lie between 0 (off) and 2,147,483,648, got -1."),
         ({"validation": 1.0}, "recipe: validation must lie between 0 and 1, got 1.0; 0.02 holds out 2 % of the documents."),
         ({"ema": 1.0}, "recipe: ema must be 0 (off) or a decay below 1 such as 0.999, got 1.0."),
-        ({"patience": 2}, "recipe: patience counts held-out losses, and evaluate_every is 0; say how often to evaluate."),
+        ({"patience": 2}, "recipe: patience counts held-out losses, and eval_every is 0; say how often to evaluate."),
         ({"optimizer": "sgd"}, "recipe: optimizer must be adamw, adamw8bit or muon, got 'sgd'."),
         ({"precision": "bf61"}, "precision: got 'bf61', wanted one of fp32, tf32, bf16, bf16-pure, fp16, fp8."),
         ({"phases": ({"name": "a", "step": 1},)}, "recipe: phase a: 'step' is unknown; did you mean 'steps'?"),

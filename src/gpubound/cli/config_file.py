@@ -29,7 +29,7 @@ OTHER_NAMES = {
     "decay": ("decay_ratio", "decay_steps"),
     "final": ("min_lr_ratio", "min_lr"),
     "validation": ("val_set_size", "eval_fraction", "validation_split", "test_size"),
-    "evaluate_every": ("eval_steps", "eval_interval", "eval_every"),
+    "eval_every": ("eval_steps", "eval_interval", "evaluate_every"),
     "save_every": ("save_steps", "save_interval", "checkpoint_interval"),
     "keep": ("save_total_limit",),
     "patience": ("early_stopping_patience",),

@@ -106,8 +106,8 @@ def prepare(recipe: Recipe, options: Demo) -> "Run":
     if options.steps is None:
         recipe, why = with_useful_steps(recipe, corpora[0])
         say(why)
-    evaluate_every = max(recipe.steps // EVALUATIONS, 20)
-    return prepare_run(replace(recipe, evaluate_every=evaluate_every, patience=PATIENCE), options.resume, corpora=corpora)
+    eval_every = max(recipe.steps // EVALUATIONS, 20)
+    return prepare_run(replace(recipe, eval_every=eval_every, patience=PATIENCE), options.resume, corpora=corpora)
 
 
 def with_useful_steps(recipe: Recipe, corpus: "Corpus") -> tuple[Recipe, str]:

@@ -190,10 +190,10 @@ class Run:
             self.done += 1
             if self.average:
                 self.average.update()
-            if recipe.save_every or recipe.evaluate_every:
+            if recipe.save_every or recipe.eval_every:
                 self._make_room_for_snapshots(self.done - first)
             improved = False
-            if self.done == last or is_due(self.done, recipe.evaluate_every):
+            if self.done == last or is_due(self.done, recipe.eval_every):
                 improved = self._evaluate(recorder)
             if self.done < last and (improved or is_due(self.done, recipe.save_every)):
                 self.save()

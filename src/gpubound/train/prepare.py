@@ -41,7 +41,7 @@ from .recompute import blocks_of
 META = torch.device("meta")
 SHARE = 0.8  # of a GPU's memory that weights, masters, gradient and moments may use: activations need the rest
 FREE = (
-    "out", "keep", "keep_every", "save_every", "evaluate_every", "patience", "device", "graph", "recompute", "overlap",
+    "out", "keep", "keep_every", "save_every", "eval_every", "patience", "device", "graph", "recompute", "overlap",
     "parallel",
 )  # fmt: skip
 """Keys that may change during a run: no weight of a step depends on them."""

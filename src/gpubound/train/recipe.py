@@ -30,7 +30,7 @@ PARALLEL = ("auto", "ddp", "fsdp")
 
 PHASED = (
     "data", "data_bytes", "text_key", "objective", "objective_options", "seq", "micro_batch", "accumulate", "steps", "lr",
-    "schedule", "warmup", "decay", "final", "weight_decay", "clip", "optimizer", "validation", "evaluate_every", "patience",
+    "schedule", "warmup", "decay", "final", "weight_decay", "clip", "optimizer", "validation", "eval_every", "patience",
     "save_every",
 )  # fmt: skip
 """Keys that a phase may set. The others belong to the model or the whole run."""
@@ -57,7 +57,7 @@ TYPES: dict[Any, tuple[Any, str]] = {
 
 LORA = "recipe: lora"
 LARGEST_RANK = 1 << 16
-OFF_AT_0 = ("evaluate_every", "patience", "save_every", "keep_every")
+OFF_AT_0 = ("eval_every", "patience", "save_every", "keep_every")
 MOST_ACCUMULATE = 1 << 16
 
 
@@ -207,7 +207,7 @@ class Recipe:
     """Decay of a moving average of the weights, such as 0.999. The average is then evaluated and exported. 0: no average."""
     validation: float = 0.02
     """Fraction of the documents that is held out from training: drawn from all of them, the same ones for every seed."""
-    evaluate_every: int = 0
+    eval_every: int = 0
     """Steps between two held-out losses; 0: only at the end. The weights with the best one are kept and exported."""
     patience: int = 0
     """Stop after this many held-out losses in a row without a better one, and return to the best weights; 0: never."""
@@ -254,8 +254,8 @@ class Recipe:
             raise ValueError(f"recipe: graph must be one of {', '.join(GRAPH_MODES)}, got {self.graph!r}.")
         if self.parallel not in PARALLEL:
             raise ValueError(f"recipe: parallel must be one of {', '.join(PARALLEL)}, got {self.parallel!r}.")
-        if self.patience and not self.evaluate_every:
-            raise ValueError("recipe: patience counts held-out losses, and evaluate_every is 0; say how often to evaluate.")
+        if self.patience and not self.eval_every:
+            raise ValueError("recipe: patience counts held-out losses, and eval_every is 0; say how often to evaluate.")
         if self.keep_every and (not self.save_every or self.keep_every % self.save_every):
             raise ValueError(
                 f"recipe: keep_every must be a multiple of save_every, got {self.keep_every} and {self.save_every}; "
