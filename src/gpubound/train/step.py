@@ -59,8 +59,8 @@ class TrainStep(NotCopyable):
     """An optimizer step over `accumulate` micro-batches: exact fp32 sums, one division, clip and update, no host sync.
 
     loss       "causal_lm": labels are the input tokens, as in Hugging Face models. "next_token": labels are already the next
-               tokens, as a Corpus gives them. Or a function (model, batch) -> (sum of the loss over valid items, their
-               number), both tensors on the device
+               tokens, as a Corpus gives them. "dpo": pairs of answers. Or a function (model, batch) -> (sum of the loss over
+               valid items, their number), both tensors on the device
     optimizer  AdamW(...), AdamW8bit(...) or Muon(...); "adamw", "adamw8bit" or "muon" for their defaults; or a function from
                a list of parameters to a torch.optim.Optimizer, such as torch.optim.SGD or a functools.partial
     clip       the largest global gradient norm; None does not clip

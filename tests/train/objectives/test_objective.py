@@ -76,8 +76,12 @@ def test_text_is_what_an_objective_writes(corpus, tmp_path):
 @pytest.mark.parametrize(
     "name, options, sentence",
     [
-        ("mask", {}, "recipe: objective: got 'mask', wanted one of next_token, masked_diffusion, diffusion, share."),
-        ("causal_lm", {}, "recipe: objective: got 'causal_lm', wanted one of next_token, masked_diffusion, diffusion, share."),
+        ("mask", {}, "recipe: objective: got 'mask', wanted one of next_token, dpo, masked_diffusion, diffusion, share."),
+        (
+            "causal_lm",
+            {},
+            "recipe: objective: got 'causal_lm', wanted one of next_token, dpo, masked_diffusion, diffusion, share.",
+        ),
         ("share", {"prt": 1.0}, "recipe: objective_options: 'prt' is no option of share; did you mean 'part'?"),
         ("next_token", {"part": 1.0}, "recipe: objective_options: 'part' is no option of next_token; its options are none."),
     ],

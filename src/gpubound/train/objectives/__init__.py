@@ -18,6 +18,7 @@ from ...kernels.dispatch import Call
 OBJECTIVES = {
     "causal_lm": (".word_loss", "CausalLM"),
     "next_token": (".word_loss", "NextToken"),
+    "dpo": (".preference", "Preference"),
     "masked_diffusion": ("gpubound.models.diffusion.objective", "MaskedDiffusion"),
     "diffusion": ("gpubound.models.diffusion.objective", "MaskedDiffusion"),
     "noise_prediction": ("gpubound.models.diffusion.noise", "NoisePrediction"),

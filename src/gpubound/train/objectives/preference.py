@@ -1,0 +1,204 @@
+"""Direct preference optimisation (Rafailov et al. 2023) and related losses: the chosen answer of each pair gets likelier.
+
+A batch holds pairs: row 2k is a prompt with the chosen answer, row 2k + 1 the same prompt with the rejected one. With
+log π(y | x) the sum of an answer's token log-probabilities under the policy, log π₀ under the reference, and their ratio
+r = log π − log π₀ of each answer, the loss of a pair by `loss` is
+
+    sigmoid   −log σ(h) · (1 − ε) − log σ(−h) · ε        h = β (r_chosen − r_rejected), ε = label_smoothing
+    hinge     max(0, 1 − h)                              (SLiC)
+    ipo       (r_chosen − r_rejected − 1 / (2 β))²       with means over an answer's tokens instead of sums
+    kto       (1 − σ(β (r_chosen − z_rejected)) + 1 − σ(β (z_chosen − r_rejected))) / 2
+                                                         z: the mean of r over the micro-batch, at least 0, a constant
+
+The reference is the model without its adapters where adapters train, else `reference` of the batch: log π₀ of each row.
+
+The log-probabilities of an answer are needed before its loss and gradient are known, and the logits are never whole. So the
+head's product runs twice: without a gradient for log π, then in linear_cross_entropy with each row's −∂loss/∂log π as the
+weight of its tokens, which gives the gradient exactly.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ... import lora
+from ...kernels import cross_entropy, linear_cross_entropy
+from ...kernels.cross_entropy import loss_shape
+from ...kernels.dispatch import Call
+from ...layers.embedding_and_head import head_of
+from ...models.language_model import LanguageModel, hidden_of, logits_of
+from ...models.placing import mode
+from .word_loss import CHUNK, IGNORE, WordLoss
+
+EXTRA = ("reference", "example")  # fields of a batch that are not the model's
+
+
+def sigmoid_loss(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float) -> Tensor:
+    h = beta * (chosen - rejected)
+    return -F.logsigmoid(h) * (1 - smoothing) - F.logsigmoid(-h) * smoothing
+
+
+def hinge_loss(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float) -> Tensor:
+    return (1 - beta * (chosen - rejected)).clamp_min(0)
+
+
+def ipo_loss(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float) -> Tensor:
+    return (chosen - rejected - 1 / (2 * beta)).square()
+
+
+def kto_loss(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float) -> Tensor:
+    z_chosen, z_rejected = (ratio.detach().mean().clamp_min(0) for ratio in (chosen, rejected))
+    return 1 - (torch.sigmoid(beta * (chosen - z_rejected)) + torch.sigmoid(beta * (z_chosen - rejected))) / 2
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
+    "sigmoid": sigmoid_loss, "hinge": hinge_loss, "ipo": ipo_loss, "kto": kto_loss,
+}  # fmt: skip
+"""(log-ratios of the chosen answers (P,), of the rejected ones (P,), beta, label_smoothing) -> losses (P,)"""
+
+
+@dataclass(eq=False)
+class Preference(WordLoss):
+    """Loss of pairs of answers.
+
+    A batch is a dict: input_ids and labels (2 P, T), rows as above, labels that are the next tokens already and -100 outside
+    the answers; `reference` (2 P,), where no adapters train; and other arguments of the model.
+    """
+
+    beta: float = 0.1
+    loss: str = "sigmoid"
+    label_smoothing: float = 0.0  # of "sigmoid": the share of pairs that are assumed to be labelled the wrong way round
+
+    name: ClassVar[str] = "dpo"
+    pack: ClassVar[str] = "pairs"
+    weighted: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise ValueError(f"dpo: loss: got {self.loss!r}, wanted one of {', '.join(LOSSES)}.")
+        if not self.beta > 0:
+            raise ValueError(f"dpo: beta: got {self.beta!r}, wanted a number above 0, such as 0.1.")
+        if not 0 <= self.label_smoothing < 0.5 or (self.label_smoothing and self.loss != "sigmoid"):
+            raise ValueError(
+                f"dpo: label_smoothing: got {self.label_smoothing!r} with loss {self.loss!r}, wanted 0 up to, not including, "
+                f"0.5, and 0 except with loss 'sigmoid'."
+            )
+
+    def calls(self, model: nn.Module) -> Iterable[Call]:
+        head = head_of(model)
+        whole = [("cross_entropy", loss_shape(head.out_features))] if isinstance(head, nn.Linear) else []
+        return [*super().calls(model), *whole]
+
+    def split(self, batch: Any) -> tuple[dict[str, Any], Tensor]:
+        inputs, labels = super().split(batch)
+        if labels.dim() != 2 or len(labels) % 2:
+            raise ValueError(
+                f"dpo: labels have the shape {tuple(labels.shape)}, wanted an even number of rows: each chosen answer and "
+                f"then the rejected one."
+            )
+        return {key: value for key, value in inputs.items() if key not in EXTRA}, labels
+
+    def prepare(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
+        if self._tried is not model and batch.get("reference") is None:
+            adapters = {id(p) for p in lora.parameters(model)}
+            others = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in adapters]
+            if others or not adapters:
+                raise ValueError(
+                    f"dpo: {others[0] if others else 'no parameter'} trains, so the reference is not the model without its "
+                    f"adapters; train adapters alone (gb.lora.add), or give batch['reference'], the sums of log-probabilities "
+                    f"that `log_probabilities` computes before training."
+                )
+        super().prepare(model, batch)
+
+    def __call__(self, model: Any, batch: Mapping[str, Any], scale: Tensor | None = None) -> tuple[Tensor, Any]:
+        self.prepare(model, batch)
+        inputs, labels = self.split(batch)
+        reference, pairs = self._reference(model, batch), len(labels) // 2
+        factor = 1.0 if scale is None else scale
+        if self._why_all_logits is not None:
+            policy = answer_sums(token_losses(logits_of(model, inputs), labels))
+            loss = self._losses(policy, reference, labels).sum() * factor
+        else:
+            hidden, head = hidden_of(model, inputs), head_of(model)
+            policy = answer_sums(head_losses(hidden.detach(), head, labels))
+            with torch.enable_grad():
+                leaf = policy.detach().requires_grad_()
+                value = self._losses(leaf, reference, labels).sum()
+                (slope,) = torch.autograd.grad(value, leaf)
+            loss = value.detach() * factor
+            if torch.is_grad_enabled():
+                carrier = linear_cross_entropy(
+                    hidden, head.weight, labels, head.bias, ignore_index=IGNORE, reduction="sum", chunk=CHUNK,
+                    grad_scale=scale, weights=-slope.float()[:, None].expand(labels.shape).contiguous(),
+                )  # fmt: skip
+                loss = loss + (carrier - carrier.detach())  # the value of the first, the gradient of the second
+        extra = model.extra_loss() if isinstance(model, LanguageModel) else None
+        return loss if extra is None else loss + extra * pairs * factor, pairs
+
+    @torch.no_grad()
+    def log_probabilities(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
+        """Return the sum of the log-probabilities of each row's labels, (2 P,): `reference` of the batch, before training."""
+        WordLoss.prepare(self, model, batch)
+        inputs, labels = self.split(batch)
+        with mode(model, training=False):
+            if self._why_all_logits is not None:
+                return answer_sums(token_losses(logits_of(model, inputs), labels))
+            return answer_sums(head_losses(hidden_of(model, inputs), head_of(model), labels))
+
+    def _reference(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
+        if (given := batch.get("reference")) is not None:
+            return given.double()
+        with lora.disable(model):
+            reference = self.log_probabilities(model, batch)
+        if isinstance(model, LanguageModel):
+            model.extra_loss()  # of this forward: it is not trained
+        return reference
+
+    def _losses(self, policy: Tensor, reference: Tensor, labels: Tensor) -> Tensor:
+        chosen, rejected = self._ratios(policy, reference, labels)
+        return LOSSES[self.loss](chosen, rejected, self.beta, self.label_smoothing)
+
+    def _ratios(self, policy: Tensor, reference: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        ratio = policy - reference
+        if self.loss == "ipo":
+            ratio = ratio / (labels != IGNORE).sum(1).clamp_min(1)
+        return ratio[0::2], ratio[1::2]
+
+    @torch.no_grad()
+    def validate(self, model: Any, batches: Iterable[Any]) -> dict[str, float]:
+        """Return the mean loss, the share of pairs whose chosen answer has the larger ratio, and the mean margin of β r."""
+        losses, margins = [], []
+        for batch in batches:
+            self.prepare(model, batch)
+            _, labels = self.split(batch)
+            policy, reference = self.log_probabilities(model, batch), self._reference(model, batch)
+            chosen, rejected = self._ratios(policy, reference, labels)
+            losses.append(self._losses(policy, reference, labels))
+            margins.append(self.beta * (chosen - rejected))
+        margin = torch.cat(margins).double()
+        held_out = torch.cat(losses).double().mean()
+        figures = torch.stack([held_out, (margin > 0).double().mean(), margin.mean()]).tolist()
+        return dict(zip(("held_out", "accuracy", "margin"), figures, strict=True))
+
+
+def answer_sums(losses: Tensor) -> Tensor:
+    """Return the log-probability of each row's answer from its tokens' losses. Ratios are small differences of large sums."""
+    return -losses.sum(1, dtype=torch.float64)
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy of each label in fp32, 0 for -100."""
+    losses = cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="none")
+    return losses.view(labels.shape)
+
+
+@torch.no_grad()
+def head_losses(hidden: Tensor, head: Any, labels: Tensor) -> Tensor:
+    """Return `token_losses` of the head's logits, which exist for CHUNK tokens at a time."""
+    weight, bias = head.weight.to(hidden.dtype), None if head.bias is None else head.bias.to(hidden.dtype)
+    chunks = zip(hidden.flatten(0, -2).split(CHUNK), labels.flatten().split(CHUNK), strict=True)
+    return torch.cat([token_losses(F.linear(x, weight, bias)[None], y[None])[0] for x, y in chunks]).view(labels.shape)

@@ -1,0 +1,141 @@
+"""dpo: values and gradients of each loss beside the formula in fp64, the reference of adapters, and whole steps."""
+
+import pytest
+import torch
+from torch import nn
+
+import gpubound as gb
+from gpubound import Decoder, DecoderConfig
+from gpubound.train import AdamW, TrainStep
+from gpubound.train.objectives.preference import LOSSES, Preference
+
+WORDS = 31
+
+
+def decoder(seed: int = 0) -> Decoder:
+    torch.manual_seed(seed)
+    model = Decoder(DecoderConfig(hidden=16, intermediate=32, layers=1, heads=2, kv_heads=1, vocabulary=WORDS))
+    for p in model.parameters():  # far from uniform, so that the losses and slopes of pairs differ
+        p.data.mul_(4)
+    return model
+
+
+def batch(pairs: int = 3, tokens: int = 10, seed: int = 0, reference: bool = True) -> dict:
+    """Pairs with prompts and answers of different lengths, padded."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(WORDS, (2 * pairs, tokens + 1), generator=g)
+    labels = ids[:, 1:].clone()
+    for row in range(2 * pairs):
+        labels[row, : 1 + row // 2] = -100
+        labels[row, tokens - row % 3 :] = -100
+    given = {"input_ids": ids[:, :-1].contiguous(), "labels": labels}
+    return given | ({"reference": -30 + 3 * torch.randn(2 * pairs, generator=g)} if reference else {})
+
+
+def by_formula(model: nn.Module, given: dict, loss: str, beta: float, smoothing: float) -> torch.Tensor:
+    """The sum over all pairs, written out from the papers, one pair at a time, over whole logits."""
+    scores = model(given["input_ids"]).double().log_softmax(-1)
+    sums, lengths = [], []
+    for row, labels in enumerate(given["labels"]):
+        counted = [(t, label) for t, label in enumerate(labels.tolist()) if label != -100]
+        sums.append(sum(scores[row, t, label] for t, label in counted))
+        lengths.append(len(counted))
+    ratios = [total - ref for total, ref in zip(sums, given["reference"].double())]
+    if loss == "ipo":
+        ratios = [ratio / length for ratio, length in zip(ratios, lengths)]
+    z_chosen, z_rejected = (torch.stack(ratios[i::2]).detach().mean().clamp(min=0) for i in (0, 1))
+    total = torch.zeros((), dtype=torch.float64)
+    for chosen, rejected in zip(ratios[0::2], ratios[1::2]):
+        h = beta * (chosen - rejected)
+        if loss == "sigmoid":
+            total = total - (1 - smoothing) * torch.log(1 / (1 + torch.exp(-h))) - smoothing * torch.log(1 / (1 + torch.exp(h)))
+        elif loss == "hinge":
+            total = total + torch.relu(1 - h)
+        elif loss == "ipo":
+            total = total + (chosen - rejected - 0.5 / beta) ** 2
+        else:
+            total = total + 0.5 * (1 - 1 / (1 + torch.exp(-beta * (chosen - z_rejected))))
+            total = total + 0.5 * (1 - 1 / (1 + torch.exp(-beta * (z_chosen - rejected))))
+    return total
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["head and loss as one", "whole logits"])
+@pytest.mark.parametrize(("loss", "smoothing"), [(name, 0.0) for name in LOSSES] + [("sigmoid", 0.2)])
+def test_loss_and_gradients_are_the_formulas(monkeypatch, loss, smoothing, whole):
+    model, given = decoder().double(), batch()
+    objective = Preference(beta=0.3, loss=loss, label_smoothing=smoothing)
+    objective.prepare(model, given)
+    monkeypatch.setattr(objective, "_why_all_logits", "for the test" if whole else None)
+    total, pairs = objective(model, given, scale=torch.tensor(0.5))
+    total.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    want = by_formula(model, given, loss, 0.3, smoothing)
+    (0.5 * want).backward()
+    assert pairs == 3 and total.item() == pytest.approx(0.5 * want.item(), rel=1e-5)
+    for got, p in zip(gradients, model.parameters()):
+        assert p.grad.norm() > 0 and (got - p.grad).norm() <= 1e-5 * p.grad.norm()
+
+
+def test_the_reference_of_adapters_is_the_model_without_them():
+    model, base = decoder(), decoder()
+    gb.lora.add(model, rank=2, init="gaussian")
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(1))
+    given, objective = batch(reference=False), Preference()
+    total, _ = objective(model, given)
+    with_field = given | {"reference": Preference().log_probabilities(base, given)}
+    assert total.item() == pytest.approx(Preference()(model, with_field)[0].item(), rel=1e-5)
+    assert abs(total.item() / 3 - 0.6931) > 1e-3, "the adapters change nothing"
+    total.backward()
+    assert all(p.grad is not None for p in gb.lora.parameters(model))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_equal_a_loop_of_plain_torch(accumulate):
+    ours, plain = decoder(), decoder()
+    batches = [batch(pairs=2, seed=seed) for seed in range(2 * accumulate)]
+    step = TrainStep(
+        ours, Preference(beta=0.2), AdamW(lr=1e-2, weight_decay=0.0), accumulate=accumulate, precision="fp32", graph="off"
+    )
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
+    for first in range(0, len(batches), accumulate):
+        micro = batches[first : first + accumulate]
+        loss = sum(by_formula(plain, given, "sigmoid", 0.2, 0.0) for given in micro) / (2 * accumulate)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert step(micro).read().loss == pytest.approx(loss.item(), rel=1e-5)
+    for (name, got), want in zip(ours.named_parameters(), plain.parameters()):
+        assert (got - want).abs().max() < 2e-5, name
+
+
+def test_training_widens_the_margin_of_the_pairs():
+    model = decoder()
+    gb.lora.add(model, rank=4)
+    given = batch(pairs=4, reference=False)
+    objective = Preference(beta=0.5)
+    before = objective.validate(model, [given])
+    assert before["held_out"] == pytest.approx(0.693147, abs=1e-5) and before["margin"] == pytest.approx(0, abs=1e-5)
+    step = TrainStep(model, objective, AdamW(lr=2e-2), precision="fp32", graph="off")
+    for _ in range(20):
+        step([given])
+    after = objective.validate(model, [given])
+    assert after["held_out"] < 0.5 and after["accuracy"] == 1 and after["margin"] > 0.5
+
+
+def test_what_it_refuses():
+    model, given = decoder(), batch(reference=False)
+    with pytest.raises(ValueError, match="reference"):
+        Preference()(model, given)
+    gb.lora.add(model, rank=2, init=False)
+    model.lm_head.weight.requires_grad_(True)
+    with pytest.raises(ValueError, match="lm_head"):
+        Preference()(model, given)
+    odd = {key: value[:5] for key, value in batch().items()}
+    with pytest.raises(ValueError, match=r"\(5, 10\).*even"):
+        Preference()(decoder(), odd)
+    for options in ({"loss": "ppo"}, {"beta": 0.0}, {"label_smoothing": 0.5}, {"label_smoothing": 0.1, "loss": "ipo"}):
+        with pytest.raises(ValueError, match=next(reversed(options)) if len(options) == 1 else "label_smoothing"):
+            Preference(**options)
