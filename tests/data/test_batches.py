@@ -25,8 +25,7 @@ def take(served, count):
     return [served.take() for _ in range(count)]
 
 
-@pytest.mark.parametrize("pack", ["stream", "documents"])
-@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("pack, shuffle", [("stream", True), ("stream", False), ("documents", True), ("examples", True)])
 def test_resident_and_streamed_batches_are_the_same(corpus, pack, shuffle):
     options = {"seed": 5, "shuffle": shuffle, "pack": pack}
     resident = corpus.batches(24, 3, "cpu", **options)
@@ -40,7 +39,7 @@ def test_resident_and_streamed_batches_are_the_same(corpus, pack, shuffle):
 def test_masked_chats_resident_and_streamed(tmp_path):
     texts = [CHAT, "plain text", [*CHAT, *CHAT[1:]]] * 6
     corpus = Corpus.build(texts, train_tokenizer(["what is new?"], 280), tmp_path / "c", shard_tokens=200, progress=False)
-    for pack in ("stream", "documents"):
+    for pack in ("stream", "examples", "none"):
         both = [corpus.batches(64, 2, "cpu", pack=pack, mode=mode) for mode in ("resident", "ring")]
         batches = list(zip(*both, strict=True))
         assert all(same(a, b) for a, b in batches)
@@ -66,11 +65,11 @@ def test_an_epoch_of_a_stream_holds_each_token_once(corpus):
     assert rows == {tuple(whole[i : i + 10].tolist()) for i in range(0, 10 * len(served), 10)}
 
 
-@pytest.mark.parametrize("mode", ["resident", "ring"])
+@pytest.mark.parametrize("mode, pack", [("resident", "stream"), ("ring", "stream"), ("resident", "examples"), ("ring", "none")])
 @pytest.mark.parametrize("at", [0, 1, 17, 70, 100])
-def test_resumes_in_the_middle_of_an_epoch(corpus, mode, at):
+def test_resumes_in_the_middle_of_an_epoch(corpus, mode, pack, at):
     def make():
-        return corpus.batches(16, 2, "cpu", seed=3, mode=mode)
+        return corpus.batches(16, 2, "cpu", seed=3, mode=mode, pack=pack)
 
     whole, first, second = make(), make(), make()
     assert len(whole) < 70
@@ -79,6 +78,19 @@ def test_resumes_in_the_middle_of_an_epoch(corpus, mode, at):
     saved = json.loads(json.dumps(first.state_dict()))
     second.load_state_dict(saved)
     assert all(same(a, b) for a, b in zip(take(second, 110 - at), expected[at:], strict=True))
+
+
+def test_each_epoch_is_a_new_permutation_of_all_examples(corpus):
+    served = corpus.batches(40, 1, "cpu", pack="none", fields=("example",), seed=4)
+    epochs = [[batch["example"].item() for batch in served] for _ in range(3)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(60))] * 3 and len({tuple(epoch) for epoch in epochs}) == 3
+    assert (served.packing.rows, served.packing.examples, len(served)) == (60, 60, 60)
+
+
+def test_a_notice_says_what_became_of_the_examples(corpus, said):
+    served = corpus.batches(16, 2, "cpu", pack="examples", overlong="drop")
+    assert (served.packing.examples, served.packing.too_long) == (25, 35)
+    assert message("data/batches:what_became_of_examples").within(said())
 
 
 def drawn(feed, rounds, fetch):
@@ -252,18 +264,36 @@ def test_too_large_for_the_budget_or_the_memory_it_streams(corpus, said, monkeyp
             8,
             2,
             {"max_documents": 0, "pack": "documents"},
-            "batches: max_documents: got 0 with pack='documents', wanted a whole number, 1 or more, with pack='documents'; "
-            "leave it out for no limit.",
+            "batches: max_documents: got 0 with pack='documents', wanted a whole number, 1 or more, with "
+            "pack='examples' or 'documents'; leave it out for no limit.",
         ),
         (
             8,
             2,
             {"max_documents": 3},
-            "batches: max_documents: got 3 with pack='stream', wanted a whole number, 1 or more, with pack='documents'; "
-            "leave it out for no limit.",
+            "batches: max_documents: got 3 with pack='stream', wanted a whole number, 1 or more, with "
+            "pack='examples' or 'documents'; leave it out for no limit.",
         ),
         (8, 2, {"fields": "labels"}, "batches: fields: got 'labels', wanted a tuple of some of input_ids, labels, valid."),
-        (8, 2, {"pack": "tight"}, "batches: pack: got 'tight', wanted 'stream' or 'documents'."),
+        (
+            8,
+            2,
+            {"pack": "tight"},
+            "batches: pack: got 'tight', wanted one of 'stream', 'examples', 'none', 'documents', 'pairs'.",
+        ),
+        (
+            8,
+            2,
+            {"pack": "pairs"},
+            "batches: pack: got 'pairs' for a corpus that holds no pairs of preferences, wanted another pack.",
+        ),
+        (
+            8,
+            2,
+            {"pack": "examples", "overlong": "split"},
+            "batches: overlong: got 'split' with pack='examples', wanted one of 'truncate', 'truncate_left', 'drop' with "
+            "'examples', 'none' or 'pairs', or 'split' with 'documents'.",
+        ),
         (8, 2, {"mode": "direct"}, "batches: mode: got 'direct', wanted 'auto', 'resident' or 'ring'."),
         (
             8,

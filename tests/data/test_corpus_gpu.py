@@ -15,7 +15,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k].cpu(), b[k].cpu()) for k in a)
 
 
-@pytest.mark.parametrize("pack", ["stream", "documents"])
+@pytest.mark.parametrize("pack", ["stream", "examples", "none"])
 def test_a_corpus_on_the_device_copies_nothing_and_waits_for_nothing(corpus, pack):
     served, plain = corpus.batches(16, 2, CUDA, pack=pack), corpus.batches(16, 2, "cpu", pack=pack, mode="ring")
     served.take(), plain.take()
@@ -30,7 +30,7 @@ def test_a_corpus_on_the_device_copies_nothing_and_waits_for_nothing(corpus, pac
     assert all(same(batch, plain.take()) for batch in got), "the GPU's batches are the CPU's, bit for bit"
 
 
-@pytest.mark.parametrize("pack", ["stream", "documents"])
+@pytest.mark.parametrize("pack", ["stream", "examples", "none"])
 def test_each_replay_of_a_captured_fetch_draws_the_next_batch(corpus, pack):
     served, plain = corpus.batches(16, 2, CUDA, pack=pack), corpus.batches(16, 2, "cpu", pack=pack)
     side = torch.cuda.Stream()

@@ -16,7 +16,7 @@ def sim():
     return simgpu()
 
 
-@pytest.mark.parametrize("pack", ["stream", "documents"])
+@pytest.mark.parametrize("pack", ["stream", "examples", "none"])
 def test_a_resident_corpus_costs_the_host_nothing(corpus, sim, pack):
     served, plain = corpus.batches(16, 2, sim, pack=pack), corpus.batches(16, 2, "cpu", pack=pack)
     with watch() as ledger:

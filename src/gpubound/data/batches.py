@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from ..errors import GraphError
+from ..trace import notice
 from .feeds import Feed, check_seed, check_slots, target, try_resident
 from .leaves import Padding
+from .packing import OVERLONG, PACKS, Packing, pack_corpus
 from .ring import Ringed
-from .rows import FIELDS, STREAM_FIELDS, BatchCutter, Order, as_stored, pack_documents, pack_stream
+from .rows import FIELDS, PACKED_FIELDS, STREAM_FIELDS, BatchCutter, Order, as_stored
 from .source import Source
 from .stores import Served, Store, count_copied
 
@@ -37,6 +39,7 @@ def batches(
     seed: int = 0,
     shuffle: bool = True,
     pack: str = "stream",
+    overlong: str | None = None,
     max_documents: int | None = None,
     fields: tuple[str, ...] | None = None,
     labels: str = "next",
@@ -51,9 +54,14 @@ def batches(
     """Return a feed of batches {"input_ids", "labels"} of `micro_batch` rows of `seq` tokens; labels are the next tokens, -100
     for tokens that the loss ignores.
 
-    pack      "stream": rows are consecutive tokens of the corpus, across documents. "documents": whole documents are packed
-              into rows, and position_ids, segment_ids and cu_seqlens separate them in attention
-    fields    the fields of a batch, of rows.FIELDS; by default all of `pack` except "valid", the number of labels that count
+    pack      "stream": rows are consecutive tokens of the corpus, across documents. "examples": whole documents, several a
+              row; position_ids, segment_ids and cu_seqlens separate them in attention. "none": one document a row, padded.
+              "documents": as "examples", but longer documents are split. "pairs": of a corpus of preferences; rows 2k and
+              2k + 1 are a chosen and a rejected answer to one prompt, and an even micro_batch counts both
+    overlong  an example longer than a row is cut at its end ("truncate", the default) or beginning ("truncate_left"), or
+              left out ("drop"). Examples without a label that counts are left out; a notice has the numbers
+    fields    the fields of a batch, of rows.FIELDS; by default all of `pack` except "valid", the number of labels that count.
+              "example", of "none" and "pairs", is the number of the document, or of the pair, in this corpus
     labels    "next": the next tokens. "own": the input tokens themselves, for models that fill masked positions; only with
               pack="stream"
     max_documents   limits the documents in a row, and so the length of cu_seqlens, micro_batch · max_documents + 1
@@ -63,26 +71,29 @@ def batches(
     budget, keep, mode, slots   as in gpubound.feed: "resident" in device memory, or through the "ring"
     """
     _check_numbers(seq, micro_batch, rank, world)
-    _check_packing(pack, fields, labels, max_documents, pad_id, corpus.vocab_size)
+    _check_packing(pack, overlong, fields, labels, max_documents, pad_id, corpus.vocab_size)
+    _check_pairs(corpus, pack, micro_batch)
     check_slots("batches", slots)
     if mode not in ("auto", "resident", "ring"):
         raise ValueError(f"batches: mode: got {mode!r}, wanted 'auto', 'resident' or 'ring'.")
     device, seed = target(device), check_seed("batches", seed)
-    if pack == "documents":
-        packing = pack_documents(corpus.offsets(), seq, max_documents or seq)
-    else:
-        packing = pack_stream(corpus.tokens, seq)
+    packing = pack_corpus(corpus, pack, seq, overlong or OVERLONG[0], max_documents, label_offset=labels == "next")
     order = Order(micro_batch, seed, shuffle, rank, world)
     if order.batches(packing.rows) == 0:
         raise ValueError(
             f"batches: the corpus makes {packing.rows} rows of {seq} tokens, wanted at least micro_batch = {micro_batch}; take "
-            f"shorter rows, smaller batches or more text."
+            f"shorter rows, smaller batches or more text{'' if pack == 'stream' else f' ({packing})'}."
         )
-    fields = fields or (STREAM_FIELDS if pack == "stream" else FIELDS[:-1])
+    if pack != "stream":
+        notice(f"batches: {packing}.")
+    default = {"stream": STREAM_FIELDS, "pairs": (*PACKED_FIELDS, "example")}.get(pack, PACKED_FIELDS)
+    fields = fields or default
     identity = {
         "corpus": corpus.identity(), "contents": corpus.contents, "seq": seq, "micro_batch": micro_batch, "pack": pack,
         "max_documents": max_documents, "seed": seed, "shuffle": shuffle,
     }  # fmt: skip
+    if overlong is not None:
+        identity["overlong"] = overlong
     cutter = partial(BatchCutter, packing, order, fields, pad_id, own_labels=labels == "own")
 
     def upload() -> tuple[Tensor, Tensor | None]:
@@ -107,23 +118,41 @@ def _check_numbers(seq: Any, micro_batch: Any, rank: Any, world: Any) -> None:
         raise ValueError(f"batches: rank: got {rank!r}, wanted 0 to {world - 1}, one of the world of {world}.")
 
 
-def _check_packing(pack: str, fields: Any, labels: str, max_documents: Any, pad_id: Any, vocabulary: int) -> None:
-    if pack not in ("stream", "documents"):
-        raise ValueError(f"batches: pack: got {pack!r}, wanted 'stream' or 'documents'.")
+def _check_packing(
+    pack: str, overlong: Any, fields: Any, labels: str, max_documents: Any, pad_id: Any, vocabulary: int
+) -> None:
+    if pack not in PACKS:
+        raise ValueError(f"batches: pack: got {pack!r}, wanted one of {', '.join(map(repr, PACKS))}.")
+    whole = ("examples", "none", "pairs")
+    if overlong is not None and (overlong, pack) != ("split", "documents") and (overlong not in OVERLONG or pack not in whole):
+        raise ValueError(
+            f"batches: overlong: got {overlong!r} with pack={pack!r}, wanted one of {', '.join(map(repr, OVERLONG))} with "
+            f"'examples', 'none' or 'pairs', or 'split' with 'documents'."
+        )
     if labels not in ("next", "own") or (labels == "own" and pack != "stream"):
         raise ValueError(f"batches: labels: got {labels!r} with pack={pack!r}, wanted 'next', or 'own' with pack='stream'.")
-    known = FIELDS if pack == "documents" else (*STREAM_FIELDS, "valid")
+    known = STREAM_FIELDS if pack == "stream" else PACKED_FIELDS
+    known = (*known, *FIELDS[-2:]) if pack in ("none", "pairs") else (*known, "valid")
     if fields is not None and not isinstance(fields, list | tuple):
         raise ValueError(f"batches: fields: got {fields!r}, wanted a tuple of some of {', '.join(known)}.")
     if wrong := [field for field in fields or () if field not in known]:
         raise ValueError(f"batches: fields: got {wrong[0]!r}, wanted some of {', '.join(known)} with pack={pack!r}.")
-    if max_documents is not None and (pack != "documents" or not _is_int(max_documents) or max_documents < 1):
+    several = pack in ("examples", "documents")
+    if max_documents is not None and (not several or not _is_int(max_documents) or max_documents < 1):
         raise ValueError(
             f"batches: max_documents: got {max_documents!r} with pack={pack!r}, wanted a whole number, 1 or more, with "
-            f"pack='documents'; leave it out for no limit."
+            f"pack='examples' or 'documents'; leave it out for no limit."
         )
     if not _is_int(pad_id) or not 0 <= pad_id < vocabulary:  # an embedding would read beyond its table
         raise ValueError(f"batches: pad_id: got {pad_id!r}, wanted an id of the vocabulary, 0 to {vocabulary - 1}.")
+
+
+def _check_pairs(corpus: "Corpus", pack: str, micro_batch: int) -> None:
+    if corpus.pairs != (pack == "pairs"):
+        got, wanted = ("", "pack='pairs'") if corpus.pairs else ("no ", "another pack")
+        raise ValueError(f"batches: pack: got {pack!r} for a corpus that holds {got}pairs of preferences, wanted {wanted}.")
+    if corpus.pairs and micro_batch % 2:
+        raise ValueError(f"batches: micro_batch: got {micro_batch}, wanted an even number, two rows a pair.")
 
 
 def _is_int(value: Any) -> bool:
@@ -198,6 +227,12 @@ class _StreamedCorpus(Source):
 class CorpusFeed(Feed):
     """A Feed of token batches. If it is resident, `fetch()` returns the next batch by a counter on the device, also inside a
     captured graph."""
+
+    @property
+    def packing(self) -> Packing:
+        """The rows of an epoch: their number, the examples in them, what was truncated or dropped, and the efficiency."""
+        store: Any = self._store.source if isinstance(self._store, Ringed) else self._store
+        return store.cutter.packing
 
     @property
     def counter(self) -> Tensor:

@@ -22,9 +22,16 @@ class Corpus:
     `corpus.batches(seq, micro_batch)` gives batches for training."""
 
     def __init__(
-        self, parts: Sequence[DocumentRun], vocab_size: int, tokenizer: str, path: Path | None, contents: int | None = None
+        self,
+        parts: Sequence[DocumentRun],
+        vocab_size: int,
+        tokenizer: str,
+        path: Path | None,
+        contents: int | None = None,
+        pairs: bool = False,
     ):
         self.parts, self.vocab_size, self.fingerprint, self.path = list(parts), vocab_size, tokenizer, path
+        self.pairs = pairs  # documents 2k and 2k + 1 are a prompt with its chosen and its rejected answer
         self.contents = contents  # hash of the corpus that these are parts of; None: not known
         self.starts = np.concatenate([[0], np.cumsum([len(part.tokens) for part in self.parts])]).astype(np.int64)
         self.masked = any(part.mask is not None for part in self.parts)
@@ -144,7 +151,7 @@ class Corpus:
         return self.with_parts(parts)
 
     def with_parts(self, parts: Sequence[DocumentRun]) -> "Corpus":
-        return Corpus(parts, self.vocab_size, self.fingerprint, self.path, self.contents)
+        return Corpus(parts, self.vocab_size, self.fingerprint, self.path, self.contents, self.pairs)
 
     def read(self, index: np.ndarray) -> np.ndarray:
         """Read the tokens at `index` from the disk."""
@@ -157,6 +164,24 @@ class Corpus:
         """Return the loss mask of each part; without a stored mask every token counts."""
         one = np.ones(1, np.uint8)
         return [part.mask if part.mask is not None else np.broadcast_to(one, len(part.tokens)) for part in self.parts]
+
+    def learnt(self, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Return how many tokens the loss counts in each range of tokens. The ranges are in order and do not overlap."""
+        if not self.masked:
+            return ends - begins
+        counts = np.zeros(len(begins), np.int64)
+        for part, start in zip(self.parts, self.starts):
+            length = len(part.tokens)
+            ranges = slice(np.searchsorted(ends, start, side="right"), np.searchsorted(begins, start + length))
+            edges = np.stack([begins[ranges], ends[ranges]], 1).clip(start, start + length) - start
+            filled = edges[:, 0] < edges[:, 1]
+            edges = edges[filled].reshape(-1)
+            if part.mask is None:
+                counts[ranges][filled] += np.diff(edges)[::2]
+            elif len(edges):
+                inside = edges[:-1] if edges[-1] == length else edges  # the last sum goes to the end
+                counts[ranges][filled] += np.add.reduceat(part.mask, inside, dtype=np.int64)[::2]
+        return counts
 
     def _gather(self, index: np.ndarray, runs: list[np.ndarray]) -> np.ndarray:
         if len(runs) == 1:
