@@ -17,7 +17,7 @@ from gpubound.plan.memory import memory, reserved
 from gpubound.plan.step import META, StepConfig, outlined
 from gpubound.plan.time import seconds
 from gpubound.train import AdamW
-from gpubound.train.recipe import Lora
+from gpubound.train.lora_options import Lora
 
 RESULTS = Path(__file__).parent / "results"
 FILES = {"h200": "nvidia-h200.jsonl", "h100": "nvidia-h100-80gb-hbm3.jsonl"}

@@ -1,6 +1,5 @@
 """`gpubound train`: config files and options, what is refused and in which words, and whole runs."""
 
-import dataclasses
 import json
 import os
 import re
@@ -14,8 +13,7 @@ from safetensors import SafetensorError
 
 from gpubound import device as facts
 from gpubound.cli import main
-from gpubound.cli.config_file import KEY_OF, OTHER_NAMES
-from gpubound.cli.train import Train, from_file, presets
+from gpubound.cli.train import from_file, presets
 from gpubound.data import Corpus
 from gpubound.errors import RankError
 from gpubound.files import LOCK, locked
@@ -292,16 +290,27 @@ def test_aliases_and_merges_of_a_config_are_read(config):
     assert [own.lr for _, own in from_file(str(config)).recipe().stages()] == [1e-3, 1e-3]
 
 
-@pytest.mark.parametrize("key, here", [("learning_rate", "lr"), ("batch-size", "micro_batch"), ("max_grad_norm", "clip")])
-def test_a_key_of_another_trainer_is_named_as_it_is_here(config, capsys, key, here):
-    config.write_text(config.read_text() + f"{key}: 1\n")
-    assert main(["train", str(config)]) == 2
-    assert f"{here!r} here" in capsys.readouterr().err
+def test_options_of_another_trainer_override_the_file(config, tmp_path, capsys):
+    config.write_text(config.read_text().replace("lr: 3e-3", "learning_rate: 3e-3"))
+    words = ["--max_steps", "2", "--learning-rate=1e-4", "--warmup-steps", "1", "--logging-steps", "5"]
+    assert main(["train", str(config), *words, "--quiet"]) == 0
+    ran = json.loads((tmp_path / "run" / "run.json").read_text())["config"]
+    assert (ran["steps"], ran["lr"], ran["warmup"]) == (2, 1e-4, 1)
+    assert "logging_steps: every step is recorded" in capsys.readouterr().err
 
 
-def test_every_key_of_another_trainer_means_one_of_ours():
-    known = {field.name for field in dataclasses.fields(Train)}
-    assert set(OTHER_NAMES) <= known and not set(KEY_OF) & known
+@pytest.mark.parametrize(
+    "words, names",
+    [
+        (["--lr", "1", "--learning-rate", "1"], ["--lr"]),
+        (["--push-to-hub"], ["push_to_hub", "--export"]),
+        (["--learning-ratte", "1"], ["learning_rate", "lr"]),
+    ],
+)
+def test_options_of_another_trainer_that_are_refused(config, capsys, words, names):
+    assert main(["train", str(config), *words]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert all(name in said for name in names)
 
 
 def test_clipping_is_switched_off(config, tmp_path):

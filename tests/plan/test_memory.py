@@ -10,9 +10,10 @@ from gpubound.models.llama.decoder import Decoder, DecoderConfig
 from gpubound.plan.memory import memory, saved, total
 from gpubound.plan.step import META, StepConfig, outlined, step_of
 from gpubound.train import AdamW, AdamW8bit, Muon, TrainStep
+from gpubound.train.lora_options import Lora
 from gpubound.train.objectives.word_loss import NextToken
 from gpubound.train.precision import precision as precision_named
-from gpubound.train.recipe import Lora, Recipe
+from gpubound.train.recipe import Recipe
 
 pytestmark = pytest.mark.interpreted  # what a layer saves is what its kernels save
 ROWS, SEQ = 2, 16

@@ -26,7 +26,8 @@ from gpubound.plan.memory import memory
 from gpubound.plan.step import META, StepConfig, outlined, step_of
 from gpubound.plan.time import Collective, collectives, seconds
 from gpubound.train import AdamW, TrainStep
-from gpubound.train.recipe import Lora, Recipe
+from gpubound.train.lora_options import Lora
+from gpubound.train.recipe import Recipe
 from gpubound.train.recompute import blocks_of
 from tests.distributed.processes import on_ranks
 

@@ -15,8 +15,9 @@ from gpubound.errors import DataError
 from gpubound.generate.load import open_saved
 from gpubound.models import load_hf
 from gpubound.train.cost import flops_of
+from gpubound.train.lora_options import Lora
 from gpubound.train.prepare import prepare
-from gpubound.train.recipe import Lora, Recipe
+from gpubound.train.recipe import Recipe
 from tests.messages import message
 
 from .runs import CHATS, assert_same, losses, recipe, train

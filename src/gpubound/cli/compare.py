@@ -20,10 +20,11 @@ from ..monitor import RunTape
 from ..monitor.tape import ABOUT
 from ..monitor.variants import MOST_SEEDS, RESULT, Variants
 from ..trace import fallbacks
+from ..train.convert import RECIPE, convert
 from ..train.data import check_data, known_tokenizer, open_data
 from ..train.prepare import prepare
 from ..train.recipe import Recipe, check_model
-from .config_file import RECIPE, convert, load_yaml
+from .config_file import load_yaml
 from .session import say, train
 
 SAME = (

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import tyro
 
+from ..train.convert import RECIPE
 from ..train.recipe import Recipe
 from . import arguments
-from .config_file import RECIPE
 from .train import from_file
 
 LARGEST_GIB = 1e6  # far above any GPU's

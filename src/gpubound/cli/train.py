@@ -22,9 +22,11 @@ import yaml
 
 from ..files import check_replaceable, explain_disk_full, exporting_run, read_text
 from ..monitor.live import check_log
+from ..train.aliases import normal
+from ..train.convert import convert
 from ..train.recipe import Recipe
 from . import arguments
-from .config_file import MAX_BYTES, convert, load_yaml
+from .config_file import MAX_BYTES, load_yaml, split_aliases
 from .ranks import RankOptions, resume_command, save_when_launcher_ends, start_ranks
 
 if TYPE_CHECKING:
@@ -81,11 +83,13 @@ class Train(RankOptions, Recipe):
 def main(argv: Sequence[str]) -> int:
     command_line = argv = list(argv)
     file, argv = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
+    argv, theirs = split_aliases(argv, OPTIONS)
     default = Train()
     options = arguments(Train, argv, "train", default)
     if file is not None:  # a mistyped option is refused before torch is imported to check the file
         default = from_file(file)
-        options = arguments(Train, argv, "train", default)
+    if file is not None or theirs:
+        options = arguments(Train, argv, "train", with_aliases(default, theirs, argv))
     if options.list:
         print(presets())
         return 0
@@ -219,6 +223,21 @@ def write_export(run: "Run", folder: Path, merge: bool) -> Path:
         return run.export(folder, merge)
 
 
+OPTIONS = {field.name: field for field in dataclasses.fields(Train) if field.name != "variants"}
+
+
+def with_aliases(default: Train, theirs: dict[str, Any], argv: list[str]) -> Train:
+    """Return `default` with options that other trainers name otherwise; those of `argv` have our names, and may not be among
+    them."""
+    values = convert(theirs, OPTIONS, "options")
+    given = {normal(word.partition("=")[0].removeprefix("--")) for word in argv if word.startswith("--")}
+    if both := sorted(given & values.keys()):
+        raise ValueError(f"options: --{both[0].replace('_', '-')} is given under two names; give one of them.")
+    if "lora" in values:
+        values["lora"] = default.lora | values["lora"]
+    return dataclasses.replace(default, **values)
+
+
 PATHS = ("out", "model", "data", "tokenizer", "export")  # keys that may name a file or a folder
 
 
@@ -236,12 +255,11 @@ def from_file(path: str) -> Train:
         raise ValueError(f"config: {path} holds a {type(values).__name__}, wanted keys and values such as 'steps: 2000'.")
     try:
         values = {key: _expand_home(value) if key in PATHS else value for key, value in values.items()}
-        known = {f.name: f for f in dataclasses.fields(Train) if f.name != "variants"}
         compare: Any = values.get("compare")
         variants = {str(name): changes for name, changes in compare.items()} if isinstance(compare, dict) else {}
         if isinstance(compare, dict | list):
             values = values | {"compare": ",".join(map(str, compare))}
-        options = Train(**convert(values, known), variants=variants)
+        options = Train(**convert(values, OPTIONS), variants=variants)
         options.recipe()
         return options
     except ValueError as error:
