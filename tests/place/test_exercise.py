@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import gpubound as gb
-from gpubound.place import verify
+from gpubound.place import verify, widened
 from gpubound.place.candidates import Fused
 from gpubound.place.verify import Named
 from tests.messages import message
@@ -65,16 +65,17 @@ def test_that_fp32_had_no_memory_to_judge_is_said(monkeypatch):
     assert not verdict.ok and message("place/exercise:that_fp32_had_no_memory").within(str(verdict))
 
 
-def test_the_model_is_its_placed_self_again():
+@pytest.mark.parametrize("streamed", [True, False])
+def test_the_model_is_its_placed_self_again(streamed):
     model = tiny("llama", BF16)
     placement = gb.place(model, "cpu")
     assert placement.swapped
     ids, places, kinds = tokens(), [p.data_ptr() for p in model.parameters()], [type(m) for m in model.modules()]
     with torch.no_grad():
         before = model(ids).logits
-    with verify.original_classes(model), verify.in_fp32(model):
+    with verify.original_classes(model), verify.in_fp32(model, streamed):
         assert not any(isinstance(m, Fused) for m in model.modules())
-        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert {p.dtype for p in model.parameters()} == ({torch.float32, BF16} if streamed else {torch.float32})
         with torch.no_grad():
             assert (model(ids).logits - before).norm() < 3e-2 * before.norm()
     assert [p.data_ptr() for p in model.parameters()] == places and [type(m) for m in model.modules()] == kinds
@@ -82,6 +83,54 @@ def test_the_model_is_its_placed_self_again():
         assert torch.equal(model(ids).logits, before)
     placement.undo()
     assert not any(isinstance(m, Fused) for m in model.modules())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3"])
+def test_streamed_weights_give_the_truth_of_a_cast_model(monkeypatch, family):
+    """Chunks of a few rows, several samples and none in one, a tied head, scaled embeddings."""
+    monkeypatch.setattr(widened, "CHUNK", 4 * 64 * 3)
+    monkeypatch.setattr(widened, "ELEMENTS", 100)
+    model = tiny(family, BF16, tie_word_embeddings=family != "phi3")
+    run, truths = verify.run_of(model), []
+    assert run is not None
+    for streamed in (True, False):
+        with verify.in_fp32(model, streamed):
+            truths.append(run())
+    one, other = truths
+    assert one.keys() == other.keys() and len([name for name in one if name.startswith(verify.GRADIENT)]) > 10
+    assert max(verify.distances(one, other).values()) < 1e-5
+    assert not any("sampled_gradient" in vars(p) for p in model.parameters())
+
+
+def test_operations_that_mix_dtypes_are_run_on_a_cast_model():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 8, bias=False, dtype=BF16)
+
+        def forward(self, x):
+            return self.inner(x.to(self.inner.weight.dtype)) @ self.inner.weight
+
+    torch.manual_seed(0)
+    model, example = Mixed(), torch.randn(3, 8)
+    run = verify.run_of(model, example)
+    assert run is not None
+    exact = run()
+    assert verify.compare_in_fp32(model, run, exact, exact, BF16).ok
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_gradients_by_groups_are_those_of_one_backward(monkeypatch, family):
+    model = tiny(family, torch.float32)
+    gb.place(model, "cpu")
+    run = verify.run_of(model)
+    assert run is not None
+    whole = run()
+    monkeypatch.setattr(verify, "GROUP", 20_000)
+    assert len(verify._groups(dict(model.named_parameters()))) > 3
+    grouped = run()
+    assert grouped.keys() == whole.keys() and list(grouped) == list(whole)
+    assert max(verify.distances(grouped, whole).values()) < 1e-6
 
 
 def test_a_model_that_reads_ids_beside_embeddings_is_verified_on_ids():

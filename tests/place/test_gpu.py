@@ -8,6 +8,7 @@ from torch import nn
 
 import gpubound as gb
 from gpubound import trace
+from gpubound.place import verify, widened
 
 from .models import CONFIGS, OPTIONS, batch, tiny, tokens, training_run, twin
 
@@ -128,3 +129,21 @@ def test_plain_norms_of_any_model():
     net = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.GELU(), nn.RMSNorm(256, eps=1e-5)).to(torch.bfloat16)
     placement = gb.place(net, "require", strict=True, example=torch.randn(32, 64, dtype=torch.bfloat16))
     assert placement.summary.startswith("GPU ready: ") and placement.swapped == 2
+
+
+def test_no_second_model_is_held(monkeypatch):
+    """Also where fp32 has to judge. The head's gradient exists twice, once in the loss and once times its upstream gradient."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+    torch.cuda.empty_cache()
+    model = tiny("llama", torch.bfloat16, **sizes, head_dim=64, vocab_size=32768).cuda()
+    monkeypatch.setattr(verify, "GROUP", 1 << 26)
+    monkeypatch.setattr(widened, "CHUNK", 1 << 26)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    assert gb.place(model, "require").verified
+    run = verify.run_of(model)
+    assert run is not None
+    exact = run()
+    assert verify.compare_in_fp32(model, run, exact, exact, torch.bfloat16).ok
+    weights, head = sum(p.nbytes for p in model.parameters()), model.lm_head.weight.nbytes
+    assert weights > 6 * head and torch.cuda.max_memory_allocated() - before < 2 * head + (1 << 28)

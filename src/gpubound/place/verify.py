@@ -15,6 +15,8 @@ Some 16-bit models exceed these. Two correct bf16 runs of four Gemma 3 layers di
 5.0e-2 from fp32 (Llama: 1.6e-2). A limit on their distance would refuse a correct model, and a wider one would accept a wrong
 Llama. So where that limit is exceeded, both runs are compared with the original model in fp32, as for a module: all gradients
 together came out 0.85 to 1.25 times as far off, of eight layers of Gemma 3 once 1.5 times.
+
+No run holds a second model: gradients are made by groups, and that fp32 model widens its weights as they are used (widened.py).
 """
 
 import math
@@ -34,6 +36,7 @@ from ..layers import LMLoss
 from ..layers.recompute import switch
 from ..models.placing import TOKENS, Case, made_up, mode, noise, put_back, reads_tokens
 from .candidates import Fused, adopt, release
+from .widened import in_fp32, is_streamed, sample, take_sampled
 
 FACTOR = 2.0
 GRADIENT = "gradient of "
@@ -44,7 +47,7 @@ UNIT = {torch.float64: 1e-6, torch.float32: 5e-6, torch.float16: 1e-3, torch.bfl
 # Of a whole model's outputs, loss and all gradients together, and of a single gradient.
 LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 GRADIENT_LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 1e-1, torch.bfloat16: 3e-1}
-ELEMENTS = 4096  # of each tensor of a whole model that are compared, so that two runs need no memory for two models
+GROUP = 1 << 29  # bytes of a whole model's gradients that exist at a time
 
 Named = dict[str, Tensor]
 """Outputs and gradients of a run by name, without the gradients that are None"""
@@ -106,9 +109,8 @@ def verify(module: nn.Module, cases: Iterable[Case], swap: Callable[[], None]) -
     cases, dtype = list(cases), coarsest(module)
     config = getattr(module, "config", None)
     wider = torch.float32 if dtype.itemsize < 4 else torch.float64
-    copy = deepcopy(module, {id(config): config}).to(wider)
-    truth, before = run(copy, cases, wider), run(module, cases, dtype)
-    del copy
+    truth = run(deepcopy(module, {id(config): config}).to(wider), cases, wider)  # the copy is freed before the other runs
+    before = run(module, cases, dtype)
     swap()
     return compare_with_truth(run(module, cases, dtype), before, truth, dtype)
 
@@ -262,8 +264,15 @@ def compare(after: Named, before: Named, dtype: torch.dtype) -> Agreement:
 
 def compare_in_fp32(model: nn.Module, run: Callable[[], Named], after: Named, before: Named, dtype: torch.dtype) -> Agreement:
     """Compare both runs with one of the original model in fp32, on the same input."""
-    with original_classes(model), in_fp32(model):
-        truth = run()
+    with original_classes(model):
+        try:
+            with in_fp32(model):
+                truth = run()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # 16-bit weights met fp32 in an operation other than F.linear and F.embedding
+            with in_fp32(model, streamed=False):
+                truth = run()
     result = compare_with_truth(after, before, truth, dtype, single=GRADIENT_LIMIT[dtype])
     return replace(result, where=f"{result.where}, from fp32,")
 
@@ -279,12 +288,33 @@ def _sketched(model: nn.Module, outputs: Callable[[], tuple[Named, Named]], trai
         named, inputs = outputs()
         leaves = inputs | {GRADIENT + name: p for name, p in model.named_parameters() if p.requires_grad}
         total = sum((t.float() * noise(t.shape, t.float(), seed=1)).sum() for t in named.values() if t.requires_grad)
-        gradients: tuple = ()
+        sketches: Named = {}
         if leaves and isinstance(total, Tensor):
-            gradients = torch.autograd.grad(total, [*leaves.values()], allow_unused=True)
-        sketches = {name: _sample(g) for name, g in zip(leaves, gradients) if g is not None}
+            groups = _groups(leaves)
+            for number, group in enumerate(groups, 1):
+                tensors = [leaves[name] for name in group]
+                gradients = torch.autograd.grad(total, tensors, allow_unused=True, retain_graph=number < len(groups))
+                samples = [take_sampled(t) if g is None else sample(g) for t, g in zip(tensors, gradients)]
+                sketches |= {name: kept for name, kept in zip(group, samples) if kept is not None and name not in sketches}
+                del gradients
+            sketches = {name: sketches[name] for name in leaves if name in sketches}
         together = {"all gradients together": torch.cat([*sketches.values()])} if sketches else {}
-        return {name: _sample(t) for name, t in named.items()} | sketches | together
+        return {name: sample(t) for name, t in named.items()} | sketches | together
+
+
+def _groups(leaves: Named) -> list[list[str]]:
+    """Split the names, so that the gradients of a group have about GROUP bytes; they exist at once, as a second model would.
+
+    Each group takes another backward pass. Streamed weights (widened.py) get no gradient: all of them are in the first.
+    """
+    groups, size = [list[str]()], 0
+    for name, t in sorted(leaves.items(), key=lambda item: not is_streamed(item[1])):
+        nbytes = 0 if is_streamed(t) else t.numel() * t.element_size()
+        if groups[-1] and size + nbytes > GROUP:
+            groups, size = [*groups, []], 0
+        groups[-1].append(name)
+        size += nbytes
+    return groups
 
 
 def _language_loss(model: Any) -> tuple[Named, Named]:
@@ -306,7 +336,7 @@ def _padded_logits(model: Any) -> Named:
     mask = torch.ones_like(ids)
     mask[1, -TOKENS // 3 :] = 0
     with torch.no_grad(), _reproducible(model), mode(model, training=False):
-        return {"logits of a padded batch": _sample(model(input_ids=ids, attention_mask=mask).logits)}
+        return {"logits of a padded batch": sample(model(input_ids=ids, attention_mask=mask).logits)}
 
 
 def _call(model: nn.Module, example: Any) -> tuple[Named, Named]:
@@ -328,11 +358,6 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, dict | list | tuple):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _tensors(item, f"{name}.{key}".strip("."))
-
-
-def _sample(t: Tensor) -> Tensor:
-    flat = (t.to_dense() if t.is_sparse else t).detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS].to(torch.promote_types(t.dtype, torch.float32))
 
 
 @contextmanager
@@ -359,17 +384,3 @@ def original_classes(model: nn.Module) -> Iterator[None]:
     finally:
         for module, part, attributes in before:
             adopt(module, part, attributes)
-
-
-@contextmanager
-def in_fp32(model: nn.Module) -> Iterator[None]:
-    """Cast the model's 16-bit tensors to fp32 inside. Parameters stay the same objects, and get their memory back."""
-    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.dtype in SIXTEEN_BITS]
-    before = [t.data for t in tensors]
-    try:
-        for t in tensors:
-            t.data = t.data.float()
-        yield
-    finally:
-        for t, data in zip(tensors, before):
-            t.data = data
