@@ -19,6 +19,10 @@ from ..kernels.dispatch import Call, transformed
 from .block import RMSNorm
 from .fused_weights import Kernels, Projecting, Stacked, run_linear
 from .linear_product import multiply
+from .packed_attention import Segments, flash_attend
+
+Mask = Tensor | Segments | None
+"""as for SDPA, or the examples of packed rows; None: causal, or all tokens if the layer is not"""
 
 Rope = tuple[Tensor, Tensor]
 """cos and sin in fp32: (T, D/2), or (B, T, D/2) where rows have separate positions"""
@@ -136,11 +140,11 @@ class Attention(Projecting):
             self.q_norm, self.k_norm = RMSNorm(head_dim, qk_norm, **where), RMSNorm(head_dim, qk_norm, **where)
         self.stacked = Stacked()
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask = None) -> Tensor:
         return self.mix(x, rope, mask)
 
-    def mix(self, x: Tensor, rope: Rope | None, mask: Tensor | None = None) -> Tensor:
-        """Compute x (B, T, hidden) -> (B, T, hidden). mask: as for SDPA; None: causal, or all tokens if not `causal`"""
+    def mix(self, x: Tensor, rope: Rope | None, mask: Mask = None) -> Tensor:
+        """Compute x (B, T, hidden) -> (B, T, hidden)."""
         q, k, v = self.project(x, rope)
         y, _ = self.attended(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.output(y.flatten(-2))
@@ -192,12 +196,25 @@ def turn_calls(heads: int, kv_heads: int, head_dim: int, pairs: int, normed: boo
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float = 0.0, causal: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float,
+    dropout: float = 0.0,
+    causal: bool = True,
+    window: int | None = None,
 ) -> Tensor:
-    """Compute SDPA of q (B, H, T, D), k and v (B, K, T, D) -> (B, T, H, D). Causal, or over all keys, when `mask` is None.
+    """Compute SDPA of q (B, H, T, D), k and v (B, K, T, D) -> (B, T, H, D).
 
     With a mask, k and v are repeated: CUDA has masked kernels for equal head counts alone, besides one that stores all T × T.
+    window: of packed rows, where no mask limits the number of tokens that a token attends to
     """
+    if isinstance(mask, Segments):
+        y = flash_attend(q, k, v, mask, scale, dropout, causal, window)
+        if y is not None:
+            return y
+        mask = mask.mask(window, causal)
     grouped = q.shape[1] != k.shape[1]
     if mask is not None or q.shape[2] == 1:  # a branch: SDPA takes no SymBool of torch.compile's
         causal = False

@@ -17,9 +17,10 @@ from ..kernels import add_rms_norm, rms_norm
 from ..trace import fallback
 from . import recompute
 from .fused_weights import Kernels, Projecting, hooked
+from .packed_attention import Segments
 
 if TYPE_CHECKING:
-    from .attention import Rope
+    from .attention import Mask, Rope
 
 
 class RMSNorm(nn.Module):
@@ -96,14 +97,12 @@ class Block(nn.Module):
         self.input_layernorm = norm(hidden, eps, device=device, dtype=dtype)
         self.post_attention_layernorm = norm(hidden, eps, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, rope: "Rope | None", mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: "Rope | None", mask: "Mask" = None) -> Tensor:
         x, pending = run_block(self, x, None, rope, mask)
         return x + pending.to(x.dtype)
 
 
-def run_block(
-    block: Any, x: Tensor, pending: Tensor | None, rope: "Rope | None", mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def run_block(block: Any, x: Tensor, pending: Tensor | None, rope: "Rope | None", mask: "Mask" = None) -> tuple[Tensor, Tensor]:
     """Run a block on the stream (x, its pending addend). `block` has the children of `Block`."""
     children = block._modules
     attention, mlp = children["self_attn"], children["mlp"]
@@ -213,7 +212,7 @@ def to_device_of(module: Any, value: Any) -> Any:
 
 def to_device(value: Any, device: torch.device) -> Any:
     """Move tensors, also in tuples and dicts, to a device."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | Segments):
         return value.to(device)
     if type(value) is dict:
         return {key: to_device(one, device) for key, one in value.items()}

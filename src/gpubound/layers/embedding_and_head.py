@@ -89,6 +89,14 @@ def shift(labels: Tensor, ignore_index: int = -100) -> Tensor:
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
+def within(labels: Tensor, segment_ids: Tensor | None, ignore_index: int = -100) -> Tensor:
+    """Return the labels (B, T) of packed rows without those of each example's first token, which nothing precedes."""
+    if segment_ids is None:
+        return labels
+    first = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0), value=False)
+    return labels.masked_fill(first, ignore_index)
+
+
 def lm_loss(
     x: Tensor,
     weight: Tensor,

@@ -14,15 +14,17 @@ from torch import Tensor
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..layers.attention import Attention, Rope, RopeTable
+from ..layers.attention import Attention, Mask, Rope, RopeTable
 from ..layers.block import run_blocks
 from ..layers.fused_weights import Kernels
+from ..layers.packed_attention import Segments
 from .decoding import HFAngles, Reader
-from .hf_modules import HFMLP, WINDOWED, HFAttention, HFShiftedNorm, HFStack, attention, mlp, norm, stack, tried_causal_lm
+from .hf_modules import HFMLP, HFAttention, HFShiftedNorm, HFStack, attention, mlp, norm, stack, tried_causal_lm
+from .packed_rows import FULL, WINDOWED
 from .placing import Maker, Swap
 
 BOTH_WAYS = "the config lets tokens attend to later tokens"
-MASKS = {"full_attention": create_causal_mask, WINDOWED: create_sliding_window_causal_mask}
+MASKS = {FULL: create_causal_mask, WINDOWED: create_sliding_window_causal_mask}
 
 
 class CappedAttention(HFAttention):
@@ -41,6 +43,8 @@ class CappedAttention(HFAttention):
         eager = sys.modules[self.original.__module__].eager_attention_forward
         function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
         dropout = self.attention_dropout if self.training else 0.0
+        if isinstance(mask, Segments):
+            mask = mask.bias(q.dtype, self.sliding_window)
         kwargs |= {"sliding_window": self.sliding_window, "softcap": self.attn_logit_softcapping}
         return function(self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **kwargs)
 
@@ -81,7 +85,7 @@ class SandwichStack(HFStack):
 
     tables: dict[str, RopeTable]  # by type of layer
 
-    def run(self, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> Tensor:
+    def run(self, x: Tensor, positions: Tensor | None, attention_mask: Mask) -> Tensor:
         rope = {kind: table.of(x, positions) for kind, table in self.tables.items()}
         mask = {kind: self.mask_of(kind, x, positions, attention_mask) for kind in self.tables}
         return run_blocks(self.layers._modules.values(), self.norm, x, rope, mask, self.step)
@@ -102,8 +106,10 @@ class SandwichStack(HFStack):
             else "the config has other types of layers than the layers"
         )
 
-    def mask_of(self, kind: str, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> Any:
+    def mask_of(self, kind: str, x: Tensor, positions: Tensor | None, attention_mask: Mask) -> Any:
         """Return the mask of a type of layer; None for SDPA on a batch without a mask or positions that fits the window."""
+        if isinstance(attention_mask, Segments):
+            return attention_mask
         fits = kind != WINDOWED or x.shape[1] <= self.config.sliding_window
         if self.implementation == "sdpa" and positions is None and attention_mask is None and fits:
             return None

@@ -22,12 +22,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kernels import rms_norm
 from ..kernels.cross_entropy import loss_shape
-from ..layers.attention import Attention, Rope, RopeTable, attend, turn_calls
+from ..layers.attention import Attention, Mask, Rope, RopeTable, attend, turn_calls
 from ..layers.block import RMSNorm, run_block, run_blocks
 from ..layers.embedding_and_head import LOSS, head_mismatch, lm_loss, look_up
 from ..layers.fused_weights import Kernels, Stacked, bare, describe, hooked
 from ..layers.mlp import MLP, gated_calls
+from ..layers.packed_attention import Segments
 from .decoding import ACTIVATION_NAMES, FIXED, HFAngles, Reader, activation_name, halves, rope_types
+from .packed_rows import SEGMENTS, WINDOWED
 from .placing import BATCH, TOKENS, Case, Delegating, Maker, Swap, cache_in, cache_word, made_up, mode, random_case
 
 # Keywords of attention that do not change SDPA's result. Any other argument goes to the original forward.
@@ -40,9 +42,10 @@ IDLE = {
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
+    SEGMENTS,  # in place of the mask
 }
 # Keywords of the stack: supported ones, and ones with which the fused loop supports only this value.
-STACK_ARGUMENTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "num_items_in_batch"}
+STACK_ARGUMENTS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "num_items_in_batch", SEGMENTS}
 FIXED_ARGUMENTS = {
     "use_cache": False,
     "output_attentions": False,
@@ -52,7 +55,6 @@ FIXED_ARGUMENTS = {
 }
 # Keywords that the loss reads; the others go to the decoder.
 LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index", "logits_to_keep", "return_dict")
-WINDOWED = "sliding_attention"  # the type of a layer with a sliding window
 OPS = ("add_rms_norm",)
 MASK_CACHE, OUTPUT_CACHE = cache_word(create_causal_mask), cache_word(CausalLMOutputWithPast)
 
@@ -135,11 +137,12 @@ class HFAttention(Delegating, Attention):
         cache = past_key_values if cache is None else cache  # the name depends on transformers' version
         if why := self.unable(kwargs):
             return self.delegate(why, hidden_states, position_embeddings, attention_mask, cache, **kwargs)
+        mask = kwargs.pop(SEGMENTS, attention_mask)
         q, k, v = (t.transpose(1, 2) for t in self.project(hidden_states, halves(position_embeddings)))
         cached = cache is not None
         if cached:
             k, v = cache.update(k, v, self.layer_idx)
-        y, scores = self.attended(q, k, v, attention_mask, cached, **kwargs)
+        y, scores = self.attended(q, k, v, mask, cached, **kwargs)
         return self.output(y.flatten(-2)), scores
 
     def attended(
@@ -147,11 +150,16 @@ class HFAttention(Delegating, Attention):
     ) -> tuple[Tensor, Tensor | None]:
         dropout = self.attention_dropout if self.training else 0.0
         if not cached:
-            return attend(q, k, v, mask, self.scaling, dropout, self.is_causal), None
+            return attend(q, k, v, mask, self.scaling, dropout, self.is_causal, self.window()), None
         return ALL_ATTENTION_FUNCTIONS["sdpa"](self, q, k, v, mask, dropout=dropout, scaling=self.scaling)
 
     def project(self, x: Tensor, turn: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         return Attention.project(self, x, turn if self.turns() else None)
+
+    def window(self) -> int | None:
+        """Return the number of tokens that a token attends to, which masks of packed rows must limit; None: all."""
+        own = vars(self)
+        return own["sliding_window"] if "sliding_window" in own else getattr(self.config, "sliding_window", None)
 
     def turns(self) -> bool:
         """Return False for a layer without positions, which SmolLM3 has."""
@@ -236,17 +244,18 @@ class HFStack(Delegating):
         x = kwargs.get("inputs_embeds")
         if x is None:
             x = look_up(self.embed_tokens, kwargs["input_ids"])
-        window = self.window()
-        if window is not None and x.shape[1] > window:
+        window, segments = self.window(), kwargs.get(SEGMENTS)
+        if segments is None and window is not None and x.shape[1] > window:
             return self.delegate(f"the sequence is longer than the sliding window of {window}", **kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=self.run(x, kwargs.get("position_ids"), kwargs.get("attention_mask")))
+        mask = kwargs.get("attention_mask") if segments is None else segments
+        return BaseModelOutputWithPast(last_hidden_state=self.run(x, kwargs.get("position_ids"), mask))
 
-    def run(self, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> Tensor:
+    def run(self, x: Tensor, positions: Tensor | None, attention_mask: Mask) -> Tensor:
         """Return the hidden states after the final norm, from the embeddings x."""
-        rope, mask = self.table.of(x, positions), None
-        if positions is not None or attention_mask is not None:
+        rope, mask = self.table.of(x, positions), attention_mask
+        if not isinstance(mask, Segments) and (positions is not None or mask is not None):
             # transformers decides if a mask is needed, which synchronises with the device once
-            mask = self.masked(create_causal_mask, x, positions, attention_mask)
+            mask = self.masked(create_causal_mask, x, positions, mask)
         return run_blocks(self.layers._modules.values(), self.norm, x, rope, mask, self.step)
 
     def window(self) -> int | None:
@@ -283,7 +292,7 @@ class HFStack(Delegating):
             return "the config asks for more than the last hidden state"
         if not getattr(config, "is_causal", True):
             return "the config lets tokens attend to later tokens"
-        if isinstance(kwargs.get("attention_mask"), dict):
+        if isinstance(kwargs.get("attention_mask"), dict) and kwargs.get(SEGMENTS) is None:
             return "attention_mask is a dict"
         return "torch.compile traces it" if torch.compiler.is_compiling() else self.changed_below()
 

@@ -6,10 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import FallbackError
 from ..kernels.dispatch import Call
-from ..layers.embedding_and_head import LMLoss, head_mismatch, head_of, lm_loss, logits_loss, plain_head
+from ..layers.attention import Mask
+from ..layers.embedding_and_head import AGREE, LMLoss, head_mismatch, head_of, lm_loss, logits_loss, plain_head, within
+from ..layers.packed_attention import Segments
 from ..trace import fallback
+from .packed_rows import FIELDS, UNPACKED, packed_arguments
 from .placing import mode
+
+TRIAL = 48  # tokens of a row of three examples
+# Relative error between two runs of one model on one shape. The order of its sums may depend on the tokens, as that of experts.
+SAME = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 
 RESIDUAL_WRITERS = ("o_proj.weight", "down_proj.weight", "down_proj")
 
@@ -48,6 +56,10 @@ class LanguageModel(nn.Module):
         """Return why the model cannot generate a text token by token; None if it can."""
         return None
 
+    def unpacked(self) -> str | None:
+        """Return why tokens of packed rows would see other examples; None if attention separates them."""
+        return None
+
     @property
     def base_model(self) -> Any:
         """All layers below the head. Hugging Face uses this name."""
@@ -66,15 +78,48 @@ class LanguageModel(nn.Module):
             elif name.endswith("bias"):
                 parameter.zero_()
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Return logits (B, T, vocabulary). Attention is causal, or as `mask` says (an SDPA mask)."""
-        return self.lm_head(self.model(input_ids, position_ids, mask))
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        mask: Mask = None,
+        *,
+        segment_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Return logits (B, T, vocabulary). Attention is causal, or by `mask` (an SDPA mask), or within the examples of packed
+        rows (layers/packed_attention.py)."""
+        return self.lm_head(self.model(input_ids, position_ids, self.mask_of(input_ids, mask, segment_ids, cu_seqlens)))
+
+    def mask_of(self, input_ids: Tensor, mask: Mask, segment_ids: Tensor | None, cu_seqlens: Tensor | None) -> Mask:
+        """Return the attention mask of a batch: that of its packed rows, else `mask`."""
+        segments = Segments.of(input_ids, segment_ids, cu_seqlens)
+        if segments is None:
+            return mask
+        if mask is not None:
+            raise ValueError(f"{type(self).__name__}: got a mask and packed rows, wanted one of them; leave the mask out.")
+        if why := self.unpacked():
+            raise ValueError(f"{type(self).__name__} cannot read packed rows: {why}; {UNPACKED}.")
+        return segments
 
     def loss(
-        self, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None, total: Tensor | float | None = None
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        position_ids: Tensor | None = None,
+        total: Tensor | float | None = None,
+        *,
+        segment_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """Return the mean cross-entropy of the next token over labels other than -100, or their sum divided by `total`."""
-        x, head = self.model(input_ids, position_ids), self.lm_head
+        """Return the mean cross-entropy of the next token over labels other than -100, or their sum divided by `total`.
+
+        In packed rows the first token of an example is not predicted.
+        """
+        mask, head = self.mask_of(input_ids, None, segment_ids, cu_seqlens), self.lm_head
+        if isinstance(mask, Segments):
+            labels = within(labels, mask.segment_ids)
+        x = self.model(input_ids, position_ids, mask)
         if not plain_head(head):
             fallback("loss without whole logits", "the head is another module, or carries hooks: it is called")
             return logits_loss(head(x), labels, total)
@@ -82,14 +127,19 @@ class LanguageModel(nn.Module):
 
 
 def hidden_of(model: Any, inputs: dict[str, Any]) -> Tensor:
-    """Return the input of the head, (B, T, hidden)."""
-    arguments = _arguments(model, inputs)
-    out = _trunk(model)(arguments.pop("input_ids"), **arguments)
+    """Return the input of the head, (B, T, hidden). In packed rows, examples do not see each other."""
+    arguments, trunk = _arguments(model, inputs), _trunk(model)
+    if FIELDS & arguments.keys():
+        own = next((module for module in model.modules() if isinstance(module, LanguageModel)), None)
+        if own is not None:
+            fields = (arguments.pop(name, None) for name in ("mask", "segment_ids", "cu_seqlens"))
+            arguments["mask"] = own.mask_of(arguments["input_ids"], *fields)
+    out = trunk(arguments.pop("input_ids"), **arguments)
     return out.last_hidden_state if hasattr(out, "last_hidden_state") else out
 
 
 def logits_of(model: Any, inputs: dict[str, Any]) -> Tensor:
-    """Return the output of the model's forward, (B, T, vocabulary)."""
+    """Return the output of the model's forward, (B, T, vocabulary). In packed rows, examples do not see each other."""
     out = model(**_arguments(model, inputs))
     return out.logits if hasattr(out, "logits") else out
 
@@ -106,12 +156,70 @@ def why_not_head(model: Any, inputs: dict[str, Any]) -> str | None:
         return head_mismatch(head, lambda: logits_of(model, row), lambda: hidden_of(model, row))
 
 
+@torch.no_grad()
+def why_not_isolated(model: Any, inputs: dict[str, Any]) -> str | None:
+    """Return why examples of this model's packed rows see each other; None if they do not. Synchronises with the device.
+
+    A row of three examples is made of the batch's first tokens. Other tokens in the second one must not change the others, and
+    the third must give what it gives alone, without the fields of packed rows.
+    """
+    width = inputs["input_ids"].shape[1]
+    tokens = min(width, TRIAL)
+    if tokens < 3:
+        return None
+
+    def part(of: slice) -> dict[str, Any]:
+        row = {name: value for name, value in inputs.items() if name not in (*FIELDS, "position_ids")}
+        return {name: value[:, of] if _by_token(value, width) else value for name, value in first_row(row).items()}
+
+    row, bounds = part(slice(tokens)), [0, tokens // 3, 2 * tokens // 3, tokens]
+    ids, first, second, third = row["input_ids"], *map(slice, bounds[:-1], bounds[1:])
+    number = torch.arange(3, device=ids.device).repeat_interleave(torch.tensor(bounds, device=ids.device).diff())
+    starts = torch.tensor([*bounds, tokens], device=ids.device, dtype=torch.int32)  # the last example is empty, as in batches
+    row["position_ids"] = (torch.arange(tokens, device=ids.device) - starts[number])[None]
+    fields = {"segment_ids": number[None], "cu_seqlens": starts}
+    row |= {name: value for name, value in fields.items() if name in inputs}
+    others = ids.clone()
+    others[:, second] = ids[:, second] == 0  # tokens 0 and 1, which every vocabulary has
+    compute = logits_of if head_of(model) is None or _trunk(model) is None else hidden_of
+    with mode(model, training=False):
+        try:
+            packed, changed, alone = (compute(model, x) for x in (row, row | {"input_ids": others}, part(third)))
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, FallbackError | torch.OutOfMemoryError):
+                raise
+            return f"a row of three examples raised {type(error).__name__}: {error}"
+    for what, got, want, limits in (
+        ("other tokens in an example change the one before it", changed[:, first], packed[:, first], SAME),
+        ("other tokens in an example change the next one", changed[:, third], packed[:, third], SAME),
+        ("an example of a packed row differs from the same one alone", packed[:, third], alone, AGREE),
+    ):
+        off = ((got.float() - want.float()).norm() / want.float().norm().clamp_min(1e-12)).item()
+        if not off <= limits.get(want.dtype, limits[torch.float32]):
+            return f"{what} by {off:.1e}"
+    return None
+
+
+def _by_token(value: Any, width: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == width
+
+
 def first_row(inputs: dict[str, Any]) -> dict[str, Any]:
-    return {key: value[:1] if isinstance(value, Tensor) and value.dim() else value for key, value in inputs.items()}
+    """Return the first row of a batch. Of cu_seqlens, which hold all rows, the examples of the first."""
+    row = {key: value[:1] if isinstance(value, Tensor) and value.dim() else value for key, value in inputs.items()}
+    bounds = inputs.get("cu_seqlens")
+    if bounds is not None:
+        rows, tokens = inputs["input_ids"].shape
+        row["cu_seqlens"] = bounds[: (len(bounds) - 1) // rows + 1].clamp_max(tokens)
+    return row
 
 
 def _arguments(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    return {**inputs, "use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else {**inputs}
+    """Return the arguments of the model or its trunk; of packed rows, in the form that the model takes."""
+    arguments = {**inputs, "use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else {**inputs}
+    if FIELDS & arguments.keys() and hasattr(getattr(model, "config", None), "_attn_implementation"):
+        return packed_arguments(_trunk(model) or model, arguments)
+    return arguments
 
 
 def _trunk(model: Any) -> Any:

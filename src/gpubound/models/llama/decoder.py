@@ -15,7 +15,7 @@ from typing import Any, get_args
 from torch import Tensor, nn
 
 from ...kernels.dispatch import Call
-from ...layers.attention import Angles, Attention, RopeTable, RotaryAngles, turn_calls
+from ...layers.attention import Angles, Attention, Mask, RopeTable, RotaryAngles, turn_calls
 from ...layers.block import Block, RMSNorm, run_blocks
 from ...layers.embedding_and_head import look_up
 from ...layers.mlp import MLP, gated_calls
@@ -111,7 +111,7 @@ class Trunk(nn.Module):
         self.norm = RMSNorm(config.hidden, config.eps, **where)
         self.rope = RopeTable(RotaryAngles(config.head_dim, config.rope_theta))
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Mask = None) -> Tensor:
         x, rope = look_up(self.embed_tokens, input_ids), self.rope.of(input_ids, position_ids)
         return run_blocks(self.layers, self.norm, x, rope, mask)
 

@@ -292,7 +292,7 @@ class PolyAttention(Attention):
             self.head_gate = nn.Linear(hidden, heads, device=device, dtype=dtype)
             self.gate_curve = RichardsCurve(GATE, device, dtype)
 
-    def mix(self, x: Tensor, rope: Rope | None, mask: Tensor | None = None) -> Tensor:
+    def mix(self, x: Tensor, rope: Rope | None, mask: Any = None) -> Tensor:
         """Return (B, T, hidden) of x (B, T, hidden).
 
         mask  keys that all tokens ignore, in addition to `causal` and `window`: bool, (B, T) or (B, 1, 1, T), True for a key

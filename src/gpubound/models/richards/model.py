@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.dispatch import Call
-from ...layers.attention import Rope, RopeTable, RotaryAngles
+from ...layers.attention import Mask, Rope, RopeTable, RotaryAngles
 from ...layers.block import Block, mixed, normed_for, run_block, run_blocks
 from ...layers.embedding_and_head import look_up
 from ...layers.moe import MoE
@@ -50,13 +50,13 @@ class DiffusionBlock(TransformerBlock):
         super().__init__(config, device, dtype)
         self.film = nn.Linear(config.hidden, 4 * config.hidden, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None = None, *, time: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask = None, *, time: Tensor) -> Tensor:  # type: ignore[override]
         x, pending = run_at_time(self, x, None, rope, mask, time=time)
         return x + pending.to(x.dtype)
 
 
 def run_at_time(
-    block: DiffusionBlock, x: Tensor, pending: Tensor | None, rope: Rope | None, mask: Tensor | None = None, *, time: Tensor
+    block: DiffusionBlock, x: Tensor, pending: Tensor | None, rope: Rope | None, mask: Mask = None, *, time: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Run a block like layers.block.run_block, with the embedded time (B, hidden) of each row."""
     scale1, shift1, scale2, shift2 = (FILM_LIMIT * torch.tanh(block.film(time)))[:, None].chunk(4, -1)
@@ -98,13 +98,11 @@ class RichardsTrunk(nn.Module):
         self.rope = RopeTable(RotaryAngles(config.head_dim, config.rope_theta)) if config.rope else None
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None, time: Tensor | None = None
+        self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Mask = None, time: Tensor | None = None
     ) -> Tensor:
         return self.run(self.embed(input_ids), position_ids, mask, time)
 
-    def run(
-        self, x: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None, time: Tensor | None = None
-    ) -> Tensor:
+    def run(self, x: Tensor, position_ids: Tensor | None = None, mask: Mask = None, time: Tensor | None = None) -> Tensor:
         """Run the layers on embedded tokens, or on any other x (B, T, hidden)."""
         rope = None if self.rope is None else self.rope.of(x, position_ids)
         return run_blocks(self.layers, self.norm, x, rope, mask, self._step(x, time))
@@ -198,12 +196,24 @@ class RichardsDecoder(LanguageModel):
         for part in self.config.parts:
             yield from part.calls(self.config)
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None, time: Tensor | None = None
+    def unpacked(self) -> str | None:
+        mixer = self.config.attention
+        return None if mixer == "softmax" else f"its mixer is {mixer!r}, and only 'softmax' reads their bounds"
+
+    def forward(  # type: ignore[override]  # with a time
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        mask: Mask = None,
+        time: Tensor | None = None,
+        *,
+        segment_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """Return logits (B, T, vocabulary).
 
         mask  an SDPA mask; None: the config's `causal`
         time  (B,), from 0 to 1, for a model with config.time
         """
+        mask = self.mask_of(input_ids, mask, segment_ids, cu_seqlens)
         return self.lm_head(self.model(input_ids, position_ids, mask, time))

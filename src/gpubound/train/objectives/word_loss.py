@@ -18,8 +18,9 @@ from ...kernels import cross_entropy, linear_cross_entropy
 from ...kernels.checks import INTEGERS
 from ...kernels.cross_entropy import loss_shape
 from ...kernels.dispatch import Call
-from ...layers.embedding_and_head import head_of, shift
-from ...models.language_model import LanguageModel, first_row, hidden_of, logits_of, why_not_head
+from ...layers.embedding_and_head import head_of, shift, within
+from ...models.language_model import LanguageModel, first_row, hidden_of, logits_of, why_not_head, why_not_isolated
+from ...models.packed_rows import FIELDS, UNPACKED
 from ...models.placing import mode
 from ...trace import fallback
 from . import Objective
@@ -36,6 +37,7 @@ class WordLoss(Objective):
     name: ClassVar[str]
     weighted: ClassVar[bool] = False  # whether targets have weights
     _tried: nn.Module | None = field(init=False, default=None)
+    _isolates: nn.Module | None = field(init=False, default=None)  # the model whose packed rows were tried
     _why_all_logits: str | None = field(init=False, default=None)  # the reason why this model needs all logits
     _classes: int | None = field(init=False, default=None)  # number of classes of the logits
 
@@ -49,7 +51,17 @@ class WordLoss(Objective):
         return [("linear_cross_entropy", (*loss_shape(head.out_features), True, self.weighted))]
 
     def prepare(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
-        """Check the first batch and decide whether all logits are needed. Reads the device once; the step never does."""
+        """Check the first batch, and the first of packed rows, and decide whether all logits are needed. Reads the device once;
+        the step never does."""
+        if self._isolates is not model and isinstance(batch, Mapping) and FIELDS & batch.keys():
+            inputs = self.trial(model, self.split(batch)[0])
+            check_arguments(self.name, model, inputs)
+            if why := why_not_isolated(model, inputs):
+                raise ValueError(
+                    f"{self.name}: {type(model).__name__} cannot train on packed rows (segment_ids), whose examples "
+                    f"must not see each other: {why}. Take unpacked batches ({UNPACKED})."
+                )
+            self._isolates = model
         if self._tried is not model:
             batch_inputs, labels = self.split(batch)
             inputs = self.trial(model, batch_inputs)
@@ -139,7 +151,8 @@ class CausalLM(WordLoss):
     """The cross-entropy of all labels that count.
 
     A batch is a dict as Hugging Face models take it: input_ids, labels (-100 does not count), and other arguments of the model.
-    Labels are shifted by one here, as Hugging Face does: the token at t is predicted from those before it.
+    Labels are shifted by one here, as Hugging Face does: the token at t is predicted from those before it. In packed rows
+    (segment_ids), an example's first token is not predicted.
     """
 
     name: ClassVar[str] = "causal_lm"
@@ -156,7 +169,7 @@ class CausalLM(WordLoss):
     def __call__(self, model: Any, batch: Mapping[str, Any], scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self.prepare(model, batch)
         inputs, labels = self.split(batch)
-        targets = labels if self.shifted else shift(labels, IGNORE)
+        targets = labels if self.shifted else shift(within(labels, inputs.get("segment_ids"), IGNORE), IGNORE)
         return self.total(model, inputs, targets, scale), (targets != IGNORE).sum()
 
     @torch.no_grad()
