@@ -23,7 +23,7 @@ GPU = "GPU"  # the only value that must differ between ranks
 POLL = 0.002  # seconds between two checks by rank 0 of the joined ranks
 SILENT = timedelta(minutes=1)  # for texts: all ranks end at the same step, then read a profile
 SAME_CALLS = "All ranks must make the same calls in the same order, step() as often on each"
-_steps = 0  # that this process has launched, of any TrainStep
+steps = 0  # that this process has launched, of any TrainStep: with the ranks of a DDP wrapper, no other object knows of all
 
 
 def launched() -> bool:
@@ -163,23 +163,12 @@ def init_group(backend: str, store: dist.Store, rank: int, world: int, device: t
         ) from error
 
 
-def count_step() -> None:
-    """Count a launched step of this process. A step may have the ranks of a DDP wrapper, so no other object knows of all."""
-    global _steps
-    _steps += 1
-
-
-def steps() -> int:
-    """Return the number of steps that this process has launched."""
-    return _steps
-
-
 class ExitMessages:
     """Exit messages of the ranks of one start. A rank writes its own before its connections end; a rank that finds a
     connection closed reads those of the others."""
 
     def __init__(self, store: dist.Store, rank: int, world: int):
-        self.rank, self.world, self._before = rank, world, _steps
+        self.rank, self.world, self._before = rank, world, steps
         self._store = dist.PrefixStore("gpubound/parting", store)
 
     def leave(self) -> None:
@@ -203,7 +192,7 @@ class ExitMessages:
         return RankError(f"rank {self.rank} waited for a rank that is gone, {self._position()}: {reason.rstrip('.')}.")
 
     def _position(self) -> str:
-        done = _steps - self._before
+        done = steps - self._before
         return "after 1 step" if done == 1 else f"after {done:,} steps"
 
     def _write(self, text: str) -> None:

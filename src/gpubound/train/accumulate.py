@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..distributed import Ranks
 from ..distributed.all_reduce import Reduction, SymmetricSums
-from ..kernels.accumulate import Side, Taker, accumulator, close_sums, deliver_all, open_sums
+from ..kernels.accumulate import Side, Taker, close_sums, deliver_all, main_gradient, open_sums
 from ..kernels.tensor_state import drop_record, made_record
 from ..trace import notice
 from .flat_buffers import FlatLayout, lay_out
@@ -48,7 +48,7 @@ class Accumulators:
     ):
         self.layout = named if isinstance(named, FlatLayout) else lay_out(named)
         for slot in self.layout.slots:
-            if accumulator(slot.parameter) is not None:
+            if main_gradient(slot.parameter, hooks_ran=True) is not None:
                 raise ValueError(
                     f"Accumulators: {slot.name} already has a main_grad, so its gradients would be counted for one owner only; "
                     f"call release() on the other Accumulators (close() on the other TrainStep) first."

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..device import products
-from ..distributed import ALONE, Ranks
+from ..distributed import ALONE
 from ..distributed.watchdog import FOR_GPU
 from ..kernels.dispatch import hasten
 from ..lora import early
@@ -29,7 +29,7 @@ from .accumulate import Accumulators
 from .objectives import Objective
 from .optimizer import FlatAdamW
 from .precision import Fp8Weights, Precision
-from .sharding import Replicated
+from .sharding import Replicated, Sharded
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor | int]]
 
@@ -53,14 +53,12 @@ class DeviceStep:
         self.summed = torch.zeros(3, dtype=torch.float64, device=self.device)
         self.totals = self.summed[:2]
         self.one = torch.ones((), device=self.device, dtype=torch.float32)
+        self.ranks = self.sharding.ranks
+        self.sharded = self.sharding if isinstance(self.sharding, Sharded) else None
         self.reduces = self.ranks is not ALONE
         self.reduction = self.accumulators.reduction(self.ranks, [self.summed], [] if self.fp8 is None else [self.fp8.largest])
         # Compiled code would bake in whether a sum was opened when it was traced.
         self._compiled = any(getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in self.model.modules())
-
-    @property
-    def ranks(self) -> Ranks:
-        return self.sharding.ranks
 
     def run(self, batches: Sequence[Any]) -> Tensor:
         """Run forward and backward of every batch and one update; return the report of kernels.plan_update."""
@@ -78,9 +76,13 @@ class DeviceStep:
 
     def add(self, batch: Any, last: bool = False) -> None:
         """Add the loss, items and gradients of a micro-batch to those before. `last`: sums over ranks may begin."""
-        with torch.enable_grad(), products(self.precision.products):
-            total, items = self.sharding.loss(partial(self._loss_of, batch))
-            self.sharding.before_backward(last)
+        mode, sharded = self.precision.products, self.sharded
+        with torch.enable_grad(), nullcontext() if mode is None else products(mode):
+            if sharded is None:
+                total, items = self._loss_of(batch)
+            else:
+                total, items = sharded.loss(partial(self._loss_of, batch))
+                sharded.before_backward(last)
             listening = self.reduction.listening() if last and self.reduces else nullcontext()
             with listening, nullcontext() if (side := self.accumulators.side) is None else side.open():
                 total.backward()

@@ -50,32 +50,16 @@ class GraphCache:
     def __init__(self, step: DeviceStep, mode: str):
         self.step = step
         self.captured: list[Captured] = []
-        self._off = mode == "off" or (mode == "auto" and not has_graphs(step.device))
+        self.off = mode == "off" or (mode == "auto" and not has_graphs(step.device))
         self._required = mode == "require"
-        self._first = True  # all ranks take their first step
-        self._checked: set[Any] = set()  # signatures of micro-batches
         self._known: dict[Any, Captured] = {}  # by kind, and a micro-batch's key
         self._broken: dict[Any, Exception] = {}  # what cannot be captured
         self._reported: list[Exception | None] = []  # of these, as fallbacks
         self._full: GraphError | None = None  # there are MOST graphs already
 
-    def run(self, batches: list[MicroBatch]) -> Tensor | None:
-        """Return the step's report. Without a micro-batch this rank takes part in the others' step; None if they have none."""
-        step, first = self.step, self._first
-        if not batches:
-            return step.take_part()
-        if isinstance(step.loss, Objective):
-            for number, batch in enumerate(batches):
-                if batch.signature not in self._checked:
-                    check = partial(step.loss.check_batch, step.model, batch.whole())
-                    # The first check runs the model, whose weights may be sharded: all ranks take part.
-                    step.sharding.with_weights(check) if first and not number else check()
-                    self._checked.add(batch.signature)
-        self._first = False
-        if first:
-            step.prepare(batches[0].whole())
-        if self._off:
-            return step.run([batch.whole() for batch in batches])
+    def run(self, batches: list[MicroBatch], first: bool) -> Tensor:
+        """Return the step's report. first: all ranks take their first step"""
+        step = self.step
         if step.single and (graph := self._step_graph(batches[0], first)) is not None:
             return graph(*batches[0].tensors)
         if (step.single and step.ranks.alone) or not self._capture_parts(batches, first):
@@ -141,7 +125,7 @@ class GraphCache:
 
     def _give_up(self, calls: Callable[[], Tensor]) -> Tensor:
         """Drop all graphs: a step is either graphs or calls, so that times of one are never taken for those of the other."""
-        self._off = True
+        self.off = True
         self.drop()
         return calls()
 
@@ -180,7 +164,7 @@ class GraphCache:
             fallback("train step as one graph", reason)
             self._reported.append(error)
         if first and not self.step.ranks.alone:
-            self._off = True
+            self.off = True
             self.drop()
         return False
 

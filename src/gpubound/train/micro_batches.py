@@ -90,7 +90,7 @@ class MicroBatchCounts:
 
     def begins(self, count: int) -> bool:
         """Return whether a step begins, with `count` micro-batches of this rank. Raise RankError if the counts forbid it."""
-        if self.ranks.alone:
+        if self.ranks.world == 1:
             return count > 0
         self.ranks.check_joined()
         begins = True

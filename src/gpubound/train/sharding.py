@@ -43,9 +43,6 @@ Result = TypeVar("Result")
 class Replicated:
     """Every rank has the whole model."""
 
-    gathers = False
-    """True if ranks wait for each other in each forward, too."""
-
     def __init__(self, model: nn.Module, ranks: Ranks):
         self.model, self.ranks = model, ranks
 
@@ -83,23 +80,6 @@ class Replicated:
     def broadcast_start(self) -> None:
         broadcast_start([*self.named_parameters(), *self.named_buffers()], self.ranks)
 
-    def rest(self) -> None:
-        """Free gathered weights, before the model's parameters are read."""
-
-    def loss(self, loss_fn: Callable[[], Loss]) -> Loss:
-        """Return loss_fn(), which runs the model's forward: (sum of the losses, number of items)."""
-        return loss_fn()
-
-    def before_backward(self, last: bool) -> None:
-        """Called before each backward; `last`: it is the last of its step."""
-
-    def stepped(self, micro_batches: int) -> None:
-        """Called after a step of this many micro-batches has been launched."""
-
-    def with_weights(self, work: Callable[[], Result]) -> Result:
-        """Return work(), which runs the model or reads its weights outside of a step."""
-        return work()
-
     def global_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a state with their global shapes: shards as DTensors."""
         return state
@@ -113,9 +93,7 @@ class Replicated:
 
 
 class Sharded(Replicated):
-    """FSDP gathers a block's weights just before they are used."""
-
-    gathers = True
+    """FSDP gathers a block's weights just before they are used, so ranks wait for each other in each forward, too."""
 
     def __init__(self, model: nn.Module, trains_whole: bool):
         from ..distributed.fsdp_model import ShardedModel  # a second's import, for those who shard
@@ -141,16 +119,26 @@ class Sharded(Replicated):
         self.sharded.take()
 
     def rest(self) -> None:
+        """Free gathered weights, before the model's parameters are read."""
         self.sharded.rest()
 
     def loss(self, loss_fn: Callable[[], Loss]) -> Loss:
+        """Return loss_fn(), which runs the model's forward: (sum of the losses, number of items)."""
+
         def cloned_loss() -> Loss:
             total, items = loss_fn()
             return total.clone(), items  # FSDP registers a hook on it, which a view may lose
 
         return self.sharded.within(cloned_loss)
 
+    def before_backward(self, last: bool) -> None:
+        """Prepare a backward; `last`: it is the last of its step."""
+
+    def stepped(self, micro_batches: int) -> None:
+        """Follow a step of this many micro-batches that has been launched."""
+
     def with_weights(self, work: Callable[[], Result]) -> Result:
+        """Return work(), which runs the model or reads its weights outside of a step."""
         try:
             return self.sharded.within(work)
         finally:

@@ -13,19 +13,20 @@ buffers are unchanged. `close()` undoes everything but the dtype and the place i
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from threading import Lock
 from typing import Any, TypeVar
 from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 
-from ..device import plainly
 from ..distributed import ALONE, Ranks, rendezvous
 from ..distributed.ddp_unwrap import tell_if_alone, unwrapped
 from ..formatting import readable
 from ..graph import Captured
-from ..guards import NotCopyable, ReentryGuard
+from ..guards import NotCopyable
 from ..kernels.dispatch import Call, hasten
 from ..layers import fp8
 from ..layers.weight_memory import give_own_storages
@@ -45,7 +46,7 @@ from .optimizer import AdamW
 from .precision import Fp8Weights, Precision, cast_inputs, check_precision, precision as precision_named, spelled
 from .recompute import recompute_as
 from .schedule import Schedule, is_rate
-from .sharding import check_replicas, check_replicas_equal, make_sharding, settings
+from .sharding import Sharded, check_replicas, check_replicas_equal, make_sharding, settings
 from .torch_optimizer import TorchOptimizer
 
 Result = TypeVar("Result")
@@ -103,6 +104,7 @@ class TrainStep(NotCopyable):
         if isinstance(loss_fn, Objective):
             loss_fn.check_model(model)
         sharding = self._sharding = make_sharding(model, ranks)
+        self._sharded = sharding if isinstance(sharding, Sharded) else None
         tell_if_alone(sharding.ranks)
         stored, graph = sharding.storage_precision(dtypes), sharding.graph(graph)
         pack_adapters(model)
@@ -117,10 +119,9 @@ class TrainStep(NotCopyable):
         notice(f"train: {precision}, {readable(sum(self.memory.values()))} besides activations: {parts}.")
         self.model, self.accumulate, self.device, self._precision = model, accumulate, layout.device, precision
         self._guard = ModelGuard(model)
-        self._closed, self._timing = False, ranks.timing
-        self._reentry = ReentryGuard(
-            ValueError, "step: another call of this TrainStep is under way; call it from one thread at a time."
-        )
+        self._closed, self._running, self._ranks = False, Lock(), ranks
+        self._first = True  # all ranks take their first step
+        self._checked: set[Any] = set()  # signatures of micro-batches that the objective has checked
         hasten(_calls(model, dtypes, loss_fn), layout.device, dtypes.dtype)
         with ExitStack() as undo:  # an error, such as out of memory, must leave the model as it was
             undo.callback(sharding.release)
@@ -143,7 +144,7 @@ class TrainStep(NotCopyable):
         device_step = DeviceStep(model, loss_fn, accumulators, self._optimizer, dtypes, accumulate == 1, sharding, self._fp8)
         self._graphs = GraphCache(device_step, graph)
         self._skips = SkippedSteps(precision, loss_fn, model)
-        self._counts = MicroBatchCounts(sharding.ranks, accumulate, sharding.gathers)
+        self._counts = MicroBatchCounts(sharding.ranks, accumulate, self._sharded is not None)
 
     def __call__(self, micro_batches: Any) -> StepResult | None:
         """Take one step over a list of micro-batches, one batch, a feed (across epochs) or an iterator.
@@ -154,20 +155,30 @@ class TrainStep(NotCopyable):
         """
         if self._closed:
             raise ValueError("step: this TrainStep is closed, its model released; make a new one with TrainStep(model, ...).")
-        with self._reentry, plainly(self.device), self._timing("taking a step", rendezvous.steps() + 1):
-            return self._step(micro_batches)
+        if not self._running.acquire(blocking=False):
+            raise ValueError("step: another call of this TrainStep is under way; call it from one thread at a time.")
+        try:
+            watchdog = self._ranks.watchdog
+            timing = nullcontext() if watchdog is None else watchdog.timing("taking a step", rendezvous.steps + 1)
+            # Autograd cannot save tensors that are made in inference_mode, and autocast computes in other dtypes.
+            with torch.inference_mode(False), torch.autocast(self.device.type, enabled=False), timing:
+                return self._step(micro_batches)
+        finally:
+            self._running.release()
 
     def _step(self, micro_batches: Any) -> StepResult | None:
         self._guard.check_unmerged()
         batches = gather(micro_batches, self.accumulate)
         if not self._counts.begins(len(batches)):
             return None
-        self._sharding.rest()
+        sharded = self._sharded
+        if sharded is not None:
+            sharded.rest()
         signature = self._guard.check()
         self._weights.check()
         self._optimizer.check()
         try:
-            report = self._graphs.run([MicroBatch(batch, self.device, signature) for batch in batches])
+            report = self._run([MicroBatch(batch, self.device, signature) for batch in batches])
         except IndexError as error:  # on a CPU, from a token outside the vocabulary
             if why := self._skips.explain(batches):
                 raise ValueError(why) from error
@@ -177,14 +188,32 @@ class TrainStep(NotCopyable):
         if not batches:
             self._counts.report_idle()
         device_step = self._graphs.step
-        waited = device_step.reduction.waited if device_step.reduces and not self._sharding.gathers else None
-        result = StepResult(report, waited, self._timing)
+        waited = device_step.reduction.waited if device_step.reduces and sharded is None else None
+        result = StepResult(report, waited, self._ranks.timing)
         self._optimizer.carry_on(device_step.accumulators.gradient, result)
         self._weights.stepped()
-        self._sharding.stepped(len(batches))
-        rendezvous.count_step()
+        if sharded is not None:
+            sharded.stepped(len(batches))
+        rendezvous.steps += 1
         self._skips.watch(result, batches)
         return result
+
+    def _run(self, batches: list[MicroBatch]) -> Tensor | None:
+        """Return the step's report. Without a micro-batch this rank takes part in the others' step; None if they have none."""
+        step, first = self._graphs.step, self._first
+        if not batches:
+            return step.take_part()
+        if isinstance(step.loss, Objective):
+            for number, batch in enumerate(batches):
+                if batch.signature not in self._checked:
+                    check = partial(step.loss.check_batch, step.model, batch.whole())
+                    # The first check runs the model, whose weights may be sharded: all ranks take part.
+                    self.with_weights(check) if first and not number else check()
+                    self._checked.add(batch.signature)
+        self._first = False
+        if first:
+            step.prepare(batches[0].whole())
+        return step.run([batch.whole() for batch in batches]) if self._graphs.off else self._graphs.run(batches, first)
 
     @property
     def lr(self) -> float:
@@ -269,7 +298,7 @@ class TrainStep(NotCopyable):
 
     def with_weights(self, work: Callable[[], Result]) -> Result:
         """Return work(), which runs the model or reads its weights outside of a step. All ranks of a sharded model call it."""
-        return self._sharding.with_weights(work)
+        return work() if self._sharded is None else self._sharded.with_weights(work)
 
     def close(self) -> None:
         """Release the model: remove hooks, main_grad and recomputation. Its weights keep their dtype."""
