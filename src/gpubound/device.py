@@ -41,11 +41,6 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def can_launch(device: torch.device) -> bool:
-    """True when a Triton kernel is expected to run on `device`: a GPU, or the CPU under the interpreter."""
-    return device.type == "cuda" or (device.type == "cpu" and interpreted() and has_triton())
-
-
 def accelerator() -> torch.device | None:
     """Return the available accelerator, or None. Without the check torch returns the one that it was built for."""
     return torch.accelerator.current_accelerator(check_available=True)

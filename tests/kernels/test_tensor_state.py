@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpubound.kernels.accumulate import accumulator
+from gpubound.kernels.accumulate import main_gradient
 from gpubound.kernels.tensor_state import Record, drop_record, made_record, record_of, seen, share_record
 from gpubound.layers.linear_product import linear
 
@@ -63,7 +63,7 @@ def test_a_file_of_parameters_holds_what_others_put_on_them_and_nothing_of_ours(
     made_record(weight).numbers = 1
     weight.main_grad, weight.note, plain.note = torch.zeros(2), "theirs", "theirs"
     for back, first in zip(saved([weight, plain]), (weight, plain)):
-        assert accumulator(back) is None and vars(back) == {"note": "theirs"}
+        assert main_gradient(back) is None and vars(back) == {"note": "theirs"}
         assert type(back) is nn.Parameter and back.requires_grad == first.requires_grad and torch.equal(back, first)
 
 

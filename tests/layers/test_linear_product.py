@@ -22,8 +22,8 @@ TOKENS, INPUTS, OUTPUTS, RANK = 16, 32, 48, 4
 class Halved(Format):
     """The weight counts half."""
 
-    def evaluate(self, x, joined):
-        return F.linear(x, joined.weight / 2, joined.bias)
+    def forward(self, x, joined):
+        return F.linear(x, joined.weight / 2, joined.bias), ()
 
     def backward(self, g, x, kept, joined, wants_dx, wanted):
         return g @ joined.weight / 2 if wants_dx else None, [g.t() @ x / 2]
@@ -208,8 +208,8 @@ def test_a_frozen_format_of_ones_own():
         def whole(self, dtype):
             return self.codes.to(dtype) * self.scale.to(dtype)
 
-        def evaluate(self, x, joined):
-            return F.linear(x, self.whole(x.dtype), joined.bias)
+        def forward(self, x, joined):
+            return F.linear(x, self.whole(x.dtype), joined.bias), ()
 
         def backward(self, g, x, kept, joined, wants_dx, wanted):
             return (g @ self.whole(g.dtype) if wants_dx else None), [None] * len(wanted)

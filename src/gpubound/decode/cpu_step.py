@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..device import can_launch
 from ..kernels.accumulate import join_rows
 from ..kernels.decode_attention import turn
 from ..kernels.decode_product import ACTIVATIONS, Norm
+from ..kernels.dispatch import can_launch
 from ..models.decoding import AttentionWeights, DenseWeights
 from .layer import capped_attend
 

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from ..device import can_launch
 from ..kernels import add_norm, norm_rows, rms_norm, rope
 from ..kernels.decode_attention import Heads, Scratch
 from ..kernels.decode_product import EARLY, FENCE, Norm, capped_
+from ..kernels.dispatch import can_launch
 from ..layers.attention import attend
 from ..layers.linear_product import fused_linear
 from ..layers.mlp import gated

@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..device import can_launch, entered
+from ..device import entered
 from ..errors import GenerateError
 from ..kernels import add_rms_norm
 from ..kernels.decode_product import EARLY, LATE, Norm, can_chain, capped_, form
-from ..kernels.dispatch import Call
+from ..kernels.dispatch import Call, can_launch
 from ..models.decoding import AttentionWeights, DenseWeights, ExpertWeights, Reader
 from . import cpu_step
 from .certificate import Accuracy, RoundedModel, RoutingTrace, first_not_finite

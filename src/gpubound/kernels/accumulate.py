@@ -24,6 +24,7 @@ Legend: N tokens, O outputs (the weight's rows), K inputs (its columns); g (N, O
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,11 +88,7 @@ def aside(weight: Tensor, work: Callable[[], object], *reads: Tensor) -> None:
 
 def weight_gradient(weight: Tensor, g: Tensor, x: Tensor) -> Tensor | None:
     """Return gᵀ x, the gradient of `weight` in y = x weightᵀ, in its dtype; or add it to its main_grad and return None."""
-    main = main_gradient(weight)
-    if main is None:
-        return product(g, x, weight.dtype)
-    aside(weight, lambda: add_product(main, g, x, [weight]), g, x)
-    return None
+    return weight_gradients([weight], g, x)[0]
 
 
 def weight_gradients(weights: Sequence[Tensor], g: Tensor, x: Tensor) -> tuple[Tensor | None, ...]:
@@ -100,12 +97,12 @@ def weight_gradients(weights: Sequence[Tensor], g: Tensor, x: Tensor) -> tuple[T
     It is one product when it can be: into the joined accumulators if these are adjacent row slices of one buffer, or, if no
     weight has an accumulator, into one result of which the gradients are views. Otherwise it is one product for each.
     """
-    if len(weights) == 1:
-        return (weight_gradient(weights[0], g, x),)
     joined, mains = _joined_mains(weights)
     if joined is not None:
-        aside(weights[0], lambda: add_product(joined, g, x, weights), g, x)
+        aside(weights[0], partial(add_product, joined, g, x, weights), g, x)
         return (None,) * len(weights)
+    if len(weights) == 1:
+        return (product(g, x, weights[0].dtype),)
     rows = [weight.shape[0] for weight in weights]
     if mains == 0 and len({weight.dtype for weight in weights}) == 1:
         return product(g, x, weights[0].dtype).split(rows)
@@ -114,8 +111,13 @@ def weight_gradients(weights: Sequence[Tensor], g: Tensor, x: Tensor) -> tuple[T
 
 def _joined_mains(weights: Sequence[Tensor]) -> tuple[Tensor | None, int]:
     """Return the weights' accumulators as one tensor, or None if one is missing or not adjacent; and how many there are."""
-    mains = [main for main in map(main_gradient, weights) if main is not None]
-    return join_rows(mains) if len(mains) == len(weights) else None, len(mains)
+    mains = []
+    for weight in weights:
+        if (main := main_gradient(weight)) is not None:
+            mains.append(main)
+    if len(mains) < len(weights):
+        return None, len(mains)
+    return mains[0] if len(mains) == 1 else join_rows(mains), len(mains)
 
 
 def bias_gradients(biases: Sequence[Tensor], wanted: Sequence[bool], g: Tensor) -> list[Tensor | None]:
@@ -169,7 +171,7 @@ def deliver_all(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
     added: list[tuple[Tensor, Tensor]] = []
     recording = _recording(gradients[0][0]) if gradients else False
     for weight, gradient in gradients:
-        if (main := accumulator(weight)) is not None:
+        if (main := main_gradient(weight, hooks_ran=True)) is not None:
             record: Any = getattr(weight, ATTRIBUTE, None)
             writes = record is not None and record.opening is not None
             if writes and record.opening is recording:
@@ -189,7 +191,7 @@ def deliver_all(gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 def deliver_rows(weight: Tensor, ids: Tensor, rows: Tensor, without: int = -1) -> None:
     """Add the gradient of weight[ids], given that of its result, to the rows of main_grad, which the weight must have."""
-    table = accumulator(weight)
+    table = main_gradient(weight, hooks_ran=True)  # the forward found no hooks
     assert table is not None
     writes = opens([weight])
 
@@ -247,10 +249,25 @@ def _recording(weight: Tensor) -> bool:
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def main_gradient(weight: Tensor) -> Tensor | None:
-    """Return the accumulator that takes a gradient. None if there is none, or if a hook on the weight must see the gradient."""
-    main = accumulator(weight)
-    if main is None or torch.compiler.is_compiling():
+def main_gradient(weight: Tensor, hooks_ran: bool = False) -> Tensor | None:
+    """Return the weight's fp32 accumulator. None if it has none, or if a hook on it must see the gradient first.
+
+    hooks_ran: hooks have seen the gradient, so they do not count
+    """
+    main = getattr(weight, "main_grad", None)
+    if main is None:
+        return None
+    record = getattr(weight, ATTRIBUTE, None)
+    if record is not None and type(record) is not Record:  # a pickled parameter's: record_of removes its main_grad
+        record_of(weight)
+        return None
+    if main.dtype != torch.float32 or main.shape != weight.shape or main.device != weight.device:
+        raise ValueError(
+            f"main_grad: must be torch.float32 {tuple(weight.shape)} on {weight.device} like its weight, "
+            f"got {main.dtype} {tuple(main.shape)} on {main.device}; "
+            f"make it with torch.zeros_like(weight, dtype=torch.float32)."
+        )
+    if hooks_ran or torch.compiler.is_compiling():
         return main
     hooked = bool(weight._backward_hooks)
     for hook in (weight._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
@@ -266,24 +283,6 @@ class Taker:
 
     def __call__(self, parameter: Tensor) -> None:
         raise NotImplementedError
-
-
-def accumulator(weight: Tensor) -> Tensor | None:
-    """Return the weight's fp32 accumulator, if it has one."""
-    main = getattr(weight, "main_grad", None)
-    if main is None:
-        return None
-    record = getattr(weight, ATTRIBUTE, None)
-    if record is not None and type(record) is not Record:  # a pickled parameter's: record_of removes its main_grad
-        record_of(weight)
-        return None
-    if main.dtype != torch.float32 or main.shape != weight.shape or main.device != weight.device:
-        raise ValueError(
-            f"main_grad: must be torch.float32 {tuple(weight.shape)} on {weight.device} like its weight, "
-            f"got {main.dtype} {tuple(main.shape)} on {main.device}; "
-            f"make it with torch.zeros_like(weight, dtype=torch.float32)."
-        )
-    return main
 
 
 def product(g: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -91,7 +91,7 @@ def require_columns(op: str, x: Tensor, wanted: tuple[int, ...], dimension: str,
                 f"{op}: {name} must have shape {tuple(wanted)} to match x, got {tuple(t.shape)}; "
                 f"it needs one value for each of x's {dimension}."
             )
-        require_device(op, name, t, x)
+    require_device(op, x, **per_column)
 
 
 def require_residual(op: str, residual: Tensor, x: Tensor, rounded: bool = False) -> None:
@@ -102,10 +102,12 @@ def require_residual(op: str, residual: Tensor, x: Tensor, rounded: bool = False
             f"{op}: residual must match x, {tuple(x.shape)} {x.dtype}, "
             f"got {tuple(residual.shape)} {residual.dtype}; cast or reshape it before the call."
         )
-    require_device(op, "residual", residual, x)
+    if residual.device != x.device:
+        require_device(op, x, residual=residual)
 
 
-def require_device(op: str, name: str, t: Tensor | None, x: Tensor) -> None:
-    """Raise ValueError unless `t` is on x's device."""
-    if t is not None and t.device != x.device:
-        raise ValueError(f"{op}: {name} is on {t.device}, x on {x.device}; move one of them to the other's device.")
+def require_device(op: str, x: Tensor, **others: Tensor | None) -> None:
+    """Raise ValueError unless each of `others` is on x's device."""
+    for name, t in others.items():
+        if t is not None and t.device != x.device:
+            raise ValueError(f"{op}: {name} is on {t.device}, x on {x.device}; move one of them to the other's device.")

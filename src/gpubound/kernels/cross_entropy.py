@@ -104,7 +104,8 @@ def linear_cross_entropy(
     _check_linear(x, weight, bias, chunk, grad_scale)
     _check_labels("linear_cross_entropy", "x", x, labels)
     _check_options("linear_cross_entropy", label_smoothing, softcap, z_loss, reduction, ("mean", "sum"))
-    _check_weights(labels, weights, reduction)
+    if weights is not None:
+        _check_weights(labels, weights, reduction)
     shape = *loss_shape(weight.shape[0], label_smoothing, softcap), grad_scale is not None, weights is not None
     arguments = (weight, labels, bias, ignore_index, label_smoothing, softcap, z_loss, reduction, chunk, grad_scale, weights)
     if not torch.is_autocast_enabled(x.device.type):
@@ -202,16 +203,14 @@ def _check_options(
         raise ValueError(f"{op}: reduction must be one of {', '.join(reductions)}, got {reduction!r}; see its docstring.")
 
 
-def _check_weights(labels: Tensor, weights: Tensor | None, reduction: str) -> None:
+def _check_weights(labels: Tensor, weights: Tensor, reduction: str) -> None:
     op = "linear_cross_entropy"
-    if weights is None:
-        return
     if weights.dtype != torch.float32 or weights.shape != labels.shape:
         raise ValueError(
             f"{op}: weights must be torch.float32 of shape {tuple(labels.shape)}, one for each label, got {weights.dtype} "
             f"{tuple(weights.shape)}; cast or expand them."
         )
-    require_device(op, "weights", weights, labels)
+    require_device(op, labels, weights=weights)
     if reduction != "sum":
         raise ValueError(f"{op}: weights: reduction must be 'sum' with them, got {reduction!r}; divide by your own count.")
 
@@ -237,8 +236,7 @@ def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int | N
             f"{op}: bias must be a floating-point tensor ({weight.shape[0]},) to match weight, got {bias.dtype} "
             f"{tuple(bias.shape)}; it needs one value for each word."
         )
-    for name, t in (("weight", weight), ("bias", bias), ("grad_scale", grad_scale)):
-        require_device(op, name, t, x)
+    require_device(op, x, weight=weight, bias=bias, grad_scale=grad_scale)
     if chunk is not None and chunk < 1:
         raise ValueError(
             f"{op}: chunk must be at least 1 token, got {chunk}; leave it out for logits no larger than the weight."

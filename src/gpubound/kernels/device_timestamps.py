@@ -9,8 +9,8 @@ from importlib import import_module
 
 import torch
 
-from ..device import can_launch
 from . import triton  # the package: its files, which import triton itself, are imported when called for
+from .dispatch import can_launch
 
 
 def can_stamp(device: torch.device) -> bool:

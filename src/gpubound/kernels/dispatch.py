@@ -8,6 +8,7 @@ torch.compile traces ops whole. What dynamo cannot read (the self-test, the impo
 while it traces and takes as a constant: compiled code counts its fallback then, not in every call.
 """
 
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
@@ -16,7 +17,7 @@ from functools import cache
 import torch
 from torch.autograd import forward_ad
 
-from ..device import can_launch, constant, has_triton
+from ..device import constant, has_triton
 from ..errors import KernelError
 from ..trace import fallback
 from . import selftest
@@ -24,6 +25,13 @@ from .registry import OPS, load
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BYTES = torch.uint8  # of ops that only move them
+
+
+def can_launch(device: torch.device) -> bool:
+    """Return True when a Triton kernel is expected to run on `device`: a GPU, or the CPU under the interpreter."""
+    if device.type == "cpu":
+        return os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
+    return device.type == "cuda"
 
 
 def implementation(op: str, x: torch.Tensor, unable: str | None = None, shape: tuple = ()) -> Callable:

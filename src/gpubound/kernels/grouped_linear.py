@@ -82,8 +82,7 @@ def _check(x: Tensor, weight: Tensor, ids: Tensor) -> None:
             f"grouped_linear: ids must be int32 or int64 ({len(x)}, choices), got {ids.dtype} {tuple(ids.shape)}; "
             "give each row of x the numbers of its weights."
         )
-    require_device("grouped_linear", "weight", weight, x)
-    require_device("grouped_linear", "ids", ids, x)
+    require_device("grouped_linear", x, weight=weight, ids=ids)
 
 
 def _example(generator: torch.Generator, many: bool) -> tuple:

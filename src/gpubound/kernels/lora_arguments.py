@@ -132,7 +132,7 @@ def check_call(
                 f"its sizes follow from the first argument and the rank."
             )
         if t.device != x.device:
-            require_device(op, name, t, x)
+            require_device(op, x, **{name: t})
 
 
 def check_output(op: str, name: str, t: Tensor) -> None:
@@ -167,4 +167,4 @@ def _check_ids(op: str, ids: Tensor, x: Tensor) -> None:
             f"{op}: rows.ids must be int32 or int64 (B,), one for each row of a batch of {tokens} tokens, "
             f"got {ids.dtype} {tuple(ids.shape)}; all rows have the same number of tokens."
         )
-    require_device(op, "rows.ids", ids, x)
+    require_device(op, x, **{"rows.ids": ids})

@@ -7,7 +7,6 @@ as the product writes them: SDPA gets transposed views, and none of its kernels 
 Legend: B batch, T tokens, H query heads, K key and value heads, D width of a head.
 """
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -161,7 +160,11 @@ class Attention(Projecting):
             rows = self.one_by_one(x)
             packed = rows[0] if len(rows) == 1 else None
         if packed is not None:
-            heads, kv_heads = self.counted(() if joined is None else joined.weights)
+            if joined is not None and len(joined.weights) == 3:  # they may have been pruned
+                q, k, _ = joined.weights
+                heads, kv_heads = q.shape[0] // self.head_dim, k.shape[0] // self.head_dim
+            else:
+                heads, kv_heads = self.heads, self.kv_heads
             if turn is not None and "q_norm" not in self._modules:
                 return rope_qkv(packed, *turn, heads, kv_heads)
             rows = packed.split([heads * self.head_dim, kv_heads * self.head_dim, kv_heads * self.head_dim], -1)
@@ -169,12 +172,6 @@ class Attention(Projecting):
         if turn is not None:
             q, k = rope(q, k, *turn)
         return q, k, v
-
-    def counted(self, weights: Sequence[Tensor]) -> tuple[int, int]:
-        """Return the numbers of query and key heads of these weights, which may have been pruned."""
-        if len(weights) != 3:
-            return self.heads, self.kv_heads
-        return weights[0].shape[0] // self.head_dim, weights[1].shape[0] // self.head_dim
 
     def split_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """View rows (B, T, H D) as heads (B, T, H, D), and norm those of q and k if there are norms."""

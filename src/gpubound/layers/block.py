@@ -41,31 +41,25 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self._gain()
+        weight: Any = self.weight  # once: a parametrization computes it
         y = rms_norm(x, weight, self.eps, self.offset)
-        return self._mark(y, x, weight)
+        return recompute.mark(y, self.recompute_bytes, partial(rms_norm, eps=self.eps, offset=self.offset), x, weight)
 
     def add(self, x: Tensor, pending: Tensor | None, rounds: bool = False) -> tuple[Tensor, Tensor]:
         """Return (norm of the new stream, the new stream); the stream stays x when nothing is pending.
 
         rounds: return the norm in the dtype of `pending`, to which its readers would round it
         """
-        weight = self._gain()
         if pending is None:
             return self.forward(x), x
         if pending.dtype != x.dtype and not rounds:  # autocast: products give 16 bits, the stream stays fp32
             pending = pending.to(x.dtype)
+        weight: Any = self.weight  # once: a parametrization computes it
         y, stream = add_rms_norm(x, pending, weight, self.eps, self.offset)
-        # A rounded one is saved for backward, as torch's autocast saves its cast: recomputation would read fp32.
-        return y if y.dtype != stream.dtype else self._mark(y, stream, weight), stream
-
-    def _gain(self) -> Any:
-        """Return the weight: a parameter, looked up quickly, or the result of a parametrization or pruning."""
-        parameter = self._parameters.get("weight")
-        return self.weight if parameter is None else parameter
-
-    def _mark(self, y: Tensor, x: Tensor, weight: Any) -> Tensor:
-        return recompute.mark(y, self.recompute_bytes, partial(rms_norm, eps=self.eps, offset=self.offset), x, weight)
+        if y.dtype != stream.dtype:  # saved for backward, as torch's autocast saves its cast: recomputation would read fp32
+            return y, stream
+        op = partial(rms_norm, eps=self.eps, offset=self.offset)
+        return recompute.mark(y, self.recompute_bytes, op, stream, weight), stream
 
     def fused_kernels(self) -> Kernels:
         return "{}", self.OPS
@@ -116,7 +110,7 @@ def normed_for(part: Any, norm: Any, x: Tensor, pending: Tensor | None) -> tuple
     if must_be_called(norm):
         x = added(x, pending)
         return norm(x), x
-    if isinstance(norm, RMSNorm) and rounds(part, x, pending):
+    if pending is not None and pending.dtype != x.dtype and isinstance(norm, RMSNorm) and rounds(part, x, pending):
         return norm.add(x, pending, rounds=True)
     return norm.add(x, pending)
 
@@ -132,6 +126,9 @@ def must_be_called(module: Any) -> bool:
     kind: Any = type(module)
     if has_other_forward(kind):
         return True
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    if not hooks and "forward" not in module.__dict__:
+        return False
     return hooked(module, but=getattr(module, "gathers", ())) and not getattr(module, "apart", False)
 
 
@@ -169,13 +166,13 @@ def called(
     return block(added(x, pending), rope, mask, **keywords), None
 
 
-def rounds(part: Any, x: Tensor, pending: Tensor | None) -> bool:
+def rounds(part: Any, x: Tensor, pending: Tensor) -> bool:
     """Return whether autocast is on, and the part's products would round a norm to the dtype of `pending`.
 
     Then the norm reads and writes 16 bits, without casts: forward moves 12 bytes an element instead of 28, and backward 20
     instead of 28.
     """
-    if pending is None or x.dtype != torch.float32 or torch.compiler.is_compiling():
+    if x.dtype != torch.float32 or torch.compiler.is_compiling():
         return False
     device = pending.device.type
     if not torch.is_autocast_enabled(device) or pending.dtype != torch.get_autocast_dtype(device):

@@ -21,7 +21,7 @@ from ..kernels.accumulate import deliver_product, weight_gradients
 from ..kernels.dispatch import Call
 from ..kernels.quantize import LARGEST, MULTIPLE, scaled_product
 from ..trace import fallback
-from .linear_product import DENSE, Format, Joined, check_unchanged, format_of, rows_of
+from .linear_product import DENSE, VERSION, Format, Joined, changed_in_place, format_of, rows_of
 
 FINE, WIDE = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENT = WIDE
@@ -71,7 +71,9 @@ class Fp8(Format):
         return not WEIGHT_GRADIENT_IN_FP8
 
     def select(self, x: Tensor, weights: Sequence[Tensor]) -> Format:
-        if x.dtype != weights[0].dtype or any(type(format_of(weight)) is not Fp8 for weight in weights):
+        if not torch.is_grad_enabled() or x.dtype != weights[0].dtype:
+            return DENSE
+        if any(type(format_of(weight)) is not Fp8 for weight in weights):
             return DENSE
         rows = x.numel() // x.shape[-1]
         if rows % MULTIPLE:
@@ -139,7 +141,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, first, second, gates, down, *parameters):
         ctx.formats, ctx.gates, ctx.down, ctx.parameters = (first, second), gates, down, parameters
-        ctx.versions, ctx.shape = [p._version for p in parameters], x.shape
+        ctx.versions, ctx.shape = [*map(VERSION, parameters)], x.shape
         x_q, x_t = first.rounded(quantize, first.input, FINE, rows_of(x))
         gate_up = first.product(x_q, first.weights(gates)[0], x.dtype)
         h_q, h_t = second.rounded(quantize_swiglu, second.input, FINE, gate_up)
@@ -152,7 +154,8 @@ class _Gated(torch.autograd.Function):
     def backward(ctx, g):
         x_t, gate_up, h_t = ctx.saved_tensors
         (first, second), gates, down = ctx.formats, ctx.gates, ctx.down
-        check_unchanged(ctx)
+        if [*map(VERSION, ctx.parameters)] != ctx.versions:
+            raise changed_in_place()
         g_q, g_t = second.rounded(quantize, second.gradient, GRADIENT, rows_of(g))
         dh = second.input_gradient(g_q, down, g.dtype)
         d_down = second.weight_gradients(down.weights, g_t, h_t)

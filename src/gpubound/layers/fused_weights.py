@@ -29,7 +29,11 @@ Kernels = tuple[str, tuple[str, ...]]
 
 def plain(layer: Any) -> bool:
     """Return whether calling `layer` computes x weightᵀ + bias alone: no subclass, no hook, no parameter of a special kind."""
-    return type(layer) is nn.Linear and type(layer._parameters.get("weight")) is nn.Parameter and not hooked(layer)
+    if type(layer) is not nn.Linear or type(layer._parameters.get("weight")) is not nn.Parameter:
+        return False
+    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+        return False
+    return "forward" not in layer.__dict__ or not hooked(layer)
 
 
 def bare(layer: Any) -> bool:
@@ -99,15 +103,18 @@ class Stacked:
         """Return the argument of `multiply`, or None as `product`."""
         if torch.compiler.is_compiling():  # addresses mean nothing to a tracer; the compiler does its own fusing
             return None
-        weights, biases, adapters = [], [], []
+        weights: list[Tensor] = []
+        biases: list[Tensor] = []
+        adapters: list[Sequence[Any]] = []
         for layer in layers:
-            weight, bias, adapted, why = site_of(layer)
-            if why is not None:
-                return self._refuse(f"{why}, so it is called")
-            weights.append(weight)
-            adapters.append(adapted)
-            if bias is not None:
-                biases.append(bias)
+            own = layer._parameters
+            site = LinearSite(own["weight"], own["bias"]) if plain(layer) else site_of(layer)
+            if site.why is not None:
+                return self._refuse(f"{site.why}, so it is called")
+            weights.append(site.weight)
+            adapters.append(site.adapters)
+            if site.bias is not None:
+                biases.append(site.bias)
         if _memory([*weights, *biases]) != self._layout:
             if any(getattr(getattr(layer, "base_layer", layer), "_is_fsdp_managed_module", False) for layer in layers):
                 return self._refuse("FSDP shards the weights and manages their memory")
@@ -188,7 +195,7 @@ class Projecting(nn.Module):
 
     def projections(self) -> list[Any]:
         children: dict[str, Any] = self._modules
-        return [children[name] for name in self.PROJECTIONS]
+        return list(map(children.__getitem__, self.PROJECTIONS))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's state; each weight has its own storage, over its part of the buffer."""

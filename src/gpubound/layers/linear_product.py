@@ -26,7 +26,7 @@ from ..kernels.accumulate import bias_gradients, join_rows, weight_gradients
 from ..kernels.dispatch import KERNEL_DTYPES, transformed
 from ..kernels.lora import lora_product
 from ..kernels.lora_arguments import Drop, OwnRanks
-from ..kernels.tensor_state import ATTRIBUTE, record_of
+from ..kernels.tensor_state import ATTRIBUTE
 from . import recompute
 
 
@@ -47,7 +47,8 @@ class Format:
     coded = False  # the weight's elements are codes, not values
 
     def select(self, x: Tensor, weights: Sequence[Tensor]) -> "Format":
-        """Return the format of this product: itself, or another one where it cannot take x or all of the weights."""
+        """Return the format of this product: itself, or another one, where it cannot take x or all of the weights or is for
+        training alone."""
         return self
 
     def shape(self, weight: Tensor) -> tuple[int, ...]:
@@ -58,14 +59,10 @@ class Format:
         """Compute y in differentiable torch, for torch.compile and torch.func, which cannot trace our autograd.Function."""
         return F.linear(x, weight, bias)
 
-    def evaluate(self, x: Tensor, joined: Joined) -> Tensor:
-        """Compute y without gradients."""
-        bias = joined.bias
-        return F.linear(x, joined.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-
     def forward(self, x: Tensor, joined: Joined) -> tuple[Tensor, Sequence[Tensor]]:
         """Return y and the tensors to save, which `backward` finds at the beginning of `saved`."""
-        return self.evaluate(x, joined), ()
+        bias = joined.bias
+        return F.linear(x, joined.weight.to(x.dtype), None if bias is None else bias.to(x.dtype)), ()
 
     def backward(
         self, g: Tensor, x: Tensor | None, saved: Sequence[Tensor], joined: Joined, wants_dx: bool, wanted: Sequence[bool]
@@ -116,12 +113,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, adapters: Sequ
     Without any of these it is torch's own product, unless x has a recompute recipe: torch would save x. As for torch, x, weight
     and bias have one dtype; under autocast each is cast.
     """
-    if not adapters:
-        record = record_of(weight)
-        dense = (record is None or record.empty) and getattr(weight, "main_grad", None) is None
-        if dense and recompute.recipe_of(x) is None:
-            check_dtypes(x, weight, bias)
-            return F.linear(x, weight, bias)
+    dense = not adapters and getattr(weight, "main_grad", None) is None and format_of(weight) is DENSE
+    if dense and recompute.recipe_of(x) is None:
+        check_dtypes(x, weight, bias)
+        return F.linear(x, weight, bias)
     if torch.compiler.is_compiling() or transformed():
         return _plain(x, weight, bias, adapters)
     detached, biases = (None, ()) if bias is None else (bias.detach(), (bias,))
@@ -148,15 +143,17 @@ def multiply(x: Tensor, joined: Joined) -> Tensor:
         x = x.to(torch.get_autocast_dtype(x.device.type))
     elif not format.coded:
         check_dtypes(x, *weights, *joined.biases)
+    if format is not DENSE:
+        format = format.select(x, weights)
     groups = group_adapters(joined) if any(joined.adapters) else ()
     if torch.is_grad_enabled():
         theirs: list[Tensor] = []
         for group in groups:
             theirs += group.parameters
-        return _Product.apply(x, format.select(x, weights), groups, joined, *weights, *joined.biases, *theirs)
-    if (fused := _fused_term(format, x, joined, groups)) is not None:
+        return _Product.apply(x, format, groups, joined, *weights, *joined.biases, *theirs)
+    if groups and (fused := _fused_term(format, x, joined, groups)) is not None:
         return _product_and_term(x, joined.weight, joined.bias, fused[0])
-    y = format.evaluate(x, joined)
+    y, _ = format.forward(x, joined)
     for group in groups:
         group.forward(x, y[..., group.start : group.stop])
     return y
@@ -205,12 +202,12 @@ class _Product(torch.autograd.Function):
     """A product with its adapters.
 
     Parameters are attributes of ctx: activation checkpointing returns detached copies of saved tensors, without main_grad and
-    record. save_for_backward would detect writes in place; `check_unchanged` does it here.
+    record. save_for_backward would detect writes in place; here `versions` do.
     """
 
     @staticmethod
     def forward(ctx, x, format, groups, joined, *parameters):
-        if (fused := _fused_term(format, x, joined, groups)) is not None:
+        if groups and (fused := _fused_term(format, x, joined, groups)) is not None:
             y, saved, ctx.starts = _product_and_term(x, joined.weight, joined.bias, fused[0]), fused[1], [0]
         else:
             y, saved = format.forward(x, joined)
@@ -233,12 +230,13 @@ class _Product(torch.autograd.Function):
     def backward(ctx, g):
         tensors = ctx.saved_tensors  # once: a checkpoint recomputes at each access
         inputs, saved = tensors[: ctx.inputs], tensors[ctx.inputs :]
-        check_unchanged(ctx)
+        if [*map(VERSION, ctx.parameters)] != ctx.versions:
+            raise changed_in_place()
         joined, groups = ctx.joined, ctx.groups
         wants_dx, _, _, _, *wanted = ctx.needs_input_grad
         weights, biases = len(joined.weights), len(joined.biases)
         x = inputs[0] if ctx.recompute is None else ctx.recompute(*inputs)
-        x, rows = None if x is None else rows_of(x), rows_of(g)
+        x, rows = None if x is None else x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
         factors = None
         if wants_dx and len(groups) == 1 and has_fused_kernel(ctx.format, rows):
             factors = groups[0].input_factors(rows[..., groups[0].start : groups[0].stop], saved)
@@ -254,13 +252,11 @@ class _Product(torch.autograd.Function):
         return dx, None, None, None, *dw, *db, *of_adapters
 
 
-def check_unchanged(ctx: Any) -> None:
-    """Raise if a parameter was written in place since `ctx.versions` was recorded in forward."""
-    if [*map(VERSION, ctx.parameters)] != ctx.versions:
-        raise RuntimeError(
-            "a weight of a fused product was changed in place between forward and backward, so its gradient would be wrong; "
-            "step the optimizer after backward."
-        )
+def changed_in_place() -> RuntimeError:
+    return RuntimeError(
+        "a weight of a fused product was changed in place between forward and backward, so its gradient would be wrong; "
+        "step the optimizer after backward."
+    )
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequence[Any] = ()) -> Tensor:
@@ -287,8 +283,8 @@ def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None
 
 
 def format_of(weight: Tensor) -> Format:
-    record = record_of(weight)
-    return DENSE if record is None or record.format is None else record.format
+    format = getattr(getattr(weight, ATTRIBUTE, None), "format", None)
+    return DENSE if format is None else format
 
 
 def shape_of(weight: Tensor) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from ..kernels.accumulate import deliver, weight_gradient
 from ..kernels.dispatch import Call, transformed
 from . import recompute
 from .fused_weights import Kernels, Projecting, Stacked, bare, run_linear
-from .linear_product import DENSE, Joined, check_dtypes, check_unchanged, format_of, multiply
+from .linear_product import DENSE, VERSION, Joined, changed_in_place, check_dtypes, format_of, multiply
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -117,14 +117,15 @@ class _GatedDown(torch.autograd.Function):
         ctx.save_for_backward(packed)
         ctx.plain, ctx.unit, ctx.small = plain, unit, small
         ctx.parameters = [p for p in (weight, *small) if p is not None]
-        ctx.versions = [p._version for p in ctx.parameters]
+        ctx.versions = [*map(VERSION, ctx.parameters)]
         return unit.forward(packed, *small) @ plain.to(packed.dtype).t()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
         (packed,) = ctx.saved_tensors
-        check_unchanged(ctx)
+        if [*map(VERSION, ctx.parameters)] != ctx.versions:
+            raise changed_in_place()
         gradient, h, of_small = ctx.unit.backward(g @ ctx.plain.to(g.dtype), packed, *ctx.small)
         wanted = ctx.needs_input_grad[4:]
         small = [deliver(p, d) if want else None for p, d, want in zip(ctx.small, of_small, wanted)]

@@ -68,9 +68,9 @@ class Frozen(Format):
     def plain(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, dequantised([weight], x.dtype), bias)
 
-    def evaluate(self, x: Tensor, joined: Joined) -> Tensor:
+    def forward(self, x: Tensor, joined: Joined) -> tuple[Tensor, Sequence[Tensor]]:
         bias = joined.bias
-        return F.linear(x, dequantised(joined.weights, x.dtype), None if bias is None else bias.to(x.dtype))
+        return F.linear(x, dequantised(joined.weights, x.dtype), None if bias is None else bias.to(x.dtype)), ()
 
     def backward(
         self, g: Tensor, x: Tensor | None, saved: Sequence[Tensor], joined: Joined, wants_dx: bool, wanted: Sequence[bool]
@@ -158,13 +158,13 @@ class InFp8(Frozen):
     def dequantise(self, codes: Tensor, out: Tensor) -> None:
         torch.mul(codes.view(FINE).to(out.dtype), self.base.buffer("scale")[:, None], out=out)
 
-    def evaluate(self, x: Tensor, joined: Joined) -> Tensor:
+    def forward(self, x: Tensor, joined: Joined) -> tuple[Tensor, Sequence[Tensor]]:
         if not self._in_8_bits(x, joined):
-            return super().evaluate(x, joined)
+            return super().forward(x, joined)
         x_q, scale = quantize_rows(rows_of(x))
         y = scaled_product(x_q, joined.weight.view(FINE), scale, _scales(joined)[None], x.dtype, fast=True)
         y = y if joined.bias is None else y.add_(joined.bias)
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], -1), ()
 
     def backward(
         self, g: Tensor, x: Tensor | None, saved: Sequence[Tensor], joined: Joined, wants_dx: bool, wanted: Sequence[bool]

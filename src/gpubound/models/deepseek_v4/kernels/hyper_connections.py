@@ -180,7 +180,7 @@ def _check_shape(op: str, name: str, t: Tensor, shape: tuple[int, ...], x: Tenso
             f"{op}: {name} must be a floating-point tensor {tuple(shape)} for streams {tuple(x.shape)}, "
             f"got {t.dtype} {tuple(t.shape)}; reshape or cast it before the call."
         )
-    require_device(op, name, t, x)
+    require_device(op, x, **{name: t})
 
 
 def _example(generator: torch.Generator, streams: int, many: bool, outputs: int, scales: int) -> tuple:

@@ -37,8 +37,7 @@ def rg_lru(packed: Tensor, decay: Tensor, state: Tensor | None = None) -> tuple[
         raise ValueError(
             f"rg_lru: state must be {dtype32} {wanted}, got {state.dtype} {tuple(state.shape)}; pass a last state."
         )
-    require_device("rg_lru", "decay", decay, packed)
-    require_device("rg_lru", "state", state, packed)
+    require_device("rg_lru", packed, decay=decay, state=state)
     return implementation("rg_lru", packed, None, (state is not None,))(packed, decay, state)
 
 

@@ -304,7 +304,7 @@ def require_free(op: str, name: str, free: Tensor | None, curve: Curve, x: Tenso
             f"{op}: {name} must be floating point of shape ({len(curve.learned)},), for {', '.join(curve.learned)}, "
             f"got {free.dtype} {tuple(free.shape)}; begin with its curve's start()."
         )
-    require_device(op, name, free, x)
+    require_device(op, x, **{name: free})
 
 
 def draw_free(generator: torch.Generator, curve: Curve) -> Tensor | None:
@@ -329,7 +329,7 @@ def _check_tanh(op: str, x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor 
     require_rows(op, x, weight=weight, bias=bias)
     if alpha.numel() != 1:
         raise ValueError(f"{op}: alpha must hold one element, got shape {tuple(alpha.shape)}; reduce it before the call.")
-    require_device(op, "alpha", alpha, x)
+    require_device(op, x, alpha=alpha)
 
 
 def _scaled(y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
