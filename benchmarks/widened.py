@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpubound.device import products
-from gpubound.kernels.checks import SIXTEEN_BITS
+from gpubound.kernels.dispatch import SIXTEEN_BITS
 
 
 @contextmanager

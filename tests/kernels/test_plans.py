@@ -9,7 +9,7 @@ from triton.runtime.errors import OutOfResources
 from gpubound import trace
 from gpubound.device import INTERPRETED, Chip, chip
 from gpubound.kernels import plans
-from gpubound.kernels.checks import WIDEST
+from gpubound.kernels.dispatch import WIDEST
 from gpubound.kernels.plans import Job, defaults, fits, plan_for
 from gpubound.kernels.plans.types import AttentionPlan, MatrixPlan, RopePlan, RowPlan, StridePlan, TilePlan, WalkPlan
 from gpubound.kernels.registry import every

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from .checks import require
-from .dispatch import implementation
+from .dispatch import implementation, require
 from .registry import definition, doubles, draw
 
 STATE = ("updates", "skipped", "loss_scale", "good_steps")  # fp64, carried from step to step

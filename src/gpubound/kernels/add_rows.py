@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from .checks import INTEGERS
-from .dispatch import implementation
+from .dispatch import INTEGERS, implementation
 from .registry import definition, draw, ints
 
 

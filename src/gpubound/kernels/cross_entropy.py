@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from .accumulate import widened
-from .checks import INTEGERS, require_device, require_last
-from .dispatch import implementation
+from .dispatch import INTEGERS, implementation, require_device, require_last
 from .registry import definition, doubles, draw
 
 

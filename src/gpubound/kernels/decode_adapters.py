@@ -19,8 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import require
-from .dispatch import implementation
+from .dispatch import implementation, require
 from .plans import power_of_two
 from .registry import definition, draw, ints
 

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import require
 from .decode_product import WRITTEN, Norm, capped_, rms_normed
-from .dispatch import implementation
+from .dispatch import implementation, require
 from .registry import definition, draw, ints, zeros
 from .rope import draw_angles
 

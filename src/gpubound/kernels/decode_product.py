@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..device import constant
-from .checks import require
 from .decode_adapters import StepAdapters, check_adapters, draw_adapters, form_of
-from .dispatch import implementation
+from .dispatch import implementation, require
 from .peer_exchange import Mail, check_mail, example_mail
 from .registry import definition, draw, zeros
 

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import require
 from .decode_product import WRITTEN, Norm, check_stream, draw_stream, rms_normed
-from .dispatch import implementation
+from .dispatch import implementation, require
 from .gated import INFINITE, check_limit
 from .registry import definition, doubles, draw, ints, zeros
 

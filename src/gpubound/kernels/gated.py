@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import require_last
-from .dispatch import implementation
+from .dispatch import implementation, require_last
 from .registry import definition, draw
 
 INFINITE = float("inf")

@@ -5,8 +5,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .checks import require_columns, require_rows
-from .dispatch import implementation
+from .dispatch import implementation, require_columns, require_rows
 from .norms import layer_norm_reference
 from .registry import definition, draw
 

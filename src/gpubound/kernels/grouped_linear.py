@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import require_device
-from .dispatch import implementation
+from .dispatch import implementation, require_device
 from .registry import definition, draw, ints
 
 FEW = 96  # choices in all, up to which each reads its weight by itself. H200: 172 us, F.grouped_mm 182; of 384 669 and 237

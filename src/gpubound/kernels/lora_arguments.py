@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import matches, require, require_device
+from .dispatch import matches, require, require_device
 
 WORD = 0xFFFFFFFF
 BLOCKS, BLOCK = 3, 16  # an op takes at most 3 blocks; each has a multiple of 16 outputs

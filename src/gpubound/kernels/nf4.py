@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ..device import constant
-from .checks import require
-from .dispatch import implementation
+from .dispatch import implementation, require
 from .registry import definition, draw
 
 CODE = (

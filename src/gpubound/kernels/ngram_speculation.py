@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import require
-from .dispatch import implementation
+from .dispatch import implementation, require
 from .registry import definition, draw, ints
 from .sampling import Rows, changed, check_embedding, embedding, example_rows
 

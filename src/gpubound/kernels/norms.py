@@ -10,8 +10,7 @@ RMSNorm's offset is 0 but for families that store how far their gain is from 1 (
 import torch
 from torch import Tensor
 
-from .checks import require_residual, require_rows, too_wide
-from .dispatch import implementation
+from .dispatch import implementation, require_residual, require_rows, too_wide
 from .registry import definition, draw, frozen
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..device import constant
-from .checks import require, too_wide
-from .dispatch import implementation
+from .dispatch import implementation, require, too_wide
 from .gated import check_half, swiglu_backward_reference, swiglu_reference
 from .registry import definition, doubles, draw
 

@@ -11,7 +11,6 @@ Legend: B rows, S experts a row (its slots), E experts in all, I width of an exp
 import torch
 from torch import Tensor
 
-from .checks import require
 from .decode_product import (
     WRITTEN,
     Norm,
@@ -25,7 +24,7 @@ from .decode_product import (
     norm_gate_up_reference,
     norm_product_reference,
 )
-from .dispatch import implementation
+from .dispatch import implementation, require
 from .experts import (
     add_routed_reference,
     check_apart,

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import require
-from .dispatch import implementation
+from .dispatch import implementation, require
 from .registry import definition, doubles, draw, ints
 
 

@@ -11,7 +11,6 @@ The stream x may be given in the dtype of the weights: each program reads all of
 import torch
 from torch import Tensor
 
-from .checks import require
 from .decode_product import (
     WRITTEN,
     Norm,
@@ -28,7 +27,7 @@ from .decode_product import (
     norm_product_reference,
     side_by_side,
 )
-from .dispatch import implementation
+from .dispatch import implementation, require
 from .registry import definition, draw, frozen, zeros
 
 MOST = 32  # rows

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import FallbackError, GpuboundError
-from ..kernels.checks import SIXTEEN_BITS
+from ..kernels.dispatch import SIXTEEN_BITS
 from ..layers import LMLoss
 from ..layers.recompute import switch
 from ..models.placing import TOKENS, Case, made_up, mode, noise, put_back, reads_tokens

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..kernels.checks import SIXTEEN_BITS
+from ..kernels.dispatch import SIXTEEN_BITS
 
 ELEMENTS = 4096  # of each tensor of a whole model that are compared, so that two runs need no memory for two models
 CHUNK = 1 << 28  # bytes of fp32 weights that exist at a time

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from ...data import Tokenizer
 from ...kernels import cross_entropy, linear_cross_entropy
-from ...kernels.checks import INTEGERS
 from ...kernels.cross_entropy import loss_shape
-from ...kernels.dispatch import Call
+from ...kernels.dispatch import INTEGERS, Call
 from ...layers.embedding_and_head import head_of, shift, within
 from ...models.language_model import LanguageModel, first_row, hidden_of, logits_of, why_not_head, why_not_isolated
 from ...models.packed_rows import FIELDS, UNPACKED

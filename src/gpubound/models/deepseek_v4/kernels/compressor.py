@@ -19,9 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....kernels.checks import require
 from ....kernels.decode_product import WRITTEN, Norm, rms_normed
-from ....kernels.dispatch import implementation
+from ....kernels.dispatch import implementation, require
 from ....kernels.registry import definition, draw, ints, zeros
 from ....kernels.rope import draw_angles
 

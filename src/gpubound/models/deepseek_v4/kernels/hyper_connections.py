@@ -28,9 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....kernels.checks import require, require_device
 from ....kernels.decode_product import WRITTEN
-from ....kernels.dispatch import implementation
+from ....kernels.dispatch import implementation, require, require_device
 from ....kernels.peer_exchange import Mail, check_mail, example_mail
 from ....kernels.plans.types import power_of_two
 from ....kernels.registry import definition, draw

@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....kernels.checks import require
 from ....kernels.decode_product import WRITTEN, Norm, check_stream, draw_stream, form, rms_normed
-from ....kernels.dispatch import implementation
+from ....kernels.dispatch import implementation, require
 from ....kernels.gated import check_limit, swiglu_reference
 from ....kernels.peer_exchange import Mail, check_mail, example_mail
 from ....kernels.quantize import has_cores

@@ -16,8 +16,7 @@ Legend: B batch, T tokens, H query heads, K key and value heads, D width of a he
 import torch
 from torch import Tensor
 
-from ....kernels.checks import require
-from ....kernels.dispatch import implementation
+from ....kernels.dispatch import implementation, require
 from ....kernels.registry import definition, draw, ints
 
 DEGREES = (1, 3, 5, 7)

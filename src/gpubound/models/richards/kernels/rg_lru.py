@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....kernels.checks import require_device, require_last
-from ....kernels.dispatch import implementation
+from ....kernels.dispatch import implementation, require_device, require_last
 from ....kernels.registry import definition, draw
 
 POWER = 8.0

@@ -26,8 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....kernels.checks import require_device, require_last, require_residual, require_rows, too_wide
-from ....kernels.dispatch import implementation
+from ....kernels.dispatch import implementation, require_device, require_last, require_residual, require_rows, too_wide
 from ....kernels.gated import check_half
 from ....kernels.registry import definition, draw, load
 
