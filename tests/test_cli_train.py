@@ -143,7 +143,7 @@ def test_an_unknown_option_names_the_near_one(capsys):
         ("quiet: perhaps", "recipe: quiet must be true or false, got 'perhaps'."),
         ("seq: 0", "recipe: seq must lie between 1 and 16,777,216, got 0."),
         ("steps: 100000000000", "recipe: steps must lie between 1 and 10,000,000, got 100,000,000,000."),
-        ("clip: -1", "recipe: clip must be above 0, got -1.0; null does not clip."),
+        ("clip: -1", "recipe: clip must be above 0, got -1.0; 0 or none does not clip."),
         (f"lr: {10**400}", f"recipe: lr must be a finite number, got {10**400}."),
         ("warmup: .nan", "recipe: warmup must be a finite number, got nan."),
         ("lr: 1e999", "recipe: lr must be a finite number, got inf."),
@@ -155,7 +155,7 @@ def test_an_unknown_option_names_the_near_one(capsys):
         ("graph: maybe", "recipe: graph must be one of auto, require, off, got 'maybe'."),
         ('out: ""', "recipe: out must be UTF-8 text, not empty, without control characters, got ''."),
         ('data: ""', "recipe: data must be UTF-8 text, not empty, without control characters, got ''."),
-        ("phases: [{name: a}, {name: b, clip: 0}]", "recipe: phase b: clip must be above 0, got 0.0; null does not clip."),
+        ("phases: [{name: a}, {name: b, lr: 0}]", "recipe: phase b: lr must be above 0, got 0.0."),
         ("phases: [{phases: []}]", "recipe: phase phase-1: 'phases' is the whole run's, not a phase's."),
     ],
 )
@@ -313,10 +313,29 @@ def test_options_of_another_trainer_that_are_refused(config, capsys, words, name
     assert all(name in said for name in names)
 
 
-def test_clipping_is_switched_off(config, tmp_path):
-    config.write_text(config.read_text() + "clip: null\n")
+@pytest.mark.parametrize("value", ["null", "0", "none"])
+def test_clipping_is_switched_off(config, value):
+    config.write_text(config.read_text() + f"clip: {value}\n")
     assert from_file(str(config)).recipe().clip is None
-    assert main(["train", str(config), "--quiet"]) == 0
+
+
+def test_a_resumed_run_reports_what_changed(config, tmp_path, capsys):
+    assert main(["train", str(config), "--steps", "2"]) == 0
+    config.write_text(config.read_text().replace("lr: 3e-3", "lr: 1e-3\nresume: {allow: lr}"))
+    assert main(["train", str(config)]) == 0
+    assert "from step 3 on lr was 0.003, is 0.001" in json.loads((tmp_path / "run" / "run.json").read_text())["verdict"]
+    capsys.readouterr()
+    assert main(["train", str(config)]) == 0
+    assert "nothing to do" in capsys.readouterr().err
+
+
+def test_an_option_overrides_the_length_of_the_file(config, tmp_path):
+    config.write_text(config.read_text().replace("steps: 6", "epochs: 3"))
+    assert main(["train", str(config), "--steps", "2"]) == 0
+    config.write_text(config.read_text().replace("epochs: 3", "steps: 6"))
+    assert main(["train", str(config), "--num-train-epochs", "0.1", "--out", str(tmp_path / "other")]) == 0
+    steps = [json.loads((tmp_path / name / "run.json").read_text())["config"]["steps"] for name in ("run", "other")]
+    assert steps == [2, None]
 
 
 def contents_of(folder):

@@ -55,17 +55,17 @@ HELD_OUT = """
     from gpubound import lora
     from gpubound.data import Corpus
     from gpubound.models import load_hf
-    from gpubound.train.data import Stage, hold_out
+    from gpubound.train.stages import EvalSet, hold_out
     from gpubound.train.recipe import Recipe
 
     base, adapter, corpus, recipe = json.loads(sys.argv[1])
     recipe = Recipe(**recipe)
-    stage = Stage("", recipe, *hold_out(Corpus.open(corpus), recipe.validation))
+    rows = EvalSet("", hold_out(Corpus.open(corpus), recipe.validation)[1], recipe)
 
     @torch.no_grad()
     def held_out(model):
         losses = []
-        for batch in stage.held_out_feed(torch.device("cpu")):
+        for batch in rows.feed(torch.device("cpu")):
             out = model.eval()(batch["input_ids"])
             logits = (out.logits if hasattr(out, "logits") else out).flatten(0, 1)
             losses.append(F.cross_entropy(logits, batch["labels"].flatten(), ignore_index=-100, reduction="none"))

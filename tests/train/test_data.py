@@ -16,12 +16,13 @@ from gpubound import trace
 from gpubound.data import Corpus, Tokenizer, train_tokenizer
 from gpubound.errors import DataError
 from gpubound.models import PRESETS, Decoder, save_hf
-from gpubound.train.data import Stage, check_data, open_data, stage_of
+from gpubound.train.data import check_data, open_data
 from gpubound.train.prepare import prepare
 from gpubound.train.recipe import Recipe
+from gpubound.train.stages import EvalSet, hold_out, stage_of
 from tests.messages import message
 
-from .runs import CHATS, recipe, texts
+from .runs import recipe, texts
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +193,8 @@ def test_the_defaults_fit_a_small_set_of_chats(corpus, tmp_path, capsys, count, 
     stage, said = run.stage, capsys.readouterr().err
     rows = (stage.training.tokens - 1) // stage.recipe.seq
     assert rows >= stage.recipe.micro_batch >= 1
-    assert stage.held_out.tokens <= 0.25 * (stage.training.tokens + stage.held_out.tokens)
+    held_out = stage.eval_sets[0].corpus
+    assert held_out.tokens <= 0.25 * (stage.training.tokens + held_out.tokens)
     assert (stage.recipe.seq, stage.recipe.micro_batch) == (seq, micro_batch)
     assert ("micro_batch" in said) == ((seq, micro_batch) != (512, 8)) and "are held out" in said
     records = []
@@ -226,23 +228,32 @@ def test_each_kind_of_run_has_its_own_rates_and_says_them(corpus, base, tmp_path
 
 
 def test_an_evaluation_takes_as_many_tokens_whatever_the_micro_batch(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("gpubound.train.data.EVALUATION_TOKENS", 256)
+    monkeypatch.setattr("gpubound.train.stages.EVALUATION_TOKENS", 256)
     whole = Corpus.open(corpus)
-    for rows, batches in ((1, 8), (2, 4), (4, 2), (16, 1)):
-        stage = stage_of("", recipe(corpus, tmp_path, micro_batch=rows, validation=0.1), whole)
-        assert stage.held_out_batches == batches
-        assert len(list(islice(stage.held_out_feed(torch.device("cpu")), stage.held_out_batches))) == batches
-    monkeypatch.setattr("gpubound.train.data.EVALUATION_TOKENS", 1 << 30)
-    assert stage.held_out_batches == 1, "no more than there are"
+    for rows, batches in ((1, 8), (2, 4), (4, 4)):
+        (rows_of_it,) = stage_of("", recipe(corpus, tmp_path, micro_batch=rows, validation=0.1), whole).eval_sets
+        assert rows_of_it.batches == batches
+        assert len(list(islice(rows_of_it.feed(torch.device("cpu")), rows_of_it.batches))) == batches
+
+
+@pytest.mark.parametrize("micro_batch, size, batches", [(1, 1, 22), (8, 7, 3), (6, 3, 7), (32, 22, 1)])
+def test_a_small_held_out_set_is_evaluated_as_a_whole(corpus, tmp_path, micro_batch, size, batches):
+    """But for the rows that batches of one size leave out, as few as possible; or as many batches as eval_batches says."""
+    whole = Corpus.open(corpus)
+    small = hold_out(whole, 0.1, 32)[1]
+    assert (small.tokens - 1) // 32 == 22
+    rows = EvalSet("", small, recipe(corpus, tmp_path, micro_batch=micro_batch))
+    assert (rows.micro_batch, rows.batches) == (size, batches)
+    assert EvalSet("", small, recipe(corpus, tmp_path, micro_batch=micro_batch, eval_batches=1)).batches == 1
 
 
 def test_held_out_rows_without_labels_are_refused(tmp_path, monkeypatch):
     """Their loss is nan. Only the rows that an evaluation reads count."""
     long_question = [[{"role": "user", "content": "why? " * 50}, {"role": "assistant", "content": "because " * 9}]]
     tokenizer = train_tokenizer(texts(), 300)
-    training = Corpus.build(CHATS, tokenizer, tmp_path / "training", progress=False)
     held_out = Corpus.build(long_question, tokenizer, tmp_path / "held_out", progress=False)
-    Stage("", recipe("data", tmp_path, seq=8, micro_batch=1), training, held_out).check_rows()
-    monkeypatch.setattr("gpubound.train.data.EVALUATION_TOKENS", 64)
-    with pytest.raises(DataError, match=r"^validation: the 64 held-out tokens of an evaluation hold none to learn"):
-        Stage("", recipe("data", tmp_path, seq=8, micro_batch=1), training, held_out).check_rows()
+    rows = EvalSet("", held_out, recipe("data", tmp_path, seq=8, micro_batch=1))
+    rows.check("")
+    monkeypatch.setattr("gpubound.train.stages.EVALUATION_TOKENS", 64)
+    with pytest.raises(DataError, match=r"^validation: .* 64 tokens of an evaluation hold none to learn"):
+        rows.check("")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gpubound.errors import DataError
-from gpubound.train.data import hold_out
 from gpubound.train.prepare import prepare
+from gpubound.train.stages import hold_out
 from tests.messages import message
 
 from .runs import assert_same, losses, recipe, train

@@ -10,9 +10,9 @@ from gpubound import trace
 from gpubound.data import Corpus, train_tokenizer
 from gpubound.errors import DataError, DeviceError
 from gpubound.models.registry import presets
-from gpubound.train.data import Stage
 from gpubound.train.prepare import largest_micro_batch, prepare
 from gpubound.train.recipe import Recipe
+from gpubound.train.stages import Stage
 from tests.messages import message
 
 from .runs import build_corpus, recipe, texts, train
@@ -38,7 +38,7 @@ def test_not_even_one_row_fits():
         ({"seed": 1 << 63}, f"recipe: seed must lie between 0 and {(1 << 63) - 1:,}, got {1 << 63:,}."),
         ({"vocabulary": 0}, "recipe: vocabulary must lie between 261 and 16,777,216, got 0."),
         ({"data_bytes": 0}, f"recipe: data_bytes must lie between 1 and {1 << 62:,}, got 0."),
-        ({"clip": -1.0}, "recipe: clip must be above 0, got -1.0; null does not clip."),
+        ({"clip": -1.0}, "recipe: clip must be above 0, got -1.0; 0 or none does not clip."),
         ({"lr": 0.0}, "recipe: lr must be above 0, got 0.0."),
         ({"lr": float("nan")}, "recipe: lr must be a finite number, got nan."),
         ({"warmup": float("nan")}, "recipe: warmup must be a finite number, got nan."),
@@ -54,12 +54,19 @@ def test_not_even_one_row_fits():
             "recipe: precision bf16-pure rounds at random in AdamW alone, got optimizer muon; take precision bf16.",
         ),
         (
-            {"phases": ({"name": "a"}, {"name": "b", "clip": 0.0})},
-            "recipe: phase b: clip must be above 0, got 0.0; null does not clip.",
+            {"phases": ({"name": "a"}, {"name": "b", "clip": -2.0})},
+            "recipe: phase b: clip must be above 0, got -2.0; 0 or none does not clip.",
         ),
         ({"phases": (3,)}, "recipe: a phase must have keys and values such as 'steps: 2000', got 3."),
         ({"save_every": -1}, "recipe: save_every must lie between 0 (off) and 2,147,483,648, got -1."),
         ({"validation": 1.0}, "recipe: validation must lie between 0 and 1, got 1.0; 0.02 holds out 2 % of the documents."),
+        ({"steps": 3, "epochs": 2.0}, "recipe: steps and epochs: got 3 and 2; give one of them."),
+        ({"epochs": 0.0}, "recipe: epochs must be above 0 and at most 4,096, got 0.0."),
+        ({"betas": (0.9, "x")}, "recipe: betas must be two numbers, got (0.9, 'x')."),
+        (
+            {"validation": 0.0, "eval_every": 5},
+            "recipe: eval_every: there is no held-out loss, got validation 0 and no eval_data; give one of them.",
+        ),
         ({"ema": 1.0}, "recipe: ema must be 0 (off) or a decay below 1 such as 0.999, got 1.0."),
         ({"patience": 2}, "recipe: patience counts held-out losses, and eval_every is 0; say how often to evaluate."),
         ({"optimizer": "sgd"}, "recipe: optimizer must be adamw, adamw8bit or muon, got 'sgd'."),
@@ -99,10 +106,10 @@ def test_what_a_run_cannot_begin_with(corpus, tmp_path):
 
 def test_as_few_rows_as_a_micro_batch_has():
     """129 tokens are 4 rows of 32 with their next tokens, 128 are 3."""
-    held_out, own = SimpleNamespace(tokens=33, masked=False), Recipe(seq=32, micro_batch=4)
-    Stage("", own, SimpleNamespace(tokens=129, masked=False), held_out).check_rows()
+    own = Recipe(seq=32, micro_batch=4)
+    Stage("", own, SimpleNamespace(tokens=129, masked=False)).check_rows()
     with pytest.raises(DataError, check=message("train/run_refusals:as_few_rows_as_a_micro_b")):
-        Stage("", own, SimpleNamespace(tokens=128, masked=False), held_out).check_rows()
+        Stage("", own, SimpleNamespace(tokens=128, masked=False)).check_rows()
 
 
 def test_auto_batch_needs_a_gpu(corpus, tmp_path):

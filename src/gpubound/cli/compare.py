@@ -29,7 +29,7 @@ from .session import say, train
 
 SAME = (
     "out", "data", "data_bytes", "text_key", "tokenizer", "vocabulary", "objective", "objective_options", "seq", "micro_batch",
-    "accumulate", "steps", "validation", "seed", "phases", "patience",
+    "accumulate", "steps", "epochs", "validation", "eval_data", "eval_batches", "seed", "phases", "patience",
 )  # fmt: skip
 """Fields that no variant may change: the tokens of a step, their number, and the data of the held-out loss."""
 

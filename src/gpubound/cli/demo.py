@@ -106,6 +106,7 @@ def prepare(recipe: Recipe, options: Demo) -> "Run":
     if options.steps is None:
         recipe, why = with_useful_steps(recipe, corpora[0])
         say(why)
+    assert recipe.steps is not None
     eval_every = max(recipe.steps // EVALUATIONS, 20)
     return prepare_run(replace(recipe, eval_every=eval_every, patience=PATIENCE), options.resume, corpora=corpora)
 

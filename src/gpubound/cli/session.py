@@ -224,7 +224,7 @@ def outcome_of(run: Run, tape: RunTape, stop: Stop) -> Outcome:
         parts.append("ended early, the held-out loss no longer fell; the weights are the best ones'")
     if not run.ranks.alone and len(steps) > 2 and not any("waited_ms" in record for record in steps):
         parts.append("how long ranks waited for each other was not measured")
-    parts += warnings(steps)
+    parts += [*run.changes, *warnings(steps)]
     total = sum(fallbacks.values())
     parts.append("no fallback" if not total else f"{total} fallbacks")
     text = ", ".join(parts) + "."

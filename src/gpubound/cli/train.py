@@ -21,6 +21,7 @@ import tyro
 import yaml
 
 from ..files import check_replaceable, explain_disk_full, exporting_run, read_text
+from ..formatting import shown
 from ..monitor.live import check_log
 from ..train.aliases import normal
 from ..train.convert import convert
@@ -57,6 +58,9 @@ class Train(RankOptions, Recipe):
     """With --compare: train each variant with this many seeds, --seed and those after it. Three show the random variation."""
     resume: bool = False
     """Go on from the newest whole checkpoint in --out. A larger --steps extends the run, a finished one too."""
+    allow: tuple[str, ...] = ()
+    """With --resume: what the recipe may change, which is refused otherwise: lr, schedule, clip, weight_decay, betas, seq,
+    batch, data, validation. In a config file: resume: {allow: [lr]}."""
     auto_batch: bool = False
     """Try micro-batches and use the largest that fits on the GPU. A step keeps its number of tokens."""
     export: str | None = None
@@ -90,6 +94,7 @@ def main(argv: Sequence[str]) -> int:
         default = from_file(file)
     if file is not None or theirs:
         options = arguments(Train, argv, "train", with_aliases(default, theirs, argv))
+    options = override_length(options, default)
     if options.list:
         print(presets())
         return 0
@@ -127,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
     with join(kind, options.longest_step) as ranks, log_level(options.quiet, ranks), run_folder(recipe.out, ranks):
         save_when_launcher_ends()
         resume = options.resume or options.is_restart
-        run = prepare(recipe, resume, options.auto_batch, progress=ranks.first, ranks=ranks)
+        run = prepare(recipe, resume, options.auto_batch, progress=ranks.first, ranks=ranks, allow=options.allow)
         if export is not None:
             check_replaceable(export, "export", run=run.id)
         if not ranks.first:
@@ -238,7 +243,16 @@ def with_aliases(default: Train, theirs: dict[str, Any], argv: list[str]) -> Tra
     return dataclasses.replace(default, **values)
 
 
-PATHS = ("out", "model", "data", "tokenizer", "export")  # keys that may name a file or a folder
+def override_length(options: Train, default: Train) -> Train:
+    """Return the options in which --steps overrides the epochs of the config file, and --epochs its steps."""
+    if options.epochs != default.epochs and options.steps == default.steps:
+        return dataclasses.replace(options, steps=None)
+    if options.steps != default.steps and options.epochs == default.epochs:
+        return dataclasses.replace(options, epochs=None)
+    return options
+
+
+PATHS = ("out", "model", "data", "eval_data", "tokenizer", "export")  # keys that may name a file or a folder
 
 
 def from_file(path: str) -> Train:
@@ -259,6 +273,10 @@ def from_file(path: str) -> Train:
         variants = {str(name): changes for name, changes in compare.items()} if isinstance(compare, dict) else {}
         if isinstance(compare, dict | list):
             values = values | {"compare": ",".join(map(str, compare))}
+        if isinstance(resume := values.get("resume"), dict):
+            if list(resume) != ["allow"]:
+                raise ValueError(f"config: resume: got {shown(resume)}, wanted true, or allow: with a list such as [lr].")
+            values = values | {"resume": True, "allow": resume["allow"]}
         options = Train(**convert(values, OPTIONS), variants=variants)
         options.recipe()
         return options

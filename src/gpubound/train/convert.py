@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import Field, fields
 from typing import Any, get_args
 
-from ..formatting import shown
+from ..formatting import listed, shown
 from .aliases import advice, read
 from .field_types import check_type
 from .lora_options import Lora
@@ -20,6 +20,8 @@ def convert(values: Mapping[Any, Any], known: Mapping[str, Field], where: str = 
     Unknown keys are refused here, wrong types by the recipe.
     """
     values = read(values, known, where)
+    if "allow" in values:
+        values["allow"] = tuple(listed(values["allow"]))
     for key, value in values.items():
         if key not in known:
             raise ValueError(f"{where}: {shown(key)} is unknown; {advice(key, known)}")
@@ -35,15 +37,25 @@ def _convert_value(field: Field, value: Any) -> Any:
         if not value:
             Lora.of(value)  # refuses it: an empty section would train every weight
         return _convert_known({f.name: f for f in fields(Lora)}, value)
-    if field.name == "data":
+    if field.name == "betas" and isinstance(value, list | tuple):
+        return tuple(float(number) if isinstance(number, str | int) and _is_number(number) else number for number in value)
+    if field.name == "clip" and value in ("none", "off"):
+        return None
+    if field.name in ("data", "eval_data"):
         return tuple(value) if isinstance(value, list | tuple) else (value,)
     if field.name == "phases" and isinstance(value, list):
         known = {name: field for name, field in RECIPE.items() if name != "phases"}
         return tuple(_convert_known(known, phase) if isinstance(phase, dict) else phase for phase in value)
-    if wanted is float and isinstance(value, str | int) and not isinstance(value, bool):
-        with suppress(ValueError, OverflowError):  # the recipe's error names the field
-            return float(value)
+    if wanted is float and _is_number(value):  # else the recipe's error names the field
+        return float(value)
     return str(value) if wanted is str and type(value) is int else value
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether this is a finite number, or a text of one."""
+    with suppress(ValueError, OverflowError, TypeError):
+        return isinstance(value, str | int | float) and not isinstance(value, bool) and float(value) is not None
+    return False
 
 
 def _convert_known(known: Mapping[str, Field], values: Mapping[str, Any]) -> dict[str, Any]:

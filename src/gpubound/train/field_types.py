@@ -16,6 +16,7 @@ TYPES: dict[Any, tuple[Any, str]] = {
     bool | str: ((bool, str), "true, false or a text"),
     dict[str, Any]: (dict, "keys and values"),
     tuple[str, ...]: (tuple, "a path or a list of them"),
+    tuple[float, float]: (tuple, "two numbers"),
     str | tuple[str, ...]: ((str, tuple), "a text or a list of them"),
     tuple[dict[str, Any], ...]: (tuple, "a list, each with keys and values such as 'steps: 2000'"),
 }
@@ -30,8 +31,11 @@ def check_type(field: Field, value: Any, where: str = "recipe") -> None:
             return
         type_ = get_args(type_)[0]
     wanted, description = TYPES[type_]
-    texts = value if isinstance(value, tuple) and type_ != tuple[dict[str, Any], ...] else (value,) if wanted is str else ()
+    of_texts = type_ not in (tuple[dict[str, Any], ...], tuple[float, float])
+    texts = value if isinstance(value, tuple) and of_texts else (value,) if wanted is str else ()
     right = isinstance(value, wanted) and all(isinstance(text, str) for text in texts)
+    if type_ == tuple[float, float]:
+        right = right and len(value) == 2 and all(isinstance(n, Real) and not isinstance(n, bool) for n in value)
     if not right or (isinstance(value, bool) and type_ not in (bool, bool | str)):
         raise ValueError(f"{where}: {name} must be {description}, got {shown(value)}.")
     if type_ is float and not abs(value) <= sys.float_info.max:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -35,11 +36,11 @@ from .adapters import load_trained_state, merge as merge_adapters, trained_state
 from .checkpoint.checkpoints import WHERE, Checkpoint, Checkpoints, joined
 from .checkpoint.resume import convert_tensors, restore_rng, rng_states
 from .cost import Price, price_of
-from .data import Stage
 from .ema import Ema
 from .objectives import Objective
 from .recipe import Recipe
 from .records import Record, StepRecorder
+from .stages import Stage
 from .step import TrainStep
 
 SETTLED = 3  # steps after which a run has allocated all the memory that its steps need
@@ -115,6 +116,7 @@ class Run:
     over: bool = False  # this phase has ended, early or not
     done: int = 0  # steps
     evaluations: dict[int, float] = field(default_factory=dict)  # held-out loss by step
+    changes: list[str] = field(default_factory=list)  # of the recipe, when the run was resumed
     diverged: bool = False  # ended because too many steps in a row were skipped
     step: TrainStep = field(init=False)
     average: Ema | None = field(init=False, default=None)
@@ -128,7 +130,7 @@ class Run:
     @property
     def steps(self) -> int:
         """The number of steps in all, if no phase ends early."""
-        return self.began + sum(stage.recipe.steps for stage in self.stages[self.phase :])
+        return self.began + sum(stage.steps for stage in self.stages[self.phase :])
 
     @property
     def finished(self) -> bool:
@@ -165,14 +167,15 @@ class Run:
         if hasattr(self, "step"):
             self.step.close()
         self.phase, self.began, self.over = phase, self.done, False
-        self.feed, self.held_out = self.stage.feed(self.device, self.ranks), self.stage.held_out_feed(self.device)
+        self.feed = self.stage.feed(self.device, self.ranks)
+        self.eval_feeds = [eval_set.feed(self.device) for eval_set in self.stage.eval_sets]
         self.objective = self.stage.recipe.new_objective(self.tokenizer)
         self.step = self.stage.recipe.make_step(self.model, self.objective, self.device, self.ranks)
         self.average = Ema(self.step, self.recipe.ema) if self.recipe.ema else None
 
     def _train(self, on_record: Callable[[Record], None], stop: Stop) -> None:
         """Train the present phase from the present step on."""
-        recipe, first, last = self.stage.recipe, self.done, self.began + self.stage.recipe.steps
+        recipe, first, last = self.stage.recipe, self.done, self.began + self.stage.steps
         phase = {"phase": self.stage.name} if self.stage.name else {}
         skipped, skipped_in_a_row = None, 0
 
@@ -193,7 +196,7 @@ class Run:
             if recipe.save_every or recipe.eval_every:
                 self._make_room_for_snapshots(self.done - first)
             improved = False
-            if self.done == last or is_due(self.done, recipe.eval_every):
+            if self.eval_feeds and (self.done == last or is_due(self.done, recipe.eval_every)):
                 improved = self._evaluate(recorder)
             if self.done < last and (improved or is_due(self.done, recipe.save_every)):
                 self.save()
@@ -225,11 +228,21 @@ class Run:
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Return the objective's values on the first held-out batches, which are the same at each call."""
-        self.held_out.seek(0)
+        """Return the objective's values on the first batches of the held-out rows, which are the same at each call.
+
+        Of several sets each one's are named after it, and `held_out` is their mean.
+        """
+        values = list[dict[str, float]]()
         with mode(self.model, training=False), self.average.applied() if self.average else nullcontext():
-            held_out = islice(self.held_out, self.stage.held_out_batches)
-            return self.step.with_weights(lambda: self.objective.validate(self.model, held_out))
+            for eval_set, feed in zip(self.stage.eval_sets, self.eval_feeds):
+                feed.seek(0)
+                evaluate = partial(self.objective.validate, self.model, islice(feed, eval_set.batches))
+                values.append(self.step.with_weights(evaluate))
+        if len(values) == 1:
+            return values[0]
+        named = zip(self.stage.eval_sets, values)
+        every = {f"{key}/{eval_set.name}": number for eval_set, own in named for key, number in own.items()}
+        return {key: fmean(own[key] for own in values) for key in values[0]} | every
 
     def save(self, wait: bool = False) -> None:
         """Take a snapshot, which is written in the background after the newest record; with `wait`, write it now."""
@@ -240,7 +253,8 @@ class Run:
             self.step.assert_alike()
             tensors = self._state() | joined(random=rng_states(self.ranks, self.device))
             facts = {name: getattr(self, name) for name in ("id", "phase", "began", "over", "evaluations", "base", WHERE)}
-            facts |= {"recipe": dataclasses.asdict(self.recipe), "feed": self.feed.state_dict()}
+            facts |= {"recipe": dataclasses.asdict(self.recipe), "feed": self.feed.state_dict(), "changes": self.changes}
+            facts["steps"] = [stage.recipe.steps for stage in self.stages]
             loss = self.evaluations.get(self.done)
             # The best of a later phase is better than any of an earlier one.
             score = [-self.phase, loss] if loss is not None and math.isfinite(loss) else None
@@ -249,19 +263,24 @@ class Run:
             self.checkpoints.write()
             self.checkpoints.wait()
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue where `checkpoint` was taken, bit for bit. Its phase must have been entered."""
+    def restore(self, checkpoint: Checkpoint, new_rows: bool = False) -> None:
+        """Continue where `checkpoint` was taken, bit for bit. Its phase must have been entered.
+
+        new_rows  the recipe has other rows than the checkpoint's, which begin with their first epoch
+        """
         facts = checkpoint.facts
-        if facts["feed"]["corpus"] != self.feed.state_dict()["corpus"]:  # the same path, built anew from other texts
+        if not new_rows and facts["feed"]["corpus"] != self.feed.state_dict()["corpus"]:  # the same path, other texts
             raise DataError(
                 f"{self.stage.training.path}: holds other tokens than the corpus that this run was trained on up to step "
                 f"{checkpoint.step}; put that one back, or its texts, or give another --out to begin anew."
             )
         tensors = convert_tensors(checkpoint, self._state())
         self.done, self.began, self.over = checkpoint.step, facts["began"], facts["over"]
+        self.changes = facts.get("changes", [])
         self.id = facts.get("id", self.id)  # checkpoints of earlier versions have none
         self._load(tensors)
-        self.feed.load_state_dict(facts["feed"])
+        if not new_rows:
+            self.feed.load_state_dict(facts["feed"])
         restore_rng(_part(tensors, "random."), self.ranks, self.device, self.recipe.seed, self.done)
         self.evaluations = {int(step): loss for step, loss in facts["evaluations"].items()}
 

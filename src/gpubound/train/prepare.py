@@ -5,12 +5,9 @@ not affect the steps already done.
 """
 
 import gc
-import json
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,23 +25,20 @@ from ..models.storing import read_parts
 from ..place import Placement, place, unplaced
 from ..trace import notice
 from .adapters import base_of, check_base, frozen_bytes
-from .checkpoint.checkpoints import WHERE, Checkpoint, Checkpoints
+from .changes import ALLOWED, ROWS, allowed_keys, check_same, check_steps, newest_checkpoint, recipe_of
+from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.resume import seed_ranks
-from .data import Stage, check_data, open_data, stage_of
+from .data import check_data, open_data, open_eval_data
 from .flat_buffers import counted
 from .loop import Run
 from .muon import count_by_rule
 from .precision import precision as precision_named
-from .recipe import PHASED, SOURCES, Recipe, check_model
+from .recipe import Recipe, check_model
 from .recompute import blocks_of
+from .stages import Stage, stage_of
 
 META = torch.device("meta")
 SHARE = 0.8  # of a GPU's memory that weights, masters, gradient and moments may use: activations need the rest
-FREE = (
-    "out", "keep", "keep_every", "save_every", "eval_every", "patience", "device", "graph", "recompute", "overlap",
-    "parallel",
-)  # fmt: skip
-"""Keys that may change during a run: no weight of a step depends on them."""
 
 
 def prepare(
@@ -54,17 +48,21 @@ def prepare(
     progress: bool = True,
     corpora: list[Corpus] | None = None,
     ranks: Ranks = ALONE,
+    allow: Collection[str] = (),
 ) -> Run:
     """Build what the recipe names; with `resume`, restore the newest complete checkpoint in its folder.
 
     auto_batch  use the largest micro-batch that fits, with fewer of them, so that a step has as many tokens as before
     corpora     those of the phases, if `open_data` has opened them already
     ranks       all of them make this call, and share every step
+    allow       what the recipe of a resumed run may change, names of changes.ALLOWED
     """
     check_shared(recipe, ranks)
     folder, device = Path(recipe.out), resolve(recipe.device)
     checkpoints = Checkpoints(folder / "checkpoints", keep=recipe.keep, keep_every=recipe.keep_every or None, ranks=ranks)
     checkpoint = newest_checkpoint(checkpoints, resume)
+    changes = dict[str, str]()
+    allowed_keys(allow)
     if checkpoint is not None:
         old = recipe_of(checkpoint)
     check_inputs(recipe)
@@ -72,13 +70,15 @@ def prepare(
     if checkpoint is not None:
         if auto_batch:  # it was chosen when the run began
             recipe = replace(recipe, micro_batch=old.micro_batch, accumulate=old.accumulate)
-        check_same(checkpoint, old, recipe)
+        changes = check_same(checkpoint, old, recipe, allow)
         if recipe.adapters is not None:
             check_base(recipe.model, base, checkpoint)
+    corpora = corpora or open_data(recipe, folder, progress, ranks)
+    eval_data = open_eval_data(recipe, corpora, folder, progress, ranks)
     stages = [
-        stage_of(name, own, corpus)
-        for (name, own), corpus in zip(recipe.stages(), corpora or open_data(recipe, folder, progress, ranks))
+        stage_of(name, own, corpus, evaluated) for (name, own), corpus, evaluated in zip(recipe.stages(), corpora, eval_data)
     ]
+    had = check_steps(checkpoint, old, stages, changes) if checkpoint else 0
     for stage in stages:
         (kind, *defaults), own = stage.recipe.kind, stage.recipe
         source = f" (the defaults of {kind})" if [own.lr, own.weight_decay] == defaults else ""
@@ -100,9 +100,22 @@ def prepare(
     run = Run(recipe, folder, device, tokenizer, stages, model.train(), placement, checkpoints, base, ranks=ranks)
     run.enter(checkpoint.facts["phase"] if checkpoint else 0)
     if checkpoint is not None:
-        run.restore(checkpoint)
-        run.over = run.over and run.stage.recipe.steps <= old.stages()[run.phase][1].steps  # or it has more of them now
+        run.restore(checkpoint, new_rows=bool(changes.keys() & ROWS))
+        run.over = run.over and run.stage.steps <= had  # or it has more of them now
+        report_resumption(run, changes)
     return run
+
+
+def report_resumption(run: Run, changes: dict[str, str]) -> None:
+    """Print what the recipe has changed on the way, which the run records, or that a finished run has nothing left to do."""
+    if changes:
+        run.changes.append(f"from step {run.done + 1:,} on {', '.join(changes.values())}")
+        rows = "; the rows begin with their first epoch" if changes.keys() & ROWS else ""
+        notice(f"resume: {run.changes[-1]}{rows}.")
+    if changes.keys() & set(ALLOWED["validation"]):
+        run.evaluations = {}  # losses of other rows
+    if run.finished:
+        notice(f"resume: nothing to do: all {run.done:,} steps are done; give more --steps to go on.")
 
 
 def check_inputs(recipe: Recipe) -> None:
@@ -132,104 +145,6 @@ def check_shared(recipe: Recipe, ranks: Ranks) -> None:
     if not ranks.alone and ":" in recipe.device:
         raise ValueError(f"device: got {recipe.device!r}, one GPU, for {ranks.world} ranks; leave it out: each takes its own.")
     ranks.check_same("recipe", asdict(recipe))
-
-
-# Resumption
-
-
-def newest_checkpoint(checkpoints: Checkpoints, resume: bool) -> Checkpoint | None:
-    """Return the checkpoint to resume from, None to begin anew; raise if the folder does not allow what was asked."""
-    checkpoints.check_writable()
-    checkpoints.clean()
-    checkpoint = checkpoints.latest()
-    if checkpoint is None and checkpoints.paths():  # a new run would remove them
-        raise DataError(
-            f"{checkpoints.folder} holds checkpoints, and none of them is whole; "
-            f"restore one, or give another --out to begin anew."
-        )
-    if resume and checkpoint is None:
-        notice(f"resume: {checkpoints.folder} holds no checkpoint; starting from the beginning.")
-    if checkpoint is not None and not resume:
-        raise ValueError(
-            f"{checkpoints.folder} already holds step {checkpoint.step} of a run; "
-            f"pass --resume to go on with it, or another --out to begin anew."
-        )
-    return checkpoint
-
-
-def recipe_of(checkpoint: Checkpoint) -> Recipe:
-    """Return the recipe of a checkpoint's run: JSON's lists become tuples."""
-    known = {"name", *(field.name for field in fields(Recipe))}
-
-    def read(values: dict[str, Any]) -> dict[str, Any]:
-        return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items() if key in known}
-
-    saved = checkpoint.facts["recipe"]
-    return Recipe(**read(saved) | {"phases": tuple(map(read, saved.get("phases", ())))})
-
-
-def check_same(checkpoint: Checkpoint, old: Recipe, new: Recipe) -> None:
-    """Raise ValueError if `new` would have made other steps than those of `checkpoint`, from a run of `old`.
-
-    FREE may change, as may the number of steps of the present phase, and phases that have not begun.
-    """
-    phase, before, after = checkpoint.facts["phase"], old.stages(), new.stages()
-    where = checkpoint.facts.get(WHERE, "")
-    changed = _differences(old, new, where, {field.name for field in fields(Recipe)} - {*FREE, *PHASED, "phases"})
-    for number, (name, own) in enumerate(before[: phase + 1]):
-        new_name = after[number][0] if number < len(after) else None
-        if new_name != name:
-            now = "missing" if new_name is None else new_name or "without a name"
-            changed.append(f"phase {number + 1} was {name or 'without a name'}, is {now}")
-            break
-        keys = set(PHASED) - {*FREE, *(["steps"] if number == phase else [])}
-        changed += [f"phase {name}: {text}" if name else text for text in _differences(own, after[number][1], where, keys)]
-    if changed:
-        raise ValueError(
-            f"resume: the recipe has changed: {'; '.join(changed)}. Give the old values, or begin anew in another --out."
-        )
-    was, will = before[phase][1], after[phase][1]
-    done = checkpoint.step - checkpoint.facts["began"]
-    if will.steps < done:
-        raise ValueError(f"resume: steps: {done:,} are done, got {will.steps:,}; give at least so many.")
-    if will.steps != was.steps:
-        old_lr, new_lr = (own.numbers.lr * own.rates.factor(at) for own, at in ((was, max(done, 1)), (will, done + 1)))
-        notice(
-            f"resume: steps was {was.steps:,}, is {will.steps:,}: from here on the {will.schedule} schedule is that of "
-            f"{will.steps:,} steps, and the learning rate goes from {old_lr:.2e} to {new_lr:.2e}."
-        )
-
-
-def _differences(old: Recipe, new: Recipe, where: str, keys: set[str]) -> list[str]:
-    """Return a text for each key that differs, both as written and in its meaning.
-
-    where  the folder that relative paths of the old recipe start from. A run's folder may have been moved with all of its
-           content, so a path that is written as before is the same
-    """
-    was, will, before, after = (
-        json.loads(json.dumps(values))
-        for values in (asdict(old), asdict(new), _normalised(old, where), _normalised(new, where=""))
-    )
-    changed = (key for key in will if key in keys and was[key] != will[key] and before[key] != after[key])
-    return [f"{key} was {was[key]!r}, is {will[key]!r}" for key in changed]
-
-
-def _normalised(recipe: Recipe, where: str) -> dict[str, Any]:
-    """Return the recipe with real paths, and with the defaults of its sections filled in."""
-
-    def real(name: str) -> str:
-        return os.path.realpath(Path(where, name))
-
-    adapters, objective = recipe.adapters, recipe.new_objective()
-    options = fields(objective)  # type: ignore[arg-type]
-    return asdict(recipe) | {
-        "data": [name if name in SOURCES else real(name) for name in recipe.data],
-        "model": recipe.model if is_named(recipe.model) else real(recipe.model),
-        "tokenizer": recipe.tokenizer and real(recipe.tokenizer),
-        "lora": adapters and asdict(adapters) | {"alpha": adapters.rank if adapters.alpha is None else adapters.alpha},
-        "objective": type(objective).__name__,  # which may have two names
-        "objective_options": {field.name: getattr(objective, field.name) for field in options if field.init},
-    }
 
 
 # The model

@@ -27,9 +27,9 @@ SOURCES = (STDLIB, TORCH)  # data that has a name and no path
 PARALLEL = ("auto", "ddp", "fsdp")
 
 PHASED = (
-    "data", "data_bytes", "text_key", "objective", "objective_options", "seq", "micro_batch", "accumulate", "steps", "lr",
-    "schedule", "warmup", "decay", "final", "weight_decay", "clip", "optimizer", "validation", "eval_every", "patience",
-    "save_every",
+    "data", "data_bytes", "text_key", "objective", "objective_options", "seq", "micro_batch", "accumulate", "steps", "epochs",
+    "optimizer", "lr", "schedule", "warmup", "decay", "final", "weight_decay", "betas", "eps", "clip", "validation",
+    "eval_data", "eval_every", "eval_batches", "patience", "save_every",
 )  # fmt: skip
 """Keys that a phase may set. The others belong to the model or the whole run."""
 
@@ -41,6 +41,8 @@ KINDS = {
 """(name, learning rate, weight decay) of each kind of run."""
 
 OFF_AT_0 = ("eval_every", "patience", "save_every", "keep_every")
+STEPS = 1000  # without steps and epochs
+MOST_EPOCHS = 4096  # orders that differ
 MOST_ACCUMULATE = 1 << 16
 
 
@@ -52,7 +54,7 @@ def limits() -> tuple[tuple[str, int, int], ...]:
     return (
         ("seq", 1, 1 << 24), ("micro_batch", 1, 1 << 24), ("accumulate", 1, MOST_ACCUMULATE), ("steps", 1, MOST_STEPS),
         ("keep", 1, 1 << 31), *((name, 0, 1 << 31) for name in OFF_AT_0), ("vocabulary", 256 + len(SPECIALS), 1 << 24),
-        ("data_bytes", 1, 1 << 62), ("seed", 0, (1 << 63) - 1),
+        ("data_bytes", 1, 1 << 62), ("eval_batches", 0, 1 << 31), ("seed", 0, (1 << 63) - 1),
     )  # fmt: skip
 
 
@@ -88,8 +90,10 @@ class Recipe:
     """Rows that the model computes at once."""
     accumulate: int = 1
     """Micro-batches in an optimizer step, of all GPUs together: four on two GPUs are two each."""
-    steps: int = 1000
-    """Optimizer steps."""
+    steps: int | None = None
+    """Optimizer steps. By default 1000, or those of epochs."""
+    epochs: float | None = None
+    """Passes over the data, in place of steps. Each visits the rows in another order."""
     optimizer: str = "adamw"
     """adamw, adamw8bit (moments in 8 bits), or muon (for the matrices; adamw for everything else)."""
     lr: float | None = None
@@ -104,8 +108,12 @@ class Recipe:
     """The learning rate at the end, as a fraction of lr."""
     weight_decay: float | None = None
     """Weight decay of the matrices; gains and biases do not decay. By default 0.1 for a preset, 0 for a model folder."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the moments. With the default, usual for language models, the second averages over 20 steps."""
+    eps: float = 1e-8
+    """AdamW's term in the denominator."""
     clip: float | None = 1.0
-    """The largest global gradient norm; null (None) does not clip."""
+    """The largest global gradient norm; 0 or none does not clip."""
     precision: str = "auto"
     """auto: bf16 on a GPU that has units for it, else fp32; or fp32, tf32, bf16, bf16-pure, fp16, fp8."""
     graph: str = "auto"
@@ -118,9 +126,15 @@ class Recipe:
     ema: float = 0.0
     """Decay of a moving average of the weights, such as 0.999. The average is then evaluated and exported. 0: no average."""
     validation: float = 0.02
-    """Fraction of the documents that is held out from training: drawn from all of them, the same ones for every seed."""
+    """Fraction of the documents that is held out from training: drawn from all of them, the same ones for every seed. 0: no
+    held-out loss."""
+    eval_data: tuple[str, ...] = ()
+    """Files, folders or built corpora for the held-out loss; nothing is held out of data then. Of several each has its own
+    loss, and held_out is their mean."""
     eval_every: int = 0
     """Steps between two held-out losses; 0: only at the end. The weights with the best one are kept and exported."""
+    eval_batches: int = 0
+    """Micro-batches of a held-out loss; 0: all there are, or as many as hold 131,072 tokens."""
     patience: int = 0
     """Stop after this many held-out losses in a row without a better one, and return to the best weights; 0: never."""
     save_every: int = 0
@@ -155,11 +169,18 @@ class Recipe:
         if not (self.lr or 0) > 0:
             raise ValueError(f"recipe: lr must be above 0, got {self.lr}.")
         if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"recipe: clip must be above 0, got {self.clip}; null does not clip.")
-        if not 0 < self.validation < 1:
+            raise ValueError(f"recipe: clip must be above 0, got {self.clip}; 0 or none does not clip.")
+        if not 0 <= self.validation < 1:
             raise ValueError(
                 f"recipe: validation must lie between 0 and 1, got {self.validation}; 0.02 holds out 2 % of the documents."
             )
+        self._check_length()
+        if not (self.validation or self.eval_data):
+            for name in ("eval_every", "patience"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"recipe: {name}: there is no held-out loss, got validation 0 and no eval_data; give one of them."
+                    )
         if not 0 <= self.ema < 1:
             raise ValueError(f"recipe: ema must be 0 (off) or a decay below 1 such as 0.999, got {self.ema}.")
         if self.graph not in GRAPH_MODES:
@@ -181,6 +202,15 @@ class Recipe:
             self._check_lora()
         # Each refuses what it cannot make.
         parse_recompute(self.recompute), self.rates, self.numbers, self.new_objective(), self.stages()
+
+    def _check_length(self) -> None:
+        """Raise ValueError unless steps or epochs say how long to train."""
+        if self.epochs is None:
+            return
+        if self.steps is not None:
+            raise ValueError(f"recipe: steps and epochs: got {self.steps:,} and {self.epochs:g}; give one of them.")
+        if not 0 < self.epochs <= MOST_EPOCHS:
+            raise ValueError(f"recipe: epochs must be above 0 and at most {MOST_EPOCHS:,}, got {self.epochs}.")
 
     def _check_lora(self) -> None:
         """Raise ValueError for a recipe that adapters cannot be trained with."""
@@ -205,8 +235,10 @@ class Recipe:
     def _fill_defaults(self) -> None:
         """Set missing values to the defaults of this kind of run."""
         _, lr, weight_decay = self.kind
-        filled = {"lr": lr if self.lr is None else self.lr}
+        filled: dict[str, Any] = {"lr": lr if self.lr is None else self.lr}
         filled["weight_decay"] = weight_decay if self.weight_decay is None else self.weight_decay
+        filled["steps"] = STEPS if self.steps is None and self.epochs is None else self.steps
+        filled["clip"] = None if self.clip == 0 else self.clip
         for name, value in filled.items():
             object.__setattr__(self, name, value)
         if not self.data and not self.trains_further:
@@ -231,19 +263,20 @@ class Recipe:
 
     @property
     def rates(self) -> "Schedule":
-        from .schedule import Schedule
+        from .schedule import MOST_STEPS, Schedule
 
-        return Schedule(self.schedule, steps=self.steps, warmup=self.warmup, final=self.final, decay=self.decay)
+        steps = self.steps or MOST_STEPS  # before the data has told how many the epochs are
+        return Schedule(self.schedule, steps=steps, warmup=self.warmup, final=self.final, decay=self.decay)
 
     @property
     def numbers(self) -> "AdamW | Muon":
-        """The optimizer's settings. With these betas, usual for language models, the second moment averages over 20 steps."""
+        """The optimizer's settings."""
         from .adamw8 import AdamW8bit
         from .muon import Muon
         from .optimizer import AdamW
 
         assert self.lr is not None and self.weight_decay is not None  # filled in by __post_init__
-        adamw = AdamW(self.lr, betas=(0.9, 0.95), weight_decay=self.weight_decay)
+        adamw = AdamW(self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
         if self.optimizer not in ("adamw", "adamw8bit", "muon"):
             raise ValueError(f"recipe: optimizer must be adamw, adamw8bit or muon, got {self.optimizer!r}.")
         if self.optimizer == "adamw8bit":
@@ -318,6 +351,9 @@ class Recipe:
         own = {key: value for key, value in phase.items() if key != "name"}
         if "objective" in own:  # the run's options belong to another objective
             own.setdefault("objective_options", {})
+        for given, other in (("steps", "epochs"), ("epochs", "steps")):
+            if own.get(given) is not None:
+                own.setdefault(other, None)
         for key in own.keys() - set(PHASED):
             why = "is the whole run's, not a phase's."
             if key not in {f.name for f in fields(Recipe)}:

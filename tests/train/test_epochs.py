@@ -1,0 +1,156 @@
+"""The length of a run in epochs, what it is evaluated on, and what a resumed one may change."""
+
+import math
+
+import pytest
+
+from gpubound.data import Corpus
+from gpubound.errors import DataError
+from gpubound.train.changes import ALLOWED
+from gpubound.train.prepare import prepare
+from gpubound.train.recipe import PHASED
+from tests.messages import refusal
+
+from .runs import assert_same, build_corpus, recipe, texts, train
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return build_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+def in_epochs(corpus, out, epochs, **changes):
+    return recipe(corpus, out, steps=None, epochs=epochs, **{"micro_batch": 16, "accumulate": 1} | changes)
+
+
+def test_epochs_visit_every_row_in_another_order(corpus, tmp_path):
+    """Every row of a batch is a row of the corpus: two epochs of the rows that fill batches, each row once an epoch."""
+    run, records = train(in_epochs(corpus, tmp_path, 2.0))
+    batches = len(run.feed)
+    assert run.finished and run.done == run.steps == 2 * batches == len(records)
+    run.feed.seek(0)
+    drawn = [[tuple(row) for row in run.feed.take()["input_ids"].tolist()] for _ in range(run.done)]
+    first, second = ([row for batch in half for row in batch] for half in (drawn[:batches], drawn[batches:]))
+    rows = (run.stage.training.tokens - 1) // 32
+    assert len(set(first)) == len(set(second)) == 16 * batches and first != second
+    assert len({*first, *second}) <= rows < 16 * (batches + 1)
+
+
+@pytest.mark.parametrize("epochs, accumulate", [(1.0, 3), (0.5, 1), (3.0, 2)])
+def test_steps_of_epochs(corpus, tmp_path, epochs, accumulate):
+    run = prepare(in_epochs(corpus, tmp_path, epochs, accumulate=accumulate), progress=False)
+    assert run.steps == math.ceil(epochs * len(run.feed) / accumulate)
+    assert run.stage.recipe.rates.steps == run.steps
+
+
+def test_stopped_in_the_middle_of_an_epoch(corpus, tmp_path):
+    """The second epoch of two goes on where it was left, bit for bit."""
+    common = {"validation": 0.4, "eval_every": 0}
+    whole, _ = train(in_epochs(corpus, tmp_path / "whole", 2.0, **common))
+    until = whole.steps - 3
+    train(in_epochs(corpus, tmp_path / "halved", 2.0, **common), until=until)
+    second, records = train(in_epochs(corpus, tmp_path / "halved", 2.0, **common), resume=True)
+    assert [record["step"] for record in records] == list(range(until + 1, whole.steps + 1))
+    assert until > len(whole.feed), "in the second epoch"
+    assert_same(second, whole)
+
+
+def test_more_epochs_extend_a_run_and_a_finished_one_says_so(corpus, tmp_path, capsys):
+    first, _ = train(in_epochs(corpus, tmp_path, 0.5))
+    again = prepare(in_epochs(corpus, tmp_path, 0.5), resume=True, progress=False)
+    assert again.finished and "nothing to do" in capsys.readouterr().err
+    longer, records = train(in_epochs(corpus, tmp_path, 1.0), resume=True)
+    assert longer.finished and longer.done == len(longer.feed) and records[0]["step"] == first.done + 1
+
+
+def test_phases_in_epochs_and_in_steps(corpus, tmp_path):
+    phases = ({"name": "a", "epochs": 0.5}, {"name": "b", "steps": 2})
+    run = prepare(in_epochs(corpus, tmp_path, 3.0, phases=phases), progress=False)
+    assert [stage.steps for stage in run.stages] == [math.ceil(0.5 * len(run.feed)), 2]
+
+
+# What is evaluated
+
+
+@pytest.fixture
+def files(tmp_path):
+    for name, part in (("train", texts()[:8]), ("code", texts()[8:10]), ("prose", ["The rain falls on the plain. " * 20])):
+        (tmp_path / f"{name}.txt").write_text("\n".join(part))
+    return tmp_path
+
+
+def test_every_source_of_eval_data_has_its_loss(files):
+    paths = tuple(str(files / f"{name}.txt") for name in ("code", "prose"))
+    run, records = train(recipe(files / "train.txt", files / "run", vocabulary=300, eval_data=paths, eval_every=2, steps=4))
+    last = records[-1]
+    assert last["held_out"] == pytest.approx((last["held_out/code"] + last["held_out/prose"]) / 2)
+    assert last["held_out/code"] != last["held_out/prose"]
+    assert run.evaluations.keys() == {2, 4} and run.evaluations[4] == last["held_out"]
+    assert run.stage.training.tokens == Corpus.open(files / "run" / "corpus").tokens, "nothing is held out of data"
+    again, _ = train(run.recipe, resume=True)
+    assert again.evaluations == run.evaluations
+
+
+def test_one_source_of_eval_data(files):
+    changes = {"vocabulary": 300, "eval_data": (str(files / "prose.txt"),), "steps": 2}
+    _, records = train(recipe(files / "train.txt", files / "run", **changes))
+    assert math.isfinite(records[-1]["held_out"]) and not any("/" in key for key in records[-1])
+
+
+def test_eval_data_that_is_refused(files, corpus):
+    def refused(kind=ValueError, **changes):
+        return refusal(kind, lambda: prepare(recipe(files / "train.txt", files / "run", vocabulary=300, **changes)))
+
+    assert "nowhere.txt" in refused(eval_data=("nowhere.txt",))
+    assert "train.txt" in refused(eval_data=(str(files / "train.txt"),))
+    assert "tokenizer" in refused(DataError, eval_data=(str(corpus),))
+
+
+def test_validation_can_be_switched_off(corpus, tmp_path):
+    run, records = train(recipe(corpus, tmp_path, validation=0.0, steps=2))
+    assert run.finished and run.best is None and "held_out" not in records[-1]
+    assert run.stage.training.tokens == Corpus.open(corpus).tokens
+    with run.best_weights() as step:
+        assert step == 2
+
+
+def test_the_numbers_of_the_optimizer(corpus, tmp_path):
+    numbers = prepare(recipe(corpus, tmp_path, betas=(0.8, 0.99), eps=1e-6), progress=False).recipe.numbers
+    assert (numbers.betas, numbers.eps) == ((0.8, 0.99), 1e-6)
+
+
+# What a resumed run may change
+
+
+def test_the_rate_changes_on_the_way_where_it_is_allowed(corpus, tmp_path, capsys):
+    train(recipe(corpus, tmp_path, schedule="constant"), until=6)
+    lower = recipe(corpus, tmp_path, schedule="constant", lr=1e-4)
+    assert "allow: [lr]" in refusal(ValueError, lambda: prepare(lower, resume=True, progress=False))
+    run = prepare(lower, resume=True, progress=False, allow=["lr"])
+    records = []
+    run.go(records.append)
+    assert [record["lr"] for record in records] == pytest.approx([1e-4] * 6) and run.changes == [
+        "from step 7 on lr was 0.003, is 0.0001"
+    ]
+    assert run.changes[0] in capsys.readouterr().err
+    again = prepare(lower, resume=True, progress=False)
+    assert again.changes == run.changes, "a later start needs no permission for it"
+
+
+def test_rows_change_on_the_way_where_it_is_allowed(corpus, tmp_path):
+    train(recipe(corpus, tmp_path), until=6)
+    longer = recipe(corpus, tmp_path, seq=64, micro_batch=2)
+    assert "allow: [seq, batch]" in refusal(ValueError, lambda: prepare(longer, resume=True, progress=False, allow=["lr"]))
+    run = prepare(longer, resume=True, progress=False, allow=["seq", "batch"])
+    assert (run.feed.epoch, run.feed.batch) == (0, 0) and run.done == 6
+    run.go(lambda record: None)
+    assert run.finished and run.feed.batch == 12
+
+
+def test_what_may_be_allowed():
+    assert {key for keys in ALLOWED.values() for key in keys} <= set(PHASED)
+
+
+def test_an_unknown_permission_is_refused(corpus, tmp_path):
+    made = recipe(corpus, tmp_path)
+    assert "'model'" in refusal(ValueError, lambda: prepare(made, resume=True, progress=False, allow=["model"]))
