@@ -52,16 +52,18 @@ def ours(
     precision: str = "bf16",
     attach: Attach = as_it_is,
     more: dict[str, Tensor] | None = None,
+    batches: list[dict[str, Tensor]] | None = None,
     ranks: Ranks = ALONE,
     optimizer: type[AdamW] = AdamW,
     **given: Any,
 ) -> Contender:
-    """Our step on a placed model, of which `attach` says what trains. `more`: what each batch has beside tokens.
+    """Our step on a placed model, of which `attach` says what trains. `more`: what each batch has beside tokens. `batches`:
+    others than everyone's.
 
     `given`: options of TrainStep, before those that follow from the job.
     """
-    model, batches = llama(job, torch.bfloat16 if job.device != "cpu" else torch.float32), token_batches(job, ranks)
-    batches = [batch | (more or {}) for batch in batches]
+    model = llama(job, torch.bfloat16 if job.device != "cpu" else torch.float32)
+    batches = [batch | (more or {}) for batch in batches or token_batches(job, ranks)]
     steps: list[TrainStep] = []
 
     def start() -> Step:
