@@ -6,8 +6,9 @@ from torch import nn
 from transformers import Lfm2Config, Lfm2ForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import gpubound as gb
+from gpubound import trace
 from gpubound.models.language_model import first_row, hidden_of, logits_of, why_not_isolated
-from gpubound.models.llama.decoder import PRESETS, Decoder
+from gpubound.models.llama.decoder import PRESETS, Decoder, DecoderConfig
 from gpubound.models.richards.config import RichardsConfig
 from gpubound.models.richards.model import RichardsDecoder
 from gpubound.train import AdamW, TrainStep
@@ -42,10 +43,10 @@ def make(kind):
     return tiny("qwen3", **QWEN) if kind == "qwen3 windows" else tiny(kind, **WINDOWS.get(kind, {}))
 
 
-def batch_of(lengths=ROWS):
+def batch_of(lengths=ROWS, pieces=None):
     by_length = {len(tokens) - 1: tokens for tokens in examples(sorted(length for row in ROWS for length in row), 89)}
     rows = [[by_length[length] for length in row] for row in lengths]
-    return packed(rows, WIDTH), rows
+    return packed(rows, WIDTH, pieces), rows
 
 
 def trained(model, batch):
@@ -272,3 +273,78 @@ def test_a_step_on_packed_rows_is_the_padded_one():
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
     for (name, ours), theirs in zip(packed_model.named_parameters(), padded_model.parameters()):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5, msg=name)
+
+
+# On a GPU: the captured step, in 16 bits through torch's variable-length kernel.
+
+GPU_KINDS = ["decoder", "llama", "qwen3 windows", "mistral", "gemma3"]
+
+
+def big(kind):
+    """A model with heads that the kernel takes."""
+    torch.manual_seed(0)
+    if kind == "decoder":
+        return Decoder(DecoderConfig(256, 512, 2, 4, 2, 89), device="cuda")
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "initializer_range": 0.05, "pad_token_id": None}
+    name, options = ("qwen3", QWEN) if kind == "qwen3 windows" else (kind, WINDOWS.get(kind, {}))
+    return tiny(name, **wide | options).cuda()
+
+
+def steps_of_batches(count):
+    """Batches of one shape, with other bounds in each."""
+    layouts = (ROWS, OTHER_ROWS, [[2, 4, 9, 25], [41], [30]])
+    return [{name: value.cuda() for name, value in batch_of(layouts[i % 3], pieces=5)[0].items()} for i in range(count)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("placed", [False, True], ids=["as it is", "placed"])
+@pytest.mark.parametrize("kind", GPU_KINDS)
+def test_a_captured_step_reads_each_batchs_bounds(kind, placed):
+    """No wait, no fallback and one capture for all bounds; losses and norms of the eager step, and of fp32 but for rounding."""
+    torch.use_deterministic_algorithms(False)  # its NaN fill would be captured, too
+    reports, batches = {}, steps_of_batches(7)
+    for how, precision, graph in (("exact", "fp32", "off"), ("eager", "bf16", "off"), ("captured", "bf16", "require")):
+        model = big(kind)
+        if placed and kind != "decoder":
+            place(model, "require")
+        step = TrainStep(model, "next_token", AdamW(1e-4), clip=1.0, precision=precision, graph=graph)
+        results = [step(batch) for batch in batches[:3]]
+        with watch() as ledger:
+            results += [step(batch) for batch in batches[3:]]
+        reports[how] = [result.read() for result in results]
+        if how != "exact":
+            ledger.assert_within(syncs=0, fallbacks=0)
+        if how == "captured":
+            assert [graph.name for graph in step.captured] == ["micro_batch", "update"]
+    for exact, eager, captured in zip(reports["exact"], reports["eager"], reports["captured"]):
+        assert exact.tokens == eager.tokens == captured.tokens == 111
+        assert captured.loss == pytest.approx(eager.loss, rel=2e-3) and captured.loss == pytest.approx(exact.loss, rel=1e-2)
+        assert captured.grad_norm == pytest.approx(eager.grad_norm, rel=2e-2)
+        assert captured.grad_norm == pytest.approx(exact.grad_norm, rel=5e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", GPU_KINDS)
+def test_gradients_through_the_kernel(kind):
+    """In bf16 the packed gradients are as near to fp32 as those of the padded form, whose attention is a mask's or causal."""
+    model, (batch, rows) = big(kind), batch_of()
+    groups = [one for row in rows for one in row]
+    batch, one_a_row = ({name: value.cuda() for name, value in each.items()} for each in (batch, padded(groups, WIDTH)))
+    truth = trained(model, batch)  # in fp32: the definition
+    model.bfloat16()
+    errors = []
+    for each in (batch, one_a_row):
+        found = trained(model, each)
+        off = sum((found[name].double() - want.double()).square().sum() for name, want in truth.items()) ** 0.5
+        errors.append((off / sum(want.double().square().sum() for want in truth.values()) ** 0.5).item())
+    packed_error, padded_error = errors
+    assert packed_error <= 1.25 * padded_error + 5e-3
+
+
+@pytest.mark.gpu
+def test_the_kernel_is_called():
+    model, batch = big("llama"), steps_of_batches(1)[0]
+    place(model.bfloat16(), "require")
+    with trace.strict(), torch.profiler.profile() as profile:
+        hidden_of(model, inputs_of(batch))
+    assert sum(event.count for event in profile.key_averages() if event.key == "aten::_flash_attention_forward") == 2

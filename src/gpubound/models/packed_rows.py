@@ -1,9 +1,9 @@
 """Packed rows through Hugging Face models: their attention functions and masks take the bounds of the examples.
 
 transformers finds packed examples in position_ids by a read of the device, which a capture forbids, and then builds a mask of
-T × T. Here the bounds go to every attention layer as the keyword `segments`. A model that transformers lets use flash attention
-passes its attention function all that changes the result, its window too; so its SDPA function is one of ours that reads
-`segments`. Others, and eager attention, get masks.
+T × T. Here the bounds go to every attention layer as the keyword `segments`. A model for which transformers supports flash
+attention and other attention functions passes them all that changes the result, its window too; so its SDPA function is one of
+ours that reads `segments`. Others, and eager attention, get masks.
 """
 
 from functools import wraps
@@ -32,7 +32,7 @@ def packed_arguments(trunk: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     assert segments is not None
     config = trunk.config.get_text_config()
     implementation = config._attn_implementation
-    if implementation == "sdpa" and getattr(trunk, "_supports_flash_attn", False):
+    if implementation == "sdpa" and trunk._supports_flash_attn and trunk._supports_attention_backend:
         # Four dimensions: transformers makes no mask then. Where attention does not read segments, SDPA refuses its integers.
         mask: Any = segments.segment_ids[:, None, None]
         read_segments()
