@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from gpubound.data import Tokenizer
-from gpubound.data.tokenizer import render
+from gpubound.data.chat import render
 from gpubound.errors import DataError
 from gpubound.generate import source as sources
 from gpubound.models import load_hf, save_hf

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from gpubound.data import Tokenizer
-from gpubound.data.tokenizer import ends_of_turn, render
+from gpubound.data.chat import render
+from gpubound.data.tokenizer import ends_of_turn
 from gpubound.errors import GpuboundError
 from gpubound.generate.load import open_saved
 

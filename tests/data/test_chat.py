@@ -5,8 +5,8 @@ import multiprocessing
 import numpy as np
 import pytest
 
-from gpubound.data import Corpus, Tokenizer, tokenizer as tokenizers, train_tokenizer
-from gpubound.data.tokenizer import render
+from gpubound.data import Corpus, Tokenizer, chat as chats, train_tokenizer
+from gpubound.data.chat import render
 from gpubound.errors import DataError
 
 HISTORY = [
@@ -146,8 +146,8 @@ def test_a_forked_process_renders_by_itself():
 
 
 def test_the_next_chat_is_rendered_after_one_that_did_not_end(monkeypatch):
-    monkeypatch.setattr(tokenizers, "_process", None)
-    monkeypatch.setattr(tokenizers, "TEMPLATE_SECONDS", 1)
+    monkeypatch.setattr(chats, "_process", None)
+    monkeypatch.setattr(chats, "TEMPLATE_SECONDS", 1)
     with pytest.raises(DataError, match="1 seconds"):
         render("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", HISTORY)
     assert render("{{ messages | length }}", HISTORY) == "4"

@@ -9,11 +9,13 @@ import pytest
 
 from gpubound import trace
 from gpubound.data import texts as readers
+from gpubound.data.formats import Conversation
 from gpubound.data.texts import Texts
 from gpubound.errors import DataError
 from tests.messages import message
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+TURNS = Conversation(CHAT)
 
 
 def read(texts, **options):
@@ -28,16 +30,14 @@ def refused(texts, kind=DataError, **options):
 
 def test_texts_chats_and_rows_from_the_program():
     rows = ["plain", {"text": "in a row", "id": 3}, CHAT, {"messages": CHAT, "text": None}]
-    assert read(rows) == ["plain", "in a row", CHAT, CHAT]
+    assert read(rows) == ["plain", "in a row", TURNS, TURNS]
 
 
-def test_a_row_with_a_text_and_a_chat_is_refused(tmp_path):
-    """Its text, the chat written out, had been taken in silence: prompts were learnt with the answers."""
-    row = {"text": "user: hi", "messages": CHAT}
-    assert refused([row]) == message("data/texts:a_row_with_a_text_and_a")
-    assert read([row], text_key="messages") == [CHAT] and read([row], text_key="text") == ["user: hi"]
-    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
-    assert refused(tmp_path).startswith(f"{tmp_path / 'a.jsonl'}:1: has both 'text' and 'messages'; name the one")
+def test_of_a_text_and_a_chat_the_chat_is_read_and_a_notice_says_so(tmp_path, said):
+    """Its text, the chat written out, would be learnt with its prompts."""
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "user: hi", "messages": CHAT}) + "\n")
+    assert read(tmp_path) == [TURNS] and said() == message("data/texts:of_a_text_and_a_chat", tmp_path)
+    assert read(tmp_path, text_key="text") == read(tmp_path, format="text") == ["user: hi"] and said() == ""
 
 
 def test_empty_rows_are_no_documents_and_counted(tmp_path, capsys, monkeypatch):
@@ -64,7 +64,7 @@ def test_a_file_that_two_paths_lead_to_is_refused(tmp_path, monkeypatch):
 
 def test_files_and_folders(tmp_path):
     (tmp_path / "b.txt").write_text("a text\nof lines")
-    (tmp_path / "c.jsonl").write_text(json.dumps({"text": "row"}) + "\n\n" + json.dumps({"messages": CHAT}) + "\n")
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n\n" + json.dumps({"messages": CHAT}) + "\n")
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "d.txt").write_text("deep")
     (tmp_path / "sub" / "e.py").write_text("pass")
@@ -75,7 +75,7 @@ def test_files_and_folders(tmp_path):
     (tmp_path / ".ignored.txt").write_text("nobody's text")
     (tmp_path / "named.txt").mkdir()  # a folder by that name is a folder, read once
     (tmp_path / "named.txt" / "g.txt").write_text("inside")
-    assert read(tmp_path) == read(str(tmp_path)) == ["a text\nof lines", "row", CHAT, "inside", "deep", "pass", "# Title"]
+    assert read(tmp_path) == read(str(tmp_path)) == ["a text\nof lines", TURNS, TURNS, "inside", "deep", "pass", "# Title"]
     assert read([tmp_path / "sub", tmp_path / "b.txt"]) == ["deep", "pass", "# Title", "a text\nof lines"]
     sub = [tmp_path / "sub" / name for name in ("d.txt", "e.py", "f.md")]
     assert Texts([tmp_path / "sub", tmp_path / "b.txt"]).files == [*sub, tmp_path / "b.txt"]
@@ -113,9 +113,10 @@ def test_a_json_file_is_a_list_of_texts_chats_or_rows(tmp_path):
     path = tmp_path / "data.json"
     for found, wanted in (
         (["The sun rises. </s>", "User: hi\nAssistant: hello </s>"], None),
-        ([CHAT, CHAT[:2], "a text"], None),
-        ([{"text": "row"}, {"messages": CHAT}], ["row", CHAT]),
-        (CHAT, [CHAT]),
+        ([CHAT, "a text"], [TURNS, "a text"]),
+        ([{"text": "row"}], ["row"]),
+        ([{"messages": CHAT}], [TURNS]),
+        (CHAT, [TURNS]),
         ([], None),
     ):
         path.write_text(json.dumps(found, indent=1))
@@ -157,7 +158,7 @@ def test_a_separator_makes_no_empty_documents(tmp_path):
 def test_another_key_holds_the_text(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"body": "one", "text": "title"}) + "\n" + json.dumps({"body": CHAT}) + "\n")
-    assert read(path, text_key="body") == ["one", CHAT] == read([{"body": "one"}, {"body": CHAT}], text_key="body")
+    assert read(path, text_key="body") == ["one", TURNS] == read([{"body": "one"}, {"body": CHAT}], text_key="body")
     path.write_text(json.dumps({"body": None}) + "\n")
     assert refused(path, text_key="body") == message("data/texts:another_key_holds_the_te", path)
     (tmp_path / "b.txt").write_text("text")
@@ -256,7 +257,7 @@ def test_links_that_lead_in_a_circle(tmp_path):
         (b'{"messages": []}', "['messages']: got an empty list, wanted a string or a chat"),
         (b'{"text": 5}', "['text']: got a int, wanted a string or a chat"),
         (b"null", "got a NoneType, wanted a string or a chat"),
-        (b"{}", "has no keys, wanted 'text' or 'messages'"),
+        (b"{}", "has no keys, wanted 'text', 'messages', "),
         (b"\xff\xfe\x00", "is not JSON ("),
         (b"9" * 5000, "is not JSON ("),
     ],
@@ -264,7 +265,8 @@ def test_links_that_lead_in_a_circle(tmp_path):
 )
 def test_lines_that_are_no_documents(tmp_path, line, said):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
+    fine = {"messages": CHAT} if b"messages" in line else {"text": "fine"}
+    path.write_bytes(json.dumps(fine).encode() + b"\n" + line + b"\n")
     sentence = refused(path)
     assert sentence.startswith(f"{path}:2") and said in sentence and "\n" not in sentence and len(sentence) < 1000
 
@@ -286,7 +288,7 @@ def test_parquet(tmp_path):
     parquet.write_table(pyarrow.table({"text": ["a", "b"], "n": [1, 2]}), tmp_path / "t.parquet")
     parquet.write_table(pyarrow.table({"messages": [CHAT]}), tmp_path / "u.parquet")
     parquet.write_table(pyarrow.table({"n": [1]}), tmp_path / "v.parquet")
-    assert read(tmp_path / "t.parquet") == ["a", "b"] and read(tmp_path / "u.parquet") == [CHAT]
+    assert read(tmp_path / "t.parquet") == ["a", "b"] and read(tmp_path / "u.parquet") == [TURNS]
     assert refused(tmp_path / "v.parquet") == message("data/texts:parquet", tmp_path / "v.parquet")
 
 
@@ -297,7 +299,7 @@ def test_a_saved_dataset(tmp_path):
     chats = datasets.Dataset(pyarrow.table({"messages": [CHAT]}), fingerprint="chats")
     rows.save_to_disk(str(tmp_path / "rows"))
     chats.save_to_disk(str(tmp_path / "chats"))
-    assert read(tmp_path / "rows") == read(rows) == ["a", "b", "c"] and read(tmp_path / "chats") == [CHAT]
+    assert read(tmp_path / "rows") == read(rows) == ["a", "b", "c"] and read(tmp_path / "chats") == [TURNS]
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "splits"))
     assert refused(tmp_path / "splits", ValueError) == message("data/texts:a_saved_dataset", tmp_path / "splits")
 

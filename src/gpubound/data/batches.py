@@ -44,6 +44,7 @@ def batches(
     fields: tuple[str, ...] | None = None,
     labels: str = "next",
     pad_id: int = 0,
+    weighted: bool = True,
     rank: int = 0,
     world: int = 1,
     budget: int | str = "auto",
@@ -66,6 +67,7 @@ def batches(
               pack="stream"
     max_documents   limits the documents in a row, and so the length of cu_seqlens, micro_batch · max_documents + 1
     pad_id    fills the unused positions of a row
+    weighted  repeat documents by the weights of their sources; see Corpus.weighted. Without weights nothing repeats
     rank, world     the ranks of a group share one sequence of batches, epoch after epoch: rank r takes numbers r, r + world
               and so on. All need the same seed. A saved position counts all ranks' batches: any number of ranks can continue
     budget, keep, mode, slots   as in gpubound.feed: "resident" in device memory, or through the "ring"
@@ -77,6 +79,7 @@ def batches(
     if mode not in ("auto", "resident", "ring"):
         raise ValueError(f"batches: mode: got {mode!r}, wanted 'auto', 'resident' or 'ring'.")
     device, seed = target(device), check_seed("batches", seed)
+    corpus = corpus.weighted() if weighted else corpus
     packing = pack_corpus(corpus, pack, seq, overlong or OVERLONG[0], max_documents, label_offset=labels == "next")
     order = Order(micro_batch, seed, shuffle, rank, world)
     if order.batches(packing.rows) == 0:

@@ -10,11 +10,11 @@ import json
 import os
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from itertools import islice
+from itertools import groupby, islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,13 +24,17 @@ import numpy as np
 from ..errors import DataError
 from ..files import flock, make_folder, read_json, write_atomic
 from ..trace import notice
+from .chat import TRAIN_ON
+from .formats import Completion, Conversation, Document, PreferencePair, parts, serialized, strings
+from .progress import Progress
 from .shards import CLAIM, CURE, DTYPES, MANIFEST, SUFFIX, read_shard, tokenizer_checksums, write_shard
-from .texts import Document, Progress, Texts
+from .texts import Texts
 from .tokenizer import Encoder, Tokenizer, adapt
 
 BATCH_TEXTS = 1024
 BATCH_CHARACTERS = 4_000_000  # limits the memory of a batch of long texts
-Encoded = tuple[np.ndarray, np.ndarray | None]  # a document's ids, and its loss mask unless all of it is learnt
+DEFAULTS = {"train_on": "assistant", "format": None, "sources": None}  # settings that earlier versions did not record
+Encoded = tuple[np.ndarray, np.ndarray | None]  # ids, and their loss mask unless all of them are learnt
 
 
 class OtherCorpus(DataError):
@@ -48,8 +52,7 @@ class Position(NamedTuple):
     crc: int = 0
 
     def after(self, text: Document) -> "Position":
-        content = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
-        return Position(self.texts + 1, zlib.crc32(content.encode("utf-8", "surrogatepass"), self.crc))
+        return Position(self.texts + 1, zlib.crc32(serialized(text).encode("utf-8", "surrogatepass"), self.crc))
 
 
 def build(
@@ -63,21 +66,35 @@ def build(
     progress: bool = True,
     separator: str | None = None,
     text_key: str | None = None,
+    format: str | None = None,
+    chat_template: str | Path | None = None,
+    train_on: str = "assistant",
 ) -> bool:
     """Write the corpus of `texts` to the folder `path`, or finish the build that was interrupted there. Return False if the
     folder holds this corpus already.
 
-    texts         see gpubound.data.texts.Texts, as for separator and text_key
+    texts         see gpubound.data.texts.Texts, as for separator, text_key and format
     tokenizer     see gpubound.data.tokenizer.adapt; it is saved with the corpus
     dtype         "uint16" or "uint32"; "auto" is the smaller that holds the vocabulary
     shard_tokens  a shard closes at the end of the document that reaches this
     workers       0 tokenises in this process, where the tokenizers library uses every core by itself; n starts n processes,
                   which helps a tokenizer written in Python
     progress      show the progress on stderr: a live bar on a terminal, else a line every ten seconds
+    chat_template a file, a template's text, or a name of gpubound.data.chat.NAMED, instead of the tokenizer's template
+    train_on      what of a chat is learnt: what the "assistant" wrote and the ends of its turns, its "last" answer, or "all";
+                  of prompts with completions, the completions or "all"; of texts and preferences always the same
     """
+    if train_on not in TRAIN_ON:
+        raise ValueError(f"Corpus.build: train_on: got {train_on!r}, wanted one of {', '.join(map(repr, TRAIN_ON))}.")
     if shard_tokens < 1 or workers < 0:
         raise ValueError(f"Corpus.build: got shard_tokens={shard_tokens}, workers={workers}, wanted 1 or more and 0 or more.")
-    encoder, source = adapt(tokenizer), Texts(texts, separator, text_key)
+    encoder, source = adapt(tokenizer), Texts(texts, separator, text_key, format)
+    if chat_template is not None:
+        if not isinstance(encoder, Tokenizer):
+            raise ValueError(
+                f"Corpus.build: chat_template: has no effect on a {type(encoder).__name__}, which writes no chats."
+            )
+        encoder = encoder.with_template(chat_template)
     settings = {
         "dtype": _dtype(dtype, encoder.vocab_size),
         "vocab_size": encoder.vocab_size,
@@ -85,28 +102,38 @@ def build(
         "shard_tokens": shard_tokens,
         "separator": separator,
         "text_key": text_key,
+        "format": format,
+        "train_on": train_on,
+        "sources": None if source.weights is None else list(source.weights),
     }
     with building_alone(path):
         # Before they are read, so that later changes are detected. Files with equal states need not be read again.
         files: Any = source.files and [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in source.files]
         if _is_built(path, settings, source, files, progress):
             return False
-        writer, remaining = _resume(path, settings, encoder), iter(source)
+        kinds = set[bool]()
+        writer, remaining = _resume(path, settings, encoder), _one_kind(source, kinds)
         if not _skip(remaining, writer.position, source, progress):
             raise OtherCorpus(path, "the texts have changed since the interrupted build")
         before = writer.tokens
         with Progress(f"tokenising into {path}", progress, source.size) as report:
-            for text, encoded in encode_all(_batches(remaining), encoder, workers):
-                writer.add(text, encoded)
-                speed = f"{(writer.tokens - before) / report.seconds / 1e6:.2f} M a second"
-                report.show(source.read, f"{writer.position.texts:,} texts", f"{writer.tokens / 1e6:,.2f} M tokens", speed)
-            writer.close_shard()
+            for number, documents in groupby(remaining, lambda _: source.source):
+                writer.source = number
+                for text, encoded in encode_all(_batches(documents), encoder, workers, train_on):
+                    writer.add(text, encoded)
+                    speed = f"{(writer.tokens - before) / report.seconds / 1e6:.2f} M a second"
+                    report.show(source.read, f"{writer.position.texts:,} texts", f"{writer.tokens / 1e6:,.2f} M tokens", speed)
+                writer.close_shard()  # a shard holds documents of one source
+            if not writer.names:
+                raise ValueError(f"Corpus.build: {path}: the texts hold no tokens, wanted at least one document; give others.")
         manifest = {
             "settings": settings,
             "sources": files,
             "texts": list(writer.position),
             "shards": writer.names,
             "tokens": writer.tokens,
+            "pairs": kinds == {True},
+            "weights": source.weights,
             "tokenizer_files": tokenizer_checksums(path),
         }
         write_atomic(path / MANIFEST, json.dumps(manifest))
@@ -154,13 +181,28 @@ def _is_built(path: Path, settings: dict[str, Any], source: Texts, files: Any, p
             raise DataError(f"{listing}: texts: got {end!r}, wanted how many were read and their checksum; {CURE}.")
         if not _skip(texts, Position(*end), source, progress) or next(texts, None) is not None:
             raise OtherCorpus(path, "holds a corpus of other texts; nothing was overwritten")
+    if manifest.get("weights") != source.weights:  # they change no token
+        write_atomic(listing, json.dumps(manifest | {"weights": source.weights}))
     notice(f"Corpus.build: {path} holds this corpus already; nothing was tokenised.")
     return True
+
+
+def _one_kind(source: Texts, kinds: set[bool]) -> Iterator[Document]:
+    """Yield the documents, and add to `kinds` whether they are preferences. DataError if some are and others are not."""
+    for number, document in enumerate(source):
+        kinds.add(isinstance(document, PreferencePair))
+        if len(kinds) > 1:
+            raise DataError(
+                f"texts: document {number} is {'a' if isinstance(document, PreferencePair) else 'no'} preference, unlike those "
+                f"before it; build two corpora."
+            )
+        yield document
 
 
 def _check_settings(path: Path, recorded: Any, settings: dict[str, Any]) -> None:
     if not isinstance(recorded, dict):
         raise DataError(f"{path / MANIFEST}: settings: got {recorded!r}, wanted those of the build; {CURE}.")
+    recorded = DEFAULTS | recorded
     for key, wanted in settings.items():
         if recorded.get(key) != wanted:
             raise OtherCorpus(path, f"holds a corpus with {key} {recorded.get(key)!r}, wanted {wanted!r}")
@@ -214,29 +256,28 @@ class Writer:
         self.names: list[str] = []
         self.tokens = 0
         self.position = Position()
+        self.source = 0  # of the documents that are added
         self._buffer: list[Encoded] = []
         self._buffered = 0  # tokens
 
     def next_name(self) -> str:
         return f"shard-{len(self.names):05d}{SUFFIX}"
 
-    def add(self, text: Document, encoded: Encoded) -> None:
+    def add(self, text: Document, encoded: list[Encoded]) -> None:
+        """Add the documents that a text has become: one, or two for a preference."""
         self.position = self.position.after(text)
-        if not len(encoded[0]):
+        if not all(len(ids) for ids, _ in encoded):
             return
-        self._buffer.append(encoded)
-        self._buffered += len(encoded[0])
-        self.tokens += len(encoded[0])
+        self._buffer += encoded
+        for ids, _ in encoded:
+            self._buffered += len(ids)
+            self.tokens += len(ids)
         if self._buffered >= self.settings["shard_tokens"]:
             self.close_shard()
 
     def close_shard(self) -> None:
         """Write the buffered documents as a shard, if there are any."""
         if not self._buffer:
-            if not self.names:
-                raise ValueError(
-                    f"Corpus.build: {self.path}: the texts hold no tokens, wanted at least one document; give others."
-                )
             return
         mask = None
         if any(mask is not None for _, mask in self._buffer):
@@ -252,6 +293,7 @@ class Writer:
             tokenizer=self.settings["tokenizer"],
             texts_read=self.position.texts,
             texts_crc=self.position.crc,
+            source=self.source,
         )
         self.names.append(name)
         self._buffer, self._buffered = [], 0
@@ -261,7 +303,7 @@ def _batches(texts: Iterator[Document]) -> Iterator[list[Document]]:
     batch, characters = [], 0
     for text in texts:
         batch.append(text)
-        characters += len(text) if isinstance(text, str) else sum(len(message["content"]) for message in text)
+        characters += sum(map(len, strings(text)))
         if len(batch) >= BATCH_TEXTS or characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -269,13 +311,15 @@ def _batches(texts: Iterator[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def encode_all(batches: Iterator[list[Document]], encoder: Encoder, workers: int) -> Iterator[tuple[Document, Encoded]]:
+def encode_all(
+    batches: Iterator[list[Document]], encoder: Encoder, workers: int, train_on: str
+) -> Iterator[tuple[Document, list[Encoded]]]:
     """Yield each document and its tokens, in order, encoded by `workers` processes or, for 0, by this one."""
     if workers == 0:
         for batch in batches:
-            yield from zip(batch, encode(encoder, batch))
+            yield from zip(batch, encode(encoder, batch, train_on))
         return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (encoder,))
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (encoder, train_on))
     pending: deque[tuple[list[Document], Future]] = deque()
     try:
         while True:
@@ -294,44 +338,57 @@ def encode_all(batches: Iterator[list[Document]], encoder: Encoder, workers: int
 
 
 _worker_encoder: Encoder
+_worker_trains_on: str
 
 
-def _start_worker(encoder: Encoder) -> None:
-    global _worker_encoder
+def _start_worker(encoder: Encoder, train_on: str) -> None:
+    global _worker_encoder, _worker_trains_on
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _worker_encoder = encoder
+    _worker_encoder, _worker_trains_on = encoder, train_on
 
 
-def _encode_in_worker(texts: list[Document]) -> list[Encoded]:
-    return encode(_worker_encoder, texts)
+def _encode_in_worker(texts: list[Document]) -> list[list[Encoded]]:
+    return encode(_worker_encoder, texts, _worker_trains_on)
 
 
-def encode(encoder: Encoder, texts: list[Document]) -> list[Encoded]:
-    """Return (ids, loss mask) of each document, ended with the end-of-text token; the mask is None for a text."""
-    chats = [text for text in texts if not isinstance(text, str)]
-    masked: Iterator[tuple[Any, np.ndarray]] = iter(())
-    plain = iter(encoder.encode_batch([text for text in texts if isinstance(text, str)]))
-    if chats:
+def encode(encoder: Encoder, documents: list[Document], train_on: str = "assistant") -> list[list[Encoded]]:
+    """Return [(ids, loss mask)] of each document, two for a preference, ended with the end-of-text token. The mask of a text is
+    None."""
+    if any(isinstance(document, PreferencePair) for document in documents):
+        train_on = "assistant"
+    every = [part for document in documents for part in parts(document)]
+    chats = [part for part in every if isinstance(part, Conversation)]
+    completions = [part for part in every if isinstance(part, Completion)]
+    plain = encoder.encode_batch([part for part in every if isinstance(part, str)])
+    encoded: dict[type, Iterator[Any]] = {str: ((ids, None) for ids in plain)}
+    if chats or completions:
         if not isinstance(encoder, Tokenizer):
-            raise ValueError("Corpus.build: chats need a tokenizer with a chat template, got one that only encodes texts.")
-        masked = iter(encoder.encode_chats(chats))
-    return [_ended(next(plain), None, encoder) if isinstance(text, str) else _ended(*next(masked), encoder) for text in texts]
+            raise ValueError(
+                f"Corpus.build: chats, prompts and completions need a gpubound or Hugging Face tokenizer, got a "
+                f"{type(encoder).__name__}, which only encodes texts."
+            )
+        encoded[Conversation] = iter(encoder.encode_chats(chats, train_on))
+        encoded[Completion] = iter(encoder.encode_completions(completions, train_on))
+    return [[_ended(encoder, *next(encoded[type(part)])) for part in parts(document)] for document in documents]
 
 
-def _ended(ids: Any, mask: np.ndarray | None, encoder: Encoder) -> Encoded:
+def _ended(encoder: Encoder, ids: Any, mask: np.ndarray | None) -> Encoded:
+    """Return the document, with the end-of-text token if it does not end with it. The token is learnt after an answer, unless
+    the template has ended the answer's turn with another special token: then it only separates documents."""
     ids = np.asarray(ids, dtype=np.int64)
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < encoder.vocab_size:
         raise DataError(f"tokenizer: gave ids from {ids.min()} to {ids.max()}, wanted 0 to {encoder.vocab_size - 1}.")
-    if encoder.eos is not None and not _has_end(ids, encoder):
+    if encoder.eos is not None and not _has_end(ids, {encoder.eos}, encoder):
+        ended = isinstance(encoder, Tokenizer) and _has_end(ids, encoder.specials, encoder)
         ids = np.append(ids, encoder.eos)
-        mask = None if mask is None else np.append(mask, np.uint8(0))
+        mask = None if mask is None else np.append(mask, 0 * mask[-1:] if ended else mask[-1:])
     return ids.astype(np.uint32), mask
 
 
-def _has_end(ids: np.ndarray, encoder: Encoder) -> bool:
-    """Return True if the document ends with the end of a text, also if a chat template writes a line break after it."""
-    ends = np.flatnonzero(ids == encoder.eos)
-    if not ends.size:
+def _has_end(ids: np.ndarray, ends: Collection[int], encoder: Encoder) -> bool:
+    """Return True if the document ends with one of these tokens, also if a chat template writes a line break after it."""
+    at = np.flatnonzero(np.isin(ids, list(ends)))
+    if not at.size:
         return False
-    after = ids[ends[-1] + 1 :]
+    after = ids[at[-1] + 1 :]
     return not after.size or (isinstance(encoder, Tokenizer) and not encoder.decode(after).strip())

@@ -1,4 +1,4 @@
-"""The process that renders chat templates. data/tokenizer.py starts it; it imports nothing of the library.
+"""The process that renders chat templates. data/chat.py starts it; it imports nothing of the library.
 
 A chat template is a program that comes with a downloaded tokenizer. Jinja's sandbox keeps it from files and modules, but not
 from looping for hours or asking for 10 GB, so it runs here, under the kernel's limits on memory and CPU time.

@@ -1,6 +1,6 @@
 """Corpus: tokens on disk, mapped into memory, with document offsets and loss masks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
+from ..files import read_json
 from .batches import CorpusFeed, batches
 from .build import build
-from .shards import CURE, DocumentRun, contents, manifest_shards, read_shard, tokenizer_is_unchanged
+from .shards import CURE, MANIFEST, DocumentRun, contents, manifest_shards, read_shard, tokenizer_is_unchanged
 from .source import mix, order
 from .tokenizer import Tokenizer
 
@@ -29,9 +30,11 @@ class Corpus:
         path: Path | None,
         contents: int | None = None,
         pairs: bool = False,
+        weights: Mapping[str, float] | None = None,
     ):
         self.parts, self.vocab_size, self.fingerprint, self.path = list(parts), vocab_size, tokenizer, path
         self.pairs = pairs  # documents 2k and 2k + 1 are a prompt with its chosen and its rejected answer
+        self.weights = dict(weights or {})  # of the sources, in the order of their numbers; empty without weights
         self.contents = contents  # hash of the corpus that these are parts of; None: not known
         self.starts = np.concatenate([[0], np.cumsum([len(part.tokens) for part in self.parts])]).astype(np.int64)
         self.masked = any(part.mask is not None for part in self.parts)
@@ -57,7 +60,9 @@ class Corpus:
                         f"{shard.path}: foreign: its {name} is {value!r}, that of {shards[0].path.name} is {wanted!r}; open "
                         f"only shards of one corpus together."
                     )
-        return Corpus(shards, first.vocab_size, first.tokenizer, folder, contents(shards))
+        about = read_json(folder / MANIFEST, CURE) if folder else {}
+        pairs, weights = about.get("pairs") is True, about.get("weights")
+        return Corpus(shards, first.vocab_size, first.tokenizer, folder, contents(shards), pairs, weights)
 
     @staticmethod
     def build(texts: Any, tokenizer: Any, path: str | Path, **options: Any) -> "Corpus":
@@ -128,17 +133,35 @@ class Corpus:
         """Return (training, validation), two corpora. A random fraction `validation` of the documents goes to the second.
 
         The same corpus and seed give the same documents on every machine. In a corpus of more than 256 / `validation`
-        documents, runs of consecutive documents are drawn instead of single ones. Both corpora keep the order.
+        documents, runs of consecutive documents are drawn instead of single ones. Both corpora keep the order. Pairs of
+        preferences count as one document.
         """
         if not 0 < validation < 1:
             raise ValueError(f"Corpus.split: validation: got {validation!r}, wanted a fraction between 0 and 1.")
-        count = round(self.documents * validation)
-        if not 0 < count < self.documents:
-            raise ValueError(
-                f"Corpus.split: {validation} of {self.documents} documents is {count}, wanted at least one on either side."
-            )
-        held_out = choose(self.documents, count, seed)
+        each = 2 if self.pairs else 1
+        units = self.documents // each
+        count = round(units * validation)
+        if not 0 < count < units:
+            raise ValueError(f"Corpus.split: {validation} of {units} documents is {count}, wanted at least one on either side.")
+        held_out = np.repeat(choose(units, count, seed), each)
         return self._select(~held_out), self._select(held_out)
+
+    def of_source(self, number: int) -> "Corpus":
+        """Return the documents of one source of {path: weight}, by its number."""
+        return self.with_parts([part for part in self.parts if part.source == number])
+
+    def weighted(self, seed: int = 0) -> "Corpus":
+        """Return a corpus whose documents repeat by the weight of their source: with weight 2.25 each is there twice, and a
+        quarter of them, drawn from `seed`, once more. The tokens on disk stay the same."""
+        parts = list[DocumentRun]()
+        for number, weight in enumerate(self.weights.values()):
+            source = self.of_source(number)
+            each = 2 if self.pairs else 1
+            units = source.documents // each
+            parts += source.parts * int(weight)
+            if drawn := round(units * (weight % 1)):
+                parts += source._select(np.repeat(choose(units, drawn, seed), each)).parts
+        return self.with_parts(parts) if self.weights else self
 
     def _select(self, mask: np.ndarray) -> "Corpus":
         """Return the corpus of the documents in `mask`."""
@@ -151,7 +174,7 @@ class Corpus:
         return self.with_parts(parts)
 
     def with_parts(self, parts: Sequence[DocumentRun]) -> "Corpus":
-        return Corpus(parts, self.vocab_size, self.fingerprint, self.path, self.contents, self.pairs)
+        return Corpus(parts, self.vocab_size, self.fingerprint, self.path, self.contents, self.pairs, self.weights)
 
     def read(self, index: np.ndarray) -> np.ndarray:
         """Read the tokens at `index` from the disk."""

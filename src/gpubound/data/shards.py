@@ -48,6 +48,7 @@ class Header:
     texts_read: int  # texts of the build up to the end of this shard, where an interrupted build continues
     texts_crc: int  # CRC-32 of those texts, which must not change until then
     sections: dict[str, list[int]]
+    source: int = 0  # number of the path in {path: weight} that its documents are from
 
 
 @dataclass(frozen=True)
@@ -57,30 +58,31 @@ class DocumentRun:
     tokens: np.ndarray
     documents: np.ndarray  # (documents + 1,) offset of each in `tokens`, and the end
     mask: np.ndarray | None  # 1 for the tokens that the loss counts
+    source: int = 0  # see Header
 
     def slice(self, first: int, last: int) -> "DocumentRun":
         start, end = int(self.documents[first]), int(self.documents[last])
         mask = None if self.mask is None else self.mask[start:end]
-        return DocumentRun(self.tokens[start:end], self.documents[first : last + 1] - self.documents[first], mask)
+        return DocumentRun(self.tokens[start:end], self.documents[first : last + 1] - self.documents[first], mask, self.source)
 
     def split(self, at: int) -> tuple["DocumentRun", "DocumentRun"]:
         """Return the tokens before `at` and the rest; the document around `at` becomes two."""
         before, after = self.documents[self.documents < at], self.documents[self.documents > at]
         masks = (None, None) if self.mask is None else (self.mask[:at], self.mask[at:])
         return (
-            DocumentRun(self.tokens[:at], np.append(before, at), masks[0]),
-            DocumentRun(self.tokens[at:], np.insert(after - at, 0, 0), masks[1]),
+            DocumentRun(self.tokens[:at], np.append(before, at), masks[0], self.source),
+            DocumentRun(self.tokens[at:], np.insert(after - at, 0, 0), masks[1], self.source),
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Shard(DocumentRun):
     path: Path
     header: Header
 
 
 def write_shard(path: Path, tokens: np.ndarray, documents: np.ndarray, mask: np.ndarray | None, **about: Any) -> None:
-    """Write a new shard. `about`: vocab_size, tokenizer, texts_read and texts_crc of the header."""
+    """Write a new shard. `about`: vocab_size, tokenizer, texts_read, texts_crc and source of the header."""
     if path.exists():
         raise DataError(f"{path}: exists already; nothing was overwritten.")
     parts = {"tokens": tokens, "documents": documents.astype("<u8")} | ({"mask": mask.astype("u1")} if mask is not None else {})
@@ -89,7 +91,10 @@ def write_shard(path: Path, tokens: np.ndarray, documents: np.ndarray, mask: np.
         sections[name] = [at, array.nbytes, zlib.crc32(np.ascontiguousarray(array).data)]
         at = -(-(at + array.nbytes) // 64) * 64
     header = Header(tokens.dtype.name, len(tokens), len(documents) - 1, sections=sections, **about)
-    text = json.dumps(asdict(header)).encode()
+    fields = asdict(header)
+    if header.source == 0:  # earlier versions do not know it
+        del fields["source"]
+    text = json.dumps(fields).encode()
     assert _FIXED.size + len(text) <= _PAGE
     with replacing(path) as file:
         file.write(_FIXED.pack(MAGIC, VERSION, len(text), zlib.crc32(text)) + text)
@@ -111,7 +116,7 @@ def read_shard(path: Path | str, verify: bool = True) -> Shard:
         raise DataError(
             f"{path}: corrupt: it holds the id {tokens.max()}, its vocabulary ends at {header.vocab_size - 1}; {CURE}."
         )
-    return Shard(tokens, documents, mask, path, header)
+    return Shard(tokens, documents, mask, header.source, path=path, header=header)
 
 
 def _read_header(path: Path) -> Header:
@@ -145,7 +150,7 @@ def _check_header(header: Header) -> None:
     """Raise ValueError unless the fields have their types and the sections the lengths of the counts."""
     if header.dtype not in DTYPES or not isinstance(header.tokenizer, str):
         raise ValueError(f"dtype is {header.dtype!r}, tokenizer {header.tokenizer!r}")
-    for name, least in (("tokens", 1), ("documents", 1), ("vocab_size", 1), ("texts_read", 0), ("texts_crc", 0)):
+    for name, least in (("tokens", 1), ("documents", 1), ("vocab_size", 1), ("texts_read", 0), ("texts_crc", 0), ("source", 0)):
         value = getattr(header, name)
         if type(value) is not int or not least <= value < 1 << 62:
             raise ValueError(f"{name} is {value!r}")

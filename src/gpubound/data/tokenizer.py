@@ -1,20 +1,13 @@
 """Tokenizers: train a byte-level BPE or load a Hugging Face one, and encode texts and chats into ids and loss masks.
 
-Chat templates run in a process with limits of memory and time: chat_process.py.
+chat.py writes chats with a template.
 """
 
-import atexit
 import hashlib
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from itertools import pairwise, takewhile
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,11 +15,11 @@ import numpy as np
 
 from ..errors import DataError
 from ..files import check_replaceable, make_folder, read_json, read_text, regular, write_atomic
-from .texts import Progress, Texts
-
-Messages = list[dict[str, Any]]
-Spans = list[tuple[int, int]]
-Render = Callable[..., tuple[str, Spans]]
+from ..trace import notice
+from .chat import NAMED, Spans, read_template, render_spans, write_chat
+from .formats import Completion, Conversation, Messages, strings
+from .progress import Progress
+from .texts import Texts
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIALS = (END_OF_TEXT, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -34,7 +27,6 @@ MASK = "<|mask|>"
 LARGEST = 1 << 31  # ids fit an int32
 LONGEST_WORD = 1024  # characters; training takes the square of it
 _ENDLESS = re.compile(rf"\w{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}|[^\w\s]{{{LONGEST_WORD}}}")
-TEMPLATE_SECONDS = 5  # of CPU time a chat
 CURE = "copy the tokenizer again"
 REPLACED = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")  # `load` would read them after `save`
 SPECIAL_NAMES = ("eos_token", "bos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -113,9 +105,15 @@ class Tokenizer:
         )
         return next(((i, mine[i], theirs[i]) for i in sorted(mine.keys() & theirs.keys()) if mine[i] != theirs[i]), None)
 
-    def encode_chats(self, chats: list[Messages]) -> list[tuple[list[int], np.ndarray]]:
-        """Return (ids, mask) of each chat. The mask is 1 on the assistant's tokens, which the model learns, else 0."""
-        rendered = [write_chat(self.render_spans, chat) for chat in chats]
+    def encode_chats(
+        self, chats: Sequence[Messages | Conversation], train_on: str = "assistant"
+    ) -> list[tuple[list[int], np.ndarray]]:
+        """Return (ids, mask) of each chat. The mask is 1 on the tokens that the model learns, else 0: the assistant's, those of
+        its "last" answer, or "all"."""
+        rendered = []
+        for chat in chats:
+            chat = chat if isinstance(chat, Conversation) else Conversation(chat)
+            rendered.append(write_chat(partial(self.render_spans, tools=chat.tools), chat.messages, train_on, chat.given))
         encodings = self.inner.encode_batch([text for text, _ in rendered], add_special_tokens=False)
         result = []
         for encoding, (_, spans) in zip(encodings, rendered):
@@ -124,19 +122,51 @@ class Tokenizer:
             result.append((encoding.ids, (np.searchsorted(edges, begins, side="right") % 2).astype(np.uint8)))
         return result
 
+    def encode_completions(
+        self, documents: Sequence[Completion], train_on: str = "assistant"
+    ) -> list[tuple[list[int], np.ndarray]]:
+        """Return (ids, mask) of each prompt and completion, tokenised as one text. Tokens that hold a character of the
+        completion are learnt; "all" learns the prompt, too."""
+        encodings = self.inner.encode_batch([document.prompt + document.completion for document in documents])
+        result = []
+        for encoding, document in zip(encodings, documents):
+            begin = 0 if train_on == "all" else len(document.prompt)
+            mask = np.array([end > begin for _, end in encoding.offsets], np.uint8)
+            if encoding.ids and encoding.ids[-1] == self.eos:  # added by the tokenizer
+                mask[-1] = 1
+            result.append((encoding.ids, mask))
+        return result
+
+    @cached_property
+    def specials(self) -> frozenset[int]:
+        """The ids of the special tokens."""
+        return frozenset(i for i, token in self.inner.get_added_tokens_decoder().items() if token.special)
+
+    def with_template(self, template: str | Path) -> "Tokenizer":
+        """Return a copy with another chat template: a file, the text of a template, or the name of one in templates/."""
+        text = read_template(template)
+        if str(template) in NAMED:
+            marks = [mark for mark in NAMED[str(template)] if self.inner.token_to_id(mark) is None]
+            if marks:
+                notice(
+                    f"tokenizer: has no token {marks[0]!r}, which the chat template {template} writes, so that it becomes "
+                    f"{len(self.encode(marks[0]))} tokens; the template alpaca needs none but the end of a text."
+                )
+        return Tokenizer(self.inner, self.eos_token, text, **self.special)
+
     def render(self, messages: Messages, prompt: bool = False) -> str:
         """Return the chat as text; with `prompt` up to the beginning of the assistant's answer."""
         return self.render_spans(messages, prompt)[0]
 
-    def render_spans(self, messages: Messages, prompt: bool = False) -> tuple[str, Spans]:
+    def render_spans(self, messages: Messages, prompt: bool = False, tools: list[Any] | None = None) -> tuple[str, Spans]:
         """Return the chat as text, and the spans of the template's {% generation %} blocks."""
         if self.chat_template is None:
             raise ValueError(
-                "tokenizer: has no chat template, wanted one to write chats with; put a chat_template.jinja into its folder, "
-                "or set tokenizer.chat_template."
+                f"tokenizer: has no chat template, wanted one to write chats with; pass chat_template= (--chat-template): a "
+                f"file, or one of {', '.join(NAMED)}."
             )
         names = {"eos_token": self.eos_token or "", "bos_token": ""} | self.special
-        return render_spans(self.chat_template, messages, prompt, **names)
+        return render_spans(self.chat_template, messages, prompt, tools=tools, **names)
 
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
         """Write a folder that `Tokenizer.load` and `transformers.AutoTokenizer.from_pretrained` both read. Replace an existing
@@ -239,7 +269,7 @@ def _plain(source: Texts, report: Progress, vocab_size: int) -> Iterator[str]:
     number = 0
     for number, text in enumerate(source, 1):
         report.show(source.read, f"{number:,} texts")
-        for plain in [text] if isinstance(text, str) else [message["content"] for message in text]:
+        for plain in strings(text):
             yield from split_endless_words(plain)
     report.say(f"{number:,} texts read, learning up to {vocab_size:,} tokens")
 
@@ -266,117 +296,4 @@ def ends_of_turn(tokenizer: Tokenizer) -> list[int]:
     except DataError as error:
         raise DataError(f"the chat template cannot write a question and its answer: {error}") from error
     tail = chat[len(prompt) :].partition("b")[2] if chat.startswith(prompt) else chat.rpartition("b")[2]
-    special = {i for i, token in tokenizer.inner.get_added_tokens_decoder().items() if token.special}
-    return [i for i in tokenizer.inner.encode(tail, add_special_tokens=False).ids if i in special][:1]
-
-
-_LOCK = threading.Lock()
-_process: tuple[int, subprocess.Popen] | None = None  # the process that started it, and the renderer
-
-
-def render(template: str, messages: Messages, prompt: bool = False, **names: Any) -> str:
-    """Return the chat as text; with `prompt` it ends where the assistant's answer begins. `names`: more variables."""
-    return render_spans(template, messages, prompt, **names)[0]
-
-
-def render_spans(template: str, messages: Messages, prompt: bool = False, **names: Any) -> tuple[str, Spans]:
-    """Return the chat as text, and the (begin, end) of every {% generation %} block of the template."""
-    request = {"template": template, "messages": messages, "prompt": prompt, "names": names}
-    reply = _request(json.dumps(request, default=str).encode() + b"\n")
-    if "error" in reply:
-        raise DataError(f"chat template: {reply['error']}")
-    return reply["text"], [(begin, end) for begin, end in reply["spans"]]
-
-
-def _request(request: bytes) -> dict[str, Any]:
-    global _process
-    with _LOCK:
-        if _process is None or _process[0] != os.getpid():  # a fork must not share the pipes
-            program = str(Path(__file__).with_name("chat_process.py"))
-            command = [sys.executable, "-P", program, str(TEMPLATE_SECONDS)]
-            streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            _process = os.getpid(), subprocess.Popen(command, **streams)
-            atexit.register(_close, _process[1])
-        renderer = _process[1]
-        assert renderer.stdin is not None and renderer.stdout is not None
-        try:
-            renderer.stdin.write(request)
-            renderer.stdin.flush()
-            reply = renderer.stdout.readline()
-        except BrokenPipeError:
-            reply = b""
-        if reply:
-            return json.loads(reply)
-        _close(renderer)
-        _process = None
-    if renderer.returncode == -signal.SIGVTALRM:
-        raise DataError(
-            f"chat template: it needs more than {TEMPLATE_SECONDS} seconds of CPU time for a chat; use another template."
-        )
-    raise DataError(f"chat template: the process that renders it ended with code {renderer.returncode}; use another template.")
-
-
-def _close(renderer: subprocess.Popen) -> None:
-    for stream in (renderer.stdin, renderer.stdout):
-        if stream is not None:
-            with suppress(BrokenPipeError):  # it has ended
-                stream.close()
-    renderer.wait()
-
-
-def write_chat(render: Render, messages: Messages) -> tuple[str, Spans]:
-    """Return the chat as text, and the spans of the assistant's messages, each with the end of its turn.
-
-    render  renders messages; with prompt=True up to the beginning of the assistant's answer
-    """
-    text, spans = render(messages)
-    if spans:
-        return text, spans
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            (asked, _), (answered, _) = render(messages[:i], prompt=True), render(messages[: i + 1])
-            is_prefix = text.startswith(answered) and answered.startswith(asked)
-            spans.append((len(asked), len(answered)) if is_prefix else _find_span(render, messages, i, text))
-    if any(begin > end for begin, end in spans) or any(end > begin for (_, end), (begin, _) in pairwise(spans)):
-        raise _unclear()
-    return text, spans
-
-
-def _find_span(render: Render, messages: Messages, i: int, text: str) -> tuple[int, int]:
-    """Return the span of message `i` in `text`, for a template that renders earlier messages depending on later ones.
-
-    Qwen3's template leaves out the reasoning of earlier turns, so the chat up to message `i` is no prefix of `text`. Render the
-    chat with two other contents of message `i` instead: the results differ exactly there.
-    """
-    last = render([*messages[:i], messages[i] | {"content": "\ue000" * 8}])[0]
-    turn_end = last.rpartition("\ue000" * 8)[2]
-    one, other = (
-        render([*messages[:i], messages[i] | {"content": letter * 8}, *messages[i + 1 :]])[0] for letter in "\ue000\ue001"
-    )
-    before, after = _common(one, other), _common(one[::-1], other[::-1])
-    if before == len(one):
-        raise _unclear()
-    asked, prompt = render(messages[:i])[0] if i else "", render(messages[:i], prompt=True)[0]
-    header = prompt[len(asked) :] if prompt.startswith(asked) else ""
-    if not header and i:  # the template ends a prompt with the end of the user's turn
-        header = prompt.rpartition(messages[i - 1]["content"].strip())[2]
-    begin = one.rfind(header, 0, before) + len(header) if header else before
-    if begin < len(header):
-        raise _unclear()
-    end = len(one) - after + _common(one[len(one) - after :], turn_end)
-    end += len(text) - len(one)
-    if text[:begin] != one[:begin] or text[end:] != one[len(one) - (len(text) - end) :]:
-        raise _unclear()
-    return begin, end
-
-
-def _common(one: str, other: str) -> int:
-    """Return the length of the common prefix of two texts."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
-
-
-def _unclear() -> DataError:
-    return DataError(
-        "chat template: the assistant's part of its text cannot be found, so the prompts cannot be masked; use a template that "
-        "writes each message once, or one with {% generation %} blocks."
-    )
+    return [i for i in tokenizer.inner.encode(tail, add_special_tokens=False).ids if i in tokenizer.specials][:1]

@@ -1,0 +1,210 @@
+"""Every row format: the rows of a batch hold each prompt whole, and exactly the answers and their ends are learnt."""
+
+import json
+
+import numpy as np
+import pytest
+
+from gpubound.data import Corpus, Tokenizer, train_tokenizer
+from gpubound.data.formats import FORMATS, Completion, Conversation, PreferencePair, RowParser
+from gpubound.data.rows import IGNORED
+from gpubound.errors import DataError
+from tests.messages import message, refusal
+
+ASK, TELL = {"role": "user", "content": "one?"}, {"role": "assistant", "content": "it is 1"}
+ASK2, TELL2 = {"role": "user", "content": "two?"}, {"role": "assistant", "content": "it is 2"}
+SYSTEM = {"role": "system", "content": "be brief"}
+USER, SAYS, END = "<|user|>one?<|end|><|assistant|>", "it is 1<|end|>", "<|endoftext|>"
+# Calls are written after the content, tools before the first message.
+TOOLS = (
+    "{% for t in tools or [] %}<|system|>{{ t | tojson }}<|end|>{% endfor %}{% for m in messages %}<|{{ m.role }}|>"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["one"], 261)  # a token a character
+
+
+def learnt(tokenizer, tmp_path, row, train_on="assistant", count=4):
+    """Return (text, [parts that are learnt]) of the only example, which every one of `count` equal rows makes."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text((json.dumps(row) + "\n") * count)
+    corpus = Corpus.build(file, tokenizer, tmp_path / "c", progress=False, train_on=train_on)
+    (batch,) = corpus.batches(256, 1, "cpu", pack="examples", seed=1)
+    segments, found = batch["segment_ids"][0].tolist(), set()
+    for number in range(count):
+        ids, labels = (batch[name][0, segments.index(number) :].tolist() for name in ("input_ids", "labels"))
+        size = segments.count(number)
+        text = [*ids[:size], corpus.document(number)[-1]]
+        edges = np.flatnonzero(np.diff([label != IGNORED for label in labels[:size]], prepend=0, append=0)).reshape(-1, 2)
+        parts = [tokenizer.decode(labels[first:last]) for first, last in edges]
+        assert text[1:] == [label if label != IGNORED else ids for label, ids in zip(labels[:size], text[1:])]
+        found.add((tokenizer.decode(text), *parts))
+    ((text, *parts),) = found
+    return text, parts
+
+
+@pytest.mark.parametrize(
+    "row, text, answers",
+    [
+        ({"text": "one? it is 1"}, f"one? it is 1{END}", None),
+        ({"messages": [ASK, TELL]}, USER + SAYS + END, [SAYS]),
+        ({"messages": [{**ASK, "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "?"}]}, TELL]},
+         USER + SAYS + END, [SAYS]),
+        ({"conversations": [{"from": "human", "value": "one?"}, {"from": "gpt", "value": "it is 1"}]},
+         USER + SAYS + END, [SAYS]),
+        ({"conversations": [ASK, TELL], "system": "be brief"}, f"<|system|>be brief<|end|>{USER}{SAYS}{END}", [SAYS]),
+        ({"instruction": "one?", "input": "", "output": "it is 1"}, USER + SAYS + END, [SAYS]),
+        ({"instruction": "one", "input": "be", "output": "it is 1", "text": "all"},
+         f"<|user|>one\n\nbe<|end|><|assistant|>{SAYS}{END}", [SAYS]),
+        ({"prompt": "one?", "completion": " it is 1"}, f"one? it is 1{END}", [f" it is 1{END}"]),
+        ({"prompt": [ASK, TELL, ASK2], "completion": [TELL2]},
+         f"{USER}{SAYS}<|user|>two?<|end|><|assistant|>it is 2<|end|>{END}", ["it is 2<|end|>"]),
+        ({"prompt": "one?", "completion": [TELL]}, USER + SAYS + END, [SAYS]),
+    ],
+    ids=["text", "messages", "parts", "sharegpt", "conversations", "alpaca", "alpaca-input", "completion", "completion-chat",
+         "completion-mixed"],
+)  # fmt: skip
+def test_a_row_holds_its_prompt_and_learns_its_answers(tokenizer, tmp_path, row, text, answers):
+    found = learnt(tokenizer, tmp_path, row)
+    assert found == (text, answers or [text[1:]])
+
+
+@pytest.mark.parametrize(
+    "row, train_on, answers",
+    [
+        ({"messages": [ASK, TELL, ASK2, TELL2]}, "assistant", [SAYS, "it is 2<|end|>"]),
+        ({"messages": [ASK, TELL, ASK2, TELL2]}, "last", ["it is 2<|end|>"]),
+        ({"messages": [SYSTEM, ASK, TELL]}, "all", [f"be brief<|end|>{USER}{SAYS}"]),
+        ({"prompt": "one?", "completion": " it is 1"}, "all", [f"ne? it is 1{END}"]),
+        ({"messages": [ASK, TELL, ASK2]}, "last", [SAYS]),
+    ],
+)
+def test_what_is_learnt(tokenizer, tmp_path, row, train_on, answers):
+    assert learnt(tokenizer, tmp_path, row, train_on)[1] == answers
+
+
+def test_tools_and_calls_reach_the_template(tokenizer, tmp_path):
+    with_tools = Tokenizer(tokenizer.inner, tokenizer.eos_token, TOOLS)
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    calling, result = (
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "name": None},
+    )
+    row = {"messages": [ASK, calling, result, TELL], "tools": json.dumps([{"name": "add"}])}
+    text, parts = learnt(with_tools, tmp_path, row, count=1)
+    assert parts == ['{"name": "add", "arguments": {"a": 1}}<|end|>', SAYS]
+    assert text.startswith('<|system|>{"name": "add"}<|end|><|user|>one?')
+
+
+@pytest.mark.parametrize(
+    "row, chosen, rejected, answers",
+    [
+        ({"prompt": "one?", "chosen": " it is 1", "rejected": " two"}, "one? it is 1", "one? two", (" it is 1", " two")),
+        ({"chosen": "Q: one? A: it is 1", "rejected": "Q: one? A: two"}, "Q: one? A: it is 1", "Q: one? A: two",
+         ("it is 1", "two")),
+        ({"prompt": [ASK], "chosen": [TELL], "rejected": [TELL2]}, USER + SAYS, f"{USER}it is 2<|end|>",
+         (SAYS, "it is 2<|end|>")),
+        ({"prompt": "one?", "chosen": [ASK, TELL], "rejected": [ASK, TELL2]}, USER + SAYS, f"{USER}it is 2<|end|>",
+         (SAYS, "it is 2<|end|>")),
+        ({"prompt": "one?", "chosen": [TELL], "rejected": [TELL2]}, USER + SAYS, f"{USER}it is 2<|end|>",
+         (SAYS, "it is 2<|end|>")),
+        ({"chosen": [ASK, TELL, ASK2, TELL2], "rejected": [ASK, TELL, ASK2, TELL]}, None, None, ("it is 2<|end|>", SAYS)),
+    ],
+    ids=["texts", "whole-texts", "chats", "whole-chats", "text-and-chats", "several-turns"],
+)  # fmt: skip
+def test_preferences(tokenizer, tmp_path, row, chosen, rejected, answers):
+    (tmp_path / "rows.json").write_text(json.dumps([row] * 3))
+    corpus = Corpus.build(tmp_path / "rows.json", tokenizer, tmp_path / "c", progress=False, train_on="all", shard_tokens=20)
+    assert corpus.pairs and Corpus.open(tmp_path / "c").pairs and corpus.documents == 6
+    (batch, *_) = corpus.batches(80, 2, "cpu", pack="pairs", seed=1)
+    for i, (text, answer) in enumerate(zip((chosen, rejected), answers)):
+        ids = tokenizer.decode(corpus.document(i))
+        end = "" if answer.endswith("<|end|>") else END
+        labels = batch["labels"][i]
+        assert text is None or ids == text + END
+        assert tokenizer.decode(labels[labels != IGNORED]) == answer + end and ids.endswith(answer + END)
+        assert tokenizer.decode(batch["input_ids"][i][: len(corpus.document(i)) - 1]) + END == ids
+
+
+def test_pairs_are_held_out_and_shuffled_as_pairs(tokenizer, tmp_path):
+    rows = [{"prompt": f"{i}", "chosen": f" yes {i}", "rejected": f" no {i}"} for i in range(20)]
+    corpus = Corpus.build(rows, tokenizer, tmp_path / "c", progress=False)
+    training, held_out = corpus.split(0.2)
+    assert (training.documents, held_out.documents) == (32, 8) and training.pairs
+    assert [tokenizer.decode(held_out.document(i)).split()[1] for i in range(4)] == ["yes", "no"] * 2
+    seen = []
+    for batch in training.batches(16, 4, "cpu", pack="pairs", seed=2):
+        assert batch["example"].tolist()[::2] == batch["example"].tolist()[1::2]
+        for number, ids in zip(batch["example"].tolist()[::2], batch["input_ids"][::2].tolist()):
+            assert ids[:4] == training.document(2 * number).tolist()[:4]
+            seen.append(number)
+    assert sorted(seen) == list(range(16)) != seen
+    assert refusal(ValueError, lambda: training.batches(16, 2, "cpu")) == message("data/formats:pairs_are_rows_of_pairs")
+    assert refusal(ValueError, lambda: training.batches(16, 3, "cpu", pack="pairs")) == message("data/formats:pairs_are_even")
+
+
+def test_rows_of_two_formats_in_a_file_are_named(tmp_path):
+    parse = RowParser()
+    parse({"text": "one"}, "a:1")
+    assert refusal(DataError, lambda: parse({"messages": [ASK]}, "a:2")) == message("data/formats:two_formats")
+    both = {"messages": [ASK, TELL], "chosen": [ASK, TELL], "rejected": [ASK, TELL2]}
+    assert refusal(DataError, lambda: RowParser()(both, "a:1")) == message("data/formats:several_formats")
+    assert isinstance(RowParser(format="preference")(both, "a:1"), PreferencePair)
+    assert RowParser(format="messages")(both, "a:1") == Conversation([ASK, TELL])
+    assert refusal(ValueError, lambda: RowParser(format="csv")) == message("data/formats:unknown_format")
+    mixed = RowParser(mixed=True)
+    assert [mixed("a", ""), mixed({"prompt": "a", "completion": "b"}, "")] == ["a", Completion("a", "b")]
+    assert len({known.name for known in FORMATS}) == len(FORMATS)
+
+
+@pytest.mark.parametrize(
+    "row, fact",
+    [
+        (
+            {"conversations": [{"from": "nobody", "value": "x"}]},
+            "['conversations'][0]: from: got 'nobody', wanted one of",
+        ),
+        ({"conversations": [{"from": "human", "value": 3}]}, "['conversations'][0]: content: got 3, wanted a text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content: got [{'type': 'image'}], wanted a text"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [3]}]}, "tool_calls: got 3, wanted {'function'"),
+        ({"messages": [ASK], "tools": "[1"}, "['tools']: is not JSON ("),
+        ({"messages": [ASK], "tools": [1]}, "['tools']: got [1], wanted a list of functions"),
+        ({"prompt": "a", "completion": "b", "label": False}, "has 'label', a preference without its pair"),
+        ({"prompt": "a", "completion": 3}, "['completion']: got a int, wanted a string or a chat"),
+        ({"instruction": 3, "output": "x"}, "['instruction']: got 3, wanted a text"),
+        (
+            {"chosen": [ASK, TELL], "rejected": [ASK, TELL]},
+            "['chosen']: has no assistant's answer after the messages",
+        ),
+        ({"chosen": [ASK, TELL], "rejected": "x"}, "['chosen']: has no assistant's answer after the messages"),
+        ({"question": "x", "answer": "y"}, "has the keys 'question', 'answer', wanted 'text', 'messages'"),
+        ({"prompt": None, "completion": "x"}, "its 'prompt' is null, wanted"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_bad_rows_are_named(row, fact):
+    sentence = refusal(DataError, lambda: RowParser()(row, "a.jsonl:7"))
+    assert sentence.startswith("a.jsonl:7") and fact in sentence and "\n" not in sentence
+
+
+def test_empty_answers_are_left_out():
+    for row in (
+        {"instruction": "x", "output": " "}, {"prompt": "x", "completion": ""}, {"chosen": "a b", "rejected": "a "},
+    ):  # fmt: skip
+        assert RowParser()(row, "a:1") == ""
+
+
+def test_a_token_of_prompt_and_completion_is_learnt():
+    tokenizer = train_tokenizer(["one one"], 263)
+    ((ids, mask),) = tokenizer.encode_completions([Completion("on", "e?")])
+    assert [tokenizer.decode([i]) for i in ids] == ["one", "?"] and mask.tolist() == [1, 1]
+
+
+def test_preferences_among_other_rows_are_refused(tokenizer, tmp_path):
+    rows = [{"text": "x"}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
+    with pytest.raises(DataError, check=message("data/formats:preferences_among_others")):
+        Corpus.build(rows, tokenizer, tmp_path / "c", progress=False)
