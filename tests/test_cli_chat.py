@@ -1,5 +1,6 @@
 """`gpubound generate --chat`: conversations out of a pipe and at a terminal, with a model that knows its replies by heart."""
 
+import io
 import json
 import os
 import pty
@@ -10,6 +11,7 @@ import time
 
 import pytest
 
+from gpubound import cli
 from gpubound.data import Tokenizer
 from gpubound.data.tokenizer import ends_of_turn
 from gpubound.models import load_hf, save_hf
@@ -29,6 +31,11 @@ def test_a_conversation_from_a_pipe_remembers(ckpt, run):
     assert re.fullmatch(LINE, err.splitlines(keepends=True)[-1])
     assert run(ckpt, "--chat", stdin="fine\n")[1] == "what is?\n"
     assert run(ckpt, "--chat", "--system", "be rude", stdin="hello\n")[1] == "go away.\n"
+
+
+def test_chat_is_a_command(ckpt, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert cli.main(["chat", str(ckpt), "--device", "cpu"]) == 0 and capsys.readouterr().out == "hi, how are you?\n"
 
 
 def test_a_conversation_as_json(ckpt, run):

@@ -42,15 +42,17 @@ COMMANDS = {
     "train": "gpubound train config.yaml",
     "plan": "gpubound plan config.yaml --gpus 8",
     "generate": 'gpubound generate path/to/checkpoint --prompt "Once"',
+    "chat": "gpubound chat path/to/checkpoint",
     "doctor": "gpubound doctor train.py --epochs 3",
     "bench": "gpubound bench kernels",
     "report": "gpubound report runs/first",
+    "completion": "gpubound completion bash >> ~/.bashrc",
 }
 
 # Type of an option -> its metavar in the help, and its name in an error.
 TYPE_NAMES: dict[type, tuple[str, str]] = {int: ("N", "a whole number"), float: ("X", "a number"), str: ("TEXT", "a text")}
 MAX_COLUMNS = 100  # of a command's description
-UNSET = "unset"  # default of an option that has none, in the help
+UNSET = "unset"  # default of an option that has none; the help leaves it out
 EXPECTED = (GpuboundError, ValueError, OSError)
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -129,17 +131,21 @@ def _stdout_is_closed() -> bool:
 
 
 def _help() -> str:
-    """Return the help, from the modules' docstrings without importing them: torch takes seconds."""
+    """Return the help. No command is imported for it: torch takes seconds."""
     columns = min(shutil.get_terminal_size().columns, MAX_COLUMNS)
     width = max(map(len, COMMANDS))
     lines = ["usage: gpubound COMMAND [options]", "", "Makes PyTorch transformers GPU-bound, and proves it.", "", "commands:"]
     for name in COMMANDS:
-        source = (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
-        first, *_ = (ast.get_docstring(ast.parse(source)) or "").split("\n")
-        lines.append(_fill(first, columns, f"  {name:{width}}  ", " " * (width + 4)))
+        lines.append(_fill(summary(name), columns, f"  {name:{width}}  ", " " * (width + 4)))
     lines += ["", "examples:", *(f"  {example}" for example in COMMANDS.values()), ""]
     lines.append(_fill("Each command explains itself with --help. gpubound --version prints the version.", columns))
     return "\n".join(lines)
+
+
+def summary(command: str) -> str:
+    """Return the first line of a command's module, without importing it."""
+    source = (Path(__file__).parent / f"{command}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
 
 
 def arguments(kind: type[Config], argv: Sequence[str], command: str, default: Config | None = None) -> Config:
@@ -188,7 +194,7 @@ def _first_paragraph(text: str) -> str:
 
 @cache
 def _join_help_lines(kind: Any) -> None:
-    """Join the lines of each option's docstring: tyro keeps breaks before indented lines."""
+    """Join the lines of each option's docstring: tyro keeps breaks before indented lines. Print defaults that say something."""
     from docstring_parser import parse_from_object
     from tyro.conf import arg
 
@@ -196,7 +202,12 @@ def _join_help_lines(kind: Any) -> None:
         docs = {param.arg_name: param.description or "" for param in parse_from_object(base).params}
         for name, annotation in vars(base).get("__annotations__", {}).items():
             if name in docs:
-                base.__annotations__[name] = Annotated[annotation, arg(help=" ".join(docs[name].split()))]
+                text = " ".join(docs[name].split())
+                base.__annotations__[name] = Annotated[annotation, arg(help=text, help_behavior_hint=_default_hint)]
+
+
+def _default_hint(default: str) -> str:
+    return "" if default in (UNSET, "", "''", "False") else f"(default: {default})"
 
 
 def _fill(paragraph: str, columns: int, first: str = "", rest: str = "") -> str:

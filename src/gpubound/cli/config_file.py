@@ -82,7 +82,8 @@ def split_aliases(argv: Sequence[str], known: Collection[str]) -> tuple[list[str
                 theirs.setdefault(name := key, []).extend([text] if equals else [])
                 continue
             if not {key, key.removeprefix("no_")} & {*known, "help"} and "?" in (meant := advice(key, known)):
-                raise ValueError(f"there is no option {option}; {meant}")
+                meant = meant.replace("mean '", "mean '--")
+                raise ValueError(f"there is no option {option}; {meant} See gpubound train --help.")
         (ours if name is None else theirs[name]).append(word)
     values = {}
     for name, words in theirs.items():

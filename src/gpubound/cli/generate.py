@@ -9,6 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..generate.options import PRINTABLE, Generate, check, read_prompts
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
     from ..generate.load import Saved
 
 
-def main(argv: Sequence[str]) -> int:
-    options = arguments(Generate, argv, "generate")
+def main(argv: Sequence[str], chat: bool = False) -> int:
+    options = arguments(Generate, argv, "chat" if chat else "generate")
+    options = replace(options, chat=options.chat or chat)
     check(options)
     check_timeout(options.timeout)
     check_path(options.ckpt)

@@ -27,7 +27,7 @@ class Generate:
 
     Examples: gpubound generate demo-run --prompt "def main(" --temperature 0.7
               gpubound generate demo-run --file prompts.txt --json
-              gpubound generate path/to/checkpoint --chat
+              gpubound chat path/to/checkpoint
               gpubound generate path/to/checkpoint --file prompts.jsonl --gpus 8 --output answers.jsonl
               gpubound generate path/to/large --prompt "Once" --gpus 4 --split tensors
     """
