@@ -1,13 +1,16 @@
 """Which tokens of a chat are learnt, for templates of the kinds that models have; masks are written out by hand."""
 
 import multiprocessing
+import re
 
 import numpy as np
 import pytest
 
 from gpubound.data import Corpus, Tokenizer, chat as chats, train_tokenizer
-from gpubound.data.chat import render
+from gpubound.data.chat import NAMED, render
+from gpubound.data.tokenizer import ends_of_turn
 from gpubound.errors import DataError
+from tests.messages import message, refusal
 
 HISTORY = [
     {"role": "user", "content": "one?"},
@@ -54,6 +57,25 @@ MISTRAL = (
     "{% if system and m == (turns | selectattr('role', 'equalto', 'user') | list | last) %}{{ system }}\n\n{% endif %}"
     "{{ m.content }}[/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
+# A prompt begins the reasoning; earlier turns have none of it.
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+# Channels within a turn; the last turn's end is another than that of earlier ones.
+CHANNELS = (
+    "<|start|>system<|message|>x<|end|>{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}"
+    "{% if m.thinking and loop.last %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant{% endif %}"
+    "<|channel|>final{% endif %}<|message|>{{ m.content }}"
+    "{% if m.role == 'assistant' and loop.last %}<|return|>{% else %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+# The last turn is followed by the end of the text, which begins like the mark of a next turn.
+CLOSED = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
 TAGGED = (
     "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.content }};{% endgeneration %}\n"
     "{% else %}U:{{ m.content }}\n{% endif %}{% endfor %}"
@@ -76,11 +98,16 @@ THOUGHT_LAST = [*HISTORY[:3], {"role": "assistant", "content": "it is 2", "reaso
         (GEMMA, HISTORY, ["it is 1<end_of_turn>\n", "it is 2<end_of_turn>\n"]),
         (MISTRAL, HISTORY, [" it is 1</s>", " it is 2</s>"]),
         (MISTRAL, SYSTEM, [" it is 1</s>", " it is 2</s>"]),
+        (THINKING, THOUGHT_LAST, [f"it is 1{END}", f"hm\n</think>\n\nit is 2{END}"]),
+        (CHANNELS, HISTORY, ["<|channel|>final<|message|>it is 1<|end|>", "<|channel|>final<|message|>it is 2<|return|>"]),
+        (CHANNELS, [*HISTORY[:3], HISTORY[3] | {"thinking": "hm"}], ["<|channel|>final<|message|>it is 1<|end|>",
+         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>it is 2<|return|>"]),
+        (CLOSED, HISTORY, ["it is 1<|end|>\n", "it is 2<|end|>\n<|im_end|>"]),
         (TAGGED, HISTORY, ["it is 1;", "it is 2;"]),
     ],
     ids=[
         "chatml", "reasoning", "reasoning-one-turn", "reasoning-given-earlier", "reasoning-given-last", "reasoning-system",
-        "llama", "gemma", "mistral", "mistral-system", "tagged",
+        "llama", "gemma", "mistral", "mistral-system", "thinking-prompt", "channels", "channels-thinking", "closed", "tagged",
     ],
 )  # fmt: skip
 def test_the_assistant_s_turns_are_learnt(template, chat, learnt):
@@ -95,6 +122,65 @@ def chatting(template):
     inner = train_tokenizer(["it is one? two? be brief"] * 3, 270).inner
     inner.add_special_tokens(["</s>", "<|im_start|>", "<|im_end|>"])
     return Tokenizer(inner, "</s>" if template is MISTRAL else "<|im_end|>", template, bos_token=None)
+
+
+ENDS = {
+    "chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "mistral": "</s>", "zephyr": "</s>",
+    "alpaca": "</s>",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_templates_by_name_write_and_mask_as_transformers(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    inner = train_tokenizer(["it is one? two? be brief"], 270).inner
+    inner.add_special_tokens(["</s>", "<s>", *NAMED[name]])
+    tokenizer = Tokenizer(inner, "</s>", bos_token="<s>").with_template(name)
+    tokenizer.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    both = theirs.apply_chat_template(SYSTEM, return_assistant_tokens_mask=True, return_dict=True)
+    ((ids, mask),) = tokenizer.encode_chats([SYSTEM])
+    assert ids == both["input_ids"] and mask.tolist() == both["assistant_masks"]
+    assert tokenizer.decode(np.array(ids)[mask == 1]).split(ENDS[name]) in (
+        ["it is 1", "it is 2", ""],
+        [" it is 1", " it is 2", ""],
+    )
+    for i in (2, 4):
+        assert tokenizer.render(SYSTEM).startswith(tokenizer.render(SYSTEM[:i], prompt=True)), "a prompt begins the chat"
+    assert [inner.id_to_token(i) for i in ends_of_turn(tokenizer)] == [ENDS[name]]
+    unmarked = re.sub("{%- (end)?generation -%}", "", tokenizer.chat_template)
+    ((_, mask),) = tokenizer.with_template(unmarked).encode_chats([SYSTEM])
+    learnt = tokenizer.decode(np.array(ids)[mask == 1]).replace("\n", "")
+    assert learnt == tokenizer.decode(np.array(ids)[np.array(both["assistant_masks"]) == 1]).replace("\n", "")
+
+
+def test_a_template_is_named_a_text_or_a_file(tmp_path, said):
+    (tmp_path / "chat.jinja").write_text(CHATML)
+    tokenizer = chatting(None)
+    for template in (CHATML, str(tmp_path / "chat.jinja"), tmp_path / "chat.jinja"):
+        assert tokenizer.with_template(template).chat_template == CHATML and tokenizer.chat_template is None
+    assert said() == ""
+    tokenizer.with_template("llama3")
+    assert message("data/chat:marks_are_no_tokens").within(said())
+    assert refusal(ValueError, lambda: tokenizer.with_template("vicuna")) == message("data/chat:unknown_template")
+    with pytest.raises(ValueError, check=message("data/chat:unknown_template")):
+        Corpus.build([HISTORY], tokenizer, tmp_path / "c", chat_template="vicuna")
+    corpus = Corpus.build([HISTORY], tokenizer, tmp_path / "c", chat_template="chatml", progress=False)
+    assert corpus.tokenizer().chat_template == tokenizer.with_template("chatml").chat_template
+
+
+@pytest.mark.parametrize(
+    "template, learnt",
+    [(CHATML, "it is 2<|im_end|>\n"), (CHATML.replace("<|im_end|>", ""), "it is 2\n<|im_end|>"),
+     (CHATML.replace("<|im_end|>", "</s>"), "it is 2</s>\n")],
+    ids=["end-of-text", "none", "another"],
+)  # fmt: skip
+def test_the_end_of_the_last_answer_is_learnt_once(tmp_path, template, learnt):
+    """Where the template ends a turn with another special token, the end of the text only separates documents."""
+    tokenizer = chatting(template)
+    corpus = Corpus.build([HISTORY], tokenizer, tmp_path / "c", progress=False, train_on="last")
+    document, mask = corpus.document(0), corpus.read_mask(np.arange(corpus.tokens))
+    assert tokenizer.decode(document[mask == 1]) == learnt and (document == tokenizer.eos).sum() <= 4
 
 
 def test_an_answer_that_repeats_the_header_and_an_earlier_answer():

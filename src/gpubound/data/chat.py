@@ -10,18 +10,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
 from ..files import read_text
-from .formats import Messages
+from ..formatting import shown
+from .formats import Conversation, Messages
 
-Spans = list[tuple[int, int]]
-Render = Callable[..., tuple[str, Spans]]
+Written = tuple[str, list[tuple[int, int]]]  # a chat's text, and spans of it
 
 TRAIN_ON = ("assistant", "last", "all")
 TEMPLATE_SECONDS = 5  # of CPU time a chat
@@ -54,19 +53,25 @@ _process: tuple[int, subprocess.Popen] | None = None  # the process that started
 
 def render(template: str, messages: Messages, prompt: bool = False, **names: Any) -> str:
     """Return the chat as text; with `prompt` it ends where the assistant's answer begins. `names`: more variables."""
-    return render_spans(template, messages, prompt, **names)[0]
+    return _written(template, names, [{"messages": messages, "prompt": prompt}])[0][0]
 
 
-def render_spans(template: str, messages: Messages, prompt: bool = False, **names: Any) -> tuple[str, Spans]:
-    """Return the chat as text, and the (begin, end) of every {% generation %} block of the template."""
-    request = {"template": template, "messages": messages, "prompt": prompt, "names": names}
-    reply = _request(json.dumps(request, default=str).encode() + b"\n")
-    if "error" in reply:
-        raise DataError(f"chat template: {reply['error']}")
-    return reply["text"], [(begin, end) for begin, end in reply["spans"]]
+def write_chats(template: str, chats: Sequence[Conversation], train_on: str = "assistant", **names: Any) -> list[Written]:
+    """Return each chat as text, and the spans to learn."""
+    tasks = [{"messages": c.messages, "tools": c.tools, "given": c.given, "train_on": train_on} for c in chats]
+    return _written(template, names, tasks) if tasks else []
 
 
-def _request(request: bytes) -> dict[str, Any]:
+def _written(template: str, names: Mapping[str, Any], chats: list[dict[str, Any]]) -> list[Written]:
+    replies = _request(json.dumps({"template": template, "names": names, "chats": chats}, default=str).encode() + b"\n")
+    for reply, chat in zip(replies, chats):
+        if "error" in reply:
+            first = chat["messages"][0]["content"] if chat["messages"] else ""
+            raise DataError(f"chat template: {reply['error']} (in the chat that begins with {shown(first)}).")
+    return [(reply["text"], [(begin, end) for begin, end in reply["spans"]]) for reply in replies]
+
+
+def _request(request: bytes) -> list[dict[str, Any]]:
     global _process
     with _LOCK:
         if _process is None or _process[0] != os.getpid():  # a fork must not share the pipes
@@ -100,70 +105,3 @@ def _close(renderer: subprocess.Popen) -> None:
             with suppress(BrokenPipeError):  # it has ended
                 stream.close()
     renderer.wait()
-
-
-def write_chat(render: Render, messages: Messages, train_on: str = "assistant", given: int = 0) -> tuple[str, Spans]:
-    """Return the chat as text, and the spans to learn: the assistant's messages, each with the end of its turn.
-
-    render    renders messages; with prompt=True up to the beginning of the assistant's answer
-    train_on  "assistant", "last" (the assistant's last message) or "all" (the whole text)
-    given     the first messages, of which nothing is learnt
-    """
-    text, spans = render(messages)
-    if train_on == "all":
-        return text, [(0, len(text))]
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    is_part = given > 0 or train_on == "last"
-    if not spans or (is_part and len(spans) != len(answers)):  # no {% generation %} blocks, or several a message
-        spans = [_span(render, messages, i, text) for i in answers]
-    if any(begin > end for begin, end in spans) or any(end > begin for (_, end), (begin, _) in pairwise(spans)):
-        raise _unclear()
-    if is_part:
-        spans = [span for i, span in zip(answers, spans) if i >= given]
-    return text, spans[-1:] if train_on == "last" else spans
-
-
-def _span(render: Render, messages: Messages, i: int, text: str) -> tuple[int, int]:
-    (asked, _), (answered, _) = render(messages[:i], prompt=True), render(messages[: i + 1])
-    is_prefix = text.startswith(answered) and answered.startswith(asked)
-    return (len(asked), len(answered)) if is_prefix else _find_span(render, messages, i, text)
-
-
-def _find_span(render: Render, messages: Messages, i: int, text: str) -> tuple[int, int]:
-    """Return the span of message `i` in `text`, for a template that renders earlier messages depending on later ones.
-
-    Qwen3's template leaves out the reasoning of earlier turns, so the chat up to message `i` is no prefix of `text`. Render the
-    chat with two other contents of message `i` instead: the results differ exactly there.
-    """
-    last = render([*messages[:i], messages[i] | {"content": "\ue000" * 8}])[0]
-    turn_end = last.rpartition("\ue000" * 8)[2]
-    one, other = (
-        render([*messages[:i], messages[i] | {"content": letter * 8}, *messages[i + 1 :]])[0] for letter in "\ue000\ue001"
-    )
-    before, after = _common(one, other), _common(one[::-1], other[::-1])
-    if before == len(one):
-        raise _unclear()
-    asked, prompt = render(messages[:i])[0] if i else "", render(messages[:i], prompt=True)[0]
-    header = prompt[len(asked) :] if prompt.startswith(asked) else ""
-    if not header and i:  # the template ends a prompt with the end of the user's turn
-        header = prompt.rpartition(messages[i - 1]["content"].strip())[2]
-    begin = one.rfind(header, 0, before) + len(header) if header else before
-    if begin < len(header):
-        raise _unclear()
-    end = len(one) - after + _common(one[len(one) - after :], turn_end)
-    end += len(text) - len(one)
-    if text[:begin] != one[:begin] or text[end:] != one[len(one) - (len(text) - end) :]:
-        raise _unclear()
-    return begin, end
-
-
-def _common(one: str, other: str) -> int:
-    """Return the length of the common prefix of two texts."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
-
-
-def _unclear() -> DataError:
-    return DataError(
-        "chat template: the assistant's part of its text cannot be found, so the prompts cannot be masked; use a template that "
-        "writes each message once, or one with {% generation %} blocks."
-    )

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import DataError
 from ..files import check_replaceable, make_folder, read_json, read_text, regular, write_atomic
 from ..trace import notice
-from .chat import NAMED, Spans, read_template, render_spans, write_chat
+from .chat import NAMED, read_template, render, write_chats
 from .formats import Completion, Conversation, Messages, strings
 from .progress import Progress
 from .texts import Texts
@@ -110,10 +110,8 @@ class Tokenizer:
     ) -> list[tuple[list[int], np.ndarray]]:
         """Return (ids, mask) of each chat. The mask is 1 on the tokens that the model learns, else 0: the assistant's, those of
         its "last" answer, or "all"."""
-        rendered = []
-        for chat in chats:
-            chat = chat if isinstance(chat, Conversation) else Conversation(chat)
-            rendered.append(write_chat(partial(self.render_spans, tools=chat.tools), chat.messages, train_on, chat.given))
+        conversations = [chat if isinstance(chat, Conversation) else Conversation(chat) for chat in chats]
+        rendered = write_chats(self._template(), conversations, train_on, **self._names())
         encodings = self.inner.encode_batch([text for text, _ in rendered], add_special_tokens=False)
         result = []
         for encoding, (_, spans) in zip(encodings, rendered):
@@ -156,17 +154,19 @@ class Tokenizer:
 
     def render(self, messages: Messages, prompt: bool = False) -> str:
         """Return the chat as text; with `prompt` up to the beginning of the assistant's answer."""
-        return self.render_spans(messages, prompt)[0]
+        return render(self._template(), messages, prompt, **self._names())
 
-    def render_spans(self, messages: Messages, prompt: bool = False, tools: list[Any] | None = None) -> tuple[str, Spans]:
-        """Return the chat as text, and the spans of the template's {% generation %} blocks."""
+    def _template(self) -> str:
         if self.chat_template is None:
             raise ValueError(
                 f"tokenizer: has no chat template, wanted one to write chats with; pass chat_template= (--chat-template): a "
                 f"file, or one of {', '.join(NAMED)}."
             )
-        names = {"eos_token": self.eos_token or "", "bos_token": ""} | self.special
-        return render_spans(self.chat_template, messages, prompt, tools=tools, **names)
+        return self.chat_template
+
+    def _names(self) -> dict[str, str]:
+        """Return the variables of a template beside the chat."""
+        return {"eos_token": self.eos_token or "", "bos_token": ""} | self.special
 
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
         """Write a folder that `Tokenizer.load` and `transformers.AutoTokenizer.from_pretrained` both read. Replace an existing
