@@ -61,7 +61,8 @@ def batches(
               2k + 1 are a chosen and a rejected answer to one prompt, and an even micro_batch counts both
     overlong  an example longer than a row is cut at its end ("truncate", the default) or beginning ("truncate_left"), or
               left out ("drop"). Examples without a label that counts are left out; a notice has the numbers
-    fields    the fields of a batch, of rows.FIELDS; by default all of `pack` except "valid", the number of labels that count.
+    fields    the fields of a batch, of rows.FIELDS; by default input_ids and labels, with "examples" and "documents" their
+              bounds too. "valid" is the number of labels that count.
               "example", of "none" and "pairs", is the number of the document, or of the pair, in this corpus
     labels    "next": the next tokens. "own": the input tokens themselves, for models that fill masked positions; only with
               pack="stream"
@@ -89,7 +90,8 @@ def batches(
         )
     if pack != "stream":
         notice(f"batches: {packing}.")
-    default = {"stream": STREAM_FIELDS, "pairs": (*PACKED_FIELDS, "example")}.get(pack, PACKED_FIELDS)
+    # Padding follows its example, which a causal model does not see: rows of one example need no bounds.
+    default = {"stream": STREAM_FIELDS, "none": STREAM_FIELDS, "pairs": (*STREAM_FIELDS, "example")}.get(pack, PACKED_FIELDS)
     fields = fields or default
     identity = {
         "corpus": corpus.identity(), "contents": corpus.contents, "seq": seq, "micro_batch": micro_batch, "pack": pack,
