@@ -16,7 +16,6 @@ from .train_worker import BATCHES, ours
 
 ROW, MEAN, SPREAD = 4096, 400, 1.0  # tokens of an example, log-normal, for rows of 4,096; the deviation of its logarithm
 EXAMPLES = 20_000
-MOST = 64  # examples a row: 0.4 % of the positions are padding. Without a limit 0.02 %, and 180 examples in the fullest row
 
 
 def lengths(seq: int) -> np.ndarray:
@@ -25,10 +24,11 @@ def lengths(seq: int) -> np.ndarray:
     return np.exp(drawn).astype(np.int64).clip(1, seq)
 
 
-def packed_fields(seq: int, micro: int, most: int = MOST) -> list[dict[str, Tensor]]:
-    """Return position_ids, segment_ids and cu_seqlens of BATCHES batches, drawn from all rows that the examples fill."""
+def packed_fields(seq: int, micro: int, most: int | None = None) -> list[dict[str, Tensor]]:
+    """Return position_ids, segment_ids and cu_seqlens of BATCHES batches, drawn from all rows that the examples fill, up to
+    `most` a row."""
     each = lengths(seq)
-    first, begins, shift = best_fit(Pieces(np.cumsum(each) - each, each, np.arange(len(each))), seq, most)
+    first, begins, shift = best_fit(Pieces(np.cumsum(each) - each, each, np.arange(len(each))), seq, most or seq)
     rows = np.random.default_rng(1).permutation(len(first) - 1)[: BATCHES * micro].reshape(BATCHES, micro)
     fields, pieces = [], int(np.diff(first).max())
     for batch in rows:

@@ -10,7 +10,6 @@ token i + 1 its label. A label never comes from another document, and a document
 "pairs"       one document a row; two consecutive ones, a chosen and a rejected answer, are in consecutive rows
 """
 
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -154,66 +153,50 @@ def one_a_row(pieces: Pieces, seq: int) -> Tables:
 def best_fit(pieces: Pieces, seq: int, max_pieces: int) -> Tables:
     """Return the tables of rows that hold up to `max_pieces` pieces and padding.
 
-    Best fit, longest first, over a histogram of lengths: the work depends on the number of lengths, not of pieces, so ten
-    million take as long as ten thousand. Rows are in the order of their longest piece in the corpus, so that the first rows are
-    neither the longest documents nor the fullest.
+    Each piece goes where it leaves the least room, in a random order: a million take 5 s. Longest first would fill the last
+    rows with short pieces alone, and attention costs by the fullest row: of 50,000 chats of 400 tokens (log-normal, in rows of
+    4,096) that one holds 208, here 25. Both leave 0.1 % of the positions empty.
+
+    Rows are in the order of their first piece in the corpus, and so are the pieces of a row.
     """
     starts, lengths, _ = pieces
-    counts = np.bincount(lengths, minlength=seq + 1)
-    by_length = np.argsort(lengths, kind="stable")
-    next_piece = np.concatenate([[0], np.cumsum(counts)])  # in by_length, the next unused piece of each length
-    row_pieces, begins, shifts, leading = ([np.zeros(0, np.int64)] for _ in range(4))
-    for rows, pattern in _patterns(counts, seq, max_pieces):
-        edges = np.concatenate([[0], np.cumsum(pattern)])
-        padded = edges[-1] < seq
-        begin = np.broadcast_to(edges[: len(pattern) + padded], (rows, len(pattern) + padded))
-        shift = np.full(begin.shape, PADDING)
-        for j, length in enumerate(pattern):
-            chosen = by_length[next_piece[length] : next_piece[length] + rows]
-            next_piece[length] += rows
-            shift[:, j] = starts[chosen] - edges[j]
-        row_pieces.append(np.full(rows, begin.shape[1]))
-        begins.append(begin.reshape(-1))
-        shifts.append(shift.reshape(-1))
-        leading.append(shift[:, 0])
-    counts, order = np.concatenate(row_pieces), np.argsort(np.concatenate(leading), kind="stable")
-    first = np.concatenate([[0], np.cumsum(counts[order])])
-    moved = np.repeat((np.cumsum(counts) - counts)[order] - first[:-1], counts[order]) + np.arange(first[-1])
-    return first, np.concatenate(begins)[moved], np.concatenate(shifts)[moved]
+    row_of, rooms = _rows(lengths, seq, max_pieces)
+    _, leading = np.unique(row_of, return_index=True)  # the first piece of each row
+    rank = np.empty_like(leading)
+    rank[np.argsort(leading)] = np.arange(len(leading))
+    by_row = np.argsort(rank[row_of], kind="stable")
+    row, length = rank[row_of][by_row], lengths[by_row]
+    begin = np.cumsum(length) - length
+    in_row = np.bincount(row, minlength=len(leading))
+    begin -= np.repeat(begin[np.cumsum(in_row) - in_row], in_row)
+    room = np.empty_like(rooms)
+    room[rank] = rooms
+    ends = np.cumsum(in_row)[room > 0]  # where a piece of padding follows
+    begins, shift = np.insert(begin, ends, seq - room[room > 0]), np.insert(starts[by_row] - begin, ends, PADDING)
+    return np.concatenate([[0], np.cumsum(in_row + (room > 0))]), begins, shift
 
 
-def _patterns(counts: np.ndarray, seq: int, max_pieces: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Return [(number of rows, lengths in each)] that use every length `counts[length]` times."""
-    open_rows: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)  # by free positions
-    full: list[tuple[int, tuple[int, ...]]] = []
-    open_sizes = 0  # bit r is set if rows with r free positions are open; the lowest bit from `length` up is the best fit
-
-    def add(rows: int, pattern: tuple[int, ...], free: int) -> None:
-        nonlocal open_sizes
-        if free and len(pattern) < max_pieces:
-            open_rows[free].append((rows, pattern))
-            open_sizes |= 1 << free
-        elif rows:
-            full.append((rows, pattern))
-
-    for length in range(seq, 0, -1):
-        remaining = int(counts[length])
-        while remaining:
-            fitting = open_sizes >> length
-            if not fitting:
-                each = min(seq // length, max_pieces)
-                for rows, copies in ((remaining // each, each), (1, remaining % each)):
-                    if rows and copies:
-                        add(rows, (length,) * copies, seq - length * copies)
-                break
-            free = length + (fitting & -fitting).bit_length() - 1
-            rows, pattern = open_rows[free].pop()
-            if not open_rows[free]:
-                open_sizes ^= 1 << free
-            used = min(rows, remaining)
-            if rows > used:
-                add(rows - used, pattern, free)
-            copies = max(1, min(free // length, remaining // used, max_pieces - len(pattern)))
-            add(used, pattern + (length,) * copies, free - length * copies)
-            remaining -= used * copies
-    return full + [entry for entries in open_rows.values() for entry in entries]
+def _rows(lengths: np.ndarray, seq: int, max_pieces: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the row of each piece, and the free positions of each row."""
+    of_length, row_of, rooms, held = lengths.tolist(), [0] * len(lengths), list[int](), list[int]()
+    open_rows: list[list[int]] = [[] for _ in range(seq + 1)]  # by free positions
+    open_rooms = 0  # bit r is set if rows with r free positions are open; the lowest bit from `length` up is the best fit
+    for piece in np.random.default_rng(0).permutation(len(lengths)).tolist():
+        length = of_length[piece]
+        fitting = open_rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            row = open_rows[room].pop()
+            if not open_rows[room]:
+                open_rooms ^= 1 << room
+        else:
+            room, row = seq, len(rooms)
+            rooms.append(seq)
+            held.append(0)
+        row_of[piece] = row
+        held[row] += 1
+        rooms[row] = room = room - length
+        if room and held[row] < max_pieces:
+            open_rows[room].append(row)
+            open_rooms |= 1 << room
+    return np.array(row_of, np.int64), np.array(rooms, np.int64)
