@@ -233,7 +233,8 @@ NOT_SAVED = "recipe: keep_every must be a multiple of save_every, got 5 and 0; o
     [
         (
             ["--data", "no.txt"],
-            "data: no.txt does not exist; give text files or folders, a built corpus, 'stdlib' or 'torch-source'.",
+            "data: no.txt does not exist; give text files or folders, a built corpus, a dataset of the hub as owner/name, "
+            "'stdlib' or 'torch-source'.",
         ),
         (["--tokenizer", "nowhere"], "tokenizer: nowhere does not exist, wanted a tokenizer.json or a folder with one."),
         (["--model", "12m"], NO_MODEL),

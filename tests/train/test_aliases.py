@@ -76,6 +76,8 @@ def test_one_line_says_what_was_read(monkeypatch):
         ({"lora_r": 8, "lora_alpha": 16, "load_in_4bit": True}, {"lora": {"rank": 8, "alpha": 16, "base": "nf4"}}),
         ({"lora": {"r": 8, "target_modules": "all-linear"}}, {"lora": {"rank": 8, "targets": "all-linear"}}),
         ({"phases": [{"learning_rate": 1e-3}]}, {"phases": [{"lr": 1e-3}]}),
+        ({"packing": True, "train_on_inputs": False}, {"pack": "examples", "train_on": "assistant"}),
+        ({"sample_packing": False, "assistant_only_loss": False}, {"pack": "none", "train_on": "all"}),
         ({"report_to": ["wandb"]}, {"log": "wandb"}),
         ({"report_to": "none", "max_seq_length": None}, {}),
         ({"lr_scheduler_type": "linear", "final": 0.2}, {"schedule": "linear", "final": 0.2}),

@@ -187,16 +187,18 @@ def defaults(corpus, tmp_path, **changes) -> Recipe:
     )
 
 
-@pytest.mark.parametrize("count, seq, micro_batch", [(300, 512, 8), (144, 256, 8), (40, 128, 8), (12, 64, 4)])
+@pytest.mark.parametrize("count, seq, micro_batch", [(300, 512, 8), (144, 512, 8), (40, 128, 8), (12, 64, 5)])
 def test_the_defaults_fit_a_small_set_of_chats(corpus, tmp_path, capsys, count, seq, micro_batch):
     run = prepare(defaults(corpus, tmp_path, data=(chats(tmp_path, count),)), progress=False)
     stage, said = run.stage, capsys.readouterr().err
-    rows = (stage.training.tokens - 1) // stage.recipe.seq
+    rows = stage.feed(torch.device("cpu")).packing.rows
     assert rows >= stage.recipe.micro_batch >= 1
     held_out = stage.eval_sets[0].corpus
     assert held_out.tokens <= 0.25 * (stage.training.tokens + held_out.tokens)
     assert (stage.recipe.seq, stage.recipe.micro_batch) == (seq, micro_batch)
-    assert ("micro_batch" in said) == ((seq, micro_batch) != (512, 8)) and "are held out" in said
+    assert ("micro_batch" in said) == ((seq, micro_batch) != (512, 8))
+    assert ("are held out" in said) == (count < 300) and "0 examples longer" not in said
+    assert held_out.documents == min(8, round(0.2 * count)) and f"{count - held_out.documents} examples in {rows} rows" in said
     records = []
     run.go(records.append)
     assert math.isfinite(records[-1]["held_out"]) and run.finished
@@ -242,9 +244,9 @@ def test_a_small_held_out_set_is_evaluated_as_a_whole(corpus, tmp_path, micro_ba
     whole = Corpus.open(corpus)
     small = hold_out(whole, 0.1, 32)[1]
     assert (small.tokens - 1) // 32 == 22
-    rows = EvalSet("", small, recipe(corpus, tmp_path, micro_batch=micro_batch))
+    rows = EvalSet("", small, recipe(corpus, tmp_path, micro_batch=micro_batch, pack="stream"))
     assert (rows.micro_batch, rows.batches) == (size, batches)
-    assert EvalSet("", small, recipe(corpus, tmp_path, micro_batch=micro_batch, eval_batches=1)).batches == 1
+    assert EvalSet("", small, recipe(corpus, tmp_path, micro_batch=micro_batch, pack="stream", eval_batches=1)).batches == 1
 
 
 def test_held_out_rows_without_labels_are_refused(tmp_path, monkeypatch):
@@ -252,7 +254,7 @@ def test_held_out_rows_without_labels_are_refused(tmp_path, monkeypatch):
     long_question = [[{"role": "user", "content": "why? " * 50}, {"role": "assistant", "content": "because " * 9}]]
     tokenizer = train_tokenizer(texts(), 300)
     held_out = Corpus.build(long_question, tokenizer, tmp_path / "held_out", progress=False)
-    rows = EvalSet("", held_out, recipe("data", tmp_path, seq=8, micro_batch=1))
+    rows = EvalSet("", held_out, recipe("data", tmp_path, seq=8, micro_batch=1, pack="stream"))
     rows.check("")
     monkeypatch.setattr("gpubound.train.stages.EVALUATION_TOKENS", 64)
     with pytest.raises(DataError, match=r"^validation: .* 64 tokens of an evaluation hold none to learn"):

@@ -77,7 +77,7 @@ def test_a_mistake_in_the_second_phase_is_found_before_the_first_trains(two_phas
     first, second = two_phases["phases"]
     for change, facts in (
         ({"micro_batch": 5000}, ("phase instruct: data:", "micro_batch = 5,000")),
-        ({"seq": 1_000_000}, ("phase instruct: data:", "0 rows of seq 1,000,000")),
+        ({"seq": 1_000_000}, ("phase instruct: data:", "1 rows of seq 1,000,000")),
     ):
         with pytest.raises(DataError) as error:
             prepare(recipe("", tmp_path / "run", **{**two_phases, "phases": (first, second | change)}), progress=False)

@@ -106,10 +106,14 @@ def test_what_a_run_cannot_begin_with(corpus, tmp_path):
 
 def test_as_few_rows_as_a_micro_batch_has():
     """129 tokens are 4 rows of 32 with their next tokens, 128 are 3."""
-    own = Recipe(seq=32, micro_batch=4)
-    Stage("", own, SimpleNamespace(tokens=129, masked=False)).check_rows()
+    own = Recipe(seq=32, micro_batch=4, pack="stream")
+
+    def corpus(tokens):
+        return SimpleNamespace(tokens=tokens, masked=False, learnt=lambda begins, ends: ends - begins)
+
+    Stage("", own, corpus(129)).check_rows()
     with pytest.raises(DataError, check=message("train/run_refusals:as_few_rows_as_a_micro_b")):
-        Stage("", own, SimpleNamespace(tokens=128, masked=False)).check_rows()
+        Stage("", own, corpus(128)).check_rows()
 
 
 def test_auto_batch_needs_a_gpu(corpus, tmp_path):

@@ -28,8 +28,9 @@ from .config_file import load_yaml
 from .session import say, train
 
 SAME = (
-    "out", "data", "data_bytes", "text_key", "tokenizer", "vocabulary", "objective", "objective_options", "seq", "micro_batch",
-    "accumulate", "steps", "epochs", "validation", "eval_data", "eval_batches", "seed", "phases", "patience",
+    "out", "data", "data_bytes", "text_key", "format", "chat_template", "train_on", "pack", "overlong", "tokenizer",
+    "vocabulary", "objective", "objective_options", "seq", "micro_batch", "accumulate", "steps", "epochs", "validation",
+    "eval_data", "eval_batches", "seed", "phases", "patience",
 )  # fmt: skip
 """Fields that no variant may change: the tokens of a step, their number, and the data of the held-out loss."""
 
@@ -43,6 +44,8 @@ def make_variants(recipe: Recipe, names: str, named: dict[str, Any], seeds: int)
         raise ValueError(f"compare: got {names!r}, wanted two names or more, each once, as in 10m,lr=1e-3.")
     if any(stage.patience for _, stage in recipe.stages()):
         raise ValueError("compare: patience ends a run early, and every variant trains on the same tokens; leave patience out.")
+    if any(not (stage.validation or stage.eval_data) for _, stage in recipe.stages()):
+        raise ValueError("compare: it compares held-out losses, got validation 0 and no eval_data; give one of them.")
     recipes = {name: _variant(recipe, name, named) for name in variants}
     for variant in recipes.values():
         check_model(variant.model)

@@ -252,7 +252,7 @@ def override_length(options: Train, default: Train) -> Train:
     return options
 
 
-PATHS = ("out", "model", "data", "eval_data", "tokenizer", "export")  # keys that may name a file or a folder
+PATHS = ("out", "model", "data", "eval_data", "tokenizer", "chat_template", "export")  # keys that may name a file or a folder
 
 
 def from_file(path: str) -> Train:

@@ -27,7 +27,7 @@ ALLOWED = {
     "betas": ("betas", "eps"),
     "seq": ("seq",),
     "batch": ("micro_batch", "accumulate"),
-    "data": ("data", "data_bytes", "text_key"),
+    "data": ("data", "data_bytes", "text_key", "format", "chat_template", "train_on", "pack", "overlong"),
     "validation": ("validation", "eval_data", "eval_batches"),
 }
 """Keys that may change by the name that `resume: {allow: [...]}` gives them."""

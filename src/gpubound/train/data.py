@@ -7,15 +7,16 @@ from typing import Any
 
 from ..data import Corpus, Tokenizer, python_stdlib_texts, torch_source_texts, train_tokenizer
 from ..data.build import OtherCorpus, building_alone
+from ..data.chat import read_template
 from ..data.shards import CLAIM, MANIFEST
-from ..data.texts import Texts
+from ..data.texts import Texts, is_hub_id
 from ..distributed import ALONE, Ranks
 from ..errors import DataError
 from ..models.registry import is_named
 from ..trace import notice
 from .recipe import SOURCES, STDLIB, TORCH, Recipe
 
-WANTED = "text files or folders, a built corpus, 'stdlib' or 'torch-source'"
+WANTED = "text files or folders, a built corpus, a dataset of the hub as owner/name, 'stdlib' or 'torch-source'"
 
 
 def check_data(recipe: Recipe) -> None:
@@ -24,21 +25,25 @@ def check_data(recipe: Recipe) -> None:
         if not own.data:
             raise ValueError(f"data: got nothing to train {own.model} on, wanted {WANTED}.")
         for name in own.data:
-            if name not in SOURCES and not Path(name).exists():
+            if name not in SOURCES and not Path(name).exists() and not is_hub_id(name):
                 raise ValueError(f"data: {name} does not exist; give {WANTED}.")
             if name in SOURCES and own.data.count(name) > 1:
                 raise ValueError(f"data: {name} stands twice; give it once, so that no text is both held out and trained on.")
             if len(own.data) > 1 and name not in SOURCES and _is_corpus(name):
                 raise ValueError(f"data: {name} is a built corpus, got {len(own.data) - 1} more beside it; give it alone.")
         for name in own.eval_data:
-            if not Path(name).exists():
+            if not Path(name).exists() and not is_hub_id(name):
                 raise ValueError(f"eval_data: {name} does not exist; give text files or folders, or a built corpus.")
             if name in own.data:
                 raise ValueError(f"eval_data: {name} is data, too; held-out losses are of texts that are not trained on.")
         if len(set(eval_names(own))) < len(own.eval_data):
             raise ValueError(f"eval_data: got {', '.join(own.eval_data)}, wanted paths whose names differ.")
-    if recipe.text_key is not None and all(_has_no_rows(own) for _, own in recipe.stages()):
-        raise ValueError(f"text_key: {recipe.text_key!r} has no effect on {', '.join(recipe.data)}; leave it out.")
+        if own.chat_template is not None:
+            read_template(own.chat_template)
+    for key in ("text_key", "format", "chat_template"):
+        value = getattr(recipe, key)
+        if value is not None and all(_has_no_rows(own) for _, own in recipe.stages()):
+            raise ValueError(f"{key}: {value!r} has no effect on {', '.join(recipe.data)}; leave it out.")
 
 
 def _is_corpus(name: str) -> bool:
@@ -112,7 +117,16 @@ def _built(recipe: Recipe, folder: Path, progress: bool) -> list[Corpus]:
 
 def _build(recipe: Recipe, tokenizer: Tokenizer, path: Path, progress: bool) -> Corpus:
     try:
-        return Corpus.build(_texts(recipe), tokenizer, path, progress=progress, text_key=_key(recipe))
+        return Corpus.build(
+            _texts(recipe),
+            tokenizer,
+            path,
+            progress=progress,
+            text_key=_of_rows(recipe, recipe.text_key),
+            format=_of_rows(recipe, recipe.format),
+            chat_template=_of_rows(recipe, recipe.chat_template),
+            train_on=recipe.train_on,
+        )
     except OtherCorpus as error:
         advice = "Put back the data that this run began with to go on with it, or give another --out to begin anew."
         if not any(Path(recipe.out, "checkpoints").glob("step-*")):
@@ -156,7 +170,9 @@ def _own_tokenizer(recipe: Recipe, built: Path, progress: bool) -> Tokenizer:
         if (built / name / "tokenizer.json").exists():
             notice(f"tokenizer: {built / name} holds the one that this run began with; it is used again.")
             return Tokenizer.load(built / name)
-    every = [Texts(_texts(own), text_key=_key(own)) for _, own in recipe.stages()]
+    every = [
+        Texts(_texts(own), text_key=_of_rows(own, own.text_key), format=_of_rows(own, own.format)) for _, own in recipe.stages()
+    ]
     return train_tokenizer(every, recipe.vocabulary, progress)
 
 
@@ -167,6 +183,6 @@ def _texts(recipe: Recipe) -> list[Any]:
     return texts
 
 
-def _key(recipe: Recipe) -> str | None:
-    """Return `text_key`, or None for data without rows: phases may differ in that."""
-    return None if _has_no_rows(recipe) else recipe.text_key
+def _of_rows(recipe: Recipe, option: str | None) -> str | None:
+    """Return an option of rows, or None for data without rows: phases may differ in that."""
+    return None if _has_no_rows(recipe) else option

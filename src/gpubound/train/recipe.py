@@ -25,11 +25,18 @@ STDLIB, TORCH = "stdlib", "torch-source"
 SOURCES = (STDLIB, TORCH)  # data that has a name and no path
 
 PARALLEL = ("auto", "ddp", "fsdp")
+CHOICES = {
+    "parallel": PARALLEL,
+    "pack": ("auto", "stream", "examples", "none", "documents"),
+    "overlong": ("truncate", "truncate_left", "drop"),
+    "train_on": ("assistant", "last", "all"),
+}
 
 PHASED = (
-    "data", "data_bytes", "text_key", "objective", "objective_options", "seq", "micro_batch", "accumulate", "steps", "epochs",
-    "optimizer", "lr", "schedule", "warmup", "decay", "final", "weight_decay", "betas", "eps", "clip", "validation",
-    "eval_data", "eval_every", "eval_batches", "patience", "save_every",
+    "data", "data_bytes", "text_key", "format", "chat_template", "train_on", "pack", "overlong", "objective",
+    "objective_options", "seq", "micro_batch", "accumulate", "steps", "epochs", "optimizer", "lr", "schedule", "warmup",
+    "decay", "final", "weight_decay", "betas", "eps", "clip", "validation", "eval_data", "eval_every", "eval_batches",
+    "patience", "save_every",
 )  # fmt: skip
 """Keys that a phase may set. The others belong to the model or the whole run."""
 
@@ -75,7 +82,13 @@ class Recipe:
     data_bytes: int | None = None
     """Read at most this many bytes of 'stdlib', and of 'torch-source'."""
     text_key: str | None = None
-    """Key of a jsonl row, or column of a table, that holds the text or chat; without it 'text' or 'messages'."""
+    """Key of a jsonl row, or column of a table, that holds the text or chat; without it the row's format is detected."""
+    format: str | None = None
+    """Of rows with the keys of several: text, messages, sharegpt, alpaca, completion or preference."""
+    chat_template: str | None = None
+    """How chats are written, instead of the tokenizer's template: a file, or chatml, llama3, gemma, mistral, zephyr, alpaca."""
+    train_on: str = "assistant"
+    """What of a chat is learnt: assistant (all its answers), last (the last one), or all; of prompts with completions these."""
     tokenizer: str | None = None
     """A tokenizer.json or HF folder; without one the model folder's own, or a byte-level BPE trained on the data."""
     vocabulary: int = 8192
@@ -86,6 +99,12 @@ class Recipe:
     """The objective's own options, where it has any. Only in a config file."""
     seq: int = 512
     """Tokens in a row."""
+    pack: str = "auto"
+    """How rows are made: stream (texts end to end, cut at every seq tokens), examples (several whole chats or documents a row,
+    which do not see each other), none (one a row, padded), documents (as examples, longer ones in pieces), or auto: examples
+    where the data says what of it is learnt, as chats do, else stream."""
+    overlong: str = "truncate"
+    """What happens to an example that is longer than a row: truncate, truncate_left (its beginning is left out), or drop."""
     micro_batch: int = 8
     """Rows that the model computes at once."""
     accumulate: int = 1
@@ -185,8 +204,9 @@ class Recipe:
             raise ValueError(f"recipe: ema must be 0 (off) or a decay below 1 such as 0.999, got {self.ema}.")
         if self.graph not in GRAPH_MODES:
             raise ValueError(f"recipe: graph must be one of {', '.join(GRAPH_MODES)}, got {self.graph!r}.")
-        if self.parallel not in PARALLEL:
-            raise ValueError(f"recipe: parallel must be one of {', '.join(PARALLEL)}, got {self.parallel!r}.")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"recipe: {name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")
         if self.patience and not self.eval_every:
             raise ValueError("recipe: patience counts held-out losses, and eval_every is 0; say how often to evaluate.")
         if self.keep_every and (not self.save_every or self.keep_every % self.save_every):

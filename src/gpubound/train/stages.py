@@ -2,12 +2,15 @@
 
 import math
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..data import Corpus, CorpusFeed
 from ..data.corpus import split_tail
+from ..data.packing import Packing, pack_corpus
 from ..distributed import ALONE, Ranks
 from ..errors import DataError
 from ..trace import notice
@@ -15,7 +18,9 @@ from .recipe import Recipe
 
 EVALUATION_TOKENS = 131_072  # of one evaluation, unless eval_batches says more: a smaller set is evaluated as a whole
 MOST_HELD_OUT = 0.2  # of a small set
+FEWEST_EXAMPLES = 8  # that are held out of whole examples, unless they are more than MOST_HELD_OUT
 SHORTEST = 64  # tokens of a row, when a small set has too few for the default
+WHOLE = ("examples", "none", "pairs")  # packings that keep examples whole
 
 
 @dataclass
@@ -28,18 +33,19 @@ class EvalSet:
 
     @property
     def seq(self) -> int:
-        """The length of a row: the recipe's, or that of a smaller set."""
-        return min(self.recipe.seq, self.corpus.tokens - 1)
+        """The length of a row: the recipe's, or that of a stream with fewer tokens."""
+        return min(self.recipe.seq, self.corpus.tokens - 1) if self.recipe.pack == "stream" else self.recipe.seq
 
-    @property
+    @cached_property
     def rows(self) -> int:
-        return (self.corpus.tokens - 1) // self.seq
+        return rows_of(self.corpus, self.recipe, self.seq).rows
 
     @property
     def micro_batch(self) -> int:
         """Rows of a batch: the recipe's, or up to half as many where those leave fewer rows out."""
-        most = min(self.recipe.micro_batch, self.rows)
-        return max(range((most + 1) // 2, most + 1), key=lambda size: (self.rows // size * size, size))
+        group = 2 if self.recipe.pack == "pairs" else 1
+        most = min(self.recipe.micro_batch, self.rows) // group
+        return group * max(range((most + 1) // 2, most + 1), key=lambda n: (self.rows // (group * n) * n, n))
 
     @property
     def batches(self) -> int:
@@ -49,20 +55,20 @@ class EvalSet:
 
     def feed(self, device: torch.device) -> CorpusFeed:
         """Return the batches, equal on every rank and in one order."""
-        labels = self.recipe.new_objective().labels
-        return self.corpus.batches(self.seq, self.micro_batch, device, shuffle=False, labels=labels)
+        return self.corpus.batches(self.seq, self.micro_batch, device, shuffle=False, **rows_options(self.recipe))
 
     def check(self, where: str) -> None:
         """Raise DataError if there are too few tokens, or none to learn, for a held-out loss."""
         what = f"eval_data: {self.name}" if self.name else "validation: the held-out documents"
         more = "give more text" if self.name else "give more text, or a larger --validation"
-        if self.corpus.tokens < 2:
-            raise DataError(f"{where}{what}: {self.corpus.tokens:,} tokens, wanted 2 or more; {more}.")
+        if self.corpus.tokens < 2 or not self.rows:
+            raise DataError(f"{where}{what}: {self.corpus.tokens:,} tokens make no row with a label that counts; {more}.")
         if self.seq < self.recipe.seq:
             notice(f"{where}{what}: {self.corpus.tokens:,} tokens; the held-out loss is that of one row of {self.seq:,}.")
         evaluated = self.batches * self.micro_batch * self.seq
         labels = np.arange(evaluated) + (self.recipe.new_objective().labels == "next")
-        if self.corpus.masked and not self.corpus.read_mask(labels).any():  # the held-out loss would be nan
+        # Rows of whole examples have labels. The loss of a stream without any would be nan.
+        if self.recipe.pack == "stream" and self.corpus.masked and not self.corpus.read_mask(labels).any():
             raise DataError(
                 f"{where}{what}: the {evaluated:,} tokens of an evaluation hold none to learn; give chats with longer answers, "
                 f"or more of them."
@@ -71,7 +77,7 @@ class EvalSet:
 
 @dataclass
 class Stage:
-    """One phase: its recipe, in which `steps` is known, and its data."""
+    """One phase: its recipe, in which `steps` and `pack` are known, and its data."""
 
     name: str
     recipe: Recipe
@@ -86,28 +92,50 @@ class Stage:
     def feed(self, device: torch.device, ranks: Ranks = ALONE) -> CorpusFeed:
         """Return the training batches, split over the ranks."""
         recipe, split = self.recipe, {"rank": ranks.rank, "world": ranks.world}
-        labels = recipe.new_objective().labels
-        return self.training.batches(recipe.seq, recipe.micro_batch, device, seed=recipe.seed, labels=labels, **split)
+        options = split | rows_options(recipe)
+        return self.training.batches(recipe.seq, recipe.micro_batch, device, seed=recipe.seed, **options)
 
     def check_rows(self) -> None:
         """Raise DataError if there is too little text for this phase's rows."""
         where, recipe = f"phase {self.name}: " if self.name else "", self.recipe
-        rows = rows_of(self.training, recipe.seq)
-        if rows < recipe.micro_batch:
-            raise DataError(
-                f"{where}data: the training documents have {self.training.tokens:,} tokens, {max(rows, 0):,} rows of seq "
-                f"{recipe.seq:,}, wanted at least micro_batch = {recipe.micro_batch:,} rows; give more text, a shorter --seq "
-                f"or a smaller --micro-batch."
-            )
+        packing = rows_of(self.training, recipe, recipe.seq)
         if self.training.masked and not any(mask.any() for mask in self.training.masks()):
             raise DataError(f"{where}data: the training documents hold no token to learn; give chats with assistants' turns.")
+        if packing.rows < recipe.micro_batch:
+            facts = "" if recipe.pack == "stream" else f" ({packing})"
+            raise DataError(
+                f"{where}data: the training documents have {self.training.tokens:,} tokens, {packing.rows:,} rows of seq "
+                f"{recipe.seq:,}{facts}, wanted at least micro_batch = {recipe.micro_batch:,} rows; give more text, a shorter "
+                f"--seq or a smaller --micro-batch."
+            )
         for eval_set in self.eval_sets:
             eval_set.check(where)
 
 
-def rows_of(corpus: Corpus, seq: int) -> int:
-    """Return the number of training rows of an epoch."""
-    return (corpus.tokens - 1) // seq
+def rows_options(recipe: Recipe) -> dict[str, Any]:
+    """Return the options of Corpus.batches that decide how rows are made."""
+    overlong = {"overlong": recipe.overlong} if recipe.pack in WHOLE else {}
+    return {"pack": recipe.pack, "labels": recipe.new_objective().labels} | overlong
+
+
+def rows_of(corpus: Corpus, recipe: Recipe, seq: int) -> Packing:
+    """Return the rows of an epoch."""
+    return pack_corpus(corpus, recipe.pack, seq, recipe.overlong)
+
+
+def packing_of(recipe: Recipe, corpus: Corpus) -> str:
+    """Return the packing of this corpus: the one that the objective needs, the recipe's, or for auto, whole examples where
+    documents have a loss mask and a stream where they have none. Raise ValueError for a packing that does not fit."""
+    objective = recipe.new_objective()
+    wanted = objective.pack or ("stream" if objective.labels == "own" else None)
+    if wanted is not None and recipe.pack not in ("auto", wanted):
+        raise ValueError(f"pack: got {recipe.pack!r}, and the objective {recipe.objective} needs {wanted!r}; leave pack out.")
+    if corpus.pairs != (wanted == "pairs"):
+        holds = "pairs of preferences" if corpus.pairs else "no pairs of preferences"
+        raise ValueError(f"objective: got {recipe.objective!r}, and {corpus.path} holds {holds}; give other data or objective.")
+    if wanted is not None:
+        return wanted
+    return recipe.pack if recipe.pack != "auto" else "examples" if corpus.masked else "stream"
 
 
 def stage_of(name: str, recipe: Recipe, corpus: Corpus, eval_corpora: dict[str, Corpus] | None = None) -> Stage:
@@ -115,33 +143,40 @@ def stage_of(name: str, recipe: Recipe, corpus: Corpus, eval_corpora: dict[str, 
 
     Documents are held out of it unless there are `eval_corpora`, or validation is 0.
     """
-    seq, micro_batch = recipe.seq, recipe.micro_batch
-    defaults = {field.name: field.default for field in fields(Recipe)}
-    holds_out = recipe.validation > 0 and not eval_corpora
-
-    def split() -> tuple[Corpus, Corpus | None]:
-        return hold_out(corpus, recipe.validation, seq) if holds_out else (corpus, None)
-
-    training, held_out = split()
-    while seq > SHORTEST and recipe.seq == defaults["seq"] and rows_of(training, seq) < micro_batch:
-        seq //= 2
-        training, held_out = split()
-    if micro_batch == defaults["micro_batch"]:
-        micro_batch = max(1, min(micro_batch, rows_of(training, seq)))
     where = f"phase {name}: " if name else ""
+    defaults = {field.name: field.default for field in fields(Recipe)}
+    recipe = replace(recipe, pack=packing_of(recipe, corpus))
+    whole = recipe.pack in WHOLE
+
+    def split(seq: int) -> tuple[Corpus, Corpus | None, Packing]:
+        training, held_out = corpus, None
+        if recipe.validation > 0 and not eval_corpora:
+            training, held_out = hold_out_examples(corpus, recipe) if whole else hold_out(corpus, recipe.validation, seq)
+        return training, held_out, rows_of(training, recipe, seq)
+
+    seq, micro_batch = recipe.seq, recipe.micro_batch
+    training, held_out, packing = split(seq)
+    while seq > SHORTEST and recipe.seq == defaults["seq"] and packing.rows < micro_batch:
+        shorter = split(seq // 2)
+        if whole and shorter[2].truncated + shorter[2].too_long > packing.truncated + packing.too_long:
+            break  # its examples would no longer be whole
+        seq, (training, held_out, packing) = seq // 2, shorter
+    if micro_batch == defaults["micro_batch"]:
+        micro_batch = max(packing.group, min(micro_batch, packing.rows))
     if (seq, micro_batch) != (recipe.seq, recipe.micro_batch):
         notice(
             f"{where}data: {training.tokens:,} tokens are fewer than {recipe.micro_batch} rows of {recipe.seq}; seq is {seq} "
             f"and micro_batch {micro_batch}. Give --seq and --micro-batch to choose."
         )
     if held_out is not None and held_out.tokens > 2 * recipe.validation * corpus.tokens:
+        few = f"fewer than {FEWEST_EXAMPLES} examples" if whole else f"less than a row of {seq}"
         notice(
-            f"{where}validation: {recipe.validation:.2%} of the data may be less than a row of {seq}; {held_out.tokens:,} "
-            f"tokens are held out, {held_out.tokens / corpus.tokens:.0%} of the data."
+            f"{where}validation: {recipe.validation:.2%} of the data may be {few}; {held_out.documents:,} documents of "
+            f"{held_out.tokens:,} tokens are held out, {held_out.tokens / corpus.tokens:.0%} of the data."
         )
     own = replace(recipe, seq=seq, micro_batch=micro_batch)
     if recipe.epochs is not None:
-        own = with_steps(own, rows_of(training, seq), where)
+        own = with_steps(own, packing.rows, where)
     sources = {"": held_out} if held_out is not None else eval_corpora or {}
     several = len(sources) > 1
     return Stage(name, own, training, [EvalSet(source if several else "", each, own) for source, each in sources.items()])
@@ -172,3 +207,16 @@ def hold_out(corpus: Corpus, validation: float, row: int = 1) -> tuple[Corpus, C
         if held_out.tokens > row or fraction >= MOST_HELD_OUT:
             return training, held_out
         fraction = min(1.25 * fraction, MOST_HELD_OUT)
+
+
+def hold_out_examples(corpus: Corpus, recipe: Recipe) -> tuple[Corpus, Corpus]:
+    """Return (training, held out) of whole examples, or pairs: the fraction `validation` of them, or FEWEST_EXAMPLES, but at
+    most MOST_HELD_OUT."""
+    examples = corpus.documents // (2 if corpus.pairs else 1)
+    count = min(max(recipe.validation * examples, FEWEST_EXAMPLES), max(recipe.validation, MOST_HELD_OUT) * examples)
+    if round(count) < 1 or examples < 2:
+        raise DataError(
+            f"validation: {examples:,} examples are too few to hold one out; give more, eval_data, or --validation 0 for no "
+            f"held-out loss."
+        )
+    return corpus.split(round(count) / examples)

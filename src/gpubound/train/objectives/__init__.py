@@ -35,6 +35,7 @@ class Objective:
 
     of_corpus: ClassVar[bool] = True  # whether it takes batches of a Corpus
     labels: ClassVar[str] = "next"  # of such batches: each position's "next" token, or its "own"
+    pack: ClassVar[str | None] = None  # the packing that it needs, such as "pairs"; None: the recipe's
 
     def __call__(self, model: Any, batch: Any, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the sum times `scale`, and the number of items. Training always gives a scale: gradients that are computed in

@@ -1,0 +1,95 @@
+"""Runs on chats as whole examples: what is in a row, what is learnt, and a resumed one."""
+
+import json
+import math
+
+import pytest
+
+from gpubound.data import train_tokenizer
+from gpubound.errors import DataError
+from gpubound.train.objectives import Objective
+from gpubound.train.prepare import prepare
+from tests.messages import refusal
+
+from .runs import CHATS, assert_same, build_corpus, recipe, texts, train
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chats")
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
+    train_tokenizer(texts(), 300).save(folder / "tokenizer")
+    return folder
+
+
+def of_chats(chats, out, **changes):
+    options = {"data": (str(chats / "chats.jsonl"),), "tokenizer": str(chats / "tokenizer"), "seq": 256, "accumulate": 1}
+    return recipe("", out, **options | {"micro_batch": 2, "steps": 3} | changes)
+
+
+def examples_of(batch, tokenizer) -> list[tuple[str, str]]:
+    """(text, learnt text) of each example in the rows of a batch."""
+    found = []
+    for ids, labels, segments in zip(batch["input_ids"], batch["labels"], batch["segment_ids"]):
+        for number in range(int(segments.max()) + 1):
+            here = segments == number
+            learnt = labels[here]
+            found.append((tokenizer.decode(ids[here].tolist()), tokenizer.decode(learnt[learnt >= 0].tolist())))
+    return found
+
+
+@pytest.mark.parametrize("pack, train_on", [("auto", "assistant"), ("none", "assistant"), ("examples", "all")])
+def test_every_example_in_a_row_is_whole(chats, tmp_path, pack, train_on):
+    """Each has its prompt from the beginning, and of it the answer alone is learnt, or all."""
+    run = prepare(of_chats(chats, tmp_path, pack=pack, train_on=train_on), progress=False)
+    assert run.stage.recipe.pack == ("examples" if pack == "auto" else pack)
+    batch, whole = run.feed.take(), {chat[0]["content"]: chat[1]["content"] for chat in CHATS}
+    found = examples_of(batch, run.tokenizer)
+    assert len(found) > 2 if pack != "none" else len(found) == 2
+    for text, learnt in found:
+        (question,) = [question for question in whole if question in text]
+        assert whole[question] in text and whole[question] in learnt and (question in learnt) == (train_on == "all")
+
+
+def test_epochs_of_packed_rows_and_what_they_are_evaluated_on(chats, tmp_path):
+    run, records = train(of_chats(chats, tmp_path, steps=None, epochs=2.0, eval_every=2))
+    (held_out,) = run.stage.eval_sets
+    assert held_out.corpus.documents == 8 and run.stage.training.documents == 52
+    assert run.finished and run.done == math.ceil(2 * len(run.feed)) and math.isfinite(records[-1]["held_out"])
+    assert held_out.batches * held_out.micro_batch == held_out.rows, "all of a small set"
+
+
+def test_stopped_in_the_middle_of_an_epoch(chats, tmp_path):
+    common = {"steps": None, "epochs": 2.0, "seq": 128, "micro_batch": 4, "train_on": "last", "overlong": "drop"}
+    whole, _ = train(of_chats(chats, tmp_path / "whole", **common))
+    assert len(whole.feed) >= 4
+    train(of_chats(chats, tmp_path / "halved", **common), until=len(whole.feed) + 2)
+    second, _ = train(of_chats(chats, tmp_path / "halved", **common), resume=True)
+    assert_same(second, whole)
+
+
+def test_a_named_template_is_that_of_the_run(chats, tmp_path):
+    run = prepare(of_chats(chats, tmp_path, chat_template="zephyr"), progress=False)
+    ((text, learnt), *_) = examples_of(run.feed.take(), run.tokenizer)
+    assert "<|user|>" in text and "it is" in learnt
+
+
+def test_texts_are_a_stream(tmp_path):
+    run = prepare(recipe(build_corpus(tmp_path / "corpus"), tmp_path / "run"), progress=False)
+    assert run.stage.recipe.pack == "stream" and run.feed.take().keys() == {"input_ids", "labels"}
+
+
+def test_what_does_not_fit_is_refused(chats, tmp_path, monkeypatch):
+    def refused(kind=ValueError, out=tmp_path, **changes):
+        return refusal(kind, lambda: prepare(of_chats(chats, out, **changes), progress=False))
+
+    assert "chat_template" in refused(chat_template="nowhere.jinja")
+    assert "alpacca" in refused(format="alpacca")
+    assert "validation" in refused(DataError, data=(str(few(chats)),), out=tmp_path / "few")
+    monkeypatch.setattr(Objective, "pack", "pairs")
+    assert "'pairs'" in refused(pack="examples") and "preferences" in refused()
+
+
+def few(chats):
+    (chats / "few.jsonl").write_text(json.dumps({"messages": CHATS[0]}) + "\n")
+    return chats / "few.jsonl"
