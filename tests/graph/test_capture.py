@@ -166,13 +166,12 @@ def test_what_surrounds_a_replay_does_not_reach_it():
         assert torch.equal(captured(drawn(4, 4)), want)
 
 
-@pytest.mark.parametrize("poison", [False, True])
-def test_inference_mode_around_one_of_capture_and_replay(poison):
+def test_inference_mode_around_one_of_capture_and_replay():
     model, x = perceptron(), drawn(5, 4)
     with torch.inference_mode():
-        inside = capture(model, drawn(5, 4, seed=1), poison=poison)
+        inside = capture(model, drawn(5, 4, seed=1))
     assert torch.equal(inside(x), model(x))
-    step = capture(lambda x: torch.autograd.grad(model(x).sum(), model[0].weight)[0], drawn(5, 4, seed=1), poison=poison)
+    step = capture(lambda x: torch.autograd.grad(model(x).sum(), model[0].weight)[0], drawn(5, 4, seed=1))
     want = step(x).clone()
     with torch.inference_mode():
         assert torch.equal(step(x), want) and torch.equal(inside(x), model(x))
@@ -234,30 +233,11 @@ def test_recapture_follows_a_moved_weight(runner):
     assert captured(drawn(7, 4)).shape == (7, 1)
 
 
-def test_poison_does_not_change_results(runner):
-    model = perceptron()
-    captured = capture(training_step(model, fused(model)), drawn(5, 4), drawn(5, 1), poison=True)
-    twin = perceptron()
-    eager = training_step(twin, fused(twin))
-    for seed in range(2):
-        x, y = drawn(5, 4, seed=seed), drawn(5, 1, seed=seed + 9)
-        assert torch.equal(captured(x, y), eager(x, y))
-    assert all(buffer.isnan().all() for buffer in captured.inputs)
-    captured.recapture()
-
-
-def test_poison_shows_an_input_that_was_not_given(tape):
-    captured = capture(lambda x: x * 2, torch.ones(3), poison=True)
-    captured(torch.ones(3))
-    assert captured(captured.inputs[0]).isnan().all()
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ({"fn": 3}, message("graph/capture:wrong_fn")),
         ({"pool": torch.ones(1)}, message("graph/capture:wrong_pool")),
-        ({"warmup": 1}, message("graph/capture:wrong_warmup")),
         *(({"tolerance": value}, message("graph/capture:wrong_tolerance", repr(value))) for value in (-1.0, inf, nan, "1e-3")),
         ({"other_inputs": torch.ones(2)}, message("graph/capture:wrong_other_inputs")),
         ({"state": [torch.ones(2), 3]}, message("graph/capture:wrong_state")),

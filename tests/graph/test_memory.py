@@ -188,7 +188,7 @@ class TestOutOfMemory:
     def test_once_the_copies_have_moved_it_is_tried_again(self, tape, monkeypatch, said):
         monkeypatch.setattr(Snapshot, "move_to_host", lambda snapshot: True)
         total, calls = drawn(3), []
-        captured = capture(self.failing(total, calls), torch.ones(3), warmup=3)
+        captured = capture(self.failing(total, calls), torch.ones(3))
         assert captured.certificate.bitwise and total.equal(drawn(3))
         assert len(calls) == 2 + 3 + 1 + 2, "all warm-ups again, the capture, two rounds"
         assert said() == message("graph/memory:once_the_copies_have_mov")

@@ -16,9 +16,7 @@ from ..trace import count, notice
 from .certify import Certificate, certify
 from .guards import StaticInputs
 from .recording import Recording
-from .runner import open_gate, poison
-
-WARMUP = 3  # one call for what only a first call does, one to use it, one to see that the state has settled
+from .runner import open_gate
 
 
 @dataclass(frozen=True)
@@ -26,8 +24,6 @@ class CaptureOptions:
     pool: Any
     state: Any
     verify: bool
-    poison: bool
-    warmup: int
     other_inputs: Sequence[tuple] | None
     tolerance: float
     clone: bool
@@ -49,7 +45,7 @@ class Captured:
     _released: bool
 
     def __init__(self, fn: Callable, inputs: tuple, options: CaptureOptions) -> None:
-        self._fn, self._options, self._poisons = fn, options, options.poison
+        self._fn, self._options = fn, options
         self.name = name_of(fn)
         self.replays = 0
         self._build(StaticInputs(inputs))
@@ -62,12 +58,7 @@ class Captured:
         tensors = static.tensors(inputs)
         recording.guards.check()
         static.copy_in(tensors)
-        if self._poisons:
-            self._last = [tensor.detach().clone() for tensor in tensors]
-            recording.poison_results()
         recording.runner.replay()
-        for buffer in static.buffers if self._poisons else ():  # an input missing from the next call is seen
-            poison(buffer)
         self.replays += 1
         count("graph.replay")
         if self._options.clone:
@@ -79,8 +70,6 @@ class Captured:
 
         Without arguments, the inputs of the last call serve as the example. Tensors returned before belong to the old graph.
         """
-        if not inputs and self._poisons:
-            self._recording.inputs.copy_in(self._last)
         self._build(StaticInputs(inputs) if inputs else self._recording.inputs)
         return self
 
@@ -114,7 +103,7 @@ class Captured:
         """Capture and certify, then release the previous graph."""
         options = self._options
         others = [inputs.tensors(arguments) for arguments in options.other_inputs] if options.other_inputs else None
-        recording = Recording(self.name, self._fn, inputs, options.state, options.pool, options.warmup, options.gate)
+        recording = Recording(self.name, self._fn, inputs, options.state, options.pool, options.gate)
         try:
             certificate = certify(recording, others, options.tolerance) if options.verify else None
         except BaseException:
@@ -128,7 +117,6 @@ class Captured:
         # else the caller gets new lists and dicts at every call
         self._immutable = isinstance(outputs, Tensor) or (type(outputs) is tuple and len(self._leaves) == len(outputs))
         self.device, self.mode, self.pool = recording.device, recording.runner.mode, recording.runner.pool
-        self._last = [buffer.detach().clone() for buffer in inputs.buffers] if self._poisons else []
         self._released = False
         recording.runner.gate = open_gate
         recording.release_copies()
@@ -140,8 +128,6 @@ def capture(
     pool: Any = None,
     state: Any = None,
     verify: bool = True,
-    poison: bool = False,
-    warmup: int = WARMUP,
     other_inputs: Sequence[tuple] | None = None,
     tolerance: float = 0.0,
     clone: bool = False,
@@ -160,8 +146,6 @@ def capture(
     state         what fn uses where watching cannot see it (in an extension's kernels): modules, optimizers, tensors and
                   generators, in any nesting
     verify        True: the certificate, replays on other inputs compared with eager calls. False: none, which is logged
-    poison        for tests: NaN into static inputs, outputs and free pool memory around every replay
-    warmup        the number of watched eager calls before the capture, at least 3
     other_inputs  inputs for the certificate where invented values would not do: a list of argument tuples, one per round
     tolerance     the largest difference allowed between replay and eager, relative to the largest value; 0: equal bits
     clone         return copies of the outputs, which the next call does not overwrite
@@ -180,11 +164,6 @@ def capture(
             f"pool: got {type(pool).__name__}, wanted a handle; pass another Captured's .pool, "
             "or torch.cuda.graph_pool_handle()."
         )
-    if not isinstance(warmup, int) or warmup < 3:
-        raise ValueError(
-            f"warmup: got {warmup!r}, wanted an integer of at least 3: one call for what only a first call does, "
-            "one to use it, one to see it settled."
-        )
     if not isinstance(tolerance, (int, float)) or not 0 <= tolerance < math.inf:
         raise ValueError(f"tolerance: got {tolerance!r}, wanted a finite number of 0 or more; 0 asks for equality bit for bit.")
     if other_inputs is not None and not (
@@ -193,8 +172,7 @@ def capture(
         and all(isinstance(arguments, tuple) for arguments in other_inputs)
     ):
         raise ValueError("other_inputs: wanted a list of argument tuples, one for each round, as in [(x1, y1), (x2, y2)].")
-    options = CaptureOptions(pool, state, verify, poison, warmup, other_inputs, tolerance, clone, gate)
-    return Captured(fn, example_inputs, options)
+    return Captured(fn, example_inputs, CaptureOptions(pool, state, verify, other_inputs, tolerance, clone, gate))
 
 
 def name_of(fn: Callable) -> str:

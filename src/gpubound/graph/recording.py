@@ -47,9 +47,7 @@ class Recording:
     outputs: Any
     guards: CaptureGuards
 
-    def __init__(
-        self, name: str, fn: Callable, inputs: StaticInputs, state: Any, pool: Any, warmup: int, gate: Callable[[], None]
-    ) -> None:
+    def __init__(self, name: str, fn: Callable, inputs: StaticInputs, state: Any, pool: Any, gate: Callable[[], None]) -> None:
         self.name, self.fn, self.inputs = name, fn, inputs
         self.reachable = before = Reachable(fn, state, inputs.objects)
         self.device = choose_device(inputs, before)
@@ -70,7 +68,7 @@ class Recording:
                 self._add_state(path.name, tensor)
             for _, tensor in before.tensors:
                 self.discovery.leaf(tensor, certain=True)
-            self._warm_up(warmup)
+            self._warm_up()
             with self._restored_on_error():
                 # The first call makes moments, caches and gradients: what fn reaches now is more than before.
                 self.reachable = Reachable(fn, state, inputs.objects)
@@ -95,10 +93,10 @@ class Recording:
             if (use := self.discovery.external.get(storage_key(tensor))) is not None:
                 use.is_written = True  # else each kernel that gets the tensor would be tried with a copy of it
 
-    def _warm_up(self, calls: int) -> None:
+    def _warm_up(self) -> None:
         """Make the watched calls. If copies of the state leave no memory for a call, move them to the host and begin again."""
         try:
-            self._watched_calls(calls)
+            self._watched_calls()
             return
         except torch.OutOfMemoryError:
             if not self.snapshot.move_to_host():
@@ -106,11 +104,11 @@ class Recording:
         full = "the device has no memory for fn beside copies of its state; they are moved to the host."
         notice(f"capture({self.name}): {full}")
         gc.collect()  # frees what the failed call held
-        self._watched_calls(calls)
+        self._watched_calls()
 
-    def _watched_calls(self, calls: int) -> None:
+    def _watched_calls(self) -> None:
         with self._restored_on_error():
-            for _ in range(calls):  # state that only the first call makes is made, used, and seen to have settled
+            for _ in range(3):  # state that only the first call makes is made, used, and seen to have settled
                 self.runner.run(lambda: self.discovery.run(self._call))
             if self.discovery.hazards:
                 raise refuse(self.name, self.discovery.hazards)

@@ -218,15 +218,6 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def poison(tensor: Tensor) -> None:
-    """Fill a floating tensor with NaN. Others, which may be addresses, are filled with their first value, which is in range."""
-    tensor = tensor.detach()
-    if tensor.is_floating_point() or tensor.is_complex():
-        tensor.fill_(float("nan"))
-    elif tensor.numel():
-        tensor.copy_(tensor.reshape(-1)[0].clone().expand(tensor.shape))
-
-
 def poison_results(results: Any, external: set[int]) -> None:
     """Poison the outputs and gradients in the graph's memory, but not views of inputs or state."""
     for leaf in tree_leaves(results):
