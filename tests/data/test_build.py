@@ -326,3 +326,50 @@ def test_the_progress_line_goes_to_stderr(tmp_path, capsys):
     build(tmp_path / "a", progress=True)
     shown = capsys.readouterr()
     assert shown.out == "" and "60 texts" in shown.err
+
+
+def test_documents_repeat_by_the_weight_of_their_source(tmp_path, said):
+    """In the batches of a part, too; a held-out document is never one that is trained on."""
+    for name, letters in (("a", "abcdefgh"), ("b", "ijklmnop")):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": letter * 9}) + "\n" for letter in letters))
+    sources = {tmp_path / "a.jsonl": 2.25, tmp_path / "b.jsonl": 0.5}
+    corpus = build(tmp_path / "c", sources, shard_tokens=25)
+    assert [part.source for part in corpus.parts] == [0, 0, 0, 1, 1, 1] and list(corpus.weights.values()) == [2.25, 0.5]
+    assert corpus.documents == 16 and corpus.of_source(1).documents == 8
+
+    def texts(corpus):
+        return "".join(chr(corpus.document(i)[0]) for i in range(corpus.documents))
+
+    whole = texts(corpus.weighted())
+    counts = [whole.count(letter) for letter in "abcdefghijklmnop"]
+    assert sorted(counts[:8]) == [2] * 6 + [3] * 2 and sorted(counts[8:]) == [0] * 4 + [1] * 4
+    training, held_out = corpus.split(0.25)
+    assert not set(texts(training.weighted())) & set(texts(held_out.weighted()))
+    rows = [chr(batch["input_ids"][0, 0]) for batch in corpus.batches(9, 1, "cpu", pack="none")]
+    assert sorted(rows) == sorted(whole) and len(list(corpus.batches(9, 1, "cpu", pack="none", weighted=False))) == 16
+    said()
+    again = build(tmp_path / "c", dict.fromkeys(sources, 1), shard_tokens=25)
+    assert list(again.weights.values()) == [1, 1] and texts(again.weighted()) == texts(corpus)
+    assert "holds this corpus already" in said()
+    assert "sources" in refused(tmp_path / "c", {tmp_path / "a.jsonl": 1}, shard_tokens=25)
+
+
+def test_a_build_of_sources_that_was_interrupted_goes_on(tmp_path, monkeypatch):
+    sources = {}
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "%s"}\n' % (name * 9) * 6)
+        sources[tmp_path / f"{name}.jsonl"] = 1
+    build(tmp_path / "whole", sources, shard_tokens=20)
+    write, written = build_module.write_shard, []
+
+    def killed(path, *args, **about):
+        written.append(path)
+        if len(written) == 5:
+            raise KeyboardInterrupt
+        write(path, *args, **about)
+
+    monkeypatch.setattr(build_module, "write_shard", killed)
+    with pytest.raises(KeyboardInterrupt):
+        build(tmp_path / "c", sources, shard_tokens=20)
+    build(tmp_path / "c", sources, shard_tokens=20)
+    assert contents(tmp_path / "c") == contents(tmp_path / "whole") and len(written) > 5

@@ -9,8 +9,8 @@ import pytest
 
 from gpubound import trace
 from gpubound.data import texts as readers
-from gpubound.data.formats import Conversation
-from gpubound.data.texts import Texts
+from gpubound.data.formats import Completion, Conversation
+from gpubound.data.texts import Texts, is_hub_id
 from gpubound.errors import DataError
 from tests.messages import message
 
@@ -338,3 +338,48 @@ def test_sentences(tmp_path, monkeypatch):
     assert refused("latin.txt") == message("data/texts:sentences.7")
     assert refused("x.csv", ValueError) == message("data/texts:sentences.8", readers.KINDS)
     assert refused("empty", ValueError) == message("data/texts:sentences.9", readers.KINDS)
+
+
+# Datasets of the hub, and weights
+
+
+def test_a_dataset_of_the_hub(tmp_path, monkeypatch):
+    """The real load_dataset, of a folder instead of the hub."""
+    datasets = pytest.importorskip("datasets")
+    load, folder, asked = datasets.load_dataset, tmp_path / "rows", []
+    folder.mkdir()
+    for split, row in (("train", {"prompt": "a", "completion": "b"}), ("test", {"prompt": "c", "completion": "d"})):
+        (folder / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+
+    def redirected(name, config, split):
+        asked.append((name, config, split))
+        return load(str(folder), split=split, cache_dir=str(tmp_path / "cache"))
+
+    monkeypatch.setattr(datasets, "load_dataset", redirected)
+    monkeypatch.chdir(tmp_path)
+    assert read("owner/name") == [Completion("a", "b")] and read([Path("owner/name:en:test")]) == [Completion("c", "d")]
+    assert asked == [("owner/name", None, "train"), ("owner/name", "en", "test")]
+    assert Texts("owner/name").files is None and Texts("owner/name").size is None
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: 1 / 0)
+    assert refused("owner/name") == message("data/texts:a_dataset_of_the_hub")
+
+
+def test_names_that_are_paths_are_not_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("owner").mkdir()
+    for name in ("owner/name", "other/rows.jsonl", "name", "a/b/c", "../a"):
+        assert not is_hub_id(name)
+    assert is_hub_id("Other/name-1.0:default:train[:10]") is False and is_hub_id("Other/name-1.0:default:train")
+
+
+def test_paths_with_weights(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name)
+    texts = Texts({tmp_path / "a.txt": 2, str(tmp_path / "b.txt"): 0.5})
+    assert [(text, texts.source) for text in texts] == [("a", 0), ("b", 1)] and texts.size == 2
+    assert list(texts.weights.values()) == [2.0, 0.5] and Texts([tmp_path / "a.txt"]).weights is None
+    for weights in ({"a": 0}, {"a": "x"}, {3: 1}, {"a": True}, {"a": float("nan")}):
+        with pytest.raises(ValueError, match="wanted a path and a weight above 0"):
+            Texts(weights)
+    with pytest.raises(ValueError, match="read twice"):
+        Texts({tmp_path / "a.txt": 1, tmp_path: 1})
