@@ -30,7 +30,7 @@ def of_chats(chats, out, **changes):
 def examples_of(batch, tokenizer) -> list[tuple[str, str]]:
     """(text, learnt text) of each example in the rows of a batch."""
     found = []
-    for ids, labels, segments in zip(batch["input_ids"], batch["labels"], batch["segment_ids"]):
+    for ids, labels, segments in zip(batch["input_ids"], batch["labels"], batch.get("segment_ids", 0 * batch["labels"])):
         for number in range(int(segments.max()) + 1):
             here = segments == number
             learnt = labels[here]
