@@ -54,6 +54,18 @@ def test_each_example_as_alone(fields, causal, window):
     assert got.isfinite().all()
 
 
+def test_bounds_for_the_kernel_stay_within_rows_whatever_the_batch_holds():
+    """A certificate shuffles the integers of a batch, and a kernel would follow them out of its tensors."""
+    batch = packed(rows(), WIDTH)
+    segments = Segments.of(batch["input_ids"], batch["segment_ids"], batch["cu_seqlens"])
+    bounds = segments.bounds()
+    assert set(bounds.tolist()) == set(batch["cu_seqlens"].tolist()) and (bounds.diff() >= 0).all()
+    for shuffled in (batch["cu_seqlens"].flip(0), torch.tensor([7, -3, 1000, 2], dtype=torch.int32)):
+        bounds = Segments.of(batch["input_ids"], batch["segment_ids"], shuffled).bounds()
+        assert bounds[0] == 0 and bounds[-1] == 3 * WIDTH and (bounds.diff() >= 0).all()
+        assert {0, WIDTH, 2 * WIDTH} <= set(bounds.tolist()) and bounds.dtype == torch.int32
+
+
 def test_a_layer_reads_them_as_its_mask():
     torch.manual_seed(0)
     layer, batch = Attention(16, 4, 2), packed(rows(), WIDTH)

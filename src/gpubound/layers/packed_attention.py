@@ -31,6 +31,7 @@ class Segments:
     def __init__(self, segment_ids: Tensor, cu_seqlens: Tensor | None = None) -> None:
         self.segment_ids, self.cu_seqlens = segment_ids, cu_seqlens
         self._masks: dict[tuple, Tensor] = {}
+        self._bounds: Tensor | None = None
 
     @classmethod
     def of(cls, tokens: Tensor, segment_ids: Tensor | None, cu_seqlens: Tensor | None) -> "Segments | None":
@@ -74,6 +75,17 @@ class Segments:
             self._masks[key] = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
         return self._masks[key]
 
+    def bounds(self) -> Tensor:
+        """Return where examples begin, ascending from 0 to the number of tokens, each within one row, whatever cu_seqlens
+        holds: other bounds would let the kernel read and write beyond its tensors. Those of a feed stay as they are."""
+        assert self.cu_seqlens is not None
+        if self._bounds is None:
+            (rows, length), device = self.segment_ids.shape, self.segment_ids.device
+            begins = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=device)
+            ascending = self.cu_seqlens.clamp(0, rows * length).cummax(0).values
+            self._bounds = torch.cat([ascending, begins]).sort().values
+        return self._bounds
+
     def to(self, device: Any, non_blocking: bool = False) -> "Segments":
         """Return the same bounds on a device."""
         if self.segment_ids.device == torch.device(device):
@@ -100,7 +112,7 @@ def flash_attend(
         if not torch.compiler.is_compiling():
             fallback("attention of packed rows by a variable-length kernel", why)
         return None
-    (B, H, T, D), bounds = q.shape, segments.cu_seqlens
+    (B, H, T, D), bounds = q.shape, segments.bounds()
     rows = (t.to(dtype).transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     left = -1 if window is None else window - 1  # keys before the token; -1: all
     right = 0 if causal else left
