@@ -62,11 +62,13 @@ class AdapterRouter:
     def begin(self, names: dict[int, str]) -> None:
         """Begin to collect products, in the order of a step. `close` ends this."""
         self.names, self.owners, self.products = names, dict[str, int](), list["LoraDelta"]()
-        self.marked, self.between = self.each, emptied(1, 0, self.device)[0]  # between: every product's h
+        self.marked, self.between = self.each, self.ids[:0]  # between: every product's h
         # By the owners of columns of h: the tokens that have another adapter, and the columns that no token has.
         self.masks: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def close(self) -> None:
+        if not self.products:
+            return
         sizes = [self.most * product.columns for product in self.products]
         aligned = [-(-size // 32) * 32 for size in sizes]
         self.between = emptied(1, sum(aligned), self.device)[0]

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from .. import lora
 from ..errors import GenerateError
 from ..layers import MLP, Attention, LMLoss, RopeTable
 from ..layers.fused_weights import Projecting, Stacked, describe, has_reader, hooked, site_of
 from ..layers.linear_product import format_of
 from ..layers.weight_memory import give_own_storages
 from ..lora.adapter import LowRank
-from ..lora.layers import active_in, adapted_layers
+from ..lora.layers import active_in, adapted_layers, names_in, parameters_of, wrappers
 from ..models.decoding import Reader, linear_of, weight_of
 from ..models.registry import decoded, reader_of, role_of
 from ..trace import notice
@@ -267,7 +266,8 @@ def _unreadable(model: nn.Module, spread: bool | str = False) -> str | None:
         return f"lm_head: {why}"
     if getattr(head, "bias", None) is not None:
         return "its head has a bias"
-    apart = set(map(id, lora.parameters(model)))
+    adapted = [layer for _, layer in (*adapted_layers(model), *wrappers(model))]
+    apart = {id(p) for layer in adapted for name in names_in(layer) for p in parameters_of(layer, name)}
     weights = {one.name: one.tensor for one in model_tensors(model, "_parameters") if id(one.tensor) not in apart}
     where = (lambda device: None) if spread == ANYWHERE else (lambda device: (device.type, None if spread else device.index))
     if len({(t.dtype, where(t.device)) for t in weights.values()}) > 1:
