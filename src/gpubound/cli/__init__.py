@@ -39,6 +39,7 @@ COMMANDS = {
     "demo": "gpubound demo",
     "env": "gpubound env --json",
     "place": "gpubound place path/to/checkpoint",
+    "init": "gpubound init lora > config.yaml",
     "train": "gpubound train config.yaml",
     "plan": "gpubound plan config.yaml --gpus 8",
     "generate": 'gpubound generate path/to/checkpoint --prompt "Once"',

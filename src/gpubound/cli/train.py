@@ -6,12 +6,14 @@ gpubound train config.yaml --resume                go on from the newest whole c
 gpubound train config.yaml --resume --steps 9000   extend a run, a finished one too
 gpubound train config.yaml --gpus 8                on eight GPUs of this machine, a process each
 gpubound train config.yaml --compare lr=1e-3,lr=3e-3 --seeds 3    variants on the same tokens, in one table
+gpubound train --from axolotl.yaml --print         a config of axolotl, TRL or torchtune as one of ours
 gpubound train --list                              the models that have a name
 """
 
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +74,10 @@ class Train(RankOptions, Recipe):
     """Also write the records to tensorboard, wandb or trackio."""
     quiet: bool = False
     """Log only warnings, fallbacks, and a training that failed or was stopped."""
+    from_: Annotated[str | None, tyro.conf.arg(name="from", metavar="FILE")] = None
+    """A config of axolotl, TRL, transformers or torchtune, translated; what could not be is listed. Options override it."""
+    print: bool = False
+    """With --from: print the translated config, and exit."""
     list: bool = False
     """List the models that --model knows by name, and exit."""
     json: bool = False
@@ -92,7 +98,17 @@ def main(argv: Sequence[str]) -> int:
     options = arguments(Train, argv, "train", default)
     if file is not None:  # a mistyped option is refused before torch is imported to check the file
         default = from_file(file)
-    if file is not None or theirs:
+    if options.from_ is not None:
+        if file is not None:
+            raise ValueError(f"from: got {options.from_} and the config {file}; give one of them.")
+        default, text = translated(options.from_)
+        if options.print:
+            print(text)
+            return 0
+        print(text, file=sys.stderr)
+    elif options.print:
+        raise ValueError("print: it prints what --from translates; give both.")
+    if file is not None or options.from_ or theirs:
         options = arguments(Train, argv, "train", with_aliases(default, theirs, argv))
     options = override_length(options, default)
     if options.list:
@@ -228,7 +244,25 @@ def write_export(run: "Run", folder: Path, merge: bool) -> Path:
         return run.export(folder, merge)
 
 
-OPTIONS = {field.name: field for field in dataclasses.fields(Train) if field.name != "variants"}
+def translated(path: str) -> tuple[Train, str]:
+    """Return the options in a config of another tool, and the config as text, with what could not be translated."""
+    from ..train.translate import translate
+
+    found = translate(read_config(path), OPTIONS)
+    given = {key: found.values[key] for key in OPTIONS if key in found.values}  # in the order of --help
+    values = {key: _expand_home(value) if key in PATHS else value for key, value in given.items()}
+    lines = [f"# {path}, a config of {found.tool}", yaml.safe_dump(values, sort_keys=False, width=120).rstrip()]
+    accumulated = isinstance(values.get("accumulate"), int) and values["accumulate"] > 1
+    lines += ["# accumulate counts the micro-batches of all GPUs together: multiply it by their number"] if accumulated else []
+    lines += [f"# without effect here: {text}" for text in found.left_out]
+    lines += [f"# not translated: {text}" for text in found.missing] or ["# everything was translated"]
+    try:
+        return Train(**convert(values, OPTIONS)), "\n".join(lines)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+OPTIONS = {field.name: field for field in dataclasses.fields(Train) if field.name not in ("variants", "from_", "print")}
 
 
 def with_aliases(default: Train, theirs: dict[str, Any], argv: list[str]) -> Train:
@@ -255,8 +289,8 @@ def override_length(options: Train, default: Train) -> Train:
 PATHS = ("out", "model", "data", "eval_data", "tokenizer", "chat_template", "export")  # keys that may name a file or a folder
 
 
-def from_file(path: str) -> Train:
-    """Return the options in a YAML file. An unknown key is an error that names the most similar one."""
+def read_config(path: str) -> dict[Any, Any]:
+    """Return the keys and values in a YAML file."""
     try:
         values: Any = load_yaml(read_text(Path(path), "give a config file", MAX_BYTES))
     except (ValueError, RecursionError, yaml.YAMLError) as error:
@@ -267,6 +301,12 @@ def from_file(path: str) -> Train:
         raise ValueError(f"config: {path} holds no keys, wanted some such as 'steps: 2000'; leave it out to take the defaults.")
     if not isinstance(values, dict):
         raise ValueError(f"config: {path} holds a {type(values).__name__}, wanted keys and values such as 'steps: 2000'.")
+    return values
+
+
+def from_file(path: str) -> Train:
+    """Return the options in a YAML file. An unknown key is an error that names the most similar one."""
+    values: Any = read_config(path)
     try:
         values = {key: _expand_home(value) if key in PATHS else value for key, value in values.items()}
         compare: Any = values.get("compare")

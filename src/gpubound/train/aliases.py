@@ -328,35 +328,42 @@ def read(values: Mapping[Any, Any], known: Collection[str], where: str = "config
 
     Keys that neither `known` nor the tables have stay as they are. Two names of one key must have the same value.
     """
-    found: dict[str, tuple[str, Any]] = {}  # our key -> the name it was given under, its value
-    renamed, dropped = list[str](), dict[str, list[str]]()
-    theirs = {normal(name): value for name, value in values.items()}
-
-    def give(key: str, name: str, value: Any) -> None:
-        before, other = found.setdefault(key, (name, value))
-        if before != name and other != value:
-            raise ValueError(
-                f"{where}: {before} and {name} are one key, {key!r}, got {shown(other)} and {shown(value)}; give one of them."
-            )
-
-    for name, value in values.items():
-        if not is_alias(name, known):
-            give(name, str(name), _section(name, value, known, where))
-            continue
-        try:
-            ours = _read_one(normal(name), value, theirs, dropped)
-        except ValueError as error:
-            raise ValueError(f"{where}: {name}: {error}.") from error
-        for key, own in ours.items():
-            if key.partition(".")[0] not in known:
-                raise ValueError(f"{where}: {name} has no meaning here: it is {key!r} of gpubound train.")
-            give(key, str(name), own)
-            renamed.append(f"{name} as {key.replace('.', ': ')} = {shown(own)}")
+    ours, renamed, dropped, refused = read_all(values, known)
+    if refused:
+        raise ValueError(f"{where}: {refused[0]}.")
     lines = [f"read {', '.join(renamed)}"] if renamed else []
     lines += [f"left out {', '.join(names)}: {reason}" for reason, names in dropped.items()]
     if lines and os.environ.get("RANK", "0") == "0":  # of several processes, each of which reads the config
         notice(f"{where}: {'; '.join(lines)}.")
-    return _joined({key: value for key, (_, value) in found.items()})
+    return ours
+
+
+def read_all(
+    values: Mapping[Any, Any], known: Collection[str]
+) -> tuple[dict[str, Any], list[str], dict[str, list[str]], list[str]]:
+    """Return (the values under our keys, what was read as what, the names left out by reason, what is refused and why)."""
+    found: dict[Any, tuple[str, Any]] = {}  # our key -> the name it was given under, its value
+    renamed, dropped, refused = list[str](), dict[str, list[str]](), list[str]()
+    theirs = {normal(name): value for name, value in values.items()}
+
+    def give(key: Any, name: str, value: Any) -> None:
+        before, other = found.setdefault(key, (name, value))
+        if before != name and other != value:
+            raise ValueError(f"it and {before} are one key, {key!r}, got {shown(value)} and {shown(other)}; give one of them")
+
+    for name, value in values.items():
+        try:
+            if not is_alias(name, known):
+                give(name, str(name), _section(name, value, known))
+                continue
+            for key, own in _read_one(normal(name), value, theirs, dropped).items():
+                if key.partition(".")[0] not in known:
+                    raise ValueError(f"it is {key!r} of gpubound train, and has no meaning here")
+                give(key, str(name), own)
+                renamed.append(f"{name} as {key.replace('.', ': ')} = {shown(own)}")
+        except ValueError as error:
+            refused.append(f"{name}: {error}")
+    return _joined({key: value for key, (_, value) in found.items()}), renamed, dropped, refused
 
 
 def _read_one(name: str, value: Any, theirs: Values, dropped: dict[str, list[str]]) -> dict[str, Any]:
@@ -371,12 +378,12 @@ def _read_one(name: str, value: Any, theirs: Values, dropped: dict[str, list[str
     return {}
 
 
-def _section(key: Any, value: Any, known: Collection[str], where: str) -> Any:
+def _section(key: Any, value: Any, known: Collection[str]) -> Any:
     """Return the value of one of our keys; the sections lora and phases have keys themselves."""
     if key == "lora" and isinstance(value, Mapping):
         return {LORA_SAME.get(normal(name), name): own for name, own in value.items()}
     if key == "phases" and isinstance(value, list):
-        return [read(phase, known, where) if isinstance(phase, Mapping) else phase for phase in value]
+        return [read(phase, known, "phases") if isinstance(phase, Mapping) else phase for phase in value]
     return value
 
 

@@ -27,7 +27,7 @@ SOURCES = (STDLIB, TORCH)  # data that has a name and no path
 PARALLEL = ("auto", "ddp", "fsdp")
 CHOICES = {
     "parallel": PARALLEL,
-    "pack": ("auto", "stream", "examples", "none", "documents"),
+    "pack": ("auto", "stream", "examples", "none", "documents", "pairs"),
     "overlong": ("truncate", "truncate_left", "drop"),
     "train_on": ("assistant", "last", "all"),
 }
@@ -101,8 +101,8 @@ class Recipe:
     """Tokens in a row."""
     pack: str = "auto"
     """How rows are made: stream (texts end to end, cut at every seq tokens), examples (several whole chats or documents a row,
-    which do not see each other), none (one a row, padded), documents (as examples, longer ones in pieces), or auto: examples
-    where the data says what of it is learnt, as chats do, else stream."""
+    which do not see each other), none (one a row, padded), documents (as examples, longer ones in pieces), pairs (of
+    preferences), or auto: examples where the data says what of it is learnt, as chats do, else stream."""
     overlong: str = "truncate"
     """What happens to an example that is longer than a row: truncate, truncate_left (its beginning is left out), or drop."""
     micro_batch: int = 8

@@ -130,7 +130,7 @@ def packing_of(recipe: Recipe, corpus: Corpus) -> str:
     wanted = objective.pack or ("stream" if objective.labels == "own" else None)
     if wanted is not None and recipe.pack not in ("auto", wanted):
         raise ValueError(f"pack: got {recipe.pack!r}, and the objective {recipe.objective} needs {wanted!r}; leave pack out.")
-    if corpus.pairs != (wanted == "pairs"):
+    if corpus.pairs != (wanted == "pairs") or (recipe.pack == "pairs" and not corpus.pairs):
         holds = "pairs of preferences" if corpus.pairs else "no pairs of preferences"
         raise ValueError(f"objective: got {recipe.objective!r}, and {corpus.path} holds {holds}; give other data or objective.")
     if wanted is not None:

@@ -1,0 +1,149 @@
+"""Print a commented config for gpubound train: sft, lora, dpo or pretrain.
+
+gpubound init lora > config.yaml
+gpubound train config.yaml
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from tyro.conf import Positional
+
+from . import arguments
+
+CHATS = """\
+data: chats.jsonl             # {"messages": [...]}, {"prompt": ..., "completion": ...}, Alpaca, ShareGPT; also .json, .parquet,
+                              # a folder, several files as a list, or a dataset of the hub as owner/name
+# eval_data: eval.jsonl       # held-out losses are of these; without it a fraction of data is held out:
+validation: 0.05
+"""
+ROWS = """\
+seq: 2048                     # tokens in a row
+pack: auto                    # whole examples, several a row, which do not see each other; none: one a row, padded
+overlong: truncate            # or truncate_left, drop
+micro_batch: 4                # rows that the model computes at once
+accumulate: 2                 # micro-batches in a step, of all GPUs together
+"""
+LEARNT = """\
+train_on: assistant           # or last (the last answer), all
+# chat_template: chatml       # for a model without one: a file, chatml, llama3, gemma, mistral, zephyr, alpaca
+"""
+RATES = """\
+schedule: cosine              # or linear, wsd, constant
+warmup: 0.03                  # a fraction of the steps, or their number
+"""
+KEPT = """\
+eval_every: 100               # steps between two held-out losses; the best weights are kept and exported
+# patience: 3                 # stop after this many held-out losses without a better one
+save_every: 100               # steps between two checkpoints; --resume goes on from the newest
+# recompute: blocks           # less memory, a third more work
+seed: 0
+# log: wandb                  # or tensorboard, trackio
+"""
+MODEL = """\
+model: path/to/model          # a Hugging Face folder: config.json, *.safetensors, tokenizer.json
+"""
+ADAPTERS = """\
+lora:
+  rank: 16
+  alpha: 32
+  dropout: 0.0
+  targets: all-linear         # or a list of layers: [q_proj, v_proj]
+  # base: nf4                 # the frozen weights in 4 bits; int8 or fp8 in 8
+"""
+
+CONFIGS = {
+    "sft": f"""\
+# Fine-tune all weights of a model:  gpubound train config.yaml --export hf
+out: runs/sft                 # checkpoints, the corpus, the report
+{MODEL}
+{CHATS}{LEARNT}
+{ROWS}
+epochs: 3                     # or steps: 1000
+lr: 2e-5
+{RATES}weight_decay: 0.0
+clip: 1.0                     # the largest gradient norm
+precision: auto               # bf16 on a GPU that has units for it, else fp32
+
+{KEPT}""",
+    "lora": f"""\
+# Train low-rank adapters over a frozen model:  gpubound train config.yaml --export hf
+# hf in out then holds the adapters in PEFT's layout; with --merge, the whole model.
+out: runs/lora                # checkpoints, the corpus, the report
+{MODEL}
+{ADAPTERS}
+{CHATS}{LEARNT}
+{ROWS}
+epochs: 3                     # or steps: 1000
+lr: 2e-4
+{RATES}
+{KEPT}""",
+    "dpo": f"""\
+# Preference optimisation (DPO) of adapters; the frozen model is the reference:  gpubound train config.yaml --export hf
+out: runs/dpo                 # checkpoints, the corpus, the report
+{MODEL}
+{ADAPTERS}
+data: preferences.jsonl       # {{"prompt": ..., "chosen": ..., "rejected": ...}}: texts or messages
+# eval_data: eval.jsonl
+validation: 0.05
+objective: dpo
+objective_options:
+  beta: 0.1                   # how strongly the reference holds
+  loss: sigmoid               # DPO; or ipo, hinge, kto
+
+seq: 1024                     # tokens of a prompt and its answer
+overlong: truncate_left       # or truncate, drop
+micro_batch: 4                # rows that the model computes at once, two a pair
+accumulate: 4                 # micro-batches in a step, of all GPUs together
+
+epochs: 1                     # or steps: 1000
+lr: 5e-6
+{RATES}
+{KEPT}""",
+    "pretrain": f"""\
+# Train a model from random weights, or a Hugging Face folder further, on texts:  gpubound train config.yaml --export hf
+out: runs/pretrain            # checkpoints, the corpus, the report
+model: 10m                    # a preset of gpubound train --list, or a Hugging Face folder
+data: texts/                  # plain text, source code, jsonl, parquet, a folder of them, or a dataset of the hub as owner/name
+# tokenizer: path/to/tokenizer.json   # without one a byte-level BPE is trained on the data:
+vocabulary: 8192
+validation: 0.02              # of the documents
+
+seq: 512                      # tokens in a row
+pack: stream                  # texts end to end; documents: each alone, which does not see the others of its row
+micro_batch: 8                # rows that the model computes at once
+accumulate: 1                 # micro-batches in a step, of all GPUs together
+
+steps: 2000                   # or epochs: 1
+optimizer: adamw              # or muon, adamw8bit
+lr: 3e-3
+schedule: wsd                 # or cosine, linear, constant
+warmup: 0.02                  # a fraction of the steps, or their number
+weight_decay: 0.1
+clip: 1.0                     # the largest gradient norm
+precision: auto               # bf16 on a GPU that has units for it, else fp32
+
+{KEPT}""",
+}
+
+
+@dataclass
+class InitOptions:
+    """Print a commented config for gpubound train.
+
+    sft       all weights of a pretrained model, on chats or prompts with completions
+    lora      low-rank adapters over a frozen model, on the same
+    dpo       adapters, on pairs of a chosen and a rejected answer
+    pretrain  a model from random weights, on texts
+
+    Example: gpubound init lora > config.yaml
+    """
+
+    kind: Annotated[Literal["sft", "lora", "dpo", "pretrain"], Positional]
+    """The kind of run."""
+
+
+def main(argv: Sequence[str]) -> int:
+    print(CONFIGS[arguments(InitOptions, argv, "init").kind], end="")
+    return 0

@@ -1,0 +1,273 @@
+"""Configs of other trainers as recipes of this one: axolotl, TRL (and transformers' Trainer), torchtune.
+
+Each tool has a function that flattens its config into the names of aliases.py, with the defaults that the tool would take. What
+no key here means is listed, with the reason where there is one.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..formatting import shown
+from .aliases import SAME, SCHEDULES, is_off, normal, read_all
+
+Values = dict[str, Any]
+
+TRAINER = {
+    "num_train_epochs": 3, "learning_rate": 5e-5, "per_device_train_batch_size": 8, "lr_scheduler_type": "linear",
+    "warmup_steps": 0, "weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "max_grad_norm": 1.0, "packing": False,
+    "val_set_size": 0,
+}  # fmt: skip
+TRL = TRAINER | {"learning_rate": 2e-5, "max_length": 1024}
+DPO = TRAINER | {"learning_rate": 1e-6, "max_length": 1024}
+AXOLOTL = {
+    "num_epochs": 1, "optim": "adamw_torch", "lr_scheduler": "cosine", "warmup_ratio": 0.03, "weight_decay": 0.0,
+    "adam_beta1": 0.9, "adam_beta2": 0.999, "max_grad_norm": 1.0, "sample_packing": False, "val_set_size": 0,
+}  # fmt: skip
+TORCHTUNE = {"betas": [0.9, 0.999], "max_grad_norm": 0, "packing": False, "val_set_size": 0}
+"""What each tool does where its config says nothing."""
+
+INSTEAD = {
+    "warmup_steps": ("warmup_ratio", "warmup_iters", "warmup"), "warmup_ratio": ("warmup_steps", "warmup"),
+    "val_set_size": ("eval_data", "validation"), "lr_scheduler_type": ("lr_scheduler", "schedule"), "optim": ("optimizer",),
+}  # fmt: skip
+"""Names that stand for the same as a default."""
+COLUMNS = {"conversations": "sharegpt", "messages": "messages"}
+TYPES = {
+    "alpaca": "alpaca", "sharegpt": "sharegpt", "chat_template": "messages", "completion": "text", "pretrain": "text",
+    "chatml.intel": "preference", "chat_template.default": "preference", "chatml": "preference",
+}  # fmt: skip
+"""axolotl's types of a dataset."""
+TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "gemma": "gemma", "mistral": "mistral", "alpaca": "alpaca"}
+TORCHTUNE_DATA = {
+    "alpaca_dataset": ("tatsu-lab/alpaca", "alpaca"), "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", "alpaca"),
+    "chat_dataset": (None, None), "instruct_dataset": (None, None), "preference_dataset": (None, "preference"),
+    "text_completion_dataset": (None, "text"),
+}  # fmt: skip
+"""(the hub's id, the format) of torchtune's datasets."""
+
+
+@dataclass
+class Translation:
+    """A config of another tool as keys of ours."""
+
+    tool: str
+    values: Values = field(default_factory=dict)
+    read: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # without effect here, and why
+    missing: list[str] = field(default_factory=list)  # what could not be translated
+
+
+def tool_of(values: Mapping[str, Any]) -> str:
+    """Return the tool whose config this is, by its keys."""
+    if any(isinstance(value, Mapping) and "_component_" in value for value in values.values()):
+        return "torchtune"
+    names = {normal(name) for name in values}
+    if "base_model" in names or isinstance(values.get("datasets"), list):
+        return "axolotl"
+    if names & {"model_name_or_path", "per_device_train_batch_size", "num_train_epochs", "learning_rate", "output_dir"}:
+        return "trl"
+    raise ValueError(
+        f"from: got the keys {', '.join(sorted(names)[:8])}, wanted a config of axolotl (base_model), TRL or transformers "
+        f"(model_name_or_path) or torchtune (_component_)."
+    )
+
+
+def translate(values: Mapping[str, Any], known: Collection[str]) -> Translation:
+    """Return the recipe of another tool's config, whose kind its keys show."""
+    found = Translation(tool_of(values))
+    flat = FLATTEN[found.tool](dict(values), found)
+    ours, found.read, dropped, refused = read_all(flat, known)
+    found.missing += refused
+    found.left_out += [f"{', '.join(names)}: {reason}" for reason, names in dropped.items()]
+    for key, value in ours.items():
+        if key not in known:
+            found.missing.append(f"{key}: {shown(value)}")
+        elif not (isinstance(value, Mapping) and not value):
+            found.values[key] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def _with_defaults(flat: Values, defaults: Values) -> Values:
+    """Return the values with those that the tool takes where its config says nothing."""
+    given = {SAME.get(normal(name), normal(name)) for name, value in flat.items() if value is not None}
+    if not is_off(flat.get("max_steps")):
+        given |= {"num_train_epochs", "epochs"}
+    filled = {name: value for name, value in defaults.items() if not {SAME.get(name, name), *INSTEAD.get(name, ())} & given}
+    return filled | {name: value for name, value in flat.items() if value is not None}
+
+
+def _preference(flat: Values, beta: Any, loss: Any) -> None:
+    """Set the objective to dpo with these options."""
+    options = {"beta": beta, "loss": loss}
+    flat["objective"], flat["objective_options"] = "dpo", {name: value for name, value in options.items() if value is not None}
+    flat.pop("packing", None), flat.pop("sample_packing", None)
+
+
+def _trl(values: Values, found: Translation) -> Values:
+    flat = {normal(name): value for name, value in values.items()}
+    is_dpo = bool(flat.keys() & {"beta", "loss_type", "max_prompt_length", "ref_model"})
+    uses_lora = not is_off(flat.pop("use_peft", "lora_r" in flat))
+    for name in [name for name in flat if name.startswith("lora_")] if not uses_lora else ():
+        found.left_out.append(f"{name}: use_peft is off")
+        del flat[name]
+    if uses_lora:
+        flat = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05} | flat
+    name, split = flat.pop("dataset_name", None), flat.pop("dataset_train_split", None)
+    configuration, test = flat.pop("dataset_config", None), flat.pop("dataset_test_split", None)
+    if name is not None:
+        flat["data"] = _hub(name, configuration, split)
+        if test is not None and not is_off(flat.get("eval_strategy", "no")):
+            flat["eval_data"] = _hub(name, configuration, test)
+    epochs = str(flat.get("eval_strategy", flat.get("evaluation_strategy", ""))).lower() == "epoch"
+    if epochs:
+        found.missing.append("eval_strategy: epoch; eval_every is a number of steps")
+        flat.pop("eval_strategy", None), flat.pop("evaluation_strategy", None)
+    flat = _with_defaults(flat, DPO if is_dpo else TRL)
+    if is_dpo:
+        loss = flat.pop("loss_type", None)
+        _preference(flat, flat.pop("beta", None), loss[0] if isinstance(loss, list) and len(loss) == 1 else loss)
+        for name in ("max_prompt_length", "max_completion_length"):
+            if flat.pop(name, None) is not None:
+                found.missing.append(f"{name}: an example has one limit, seq")
+    return flat
+
+
+def _hub(name: str, configuration: Any, split: Any) -> str:
+    """Return a dataset of the hub as owner/name:configuration:split; a path as it is."""
+    if Path(name).exists() or "/" not in name or name.endswith((".json", ".jsonl", ".parquet", ".txt")):
+        return name
+    if configuration is not None:
+        return f"{name}:{configuration}:{split or 'train'}"
+    return name if split in (None, "train") else f"{name}:{split}"
+
+
+def _axolotl(values: Values, found: Translation) -> Values:
+    flat = {normal(name): value for name, value in values.items()}
+    _datasets(flat, "datasets", "data", found)
+    _datasets(flat, "test_datasets", "eval_data", found)
+    if "optimizer" in flat:
+        flat["optim"] = flat.pop("optimizer")
+    template = flat.pop("chat_template", None)
+    if template in TEMPLATES:
+        flat["chat_template"] = TEMPLATES[template]
+    elif template not in (None, "tokenizer_default"):
+        found.missing.append(f"chat_template: {shown(template)}; give a file, or leave the tokenizer's")
+    if flat.pop("wandb_project", None):
+        flat["report_to"] = "wandb"
+    adapter = flat.get("adapter")
+    if is_off(adapter):
+        for name in [name for name in flat if name.startswith("lora_")]:
+            found.left_out.append(f"{name}: adapter is off")
+            del flat[name]
+    for name, key in (("evals_per_epoch", "eval_every"), ("saves_per_epoch", "save_every")):
+        if flat.pop(name, None):
+            found.missing.append(f"{name}: {key} is a number of steps")
+    for name in ("wandb_entity", "wandb_watch", "wandb_name", "wandb_log_model", "model_type", "tokenizer_type", "strict"):
+        if flat.pop(name, None) is not None:
+            found.left_out.append(f"{name}: the model's folder says it, or nothing needs it")
+    preference, beta = flat.pop("rl", None), flat.pop("rl_beta", flat.pop("dpo_beta", None))
+    if str(flat.get("bf16")).lower() == "auto":
+        flat["dtype"] = flat.pop("bf16")
+        flat.pop("fp16", None), flat.pop("tf32", None)
+    flat = _with_defaults(flat, AXOLOTL)
+    if preference in ("dpo", "ipo", "kto"):
+        _preference(flat, beta, {"dpo": None}.get(preference, preference))
+    elif not is_off(preference):
+        found.missing.append(f"rl: {shown(preference)}")
+    return flat
+
+
+def _datasets(flat: Values, name: str, key: str, found: Translation) -> None:
+    """Read axolotl's list of datasets: their paths, and the format of their rows."""
+    entries, paths, formats = flat.pop(name, None), list[str](), set[str]()
+    for entry in entries if isinstance(entries, list) else [entries] if entries else ():
+        entry = {"path": entry} if isinstance(entry, str) else dict(entry)
+        path, files, kind = entry.pop("path", None), entry.pop("data_files", None), entry.pop("type", None)
+        split, configuration = entry.pop("split", None), entry.pop("name", None)
+        columns = entry.pop("field_messages", None)
+        entry.pop("ds_type", None)
+        paths += [files] if isinstance(files, str) else files or [_hub(str(path), configuration, split)]
+        if isinstance(kind, str) and (format := COLUMNS.get(columns) or TYPES.get(kind.partition(":")[0].split(".load")[0])):
+            formats.add(format)
+        elif kind is not None:
+            found.missing.append(f"{name}: type: {shown(kind)}; rows need the keys of a format that docs/training.md lists")
+        found.missing += [f"{name}: {option}: {shown(value)}" for option, value in entry.items() if not is_off(value)]
+    if paths:
+        flat[key] = paths
+    if len(formats) == 1 and key == "data":
+        flat["format"] = formats.pop()
+    elif len(formats) > 1:
+        found.missing.append(f"{name}: types of several formats; each file's is detected")
+
+
+def _torchtune(values: Values, found: Translation) -> Values:
+    flat: Values = _filled(values, values)
+    model, tokenizer, optimizer, schedule, data, files, logger = (
+        flat.pop(name, None) or {}
+        for name in ("model", "tokenizer", "optimizer", "lr_scheduler", "dataset", "checkpointer", "metric_logger")
+    )
+    flat["model"] = files.get("checkpoint_dir")
+    component = str(model.pop("_component_", ""))
+    if "lora" in component:
+        flat |= {"lora_r": model.get("lora_rank"), "lora_alpha": model.get("lora_alpha")}
+        flat |= {"lora_dropout": model.get("lora_dropout"), "lora_target_modules": _targets(model)}
+        flat["load_in_4bit"] = "qlora" in component
+    flat["seq"] = tokenizer.get("max_seq_len")
+    flat |= {"learning_rate": optimizer.get("lr"), "weight_decay": optimizer.get("weight_decay", 0.01)}
+    flat |= {"betas": optimizer.get("betas"), "eps": optimizer.get("eps")}
+    kind = str(optimizer.get("_component_", "")).rpartition(".")[2].lower()
+    flat["optim"] = {"adamw8bit": "adamw_8bit", "pagedadamw8bit": "adamw_8bit"}.get(kind, kind)
+    shape = re.search(r"cosine|linear|constant", str(schedule.get("_component_", "")))
+    flat["lr_scheduler_type"] = shape[0] if shape and shape[0] in SCHEDULES else "constant"
+    flat["warmup_steps"] = schedule.get("num_warmup_steps", 0)
+    _torchtune_data(data, flat, found)
+    if not is_off(per_epoch := flat.pop("max_steps_per_epoch", None)):
+        found.missing.append(f"max_steps_per_epoch: {per_epoch}; give steps")
+    flat["max_grad_norm"] = flat.pop("clip_grad_norm", None) or 0
+    name = str(logger.get("_component_", "")).lower()
+    flat["report_to"] = next((known for known in ("wandb", "tensorboard") if known in name), None)
+    for name in ("loss", "profiler", "device", "optimizer_in_bwd", "enable_activation_offloading", "resume_from_checkpoint"):
+        if flat.get(name) in (None, "cuda") or isinstance(flat.get(name), Mapping) or is_off(flat.get(name)):
+            flat.pop(name, None)
+    return _with_defaults(flat, TORCHTUNE)
+
+
+def _targets(model: Values) -> Any:
+    """Return torchtune's adapted layers under their names in transformers."""
+    names = {"output_proj": "o_proj"}
+    layers = [names.get(name, name) for name in model.get("lora_attn_modules", ())]
+    return layers + (["gate_proj", "up_proj", "down_proj"] if model.get("apply_lora_to_mlp") else []) or None
+
+
+def _torchtune_data(data: Values, flat: Values, found: Translation) -> None:
+    component = str(data.pop("_component_", "")).rpartition(".")[2]
+    source, format = TORCHTUNE_DATA.get(component, (None, None))
+    source, files, split = data.pop("source", None) or source, data.pop("data_files", None), data.pop("split", None)
+    flat["packing"] = data.pop("packed", False)
+    if (all_of_it := data.pop("train_on_input", None)) is not None:
+        flat["train_on_inputs"] = all_of_it
+    if data.pop("conversation_style", None) == "sharegpt":
+        format = "sharegpt"
+    if files is not None or source is not None:
+        flat["data"] = files if source in (None, "json", "text", "parquet") else _hub(source, None, split)
+    else:
+        found.missing.append(f"dataset: {component or 'none'}; give data")
+    flat["format"] = format
+    found.missing += [f"dataset: {name}: {shown(value)}" for name, value in data.items() if not is_off(value)]
+
+
+def _filled(value: Any, values: Values) -> Any:
+    """Return a value with ${name} replaced by the value of that name."""
+    if isinstance(value, Mapping):
+        return {name: _filled(own, values) for name, own in value.items()}
+    if isinstance(value, list):
+        return [_filled(own, values) for own in value]
+    if isinstance(value, str):
+        return re.sub(r"\$\{(\w+)\}", lambda found: str(values.get(found[1], found[0])), value)
+    return value
+
+
+FLATTEN: dict[str, Callable[[Values, Translation], Values]] = {"trl": _trl, "axolotl": _axolotl, "torchtune": _torchtune}

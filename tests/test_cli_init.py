@@ -1,0 +1,61 @@
+"""`gpubound init`: each config is accepted as it is, and trains."""
+
+import json
+
+import pytest
+import yaml
+
+from gpubound import device as facts
+from gpubound.cli import main
+from gpubound.cli.init import CONFIGS
+from gpubound.cli.train import from_file
+
+from .train.runs import CHATS, build_corpus, recipe, texts, train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def written(kind, folder, capsys):
+    assert main(["init", kind]) == 0
+    path = folder / f"{kind}.yaml"
+    path.write_text(capsys.readouterr().out)
+    return path
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_key_of_a_config_is_known(kind, tmp_path, capsys):
+    """The ones in comments, too."""
+    path = written(kind, tmp_path, capsys)
+    made = from_file(str(path)).recipe()
+    assert made.out == f"runs/{kind}" and max(map(len, path.read_text().splitlines())) <= 130
+    for line in path.read_text().splitlines():
+        name, colon, value = line.removeprefix("# ").partition(":")
+        if line.startswith("# ") and colon and name.isidentifier():
+            rest = {key: own for key, own in yaml.safe_load(path.read_text()).items() if key not in (name, "validation")}
+            (tmp_path / "one.yaml").write_text(yaml.safe_dump(rest) + f"{name}:{value}\n")
+            assert getattr(from_file(str(tmp_path / "one.yaml")), name)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(facts, "interpreted", lambda: False)
+        run, _ = train(recipe(build_corpus(folder / "corpus"), folder / "run", steps=1))
+        return str(run.export(folder / "hf"))
+
+
+@pytest.mark.parametrize("kind", ["sft", "lora", "dpo", "pretrain"])
+def test_a_config_trains(kind, base, tmp_path, monkeypatch, capsys):
+    path = written(kind, tmp_path, capsys)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "book.txt").write_text("\n".join(texts()))
+    pairs = [{"prompt": chat[0]["content"], "chosen": chat[1]["content"], "rejected": "no"} for chat in CHATS]
+    for name, rows in (("chats", [{"messages": chat} for chat in CHATS]), ("preferences", pairs)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = ["--seq", "128", "--micro-batch", "2", "--steps", "2", "--device", "cpu", "--quiet", "--json"]
+    model = ["--model", "tiny", "--vocabulary", "300"] if kind == "pretrain" else ["--model", base]
+    assert main(["train", str(path), *model, *small]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["finished"] and answer["last"]["step"] == 2 and not answer["failed"]
