@@ -31,6 +31,11 @@ def packed_arguments(trunk: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     segments = Segments.of(arguments["input_ids"], *(arguments.get(name) for name in ("segment_ids", "cu_seqlens")))
     assert segments is not None
     config = trunk.config.get_text_config()
+    if unknown := sorted({*(getattr(config, "layer_types", None) or ())} - {FULL, WINDOWED}):
+        raise ValueError(
+            f"packed rows: {type(trunk).__name__} has layers of type {unknown[0]!r}, wanted {FULL!r} or {WINDOWED!r}: others "
+            f"read other examples of a row; {UNPACKED}."
+        )
     implementation = config._attn_implementation
     if implementation == "sdpa" and trunk._supports_flash_attn and trunk._supports_attention_backend:
         # Four dimensions: transformers makes no mask then. Where attention does not read segments, SDPA refuses its integers.
@@ -53,13 +58,8 @@ def _masks(trunk: Any, config: Any, segments: Segments, implementation: str) -> 
         dtype = trunk.get_input_embeddings().weight.dtype
         return segments.mask(window) if implementation == "sdpa" else segments.bias(dtype, window)
 
-    kinds, window = set(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
-    if unknown := sorted(kinds - {FULL, WINDOWED}):
-        raise ValueError(
-            f"packed rows: {type(trunk).__name__} has layers of type {unknown[0]!r}, wanted {FULL!r} or {WINDOWED!r}: others "
-            f"read other examples of a row; {UNPACKED}."
-        )
-    if WINDOWED in kinds:
+    window = getattr(config, "sliding_window", None)
+    if WINDOWED in (getattr(config, "layer_types", None) or ()):
         return {FULL: mask(None), WINDOWED: mask(window)}
     windows = {vars(module)["sliding_window"] for module in trunk.modules() if "sliding_window" in vars(module)}
     return mask(windows.pop() if len(windows) == 1 else window)
