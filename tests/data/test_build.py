@@ -345,8 +345,10 @@ def test_documents_repeat_by_the_weight_of_their_source(tmp_path, said):
     assert sorted(counts[:8]) == [2] * 6 + [3] * 2 and sorted(counts[8:]) == [0] * 4 + [1] * 4
     training, held_out = corpus.split(0.25)
     assert not set(texts(training.weighted())) & set(texts(held_out.weighted()))
-    rows = [chr(batch["input_ids"][0, 0]) for batch in corpus.batches(9, 1, "cpu", pack="none")]
-    assert sorted(rows) == sorted(whole) and len(list(corpus.batches(9, 1, "cpu", pack="none", weighted=False))) == 16
+    for part, mode in ((corpus, "resident"), (corpus, "ring"), (corpus.weighted(), "resident")):
+        rows = [chr(batch["input_ids"][0, 0]) for batch in part.batches(9, 1, "cpu", pack="none", mode=mode)]
+        assert sorted(rows) == sorted(whole)
+    assert len(list(corpus.batches(9, 1, "cpu", pack="none", weighted=False))) == 16
     said()
     again = build(tmp_path / "c", dict.fromkeys(sources, 1), shard_tokens=25)
     assert list(again.weights.values()) == [1, 1] and texts(again.weighted()) == texts(corpus)

@@ -15,8 +15,9 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k].cpu(), b[k].cpu()) for k in a)
 
 
-@pytest.mark.parametrize("pack", ["stream", "examples", "none"])
+@pytest.mark.parametrize("pack", ["stream", "examples", "pairs"])
 def test_a_corpus_on_the_device_copies_nothing_and_waits_for_nothing(corpus, pack):
+    corpus.pairs = pack == "pairs"
     served, plain = corpus.batches(16, 2, CUDA, pack=pack), corpus.batches(16, 2, "cpu", pack=pack, mode="ring")
     served.take(), plain.take()
     torch.cuda.set_sync_debug_mode("error")
@@ -30,8 +31,9 @@ def test_a_corpus_on_the_device_copies_nothing_and_waits_for_nothing(corpus, pac
     assert all(same(batch, plain.take()) for batch in got), "the GPU's batches are the CPU's, bit for bit"
 
 
-@pytest.mark.parametrize("pack", ["stream", "examples", "none"])
+@pytest.mark.parametrize("pack", ["stream", "examples", "pairs"])
 def test_each_replay_of_a_captured_fetch_draws_the_next_batch(corpus, pack):
+    corpus.pairs = pack == "pairs"
     served, plain = corpus.batches(16, 2, CUDA, pack=pack), corpus.batches(16, 2, "cpu", pack=pack)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

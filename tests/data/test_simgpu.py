@@ -16,8 +16,9 @@ def sim():
     return simgpu()
 
 
-@pytest.mark.parametrize("pack", ["stream", "examples", "none"])
+@pytest.mark.parametrize("pack", ["stream", "examples", "pairs"])
 def test_a_resident_corpus_costs_the_host_nothing(corpus, sim, pack):
+    corpus.pairs = pack == "pairs"
     served, plain = corpus.batches(16, 2, sim, pack=pack), corpus.batches(16, 2, "cpu", pack=pack)
     with watch() as ledger:
         on_device = [served.take() for _ in range(2 * len(served))]

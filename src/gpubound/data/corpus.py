@@ -161,7 +161,7 @@ class Corpus:
             parts += source.parts * int(weight)
             if drawn := round(units * (weight % 1)):
                 parts += source._select(np.repeat(choose(units, drawn, seed), each)).parts
-        return self.with_parts(parts) if self.weights else self
+        return Corpus(parts, self.vocab_size, self.fingerprint, self.path, self.contents, self.pairs) if self.weights else self
 
     def _select(self, mask: np.ndarray) -> "Corpus":
         """Return the corpus of the documents in `mask`."""
