@@ -177,7 +177,7 @@ def test_rows_of_two_formats_in_a_file_are_named(tmp_path):
         ({"prompt": "a", "completion": 3}, "['completion']: got a int, wanted a string or a chat"),
         ({"instruction": 3, "output": "x"}, "['instruction']: got 3, wanted a text"),
         (
-            {"chosen": [ASK, TELL], "rejected": [ASK, TELL]},
+            {"chosen": [ASK], "rejected": [ASK, TELL]},
             "['chosen']: has no assistant's answer after the messages",
         ),
         ({"chosen": [ASK, TELL], "rejected": "x"}, "['chosen']: has no assistant's answer after the messages"),
@@ -194,6 +194,7 @@ def test_bad_rows_are_named(row, fact):
 def test_empty_answers_are_left_out():
     for row in (
         {"instruction": "x", "output": " "}, {"prompt": "x", "completion": ""}, {"chosen": "a b", "rejected": "a "},
+        {"chosen": [ASK, TELL], "rejected": [ASK, TELL]},
     ):  # fmt: skip
         assert RowParser()(row, "a:1") == ""
 

@@ -290,6 +290,7 @@ def test_parquet(tmp_path):
     parquet.write_table(pyarrow.table({"n": [1]}), tmp_path / "v.parquet")
     assert read(tmp_path / "t.parquet") == ["a", "b"] and read(tmp_path / "u.parquet") == [TURNS]
     assert refused(tmp_path / "v.parquet") == message("data/texts:parquet", tmp_path / "v.parquet")
+    assert refused(tmp_path / "t.parquet", text_key="body") == message("data/texts:parquet.2", tmp_path / "t.parquet")
 
 
 def test_a_saved_dataset(tmp_path):

@@ -121,7 +121,10 @@ def completion(row: Mapping[str, Any], where: str) -> Document:
 
 
 def preference(row: Mapping[str, Any], where: str) -> Document:
-    """Return two answers to `prompt`. Without one, the prompt is what both texts or conversations begin with."""
+    """Return two answers to `prompt`. Without one, the prompt is what both texts or conversations begin with. Two equal answers
+    have no preference."""
+    if row["chosen"] == row["rejected"]:
+        return ""
     prompt, answers = row.get("prompt"), {name: row[name] for name in ("chosen", "rejected")}
     if all(isinstance(part, str) for part in (prompt or "", *answers.values())):
         texts = [as_text(answer, f"{where}[{name!r}]") for name, answer in answers.items()]
@@ -175,14 +178,16 @@ class RowParser:
             names = ", ".join(known.name for known in FORMATS)
             raise ValueError(f"texts: format: got {format!r}, wanted one of {names}.")
         self.format: RowFormat | None = None
+        self._noticed = False
 
     def columns(self, names: list[str], where: str) -> list[str]:
         """Return those of a table's columns that its format reads."""
         if self.text_key is not None:
-            wanted = [self.text_key]
+            wanted = [self.text_key] if self.text_key in names else []
         else:
-            wanted = [key for known in self.formats for key in (*known.keys, *known.optional)]
-        if not any(set(known.keys) <= set(names) for known in self.formats) and self.text_key not in names:
+            found = [known for known in self.formats if set(known.keys) <= set(names)]
+            wanted = [key for known in found for key in (*known.keys, *known.optional)]
+        if not wanted:
             raise DataError(f"{where}: has the columns {', '.join(names)}, {self._wanted()}")
         return [name for name in names if name in wanted]
 
@@ -208,7 +213,11 @@ class RowParser:
         found = [known for known in self.formats if all(row.get(key) is not None for key in known.keys)]
         if len(found) > 1 and found[0].name == "text":  # a chat written out: learning it would learn the prompts, too
             found = found[1:]
-            notice(f"{where}: its 'text' is not read, but its {', '.join(found[0].keys)}; format or text_key can name another.")
+            if not self._noticed:
+                notice(
+                    f"{where}: its 'text' is not read, but its {', '.join(found[0].keys)}; format or text_key names another."
+                )
+            self._noticed = True
         if len(found) > 1:
             both = " and ".join(f"{known.name} ({', '.join(known.keys)})" for known in found)
             raise DataError(f"{where}: has the keys of the formats {both}; name the one to learn with format (--format).")

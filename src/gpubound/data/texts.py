@@ -183,7 +183,7 @@ def _check_read_once(path: _PathTexts, owners: dict[tuple[int, int], _PathTexts]
 
 def _report_empty(where: str, count: int) -> None:
     if count:
-        notice(f"{where}: left out: {count:,} empty texts.")
+        notice(f"{where}: left out: {count:,} rows that hold nothing to learn (empty, or two equal answers).")
 
 
 def text_files(path: Path) -> list[Path]:
