@@ -20,7 +20,7 @@ No run holds a second model: gradients are made by groups, and that fp32 model w
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -47,6 +47,7 @@ UNIT = {torch.float64: 1e-6, torch.float32: 5e-6, torch.float16: 1e-3, torch.bfl
 # Of a whole model's outputs, loss and all gradients together, and of a single gradient.
 LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 GRADIENT_LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 1e-1, torch.bfloat16: 3e-1}
+PART = 1 << 24  # elements of two tensors whose difference exists at a time
 GROUP = 1 << 29  # bytes of a whole model's gradients that exist at a time
 
 Named = dict[str, Tensor]
@@ -110,9 +111,9 @@ def verify(module: nn.Module, cases: Iterable[Case], swap: Callable[[], None]) -
     config = getattr(module, "config", None)
     wider = torch.float32 if dtype.itemsize < 4 else torch.float64
     truth = run(deepcopy(module, {id(config): config}).to(wider), cases, wider)  # the copy is freed before the other runs
-    before = run(module, cases, dtype)
+    original = Original.of(run(module, cases, dtype), truth)
     swap()
-    return compare_with_truth(run(module, cases, dtype), before, truth, dtype)
+    return compare_with_truth(run(module, cases, dtype), original, truth, dtype)
 
 
 def run(module: nn.Module, cases: Iterable[Case], dtype: torch.dtype) -> Named:
@@ -133,19 +134,31 @@ def run(module: nn.Module, cases: Iterable[Case], dtype: torch.dtype) -> Named:
     return named
 
 
-def compare_with_truth(after: Named, before: Named, truth: Named, dtype: torch.dtype, single: float = 0.0) -> Agreement:
-    """Compare the errors of `after` and `before` from `truth`. single: an error that is always allowed for a single gradient"""
-    if why := missing(after, before):
+@dataclass(frozen=True)
+class Original:
+    """The original's run: the names, dtypes and shapes of its tensors, and their errors. The tensors can be freed."""
+
+    kinds: dict[str, tuple[torch.dtype, torch.Size]]
+    errors: dict[str, float]
+
+    @classmethod
+    def of(cls, run: Named, truth: Named) -> "Original":
+        return cls({name: (t.dtype, t.shape) for name, t in run.items()}, distances(run, truth))
+
+
+def compare_with_truth(after: Named, original: Original, truth: Named, dtype: torch.dtype, single: float = 0.0) -> Agreement:
+    """Compare the errors of `after` and of the original. single: an error that is always allowed for a single gradient"""
+    if why := missing(after, original.kinds):
         return Agreement(why=why)
     for name, new in after.items():
-        if new.dtype != (old := before[name]).dtype or new.shape != old.shape:
-            return Agreement(why=f"{name} is {new.dtype} {tuple(new.shape)}, the original's {old.dtype} {tuple(old.shape)}")
-    limits = {name: FACTOR * error + UNIT[dtype] for name, error in distances(before, truth).items()}
+        if (new.dtype, new.shape) != (kind := original.kinds[name]):
+            return Agreement(why=f"{name} is {new.dtype} {tuple(new.shape)}, the original's {kind[0]} {tuple(kind[1])}")
+    limits = {name: FACTOR * error + UNIT[dtype] for name, error in original.errors.items()}
     limits |= {name: max(single, limit) for name, limit in limits.items() if name.startswith(GRADIENT)}
     return worst(distances(after, truth), limits)
 
 
-def missing(after: Named, before: Named) -> str:
+def missing(after: Collection[str], before: Collection[str]) -> str:
     """Return the first tensor that only one of the two runs has, or an empty string."""
     for name in (*before, *after):
         if name not in after or name not in before:
@@ -165,7 +178,8 @@ def distances(run: Named, other: Named) -> dict[str, float]:
     for name in (name for name in other if name in run):
         scale = torch.maximum(norms[name], floor) if name.startswith(GRADIENT) else norms[name]
         # all of it may be zero, as at weights of zeros
-        errors[name] = (run[name] - other[name]).norm().float() / scale.clamp_min(1e-12)
+        parts = zip(run[name].reshape(-1).split(PART), other[name].reshape(-1).split(PART))
+        errors[name] = torch.stack([(one - two).norm().float() for one, two in parts]).norm() / scale.clamp_min(1e-12)
     return dict(zip(errors, torch.stack([*errors.values()]).tolist()))
 
 
@@ -273,7 +287,7 @@ def compare_in_fp32(model: nn.Module, run: Callable[[], Named], after: Named, be
         except RuntimeError:  # 16-bit weights met fp32 in an operation other than F.linear and F.embedding
             with in_fp32(model, streamed=False):
                 truth = run()
-    result = compare_with_truth(after, before, truth, dtype, single=GRADIENT_LIMIT[dtype])
+    result = compare_with_truth(after, Original.of(before, truth), truth, dtype, single=GRADIENT_LIMIT[dtype])
     return replace(result, where=f"{result.where}, from fp32,")
 
 

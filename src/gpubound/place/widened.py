@@ -95,7 +95,7 @@ class _WidenedLinear(torch.autograd.Function):
             own = g[..., begin : begin + len(rows)]
             dx += own @ rows.float()
             dweight = (own.reshape(-1, len(rows)).t() @ flat_x).flatten()
-            parts.append(dweight[-begin * weight.shape[1] % step :: step])  # of every step-th element of all of W
+            parts.append(dweight[-begin * weight.shape[1] % step :: step].clone())  # every step-th element of all of W
             begin += len(rows)
         _add(weight, torch.cat(parts)[:ELEMENTS])
         return dx, None
