@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed.local_shard import is_sharded
 from ..kernels.adamw import BLOCK, adamw8, decode, encode, number
 from ..kernels.tensor_state import made_record
+from ..layers.linear_product import full_tensor
 from .flat_buffers import FlatLayout, Group
 from .optimizer import AdamW, FlatAdamW
 
@@ -66,10 +66,6 @@ def _blocks(shape: torch.Size, first: int, place: list[int]) -> Tensor:
     for size, stride in zip(shape[1:], strides[1:]):
         position, rank = position[..., None] + torch.arange(size, device="cpu") * stride, rank[..., None]
     return rank * blocks + position // BLOCK
-
-
-def _full_tensor(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 class FlatAdamW8bit(FlatAdamW):
@@ -129,7 +125,7 @@ class FlatAdamW8bit(FlatAdamW):
         rows_of, part = state[PLACES].cpu(), self.weights.part
         same = rows_of.equal(self._layout_rows())
         for kind, moments in self._by_name():
-            scales = {index: _full_tensor(state[f"scale.{kind}.{index}"]) for index in rows_of[:, 0].unique().tolist()}
+            scales = {index: full_tensor(state[f"scale.{kind}.{index}"]) for index in rows_of[:, 0].unique().tolist()}
             for index, (group, coded) in enumerate(moments.items()):
                 begin = part * len(coded.scales)
                 if same and begin < len(scales[index]):
