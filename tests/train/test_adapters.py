@@ -107,7 +107,7 @@ def test_the_best_adapters_are_exported(corpus, base, tmp_path, monkeypatch, ema
 def test_what_is_exported_is_what_was_trained(corpus, base, tmp_path):
     """The adapters, read by PEFT and here, and the merged model, read by transformers and here."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    run, _ = train(adapting(corpus, base, tmp_path / "run", steps=20))
+    run, _ = train(adapting(corpus, base, tmp_path / "run", steps=8))
     want = logits_of(run.model)
     folder = run.export(tmp_path / "adapter")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(base)
@@ -131,7 +131,7 @@ def test_what_is_exported_is_what_was_trained(corpus, base, tmp_path):
 @pytest.mark.parametrize("format", ["nf4", "int8"])
 def test_over_a_base_in_fewer_bits(corpus, base, tmp_path, format):
     """A checkpoint holds no codes, and what is merged computes what was trained: the rounded base and its adapters."""
-    run, _ = train(adapting(corpus, base, tmp_path / "run", steps=20, lora={"rank": 4, "alpha": 8, "base": format}))
+    run, _ = train(adapting(corpus, base, tmp_path / "run", steps=8, lora={"rank": 4, "alpha": 8, "base": format}))
     assert run.model.model.layers[0].mlp.up_proj.weight.dtype is not torch.float32
     kept = [name for name in run.checkpoints.latest().tensors() if name.startswith("model.")]
     assert len(kept) == 2 * 2 * 7 and all(".lora_" in name for name in kept)
