@@ -100,11 +100,11 @@ def test_a_command_line_parses(where, line, monkeypatch, capsys):
     """Its options are the command's own. Nothing is run: the parser's answer ends it."""
     for owner, name in ((tyro, "cli"), (argparse.ArgumentParser, "parse_args")):
         monkeypatch.setattr(owner, name, _stopping(getattr(owner, name)))
-    words = shlex.split(line.replace("...", ""))
+    words = shlex.split(re.sub(r"2?>+ *\S+", "", line.replace("...", "")))
     words = words[words.index("gpubound") + 1 :]
     if not words or words[0].startswith("-") or words[0] == "COMMAND":
         return
-    command, *rest = [word for word in words if word not in (">", "2>")]
+    command, *rest = words
     if command in ("train", "plan") and rest and not rest[0].startswith("-"):
         rest.pop(0)  # the YAML file, which may be the reader's own
     module = f"gpubound.cli.{command}"

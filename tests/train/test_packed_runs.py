@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import pytest
 
@@ -9,6 +10,7 @@ from gpubound.data import train_tokenizer
 from gpubound.errors import DataError
 from gpubound.train.objectives import Objective
 from gpubound.train.prepare import prepare
+from gpubound.train.recipe import Recipe
 from tests.messages import refusal
 
 from .runs import CHATS, assert_same, build_corpus, recipe, texts, train
@@ -93,3 +95,16 @@ def test_what_does_not_fit_is_refused(chats, tmp_path, monkeypatch):
 def few(chats):
     (chats / "few.jsonl").write_text(json.dumps({"messages": CHATS[0]}) + "\n")
     return chats / "few.jsonl"
+
+
+def test_default_rows_are_as_long_as_long_examples(chats, tmp_path, capsys):
+    """With as many tokens in a micro-batch; --seq and --micro-batch are left as they are."""
+    (tmp_path / "long.jsonl").write_text(
+        "".join(json.dumps({"prompt": texts()[n][:800], "completion": " the end"}) + "\n" for n in range(10))
+    )
+    long = {"model": "tiny", "data": (str(tmp_path / "long.jsonl"),), "tokenizer": str(chats / "tokenizer"), "device": "cpu"}
+    recipe = partial(Recipe, **long, validation=0.0, steps=1)
+    stage = prepare(recipe(out=str(tmp_path / "run")), progress=False).stage
+    assert stage.recipe.seq == 1024 and stage.recipe.micro_batch == 4 and "longer than 512" in capsys.readouterr().err
+    given = prepare(recipe(out=str(tmp_path / "given"), seq=256, micro_batch=2, overlong="truncate_left"), progress=False)
+    assert (given.stage.recipe.seq, given.stage.recipe.micro_batch) == (256, 2) and given.feed.packing.truncated == 10

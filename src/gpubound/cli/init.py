@@ -19,11 +19,11 @@ data: chats.jsonl             # {"messages": [...]}, {"prompt": ..., "completion
 validation: 0.05
 """
 ROWS = """\
-seq: 2048                     # tokens in a row
+# seq: 2048                   # tokens in a row; without it 512, more for longer examples, fewer for a small set
+# micro_batch: 4              # rows that the model computes at once; without it as many as hold 4,096 tokens
+accumulate: 1                 # micro-batches in a step, of all GPUs together
 pack: auto                    # whole examples, several a row, which do not see each other; none: one a row, padded
-overlong: truncate            # or truncate_left, drop
-micro_batch: 4                # rows that the model computes at once
-accumulate: 2                 # micro-batches in a step, of all GPUs together
+overlong: truncate            # what happens to examples longer than a row; or truncate_left, drop
 """
 LEARNT = """\
 train_on: assistant           # or last (the last answer), all
@@ -92,10 +92,10 @@ objective_options:
   beta: 0.1                   # how strongly the reference holds
   loss: sigmoid               # DPO; or ipo, hinge, kto
 
-seq: 1024                     # tokens of a prompt and its answer
-overlong: truncate_left       # or truncate, drop
-micro_batch: 4                # rows that the model computes at once, two a pair
-accumulate: 4                 # micro-batches in a step, of all GPUs together
+# seq: 1024                   # tokens of a prompt and its answer; without it 512, more for longer ones
+# micro_batch: 8              # rows that the model computes at once, two a pair; without it as many as hold 4,096 tokens
+accumulate: 2                 # micro-batches in a step, of all GPUs together
+overlong: truncate_left       # what happens to longer ones; or truncate, drop
 
 epochs: 1                     # or steps: 1000
 lr: 5e-6

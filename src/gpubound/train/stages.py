@@ -20,6 +20,7 @@ EVALUATION_TOKENS = 131_072  # of one evaluation, unless eval_batches says more:
 MOST_HELD_OUT = 0.2  # of a small set
 FEWEST_EXAMPLES = 8  # that are held out of whole examples, unless they are more than MOST_HELD_OUT
 SHORTEST = 64  # tokens of a row, when a small set has too few for the default
+LONGEST = 2048  # tokens of a row, when examples are longer than the default
 WHOLE = ("examples", "none", "pairs")  # packings that keep examples whole
 
 
@@ -155,19 +156,20 @@ def stage_of(name: str, recipe: Recipe, corpus: Corpus, eval_corpora: dict[str, 
         return training, held_out, rows_of(training, recipe, seq)
 
     seq, micro_batch = recipe.seq, recipe.micro_batch
+    any_seq, any_micro_batch = seq == defaults["seq"], micro_batch == defaults["micro_batch"]
+    longest = int(np.diff(corpus.offsets()).max()) - 1 if whole else 0  # tokens of an example in a row
+    while any_seq and seq < min(longest, LONGEST):
+        seq, micro_batch = 2 * seq, micro_batch // 2 if any_micro_batch else micro_batch  # as many tokens
     training, held_out, packing = split(seq)
-    while seq > SHORTEST and recipe.seq == defaults["seq"] and packing.rows < micro_batch:
-        shorter = split(seq // 2)
-        if whole and shorter[2].truncated + shorter[2].too_long > packing.truncated + packing.too_long:
-            break  # its examples would no longer be whole
-        seq, (training, held_out, packing) = seq // 2, shorter
-    if micro_batch == defaults["micro_batch"]:
+    while any_seq and seq > max(SHORTEST, 2 * longest - 1) and packing.rows < micro_batch:
+        seq //= 2
+        training, held_out, packing = split(seq)
+    if any_micro_batch:
         micro_batch = max(packing.group, min(micro_batch, packing.rows))
     if (seq, micro_batch) != (recipe.seq, recipe.micro_batch):
-        notice(
-            f"{where}data: {training.tokens:,} tokens are fewer than {recipe.micro_batch} rows of {recipe.seq}; seq is {seq} "
-            f"and micro_batch {micro_batch}. Give --seq and --micro-batch to choose."
-        )
+        why = f"{training.tokens:,} tokens are fewer than {recipe.micro_batch} rows of {recipe.seq}"
+        why = f"examples are longer than {recipe.seq} tokens" if seq > recipe.seq else why
+        notice(f"{where}data: {why}; seq is {seq} and micro_batch {micro_batch}. Give --seq and --micro-batch to choose.")
     if held_out is not None and held_out.tokens > 2 * recipe.validation * corpus.tokens:
         few = f"fewer than {FEWEST_EXAMPLES} examples" if whole else f"less than a row of {seq}"
         notice(
