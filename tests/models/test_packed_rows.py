@@ -129,6 +129,27 @@ def test_a_placed_model_runs_its_own_loop(kind):
     assert len(counted) > 8 and [dict(counter) for counter in counted] == before
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3 windows", "gemma2", "gemma3"])
+def test_positions_that_restart_mark_examples_for_a_placed_model(kind):
+    """As transformers and TRL pack rows: without other fields. Rows longer than the window stay in the loop, too."""
+    batch, _ = batch_of()
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids", "labels")}
+    model = make(kind)
+    want = outputs(model, inputs)
+    place(model)
+    before = model.model.delegated.total()
+    assert_close(outputs(model, inputs), want)
+    assert model.model.delegated.total() == before
+
+
+def outputs(model, inputs):
+    """The loss and all gradients of the model's own forward."""
+    model.train().zero_grad()
+    loss = model(**inputs, use_cache=False).loss
+    loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3"])
 def test_eager_attention_too(kind):
     model = make(kind)

@@ -87,7 +87,7 @@ class SandwichStack(HFStack):
 
     def run(self, x: Tensor, positions: Tensor | None, attention_mask: Mask) -> Tensor:
         rope = {kind: table.of(x, positions) for kind, table in self.tables.items()}
-        mask = {kind: self.mask_of(kind, x, positions, attention_mask) for kind in self.tables}
+        mask = {kind: self.mask_of(kind, x, attention_mask) for kind in self.tables}
         return run_blocks(self.layers._modules.values(), self.norm, x, rope, mask, self.step)
 
     def window(self) -> None:
@@ -106,14 +106,14 @@ class SandwichStack(HFStack):
             else "the config has other types of layers than the layers"
         )
 
-    def mask_of(self, kind: str, x: Tensor, positions: Tensor | None, attention_mask: Mask) -> Any:
-        """Return the mask of a type of layer; None for SDPA on a batch without a mask or positions that fits the window."""
+    def mask_of(self, kind: str, x: Tensor, attention_mask: Mask) -> Any:
+        """Return the mask of a type of layer; None for SDPA on a batch without a mask that fits the window."""
         if isinstance(attention_mask, Segments):
             return attention_mask
         fits = kind != WINDOWED or x.shape[1] <= self.config.sliding_window
-        if self.implementation == "sdpa" and positions is None and attention_mask is None and fits:
+        if self.implementation == "sdpa" and attention_mask is None and fits:
             return None
-        return self.masked(MASKS[kind], x, positions, attention_mask)
+        return self.masked(MASKS[kind], x, attention_mask)
 
 
 class ShiftedStack(HFStack):

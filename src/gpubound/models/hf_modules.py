@@ -29,7 +29,7 @@ from ..layers.fused_weights import Kernels, Stacked, bare, describe, hooked
 from ..layers.mlp import MLP, gated_calls
 from ..layers.packed_attention import Segments
 from .decoding import ACTIVATION_NAMES, FIXED, HFAngles, Reader, activation_name, halves, rope_types
-from .packed_rows import SEGMENTS, WINDOWED
+from .packed_rows import SEGMENTS, WINDOWED, restarts
 from .placing import BATCH, TOKENS, Case, Delegating, Maker, Swap, cache_in, cache_word, made_up, mode, random_case
 
 # Keywords of attention that do not change SDPA's result. Any other argument goes to the original forward.
@@ -244,18 +244,20 @@ class HFStack(Delegating):
         x = kwargs.get("inputs_embeds")
         if x is None:
             x = look_up(self.embed_tokens, kwargs["input_ids"])
-        window, segments = self.window(), kwargs.get(SEGMENTS)
-        if segments is None and window is not None and x.shape[1] > window:
+        positions, mask = kwargs.get("position_ids"), kwargs.get(SEGMENTS, kwargs.get("attention_mask"))
+        if mask is None and positions is not None and positions.dim() == 2:  # as TRL packs rows
+            mask = restarts(positions, len(x))
+        window = self.window()
+        if window is not None and x.shape[1] > window and not isinstance(mask, Segments):
             return self.delegate(f"the sequence is longer than the sliding window of {window}", **kwargs)
-        mask = kwargs.get("attention_mask") if segments is None else segments
-        return BaseModelOutputWithPast(last_hidden_state=self.run(x, kwargs.get("position_ids"), mask))
+        return BaseModelOutputWithPast(last_hidden_state=self.run(x, positions, mask))
 
     def run(self, x: Tensor, positions: Tensor | None, attention_mask: Mask) -> Tensor:
         """Return the hidden states after the final norm, from the embeddings x."""
         rope, mask = self.table.of(x, positions), attention_mask
-        if not isinstance(mask, Segments) and (positions is not None or mask is not None):
+        if isinstance(mask, Tensor):
             # transformers decides if a mask is needed, which synchronises with the device once
-            mask = self.masked(create_causal_mask, x, positions, mask)
+            mask = self.masked(create_causal_mask, x, mask)
         return run_blocks(self.layers._modules.values(), self.norm, x, rope, mask, self.step)
 
     def window(self) -> int | None:
@@ -266,9 +268,9 @@ class HFStack(Delegating):
         windows = any("sliding_window" in vars(layer.self_attn) for layer in self.layers._modules.values())
         return None if windows else window  # Mistral's and Phi-3's layers have it whatever their types
 
-    def masked(self, make: Callable, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> Any:
-        arguments = {"config": self.config, "inputs_embeds": x, "attention_mask": attention_mask, "position_ids": positions}
-        return make(**arguments, **{MASK_CACHE: None})
+    def masked(self, make: Callable, x: Tensor, attention_mask: Tensor | None) -> Any:
+        """Return the mask by a function of transformers, for rows of one example."""
+        return make(config=self.config, inputs_embeds=x, attention_mask=attention_mask, **{MASK_CACHE: None})
 
     def unable(self, kwargs: dict[str, Any]) -> str | None:
         """Return why this call must take the original forward; None if the loop computes the same."""

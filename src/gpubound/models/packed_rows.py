@@ -9,6 +9,8 @@ ours that reads `segments`. Others, and eager attention, get masks.
 from functools import wraps
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..layers.attention import attend
@@ -49,6 +51,16 @@ def packed_arguments(trunk: Any, arguments: dict[str, Any]) -> dict[str, Any]:
             f"attn_implementation='sdpa', or {UNPACKED}."
         )
     return rest | {"attention_mask": mask, SEGMENTS: segments}
+
+
+def restarts(positions: Tensor, rows: int) -> Segments | None:
+    """Return the examples that position_ids (1 or B, T) mark, a new one where they do not go on by one, as transformers finds
+    them; None if each of B rows is one example. Synchronises with the device once."""
+    first = F.pad(positions.expand(rows, -1).diff(dim=1) != 1, (1, 0), value=True)
+    starts = first.flatten().nonzero().flatten()
+    if len(starts) == rows:
+        return None
+    return Segments(first.cumsum(1), F.pad(starts, (0, 1), value=first.numel()).to(torch.int32))
 
 
 def _masks(trunk: Any, config: Any, segments: Segments, implementation: str) -> Any:
