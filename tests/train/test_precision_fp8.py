@@ -52,8 +52,8 @@ def test_the_curve_lies_within_the_spread_of_bf16_seeds():
     eight = losses(step_of(decoder(0)), 24)
     spread = bf16.max(0).values - bf16.min(0).values
     assert bf16[0, 0] > 4.3 and bf16[0, -5:].mean() < 2.5, "the task was not learned, so nothing is compared"
-    assert ((eight - bf16[0]).abs() <= spread).all()
-    assert (eight[-10:].mean() - bf16[0, -10:].mean()).abs() < spread[-10:].mean() / 2
+    assert ((eight - bf16[0]).abs() <= spread / 2).all()
+    assert (eight[-10:].mean() - bf16[0, -10:].mean()).abs() < spread[-10:].mean() / 4
     assert not torch.equal(eight, bf16[0])
 
 
