@@ -15,10 +15,13 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k].cpu(), b[k].cpu()) for k in a)
 
 
-@pytest.mark.parametrize("pack", ["stream", "examples", "pairs"])
-def test_a_corpus_on_the_device_copies_nothing_and_waits_for_nothing(corpus, pack):
+@pytest.mark.parametrize("pack, options", [("stream", {}), ("examples", {}), ("pairs", {}), ("none", {"buckets": 2})])
+def test_a_corpus_on_the_device_copies_nothing_and_waits_for_nothing(corpus, pack, options):
     corpus.pairs = pack == "pairs"
-    served, plain = corpus.batches(16, 2, CUDA, pack=pack), corpus.batches(16, 2, "cpu", pack=pack, mode="ring")
+    served, plain = (
+        corpus.batches(16, 2, CUDA, pack=pack, **options),
+        corpus.batches(16, 2, "cpu", pack=pack, mode="ring", **options),
+    )
     served.take(), plain.take()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -16,13 +16,13 @@ def sim():
     return simgpu()
 
 
-@pytest.mark.parametrize("pack", ["stream", "examples", "pairs"])
-def test_a_resident_corpus_costs_the_host_nothing(corpus, sim, pack):
+@pytest.mark.parametrize("pack, options", [("stream", {}), ("examples", {}), ("pairs", {}), ("none", {"buckets": 2})])
+def test_a_resident_corpus_costs_the_host_nothing(corpus, sim, pack, options):
     corpus.pairs = pack == "pairs"
-    served, plain = corpus.batches(16, 2, sim, pack=pack), corpus.batches(16, 2, "cpu", pack=pack)
+    served, plain = corpus.batches(16, 2, sim, pack=pack, **options), corpus.batches(16, 2, "cpu", pack=pack, **options)
     with watch() as ledger:
         on_device = [served.take() for _ in range(2 * len(served))]
-        fetched = served.fetch()
+        fetched = served.take() if options else served.fetch()
     assert (ledger.totals["syncs"], ledger.totals["h2d_copies"], ledger.totals["d2h_copies"]) == (0, 0, 0)
     for batch in [*on_device, fetched]:
         want = plain.take()

@@ -5,8 +5,9 @@ be captured in a CUDA graph, whose every replay draws the next batch. For a stre
 batches on the host, and the ring copies them.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from torch import Tensor
 
 from ..errors import GraphError
 from ..trace import notice
+from .buckets import BucketCutter
 from .feeds import Feed, check_seed, check_slots, target, try_resident
 from .leaves import Padding
-from .packing import OVERLONG, PACKS, Packing, pack_corpus
+from .packing import OVERLONG, PACKS, Packing, pack_buckets, pack_corpus
 from .ring import Ringed
 from .rows import FIELDS, PACKED_FIELDS, STREAM_FIELDS, BatchCutter, Order, as_stored
 from .source import Source
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from .corpus import Corpus  # which calls `batches`
 
 UPLOAD_TOKENS = 1 << 25  # copied at once: 64 MB of 16-bit tokens
-AHEAD = 64  # batches whose rows are computed together: about 40 launches then cost less than one a batch
 
 
 def batches(
@@ -41,6 +42,7 @@ def batches(
     pack: str = "stream",
     overlong: str | None = None,
     max_documents: int | None = None,
+    buckets: int | Sequence[int] | None = None,
     fields: tuple[str, ...] | None = None,
     labels: str = "next",
     pad_id: int = 0,
@@ -67,6 +69,8 @@ def batches(
     labels    "next": the next tokens. "own": the input tokens themselves, for models that fill masked positions; only with
               pack="stream"
     max_documents   limits the documents in a row, and so the length of cu_seqlens, micro_batch · max_documents + 1
+    buckets   of "none" and "pairs": rows of several lengths up to seq, each batch of one, chosen for the least padding, or
+              given. Every length is another shape to capture. Only for one rank
     pad_id    fills the unused positions of a row
     weighted  repeat documents by the weights of their sources; see Corpus.weighted. Without weights nothing repeats
     rank, world     the ranks of a group share one sequence of batches, epoch after epoch: rank r takes numbers r, r + world
@@ -81,7 +85,11 @@ def batches(
         raise ValueError(f"batches: mode: got {mode!r}, wanted 'auto', 'resident' or 'ring'.")
     device, seed = target(device), check_seed("batches", seed)
     corpus = corpus.weighted() if weighted else corpus
-    packing = pack_corpus(corpus, pack, seq, overlong or OVERLONG[0], max_documents, label_offset=labels == "next")
+    if buckets is not None:
+        _check_buckets(buckets, pack, seq, world)
+        packing = pack_buckets(corpus, pack, seq, overlong or OVERLONG[0], buckets, micro_batch)
+    else:
+        packing = pack_corpus(corpus, pack, seq, overlong or OVERLONG[0], max_documents, label_offset=labels == "next")
     order = Order(micro_batch, seed, shuffle, rank, world)
     if order.batches(packing.rows) == 0:
         raise ValueError(
@@ -93,13 +101,14 @@ def batches(
     # Padding follows its example, which a causal model does not see: rows of one example need no bounds.
     default = {"stream": STREAM_FIELDS, "none": STREAM_FIELDS, "pairs": (*STREAM_FIELDS, "example")}.get(pack, PACKED_FIELDS)
     fields = fields or default
-    identity = {
+    identity: dict[str, Any] = {
         "corpus": corpus.identity(), "contents": corpus.contents, "seq": seq, "micro_batch": micro_batch, "pack": pack,
         "max_documents": max_documents, "seed": seed, "shuffle": shuffle,
     }  # fmt: skip
-    if overlong is not None:
-        identity["overlong"] = overlong
-    cutter = partial(BatchCutter, packing, order, fields, pad_id, own_labels=labels == "own")
+    if pack != "stream":
+        identity |= {"overlong": overlong or OVERLONG[0], "buckets": [part.seq for part in packing.parts]}
+    kind = BatchCutter if buckets is None else BucketCutter
+    cutter = partial(kind, packing, order, fields=fields, pad_id=pad_id, own_labels=labels == "own")
 
     def upload() -> tuple[Tensor, Tensor | None]:
         stored = _to_device([as_stored(part.tokens) for part in corpus.parts], device)
@@ -111,7 +120,9 @@ def batches(
         store: Any = Ringed(_StreamedCorpus(corpus, cutter), device, slots, Padding())
         return CorpusFeed(store, device, identity, world)
     stored, mask = tokens
-    resident = _ResidentCorpus(cutter(device, stored.take, mask.take if mask is not None else None), device)
+    resident = _ResidentCorpus(
+        cutter(device=device, read=stored.take, read_mask=mask.take if mask is not None else None), device
+    )
     return CorpusFeed(resident, device, identity, world)
 
 
@@ -160,6 +171,20 @@ def _check_pairs(corpus: "Corpus", pack: str, micro_batch: int) -> None:
         raise ValueError(f"batches: micro_batch: got {micro_batch}, wanted an even number, two rows a pair.")
 
 
+def _check_buckets(buckets: Any, pack: str, seq: int, world: int) -> None:
+    lengths = [buckets] if _is_int(buckets) else list(buckets) if isinstance(buckets, Sequence) else []
+    rising = all(_is_int(a) and _is_int(b) and a < b for a, b in pairwise([0, *lengths]))
+    if not lengths or not rising or (not _is_int(buckets) and lengths[-1] != seq) or pack not in ("none", "pairs"):
+        raise ValueError(
+            f"batches: buckets: got {buckets!r} with pack={pack!r}, wanted a number of lengths, or rising lengths of which the "
+            f"last is seq = {seq}, with 'none' or 'pairs'."
+        )
+    if world > 1:
+        raise ValueError(
+            f"batches: buckets: got {buckets!r} for {world} ranks, whose batches would differ in length; leave it out."
+        )
+
+
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -184,13 +209,10 @@ class _ResidentCorpus(Store):
     mode = "resident"
     length: int
 
-    def __init__(self, cutter: BatchCutter, device: torch.device):
+    def __init__(self, cutter: BatchCutter | BucketCutter, device: torch.device):
         self.cutter, self.length, self.world = cutter, cutter.batches, cutter.order.world
         # Batches that all ranks have drawn since training began: on the device, and as counted on the host.
         self.counter, self.host_count = torch.zeros((), dtype=torch.int64, device=device), 0
-        self._ahead = torch.arange(AHEAD, device=device) * self.world
-        self._rows: Tensor | None = None  # of AHEAD batches from number `_rows_from`
-        self._rows_from = 0
 
     def move(self, number: int) -> None:
         if number != self.host_count:
@@ -198,13 +220,10 @@ class _ResidentCorpus(Store):
             self.host_count = number
 
     def serve(self, epoch: int, start: int) -> Generator[Served]:
-        """Yield the batches at the counter; their rows are computed for AHEAD batches at once."""
+        """Yield the batches at the host's count, and keep the counter equal to it."""
         self.move(epoch * self.length + start)
         for _ in range(start, self.length, self.world):
-            nth = (self.host_count - self._rows_from) // self.world
-            if self._rows is None or not 0 <= nth < AHEAD:
-                self._rows, self._rows_from, nth = self.cutter.rows(self.counter + self._ahead), self.host_count, 0
-            batch = self.cutter.cut(self._rows[nth])
+            batch = self.cutter.batch(self.host_count)
             self.counter.add_(self.world)
             self.host_count += self.world
             yield Served(batch, resident=len(batch))
@@ -213,20 +232,20 @@ class _ResidentCorpus(Store):
 class _StreamedCorpus(Source):
     """Source of a corpus too large for the device: the same batches, gathered on the CPU from the memory-mapped shards."""
 
-    def __init__(self, corpus: "Corpus", cutter: Callable[..., BatchCutter]):
+    def __init__(self, corpus: "Corpus", cutter: Callable[..., BatchCutter | BucketCutter]):
         def read(index: Tensor) -> Tensor:
             return torch.from_numpy(as_stored(corpus.read(index.numpy())))
 
         def read_mask(index: Tensor) -> Tensor:
             return torch.from_numpy(corpus.read_mask(index.numpy()))
 
-        self.cutter = cutter(torch.device("cpu"), read, read_mask if corpus.masked else None)
+        self.cutter = cutter(device=torch.device("cpu"), read=read, read_mask=read_mask if corpus.masked else None)
         order = self.cutter.order
         self.length, self.seed, self.shuffle, self.world = self.cutter.batches, order.seed, order.shuffle, order.world
 
     def read(self, epoch: int, start: int) -> Iterator[dict[str, Tensor]]:
         for number in range(epoch * self.length + start, (epoch + 1) * self.length, self.world):
-            yield self.cutter.cut(self.cutter.rows(torch.tensor(number, device="cpu")))
+            yield self.cutter.batch(number)
 
 
 class CorpusFeed(Feed):
@@ -250,6 +269,10 @@ class CorpusFeed(Feed):
         Nothing changes on the host, so the call can be captured. After n fetches, in replays or outside, call `fetched(n)` to
         update the host's count."""
         store = self._resident()
+        if isinstance(store.cutter, BucketCutter):
+            raise GraphError(
+                "CorpusFeed: a fetch has one shape, and these rows have several; take() the batches, or leave buckets out."
+            )
         batch = store.cutter.cut(store.cutter.rows(store.counter))
         store.counter.add_(store.world)
         return batch

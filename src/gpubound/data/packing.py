@@ -10,8 +10,9 @@ token i + 1 its label. A label never comes from another document, and a document
 "pairs"       one document a row; two consecutive ones, a chosen and a rejected answer, are in consecutive rows
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -32,7 +33,7 @@ class Packing:
 
     Otherwise the tables are first (rows + 1), begins and shift (pieces): the pieces of row r are number `first[r]` to
     `first[r + 1]`; piece p begins at position `begins[p]` of its row, and position t in it holds token t + `shift[p]`. A row
-    that is not full ends with a piece of padding.
+    that is not full ends with a piece of padding. With rows of several lengths, `parts` has a packing for each.
     """
 
     seq: int
@@ -47,26 +48,33 @@ class Packing:
     truncated: int = 0  # examples
     too_long: int = 0  # examples that were dropped for their length
     unlearnable: int = 0  # examples that were dropped because no label of theirs counts
+    parts: tuple["Packing", ...] = ()
 
     @property
     def size(self) -> int:
         """Bytes of the tables."""
-        return sum(table.nbytes for table in self.tables) + (0 if self.numbers is None else self.numbers.nbytes)
+        own = sum(table.nbytes for table in self.tables) + (0 if self.numbers is None else self.numbers.nbytes)
+        return own + sum(part.size for part in self.parts)
+
+    @property
+    def positions(self) -> int:
+        return sum(part.positions for part in self.parts) if self.parts else self.rows * self.seq
 
     @property
     def efficiency(self) -> float:
         """Fraction of the positions that hold a token."""
-        return self.tokens / max(1, self.rows * self.seq)
+        return self.tokens / max(1, self.positions)
 
     @property
     def learnt(self) -> float:
         """Fraction of the positions whose label counts."""
-        return self.labels / max(1, self.rows * self.seq)
+        return self.labels / max(1, self.positions)
 
     def __str__(self) -> str:
         one = "pair" if self.group == 2 else "example"
-        facts = [f"{self.examples:,} {one}s in {self.rows:,} rows of {self.seq:,}: {self.efficiency:.1%} of the positions hold "
-                 f"tokens, {self.learnt:.1%} have a label that counts"]  # fmt: skip
+        rows = " and ".join(f"{part.rows:,} rows of {part.seq:,}" for part in self.parts or (self,))
+        facts = [f"{self.examples:,} {one}s in {rows}: {self.efficiency:.1%} of the positions hold tokens, {self.learnt:.1%} "
+                 f"have a label that counts"]  # fmt: skip
         for count, fate in (
             (self.truncated, "longer than a row and truncated"),
             (self.too_long, "longer than a row and dropped"),
@@ -88,19 +96,75 @@ def pack_corpus(
         return Packing(seq, rows, tokens=rows * seq, labels=labels)
     offsets, group = corpus.offsets(), 2 if pack == "pairs" else 1
     if pack == "documents":
-        pieces, counts = split_documents(offsets, seq), dict[str, int]()
+        pieces, counts = split_documents(offsets, seq), dict[str, Any]()
         learnt = corpus.learnt(pieces.starts + 1, pieces.starts + 1 + pieces.lengths)
     else:
         pieces, learnt, counts = _whole_examples(corpus, offsets, seq, overlong, group)
     if pack in ("none", "pairs"):
-        tables = one_a_row(pieces, seq)
-    else:
-        tables = best_fit(pieces, seq, max_documents or seq)
-    numbers = pieces.numbers // group if pack in ("none", "pairs") else None
+        return _rows_of_one(pieces, learnt, seq, group, counts)
+    tables = best_fit(pieces, seq, max_documents or seq)
     return Packing(
-        seq, len(tables[0]) - 1, tables, int(np.diff(tables[0]).max(initial=1)), group, numbers,
-        len(np.unique(pieces.numbers)) // group, int(pieces.lengths.sum()), int(learnt.sum()), **counts,
+        seq, len(tables[0]) - 1, tables, int(np.diff(tables[0]).max(initial=1)), examples=len(np.unique(pieces.numbers)),
+        tokens=int(pieces.lengths.sum()), labels=int(learnt.sum()), **counts,
     )  # fmt: skip
+
+
+def _rows_of_one(pieces: "Pieces", learnt: np.ndarray, seq: int, group: int, counts: dict[str, Any]) -> Packing:
+    return Packing(
+        seq, len(pieces.starts), one_a_row(pieces, seq), 2, group, pieces.numbers // group, len(pieces.starts) // group,
+        int(pieces.lengths.sum()), int(learnt.sum()), **counts,
+    )  # fmt: skip
+
+
+def pack_buckets(
+    corpus: "Corpus", pack: str, seq: int, overlong: str, buckets: int | Sequence[int], micro_batch: int
+) -> Packing:
+    """Return the rows of pack "none" or "pairs" in parts of several lengths: as many as `buckets`, those that leave the least
+    padding, or the lengths in `buckets`. Examples that do not fill a batch of their length are in rows of the next."""
+    group = 2 if pack == "pairs" else 1
+    pieces, learnt, counts = _whole_examples(corpus, corpus.offsets(), seq, overlong, group)
+    longest = pieces.lengths.reshape(-1, group).max(1)
+    lengths = row_lengths(longest, seq, buckets) if isinstance(buckets, int) else tuple(buckets)
+    each, rest, parts = micro_batch // group, np.zeros(0, np.int64), list[tuple[int, np.ndarray]]()
+    fits = np.searchsorted(lengths, longest)
+    for number, length in enumerate(lengths):
+        members = np.concatenate([rest, np.flatnonzero(fits == number)])
+        whole = len(members) if length == lengths[-1] else len(members) // each * each
+        rest = members[whole:]
+        parts.append((length, members[:whole]))
+    while len(parts) > 1 and len(parts[-1][1]) < each:  # such a part would have no batch
+        parts[-2:] = [(parts[-1][0], np.concatenate([parts[-2][1], parts[-1][1]]))]
+    packings = []
+    for length, members in parts:
+        if len(members):
+            rows = (np.sort(members)[:, None] * group + np.arange(group)).reshape(-1)
+            packings.append(_rows_of_one(Pieces(*(column[rows] for column in pieces)), learnt[rows], length, group, {}))
+    total: dict[str, Any] = {
+        name: sum(getattr(part, name) for part in packings) for name in ("rows", "examples", "tokens", "labels")
+    }
+    return Packing(seq, group=group, parts=tuple(packings), **total, **counts)
+
+
+def row_lengths(longest: np.ndarray, seq: int, count: int) -> tuple[int, ...]:
+    """Return up to `count` lengths of rows for examples of these lengths, with the least padding in all.
+
+    The lengths are multiples of seq / 64, at least of 8. Dynamic programming over them: rows of length j, after those of length
+    i, hold the examples between the two.
+    """
+    step = max(8, -(-seq // 64))
+    lengths = np.minimum(np.arange(step, seq + step, step), seq)
+    lengths = lengths[: 1 + np.searchsorted(lengths, longest.max(initial=1))]
+    fitting = np.searchsorted(np.sort(longest), lengths, side="right")  # examples
+    positions, chosen = fitting * lengths, [(int(length),) for length in lengths]
+    added = (fitting - fitting[:, None]) * lengths  # [i, j]
+    added[np.tril_indices(len(lengths))] = np.iinfo(np.int64).max // 2
+    for _ in range(count - 1):
+        through = positions[:, None] + added
+        before = through.argmin(0)
+        better = through.min(0) < positions
+        chosen = [(*chosen[i], chosen[j][-1]) if better[j] else chosen[j] for j, i in enumerate(before)]
+        positions = np.minimum(positions, through.min(0))
+    return chosen[-1]
 
 
 class Pieces(NamedTuple):
@@ -122,7 +186,7 @@ def split_documents(offsets: np.ndarray, seq: int) -> Pieces:
 
 def _whole_examples(
     corpus: "Corpus", offsets: np.ndarray, seq: int, overlong: str, group: int
-) -> tuple[Pieces, np.ndarray, dict[str, int]]:
+) -> tuple[Pieces, np.ndarray, dict[str, Any]]:
     """Return the documents that are used, of at most `seq` positions, the number of their labels that count, and how many
     were truncated or dropped. Documents of a pair have the same fate."""
     starts, lengths = offsets[:-1], np.diff(offsets) - 1

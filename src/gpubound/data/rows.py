@@ -17,6 +17,7 @@ from .packing import BEYOND, Packing
 from .source import Scatter
 
 Read = Callable[[Tensor], Tensor]  # index -> stored values
+AHEAD = 64  # batches whose rows are computed together: about 40 launches then cost less than one a batch
 IGNORED = -100  # the label that losses ignore
 STREAM_FIELDS = ("input_ids", "labels")
 PACKED_FIELDS = (*STREAM_FIELDS, "position_ids", "segment_ids", "cu_seqlens")
@@ -73,6 +74,16 @@ class BatchCutter:
             self.total = torch.full((1,), size * seq, device=device)
         if packing.numbers is not None:
             self.numbers = torch.from_numpy(packing.numbers).to(device)
+        self._steps = torch.arange(AHEAD, device=device) * order.world
+        self._ahead: Tensor | None = None  # rows of AHEAD batches of this rank, from number `_ahead_from`
+        self._ahead_from = 0
+
+    def batch(self, number: int) -> dict[str, Tensor]:
+        """Return this rank's batch after `number` batches of all ranks."""
+        nth, between = divmod(number - self._ahead_from, self.order.world)
+        if self._ahead is None or between or not 0 <= nth < AHEAD:
+            self._ahead, self._ahead_from, nth = self.rows(self._steps + number), number, 0
+        return self.cut(self._ahead[nth])
 
     def rows(self, counter: Tensor) -> Tensor:
         """Return the rows (..., B) of this rank's batch after `counter` (...) batches of all ranks since training began."""
