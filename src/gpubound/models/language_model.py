@@ -15,7 +15,7 @@ from ..trace import fallback
 from .packed_rows import FIELDS, UNPACKED, packed_arguments
 from .placing import mode
 
-TRIAL = 48  # tokens of a row of three examples
+TRIAL = 48  # tokens of three examples in a row, where their logits are computed
 
 RESIDUAL_WRITERS = ("o_proj.weight", "down_proj.weight", "down_proj")
 
@@ -153,32 +153,32 @@ def why_not_head(model: Any, inputs: dict[str, Any]) -> str | None:
 def why_not_isolated(model: Any, inputs: dict[str, Any]) -> str | None:
     """Return why examples of this model's packed rows see each other; None if they do not. Synchronises with the device.
 
-    A row of three examples is made of the batch's first tokens. Other tokens in the second one must not change the others, and
-    the third must give what it gives alone, without the fields of packed rows.
+    The batch's first row is cut into three examples. Other tokens in the second one must not change the others, and the third
+    must give what it gives at the beginning of a row without the fields of packed rows.
     """
     width = inputs["input_ids"].shape[1]
-    tokens = min(width, TRIAL)
+    whole = head_of(model) is None or _trunk(model) is None  # no hidden states: logits, of few tokens
+    tokens = min(width, TRIAL) if whole else width
     if tokens < 3:
         return None
 
-    def part(of: slice) -> dict[str, Any]:
-        row = {name: value for name, value in inputs.items() if name not in (*FIELDS, "position_ids")}
-        return {name: value[:, of] if _by_token(value, width) else value for name, value in first_row(row).items()}
-
-    row, bounds = part(slice(tokens)), [0, tokens // 3, 2 * tokens // 3, tokens]
-    ids, first, second, third = row["input_ids"], *map(slice, bounds[:-1], bounds[1:])
+    plain = first_row({name: value for name, value in inputs.items() if name not in (*FIELDS, "position_ids")})
+    plain = {name: value[:, :tokens] if _by_token(value, width) else value for name, value in plain.items()}
+    ids, bounds = plain["input_ids"], [0, tokens // 3, 2 * tokens // 3, tokens]
+    first, second, third = map(slice, bounds[:-1], bounds[1:])
     number = torch.arange(3, device=ids.device).repeat_interleave(torch.tensor(bounds, device=ids.device).diff())
     starts = torch.tensor([*bounds, tokens], device=ids.device, dtype=torch.int32)  # the last example is empty, as in batches
-    row["position_ids"] = (torch.arange(tokens, device=ids.device) - starts[number])[None]
     fields = {"segment_ids": number[None], "cu_seqlens": starts}
-    row |= {name: value for name, value in fields.items() if name in inputs}
+    row = plain | {name: value for name, value in fields.items() if name in inputs}
+    row["position_ids"] = (torch.arange(tokens, device=ids.device) - starts[number])[None]
     others = ids.clone()
     others[:, second] = ids[:, second] == 0  # tokens 0 and 1, which every vocabulary has
+    turned = {name: value.roll(-third.start, 1) if _by_token(value, tokens) else value for name, value in plain.items()}
     _trunk_arguments(model, row)  # or raise ValueError for a model whose layers are known to read other examples
-    compute = logits_of if head_of(model) is None or _trunk(model) is None else hidden_of
+    compute = logits_of if whole else hidden_of
     with mode(model, training=False):
         try:
-            packed, changed, alone = (compute(model, x) for x in (row, row | {"input_ids": others}, part(third)))
+            packed, changed, alone = (compute(model, x) for x in (row, row | {"input_ids": others}, turned))
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, FallbackError | torch.OutOfMemoryError):
                 raise
@@ -193,7 +193,7 @@ def why_not_isolated(model: Any, inputs: dict[str, Any]) -> str | None:
         (
             "an example of a packed row differs from the same one alone",
             packed[:, third],
-            alone,
+            alone[:, : tokens - third.start],
             0.1 if rounded else 2e-3,
             rounded,
         ),
