@@ -58,10 +58,10 @@ def test_a_matrix_rate_that_is_passed_ends_the_shares_of_a_run(limits, capsys, m
     monkeypatch.setattr(trace, "_printed", set())
     scale = MatrixRate.__new__(MatrixRate)
     scale.work = TokenFlops([(6, 1_000_000, "parameters in products")], [], 1)
-    scale.run = SimpleNamespace(ranks=ALONE, stage=SimpleNamespace(recipe=SimpleNamespace(seq=8)), device=torch.device("cpu"))
+    scale.run, scale.attended, scale.tokens = SimpleNamespace(ranks=ALONE, phase=0, device=torch.device("cpu")), [8], [100]
     scale.figure, scale.flops_per_s = "fp32_flops_per_s", 1e9
-    assert scale.fill({"tokens_per_s": 100.0})["mfu"] == 0.6
-    assert "mfu" not in scale.fill({"tokens_per_s": 200.0})
+    assert scale.fill({"tokens_per_s": 30.0, "seconds": 1.0})["mfu"] == 0.6, "all tokens are computed, 30 of 100 are learnt"
+    assert "mfu" not in scale.fill({"tokens_per_s": 60.0, "seconds": 0.5})
     assert limits.asked == [(1.2e9, "fp32_flops_per_s", torch.device("cpu"))]
-    assert "mfu" not in scale.fill({"tokens_per_s": 100.0}) and len(limits.asked) == 1
+    assert "mfu" not in scale.fill({"tokens_per_s": 30.0, "seconds": 1.0}) and len(limits.asked) == 1
     assert message("shares:a_matrix_rate_that_is_pa").within(capsys.readouterr().err)

@@ -11,6 +11,7 @@ from gpubound.errors import DataError
 from gpubound.train.objectives import Objective
 from gpubound.train.prepare import prepare
 from gpubound.train.recipe import Recipe
+from gpubound.train.stages import lengths_of
 from tests.messages import refusal
 
 from .runs import CHATS, assert_same, build_corpus, recipe, texts, train
@@ -108,3 +109,16 @@ def test_default_rows_are_as_long_as_long_examples(chats, tmp_path, capsys):
     assert stage.recipe.seq == 1024 and stage.recipe.micro_batch == 4 and "longer than 512" in capsys.readouterr().err
     given = prepare(recipe(out=str(tmp_path / "given"), seq=256, micro_batch=2, overlong="truncate_left"), progress=False)
     assert (given.stage.recipe.seq, given.stage.recipe.micro_batch) == (256, 2) and given.feed.packing.truncated == 10
+
+
+@pytest.mark.parametrize("pack", ["examples", "none", "stream"])
+def test_the_work_of_packed_rows_is_that_of_their_tokens(chats, tmp_path, pack):
+    """Padding is none, and attention goes over an example."""
+    stage = prepare(of_chats(chats, tmp_path, pack=pack, validation=0.0), progress=False).stage
+    corpus = stage.training
+    lengths = [len(corpus.document(number)) - 1 for number in range(corpus.documents)]
+    if pack == "stream":
+        lengths = [256] * stage.packing.rows
+    assert sorted(lengths_of(stage.packing)) == sorted(lengths)
+    assert stage.attended == pytest.approx(sum(n * n for n in lengths) / sum(lengths))
+    assert stage.tokens_per_step == pytest.approx(2 * sum(lengths) / stage.packing.rows)

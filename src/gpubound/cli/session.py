@@ -168,6 +168,8 @@ class MatrixRate:
         computes = precision(run.recipe.precision_on(run.device))  # shards are fp32, whatever the model computes in
         dtype = "tf32" if run.recipe.precision == "tf32" else MATRIX_DTYPES[computes.dtype]
         self.figure = f"{dtype}_flops_per_s"
+        self.attended = [stage.attended for stage in run.stages]
+        self.tokens = [stage.tokens_per_step for stage in run.stages]  # learnt or not
         self.flops_per_s: float | None = None
         self.formula: str | None = None  # of `mfu`, with this run's numbers
         try:
@@ -175,8 +177,8 @@ class MatrixRate:
         except MeasureError as error:
             notice(f"the share of the matrix rate is left out: {error}")
             return
-        lengths = {stage.recipe.seq for stage in run.stages}
-        seq = lengths.pop() if len(lengths) == 1 else "seq"
+        lengths = set(map(round, self.attended))
+        seq = lengths.pop() if len(lengths) == 1 else "attended"
         weights = [f"{passes} · {quantity(number)} {what}" for passes, number, what in self.work.weights]
         layers = [f"{passes} · {number} layers · {self.work.width} wide · {seq} tokens" for passes, number in self.work.layers]
         self.formula = (
@@ -188,8 +190,9 @@ class MatrixRate:
     def fill(self, record: Record) -> Record:
         """Return the record with its `mfu`."""
         if self.flops_per_s and "tokens_per_s" in record:
-            flops = self.work.flops_per_token(self.run.stage.recipe.seq)
-            share = measure.mfu(record["tokens_per_s"] / self.run.ranks.world, flops, self.flops_per_s)
+            flops = self.work.flops_per_token(self.attended[self.run.phase])
+            tokens_per_s = self.tokens[self.run.phase] / record["seconds"]
+            share = measure.mfu(tokens_per_s / self.run.ranks.world, flops, self.flops_per_s)
             if share <= 1:
                 record["mfu"] = share
             else:  # the measured rate is too low: measured again here, for the next run

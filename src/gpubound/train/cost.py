@@ -32,7 +32,7 @@ class TokenFlops:
     layers: list[tuple[int, int]]  # (passes, layers)
     width: int  # of a layer's attention
 
-    def flops_per_token(self, seq: int) -> int:
+    def flops_per_token(self, seq: float) -> float:
         attention = sum(passes * layers for passes, layers in self.layers) * self.width * seq
         return sum(passes * parameters for passes, parameters, _ in self.weights) + attention
 

@@ -10,7 +10,7 @@ import torch
 
 from ..data import Corpus, CorpusFeed
 from ..data.corpus import split_tail
-from ..data.packing import Packing, pack_corpus
+from ..data.packing import PADDING, Packing, pack_corpus
 from ..distributed import ALONE, Ranks
 from ..errors import DataError
 from ..trace import notice
@@ -90,6 +90,21 @@ class Stage:
         assert self.recipe.steps is not None, "epochs are turned into steps by stage_of"
         return self.recipe.steps
 
+    @cached_property
+    def packing(self) -> Packing:
+        return rows_of(self.training, self.recipe, self.recipe.seq)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """The positions of a step that hold tokens, learnt or not, on average."""
+        return self.recipe.tokens_per_step * self.packing.efficiency
+
+    @property
+    def attended(self) -> float:
+        """The length of the example that a token is in, on average: a row's, where examples see each other."""
+        lengths = lengths_of(self.packing)
+        return float((lengths**2).sum() / lengths.sum())
+
     def feed(self, device: torch.device, ranks: Ranks = ALONE) -> CorpusFeed:
         """Return the training batches, split over the ranks."""
         recipe, split = self.recipe, {"rank": ranks.rank, "world": ranks.world}
@@ -99,7 +114,7 @@ class Stage:
     def check_rows(self) -> None:
         """Raise DataError if there is too little text for this phase's rows."""
         where, recipe = f"phase {self.name}: " if self.name else "", self.recipe
-        packing = rows_of(self.training, recipe, recipe.seq)
+        packing = self.packing
         if self.training.masked and not any(mask.any() for mask in self.training.masks()):
             raise DataError(f"{where}data: the training documents hold no token to learn; give chats with assistants' turns.")
         if packing.rows < recipe.micro_batch:
@@ -122,6 +137,16 @@ def rows_options(recipe: Recipe) -> dict[str, Any]:
 def rows_of(corpus: Corpus, recipe: Recipe, seq: int) -> Packing:
     """Return the rows of an epoch."""
     return pack_corpus(corpus, recipe.pack, seq, recipe.overlong)
+
+
+def lengths_of(packing: Packing) -> np.ndarray:
+    """Return the tokens of each piece in the rows; a stream is one piece a row."""
+    if not packing.tables:
+        return np.full(packing.rows, packing.seq)
+    first, begins, shift = packing.tables
+    ends = np.append(begins[1:], packing.seq)
+    ends[first[1:] - 1] = packing.seq
+    return (ends - begins).clip(0)[shift > PADDING // 2]
 
 
 def packing_of(recipe: Recipe, corpus: Corpus) -> str:
@@ -189,9 +214,11 @@ def with_steps(recipe: Recipe, rows: int, where: str) -> Recipe:
     assert recipe.epochs is not None
     batches = rows // recipe.micro_batch
     steps = max(1, math.ceil(recipe.epochs * batches / recipe.accumulate - 1e-6))
+    left_out = rows - batches * recipe.micro_batch
+    rest = f", of which each epoch leaves out {left_out:,}, others each time" if left_out else ""
     notice(
-        f"{where}epochs: {recipe.epochs:g} of {batches:,} micro-batches each ({rows:,} rows of {recipe.seq:,}) are {steps:,} "
-        f"steps."
+        f"{where}epochs: {recipe.epochs:g} of {batches:,} micro-batches each ({rows:,} rows of {recipe.seq:,}{rest}) are "
+        f"{steps:,} steps."
     )
     return replace(recipe, steps=steps, epochs=None)
 
