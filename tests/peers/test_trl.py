@@ -100,7 +100,7 @@ def test_dpo_gives_their_losses_and_weights(loss, folder, tmp_path):
         ids, attention, answer = (batch[name][order] for name in ("input_ids", "attention_mask", "completion_mask"))
         labels = torch.where(answer[:, 1:].bool(), ids[:, 1:], -100)
         given = {"input_ids": ids[:, :-1], "labels": labels, "attention_mask": attention[:, :-1]}
-        given["reference"] = reference.log_probabilities(base, given)
+        given["reference"] = reference.reference_values(base, given)
         assert step([given]).read().loss == pytest.approx(want, rel=1e-5)
     for got, want in zip(ours.parameters(), theirs.parameters()):
         assert (got - want).abs().max() < 1e-4 * want.abs().max()

@@ -47,6 +47,7 @@ def batches(
     labels: str = "next",
     pad_id: int = 0,
     weighted: bool = True,
+    row_values: Mapping[str, Tensor] | None = None,
     rank: int = 0,
     world: int = 1,
     budget: int | str = "auto",
@@ -73,6 +74,7 @@ def batches(
               given. Every length is another shape to capture. Only for one rank
     pad_id    fills the unused positions of a row
     weighted  repeat documents by the weights of their sources; see Corpus.weighted. Without weights nothing repeats
+    row_values      further fields by name: (rows,), the value for each row of an epoch in the order of shuffle=False
     rank, world     the ranks of a group share one sequence of batches, epoch after epoch: rank r takes numbers r, r + world
               and so on. All need the same seed. A saved position counts all ranks' batches: any number of ranks can continue
     budget, keep, mode, slots   as in gpubound.feed: "resident" in device memory, or through the "ring"
@@ -107,8 +109,10 @@ def batches(
     }  # fmt: skip
     if pack != "stream":
         identity |= {"overlong": overlong or OVERLONG[0], "buckets": [part.seq for part in packing.parts]}
+    _check_row_values(row_values or {}, packing.rows, buckets)
+    more: dict[str, Any] = {"row_values": row_values} if row_values else {}
     kind = BatchCutter if buckets is None else BucketCutter
-    cutter = partial(kind, packing, order, fields=fields, pad_id=pad_id, own_labels=labels == "own")
+    cutter = partial(kind, packing, order, fields=fields, pad_id=pad_id, own_labels=labels == "own", **more)
 
     def upload() -> tuple[Tensor, Tensor | None]:
         stored = _to_device([as_stored(part.tokens) for part in corpus.parts], device)
@@ -124,6 +128,17 @@ def batches(
         cutter(device=device, read=stored.take, read_mask=mask.take if mask is not None else None), device
     )
     return CorpusFeed(resident, device, identity, world)
+
+
+def _check_row_values(row_values: Mapping[str, Tensor], rows: int, buckets: Any) -> None:
+    if row_values and buckets is not None:
+        raise ValueError("batches: row_values: got buckets, too, whose rows have no single order; give one of them.")
+    for name, values in row_values.items():
+        if name in FIELDS or values.shape != (rows,):
+            raise ValueError(
+                f"batches: row_values: got {name!r} of shape {tuple(values.shape)}, wanted a name other than "
+                f"{', '.join(FIELDS)} and shape ({rows},), a value for each row of an epoch."
+            )
 
 
 def _check_numbers(seq: Any, micro_batch: Any, rank: Any, world: Any) -> None:

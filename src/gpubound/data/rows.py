@@ -6,8 +6,8 @@ streamed from disk, and as the reference of tests) and inside a captured CUDA gr
 B rows a batch, T positions a row, M pieces in the fullest row.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -57,6 +57,7 @@ class BatchCutter:
     read: Read
     read_mask: Read | None
     own_labels: bool = False  # the label is the token itself instead of the next one
+    row_values: Mapping[str, Tensor] = field(default_factory=dict)  # name of a field -> its value for each row of an epoch
 
     def __post_init__(self) -> None:
         packing, order, device = self.packing, self.order, self.device
@@ -74,6 +75,7 @@ class BatchCutter:
             self.total = torch.full((1,), size * seq, device=device)
         if packing.numbers is not None:
             self.numbers = torch.from_numpy(packing.numbers).to(device)
+        self.row_values = {name: values.to(device) for name, values in self.row_values.items()}
         self._steps = torch.arange(AHEAD, device=device) * order.world
         self._ahead: Tensor | None = None  # rows of AHEAD batches of this rank, from number `_ahead_from`
         self._ahead_from = 0
@@ -97,6 +99,9 @@ class BatchCutter:
 
     def cut(self, rows_B: Tensor) -> dict[str, Tensor]:
         """Return the batch of these rows."""
+        return self._cut(rows_B) | {name: values[rows_B] for name, values in self.row_values.items()}
+
+    def _cut(self, rows_B: Tensor) -> dict[str, Tensor]:
         if not self.packing.tables:
             return self._gather(torch.add(self.position, rows_B.unsqueeze(-1), alpha=self.packing.seq), None, {})
         first_B1, end_B1 = self.first[rows_B].unsqueeze(-1), self.first[rows_B + 1].unsqueeze(-1)

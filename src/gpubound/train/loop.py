@@ -40,6 +40,7 @@ from .ema import Ema
 from .objectives import Objective
 from .recipe import Recipe
 from .records import Record, StepRecorder
+from .references import FILE as REFERENCES, reference_values
 from .stages import Stage
 from .step import TrainStep
 
@@ -167,10 +168,14 @@ class Run:
         if hasattr(self, "step"):
             self.step.close()
         self.phase, self.began, self.over = phase, self.done, False
-        self.feed = self.stage.feed(self.device, self.ranks)
-        self.eval_feeds = [eval_set.feed(self.device) for eval_set in self.stage.eval_sets]
         self.objective = self.stage.recipe.new_objective(self.tokenizer)
         self.step = self.stage.recipe.make_step(self.model, self.objective, self.device, self.ranks)
+        references: list[Any] = [None] * (1 + len(self.stage.eval_sets))
+        if self.objective.needs_reference(self.model):
+            path = self.folder / REFERENCES.format(self.stage.name or phase)
+            references = reference_values(path, self.model, self.objective, self.step, self.stage, self.device, self.ranks)
+        self.feed = self.stage.feed(self.device, self.ranks, references[0])
+        self.eval_feeds = [each.feed(self.device, values) for each, values in zip(self.stage.eval_sets, references[1:])]
         self.average = Ema(self.step, self.recipe.ema) if self.recipe.ema else None
 
     def _train(self, on_record: Callable[[Record], None], stop: Stop) -> None:
@@ -185,7 +190,8 @@ class Run:
             skipped, self.diverged = record["skipped"], skipped_in_a_row >= HOPELESS
             on_record(record | phase)
 
-        recorder = StepRecorder(self.step, record_step, self.ranks)
+        tokens = None if self.objective.counts_tokens else self.stage.tokens_per_step
+        recorder = StepRecorder(self.step, record_step, self.ranks, tokens)
         while self.done < last and not (self.over or self.diverged or stop.agreed()):
             self.ranks.at(self.done + 1, "training")
             recorder.launch(self.done + 1, self.feed)  # records the step before, so that its snapshot may be written

@@ -35,7 +35,7 @@ from .muon import count_by_rule
 from .precision import precision as precision_named
 from .recipe import Recipe, check_model
 from .recompute import blocks_of
-from .stages import Stage, stage_of
+from .stages import Stage, rows_of, stage_of
 
 META = torch.device("meta")
 SHARE = 0.8  # of a GPU's memory that weights, masters, gradient and moments may use: activations need the rest
@@ -277,8 +277,10 @@ def fit_micro_batch(stages: list[Stage], tokenizer: Tokenizer, device: torch.dev
         model = build_model(recipe, tokenizer, device).train()
         if recipe.adapters is not None:
             recipe.adapters.add(model)
-        step = recipe.make_step(model, recipe.new_objective(tokenizer), device)
-        feed = replace(stage, recipe=recipe).feed(device)
+        objective = recipe.new_objective(tokenizer)
+        step = recipe.make_step(model, objective, device)
+        reference = torch.zeros(rows_of(stage.training, recipe, recipe.seq).rows) if objective.needs_reference(model) else None
+        feed = replace(stage, recipe=recipe).feed(device, reference=reference)
         try:
             for _ in range(2):  # the first captures, the second replays
                 step(feed)

@@ -58,8 +58,9 @@ class _Launched:
 class StepRecorder:
     """Launches steps; passes each step's record to `on_record` when the next is launched, the last one's at `finish()`."""
 
-    def __init__(self, step: TrainStep, on_record: Callable[[Record], None], ranks: Ranks = ALONE):
-        self.step, self.on_record, self.ranks = step, on_record, ranks
+    def __init__(self, step: TrainStep, on_record: Callable[[Record], None], ranks: Ranks = ALONE, tokens: float | None = None):
+        """tokens: of an average step, where the objective counts other items; None: what it counts are tokens"""
+        self.step, self.on_record, self.ranks, self.tokens = step, on_record, ranks, tokens
         self._launches = 0
         self._poll = Poll(ranks)
         self._previous_seconds: float | None = None
@@ -99,6 +100,8 @@ class StepRecorder:
         end = launched.end
         record: Record = {"step": launched.number}
         record |= {name: getattr(values, name) for name in ("loss", "grad_norm", "lr", "tokens", "skipped")}
+        if self.tokens is not None:
+            record["tokens"] = self.tokens
         if not values.tokens:  # no item counted, as where all labels are -100: there is no loss
             del record["loss"], record["grad_norm"]
         if end.event is not None:
@@ -106,7 +109,7 @@ class StepRecorder:
             record["host_lead_ms"] = 1e3 * waited
         if launched.previous_end is not None:
             seconds = end.since(launched.previous_end)
-            record |= {"seconds": seconds, "tokens_per_s": values.tokens / seconds}
+            record |= {"seconds": seconds, "tokens_per_s": record["tokens"] / seconds}
             if end.event is not None and self.step.captured:
                 record["gpu_busy"] = end.since(launched.begin) / seconds
         if not self.ranks.alone:

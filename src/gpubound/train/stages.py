@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..data import Corpus, CorpusFeed
 from ..data.corpus import split_tail
@@ -54,9 +55,10 @@ class EvalSet:
         wanted = self.recipe.eval_batches or -(-EVALUATION_TOKENS // (self.micro_batch * self.seq))
         return min(self.rows // self.micro_batch, wanted)
 
-    def feed(self, device: torch.device) -> CorpusFeed:
-        """Return the batches, equal on every rank and in one order."""
-        return self.corpus.batches(self.seq, self.micro_batch, device, shuffle=False, **rows_options(self.recipe))
+    def feed(self, device: torch.device, reference: Tensor | None = None) -> CorpusFeed:
+        """Return the batches, equal on every rank and in one order. reference: a field with a value for each row"""
+        options = rows_options(self.recipe, reference)
+        return self.corpus.batches(self.seq, self.micro_batch, device, shuffle=False, **options)
 
     def check(self, where: str) -> None:
         """Raise DataError if there are too few tokens, or none to learn, for a held-out loss."""
@@ -105,10 +107,10 @@ class Stage:
         lengths = lengths_of(self.packing)
         return float((lengths**2).sum() / lengths.sum())
 
-    def feed(self, device: torch.device, ranks: Ranks = ALONE) -> CorpusFeed:
-        """Return the training batches, split over the ranks."""
+    def feed(self, device: torch.device, ranks: Ranks = ALONE, reference: Tensor | None = None) -> CorpusFeed:
+        """Return the training batches, split over the ranks. reference: a field with a value for each row"""
         recipe, split = self.recipe, {"rank": ranks.rank, "world": ranks.world}
-        options = split | rows_options(recipe)
+        options = split | rows_options(recipe, reference)
         return self.training.batches(recipe.seq, recipe.micro_batch, device, seed=recipe.seed, **options)
 
     def check_rows(self) -> None:
@@ -128,10 +130,11 @@ class Stage:
             eval_set.check(where)
 
 
-def rows_options(recipe: Recipe) -> dict[str, Any]:
-    """Return the options of Corpus.batches that decide how rows are made."""
+def rows_options(recipe: Recipe, reference: Tensor | None = None) -> dict[str, Any]:
+    """Return the options of Corpus.batches that decide how rows are made, and what they hold."""
     overlong = {"overlong": recipe.overlong} if recipe.pack in WHOLE else {}
-    return {"pack": recipe.pack, "labels": recipe.new_objective().labels} | overlong
+    values = {} if reference is None else {"row_values": {"reference": reference}}
+    return {"pack": recipe.pack, "labels": recipe.new_objective().labels} | overlong | values
 
 
 def rows_of(corpus: Corpus, recipe: Recipe, seq: int) -> Packing:

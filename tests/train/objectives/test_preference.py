@@ -85,7 +85,7 @@ def test_the_reference_of_adapters_is_the_model_without_them():
             torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(1))
     given, objective = batch(reference=False), Preference()
     total, _ = objective(model, given)
-    with_field = given | {"reference": Preference().log_probabilities(base, given)}
+    with_field = given | {"reference": Preference().reference_values(base, given)}
     assert total.item() == pytest.approx(Preference()(model, with_field)[0].item(), rel=1e-5)
     assert abs(total.item() / 3 - 0.6931) > 1e-3, "the adapters change nothing"
     total.backward()

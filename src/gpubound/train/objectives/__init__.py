@@ -34,6 +34,7 @@ class Objective:
     """
 
     of_corpus: ClassVar[bool] = True  # whether it takes batches of a Corpus
+    counts_tokens: ClassVar[bool] = True  # False: its items are others, such as pairs
     labels: ClassVar[str] = "next"  # of such batches: each position's "next" token, or its "own"
     pack: ClassVar[str | None] = None  # the packing that it needs, such as "pairs"; None: the recipe's
 
@@ -59,6 +60,14 @@ class Objective:
 
     def prepare(self, model: Any, batch: Any) -> None:
         """Called before the step is captured; it may read the device."""
+
+    def needs_reference(self, model: Any) -> bool:
+        """Return whether batches need `reference`, what `reference_values` gives for the model before it is trained."""
+        return False
+
+    def reference_values(self, model: Any, batch: Any) -> Tensor:
+        """Return the value of each row (B,)."""
+        raise NotImplementedError
 
     def validate(self, model: Any, batches: Iterable[Any]) -> dict[str, float]:
         """Return the values on held-out data. The best weights have the lowest `held_out`: by default, the mean loss."""

@@ -74,7 +74,8 @@ class Preference(WordLoss):
     label_smoothing: float = 0.0  # of "sigmoid": the share of pairs that are assumed to be labelled the wrong way round
 
     name: ClassVar[str] = "dpo"
-    pack: ClassVar[str] = "pairs"
+    pack: ClassVar[str | None] = "pairs"
+    counts_tokens: ClassVar[bool] = False
     weighted: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -102,16 +103,16 @@ class Preference(WordLoss):
             )
         return {key: value for key, value in inputs.items() if key not in EXTRA}, labels
 
+    def needs_reference(self, model: nn.Module) -> bool:
+        return bool(_trained_besides_adapters(model))
+
     def prepare(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
-        if self._tried is not model and batch.get("reference") is None:
-            adapters = {id(p) for p in lora.parameters(model)}
-            others = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in adapters]
-            if others or not adapters:
-                raise ValueError(
-                    f"dpo: {others[0] if others else 'no parameter'} trains, so the reference is not the model without its "
-                    f"adapters; train adapters alone (gb.lora.add), or give batch['reference'], the sums of log-probabilities "
-                    f"that `log_probabilities` computes before training."
-                )
+        if self._tried is not model and batch.get("reference") is None and (others := _trained_besides_adapters(model)):
+            raise ValueError(
+                f"dpo: {others[0]} trains, so the reference is not the model without its adapters; train adapters alone "
+                f"(gb.lora.add), or give batch['reference'], the sums of log-probabilities that `reference_values` computes "
+                f"before training."
+            )
         super().prepare(model, batch)
 
     def __call__(self, model: Any, batch: Mapping[str, Any], scale: Tensor | None = None) -> tuple[Tensor, Any]:
@@ -140,8 +141,8 @@ class Preference(WordLoss):
         return loss if extra is None else loss + extra * pairs * factor, pairs
 
     @torch.no_grad()
-    def log_probabilities(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
-        """Return the sum of the log-probabilities of each row's labels, (2 P,): `reference` of the batch, before training."""
+    def reference_values(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
+        """Return the sum of the log-probabilities of each row's labels, (2 P,)."""
         WordLoss.prepare(self, model, batch)
         inputs, labels = self.split(batch)
         with mode(model, training=False):
@@ -153,7 +154,7 @@ class Preference(WordLoss):
         if (given := batch.get("reference")) is not None:
             return given.double()
         with lora.disable(model):
-            reference = self.log_probabilities(model, batch)
+            reference = self.reference_values(model, batch)
         if isinstance(model, LanguageModel):
             model.extra_loss()  # of this forward: it is not trained
         return reference
@@ -175,7 +176,7 @@ class Preference(WordLoss):
         for batch in batches:
             self.prepare(model, batch)
             _, labels = self.split(batch)
-            policy, reference = self.log_probabilities(model, batch), self._reference(model, batch)
+            policy, reference = self.reference_values(model, batch), self._reference(model, batch)
             chosen, rejected = self._ratios(policy, reference, labels)
             losses.append(self._losses(policy, reference, labels))
             margins.append(self.beta * (chosen - rejected))
@@ -183,6 +184,13 @@ class Preference(WordLoss):
         held_out = torch.cat(losses).double().mean()
         figures = torch.stack([held_out, (margin > 0).double().mean(), margin.mean()]).tolist()
         return dict(zip(("held_out", "accuracy", "margin"), figures, strict=True))
+
+
+def _trained_besides_adapters(model: nn.Module) -> list[str]:
+    """Return the names of trained parameters that are not adapters', all of them where there are no adapters."""
+    adapters = {id(p) for p in lora.parameters(model)}
+    names = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in adapters]
+    return names or ([] if adapters else ["no parameter"])
 
 
 def answer_sums(losses: Tensor) -> Tensor:

@@ -1,0 +1,68 @@
+"""`objective: dpo` in a run: the reference of all weights is computed once and kept, and rows come in pairs."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from gpubound.data import train_tokenizer
+from gpubound.errors import DataError
+from gpubound.train.objectives.preference import Preference
+from gpubound.train.prepare import prepare
+
+from .runs import assert_same, recipe, texts, train
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Fifty pairs, which make 42 rows of 21 pairs after nine are held out: a last batch of two rows remains."""
+    folder = tmp_path_factory.mktemp("pairs")
+    rows = [
+        {"prompt": f"is {n} more than {n - 1}?", "chosen": f" yes, {n} is", "rejected": " no idea at all"} for n in range(50)
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train_tokenizer(texts(), 300).save(folder / "tokenizer")
+    return folder
+
+
+def of_pairs(pairs, out, **changes):
+    options = {"data": (str(pairs / "pairs.jsonl"),), "tokenizer": str(pairs / "tokenizer"), "seq": 64, "accumulate": 1}
+    dpo = {"objective": "dpo", "objective_options": {"beta": 0.5}, "micro_batch": 4, "steps": 6, "lr": 3e-3}
+    return recipe("", out, **options | dpo | {"validation": 0.18, "eval_every": 3} | changes)
+
+
+def test_a_run_begins_at_its_reference_and_prefers_what_was_chosen(pairs, tmp_path):
+    run, records = train(of_pairs(pairs, tmp_path))
+    assert records[0]["loss"] == pytest.approx(math.log(2), abs=1e-5), "the model is its own reference"
+    assert run.stage.training.documents == 82 and run.feed.packing.rows == 82
+    last = records[-1]
+    assert last["held_out"] < 0.6 and last["accuracy"] > 0.8 and last["margin"] > 0
+    assert last["tokens"] == pytest.approx(4 * 64 * run.feed.packing.efficiency), "tokens of the rows, not pairs"
+    assert (tmp_path / "reference-0.safetensors").exists()
+
+
+def test_each_row_gets_the_value_of_its_own_answer(pairs, tmp_path):
+    run = prepare(of_pairs(pairs, tmp_path), progress=False)
+    objective = Preference()
+    for batch in (run.feed.take(), run.feed.take(), run.eval_feeds[0].take()):
+        want = objective.reference_values(run.model.eval(), batch)
+        torch.testing.assert_close(batch["reference"], want, rtol=1e-5, atol=1e-5)
+    rows = run.feed.packing.rows
+    stored = run.stage.training.batches(64, 2, shuffle=False, pack="pairs", row_values={"row": torch.arange(rows)})
+    assert [batch["row"].tolist() for batch in stored][-1] == [rows - 2, rows - 1]
+
+
+def test_a_resumed_run_keeps_its_reference(pairs, tmp_path):
+    whole, _ = train(of_pairs(pairs, tmp_path / "whole"))
+    train(of_pairs(pairs, tmp_path / "cut"), until=3)
+    stored = (tmp_path / "cut/reference-0.safetensors").read_bytes()
+    resumed, _ = train(of_pairs(pairs, tmp_path / "cut"), resume=True)
+    assert_same(whole, resumed)
+    assert (tmp_path / "cut/reference-0.safetensors").read_bytes() == stored
+
+
+def test_values_of_other_rows_are_refused(pairs, tmp_path):
+    train(of_pairs(pairs, tmp_path), until=2)
+    with pytest.raises(DataError, match=r"reference-0\.safetensors.*other data"):
+        prepare(of_pairs(pairs, tmp_path, validation=0.3), resume=True, allow=("validation",), progress=False)
