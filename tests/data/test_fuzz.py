@@ -11,6 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from gpubound.data import Corpus, Tokenizer, feed, train_tokenizer
+from gpubound.data.build import encode
+from gpubound.data.formats import FORMATS, serialized, strings
 from gpubound.data.shards import _FIXED, _PAGE, MAGIC, MANIFEST, read_shard, write_shard
 from gpubound.data.texts import Texts
 from gpubound.errors import GpuboundError
@@ -20,6 +22,7 @@ bounded = settings(
     max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
+TOKENIZER = train_tokenizer(["some text"], 270)
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 anything = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
@@ -95,21 +98,33 @@ def test_manifests(shard, content):
     tried(Corpus.open, shard.parent, named=shard.parent / MANIFEST)
 
 
+words = st.text(max_size=4) | st.sampled_from(["one", "user", "assistant", "gpt", " "])
+calls = anything | st.lists(st.fixed_dictionaries({"function": st.fixed_dictionaries({"name": words, "arguments": anything})}))
+plain = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": words})
+odd = st.fixed_dictionaries({"role": words, "content": words | anything, "tool_calls": calls}) | st.fixed_dictionaries(
+    {"from": words, "value": words}
+)
+turns = words | st.just("\ud800") | st.lists(plain, min_size=1, max_size=3) | st.lists(odd, max_size=2) | anything
+keys = sorted({key for known in FORMATS for key in (*known.keys, *known.optional)})
+rows = st.sampled_from(FORMATS).flatmap(lambda known: st.fixed_dictionaries(dict.fromkeys(known.keys, turns)))
 lines = st.binary(max_size=40) | st.builds(
-    lambda row: json.dumps(row).encode(),
-    anything
-    | st.fixed_dictionaries({"text": anything})
-    | st.fixed_dictionaries({"messages": st.lists(st.fixed_dictionaries({"role": anything, "content": anything}), max_size=2)}),
+    lambda row, more: json.dumps(row | more if isinstance(row, dict) else row).encode(),
+    rows | rows | anything,
+    st.just({}) | st.dictionaries(st.sampled_from(keys), turns, max_size=1),
 )
 
 
 @bounded
-@given(rows=st.lists(lines, max_size=4), key=st.none() | st.just("body"))
-def test_jsonl(tmp_path, rows, key):
+@given(content=st.lists(lines, max_size=3), key=st.sampled_from([None, None, "body"]))
+def test_jsonl(tmp_path, content, key):
+    """Each row becomes texts that a tokenizer takes, or the file is refused."""
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b"\n".join(rows))
-    for document in tried(lambda: list(Texts(path, text_key=key)), named=path) or []:
-        assert isinstance(document, str) or all(isinstance(message["content"], str) for message in document)
+    path.write_bytes(b"\n".join(content))
+    documents = tried(lambda: list(Texts(path, text_key=key)), named=path) or []
+    for document in documents:
+        assert all(text.encode() is not None for text in strings(document)) and serialized(document).encode()
+    for ids, mask in (part for document in documents for part in tried(encode, TOKENIZER, [document])[0]):
+        assert len(ids) and (mask is None or mask.shape == ids.shape)
 
 
 @bounded

@@ -1,10 +1,12 @@
 """Data on the device: token corpora, and feeds of batches from any iterable.
 
 Texts        documents from files, folders, datasets or the program            texts.py
-Tokenizer    trained here or loaded; renders chats with their template         tokenizer.py, chat_process.py
+RowParser    a row of any format to a text, a chat, a completion or a pair     formats.py
+Tokenizer    trained here or loaded; writes chats, and knows what is learnt    tokenizer.py, chat.py, chat_process.py
 build        texts to a folder of shards; resumes after an interruption        build.py, shards.py
 Corpus       the shards, mapped into memory; its training and held-out parts   corpus.py
-CorpusFeed   rows packed on the host, batches gathered on the device           rows.py, batches.py
+Packing      which tokens are in which row, decided on the host                packing.py
+CorpusFeed   batches of rows, gathered on the device                           batches.py, rows.py, buckets.py
 feed, Feed   batches of any source on the device, with a position to save      feeds.py
 Source       a list, single items, a DataLoader, any iterable                  source.py
 Store        batches that pass, stay on the device, or are copied ahead        stores.py, ring.py
