@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gpubound.train import AdamW, TrainStep
+from gpubound.train.objectives import OBJECTIVES
 from tests import messages
 
 from .conftest import draw, named, small, summed
@@ -37,8 +38,7 @@ def message(call) -> str:
         ({"precision": "fp4"}, "precision: got 'fp4', wanted one of fp32, tf32, bf16, bf16-pure, fp16, fp8."),
         (
             {"loss": "mse"},
-            "TrainStep: loss must be 'causal_lm' or 'next_token' or 'masked_diffusion' or 'diffusion' or 'noise_prediction' or "
-            "a function of (model, batch), got 'mse'.",
+            f"TrainStep: loss must be {' or '.join(map(repr, OBJECTIVES))} or a function of (model, batch), got 'mse'.",
         ),
         (
             {"optimizer": "sgd"},
