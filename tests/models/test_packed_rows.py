@@ -217,9 +217,17 @@ def test_other_mixers_are_refused(mixer):
             call(model, inputs_of(batch_of()[0]))
 
 
-def test_softmax_of_a_richards_decoder():
+@pytest.mark.parametrize("options", [{}, {"mlp": "moe", "experts": 4, "balance": 0.0}], ids=["dense", "sparse"])
+def test_softmax_of_a_richards_decoder(options):
     torch.manual_seed(0)
-    check(RichardsDecoder(RichardsConfig(16, 32, 2, 2, 2, 89, attention="softmax")))
+    check(RichardsDecoder(RichardsConfig(16, 32, 2, 2, 2, 89, attention="softmax", **options)))
+
+
+@pytest.mark.parametrize("kind", ["decoder", "llama", "gemma2", "mixtral"])
+def test_a_trial_in_16_bits(kind):
+    """What other kernels round, or send to another expert, is no leak; a mixer that leaks is refused there, too."""
+    assert why_not_isolated(make(kind).bfloat16(), inputs_of(batch_of()[0])) is None
+    assert why_not_isolated(Deaf().bfloat16(), inputs_of(batch_of()[0])) is not None
 
 
 def test_what_a_batch_may_not_have():

@@ -184,7 +184,8 @@ def why_not_isolated(model: Any, inputs: dict[str, Any]) -> str | None:
                 raise
             return f"a row of three examples raised {type(error).__name__}: {error}"
     rounded = alone.dtype in (torch.float16, torch.bfloat16) or torch.get_float32_matmul_precision() != "highest"
-    experts = rounded and any("expert" in name for name, _ in model.named_modules())
+    parts = (f"{name} {type(module).__name__}".lower() for name, module in model.named_modules())
+    experts = rounded and any("expert" in part or "moe" in part for part in parts)
     # Of one shape, only sums whose order depends on the tokens differ, as those of experts: a token may go to another one.
     same = 5e-2 if experts else 1e-3 if rounded else 1e-5
     for what, got, want, limit, outliers in (
