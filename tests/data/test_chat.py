@@ -63,6 +63,8 @@ THINKING = (
     "{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
     "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
+# A prompt ends the reasoning before it begins, also where the last answer has some.
+UNTHINKING = THINKING.replace("assistant\n<think>\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}")
 # Channels within a turn; the last turn's end is another than that of earlier ones.
 CHANNELS = (
     "<|start|>system<|message|>x<|end|>{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}"
@@ -99,6 +101,7 @@ THOUGHT_LAST = [*HISTORY[:3], {"role": "assistant", "content": "it is 2", "reaso
         (MISTRAL, HISTORY, [" it is 1</s>", " it is 2</s>"]),
         (MISTRAL, SYSTEM, [" it is 1</s>", " it is 2</s>"]),
         (THINKING, THOUGHT_LAST, [f"it is 1{END}", f"hm\n</think>\n\nit is 2{END}"]),
+        (UNTHINKING, THOUGHT_LAST, [f"it is 1{END}", f"hm\n</think>\n\nit is 2{END}"]),
         (CHANNELS, HISTORY, ["<|channel|>final<|message|>it is 1<|end|>", "<|channel|>final<|message|>it is 2<|return|>"]),
         (CHANNELS, [*HISTORY[:3], HISTORY[3] | {"thinking": "hm"}], ["<|channel|>final<|message|>it is 1<|end|>",
          "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>it is 2<|return|>"]),
@@ -107,7 +110,8 @@ THOUGHT_LAST = [*HISTORY[:3], {"role": "assistant", "content": "it is 2", "reaso
     ],
     ids=[
         "chatml", "reasoning", "reasoning-one-turn", "reasoning-given-earlier", "reasoning-given-last", "reasoning-system",
-        "llama", "gemma", "mistral", "mistral-system", "thinking-prompt", "channels", "channels-thinking", "closed", "tagged",
+        "llama", "gemma", "mistral", "mistral-system", "thinking-prompt", "unthinking-prompt",
+        "channels", "channels-thinking", "closed", "tagged",
     ],
 )  # fmt: skip
 def test_the_assistant_s_turns_are_learnt(template, chat, learnt):

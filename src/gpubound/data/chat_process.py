@@ -113,8 +113,8 @@ def find_span(render, messages, i, text):
     """Return the span of message `i` in `text`, for a template that renders earlier messages depending on later ones.
 
     Qwen3's template leaves out the reasoning of earlier turns, so the chat up to message `i` is no prefix of `text`. Render the
-    chat with two other contents of message `i` instead: the results differ exactly there. Around them are as much of the header
-    that a prompt ends with, and of the end that a last turn has, as the template writes here.
+    chat with two other contents of message `i` instead: the results differ exactly there. Before it is as much of the header
+    that a prompt ends with as the template writes here, after it as much of the end that a last turn has.
     """
     last = render([*messages[:i], messages[i] | {"content": "\ue000" * 8}])[0]
     turn_end = last.rpartition("\ue000" * 8)[2]
@@ -131,14 +131,14 @@ def find_span(render, messages, i, text):
     at = one.rfind(header.partition(">")[0].partition("\n")[0], 0, before) if header else before
     if at < 0:
         raise TemplateError(UNCLEAR)
-    begin = at + whole(one[at:], common(one[at:before], header))
+    begin = min(at + whole(one[at:], common(one[at:before], header)), whole(text, common(text, one)))
     tail = one[len(one) - after :]
     length = common(tail, turn_end)
     if (shorter := whole(tail, length)) < length:
         first = MARK.match(tail, shorter)
         length = shorter if MARK.search(tail[:shorter]) or first is None else first.end()
     end = len(one) - after + length + len(text) - len(one)
-    if text[:begin] != one[:begin] or text[end:] != one[len(one) - (len(text) - end) :]:
+    if begin < at or text[end:] != one[len(one) - (len(text) - end) :]:
         raise TemplateError(UNCLEAR)
     return begin, end
 
