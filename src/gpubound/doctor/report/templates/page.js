@@ -33,7 +33,7 @@ function whatIf({ program, scale }) {
     const picks = boxes.filter(box => box.checked).map(box => Number(box.dataset.pick));
     const left = step(picks), gain = left > 0 ? base / left : 1;
     find("b", said).textContent = picks.length ? `${ms(base)} → ${ms(left)} a step (${gain.toFixed(2)}x)` : `${ms(base)} a step`;
-    find("span", said).textContent = picks.length ? "with the checked ones mended" : "check what you would mend";
+    find("span", said).textContent = picks.length ? "with the checked ones fixed" : "check what you would fix";
   };
   for (const box of boxes) box.addEventListener("change", tell);
   find("#every").addEventListener("click", () => {
