@@ -1,10 +1,13 @@
 """Layers with low-rank adapters that are not PEFT's."""
 
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
 from gpubound.layers.fused_weights import READERS, LinearSite
 from gpubound.layers.linear_product import linear
+from gpubound.layers.recompute import recompute_from
 from gpubound.lora.adapter import LowRank
 
 
@@ -35,3 +38,13 @@ def low_rank(inputs, outputs, rank=4, seed=5, dtype=torch.float32, scale=0.5, dr
     shapes = (rank, inputs), (outputs, rank)
     a, b = (nn.Parameter((0.3 * torch.randn(shape, generator=generator)).to(dtype)) for shape in shapes)
     return LowRank(a, b, scale, nn.Dropout(dropout))
+
+
+@contextmanager
+def recomputing(model, least):
+    """Let the parts of `model` recompute results of `least` bytes and more inside."""
+    undo = recompute_from(model, least)
+    try:
+        yield
+    finally:
+        undo()

@@ -14,7 +14,7 @@ from gpubound.layers.fused_weights import multiply_by_records, run_linear
 from gpubound.layers.linear_product import Format, linear
 from gpubound.train import Accumulators
 
-from .adapted import Adapted, low_rank
+from .adapted import Adapted, low_rank, recomputing
 
 TOKENS, INPUTS, OUTPUTS, RANK = 16, 32, 48, 4
 
@@ -78,7 +78,7 @@ def test_over_a_norms_result_that_is_computed_again():
     leaves = [x, norm.weight, *adapter.parameters]
     y = norm(x)
     wanted = gradients(F.linear(y, layer.weight, layer.bias) + adapter.plain(y), leaves)
-    with recompute.recomputing(norm, 0):
+    with recomputing(norm, 0):
         y = norm(x)
     assert recompute.recipe_of(y) is not None
     saved = []
@@ -133,7 +133,7 @@ def test_no_fused_form_of_an_mlp_passes_an_adapter_by(where, eight):
     for weight, states in zip(weights, new_states(3, torch.device("cpu"))):
         weight.main_grad = torch.zeros(weight.shape)
         made_record(weight).format = Fp8(states, lambda: True) if eight else None
-    with recompute.recomputing(mlp, 0):
+    with recomputing(mlp, 0):
         assert mlp(x).grad_fn.name() == ("_GatedBackward" if eight else "_GatedDownBackward")
         adapter = low_rank_of(getattr(mlp, where))
         setattr(mlp, where, Adapted(getattr(mlp, where), adapter))

@@ -16,6 +16,8 @@ from gpubound.layers.linear_product import linear
 from gpubound.models.richards.layers import DynamicTanh, RichardsGLU, RichardsNorm
 from tests.messages import message
 
+from .adapted import recomputing
+
 TOKENS, HIDDEN, WIDE = 16, 32, 64
 
 
@@ -85,11 +87,11 @@ def test_what_is_small_is_kept():
     norm = layers.RMSNorm(4)
     large, small = torch.ones(recompute.LEAST_BYTES // 16, 4), torch.ones(recompute.LEAST_BYTES // 16 - 1, 4)
     assert recompute.recipe_of(norm(large)) is not None and recompute.recipe_of(norm(small)) is None
-    with recompute.recomputing(norm, recompute.KEEP_ALL):
+    with recomputing(norm, recompute.KEEP_ALL):
         assert recompute.recipe_of(norm(large)) is None
-    with recompute.recomputing(norm, 0):
+    with recomputing(norm, 0):
         assert recompute.recipe_of(norm(small)) is not None
-        with recompute.recomputing(norm, recompute.KEEP_ALL):
+        with recomputing(norm, recompute.KEEP_ALL):
             assert recompute.recipe_of(norm(small)) is None
         assert recompute.recipe_of(norm(small)) is not None
     assert recompute.recipe_of(norm(small)) is None
@@ -113,7 +115,7 @@ def test_frozen_weights_keep_nothing_and_get_nothing(device):
 
 def test_a_weight_changed_between_forward_and_backward_is_refused():
     mlp = layers.MLP(HIDDEN, WIDE)
-    with recompute.recomputing(mlp, 0):
+    with recomputing(mlp, 0):
         y = mlp(torch.ones(2, HIDDEN))
     with torch.no_grad():
         mlp.down_proj.weight.mul_(2)
@@ -123,7 +125,7 @@ def test_a_weight_changed_between_forward_and_backward_is_refused():
 
 def test_a_norms_weight_changed_meanwhile_is_refused():
     norm, mlp = layers.RMSNorm(HIDDEN), layers.MLP(HIDDEN, WIDE)
-    with recompute.recomputing(norm, 0), recompute.recomputing(mlp, 0):
+    with recomputing(norm, 0), recomputing(mlp, 0):
         y = mlp(norm(torch.ones(2, HIDDEN)))
     with torch.no_grad():
         norm.weight.mul_(2)
@@ -172,7 +174,7 @@ def test_an_activation_whose_reader_would_keep_it_is_computed_again(make, device
         x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(1)).to(device, like.dtype).requires_grad_()
         was = recompute.recipe_of
         monkeypatch.setattr(recompute, "recipe_of", lambda y: read.append(was(y) is not None) or was(y))
-        with recompute.recomputing(mlp, least):
+        with recomputing(mlp, least):
             y = mlp(x)
         monkeypatch.setattr(recompute, "recipe_of", was)
         y.backward(torch.ones_like(y))

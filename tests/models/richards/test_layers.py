@@ -9,10 +9,10 @@ from torch import nn
 import gpubound as gb
 from gpubound.layers import MLP, Attention, Block, run_blocks
 from gpubound.layers.linear_product import linear
-from gpubound.layers.recompute import recomputing
 from gpubound.models.richards.kernels import Curve
 from gpubound.models.richards.layers import DynamicTanh, RichardsCurve, RichardsGLU, RichardsNorm, richards_glu_calls
 from gpubound.train import Accumulators
+from tests.layers.adapted import recomputing
 
 FP64 = torch.float64
 HIDDEN, WIDTH = 6, 10
