@@ -54,6 +54,15 @@ def number(value: float, style: str) -> str:
     return quantity(value) if style == "si" else format(value, style)
 
 
+def counted(count: int, noun: str) -> str:
+    """Return the count and its noun.
+
+    >>> counted(1, "row"), counted(2000, "row")
+    ('1 row', '2,000 rows')
+    """
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def in_words(seconds: float) -> str:
     """Format seconds in a fitting unit.
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..formatting import counted
+
 if TYPE_CHECKING:
     from .corpus import Corpus  # which calls `pack_corpus`, through `batches`
 
@@ -72,16 +74,16 @@ class Packing:
 
     def __str__(self) -> str:
         one = "pair" if self.group == 2 else "example"
-        rows = " and ".join(f"{part.rows:,} rows of {part.seq:,}" for part in self.parts or (self,))
-        facts = [f"{self.examples:,} {one}s in {rows}: {self.efficiency:.1%} of the positions hold tokens, {self.learnt:.1%} "
-                 f"have a label that counts"]  # fmt: skip
+        rows = " and ".join(f"{counted(part.rows, 'row')} of {part.seq:,}" for part in self.parts or (self,))
+        facts = [f"{counted(self.examples, one)} in {rows}: {self.efficiency:.1%} of the positions hold tokens, "
+                 f"{self.learnt:.1%} have a label that counts"]  # fmt: skip
         for count, fate in (
             (self.truncated, "longer than a row and truncated"),
             (self.too_long, "longer than a row and dropped"),
             (self.unlearnable, "dropped, as no label of theirs counts"),
         ):
             if count:
-                facts.append(f"{count:,} {one}s {fate}")
+                facts.append(f"{counted(count, one)} {fate}")
         return "; ".join(facts)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from ..errors import DataError
 from ..files import read_json, reading, regular, sibling
+from ..formatting import counted
 from ..trace import notice
 from .formats import MAX_LISTED, Document, RowParser
 
@@ -183,7 +184,7 @@ def _check_read_once(path: _PathTexts, owners: dict[tuple[int, int], _PathTexts]
 
 def _report_empty(where: str, count: int) -> None:
     if count:
-        notice(f"{where}: left out: {count:,} rows that hold nothing to learn (empty, or two equal answers).")
+        notice(f"{where}: left out: {counted(count, 'row')} without anything to learn (empty, or two equal answers).")
 
 
 def text_files(path: Path) -> list[Path]:
