@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
+import gpubound as gb
 from gpubound import device as facts
 from gpubound.cli import main
 from gpubound.cli.train import from_file, presets
@@ -328,6 +329,19 @@ def test_a_resumed_run_reports_what_changed(config, tmp_path, capsys):
     capsys.readouterr()
     assert main(["train", str(config)]) == 0
     assert "nothing to do" in capsys.readouterr().err
+
+
+def test_the_same_from_python(config, tmp_path, capsys):
+    """With the names of other trainers; the run can be used afterwards."""
+    trained = gb.train(config, num_train_epochs=0.1, export=str(tmp_path / "hf"))
+    assert trained.run.finished and not trained.failed and trained.export == tmp_path / "hf"
+    assert trained.outcome.verdict in capsys.readouterr().err and trained.report.exists()
+    assert trained.run.best_weights and next(trained.run.model.parameters()).isfinite().all()
+    with pytest.raises(ValueError, match="pass --resume"):
+        gb.train(config, num_train_epochs=0.1)
+    assert gb.train(config, num_train_epochs=0.1, resume=True).run.done == trained.run.done
+    with pytest.raises(ValueError, match="'gpus'"):
+        gb.train(config, gpus=2)
 
 
 def test_an_option_overrides_the_length_of_the_file(config, tmp_path):

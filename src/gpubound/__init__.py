@@ -7,6 +7,7 @@ watch(), no_stall()            count, or forbid, what makes the GPU wait for the
 decoder(model)                 generation from the live weights, k tokens a launch
 feed(source), Corpus           data on the device
 TrainStep(model, loss, ...)    the whole optimizer step
+train(config, **keys)          a whole run, as gpubound train
 kernels                        the fast ops as plain functions
 lora                           low-rank adapters over a frozen model
 distributed                    one run in many processes
@@ -24,6 +25,7 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import distributed as distributed, kernels as kernels, lora as lora
+    from .cli.train import train as train  # the package is called, see train/__init__.py
     from .data import Corpus as Corpus, Feed as Feed, feed as feed
     from .decode import Draft as Draft, FastDecoder as FastDecoder, decoder as decoder
     from .doctor import doctor as doctor
@@ -50,8 +52,19 @@ _HOMES = {
     **dict.fromkeys(("Ledger", "no_stall", "watch"), "watch"),
 }
 
+_PACKAGES = ("kernels", "lora", "distributed", "train")
+
 __all__ = sorted(
-    [*_HOMES, *(name for name in dir() if name.endswith("Error")), "__version__", "kernels", "lora", "distributed", "strict"]
+    [
+        *_HOMES,
+        *(name for name in dir() if name.endswith("Error")),
+        "__version__",
+        "kernels",
+        "lora",
+        "distributed",
+        "train",
+        "strict",
+    ]
 )
 
 
@@ -64,7 +77,7 @@ class _Front(ModuleType):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("kernels", "lora", "distributed"):
+        if name in _PACKAGES:
             return import_module(f".{name}", __name__)
         if name not in _HOMES:
             raise AttributeError(f"module 'gpubound' has no attribute {name!r}")

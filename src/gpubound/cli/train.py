@@ -34,6 +34,7 @@ from .ranks import RankOptions, resume_command, save_when_launcher_ends, start_r
 
 if TYPE_CHECKING:
     from ..train.loop import Run
+    from .session import Outcome
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,9 @@ def main(argv: Sequence[str]) -> int:
     if options.list:
         print(presets())
         return 0
-    from ..device import resolve  # torch takes two seconds: options are read first
-    from ..distributed import join, launched
-    from ..train.prepare import check_launch, prepare
-    from .session import finish, follow, log_level, run_folder, say, train
+    from ..distributed import launched  # torch takes two seconds: options are read first
+    from ..train.prepare import check_launch
+    from .session import run_folder
 
     check_log(options.log)
     if options.resume and file is not None and options.out == default.out:
@@ -144,34 +144,84 @@ def main(argv: Sequence[str]) -> int:
             return resume_command("train", command_line) if _has_checkpoints(Path(recipe.out)) else None
 
         return start_ranks("train", command_line, options, Path(recipe.out, "ranks"), resume_line)
+    trained = train_one(options, recipe, export, f"go on with: {resume_command('train', command_line)}")
+    if options.json and trained.outcome is not None:
+        run, outcome = trained.run, trained.outcome
+        steps = outcome.tape.steps()
+        about = {"out": recipe.out, "ranks": run.ranks.world, "finished": run.finished}
+        about |= {"failed": outcome.failed, "verdict": outcome.verdict}
+        about |= {"last": steps[-1] if steps else {}, "report": str(trained.report), "doctor": outcome.doctor.as_dict()}
+        about |= {"best": {"step": run.best, "held_out": run.evaluations[run.best]} if run.best else None}
+        print(json.dumps(about | {"export": str(trained.export) if trained.export else None}))
+    return 1 if trained.failed else 0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run that gpubound.train has trained. `run` has the model; `run.export(folder)` writes the best weights.
+
+    failed   the training was not sound: its last loss is not finite, or too many steps were skipped
+    outcome  the records and the verdict, on the first rank
+    """
+
+    run: "Run"
+    failed: bool
+    outcome: "Outcome | None" = None
+    report: Path | None = None
+    export: Path | None = None
+
+
+def train(config: str | Path | None = None, /, **keys: Any) -> Trained:
+    """Train as `gpubound train` does: with a config file, keys, or both. The keys may have the names of other trainers.
+
+    Several processes, started by torchrun, train together. `resume`, `allow`, `auto_batch`, `export`, `merge`, `log` and
+    `quiet` are the command's options.
+    """
+    known = {name: field for name, field in OPTIONS.items() if name in CALLED or name in Recipe.__dataclass_fields__}
+    default = Train() if config is None else from_file(str(config))
+    options = override_length(dataclasses.replace(default, **convert(keys, known, "train")), default)
+    check_log(options.log)
+    advice = "go on with resume=True"
+    return train_one(options, options.recipe(), export_folder(options), advice)
+
+
+CALLED = ("resume", "allow", "auto_batch", "export", "merge", "log", "quiet", "timeout")  # options of `train`
+
+
+def train_one(options: Train, recipe: Recipe, export: Path | None, advice: str) -> Trained:
+    """Train one run in this process, or this rank's part of it. `advice` says how to go on with a run that was stopped."""
+    from ..device import resolve
+    from ..distributed import join
+    from ..train.prepare import prepare
+    from . import session
+    from .session import say
+
     kind = resolve(recipe.device).type
-    with join(kind, options.longest_step) as ranks, log_level(options.quiet, ranks), run_folder(recipe.out, ranks):
+    with (
+        join(kind, options.longest_step) as ranks,
+        session.log_level(options.quiet, ranks),
+        session.run_folder(recipe.out, ranks),
+    ):
         save_when_launcher_ends()
         resume = options.resume or options.is_restart
         run = prepare(recipe, resume, options.auto_batch, progress=ranks.first, ranks=ranks, allow=options.allow)
         if export is not None:
             check_replaceable(export, "export", run=run.id)
         if not ranks.first:
-            failed = follow(run)
+            failed = session.follow(run)
             if export and not failed:
                 write_export(run, export, options.merge)
-            return 1 if failed else 0
-        outcome = train(run, Path(recipe.out).resolve().name, log=options.log)
+            return Trained(run, failed)
+        outcome = session.train(run, Path(recipe.out).resolve().name, log=options.log)
         if not (run.finished or run.diverged):
-            say(f"go on with: {resume_command('train', command_line)}", needed=True)
-        report = finish(outcome.tape)
+            say(advice, needed=True)
+        report = session.finish(outcome.tape)
         if export and outcome.failed:
             say(f"export: nothing was written to {export}, for the training is not sound", needed=True)
+            export = None
         elif export:
             say(f"export: {write_export(run, export, options.merge)}, the weights of step {run.best or run.done:,}")
-    if options.json:
-        steps = outcome.tape.steps()
-        about = {"out": recipe.out, "ranks": ranks.world, "finished": run.finished}
-        about |= {"failed": outcome.failed, "verdict": outcome.verdict}
-        about |= {"last": steps[-1] if steps else {}, "report": str(report), "doctor": outcome.doctor.as_dict()}
-        about |= {"best": {"step": run.best, "held_out": run.evaluations[run.best]} if run.best else None}
-        print(json.dumps(about | {"export": str(export) if export and not outcome.failed else None}))
-    return 1 if outcome.failed else 0
+    return Trained(run, outcome.failed, outcome, report, export)
 
 
 def compare_variants(options: Train, recipe: Recipe, command_line: list[str]) -> int:

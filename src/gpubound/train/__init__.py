@@ -1,5 +1,6 @@
 """Training: the optimizer step as one call, and the parts it is made of, each usable alone on any nn.Module.
 
+    gpubound.train(config, **keys) trains as the command `gpubound train` does            cli/train.py
     TrainStep      micro-batches in, weights updated, a launch a micro-batch, if captured    step.py
     AdamW, Muon    the numbers of an optimizer                                  optimizer.py, adamw8.py, muon.py
     Schedule       learning rates, counted in updates                                         schedule.py
@@ -9,7 +10,9 @@
 docs/training.md tells how they fit together.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,3 +47,13 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+class _Callable(ModuleType):
+    """This package, which `gpubound.train(...)` calls as a function."""
+
+    def __call__(self, *arguments: Any, **keys: Any) -> Any:
+        return import_module("gpubound.cli.train").train(*arguments, **keys)
+
+
+sys.modules[__name__].__class__ = _Callable
