@@ -39,14 +39,12 @@ KINDS = [pytest.param(kind, marks=[pytest.mark.skip(SKIPPED[kind])] if kind in S
 def test_a_model_is_decoded_or_refused_in_one_sentence(kind):
     model = tiny(kind)
     try:
-        fast = gb.decoder(model, 2, 32)
+        fast = gb.decoder(model, 2, 32, verify=kind in FUSED)  # of others the certificate compares a forward with itself
     except ValueError as error:
         assert str(error).startswith("decoder: ") and "\n" not in str(error) and kind not in FUSED
         return
     assert (fast.path == "") or kind not in FUSED
     rows = fast.generate(PROMPTS, max_new_tokens=3, stop=()).tokens
-    if fast.path and fast.certificate is not None and hasattr(model, "get_experts_implementation"):
-        return  # close scores of experts may fall either way in a batch
     for prompt, row in zip(PROMPTS, rows):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([[*prompt, *row[:-1]]])).logits[0, len(prompt) - 1 :].float()

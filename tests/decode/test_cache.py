@@ -73,20 +73,22 @@ def test_tokens_are_those_of_a_model_whose_keys_and_values_are_rounded(family, k
 def test_logits_are_near_the_exact_ones(kind, device):
     """As the cache's share of the certificate says, and no more than stated."""
     for family in cases.FAMILIES:
-        fast = cases.shared(family, str(device), cache=kind)
+        fast = cases.shared(family, str(device), cache=kind, verify=family in ("Llama", "Mistral"))
         ids = cases.prompts(40)[0]
         exact, rounded = cases.logits(fast.model, ids), emulated_logits(fast.model, ids, kind)
         cost = ((rounded - exact).norm() / exact.norm()).item()
         assert 0.1 * COST[kind] < cost < COST[kind]
-        assert 0.1 * COST[kind] < fast.certificate.cache_error < COST[kind]
+        if fast.certificate is not None:
+            assert 0.1 * COST[kind] < fast.certificate.cache_error < COST[kind]
         scores = torch.tensor(fast.score(ids)[0], device=device)
         want = rounded[:-1].log_softmax(-1).gather(-1, torch.tensor(ids[1:], device=device)[:, None])[:, 0]
         assert (scores - want).norm() < 0.1 * cost * want.norm()  # a key on the edge of two codes may become either
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 12])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "rows"),
+    [("int8", torch.float16, 1), ("int8", torch.bfloat16, 12), ("fp8", torch.float16, 12), ("fp8", torch.bfloat16, 1)],
+)
 def test_16_bit_models_pass_their_certificate(kind, dtype, rows, device):
     found = gb.decoder(cases.build("Qwen3", dtype, device), rows, cases.ROOM, cache=kind, pages=rows + 2).certificate
     assert found.logits_error < 1.5 * (found.model_error + found.cache_error) and found.cache_error < COST[kind]
@@ -95,7 +97,7 @@ def test_16_bit_models_pass_their_certificate(kind, dtype, rows, device):
 @FORM
 def test_a_prompt_in_chunks_gives_the_same_tokens(form, monkeypatch, device):
     """All of a prompt attends to what the cache holds, its own chunk too."""
-    given = cases.prompts(45, 30)
+    given = cases.prompts(25, 16)
     for family in ("Mistral", "Qwen3"):
         fast = cases.shared(family, str(device), **form)
         want = tokens(fast, given)
@@ -219,11 +221,11 @@ def test_places_beyond_the_live_length_may_hold_anything(kind, pages):
 
 class TestTheCertificate:
     def test_says_what_the_cache_makes_of_fp32(self):
-        said = str(cases.shared("Llama", cache="int8").certificate)
+        said = str(cases.shared("Llama", cache="int8", verify=True).certificate)
         assert message("decode/cache:says_what_the_cache_make").within(said) and message(
             "decode/cache:says_what_the_cache_make.2"
         ).within(said)
-        assert "over a cache" not in str(cases.shared("Llama").certificate)
+        assert "over a cache" not in str(cases.shared("Llama", verify=True).certificate)
 
     @pytest.mark.parametrize("name", ["quantized_decode_attention", "encode"])
     def test_finds_what_is_wrong_with_a_rounded_cache(self, name, monkeypatch):

@@ -26,7 +26,7 @@ def test_a_ragged_batch_gives_the_models_tokens(kind):
     """Windows shorter than the texts, biases, normed heads, layers without positions."""
     fast = served(kind)
     given = cases.prompts(3, 30, 11)
-    found = fast.generate(given, max_new_tokens=20, stop=()).tokens
+    found = fast.generate(given, max_new_tokens=9, stop=()).tokens
     assert found == [cases.likeliest(fast.model, prompt, row) for prompt, row in zip(given, found)]
 
 
@@ -44,8 +44,8 @@ def test_beside_a_nan_beyond_what_a_row_holds(kind):
 def test_weights_side_by_side_or_not(kind):
     """More than two rows put weights of one input side by side; then they are one product."""
     fast, wide = served(kind, max_batch=2), served(kind, max_batch=9)
-    few = fast.generate(cases.PROMPT, max_new_tokens=20, stop=()).tokens
-    assert wide.generate([cases.PROMPT] * 9, max_new_tokens=20, stop=()).tokens == few * 9
+    few = fast.generate(cases.PROMPT, max_new_tokens=9, stop=()).tokens
+    assert wide.generate([cases.PROMPT] * 9, max_new_tokens=9, stop=()).tokens == few * 9
     assert [len(layer.qkv.parts) for layer in fast.body.host.layers] == [3, 3]
     assert [len(layer.qkv.parts) for layer in wide.body.host.layers] == [1, 1]
 

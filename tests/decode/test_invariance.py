@@ -13,7 +13,7 @@ WAYS = pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
 
 
 def tokens(fast, prompts, **settings):
-    return fast.generate(prompts, **{"max_new_tokens": 24, **settings}).tokens
+    return fast.generate(prompts, **{"max_new_tokens": 12, **settings}).tokens
 
 
 @WAYS
@@ -28,7 +28,7 @@ def test_the_steps_of_a_launch_do_not_matter(k, how, device):
 
 def test_behind_many_steps_the_last_launch_may_overshoot():
     """The last 7 of 256 are one launch of 8; the step too many is in nobody's tokens and in no roofline."""
-    model = cases.build("Llama", max_position_embeddings=300)
+    model = cases.build("Llama", num_hidden_layers=1, max_position_embeddings=300)
     found = gb.decoder(model, 1, 300, verify=False).generate([5], max_new_tokens=256)
     assert (found.launches, found.steps, found.count) == (12, 257, 256)
     one = gb.decoder(model, 1, 300, k=1, verify=False).generate([5], max_new_tokens=256)
@@ -37,7 +37,7 @@ def test_behind_many_steps_the_last_launch_may_overshoot():
 
 def test_where_a_step_reads_much_no_step_is_too_many(monkeypatch):
     monkeypatch.setattr("gpubound.decode.generate.HEAVY", 0)
-    model = cases.build("Llama", max_position_embeddings=300)
+    model = cases.build("Llama", num_hidden_layers=1, max_position_embeddings=300)
     found = gb.decoder(model, 1, 300, verify=False).generate([5], max_new_tokens=256)
     assert (found.launches, found.steps, found.count) == (11 + 7, 256, 256)
 

@@ -15,10 +15,10 @@ from .any_cases import ENDS
 
 @pytest.mark.parametrize("kind", cases.HUGGING_FACE)
 def test_a_ragged_batch_gives_hugging_faces_tokens(kind, device):
-    fast = cases.shared(kind, str(device))
+    fast = cases.shared(kind, str(device), verify=True)
     assert fast.path == ""  # the fused kernels
-    together = fast.generate(cases.prompts(), max_new_tokens=40).tokens
-    alone = [fast.generate(prompt, max_new_tokens=40).tokens[0] for prompt in cases.prompts()]
+    together = fast.generate(cases.prompts(), max_new_tokens=16).tokens
+    alone = [fast.generate(prompt, max_new_tokens=16).tokens[0] for prompt in cases.prompts()]
     assert together == alone == [cases.likeliest(fast.model, *pair) for pair in zip(cases.prompts(), alone)]
     assert together[2][:8] == cases.hugging_face(fast.model, cases.prompts()[2], 8), "its generate says what its forward does"
     assert len({*together[0], *together[1], *together[2]}) > 8  # no model that says one word
@@ -27,7 +27,7 @@ def test_a_ragged_batch_gives_hugging_faces_tokens(kind, device):
 def test_our_own_decoder_gives_the_tokens_of_its_forward(device):
     fast = cases.shared("own", str(device))
     assert fast.path == ""
-    found = fast.generate(cases.prompts(), max_new_tokens=64).tokens
+    found = fast.generate(cases.prompts(), max_new_tokens=24).tokens
     assert found == [cases.likeliest(fast.model, prompt, row) for prompt, row in zip(cases.prompts(), found)]
 
 
@@ -40,15 +40,15 @@ def test_any_other_model_by_its_own_forward():
             parameter.normal_(std=0.25)
     fast = gb.decoder(model, 4, 96, verify=False)
     assert "GPT2LMHeadModel" in fast.path and "Qwen3MoeForCausalLM" in fast.path and "DeepseekV4" not in fast.path
-    want = [cases.hugging_face(model, prompt, 32) for prompt in cases.prompts()]
-    assert fast.generate(cases.prompts(), max_new_tokens=32).tokens == want
+    want = [cases.hugging_face(model, prompt, 12) for prompt in cases.prompts()]
+    assert fast.generate(cases.prompts(), max_new_tokens=12).tokens == want
 
 
 def test_the_models_own_forward_can_be_asked_for(device):
     fast = cases.shared("Qwen2", str(device), fused=False)
     assert fast.path == "fused=False was asked for"
-    want = cases.shared("Qwen2", str(device)).generate(cases.prompts(), max_new_tokens=32).tokens
-    assert fast.generate(cases.prompts(), max_new_tokens=32).tokens == want
+    want = cases.shared("Qwen2", str(device)).generate(cases.prompts(), max_new_tokens=12).tokens
+    assert fast.generate(cases.prompts(), max_new_tokens=12).tokens == want
 
 
 @pytest.mark.parametrize("kind", cases.ALL)
@@ -56,13 +56,13 @@ def test_the_models_own_forward_can_be_asked_for(device):
 def test_bf16_logits_are_as_near_to_fp32_as_the_models_own(kind, rows, device):
     """Teacher-forced, so that one flipped token does not end the comparison; 12 rows take the products of wide batches."""
     model = cases.build(kind, torch.bfloat16, device)
-    ids = cases.prompts(40)[0]
+    ids = cases.prompts(26)[0]
     fast = gb.decoder(model, rows, cases.ROOM, verify=False)
     row = torch.tensor(ids, device=device)
     ours = []
     with torch.no_grad():
         fast.body.prefill(row[:20].expand(rows, -1), torch.full((rows,), 20, device=device))
-        for place in range(20, 40):
+        for place in range(20, 26):
             token, position = (torch.full((rows,), value, dtype=torch.int32, device=device) for value in (ids[place], place))
             fast.body.begin(token)
             ours.append(fast.body.step(token, position)[-1].clone())
@@ -74,10 +74,10 @@ def test_bf16_logits_are_as_near_to_fp32_as_the_models_own(kind, rows, device):
 
 @pytest.mark.parametrize("kind", ["Mistral", "Qwen3"])
 def test_a_prompt_in_chunks_gives_the_same_tokens(kind, monkeypatch, device):
-    want = cases.shared(kind, str(device)).generate(cases.prompts(45, 30), max_new_tokens=16).tokens
+    want = cases.shared(kind, str(device)).generate(cases.prompts(45, 30), max_new_tokens=9).tokens
     monkeypatch.setattr(transformer, "CHUNK", 16)
     fast = gb.decoder(cases.build(kind, device=device), 2, cases.ROOM, verify=False)
-    assert fast.generate(cases.prompts(45, 30), max_new_tokens=16).tokens == want
+    assert fast.generate(cases.prompts(45, 30), max_new_tokens=9).tokens == want
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ def ended(found) -> list[tuple[int, str]]:
 def test_logprobs_are_those_of_the_models_softmax(kind, settings):
     """Of the model's own logits, whatever settings chose the token."""
     fast = cases.shared(kind)
-    found = fast.generate(cases.prompts(), max_new_tokens=30, logprobs=True, **settings)
-    assert found.tokens == fast.generate(cases.prompts(), max_new_tokens=30, **settings).tokens
+    found = fast.generate(cases.prompts(), max_new_tokens=16, logprobs=True, **settings)
+    assert found.tokens == fast.generate(cases.prompts(), max_new_tokens=16, **settings).tokens
     for sequence in found.sequences:
         own = cases.logits(fast.model, sequence.prompt + sequence.tokens)[len(sequence.prompt) - 1 : -1].log_softmax(-1)
         want = own.gather(1, torch.tensor(sequence.tokens)[:, None])[:, 0]
@@ -86,7 +86,7 @@ def test_rows_that_end_at_different_times():
 def test_a_stop_token_as_the_first_token():
     fast = cases.shared("Mistral")
     first = fast.generate(PROMPT, max_new_tokens=1).tokens[0]
-    found = fast.generate(PROMPT, max_new_tokens=40, stop=first)
+    found = fast.generate(PROMPT, max_new_tokens=24, stop=first)
     assert found.tokens == [first] and ended(found) == [(1, "stop token")]
     assert found.launches <= 3
 
@@ -108,8 +108,8 @@ def test_a_decoder_of_two_places():
 @pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 0.999}])
 def test_a_choice_of_one_is_greedy(settings):
     fast = cases.shared("Mistral")
-    want = fast.generate(cases.prompts(), max_new_tokens=30).tokens
-    assert fast.generate(cases.prompts(), max_new_tokens=30, temperature=1.5, seed=9, **settings).tokens == want
+    want = fast.generate(cases.prompts(), max_new_tokens=16).tokens
+    assert fast.generate(cases.prompts(), max_new_tokens=16, temperature=1.5, seed=9, **settings).tokens == want
 
 
 def test_settings_of_sampling_do_not_touch_a_greedy_choice():
@@ -122,9 +122,9 @@ def test_settings_of_sampling_do_not_touch_a_greedy_choice():
 def test_a_repetition_penalty_counts_the_prompts_tokens_as_hugging_face_does(penalty):
     fast = cases.shared("Mistral")
     given = cases.prompts(30, 4)
-    want = [cases.hugging_face(fast.model, prompt, 40, repetition_penalty=penalty) for prompt in given]
-    assert fast.generate(given, max_new_tokens=40, repetition_penalty=penalty).tokens == want
-    assert want != fast.generate(given, max_new_tokens=40).tokens
+    want = [cases.hugging_face(fast.model, prompt, 24, repetition_penalty=penalty) for prompt in given]
+    assert fast.generate(given, max_new_tokens=24, repetition_penalty=penalty).tokens == want
+    assert want != fast.generate(given, max_new_tokens=24).tokens
 
 
 def test_sequences_of_a_prompt_stand_together():

@@ -28,21 +28,17 @@ def tune(monkeypatch, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="dry runs are the interpreter's; numpy 2.5 broke triton 3.6's")
 def test_a_dry_run_prints_a_line_a_case(tune, tmp_path):
-    said = tune(
-        "--dry", "--only", "add_rms_norm,group_norm,rope,geglu", "--ways", "backward", "--out", f"{tmp_path}/found.json"
-    )
+    said = tune("--dry", "--only", "group_norm,rope", "--ways", "backward", "--out", f"{tmp_path}/found.json")
     head, *lines = said.splitlines()
-    assert re.fullmatch(r"4 cases, 8 plans; compiled in \d+ s, 0 did not", head)
+    assert re.fullmatch(r"2 cases, 4 plans; compiled in \d+ s, 0 did not", head)
     wanted = (
-        r'add_rms_norm .*\("add_rms_norm", "backward", \(64,\), 0\): \(\d+, \d+, \d+, \d, "\w*"\),',
         r'group_norm .*\("group_norm", "backward", \(\), 0\): \(\d+, \d, "\w*"\),',
         r'rope .*\("rope", "", \(8,\), 0\): \(\d+, \d, \d\),',
-        r'geglu .*\("gated", "backward", \(\), 0\): \(\d+, \d, "\w*"\),',
     )
     for line, pattern in zip(lines, wanted, strict=True):
         assert re.fullmatch(pattern, line) and re.search(r" us +0\.0 % of copy  today x\d\.\d+  \d of \d plans ", line), line
     found = json.loads((tmp_path / "found.json").read_text())
-    assert [case["wrong"] for case in found] == [[]] * 4  # each finalist agreed with torch's own
+    assert [case["wrong"] for case in found] == [[]] * 2  # each finalist agreed with torch's own
 
 
 def test_an_unknown_op(tune, capsys):

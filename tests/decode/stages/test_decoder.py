@@ -43,7 +43,7 @@ def test_settings_stops_and_figures_of_rows_in_lanes():
     kept = {"cache": "int8", "pages": 12, "verify": False}
     fast, plain = staged(**kept), gb.decoder(model(), 4, cases.ROOM, **kept)
     given = cases.prompts(3, 8, 1)
-    how = {"max_new_tokens": 21, "temperature": 0.9, "top_p": 0.9, "seed": 4, "repetition_penalty": 1.2, "logprobs": True}
+    how = {"max_new_tokens": 12, "temperature": 0.9, "top_p": 0.9, "seed": 4, "repetition_penalty": 1.2, "logprobs": True}
     found, want = (one.generate(given, **how) for one in (fast, plain))
     assert found.tokens == want.tokens
     for mine, theirs in zip(found.sequences, want.sequences):
@@ -57,7 +57,7 @@ def test_settings_stops_and_figures_of_rows_in_lanes():
 @pytest.mark.parametrize("devices, rows, at_once", [(2, 1, 1), (2, 3, 2), (4, 3, 3), (4, 9, 4)])
 def test_each_lane_reads_the_weights(devices, rows, at_once):
     """A device for each lane reads at the same time; the CPU, that stands for several, reads them one after the other."""
-    fast = staged(stages=devices)
+    fast = staged(stages=devices, verify=False)
     once, token = fast.body.bytes_a_step([]), fast.body.bytes_a_step([1]) - fast.body.bytes_a_step([])
     given = cases.prompts(*[5] * min(rows, 4))
     found = fast.generate(given, max_new_tokens=4)

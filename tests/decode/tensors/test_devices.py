@@ -83,7 +83,7 @@ def test_streams_are_sliced_to_their_own_devices(sim, where, monkeypatch):
     reader = reader_of(model)
     plans = split_vocabulary(compressed.VOCABULARY, [sim, CPU], 16, None)
     streams = SlicedStreams(reader, RunnerConfig(3, compressed.ROOM), plans)
-    fast = FastDecoder(model, Stepper(streams, BatchState(3, streams.vocab, 32, sim)), (2, 1), None, True)
+    fast = FastDecoder(model, Stepper(streams, BatchState(3, streams.vocab, 32, sim)), (2, 1), None, where == "sim")
     given = [compressed.text(length, seed=length).tolist() for length in (7, 2)]
     found = fast.generate(given, max_new_tokens=2).tokens
     for prompt, row in zip(given, found):
