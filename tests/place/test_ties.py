@@ -6,7 +6,7 @@ import torch
 from gpubound.place import candidates
 from gpubound.place.candidates import Fused
 
-from .models import assert_close, batch, place, rows, tiny, training_run, twin
+from .models import assert_close, batch, place, rows, tiny, twin
 
 
 def attention(model, layer=0):
@@ -66,8 +66,9 @@ def stepped(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     found = {}
     for number in range(3):
-        found[f"loss {number}"] = training_run(model, batch(seed=number))["loss"]
-        model(**batch(seed=number)).loss.backward()
+        loss = model.train()(**batch(seed=number)).loss
+        loss.backward()
+        found[f"loss {number}"] = loss.detach()
         optimizer.step()
         optimizer.zero_grad()
     return found | {name: t.clone() for name, t in model.state_dict().items()}
