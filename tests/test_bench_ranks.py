@@ -60,7 +60,7 @@ def steps(*contenders: str):
 
 def losses(job, ranks):
     step, facts = introduce(job, CONTENDERS[job.who](job, ranks))
-    return [facts["loss"], *(step().item() for _ in range(6))]
+    return [facts["loss"], *(step().item() for _ in range(3))]
 
 
 @pytest.mark.filterwarnings("ignore")
