@@ -19,9 +19,9 @@ def swiglu(gate: Tensor, up: Tensor | None = None, limit: float = INFINITE) -> T
 
     limit  a gate counts as at most this, an up as within it. What lies beyond has no gradient
     """
-    _check("swiglu", gate, up)
+    shape = _checked("swiglu", gate, up)
     check_limit("swiglu", limit)
-    return implementation("swiglu", gate, None, _shape(gate, up))(gate, up, limit)
+    return implementation("swiglu", gate, None, shape)(gate, up, limit)
 
 
 @definition(lambda g, cols=40, packed=True: _draw_gated(g, cols, packed))
@@ -38,8 +38,8 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> 
         raise ValueError(
             f"geglu: approximate must be 'tanh' or 'none', got {approximate!r}; take the one the model was trained with."
         )
-    _check("geglu", gate, up)
-    return implementation("geglu", gate, None, _shape(gate, up))(gate, up, approximate)
+    shape = _checked("geglu", gate, up)
+    return implementation("geglu", gate, None, shape)(gate, up, approximate)
 
 
 @definition(lambda g, cols=40, packed=False: (*_draw_gated(g, cols, packed), "tanh"))
@@ -53,7 +53,7 @@ def swiglu_backward(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
     It serves an autograd.Function that multiplies by h and does not keep h until backward: h is computed again here.
     """
-    _check("swiglu_backward", gate_up, None)
+    _checked("swiglu_backward", gate_up, None)
     check_half("swiglu_backward", dh, gate_up)
     return implementation("swiglu_backward", gate_up, None, dh.shape[-1:])(dh, gate_up)
 
@@ -73,18 +73,14 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     return gate_half.to(compute_dtype), up_half.to(compute_dtype)
 
 
-def _shape(gate: Tensor, up: Tensor | None) -> tuple[int, bool]:
-    """Columns of a half, and whether both halves are one tensor."""
-    return (gate.shape[-1] // 2, True) if up is None else (gate.shape[-1], False)
-
-
 def _draw_gated(generator: torch.Generator, cols: int, packed: bool) -> tuple[Tensor, Tensor | None]:
     if packed:
         return draw(generator, 16, 2 * cols), None
     return draw(generator, 16, cols), draw(generator, 16, cols)
 
 
-def _check(op: str, gate: Tensor, up: Tensor | None) -> None:
+def _checked(op: str, gate: Tensor, up: Tensor | None) -> tuple[int, bool]:
+    """Return the columns of a half, and whether both halves are one tensor."""
     require_last(op, "gate", gate, "with a last dimension")
     if up is None and gate.shape[-1] % 2:
         raise ValueError(
@@ -95,6 +91,7 @@ def _check(op: str, gate: Tensor, up: Tensor | None) -> None:
             f"{op}: up must match gate, {tuple(gate.shape)} {gate.dtype} on {gate.device}, "
             f"got {tuple(up.shape)} {up.dtype} on {up.device}; cast, move or reshape it before the call."
         )
+    return (gate.shape[-1] // 2, True) if up is None else (gate.shape[-1], False)
 
 
 def check_limit(op: str, limit: float) -> None:
