@@ -402,11 +402,12 @@ def _joined(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def advice(name: Any, known: Collection[str]) -> str:
-    """Return the end of a refusal of an unknown key: the one that means it or is most like it, else all of them."""
+    """Return the end of a refusal of an unknown key: the one that means it or is most like it, else where all are listed."""
     others = [alias for alias in ALIASES if alias not in known and SAME.get(alias, "").partition(".")[0] in ("", *known)]
     close = difflib.get_close_matches(normal(name)[:40], [*known, *others], n=1, cutoff=0.7)
     if not close or close[0] in known:
-        return hint(name, known, "the keys are")
+        near = hint(name, known, "")
+        return near if "?" in near else "gpubound train --help lists the keys."
     alias = close[0]
     ours = SAME.get(alias)
     if ours is None and alias in READ:
