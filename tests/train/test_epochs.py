@@ -1,12 +1,14 @@
 """The length of a run in epochs, what it is evaluated on, and what a resumed one may change."""
 
+import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from gpubound.data import Corpus
 from gpubound.errors import DataError
-from gpubound.train.changes import ALLOWED
+from gpubound.train.changes import ALLOWED, check_same, recipe_of
 from gpubound.train.prepare import prepare
 from gpubound.train.recipe import PHASED
 from tests.messages import refusal
@@ -154,3 +156,13 @@ def test_what_may_be_allowed():
 def test_an_unknown_permission_is_refused(corpus, tmp_path):
     made = recipe(corpus, tmp_path)
     assert "'model'" in refusal(ValueError, lambda: prepare(made, resume=True, progress=False, allow=["model"]))
+
+
+def test_a_checkpoint_of_an_earlier_version_has_fewer_keys(corpus, tmp_path):
+    """What they say now is not compared, so that a run of then can be given the rows that it had."""
+    was = recipe(corpus, tmp_path)
+    saved = {key: value for key, value in dataclasses.asdict(was).items() if key not in ("pack", "betas")}
+    checkpoint = SimpleNamespace(facts={"recipe": saved, "phase": 0, "began": 0}, step=3)
+    assert check_same(checkpoint, recipe_of(checkpoint), dataclasses.replace(was, pack="stream")) == {}
+    with pytest.raises(ValueError, match="seed"):
+        check_same(checkpoint, recipe_of(checkpoint), dataclasses.replace(was, seed=9))

@@ -83,7 +83,10 @@ def check_same(checkpoint: Checkpoint, old: Recipe, new: Recipe, allow: Collecti
     permitted = allowed_keys(allow)
     phase, before, after = checkpoint.facts["phase"], old.stages(), new.stages()
     where = checkpoint.facts.get(WHERE, "")
-    of_the_run = {field.name for field in fields(Recipe)} - {*FREE, *PHASED, "phases"}
+    known = set(
+        checkpoint.facts["recipe"]
+    )  # an earlier version had fewer keys; its rows are compared when the feed is restored
+    of_the_run = known & {field.name for field in fields(Recipe)} - {*FREE, *PHASED, "phases"}
     changed = list(_differences(old, new, where, of_the_run).values())
     taken, refused = dict[str, str](), set[str]()
     for number, (name, own) in enumerate(before[: phase + 1]):
@@ -92,7 +95,7 @@ def check_same(checkpoint: Checkpoint, old: Recipe, new: Recipe, allow: Collecti
             now = "missing" if new_name is None else new_name or "without a name"
             changed.append(f"phase {number + 1} was {name or 'without a name'}, is {now}")
             break
-        differences = _differences(own, after[number][1], where, set(PHASED) - set(FREE))
+        differences = _differences(own, after[number][1], where, known & set(PHASED) - set(FREE))
         if number == phase:
             differences = {key: text for key, text in differences.items() if key not in ("steps", "epochs")}
             taken = {key: text for key, text in differences.items() if key in permitted}
