@@ -1,7 +1,10 @@
 import pytest
 import torch
 
+from gpubound.decode import weight_view
 from gpubound.decode.runner import RING
+from gpubound.kernels import dispatch
+from gpubound.watch.pretend import simgpu
 
 
 @pytest.fixture(autouse=True)
@@ -18,3 +21,25 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def sim(monkeypatch) -> torch.device:
+    """The pretend device. Its weights are no plain nn.Parameters, which the fused kernels would refuse."""
+    if torch.cuda.is_available():
+        pytest.skip("the pretend device contends with a real one; gpu tests have the real one's")
+    monkeypatch.setattr(weight_view, "_unreadable", lambda model, spread: None)
+    return simgpu()
+
+
+@pytest.fixture
+def interpret(monkeypatch):
+    """interpret() -> kernels run in Triton's interpreter from there on, unjudged: self-tests are tests/kernels' subject."""
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter replaces compiled kernels for a whole process")
+
+    def begin() -> None:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        monkeypatch.setattr(dispatch, "verdict", lambda *_: None)
+
+    return begin

@@ -205,25 +205,19 @@ def test_a_cpus_own_step_adds_them_too(monkeypatch):
 
 
 @pytest.mark.parametrize("kind, targets", [("Llama", "all-linear"), ("Qwen3", ["q_proj", "v_proj"]), ("Phi3", "all-linear")])
-def test_interpreted_kernels_give_the_same_tokens(kind, targets, monkeypatch, device):
-    if device.type == "cuda":
-        pytest.skip("the interpreter replaces compiled kernels for a whole process")
+def test_interpreted_kernels_give_the_same_tokens(kind, targets, interpret):
     model = adapt(cases.build(kind, num_hidden_layers=1), targets=targets)
     given = cases.prompts(5, 3)
     want = gb.decoder(model, 2, 16, k=1, verify=False).generate(given, max_new_tokens=3).tokens
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(dispatch, "verdict", lambda *_: None)  # self-tests are tests/kernels' subject, and slow here
+    interpret()
     fast = gb.decoder(model, 2, 16, k=1, verify=False)
     assert fast.body.report()[0][1] == "triton: norm_product"
     assert fast.generate(given, max_new_tokens=3).tokens == want
 
 
-def test_a_step_that_broke_off_leaves_nothing_to_the_next_request(monkeypatch, device):
+def test_a_step_that_broke_off_leaves_nothing_to_the_next_request(monkeypatch, interpret):
     """What passes inside a product is emptied by the next one, which an error or Ctrl-C may keep from being launched."""
-    if device.type == "cuda":
-        pytest.skip("the interpreter replaces compiled kernels for a whole process")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(dispatch, "verdict", lambda *_: None)
+    interpret()
     fast = gb.decoder(adapt(cases.build("Llama", num_hidden_layers=1)), 1, 16, k=1, verify=False)
 
     def empty():

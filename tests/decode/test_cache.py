@@ -312,12 +312,10 @@ def test_wrong_arguments_are_named():
 
 
 @FORM
-def test_interpreted_kernels_give_the_same_tokens(form, monkeypatch):
-    if torch.cuda.is_available():
-        pytest.skip("the interpreter replaces compiled kernels for a whole process")
+def test_interpreted_kernels_give_the_same_tokens(form, interpret):
     given, model = cases.prompts(5), cases.build("Qwen3", num_hidden_layers=1)
     want = tokens(gb.decoder(model, 2, 16, k=1, **form, verify=False), given, max_new_tokens=2)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    interpret()
     fast = gb.decoder(model, 2, 16, k=1, verify=False, **form)
     assert fast.body.report()[1][1].startswith("triton: ")
     assert tokens(fast, given, max_new_tokens=2) == want

@@ -152,15 +152,10 @@ def test_a_step_reads_the_packed_bytes_of_the_chosen_experts(device):
             assert body.bytes_a_step([0] * tokens) == rows * group + small + round(chosen * group)
 
 
-def test_interpreted_kernels_give_the_same_tokens(monkeypatch):
-    if torch.cuda.is_available():
-        pytest.skip("the interpreter replaces compiled kernels for a whole process")
-    from gpubound.kernels import dispatch
-
+def test_interpreted_kernels_give_the_same_tokens(interpret):
     model = cases.build("Mixtral", num_hidden_layers=1)
     want = gb.decoder(model, 1, 16, k=1, weights="int4", verify=False).generate([5], max_new_tokens=2).tokens
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(dispatch, "verdict", lambda *_: None)  # self-tests are tests/kernels' subject, and slow here
+    interpret()
     fast = gb.decoder(model, 1, 16, k=1, weights="int4", verify=False)
     assert ("1 x down of experts", "triton: quantized_add_routed", "") in fast.body.report()
     assert fast.generate([5], max_new_tokens=2).tokens == want

@@ -7,13 +7,11 @@ import torch
 import torch.nn.functional as F
 
 import gpubound as gb
-from gpubound.decode import moe, weight_view
+from gpubound.decode import moe
 from gpubound.decode.moe import each_expert, grouped, not_grouped
 from gpubound.decode.runner import SamplingVariant, Stepper
-from gpubound.kernels import dispatch
 from gpubound.kernels.experts import likeliest
 from gpubound.watch import no_stall, watch
-from gpubound.watch.pretend import simgpu
 from tests.messages import message
 
 from . import cases
@@ -104,13 +102,10 @@ class TestTokens:
         gb.place(model, device="cpu")
         assert of_decoder(gb.decoder(model, 1, cases.ROOM, verify=False)) == want
 
-    def test_interpreted_kernels_give_the_same(self, monkeypatch):
-        if torch.cuda.is_available():
-            pytest.skip("the interpreter replaces compiled kernels for a whole process")
+    def test_interpreted_kernels_give_the_same(self, interpret):
         model, given = cases.build("Qwen3Moe", num_hidden_layers=1), cases.prompts(4, 2)
         want = gb.decoder(model, 2, 16, k=1, verify=False).generate(given, max_new_tokens=2).tokens
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        monkeypatch.setattr(dispatch, "verdict", lambda *_: None)  # self-tests are tests/kernels' subject, and slow here
+        interpret()
         fast = gb.decoder(model, 2, 16, k=1, verify=False)
         assert ("1 x norm, router, choice", "triton: route", "3 of 8 experts a row") in fast.body.report()
         assert fast.generate(given, max_new_tokens=2).tokens == want
@@ -158,12 +153,8 @@ class TestGroupedProducts:
 class TestHost:
     @SPARSE_KINDS
     @pytest.mark.parametrize("rows", [2, 9])
-    def test_steps_never_wait_for_the_device(self, kind, rows, monkeypatch):
+    def test_steps_never_wait_for_the_device(self, kind, rows, sim):
         """Prompts and 9 rows are grouped by expert there, with offsets that the host does not see."""
-        if torch.cuda.is_available():
-            pytest.skip("the pretend device contends with a real one")
-        sim = simgpu()
-        monkeypatch.setattr(weight_view, "_unreadable", lambda model, spread: None)  # its tensors are of a kind of their own
         fast = gb.decoder(cases.build(kind, device=sim), rows, 32, verify=False)
         assert fast.path == ""
         given = cases.prompts(*range(3, 3 + rows))

@@ -8,24 +8,13 @@ import torch
 from torch._subclasses import FakeTensor
 
 import gpubound as gb
-from gpubound.decode import weight_view
 from gpubound.decode.runner import SamplingVariant, Stepper
 from gpubound.kernels import dispatch
 from gpubound.watch import no_stall, watch
-from gpubound.watch.pretend import simgpu
 
 from . import cases
 
 HOW = {"greedy": {}, "all settings": {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}}
-
-
-@pytest.fixture
-def sim(monkeypatch) -> torch.device:
-    """Its weights are no plain nn.Parameters, which the fused kernels would refuse."""
-    if torch.cuda.is_available():
-        pytest.skip("the pretend device contends with a real one; the gpu tests below have the real one's")
-    monkeypatch.setattr(weight_view, "_unreadable", lambda model, spread: None)
-    return simgpu()
 
 
 @pytest.mark.parametrize("kind", cases.FAMILIES)

@@ -7,10 +7,8 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode import weight_view
 from gpubound.decode.runner import SamplingVariant, Stepper
 from gpubound.watch import no_stall, watch
-from gpubound.watch.pretend import simgpu
 from tests.messages import message
 
 from . import cases
@@ -82,11 +80,8 @@ class TestPages:
 
 
 @FORM
-def test_steps_never_wait_for_the_device(form, monkeypatch):
-    if torch.cuda.is_available():
-        pytest.skip("the pretend device contends with a real one")
-    monkeypatch.setattr(weight_view, "_unreadable", lambda model, spread: None)  # a weight there is no plain nn.Parameter
-    fast = gb.decoder(cases.build("Mistral", device=simgpu()), 2, 32, verify=False, **form)
+def test_steps_never_wait_for_the_device(form, sim):
+    fast = gb.decoder(cases.build("Mistral", device=sim), 2, 32, verify=False, **form)
     assert fast.path == ""
     fast.generate(cases.prompts(5, 3), max_new_tokens=1, temperature=1.0)
     with no_stall(), torch.no_grad(), watch() as ledger:

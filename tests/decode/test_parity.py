@@ -6,7 +6,6 @@ import transformers
 
 import gpubound as gb
 from gpubound.decode import transformer
-from gpubound.kernels import dispatch
 from tests.messages import message
 
 from . import cases
@@ -83,10 +82,8 @@ def test_a_prompt_in_chunks_gives_the_same_tokens(kind, monkeypatch, device):
 @pytest.mark.parametrize(
     "kind, max_batch", [("Qwen3", 2), ("Qwen3", 9), ("Gemma2", 2), ("Gemma3", 2), ("Olmo2", 2), ("Olmo2", 9), ("Phi3", 2)]
 )
-def test_interpreted_kernels_give_the_same_tokens(kind, max_batch, monkeypatch):
+def test_interpreted_kernels_give_the_same_tokens(kind, max_batch, interpret):
     """The Triton kernels under the interpreter, in both forms of a step: of few rows and of more."""
-    if torch.cuda.is_available():
-        pytest.skip("the interpreter replaces compiled kernels for a whole process")
     wide = max_batch > 8  # without a prompt to prefill, which 9 rows of an interpreter take long over
     given, model = (
         (cases.prompts(1) * 9 if wide else cases.prompts(5)),
@@ -95,8 +92,7 @@ def test_interpreted_kernels_give_the_same_tokens(kind, max_batch, monkeypatch):
     sampled = {"max_new_tokens": 1, "temperature": 1.0, "top_k": 20, "seed": 3}
     fast = gb.decoder(model, max_batch, 16, k=1, verify=False)
     want = [fast.generate(given, **how).tokens for how in ({"max_new_tokens": 2 - wide}, sampled)]
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(dispatch, "verdict", lambda *_: None)  # self-tests are tests/kernels' subject, and slow here
+    interpret()
     fast = gb.decoder(model, max_batch, 16, k=1, verify=False)
     assert fast.body.report()[0][1] == "triton: norm_product"
     assert [fast.generate(given, **how).tokens for how in ({"max_new_tokens": 2 - wide}, sampled)] == want

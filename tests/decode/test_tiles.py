@@ -8,19 +8,13 @@ from gpubound.decode import transformer as ways
 from gpubound.decode.runner import RunnerConfig
 from gpubound.decode.transformer import FusedRunner
 from gpubound.decode.weight_view import bind
-from gpubound.kernels import dispatch
 
 from . import cases
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the interpreter replaces compiled kernels for a whole process"
-)
-
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(dispatch, "verdict", lambda *_: None)  # self-tests are tests/kernels' subject, and slow here
+def interpreted(interpret):
+    interpret()
 
 
 def body_of(model, rows: int, **build) -> FusedRunner:

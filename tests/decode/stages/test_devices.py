@@ -13,7 +13,6 @@ from gpubound.decode.transformer import FusedRunner
 from gpubound.models.deepseek_v4.decode.body import CompressedBody
 from gpubound.models.registry import reader_of, runner_of
 from gpubound.watch import no_stall, watch
-from gpubound.watch.pretend import simgpu
 
 from ...models.deepseek_v4.decode import cases as compressed
 from .. import cases
@@ -22,13 +21,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def sim(monkeypatch) -> torch.device:
-    """Its weights are no plain nn.Parameters, which the fused kernels would refuse."""
-    if torch.cuda.is_available():
-        pytest.skip("the pretend device contends with a real one; test_gpu.py has two real ones")
-    monkeypatch.setattr(weight_view, "_unreadable", lambda model, spread: None)
+def sim(sim, monkeypatch) -> torch.device:
     monkeypatch.setattr("gpubound.models.deepseek_v4.decode.body.check_reader", lambda reader, max_length: None)
-    return simgpu()
+    return sim
 
 
 def decoder(model, devices: list[torch.device], rows: int = 3, **options) -> FastDecoder:

@@ -15,7 +15,6 @@ from gpubound.models.deepseek_v4.decode import body
 from gpubound.models.deepseek_v4.decode.sliced import SlicedStreams
 from gpubound.models.registry import reader_of
 from gpubound.watch import no_stall, watch
-from gpubound.watch.pretend import simgpu
 
 from ...models.deepseek_v4.decode import cases as compressed
 from .. import cases
@@ -24,13 +23,10 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def sim(monkeypatch) -> torch.device:
-    """Its weights are no plain nn.Parameters, which the fused kernels would refuse, and its memory has no addresses."""
-    if torch.cuda.is_available():
-        pytest.skip("the pretend device contends with a real one; test_gpu.py has two real ones")
-    monkeypatch.setattr(weight_view, "_unreadable", lambda model, spread: None)
+def sim(sim, monkeypatch) -> torch.device:
+    """Its memory has no addresses."""
     monkeypatch.setattr(peers, "addresses_of", lambda boxes, device: None)
-    return simgpu()
+    return sim
 
 
 def decoder(model, devices: list[torch.device], rows: int = 3, verify: bool = True) -> FastDecoder:
