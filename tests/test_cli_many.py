@@ -349,7 +349,7 @@ def test_waits_that_nobody_measured_are_said(noted, said):
     steps = [record | {"step": step} | ({"waited_ms": noted} if noted and step > 1 else {}) for step in (1, 2, 3)]
     run = SimpleNamespace(
         evaluations={}, done=3, steps=3, best=None, diverged=False, device=torch.device("cpu"), recipe=Recipe(),
-        ranks=SimpleNamespace(alone=False, world=2),
+        ranks=SimpleNamespace(alone=False, world=2), changes=[],
     )  # fmt: skip
     verdict = outcome_of(run, SimpleNamespace(steps=lambda: steps), SimpleNamespace(asked=None)).verdict  # type: ignore[arg-type]
     assert (message("cli_many:waits_that_nobody_measur").within(verdict)) is said
