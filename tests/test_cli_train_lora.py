@@ -49,6 +49,21 @@ def put(config, section):
     config.write_text(yaml.safe_dump(rest) + f"lora: {section}\n")
 
 
+def test_the_model_of_a_lora_section_may_be_an_option(base, config, tmp_path, capsys):
+    """By itself the config has random weights, which adapters do not fit: an error only where no option follows."""
+    alone = {
+        "lora": {"rank": 2},
+        "data": str(tmp_path / "chats.jsonl"),
+        "steps": 1,
+        "validation": 0,
+        "device": "cpu",
+        "seq": 64,
+    }
+    config.write_text(yaml.safe_dump(alone))
+    assert main(["train", str(config), "--quiet"]) == 2 and f"{config}: recipe: lora: " in capsys.readouterr().err
+    assert main(["train", str(config), "--model", str(base), "--out", str(tmp_path / "run"), "--quiet"]) == 0
+
+
 HELD_OUT = """
     import json, sys
     from itertools import islice

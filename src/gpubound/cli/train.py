@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     default = Train()
     options = arguments(Train, argv, "train", default)
     if file is not None:  # a mistyped option is refused before torch is imported to check the file
-        default = from_file(file)
+        default = from_file(file, complete=False)
     if options.from_ is not None:
         if file is not None:
             raise ValueError(f"from: got {options.from_} and the config {file}; give one of them.")
@@ -122,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
     check_log(options.log)
     if options.resume and file is not None and options.out == default.out:
         check_folder(file, options.out)
-    recipe, export = options.recipe(), export_folder(options)
+    recipe, export = checked(options, default, file), export_folder(options)
     if options.merge and not (export and recipe.lora):
         raise ValueError("merge: it says what --export writes of a run with lora; give both, or leave it out.")
     starts = options.starts_ranks(recipe.device)
@@ -354,8 +354,11 @@ def read_config(path: str) -> dict[Any, Any]:
     return values
 
 
-def from_file(path: str) -> Train:
-    """Return the options in a YAML file. An unknown key is an error that names the most similar one."""
+def from_file(path: str, complete: bool = True) -> Train:
+    """Return the options in a YAML file. An unknown key is an error that names the most similar one.
+
+    complete  False: options of the command line follow, and what they make together is checked
+    """
     values: Any = read_config(path)
     try:
         values = {key: _expand_home(value) if key in PATHS else value for key, value in values.items()}
@@ -368,10 +371,24 @@ def from_file(path: str) -> Train:
                 raise ValueError(f"config: resume: got {shown(resume)}, wanted true, or allow: with a list such as [lr].")
             values = values | {"resume": True, "allow": resume["allow"]}
         options = Train(**convert(values, OPTIONS), variants=variants)
-        options.recipe()
+        if complete:
+            options.recipe()
         return options
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def checked(options: Train, default: Train, file: str | None) -> Recipe:
+    """Return the recipe of the options. An error that the config `file` has by itself, as `default`, names it."""
+    try:
+        return options.recipe()
+    except ValueError as error:
+        try:
+            default.recipe()
+        except ValueError as alone:
+            if file is not None and str(alone) == str(error):
+                raise ValueError(f"{file}: {error}") from error
+        raise
 
 
 def _expand_home(value: Any) -> Any:
