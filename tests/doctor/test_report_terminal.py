@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.cells import cell_len
 
-from gpubound.doctor.report import text as words
+from gpubound.doctor.report import words
 from gpubound.doctor.report.text import screen
 from tests.messages import message
 

@@ -9,12 +9,14 @@ gpubound doctor --graph-ready train.py:build   says whether a CUDA graph can hol
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -139,6 +141,7 @@ def main(argv: Sequence[str]) -> int:
     verdict = merge_ranks(diagnose(evidence))
     if rank != 0:
         return 0
+    verdict = replace(verdict, command=command_line(argv), date=f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}")
     result = patch(options, command, verdict)
     verdict = result.verdict
     files, write_error = [], None
@@ -177,6 +180,19 @@ def check_command(options: Doctor, command: "Command") -> None:
     if not command.module and not Path(target).exists():
         raise ValueError(f"script: there is no file {target}; give a script, -m and a module, or a trace (.json, .json.gz).")
     refuse_misplaced(command)
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """Return the command line for a report: paths are relative to this folder, or names where they are outside of it."""
+
+    def portable(word: str) -> str:
+        option, equals, value = word.rpartition("=")
+        if not os.path.isabs(value):
+            return word
+        path = os.path.relpath(value)
+        return f"{option}{equals}{os.path.basename(value) if path.startswith(os.pardir) else path}"
+
+    return shlex.join(["gpubound", "doctor", *map(portable, argv)])
 
 
 def is_trace(command: "Command") -> bool:

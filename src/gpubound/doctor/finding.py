@@ -130,6 +130,8 @@ class Verdict:
     counts: dict[str, float] = field(default_factory=dict)  # a step's totals by their names in COUNTS
     ranks: Sequence[dict[str, Any]] = field(default_factory=list)  # of a script on several: each one's step and shares
     lead_ms: float | None = None  # how far the host is ahead of the device, which is its wait for a step's result
+    command: str = ""  # the command line, without folders of this machine
+    date: str = ""  # when it was measured
     version: int = VERSION
 
     def as_dict(self) -> dict[str, Any]:

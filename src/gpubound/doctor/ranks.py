@@ -14,7 +14,7 @@ from typing import Any
 
 from ..distributed.rendezvous import gather_texts, rank_and_world
 from .finding import KINDS, Finding, Verdict
-from .report.text import milliseconds
+from .report.words import milliseconds
 
 LATE = 0.05  # of a step: the work of ranks differs by less from step to step
 SILENT = "it has told nothing; look into its log"

@@ -242,6 +242,25 @@ class Prices:
         self.host = self.scale * (self.replay.share if self.replay else 1.0)
         self.distortion = self.replay.recorded_ms / evidence.ms if self.replay and evidence.ms else None
 
+    @cached_property
+    def shares(self) -> dict[str, dict[str, float]]:
+        """Return "shares" and "late" of a timed step, in percent; {} without a bar.
+
+        A recording slows the host, not the device: where a timed step is shorter than a recorded one, the device's parts last
+        as long as they did, and the host is late for what is left.
+        """
+        bar, step = self.bar, self.step_ms
+        if bar is None:
+            return {}
+        if step is None or step >= bar.step_ms:
+            return {"shares": bar.shares, "late": bar.late}
+        times = {share: bar.ms(share) for share in bar.shares if share != "host_late"}
+        rest = max(step - sum(times.values()), 0.0)
+        total = sum(times.values()) + rest
+        shares = {share: 100 * times.get(share, rest) / total for share in bar.shares}
+        part = shares["host_late"] / bar.shares["host_late"] if bar.shares["host_late"] else 0.0
+        return {"shares": shares, "late": {leaf: part * percent for leaf, percent in bar.late.items()}}
+
     def saved(self, calls: Iterable[int] = (), spans: Iterable[int] = (), work: bool = False) -> tuple[float | None, str]:
         """Return the saving of a step without these, and its certainty. `work`: the works that the calls launched are gone,
         too."""

@@ -35,18 +35,22 @@ from ..price.simulator import Simulator
 from ..record.tape import Call, Mark, Span, Tape, Work
 from ..rules.diagnose import HARMLESS
 from ..rules.waits import copy_preparation
-from .text import (
+from .conclusion import conclusion
+from .words import (
     LEAVES,
     SHARES,
     ceiling,
     clean,
     code_of,
+    kind_of,
     late,
+    late_for,
     machine,
     milliseconds,
     notes,
     place_of,
     price,
+    rounded,
     shares,
     summary,
     through,
@@ -137,14 +141,15 @@ def page(verdict: Verdict, recording: Profile | None = None, proof: Proof | None
     packed = Payload() if recording is None else _packed(verdict, recording)
     return _template().render(
         verdict=verdict,
+        conclusion=conclusion(verdict),
         notes=notes(verdict),
         tiles=_tiles(verdict),
-        shares=shares(verdict),
-        late=late(verdict),
+        shares=rounded(shares(verdict), 1),
+        late=rounded(late(verdict), 1),
         share_names=SHARES,
         leaf_names=LEAVES,
         causes={name: words for name, words in SHARES.items() if name != "host_late"} | LEAVES,
-        remarks=[*together(verdict), *verdict.unlocated],
+        remarks=[*late_for(verdict), *together(verdict), *verdict.unlocated],
         measured=_measured(verdict),
         packed=packed,
         harmless=f"{HARMLESS:.1%}",
@@ -169,7 +174,7 @@ class Payload:
 def _template() -> Template:
     filters: dict[str, Callable[..., Any]] = {
         "ms": milliseconds, "machine": machine, "price": price, "place": place_of, "times": times, "through": through,
-        "code": code_of, "snippet": snippet,
+        "code": code_of, "kind": kind_of, "snippet": snippet,
     }  # fmt: skip
     return environment("gpubound.doctor.report", **filters).get_template("doctor.html.j2")
 
@@ -187,7 +192,7 @@ def snippet(finding: Finding) -> list[tuple[int, str, bool]]:
 
 
 def _tiles(verdict: Verdict) -> list[tuple[str, str]]:
-    tiles, parts = [], shares(verdict)
+    tiles, parts = [], rounded(shares(verdict))
     if verdict.step_ms is not None:
         tiles.append(("a step", milliseconds(verdict.step_ms)))
     tiles += [(SHARES[share], f"{parts[share]:.0f} %") for share in ("busy", "host_late") if share in parts]

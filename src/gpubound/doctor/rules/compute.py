@@ -224,10 +224,10 @@ LATE = 3.0  # times the median: one rank came late, and the others waited inside
 
 def communication(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     bar = prices.bar
-    if bar is None or evidence.tape is None or bar.shares["comm"] < EXPOSED:
+    if bar is None or evidence.tape is None or (share := prices.shares["shares"]["comm"]) < EXPOSED:
         return
     lasted = sorted(work.end - work.start for work in evidence.tape.work if work.kind == "comm")
-    text = f"{bar.shares['comm']:.0f} % of the step is communication alone"
+    text = f"{share:.0f} % of the step is communication alone"
     if lasted[-1] > LATE * lasted[len(lasted) // 2]:
         text += f"; the longest took {lasted[-1] / lasted[len(lasted) // 2]:.0f} times the median: a rank comes late"
     ms = prices.scale * bar.ms("comm")

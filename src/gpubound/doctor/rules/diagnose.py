@@ -49,12 +49,11 @@ def diagnose(evidence: Measurements, rules: Iterable[Rule] = tuple(RULES)) -> Ve
     costly = [pair for pair in priced if pair not in harmless]
     costly.sort(key=lambda pair: (pair[1].ms is None, -(pair[1].ms or 0.0), -pair[1].count))
     absent = ({"prices": prices.refused} if prices.refused else {}) | dict(evidence.absent)  # a dry run knows better why
-    bar = prices.bar
     return Verdict(
         script=evidence.script,
         machine={"device": evidence.device} | {name: fact for name, fact in evidence.about.items() if isinstance(fact, str)},
         step_ms=prices.step_ms,
-        bar={"shares": bar.shares, "late": bar.late} if bar else {},
+        bar=prices.shares,
         ceiling_ms=prices.ceiling,
         findings=[finding for _, finding in costly],
         together_ms=_together(costly, prices),

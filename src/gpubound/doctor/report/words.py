@@ -1,0 +1,209 @@
+"""Words of a verdict that every report shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import floor
+
+from ...trace import printable
+from ..finding import Finding, Verdict
+
+SHARES = {
+    "busy": "GPU busy",
+    "host_late": "host late",
+    "device_side": "device-side",
+    "comm": "comm alone",
+    "unlocated": "unlocated",
+}
+LEAVES = {
+    "sync": "a sync",
+    "copy": "a blocking copy",
+    "data": "data",
+    "gc": "garbage collection",
+    "compile": "compilation",
+    "checkpoint": "a checkpoint",
+    "alloc": "the allocator",
+    "dispatch": "Python and dispatch",
+}
+# What the ceiling leaves out: waits of the host, and its pauses for data, collections, compilations and checkpoints.
+HOST_STALLS = frozenset({
+    "sync", "h2d", "d2h", "pageable", "repeat", "alloc", "free", "retry", "pin", "data", "gc", "compile", "checkpoint",
+})  # fmt: skip
+GPU_TIME = frozenset({"precision", "attention", "zero_grad", "clone"})  # kinds that are work of the GPU, not a wait
+KIND_NAMES = {
+    "h2d": "copy to the GPU",
+    "d2h": "read from the GPU",
+    "pageable": "pageable copy",
+    "cpu_op": "CPU work",
+    "noop": "conversion",
+    "launch_bound": "launch-bound",
+    "gc": "garbage collection",
+    "comm": "communication",
+    "alloc": "allocation",
+    "pin": "pinning",
+}
+"""Names of kinds in what a person reads, where they differ from those in doctor.json, in SARIF and in allowances."""
+
+NOWHERE = "no single line"
+NAMED = 6  # numbers that are listed individually
+UNNAMED = 0.05  # of a step: a shorter wait for the host needs no sentence, since prices and gaps differ by as much
+SLOWED = 1.05  # a recording that slows a step by less is not reported
+
+
+def milliseconds(ms: float) -> str:
+    """
+    >>> milliseconds(41.83), milliseconds(1.234), milliseconds(0)
+    ('41.8 ms', '1.23 ms', '0.0 ms')
+    """
+    return f"{ms:.1f} ms" if abs(ms) >= 9.95 or abs(ms) < 0.005 else f"{ms:.2f} ms"
+
+
+def kind_of(finding: Finding) -> str:
+    """Return the name of a finding's kind for a person."""
+    return KIND_NAMES.get(finding.kind, finding.kind)
+
+
+def place_of(finding: Finding) -> str:
+    site = finding.line
+    return site.at if site else NOWHERE
+
+
+def code_of(finding: Finding) -> str:
+    site = finding.line
+    return site.code if site else ""
+
+
+def through(finding: Finding) -> str:
+    """Return the path below that line: the library's line, the autograd node, and the line that built it."""
+    parts = [f"via {finding.via.in_package}"] if finding.via else []
+    if finding.node:
+        built = f", built at {finding.built.at}" if finding.built and finding.site else ""
+        parts.append(f"in backward of {finding.node}{built}")
+    return "; ".join(parts)
+
+
+def times(finding: Finding) -> str:
+    return f"{finding.count:.3g} a step"
+
+
+def price(finding: Finding) -> str:
+    """Return the saving of a step. Counts without a GPU have none."""
+    return "not priced" if finding.ms is None else milliseconds(finding.ms)
+
+
+def shares(verdict: Verdict) -> dict[str, float]:
+    """Return the shares of a step in percent; empty if nothing was timed."""
+    return verdict.bar.get("shares", {})
+
+
+def rounded(parts: Mapping[str, float], digits: int = 0) -> dict[str, float]:
+    """Return percentages that add up to their rounded sum: the largest remainders are rounded up.
+
+    >>> rounded({"busy": 62.4, "host_late": 31.4, "comm": 6.2})
+    {'busy': 63.0, 'host_late': 31.0, 'comm': 6.0}
+    """
+    unit = 10.0**-digits
+    units = {name: share / unit for name, share in parts.items()}
+    whole = {name: floor(share) for name, share in units.items()}
+    missing = round(sum(units.values())) - sum(whole.values())
+    for name in sorted(units, key=lambda name: whole[name] - units[name])[:missing]:
+        whole[name] += 1
+    return {name: round(share * unit, digits) for name, share in whole.items()}
+
+
+def late(verdict: Verdict) -> dict[str, float]:
+    """Return the activities of the host while it was late, in percent of a step."""
+    return {leaf: share for leaf, share in verdict.bar.get("late", {}).items() if share}
+
+
+def machine(verdict: Verdict) -> str:
+    """Return the device, with the other facts about the machine."""
+    facts = {name: value for name, value in verdict.machine.items() if value not in (None, "")}
+    return " · ".join(str(value) if name == "device" else f"{name} {value}" for name, value in facts.items())
+
+
+def notes(verdict: Verdict) -> list[str]:
+    """Return remarks that a reader needs to interpret the numbers."""
+    remarks = [rank_ranges(verdict)] if verdict.ranks else []
+    if verdict.distortion is not None and verdict.distortion > SLOWED:
+        remarks.append(
+            f"A recorded step took {verdict.distortion:.1f} times as long as a timed step; all numbers are for timed steps."
+        )
+    unpriced = verdict.step_ms is None and "prices" not in verdict.absent  # else the reason is listed with all that is absent
+    if unpriced and verdict.findings and all(finding.ms is None for finding in verdict.findings):
+        remarks.append("Counts and lines only: prices need a GPU.")
+    return remarks
+
+
+def rank_ranges(verdict: Verdict) -> str:
+    """Return the ranges of the ranks' steps and shares."""
+    parts = []
+    for name, words, unit in (("step_ms", "a step", " ms"), *((share, SHARES[share], " %") for share in SHARES)):
+        values = sorted(about[name] for about in verdict.ranks if about.get(name) is not None)
+        if values:
+            parts.append(f"{words} {values[0]:.3g} to {values[-1]:.3g}{unit}")
+    ranges = f": {', '.join(parts)}; the bar is rank 0's." if parts else "."
+    return f"{len(verdict.ranks)} ranks measured themselves{ranges}"
+
+
+def without(verdict: Verdict) -> list[str]:
+    """Return the missing measurements and their reasons."""
+    return [f"without {what}: {why}" for what, why in verdict.absent.items()]
+
+
+def unnamed(verdict: Verdict) -> float | None:
+    """Return milliseconds a step in which the GPU waits for its host, and that no finding has; None if they are few."""
+    share = shares(verdict).get("host_late")
+    if share is None or not verdict.step_ms or any(finding.ms is None for finding in verdict.findings):
+        return None  # a finding without a price may have all of it
+    work = sum(finding.ms or 0.0 for finding in verdict.findings if finding.kind in GPU_TIME)
+    left = verdict.step_ms * share / 100 - max((verdict.together_ms or 0.0) - work, 0.0)
+    return left if left >= UNNAMED * verdict.step_ms else None
+
+
+def late_for(verdict: Verdict) -> list[str]:
+    """Return what the host was late for, in milliseconds that add up to the time of its share; then what no finding has."""
+    if not verdict.step_ms or not late(verdict):
+        return []
+    parts = sorted(late(verdict).items(), key=lambda part: -part[1])
+    named = [f"{LEAVES[leaf]} {milliseconds(verdict.step_ms * share / 100)}" for leaf, share in parts]
+    total = milliseconds(verdict.step_ms * shares(verdict)["host_late"] / 100)
+    left = unnamed(verdict)
+    rest = "" if left is None else f"; {milliseconds(left)} of it in no finding"
+    return [f"HOST LATE {total}: {', '.join(named)}{rest}"]
+
+
+def ceiling(verdict: Verdict) -> str:
+    """Return the ceiling's assumption, and the findings that it leaves out because they are no stall of the host."""
+    others = [f"{n} {kind_of(f)}" for n, f in enumerate(verdict.findings, 1) if f.ms and f.kind not in HOST_STALLS]
+    return "if the host never stalled" + (f", with {' and '.join(others)} still in it" if others else "")
+
+
+def together(verdict: Verdict) -> list[str]:
+    """Return the joint saving of all priced findings, and the step that is left. Waits overlap: it is not the sum."""
+    numbers = [number for number, finding in enumerate(verdict.findings, 1) if finding.ms]
+    if verdict.together_ms is None or len(numbers) < 2:
+        return []
+    alone = sum(finding.ms for finding in verdict.findings if finding.ms)
+    named = "+".join(map(str, numbers)) if len(numbers) <= NAMED else f"{len(numbers)} priced ones"
+    text = f"{named} together: {milliseconds(verdict.together_ms)} a step (alone they add up to {milliseconds(alone)})"
+    if verdict.step_ms and verdict.together_ms < verdict.step_ms:
+        left = verdict.step_ms - verdict.together_ms
+        text += f", which leaves {milliseconds(left)} ({verdict.step_ms / left:.2f}x)"
+    return [text]
+
+
+def summary(finding: Finding) -> str:
+    """Return a finding in one sentence or two, for a program that shows texts."""
+    text = (
+        f"{kind_of(finding)}, {times(finding)}, {price(finding)} a step ({finding.certainty})" if finding.ms is not None else ""
+    )
+    text = text or f"{kind_of(finding)}, {times(finding)}"
+    below = f", {through(finding)}" if through(finding) else ""
+    evidence = f": {finding.evidence}" if finding.evidence else ""
+    return f"{text}{below}{evidence}. Instead: {finding.fix}"
+
+
+def clean(text: str) -> str:
+    """Return a text that any reader of UTF-8 accepts: a file's name may contain half a surrogate pair."""
+    return printable(text.encode("utf-8", "replace").decode())

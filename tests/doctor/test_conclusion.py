@@ -1,0 +1,126 @@
+"""The sentence that a report begins with, and numbers that add up to the step."""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from gpubound.cli.doctor import command_line
+from gpubound.doctor.finding import KINDS, Finding, Verdict
+from gpubound.doctor.price.idle import idle_times
+from gpubound.doctor.price.prices import Measurements, Prices
+from gpubound.doctor.report.conclusion import conclusion
+from gpubound.doctor.report.files import page, sarif
+from gpubound.doctor.report.text import screen
+from gpubound.doctor.report.words import late_for, rounded, unnamed
+from gpubound.watch.source_line import Site
+
+from .verdicts import looped
+
+SITE = Site("train.py", 38, "<module>", "for batch in loader:", 38)
+SHARES = {"busy": 60.4, "host_late": 33.4, "device_side": 6.2, "comm": 0.0, "unlocated": 0.0}
+LATE = {"data": 30.0, "dispatch": 3.4}
+
+
+def found(kind: str, ms: float | None = 23.0, site: Site | None = SITE, evidence: str = "") -> Finding:
+    certainty = "counted" if ms is None else "replayed"
+    return Finding(kind, site, None, "", None, 2.0, ms, certainty, evidence, KINDS[kind].remedy)
+
+
+def verdict(*findings: Finding, **more) -> Verdict:
+    plain = Verdict(
+        script="train.py", machine={"device": "a GPU"}, step_ms=67.7, bar={"shares": SHARES, "late": LATE}, ceiling_ms=44.7,
+        findings=findings, together_ms=sum(finding.ms or 0.0 for finding in findings), harmless=[], unlocated=[], phases={},
+        absent={}, distortion=None,
+    )  # fmt: skip
+    return replace(plain, **more)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("data", ("Line 38 of train.py costs 34 % of a step", "loader", "44.7 ms instead of 67.7.")),
+        ("sync", ("Line 38 of train.py", "34 %", "waits", "44.7 ms")),
+        ("h2d", ("Line 38 of train.py", "copy to the GPU", "44.7 ms")),
+        ("d2h", ("Line 38 of train.py", "read from the GPU", "44.7 ms")),
+        ("launch_bound", ("34 %", "CUDA graph", "44.7 ms")),
+        ("precision", ("Line 38 of train.py", "work of the GPU", "12 products in fp32", "44.7 ms")),
+    ],
+)
+def test_the_costliest_finding_with_the_step_without_it(kind, words):
+    text = conclusion(verdict(found(kind, evidence="12 products in fp32" if kind == "precision" else "")))
+    assert all(word in text for word in words) and "h2d" not in text and "d2h" not in text
+    if kind == "launch_bound":
+        assert "Line 38" not in text, "a step ends there, which is not the cause"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("site", [SITE, None])
+@pytest.mark.parametrize("ms", [23.0, None])
+def test_every_kind_has_a_sentence(kind, site, ms):
+    text = conclusion(verdict(found(kind, ms, site)))
+    assert text.endswith(".") and not text[0].islower() and ("%" in text) == (ms is not None), text
+    assert ("Line 38" in text) == (site is not None and kind != "launch_bound")
+
+
+def test_counts_without_prices_and_nothing_found():
+    dry = {"step_ms": None, "bar": {}, "ceiling_ms": None, "absent": {"prices": "a dry run"}}
+    one, two = (conclusion(verdict(*[found("sync", None)] * number, **dry)) for number in (1, 2))
+    assert "Line 38 of train.py" in one and "2 times a step" in one and " ms" not in one + two and "1 more finding" in two
+    assert "GPU is busy in 98 %" in conclusion(verdict(bar={"shares": {"busy": 98.0, "host_late": 2.0}}))
+    nothing = conclusion(verdict(**dry, counts={"syncs": 0.0}))
+    unseen = conclusion(verdict(**dry))
+    assert nothing != unseen and "watched" in nothing and "not measured" in unseen
+
+
+def test_a_wait_for_the_host_that_no_finding_has_is_named_first():
+    lost = verdict(found("sync", 2.0))
+    text = conclusion(lost)
+    assert unnamed(lost) == pytest.approx(67.7 * 0.334 - 2.0) and "33 % of a step (22.6 ms)" in text and "20.6 ms" in text
+    assert (
+        unnamed(verdict(found("data"))) is None
+        and unnamed(verdict(found("sync", None))) is None
+        and unnamed(verdict(found("precision"))) is not None
+    )
+    (line,) = late_for(lost)
+    assert all(word in line for word in ("22.6 ms", "data 20.3 ms", "dispatch 2.30 ms")), "the parts add up"
+
+
+def test_percentages_on_the_screen_add_up():
+    thirds = dict.fromkeys(("busy", "host_late", "device_side"), 100 / 3)
+    assert sorted(rounded(thirds).values()) == [33, 33, 34] and sum(rounded(thirds, 1).values()) == pytest.approx(100)
+    assert rounded({"busy": 97.6}) == {"busy": 98.0} and rounded({}) == {}
+    assert "GPU busy 61%   host late 33%   device-side 6%" in screen(verdict(found("data")), 110)
+
+
+def test_shares_are_those_of_the_timed_step():
+    """A recorder slows the host alone: what the device does is as long in a step that is not recorded."""
+    tape, _ = looped()
+    bar = idle_times(tape)
+    fast = 0.9 * bar.step_ms
+    shares = Prices(Measurements("train.py", "a GPU", tape=tape, step_ms=[fast])).shares
+    assert sum(shares["shares"].values()) == pytest.approx(100)
+    assert sum(shares["late"].values()) == pytest.approx(shares["shares"]["host_late"])
+    for share in ("busy", "device_side"):
+        assert shares["shares"][share] * fast == pytest.approx(bar.shares[share] * bar.step_ms)
+    assert shares["shares"]["host_late"] < bar.shares["host_late"]
+    for ms in ([], [2 * bar.step_ms]):  # not timed, or a host that was ahead of its recorder
+        assert Prices(Measurements("train.py", "a GPU", tape=tape, step_ms=ms)).shares["shares"] == bar.shares
+    least = Prices(Measurements("train.py", "a GPU", tape=tape, step_ms=[1e-3])).shares["shares"]
+    assert least["host_late"] == 0 and sum(least.values()) == pytest.approx(100)
+
+
+def test_the_page_has_the_sentence_the_date_and_the_command(tmp_path):
+    data = str(tmp_path / "secret" / "books.bin")
+    inside = os.path.join(os.getcwd(), "out")
+    command = command_line(["train.py", "--data", data, f"--out={inside}", "--name", "a b"])
+    assert command == "gpubound doctor train.py --data books.bin --out=out --name 'a b'"
+    dated = replace(verdict(found("h2d")), command=command, date="2026-11-28 21:50 UTC")
+    written = page(dated)
+    for text in (conclusion(dated), "--data books.bin", dated.date, "a GPU", "copy to the GPU"):
+        assert text in written
+    assert "· h2d" not in written and '"id": "h2d"' in sarif(dated), "programs read the kinds as they were"
+    assert Verdict.from_dict(dated.as_dict()).as_dict() == dated.as_dict()
+    old = dated.as_dict()
+    del old["command"], old["date"]
+    assert Verdict.from_dict(old).command == "", "a file of an older doctor is read"
