@@ -7,13 +7,14 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from ...formatting import readable
-from ...watch.events import DOWNLOAD, EMPTIED, HOST_DATA, MASKING, UPLOAD, cause_of
+from ...watch.events import DOWNLOAD, EMPTIED, HOST_DATA, MASKING, UPLOAD
 from ...watch.ledger import LedgerRow
 from ...watch.ops import DOWN, UP
 from ...watch.source_line import Place
 from ..finding import KINDS
 from ..price.prices import Line, Measurements, Prices, line_of
 from ..record.tape import Span, Tape
+from .remedies import index_of, of_copy, of_read
 
 
 @dataclass(frozen=True)
@@ -188,20 +189,33 @@ BUILT = ("torch.tensor(", "as_tensor(")
 
 
 def copies(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
-    for rows in evidence.by_line("h2d", "d2h"):
-        rows = [row for row in rows if row.detail != FREE and not writes_checkpoint(row)]
-        if not rows:
-            continue
+    for rows in _by_index(evidence.by_line("h2d", "d2h")):
         kind, fix = kind_and_fix(rows)
         count = evidence.count_per_step(rows)
         text = f"{readable(evidence.bytes_per_step(rows))} a step ({rows[0].detail})"
-        calls = evidence.calls_at(rows[0].place)
+        lines = sorted({row.place.site.line for row in rows if row.place.site})
+        text += f"; the same index on lines {', '.join(map(str, lines))}" if len(lines) > 1 else ""
+        calls = frozenset[int]().union(*(evidence.calls_at(row.place) for row in rows))
         prepared = copy_preparation(evidence.tape, calls) if evidence.tape else frozenset[int]()
         fix = CONVERTED if prepared and kind != "d2h" else fix
         claim = StallCandidate(kind, rows[0].place, count, text, calls, prepared, fix=fix, waits=True)
+        if len(lines) > 1 and (ms := prices.saved(calls, prepared)[0]) is not None:  # a box of the page leaves out one line
+            claim = replace(claim, ms=ms, certainty="estimate")
         if fix == ROUND_TRIP and (ms := prices.without_work(calls, 1.0, prepared)) is not None:  # the copies go, too
             claim = replace(claim, ms=ms, certainty="estimate")
         yield claim
+
+
+def _by_index(by_line: list[list[LedgerRow]]) -> list[list[LedgerRow]]:
+    """Return the blocking copies of each line. Lines of a file that copy an index of one name are together: one cause."""
+    groups: dict[object, list[LedgerRow]] = {}
+    for rows in by_line:
+        rows = [row for row in rows if row.detail != FREE and not writes_checkpoint(row)]
+        if rows:
+            name, site = index_of(rows[0]), rows[0].place.site
+            alone = not name or site is None or len({row.kind for row in rows}) == 2
+            groups.setdefault(line_of(rows[0].place) if alone or site is None else (site.file, name), []).extend(rows)
+    return list(groups.values())
 
 
 def kind_and_fix(rows: list[LedgerRow]) -> tuple[str, str]:
@@ -209,10 +223,13 @@ def kind_and_fix(rows: list[LedgerRow]) -> tuple[str, str]:
     first, site = rows[0], rows[0].place.site
     if len({row.kind for row in rows}) == 2:
         return "d2h", ROUND_TRIP
+    remedy = of_copy(first)
     if first.kind == "d2h":
-        return "d2h", DOWNLOAD.remedy
+        return "d2h", remedy or DOWNLOAD.remedy
     if first.detail == "pageable, non_blocking":  # said to be non_blocking: the driver stages it, and the host waits
         return "pageable", KINDS["pageable"].remedy
+    if remedy:
+        return "h2d", remedy
     if site and any(call in site.code for call in BUILT):
         return "h2d", HOST_DATA.remedy
     return "h2d", UPLOAD.remedy if first.pageable else "pass non_blocking=True: the memory is pinned"
@@ -231,8 +248,7 @@ def reads(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
         count = evidence.count_per_step(rows)
         what = ", ".join(dict.fromkeys(row.what for row in rows))
         calls = evidence.calls_at(first.place)
-        remedy = cause_of("sync", first.what, first.place.through).remedy
-        claim = StallCandidate("sync", first.place, count, f"waits in {what}", calls, fix=remedy, waits=True)
+        claim = StallCandidate("sync", first.place, count, f"waits in {what}", calls, fix=of_read(first), waits=True)
         if masks == [line_of(first.place)] and (ms := masking(evidence, prices)) is not None:
             claim = replace(claim, ms=ms, certainty="estimate")
         yield claim

@@ -1,0 +1,104 @@
+"""Remedies by the library that reads, and by what a value is read for: real calls on the pretend device."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Categorical
+
+from gpubound.doctor.price.prices import Measurements
+from gpubound.doctor.rules import remedies
+from gpubound.doctor.rules.diagnose import diagnose
+from gpubound.watch import watch
+from gpubound.watch.pretend import simgpu
+
+from .evidences import at, row, seen
+
+
+class Meter:
+    total = 0.0
+
+    def update(self, value, count):
+        self.total += value * count
+
+
+def named(step) -> dict[str, str]:
+    """The remedies of two steps, by the line's code."""
+    with watch(device=simgpu()) as ledger:
+        for _ in range(2):
+            step()
+            ledger.step()
+    verdict = diagnose(Measurements("train.py", "pretend", ledger.rows, ledger.steps, ledger.counted))
+    return {finding.line.code: finding.fix for finding in verdict.findings if finding.line}
+
+
+def test_a_distribution_s_validation():
+    logits = torch.zeros(2, 3, device=simgpu())
+    found = named(lambda: Categorical(logits=logits))
+    (fix,) = found.values()
+    assert fix == remedies.LIBRARIES["torch/distributions/"]
+    assert not named(lambda: Categorical(logits=logits, validate_args=False)), "the advice leaves no wait"
+
+
+def test_a_transformer_s_mask():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4, batch_first=True), 1).to(simgpu())
+    x, mask = torch.zeros(1, 3, 4, device=simgpu()), nn.Transformer.generate_square_subsequent_mask(3).to(simgpu())
+    (fix,) = named(lambda: encoder(x, mask)).values()
+    assert fix == remedies.LIBRARIES["torch/nn/modules/transformer.py"]
+    assert not named(lambda: encoder(x, mask, is_causal=True)), "the advice leaves no wait"
+
+
+def test_a_value_that_is_shown(capsys):
+    loss, meter, total = torch.ones((), device=simgpu()), Meter(), []
+
+    def step():
+        print("loss", loss.item())
+        text = f"{loss.item():.3f}"
+        meter.update(loss.item(), 4)
+        total.append(loss.item() + len(text))
+
+    fixes = list(named(step).values())
+    assert sorted(map(fixes.count, (remedies.RARELY, remedies.LATER))) == [1, 2] and len(fixes) == 4
+
+
+def test_an_index_of_numpy_is_copied_each_time():
+    x, index = torch.arange(4.0, device=simgpu()), np.array([2, 1])
+
+    def step():
+        y = x[index]
+        z = x.square()[index]
+        return y + z
+
+    with watch(device=simgpu()) as ledger:
+        for _ in range(2):
+            step()
+            ledger.step()
+    (one,) = diagnose(Measurements("train.py", "pretend", ledger.rows, ledger.steps, ledger.counted)).findings
+    lines = sorted({stall.place.site.line for stall in ledger.rows if stall.kind == "h2d"})
+    assert (one.kind, one.count, one.fix, len(lines)) == ("h2d", 2, remedies.INDEX, 2), "one cause, one finding"
+    assert all(str(line) in one.evidence for line in lines)
+    device_index = torch.as_tensor(index, device=simgpu())
+    assert not named(lambda: x[device_index].sum()), "the advice leaves no copy"
+
+
+@pytest.mark.parametrize("library", remedies.LIBRARIES)
+def test_every_library_is_recognised_by_its_path(library):
+    file = f"{library}file.py" if library.endswith("/") else library
+    stall = row("sync", "item", at(7, "step()", via="x"))
+    via = stall.place.via
+    place = type(stall.place)(stall.place.site, type(via)(f"/venv/lib/site-packages/{file}", 3, "f", "x", 3))
+    (finding,) = diagnose(seen(None, row("sync", "item", place))).findings
+    assert finding.fix == remedies.LIBRARIES[library]
+    mine = type(stall.place)(stall.place.site, type(via)(f"/home/my{file}", 3, "f", "x", 3))
+    (other,) = diagnose(seen(None, row("sync", "item", mine))).findings
+    assert other.fix != finding.fix, "a file of another name is not the library's"
+
+
+def test_what_a_value_decides_keeps_the_general_advice():
+    general = diagnose(seen(None, row("sync", "item", at(7, "if loss.item() > best:")))).findings[0].fix
+    assert general not in (remedies.RARELY, remedies.LATER)
+    masked = diagnose(seen(None, row("sync", "boolean mask", at(7, "print(x[mask])")))).findings[0].fix
+    assert masked != remedies.RARELY, "a mask waits for a size"
+    for code in ("x[step] = batch", "y = torch.log(x[1])", "y = x[rows].to(device)", "y = x[1:2]"):
+        copied = diagnose(seen(None, row("h2d", "copy to device", at(7, code), detail="pageable, blocking"))).findings[0].fix
+        assert copied != remedies.INDEX, code
