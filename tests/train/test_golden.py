@@ -111,9 +111,10 @@ def test_the_curve_on_a_gpu_is_the_usual_one(tmp_path):
         assert run.step.captured and len(records) == STEPS and apart <= (1e-3 if precision == "fp32" else 2e-2), precision
 
 
-# The 10m preset over 200 steps of 4,096 tokens. On an H200 the last ten losses were 4.291 (bf16) to 4.361 (fp16) on average,
-# the held-out one 3.039 to 3.099. At two and a half times the rate the curves of right runs part after 15 steps.
-REACHED_10M, HELD_OUT_10M = 4.40, 3.20
+# The 10m preset over 200 steps of 4,096 tokens. On an H200 the last ten losses were 4.291 (bf16) to 4.361 (fp16) on average.
+# The held-out one, of all held-out rows, is 3.279 (tf32) to 3.329 (fp16); of half of them it was 3.039 to 3.099. At two
+# and a half times the rate the curves of right runs part after 15 steps.
+REACHED_10M, HELD_OUT_10M = 4.40, 3.43
 
 
 @pytest.mark.gpu
