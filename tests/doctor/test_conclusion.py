@@ -12,7 +12,7 @@ from gpubound.doctor.price.prices import Measurements, Prices
 from gpubound.doctor.report.conclusion import conclusion
 from gpubound.doctor.report.files import page, sarif
 from gpubound.doctor.report.text import screen
-from gpubound.doctor.report.words import late_for, rounded, unnamed
+from gpubound.doctor.report.words import late_for, rounded, stalls_left, unnamed
 from gpubound.watch.source_line import Site
 
 from .verdicts import looped
@@ -84,6 +84,14 @@ def test_a_wait_for_the_host_that_no_finding_has_is_named_first():
     )
     (line,) = late_for(lost)
     assert all(word in line for word in ("22.6 ms", "data 20.3 ms", "dispatch 2.30 ms")), "the parts add up"
+
+
+def test_the_ceiling_s_saving_is_that_of_findings_and_a_rest():
+    lost = verdict(found("sync", 3.0), found("launch_bound", 8.0))
+    (line,) = stalls_left(lost)
+    assert "20.0 ms" in line and line in screen(lost, 110), "67.7 - 44.7 ms, less 3 of the sync; launching is in the ceiling"
+    assert not stalls_left(verdict(found("data"))) and not stalls_left(verdict(found("sync", None)))
+    assert "one by one" not in screen(lost, 110) and "one by one 11.0 ms" in screen(replace(lost, together_ms=12.0), 110)
 
 
 def test_percentages_on_the_screen_add_up():

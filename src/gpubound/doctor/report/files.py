@@ -52,6 +52,7 @@ from .words import (
     price,
     rounded,
     shares,
+    stalls_left,
     summary,
     through,
     times,
@@ -149,7 +150,7 @@ def page(verdict: Verdict, recording: Profile | None = None, proof: Proof | None
         share_names=SHARES,
         leaf_names=LEAVES,
         causes={name: words for name, words in SHARES.items() if name != "host_late"} | LEAVES,
-        remarks=[*late_for(verdict), *together(verdict), *verdict.unlocated],
+        remarks=[*late_for(verdict), *together(verdict), *stalls_left(verdict), *verdict.unlocated],
         measured=_measured(verdict),
         packed=packed,
         harmless=f"{HARMLESS:.1%}",
@@ -199,7 +200,7 @@ def _tiles(verdict: Verdict) -> list[tuple[str, str]]:
     if verdict.ceiling_ms is not None:
         tiles.append((f"a step {ceiling(verdict)}", milliseconds(verdict.ceiling_ms)))
     if verdict.together_ms is not None:
-        tiles.append(("all findings together", milliseconds(verdict.together_ms)))
+        tiles.append(("less without all findings", milliseconds(verdict.together_ms)))
     return tiles
 
 

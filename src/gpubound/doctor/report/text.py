@@ -26,6 +26,7 @@ from .words import (
     price,
     rounded,
     shares,
+    stalls_left,
     summary,
     through,
     times,
@@ -75,7 +76,7 @@ def _parts(verdict: Verdict, width: int, everything: bool, files: Sequence[str])
     if rest := verdict.findings[len(shown) :]:
         dearest = "" if rest[0].ms is None else f", the dearest of them {price(rest[0])}"
         yield _text(f"{len(rest)} more{dearest} (--all lists them)")
-    for line in (*together(verdict), *_harmless(verdict, everything), *verdict.unlocated):
+    for line in (*together(verdict), *stalls_left(verdict), *_harmless(verdict, everything), *verdict.unlocated):
         yield _text(line)
     yield from (_text(line, "dim") for line in without(verdict))
     if files:

@@ -7,6 +7,7 @@ from math import floor
 
 from ...trace import printable
 from ..finding import Finding, Verdict
+from ..rules.diagnose import HARMLESS
 
 SHARES = {
     "busy": "GPU busy",
@@ -161,6 +162,17 @@ def unnamed(verdict: Verdict) -> float | None:
     return left if left >= UNNAMED * verdict.step_ms else None
 
 
+def stalls_left(verdict: Verdict) -> list[str]:
+    """Return how much of what the ceiling leaves out no finding has, if that is not negligible."""
+    if not verdict.step_ms or verdict.ceiling_ms is None or any(finding.ms is None for finding in verdict.findings):
+        return []
+    others = sum(finding.ms or 0.0 for finding in verdict.findings if finding.kind not in HOST_STALLS)
+    left = verdict.step_ms - verdict.ceiling_ms - max((verdict.together_ms or 0.0) - others, 0.0)
+    if left < HARMLESS * verdict.step_ms:
+        return []
+    return [f"{milliseconds(left)} of what the ceiling leaves out is in no finding: harmless waits, and waits without a line"]
+
+
 def late_for(verdict: Verdict) -> list[str]:
     """Return what the host was late for, in milliseconds that add up to the time of its share; then what no finding has."""
     if not verdict.step_ms or not late(verdict):
@@ -184,9 +196,10 @@ def together(verdict: Verdict) -> list[str]:
     numbers = [number for number, finding in enumerate(verdict.findings, 1) if finding.ms]
     if verdict.together_ms is None or len(numbers) < 2:
         return []
-    alone = sum(finding.ms for finding in verdict.findings if finding.ms)
+    alone = milliseconds(sum(finding.ms for finding in verdict.findings if finding.ms))
+    joint = milliseconds(verdict.together_ms)
     named = "+".join(map(str, numbers)) if len(numbers) <= NAMED else f"{len(numbers)} priced ones"
-    text = f"{named} together: {milliseconds(verdict.together_ms)} a step (alone they add up to {milliseconds(alone)})"
+    text = f"{named} together: {joint} a step" + (f" (one by one {alone}: waits overlap)" if alone != joint else "")
     if verdict.step_ms and verdict.together_ms < verdict.step_ms:
         left = verdict.step_ms - verdict.together_ms
         text += f", which leaves {milliseconds(left)} ({verdict.step_ms / left:.2f}x)"
