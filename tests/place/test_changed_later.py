@@ -254,3 +254,23 @@ def test_a_forward_set_on_a_class_is_heeded(name, monkeypatch):
     assert any("forward" in why or "rotary_emb" in why for row in placement.rows for why in row.reasons)
     monkeypatch.undo()
     torch.testing.assert_close(training_run(model, batch())["loss"], before)
+
+
+def test_a_call_for_hidden_states_slows_no_later_call():
+    """transformers leaves hooks on the layers, which do nothing in other calls."""
+    model = tiny()
+    placement = place(model, "cpu")
+    ids = tokens()
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).logits
+        assert not placement.fallbacks
+        states = model(ids, use_cache=False, output_hidden_states=True).hidden_states
+        assert placement.fallbacks and any(layer._forward_hooks for layer in model.model.layers)
+        before = placement.fallbacks
+        got = model(ids, use_cache=False).logits
+    assert placement.fallbacks == before and torch.equal(got, wanted)
+    again = model(ids, use_cache=False, output_hidden_states=True).hidden_states
+    assert len(again) == len(states) == 3 and all(torch.equal(a, b) for a, b in zip(again, states))
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output)
+    model(ids, use_cache=False)
+    assert placement.fallbacks > before + 1, "a hook of the user's own still counts"
