@@ -123,6 +123,8 @@ def test_the_page_has_the_sentence_the_date_and_the_command(tmp_path):
     inside = os.path.join(os.getcwd(), "out")
     command = command_line(["train.py", "--data", data, f"--out={inside}", "--name", "a b"])
     assert command == "gpubound doctor train.py --data books.bin --out=out --name 'a b'"
+    hidden = command_line(["train.py", "--hf_token", "abc", "--api-key=abc", "--tokens", "5"])
+    assert "abc" not in hidden and "--tokens 5" in hidden
     dated = replace(verdict(found("h2d")), command=command, date="2026-11-28 21:50 UTC")
     written = page(dated)
     for text in (conclusion(dated), "--data books.bin", dated.date, "a GPU", "copy to the GPU"):

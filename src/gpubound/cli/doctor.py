@@ -182,17 +182,22 @@ def check_command(options: Doctor, command: "Command") -> None:
     refuse_misplaced(command)
 
 
+SECRET = re.compile(r"-{1,2}\S*(token|secret|password|api[-_]?key)$", re.IGNORECASE)
+
+
 def command_line(argv: Sequence[str]) -> str:
-    """Return the command line for a report: paths are relative to this folder, or names where they are outside of it."""
-
-    def portable(word: str) -> str:
-        option, equals, value = word.rpartition("=")
-        if not os.path.isabs(value):
-            return word
-        path = os.path.relpath(value)
-        return f"{option}{equals}{os.path.basename(value) if path.startswith(os.pardir) else path}"
-
-    return shlex.join(["gpubound", "doctor", *map(portable, argv)])
+    """Return the command line for a report, without secrets, and without folders outside of this one."""
+    words, option = ["gpubound", "doctor"], ""
+    for word in argv:
+        name, equals, value = word.rpartition("=")
+        if SECRET.match(name if equals else option):
+            value = "..."
+        elif os.path.isabs(value):
+            path = os.path.relpath(value)
+            value = os.path.basename(value) if path.startswith(os.pardir) else path
+        words.append(f"{name}{equals}{value}")
+        option = word
+    return shlex.join(words)
 
 
 def is_trace(command: "Command") -> bool:
