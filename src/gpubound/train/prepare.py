@@ -279,7 +279,9 @@ def fit_micro_batch(stages: list[Stage], tokenizer: Tokenizer, device: torch.dev
             recipe.adapters.add(model)
         objective = recipe.new_objective(tokenizer)
         step = recipe.make_step(model, objective, device)
-        reference = torch.zeros(rows_of(stage.training, recipe, recipe.seq).rows) if objective.needs_reference(model) else None
+        rows = rows_of(stage.training, recipe, recipe.seq).rows
+        needs = objective.needs_reference(model)
+        reference = torch.zeros(rows, device="cpu", dtype=torch.float64) if needs else None
         feed = replace(stage, recipe=recipe).feed(device, reference=reference)
         try:
             for _ in range(2):  # the first captures, the second replays
