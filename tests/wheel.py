@@ -3,6 +3,7 @@
 The wheel's requirements come from this environment: torch alone would be a download of minutes.
 """
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -27,7 +28,8 @@ for _ in range(8):
 
 
 def run(*command: object, code: int = 0, **options: object) -> str:
-    done = subprocess.run([str(word) for word in command], text=True, capture_output=True, **options)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # the caller's source
+    done = subprocess.run([str(word) for word in command], text=True, capture_output=True, env=environment, **options)
     assert done.returncode == code, f"{command}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
