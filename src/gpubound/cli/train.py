@@ -316,8 +316,7 @@ OPTIONS = {field.name: field for field in dataclasses.fields(Train) if field.nam
 
 
 def with_aliases(default: Train, theirs: dict[str, Any], argv: list[str]) -> Train:
-    """Return `default` with options that other trainers name otherwise; those of `argv` have our names, and may not be among
-    them."""
+    """Return `default` with options under other trainers' names. An option that `argv` gives under our name is refused."""
     values = convert(theirs, OPTIONS, "options")
     given = {normal(word.partition("=")[0].removeprefix("--")) for word in argv if word.startswith("--")}
     if both := sorted(given & values.keys()):

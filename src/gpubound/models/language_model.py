@@ -153,7 +153,7 @@ def why_not_head(model: Any, inputs: dict[str, Any]) -> str | None:
 def why_not_isolated(model: Any, inputs: dict[str, Any]) -> str | None:
     """Return why examples of this model's packed rows see each other; None if they do not. Synchronises with the device.
 
-    The batch's first row is cut into three examples. Other tokens in the second one must not change the others, and the third
+    The batch's first row is split into three examples. Other tokens in the second one must not change the others, and the third
     must give what it gives at the beginning of a row without the fields of packed rows.
     """
     width = inputs["input_ids"].shape[1]

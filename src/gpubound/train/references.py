@@ -20,7 +20,7 @@ from ..files import replacing
 from ..models.placing import mode
 from ..trace import notice, say
 from .objectives import Objective
-from .stages import EvalSet, Stage, rows_of, rows_options
+from .stages import EvalSet, Stage, rows_options
 from .step import TrainStep
 
 FILE = "reference-{}.safetensors"
@@ -31,7 +31,7 @@ def reference_values(
 ) -> list[Tensor]:
     """Return the value of each row of the training data, then of each eval set: from the file `path`, or computed and kept."""
     sets = [EvalSet("training", stage.training, stage.recipe), *stage.eval_sets]
-    rows = [rows_of(each.corpus, stage.recipe, each.seq).rows for each in sets]
+    rows = [each.rows for each in sets]
     ranks.wait()
     if path.exists():
         stored = safetensors.torch.load_file(path)

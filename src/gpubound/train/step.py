@@ -22,6 +22,7 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 
+from ..device import without_autocast
 from ..distributed import ALONE, Ranks, rendezvous
 from ..distributed.ddp_unwrap import tell_if_alone, unwrapped
 from ..formatting import readable
@@ -161,7 +162,7 @@ class TrainStep(NotCopyable):
             watchdog = self._ranks.watchdog
             timing = nullcontext() if watchdog is None else watchdog.timing("taking a step", rendezvous.steps + 1)
             # Autograd cannot save tensors that are made in inference_mode, and autocast computes in other dtypes.
-            with torch.inference_mode(False), torch.autocast(self.device.type, enabled=False), timing:
+            with torch.inference_mode(False), without_autocast(self.device), timing:
                 return self._step(micro_batches)
         finally:
             self._running.release()

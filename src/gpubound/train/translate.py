@@ -33,7 +33,7 @@ INSTEAD = {
     "warmup_steps": ("warmup_ratio", "warmup_iters", "warmup"), "warmup_ratio": ("warmup_steps", "warmup"),
     "val_set_size": ("eval_data", "validation"), "lr_scheduler_type": ("lr_scheduler", "schedule"), "optim": ("optimizer",),
 }  # fmt: skip
-"""Names that stand for the same as a default."""
+"""Names by which a config sets a default itself."""
 COLUMNS = {"conversations": "sharegpt", "messages": "messages"}
 TYPES = {
     "alpaca": "alpaca", "sharegpt": "sharegpt", "chat_template": "messages", "completion": "text", "pretrain": "text",
@@ -136,7 +136,7 @@ def _trl(values: Values, found: Translation) -> Values:
 
 
 def _hub(name: str, configuration: Any, split: Any) -> str:
-    """Return a dataset of the hub as owner/name:configuration:split; a path as it is."""
+    """Return a dataset of the hub as owner/name:configuration:split, and a path unchanged."""
     if Path(name).exists() or "/" not in name or name.endswith((".json", ".jsonl", ".parquet", ".txt")):
         return name
     if configuration is not None:

@@ -209,4 +209,4 @@ def head_losses(hidden: Tensor, head: Any, labels: Tensor) -> Tensor:
     """Return `token_losses` of the head's logits, which exist for CHUNK tokens at a time."""
     weight, bias = head.weight.to(hidden.dtype), None if head.bias is None else head.bias.to(hidden.dtype)
     chunks = zip(hidden.flatten(0, -2).split(CHUNK), labels.flatten().split(CHUNK), strict=True)
-    return torch.cat([token_losses(F.linear(x, weight, bias)[None], y[None])[0] for x, y in chunks]).view(labels.shape)
+    return torch.cat([token_losses(F.linear(x, weight, bias), y) for x, y in chunks]).view(labels.shape)
