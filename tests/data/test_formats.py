@@ -205,6 +205,13 @@ def test_a_token_of_prompt_and_completion_is_learnt():
     assert [tokenizer.decode([i]) for i in ids] == ["one", "?"] and mask.tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("row", [{"prompt": "one?", "completion": " 1"}, {"prompt": "one?", "chosen": " 1", "rejected": " 2"}])
+def test_texts_need_no_chat_template(tokenizer, tmp_path, row):
+    base = Tokenizer(tokenizer.inner, tokenizer.eos_token, None)
+    corpus = Corpus.build([row] * 2, base, tmp_path / "c", progress=False)
+    assert tokenizer.decode(corpus.document(0)) == f"one? 1{END}"
+
+
 def test_preferences_among_other_rows_are_refused(tokenizer, tmp_path):
     rows = [{"text": "x"}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
     with pytest.raises(DataError, check=message("data/formats:preferences_among_others")):

@@ -374,6 +374,6 @@ def test_gradients_through_the_kernel(kind):
 def test_the_kernel_is_called():
     model, batch = big("llama"), steps_of_batches(1)[0]
     place(model.bfloat16(), "require")
-    with trace.strict(), torch.profiler.profile() as profile:
+    with trace.strict(), torch.profiler.profile(acc_events=True) as profile:
         hidden_of(model, inputs_of(batch))
     assert sum(event.count for event in profile.key_averages() if event.key == "aten::_flash_attention_forward") == 2

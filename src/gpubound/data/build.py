@@ -367,7 +367,8 @@ def encode(encoder: Encoder, documents: list[Document], train_on: str = "assista
                 f"Corpus.build: chats, prompts and completions need a gpubound or Hugging Face tokenizer, got a "
                 f"{type(encoder).__name__}, which only encodes texts."
             )
-        encoded[Conversation] = iter(encoder.encode_chats(chats, train_on))
+        if chats:  # which need a chat template
+            encoded[Conversation] = iter(encoder.encode_chats(chats, train_on))
         encoded[Completion] = iter(encoder.encode_completions(completions, train_on))
     return [[_ended(encoder, *next(encoded[type(part)])) for part in parts(document)] for document in documents]
 
