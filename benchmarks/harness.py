@@ -21,7 +21,7 @@ from gpubound.watch import watch
 from . import results
 from .gates import beside, figure, sentence
 
-SCALE = {"GB/s": 1e9, "TFLOP/s": 1e12, "tok/s": 1.0, "us": 1e-6, "ms": 1e-3}
+SCALE = {"GB/s": 1e9, "TFLOP/s": 1e12, "tok/s": 1.0, "pairs/s": 1.0, "us": 1e-6, "ms": 1e-3}
 # bf16 against bf16, each rounded at its own places: two units in the last place (2^-8) of relative error over the whole tensor.
 TOLERANCE = 1e-2
 # How works are timed on a GPU, as options of measure.compare.
