@@ -112,18 +112,15 @@ def trl(job: Job, pairs: bool = False, packing: bool = True, liger: bool = True)
     given: dict[str, Any] = {
         "output_dir": tempfile.mkdtemp(), "per_device_train_batch_size": job.micro, "max_steps": 1_000_000,
         "learning_rate": job.lr, "gradient_accumulation_steps": job.accumulate, "lr_scheduler_type": "constant",
-        "use_liger_kernel": liger, "max_length": job.seq, "bf16": job.device != "cpu", "use_cpu": job.device == "cpu", "gradient_checkpointing": False,
-        "report_to": [], "save_strategy": "no", "logging_steps": 1_000_000, "disable_tqdm": True, "optim": "adamw_torch_fused",
+        "use_liger_kernel": liger, "max_length": job.seq, "bf16": job.device != "cpu", "use_cpu": job.device == "cpu",
+        "gradient_checkpointing": False, "report_to": [], "save_strategy": "no", "logging_steps": 1_000_000, "disable_tqdm": True, "optim": "adamw_torch_fused",
     }  # fmt: skip
     config = trl.DPOConfig(**given) if pairs else trl.SFTConfig(**given, packing=packing)
     adapters = LoraConfig(r=RANK, lora_alpha=int(ALPHA), target_modules="all-linear", task_type="CAUSAL_LM")
     data = datasets.Dataset.from_list(rows(job, pairs))
     make = trl.DPOTrainer if pairs else trl.SFTTrainer
-    allowed, done, learnt = (
-        threading.Semaphore(0),
-        threading.Semaphore(0),
-        [torch.zeros((), dtype=torch.int64, device=job.device)],
-    )
+    allowed, done = threading.Semaphore(0), threading.Semaphore(0)
+    learnt = [torch.zeros((), dtype=torch.int64, device=job.device)]
 
     class Held(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
