@@ -113,7 +113,8 @@ def trl(job: Job, pairs: bool = False, packing: bool = True, liger: bool = True)
         "output_dir": tempfile.mkdtemp(), "per_device_train_batch_size": job.micro, "max_steps": 1_000_000,
         "learning_rate": job.lr, "gradient_accumulation_steps": job.accumulate, "lr_scheduler_type": "constant",
         "use_liger_kernel": liger, "max_length": job.seq, "bf16": job.device != "cpu", "use_cpu": job.device == "cpu",
-        "gradient_checkpointing": False, "report_to": [], "save_strategy": "no", "logging_steps": 1_000_000, "disable_tqdm": True, "optim": "adamw_torch_fused",
+        "gradient_checkpointing": False, "report_to": [],
+        "save_strategy": "no", "logging_steps": 1_000_000, "disable_tqdm": True, "optim": "adamw_torch_fused",
     }  # fmt: skip
     config = trl.DPOConfig(**given) if pairs else trl.SFTConfig(**given, packing=packing)
     adapters = LoraConfig(r=RANK, lora_alpha=int(ALPHA), target_modules="all-linear", task_type="CAUSAL_LM")
