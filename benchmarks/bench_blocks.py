@@ -25,9 +25,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gpubound import capture, kernels, measure
 from gpubound.cli import arguments, guarded
 from gpubound.device import interpreted, label, resolve
-from gpubound.layers.recompute import KEEP_ALL, recompute_from
+from gpubound.layers.linear_product import KEEP_ALL
 from gpubound.models.richards.config import MIXERS, MLPS
 from gpubound.models.richards.kernels import poly_attention
+from gpubound.train.recompute import recompute_from
 
 from . import results
 from .block_parts import LARGE, LOOPS, PLAIN_MIXERS, PLAIN_MLPS, SEED_SHAPES, TINY, BlockShape, Layer

@@ -25,7 +25,7 @@ from gpubound.layers.block import visiting
 from gpubound.models.deepseek_v4 import kernels
 from gpubound.models.deepseek_v4.kernels import hyper_connections
 from gpubound.models.deepseek_v4.kernels.hyper_connections import sinkhorn_reference
-from gpubound.models.placing import cache_in, cache_word
+from gpubound.models.registry import cache_in, cache_word
 from gpubound.trace import strict
 
 from . import results

@@ -91,7 +91,7 @@ class CapturedForward:
     def __post_init__(self) -> None:
         from transformers import StaticCache
 
-        from gpubound.models.placing import cache_word
+        from gpubound.models.registry import cache_word
 
         device = self.model.device
         self.cache = StaticCache(config=self.model.config, max_cache_len=LENGTH)

@@ -11,7 +11,7 @@ import gpubound
 ROOT = Path(gpubound.__file__).parent
 FLOORS = [
     ["errors", "version"],  # the ground floor, in five steps
-    ["guards", "trace", "formatting"],
+    ["trace", "formatting"],
     ["files"],
     ["pages"],
     ["device"],

@@ -10,7 +10,7 @@ from torch import nn
 import gpubound as gb
 from gpubound.decode.hf_forward import StaticCacheRunner
 from gpubound.decode.runner import RunnerConfig
-from gpubound.models.placing import cache_word
+from gpubound.models.registry import cache_word
 from tests.messages import message
 
 from . import cases

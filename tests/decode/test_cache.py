@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import gpubound as gb
 from gpubound.decode import certificate, kv_cache, transformer
-from gpubound.models.placing import cache_word
+from gpubound.models.registry import cache_word
 from tests.messages import message
 
 from . import cases

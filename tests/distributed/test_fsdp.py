@@ -13,7 +13,7 @@ import gpubound as gb
 from gpubound.distributed import ALONE, join
 from gpubound.distributed.fsdp import shard
 from gpubound.errors import GraphError
-from gpubound.layers.recompute import LEAST_BYTES, recompute_from
+from gpubound.layers.linear_product import LEAST_BYTES
 from gpubound.models.diffusion.objective import MaskedDiffusion
 from gpubound.models.llama import Decoder, DecoderConfig
 from gpubound.models.richards import RichardsConfig, RichardsDecoder
@@ -21,7 +21,7 @@ from gpubound.train import sharding
 from gpubound.train.adamw8 import AdamW8bit
 from gpubound.train.ema import Ema
 from gpubound.train.muon import Muon
-from gpubound.train.recompute import blocks_of
+from gpubound.train.recompute import blocks_of, recompute_from
 from tests.distributed.processes import on_ranks
 
 STEPS, WORDS = 3, 26

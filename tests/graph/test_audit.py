@@ -11,7 +11,7 @@ from torch import nn
 
 from gpubound.graph import recording
 from gpubound.graph.audit import audit
-from gpubound.models.placing import cache_in, cache_word
+from gpubound.models.registry import cache_in, cache_word
 from tests.graph.tape import TapeRunner
 
 

@@ -7,8 +7,8 @@ from torch import nn
 
 from gpubound.layers.fused_weights import READERS, LinearSite
 from gpubound.layers.linear_product import linear
-from gpubound.layers.recompute import recompute_from
 from gpubound.lora.adapter import LowRank
+from gpubound.train.recompute import recompute_from
 
 
 class Adapted(nn.Module):

@@ -8,10 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 from gpubound import layers
 from gpubound.kernels.tensor_state import made_record
-from gpubound.layers import recompute
 from gpubound.layers.fp8 import Fp8, new_states
-from gpubound.layers.fused_weights import multiply_by_records, run_linear
-from gpubound.layers.linear_product import Format, linear
+from gpubound.layers.fused_weights import run_linear
+from gpubound.layers.linear_product import Format, linear, multiply_by_records, recipe_of
 from gpubound.train import Accumulators
 
 from .adapted import Adapted, low_rank, recomputing
@@ -80,7 +79,7 @@ def test_over_a_norms_result_that_is_computed_again():
     wanted = gradients(F.linear(y, layer.weight, layer.bias) + adapter.plain(y), leaves)
     with recomputing(norm, 0):
         y = norm(x)
-    assert recompute.recipe_of(y) is not None
+    assert recipe_of(y) is not None
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         got = linear(y, layer.weight, layer.bias, [adapter])

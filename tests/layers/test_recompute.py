@@ -10,10 +10,11 @@ from torch.utils.checkpoint import checkpoint
 
 import gpubound as gb
 from gpubound import layers
-from gpubound.layers import recompute
+from gpubound.layers import linear_product
 from gpubound.layers.block import Block, run_block
-from gpubound.layers.linear_product import linear
+from gpubound.layers.linear_product import KEEP_ALL, LEAST_BYTES, linear, recipe_of
 from gpubound.models.richards.layers import DynamicTanh, RichardsGLU, RichardsNorm
+from gpubound.train.recompute import recompute_from
 from tests.messages import message
 
 from .adapted import recomputing
@@ -38,7 +39,7 @@ def draw(seed, device):
 def run(device, least, main=False, frozen=()):
     """(outputs and gradients, bytes of activations kept) of a block whose results of `least` bytes are computed again."""
     own, x, pending, kept = block(device), draw(1, device), draw(2, device), {}
-    recompute.recompute_from(own, least)
+    recompute_from(own, least)
     for name, p in own.named_parameters():
         p.requires_grad_(name not in frozen)
         if main:
@@ -85,22 +86,22 @@ def test_a_gain_with_an_offset_is_computed_again_as_it_was(device, monkeypatch):
 
 def test_what_is_small_is_kept():
     norm = layers.RMSNorm(4)
-    large, small = torch.ones(recompute.LEAST_BYTES // 16, 4), torch.ones(recompute.LEAST_BYTES // 16 - 1, 4)
-    assert recompute.recipe_of(norm(large)) is not None and recompute.recipe_of(norm(small)) is None
-    with recomputing(norm, recompute.KEEP_ALL):
-        assert recompute.recipe_of(norm(large)) is None
+    large, small = torch.ones(LEAST_BYTES // 16, 4), torch.ones(LEAST_BYTES // 16 - 1, 4)
+    assert recipe_of(norm(large)) is not None and recipe_of(norm(small)) is None
+    with recomputing(norm, KEEP_ALL):
+        assert recipe_of(norm(large)) is None
     with recomputing(norm, 0):
-        assert recompute.recipe_of(norm(small)) is not None
-        with recomputing(norm, recompute.KEEP_ALL):
-            assert recompute.recipe_of(norm(small)) is None
-        assert recompute.recipe_of(norm(small)) is not None
-    assert recompute.recipe_of(norm(small)) is None
+        assert recipe_of(norm(small)) is not None
+        with recomputing(norm, KEEP_ALL):
+            assert recipe_of(norm(small)) is None
+        assert recipe_of(norm(small)) is not None
+    assert recipe_of(norm(small)) is None
 
 
 def test_a_checkpoint_computes_again_as_its_forward_did():
     """The setting is the model's: a block that is run again in backward, outside of a step's forward, must keep the same."""
     own, x = Block(layers.Attention(HIDDEN, 2), layers.MLP(HIDDEN, WIDE), HIDDEN), torch.ones(1, 4, HIDDEN).requires_grad_()
-    undo = recompute.recompute_from(own, 0)
+    undo = recompute_from(own, 0)
     checkpoint(lambda t: own(t, None), x, use_reentrant=False).sum().backward()
     undo()
     assert all("recompute_bytes" not in vars(module) for module in own.modules())
@@ -172,11 +173,11 @@ def test_an_activation_whose_reader_would_keep_it_is_computed_again(make, device
         mlp, read = make(device), []
         like = next(p for p in mlp.parameters() if p.is_floating_point())
         x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(1)).to(device, like.dtype).requires_grad_()
-        was = recompute.recipe_of
-        monkeypatch.setattr(recompute, "recipe_of", lambda y: read.append(was(y) is not None) or was(y))
+        was = linear_product.recipe_of
+        monkeypatch.setattr(linear_product, "recipe_of", lambda y: read.append(was(y) is not None) or was(y))
         with recomputing(mlp, least):
             y = mlp(x)
-        monkeypatch.setattr(recompute, "recipe_of", was)
+        monkeypatch.setattr(linear_product, "recipe_of", was)
         y.backward(torch.ones_like(y))
         trained = [p for p in mlp.parameters() if p.requires_grad]
         return read, [y, x.grad, *(p.grad if (sums := getattr(p, "main_grad", None)) is None else sums for p in trained)]
@@ -210,7 +211,7 @@ def draw_rows(seed):
 
 
 def _weight_gradient(layer, y):
-    assert y.nbytes >= recompute.LEAST_BYTES
+    assert y.nbytes >= LEAST_BYTES
     return torch.autograd.grad(linear(y, layer.weight).square().sum(), layer.weight)[0]
 
 

@@ -24,7 +24,7 @@ def wrong_swiglu(gate, up=None):
 
 
 def test_a_wrong_swap_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr("gpubound.layers.mlp.swiglu", wrong_swiglu)
+    monkeypatch.setattr("gpubound.layers.block.swiglu", wrong_swiglu)
     monkeypatch.setattr(trace, "_printed", set())
     model = tiny()
     want = training_run(twin(model), batch())
@@ -44,9 +44,9 @@ def slow_swiglu(gate, up=None):
 @pytest.mark.parametrize("broken", ["wrong", "raises", "falls back"])
 def test_strict_raises_and_leaves_the_model_as_it_was(monkeypatch, broken):
     if broken == "wrong":
-        monkeypatch.setattr("gpubound.layers.mlp.swiglu", wrong_swiglu)
+        monkeypatch.setattr("gpubound.layers.block.swiglu", wrong_swiglu)
     elif broken == "falls back":
-        monkeypatch.setattr("gpubound.layers.mlp.swiglu", slow_swiglu)
+        monkeypatch.setattr("gpubound.layers.block.swiglu", slow_swiglu)
     else:
         monkeypatch.setattr("gpubound.layers.attention.rope_qkv", lambda qkv, c, s, h, k: 1 / 0)
     model = tiny()

@@ -8,7 +8,7 @@ import torch
 
 import gpubound as gb
 from gpubound import trace
-from gpubound.models.placing import cache_in
+from gpubound.models.registry import cache_in
 from tests.messages import message
 
 from .models import CONFIGS, VOCABULARY, assert_close, batch, tiny, tokens, training_run, twin

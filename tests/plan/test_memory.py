@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpubound.layers.recompute import LEAST_BYTES, recompute_from
+from gpubound.layers.linear_product import LEAST_BYTES
 from gpubound.models.llama.decoder import Decoder, DecoderConfig
 from gpubound.plan.memory import memory, saved, total
 from gpubound.plan.step import META, StepConfig, outlined, step_of
@@ -14,6 +14,7 @@ from gpubound.train.lora_options import Lora
 from gpubound.train.objectives.word_loss import NextToken
 from gpubound.train.precision import precision as precision_named
 from gpubound.train.recipe import Recipe
+from gpubound.train.recompute import recompute_from
 
 pytestmark = pytest.mark.interpreted  # what a layer saves is what its kernels save
 ROWS, SEQ = 2, 16

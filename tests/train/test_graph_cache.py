@@ -14,7 +14,7 @@ from gpubound.errors import GraphError
 from gpubound.graph import guards
 from gpubound.models import Decoder, DecoderConfig
 from gpubound.trace import fallbacks
-from gpubound.train import AdamW, Schedule, TrainStep, graph_cache, model_guard
+from gpubound.train import AdamW, Schedule, TrainStep, graph_cache, step_inputs
 from tests.messages import message
 
 from ..place.models import place, tiny
@@ -222,7 +222,7 @@ class TestShapes:
     def test_a_model_that_keeps_changing_is_not_captured_for_ever(self, monkeypatch):
         monkeypatch.setattr(graph_cache, "MOST", 2)
         monkeypatch.setattr(graph_cache, "has_graphs", lambda device: True)
-        monkeypatch.setattr(model_guard, "MOST_SIGNATURES", 3)
+        monkeypatch.setattr(step_inputs, "MOST_SIGNATURES", 3)
         model = small()
         step = TrainStep(model, summed, precision="fp32")
         step(draw(2))
@@ -237,7 +237,7 @@ class TestShapes:
     def test_a_steady_step_compares_lists_and_looks_at_no_name(self, monkeypatch):
         """Of any number of modules: no Python function is called for each of them."""
         model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(40)))
-        guard = model_guard.ModelGuard(model)
+        guard = step_inputs.ModelGuard(model)
         before, calls = guard.check(), []
         sys.setprofile(lambda frame, event, argument: calls.append(frame.f_code.co_name) if event == "call" else None)
         try:

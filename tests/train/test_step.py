@@ -14,8 +14,8 @@ from gpubound import trace
 from gpubound.data import feed
 from gpubound.distributed import ALONE, Ranks
 from gpubound.train import AdamW, Schedule, TrainStep
+from gpubound.train.adamw import Weights
 from gpubound.train.ema import Ema
-from gpubound.train.flat_buffers import Weights
 from tests.messages import message
 
 from .conftest import cut, draw, named, small, summed

@@ -24,8 +24,7 @@ from ..device import resolve
 from ..errors import GpuboundError
 from ..graph.audit import Audit, AuditedPart, Obstacle, audit
 from ..models.language_model import LanguageModel
-from ..models.placing import cache_in, cache_word
-from ..models.registry import family_of, is_named
+from ..models.registry import cache_in, cache_word, family_of, is_named
 from .place import load
 
 VOCABULARY, POSITIONS = 512, 512  # of a preset, whose tokenizer is unknown

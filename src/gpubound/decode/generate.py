@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..device import label, plainly
 from ..errors import GenerateError
-from ..guards import NotCopyable, ReentryGuard
+from ..graph.guards import NotCopyable, ReentryGuard
 from ..kernels.dispatch import hasten
 from ..layers.linear_product import any_sharded
 from ..lora.layers import base_of

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..device import without_autocast
-from ..models.placing import NAMES, cache_name
+from ..models.registry import NAMES, cache_name
 from .runner import config_value
 
 CHUNKED = "chunked_attention"

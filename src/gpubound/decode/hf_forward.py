@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 
 from ..device import without_autocast
 from ..errors import StallError
-from ..layers.fused_weights import multiply_by_records
-from ..models.placing import cache_in, cache_word
+from ..layers.linear_product import multiply_by_records
+from ..models.registry import cache_in, cache_word
 from ..watch.guard import no_stall
 from .hf_cache import (
     CHUNKED,

@@ -22,8 +22,8 @@ from ..kernels.decode_attention import Heads, Scratch
 from ..kernels.decode_product import EARLY, FENCE, Norm, capped_
 from ..kernels.dispatch import can_launch
 from ..layers.attention import attend
+from ..layers.block import gated
 from ..layers.linear_product import fused_linear
-from ..layers.mlp import gated
 from ..models.decoding import AttentionWeights, DenseWeights, Linear, Shape
 from .kv_cache import Cache
 from .lora import AdapterRouter

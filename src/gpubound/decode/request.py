@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..models.folder import ends_of
+from ..models.decoding import ends_of
 from .text import TextCodec
 
 LARGEST = 1e30  # of a temperature or a penalty: in fp32, logits times or over it stay finite

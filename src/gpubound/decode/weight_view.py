@@ -18,9 +18,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ..errors import GenerateError
 from ..layers import MLP, Attention, LMLoss, RopeTable
-from ..layers.fused_weights import Projecting, Stacked, describe, has_reader, hooked, site_of
+from ..layers.fused_weights import Projecting, Stacked, describe, give_own_storages, has_reader, hooked, site_of
 from ..layers.linear_product import format_of
-from ..layers.weight_memory import give_own_storages
 from ..lora.adapter import LowRank
 from ..lora.layers import active_in, adapted_layers, names_in, parameters_of, wrappers
 from ..models.decoding import Reader, linear_of, weight_of

@@ -16,11 +16,11 @@ from ..decode.runner import host_bytes
 from ..device import label
 from ..errors import DataError
 from ..layers.embedding_and_head import head_of
+from ..models.decoding import ends_of
 from ..models.folder import (
     Beyond,
     attempt,
     dtype_asked,
-    ends_of,
     load_foreign,
     needs_transformers,
     read_config,

@@ -6,13 +6,16 @@ Two kinds of change make a replay wrong. A tensor moves (`.data =`, `.to()`, a r
 Another tensor replaces it (`layer.weight = ...`, `load_state_dict`, `zero_grad`): what fn names directly is compared at every
 call. Deeper paths are walked when torch registers a parameter, buffer or module anywhere, and at every 256th call, which also
 sees a direct write into a registry, of which torch has no hook.
+
+Objects with memory of their model, such as a decoder or a step, take one caller at a time, and no copies.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from operator import attrgetter, getitem, is_
-from typing import Any
+from threading import Lock
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -312,3 +315,35 @@ def address_check(tensors: list[Tensor], addresses: list[int]) -> Callable[[], b
             return lambda: native(tensors, addresses, indices)
     data_ptr = Tensor.data_ptr
     return lambda: list(map(data_ptr, tensors)) == addresses
+
+
+class ReentryGuard:
+    """Context manager that raises `busy` when another caller is inside, in this thread or another.
+
+    A generator may enter it in one thread and leave it in another.
+    """
+
+    def __init__(self, busy: type[Exception], sentence: str) -> None:
+        self._lock, self._busy, self._sentence = Lock(), busy, sentence
+
+    @property
+    def taken(self) -> bool:
+        return self._lock.locked()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise self._busy(self._sentence)
+
+    def __exit__(self, *_: Any) -> None:
+        self._lock.release()
+
+
+class NotCopyable:
+    """Base of objects with addresses and graphs, which a copy would share. `INSTEAD` is the advice of the error."""
+
+    INSTEAD: str
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:  # which copy, deepcopy, pickle and torch.save ask for
+        raise TypeError(
+            f"{type(self).__name__}: it reads its model's own memory, so it can be neither copied nor pickled; {self.INSTEAD}."
+        )

@@ -29,7 +29,7 @@ class Record:
     # of a parameter sharded by rows: the gathered Parameter that products use. Both have this record
     gathered: Any = field(default=None, compare=False)
     # of what a forward computed
-    recipe: Any = None  # how backward computes it again, a RecomputeRecipe of layers/recompute.py
+    recipe: Any = None  # how backward computes it again, a RecomputeRecipe of layers/linear_product.py
     # of a quantised state: dequantises its storage part by part, for comparison by a certificate
     numbers: Any = None
 

@@ -30,8 +30,8 @@ from ..kernels.quantize import FINE, MULTIPLE, has_cores, quantize_rows, scaled_
 from ..kernels.quantized_product import dequantize
 from ..kernels.tensor_state import drop_record, made_record
 from ..trace import fallback
+from .fused_weights import own_storages
 from .linear_product import Format, Joined, format_of, full_tensor, rows_of, shape_of, size_of
-from .weight_memory import own_storages
 
 CHILD = "base"  # a quantised layer's child with the scales
 

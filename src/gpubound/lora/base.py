@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ..formatting import readable
-from ..layers.fused_weights import Stacked, multiply_by_records
-from ..layers.linear_product import format_of, is_sharded
+from ..layers.fused_weights import Stacked
+from ..layers.linear_product import format_of, is_sharded, multiply_by_records
 from ..layers.quantized_base import Base, Frozen, InFp8, InInt8, InNf4
 from ..trace import fallback, notice
 from .layers import adapted_layers

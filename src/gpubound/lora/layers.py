@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers.fused_weights import FORWARDS, READERS, LinearSite, class_key, describe, hooked, plain
-from ..layers.linear_product import linear
+from ..layers.fused_weights import READERS, LinearSite, class_key, describe, hooked, plain
+from ..layers.linear_product import FORWARDS, linear
 from ..trace import fallback
 from .adapter import LowRank, RoutedLowRank
 from .routing import Routing

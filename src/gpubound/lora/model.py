@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..device import without_autocast
-from ..layers.fused_weights import multiply_by_records
-from ..layers.linear_product import format_of, is_sharded, shape_of
-from ..layers.weight_memory import own_storages
+from ..layers.fused_weights import own_storages
+from ..layers.linear_product import format_of, is_sharded, multiply_by_records, shape_of
 from .adapter import pack_adapters
 from .base import check, check_no_step, kind_of, quantize_base
 from .layers import active_in, adapted_layers, fuse, names_in, parameters_of, wrappers

@@ -11,8 +11,7 @@ from torch import nn
 
 from ..kernels.tensor_state import seen
 from ..layers.embedding_and_head import head_of
-from ..layers.fused_weights import FORWARDS
-from ..layers.linear_product import format_of, is_sharded, shape_of
+from ..layers.linear_product import FORWARDS, format_of, is_sharded, shape_of
 from ..layers.quantized_base import OnlyCodes
 from ..trace import fallback
 from .layers import of_peft

@@ -277,6 +277,12 @@ def halves(embeddings: tuple[Tensor, Tensor]) -> Rope:
     return cached[1]
 
 
+def ends_of(generation: dict[str, Any]) -> list[int]:
+    """Return the tokens that end a text, by the fields of a generation_config.json."""
+    tokens = generation.get("eos_token_id")
+    return [] if tokens is None else list(tokens) if isinstance(tokens, list | tuple) else [tokens]
+
+
 class Reader:
     """Reader of a causal language model of the Llama kind: its weights, without copies. A family overrides what differs."""
 

@@ -111,12 +111,6 @@ def read_generation(path: Path, about: dict[str, Any]) -> dict[str, Any]:
     return {name: about.get(name) for name in SPECIAL_IDS} | {k: v for k, v in generation.items() if v is not None}
 
 
-def ends_of(generation: dict[str, Any]) -> list[int]:
-    """Return the tokens that end a text, by the fields of a generation_config.json."""
-    tokens = generation.get("eos_token_id")
-    return [] if tokens is None else list(tokens) if isinstance(tokens, list | tuple) else [tokens]
-
-
 @dataclass(frozen=True)
 class Stored:
     """Metadata of a tensor in a safetensors file."""

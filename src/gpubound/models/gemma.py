@@ -21,7 +21,7 @@ from ..layers.packed_attention import Segments
 from .decoding import HFAngles, Reader
 from .hf_modules import HFMLP, HFAttention, HFShiftedNorm, HFStack, attention, mlp, norm, stack, tried_causal_lm
 from .packed_rows import FULL, WINDOWED
-from .placing import Maker, Swap
+from .registry import Maker, Swap
 
 BOTH_WAYS = "the config lets tokens attend to later tokens"
 MASKS = {FULL: create_causal_mask, WINDOWED: create_sliding_window_causal_mask}

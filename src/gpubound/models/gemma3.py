@@ -7,7 +7,7 @@ from ..layers.attention import Angles
 from .decoding import HFAngles
 from .gemma import SWAPS as GEMMA, SandwichReader, sandwich_stack
 from .hf_modules import attention
-from .placing import Maker, Swap
+from .registry import Maker, Swap
 
 
 def typed_attention(module: Any, stack: Any) -> Swap:

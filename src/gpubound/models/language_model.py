@@ -13,7 +13,7 @@ from ..layers.embedding_and_head import LMLoss, head_mismatch, head_of, lm_loss,
 from ..layers.packed_attention import Segments
 from ..trace import fallback
 from .packed_rows import FIELDS, UNPACKED, packed_arguments
-from .placing import mode
+from .registry import mode
 
 TRIAL = 48  # tokens of three examples in a row, where their logits are computed
 

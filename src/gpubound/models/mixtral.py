@@ -8,8 +8,7 @@ from typing import Any
 
 from .decoding import ExpertWeights, Linear, Reader, activation_name, weight_of
 from .hf_modules import attention, norm
-from .placing import Maker
-from .registry import role_of
+from .registry import Maker, role_of
 
 SWAPS: dict[str, Maker] = {"RMSNorm": norm, "Attention": attention}
 

@@ -13,7 +13,7 @@ from ..layers.attention import Rope
 from ..layers.fused_weights import Kernels
 from .decoding import Reader
 from .hf_modules import HFMLP, OPS, HFAttention, HFNorm, HFStack, attention, mlp, norm, stack, tried_causal_lm
-from .placing import Maker
+from .registry import Maker
 
 
 class WideNormAttention(HFAttention):

@@ -11,7 +11,7 @@ from torch import nn
 from ..layers.attention import RopeTable
 from .decoding import ChangingAngles, Linear, Reader, parts_of
 from .hf_modules import HFMLP, HFAttention, HFStack, attention, mlp, norm, stack, tried_causal_lm, unswapped
-from .placing import Maker, Swap
+from .registry import Maker, Swap
 
 
 class PackedAttention(HFAttention):

@@ -20,6 +20,7 @@ from ..data.tokenizer import ends_of_turn
 from ..errors import DataError
 from ..files import check_replaceable, make_folder, partial, write_atomic
 from ..lora.merge import plain_state
+from .decoding import ends_of
 from .folder import (
     GENERATION,
     INDEX,
@@ -28,7 +29,6 @@ from .folder import (
     Stored,
     check_layers,
     dtype_of,
-    ends_of,
     opened,
     read_config,
     read_generation,

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..layers.fused_weights import overlapping
 from ..layers.linear_product import format_of
-from ..layers.weight_memory import overlapping
-from ..models.placing import Swap, reads_tokens
-from ..models.registry import role_of, swaps_of
+from ..models.registry import Swap, reads_tokens, role_of, swaps_of
 from .norms import TORCH_NORMS, custom_norm, torch_norm
 
 STACKS = ("Model", "TextModel")  # roles of decoder stacks

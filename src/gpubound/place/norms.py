@@ -21,7 +21,7 @@ from ..kernels import group_norm, layer_norm, rms_norm
 from ..kernels.dispatch import Call
 from ..kernels.norms import layer_norm_reference, rms_norm_reference
 from ..layers.fused_weights import Kernels
-from ..models.placing import BATCH, TOKENS, Case, Delegating, Swap, noise, random_case
+from ..models.registry import BATCH, TOKENS, Case, Delegating, Swap, noise, random_case
 
 NORM_OPS = {"rms_norm", "add_rms_norm", "layer_norm", "group_norm"}
 

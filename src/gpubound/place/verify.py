@@ -33,8 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..errors import FallbackError, GpuboundError
 from ..kernels.dispatch import SIXTEEN_BITS
 from ..layers import LMLoss
-from ..layers.recompute import switch
-from ..models.placing import TOKENS, Case, made_up, mode, noise, put_back, reads_tokens
+from ..models.registry import TOKENS, Case, made_up, mode, noise, put_back, reads_tokens, switch
 from .candidates import Fused, adopt, release
 from .widened import in_fp32, is_streamed, sample, take_sampled
 

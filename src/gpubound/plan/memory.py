@@ -7,7 +7,7 @@ h hidden, f the MLP's inner width, s bytes of a number; q and kv the widths of a
 """
 
 from ..kernels.quantize import MULTIPLE
-from ..layers.recompute import KEEP_ALL, LEAST_BYTES
+from ..layers.linear_product import KEEP_ALL, LEAST_BYTES
 from ..train.objectives.word_loss import CHUNK
 from .gpus import GIB
 from .step import StepConfig
@@ -70,7 +70,7 @@ def _gathered(step: StepConfig) -> dict[str, int]:
 
 
 def saved_by_block(step: StepConfig, least: float = LEAST_BYTES) -> int:
-    """Return the bytes that one block saves for backward. `least` as in layers/recompute.py."""
+    """Return the bytes that one block saves for backward. `least` as in layers/linear_product.py."""
     c, s, tokens = step.config, step.itemsize, step.tokens
     h, f, q, kv = c.hidden, c.intermediate, c.heads * c.head_dim, c.kv_heads * c.head_dim
     if step.recompute == "none":

@@ -9,7 +9,7 @@ h hidden, f the MLP's inner width, s bytes of a number; q and kv the widths of a
 import math
 from dataclasses import dataclass
 
-from ..layers.recompute import LEAST_BYTES
+from ..layers.linear_product import LEAST_BYTES
 from ..train.adamw8 import AdamW8bit
 from ..train.muon import Muon
 from .gpus import HOP_US, NVLINK, GpuRates

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .accumulate import Accumulators as Accumulators
+    from .adamw import AdamW as AdamW
     from .adamw8 import AdamW8bit as AdamW8bit
     from .device_step import StepResult as StepResult, StepValues as StepValues
     from .muon import Muon as Muon
-    from .optimizer import AdamW as AdamW
     from .schedule import Schedule as Schedule
     from .step import TrainStep as TrainStep
 
 # Imported when first used: commands read a recipe's options from this package before they import torch.
 _MODULES = {
     "Accumulators": "accumulate",
-    "AdamW": "optimizer",
+    "AdamW": "adamw",
     "AdamW8bit": "adamw8",
     "Muon": "muon",
     "Schedule": "schedule",

@@ -10,8 +10,7 @@ from torch import nn
 from .. import lora, measure
 from ..errors import MeasureError
 from ..layers.linear_product import size_of
-from ..models.placing import put_back
-from ..models.registry import Sizes
+from ..models.registry import Sizes, put_back
 from .adapters import trained_state
 from .recompute import blocks_of
 from .step import TrainStep

@@ -24,10 +24,10 @@ from ..distributed import ALONE
 from ..distributed.watchdog import FOR_GPU
 from ..kernels.dispatch import hasten
 from ..lora import early
-from ..models.placing import put_back
+from ..models.registry import put_back
 from .accumulate import Accumulators
+from .adamw import FlatAdamW
 from .objectives import Objective
-from .optimizer import FlatAdamW
 from .precision import Fp8Weights, Precision
 from .sharding import Replicated, Sharded
 

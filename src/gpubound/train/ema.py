@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..models.placing import put_back
+from ..models.registry import put_back
 from .checkpoint import joined
 from .step import TrainStep
 

@@ -20,8 +20,8 @@ from ..graph import Captured, capture
 from ..graph.runner import open_gate
 from ..trace import fallback
 from .device_step import DeviceStep
-from .micro_batches import MicroBatch
 from .objectives import Objective
+from .step_inputs import MicroBatch
 
 MODES = ("auto", "require", "off")
 STEP, PART = "a step of one micro-batch", "a micro-batch"

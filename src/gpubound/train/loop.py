@@ -27,8 +27,7 @@ from ..data import Tokenizer
 from ..distributed import ALONE, Ranks, local_shard
 from ..distributed.ranks import Poll
 from ..errors import DataError
-from ..models.placing import mode, put_back
-from ..models.registry import family_of
+from ..models.registry import family_of, mode, put_back
 from ..models.storing import stored_state
 from ..place import Placement
 from . import export_metadata

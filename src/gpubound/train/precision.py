@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,12 @@ from ..device import label
 from ..kernels.quantize import CAPABILITY, MULTIPLE
 from ..kernels.tensor_state import drop_record, made_record
 from ..layers.fp8 import SMALLEST, Fp8, new_states, renew
-from ..layers.fused_weights import multiply_by_records
-from ..layers.linear_product import is_sharded
+from ..layers.linear_product import is_sharded, multiply_by_records
 from ..trace import fallback
-from .flat_buffers import FlatLayout, FlatSlot
 from .recompute import find_blocks
+
+if TYPE_CHECKING:
+    from .adamw import FlatLayout, FlatSlot
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def read(name: Tensor) -> str:
 class Fp8Weights:
     """The weights of a model that are multiplied in 8 bits, until `release`."""
 
-    def __init__(self, model: nn.Module, layout: FlatLayout):
+    def __init__(self, model: nn.Module, layout: "FlatLayout"):
         _check_device(layout.device)
         self.slots = _eligible(model, layout)
         self.states = new_states(len(self.slots), layout.device)
@@ -130,7 +131,7 @@ def _check_device(device: torch.device) -> None:
         )
 
 
-def _eligible(model: nn.Module, layout: FlatLayout) -> list[FlatSlot]:
+def _eligible(model: nn.Module, layout: "FlatLayout") -> "list[FlatSlot]":
     """Return the trained weights of plain linear layers inside the blocks whose shapes allow fp8 products."""
     try:
         blocks = find_blocks(model)

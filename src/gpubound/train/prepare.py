@@ -24,12 +24,12 @@ from ..models.registry import family_of, is_named
 from ..models.storing import read_parts
 from ..place import Placement, place, unplaced
 from ..trace import notice
+from .adamw import counted
 from .adapters import base_of, check_base, frozen_bytes
 from .changes import ALLOWED, ROWS, allowed_keys, check_same, check_steps, newest_checkpoint, recipe_of
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.resume import seed_ranks
 from .data import check_data, open_data, open_eval_data
-from .flat_buffers import counted
 from .loop import Run
 from .muon import count_by_rule
 from .precision import precision as precision_named

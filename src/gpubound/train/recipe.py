@@ -15,9 +15,9 @@ if TYPE_CHECKING:  # a command reads its options before it imports torch
 
     from ..data.tokenizer import Tokenizer
     from ..distributed import Ranks
+    from .adamw import AdamW
     from .muon import Muon
     from .objectives import Objective
-    from .optimizer import AdamW
     from .schedule import Schedule
     from .step import TrainStep
 
@@ -291,9 +291,9 @@ class Recipe:
     @property
     def numbers(self) -> "AdamW | Muon":
         """The optimizer's settings."""
+        from .adamw import AdamW
         from .adamw8 import AdamW8bit
         from .muon import Muon
-        from .optimizer import AdamW
 
         assert self.lr is not None and self.weight_decay is not None  # filled in by __post_init__
         adamw = AdamW(self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)

@@ -2,7 +2,7 @@
 
 It costs a third more work and saves most of the memory, for every block or the first few. The first blocks recompute because
 backward reaches them last, when the activations of the others have been freed. With "cheap", only gpubound's layers compute
-norms and gated activations again (layers/recompute.py); with "none", nothing is recomputed.
+norms and gated activations again (layers/linear_product.py); with "none", nothing is recomputed.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,8 @@ from functools import partial
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ..layers.recompute import KEEP_ALL, recompute_from, switch
+from ..layers.linear_product import KEEP_ALL
+from ..models.registry import switch
 
 MODES = ("cheap", "none", "blocks")
 
@@ -35,6 +36,11 @@ def recompute_as(model: nn.Module, how: str | int) -> Callable[[], None]:
     if mode == "cheap":
         return lambda: None
     return recompute_from(model, KEEP_ALL) if mode == "none" else recompute_blocks(model, count if mode == "count" else None)
+
+
+def recompute_from(model: nn.Module, least: float) -> Callable[[], None]:
+    """Let the parts of `model` recompute results of `least` bytes and more. Return a function that undoes it."""
+    return switch((part, {"recompute_bytes": least}) for part in model.modules() if hasattr(part, "recompute_bytes"))
 
 
 def recompute_blocks(model: nn.Module, count: int | None = None) -> Callable[[], None]:

@@ -17,7 +17,7 @@ from ..data.progress import PROGRESS_SECONDS
 from ..distributed import Ranks
 from ..errors import DataError
 from ..files import replacing
-from ..models.placing import mode
+from ..models.registry import mode
 from ..trace import notice, say
 from .objectives import Objective
 from .stages import EvalSet, Stage, rows_options

@@ -29,9 +29,8 @@ from ..layers.linear_product import format_of
 from ..lora.layers import of_peft
 from ..trace import fallback, notice
 from .accumulate import Accumulators
-from .flat_buffers import FlatLayout, Weights
+from .adamw import AdamW, FlatLayout, Weights
 from .muon import Muon
-from .optimizer import AdamW
 from .precision import Precision
 from .torch_optimizer import TorchOptimizer
 

@@ -27,27 +27,25 @@ from ..distributed import ALONE, Ranks, rendezvous
 from ..distributed.ddp_unwrap import tell_if_alone, unwrapped
 from ..formatting import readable
 from ..graph import Captured
-from ..guards import NotCopyable
+from ..graph.guards import NotCopyable
 from ..kernels.dispatch import Call, hasten
 from ..layers import fp8
-from ..layers.weight_memory import give_own_storages
+from ..layers.fused_weights import give_own_storages
 from ..lora import early
 from ..lora.adapter import pack_adapters
 from ..models.language_model import LanguageModel
 from ..trace import notice, say
+from .adamw import AdamW, Weights
 from .adamw8 import AdamW8bit
 from .device_step import DeviceStep, Loss, StepResult, StepValues
-from .flat_buffers import Weights
 from .graph_cache import MODES as GRAPH_MODES, GraphCache
-from .micro_batches import MicroBatch, MicroBatchCounts, gather
-from .model_guard import ModelGuard
 from .muon import Muon
 from .objectives import OBJECTIVES, Objective, objective_class
-from .optimizer import AdamW
 from .precision import Fp8Weights, Precision, cast_inputs, check_precision, precision as precision_named, spelled
 from .recompute import recompute_as
 from .schedule import Schedule, is_rate
 from .sharding import Sharded, check_replicas, check_replicas_equal, make_sharding, settings
+from .step_inputs import MicroBatch, MicroBatchCounts, ModelGuard, gather
 from .torch_optimizer import TorchOptimizer
 
 Result = TypeVar("Result")
@@ -121,6 +119,7 @@ class TrainStep(NotCopyable):
         self.model, self.accumulate, self.device, self._precision = model, accumulate, layout.device, precision
         self._guard = ModelGuard(model)
         self._closed, self._running, self._ranks = False, Lock(), ranks
+        self._no_autocast = without_autocast(self.device)
         self._first = True  # all ranks take their first step
         self._checked: set[Any] = set()  # signatures of micro-batches that the objective has checked
         hasten(_calls(model, dtypes, loss_fn), layout.device, dtypes.dtype)
@@ -162,7 +161,7 @@ class TrainStep(NotCopyable):
             watchdog = self._ranks.watchdog
             timing = nullcontext() if watchdog is None else watchdog.timing("taking a step", rendezvous.steps + 1)
             # Autograd cannot save tensors that are made in inference_mode, and autocast computes in other dtypes.
-            with torch.inference_mode(False), without_autocast(self.device), timing:
+            with torch.inference_mode(False), self._no_autocast, timing:
                 return self._step(micro_batches)
         finally:
             self._running.release()

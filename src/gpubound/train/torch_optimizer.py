@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from ..errors import GraphError
 from ..kernels import plan_update
 from ..trace import fallback
-from .flat_buffers import FlatLayout, Weights, lay_out
-from .optimizer import FlatAdamW
+from .adamw import FlatAdamW, FlatLayout, Weights, lay_out
 from .precision import Precision, read, spelled
 from .schedule import is_rate
 

@@ -11,8 +11,7 @@ from ...kernels.decode_product import Norm
 from ...kernels.packed_weights import Packed
 from ...layers.fused_weights import hooked
 from ..decoding import FIXED, Reader, activation_name, linear_of, rope_types
-from ..placing import Maker
-from ..registry import role_of
+from ..registry import Maker, role_of
 from .kernels.products import Fp8Blocks
 from .modules import Fp8Linear
 

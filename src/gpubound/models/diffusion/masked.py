@@ -26,13 +26,13 @@ from ...decode.request import Choice, Generated, Generation, check_count, check_
 from ...decode.text import TextCodec, TextStream
 from ...errors import GenerateError
 from ...graph import Captured, capture
-from ...guards import ReentryGuard
+from ...graph.guards import ReentryGuard
 from ...kernels import sample
 from ...kernels.sampling import Into, Rows, Settings
 from ...layers.embedding_and_head import head_of
 from ...trace import fallback
 from ..language_model import hidden_of, logits_of, why_not_head
-from ..placing import mode
+from ..registry import mode
 from .noise import MODES, MOST
 from .objective import is_causal, time_argument
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ...decode.request import check_count
 from ...graph import Captured, capture
 from ...train.objectives import Objective
-from ..placing import mode
+from ..registry import mode
 
 MODES = ("auto", "require", "off")  # of `graph`
 MOST = 8  # shapes whose buffers and graph are cached

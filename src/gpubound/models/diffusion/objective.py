@@ -22,7 +22,7 @@ from ...data import Tokenizer
 from ...layers.embedding_and_head import head_of
 from ...train.objectives.word_loss import IGNORE, WordLoss
 from ..language_model import first_row, logits_of
-from ..placing import mode
+from ..registry import mode
 from .noise import spread_times
 
 SEED = 0x5EED  # of the masks in validation, the same for every run and evaluation

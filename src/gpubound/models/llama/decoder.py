@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from ...kernels.dispatch import Call
 from ...layers.attention import Angles, Attention, Mask, RopeTable, RotaryAngles, turn_calls
-from ...layers.block import Block, RMSNorm, run_blocks
+from ...layers.block import MLP, Block, RMSNorm, gated_calls, run_blocks
 from ...layers.embedding_and_head import look_up
-from ...layers.mlp import MLP, gated_calls
 from ..decoding import Reader, Shape
 from ..language_model import LanguageModel
 

@@ -13,8 +13,7 @@ from torch import nn
 from ...formatting import hint
 from ...kernels.dispatch import Call
 from ...layers.attention import Attention, turn_calls
-from ...layers.block import RMSNorm
-from ...layers.mlp import MLP, gated_calls
+from ...layers.block import MLP, RMSNorm, gated_calls
 from ...layers.moe import MoE
 from ..llama.decoder import DecoderConfig
 from .kernels.poly_attention import DEGREES

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.dispatch import Call
-from ...layers import recompute
 from ...layers.attention import Attention, Rope
+from ...layers.block import Unit, gated_down, trained_weight
 from ...layers.fused_weights import Kernels, Projecting, Stacked, run_linear
-from ...layers.linear_product import DENSE, format_of, multiply
-from ...layers.mlp import Unit, gated_down, trained_weight
+from ...layers.linear_product import DENSE, LEAST_BYTES, attach_recipe, format_of, multiply
 from .kernels import (
     Curve,
     add_dynamic_tanh,
@@ -83,7 +82,7 @@ class RichardsGLU(Projecting):
 
     PROJECTIONS: tuple[str, ...] = ("gate_proj", "up_proj")  # together [x1 | x2]
 
-    recompute_bytes = recompute.LEAST_BYTES
+    recompute_bytes = LEAST_BYTES
 
     def __init__(
         self,
@@ -124,7 +123,7 @@ class RichardsGLU(Projecting):
         if weight is not None and packed.nbytes // 2 >= self.recompute_bytes and format_of(weight) is DENSE:
             return gated_down(packed, weight, self.unit, free)
         h = self.unit.forward(packed, *free)
-        return run_linear(down, recompute.mark(h, self.recompute_bytes, self.unit.forward, packed, *free))
+        return run_linear(down, attach_recipe(h, self.recompute_bytes, self.unit.forward, packed, *free))
 
     def fused_kernels(self) -> Kernels:
         return f"{self.product_words('gate and up')}; {{}}", ("richards_glu",)
@@ -161,7 +160,7 @@ class _Elementwise(nn.Module):
     """
 
     OPS: tuple[str, ...]
-    recompute_bytes = recompute.LEAST_BYTES
+    recompute_bytes = LEAST_BYTES
 
     def __init__(self, hidden: int, device=None, dtype=None) -> None:
         super().__init__()
@@ -180,7 +179,7 @@ class _Elementwise(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         alone, small = self._ops()[0], self._small()
-        return recompute.mark(alone(x, *small), self.recompute_bytes, alone, x, *small)
+        return attach_recipe(alone(x, *small), self.recompute_bytes, alone, x, *small)
 
     def add(self, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output for the new residual stream x + pending, and the new stream. With pending None, the stream is x."""
@@ -188,7 +187,7 @@ class _Elementwise(nn.Module):
             return self.forward(x), x
         (alone, added), small = self._ops(), self._small()
         y, stream = added(x, pending.to(x.dtype), *small)  # under autocast GEMMs return 16 bits, and the stream stays fp32
-        return recompute.mark(y, self.recompute_bytes, alone, stream, *small), stream
+        return attach_recipe(y, self.recompute_bytes, alone, stream, *small), stream
 
     def fused_kernels(self) -> Kernels:
         return "{}", self.OPS

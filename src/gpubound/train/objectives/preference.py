@@ -31,7 +31,7 @@ from ...kernels.cross_entropy import loss_shape
 from ...kernels.dispatch import Call
 from ...layers.embedding_and_head import head_of
 from ...models.language_model import LanguageModel, hidden_of, logits_of
-from ...models.placing import mode
+from ...models.registry import mode
 from .word_loss import CHUNK, IGNORE, WordLoss
 
 EXTRA = ("reference", "example")  # fields of a batch that are not the model's

@@ -20,7 +20,7 @@ from ...kernels.dispatch import INTEGERS, Call
 from ...layers.embedding_and_head import head_of, shift, within
 from ...models.language_model import LanguageModel, first_row, hidden_of, logits_of, why_not_head, why_not_isolated
 from ...models.packed_rows import FIELDS, UNPACKED
-from ...models.placing import mode
+from ...models.registry import mode
 from ...trace import fallback
 from . import Objective
 

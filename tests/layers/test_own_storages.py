@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpubound.layers.weight_memory import give_own_storages
+from gpubound.layers.fused_weights import give_own_storages
 
 
 def storages(state):

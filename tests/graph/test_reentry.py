@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from gpubound.guards import NotCopyable, ReentryGuard
+from gpubound.graph.guards import NotCopyable, ReentryGuard
 from tests.messages import message
 
 

@@ -1,19 +1,28 @@
-"""Layout of the parameters in flat buffers, and the weights moved into them.
+"""AdamW over flat buffers: the layout of the parameters, the weights that are moved into them, and the update.
 
 There is one buffer for the gradients, one for each moment, one for the weights: zeroing, the norm and the update are then one
 launch each, for any model. Parameters are sorted by dtype and, within a dtype, by whether they decay. Parameters that are
 adjacent in one storage, as q, k and v, stay adjacent in the same order: their gradients can then come from one product, too.
+
+An update is one pass: one small kernel decides on the device whether and how to update (kernels/adamw.py).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..layers.weight_memory import overlapping
+from ..distributed import Ranks
+from ..kernels import adamw, plan_update
+from ..kernels.adamw import plan_shape
+from ..kernels.dispatch import hasten
+from ..layers.fused_weights import overlapping
+from .precision import Precision
+from .schedule import Schedule, is_rate
 
 VERSION = attrgetter("_version")
 ADAMW, MUON = "adamw", "muon"  # the rules of update; AdamW's groups come first
@@ -267,3 +276,127 @@ class Weights:
         """Round the masters to the 16-bit weights, as after an update."""
         for _, flat, master in self.rounded:
             flat.copy_(master)
+
+
+START_SCALE = 256.0  # of a *sum* of losses: for a batch of 256 items, what 65,536 is for their mean
+GROWTH_INTERVAL = 2000  # good steps before the loss scale doubles
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Options of torch.optim.AdamW. `decays(name, parameter)` chooses what weight decay applies to: by default, matrices."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    decays: Callable[[str, Parameter], bool] = matrices
+    whole: ClassVar[str | None] = None  # the reason why it needs whole matrices
+
+    def __post_init__(self):
+        if not all(map(is_rate, (self.lr, self.eps, self.weight_decay))):
+            raise ValueError(
+                f"{type(self).__name__}: lr, eps and weight_decay must be finite numbers of at least 0, "
+                f"got {self.lr}, {self.eps} and {self.weight_decay}."
+            )
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"{type(self).__name__}: betas must be two numbers from 0 to below 1, got {self.betas}.")
+
+    def lay_out(self, model: Any, precision: Precision) -> FlatLayout:
+        """Return the layout of the flat buffers. Errors of the parameters are raised here, before the model is changed."""
+        return lay_out(model.named_parameters(), precision.dtype, self.decays, others=model.named_buffers())
+
+    def moment_bytes(self, layout: FlatLayout) -> int:
+        return 4 * layout.size + 4 * layout.adamw_size
+
+    def flat(self, *rest: Any) -> "FlatAdamW":
+        """Return the optimizer; `rest` are the other arguments of FlatAdamW."""
+        return FlatAdamW(self, *rest)
+
+
+class FlatAdamW:
+    """The optimizer's state, its moments and four scalars, and the update."""
+
+    loads: tuple[str, ...] = ()  # prefixes of names of a state that `load` loads; the others are copied in place
+
+    def __init__(
+        self, config: AdamW, weights: Weights, precision: Precision, clip: float | None, schedule: Schedule, seed: int
+    ):
+        self.config, self.lr, self.weights, self.clip, self.schedule = config, config.lr, weights, clip, schedule
+        self._seed = seed if precision.at_random else None  # all weights are bf16 without masters then
+        self.growth_interval = GROWTH_INTERVAL if precision.loss_scale else 0
+        self._begin_moments(weights.layout)
+        # updates, skipped, loss scale, good steps: written by the device alone
+        start = START_SCALE if precision.loss_scale else 1.0
+        self.state = torch.tensor([0, 0, start, 0], dtype=torch.float64, device="cpu").to(weights.layout.device)
+        self.rates = schedule.table(config.lr, weights.layout.device)
+
+    def _begin_moments(self, layout: FlatLayout) -> None:
+        self.m = torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
+        self.v = torch.zeros(layout.adamw_size, dtype=torch.float32, device=layout.device)
+
+    def hasten(self) -> None:
+        """Start the self-tests of the kernels that an update calls."""
+        layout = self.weights.layout
+        hasten([("plan_update", plan_shape(layout.size, *self._constants()))], layout.device, torch.float32)
+        for weight, master in zip(self.weights.flat, self.weights.masters):
+            kind = self.config.betas, self.config.eps, master is not None, self._seed is not None
+            hasten([("adamw", kind)], layout.device, weight.dtype)
+
+    def agree(self, ranks: Ranks) -> None:
+        """Use the first rank's choices where ranks may differ: AdamW has none."""
+
+    def _constants(self) -> tuple[tuple[float, float], float, float | None, int]:
+        """Return the constants that `plan_update` is compiled for."""
+        return self.config.betas, self.config.weight_decay, self.clip, self.growth_interval
+
+    @property
+    def moments(self) -> list[Tensor]:
+        """One tensor for each buffer of the moments."""
+        return [self.m, self.v]
+
+    def named_moments(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield live views by parameter, for checkpoints."""
+        for slot in self.weights.layout.slots:
+            yield f"m.{slot.name}", slot.view(self.m)
+            if slot.start < len(self.v):
+                yield f"v.{slot.name}", slot.view(self.v)
+
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """The scale of the loss on the device; None when no loss is scaled."""
+        return self.state[2] if self.growth_interval else None
+
+    def update(self, gradient: Tensor, totals: Tensor) -> Tensor:
+        """Clip, decide and update; return the report of kernels.plan_update. `totals`: sum of losses, number of items."""
+        plan, report = plan_update(self.weights.of_norm(gradient), totals, self.state, self.rates, *self._constants())
+        self.carry_out(gradient, plan, report)
+        return report
+
+    def carry_out(self, gradient: Tensor, plan: Tensor, report: Tensor) -> None:
+        config = self.config
+        for group, weight, master in zip(self.weights.layout.groups, self.weights.flat, self.weights.masters):
+            if group.rule == ADAMW:
+                rest = plan, master, config.betas, config.eps, group.decay_stop - group.start, self._seed
+                self._advance(group, weight, gradient[group.start : group.stop], *rest)
+
+    def _advance(self, group: Group, weight: Tensor, gradient: Tensor, *rest: Any) -> None:
+        here = slice(group.start, group.stop)
+        adamw(weight, gradient, self.m[here], self.v[here], *rest)
+
+    def check(self) -> None:
+        """Raise ValueError if its settings were changed from outside since the last step: ours have none that could be."""
+
+    def carry_on(self, gradient: Tensor, result: Any) -> None:
+        """Run the part of the update that is outside of the step's graph: none of ours. `result` is the step's StepResult."""
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Load the names that begin with `loads`, or raise ValueError before anything is written."""
+
+    def loaded(self, state: dict[str, Tensor]) -> None:
+        """Called after everything else of the state has been copied."""
+
+    def set_lr(self, lr: float) -> None:
+        """Set the base rate from the next step on, captured or not: its table is rewritten in place."""
+        self.lr = lr
+        self.rates.copy_(self.schedule.table(lr))
