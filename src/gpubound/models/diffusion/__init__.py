@@ -1,5 +1,4 @@
-"""Diffusion models of masked tokens and of noise: training objectives and samplers."""
+"""Masked diffusion models: the training objective and the sampler."""
 
 from .masked import MaskedSampler as MaskedSampler
-from .noise import NoisePrediction as NoisePrediction, NoiseSampler as NoiseSampler
 from .objective import MaskedDiffusion as MaskedDiffusion
