@@ -13,7 +13,8 @@ from gpubound.plan.memory import total
 from gpubound.plan.propose import FREE, proposals, summed_once
 from gpubound.plan.step import step_of
 from gpubound.plan.time import collectives, seconds
-from gpubound.train.recipe import MOST_ACCUMULATE, Recipe
+from gpubound.train.recipe import Recipe
+from gpubound.train.recipe_checks import MOST_ACCUMULATE
 
 H200 = GPUS["h200"]
 

@@ -72,6 +72,8 @@ def test_one_line_says_what_was_read(monkeypatch):
         ({"max_steps": -1, "num_train_epochs": 3}, {"epochs": 3}),
         ({"max_steps": 100, "num_train_epochs": 3}, {"steps": 100}),
         ({"eval_strategy": "no", "eval_steps": 50}, {"eval_every": 0}),
+        ({"eval_strategy": "epoch", "eval_steps": 50}, {"evals_per_epoch": 1.0}),
+        ({"save_strategy": "epoch"}, {"saves_per_epoch": 1.0}),
         ({"adam_beta2": 0.999, "adam_beta1": 0.8}, {"betas": (0.8, 0.999)}),
         ({"lora_r": 8, "lora_alpha": 16, "load_in_4bit": True}, {"lora": {"rank": 8, "alpha": 16, "base": "nf4"}}),
         ({"lora": {"r": 8, "target_modules": "all-linear"}}, {"lora": {"rank": 8, "targets": "all-linear"}}),
@@ -104,6 +106,45 @@ def test_what_is_refused(values, names):
     with pytest.raises(ValueError) as error:
         read(values, OPTIONS)
     assert all(name in str(error.value) for name in names)
+
+
+@pytest.mark.parametrize(
+    "data, paths, weights",
+    [
+        ("a", ("a",), ()),
+        (["a", "b"], ("a", "b"), ()),
+        ([{"path": "a", "weight": 2}, "b"], ("a", "b"), (2.0, 1.0)),
+        ({"path": "a", "weight": "5e-1"}, ("a",), (0.5,)),
+        ({"a": 2, "b": 0.5}, ("a", "b"), (2.0, 0.5)),
+    ],
+)
+def test_sources_with_weights(data, paths, weights):
+    """Of a run, and of a phase."""
+    recipe = make_recipe(model="tiny", data=data)
+    assert (recipe.data, recipe.data_weights) == (paths, weights)
+    ((_, phase),) = make_recipe(model="tiny", data="x", data_weights=3, phases=[{"name": "p", "data": data}]).stages()
+    assert (phase.data, phase.data_weights) == (paths, weights)
+
+
+@pytest.mark.parametrize(
+    "values, names",
+    [
+        ({"data": [{"path": "a", "type": "alpaca"}]}, ["alpaca", "weight: 2", "format"]),
+        ({"data": [{"path": "a", "weight": 0}]}, ["data_weights", "above 0"]),
+        ({"data": ["a", "b"], "data_weights": [1]}, ["data_weights", "2 paths"]),
+        ({"data": {"a": 2}, "data_weights": [1]}, ["data_weights", "give one of them"]),
+        ({"data": [{"path": "a", "weight": "many"}]}, ["data_weights", "many"]),
+        ({"eval_data": [{"path": "a", "weight": 2}]}, ["eval_data", "weight"]),
+        ({"buckets": 9}, ["buckets", "8"]),
+        ({"buckets": 2, "pack": "examples"}, ["buckets", "'examples'"]),
+        ({"eval_every": 3, "evals_per_epoch": 1}, ["eval_every", "evals_per_epoch"]),
+        ({"saves_per_epoch": -1}, ["saves_per_epoch", "-1"]),
+    ],
+)
+def test_recipes_that_are_refused(values, names):
+    with pytest.raises(ValueError) as error:
+        make_recipe(model="tiny", **values)
+    assert all(name in str(error.value) for name in names), error.value
 
 
 def test_equal_values_under_two_names(monkeypatch):

@@ -1,6 +1,7 @@
 """The length of a run in epochs, what it is evaluated on, and what a resumed one may change."""
 
 import dataclasses
+import json
 import math
 from types import SimpleNamespace
 
@@ -9,8 +10,10 @@ import pytest
 from gpubound.data import Corpus
 from gpubound.errors import DataError
 from gpubound.train.changes import ALLOWED, check_same, recipe_of
+from gpubound.train.data import check_data, source_names
 from gpubound.train.prepare import prepare
 from gpubound.train.recipe import PHASED
+from gpubound.train.stages import Stage
 from tests.messages import refusal
 
 from .runs import assert_same, build_corpus, recipe, texts, train
@@ -91,6 +94,54 @@ def test_every_source_of_eval_data_has_its_loss(files):
     assert run.stage.training.tokens == Corpus.open(files / "run" / "corpus").tokens, "nothing is held out of data"
     again, _ = train(run.recipe, resume=True)
     assert again.evaluations == run.evaluations
+
+
+def test_sources_with_weights(files, capsys):
+    """An epoch has their documents so often; each source has a loss of documents that are not trained on."""
+    for name, count in (("a", 24), ("b", 40)):
+        rows = [
+            json.dumps({"text": f"{name} {number} " + text[:150]}) + "\n" for number, text in zip(range(count), texts(count))
+        ]
+        (files / f"{name}.jsonl").write_text("".join(rows))
+    changes = {"data": tuple(str(files / f"{name}.jsonl") for name in "ab"), "data_weights": (2.5, 0.5), "vocabulary": 300}
+    run, records = train(recipe("", files / "run", **changes, validation=0.2, steps=None, epochs=1.0, evals_per_epoch=2.0))
+    a, b = (sum(part.source == number for part in run.stage.training.parts) for number in (0, 1))
+    assert a and b and run.stage.training.documents == pytest.approx(0.8 * (2.5 * 24 + 0.5 * 40), abs=6)
+    kept = {
+        each.name: {each.corpus.document(n).tobytes() for n in range(each.corpus.documents)} for each in run.stage.eval_sets
+    }
+    trained = {run.stage.training.document(n).tobytes() for n in range(run.stage.training.documents)}
+    assert kept.keys() == {"a", "b"} and not trained & (kept["a"] | kept["b"]) and len(kept["a"] | kept["b"]) == 13
+    evaluated = [record for record in records if "held_out" in record]
+    assert [record["step"] for record in evaluated] == [math.ceil(run.steps / 2), run.steps]
+    for record in evaluated:
+        assert record["held_out"] == pytest.approx((record["held_out/a"] + record["held_out/b"]) / 2)
+    again = prepare(dataclasses.replace(run.recipe, data_weights=(3.0, 3.0)), resume=True, allow=["data"], progress=False)
+    assert len(again.feed) > 0 and "data_weights was" in again.changes[0]
+
+
+def test_sources_that_are_refused(files, corpus):
+    def refused(**changes):
+        return refusal(ValueError, lambda: check_data(recipe("", files / "run", **changes)))
+
+    twice = (str(files / "code.txt"),) * 2
+    assert "each once" in refused(data=twice, data_weights=(1.0, 1.0)) and "stdlib" in refused(
+        data=("stdlib",), data_weights=(2.0,)
+    )
+    assert str(corpus) in refused(data=(str(corpus),), data_weights=(2.0,))
+    assert source_names(["x/a.jsonl", "y/b.jsonl"]) == ["a", "b"] and source_names([]) == []
+    assert source_names(["x/a.jsonl", "y/a.jsonl", "z/b.jsonl"]) == ["x-a.jsonl", "y-a.jsonl", "z-b.jsonl"]
+
+
+@pytest.mark.parametrize("per_epoch, steps", [(1.0, [7, 14, 18]), (0.5, [14, 18]), (3.0, [3, 5, 7, 9, 12, 14, 16, 18])])
+def test_evaluations_and_checkpoints_by_epoch(corpus, tmp_path, monkeypatch, per_epoch, steps):
+    """Of an epoch of 20 micro-batches and steps of three: at the first step that completes each part, and at the end."""
+    monkeypatch.setattr(Stage, "steps_per_epoch", 20 / 3)
+    run = prepare(recipe(corpus, tmp_path, steps=18, evals_per_epoch=per_epoch), progress=False)
+    at = []
+    monkeypatch.setattr(run, "validate", lambda: at.append(run.done) or {"held_out": 1.0})
+    run.go(lambda record: None)
+    assert at == steps
 
 
 def test_one_source_of_eval_data(files):

@@ -6,8 +6,9 @@ from functools import partial
 
 import pytest
 
+from gpubound import trace
 from gpubound.data import train_tokenizer
-from gpubound.errors import DataError
+from gpubound.errors import DataError, FallbackError
 from gpubound.train.objectives import Objective
 from gpubound.train.prepare import prepare
 from gpubound.train.recipe import Recipe
@@ -80,6 +81,43 @@ def test_a_named_template_is_that_of_the_run(chats, tmp_path):
 def test_texts_are_a_stream(tmp_path):
     run = prepare(recipe(build_corpus(tmp_path / "corpus"), tmp_path / "run"), progress=False)
     assert run.stage.recipe.pack == "stream" and run.feed.take().keys() == {"input_ids", "labels"}
+
+
+def test_a_model_that_cannot_keep_examples_apart_gets_one_a_row(chats, tmp_path):
+    """With a fallback that is counted; what was asked for explicitly is refused."""
+    recurrent = partial(of_chats, chats, tmp_path, model="richards-tiny+rg_lru")
+    trace.fallbacks.clear()
+    run = prepare(recurrent(), progress=False)
+    assert run.stage.recipe.pack == "none" and run.feed.take().keys() == {"input_ids", "labels"}
+    ((what, why),) = trace.fallbacks
+    assert what == "packed rows" and "rg_lru" in why
+    for pack in ("examples", "documents"):
+        assert "rg_lru" in refusal(ValueError, lambda pack=pack: prepare(recurrent(pack=pack), progress=False))
+    with trace.strict(), pytest.raises(FallbackError, match="packed rows"):
+        prepare(recurrent(), progress=False)
+
+
+def test_rows_of_several_lengths(chats, tmp_path, capsys):
+    """An epoch has every example once; a resumed run goes on in its middle."""
+    lines = [{"prompt": texts()[n % 12][: 20 + 5 * n], "completion": " the end"} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    common = {"data": (str(tmp_path / "rows.jsonl"),), "pack": "none", "buckets": 3, "steps": None, "epochs": 2.0}
+    whole, _ = train(of_chats(chats, tmp_path / "whole", **common))
+    parts = whole.feed.packing.parts
+    assert len(parts) == 3 and whole.steps == 2 * sum(part.rows // 2 for part in parts) == 2 * len(whole.feed)
+    padded = Recipe(**vars(whole.recipe) | {"out": str(tmp_path / "padded"), "buckets": 0})
+    assert whole.stage.packing.efficiency > 1.5 * prepare(padded, progress=False).stage.packing.efficiency
+    assert {each.recipe.buckets for each in whole.stage.eval_sets} == {0} and "3 row lengths" in capsys.readouterr().err
+    train(of_chats(chats, tmp_path / "halved", **common), until=len(whole.feed) + 3)
+    second, _ = train(of_chats(chats, tmp_path / "halved", **common), resume=True)
+    assert_same(second, whole)
+    assert "buckets" in refusal(ValueError, lambda: prepare(of_chats(chats, tmp_path / "no", buckets=2), progress=False))
+
+
+@pytest.mark.parametrize("pack, seq", [("none", 64), ("examples", 512)])
+def test_default_rows_are_no_longer_than_the_longest_example(chats, tmp_path, pack, seq):
+    run = prepare(of_chats(chats, tmp_path, seq=512, pack=pack, validation=0.0), progress=False)
+    assert run.stage.recipe.seq == seq and not run.feed.packing.truncated
 
 
 def test_what_does_not_fit_is_refused(chats, tmp_path, monkeypatch):

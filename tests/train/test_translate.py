@@ -94,9 +94,9 @@ CASES = {
             "lora": {"rank": 16, "alpha": 32, "base": "nf4", "targets": "all-linear"}, "seq": 2048, "pack": "examples",
             "accumulate": 4, "micro_batch": 2, "epochs": 4, "optimizer": "adamw8bit", "schedule": "cosine", "final": 0.0,
             "lr": "2e-4", "train_on": "assistant", "precision": "auto", "recompute": "blocks", "warmup": 10, "clip": 1.0,
-            "weight_decay": 0.0, "betas": [0.9, 0.999],
+            "weight_decay": 0.0, "betas": [0.9, 0.999], "evals_per_epoch": 4,
         },
-        ["evals_per_epoch", "special_tokens"],
+        ["special_tokens"],
     ),
     "trl": (
         TRL,

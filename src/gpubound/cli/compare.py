@@ -28,7 +28,8 @@ from .config_file import load_yaml
 from .session import say, train
 
 SAME = (
-    "out", "data", "data_bytes", "text_key", "format", "chat_template", "train_on", "pack", "overlong", "tokenizer",
+    "out", "data", "data_weights", "data_bytes", "text_key", "format", "chat_template", "train_on", "pack", "overlong",
+    "buckets", "tokenizer",
     "vocabulary", "objective", "objective_options", "seq", "micro_batch", "accumulate", "steps", "epochs", "validation",
     "eval_data", "eval_batches", "seed", "phases", "patience",
 )  # fmt: skip

@@ -394,6 +394,8 @@ def _expand_home(value: Any) -> Any:
     """Expand `~` in paths, as a shell does."""
     if isinstance(value, list):
         return [_expand_home(one) for one in value]
+    if isinstance(value, dict):
+        return {_expand_home(key): _expand_home(one) for key, one in value.items()}
     return os.path.expanduser(value) if isinstance(value, str) else value
 
 

@@ -74,7 +74,8 @@ def batches(
               given. Every length is another shape to capture. Only for one rank
     pad_id    fills the unused positions of a row
     weighted  repeat documents by the weights of their sources; see Corpus.weighted. Without weights nothing repeats
-    row_values      further fields by name: (rows,), the value for each row of an epoch in the order of shuffle=False
+    row_values      further fields by name: (rows,), the value for each row of an epoch in the order of shuffle=False without
+              buckets
     rank, world     the ranks of a group share one sequence of batches, epoch after epoch: rank r takes numbers r, r + world
               and so on. All need the same seed. A saved position counts all ranks' batches: any number of ranks can continue
     budget, keep, mode, slots   as in gpubound.feed: "resident" in device memory, or through the "ring"
@@ -93,7 +94,7 @@ def batches(
     else:
         packing = pack_corpus(corpus, pack, seq, overlong or OVERLONG[0], max_documents, label_offset=labels == "next")
     order = Order(micro_batch, seed, shuffle, rank, world)
-    if order.batches(packing.rows) == 0:
+    if packing.batches(micro_batch) == 0:
         raise ValueError(
             f"batches: the corpus makes {packing.rows} rows of {seq} tokens, wanted at least micro_batch = {micro_batch}; take "
             f"shorter rows, smaller batches or more text{'' if pack == 'stream' else f' ({packing})'}."
@@ -109,7 +110,7 @@ def batches(
     }  # fmt: skip
     if pack != "stream":
         identity |= {"overlong": overlong or OVERLONG[0], "buckets": [part.seq for part in packing.parts]}
-    _check_row_values(row_values or {}, packing.rows, buckets)
+    _check_row_values(row_values or {}, packing.rows)
     more: dict[str, Any] = {"row_values": row_values} if row_values else {}
     kind = BatchCutter if buckets is None else BucketCutter
     cutter = partial(kind, packing, order, fields=fields, pad_id=pad_id, own_labels=labels == "own", **more)
@@ -130,9 +131,7 @@ def batches(
     return CorpusFeed(resident, device, identity, world)
 
 
-def _check_row_values(row_values: Mapping[str, Tensor], rows: int, buckets: Any) -> None:
-    if row_values and buckets is not None:
-        raise ValueError("batches: row_values: got buckets, too, whose rows have no single order; give one of them.")
+def _check_row_values(row_values: Mapping[str, Tensor], rows: int) -> None:
     for name, values in row_values.items():
         if name in FIELDS or values.shape != (rows,):
             raise ValueError(

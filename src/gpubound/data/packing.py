@@ -62,6 +62,10 @@ class Packing:
     def positions(self) -> int:
         return sum(part.positions for part in self.parts) if self.parts else self.rows * self.seq
 
+    def batches(self, micro_batch: int) -> int:
+        """Return the batches of an epoch: rows that do not fill one, of their length, are left out of it."""
+        return sum(part.rows // micro_batch for part in self.parts or (self,))
+
     @property
     def efficiency(self) -> float:
         """Fraction of the positions that hold a token."""

@@ -39,10 +39,6 @@ class Order:
     rank: int = 0
     world: int = 1
 
-    def batches(self, rows: int) -> int:
-        """Return the batches of an epoch, for all ranks together."""
-        return rows // self.micro_batch
-
 
 @dataclass(eq=False)
 class BatchCutter:
@@ -61,7 +57,7 @@ class BatchCutter:
 
     def __post_init__(self) -> None:
         packing, order, device = self.packing, self.order, self.device
-        self.batches = order.batches(packing.rows)
+        self.batches = packing.batches(order.micro_batch)
         size, seq, group = order.micro_batch, packing.seq, packing.group
         self.scatter = Scatter(packing.rows // group, order.seed, device) if order.shuffle else None
         self.groups, self.member = torch.arange(size // group, device=device), torch.arange(group, device=device)

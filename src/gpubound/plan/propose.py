@@ -13,7 +13,8 @@ from typing import Any
 from ..formatting import in_words, quantity, readable
 from ..measure import mfu
 from ..train.muon import Muon
-from ..train.recipe import MOST_ACCUMULATE, Recipe
+from ..train.recipe import Recipe
+from ..train.recipe_checks import MOST_ACCUMULATE
 from ..train.sharding import FULL
 from .gpus import GIB, HOP_US, NVLINK, GpuRates
 from .memory import FRAGMENTS, memory, total

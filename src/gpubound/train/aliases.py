@@ -109,7 +109,8 @@ NOT_HERE = _names({
     "the rate is the same for all weights": "lr_groups embedding_lr layerwise_lr_decay loraplus_lr_ratio embedding_lr_scale",
     "models are read from a folder": "model_revision revision",
     "only linear, cosine, wsd and constant schedules have settings here: final and decay": "lr_scheduler_kwargs",
-    "every example counts once": "dataset_weights sampling_strategy",
+    "give each path of data its weight, as in data: [{path: a.jsonl, weight: 2}]": "dataset_weights sampling_strategy "
+    "dataset_mixture interleave_probs mix_strategy",
 })  # fmt: skip
 
 OPTIMIZERS = {
@@ -205,8 +206,9 @@ def _train_epochs(value: Any, values: Values) -> dict[str, Any]:
 
 def _every(key: str, strategy: str) -> Callable[[Any, Values], dict[str, Any]]:
     def read(value: Any, values: Values) -> dict[str, Any]:
-        if str(values.get(strategy, "steps")).lower() in ("no", "false"):
-            return {key: 0}
+        chosen = str(values.get(strategy, "steps")).lower()
+        if chosen in ("no", "false", "epoch"):
+            return {} if chosen == "epoch" else {key: 0}
         if isinstance(value, float) and value < 1:
             raise ValueError(f"got {value}, wanted a number of steps")
         return {key: value or 0}
@@ -214,13 +216,19 @@ def _every(key: str, strategy: str) -> Callable[[Any, Values], dict[str, Any]]:
     return read
 
 
-def _strategy(key: str, number: str) -> Callable[[Any, Values], dict[str, Any]]:
+def _strategy(key: str, per_epoch: str) -> Callable[[Any, Values], dict[str, Any]]:
     def read(value: Any, values: Values) -> dict[str, Any]:
-        if str(value).lower() in ("no", "false"):
-            return {key: 0}
-        if str(value).lower() in ("steps", "best") or (str(value).lower() == "epoch" and key == "save_every"):
-            return {}  # the last step is always saved
-        raise ValueError(f"got {shown(value)}, wanted steps or no; {key} is a number of steps")
+        chosen = str(value).lower()
+        read_as: dict[str, dict[str, Any]] = {
+            "no": {key: 0},
+            "false": {key: 0},
+            "epoch": {per_epoch: 1.0},
+            "steps": {},
+            "best": {},
+        }
+        if chosen not in read_as:
+            raise ValueError(f"got {shown(value)}, wanted steps, epoch or no")
+        return read_as[chosen]
 
     return read
 
@@ -304,8 +312,9 @@ READ: dict[str, Callable[[Any, Values], dict[str, Any]]] = {
     "adam_beta1": _beta(0), "adam_beta2": _beta(1), "beta1": _beta(0), "beta2": _beta(1),
     "warmup_ratio": _warmup_ratio, "max_steps": _max_steps, "num_train_epochs": _train_epochs,
     "eval_steps": _every("eval_every", "eval_strategy"), "save_steps": _every("save_every", "save_strategy"),
-    "eval_strategy": _strategy("eval_every", "eval_steps"), "evaluation_strategy": _strategy("eval_every", "eval_steps"),
-    "save_strategy": _strategy("save_every", "save_steps"),
+    "eval_strategy": _strategy("eval_every", "evals_per_epoch"),
+    "evaluation_strategy": _strategy("eval_every", "evals_per_epoch"),
+    "save_strategy": _strategy("save_every", "saves_per_epoch"),
     "resume_from_checkpoint": _resume, "val_set_size": _validation, "validation_split_percentage": _percentage,
     "train_on_inputs": _learn_all, "train_on_input": _learn_all,
     "load_in_4bit": _bits(4), "load_in_8bit": _bits(8), "fsdp": _fsdp,

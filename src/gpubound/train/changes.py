@@ -15,8 +15,8 @@ from .recipe import PHASED, SOURCES, Recipe
 from .stages import Stage
 
 FREE = (
-    "out", "keep", "keep_every", "save_every", "eval_every", "patience", "device", "graph", "recompute", "overlap",
-    "parallel",
+    "out", "keep", "keep_every", "save_every", "saves_per_epoch", "eval_every", "evals_per_epoch", "patience", "device",
+    "graph", "recompute", "overlap", "parallel",
 )  # fmt: skip
 """Keys that may change during a run: no weight of a step depends on them."""
 ALLOWED = {
@@ -27,9 +27,11 @@ ALLOWED = {
     "betas": ("betas", "eps"),
     "seq": ("seq",),
     "batch": ("micro_batch", "accumulate"),
-    "data": ("data", "data_bytes", "text_key", "format", "chat_template", "train_on", "pack", "overlong"),
+    "data": (
+        "data", "data_weights", "data_bytes", "text_key", "format", "chat_template", "train_on", "pack", "overlong", "buckets",
+    ),
     "validation": ("validation", "eval_data", "eval_batches"),
-}
+}  # fmt: skip
 """Keys that may change by the name that `resume: {allow: [...]}` gives them."""
 ROWS = {key for name in ("seq", "batch", "data", "validation") for key in ALLOWED[name]} - {"accumulate", "eval_batches"}
 """Keys that decide which rows there are."""

@@ -19,7 +19,7 @@ def convert(values: Mapping[Any, Any], known: Mapping[str, Field], where: str = 
 
     Unknown keys are refused here, wrong types by the recipe.
     """
-    values = read(values, known, where)
+    values = _read_sources(read(values, known, where), where)
     if "allow" in values:
         values["allow"] = tuple(listed(values["allow"]))
     for key, value in values.items():
@@ -37,18 +37,45 @@ def _convert_value(field: Field, value: Any) -> Any:
         if not value:
             Lora.of(value)  # refuses it: an empty section would train every weight
         return _convert_known({f.name: f for f in fields(Lora)}, value)
-    if field.name == "betas" and isinstance(value, list | tuple):
-        return tuple(float(number) if isinstance(number, str | int) and _is_number(number) else number for number in value)
+    if field.name in ("betas", "data_weights"):
+        numbers = value if isinstance(value, list | tuple) else (value,)
+        return tuple(float(number) if isinstance(number, str | int) and _is_number(number) else number for number in numbers)
     if field.name == "clip" and value in ("none", "off"):
         return None
     if field.name in ("data", "eval_data"):
         return tuple(value) if isinstance(value, list | tuple) else (value,)
     if field.name == "phases" and isinstance(value, list):
         known = {name: field for name, field in RECIPE.items() if name != "phases"}
-        return tuple(_convert_known(known, phase) if isinstance(phase, dict) else phase for phase in value)
+        return tuple(_convert_known(known, _read_sources(p, "phases")) if isinstance(p, dict) else p for p in value)
     if wanted is float and _is_number(value):  # else the recipe's error names the field
         return float(value)
     return str(value) if wanted is str and type(value) is int else value
+
+
+def _read_sources(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the values with `data: [{path: a, weight: 2}, b]`, or `{a: 2, b: 1}`, as paths and data_weights."""
+    for key, weights_key in (("data", "data_weights"), ("eval_data", None)):
+        given = values.get(key)
+        if isinstance(given, Mapping) and "path" not in given:
+            given = [{"path": path, "weight": weight} for path, weight in given.items()]
+        entries = given if isinstance(given, list | tuple) else [given]
+        if not any(isinstance(entry, Mapping) for entry in entries):
+            continue
+        sources = [entry if isinstance(entry, Mapping) else {"path": entry} for entry in entries]
+        allowed = {"path", "weight"} if weights_key else {"path"}
+        for source in sources:
+            if "path" not in source or source.keys() - allowed:
+                example = "{path: a.jsonl, weight: 2}" if weights_key else "{path: a.jsonl}"
+                raise ValueError(
+                    f"{where}: {key}: got {shown(dict(source))}, wanted a path or {example}; other "
+                    f"keys of data, such as format, are the recipe's."
+                )
+        values = values | {key: [source["path"] for source in sources]}
+        if weights_key and weights_key in values:
+            raise ValueError(f"{where}: {weights_key}: got it and weights in data; give one of them.")
+        if weights_key:
+            values[weights_key] = [source.get("weight", 1) for source in sources]
+    return values
 
 
 def _is_number(value: Any) -> bool:

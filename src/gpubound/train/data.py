@@ -1,6 +1,6 @@
 """Data of a run: a corpus for each phase, their tokenizer, and the corpora of eval_data."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,10 @@ def check_data(recipe: Recipe) -> None:
                 raise ValueError(f"data: {name} does not exist; give {WANTED}.")
             if name in SOURCES and own.data.count(name) > 1:
                 raise ValueError(f"data: {name} stands twice; give it once, so that no text is both held out and trained on.")
+            if own.data_weights and (name in SOURCES or _is_corpus(name) or own.data.count(name) > 1):
+                raise ValueError(
+                    f"data_weights: {name} cannot have one; give files, folders and datasets of the hub, each once."
+                )
             if len(own.data) > 1 and name not in SOURCES and _is_corpus(name):
                 raise ValueError(f"data: {name} is a built corpus, got {len(own.data) - 1} more beside it; give it alone.")
         for name in own.eval_data:
@@ -36,8 +40,8 @@ def check_data(recipe: Recipe) -> None:
                 raise ValueError(f"eval_data: {name} does not exist; give text files or folders, or a built corpus.")
             if name in own.data:
                 raise ValueError(f"eval_data: {name} is data, too; held-out losses are of texts that are not trained on.")
-        if len(set(eval_names(own))) < len(own.eval_data):
-            raise ValueError(f"eval_data: got {', '.join(own.eval_data)}, wanted paths whose names differ.")
+        if len({Path(name).resolve() for name in own.eval_data}) < len(own.eval_data):
+            raise ValueError(f"eval_data: got {', '.join(own.eval_data)}, wanted each path once.")
         if own.chat_template is not None:
             read_template(own.chat_template)
     for key in ("text_key", "format", "chat_template"):
@@ -64,9 +68,14 @@ def open_data(recipe: Recipe, folder: Path, progress: bool, ranks: Ranks = ALONE
     return corpora or [Corpus.open(_corpus_path(name, own, folder)) for name, own in recipe.stages()]
 
 
-def eval_names(recipe: Recipe) -> list[str]:
-    """Return the names of the sources in eval_data: the paths' last parts."""
-    return [Path(name).resolve().stem for name in recipe.eval_data]
+def source_names(paths: Sequence[str]) -> list[str]:
+    """Return a name for each path: its last part, or as many as make the names differ."""
+    real = [Path(path).resolve() for path in paths]
+    names, count = [path.stem for path in real], 1
+    while len(set(names)) < len(set(real)):
+        count += 1
+        names = ["-".join(path.parts[1:][-count:]) for path in real]
+    return names
 
 
 def open_eval_data(
@@ -78,13 +87,16 @@ def open_eval_data(
 
     def each(make: Callable[[Recipe, str, Path], Corpus]) -> list[dict[str, Corpus]]:
         return [
-            {name: make(own, path, folder / "eval" / phase / name) for name, path in zip(eval_names(own), own.eval_data)}
+            {
+                name: make(own, path, folder / "eval" / phase / name)
+                for name, path in zip(source_names(own.eval_data), own.eval_data)
+            }
             for phase, own in recipe.stages()
         ]
 
     def build(own: Recipe, path: str, built: Path) -> Corpus:
         if not _is_corpus(path):
-            return _build(replace(own, data=(path,), eval_data=()), corpora[0].tokenizer(), built, progress)
+            return _build(replace(own, data=(path,), data_weights=(), eval_data=()), corpora[0].tokenizer(), built, progress)
         corpus = Corpus.open(path)
         if corpus.fingerprint != corpora[0].fingerprint:
             raise DataError(f"eval_data: {path} was built with another tokenizer than the data; build it with that one.")
@@ -176,7 +188,9 @@ def _own_tokenizer(recipe: Recipe, built: Path, progress: bool) -> Tokenizer:
     return train_tokenizer(every, recipe.vocabulary, progress)
 
 
-def _texts(recipe: Recipe) -> list[Any]:
+def _texts(recipe: Recipe) -> Any:
+    if recipe.data_weights:
+        return dict(zip(recipe.data, recipe.data_weights))
     texts, sources = list[Any](), {STDLIB: python_stdlib_texts, TORCH: torch_source_texts}
     for name in recipe.data:
         texts += sources[name](recipe.data_bytes) if name in sources else [Path(name)]

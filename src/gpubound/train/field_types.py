@@ -17,6 +17,7 @@ TYPES: dict[Any, tuple[Any, str]] = {
     dict[str, Any]: (dict, "keys and values"),
     tuple[str, ...]: (tuple, "a path or a list of them"),
     tuple[float, float]: (tuple, "two numbers"),
+    tuple[float, ...]: (tuple, "a number or a list of them"),
     str | tuple[str, ...]: ((str, tuple), "a text or a list of them"),
     tuple[dict[str, Any], ...]: (tuple, "a list, each with keys and values such as 'steps: 2000'"),
 }
@@ -31,11 +32,13 @@ def check_type(field: Field, value: Any, where: str = "recipe") -> None:
             return
         type_ = get_args(type_)[0]
     wanted, description = TYPES[type_]
-    of_texts = type_ not in (tuple[dict[str, Any], ...], tuple[float, float])
+    of_numbers = type_ in (tuple[float, float], tuple[float, ...])
+    of_texts = type_ != tuple[dict[str, Any], ...] and not of_numbers
     texts = value if isinstance(value, tuple) and of_texts else (value,) if wanted is str else ()
     right = isinstance(value, wanted) and all(isinstance(text, str) for text in texts)
-    if type_ == tuple[float, float]:
-        right = right and len(value) == 2 and all(isinstance(n, Real) and not isinstance(n, bool) for n in value)
+    if right and of_numbers:
+        right = all(isinstance(n, Real) and not isinstance(n, bool) for n in value)
+        right = right and (type_ == tuple[float, ...] or len(value) == 2)
     if not right or (isinstance(value, bool) and type_ not in (bool, bool | str)):
         raise ValueError(f"{where}: {name} must be {description}, got {shown(value)}.")
     if type_ is float and not abs(value) <= sys.float_info.max:

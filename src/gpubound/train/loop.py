@@ -198,15 +198,22 @@ class Run:
             self.done += 1
             if self.average:
                 self.average.update()
-            if recipe.save_every or recipe.eval_every:
+            if any((recipe.save_every, recipe.saves_per_epoch, recipe.eval_every, recipe.evals_per_epoch)):
                 self._make_room_for_snapshots(self.done - first)
             improved = False
-            if self.eval_feeds and (self.done == last or is_due(self.done, recipe.eval_every)):
+            if self.eval_feeds and (self.done == last or self._is_due(recipe.eval_every, recipe.evals_per_epoch)):
                 improved = self._evaluate(recorder)
-            if self.done < last and (improved or is_due(self.done, recipe.save_every)):
+            if self.done < last and (improved or self._is_due(recipe.save_every, recipe.saves_per_epoch)):
                 self.save()
         recorder.finish()
         self.over = self.over or (self.done >= last and not self.diverged)
+
+    def _is_due(self, every: int, per_epoch: float) -> bool:
+        """Return whether the present step is a multiple of `every`, or completes one of `per_epoch` parts of an epoch."""
+        if every:
+            return self.done % every == 0
+        done, part = self.done - self.began, per_epoch / self.stage.steps_per_epoch
+        return math.floor(done * part + 1e-9) > math.floor((done - 1) * part + 1e-9)
 
     def _make_room_for_snapshots(self, steps: int) -> None:
         """Free what placing and capturing have left in the cache after the first steps; later see what is free beside steps."""
@@ -362,10 +369,6 @@ class Run:
         return price_of(
             self.step, lambda: recipe.make_step(self.model, recipe.new_objective(self.tokenizer), self.device), batches
         )
-
-
-def is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
 
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ not affect the steps already done.
 import gc
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from ..errors import DataError, DeviceError, GraphError
 from ..formatting import readable
 from ..layers.embedding_and_head import head_of
 from ..lora.base import FORMATS, InCodes, encode as quantise, report_quantised
+from ..models.language_model import LanguageModel
 from ..models.registry import family_of, is_named
 from ..models.storing import read_parts
 from ..place import Placement, place, unplaced
@@ -75,8 +77,10 @@ def prepare(
             check_base(recipe.model, base, checkpoint)
     corpora = corpora or open_data(recipe, folder, progress, ranks)
     eval_data = open_eval_data(recipe, corpora, folder, progress, ranks)
+    unpacked = cache(lambda: unpacked_reason(outline(recipe, recipe.extended(corpora[0].tokenizer()))))
     stages = [
-        stage_of(name, own, corpus, evaluated) for (name, own), corpus, evaluated in zip(recipe.stages(), corpora, eval_data)
+        stage_of(name, own, corpus, evaluated, unpacked)
+        for (name, own), corpus, evaluated in zip(recipe.stages(), corpora, eval_data)
     ]
     had = check_steps(checkpoint, old, stages, changes) if checkpoint else 0
     for stage in stages:
@@ -142,6 +146,10 @@ def check_shared(recipe: Recipe, ranks: Ranks) -> None:
     """Raise ValueError if the ranks cannot share the steps, or have different recipes."""
     for _, own in recipe.stages():
         ranks.share(own.accumulate)
+        if own.buckets and not ranks.alone:
+            raise ValueError(
+                f"buckets: got {own.buckets} for {ranks.world} ranks, whose rows would differ in length; leave it out."
+            )
     if not ranks.alone and ":" in recipe.device:
         raise ValueError(f"device: got {recipe.device!r}, one GPU, for {ranks.world} ranks; leave it out: each takes its own.")
     ranks.check_same("recipe", asdict(recipe))
@@ -169,6 +177,11 @@ def outline(recipe: Recipe, tokenizer: Tokenizer) -> nn.Module:
     if recipe.adapters is not None:
         recipe.adapters.check_model(model)
     return model
+
+
+def unpacked_reason(model: nn.Module) -> str | None:
+    """Return why the model reads other examples of a packed row; None if it does not, as far as is known before a trial."""
+    return model.unpacked() if isinstance(model, LanguageModel) else None
 
 
 def choose_sharded(recipe: Recipe, outline: Callable[[], nn.Module], device: torch.device, ranks: Ranks) -> bool:
@@ -274,6 +287,7 @@ def fit_micro_batch(stages: list[Stage], tokenizer: Tokenizer, device: torch.dev
             train(replace(recipe, graph="off"))
 
     def train(recipe: Recipe) -> None:
+        recipe = replace(recipe, buckets=0)  # the longest rows
         model = build_model(recipe, tokenizer, device).train()
         if recipe.adapters is not None:
             recipe.adapters.add(model)

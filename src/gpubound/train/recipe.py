@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..formatting import hint, shown
-from .field_types import check_type
-from .lora_options import LORA, Lora
+from .lora_options import Lora
 
 if TYPE_CHECKING:  # a command reads its options before it imports torch
     import torch
@@ -24,19 +23,11 @@ if TYPE_CHECKING:  # a command reads its options before it imports torch
 STDLIB, TORCH = "stdlib", "torch-source"
 SOURCES = (STDLIB, TORCH)  # data that has a name and no path
 
-PARALLEL = ("auto", "ddp", "fsdp")
-CHOICES = {
-    "parallel": PARALLEL,
-    "pack": ("auto", "stream", "examples", "none", "documents", "pairs"),
-    "overlong": ("truncate", "truncate_left", "drop"),
-    "train_on": ("assistant", "last", "all"),
-}
-
 PHASED = (
-    "data", "data_bytes", "text_key", "format", "chat_template", "train_on", "pack", "overlong", "objective",
-    "objective_options", "seq", "micro_batch", "accumulate", "steps", "epochs", "optimizer", "lr", "schedule", "warmup",
-    "decay", "final", "weight_decay", "betas", "eps", "clip", "validation", "eval_data", "eval_every", "eval_batches",
-    "patience", "save_every",
+    "data", "data_weights", "data_bytes", "text_key", "format", "chat_template", "train_on", "pack", "overlong", "buckets",
+    "objective", "objective_options", "seq", "micro_batch", "accumulate", "steps", "epochs", "optimizer", "lr", "schedule",
+    "warmup", "decay", "final", "weight_decay", "betas", "eps", "clip", "validation", "eval_data", "eval_every",
+    "evals_per_epoch", "eval_batches", "patience", "save_every", "saves_per_epoch",
 )  # fmt: skip
 """Keys that a phase may set. The others belong to the model or the whole run."""
 
@@ -47,22 +38,7 @@ KINDS = {
 }
 """(name, learning rate, weight decay) of each kind of run."""
 
-OFF_AT_0 = ("eval_every", "patience", "save_every", "keep_every")
 STEPS = 1000  # without steps and epochs
-MOST_EPOCHS = 4096  # orders that differ
-MOST_ACCUMULATE = 1 << 16
-
-
-def limits() -> tuple[tuple[str, int, int], ...]:
-    """Return (key, least, most). The upper limits are far above any use; they keep a typo from filling the memory."""
-    from ..data.tokenizer import SPECIALS
-    from .schedule import MOST_STEPS
-
-    return (
-        ("seq", 1, 1 << 24), ("micro_batch", 1, 1 << 24), ("accumulate", 1, MOST_ACCUMULATE), ("steps", 1, MOST_STEPS),
-        ("keep", 1, 1 << 31), *((name, 0, 1 << 31) for name in OFF_AT_0), ("vocabulary", 256 + len(SPECIALS), 1 << 24),
-        ("data_bytes", 1, 1 << 62), ("eval_batches", 0, 1 << 31), ("seed", 0, (1 << 63) - 1),
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,6 +55,9 @@ class Recipe:
     data: tuple[str, ...] = ()
     """Texts, source code, json, jsonl, parquet, folders of them, HF datasets; a built corpus; 'stdlib' or 'torch-source', the
     source of this Python or of its torch. Without data a preset trains on 'stdlib'; a model folder needs data."""
+    data_weights: tuple[float, ...] = ()
+    """Weight of each path in data: with 2.25 an epoch has each of its documents twice, and a quarter of them once more. Each
+    path then has its own held-out loss. In a config file also data: [{path: a.jsonl, weight: 2}, b.jsonl]."""
     data_bytes: int | None = None
     """Read at most this many bytes of 'stdlib', and of 'torch-source'."""
     text_key: str | None = None
@@ -105,6 +84,9 @@ class Recipe:
     preferences), or auto: examples where the data says what of it is learnt, as chats do, else stream."""
     overlong: str = "truncate"
     """What happens to an example that is longer than a row: truncate, truncate_left (its beginning is left out), or drop."""
+    buckets: int = 0
+    """With pack none or pairs: rows of this many lengths up to seq, those that leave the least padding; a batch has one of
+    them, and the step is captured once for each. 0: every row has seq tokens."""
     micro_batch: int = 8
     """Rows that the model computes at once."""
     accumulate: int = 1
@@ -152,12 +134,16 @@ class Recipe:
     loss, and held_out is their mean."""
     eval_every: int = 0
     """Steps between two held-out losses; 0: only at the end. The weights with the best one are kept and exported."""
+    evals_per_epoch: float = 0.0
+    """Held-out losses an epoch, in place of eval_every; 0.5: one every two epochs."""
     eval_batches: int = 0
     """Micro-batches of a held-out loss; 0: all there are, or as many as hold 131,072 tokens."""
     patience: int = 0
     """Stop after this many held-out losses in a row without a better one, and return to the best weights; 0: never."""
     save_every: int = 0
     """Steps between two checkpoints; 0: only at the end."""
+    saves_per_epoch: float = 0.0
+    """Checkpoints an epoch, in place of save_every."""
     keep: int = 3
     """How many of the newest checkpoints are kept; the best one is kept as well."""
     keep_every: int = 0
@@ -173,84 +159,10 @@ class Recipe:
     """Phases, trained one after the other, each with a name and its own data, steps, lr and so on. Only in a config file."""
 
     def __post_init__(self) -> None:
-        from .graph_cache import MODES as GRAPH_MODES
-        from .precision import precision as precision_named
-        from .recompute import parse as parse_recompute
+        from .recipe_checks import check
 
         self._fill_defaults()
-        for key in fields(Recipe):
-            check_type(key, getattr(self, key.name))
-        for name, least, most in limits():
-            value = getattr(self, name)
-            if not least <= (least if value is None else value) <= most:
-                at_least = "0 (off)" if name in OFF_AT_0 else f"{least:,}"
-                raise ValueError(f"recipe: {name} must lie between {at_least} and {most:,}, got {value:,}.")
-        if not (self.lr or 0) > 0:
-            raise ValueError(f"recipe: lr must be above 0, got {self.lr}.")
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"recipe: clip must be above 0, got {self.clip}; 0 or none does not clip.")
-        if not 0 <= self.validation < 1:
-            raise ValueError(
-                f"recipe: validation must lie between 0 and 1, got {self.validation}; 0.02 holds out 2 % of the documents."
-            )
-        self._check_length()
-        if not (self.validation or self.eval_data):
-            for name in ("eval_every", "patience"):
-                if getattr(self, name):
-                    raise ValueError(
-                        f"recipe: {name}: there is no held-out loss, got validation 0 and no eval_data; give one of them."
-                    )
-        if not 0 <= self.ema < 1:
-            raise ValueError(f"recipe: ema must be 0 (off) or a decay below 1 such as 0.999, got {self.ema}.")
-        if self.graph not in GRAPH_MODES:
-            raise ValueError(f"recipe: graph must be one of {', '.join(GRAPH_MODES)}, got {self.graph!r}.")
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"recipe: {name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")
-        if self.patience and not self.eval_every:
-            raise ValueError("recipe: patience counts held-out losses, and eval_every is 0; say how often to evaluate.")
-        if self.keep_every and (not self.save_every or self.keep_every % self.save_every):
-            raise ValueError(
-                f"recipe: keep_every must be a multiple of save_every, got {self.keep_every} and {self.save_every}; "
-                f"only what is saved can be kept."
-            )
-        if self.precision != "auto" and precision_named(self.precision).at_random and self.optimizer == "muon":
-            raise ValueError(
-                "recipe: precision bf16-pure rounds at random in AdamW alone, got optimizer muon; take precision bf16."
-            )
-        if self.lora:
-            self._check_lora()
-        # Each refuses what it cannot make.
-        parse_recompute(self.recompute), self.rates, self.numbers, self.new_objective(), self.stages()
-
-    def _check_length(self) -> None:
-        """Raise ValueError unless steps or epochs say how long to train."""
-        if self.epochs is None:
-            return
-        if self.steps is not None:
-            raise ValueError(f"recipe: steps and epochs: got {self.steps:,} and {self.epochs:g}; give one of them.")
-        if not 0 < self.epochs <= MOST_EPOCHS:
-            raise ValueError(f"recipe: epochs must be above 0 and at most {MOST_EPOCHS:,}, got {self.epochs}.")
-
-    def _check_lora(self) -> None:
-        """Raise ValueError for a recipe that adapters cannot be trained with."""
-        from ..models.registry import is_named
-
-        Lora.of(self.lora)
-        if is_named(self.model):
-            raise ValueError(
-                f"{LORA}: adapters learn what a trained model lacks, and the preset {self.model} begins with random weights; "
-                f"give a Hugging Face folder as model."
-            )
-        if self.optimizer == "muon":
-            raise ValueError(
-                f"{LORA}: got optimizer muon, which moves the weights of whole layers, and these are frozen; take adamw."
-            )
-        if self.precision == "fp8":
-            raise ValueError(
-                f"{LORA}: got precision fp8, which rounds weights that train, and these are frozen; take bf16, "
-                f"and base: fp8 in lora."
-            )
+        check(self)
 
     def _fill_defaults(self) -> None:
         """Set missing values to the defaults of this kind of run."""
@@ -371,6 +283,8 @@ class Recipe:
         own = {key: value for key, value in phase.items() if key != "name"}
         if "objective" in own:  # the run's options belong to another objective
             own.setdefault("objective_options", {})
+        if "data" in own:
+            own.setdefault("data_weights", ())
         for given, other in (("steps", "epochs"), ("epochs", "steps")):
             if own.get(given) is not None:
                 own.setdefault(other, None)

@@ -1,6 +1,7 @@
 """The phases of a run: the recipe of each, its training rows, and the sets that it is evaluated on."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -11,10 +12,12 @@ from torch import Tensor
 
 from ..data import Corpus, CorpusFeed
 from ..data.corpus import split_tail
-from ..data.packing import PADDING, Packing, pack_corpus
+from ..data.packing import PADDING, Packing, pack_buckets, pack_corpus
 from ..distributed import ALONE, Ranks
 from ..errors import DataError
-from ..trace import notice
+from ..models.packed_rows import UNPACKED
+from ..trace import fallback, notice
+from .data import source_names
 from .recipe import Recipe
 
 EVALUATION_TOKENS = 131_072  # of one evaluation, unless eval_batches says more: a smaller set is evaluated as a whole
@@ -27,7 +30,8 @@ WHOLE = ("examples", "none", "pairs")  # packings that keep examples whole
 
 @dataclass
 class EvalSet:
-    """Rows that a phase is evaluated on: documents that were held out of its data, or one of the paths in eval_data."""
+    """Rows that a phase is evaluated on, all of one length: documents that were held out of its data, all or those of one of
+    its sources, or a path in eval_data."""
 
     name: str  # of several; "" for the only one
     corpus: Corpus
@@ -62,7 +66,7 @@ class EvalSet:
 
     def check(self, where: str) -> None:
         """Raise DataError if there are too few tokens, or none to learn, for a held-out loss."""
-        what = f"eval_data: {self.name}" if self.name else "validation: the held-out documents"
+        what = f"held_out/{self.name}" if self.name else "validation: the held-out documents"
         more = "give more text" if self.name else "give more text, or a larger --validation"
         if self.corpus.tokens < 2 or not self.rows:
             raise DataError(f"{where}{what}: {self.corpus.tokens:,} tokens make no row with a label that counts; {more}.")
@@ -80,7 +84,7 @@ class EvalSet:
 
 @dataclass
 class Stage:
-    """One phase: its recipe, in which `steps` and `pack` are known, and its data."""
+    """One phase: its recipe, in which `steps` and `pack` are known, and its data, whose documents repeat by their weights."""
 
     name: str
     recipe: Recipe
@@ -97,9 +101,13 @@ class Stage:
         return rows_of(self.training, self.recipe, self.recipe.seq)
 
     @property
+    def steps_per_epoch(self) -> float:
+        return self.packing.batches(self.recipe.micro_batch) / self.recipe.accumulate
+
+    @property
     def tokens_per_step(self) -> float:
         """The positions of a step that hold tokens, learnt or not, on average."""
-        return self.recipe.tokens_per_step * self.packing.efficiency
+        return self.recipe.micro_batch * self.recipe.accumulate * self.packing.tokens / self.packing.rows
 
     @property
     def attended(self) -> float:
@@ -111,6 +119,8 @@ class Stage:
         """Return the training batches, split over the ranks. reference: a field with a value for each row"""
         recipe, split = self.recipe, {"rank": ranks.rank, "world": ranks.world}
         options = split | rows_options(recipe, reference)
+        if self.packing.parts:
+            notice(f"train: {len(self.packing.parts)} row lengths: the step is captured once for each.")
         return self.training.batches(recipe.seq, recipe.micro_batch, device, seed=recipe.seed, **options)
 
     def check_rows(self) -> None:
@@ -119,7 +129,7 @@ class Stage:
         packing = self.packing
         if self.training.masked and not any(mask.any() for mask in self.training.masks()):
             raise DataError(f"{where}data: the training documents hold no token to learn; give chats with assistants' turns.")
-        if packing.rows < recipe.micro_batch:
+        if not packing.batches(recipe.micro_batch):
             facts = "" if recipe.pack == "stream" else f" ({packing})"
             raise DataError(
                 f"{where}data: the training documents have {self.training.tokens:,} tokens, {packing.rows:,} rows of seq "
@@ -132,18 +142,23 @@ class Stage:
 
 def rows_options(recipe: Recipe, reference: Tensor | None = None) -> dict[str, Any]:
     """Return the options of Corpus.batches that decide how rows are made, and what they hold."""
-    overlong = {"overlong": recipe.overlong} if recipe.pack in WHOLE else {}
-    values = {} if reference is None else {"row_values": {"reference": reference}}
-    return {"pack": recipe.pack, "labels": recipe.new_objective().labels} | overlong | values
+    options: dict[str, Any] = {"pack": recipe.pack, "labels": recipe.new_objective().labels, "weighted": False}
+    options |= {"overlong": recipe.overlong} if recipe.pack in WHOLE else {}
+    options |= {"buckets": recipe.buckets} if recipe.buckets else {}
+    return options | ({} if reference is None else {"row_values": {"reference": reference}})
 
 
 def rows_of(corpus: Corpus, recipe: Recipe, seq: int) -> Packing:
     """Return the rows of an epoch."""
+    if recipe.buckets:
+        return pack_buckets(corpus, recipe.pack, seq, recipe.overlong, recipe.buckets, recipe.micro_batch)
     return pack_corpus(corpus, recipe.pack, seq, recipe.overlong)
 
 
 def lengths_of(packing: Packing) -> np.ndarray:
     """Return the tokens of each piece in the rows; a stream is one piece a row."""
+    if packing.parts:
+        return np.concatenate([lengths_of(part) for part in packing.parts])
     if not packing.tables:
         return np.full(packing.rows, packing.seq)
     first, begins, shift = packing.tables
@@ -152,9 +167,12 @@ def lengths_of(packing: Packing) -> np.ndarray:
     return (ends - begins).clip(0)[shift > PADDING // 2]
 
 
-def packing_of(recipe: Recipe, corpus: Corpus) -> str:
+def packing_of(recipe: Recipe, corpus: Corpus, unpacked: Callable[[], str | None] = lambda: None) -> str:
     """Return the packing of this corpus: the one that the objective needs, the recipe's, or for auto, whole examples where
-    documents have a loss mask and a stream where they have none. Raise ValueError for a packing that does not fit."""
+    documents have a loss mask and a stream where they have none. Raise ValueError for a packing that does not fit.
+
+    unpacked  returns why the model would read other examples of its row; auto is then one example a row
+    """
     objective = recipe.new_objective()
     wanted = objective.pack or ("stream" if objective.labels == "own" else None)
     if wanted is not None and recipe.pack not in ("auto", wanted):
@@ -162,32 +180,52 @@ def packing_of(recipe: Recipe, corpus: Corpus) -> str:
     if corpus.pairs != (wanted == "pairs") or (recipe.pack == "pairs" and not corpus.pairs):
         holds = "pairs of preferences" if corpus.pairs else "no pairs of preferences"
         raise ValueError(f"objective: got {recipe.objective!r}, and {corpus.path} holds {holds}; give other data or objective.")
-    if wanted is not None:
-        return wanted
-    return recipe.pack if recipe.pack != "auto" else "examples" if corpus.masked else "stream"
+    pack = wanted or (recipe.pack if recipe.pack != "auto" else "examples" if corpus.masked else "stream")
+    if pack in ("examples", "documents") and (why := unpacked()):
+        if recipe.pack != "auto":
+            raise ValueError(
+                f"pack: got {pack!r}, and {recipe.model} cannot keep the examples of a row apart: {why}; {UNPACKED}."
+            )
+        fallback("packed rows", f"{recipe.model} cannot keep the examples of a row apart: {why}; each row has one, and padding")
+        pack = "none"
+    if recipe.buckets and pack not in ("none", "pairs"):
+        raise ValueError(
+            f"buckets: got {recipe.buckets}, and rows of pack {pack!r} have one length; leave it out, or take pack none."
+        )
+    return pack
 
 
-def stage_of(name: str, recipe: Recipe, corpus: Corpus, eval_corpora: dict[str, Corpus] | None = None) -> Stage:
+def stage_of(
+    name: str,
+    recipe: Recipe,
+    corpus: Corpus,
+    eval_corpora: dict[str, Corpus] | None = None,
+    unpacked: Callable[[], str | None] = lambda: None,
+) -> Stage:
     """Return the phase of this recipe on this corpus; default values of seq and micro_batch are reduced for a small corpus.
 
-    Documents are held out of it unless there are `eval_corpora`, or validation is 0.
+    Documents are held out of it unless there are `eval_corpora`, or validation is 0. `unpacked` as in `packing_of`.
     """
     where = f"phase {name}: " if name else ""
     defaults = {field.name: field.default for field in fields(Recipe)}
-    recipe = replace(recipe, pack=packing_of(recipe, corpus))
-    whole = recipe.pack in WHOLE
+    recipe = replace(recipe, pack=packing_of(recipe, corpus, unpacked))
+    whole, of_one_length = recipe.pack in WHOLE, replace(recipe, buckets=0)
 
     def split(seq: int) -> tuple[Corpus, Corpus | None, Packing]:
         training, held_out = corpus, None
         if recipe.validation > 0 and not eval_corpora:
             training, held_out = hold_out_examples(corpus, recipe) if whole else hold_out(corpus, recipe.validation, seq)
-        return training, held_out, rows_of(training, recipe, seq)
+        training = training.weighted()
+        return training, held_out, rows_of(training, of_one_length, seq)
 
     seq, micro_batch = recipe.seq, recipe.micro_batch
     any_seq, any_micro_batch = seq == defaults["seq"], micro_batch == defaults["micro_batch"]
-    longest = int(np.diff(corpus.offsets()).max()) - 1 if whole else 0  # tokens of an example in a row
+    every = (corpus, *(eval_corpora or {}).values())
+    longest = max(int(np.diff(each.offsets()).max()) - 1 for each in every) if whole else 0  # tokens of an example in a row
     while any_seq and seq < min(longest, LONGEST):
         seq, micro_batch = 2 * seq, micro_batch // 2 if any_micro_batch else micro_batch  # as many tokens
+    if any_seq and recipe.pack in ("none", "pairs"):  # what is longer than every example is padding alone
+        seq = min(seq, -(-longest // SHORTEST) * SHORTEST)
     training, held_out, packing = split(seq)
     while any_seq and seq > max(SHORTEST, 2 * longest - 1) and packing.rows < micro_batch:
         seq //= 2
@@ -197,6 +235,7 @@ def stage_of(name: str, recipe: Recipe, corpus: Corpus, eval_corpora: dict[str, 
     if (seq, micro_batch) != (recipe.seq, recipe.micro_batch):
         why = f"{training.tokens:,} tokens are fewer than {recipe.micro_batch} rows of {recipe.seq}"
         why = f"examples are longer than {recipe.seq} tokens" if seq > recipe.seq else why
+        why = f"the longest example has {longest:,} tokens" if recipe.pack in ("none", "pairs") else why
         notice(f"{where}data: {why}; seq is {seq} and micro_batch {micro_batch}. Give --seq and --micro-batch to choose.")
     if held_out is not None and held_out.tokens > 2 * recipe.validation * corpus.tokens:
         few = f"fewer than {FEWEST_EXAMPLES} examples" if whole else f"less than a row of {seq}"
@@ -204,25 +243,35 @@ def stage_of(name: str, recipe: Recipe, corpus: Corpus, eval_corpora: dict[str, 
             f"{where}validation: {recipe.validation:.2%} of the data may be {few}; {held_out.documents:,} documents of "
             f"{held_out.tokens:,} tokens are held out, {held_out.tokens / corpus.tokens:.0%} of the data."
         )
-    own = replace(recipe, seq=seq, micro_batch=micro_batch)
+    stage = Stage(name, replace(recipe, seq=seq, micro_batch=micro_batch), training)
     if recipe.epochs is not None:
-        own = with_steps(own, packing.rows, where)
-    sources = {"": held_out} if held_out is not None else eval_corpora or {}
-    several = len(sources) > 1
-    return Stage(name, own, training, [EvalSet(source if several else "", each, own) for source, each in sources.items()])
+        stage.recipe = with_steps(stage, where)
+    sources = dict(eval_corpora or {}) if held_out is None else by_source(held_out, where)
+    evaluated = replace(stage.recipe, buckets=0)
+    stage.eval_sets = [EvalSet(source if len(sources) > 1 else "", each, evaluated) for source, each in sources.items()]
+    return stage
 
 
-def with_steps(recipe: Recipe, rows: int, where: str) -> Recipe:
-    """Return the recipe with the steps of its epochs. What is left of an epoch when a batch is drawn begins the next one."""
+def by_source(held_out: Corpus, where: str) -> dict[str, Corpus]:
+    """Return the held-out documents of each source of {path: weight}, by its name; all of them together without weights."""
+    sources = {name: held_out.of_source(number) for number, name in enumerate(source_names(list(held_out.weights)))}
+    found = {name: corpus for name, corpus in sources.items() if corpus.documents}
+    if 0 < len(found) < len(sources):
+        without = ", ".join(sources.keys() - found.keys())
+        notice(f"{where}validation: no document of {without} is held out; give more of its documents, or eval_data.")
+    return found or {"": held_out}
+
+
+def with_steps(stage: Stage, where: str) -> Recipe:
+    """Return a stage's recipe with the steps of its epochs. What is left of an epoch when a batch is drawn begins the next."""
+    recipe, packing = stage.recipe, stage.packing
     assert recipe.epochs is not None
-    batches = rows // recipe.micro_batch
-    steps = max(1, math.ceil(recipe.epochs * batches / recipe.accumulate - 1e-6))
-    left_out = rows - batches * recipe.micro_batch
+    batches = packing.batches(recipe.micro_batch)
+    steps = max(1, math.ceil(recipe.epochs * stage.steps_per_epoch - 1e-6))
+    left_out = packing.rows - batches * recipe.micro_batch
     rest = f", of which each epoch leaves out {left_out:,}, others each time" if left_out else ""
-    notice(
-        f"{where}epochs: {recipe.epochs:g} of {batches:,} micro-batches each ({rows:,} rows of {recipe.seq:,}{rest}) are "
-        f"{steps:,} steps."
-    )
+    rows = f"{packing.rows:,} rows of {'up to ' if recipe.buckets else ''}{recipe.seq:,}"
+    notice(f"{where}epochs: {recipe.epochs:g} of {batches:,} micro-batches each ({rows}{rest}) are {steps:,} steps.")
     return replace(recipe, steps=steps, epochs=None)
 
 

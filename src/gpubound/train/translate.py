@@ -121,10 +121,6 @@ def _trl(values: Values, found: Translation) -> Values:
         flat["data"] = _hub(name, configuration, split)
         if test is not None and not is_off(flat.get("eval_strategy", "no")):
             flat["eval_data"] = _hub(name, configuration, test)
-    epochs = str(flat.get("eval_strategy", flat.get("evaluation_strategy", ""))).lower() == "epoch"
-    if epochs:
-        found.missing.append("eval_strategy: epoch; eval_every is a number of steps")
-        flat.pop("eval_strategy", None), flat.pop("evaluation_strategy", None)
     flat = _with_defaults(flat, DPO if is_dpo else TRL)
     if is_dpo:
         loss = flat.pop("loss_type", None)
@@ -162,9 +158,6 @@ def _axolotl(values: Values, found: Translation) -> Values:
         for name in [name for name in flat if name.startswith("lora_")]:
             found.left_out.append(f"{name}: adapter is off")
             del flat[name]
-    for name, key in (("evals_per_epoch", "eval_every"), ("saves_per_epoch", "save_every")):
-        if flat.pop(name, None):
-            found.missing.append(f"{name}: {key} is a number of steps")
     for name in ("wandb_entity", "wandb_watch", "wandb_name", "wandb_log_model", "model_type", "tokenizer_type", "strict"):
         if flat.pop(name, None) is not None:
             found.left_out.append(f"{name}: the model's folder says it, or nothing needs it")
