@@ -10,6 +10,7 @@ from gpubound.data import train_tokenizer
 from gpubound.errors import DataError
 from gpubound.train.objectives.preference import Preference
 from gpubound.train.prepare import prepare
+from tests.messages import refusal
 
 from .runs import assert_same, recipe, texts, train
 
@@ -39,7 +40,6 @@ def test_a_run_begins_at_its_reference_and_prefers_what_was_chosen(pairs, tmp_pa
     last = records[-1]
     assert last["held_out"] < 0.6 and last["accuracy"] > 0.8 and last["margin"] > 0
     assert last["tokens"] == pytest.approx(4 * 64 * run.feed.packing.efficiency), "tokens of the rows, not pairs"
-    assert (tmp_path / "reference-0.safetensors").exists()
 
 
 def test_each_row_gets_the_value_of_its_own_answer(pairs, tmp_path):
@@ -53,16 +53,49 @@ def test_each_row_gets_the_value_of_its_own_answer(pairs, tmp_path):
     assert [batch["row"].tolist() for batch in stored][-1] == [rows - 2, rows - 1]
 
 
-def test_a_resumed_run_keeps_its_reference(pairs, tmp_path):
-    whole, _ = train(of_pairs(pairs, tmp_path / "whole"))
-    train(of_pairs(pairs, tmp_path / "cut"), until=3)
-    stored = (tmp_path / "cut/reference-0.safetensors").read_bytes()
-    resumed, _ = train(of_pairs(pairs, tmp_path / "cut"), resume=True)
+TWO = ({"name": "first", "steps": 2}, {"name": "second", "steps": 4})
+
+
+@pytest.mark.parametrize(
+    "more, until", [({}, 3), ({"buckets": 2}, 3), ({"phases": TWO}, 4)], ids=["plain", "buckets", "phase 2"]
+)
+def test_a_resumed_run_keeps_its_reference(pairs, tmp_path, monkeypatch, more, until):
+    """Which is of the weights that the phase began with: a checkpoint has its values."""
+    whole, _ = train(of_pairs(pairs, tmp_path / "whole", **more))
+    train(of_pairs(pairs, tmp_path / "cut", **more), until=until)
+    with monkeypatch.context() as patch:
+        patch.setattr("gpubound.train.loop.reference_values", None)  # nothing is computed again
+        resumed, _ = train(of_pairs(pairs, tmp_path / "cut", **more), resume=True)
     assert_same(whole, resumed)
-    assert (tmp_path / "cut/reference-0.safetensors").read_bytes() == stored
 
 
-def test_values_of_other_rows_are_refused(pairs, tmp_path):
-    train(of_pairs(pairs, tmp_path), until=2)
-    with pytest.raises(DataError, match=r"reference-0\.safetensors.*other data"):
-        prepare(of_pairs(pairs, tmp_path, validation=0.3), resume=True, allow=("validation",), progress=False)
+def test_values_of_other_rows(pairs, tmp_path):
+    """Computed again in the first phase, whose weights can be had; refused in a later one."""
+    first, _ = train(of_pairs(pairs, tmp_path / "one"), until=2)
+    more_held_out = of_pairs(pairs, tmp_path / "one", validation=0.3)
+    run = prepare(more_held_out, resume=True, allow=("validation",), progress=False)
+    fresh = prepare(of_pairs(pairs, tmp_path / "fresh", validation=0.3), progress=False)
+    assert [len(values) for values in run.references] == [70, 30] and run.done == first.done
+    assert all(torch.equal(a, b) for a, b in zip(run.references, fresh.references, strict=True))
+    train(of_pairs(pairs, tmp_path / "two", phases=TWO), until=4)
+    other = of_pairs(pairs, tmp_path / "two", phases=(TWO[0], TWO[1] | {"validation": 0.3}))
+    refused = refusal(DataError, lambda: prepare(other, resume=True, allow=("validation",), progress=False))
+    assert "phase second" in refused and "reference values" in refused
+
+
+def test_rows_of_several_lengths_get_their_own_values(pairs, tmp_path):
+    run = prepare(of_pairs(pairs, tmp_path, data=(str(of_several_lengths(pairs)),), seq=128, buckets=3), progress=False)
+    lengths = set()
+    for _ in range(len(run.feed)):
+        batch = run.feed.take()
+        lengths.add(batch["input_ids"].shape[1])
+        want = Preference().reference_values(run.model.eval(), batch)
+        torch.testing.assert_close(batch["reference"], want, rtol=1e-5, atol=1e-5)
+    assert len(lengths) == 3
+
+
+def of_several_lengths(pairs):
+    path = pairs / "lengths.jsonl"
+    rows = [{"prompt": f"is {n} odd?" + " really?" * (n % 9), "chosen": f" {n}", "rejected": " ?"} for n in range(50)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

@@ -1,6 +1,7 @@
 """A resumed run is the uninterrupted one bit for bit: stopped, killed, between two phases, finished."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 import textwrap
@@ -13,7 +14,7 @@ from gpubound.train.checkpoint import Checkpoints
 from gpubound.train.prepare import prepare
 
 from ..processes import plain_environment
-from .runs import assert_same, losses, recipe, train
+from .runs import CHATS, assert_same, losses, recipe, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,7 +47,8 @@ def test_the_order_of_the_data_is_kept(corpus, tmp_path):
 
 
 def test_killed_in_the_middle_and_resumed(corpus, tmp_path):
-    """kill -9 while it saves every second step: what is resumed ends where the uninterrupted run does, bit for bit.
+    """kill -9 after the first epoch of packed chats, which are saved every second step: what is resumed ends where the
+    uninterrupted run does, bit for bit.
 
     The child goes no further than step 15, however late the kill comes.
     """
@@ -69,7 +71,9 @@ def test_killed_in_the_middle_and_resumed(corpus, tmp_path):
 
         run.go(on_record)
     """
-    todo = recipe(corpus, tmp_path / "killed", steps=18, save_every=2)
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
+    rows = {"data": (str(tmp_path / "chats.jsonl"),), "tokenizer": str(corpus), "seq": 128, "accumulate": 1}
+    todo = recipe("", tmp_path / "killed", **rows, steps=18, save_every=2)
     child = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), repr(dataclasses.asdict(todo))],
         stdin=subprocess.PIPE,
@@ -83,7 +87,8 @@ def test_killed_in_the_middle_and_resumed(corpus, tmp_path):
         child.kill()
         child.wait()
     found = Checkpoints(tmp_path / "killed" / "checkpoints").latest()
-    assert 6 <= found.step <= 16
+    assert 6 <= found.step <= 16 and found.facts["feed"]["pack"] == "examples"
+    assert found.facts["feed"]["epoch"] >= 1
     tape = RunTape.open(tmp_path / "killed")
     tape.rewind(found.step)
     assert [record["step"] for record in tape.steps()] == list(range(1, found.step + 1)), "a checkpoint came before its line"

@@ -39,7 +39,7 @@ from .ema import Ema
 from .objectives import Objective
 from .recipe import Recipe
 from .records import Record, StepRecorder
-from .references import FILE as REFERENCES, reference_values
+from .references import PART as REFERENCE, reference_values, stored_values
 from .stages import Stage
 from .step import TrainStep
 
@@ -121,6 +121,7 @@ class Run:
     step: TrainStep = field(init=False)
     average: Ema | None = field(init=False, default=None)
     objective: Objective = field(init=False)
+    references: list[Tensor] = field(init=False, default_factory=list)  # a value a row of the feed, then of each eval feed
     _saved: tuple[int, int, bool] | None = field(init=False, default=None)
 
     @property
@@ -162,19 +163,25 @@ class Run:
         self.ranks.idle()
         return self.done
 
-    def enter(self, phase: int) -> None:
-        """Prepare a phase: the weights stay, objective and optimizer are new."""
+    def enter(self, phase: int, checkpoint: Checkpoint | None = None, new_rows: bool = False) -> None:
+        """Prepare a phase: the weights stay, objective and optimizer are new.
+
+        checkpoint  of this phase, which is resumed: reference values of the weights that the phase began with are taken from it
+        new_rows    as in `restore`
+        """
         if hasattr(self, "step"):
             self.step.close()
         self.phase, self.began, self.over = phase, self.done, False
         self.objective = self.stage.recipe.new_objective(self.tokenizer)
         self.step = self.stage.recipe.make_step(self.model, self.objective, self.device, self.ranks)
-        references: list[Any] = [None] * (1 + len(self.stage.eval_sets))
+        self.references = []
         if self.objective.needs_reference(self.model):
-            path = self.folder / REFERENCES.format(self.stage.name or phase)
-            references = reference_values(path, self.model, self.objective, self.step, self.stage, self.device, self.ranks)
-        self.feed = self.stage.feed(self.device, self.ranks, references[0])
-        self.eval_feeds = [each.feed(self.device, values) for each, values in zip(self.stage.eval_sets, references[1:])]
+            stored = stored_values(checkpoint, self.stage, new_rows) if checkpoint else None
+            arguments = (self.model, self.objective, self.step, self.stage, self.device, self.ranks)
+            self.references = stored or reference_values(*arguments)
+        values: list[Tensor | None] = [*self.references] or [None] * (1 + len(self.stage.eval_sets))
+        self.feed = self.stage.feed(self.device, self.ranks, values[0])
+        self.eval_feeds = [each.feed(self.device, own) for each, own in zip(self.stage.eval_sets, values[1:])]
         self.average = Ema(self.step, self.recipe.ema) if self.recipe.ema else None
 
     def _train(self, on_record: Callable[[Record], None], stop: Stop) -> None:
@@ -263,7 +270,8 @@ class Run:
             self._saved = now
             self.ranks.at(self.done, "saving")
             self.step.assert_alike()
-            tensors = self._state() | joined(random=rng_states(self.ranks, self.device))
+            references = {f"{number:04d}": values for number, values in enumerate(self.references)}
+            tensors = self._state() | joined(random=rng_states(self.ranks, self.device), **{REFERENCE: references})
             facts = {name: getattr(self, name) for name in ("id", "phase", "began", "over", "evaluations", "base", WHERE)}
             facts |= {"recipe": dataclasses.asdict(self.recipe), "feed": self.feed.state_dict(), "changes": self.changes}
             facts["steps"] = [stage.recipe.steps for stage in self.stages]

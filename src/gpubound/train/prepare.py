@@ -102,9 +102,10 @@ def prepare(
     model, placement = place_model(recipe, tokenizer, device, ranks)
     seed_ranks(ranks, recipe.seed)
     run = Run(recipe, folder, device, tokenizer, stages, model.train(), placement, checkpoints, base, ranks=ranks)
-    run.enter(checkpoint.facts["phase"] if checkpoint else 0)
+    new_rows = bool(changes.keys() & ROWS)
+    run.enter(checkpoint.facts["phase"] if checkpoint else 0, checkpoint, new_rows)
     if checkpoint is not None:
-        run.restore(checkpoint, new_rows=bool(changes.keys() & ROWS))
+        run.restore(checkpoint, new_rows)
         run.over = run.over and run.stage.steps <= had  # or it has more of them now
         report_resumption(run, changes)
     return run

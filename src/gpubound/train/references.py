@@ -1,48 +1,57 @@
 """Reference values of a phase: what an objective compares with of the model that the phase begins with, such as the
-log-probabilities of dpo's answers where all weights train. One number a row, computed before the first step and kept in the
-run's folder, since a resumed run has other weights.
+log-probabilities of dpo's answers where all weights train. One number a row, computed before the phase's first step and kept in
+its checkpoints, since a resumed run has other weights.
 """
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from ..data.progress import PROGRESS_SECONDS
 from ..distributed import Ranks
 from ..errors import DataError
-from ..files import replacing
 from ..models.registry import mode
 from ..trace import notice, say
+from .checkpoint.checkpoints import Checkpoint
 from .objectives import Objective
 from .stages import EvalSet, Stage, rows_options
 from .step import TrainStep
 
-FILE = "reference-{}.safetensors"
+PART = "reference"  # of a checkpoint's tensors
+
+
+def rows_with_values(stage: Stage) -> list[EvalSet]:
+    """Return the rows that have reference values: the training data's, all of one length, then each eval set's."""
+    return [EvalSet("training", stage.training, replace(stage.recipe, buckets=0)), *stage.eval_sets]
+
+
+def stored_values(checkpoint: Checkpoint, stage: Stage, new_rows: bool) -> list[Tensor] | None:
+    """Return the values in a checkpoint of this phase, None if they are of other rows. DataError if they can be had nowhere."""
+    stored = checkpoint.tensors(begin=(f"{PART}.",))
+    values, rows = [stored[name] for name in sorted(stored)], [each.rows for each in rows_with_values(stage)]
+    if [len(value) for value in values] == rows and not new_rows:
+        return values
+    if checkpoint.facts["phase"]:
+        raise DataError(
+            f"{checkpoint.path}: has no reference values of the {sum(rows):,} rows that phase {stage.name} has now, and the "
+            f"weights that they are computed with were those at its beginning; give the rows of then, or begin anew in another "
+            f"--out."
+        )
+    return None
 
 
 def reference_values(
-    path: Path, model: Any, objective: Objective, step: TrainStep, stage: Stage, device: torch.device, ranks: Ranks
+    model: Any, objective: Objective, step: TrainStep, stage: Stage, device: torch.device, ranks: Ranks
 ) -> list[Tensor]:
-    """Return the value of each row of the training data, then of each eval set: from the file `path`, or computed and kept."""
-    sets = [EvalSet("training", stage.training, stage.recipe), *stage.eval_sets]
-    rows = [each.rows for each in sets]
-    ranks.wait()
-    if path.exists():
-        stored = safetensors.torch.load_file(path)
-        values = [stored.get(str(number)) for number in range(len(sets))]
-        if [value is not None and len(value) for value in values] != rows:
-            raise DataError(
-                f"{path}: holds reference values of other data than the run has now; put that data back, or begin anew in "
-                f"another --out."
-            )
-        return [value for value in values if value is not None]
-    notice(f"{path.name}: computing the reference values of {sum(rows):,} rows before the first step.")
+    """Compute the value of each row of the training data, then of each eval set, with the present weights."""
+    sets = rows_with_values(stage)
+    rows = sum(each.rows for each in sets)
+    notice(f"reference: computing a value for each of {rows:,} rows before the first step.")
     computed, done, shown = list[Tensor](), 0, time.monotonic()
     with mode(model, training=False):
         for each in sets:
@@ -52,12 +61,8 @@ def reference_values(
                 done += len(parts[-1])
                 if ranks.first and time.monotonic() - shown > PROGRESS_SECONDS:
                     shown = time.monotonic()
-                    say(f"{path.name}: {done:,} of {sum(rows):,} rows")
+                    say(f"reference: {done:,} of {rows:,} rows")
             computed.append(torch.cat(parts).cpu())
-    ranks.wait()  # every rank computes: none reads a file that another one writes meanwhile
-    if ranks.first:
-        with replacing(path) as file:
-            file.write(safetensors.torch.save({str(number): values for number, values in enumerate(computed)}))
     return computed
 
 
