@@ -307,7 +307,7 @@ def test_each_round_starts_from_what_the_replay_before_has_left(tape):
 
 def test_what_is_true_of_one_round_alone(tape, monkeypatch):
     """The generators must agree in every round; an input that was varied in one of them has been varied."""
-    rounds, varying = iter([([], False), ([], True)]), iter([[0], []])
+    rounds, varying = iter([([], False, set()), ([], True, set())]), iter([[0], []])
     monkeypatch.setattr(certify, "_round", lambda *_, **__: next(rounds))
     monkeypatch.setattr(certify, "perturb", lambda examples, turn: ([example.clone() for example in examples], next(varying)))
     found = capture(lambda x: x * 2, torch.ones(2)).certificate

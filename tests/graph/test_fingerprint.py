@@ -5,10 +5,11 @@ import random
 import pytest
 import torch
 
-from gpubound.graph import capture, certify, memory
+from gpubound.graph import capture, certify, memory, recording
 from gpubound.graph.memory import fingerprint as of
 
 from .cases import drawn, elsewhere, said
+from .tape import TapeRunner
 
 
 def raw(count: int) -> torch.Tensor:
@@ -49,10 +50,17 @@ def test_sums_of_differences_do_not_cancel():
 
 
 @pytest.mark.parametrize("part", [8, 24, 1 << 12])
-def test_the_size_of_parts_does_not_count(part, monkeypatch):
-    want = of(raw(1003))
+def test_parts_in_another_order_and_any_bit_of_a_part_count(part, monkeypatch):
     monkeypatch.setattr(memory, "PART", part)
-    assert of(raw(1003)) == want
+    first, seen = raw(3 * part + 11), set()
+    a, b, rest = first[:part], first[part : 2 * part], first[2 * part :]
+    for other in (first, torch.cat([b, a, rest]), torch.cat([a, a, rest]), torch.cat([a, b, rest, rest[-1:] * 0])):
+        seen.add(of(other))
+    for at in (0, part - 1, part, 3 * part, 3 * part + 10):
+        other = first.clone()
+        other[at] ^= 128
+        seen.add(of(other))
+    assert len(seen) == 4 + 5 and of(first.clone()) in seen
 
 
 @pytest.mark.parametrize("rounds", [2, 3, 4])
@@ -75,23 +83,73 @@ def test_a_certificate_without_second_copies(tape, rounds, monkeypatch):
     assert total.equal(drawn(3)) and not count.any()
 
 
-def test_fingerprints_that_differ_ask_for_copies(tape, monkeypatch):
-    """A replay that is off within the tolerance: how far, only copies say."""
+class Counts:
+    """The keys of the storages that are copied in each attempt at the rounds, as names."""
+
+    def __init__(self, monkeypatch):
+        self.attempts, own = [], certify._run_rounds
+
+        def run(recording, *args):
+            self.attempts.append({recording.snapshot.copies[key].name for key in args[-1]})
+            return own(recording, *args)
+
+        monkeypatch.setattr(certify, "_run_rounds", run)
+
+
+class Noisy(TapeRunner):
+    """Replays that are off by a little, of `off` alone."""
+
+    def __init__(self, off):
+        self.off = off
+
+    def replay(self):
+        super().replay()
+        self.off.mul_(1.01)
+
+
+def test_fingerprints_that_differ_ask_for_copies_of_these_alone(monkeypatch):
+    """How far a replay is off within the tolerance, only copies say; a state that no call changes needs none."""
     elsewhere(monkeypatch)
-    total = torch.ones(3)
-    captured = capture(lambda x: total.add_(x).sum(), drawn(3))
-    runs = []
+    counts, total, weights = Counts(monkeypatch), torch.ones(3), drawn(3)
+    monkeypatch.setattr(recording, "runner_for", lambda device, pool: Noisy(total))
+    captured = capture(lambda x: total.add_(x * weights).sum() * 0, drawn(3), state=[total, weights], tolerance=0.1)
+    assert counts.attempts == [set(), {"total"}] and captured.certificate.worst_name == "total"
+    assert captured.certificate.worst.relative == pytest.approx(0.01, rel=1e-4)
+    assert captured.certificate.snapshot_bytes == 12 + 12 + 12 and total.eq(1).all() and weights.equal(drawn(3))
 
-    def run(*args, fingerprints):
-        runs.append(fingerprints)
-        return run_rounds(*args, fingerprints=fingerprints)
 
-    run_rounds, changed = certify._run_rounds, memory.StorageFingerprint.changed
-    monkeypatch.setattr(certify, "_run_rounds", run)
-    monkeypatch.setattr(memory.StorageFingerprint, "changed", lambda mark: not changed(mark))
-    assert capture(lambda x: total.add_(x).sum(), drawn(3)).certificate.bitwise
-    assert runs == [True, False]
-    assert captured.certificate.snapshot_bytes == 12 and total.eq(1).all()
+def test_next_to_a_copy_a_state_that_changes_is_copied_too(monkeypatch):
+    """Its second round could not begin where the first has ended: a replay would not make the same state again."""
+    elsewhere(monkeypatch)
+    counts, total, count = Counts(monkeypatch), torch.ones(3), torch.ones(1)
+    monkeypatch.setattr(recording, "runner_for", lambda device, pool: Noisy(total))
+    captured = capture(lambda x: total.add_(x * count.add_(1)).sum() * 0, drawn(3), tolerance=0.1)
+    assert counts.attempts == [set(), {"total"}, {"total", "count"}]
+    assert captured.certificate.worst.relative == pytest.approx(0.01, rel=1e-4) and count.eq(1).all()
+
+
+@pytest.mark.parametrize("replay, call", [(2, 99), (3, 99), (99, 6), (99, 7)])
+def test_a_state_that_only_a_replay_or_only_eager_changes_is_refused(replay, call, monkeypatch):
+    """Planted next to noise, in the first and in the second round: a state that no call was to change keeps its bytes."""
+    elsewhere(monkeypatch)
+    total, weights, replays, calls = torch.ones(3), drawn(3), [], []  # calls: 3 warm-ups, the recording, 1 before copies, 2
+
+    class Plants(Noisy):
+        def replay(self):
+            super().replay()
+            replays.append(1)
+            if len(replays) >= replay:
+                weights.mul_(2)
+
+    def fn(x):
+        calls.append(1)
+        if len(calls) >= call:
+            weights.mul_(2)
+        return total.add_(x * 0).sum() * 0
+
+    monkeypatch.setattr(recording, "runner_for", lambda device, pool: Plants(total))
+    sentence = said(lambda: capture(fn, drawn(3), state=[total, weights], tolerance=0.1))
+    assert sentence.startswith("fn: weights of the replay is off by") and weights.equal(drawn(3))
 
 
 def test_a_state_that_no_call_writes_is_not_copied_back(tape, monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gpubound.graph import capture, memory, recording
-from gpubound.graph.memory import EQUAL, CopyBudget, Snapshot, StorageCopy, difference, elements_of
+from gpubound.graph.memory import EQUAL, CopyBudget, StorageCopy, difference, elements_of
 from tests.messages import message
 
 from .cases import drawn, said
@@ -24,6 +24,7 @@ def places(request, monkeypatch):
         monkeypatch.setattr(memory, "is_download", lambda source: request.param == "down")
     monkeypatch.setattr(memory, "CHUNK", 16)
     monkeypatch.setattr(memory, "PART", 8)
+    monkeypatch.setattr(memory, "COMPARED", 8)
 
 
 @pytest.mark.usefixtures("places")
@@ -63,14 +64,9 @@ class TestMemory:
         live[[3, 10]] = (10 * drawn(2, seed=5)).to(dtype)
         live[0] = ~live[0] if dtype == torch.bool else live[0] + 1
         in_parts, of_tensors = kept.difference(), difference(live, before)
-        monkeypatch.setattr(memory, "PART", 1 << 20)
+        monkeypatch.setattr(memory, "COMPARED", 1 << 20)
+        monkeypatch.setattr(memory, "CHUNK", 1 << 20)
         assert in_parts == of_tensors == difference(live, before) and in_parts.absolute > 0
-
-
-def test_what_is_kept_of_a_kept_state_can_move():
-    snapshot, live = Snapshot(CPU), drawn(5)
-    snapshot.add(live)
-    assert not snapshot.move_to_host(), "it is on the host already"
 
 
 class Held:
@@ -174,31 +170,19 @@ def test_a_state_of_zeros_that_the_graph_forgets_is_refused(monkeypatch):
     assert not count.any()
 
 
-class TestOutOfMemory:
-    def failing(self, total, calls):
-        def fn(x):
-            calls.append(1)
-            total.add_(x)
-            if len(calls) == 2:
-                raise torch.OutOfMemoryError("no memory")
-            return total * 2
+def test_a_call_that_finds_no_memory_leaves_the_state(tape):
+    total, calls = drawn(3), []
 
-        return fn
+    def fn(x):
+        calls.append(1)
+        total.add_(x)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return total * 2
 
-    def test_once_the_copies_have_moved_it_is_tried_again(self, tape, monkeypatch, said):
-        monkeypatch.setattr(Snapshot, "move_to_host", lambda snapshot: True)
-        total, calls = drawn(3), []
-        captured = capture(self.failing(total, calls), torch.ones(3))
-        assert captured.certificate.bitwise and total.equal(drawn(3))
-        assert len(calls) == 2 + 3 + 1 + 2, "all warm-ups again, the capture, two rounds"
-        assert said() == message("graph/memory:once_the_copies_have_mov")
-        assert captured(torch.ones(3)).equal((drawn(3) + 1) * 2)
-
-    def test_where_nothing_can_move_it_is_raised_and_the_state_put_back(self, tape):
-        total = drawn(3)
-        with pytest.raises(torch.OutOfMemoryError, match="no memory"):
-            capture(self.failing(total, []), torch.ones(3))
-        assert total.equal(drawn(3))
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        capture(fn, torch.ones(3))
+    assert total.equal(drawn(3))
 
 
 cuda = torch.device("cuda", 0)

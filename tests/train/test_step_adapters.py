@@ -264,7 +264,7 @@ def frozen_second(**options):
     for p in gb.lora.parameters(model, "second"):
         p.requires_grad_(False)
     merged = [lambda: gb.lora.merge(model, "second"), lambda: gb.lora.unmerge(model)]
-    return model, [*merged, lambda: gb.lora.disable(model, "second")], [1, 2, 2, 2]
+    return model, [*merged, lambda: gb.lora.disable(model, "second")], [2, 4, 4, 4]
 
 
 def pefts_second():
@@ -277,7 +277,7 @@ def pefts_second():
         p.requires_grad_("default" in name)
     layers = [m for m in model.modules() if hasattr(m, "scale_layer")]
     merged = [lambda: model.merge_adapter(["second"]), lambda: [layer.unmerge() for layer in layers if layer.merged]]
-    return model, [*merged, lambda: [layer.scale_layer(2.0) for layer in layers]], [1, 2, 2, 3]
+    return model, [*merged, lambda: [layer.scale_layer(2.0) for layer in layers]], [2, 4, 4, 6]
 
 
 def scaled():
@@ -288,7 +288,7 @@ def scaled():
         for layer in layers:
             layer.scaling["default"] *= by
 
-    return model, [lambda: scale(2), lambda: scale(0.5)], [1, 2, 2]
+    return model, [lambda: scale(2), lambda: scale(0.5)], [2, 4, 4]
 
 
 @pytest.mark.parametrize("made", [frozen_second, pefts_second, scaled])

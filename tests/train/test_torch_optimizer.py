@@ -80,7 +80,7 @@ def test_a_captured_step_does_not_guard_its_rates():
     step = TrainStep(model, summed, partial(torch.optim.AdamW, lr=1e-2), schedule=Schedule("linear", steps=8), precision="fp32")
     step._graphs = GraphCache(step._graphs.step, "require")  # on a CPU the checks of capture() alone
     rates = [step([draw(8, seed=i)]).read().lr for i in range(4)]
-    assert len(step.captured) == 1 and len(set(rates)) == 4 and step.state_dict()["state"][0] == 4
+    assert len(step.captured) == 2 and len(set(rates)) == 4 and step.state_dict()["state"][0] == 4
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

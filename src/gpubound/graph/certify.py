@@ -5,9 +5,10 @@ one state, runs eagerly, restores the state, replays, and compares every output,
 resumes from the last round's state, so counters and moments must advance. After a mismatch, additional calls find the cause.
 
 Besides the capture's snapshot, one copy of the state suffices: it holds the state at a round's start, then is exchanged for the
-state that eager left. The first round starts from the snapshot. If the copy had to be on the host, a fingerprint of the eager
-state replaces it, and the second round's start is recomputed from the snapshot by the first round's replay. Storages with
-fingerprints are copied only if these differ, to measure the difference.
+state that eager left. The first round starts from the snapshot. Of a storage whose copy would be on the host, a fingerprint of
+the eager state replaces it, and the second round's start is recomputed from the snapshot by the first round's replay. If
+fingerprints differ, the rounds begin again with copies of these storages, to measure the difference; then the others must be
+storages that no call changes.
 
 The rounds' inputs keep the shapes and dtypes of the example. Floating tensors are drawn again with its mean and spread.
 Integers and booleans are shuffled, so that ids stay in range and a mask keeps its count; if a shuffle changes nothing (one
@@ -92,10 +93,9 @@ def certify(recording: Recording, others: list[list[Tensor]] | None, tolerance: 
     examples = [buffer.detach().clone() for buffer in recording.inputs.buffers]
     rounds = [(inputs, []) for inputs in others] if others else [perturb(examples, index) for index in range(2)]
     all_inputs = [inputs for inputs, _ in rounds]
-    result = _run_rounds(recording, all_inputs, examples, others is None, tolerance, fingerprints=True)
-    if result is None:  # a fingerprint differs, and copies are needed to measure the difference
-        result = _run_rounds(recording, all_inputs, examples, others is None, tolerance, fingerprints=False)
-    assert result is not None
+    copied = set[int]()  # keys of large storages that are copied
+    while isinstance(result := _run_rounds(recording, all_inputs, examples, others is None, tolerance, copied), set):
+        copied |= result
     snapshot, names = list(recording.snapshot.copies.values()), recording.inputs.names
     copies = [copy.saved for copy in [*snapshot, *result.workspace] if copy.saved is not None]
     devices = {"host memory" if copy.device.type == "cpu" else str(copy.device) for copy in copies}
@@ -139,28 +139,28 @@ def _run_rounds(
     examples: list[Tensor],
     invented: bool,
     tolerance: float,
-    fingerprints: bool,
-) -> RoundsResult | None:
+    copied: set[int],
+) -> RoundsResult | set[int]:
     """Run all rounds from the state before the first call.
 
-    fingerprints  True: fingerprints instead of copies on the host. Return None if one differs
+    copied  keys of storages that are copied, on the host. Return the keys of others whose fingerprints differ
     """
     recording.reset()
-    budget, workspace, pending = CopyBudget(recording.device), list[StorageCopy | StorageFingerprint](), 0
-    for copy in recording.snapshot.copies.values():
-        if fingerprints and not budget.fits(copy.live, pending):
-            workspace.append(StorageFingerprint(copy))
-        else:
-            workspace.append(StorageCopy(copy.tensor, copy.name, budget, now=False))
+    budget, workspace, pending = CopyBudget(recording.device), dict[int, StorageCopy | StorageFingerprint](), 0
+    for key, copy in recording.snapshot.copies.items():
+        if fits := budget.fits(copy.live, pending):
             pending += copy.live.numel()
-    result = RoundsResult([storage for storage in workspace if isinstance(storage, StorageCopy)])
-    replayed_again = len(result.workspace) < len(workspace)
+        if fits or key in copied:
+            workspace[key] = StorageCopy(copy.tensor, copy.name, budget, now=False)
+        else:
+            workspace[key] = StorageFingerprint(copy, constant=bool(copied))
+    result = RoundsResult([storage for storage in workspace.values() if isinstance(storage, StorageCopy)])
+    replayed_again = not copied and len(result.workspace) < len(workspace)
     for index, inputs in enumerate(rounds):
         earlier, last = list(rounds[:index]) if replayed_again else [], index == len(rounds) - 1
-        outcome = _round(recording, inputs, workspace, invented, index, last, earlier)
-        if outcome is None:
-            return None
-        differences, same_random_state = outcome
+        differences, same_random_state, other = _round(recording, inputs, workspace, invented, index, last, earlier)
+        if other:
+            return other
         result.same_random_state = result.same_random_state and same_random_state
         for name, diff in differences:
             if not diff.bitwise and not diff.relative <= tolerance:
@@ -177,14 +177,14 @@ def _run_rounds(
 def _round(
     recording: Recording,
     inputs: list[Tensor],
-    workspace: list[StorageCopy | StorageFingerprint],
+    workspace: dict[int, StorageCopy | StorageFingerprint],
     invented: bool,
     index: int,
     last: bool,
     earlier: list[list[Tensor]],
-) -> tuple[list[tuple[str, Difference]], bool] | None:
+) -> tuple[list[tuple[str, Difference]], bool, set[int]]:
     """Call eagerly, then replay, from one state: the snapshot in the first round, later the workspace, which then holds eager's
-    results. Return the differences and whether the random states agree; None if a fingerprint differs.
+    results. Return the differences, whether the random states agree, and the keys of storages with other fingerprints.
 
     earlier  inputs of the rounds before, whose replays make this round's first state again
     """
@@ -192,7 +192,7 @@ def _round(
     with other_seeds(index):
         eager = run_eager(recording, inputs, invented)
     exchanged = index > 0 and not earlier
-    for storage in workspace:
+    for storage in workspace.values():
         storage.swap() if exchanged and isinstance(storage, StorageCopy) else storage.save()
     if not exchanged:
         recording.snapshot.restore()
@@ -201,18 +201,18 @@ def _round(
         run_replay(recording, earlier_inputs)
     recording.generators.set(random_states)
     replayed = run_replay(recording, inputs)
-    differences = _compare(eager, replayed)
-    for storage in workspace:
+    differences, other = _compare(eager, replayed), set[int]()
+    for key, storage in workspace.items():
         if isinstance(storage, StorageFingerprint):
             if storage.changed():
-                return None
+                other.add(key)
             differences.append((storage.name, EQUAL))
             continue
         diff = storage.difference()
         differences.append((storage.name, diff))
         if not diff.bitwise and not last:
             storage.save()
-    return differences, all(torch.equal(a, b) for a, b in zip(eager.random, replayed.random))
+    return differences, all(torch.equal(a, b) for a, b in zip(eager.random, replayed.random)), other
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ patched while a call is watched. An extension's launches are not intercepted: te
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ..watch.events import Cause
 from ..watch.ops import OpMode
 from ..watch.source_line import Origins, Place, here
-from .memory import Generators, Snapshot, StorageCopy
+from .memory import CopyBudget, Generators, Snapshot, StorageCopy
 from .operations import (
     HOST_WRITE,
     FirstValue,
@@ -58,10 +58,21 @@ class _ThreadState(threading.local):
 
 
 class Discovery:
-    """Results of the watched calls of one function. A tensor is copied into `snapshot` before its first write."""
+    """Results of the watched calls of one function. A tensor is copied into `snapshot` before its first write.
 
-    def __init__(self, device: torch.device, inputs: list[Tensor], snapshot: Snapshot, generators: Generators) -> None:
-        self.device, self.snapshot, self.generators = device, snapshot, generators
+    frozen  keys of the storages in which frozen weights are
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        inputs: list[Tensor],
+        snapshot: Snapshot,
+        generators: Generators,
+        frozen: Set[int] = frozenset(),
+    ) -> None:
+        self.device, self.snapshot, self.generators, self.frozen = device, snapshot, generators, frozen
+        self.passing = CopyBudget(device, passing=True)
         self.inputs = {storage_key(tensor): index for index, tensor in enumerate(inputs)}
         self.external: dict[int, ExternalTensor] = {}
         self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}  # each tensor that requires a gradient, with its first one
@@ -162,9 +173,9 @@ class Discovery:
                 self.see(tensor, place)
                 if not key or key in self._created or key in doubtful:
                     continue
-                weight = isinstance(tensor, nn.Parameter) or tensor.untyped_storage().nbytes() > LARGE
+                weight = isinstance(tensor, nn.Parameter) or key in self.frozen or tensor.untyped_storage().nbytes() > LARGE
                 if key in self.inputs or (weight and not self.external[key].is_written):
-                    doubtful[key] = (tensor, StorageCopy(tensor, "", self.snapshot.budget))
+                    doubtful[key] = (tensor, StorageCopy(tensor, "", self.passing))
                 else:
                     self.before_write(tensor, place)
             result = launch()
@@ -174,7 +185,7 @@ class Discovery:
                         self.snapshot.copies.setdefault(key, copy)
                     self.before_write(tensor, place)
                 else:
-                    self.snapshot.budget.release(copy.saved)
+                    self.passing.release(copy.saved)
         return result
 
     def _operation(self, func: Any, args: tuple, kwargs: dict) -> Any:

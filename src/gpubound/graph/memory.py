@@ -1,14 +1,15 @@
 """Copies of storages, restored bit for bit; fingerprints of storages; the comparison of two results.
 
-Views overlap, so whole storages are copied. A storage of zeros, such as a moment at first, costs no copy. Copies are made on
-the device until they fill half of its free memory, then on the host: a training state of tens of GB must not stop a capture.
-A 64-bit fingerprint, computed on the device, tells whether a storage still equals its copy on the host without reading the
-host; a storage that is only compared, never restored, has a fingerprint instead of a copy on the host.
+Views overlap, so whole storages are copied. A storage of zeros, such as a moment at first, costs no copy. A capture must not
+need more memory than the function: only small copies are made on the device, all others on the host. A 64-bit fingerprint,
+computed on the device, tells whether a storage still equals its copy on the host without reading the host; a storage that is
+only compared, never restored, has a fingerprint instead of a copy on the host.
 """
 
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from ..device import usable_bytes
 from ..kernels.tensor_state import made_record, record_of
 from .reachable import storage_key
 
-CHUNK = 1 << 26  # bytes copied, or compared bit for bit, at a time
-PART = 1 << 24  # bytes compared in fp64, or fingerprinted, at a time: the intermediates are five to eight times as many bytes
+CHUNK = 1 << 25  # bytes copied, or compared bit for bit, at a time
+PART = 1 << 24  # bytes fingerprinted at a time: the intermediates are five times as many
+COMPARED = 1 << 22  # bytes compared in fp64 at a time: the intermediates are five to sixteen times as many
+ON_DEVICE = 1 << 24  # bytes of a state's copies on its device; a constant, so that all ranks make the same calls
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -35,10 +38,15 @@ def elements_of(tensor: Tensor) -> Tensor:
 
 
 class CopyBudget:
-    """Device memory for copies: half of what was free at first. Further copies are made in host memory."""
+    """Device memory for copies. Further copies are made in host memory.
 
-    def __init__(self, device: torch.device) -> None:
-        self.left: float = usable_bytes(device) // 2 if device.type == "cuda" else float("inf")
+    passing  True: for copies that are freed after one operation, half of what is free
+    """
+
+    def __init__(self, device: torch.device, passing: bool = False) -> None:
+        self.left: float = float("inf")
+        if device.type == "cuda":
+            self.left = usable_bytes(device) // 2 if passing else ON_DEVICE
 
     def fits(self, live: Tensor, pending: int = 0) -> bool:
         """Return whether a copy of `live` fits on its device, in addition to `pending` bytes of other copies."""
@@ -110,15 +118,6 @@ class StorageCopy:
             copy_bytes(copy, live)
             copy_bytes(temporary, copy)
 
-    def move_to_host(self) -> bool:
-        """Move the copy to the host. Return False if it is not on a device."""
-        if (copy := self.saved) is None or copy.device.type == "cpu":
-            return False
-        self.saved = torch.empty(copy.numel(), dtype=torch.uint8, device="cpu")
-        copy_bytes(copy, self.saved)
-        self.fingerprint = fingerprint(copy)
-        return True
-
     def changed(self) -> bool:
         """Return whether the storage differs from its copy. Waits for the device."""
         if self.saved is None:
@@ -135,8 +134,9 @@ class StorageCopy:
             copy = torch.zeros_like(self.live) if self.saved is None else self.saved
             return _largest_difference((a, b.to(a.device)) for a, b in zip(self.dequantize(self.live), self.dequantize(copy)))
         dtype, size = self.tensor.dtype, self.tensor.element_size()
-        pairs = ([t[: t.numel() // size * size].view(dtype) for t in pair] for pair in self._pairs(PART))
-        return _largest_difference((live, copy) for live, copy in pairs)
+        parts = (zip(*(t.split(COMPARED) for t in pair)) for pair in self._pairs(CHUNK))
+        pairs = ([t[: t.numel() // size * size].view(dtype) for t in pair] for pair in chain.from_iterable(parts))
+        return _largest_difference((live, copy) for live, copy in pairs if live.numel())
 
     def _pairs(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (storage, copy) bytes part by part, both on the storage's device."""
@@ -149,17 +149,23 @@ class StorageCopy:
 
 
 class StorageFingerprint:
-    """A storage and a fingerprint of its bytes, instead of a copy that is never restored."""
+    """A storage and a fingerprint of its bytes, instead of a copy that is never restored.
 
-    def __init__(self, storage: StorageCopy) -> None:
+    constant  the storage must keep the bytes that it has now: a `save` of others counts as a change
+    """
+
+    def __init__(self, storage: StorageCopy, constant: bool = False) -> None:
         self.name, self.live = storage.name, storage.live
-        self.value: int | None = None
+        self.constant, self.was_changed = constant, False
+        self.value: int | None = fingerprint(self.live) if constant else None
 
     def save(self) -> None:
-        self.value = fingerprint(self.live)
+        now = fingerprint(self.live)
+        self.was_changed = self.was_changed or (self.constant and now != self.value)
+        self.value = self.value if self.constant else now
 
     def changed(self) -> bool:
-        return fingerprint(self.live) != self.value
+        return self.was_changed or fingerprint(self.live) != self.value
 
 
 def _any(raw: Tensor) -> bool:
@@ -182,12 +188,6 @@ class Snapshot:
     def restore(self) -> None:
         for copy in self.copies.values():
             copy.restore()
-
-    def move_to_host(self) -> bool:
-        """Move all copies, and those to come, to the host. Return False if none was on a device."""
-        self.budget.left = 0
-        moved = [copy.move_to_host() for copy in self.copies.values()]
-        return any(moved)
 
 
 def copy_bytes(source: Tensor, target: Tensor) -> None:
@@ -263,10 +263,11 @@ def fingerprint(raw: Tensor) -> int:
     fingerprint is the same on any device. Different bytes collide in one case in 2^64.
     """
     total = torch.zeros((), dtype=torch.int64, device=raw.device)
+    positions = torch.arange(1, min(PART, raw.numel()) // 8 + 2, dtype=torch.int64, device=raw.device)
+    keys = _mixed(positions.mul_(_signed(STEP)))  # of the first part; those of another part differ by its number
     for number, part in enumerate(raw.split(PART)):
         words = _words(part)
-        position = torch.arange(len(words), dtype=torch.int64, device=raw.device).add_(number * (PART // 8) + 1)
-        total += _mixed(words ^ _mixed(position.mul_(_signed(STEP)))).sum()
+        total += _mixed(words ^ keys[: len(words)]).sum() * _signed((number * STEP | 1) % (1 << 64))
     return int(total.item())
 
 
@@ -283,9 +284,9 @@ def _words(part: Tensor) -> Tensor:
 
 def _mixed(x: Tensor) -> Tensor:
     """Mix the words in place: each bit affects every other one, and the mapping is one to one."""
-    for shift, factor in ((30, FIRST), (27, SECOND), (31, 1)):
+    for shift, factor in ((30, FIRST), (27, SECOND)):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))).mul_(_signed(factor))
-    return x
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
 def _signed(word: int) -> int:
@@ -308,21 +309,21 @@ def difference(got: Tensor, want: Tensor) -> Difference:
     """Compare two tensors of one shape and dtype; NaN equals NaN."""
     if all(torch.equal(a, b) for a, b in zip(_bits(got).split(CHUNK), _bits(want).split(CHUNK))):
         return EQUAL
-    size = PART // got.element_size()
+    size = COMPARED // got.element_size()
     return _largest_difference(zip(got.detach().reshape(-1).split(size), want.detach().reshape(-1).split(size)))
 
 
 def _largest_difference(pairs: Iterable[tuple[Tensor, Tensor]]) -> Difference:
     """Return the difference over all parts, each (got, want), of which one at least is not equal bit for bit."""
-    absolute = largest = 0.0
+    maxima = []  # read once, at the end
     for got, want in pairs:
         if got.is_complex():
             got, want = torch.view_as_real(got), torch.view_as_real(want)
-        a, b = got.double(), want.double()
+        a, b = got.to(torch.float64, copy=True), want.double()
         same = (a == b) | (a.isnan() & b.isnan())
-        gap = torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
-        absolute = max(absolute, gap.max().item())
-        largest = max(largest, torch.where(b.isfinite(), b.abs(), 0.0).max().item())
+        gap = a.sub_(b).abs_().masked_fill_(same, 0.0).nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        maxima.append(torch.stack([gap.max(), b.abs().masked_fill_(b.isfinite().logical_not_(), 0.0).max()]))
+    absolute, largest = torch.stack(maxima).amax(0).tolist() if maxima else (0.0, 0.0)
     return Difference(False, absolute, absolute / largest if largest else absolute)
 
 

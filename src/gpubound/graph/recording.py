@@ -5,7 +5,6 @@ the function's state; it is restored bit for bit, also after an error.
 """
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import GraphError
-from ..trace import notice
 from ..watch.events import WAIT
 from ..watch.ops import on_host
 from ..watch.source_line import Place
@@ -63,7 +61,8 @@ class Recording:
             self.snapshot, self.generators = Snapshot(self.device), Generators(self.device)
             for generator in before.generators:
                 self.generators.add(generator)
-            self.discovery = Discovery(self.device, inputs.buffers, self.snapshot, self.generators)
+            frozen = {storage_key(t) for _, t in before.tensors if isinstance(t, nn.Parameter) and not t.requires_grad}
+            self.discovery = Discovery(self.device, inputs.buffers, self.snapshot, self.generators, frozen)
             for path, tensor in before.of_state:
                 self._add_state(path.name, tensor)
             for _, tensor in before.tensors:
@@ -86,27 +85,16 @@ class Recording:
             raise
 
     def _add_state(self, name: str, tensor: Tensor) -> None:
-        """Count a tensor of `state=` as used, and as written unless it is a frozen weight: watching cannot see its uses."""
+        """Count a tensor of `state=` as used, and as written unless frozen weights are in its memory, as in a stacked matrix:
+        watching cannot see its uses. A trained weight in the same memory counts by itself."""
         self.discovery.see(tensor, Place())
-        if not (isinstance(tensor, nn.Parameter) and not tensor.requires_grad):
+        if storage_key(tensor) not in self.discovery.frozen or (isinstance(tensor, nn.Parameter) and tensor.requires_grad):
             self.snapshot.add(tensor, name)
             if (use := self.discovery.external.get(storage_key(tensor))) is not None:
                 use.is_written = True  # else each kernel that gets the tensor would be tried with a copy of it
 
     def _warm_up(self) -> None:
-        """Make the watched calls. If copies of the state leave no memory for a call, move them to the host and begin again."""
-        try:
-            self._watched_calls()
-            return
-        except torch.OutOfMemoryError:
-            if not self.snapshot.move_to_host():
-                raise
-        full = "the device has no memory for fn beside copies of its state; they are moved to the host."
-        notice(f"capture({self.name}): {full}")
-        gc.collect()  # frees what the failed call held
-        self._watched_calls()
-
-    def _watched_calls(self) -> None:
+        """Make the watched calls."""
         with self._restored_on_error():
             for _ in range(3):  # state that only the first call makes is made, used, and seen to have settled
                 self.runner.run(lambda: self.discovery.run(self._call))

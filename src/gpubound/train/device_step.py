@@ -144,12 +144,16 @@ class DeviceStep:
             self.accumulators.zero()
             yield
 
+    def sums(self) -> list[Tensor]:
+        """Return every tensor that a micro-batch writes, except the model's buffers."""
+        fp8 = [] if self.fp8 is None else [self.fp8.states, self.fp8.largest]
+        return [self.accumulators.gradient, self.summed, *fp8]
+
     def state(self) -> list[Tensor]:
         """Return every tensor that a step writes, except the model's buffers."""
-        optimizer, fp8 = self.optimizer, [] if self.fp8 is None else [self.fp8.states, self.fp8.largest]
+        optimizer = self.optimizer
         masters = [master for _, _, master in optimizer.weights.rounded]
-        own = [self.accumulators.gradient, self.summed, optimizer.state]
-        return [*own, *optimizer.moments, *optimizer.weights.flat, *masters, *fp8]
+        return [*self.sums(), optimizer.state, *optimizer.moments, *optimizer.weights.flat, *masters]
 
     def _loss_of(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         scale = self.optimizer.loss_scale

@@ -1,0 +1,127 @@
+"""The first step warms up, captures and certifies in hardly more memory than a step takes; large copies are on the host."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import gpubound as gb
+from gpubound.graph import memory
+from gpubound.models import Decoder, DecoderConfig
+from gpubound.train import AdamW, AdamW8bit, TrainStep
+
+from ..graph.cases import elsewhere
+from .conftest import draw, small, summed
+
+ALLOWED = 1.05  # of what a step takes
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of tensors, made inside, that were alive at once; those of `copies` are counted apart."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.most = self.copied = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        own = memory.CopyBudget.allocate
+
+        def allocate(budget, live):
+            copy = own(budget, live)
+            self._live.pop(copy.untyped_storage()._cdata, None)
+            self.copied += copy.numel()
+            return copy
+
+        monkeypatch.setattr(memory.CopyBudget, "allocate", allocate)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor | torch.UntypedStorage)]
+        before = {(t.untyped_storage() if isinstance(t, Tensor) else t)._cdata for t in given}
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and (key := t.untyped_storage()._cdata) not in before:
+                self._live[key] = StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes()
+        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self._live.values()))
+        return out
+
+
+def peaks(monkeypatch, make: Callable[[str], TrainStep], batch) -> tuple[int, int, int]:
+    """Return (bytes of a step that is not captured, of the first captured step, of the copies in it)."""
+    monkeypatch.setattr(memory, "CHUNK", 1 << 14)  # of the buffers that copies pass through
+    monkeypatch.setattr(memory, "PART", 1 << 14)
+    monkeypatch.setattr(memory, "COMPARED", 1 << 12)
+    found = []
+    for graph in ("off", "require"):
+        step = make(graph)
+        with LiveBytes(monkeypatch) as live:
+            assert step(batch).read().updates == 1
+        found.append(live.most + sum(step.memory.values()))
+    return (*found, live.copied)
+
+
+@pytest.mark.parametrize("optimizer", [AdamW(lr=1e-3), AdamW8bit(lr=1e-3)], ids=["adamw", "adamw8bit"])
+def test_the_first_step_needs_no_more_than_a_step(optimizer, monkeypatch):
+    elsewhere(monkeypatch)
+
+    def make(graph: str) -> TrainStep:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        return TrainStep(model, summed, optimizer, precision="bf16", graph=graph)
+
+    a_step, first, copied = peaks(monkeypatch, make, draw(256))
+    assert first <= ALLOWED * a_step
+    weights = sum(p.numel() for p in make("off").model.parameters())
+    # of the micro-batch the 16-bit weights; of the update these, their masters and the gradient. Nothing for the comparison
+    assert copied <= 1.02 * (2 + 2 + 4 + 4) * weights
+
+
+def test_frozen_weights_that_are_stacked_are_not_copied(monkeypatch):
+    """The matrix that they are stacked in is no parameter, and was taken for a state that a kernel may write."""
+    elsewhere(monkeypatch)
+
+    def make(graph: str) -> TrainStep:
+        torch.manual_seed(0)
+        model = Decoder(DecoderConfig(hidden=32, intermediate=128, layers=2, heads=4, kv_heads=2, vocabulary=64))
+        gb.lora.add(model, 2, 4.0)
+        return TrainStep(model, "causal_lm", AdamW(lr=1e-3), precision="fp32", graph=graph)
+
+    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    _, _, copied = peaks(monkeypatch, make, {"input_ids": ids, "labels": ids})
+    trained = sum(p.numel() for p in make("off").model.parameters() if p.requires_grad)
+    assert copied <= 1.1 * (4 + 4 + 4) * trained
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_first_step_needs_no_more_than_a_step_on_the_gpu(accumulate):
+    """Of the process: what lasts, and the graphs' pool."""
+    torch.use_deterministic_algorithms(False)  # its NaN fill would be captured, too
+    config = DecoderConfig(hidden=1024, intermediate=4096, layers=6, heads=16, kv_heads=4, vocabulary=32768)
+    with torch.device("cuda"):
+        model = Decoder(config)
+    step = TrainStep(model, "causal_lm", AdamW(lr=1e-4), accumulate=accumulate, clip=1.0, graph="require")
+    ids = torch.randint(config.vocabulary, (4, 1024), device="cuda")
+    batches = [{"input_ids": ids, "labels": ids}] * accumulate
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    step(batches)
+    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    step(batches)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    lasts = torch.cuda.memory_reserved()  # with the pool
+    certificates = [graph.certificate for graph in step.captured]
+    assert allocated <= ALLOWED * lasts and reserved <= ALLOWED * lasts, (allocated, reserved, lasts)
+    assert {certificate.snapshot_on for certificate in certificates} >= {"cuda:0 and host memory"}
+
+
+def test_a_step_of_one_micro_batch_compares_its_gradient_alone():
+    step = TrainStep(small(), summed, precision="fp32", graph="require")
+    step(draw(2))
+    gradient, update = (graph.certificate for graph in step.captured)
+    assert not {"m", "v"} & set(gradient.mutated) and len(gradient.mutated) < len(update.mutated)
