@@ -403,6 +403,17 @@ def presets() -> str:
     """Return the table of --list."""
     from ..models.registry import trainable
 
-    lines = [line for family in trainable() for line in family.table()]
-    lines.append("10m-tiny and so on: what sets the preset apart, two layers deep and 16 wide a head, to try a recipe")
-    return "\n".join(lines)
+    columns = {"hidden": "", "intermediate": "", "layers": "", "heads": "", "kv_heads": "", "vocabulary": "", "tied": False}
+    columns |= {"causal": True, "attention": "softmax", "mlp": "swiglu", "norm": "rms"}  # of a family without this choice
+    rows = [["preset", *(column.replace("_", " ") for column in columns)]]
+    for family in trainable():
+        for name, config in family.PRESETS.items():
+            values = [getattr(config, column, default) for column, default in columns.items()]
+            rows.append([name, *(("no", "yes")[v] if isinstance(v, bool) else str(v) for v in values)])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = [
+        "  ".join(cell.rjust(w) if cell.isdigit() else cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows
+    ]
+    notes = [family.NOTE for family in trainable() if hasattr(family, "NOTE")]
+    small = "10m-tiny and so on: what sets the preset apart, two layers deep and 16 wide a head, to try a recipe"
+    return "\n".join([*lines, *notes, small])

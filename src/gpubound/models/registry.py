@@ -21,7 +21,8 @@ reads, load, save True if a folder is the family's; (folder, device, dtype or No
                   iterator over weights or None, overwrite)
 config_of         (config.json, folder) -> config; raises Beyond if our own model does not implement it
 outline, unread   model of a folder on the meta device, from config.json; the same with checked tensors, for storing.read_parts
-sizes, table      `Sizes` of a model; PRESETS as lines of text
+sizes             `Sizes` of a model
+NOTE              a line below the list of presets; optional
 """
 
 from collections import Counter

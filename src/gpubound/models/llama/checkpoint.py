@@ -57,16 +57,6 @@ def sizes(model: LanguageModel) -> Sizes:
     return Sizes(config.vocabulary, config.product_parameters, config.layers, config.heads * config.head_dim)
 
 
-def table() -> list[str]:
-    lines = ["preset  hidden  intermediate  layers  heads  kv heads  vocabulary  tied"]
-    for name, c in PRESETS.items():
-        tied = "yes" if c.tied else "no"
-        lines.append(
-            f"{name:6}  {c.hidden:6}  {c.intermediate:12}  {c.layers:6}  {c.heads:5}  {c.kv_heads:8}  {c.vocabulary:10}  {tied}"
-        )
-    return lines
-
-
 def load_hf(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Decoder:
     """Load the Decoder in a Hugging Face folder. `dtype` None keeps the one of config.json."""
     return read_model(Path(path), Decoder, config_of, device, dtype)

@@ -32,6 +32,7 @@ PRESETS = {
     for size in ("tiny", "10m", "350m")
 }
 FIELD_OF_PART = {part: field for field, table in TABLES.items() for part in table}
+NOTE = f"richards-tiny+{list(MIXERS)[-1]} and so on: with other parts, of {', '.join(FIELD_OF_PART)}"
 
 
 class NamedConfigs(dict[str, RichardsConfig]):
@@ -64,17 +65,6 @@ def make(name: str, vocabulary: int, positions: int, device: torch.device) -> Ri
 def reads(folder: Path) -> bool:
     file = folder / "config.json"
     return file.exists() and read_json(file).get("model_type") == MODEL_TYPE
-
-
-def table() -> list[str]:
-    lines = ["preset          hidden  intermediate  layers  heads  kv heads  attention  mlp          norm      causal"]
-    for name, c in PRESETS.items():
-        causal = "yes" if c.causal else "no"
-        lines.append(
-            f"{name:14}  {c.hidden:6}  {c.intermediate:12}  {c.layers:6}  {c.heads:5}  {c.kv_heads:8}  {c.attention:9}  "
-            f"{c.mlp:11}  {c.norm:8}  {causal}"
-        )
-    return [*lines, f"richards-tiny+{list(MIXERS)[-1]} and so on: with other parts, of {', '.join(FIELD_OF_PART)}"]
 
 
 def load_richards(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> RichardsDecoder:
