@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from ..generate.options import PRINTABLE, Generate, check, read_prompts
 from ..generate.source import check_path
 from . import arguments
-from .ranks import check_timeout
 
 if TYPE_CHECKING:
     from ..decode.request import Generated
@@ -26,16 +25,15 @@ def main(argv: Sequence[str], chat: bool = False) -> int:
     options = arguments(Generate, argv, "chat" if chat else "generate")
     options = replace(options, chat=options.chat or chat)
     check(options)
-    check_timeout(options.timeout)
     check_path(options.ckpt)
     prompts = [] if options.chat else read_prompts(options)
     from ..generate.batches import check_decoding, load  # torch takes two seconds: options are read first
 
     check_decoding(options)
-    if options.writes_lines:
-        from ..generate.replicas import generate_lines
+    if options.output is not None:
+        from ..generate.answers import write_answers
 
-        return generate_lines(options, prompts)
+        return write_answers(options, prompts)
     saved = load(options, options.device)
     if options.chat:
         from ..generate.chat import converse
