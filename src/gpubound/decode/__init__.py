@@ -1,4 +1,4 @@
-"""Generation from the live weights: gpubound.decoder(model), and of masked diffusion models MaskedSampler."""
+"""Generation from the live weights: gpubound.decoder(model), and of diffusion models MaskedSampler and NoiseSampler."""
 
 from importlib import import_module
 from typing import Any
@@ -9,6 +9,6 @@ from .speculation import Draft as Draft
 
 
 def __getattr__(name: str) -> Any:
-    if name == "MaskedSampler":  # a family, above this package
+    if name in ("MaskedSampler", "NoiseSampler"):  # a family, above this package
         return getattr(import_module("gpubound.models.diffusion"), name)
     raise AttributeError(f"module 'gpubound.decode' has no attribute {name!r}")

@@ -33,10 +33,8 @@ from ...layers.embedding_and_head import head_of
 from ...trace import fallback
 from ..language_model import hidden_of, logits_of, why_not_head
 from ..registry import mode
+from .noise import MODES, MOST
 from .objective import is_causal, time_argument
-
-MODES = ("auto", "require", "off")  # of `graph`
-MOST = 8  # shapes whose buffers and graph are cached
 
 
 @dataclass(frozen=True)

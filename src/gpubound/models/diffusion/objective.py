@@ -23,6 +23,7 @@ from ...layers.embedding_and_head import head_of
 from ...train.objectives.word_loss import IGNORE, WordLoss
 from ..language_model import first_row, logits_of
 from ..registry import mode
+from .noise import spread_times
 
 SEED = 0x5EED  # of the masks in validation, the same for every run and evaluation
 
@@ -117,15 +118,6 @@ class MaskedDiffusion(WordLoss):
                 f"masked_diffusion: {type(model).__name__} is causal, but a masked token must attend to later ones; train "
                 f"one with causal=False, such as diffusion-tiny."
             )
-
-
-def spread_times(rows: int, least: float, device: torch.device) -> Tensor:
-    """Return a time in (least, 1] for each row: evenly spaced, and rotated by one random number.
-
-    Each time is uniform, and together they cover the range evenly, which lowers the variance of the batch's mean.
-    """
-    positions = torch.arange(rows, device=device, dtype=torch.float32) / rows
-    return 1 - (1 - least) * ((positions + torch.rand(1, device=device, dtype=torch.float32)) % 1)
 
 
 def spread_masks(counts: Tensor, level: int, levels: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

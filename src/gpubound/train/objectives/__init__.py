@@ -21,6 +21,7 @@ OBJECTIVES = {
     "dpo": (".preference", "Preference"),
     "masked_diffusion": ("gpubound.models.diffusion.objective", "MaskedDiffusion"),
     "diffusion": ("gpubound.models.diffusion.objective", "MaskedDiffusion"),
+    "noise_prediction": ("gpubound.models.diffusion.noise", "NoisePrediction"),
 }
 """(module, class) by name; imported on first use"""
 
