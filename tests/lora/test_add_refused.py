@@ -106,6 +106,11 @@ def test_an_unknown_name_is_refused():
     assert refusal(lambda: gb.lora.remove(model, "x")) == message("lora/add_refused:an_unknown_name_is_refus.2")
 
 
+@pytest.mark.parametrize("call", [gb.lora.merge, gb.lora.remove, gb.lora.disable, gb.lora.enable])
+def test_a_model_without_adapters_is_refused(call):
+    assert "has no adapter" in refusal(lambda: call(tiny()))
+
+
 def test_layers_of_one_weight_are_refused():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight = model[0].weight

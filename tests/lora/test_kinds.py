@@ -40,21 +40,38 @@ def test_peft_loads_what_was_trained(options, tmp_path):
     assert_near(again(tokens()).logits, want)
 
 
-def test_modules_to_save_come_from_pefts_files(tmp_path):
-    """As of a chat model with new tokens: the embedding and the head were trained whole."""
-    config = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"], "init_lora_weights": False}
-    theirs = peft.get_peft_model(tiny(), peft.LoraConfig(r=4, task_type="CAUSAL_LM", **config)).eval()
+FILES = {  # the options of PEFT's config beside target_modules, and how many tensors are trained besides A and B
+    "modules_to_save": ({"modules_to_save": ["embed_tokens", "lm_head"]}, 2),
+    "trainable_token_indices": ({"trainable_token_indices": {"embed_tokens": [1, 5, 7]}}, 1),
+    "lora_bias": ({"lora_bias": True}, 2),
+}
+of_files = pytest.mark.parametrize("options, more", FILES.values(), ids=FILES)
+
+
+def file_of_peft(folder, options, **config):
+    """Save an adapter of PEFT's, all of whose numbers differ from the model's, and return PEFT's model."""
+    config = {"target_modules": ["q_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"} | options
+    theirs = peft.get_peft_model(tiny(), peft.LoraConfig(r=4, **config)).eval()
+    torch.manual_seed(0)
     with torch.no_grad():
-        for name, p in theirs.named_parameters():
-            if "modules_to_save" in name:
-                p.mul_(1.5)
-    theirs.save_pretrained(tmp_path)
-    model = tiny().eval()
+        for p in theirs.parameters():
+            p.add_(0.3 * torch.randn_like(p) if p.requires_grad else 0)
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+@pytest.mark.filterwarnings("ignore:.*(lora_bias|LoRA tensor)")
+@of_files
+def test_what_pefts_files_train_besides_products(tmp_path, options, more):
+    """As of a chat model with new tokens: the embedding and the head, or some of their rows, were trained."""
+    theirs, model = file_of_peft(tmp_path, options), tiny().eval()
     before = model(tokens()).logits
     gb.lora.load(model, tmp_path)
     want = theirs(tokens()).logits
     assert_near(model(tokens()).logits, want)
-    assert len(gb.lora.parameters(model)) == 2 * 2 + 2
+    assert len(gb.lora.parameters(model)) == 2 * 2 + more
+    gb.lora.save(model, tmp_path / "again")
+    assert_near(peft.PeftModel.from_pretrained(tiny(), tmp_path / "again").eval()(tokens()).logits, want)
     with gb.lora.disable(model):
         assert torch.equal(model(tokens()).logits, before)
     step = gb.TrainStep(model.train(), "causal_lm", gb.AdamW(lr=1e-3), precision="fp32", graph="off")
@@ -63,6 +80,53 @@ def test_modules_to_save_come_from_pefts_files(tmp_path):
     assert losses[-1] < losses[0]
     gb.lora.remove(model)
     assert torch.equal(model.eval()(tokens()).logits, before) and list(model.state_dict()) == list(tiny().state_dict())
+
+
+@pytest.mark.parametrize("kind", ["modules_to_save", "trainable_token_indices"])
+def test_merged_for_good_they_are_the_models_own(tmp_path, kind):
+    theirs, model = file_of_peft(tmp_path, FILES[kind][0]), tiny().eval()
+    gb.lora.load(model, tmp_path)
+    want = theirs(tokens()).logits
+    gb.lora.merge(model)
+    assert_near(model(tokens()).logits, want)
+    gb.lora.unmerge(model)
+    gb.lora.merge(model, for_good=True)
+    assert list(model.state_dict()) == list(tiny().state_dict())
+    assert_near(model(tokens()).logits, want)
+
+
+@pytest.mark.filterwarnings("ignore:.*(lora_bias|LoRA tensor)")
+def test_a_bias_is_not_merged(tmp_path):
+    file_of_peft(tmp_path, FILES["lora_bias"][0])
+    model = tiny().eval()
+    gb.lora.load(model, tmp_path)
+    before = model(tokens()).logits
+    with pytest.raises(ValueError, match=r"q_proj adds a bias"):
+        gb.lora.merge(model)
+    assert torch.equal(model(tokens()).logits, before)
+
+
+def test_a_copy_of_a_tied_module_is_not_merged_for_good(tmp_path):
+    """The head would change with the embedding."""
+    theirs, model = tiny(), tiny()
+    for one in (theirs, model):
+        one.lm_head.weight = one.model.embed_tokens.weight
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    peft.get_peft_model(theirs, config).save_pretrained(tmp_path)
+    gb.lora.load(model, tmp_path)
+    with pytest.raises(ValueError, match=r"model\.embed_tokens.*lm_head\.weight"):
+        gb.lora.merge(model, for_good=True)
+    gb.lora.merge(model)
+
+
+def test_other_rows_of_tokens_are_refused(tmp_path):
+    """A file with as many rows, of other tokens, would fit."""
+    for name, rows in (("first", [1, 5, 7]), ("other", [2, 5, 7])):
+        file_of_peft(tmp_path / name, {"trainable_token_indices": {"embed_tokens": rows}})
+    model = tiny()
+    gb.lora.load(model, tmp_path / "first")
+    with pytest.raises(gb.errors.DataError, match="trainable_token_indices"):
+        gb.lora.load(model, tmp_path / "other")
 
 
 def test_convolutions():

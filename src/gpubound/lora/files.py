@@ -39,7 +39,9 @@ UNUSUAL = (  # options of PEFT's that change more than single layers, or need mo
     "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "velora_config", "monteclora_config", "kasa_config",
     "layer_replication",
 )  # fmt: skip
-SAME = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+SAME = (
+    "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "trainable_token_indices",
+)  # fmt: skip
 PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}  # other values for some layers
 LARGEST_RANK = 1 << 16
 

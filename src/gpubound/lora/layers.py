@@ -17,6 +17,7 @@ from ..trace import fallback
 from .adapter import LowRank, RoutedLowRank
 from .routing import Routing
 
+TOKENS = ".token_adapter"  # the end of the names of layers that PEFT's wrappers for `trainable_token_indices` hold
 NAMES = "adapter_names"  # PEFT's argument for a mixed batch: "__base__" is no adapter of any layer
 
 
@@ -26,8 +27,8 @@ def of_peft(module: nn.Module) -> bool:
 
 
 def adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return (name, layer) of all layers of PEFT's in the model."""
-    return [(name, module) for name, module in model.named_modules() if of_peft(module)]
+    """Return (name, layer) of all layers of PEFT's in the model, but for those inside a wrapper."""
+    return [(name, module) for name, module in model.named_modules() if of_peft(module) and not name.endswith(TOKENS)]
 
 
 def wrappers(model: nn.Module) -> list[tuple[str, Any]]:
@@ -37,19 +38,20 @@ def wrappers(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, m) for name, m in of_other if hasattr(m, "original_module") and hasattr(m, "active_adapters")]
 
 
+def tokens_of(layer: Any) -> Any:
+    """Return the layer in a wrapper for `trainable_token_indices`, which holds the rows that train, or None."""
+    return layer._modules.get("token_adapter")
+
+
 def names_in(layer: Any) -> list[str]:
     """Return the names of the layer's adapters."""
-    if hasattr(layer, "adapter_layer_names"):
-        return list(dict.fromkeys(name for part in layer.adapter_layer_names for name in getattr(layer, part)))
-    return list(layer.modules_to_save) if hasattr(layer, "modules_to_save") else names_in(layer.token_adapter)
+    layer = tokens_of(layer) or layer
+    return list(dict.fromkeys(name for part in layer.adapter_layer_names for name in getattr(layer, part)))
 
 
 def parameters_of(layer: Any, name: str) -> list[nn.Parameter]:
     """Return the parameters of the layer's adapter `name`."""
-    if not hasattr(layer, "adapter_layer_names"):
-        if not hasattr(layer, "modules_to_save"):
-            return parameters_of(layer.token_adapter, name)
-        return list(layer.modules_to_save[name].parameters()) if name in layer.modules_to_save else []
+    layer = tokens_of(layer) or layer
     parts = [getattr(layer, part) for part in layer.adapter_layer_names]
     halves = [part[name] for part in parts if name in part]
     return [p for half in halves for p in ([half] if isinstance(half, nn.Parameter) else half.parameters())]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..device import without_autocast
 from ..layers.linear_product import format_of, is_sharded
 from ..layers.quantized_base import Base
-from .layers import active_in, adapted_layers, wrappers
+from .layers import TOKENS, active_in, adapted_layers, tokens_of, wrappers
 from .model import check_not_routed, check_values, layers_with, take_out
 
 
@@ -36,7 +36,8 @@ class Unmerged:
 def merge(model: nn.Module, name: str | None = None, for_good: bool = False) -> float:
     """Add scale · b a of the adapters that are on, or those of them called `name`, to the weights. They then cost nothing.
 
-    for_good  remove the merged adapters, and keep no copy of the former weights
+    for_good  remove the merged adapters, and keep no copy of the former weights. Copies of whole modules (`modules_to_save`)
+              and rows of tokens that trained with them replace the model's own
 
     Return the largest rounding error of a layer, relative to the sum that was added. In bf16 it is large where an adapter is
     small: one hundredth of a weight keeps one or two bits.
@@ -51,6 +52,8 @@ def merge(model: nn.Module, name: str | None = None, for_good: bool = False) -> 
     check_values({key: _weight(layer) for key, layer, _ in active}, "lora.merge")
     for key, layer, on in active:
         _check_mergeable(key, layer, on)
+    trained = [(key, layer, on) for key, layer, names in layers if (on := _replacing(layer, names))] if for_good else []
+    _check_own_weights(model, trained)
     with without_autocast(next(model.parameters()).device):  # it would round the products of b and a to 16 bits
         errors = [_merge_layer(layer, on, keep=not for_good) for _, layer, on in active]
     if for_good:
@@ -58,8 +61,38 @@ def merge(model: nn.Module, name: str | None = None, for_good: bool = False) -> 
         for _, layer in adapted_layers(model):
             vars(layer).pop("unmerged", None)
             layer.merged_adapters.clear()
+        for _, wrapper, on in trained:
+            _replace(wrapper, on)
         take_out(model, sorted(merged))
     return max((error.item() for error in errors), default=0.0)
+
+
+def _replacing(layer: Any, names: Sequence[str]) -> list[str]:
+    """Return which of these adapters replace a module or rows of it now."""
+    return [] if hasattr(layer, "base_layer") else [word for word in active_in(layer) if word in names]
+
+
+def _check_own_weights(model: nn.Module, wrapped: Sequence[tuple[str, Any, list[str]]]) -> None:
+    """Refuse a copy of a module whose weight another module has, too: that one would change as well."""
+    paths: dict[int, list[str]] = {}
+    for path, p in model.named_parameters(remove_duplicate=False):
+        paths.setdefault(id(p), []).append(path)
+    for key, wrapper, _ in wrapped:
+        if tokens_of(wrapper) is None:  # PEFT lets the rows of tied modules follow each other
+            for p in wrapper.original_module.parameters():
+                if other := [path for path in paths[id(p)] if not path.startswith(f"{key}.")]:
+                    raise ValueError(
+                        f"lora.merge: the adapter has a copy of {key}, whose weight is {other[0]}, too; untie them, or merge "
+                        f"without for_good."
+                    )
+
+
+def _replace(wrapper: Any, names: Sequence[str]) -> None:
+    """Write what the wrapper's forward reads into the module that it wraps."""
+    if tokens := tokens_of(wrapper):
+        tokens.base_layer.weight.copy_(tokens.get_merged_weights(names))
+    else:
+        wrapper.original_module.load_state_dict(wrapper.modules_to_save[names[0]].state_dict())
 
 
 def _weight(layer: Any) -> Any:
@@ -78,6 +111,10 @@ def _check_mergeable(key: str, layer: Any, names: Sequence[str]) -> None:
         raise ValueError(
             f"lora.merge: the weight of {key} is quantised, in steps larger than an adapter's sums; call "
             f"gb.lora.dequantize_base first."
+        )
+    if biased := [word for word in names if getattr(layer, "lora_bias", {}).get(word)]:
+        raise ValueError(
+            f"lora.merge: the adapter {biased[0]!r} of {key} adds a bias, too, which the weight cannot hold; keep the adapter."
         )
     left = [word for word in active_in(layer) if word not in names and word not in layer.merged_adapters]
     if left and (set(layer.lora_variant) or type(layer.get_base_layer()) is not nn.Linear):
@@ -149,7 +186,8 @@ def plain_state(model: nn.Module) -> dict[str, Tensor]:
                     f"lora: {key} carries the adapter {name!r}, which a model's own files cannot store; call gb.lora.merge "
                     f"first, or gb.lora.disable to leave it out."
                 )
-        inner = f"{key}.base_layer." if hasattr(layer, "base_layer") else f"{key}.original_module."
+        own = "" if hasattr(layer, "base_layer") else TOKENS if tokens_of(layer) else None
+        inner = f"{key}.original_module." if own is None else f"{key}{own}.base_layer."
         state = {
             f"{key}.{word.removeprefix(inner)}" if word.startswith(inner) else word: tensor
             for word, tensor in state.items()

@@ -17,7 +17,7 @@ from ..layers.fused_weights import own_storages
 from ..layers.linear_product import format_of, is_sharded, multiply_by_records, shape_of
 from .adapter import pack_adapters
 from .base import check, check_no_step, kind_of, quantize_base
-from .layers import active_in, adapted_layers, fuse, names_in, parameters_of, wrappers
+from .layers import active_in, adapted_layers, fuse, names_in, parameters_of, tokens_of, wrappers
 from .routing import Routing
 from .targets import by, layers_of, select_layers
 
@@ -195,6 +195,8 @@ def set_active(layer: Any, names: Sequence[str]) -> None:
         layer._disable_adapters = not names
         if names:
             layer._active_adapter = list(names)
+        if tokens := tokens_of(layer):
+            set_active(tokens, names)
 
 
 def _check_apart(model: nn.Module, layers: Mapping[str, Any], who: str) -> None:
@@ -281,7 +283,7 @@ class disable:
     """
 
     def __init__(self, model: nn.Module, name: str | None = None):
-        layers = layers_with(model, name, "lora.disable")
+        layers = layers_with(model, name, "lora.disable", some=True)
         check_not_merged(layers, "lora.disable")
         self._were_active = [(layer, active_in(layer)) for _, layer, _ in layers]
         for (_, layer, names), (_, active) in zip(layers, self._were_active):
@@ -297,7 +299,7 @@ class disable:
 
 def enable(model: nn.Module, name: str | None = None) -> None:
     """Switch adapters on again, or those called `name`."""
-    for _, layer, names in layers_with(model, name, "lora.enable"):
+    for _, layer, names in layers_with(model, name, "lora.enable", some=True):
         set_active(layer, [word for word in names_in(layer) if word in names or word in active_in(layer)])
 
 
