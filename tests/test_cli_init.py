@@ -1,5 +1,6 @@
 """`gpubound init`: each config is accepted as it is, and trains."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,7 +9,7 @@ import yaml
 from gpubound import device as facts
 from gpubound.cli import main
 from gpubound.cli.init import CONFIGS
-from gpubound.cli.train import from_file
+from gpubound.cli.train import from_file, override_length
 
 from .train.runs import CHATS, build_corpus, recipe, texts, train
 
@@ -59,3 +60,10 @@ def test_a_config_trains(kind, base, tmp_path, monkeypatch, capsys):
     assert main(["train", str(path), *model, *small]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["finished"] and answer["last"]["step"] == 2 and not answer["failed"]
+
+
+def test_an_option_is_in_place_of_the_other_key_of_a_config(tmp_path, capsys):
+    default = from_file(str(written("sft", tmp_path, capsys)))
+    given = override_length(dataclasses.replace(default, eval_every=5, steps=7), default)
+    assert (given.evals_per_epoch, given.epochs, given.saves_per_epoch) == (0, None, 2.0)
+    assert given.recipe().eval_every == 5

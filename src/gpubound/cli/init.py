@@ -14,7 +14,8 @@ from . import arguments
 
 CHATS = """\
 data: chats.jsonl             # {"messages": [...]}, {"prompt": ..., "completion": ...}, Alpaca, ShareGPT; also .json, .parquet,
-                              # a folder, several files as a list, or a dataset of the hub as owner/name
+                              # a folder, a dataset of the hub as owner/name, or several:
+                              # [{path: chats.jsonl, weight: 2}, more.jsonl]
 # eval_data: eval.jsonl       # held-out losses are of these; without it a fraction of data is held out:
 validation: 0.05
 """
@@ -33,10 +34,17 @@ RATES = """\
 schedule: cosine              # or linear, wsd, constant
 warmup: 0.03                  # a fraction of the steps, or their number
 """
-KEPT = """\
+BY_EPOCH = """\
+evals_per_epoch: 2            # held-out losses an epoch (or eval_every: 100, in steps); the best weights are kept and exported
+# patience: 3                 # stop after this many held-out losses without a better one
+saves_per_epoch: 2            # checkpoints an epoch (or save_every: 100); --resume goes on from the newest
+"""
+BY_STEPS = """\
 eval_every: 100               # steps between two held-out losses; the best weights are kept and exported
 # patience: 3                 # stop after this many held-out losses without a better one
 save_every: 100               # steps between two checkpoints; --resume goes on from the newest
+"""
+KEPT = """\
 # recompute: blocks           # less memory, a third more work
 seed: 0
 # log: wandb                  # or tensorboard, trackio
@@ -66,7 +74,7 @@ lr: 2e-5
 clip: 1.0                     # the largest gradient norm
 precision: auto               # bf16 on a GPU that has units for it, else fp32
 
-{KEPT}""",
+{BY_EPOCH}{KEPT}""",
     "lora": f"""\
 # Train low-rank adapters over a frozen model:  gpubound train config.yaml --export hf
 # hf in out then holds the adapters in PEFT's layout; with --merge, the whole model.
@@ -78,7 +86,7 @@ out: runs/lora                # checkpoints, the corpus, the report
 epochs: 3                     # or steps: 1000
 lr: 2e-4
 {RATES}
-{KEPT}""",
+{BY_EPOCH}{KEPT}""",
     "dpo": f"""\
 # Preference optimisation (DPO) of adapters; the frozen model is the reference:  gpubound train config.yaml --export hf
 out: runs/dpo                 # checkpoints, the corpus, the report
@@ -96,11 +104,12 @@ objective_options:
 # micro_batch: 8              # rows that the model computes at once, two a pair; without it as many as hold 4,096 tokens
 accumulate: 2                 # micro-batches in a step, of all GPUs together
 overlong: truncate_left       # what happens to longer ones; or truncate, drop
+# buckets: 4                  # rows of so many lengths, which leave the least padding; on one GPU
 
 epochs: 1                     # or steps: 1000
 lr: 5e-6
 {RATES}
-{KEPT}""",
+{BY_EPOCH}{KEPT}""",
     "pretrain": f"""\
 # Train a model from random weights, or a Hugging Face folder further, on texts:  gpubound train config.yaml --export hf
 out: runs/pretrain            # checkpoints, the corpus, the report
@@ -124,7 +133,7 @@ weight_decay: 0.1
 clip: 1.0                     # the largest gradient norm
 precision: auto               # bf16 on a GPU that has units for it, else fp32
 
-{KEPT}""",
+{BY_STEPS}{KEPT}""",
 }
 
 

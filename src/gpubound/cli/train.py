@@ -27,7 +27,7 @@ from ..formatting import shown
 from ..monitor.live import check_log
 from ..train.aliases import normal
 from ..train.convert import convert
-from ..train.recipe import Recipe
+from ..train.recipe import EITHER, Recipe, of_either
 from . import arguments
 from .config_file import MAX_BYTES, load_yaml, split_aliases
 from .ranks import RankOptions, resume_command, save_when_launcher_ends, start_ranks
@@ -327,12 +327,10 @@ def with_aliases(default: Train, theirs: dict[str, Any], argv: list[str]) -> Tra
 
 
 def override_length(options: Train, default: Train) -> Train:
-    """Return the options in which --steps overrides the epochs of the config file, and --epochs its steps."""
-    if options.epochs != default.epochs and options.steps == default.steps:
-        return dataclasses.replace(options, steps=None)
-    if options.steps != default.steps and options.epochs == default.epochs:
-        return dataclasses.replace(options, epochs=None)
-    return options
+    """Return the options in which --steps overrides the epochs of the config file, --eval-every its evals_per_epoch, ..."""
+    keys = [key for pair in EITHER.items() for key in pair]
+    given = {key: getattr(options, key) for key in keys if getattr(options, key) != getattr(default, key)}
+    return dataclasses.replace(options, **of_either(given))
 
 
 PATHS = ("out", "model", "data", "eval_data", "tokenizer", "chat_template", "export")  # keys that may name a file or a folder

@@ -1,6 +1,7 @@
 """The recipe of a run: every option in one place, validated before anything is read or built."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,14 @@ KINDS = {
 """(name, learning rate, weight decay) of each kind of run."""
 
 STEPS = 1000  # without steps and epochs
+EITHER = {"steps": "epochs", "eval_every": "evals_per_epoch", "save_every": "saves_per_epoch"}
+"""Pairs of keys of which one is given. Where a phase or an option gives one, the recipe's value of the other is dropped."""
+
+
+def of_either(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `given`, and as switched off the keys that one of `given` is in place of."""
+    others = {b for pair in EITHER.items() for a, b in (pair, pair[::-1]) if given.get(a) and not given.get(b)}
+    return {key: None if key in ("steps", "epochs") else 0 for key in others} | dict(given)
 
 
 @dataclass(frozen=True)
@@ -285,9 +294,7 @@ class Recipe:
             own.setdefault("objective_options", {})
         if "data" in own:
             own.setdefault("data_weights", ())
-        for given, other in (("steps", "epochs"), ("epochs", "steps")):
-            if own.get(given) is not None:
-                own.setdefault(other, None)
+        own = of_either(own)
         for key in own.keys() - set(PHASED):
             why = "is the whole run's, not a phase's."
             if key not in {f.name for f in fields(Recipe)}:
