@@ -37,12 +37,12 @@ class Case:
 
 SFT_GATES, DPO_GATES = {"trl-packed": 1.6, "trl-plain": 3.0}, {"trl-dpo": 1.5, "trl-dpo-plain": 1.5}
 CASES = {
-    "1b-sft": Case("1b", 4096, {"ours": 2, "trl-packed": 2, "trl-padded": 8, "trl-plain": 8}, SFT_GATES),
+    "1b-sft": Case("1b", 4096, {"ours": 2, "trl-packed": 2, "trl-placed": 2, "trl-padded": 8, "trl-plain": 8}, SFT_GATES),
     "8b-sft": Case("8b", 4096, {"ours": 1, "trl-packed": 1, "trl-padded": 4, "trl-plain": 4}, SFT_GATES),
     "1b-dpo": Case("1b", 2048, {"ours-dpo": 8, "trl-dpo": 8, "trl-dpo-plain": 8}, DPO_GATES),
 }
 TINY = {
-    "tiny-sft": Case("tiny", 64, {"ours": 2, "trl-packed": 2, "trl-plain": 4}, {}),
+    "tiny-sft": Case("tiny", 64, {"ours": 2, "trl-packed": 2, "trl-placed": 2, "trl-plain": 4}, {}),
     "tiny-dpo": Case("tiny", 64, {"ours-dpo": 2, "trl-dpo-plain": 2}, {}),
 }
 
@@ -57,7 +57,7 @@ class FineTune:
     only: str = ",".join(CASES)
     """Cases, by comma: 1b-sft, 8b-sft (examples of up to 4,096 tokens), 1b-dpo (pairs of up to 2,048)."""
     peers: str = ""
-    """Peers, by comma: trl-packed, trl-padded, trl-plain (without Liger), trl-dpo, trl-dpo-plain. Default: all."""
+    """Peers, by comma: trl-packed, trl-padded (with Liger), trl-placed (gb.place), trl-plain, trl-dpo, trl-dpo-plain."""
     rounds: int = 8
     """How often they take turns; about a second each."""
     results: Path = results.FOLDER

@@ -96,7 +96,7 @@ def ours(job: Job, pairs: bool = False) -> Steps:
     return run
 
 
-def trl(job: Job, pairs: bool = False, packing: bool = True, liger: bool = True) -> Steps:
+def trl(job: Job, pairs: bool = False, packing: bool = True, liger: bool = True, placed: bool = False) -> Steps:
     """A trainer of TRL, which runs `train()` in a thread and is held between two steps where nothing is timed."""
     os.environ["HF_HUB_OFFLINE"], os.environ["TOKENIZERS_PARALLELISM"] = "1", "false"
     import datasets.fingerprint
@@ -107,6 +107,8 @@ def trl(job: Job, pairs: bool = False, packing: bool = True, liger: bool = True)
     number = count()
     datasets.fingerprint.Hasher.hash = classmethod(lambda cls, value: f"{next(number):016x}")
     model = llama(job, dtype(job))
+    if placed:
+        gb.place(model, job.device)
     from peft import LoraConfig
 
     given: dict[str, Any] = {
@@ -180,6 +182,7 @@ def serve(job: Job, steps: Steps) -> Iterator[Any]:
 CONTENDERS: dict[str, Callable[[Job], Steps]] = {
     "ours": ours,
     "trl-packed": trl,
+    "trl-placed": partial(trl, liger=False, placed=True),
     "trl-padded": partial(trl, packing=False),
     "trl-plain": partial(trl, packing=False, liger=False),
     "ours-dpo": partial(ours, pairs=True),

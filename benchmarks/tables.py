@@ -28,6 +28,7 @@ NAMES = {
     "peft-compile-autocast": "PEFT, torch.compile, bf16 autocast",
     "peft-liger": "PEFT, Liger",
     "trl-packed": "TRL, packing, Liger",
+    "trl-placed": "TRL, packing, gb.place",
     "trl-padded": "TRL, padding, Liger",
     "trl-plain": "TRL, padding",
     "trl-dpo": "TRL, Liger",
