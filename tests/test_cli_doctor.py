@@ -36,6 +36,8 @@ LOOP = """
         print("closed after", step + 1)
 """
 
+CHOICE = 'device = torch.accelerator.current_accelerator() or torch.device("cpu")'
+
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
@@ -114,53 +116,54 @@ def test_the_gate_is_never_green_by_absence(script, capsys, options, code, said)
     assert said in capsys.readouterr().out
 
 
-TOOK_THE_CPU = {
-    "plain": 'device = torch.device("cuda" if torch.cuda.is_available() else "cpu")',
-    "placed": "import gpubound as gb\ndevice = 'cpu'\ngb.place(nn.Linear(2, 2))",
-}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the script finds its GPU")
-@pytest.mark.parametrize("script_of", TOOK_THE_CPU)
-def test_a_script_that_took_the_cpu_is_not_measured_and_not_blamed(script, capsys, script_of):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the pretend device needs CUDA_VISIBLE_DEVICES=")
+def test_a_script_that_took_the_cpu_is_not_measured_and_not_blamed(script, capsys):
     """It has 0 waits, which would hold every budget, and its ops on the CPU are no fault of its lines."""
-    simulated = 'device = torch.accelerator.current_accelerator() or torch.device("cpu")'
-    script.write_text(script.read_text().replace(simulated, TOOK_THE_CPU[script_of]))
+    script.write_text(script.read_text().replace(CHOICE, 'device = torch.device("cpu")'))
     assert main(["doctor", "--dry-run", "--max-syncs-per-step", "0", "train.py", "9"]) == 3
-    said = capsys.readouterr()
-    assert "model.to(device)" not in said.out + said.err and "cpu_op" not in said.out
-    last = said.err.splitlines()[-1]
-    assert "torch.cuda.is_available() is False" in last and "gb.place" in last
+    printed = capsys.readouterr()
+    assert "model.to(device)" not in printed.out + printed.err and "cpu_op" not in printed.out
+    assert "reached the device" in printed.err.splitlines()[-1]
 
 
 def test_a_function_on_the_cpu_is_not_measured():
-    with pytest.raises(gb.errors.MeasureError, match=r"torch\.accelerator\.current_accelerator"):
+    with pytest.raises(gb.errors.MeasureError, match="reached the device"):
         gb.doctor(lambda: torch.ones(2).sum().item(), dry_run=True)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the script finds its GPU")
-@pytest.mark.parametrize("call", ['torch.ones(2, device="cuda")', "torch.cuda.current_device()", 'torch.Generator("cuda")'])
-def test_a_script_that_asks_for_cuda_is_told_what_a_dry_run_has(script, capsys, call):
-    script.write_text(f"import torch\n{call}\n")
-    assert main(["doctor", "--dry-run", "train.py"]) == 2
-    printed = capsys.readouterr().err
-    assert message("cli_doctor:a_script_that_asks_for_c", call).within(printed)
-    assert printed.endswith(
-        "gpubound doctor: train.py failed with code 1; it needs CUDA, which a dry run has not; take the device from "
-        'torch.accelerator.current_accelerator() instead of "cuda", or run the doctor on a GPU.\n'
-    )
+FOR_CUDA = {
+    "chosen": 'device = torch.device("cuda" if torch.cuda.is_available() else "cpu")',
+    "demanded": 'device = "cuda:0"; torch.cuda.set_device(0); assert torch.ones(1).cuda().is_cuda',
+}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the script finds its GPU")
-def test_a_script_of_train_step_is_told_what_the_pretend_device_has_not(script, capsys):
-    script.write_text(
-        "import torch, gpubound as gb\n"
-        "model = torch.nn.Linear(2, 2).to(torch.accelerator.current_accelerator())\n"
-        "gb.TrainStep(model, print, torch.optim.SGD)\n"
-    )
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the pretend device needs CUDA_VISIBLE_DEVICES=")
+@pytest.mark.parametrize("choice", FOR_CUDA)
+def test_a_script_for_cuda_runs_on_the_pretend_device(script, capsys, choice):
+    script.write_text(script.read_text().replace(CHOICE, FOR_CUDA[choice]))
+    assert main(["doctor", "--dry-run", "--json", "train.py", "9"]) == 0
+    verdict = json.loads(capsys.readouterr().out)
+    assert [(found["kind"], found["site"]["code"]) for found in verdict["findings"]] == [
+        ("sync", 'print("private", loss.item())')
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the pretend device needs CUDA_VISIBLE_DEVICES=")
+@pytest.mark.parametrize(
+    ("statement", "missing"),
+    [
+        ("torch.cuda.CUDAGraph()", "CUDA graphs"),
+        (
+            "torch.ops.aten._cudnn_rnn_flatten_weight([torch.ones(2).cuda()], 1, 1, 0, 1, 0, 1, False, False)",
+            "aten::_cudnn_rnn",
+        ),
+    ],
+)
+def test_what_the_pretend_device_lacks_is_named(script, capsys, statement, missing):
+    script.write_text(f"import torch\n{statement}\n")
     assert main(["doctor", "--dry-run", "train.py"]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "train.py failed with code 1" in last and "gb.TrainStep" in last and "pretend device" in last
+    assert "train.py failed with code 1" in last and f"the pretend device of a dry run has no {missing}" in last
 
 
 def test_a_patch_is_shown_and_written_only_when_asked_for(script, capsys):

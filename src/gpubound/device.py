@@ -29,6 +29,7 @@ from .errors import DeviceError
 from .trace import notice
 
 POLICIES = ("auto", "require", "cpu", "cuda")
+PRETENDED = "simgpu"  # type of the pretend device (watch/pretend.py)
 
 
 @cache
@@ -260,6 +261,19 @@ def _tested(index: int) -> str | None:
     return _failure(lambda: exercise(torch.device("cuda", index)))
 
 
+_pretended: list[torch.device] = []
+
+
+@contextmanager
+def pretending(device: torch.device) -> Iterator[None]:
+    """Let `device`, a pretend one, be what `resolve` returns for a GPU inside the block (watch/pretend_cuda.py)."""
+    _pretended.append(device)
+    try:
+        yield
+    finally:
+        _pretended.pop()
+
+
 def resolve(spec: str | torch.device = "auto") -> torch.device:
     """Return the device that `spec` means on this machine, after it has passed a real test.
 
@@ -267,6 +281,8 @@ def resolve(spec: str | torch.device = "auto") -> torch.device:
     device(type='cpu')
     """
     name, colon, number = str(spec).partition(":")
+    if _pretended and name in ("auto", "require", "cuda", _pretended[-1].type):
+        return _pretended[-1]
     if name not in POLICIES or (colon and (name != "cuda" or not number.isdecimal())):
         raise ValueError(f"device: got {str(spec)!r}, wanted one of {', '.join(POLICIES)}, cuda:<index>.")
     if name == "cpu":

@@ -74,6 +74,15 @@ def test_a_module_keeps_its_parameters_and_their_ties(sim):
     assert torch.equal(twin.qkv.weight, model.qkv.weight)
 
 
+def test_data_takes_over_the_values_and_the_dtype(sim):
+    """As a flat buffer of all weights does: an update of the buffer is one of the parameter."""
+    flat, weight = torch.zeros(4, dtype=torch.bfloat16, device=sim), torch.nn.Parameter(torch.ones(2, 2, device=sim))
+    weight.data = flat.view(2, 2)
+    flat.fill_(3.0)
+    assert weight.dtype == torch.bfloat16 and weight.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    assert (weight.detach() * 2).tolist() == [[6.0, 6.0], [6.0, 6.0]] and weight.data.data_ptr() == flat.data_ptr()
+
+
 def test_checkpoints_hold_cpu_tensors(sim):
     model, file = Block().to(sim), io.BytesIO()
     torch.save(model.state_dict(), file)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..device import PRETENDED
 from ..errors import GraphError
 from ..trace import notice
 from .leaves import Padding, Parcel, pack
@@ -46,11 +47,13 @@ class Lane:
 
     def staging(self, size: int) -> Tensor:
         """Return host memory to copy from."""
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda")
+        memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda")
+        return memory.pin_memory() if self.device.type == PRETENDED else memory
 
     def send(self, staged: Tensor) -> tuple[Tensor, Any]:
         """Start copying `staged` to new memory on the device; return it with the event of the copy's end."""
-        return (staged.clone() if self.device.type == "cpu" else staged.to(self.device)), None
+        there = staged.clone() if self.device.type == "cpu" else staged.to(self.device, non_blocking=staged.is_pinned())
+        return there, None
 
     def wait(self, event: Any) -> None:
         """Block this host thread until `event`."""

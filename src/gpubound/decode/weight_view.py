@@ -25,6 +25,7 @@ from ..lora.layers import active_in, adapted_layers, names_in, parameters_of, wr
 from ..models.decoding import Reader, linear_of, weight_of
 from ..models.registry import decoded, reader_of, role_of
 from ..trace import notice
+from ..watch.pretend import PARAMETERS
 from .model_watch import TensorWatch, model_tensors, scalars_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -160,7 +161,7 @@ def _make_neighbours(reader: Reader, stacks: Mapping[tuple[int, int], Stacked]) 
 @contextmanager
 def restore_on_error(*models: nn.Module) -> Iterator[None]:
     """Give parameters that were joined their own storages again where the block raises."""
-    plain = [p for model in models for p in model.parameters() if type(p) is nn.Parameter]
+    plain = [p for model in models for p in model.parameters() if type(p) in PARAMETERS]
     before = [p.data_ptr() for p in plain]
     try:
         yield
@@ -275,5 +276,5 @@ def _unreadable(model: nn.Module, spread: bool | str = False) -> str | None:
         return f"its weights differ in dtype or device: {names}{'; move all of it to the CPU, or to GPUs' if move else ''}"
     if (dtype := next(iter(weights.values())).dtype) not in DTYPES:
         return f"its weights are {dtype}; the kernels take fp32, fp16 and bf16"
-    loose = [name for name, t in weights.items() if not t.is_contiguous() or type(t) is not nn.Parameter]
+    loose = [name for name, t in weights.items() if not t.is_contiguous() or type(t) not in PARAMETERS]
     return f"{loose[0]} is not a plain, contiguous parameter" if loose else None

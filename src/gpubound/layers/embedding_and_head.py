@@ -16,6 +16,7 @@ from ..kernels import cross_entropy, linear_cross_entropy
 from ..kernels.accumulate import deliver_rows, main_gradient
 from ..kernels.dispatch import transformed
 from ..trace import fallback
+from ..watch.pretend import PARAMETERS
 from .fused_weights import Kernels, hooked
 
 # Relative error allowed between two runs of the same model: two roundings to the dtype, and tf32 products.
@@ -50,7 +51,7 @@ def plain_table(table: Any) -> bool:
         and "forward" not in vars(table)
         and table.max_norm is None
         and not (table.scale_grad_by_freq or table.sparse)
-        and type(table._parameters.get("weight")) is nn.Parameter
+        and type(table._parameters.get("weight")) in PARAMETERS
     )
 
 
@@ -122,7 +123,7 @@ def lm_loss(
 def plain_head(head: Any) -> bool:
     """Return whether calling the head computes its weight's product alone, without a bias."""
     plain = type(head) in (LMLoss, nn.Linear) and not hooked(head) and head.bias is None
-    return plain and type(head._parameters.get("weight")) is nn.Parameter
+    return plain and type(head._parameters.get("weight")) in PARAMETERS
 
 
 def logits_loss(logits: Tensor, labels: Tensor, total: Tensor | float | None = None, ignore_index: int = -100) -> Tensor:

@@ -27,6 +27,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from ..errors import GraphError
 from ..kernels.accumulate import join_rows
 from ..trace import fallback
+from ..watch.pretend import PARAMETERS
 from .linear_product import FORWARDS, Joined, format_of, linear, multiply
 
 Kernels = tuple[str, tuple[str, ...]]
@@ -35,7 +36,7 @@ Kernels = tuple[str, tuple[str, ...]]
 
 def plain(layer: Any) -> bool:
     """Return whether calling `layer` computes x weightᵀ + bias alone: no subclass, no hook, no parameter of a special kind."""
-    if type(layer) is not nn.Linear or type(layer._parameters.get("weight")) is not nn.Parameter:
+    if type(layer) is not nn.Linear or type(layer._parameters.get("weight")) not in PARAMETERS:
         return False
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
         return False
@@ -218,7 +219,7 @@ class Projecting(nn.Module):
         as a step's parameters."""
         for name in ("weight", "bias"):
             group: list[Any] = [getattr(layer, name, None) for layer in self.projections()]
-            if any(type(p) is not nn.Parameter or format_of(p).coded for p in group):
+            if any(type(p) not in PARAMETERS or format_of(p).coded for p in group):
                 continue
             joined = join_rows([p.detach() for p in group])
             if joined is not None and joined.untyped_storage().nbytes() == joined.nbytes:
@@ -291,7 +292,7 @@ def describe(layer: nn.Module) -> str:
     if type(layer) is not nn.Linear:
         return f"a projection is {kind}, not nn.Linear"
     weight = layer._parameters.get("weight")
-    if type(weight) is not nn.Parameter:
+    if type(weight) not in PARAMETERS:
         return f"a projection's weight is a {type(weight).__name__}, not a plain Parameter"
     return "a projection carries hooks" if hooked(layer) else "a projection's weight is quantised"
 

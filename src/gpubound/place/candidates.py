@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..layers.fused_weights import overlapping
 from ..layers.linear_product import format_of
 from ..models.registry import Swap, reads_tokens, role_of, swaps_of
+from ..watch.pretend import PARAMETERS
 from .norms import TORCH_NORMS, custom_norm, torch_norm
 
 STACKS = ("Model", "TextModel")  # roles of decoder stacks
@@ -216,7 +217,7 @@ def quantised(module: nn.Module) -> str | None:
     for name, p in module._parameters.items():
         if p is None or format_of(p).coded:  # by gb.lora.quantize_base, which our products support
             continue
-        if p.dtype not in FLOATS or type(p.data) not in (Tensor, nn.Parameter):
+        if p.dtype not in FLOATS or type(p.data) not in (Tensor, *PARAMETERS):
             return f"{type(module).__name__}'s {name} is quantised ({type(p.data).__name__}, {p.dtype})"
     for name, b in module._buffers.items():
         if b is not None and "weight" in name and b.dtype not in FLOATS:

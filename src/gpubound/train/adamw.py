@@ -21,6 +21,7 @@ from ..kernels import adamw, plan_update
 from ..kernels.adamw import plan_shape
 from ..kernels.dispatch import hasten
 from ..layers.fused_weights import overlapping
+from ..watch.pretend import PARAMETERS
 from .precision import Precision
 from .schedule import Schedule, is_rate
 
@@ -132,7 +133,7 @@ def _trained(named: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Paramete
     for name, parameter in named:
         if not parameter.requires_grad:
             continue
-        if type(parameter) is not Parameter:
+        if type(parameter) not in PARAMETERS:
             raise ValueError(
                 f"parameters: {name} is a {type(parameter).__name__}, wanted a plain torch.nn.Parameter; "
                 f"run a lazy module once before, and do not shard or quantise what is trained."

@@ -203,7 +203,7 @@ def _copy(source, device, dtype, count: int, later: bool, to: torch.Tensor | Non
     If the dtype changes, torch converts on the device for non_blocking=True, and otherwise on the host, in pageable memory.
     """
     up = on_host(source)
-    if up == on_host(device) or "meta" in (source.device.type, device.type):
+    if count == 0 or up == on_host(device) or "meta" in (source.device.type, device.type):
         return ()
     carried = source.dtype if up == later else dtype
     if up:
@@ -215,7 +215,7 @@ def _copy(source, device, dtype, count: int, later: bool, to: torch.Tensor | Non
 def _lifted(func, args, kwargs, home) -> tuple[Move, ...]:
     """Return the upload of torch.tensor(value, device=...), which modes see only as the finished tensor being lifted."""
     first = args[0]
-    if not _counts(first.device, home):
+    if not _counts(first.device, home) or first.numel() == 0:
         return ()
     return (Move("h2d", UP, first.device, HOST_DATA, first.numel() * first.element_size()),)
 

@@ -10,7 +10,8 @@ tensors is refused, reading a value needs a copy, and backward runs on a device 
 this process ran a backward before it called `simgpu()`). `observers` are called before every op.
 
 Not pretended: streams (work runs in order), a separate generator (the CPU's is used), `torch.empty(pin_memory=True)`
-(`.pin_memory()` works), resizing in place, torch.compile, fused LSTM cells, DLPack. Tensors are saved as CPU tensors.
+(`.pin_memory()` works), resizing in place, torch.compile, DLPack. Tensors are saved as CPU tensors. `pretend_cuda.py` gives
+this device the name "cuda".
 """
 
 import atexit
@@ -25,10 +26,12 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils, backend_registration
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from ..device import PRETENDED
 from ..errors import DeviceError
 from .ops import announce, composite, mixes, on_host, tensors
+from .pretend_cells import CELLS
 
-NAME = "simgpu"
+NAME = PRETENDED
 
 observers: list[Callable] = []
 """Called as observer(func, args, kwargs) before each op on the pretend device."""
@@ -64,6 +67,8 @@ class SimTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         kwargs = kwargs or {}
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": own_device(kwargs["device"])}
         if composite(func):
             return func.decompose(*args, **kwargs)
         for observe in tuple(observers):
@@ -99,6 +104,15 @@ class SimTensor(torch.Tensor):
     def __array__(self, dtype=None):
         return self.numpy()
 
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.elem = value.elem  # type: ignore[attr-defined]
+
     def data_ptr(self) -> int:
         return self.elem.data_ptr()
 
@@ -121,6 +135,17 @@ class SimTensor(torch.Tensor):
         return twin
 
 
+PARAMETERS = (torch.nn.Parameter, SimTensor)
+"""The types of a plain parameter: one on the pretend device is no torch.nn.Parameter."""
+
+
+def own_device(where):
+    """Return the pretend device for a spelling of a CUDA device (pretend_cuda.py), and anything else unchanged."""
+    if isinstance(where, str):
+        return torch.device(NAME, 0) if where.partition(":")[0] == "cuda" else where
+    return torch.device(NAME, 0) if isinstance(where, torch.device) and where.type == "cuda" else where
+
+
 def _run(func, args, kwargs):
     """Compute `func` on the CPU tensors inside, and wrap the results, sharing storage if the op does."""
     if func.namespace not in ("aten", "prims") and _has_kernel(func.name()):  # a custom op's body runs on the device, too
@@ -136,7 +161,8 @@ def _run(func, args, kwargs):
     target = inner.get("device")
     if target is not None:
         inner["device"] = torch.device("cpu") if torch.device(target).type == NAME else target
-    out = func(*map(_unwrap, args), **{name: _unwrap(value) for name, value in inner.items()})
+    compute = CELLS.get(func._opname, func)
+    out = compute(*map(_unwrap, args), **{name: _unwrap(value) for name, value in inner.items()})
     if target is not None and torch.device(target).type != NAME:
         return out
     if func._opname == "copy_" and not isinstance(args[0], SimTensor):

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.machinery import SourceFileLoader
 from itertools import takewhile
@@ -38,8 +38,8 @@ from ...distributed.rendezvous import rank_and_world, wait_for_ranks
 from ...errors import MeasureError
 from ...formatting import in_words
 from ...measure.comparison import Ratio, compare_samples
-from ...watch import pretend
 from ...watch.ops import replaced
+from ...watch.pretend_cuda import cuda_is_pretended
 from ..record.script import Script, Steps, TrainSteps
 
 LOSSES = 100_000  # recorded at most in a run
@@ -147,13 +147,12 @@ def reading_instead(patched: Mapping[str, bytes]) -> Iterator[None]:
 
 def run(job: SeededJob, recorder: Recorder) -> None:
     """Run the job's script in this process."""
-    if job.dry:
-        pretend.simgpu()
     random.seed(job.seed)
     np.random.seed(job.seed)
     torch.manual_seed(job.seed)
     patched = {name: Path(copy).read_bytes() for name, copy in job.patched.items()}
-    with reading_instead(patched), recorder.listening(job.marker):
+    dry = cuda_is_pretended() if job.dry else nullcontext()
+    with dry, reading_instead(patched), recorder.listening(job.marker):
         Script(job.script, tuple(job.arguments), job.module).run()
 
 

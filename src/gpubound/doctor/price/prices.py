@@ -17,7 +17,7 @@ from typing import Any
 
 from ...errors import MeasureError
 from ...watch.ledger import LedgerRow
-from ...watch.source_line import Place
+from ...watch.source_line import LIBRARY, Place, owner
 from ..record.tape import Span, Tape, chosen
 from .idle import Bar, HostDependencies, Stalls, idle_times
 from .simulator import Simulator, fit_simulator
@@ -120,13 +120,17 @@ class Replay:
         return us / self.steps / 1e3
 
 
-Line = tuple[str, int]  # file and line number
+Line = tuple[str, int, str]  # file and line number, and the file of a library that was called there
 
 
 def line_of(place: Place) -> Line | None:
-    """Return the user's line; in backward, where there may be none, the line that built the node."""
-    site = place.site or place.built
-    return (site.file, site.line) if site else None
+    """Return the user's line; in backward, where there may be none, the line that built the node.
+
+    A trainer's whole loop is one line of the user. Its stalls are told apart by the library's file.
+    """
+    site, via = place.site or place.built, place.via
+    library = via.file if via is not None and owner(via.file) is LIBRARY else ""
+    return (site.file, site.line, library) if site else None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +17,7 @@ from ...errors import MeasureError
 from ...version import __version__
 from ...watch import pretend
 from ...watch.ledger import LedgerRow
+from ...watch.pretend_cuda import cuda_is_pretended
 from ..finding import Verdict
 from ..price.prices import Measurements
 from ..rules.compute import idle
@@ -64,7 +65,7 @@ def measure_script(script: Script, plan: RunPlan, report: Callable[[str], None] 
     """Run a script until its phases are over, or it ends. `report` receives lines of progress."""
 
     def program(phases: Phases) -> None:
-        with Steps(phases.ended, plan.marker):
+        with cuda_is_pretended() if plan.dry else nullcontext(), Steps(phases.ended, plan.marker):
             script.run()
 
     return _measure(script.name, program, plan, COMMAND, report)
@@ -166,11 +167,9 @@ def _without_idle_counts(evidence: Measurements, dry: bool) -> Measurements:
     ran, because the sensors see no launch in the replay of a graph.
     """
     if dry and idle(evidence):
-        took = "may have used the real GPU" if torch.cuda.is_available() else "ran on the CPU"
         raise MeasureError(
-            f"{evidence.script} {took}: torch.cuda.is_available() is {torch.cuda.is_available()} here, and in a dry run the "
-            "pretend device is torch.accelerator.current_accelerator(). gb.place and gb.TrainStep do not run on it. Take the "
-            "device from there, or run the doctor on a GPU without a dry run."
+            f"nothing of {evidence.script} reached the device in {evidence.steps} steps, so this dry run shows nothing. In a "
+            f'dry run of a script the device is "cuda", in one of a function {pretend.NAME}:0; check which one it chooses.'
         )
     if evidence.tape is not None and idle(evidence):
         return replace(evidence, counted=frozenset(), absent={"counts": UNUSED} | dict(evidence.absent))

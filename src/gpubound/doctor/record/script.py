@@ -11,6 +11,7 @@ import functools
 import io
 import multiprocessing
 import os
+import re
 import runpy
 import sys
 import threading
@@ -38,15 +39,10 @@ from ...watch.pretend import NAME, SimTensor
 
 _LIBRARY = str(Path(__file__).parents[2]) + os.sep
 RUNS = "fix it, and check that it runs without the doctor"
-NO_CUDA = (
-    'it needs CUDA, which a dry run has not; take the device from torch.accelerator.current_accelerator() instead of "cuda", '
-    "or run the doctor on a GPU"
-)
-
-NOT_PLAIN = (
-    "gb.place, gb.TrainStep and other code that needs plain tensors cannot use the pretend device of a dry run; run the doctor "
-    "on a GPU"
-)
+NO_CUDA = "it needs CUDA itself, which the pretend device of a dry run is not; run the doctor on a GPU"
+NO_OP = "the pretend device of a dry run has no {}; run the doctor on a GPU"
+NOT_PLAIN = "it needs plain tensors, which those of a dry run's pretend device are not; run the doctor on a GPU"
+MISSING_OP = re.compile(r"Could not run '(\S+)'|the pretend device has no (.+)")
 
 
 class StopScript(BaseException):
@@ -110,6 +106,8 @@ class Script:
     def _advice(self, error: Exception) -> str:
         if isinstance(error, ImportError) and "no known parent package" in str(error):
             return f"it imports from its own package, as a module alone can; run gpubound doctor {self._as_module()}"
+        if isinstance(error, NotImplementedError) and (missing := MISSING_OP.search(str(error))):
+            return NO_OP.format(missing[1] or missing[2])
         if any(name in str(error) for name in (SimTensor.__name__, NAME)):
             return NOT_PLAIN
         return NO_CUDA if _asked_for_cuda(error) else RUNS

@@ -1,0 +1,343 @@
+"""The pretend device under the name "cuda", so that a script for CUDA runs unmodified on a machine without a GPU.
+
+    with cuda_is_pretended():
+        ...        # torch.cuda.is_available() is True, and "cuda" is the pretend device of pretend.py
+
+Inside the block every spelling of the device works: strings, `torch.device("cuda")`, `.cuda()`, `torch.cuda.*`, autocast,
+GradScaler, generators and pinned memory. `device` of a tensor there is cuda:0, and `is_cuda` is True. Files of gpubound see
+neither (`_disguised`): their device is simgpu:0, for which they choose no kernel of CUDA.
+
+torch.compile returns its argument, because a compiled function would not pass its ops to the pretend device. CUDA graphs are
+refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils import _device
+from torch.utils._pytree import tree_map
+
+from .. import trace
+from ..device import pretending
+from .ops import replaced
+from .pretend import KERNELS, NAME, SimEvent, SimStream, SimTensor, own_device, simgpu
+
+CUDA = torch.device("cuda", 0)
+MEMORY = 80 << 30  # bytes
+COMPILED = "torch.compile", "a dry run does not compile"
+
+_blocks: list[object] = []
+_libraries: list[torch.library.Library] = []
+
+
+def _disguised() -> bool:
+    """Return whether the function that called the pretended one is to see CUDA: in a block, in any file but gpubound's."""
+    return bool(_blocks) and sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] != "gpubound"
+
+
+class CudaStream(SimStream):
+    """Stream of the pretended torch.cuda. A wait for it is announced by the listeners' wrapper around torch.cuda (ops.py)."""
+
+    device, stream_id, cuda_stream, priority = CUDA, 0, 0, 0
+
+    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any): ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or CudaEvent()
+
+    def __enter__(self) -> CudaStream:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class CudaEvent(SimEvent):
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False): ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: Any) -> float:
+        return 0.0
+
+
+class Generator(torch.Generator):
+    """A generator of the pretend device: the CPU's, which the pretend device uses."""
+
+    _cuda: bool
+
+    def __new__(cls, device: Any = "cpu") -> Generator:
+        self = super().__new__(cls, device="cpu")  # type: ignore[call-arg]
+        self._cuda = torch.device(device).type == "cuda"
+        return self
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return CUDA if self._cuda and _disguised() else torch.device("cpu")
+
+
+class NoGraph:
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise NotImplementedError("the pretend device has no CUDA graphs")
+
+
+def _returns(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+def _block(*args: Any, **kwargs: Any) -> AbstractContextManager:
+    return nullcontext()
+
+
+PROPERTIES = SimpleNamespace(
+    name=f"{NAME} (pretend device)", major=9, minor=0, total_memory=MEMORY, multi_processor_count=132, warp_size=32,
+    shared_memory_per_block_optin=232_448, is_integrated=False, is_multi_gpu_board=False, gcnArchName="", uuid="",
+    L2_cache_size=50 << 20, max_threads_per_multi_processor=2048, regs_per_multiprocessor=65_536,
+)  # fmt: skip
+
+# Functions of torch.cuda, by their names there.
+FUNCTIONS: dict[str, Any] = {
+    "is_available": lambda: _disguised(),
+    "is_initialized": lambda: _disguised(),
+    "device_count": lambda: int(_disguised()),
+    "init": _returns(None),
+    "_lazy_init": _returns(None),
+    "_is_in_bad_fork": _returns(False),
+    "_exchange_device": _returns(0),
+    "_maybe_exchange_device": _returns(0),
+    "current_device": _returns(0),
+    "set_device": _returns(None),
+    "synchronize": _returns(None),  # announced by the listeners' wrapper, as for a real GPU
+    "get_device_name": _returns(PROPERTIES.name),
+    "get_device_capability": _returns((PROPERTIES.major, PROPERTIES.minor)),
+    "get_device_properties": _returns(PROPERTIES),
+    "get_arch_list": _returns(["sm_90"]),
+    "is_bf16_supported": _returns(True),
+    "is_tf32_supported": _returns(True),
+    "can_device_access_peer": _returns(False),
+    "is_current_stream_capturing": _returns(False),
+    "mem_get_info": _returns((MEMORY, MEMORY)),
+    "memory_stats": lambda *args: defaultdict(int),
+    "memory_summary": _returns(""),
+    "empty_cache": _returns(None),
+    "ipc_collect": _returns(None),
+    "set_per_process_memory_fraction": _returns(None),
+    "utilization": _returns(0),
+    "manual_seed": _returns(None),  # of the CPU's generator, which torch.manual_seed sets as well
+    "manual_seed_all": _returns(None),
+    "seed": _returns(None),
+    "seed_all": _returns(None),
+    "initial_seed": lambda: torch.initial_seed(),
+    "get_rng_state": lambda *args: torch.get_rng_state(),
+    "get_rng_state_all": lambda: [torch.get_rng_state()],
+    "set_rng_state": lambda state, *args: torch.set_rng_state(state),
+    "set_rng_state_all": lambda states: torch.set_rng_state(states[0]),
+    "Stream": CudaStream,
+    "ExternalStream": CudaStream,
+    "Event": CudaEvent,
+    "current_stream": lambda *args: CudaStream(),
+    "default_stream": lambda *args: CudaStream(),
+    "set_stream": _returns(None),
+    "stream": _block,
+    "CUDAGraph": NoGraph,
+    "graph": NoGraph,
+    "make_graphed_callables": NoGraph,
+}
+for _name in ("allocated", "reserved", "cached"):
+    FUNCTIONS |= {f"memory_{_name}": _returns(0), f"max_memory_{_name}": _returns(0)}
+for _name in ("peak_memory_stats", "accumulated_memory_stats", "max_memory_allocated", "max_memory_cached"):
+    FUNCTIONS[f"reset_{_name}"] = _returns(None)
+MEMORY_FUNCTIONS = [name for name in FUNCTIONS if "mem" in name] + ["empty_cache"]
+SEED_FUNCTIONS = [name for name in FUNCTIONS if "seed" in name or "rng_state" in name]
+
+# Functions of torch whose first argument names a device.
+AUTOCAST = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
+# Functions that make tensors from host data on a device, or that are asked for pinned memory.
+MADE = (
+    "tensor", "as_tensor", "asarray", "sparse_coo_tensor", "empty", "zeros", "ones", "full", "rand", "randn", "empty_like",
+    "zeros_like", "empty_strided",
+)  # fmt: skip
+
+
+@contextmanager
+def cuda_is_pretended() -> Iterator[torch.device]:
+    """Let "cuda" be the pretend device inside the block, for all files but gpubound's. Yield the pretend device."""
+    device = simgpu()
+    with ExitStack() as ending:
+        _install(ending)
+        _blocks.append(ending)
+        ending.callback(_blocks.pop)
+        ending.enter_context(pretending(device))
+        yield device
+
+
+def _install(ending: ExitStack) -> None:
+    if not _libraries:
+        _libraries.append(_factories())
+
+    def put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        if hasattr(owner, name):
+            ending.enter_context(replaced(owner, name, make))
+
+    for name, pretended in FUNCTIONS.items():
+        put(torch.cuda, name, _returns(pretended))
+    for module, names in ((torch.cuda.memory, MEMORY_FUNCTIONS), (torch.cuda.random, SEED_FUNCTIONS)):
+        for name in names:
+            put(module, name, _returns(FUNCTIONS[name]))
+    for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
+        put(torch.cuda.nvtx, name, _returns(_returns(0)))
+    put(torch.cuda.nvtx, "range", _returns(_block))
+    put(torch.backends.cudnn, "is_acceptable", _returns(_returns(False)))
+    _device._device_constructors()  # a cached list of functions of torch, some of which are replaced below
+    put(_device.DeviceContext, "__init__", lambda init: lambda context, device: init(context, own_device(device)))
+    put(torch.accelerator, "current_accelerator", _current)
+    put(torch.amp.autocast_mode.autocast, "__init__", _autocast)
+    for name in AUTOCAST:
+        put(torch, name, _of_autocast)
+    put(torch, "get_autocast_gpu_dtype", _returns(lambda: torch.get_autocast_dtype("cuda")))
+    put(torch, "set_autocast_gpu_dtype", _returns(lambda dtype: torch.set_autocast_dtype("cuda", dtype)))
+    put(torch, "Generator", _returns(Generator))
+    put(torch, "load", _loading)
+    put(torch, "compile", _eager)
+    put(torch.nn.Module, "compile", _returns(lambda module, *args, **kwargs: trace.fallback(*COMPILED)))
+    put(torch.Tensor, "to", _to)
+    put(torch.Tensor, "cuda", _cuda)
+    for name in MADE:
+        put(torch, name, _making)
+    put(sys.modules["torch.nn.parallel.data_parallel"], "scatter_kwargs", _returns(_scatter))
+    before = torch.get_autocast_dtype(NAME)
+    torch.set_autocast_dtype(NAME, torch.float16)  # CUDA's default
+    ending.callback(torch.set_autocast_dtype, NAME, before)
+    for name, attribute in TENSOR.items():
+        ending.enter_context(replaced(SimTensor, name, _returns(attribute)))
+
+
+def _factories() -> torch.library.Library:
+    """Register what makes a tensor on "cuda". Torch starts CUDA once a process, at the first of them: so each
+    asks for an open block."""
+    getattr(torch._C, "_ensureCUDADeviceGuardSet", _returns(None))()
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("empty.memory_format", _within(KERNELS["empty.memory_format"]), "CUDA", allow_override=True)
+    library.impl("empty_strided", _within(KERNELS["empty_strided"]), "CUDA", allow_override=True)
+    for name in ("tril_indices", "triu_indices"):
+        library.impl(name, _within(_indices(getattr(torch, name))), "CUDA", allow_override=True)
+    return library
+
+
+def _within(kernel: Any) -> Callable:
+    @functools.wraps(kernel)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if not _blocks:
+            raise RuntimeError("No CUDA GPUs are available")
+        return kernel(*args, **kwargs)
+
+    return made
+
+
+def _indices(of_cpu: Callable) -> Callable:
+    def made(row: int, col: int, offset: int = 0, *, dtype=None, layout=None, device=None, pin_memory=None) -> torch.Tensor:
+        return SimTensor(of_cpu(row, col, offset, dtype=dtype or torch.int64, device="cpu"))
+
+    return made
+
+
+def _current(original: Callable) -> Callable:
+    def current_accelerator(check_available: bool = False) -> torch.device | None:
+        return torch.device("cuda") if _disguised() else original(check_available)
+
+    return current_accelerator
+
+
+def _autocast(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original(self, NAME if device_type == "cuda" else device_type, *args, **kwargs)
+
+    return init
+
+
+def _of_autocast(original: Callable) -> Callable:
+    """Pass "cuda" on as the pretend device; `torch.is_autocast_enabled()` without a device means CUDA."""
+
+    @functools.wraps(original)
+    def asked(device_type: str = "cuda", *args: Any) -> Any:
+        return original(NAME if device_type == "cuda" else device_type, *args)
+
+    return asked
+
+
+def _loading(load: Callable) -> Callable:
+    @functools.wraps(load)
+    def loaded(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        to = own_device(map_location)
+        if to is map_location:
+            return load(f, map_location, *args, **kwargs)
+        content = load(f, "cpu", *args, **kwargs)
+        return tree_map(lambda value: value.to(to) if isinstance(value, (torch.Tensor, torch.nn.Module)) else value, content)
+
+    return loaded
+
+
+def _eager(compile: Callable) -> Callable:
+    @functools.wraps(compile)
+    def left(model: Any = None, **kwargs: Any) -> Any:
+        trace.fallback(*COMPILED)
+        return (lambda function: function) if model is None else model
+
+    return left
+
+
+def _making(original: Callable) -> Callable:
+    """Pass the pretend device on, and pin afterwards: torch has no allocator for a pretend device's pinned memory."""
+
+    @functools.wraps(original)
+    def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        if "device" in kwargs:
+            kwargs["device"] = own_device(kwargs["device"])
+        return original(*args, **kwargs).pin_memory() if pin_memory else original(*args, **kwargs)
+
+    return made
+
+
+def _scatter(inputs: Any, kwargs: Any, devices: Any, dim: int = 0) -> tuple[tuple, tuple]:
+    """Move what DataParallel gives its one device; torch has a function for it in CUDA builds alone."""
+    moved = tree_map(lambda value: value.to(NAME) if isinstance(value, torch.Tensor) else value, (inputs, kwargs or {}))
+    return moved[:1], moved[1:]
+
+
+def _to(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return original(self, *map(own_device, args), **{name: own_device(value) for name, value in kwargs.items()})
+
+    return to
+
+
+def _cuda(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def cuda(self: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
+        return self.to(torch.device(NAME, 0), non_blocking=non_blocking, **kwargs)
+
+    return cuda
+
+
+_real_device = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+
+# Attributes of tensors on the pretend device.
+TENSOR: dict[str, Any] = {
+    "device": property(lambda self: CUDA if _disguised() else _real_device(self)),
+    "is_cuda": property(lambda self: _disguised()),
+    "record_stream": lambda self, stream: None,
+}
