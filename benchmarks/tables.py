@@ -73,6 +73,8 @@ TITLES = {
     "lora": "Low-rank adapters",
     "blocks": "Layers and blocks",
     "trainer": "Hugging Face Trainer",
+    "packed": "Packed rows",
+    "finetune": "Fine-tuning",
     "place": "Placed models, forward and backward",
     "graph": "Captured forward passes",
     "feed": "Feeding",
