@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -361,8 +362,35 @@ def test_a_dataset_of_the_hub(tmp_path, monkeypatch):
     assert read("owner/name") == [Completion("a", "b")] and read([Path("owner/name:en:test")]) == [Completion("c", "d")]
     assert asked == [("owner/name", None, "train"), ("owner/name", "en", "test")]
     assert Texts("owner/name").files is None and Texts("owner/name").size is None
+
+    def streamed(name, config, split, streaming):
+        rows = load("json", data_files=str(many), split=split, streaming=streaming, cache_dir=str(tmp_path / "cache"))
+        return (drawn.append(row) or row for row in rows)
+
+    many, drawn = tmp_path / "many.jsonl", []
+    many.write_text("".join(json.dumps({"text": "x" * 100}) + "\n" for _ in range(50)))
+    monkeypatch.setattr(datasets, "load_dataset", streamed)
+    assert list(Texts("owner/name", hub_bytes=350)) == ["x" * 100] * 3 and len(drawn) == 4, "no row beyond the limit"
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: 1 / 0)
     assert refused("owner/name") == message("data/texts:a_dataset_of_the_hub")
+
+
+def test_a_dataset_of_the_hub_is_read_from_the_cache_without_a_network(tmp_path, monkeypatch):
+    """The cache is made of a file's, since no network is here."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    made = Path(datasets.load_dataset("json", data_files="rows.jsonl", split="train").cache_files[0]["filename"])
+    cached = tmp_path / "cache" / "owner___name" / "default" / "0.0.0" / ("a" * 40)
+    shutil.copytree(made.parent, cached)
+    (cached / made.name).rename(cached / "name-train.arrow")
+    about = json.loads((cached / "dataset_info.json").read_text())
+    (cached / "dataset_info.json").write_text(json.dumps(about | {"dataset_name": "name", "config_name": "default"}))
+    assert read("owner/name") == [Completion("a", "b")]
+    with pytest.raises(DataError, match="owner/other"):
+        read("owner/other")
 
 
 def test_names_that_are_paths_are_not_of_the_hub(tmp_path, monkeypatch):

@@ -304,6 +304,8 @@ def translated(path: str) -> tuple[Train, str]:
     lines = [f"# {path}, a config of {found.tool}", yaml.safe_dump(values, sort_keys=False, width=120).rstrip()]
     accumulated = isinstance(values.get("accumulate"), int) and values["accumulate"] > 1
     lines += ["# accumulate counts the micro-batches of all GPUs together: multiply it by their number"] if accumulated else []
+    padded = values.get("pack") == "none"
+    lines += ["# pack: none pads each row to seq: pack: examples, or buckets: 4 on one GPU, computes less"] if padded else []
     lines += [f"# without effect here: {text}" for text in found.left_out]
     lines += [f"# not translated: {text}" for text in found.missing] or ["# everything was translated"]
     try:

@@ -1,6 +1,7 @@
 """Data on the device: token corpora, and feeds of batches from any iterable.
 
 Texts        documents from files, folders, datasets or the program            texts.py
+source_code  the source of Python's library and of torch, as texts             source_code.py
 RowParser    a row of any format to a text, a chat, a completion or a pair     formats.py
 Tokenizer    trained here or loaded; writes chats, and knows what is learnt    tokenizer.py, chat.py, chat_process.py
 build        texts to a folder of shards; resumes after an interruption        build.py, shards.py
@@ -16,7 +17,7 @@ Tree         a batch's leaves, padded and packed into one buffer               l
 from .batches import CorpusFeed
 from .corpus import Corpus
 from .feeds import Feed, Stats, feed
-from .texts import python_stdlib_texts, torch_source_texts
+from .source_code import python_stdlib_texts, torch_source_texts
 from .tokenizer import Tokenizer, train_tokenizer
 
 __all__ = [

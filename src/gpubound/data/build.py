@@ -66,6 +66,7 @@ def build(
     progress: bool = True,
     separator: str | None = None,
     text_key: str | None = None,
+    hub_bytes: int | None = None,
     format: str | None = None,
     chat_template: str | Path | None = None,
     train_on: str = "assistant",
@@ -73,7 +74,7 @@ def build(
     """Write the corpus of `texts` to the folder `path`, or finish the build that was interrupted there. Return False if the
     folder holds this corpus already.
 
-    texts         see gpubound.data.texts.Texts, as for separator, text_key and format
+    texts         see gpubound.data.texts.Texts, as for separator, text_key, hub_bytes and format
     tokenizer     see gpubound.data.tokenizer.adapt; it is saved with the corpus
     dtype         "uint16" or "uint32"; "auto" is the smaller that holds the vocabulary
     shard_tokens  a shard closes at the end of the document that reaches this
@@ -88,7 +89,7 @@ def build(
         raise ValueError(f"Corpus.build: train_on: got {train_on!r}, wanted one of {', '.join(map(repr, TRAIN_ON))}.")
     if shard_tokens < 1 or workers < 0:
         raise ValueError(f"Corpus.build: got shard_tokens={shard_tokens}, workers={workers}, wanted 1 or more and 0 or more.")
-    encoder, source = adapt(tokenizer), Texts(texts, separator, text_key, format)
+    encoder, source = adapt(tokenizer), Texts(texts, separator, text_key, format, hub_bytes)
     if chat_template is not None:
         if not isinstance(encoder, Tokenizer):
             raise ValueError(

@@ -3,12 +3,9 @@
 formats.py has the rows that it takes.
 """
 
-import hashlib
 import json
 import os
 import re
-import sysconfig
-import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -22,7 +19,7 @@ from ..errors import DataError
 from ..files import read_json, reading, regular, sibling
 from ..formatting import counted
 from ..trace import notice
-from .formats import MAX_LISTED, Document, RowParser
+from .formats import MAX_LISTED, Document, RowParser, serialized
 
 Read = Iterator[tuple[Document, int]]  # each document, and the bytes of its file read so far
 
@@ -49,6 +46,7 @@ class Texts:
     separator   splits a text file into documents, as in "<|endoftext|>"; without it a file is one document
     text_key    the key or column of a row that holds its text or chat; without it the row's format is detected
     format      the name of a format in formats.FORMATS, for rows with the keys of several
+    hub_bytes   bytes of text to read of each dataset of the hub, as a stream: nothing else of it is downloaded or stored
 
     files    every file that will be read; None when texts come from the program or the hub
     size     bytes of the files and characters of the texts; None for an iterator
@@ -56,7 +54,14 @@ class Texts:
     weights  {path: weight}, or None; `source` is the number of the path that is being read
     """
 
-    def __init__(self, texts: Any, separator: str | None = None, text_key: str | None = None, format: str | None = None):
+    def __init__(
+        self,
+        texts: Any,
+        separator: str | None = None,
+        text_key: str | None = None,
+        format: str | None = None,
+        hub_bytes: int | None = None,
+    ):
         self.weights = _checked_weights(texts) if isinstance(texts, Mapping) else None
         if isinstance(texts, str | Path):
             texts = [Path(texts)]
@@ -67,7 +72,8 @@ class Texts:
         if separator == "":
             raise ValueError("texts: separator: got an empty text, wanted one such as '<|endoftext|>', or None.")
         RowParser(text_key, format)  # checks the name
-        self.texts, self.separator, self.text_key, self.format = texts, separator, text_key, format
+        self.texts, self.text_key, self.format = texts, text_key, format
+        self._path_texts = partial(_PathTexts, separator=separator, text_key=text_key, format=format, hub_bytes=hub_bytes)
         self.read = self.source = 0
         self.files: list[Path] | None = None
         self.size: int | None = None
@@ -76,7 +82,7 @@ class Texts:
             self._measure(self.texts)
 
     def _opened(self, item: Any) -> Any:
-        return _PathTexts(item, self.separator, self.text_key, self.format) if isinstance(item, Path) else item
+        return self._path_texts(item) if isinstance(item, Path) else item
 
     def _measure(self, items: list[Any]) -> None:
         sizes = [
@@ -134,12 +140,14 @@ def _checked_weights(texts: Mapping[Any, Any]) -> dict[str, float]:
 class _PathTexts:
     """Iterable of the documents of one path, with the bytes read so far."""
 
-    def __init__(self, path: Path, separator: str | None, text_key: str | None, format: str | None):
+    def __init__(
+        self, path: Path, separator: str | None, text_key: str | None, format: str | None, hub_bytes: int | None = None
+    ):
         self.path, self.size, self.read = path, None, 0
         self.files, self.has_rows, self.is_remote = list[Path](), True, is_hub_id(path)
         self.readers: list[Callable[[], Read]]
         if self.is_remote:
-            self.readers = [partial(read_hub, str(path), text_key, format)]
+            self.readers = [partial(read_hub, str(path), text_key, format, hub_bytes)]
             return
         if not path.exists():
             brief = repr(str(path) if len(str(path)) < 80 else str(path)[:77] + "...")
@@ -325,19 +333,31 @@ def is_hub_id(name: str | Path) -> bool:
     return not Path(name).exists() and not Path(name).parent.exists()
 
 
-def read_hub(name: str, text_key: str | None, format: str | None) -> Read:
-    """Yield the documents of a dataset that `datasets` downloads, or finds in its cache. The split is "train" by default."""
+def read_hub(name: str, text_key: str | None, format: str | None, limit: int | None = None) -> Read:
+    """Yield the documents of a dataset that `datasets` downloads, or finds in its cache. The split is "train" by default.
+
+    limit  bytes of text, read as a stream
+    """
     repository, *rest = name.split(":")
     config, split = rest[0] if len(rest) > 1 else None, rest[-1] if rest else "train"
     datasets = _library("datasets", Path(name))
-    try:
-        rows = datasets.load_dataset(repository, config, split=split)
-    except Exception as error:  # of requests, huggingface_hub, datasets and others
-        raise DataError(
-            f"{name}: is no file here, and datasets.load_dataset({repository!r}, {config!r}, split={split!r}) failed: "
-            f"{_line(error)}; check the name and the network, or give a local path."
-        ) from error
-    yield from _documents(rows, len(rows), Path(name), 0, RowParser(text_key, format))
+    more = {} if limit is None else {"streaming": True}
+
+    def read() -> Iterator[Any]:
+        try:
+            yield from datasets.load_dataset(repository, config, split=split, **more)
+        except Exception as error:  # of requests, huggingface_hub, datasets and others
+            raise DataError(
+                f"{name}: is no file here, and datasets.load_dataset({repository!r}, {config!r}, split={split!r}) failed: "
+                f"{_line(error)}; check the name and the network, or give a local path."
+            ) from error
+
+    size = 0
+    for document, _ in _documents(read(), 1, Path(name), 0, RowParser(text_key, format)):
+        size += len(serialized(document).encode("utf-8", "surrogatepass"))
+        if limit is not None and size > limit:
+            return
+        yield document, 0
 
 
 def _documents(rows: Iterable[Any], count: int, path: Path, size: int, parse: RowParser) -> Read:
@@ -357,36 +377,3 @@ def _library(module: str, path: Path) -> Any:
         raise ValueError(
             f"{path}: reading it needs {package}, which is not installed; pip install 'gpubound[hf]', or convert it to jsonl."
         ) from error
-
-
-_SKIPPED = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idle_test", "pydoc_data"}
-
-
-def python_stdlib_texts(limit_bytes: int | None = None) -> Iterator[str]:
-    """Yield source files of this Python's standard library, a corpus on every machine. Each begins with its name, a comment.
-
-    The order mixes packages and is always the same. The texts end before the file that would exceed `limit_bytes`.
-    """
-    yield from _sources(Path(sysconfig.get_paths()["stdlib"]), limit_bytes)
-
-
-def torch_source_texts(limit_bytes: int | None = None) -> Iterator[str]:
-    """Yield source files of the installed torch in the same format: several times as much text as the standard library."""
-    import torch
-
-    yield from _sources(Path(torch.__file__).parent, limit_bytes)
-
-
-def _sources(root: Path, limit_bytes: int | None) -> Iterator[str]:
-    total, names = 0, []
-    for folder, inner, files in os.walk(root):
-        inner[:] = [name for name in inner if name not in _SKIPPED]  # site-packages may hold a hundred times as many files
-        names += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
-    # Sorted by a hash: by name, the first files would be of few packages.
-    for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        with tokenize.open(root / name) as file:  # honours a coding line
-            text = f"# {name}\n{file.read()}"
-        total += len(text.encode())
-        if limit_bytes is not None and total > limit_bytes:
-            return
-        yield text

@@ -135,6 +135,7 @@ def _build(recipe: Recipe, tokenizer: Tokenizer, path: Path, progress: bool) -> 
             path,
             progress=progress,
             text_key=_of_rows(recipe, recipe.text_key),
+            hub_bytes=recipe.data_bytes,
             format=_of_rows(recipe, recipe.format),
             chat_template=_of_rows(recipe, recipe.chat_template),
             train_on=recipe.train_on,
@@ -183,7 +184,13 @@ def _own_tokenizer(recipe: Recipe, built: Path, progress: bool) -> Tokenizer:
             notice(f"tokenizer: {built / name} holds the one that this run began with; it is used again.")
             return Tokenizer.load(built / name)
     every = [
-        Texts(_texts(own), text_key=_of_rows(own, own.text_key), format=_of_rows(own, own.format)) for _, own in recipe.stages()
+        Texts(
+            _texts(own),
+            text_key=_of_rows(own, own.text_key),
+            format=_of_rows(own, own.format),
+            hub_bytes=own.data_bytes,
+        )
+        for _, own in recipe.stages()
     ]
     return train_tokenizer(every, recipe.vocabulary, progress)
 

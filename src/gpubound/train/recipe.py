@@ -68,7 +68,8 @@ class Recipe:
     """Weight of each path in data: with 2.25 an epoch has each of its documents twice, and a quarter of them once more. Each
     path then has its own held-out loss. In a config file also data: [{path: a.jsonl, weight: 2}, b.jsonl]."""
     data_bytes: int | None = None
-    """Read at most this many bytes of 'stdlib', and of 'torch-source'."""
+    """Read at most this many bytes of 'stdlib', of 'torch-source', and of each dataset of the hub, which is then read as a
+    stream: nothing else of it is downloaded or stored."""
     text_key: str | None = None
     """Key of a jsonl row, or column of a table, that holds the text or chat; without it the row's format is detected."""
     format: str | None = None

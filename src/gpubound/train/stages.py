@@ -244,6 +244,8 @@ def stage_of(
             f"{held_out.tokens:,} tokens are held out, {held_out.tokens / corpus.tokens:.0%} of the data."
         )
     stage = Stage(name, replace(recipe, seq=seq, micro_batch=micro_batch), training)
+    if not recipe.buckets:
+        stage.packing = packing  # a million examples take 5 s to pack
     if recipe.epochs is not None:
         stage.recipe = with_steps(stage, where)
     sources = dict(eval_corpora or {}) if held_out is None else by_source(held_out, where)
@@ -256,9 +258,8 @@ def by_source(held_out: Corpus, where: str) -> dict[str, Corpus]:
     """Return the held-out documents of each source of {path: weight}, by its name; all of them together without weights."""
     sources = {name: held_out.of_source(number) for number, name in enumerate(source_names(list(held_out.weights)))}
     found = {name: corpus for name, corpus in sources.items() if corpus.documents}
-    if 0 < len(found) < len(sources):
-        without = ", ".join(sources.keys() - found.keys())
-        notice(f"{where}validation: no document of {without} is held out; give more of its documents, or eval_data.")
+    if found and (without := [name for name in sources if name not in found]):
+        notice(f"{where}validation: no document of {', '.join(without)} is held out; give more of them, or eval_data.")
     return found or {"": held_out}
 
 
