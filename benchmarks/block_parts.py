@@ -46,7 +46,7 @@ SEED_SHAPES = {  # of RustGPT's document: a sequence at a time
     "block": BlockShape(1, 512, _config(1024, 4096, 16, 16)),
 }
 LARGE = BlockShape(16, 1024, _config(1024, 4096, 16, 4))  # a layer of 350m
-TINY = BlockShape(2, 8, _config(32, 64, 4, 2))
+TINY = BlockShape(1, 8, _config(32, 64, 4, 2))
 
 
 def swiglu(m: Any, x: Tensor) -> Tensor:

@@ -15,22 +15,23 @@ from gpubound.train.objectives import objective_class
 
 from .harness import Bench
 
-LARGE, TINY = ("350m", 16, 1024, 32768), ("tiny", 2, 16, 128)  # preset, rows, tokens of a row, words
+LARGE, TINY = ("350m", 16, 1024, 32768, 4), ("tiny", 2, 8, 128, 1)  # preset, rows, tokens of a row, words, steps
 KINDS = {"ours": ("diffusion-{}", "masked_diffusion"), "next token": ("richards-{}+swiglu", "next_token")}
 GATES = {"next token": 0.9}
-STEPS = 4  # timed together
 Turns = Callable[[dict[str, Callable[[], Any]], torch.device, int], dict[str, list[float]]]
 
 
 def measure_steps(bench: Bench, in_turn: Turns) -> None:
-    size, rows, seq, words = TINY if bench.dry else LARGE
-    steps = {who: begun(model.format(size), loss, rows, seq, words, bench.device) for who, (model, loss) in KINDS.items()}
+    size, rows, seq, words, count = TINY if bench.dry else LARGE
+    steps = {
+        who: begun(model.format(size), loss, rows, seq, words, count, bench.device) for who, (model, loss) in KINDS.items()
+    }
     found = measure.compare_samples(in_turn(steps, bench.device, bench.rounds), clock="perf_counter, waited for")
-    bench.keep(f"masked diffusion, {size}, {rows}x{seq}", found, unit="tok/s", amount=STEPS * rows * seq, gates=GATES)
+    bench.keep(f"masked diffusion, {size}, {rows}x{seq}", found, unit="tok/s", amount=count * rows * seq, gates=GATES)
 
 
-def begun(name: str, loss: str, rows: int, seq: int, words: int, device: torch.device) -> Callable[[], None]:
-    """Some steps of that model on one batch. The first captures, where there is something to capture in."""
+def begun(name: str, loss: str, rows: int, seq: int, words: int, count: int, device: torch.device) -> Callable[[], None]:
+    """`count` steps of that model on one batch, timed together. The first captures, where there is something to capture in."""
     torch.manual_seed(0)
     model = checkpoint.make(name, words, seq, device).train()
     options = {"mask_token": words - 1} if loss == "masked_diffusion" else {}
@@ -40,7 +41,7 @@ def begun(name: str, loss: str, rows: int, seq: int, words: int, device: torch.d
     batch = {"input_ids": ids, "labels": ids}
 
     def run() -> None:
-        for _ in range(STEPS):
+        for _ in range(count):
             step([batch])
 
     return run

@@ -42,13 +42,13 @@ def test_lines_and_gates(bench):
     assert not bench.wrong and not bench.unmeasured
     gates = {(line.case, line.peer_name): line.gate for line in bench.lines}
     assert gates == {
-        ("swiglu glu, 2x8x32, fp32", "cpu"): 8.0,
-        ("richards_glu, 2x8x32", "eager"): 2.0,
-        ("richards_glu, 2x8x32, its products", "products alone"): 0.85,
-        ("richards_glu, 2x8x32, less kept, its products", "products alone"): None,
+        ("swiglu glu, 1x8x32, fp32", "cpu"): 8.0,
+        ("richards_glu, 1x8x32", "eager"): 2.0,
+        ("richards_glu, 1x8x32, its products", "products alone"): 0.85,
+        ("richards_glu, 1x8x32, less kept, its products", "products alone"): None,
         ("poly attention, 1x32, heads of 16", "eager"): 5.0,
         ("poly attention, 1x32, heads of 16, beside softmax", "sdpa-cudnn"): 0.5,
-        ("masked diffusion, tiny, 2x16", "next token"): 0.9,
+        ("masked diffusion, tiny, 2x8", "next token"): 0.9,
     }
 
 
@@ -56,7 +56,7 @@ def test_lines_and_gates(bench):
 def test_another_function_on_the_cpu_is_not_timed(bench, monkeypatch):
     monkeypatch.setitem(block_parts.PLAIN_MLPS, "swiglu", lambda m, x: 1.01 * block_parts.swiglu(m, x))
     beside_cpu(bench, "swiglu glu", Layer("mlp", ("swiglu",), TINY, "cpu", torch.float32), "glu")
-    assert not bench.lines and bench.wrong[0].startswith("swiglu glu, 2x8x32, fp32: ours and the CPU's differ by 9.9e-03 ")
+    assert not bench.lines and bench.wrong[0].startswith("swiglu glu, 1x8x32, fp32: ours and the CPU's differ by 9.9e-03 ")
 
 
 def test_a_dry_run(capfd):
