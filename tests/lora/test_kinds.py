@@ -96,13 +96,15 @@ def test_merged_for_good_they_are_the_models_own(tmp_path, kind):
 
 
 @pytest.mark.filterwarnings("ignore:.*(lora_bias|LoRA tensor)")
-def test_a_bias_is_not_merged(tmp_path):
+def test_a_bias_is_not_merged_nor_chosen_by_rows(tmp_path):
     file_of_peft(tmp_path, FILES["lora_bias"][0])
     model = tiny().eval()
     gb.lora.load(model, tmp_path)
     before = model(tokens()).logits
     with pytest.raises(ValueError, match=r"q_proj adds a bias"):
         gb.lora.merge(model)
+    with pytest.raises(ValueError, match=r"q_proj adds a bias"):
+        gb.lora.rows(model, ["default"])
     assert torch.equal(model(tokens()).logits, before)
 
 

@@ -82,7 +82,7 @@ def read(layer: Any) -> LinearSite:
     if not layer.disable_adapters:
         for name in layer.active_adapters if names_of_rows is None else dict.fromkeys(names_of_rows):
             if name in layer.lora_A and name not in merged:
-                if why := _unusual(layer, name):
+                if why := unusual(layer, name):
                     return LinearSite(why=f"PEFT's adapter {name!r} {why}")
                 a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
                 adapters[name] = LowRank(a, b, layer.scaling[name], layer.lora_dropout[name])
@@ -121,7 +121,7 @@ def _routing(names_of_rows: tuple[str, ...], device: torch.device) -> Routing:
     return Routing(names, torch.tensor([names.index(name) for name in names_of_rows], device=device), NAMES)
 
 
-def _unusual(layer: Any, name: str) -> str | None:
+def unusual(layer: Any, name: str) -> str | None:
     """Return what an adapter does other than adding scale · dropout(x) aᵀ bᵀ."""
     if name in layer.lora_variant:
         return f"is a {type(layer.lora_variant[name]).__name__}, not plain LoRA"

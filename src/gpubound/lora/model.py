@@ -17,7 +17,7 @@ from ..layers.fused_weights import own_storages
 from ..layers.linear_product import format_of, is_sharded, multiply_by_records, shape_of
 from .adapter import pack_adapters
 from .base import check, check_no_step, kind_of, quantize_base
-from .layers import active_in, adapted_layers, fuse, names_in, parameters_of, tokens_of, wrappers
+from .layers import active_in, adapted_layers, fuse, names_in, parameters_of, tokens_of, unusual, wrappers
 from .routing import Routing
 from .targets import by, layers_of, select_layers
 
@@ -380,6 +380,8 @@ def _unroutable(key: str, layer: Any, name: str) -> str | None:
         return f"is of an nn.{type(base).__name__}, and rows choose from adapters of nn.Linear alone"
     if name in layer.lora_variant:
         return "is no plain LoRA, and rows choose from plain LoRA alone"
+    if name in layer.lora_B and (why := unusual(layer, name)):
+        return f"{why}, and rows choose from plain LoRA alone"
     if "routing" in vars(layer):
         return "is one that rows choose from already; call close() of what gb.lora.rows returned first"
     if name in layer.merged_adapters:
