@@ -14,8 +14,8 @@ import torch
 from gpubound.cli import main
 from gpubound.data import Tokenizer
 from gpubound.decode.request import Generated, Generation
+from gpubound.formatting import PRINTABLE
 from gpubound.generate.load import open_saved
-from gpubound.generate.options import PRINTABLE
 from gpubound.generate.speed import Speed
 from gpubound.measure import ceilings
 from gpubound.models import load_hf, save_hf

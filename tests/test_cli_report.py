@@ -5,6 +5,7 @@ import json
 import pytest
 
 from gpubound.cli import main
+from gpubound.errors import DataError
 from gpubound.monitor import RunTape
 from tests.messages import message
 
@@ -52,6 +53,26 @@ def test_a_figure_that_is_not_finite_is_null(tmp_path, capsys):
 def test_what_is_no_run(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err == message("cli_report:what_is_no_run", tmp_path)
+
+
+def test_control_characters_of_a_run_are_not_in_its_page(tmp_path):
+    """A terminal that shows the file would obey them."""
+    run = a_run(tmp_path / "a", "one\x1b[2J\x9b", 3.0)
+    assert main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "one\ufffd[2J\ufffd" in page and "\x1b" not in page and "\x9b" not in page
+
+
+def test_where_the_run_cannot_be_written_to_the_option_is_named(tmp_path, capsys, monkeypatch):
+    run = a_run(tmp_path / "a", "one", 3.0)
+
+    def refused(path, text):
+        raise DataError(f"{path}: cannot be written: Permission denied.")
+
+    monkeypatch.setattr("gpubound.pages.write_atomic", refused)
+    assert main(["report", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert str(run / "report.html") in error and "-o" in error
 
 
 def test_a_page_replaces_no_file_that_is_none(tmp_path, capsys):

@@ -6,6 +6,9 @@ import reprlib
 from collections.abc import Iterable
 from typing import Any
 
+PRINTABLE = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""for str.translate: replacements of control characters in texts of others, which a terminal would obey"""
+
 
 def readable(count: float) -> str:
     """Format a number of bytes.

@@ -12,7 +12,8 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..generate.options import PRINTABLE, Generate, check, read_prompts
+from ..formatting import PRINTABLE
+from ..generate.options import Generate, check, read_prompts
 from ..generate.source import check_path
 from . import arguments
 

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import tyro
 
+from ..errors import DataError
 from ..monitor import RunTape, write_report
 from ..monitor.figures import Figures
 from . import arguments
@@ -46,5 +47,11 @@ def main(argv: Sequence[str]) -> int:
         runs = [{"run": run} | Figures(tape).as_dict() for run, tape in zip(options.runs, tapes)]
         print(json.dumps({"runs": runs}, indent=1))
     else:
-        print(write_report(tapes, options.out))
+        page = tapes[0].path / "report.html" if options.out is None else options.out
+        try:
+            print(write_report(tapes, page))
+        except DataError as error:
+            if str(page) in str(error):
+                raise DataError(f"{error} Or give another file with -o.") from error
+            raise
     return 0

@@ -16,9 +16,10 @@ from rich.console import Console
 from ..data.tokenizer import ends_of_turn
 from ..decode import FastDecoder
 from ..errors import GpuboundError
+from ..formatting import PRINTABLE
 from .batches import build_decoder, decoder_settings
 from .load import Saved
-from .options import PRINTABLE, Generate, stdin_lines
+from .options import Generate, stdin_lines
 from .speed import Speed
 
 LENGTH = 4096  # maximum tokens of a conversation, by default

@@ -14,8 +14,6 @@ from ..formatting import shown
 
 MAX_STEPS = 1024  # per launch: each is room in a buffer, and a text is shown launch by launch
 VERIFY: dict[str, bool | str] = {"full": True, "quick": "quick", "none": False}
-# Replacements for control characters in generated text, which a terminal would obey.
-PRINTABLE = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader
 from markupsafe import Markup
 
 from ..files import write_atomic as write_atomic
+from ..formatting import PRINTABLE as PRINTABLE
 
 TITLE_END = "gpubound</title>"  # in the head of every page of this library
 
@@ -43,7 +44,8 @@ def check_page(out: Path) -> None:
 
 def write_page(out: Path, page: str) -> None:
     """Write the page atomically, or directly into a special file such as /dev/stdout."""
-    page = page.encode("utf-8", errors="replace").decode()  # a name may hold half a surrogate pair
+    # A name may hold half a surrogate pair, or control characters, which a terminal that shows the file would obey.
+    page = page.encode("utf-8", errors="replace").decode().translate(PRINTABLE)
     if out.exists() and not out.is_file():
         out.write_text(page, encoding="utf-8")
     else:
