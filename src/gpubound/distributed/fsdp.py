@@ -6,13 +6,11 @@ the number of ranks does not divide the rows, the last ranks have rows of zeros 
 
 Low-rank adapters stay whole on every rank; only the frozen model under them is sharded.
 
-A model that fits no rank is made on the meta device, where `InitRecorder` records how its tensors are filled. The fills are
-then repeated on a real device, tensor by tensor and in their order, so that the generator yields the numbers of a model that is
-made there at once.
+A model that fits no rank next to its optimizer state is made on the meta device. The first rank alone makes it whole, too, on
+its device or in host memory, and broadcasts it tensor by tensor.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,13 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from ..device import grow_segments
+from ..device import grow_segments, label, usable_bytes
+from ..formatting import readable
 from ..layers.linear_product import format_of, is_sharded
 from ..layers.quantized_base import Base
 from ..lora.layers import of_peft
+from ..trace import notice
 from .fsdp_model import attach_gathered, fsdp_units, has_attached_state, share_tensor_state
 from .local_shard import LocalShard, local_shard_of
 from .ranks import Ranks, check_ranks
@@ -85,26 +83,20 @@ def shard_deferred(
     frozen: bool = False,
     encode: Callable[[nn.Module], object] | None = None,
 ) -> Model:
-    """Return make(device) in shards, for a model that fits no rank: one block, or one parameter while it is drawn, is whole.
+    """Return make(device) in shards, for a model whose training fits no rank: one block at a time is whole.
 
-    make    is called with the meta device
+    make    is called with the meta device, and without `fill` on the first rank with a real one
     blocks  returns the blocks of the model that are gathered one at a time; otherwise as in `shard`
     fill    is called with each rank's shards of parameters and buffers, by name, and fills them, from a file for example. None:
-            the weights are those of make(device) in one process, bit for bit; all ranks draw them with the first's generator
+            the weights are those of make(device) on the first rank, bit for bit
     frozen  none of it will train, except for adapters that are added later: the shards are in `dtype`
     encode  is called with each whole block of a frozen model that `fill` fills, before it is sharded, to quantise it
     """
     check_ranks(ranks, "shard_deferred")
     if encode is not None and (fill is None or not frozen):
         raise ValueError("shard_deferred: encode takes weights of a frozen model that fill has read; add fill, frozen=True.")
-    recorder = InitRecorder()
-    with recorder:
-        model = make(torch.device("meta"))
-    names = {}
-    for name, tensor in _tensors(model):
-        if fill is None:
-            recorder.check(name, tensor)
-        names[key_of(tensor)] = name
+    model = make(torch.device("meta"))
+    whole = {} if fill is not None else _whole(make, model, ranks)
     if frozen:
         model.requires_grad_(False)
     parts = blocks(model)
@@ -120,7 +112,7 @@ def shard_deferred(
 
     _shard(model, parts, ranks, dtype, keep, dtype if frozen else torch.float32, fill_and_encode)
     if fill is None:
-        _draw(recorder, names, shards_of(t for _, t in _tensors(model)), ranks)
+        _scatter(whole, shards_of(t for _, t in _tensors(model)), ranks)
     else:
         done = {id(t) for part in parts for _, t in _tensors(part)} if encode else set[int]()
         fill(shards_of(t for _, t in _tensors(model) if id(t) not in done))
@@ -129,15 +121,35 @@ def shard_deferred(
     return model
 
 
-def _draw(recorder: "InitRecorder", names: dict[int, str], shards: Mapping[str, LocalShard], ranks: Ranks) -> None:
-    """Repeat the recorded fills, and keep this rank's shards. `names`: tensor names by their keys."""
-    random = torch.cuda if ranks.device.type == "cuda" else torch
-    state = torch.tensor(ranks.of_first(random.get_rng_state().tolist()), dtype=torch.uint8, device="cpu")
-    random.set_rng_state(state)
-    for key, values in recorder.values(ranks.device):
-        if key in names:
-            piece = shards[names[key]]
-            piece.local.copy_(values[piece.slices])
+def _whole(make: Callable[[torch.device], Model], outline: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
+    """Return the tensors of the model that the first rank makes, by name; {} on the others, with the generator after it."""
+
+    def made() -> dict[str, Tensor]:
+        if not ranks.first:
+            return {}
+        device, need = ranks.device, 2 * sum(tensor.nbytes for _, tensor in _tensors(outline))  # twice: shards begin as zeros
+        if device.type == "cuda" and need > usable_bytes(device):
+            notice(f"shard_deferred: {readable(need)} are not free on {label(device)}: the model is made in host memory.")
+            device = torch.device("cpu")
+        return dict(_tensors(make(device)))
+
+    tensors, random = ranks.together(made), torch.cuda if ranks.device.type == "cuda" else torch
+    state = ranks.of_first(random.get_rng_state().tolist())
+    random.set_rng_state(torch.tensor(state, dtype=torch.uint8, device="cpu"))
+    return tensors
+
+
+@torch.no_grad()
+def _scatter(whole: dict[str, Tensor], shards: Mapping[str, LocalShard], ranks: Ranks) -> None:
+    """Fill the shards with the first rank's tensors, which it releases one by one."""
+    for name, piece in shards.items():
+        values = torch.empty(piece.shape, dtype=piece.local.dtype, device=ranks.device)
+        if ranks.first:
+            tensor = whole.pop(name)
+            values.copy_(tensor)
+            tensor.data = tensor.new_empty(0)
+        ranks.broadcast(values)
+        piece.local.copy_(values[piece.slices])
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -203,118 +215,3 @@ def _view_as_fp32(part: nn.Module) -> None:
     for module in part.modules():
         if isinstance(module, Base) and not is_sharded(weight := module.layer.weight):
             weight.data = weight.data.view(torch.float32)
-
-
-aten = torch.ops.aten
-FILLS = {aten.normal_.default, aten.uniform_.default, aten.fill_.Scalar, aten.zero_.default}
-FACTORIES = {aten.ones.default, aten.zeros.default, aten.full.default}
-EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default}
-
-
-@dataclass(frozen=True)
-class RecordedOp:
-    """An op that writes a whole tensor."""
-
-    op: Callable[..., Any]
-    args: tuple
-    kwargs: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class RecordedInit:
-    """A fill of a tensor, and the ops that changed it in place afterwards."""
-
-    tensor: Tensor  # on the meta device; keeps its storage's address from reuse
-    fill: RecordedOp
-    changes: list[RecordedOp] = field(default_factory=list)
-
-    def value(self, device: torch.device) -> Tensor:
-        fill = self.fill
-        if fill.op in FACTORIES:
-            value = fill.op(*fill.args, **fill.kwargs | {"device": device})
-        else:
-            value = torch.empty_like(self.tensor, device=device)
-            fill.op(value, *fill.args, **fill.kwargs)
-        for change in self.changes:
-            change.op(value, *change.args, **change.kwargs)
-        return value
-
-
-class InitRecorder(TorchDispatchMode):
-    """Record how tensors on the meta device are filled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fills: list[RecordedInit] = []
-        self._last: dict[int, RecordedInit] = {}
-        self._computed: dict[int, str] = {}  # op that computed a tensor from others
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        inputs, outputs = (_meta_tensors(tree) for tree in ((args, kwargs), result))
-        if len(outputs) == 1 and _is_whole(outputs[0]) and (fill := _fill_of(func, args, kwargs)) is not None:
-            init = RecordedInit(outputs[0].detach(), fill)
-            self._computed.pop(key_of(init.tensor), None)
-            self._last[key_of(init.tensor)] = init
-            self.fills.append(init)
-        elif func in EMPTY:
-            pass
-        elif not func._schema.is_mutable:
-            views = set(map(key_of, inputs))
-            self._computed |= {key_of(one): func.name() for one in outputs if key_of(one) not in views}
-        elif len(inputs) == 1 and args and inputs[0] is args[0] and _is_whole(args[0]) and self._may_repeat(func, args[0]):
-            self._last[key_of(args[0])].changes.append(RecordedOp(func, args[1:], kwargs))
-        else:
-            self._computed |= {key_of(one): func.name() for one in (*outputs, *inputs)}
-        return result
-
-    def _may_repeat(self, func: Any, tensor: Tensor) -> bool:
-        """Return whether `func` may be repeated right after the fill: random values must be drawn in their original order."""
-        filled = key_of(tensor) in self._last and key_of(tensor) not in self._computed
-        return filled and torch.Tag.nondeterministic_seeded not in func.tags
-
-    def check(self, name: str, tensor: Tensor) -> None:
-        """Raise ValueError unless the values of `tensor` are those of a fill."""
-        op = self._computed.get(key_of(tensor))
-        if op is None and key_of(tensor) in self._last:
-            return
-        raise ValueError(
-            f"shard_deferred: {name} is {f'computed by {op}' if op else 'never filled'}, wanted numbers written into all of "
-            f"it by normal_, uniform_, fill_, zero_, ones, zeros, full or .to(device), and perhaps changed in place; make the "
-            f"model whole, and give it to shard."
-        )
-
-    @torch.no_grad()
-    def values(self, device: torch.device) -> Iterator[tuple[int, Tensor]]:
-        """Yield (key_of a tensor, its values), in the order of the last fills. Release each tensor before the next."""
-        for init in self.fills:
-            value = init.value(device)
-            if self._last[key_of(init.tensor)] is init:
-                yield key_of(init.tensor), value
-            del value
-
-
-def _fill_of(func: Any, args: tuple, kwargs: dict[str, Any]) -> RecordedOp | None:
-    """Return the op with which `func` fills a tensor; None if it does not, or fills it from other meta tensors."""
-    if func in FACTORIES:
-        return RecordedOp(func, args, kwargs)
-    if func in FILLS:
-        return RecordedOp(func, args[1:], kwargs)
-    if func is aten._to_copy.default and not args[0].is_meta:
-        return RecordedOp(aten.copy_.default, (args[0].detach().clone(),), {})
-    return None
-
-
-def _meta_tensors(tree: Any) -> list[Tensor]:
-    return [one for one in tree_leaves(tree) if isinstance(one, Tensor) and one.is_meta]
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    """Return whether the tensor covers its whole storage."""
-    return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
-
-
-def key_of(tensor: Tensor) -> int:
-    """Return a key that all tensors over one storage share."""
-    return tensor.untyped_storage()._cdata
