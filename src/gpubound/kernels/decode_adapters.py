@@ -80,17 +80,13 @@ def dtype_of(parts: Sequence[Sequence[StepAdapter]]) -> torch.dtype:
 def table_of(parts: Sequence[Sequence[StepAdapter]]) -> Tensor:
     """int64 (5, columns of h): for each column, the addresses of its row of a and its column of b, the bytes between b's rows,
     its owner, and the bits of its scale."""
-    columns = []
-    for a, b, scale, owner in (one for part in parts for one in part):
+    columns, every = [], [one for part in parts for one in part]
+    for a, b, scale, owner in every:
         size, bits = a.element_size(), torch.tensor(scale, dtype=torch.float32, device="cpu").view(torch.int32).item()
         for rank in range(a.shape[0]):
             starts = a.data_ptr() + rank * a.stride(0) * size, b.data_ptr() + rank * b.stride(1) * size
             columns.append((*starts, b.stride(0) * size, owner, bits))
-    return torch.tensor(columns, dtype=torch.int64, device="cpu").t().contiguous().to(parts_device(parts))
-
-
-def parts_device(parts: Sequence[Sequence[StepAdapter]]) -> torch.device:
-    return next(one.a.device for part in parts for one in part)
+    return torch.tensor(columns, dtype=torch.int64, device="cpu").t().contiguous().to(every[0].a.device)
 
 
 def emptied(rows: int, columns: int, device: torch.device) -> Tensor:

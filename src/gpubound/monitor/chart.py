@@ -64,7 +64,7 @@ def line_chart(
         y_ticks = [y for y in y_ticks if y <= max(high, axis.high)]
     first, last = x_range or (min(x for x, _ in points), max(x for x, _ in points))
     frame = Frame(first, last, y_ticks[0], y_ticks[-1])
-    body = "".join(_grid(frame, y_ticks, axis.style)) + "".join(x_axis(frame)) + "".join(_marks(frame, marks))
+    body = "".join(_grid(frame, y_ticks, axis.style)) + "".join(_x_axis(frame)) + "".join(_marks(frame, marks))
     body += "".join(_line(frame, s, axis.style) for s in thinned)
     keys = "".join(f'<span class="{s.style}"><i class="key"></i>{escape(s.name)}</span>' for s in thinned)
     svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)} by step">'
@@ -121,15 +121,15 @@ def _grid(frame: Frame, ticks: list[float], style: str) -> Iterator[str]:
         yield f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{label}</text>'
 
 
-def x_axis(frame: Frame, height: float = HEIGHT) -> Iterator[str]:
-    """Yield the x axis of a chart of this height, with integers as ticks."""
+def _x_axis(frame: Frame) -> Iterator[str]:
+    """Yield the x axis, with integers as ticks."""
     ticks = [x for x in _ticks(frame.x0, frame.x1, 6, least=1) if frame.x0 <= x <= frame.x1] or [frame.x0]
     for x, label in zip(ticks, _labels(ticks, "si")):
         at, _ = frame.at(x, frame.y0)
         anchor = "end" if at > WIDTH - RIGHT - EDGE else "middle"
         at = WIDTH - RIGHT if anchor == "end" else at
-        yield f'<text x="{at:.1f}" y="{height - BOTTOM + 17:.0f}" text-anchor="{anchor}">{label}</text>'
-    yield f'<text x="{(LEFT + WIDTH - RIGHT) // 2}" y="{height - 6:.0f}" text-anchor="middle">step</text>'
+        yield f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 17}" text-anchor="{anchor}">{label}</text>'
+    yield f'<text x="{(LEFT + WIDTH - RIGHT) // 2}" y="{HEIGHT - 6}" text-anchor="middle">step</text>'
 
 
 def _marks(frame: Frame, marks: Sequence[tuple[float, str]]) -> Iterator[str]:

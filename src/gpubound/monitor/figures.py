@@ -7,7 +7,7 @@ from statistics import median, median_low
 from typing import Any, NamedTuple
 
 from ..formatting import duration, moment, number, quantity
-from .chart import LARGEST, Axis
+from .chart import Axis
 from .tape import RunTape
 
 Record = dict[str, Any]
@@ -71,14 +71,6 @@ class Figures:
             return values[-1] if values else None
         finite = [value for value in values if math.isfinite(value)]
         return median_low(finite) if finite else values[-1]
-
-    @property
-    def lanes(self) -> list[tuple[int, list[float]]]:
-        """(step, ms that each rank waited), for the ranks of the last start. A record has the waits of the step before."""
-        rows = [(r["step"] - 1, [float(one) for one in r["waited_ms"]]) for r in self.records if r.get("waited_ms")]
-        return [
-            (step, ranks) for step, ranks in rows if len(ranks) == len(rows[-1][1]) and all(0 <= ms < LARGEST for ms in ranks)
-        ]
 
     @property
     def tokens(self) -> int:

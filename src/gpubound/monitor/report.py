@@ -12,7 +12,6 @@ from markupsafe import Markup
 from ..pages import check_page, environment, write_page
 from .chart import Series, line_chart
 from .figures import GAUGES, Figures, Gauge
-from .lanes import lanes_chart
 from .tape import RunTape
 
 TILES = ("loss", "held_out", "tokens_per_s", "mfu", "gpu_busy", "syncs")
@@ -85,10 +84,6 @@ def charts(called: Sequence[str], runs: Sequence[Figures], colours: Sequence[int
         gauges = [gauge, *(g for g in GAUGES if g.chart == gauge.key)]
         if series := [s for nth, g in enumerate(gauges) for s in _series(called, runs, colours, g, nth)]:
             html.append(line_chart(gauge.title, series, gauge.axis, marks=marks, x_range=x_range))
-    for name, figures in zip(called, runs):
-        if figures.lanes:
-            of = f", {name}" if len(runs) > 1 else ""
-            html.append(lanes_chart(f"waiting for other ranks{of}", *zip(*figures.lanes)))
     return html
 
 
