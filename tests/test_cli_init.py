@@ -46,9 +46,10 @@ def base(tmp_path_factory):
         return str(run.export(folder / "hf"))
 
 
-@pytest.mark.parametrize("kind", ["sft", "lora", "dpo", "pretrain"])
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_a_config_trains(kind, base, tmp_path, monkeypatch, capsys):
     path = written(kind, tmp_path, capsys)
+    path.write_text(path.read_text().replace("path/to/teacher", base))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "book.txt").write_text("\n".join(texts()))

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import gpubound as gb
+from gpubound.train.objectives.divergence import DistillationLoss
 from gpubound.train.objectives.preference import Preference
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")  # theirs
@@ -104,3 +105,16 @@ def test_dpo_gives_their_losses_and_weights(loss, folder, tmp_path):
         assert step([given]).read().loss == pytest.approx(want, rel=1e-5)
     for got, want in zip(ours.parameters(), theirs.parameters()):
         assert (got - want).abs().max() < 1e-4 * want.abs().max()
+
+
+def test_distillation_gives_the_loss_of_gkd():
+    trainer = pytest.importorskip("trl.experimental.gkd").GKDTrainer
+    g = torch.Generator().manual_seed(0)
+    student, teacher = (3 * torch.randn(2, 5, 37, generator=g) for _ in range(2))
+    labels = torch.randint(37, (2, 5), generator=g)
+    labels[:, :2] = -100
+    for beta, temperature in ((0.0, 1.0), (0.5, 1.0), (0.3, 2.0), (1.0, 0.7)):
+        want = trainer.generalized_jsd_loss(student, teacher, labels, beta=beta, temperature=temperature, reduction="sum")
+        formula = DistillationLoss(beta=beta, temperature=temperature)
+        got = formula.mixed(student.flatten(0, 1), teacher.flatten(0, 1), labels.flatten()).sum()
+        assert got.item() == pytest.approx(want.item() * temperature**2, rel=1e-5)  # TRL leaves τ² out

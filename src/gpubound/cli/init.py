@@ -1,4 +1,4 @@
-"""Print a commented config for gpubound train: sft, lora, dpo or pretrain.
+"""Print a commented config for gpubound train: sft, lora, dpo, distill or pretrain.
 
 gpubound init lora > config.yaml
 gpubound train config.yaml
@@ -110,6 +110,24 @@ epochs: 1                     # or steps: 1000
 lr: 5e-6
 {RATES}
 {BY_EPOCH}{KEPT}""",
+    "distill": f"""\
+# Distil a larger model into a smaller one of the same tokenizer:  gpubound train config.yaml --export hf
+out: runs/distill             # checkpoints, the corpus, the report
+{MODEL}
+{CHATS}{LEARNT}
+objective: distillation
+objective_options:
+  teacher: path/to/teacher    # a Hugging Face folder, which stays as it is
+  alpha: 0.5                  # the share of the teacher's distribution in the loss; the rest is the data's cross-entropy
+  temperature: 2.0            # above 1, the teacher's less likely tokens count more
+  beta: 0.0                   # KL(teacher || student); 1 is the reverse, 0.5 Jensen-Shannon
+
+{ROWS}
+epochs: 3                     # or steps: 1000
+lr: 2e-5
+{RATES}clip: 1.0                     # the largest gradient norm
+
+{BY_EPOCH}{KEPT}""",
     "pretrain": f"""\
 # Train a model from random weights, or a Hugging Face folder further, on texts:  gpubound train config.yaml --export hf
 out: runs/pretrain            # checkpoints, the corpus, the report
@@ -144,12 +162,13 @@ class InitOptions:
     sft       all weights of a pretrained model, on chats or prompts with completions
     lora      low-rank adapters over a frozen model, on the same
     dpo       adapters, on pairs of a chosen and a rejected answer
+    distill   all weights of a model, towards a teacher's distribution
     pretrain  a model from random weights, on texts
 
     Example: gpubound init lora > config.yaml
     """
 
-    kind: Annotated[Literal["sft", "lora", "dpo", "pretrain"], Positional]
+    kind: Annotated[Literal["sft", "lora", "dpo", "distill", "pretrain"], Positional]
     """The kind of run."""
 
 

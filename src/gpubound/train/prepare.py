@@ -127,6 +127,8 @@ def check_inputs(recipe: Recipe) -> None:
     """Raise the errors of the recipe's model and data that show without reading them."""
     check_model(recipe.model)
     check_data(recipe)
+    for _, own in recipe.stages():
+        own.new_objective().check_files()
     if recipe.adapters is not None:
         recipe.adapters.check_model(family_of(recipe.model).outline(recipe.model))
 

@@ -102,6 +102,7 @@ class TrainStep(NotCopyable):
         dtypes, config, loss_fn = precision_named(precision), _optimizer(optimizer, graph), _loss(loss)
         if isinstance(loss_fn, Objective):
             loss_fn.check_model(model)
+            loss_fn.load(model)
         sharding = self._sharding = make_sharding(model, ranks)
         self._sharded = sharding if isinstance(sharding, Sharded) else None
         tell_if_alone(sharding.ranks)

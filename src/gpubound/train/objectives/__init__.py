@@ -19,6 +19,7 @@ OBJECTIVES = {
     "causal_lm": (".word_loss", "CausalLM"),
     "next_token": (".word_loss", "NextToken"),
     "dpo": (".preference", "Preference"),
+    "distillation": (".distillation", "Distillation"),
     "masked_diffusion": ("gpubound.models.diffusion.objective", "MaskedDiffusion"),
     "diffusion": ("gpubound.models.diffusion.objective", "MaskedDiffusion"),
     "noise_prediction": ("gpubound.models.diffusion.noise", "NoisePrediction"),
@@ -47,8 +48,15 @@ class Objective:
         """Return a run's tokenizer with the tokens that this objective adds to it. Called before the model is built."""
         return tokenizer
 
+    def check_files(self) -> None:
+        """Raise the errors of the options' files that show without reading much. Called before a run builds anything."""
+
     def check_model(self, model: Any) -> None:
         """Raise ValueError for a model that the objective cannot call. Called before the model is changed."""
+
+    def load(self, model: Any) -> None:
+        """Load what the objective needs besides the model, such as a teacher, onto its device. Raise ValueError if it does not
+        fit the model. Called before the model is changed."""
 
     def check_batch(self, model: Any, batch: Any) -> None:
         """Raise ValueError for a batch that the model cannot take. Called for the first batch of each signature, outside of the
