@@ -14,7 +14,8 @@ from tests.messages import message, refusal
 
 def corpus_of(lengths, pairs=False):
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return Corpus([DocumentRun(np.arange(offsets[-1], dtype=np.uint32), offsets, None)], 1 << 20, "none", None, pairs=pairs)
+    run, kind = DocumentRun(np.arange(offsets[-1], dtype=np.uint32), offsets, None), "preferences" if pairs else "texts"
+    return Corpus([run], 1 << 20, "none", None, kind=kind)
 
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 1, 301), 2, 129).astype(int)

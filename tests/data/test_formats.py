@@ -147,6 +147,36 @@ def test_pairs_are_held_out_and_shuffled_as_pairs(tokenizer, tmp_path):
     assert refusal(ValueError, lambda: training.batches(16, 3, "cpu", pack="pairs")) == message("data/formats:pairs_are_even")
 
 
+def test_a_class_is_the_only_label_at_the_last_token_of_its_text(tokenizer, tmp_path):
+    rows = [{"text": "one", "label": 2}, {"text": "two, too", "label": False}, {"text": " ", "label": 1}]
+    corpus = Corpus.build(rows, tokenizer, tmp_path / "c", progress=False, format="classification")
+    assert corpus.kind == Corpus.open(tmp_path / "c").kind == "classes" and corpus.documents == 2
+    (batch,) = corpus.batches(16, 1, "cpu", pack="examples", shuffle=False)
+    ids, labels, segments = (batch[name][0] for name in ("input_ids", "labels", "segment_ids"))
+    for number, (text, label) in {0: ("one", 2), 1: ("two, too", 0)}.items():
+        found = next(n for n in (0, 1) if tokenizer.decode(ids[segments == n]) == text)
+        assert labels[segments == found].tolist() == [IGNORED] * (len(text) - 1) + [label], number
+    assert RowParser()(rows[0], "a:1") == "one", "a text, unless the format is named"
+    parse = RowParser(format="classification")
+    for label in ("good", -1, 0.5):
+        with pytest.raises(DataError, match=r"label.*number"):
+            parse({"text": "one", "label": label}, "a:1")
+    with pytest.raises(DataError, match="label"):
+        Corpus.build([{"text": "one", "label": 261}], tokenizer, tmp_path / "d", progress=False, format="classification")
+
+
+def test_matches_are_pairs_that_end_with_the_end_of_the_text(tokenizer, tmp_path):
+    rows = [{"query": "one?", "positive": "it is 1"}, {"query": "two?", "positive": ""}]
+    corpus = Corpus.build(rows, tokenizer, tmp_path / "c", progress=False)
+    assert corpus.kind == "matches" and corpus.pairs and corpus.documents == 2
+    (batch,) = corpus.batches(16, 2, "cpu", pack="pairs", shuffle=False)
+    for ids, labels, text in zip(batch["input_ids"], batch["labels"], ("one?", "it is 1")):
+        (last,) = (labels != IGNORED).nonzero()
+        assert tokenizer.decode(ids[: last + 1]) == text + END and labels[last] == 0
+    with pytest.raises(DataError, match="negative"):
+        RowParser()(rows[0] | {"negative": "it is 2"}, "a:1")
+
+
 def test_rows_of_two_formats_in_a_file_are_named(tmp_path):
     parse = RowParser()
     parse({"text": "one"}, "a:1")

@@ -127,8 +127,8 @@ def test_what_does_not_fit_is_refused(chats, tmp_path, monkeypatch):
     assert "chat_template" in refused(chat_template="nowhere.jinja")
     assert "alpacca" in refused(format="alpacca")
     assert "validation" in refused(DataError, data=(str(few(chats)),), out=tmp_path / "few")
-    monkeypatch.setattr(Objective, "pack", "pairs")
-    assert "'pairs'" in refused(pack="examples") and "preferences" in refused()
+    monkeypatch.setattr(Objective, "kind", "preferences")
+    assert "preferences" in refused()
 
 
 def few(chats):

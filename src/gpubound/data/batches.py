@@ -60,8 +60,9 @@ def batches(
 
     pack      "stream": rows are consecutive tokens of the corpus, across documents. "examples": whole documents, several a
               row; position_ids, segment_ids and cu_seqlens separate them in attention. "none": one document a row, padded.
-              "documents": as "examples", but longer documents are split. "pairs": of a corpus of preferences; rows 2k and
-              2k + 1 are a chosen and a rejected answer to one prompt, and an even micro_batch counts both
+              "documents": as "examples", but longer documents are split. "pairs": of a corpus of preferences, or of matches;
+              rows 2k and 2k + 1 are a chosen and a rejected answer to one prompt, or a query and its positive, and an even
+              micro_batch counts both
     overlong  an example longer than a row is cut at its end ("truncate", the default) or beginning ("truncate_left"), or
               left out ("drop"). Examples without a label that counts are left out; a notice has the numbers
     fields    the fields of a batch, of rows.FIELDS; by default input_ids and labels, with "examples" and "documents" their
@@ -180,7 +181,7 @@ def _check_packing(
 def _check_pairs(corpus: "Corpus", pack: str, micro_batch: int) -> None:
     if corpus.pairs != (pack == "pairs"):
         got, wanted = ("", "pack='pairs'") if corpus.pairs else ("no ", "another pack")
-        raise ValueError(f"batches: pack: got {pack!r} for a corpus that holds {got}pairs of preferences, wanted {wanted}.")
+        raise ValueError(f"batches: pack: got {pack!r} for a corpus that holds {got}pairs, wanted {wanted}.")
     if corpus.pairs and micro_batch % 2:
         raise ValueError(f"batches: micro_batch: got {micro_batch}, wanted an even number, two rows a pair.")
 

@@ -25,7 +25,18 @@ from ..errors import DataError
 from ..files import flock, make_folder, read_json, write_atomic
 from ..trace import notice
 from .chat import TRAIN_ON
-from .formats import Completion, Conversation, Document, PreferencePair, parts, serialized, strings
+from .formats import (
+    Completion,
+    Conversation,
+    Document,
+    Part,
+    Pooled,
+    PreferencePair,
+    kind_of,
+    parts,
+    serialized,
+    strings,
+)
 from .progress import Progress
 from .shards import CLAIM, CURE, DTYPES, MANIFEST, SUFFIX, read_shard, tokenizer_checksums, write_shard
 from .texts import Texts
@@ -112,7 +123,7 @@ def build(
         files: Any = source.files and [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in source.files]
         if _is_built(path, settings, source, files, progress):
             return False
-        kinds = set[bool]()
+        kinds = set[str]()
         writer, remaining = _resume(path, settings, encoder), _one_kind(source, kinds)
         if not _skip(remaining, writer.position, source, progress):
             raise OtherCorpus(path, "the texts have changed since the interrupted build")
@@ -133,7 +144,7 @@ def build(
             "texts": list(writer.position),
             "shards": writer.names,
             "tokens": writer.tokens,
-            "pairs": kinds == {True},
+            "kind": min(kinds, default="texts"),
             "weights": source.weights,
             "tokenizer_files": tokenizer_checksums(path),
         }
@@ -188,14 +199,14 @@ def _is_built(path: Path, settings: dict[str, Any], source: Texts, files: Any, p
     return True
 
 
-def _one_kind(source: Texts, kinds: set[bool]) -> Iterator[Document]:
-    """Yield the documents, and add to `kinds` whether they are preferences. DataError if some are and others are not."""
+def _one_kind(source: Texts, kinds: set[str]) -> Iterator[Document]:
+    """Yield the documents, and add to `kinds` what they are. DataError if some are of another kind."""
     for number, document in enumerate(source):
-        kinds.add(isinstance(document, PreferencePair))
+        kinds.add(kind := kind_of(document))
         if len(kinds) > 1:
             raise DataError(
-                f"texts: document {number} is {'a' if isinstance(document, PreferencePair) else 'no'} preference, unlike those "
-                f"before it; build two corpora."
+                f"texts: document {number} is of the kind {kind!r}, those before it of {min(kinds - {kind})!r}; build two "
+                f"corpora."
             )
         yield document
 
@@ -353,15 +364,18 @@ def _encode_in_worker(texts: list[Document]) -> list[list[Encoded]]:
 
 
 def encode(encoder: Encoder, documents: list[Document], train_on: str = "assistant") -> list[list[Encoded]]:
-    """Return [(ids, loss mask)] of each document, two for a preference, ended with the end-of-text token. The mask of a text is
+    """Return [(ids, loss mask)] of each document, two for a pair, ended with the end-of-text token. The mask of a text is
     None."""
     if any(isinstance(document, PreferencePair) for document in documents):
         train_on = "assistant"
     every = [part for document in documents for part in parts(document)]
     chats = [part for part in every if isinstance(part, Conversation)]
     completions = [part for part in every if isinstance(part, Completion)]
-    plain = encoder.encode_batch([part for part in every if isinstance(part, str)])
-    encoded: dict[type, Iterator[Any]] = {str: ((ids, None) for ids in plain)}
+    pooled = [part for part in every if isinstance(part, Pooled)]
+    plain = encoder.encode_batch([part for part in every if isinstance(part, str)] + [part.text for part in pooled])
+    texts = len(plain) - len(pooled)
+    encoded: dict[type, Iterator[Any]] = {str: ((ids, None) for ids in plain[:texts])}
+    encoded[Pooled] = (_labelled(encoder, ids, part.label) for ids, part in zip(plain[texts:], pooled))
     if chats or completions:
         if not isinstance(encoder, Tokenizer):
             raise ValueError(
@@ -371,7 +385,23 @@ def encode(encoder: Encoder, documents: list[Document], train_on: str = "assista
         if chats:  # which need a chat template
             encoded[Conversation] = iter(encoder.encode_chats(chats, train_on))
         encoded[Completion] = iter(encoder.encode_completions(completions, train_on))
-    return [[_ended(encoder, *next(encoded[type(part)])) for part in parts(document)] for document in documents]
+    return [[_finished(encoder, part, *next(encoded[type(part)])) for part in parts(document)] for document in documents]
+
+
+def _finished(encoder: Encoder, part: Part, ids: Any, mask: np.ndarray | None) -> Encoded:
+    return (ids, mask) if isinstance(part, Pooled) else _ended(encoder, ids, mask)
+
+
+def _labelled(encoder: Encoder, ids: Any, label: int | None) -> Encoded:
+    """Return the tokens of a text and the label of its last one; an embedding is that of the end-of-text token."""
+    ids = np.asarray(ids, dtype=np.uint32)
+    if label is None and encoder.eos is not None and not _has_end(ids, {encoder.eos}, encoder):
+        ids = np.append(ids, np.uint32(encoder.eos))
+    if not 0 <= (label or 0) < encoder.vocab_size:
+        raise DataError(f"label: got {label:,}, wanted a number below that of the tokens, {encoder.vocab_size:,}.")
+    mask = np.zeros(len(ids) + 1, np.uint8)
+    mask[-1] = 1
+    return np.append(ids, np.uint32(label or 0)), mask
 
 
 def _ended(encoder: Encoder, ids: Any, mask: np.ndarray | None) -> Encoded:

@@ -15,6 +15,7 @@ from .shards import CURE, MANIFEST, DocumentRun, contents, manifest_shards, read
 from .source import mix, order
 from .tokenizer import Tokenizer
 
+PAIRS = ("preferences", "matches")  # kinds of documents that come by twos
 MAX_RUNS = 256  # `split` holds out runs of consecutive documents of a large corpus, which stays in a few hundred parts
 
 
@@ -29,11 +30,12 @@ class Corpus:
         tokenizer: str,
         path: Path | None,
         contents: int | None = None,
-        pairs: bool = False,
+        kind: str = "texts",
         weights: Mapping[str, float] | None = None,
     ):
         self.parts, self.vocab_size, self.fingerprint, self.path = list(parts), vocab_size, tokenizer, path
-        self.pairs = pairs  # documents 2k and 2k + 1 are a prompt with its chosen and its rejected answer
+        self.kind = kind  # of the documents, see formats.kind_of
+        self.pairs = kind in PAIRS  # documents 2k and 2k + 1 belong together
         self.weights = dict(weights or {})  # of the sources, in the order of their numbers; empty without weights
         self.contents = contents  # hash of the corpus that these are parts of; None: not known
         self.starts = np.concatenate([[0], np.cumsum([len(part.tokens) for part in self.parts])]).astype(np.int64)
@@ -61,8 +63,8 @@ class Corpus:
                         f"only shards of one corpus together."
                     )
         about = read_json(folder / MANIFEST, CURE) if folder else {}
-        pairs, weights = about.get("pairs") is True, about.get("weights")
-        return Corpus(shards, first.vocab_size, first.tokenizer, folder, contents(shards), pairs, weights)
+        kind = about.get("kind") or ("preferences" if about.get("pairs") is True else "texts")  # of earlier versions
+        return Corpus(shards, first.vocab_size, first.tokenizer, folder, contents(shards), kind, about.get("weights"))
 
     @staticmethod
     def build(texts: Any, tokenizer: Any, path: str | Path, **options: Any) -> "Corpus":
@@ -161,7 +163,7 @@ class Corpus:
             parts += source.parts * int(weight)
             if drawn := round(units * (weight % 1)):
                 parts += source._select(np.repeat(choose(units, drawn, seed), each)).parts
-        return Corpus(parts, self.vocab_size, self.fingerprint, self.path, self.contents, self.pairs) if self.weights else self
+        return Corpus(parts, self.vocab_size, self.fingerprint, self.path, self.contents, self.kind) if self.weights else self
 
     def _select(self, mask: np.ndarray) -> "Corpus":
         """Return the corpus of the documents in `mask`."""
@@ -174,7 +176,7 @@ class Corpus:
         return self.with_parts(parts)
 
     def with_parts(self, parts: Sequence[DocumentRun]) -> "Corpus":
-        return Corpus(parts, self.vocab_size, self.fingerprint, self.path, self.contents, self.pairs, self.weights)
+        return Corpus(parts, self.vocab_size, self.fingerprint, self.path, self.contents, self.kind, self.weights)
 
     def read(self, index: np.ndarray) -> np.ndarray:
         """Read the tokens at `index` from the disk."""

@@ -1,7 +1,7 @@
 """Row formats: which keys a row has, and the document that it becomes. One function a format, listed in FORMATS.
 
-A document is one example: a text, a chat, a prompt with its completion, or a preference between two answers. Errors begin with
-`where`, the file and line of the row.
+A document is one example: a text, a chat, a prompt with its completion, a preference between two answers, a text of a class, or
+a question with the text that answers it. Errors begin with `where`, the file and line of the row.
 """
 
 import json
@@ -49,12 +49,39 @@ class PreferencePair:
     rejected: Conversation | Completion
 
 
-Document = str | Conversation | Completion | PreferencePair
+@dataclass(frozen=True)
+class Pooled:
+    """A text that is learnt as a whole, from the state of its last token: its class, or, without one, its embedding.
+
+    The tokens of such a document end with the number of the class, or with 0: the only label that counts.
+    """
+
+    text: str
+    label: int | None = None
 
 
-def parts(document: Document) -> list[str | Conversation | Completion]:
-    """Return the document, or the two of a preference: what is tokenised separately."""
-    return [document.chosen, document.rejected] if isinstance(document, PreferencePair) else [document]
+@dataclass(frozen=True)
+class Match:
+    """Two texts whose embeddings are to be close."""
+
+    query: Pooled
+    positive: Pooled
+
+
+Part = str | Conversation | Completion | Pooled
+Document = Part | PreferencePair | Match
+
+
+def parts(document: Document) -> list[Part]:
+    """Return the document, or the two of a pair: what is tokenised separately."""
+    if isinstance(document, PreferencePair):
+        return [document.chosen, document.rejected]
+    return [document.query, document.positive] if isinstance(document, Match) else [document]
+
+
+def kind_of(document: Document) -> str:
+    """Return what a corpus of such documents holds."""
+    return {PreferencePair: "preferences", Match: "matches", Pooled: "classes"}.get(type(document), "texts")
 
 
 def strings(document: Document) -> Iterator[str]:
@@ -62,6 +89,8 @@ def strings(document: Document) -> Iterator[str]:
     for part in parts(document):
         if isinstance(part, Conversation):
             yield from (message["content"] for message in part.messages)
+        elif isinstance(part, Pooled):
+            yield part.text
         else:
             yield from (part,) if isinstance(part, str) else (part.prompt, part.completion)
 
@@ -79,6 +108,7 @@ class RowFormat(NamedTuple):
     keys: tuple[str, ...]  # that a row must have
     optional: tuple[str, ...]
     parse: Callable[[Mapping[str, Any], str], Document]
+    named: bool = False  # taken only where `format` names it: its rows are also of another format
 
 
 def text(row: Mapping[str, Any], where: str) -> Document:
@@ -148,6 +178,26 @@ def preference(row: Mapping[str, Any], where: str) -> Document:
     return PreferencePair(*(Conversation(chat, as_tools(row, where), given) for chat in chats))
 
 
+def classification(row: Mapping[str, Any], where: str) -> Document:
+    written, label = as_text(row["text"], f"{where}['text']"), row["label"]
+    if not isinstance(label, int) or label < 0:
+        raise DataError(
+            f"{where}['label']: got {shown(label)}, wanted the number of a class, counted from 0; number the names, and "
+            f"give them in that order as classes of objective_options."
+        )
+    return Pooled(written, int(label)) if written.strip() else ""
+
+
+def matches(row: Mapping[str, Any], where: str) -> Document:
+    if row.get("negative") is not None:
+        raise DataError(
+            f"{where}: has a 'negative', wanted 'query' and 'positive' alone; leave it out: the positives of a batch's other "
+            f"rows are the negatives."
+        )
+    texts = [as_text(row[name], f"{where}[{name!r}]") for name in ("query", "positive")]
+    return Match(*map(Pooled, texts)) if all(map(str.strip, texts)) else ""
+
+
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return the length of the common beginning."""
     return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
@@ -160,6 +210,8 @@ FORMATS = (
     RowFormat("alpaca", ("instruction", "output"), ("system", "input"), alpaca),
     RowFormat("completion", ("prompt", "completion"), ("label", "tools"), completion),
     RowFormat("preference", ("chosen", "rejected"), ("prompt", "tools"), preference),
+    RowFormat("matches", ("query", "positive"), ("negative",), matches),
+    RowFormat("classification", ("text", "label"), (), classification, named=True),
 )
 
 
@@ -173,7 +225,7 @@ class RowParser:
 
     def __init__(self, text_key: str | None = None, format: str | None = None, mixed: bool = False):
         self.text_key, self.mixed = text_key, mixed
-        self.formats = tuple(known for known in FORMATS if format in (None, known.name))
+        self.formats = tuple(known for known in FORMATS if known.name == format or (format is None and not known.named))
         if not self.formats:
             names = ", ".join(known.name for known in FORMATS)
             raise ValueError(f"texts: format: got {format!r}, wanted one of {names}.")

@@ -136,7 +136,7 @@ def _build(recipe: Recipe, tokenizer: Tokenizer, path: Path, progress: bool) -> 
             progress=progress,
             text_key=_of_rows(recipe, recipe.text_key),
             hub_bytes=recipe.data_bytes,
-            format=_of_rows(recipe, recipe.format),
+            format=_of_rows(recipe, recipe.format or recipe.new_objective().format),
             chat_template=_of_rows(recipe, recipe.chat_template),
             train_on=recipe.train_on,
         )
@@ -187,7 +187,7 @@ def _own_tokenizer(recipe: Recipe, built: Path, progress: bool) -> Tokenizer:
         Texts(
             _texts(own),
             text_key=_of_rows(own, own.text_key),
-            format=_of_rows(own, own.format),
+            format=_of_rows(own, own.format or own.new_objective().format),
             hub_bytes=own.data_bytes,
         )
         for _, own in recipe.stages()

@@ -73,7 +73,7 @@ class Recipe:
     text_key: str | None = None
     """Key of a jsonl row, or column of a table, that holds the text or chat; without it the row's format is detected."""
     format: str | None = None
-    """Of rows with the keys of several: text, messages, sharegpt, alpaca, completion or preference."""
+    """Of rows with the keys of several: text, messages, sharegpt, alpaca, completion, preference, matches or classification."""
     chat_template: str | None = None
     """How chats are written, instead of the tokenizer's template: a file, or chatml, llama3, gemma, mistral, zephyr, alpaca."""
     train_on: str = "assistant"

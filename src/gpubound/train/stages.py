@@ -177,9 +177,11 @@ def packing_of(recipe: Recipe, corpus: Corpus, unpacked: Callable[[], str | None
     wanted = objective.pack or ("stream" if objective.labels == "own" else None)
     if wanted is not None and recipe.pack not in ("auto", wanted):
         raise ValueError(f"pack: got {recipe.pack!r}, and the objective {recipe.objective} needs {wanted!r}; leave pack out.")
-    if corpus.pairs != (wanted == "pairs") or (recipe.pack == "pairs" and not corpus.pairs):
-        holds = "pairs of preferences" if corpus.pairs else "no pairs of preferences"
-        raise ValueError(f"objective: got {recipe.objective!r}, and {corpus.path} holds {holds}; give other data or objective.")
+    if corpus.kind != objective.kind or (recipe.pack == "pairs" and not corpus.pairs):
+        raise ValueError(
+            f"objective: got {recipe.objective!r}, which wants {objective.kind}, and {corpus.path} holds {corpus.kind}; give "
+            f"other data or objective."
+        )
     pack = wanted or (recipe.pack if recipe.pack != "auto" else "examples" if corpus.masked else "stream")
     if pack in ("examples", "documents") and (why := unpacked()):
         if recipe.pack != "auto":

@@ -38,6 +38,8 @@ class Objective:
     counts_tokens: ClassVar[bool] = True  # False: its items are others, such as pairs
     labels: ClassVar[str] = "next"  # of such batches: each position's "next" token, or its "own"
     pack: ClassVar[str | None] = None  # the packing that it needs, such as "pairs"; None: the recipe's
+    kind: ClassVar[str] = "texts"  # what a corpus for it holds: see data/formats.py
+    format: ClassVar[str | None] = None  # of rows, unless the recipe names one
 
     def __call__(self, model: Any, batch: Any, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the sum times `scale`, and the number of items. Training always gives a scale: gradients that are computed in

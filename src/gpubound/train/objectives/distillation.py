@@ -21,7 +21,7 @@ from ...models.packed_rows import FIELDS, UNPACKED
 from ...models.registry import family_of
 from ...place import place
 from ...trace import fallback
-from .divergence import IGNORE, Head, DistillationLoss, head_loss, head_losses
+from .divergence import IGNORE, DistillationLoss, Head, head_loss, head_losses
 from .word_loss import WordLoss, check_arguments
 
 

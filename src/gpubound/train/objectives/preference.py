@@ -75,6 +75,7 @@ class Preference(WordLoss):
 
     name: ClassVar[str] = "dpo"
     pack: ClassVar[str | None] = "pairs"
+    kind: ClassVar[str] = "preferences"
     counts_tokens: ClassVar[bool] = False
     weighted: ClassVar[bool] = True
 
