@@ -285,7 +285,7 @@ def test_too_large_for_the_budget_or_the_memory_it_streams(corpus, said, monkeyp
             8,
             2,
             {"pack": "pairs"},
-            "batches: pack: got 'pairs' for a corpus that holds no pairs of preferences, wanted another pack.",
+            "batches: pack: got 'pairs' for a corpus that holds no pairs, wanted another pack.",
         ),
         (
             8,
