@@ -53,8 +53,9 @@ def test_a_config_trains(kind, base, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "book.txt").write_text("\n".join(texts()))
+    labelled = [{"text": chat[0]["content"], "label": n % 2} for n, chat in enumerate(CHATS)]
     pairs = [{"prompt": chat[0]["content"], "chosen": chat[1]["content"], "rejected": "no"} for chat in CHATS]
-    for name, rows in (("chats", [{"messages": chat} for chat in CHATS]), ("preferences", pairs)):
+    for name, rows in (("chats", [{"messages": chat} for chat in CHATS]), ("preferences", pairs), ("reviews", labelled)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     small = ["--seq", "128", "--micro-batch", "2", "--steps", "2", "--device", "cpu", "--quiet", "--json"]
     model = ["--model", "tiny", "--vocabulary", "300"] if kind == "pretrain" else ["--model", base]

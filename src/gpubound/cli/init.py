@@ -1,4 +1,4 @@
-"""Print a commented config for gpubound train: sft, lora, dpo, distill or pretrain.
+"""Print a commented config for gpubound train: sft, lora, dpo, distill, classify or pretrain.
 
 gpubound init lora > config.yaml
 gpubound train config.yaml
@@ -128,6 +128,23 @@ lr: 2e-5
 {RATES}clip: 1.0                     # the largest gradient norm
 
 {BY_EPOCH}{KEPT}""",
+    "classify": f"""\
+# Train a classifier of texts, exported for AutoModelForSequenceClassification:  gpubound train config.yaml --export hf
+out: runs/classify            # checkpoints, the corpus, the report
+{MODEL}
+data: reviews.jsonl           # {{"text": ..., "label": 0}}: the number of a class, counted from 0
+# eval_data: eval.jsonl
+validation: 0.05
+objective: classification
+objective_options:
+  classes: [negative, positive]   # their names, or how many there are
+
+{ROWS}
+epochs: 3                     # or steps: 1000
+lr: 2e-5
+{RATES}clip: 1.0                     # the largest gradient norm
+
+{BY_EPOCH}{KEPT}""",
     "pretrain": f"""\
 # Train a model from random weights, or a Hugging Face folder further, on texts:  gpubound train config.yaml --export hf
 out: runs/pretrain            # checkpoints, the corpus, the report
@@ -163,12 +180,13 @@ class InitOptions:
     lora      low-rank adapters over a frozen model, on the same
     dpo       adapters, on pairs of a chosen and a rejected answer
     distill   all weights of a model, towards a teacher's distribution
+    classify  all weights and a new head, on texts with classes
     pretrain  a model from random weights, on texts
 
     Example: gpubound init lora > config.yaml
     """
 
-    kind: Annotated[Literal["sft", "lora", "dpo", "distill", "pretrain"], Positional]
+    kind: Annotated[Literal["sft", "lora", "dpo", "distill", "classify", "pretrain"], Positional]
     """The kind of run."""
 
 

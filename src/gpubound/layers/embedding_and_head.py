@@ -134,8 +134,10 @@ def logits_loss(logits: Tensor, labels: Tensor, total: Tensor | float | None = N
 
 
 def head_of(model: Any) -> Any:
-    """Return the module that computes the logits, if the model names one as transformers' models do; else None."""
-    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    """Return the module that computes the logits, if the model names one as transformers' models do; else None. Of a
+    ForSequenceClassification it is `score`."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return getattr(model, "score", None) if head is None else head
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Base class of the library's language models, and the hidden states and logits of any language model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class LanguageModel(nn.Module):
     runner = ""  # module with the `ModuleRunner` that decodes by the model's own layers, where the fused kernels cannot
     task_type = "CAUSAL_LM"  # PEFT's name
     name_or_path = ""  # folder of the weights, as in transformers' models
+    classes: tuple[str, ...] = ()  # names, of a model that classifies instead of predicting tokens
 
     def __init__(self, config: Any, trunk: Any, device=None, dtype=None) -> None:
         super().__init__()
@@ -52,7 +54,7 @@ class LanguageModel(nn.Module):
 
     def undecoded(self) -> str | None:
         """Return why the model cannot generate a text token by token; None if it can."""
-        return None
+        return f"its head has {len(self.classes)} classes" if self.classes else None
 
     def unpacked(self) -> str | None:
         """Return why tokens of packed rows would see other examples; None if attention separates them."""
@@ -75,6 +77,16 @@ class LanguageModel(nn.Module):
                 parameter.normal_(0.0, std / (2 * self.config.layers) ** 0.5 if into_stream else std)
             elif name.endswith("bias"):
                 parameter.zero_()
+
+    def classify(self, names: Sequence[str]) -> None:
+        """Replace the head by a new one, of these classes; one class is a regression.
+
+        The logits of a text are those of its last token, as in transformers' ForSequenceClassification, whose head is `score`.
+        """
+        weight = self.lm_head.weight
+        self.lm_head = LMLoss(self.config.hidden, len(names), device=weight.device, dtype=weight.dtype)
+        torch.nn.init.normal_(self.lm_head.weight, std=0.02)
+        self.config, self.classes = replace(self.config, tied=False), tuple(names)
 
     def forward(
         self,
@@ -245,13 +257,13 @@ def _trunk_arguments(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _trunk(model: Any) -> Any:
-    """Return the module that computes the last hidden states, or None.
+    """Return the module that computes the last hidden states, or None; of a model without a head it is the base model.
 
     It is the base model; for a wrapper that still has the head inside, such as PEFT's, the base model of the wrapped model.
     """
-    inner, head = model, model.get_output_embeddings()
+    inner, head = model, head_of(model)
     while (below := getattr(inner, "base_model", inner)) is not inner:
         inner = below
-        if not hasattr(inner, "get_output_embeddings") or inner.get_output_embeddings() is not head:
+        if head_of(inner) is not head:
             return inner
-    return None
+    return inner if head is None else None

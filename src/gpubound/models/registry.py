@@ -144,7 +144,7 @@ def made_up(model: Any) -> Tensor:
     """Return random token ids for a model, the same at every call. Ids of images or sounds are left out."""
     generator = torch.Generator().manual_seed(0)
     if isinstance(getattr(model, "lm_head", None), LMLoss):
-        size, others = model.lm_head.out_features, set()
+        size, others = model.config.vocabulary, set()
     else:
         size, names = model.config.get_text_config().vocab_size, vars(model.config)
         others = {names[name] for name in names if name.endswith(("_token_id", "_token_index")) and name not in TEXT_TOKENS}

@@ -37,6 +37,7 @@ from .folder import (
 )
 from .language_model import LanguageModel
 
+CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # ends of transformers' class names
 BUFFERS = "rotary_emb.inv_freq"  # in old checkpoints; computed from the config
 PART, PARTS = "model-{:05d}-of-{:05d}.safetensors", "model-?????-of-?????.safetensors"
 LARGEST_FILE = 5_000_000_000  # bytes of a model that are in host memory while it is written
@@ -66,6 +67,8 @@ def read_model(
     """
     empty = unread_model(path, kind, config_of, layers)
     model = kind(empty.config, device=device, dtype=dtype or dtype_of(read_config(path), path))
+    if empty.classes:
+        model.classify(empty.classes)
     model.generation, model.name_or_path = empty.generation, empty.name_or_path
     read_parts(path, {name: (tensor, ()) for name, tensor in stored_state(model).items()})
     return model
@@ -83,7 +86,9 @@ def unread_model(
     generation = read_generation(path, about)
     check_layers(path / "config.json", [(layers, config.layers)], stored)
     model = kind(config, device="meta")
-    _check_tensors(path, model.state_dict(), stored, config.tied)
+    if names := _classes(path, about):
+        model.classify(names)
+    _check_tensors(path, stored_state(model), stored, model.config.tied)
     model.generation, model.name_or_path = generation, str(path.resolve())
     return model
 
@@ -119,6 +124,11 @@ def write_model(
     generation = dict(model.generation) | (special_ids(model, tokenizer) if tokenizer else {})
     # Without these fields transformers takes bos = 1 and eos = 2, whatever those tokens are.
     config = config | {name: generation.get(name) for name in SPECIAL_IDS}
+    if model.classes:
+        config |= {"architectures": [name.replace(CAUSAL, CLASSIFIER) for name in config["architectures"]]}
+        config |= {"id2label": dict(enumerate(model.classes)), "label2id": {name: n for n, name in enumerate(model.classes)}}
+        if config["pad_token_id"] is None:  # transformers finds the last token of a row by it
+            config["pad_token_id"] = next(iter(ends_of(generation)), None)
     _write_weights(path, state, iter(state.items() if weights is None else weights))
     for name, content in (("config.json", config), (GENERATION, generation)):
         write_atomic(path / name, json.dumps(content, indent=2) + "\n")
@@ -127,9 +137,21 @@ def write_model(
     return path
 
 
+def _classes(path: Path, about: Mapping[str, Any]) -> list[str]:
+    """Return the names of the classes in a config.json; none of a model that predicts tokens."""
+    kinds, names = about.get("architectures"), about.get("id2label")
+    if not (isinstance(kinds, list) and kinds and str(kinds[0]).endswith(CLASSIFIER)):
+        return []
+    if not isinstance(names, dict) or sorted(names) != sorted(map(str, range(len(names)))):
+        raise DataError(f"{path / 'config.json'}: id2label: got {names!r}, wanted a name for each class, counted from 0.")
+    return [str(names[str(number)]) for number in range(len(names))]
+
+
 def stored_state(model: Any) -> dict[str, Tensor]:
     """Return the tensors that a model's folder has, in order."""
     state = plain_state(model)
+    if getattr(model, "classes", ()):
+        return {f"score{name.removeprefix('lm_head')}" if name.startswith("lm_head.") else name: t for name, t in state.items()}
     if getattr(getattr(model, "config", None), "tied", False):
         del state["lm_head.weight"]  # the same tensor as the embedding
     return state
@@ -152,7 +174,6 @@ def _check_tensors(path: Path, state: dict[str, Tensor], stored: dict[str, Store
     wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
     names = {name for name in stored if not name.endswith(BUFFERS)}
     if tied:
-        wanted.pop("lm_head.weight")
         names.discard("lm_head.weight")
     missing, extra = sorted(wanted.keys() - names), sorted(names - wanted.keys())
     if missing or extra:

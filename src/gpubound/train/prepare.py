@@ -34,6 +34,7 @@ from .checkpoint.resume import seed_ranks
 from .data import check_data, open_data, open_eval_data
 from .loop import Run
 from .muon import count_by_rule
+from .objectives import Objective
 from .precision import precision as precision_named
 from .recipe import Recipe, check_model
 from .recompute import blocks_of
@@ -127,8 +128,18 @@ def check_inputs(recipe: Recipe) -> None:
     """Raise the errors of the recipe's model and data that show without reading them."""
     check_model(recipe.model)
     check_data(recipe)
-    for _, own in recipe.stages():
-        own.new_objective().check_files()
+    stages = [own for _, own in recipe.stages()]
+    for own in stages:
+        objective = own.new_objective()
+        objective.check_files()
+        if objective.adapts and any(
+            (each.objective, each.objective_options) != (own.objective, own.objective_options) for each in stages
+        ):
+            raise ValueError(
+                f"objective: {own.objective} gives the model another head, so every phase must have it, with equal options."
+            )
+        if objective.adapts and recipe.adapters is not None and own.objective == "classification":
+            raise ValueError("lora: the objective classification trains a new head and all weights; leave lora out.")
     if recipe.adapters is not None:
         recipe.adapters.check_model(family_of(recipe.model).outline(recipe.model))
 
@@ -164,6 +175,8 @@ def check_shared(recipe: Recipe, ranks: Ranks) -> None:
 def place_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, ranks: Ranks) -> tuple[nn.Module, Placement]:
     """Return the model with its adapters on its device, sharded or whole."""
     if choose_sharded(recipe, lambda: outline(recipe, tokenizer), device, ranks):
+        if stages_objective(recipe).adapts:
+            raise ValueError(f"parallel: fsdp cannot train the objective {recipe.objective}, got {recipe.parallel}; take ddp.")
         model = build_shards(recipe, tokenizer, device, ranks)
         return model, unplaced(model, device, "no rank holds all of it; the first steps show whether it runs")
     model = build_model(recipe, tokenizer, device)
@@ -217,12 +230,19 @@ def choose_sharded(recipe: Recipe, outline: Callable[[], nn.Module], device: tor
 def build_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device) -> nn.Module:
     """Return the whole model, without adapters: initialised for a preset, else loaded."""
     if is_named(recipe.model):
-        return _new(recipe, tokenizer, device)
-    # The step casts what trains; a frozen base is cast here.
-    dtype = precision_named(recipe.precision_on(device)).dtype if recipe.adapters else None
-    model = family_of(recipe.model).load(recipe.model, device, dtype)
-    _check_vocabulary(recipe, tokenizer, model)
+        model = _new(recipe, tokenizer, device)
+    else:
+        # The step casts what trains; a frozen base is cast here.
+        dtype = precision_named(recipe.precision_on(device)).dtype if recipe.adapters else None
+        model = family_of(recipe.model).load(recipe.model, device, dtype)
+        _check_vocabulary(recipe, tokenizer, model)
+    stages_objective(recipe).adapt(model)
     return model
+
+
+def stages_objective(recipe: Recipe) -> Objective:
+    """Return a new objective of the first phase; where it adapts the model, all phases have it."""
+    return recipe.stages()[0][1].new_objective()
 
 
 def build_shards(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, ranks: Ranks) -> nn.Module:

@@ -83,8 +83,9 @@ class Recipe:
     vocabulary: int = 8192
     """Number of tokens of the BPE that is trained on the data."""
     objective: str = "next_token"
-    """What is minimised: next_token, dpo (pairs of answers), distillation (a teacher's distribution), or diffusion, which fills
-    masked tokens and wants a model that is not causal."""
+    """What is minimised: next_token, dpo (pairs of answers), distillation (a teacher's distribution), classification (of
+    texts), contrastive (embeddings of matching texts), or diffusion, which fills masked tokens and wants a model that is not
+    causal."""
     objective_options: dict[str, Any] = field(default_factory=dict)
     """The objective's own options, where it has any. Only in a config file."""
     seq: int = 512

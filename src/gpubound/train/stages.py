@@ -25,6 +25,7 @@ MOST_HELD_OUT = 0.2  # of a small set
 FEWEST_EXAMPLES = 8  # that are held out of whole examples, unless they are more than MOST_HELD_OUT
 SHORTEST = 64  # tokens of a row, when a small set has too few for the default
 LONGEST = 2048  # tokens of a row, when examples are longer than the default
+POOLED = ("classes", "matches")  # kinds of documents that are learnt as a whole, at their last token
 WHOLE = ("examples", "none", "pairs")  # packings that keep examples whole
 
 
@@ -211,6 +212,8 @@ def stage_of(
     where = f"phase {name}: " if name else ""
     defaults = {field.name: field.default for field in fields(Recipe)}
     recipe = replace(recipe, pack=packing_of(recipe, corpus, unpacked))
+    if corpus.kind in POOLED and recipe.overlong == "truncate":  # the end is what is learnt
+        recipe = replace(recipe, overlong="truncate_left")
     whole, of_one_length = recipe.pack in WHOLE, replace(recipe, buckets=0)
 
     def split(seq: int) -> tuple[Corpus, Corpus | None, Packing]:

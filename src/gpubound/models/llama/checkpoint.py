@@ -54,7 +54,8 @@ def reads(folder: Path) -> bool:
 
 def sizes(model: LanguageModel) -> Sizes:
     config = model.config
-    return Sizes(config.vocabulary, config.product_parameters, config.layers, config.heads * config.head_dim)
+    head = (config.vocabulary - len(model.classes)) * config.hidden if model.classes else 0
+    return Sizes(config.vocabulary, config.product_parameters - head, config.layers, config.heads * config.head_dim)
 
 
 def load_hf(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Decoder:

@@ -186,7 +186,7 @@ class RichardsDecoder(LanguageModel):
     def undecoded(self) -> str | None:
         if not self.config.causal:
             return "its tokens attend to later tokens (causal=False)"
-        return "its blocks are told a time" if self.config.time != "none" else None
+        return "its blocks are told a time" if self.config.time != "none" else super().undecoded()
 
     def extra_loss(self) -> Tensor | None:
         load = self.model.load() if self.training else None

@@ -20,6 +20,8 @@ OBJECTIVES = {
     "next_token": (".word_loss", "NextToken"),
     "dpo": (".preference", "Preference"),
     "distillation": (".distillation", "Distillation"),
+    "classification": (".pooled", "Classification"),
+    "contrastive": (".pooled", "Contrastive"),
     "masked_diffusion": ("gpubound.models.diffusion.objective", "MaskedDiffusion"),
     "diffusion": ("gpubound.models.diffusion.objective", "MaskedDiffusion"),
     "noise_prediction": ("gpubound.models.diffusion.noise", "NoisePrediction"),
@@ -40,6 +42,7 @@ class Objective:
     pack: ClassVar[str | None] = None  # the packing that it needs, such as "pairs"; None: the recipe's
     kind: ClassVar[str] = "texts"  # what a corpus for it holds: see data/formats.py
     format: ClassVar[str | None] = None  # of rows, unless the recipe names one
+    adapts: ClassVar[bool] = False  # whether `adapt` changes the model
 
     def __call__(self, model: Any, batch: Any, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the sum times `scale`, and the number of items. Training always gives a scale: gradients that are computed in
@@ -52,6 +55,9 @@ class Objective:
 
     def check_files(self) -> None:
         """Raise the errors of the options' files that show without reading much. Called before a run builds anything."""
+
+    def adapt(self, model: Any) -> None:
+        """Give a run's model what the objective trains, such as another head. Called when the model is built."""
 
     def check_model(self, model: Any) -> None:
         """Raise ValueError for a model that the objective cannot call. Called before the model is changed."""

@@ -65,9 +65,10 @@ class WordLoss(Objective):
             batch_inputs, labels = self.split(batch)
             inputs = self.trial(model, batch_inputs)
             check_arguments(self.name, model, inputs)
-            check_tokens(self.name, model, batch_inputs["input_ids"], labels)
+            self._classes = None
+            self.check_values(model, batch_inputs["input_ids"], labels)
             self.check(model, inputs, labels)
-            self._why_all_logits = why_not_head(model, inputs)
+            self._why_all_logits = self.why_all_logits(model, inputs)
             if self._why_all_logits:
                 fallback(f"{self.name} without whole logits", self._why_all_logits)
                 with torch.no_grad(), mode(model, training=False):
@@ -78,7 +79,22 @@ class WordLoss(Objective):
         self.prepare(model, batch)
         inputs, labels = self.split(batch)
         check_arguments(self.name, model, self.trial(model, inputs))
-        check_tokens(self.name, model, inputs["input_ids"], labels, self._classes)
+        self.check_values(model, inputs["input_ids"], labels)
+
+    def why_all_logits(self, model: nn.Module, inputs: dict[str, Any]) -> str | None:
+        """Return why the loss needs this model's whole logits, None if its head and last hidden states are enough."""
+        return why_not_head(model, inputs)
+
+    def check_shape(self, labels: Tensor, ids: Tensor) -> None:
+        if labels.shape != ids.shape:
+            raise ValueError(
+                f"{self.name}: labels must have the shape of input_ids, {tuple(ids.shape)}, got {tuple(labels.shape)}; give "
+                f"one label a token, -100 where there is nothing to learn."
+            )
+
+    def check_values(self, model: nn.Module, ids: Tensor, labels: Tensor) -> None:
+        """Raise ValueError for ids or labels out of range. Waits for the device."""
+        check_tokens(self.name, model, ids, labels, self._classes)
 
     def trial(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the model's arguments for a trial: the batch, and what else it gets in training."""
@@ -99,11 +115,7 @@ class WordLoss(Objective):
         for key in ("input_ids", "labels"):
             if not isinstance(batch[key], Tensor):
                 raise ValueError(f"{self.name}: batch[{key!r}] is a {type(batch[key]).__name__}, wanted a tensor of token ids.")
-        if labels.shape != batch["input_ids"].shape:
-            raise ValueError(
-                f"{self.name}: labels must have the shape of input_ids, {tuple(batch['input_ids'].shape)}, "
-                f"got {tuple(labels.shape)}; give one label a token, -100 where there is nothing to learn."
-            )
+        self.check_shape(labels, batch["input_ids"])
         return inputs, labels
 
     def total(
@@ -247,6 +259,8 @@ def check_tokens(who: str, model: nn.Module, ids: Tensor, labels: Tensor, classe
 
 def embedding_rows(model: Any) -> int | None:
     """The number of rows of the model's input embedding, where the model names it as transformers' models do."""
+    if isinstance(model, LanguageModel):
+        return model.config.vocabulary
     try:
         return model.get_input_embeddings().num_embeddings
     except (AttributeError, NotImplementedError):

@@ -1,0 +1,270 @@
+"""Objectives of whole texts: their classes or values, and embeddings that are close for texts that match.
+
+A text is represented by the state of its last token, which is where a batch of a Corpus has its only label.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...kernels import cross_entropy
+from ...kernels.cross_entropy import loss_shape
+from ...kernels.dispatch import Call
+from ...layers.embedding_and_head import head_of
+from ...models.language_model import LanguageModel, hidden_of, logits_of, why_not_head
+from ...models.registry import mode
+from . import Objective
+from .word_loss import IGNORE, WordLoss, check_arguments, check_tokens
+
+
+@dataclass(eq=False)
+class Classification(WordLoss):
+    """Cross-entropy of a text's class, or the squared error of its value.
+
+    classes  the names of the classes, or their number; 1 is a regression. A run gives its model a head of them; None: the
+             model has one
+
+    A batch has input_ids (B, T), and as labels one of
+
+        (B, T)  classes, -100 except at each text's last token, or values, nan except there: several texts a row, if packed
+        (B,)    a class or a value for each row. The model's own forward finds the last token, as transformers' models do
+        (B, N)  0 or 1 for each class, of which a text may have several
+    """
+
+    classes: Any = None
+
+    name: ClassVar[str] = "classification"
+    kind: ClassVar[str] = "classes"
+    format: ClassVar[str | None] = "classification"
+    counts_tokens: ClassVar[bool] = False
+    adapts: ClassVar[bool] = True
+    _pooled: nn.Module | None = field(init=False, default=None)  # the model whose states were compared with its logits
+
+    def __post_init__(self) -> None:
+        names = range(self.classes) if isinstance(self.classes, int) else self.classes
+        if names is None:
+            self.names: list[str] = []
+            return
+        if not isinstance(names, Sequence) or isinstance(names, str) or not 0 < len(names) == len(set(names)):
+            raise ValueError(
+                f"classification: classes: got {self.classes!r}, wanted their number, or a list of their names "
+                f"(objective_options: {{classes: [no, yes]}})."
+            )
+        self.names = [f"LABEL_{name}" if isinstance(name, int) else str(name) for name in names]
+
+    def adapt(self, model: nn.Module) -> None:
+        if not self.names:
+            raise ValueError("classification: classes: got none, wanted their number or names (objective_options).")
+        if not isinstance(model, LanguageModel):
+            raise ValueError(
+                f"classification: got a {type(model).__name__}, wanted a model of gpubound's own; see docs/models.md."
+            )
+        if model.classes and len(model.classes) != len(self.names):
+            raise ValueError(
+                f"classification: classes: got {len(self.names)}, and the model has a head of {len(model.classes)}; give "
+                f"as many."
+            )
+        if not model.classes:
+            model.classify(self.names)
+
+    def calls(self, model: nn.Module) -> Iterable[Call]:
+        head = head_of(model)
+        return [("cross_entropy", loss_shape(head.out_features))] if isinstance(head, nn.Linear) else []
+
+    def check_shape(self, labels: Tensor, ids: Tensor) -> None:
+        if labels.shape != ids.shape and not (0 < labels.dim() <= 2 and len(labels) == len(ids)):
+            raise ValueError(
+                f"classification: labels have the shape {tuple(labels.shape)} for input_ids of {tuple(ids.shape)}; wanted one "
+                f"class or value a row, one for each class and row, or one a token, -100 or nan but at a text's last."
+            )
+
+    def check_values(self, model: nn.Module, ids: Tensor, labels: Tensor) -> None:
+        check_tokens(self.name, model, ids, torch.full_like(ids, IGNORE))
+        outputs = getattr(head_of(model), "out_features", None)
+        if labels.is_floating_point() or outputs is None:
+            return
+        least, most = torch.stack(torch.aminmax(labels.masked_fill(labels == IGNORE, 0))).tolist()
+        if outputs == 1 or least < 0 or most >= outputs:
+            wanted = "values in a floating dtype, of its one output" if outputs == 1 else f"classes from 0 to {outputs - 1}"
+            raise ValueError(f"classification: labels hold the class {most if least >= 0 else least}, wanted {wanted}.")
+
+    def why_all_logits(self, model: nn.Module, inputs: dict[str, Any]) -> str | None:
+        return None
+
+    def prepare(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
+        """Check also, where labels are at tokens, that the model's logits are its head's product with one token's state."""
+        super().prepare(model, batch)
+        inputs, labels = self.split(batch)
+        if self._pooled is model or not self._by_token(model, inputs, labels):
+            return
+        why = why_not_head(model, inputs) if isinstance(model, LanguageModel) else _why_not_pooled(model, inputs)
+        if why:
+            raise ValueError(
+                f"classification: labels at tokens need the states of {type(model).__name__}, and {why}; give one label a row."
+            )
+        self._pooled = model
+
+    def __call__(self, model: Any, batch: Mapping[str, Any], scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        self.prepare(model, batch)
+        loss, count, _ = self._losses(model, *self.split(batch))
+        extra = model.extra_loss() if isinstance(model, LanguageModel) else None
+        loss = loss if extra is None else loss + extra * count
+        return loss if scale is None else loss * scale, count
+
+    @torch.no_grad()
+    def validate(self, model: Any, batches: Iterable[Any]) -> dict[str, float]:
+        """Return the mean loss and, of classes, the share that is found."""
+        sums, classes = torch.zeros(3, dtype=torch.float64, device="cpu"), False
+        for batch in batches:
+            self.prepare(model, batch)
+            loss, count, right = self._losses(model, *self.split(batch))
+            classes = right is not None
+            found = torch.zeros_like(loss) if right is None else right
+            sums = sums.to(loss.device) + torch.stack([loss.double(), count.double(), found.double()])
+        loss, count, right = sums.tolist()
+        return {"held_out": loss / count} | ({"accuracy": right / count} if classes else {})
+
+    def _by_token(self, model: Any, inputs: dict[str, Any], labels: Tensor) -> bool:
+        outputs = getattr(head_of(model), "out_features", None)
+        return labels.shape == inputs["input_ids"].shape and (not labels.is_floating_point() or outputs == 1)
+
+    def _losses(self, model: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the sum of the losses, the number of labels that count, and of classes how many are found."""
+        if self._by_token(model, inputs, labels):
+            scores = head_of(model)(hidden_of(model, inputs)).flatten(0, 1)
+            labels = labels.flatten()
+        else:
+            scores = logits_of(model, inputs)
+        if not labels.is_floating_point():
+            counted = labels != IGNORE
+            loss = cross_entropy(scores, labels, ignore_index=IGNORE, reduction="sum")
+            return loss, counted.sum(), ((scores.argmax(-1) == labels) & counted).sum()
+        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        counted = ~labels.isnan()
+        wanted = labels.nan_to_num().to(wide.dtype)
+        if wide.shape[-1] == 1:
+            error = (wide.flatten() - wanted.flatten()).masked_fill(~counted.flatten(), 0)
+            return error.square().sum(), counted.sum(), None
+        each = F.binary_cross_entropy_with_logits(wide, wanted, reduction="none").mean(-1)
+        counted = counted.all(-1)
+        return each.masked_fill(~counted, 0).sum(), counted.sum(), None
+
+
+@torch.no_grad()
+def _why_not_pooled(model: Any, inputs: dict[str, Any]) -> str | None:
+    """Return None if the logits of a row are the head's product with the state of one of its tokens, else why not."""
+    head, row = head_of(model), {"input_ids": inputs["input_ids"][:1]}
+    if not isinstance(head, nn.Linear):
+        return "it has no linear head named score"
+    with mode(model, training=False):
+        got, states = logits_of(model, row), head(hidden_of(model, row))[0]
+    off = ((states - got).float().norm(dim=-1) / got.float().norm().clamp_min(1e-12)).min().item()
+    return (
+        None if off <= (1e-3 if got.dtype == torch.float32 else 5e-2) else f"its logits are {off:.1e} from those of any token"
+    )
+
+
+@dataclass(eq=False)
+class Contrastive(Objective):
+    """InfoNCE: each query is to be closer to its positive than to the other positives of the micro-batch, by cosine.
+
+    temperature  by which cosines are divided
+    pooling      what represents a text: the state of its "last" token, or the "mean" of all
+    symmetric    average with the same loss of each positive among all queries
+
+    A batch has input_ids (2 P, T): row 2k is a query, row 2k + 1 its positive. Where a text ends, its labels say (the last that
+    is not -100, as in batches of a Corpus), or its attention_mask; without both it is the whole row.
+    """
+
+    temperature: float = 0.05
+    pooling: str = "last"
+    symmetric: bool = False
+
+    name: ClassVar[str] = "contrastive"
+    pack: ClassVar[str | None] = "pairs"
+    kind: ClassVar[str] = "matches"
+    counts_tokens: ClassVar[bool] = False
+    adapts: ClassVar[bool] = True
+    _tried: nn.Module | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.pooling not in ("last", "mean"):
+            raise ValueError(f"contrastive: pooling: got {self.pooling!r}, wanted 'last' or 'mean'.")
+        if not isinstance(self.temperature, int | float) or not 0 < self.temperature < float("inf"):
+            raise ValueError(f"contrastive: temperature: got {self.temperature!r}, wanted a number above 0, such as 0.05.")
+
+    def check_model(self, model: nn.Module) -> None:
+        check_arguments(self.name, model, ["input_ids"], complete=False)
+
+    def adapt(self, model: nn.Module) -> None:
+        """Freeze the head, which embeddings do not reach, unless it is the table of the tokens."""
+        if isinstance(model, LanguageModel) and not model.config.tied:
+            model.lm_head.weight.requires_grad_(False)
+
+    def prepare(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
+        if self._tried is not model:
+            self.check_batch(model, batch)
+            self._tried = model
+
+    def check_batch(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
+        inputs, _ = self.split(batch)
+        check_arguments(self.name, model, inputs)
+        check_tokens(self.name, model, inputs["input_ids"], torch.full_like(inputs["input_ids"], IGNORE))
+
+    def split(self, batch: Any) -> tuple[dict[str, Any], Tensor]:
+        """Return (the model's arguments, the mask (2 P, T) of the texts' tokens)."""
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) % 2:
+            got = tuple(ids.shape) if isinstance(ids, Tensor) else type(batch).__name__
+            raise ValueError(
+                f"contrastive: a batch must be a dict with input_ids of an even number of rows, each query and then its "
+                f"positive, got {got}."
+            )
+        inputs = {key: value for key, value in batch.items() if key not in ("labels", "example")}
+        if "labels" in batch:
+            return inputs, (batch["labels"] != IGNORE).flip(1).cumsum(1).flip(1) > 0
+        return inputs, batch["attention_mask"] != 0 if "attention_mask" in batch else torch.ones_like(ids, dtype=torch.bool)
+
+    def embeddings(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
+        """Return the embedding of each row, of length 1, in fp32 or wider."""
+        inputs, mask = self.split(batch)
+        states = hidden_of(model, inputs)
+        states = states.to(torch.promote_types(states.dtype, torch.float32))
+        if self.pooling == "mean":
+            pooled = states.masked_fill(~mask.unsqueeze(-1), 0).sum(1)  # its length does not matter
+        else:
+            last = (mask * torch.arange(mask.shape[1], device=mask.device)).amax(1)
+            pooled = states.gather(1, last.view(-1, 1, 1).expand(-1, 1, states.shape[-1])).squeeze(1)
+        return F.normalize(pooled, dim=-1)
+
+    def __call__(self, model: Any, batch: Mapping[str, Any], scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        self.prepare(model, batch)
+        loss, _, pairs = self._losses(model, batch)
+        extra = model.extra_loss() if isinstance(model, LanguageModel) else None
+        loss = loss if extra is None else loss + extra * pairs
+        return loss if scale is None else loss * scale, pairs
+
+    @torch.no_grad()
+    def validate(self, model: Any, batches: Iterable[Any]) -> dict[str, float]:
+        """Return the mean loss, and the share of queries that are closest to their own positive of a micro-batch."""
+        sums = torch.zeros(3, dtype=torch.float64, device="cpu")
+        for batch in batches:
+            self.prepare(model, batch)
+            values = torch.stack([each.double() for each in self._losses(model, batch)])
+            sums = sums.to(values.device) + values
+        loss, right, pairs = sums.tolist()
+        return {"held_out": loss / pairs, "accuracy": right / pairs}
+
+    def _losses(self, model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sum of the losses, how many queries are closest to their positive, and the number of pairs."""
+        embeddings = self.embeddings(model, batch)
+        cosines = embeddings[0::2] @ embeddings[1::2].t()
+        own = torch.arange(len(cosines), device=cosines.device)
+        loss = F.cross_entropy(cosines / self.temperature, own, reduction="sum")
+        if self.symmetric:
+            loss = (loss + F.cross_entropy(cosines.t() / self.temperature, own, reduction="sum")) / 2
+        return loss, (cosines.argmax(1) == own).sum(), torch.full_like(own[:1], len(own)).squeeze()

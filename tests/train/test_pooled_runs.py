@@ -1,0 +1,81 @@
+"""`objective: classification` and `contrastive` in a run: rows with labels or matches in, folders for transformers out."""
+
+import json
+
+import pytest
+import torch
+
+from gpubound.data import Corpus
+from gpubound.models.llama import checkpoint as llama
+from gpubound.train.prepare import check_inputs, prepare
+
+from .runs import assert_same, recipe, train
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """Forty texts, whose first word tells the class, and as many questions with their answers."""
+    folder = tmp_path_factory.mktemp("rows")
+    labelled = [{"text": f"{('no', 'yes')[n % 2]}, it is {n}", "label": n % 2} for n in range(40)]
+    matches = [{"query": f"what is {n}?", "positive": f"it is {n}"} for n in range(40)]
+    for name, of in (("labelled", labelled), ("matches", matches)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of))
+    return folder
+
+
+def of_classes(rows, base, out, **changes):
+    options = {"model": str(base), "data": (str(rows / "labelled.jsonl"),), "objective": "classification"}
+    options |= {"objective_options": {"classes": ["no", "yes"]}, "seq": 64, "accumulate": 1, "validation": 0.2}
+    return recipe("", out, **options | {"steps": 16, "lr": 3e-3, "eval_every": 8} | changes)
+
+
+def test_a_run_learns_classes_and_exports_what_transformers_loads(rows, base, tmp_path):
+    run, records = train(of_classes(rows, base, tmp_path / "run"))
+    held_out = [record for record in records if "held_out" in record]
+    assert held_out[-1]["accuracy"] == 1 and held_out[-1]["held_out"] < 0.2
+    assert run.stage.recipe.pack == "examples" and run.feed.packing.efficiency > 0.7
+    folder = run.export(tmp_path / "hf")
+    ids = torch.tensor([Corpus.open(tmp_path / "run/corpus").document(0)[:-1].tolist()])
+    again = llama.load(folder)
+    with torch.no_grad(), run.best_weights():
+        want = run.model.eval()(ids)[:, -1]
+        torch.testing.assert_close(again(ids)[:, -1], want)
+    assert again.classes == ("no", "yes") and again.undecoded()
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    assert theirs.config.id2label == {0: "no", 1: "yes"}
+    padded = torch.cat([ids, torch.full((1, 3), theirs.config.pad_token_id)], 1)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(padded.expand(2, -1)).logits, want.expand(2, -1), rtol=1e-4, atol=1e-4)
+
+
+def test_a_resumed_run_is_the_whole_one_to_the_bit(rows, base, tmp_path):
+    short = {"steps": 4, "eval_every": 0}
+    whole, _ = train(of_classes(rows, base, tmp_path / "whole", **short))
+    train(of_classes(rows, base, tmp_path / "cut", **short), until=2)
+    resumed, _ = train(of_classes(rows, base, tmp_path / "cut", **short), resume=True)
+    assert_same(whole, resumed)
+
+
+def test_a_run_brings_matches_together(rows, base, tmp_path):
+    contrastive = {"data": (str(rows / "matches.jsonl"),), "objective": "contrastive", "micro_batch": 8, "eval_every": 4}
+    run, records = train(of_classes(rows, base, tmp_path, objective_options={"temperature": 0.1}, **contrastive))
+    first, *_, last = (record for record in records if "held_out" in record)
+    assert last["held_out"] < first["held_out"] and last["accuracy"] >= first["accuracy"]
+    assert run.stage.recipe.pack == "pairs" and records[0]["tokens"] > 8, "tokens of the rows"
+
+
+def test_what_is_refused(rows, base, tmp_path):
+    def refused(**changes):
+        with pytest.raises(ValueError) as error:
+            check_inputs(of_classes(rows, base, tmp_path, **changes))
+        return str(error.value)
+
+    assert "lora" in refused(lora={"rank": 2})
+    assert "phase" in refused(phases=({"name": "one", "steps": 2}, {"name": "two", "steps": 2, "objective": "next_token"}))
+    with pytest.raises(ValueError, match="classes"):
+        prepare(of_classes(rows, base, tmp_path / "none", objective_options={}), progress=False)
+    with pytest.raises(ValueError, match="wants classes"):
+        prepare(
+            of_classes(rows, base, tmp_path / "other", data=(str(rows / "matches.jsonl"),), format="matches"), progress=False
+        )
