@@ -147,6 +147,24 @@ def test_pairs_are_held_out_and_shuffled_as_pairs(tokenizer, tmp_path):
     assert refusal(ValueError, lambda: training.batches(16, 3, "cpu", pack="pairs")) == message("data/formats:pairs_are_even")
 
 
+def test_pairs_are_packed_next_to_each_other(tokenizer, tmp_path):
+    rows = [{"prompt": f"{i}" * (1 + i % 5), "chosen": " y" * (1 + i % 3), "rejected": f" no {i}"} for i in range(40)]
+    corpus = Corpus.build(rows, tokenizer, tmp_path / "c", progress=False)
+    feed, seen = corpus.batches(48, 1, "cpu", pack="packed_pairs", shuffle=False), []
+    for batch in feed:
+        for ids, labels, segments in zip(batch["input_ids"], batch["labels"], batch["segment_ids"].tolist()):
+            count = 1 + max(segments)
+            assert count % 2 == 0 and count >= 2
+            for number in range(count):
+                begin, size = segments.index(number), segments.count(number)
+                text = tokenizer.decode([*ids[begin : begin + size].tolist(), int(labels[begin + size - 1])])
+                seen.append(text)
+    texts = [tokenizer.decode(corpus.document(i)) for i in range(80)]
+    assert sorted(zip(seen[0::2], seen[1::2])) == sorted(zip(texts[0::2], texts[1::2])) and feed.packing.efficiency > 0.8
+    short = corpus.batches(24, 1, "cpu", pack="packed_pairs", overlong="truncate_left").packing
+    assert short.truncated > 0 and short.examples == 80
+
+
 def test_a_class_is_the_only_label_at_the_last_token_of_its_text(tokenizer, tmp_path):
     rows = [{"text": "one", "label": 2}, {"text": "two, too", "label": False}, {"text": " ", "label": 1}]
     corpus = Corpus.build(rows, tokenizer, tmp_path / "c", progress=False, format="classification")

@@ -42,6 +42,18 @@ def test_a_run_begins_at_its_reference_and_prefers_what_was_chosen(pairs, tmp_pa
     assert last["tokens"] == pytest.approx(4 * 64 * run.feed.packing.efficiency), "tokens of the rows, not pairs"
 
 
+def test_adapters_train_on_packed_pairs(pairs, tmp_path_factory, tmp_path):
+    base, _ = train(of_pairs(pairs, tmp_path_factory.mktemp("base"), steps=1))
+    options = {"model": str(base.export(tmp_path / "hf")), "lora": {"rank": 4}, "lr": 2e-2, "seq": 128, "micro_batch": 2}
+    run, records = train(of_pairs(pairs, tmp_path / "run", pack="packed_pairs", **options))
+    assert run.feed.packing.efficiency > 0.8 and run.feed.packing.examples == 82
+    assert records[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
+    last = records[-1]
+    assert last["held_out"] < 0.6 and last["accuracy"] > 0.8
+    with pytest.raises(ValueError, match="adapters"):
+        prepare(of_pairs(pairs, tmp_path / "all", pack="packed_pairs"), progress=False)
+
+
 def test_each_row_gets_the_value_of_its_own_answer(pairs, tmp_path):
     run = prepare(of_pairs(pairs, tmp_path), progress=False)
     objective = Preference()

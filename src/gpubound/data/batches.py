@@ -19,7 +19,7 @@ from ..trace import notice
 from .buckets import BucketCutter
 from .feeds import Feed, check_seed, check_slots, target, try_resident
 from .leaves import Padding
-from .packing import OVERLONG, PACKS, Packing, pack_buckets, pack_corpus
+from .packing import OVERLONG, PACKS, PAIRED, Packing, pack_buckets, pack_corpus
 from .ring import Ringed
 from .rows import FIELDS, PACKED_FIELDS, STREAM_FIELDS, BatchCutter, Order, as_stored
 from .source import Source
@@ -62,7 +62,7 @@ def batches(
               row; position_ids, segment_ids and cu_seqlens separate them in attention. "none": one document a row, padded.
               "documents": as "examples", but longer documents are split. "pairs": of a corpus of preferences, or of matches;
               rows 2k and 2k + 1 are a chosen and a rejected answer to one prompt, or a query and its positive, and an even
-              micro_batch counts both
+              micro_batch counts both. "packed_pairs": several whole pairs a row, examples 2k and 2k + 1 of it
     overlong  an example longer than a row is cut at its end ("truncate", the default) or beginning ("truncate_left"), or
               left out ("drop"). Examples without a label that counts are left out; a notice has the numbers
     fields    the fields of a batch, of rows.FIELDS; by default input_ids and labels, with "examples" and "documents" their
@@ -154,7 +154,7 @@ def _check_packing(
 ) -> None:
     if pack not in PACKS:
         raise ValueError(f"batches: pack: got {pack!r}, wanted one of {', '.join(map(repr, PACKS))}.")
-    whole = ("examples", "none", "pairs")
+    whole = ("examples", "none", *PAIRED)
     if overlong is not None and (overlong, pack) != ("split", "documents") and (overlong not in OVERLONG or pack not in whole):
         raise ValueError(
             f"batches: overlong: got {overlong!r} with pack={pack!r}, wanted one of {', '.join(map(repr, OVERLONG))} with "
@@ -168,7 +168,7 @@ def _check_packing(
         raise ValueError(f"batches: fields: got {fields!r}, wanted a tuple of some of {', '.join(known)}.")
     if wrong := [field for field in fields or () if field not in known]:
         raise ValueError(f"batches: fields: got {wrong[0]!r}, wanted some of {', '.join(known)} with pack={pack!r}.")
-    several = pack in ("examples", "documents")
+    several = pack in ("examples", "documents", "packed_pairs")
     if max_documents is not None and (not several or not _is_int(max_documents) or max_documents < 1):
         raise ValueError(
             f"batches: max_documents: got {max_documents!r} with pack={pack!r}, wanted a whole number, 1 or more, with "
@@ -179,10 +179,10 @@ def _check_packing(
 
 
 def _check_pairs(corpus: "Corpus", pack: str, micro_batch: int) -> None:
-    if corpus.pairs != (pack == "pairs"):
+    if corpus.pairs != (pack in PAIRED):
         got, wanted = ("", "pack='pairs'") if corpus.pairs else ("no ", "another pack")
         raise ValueError(f"batches: pack: got {pack!r} for a corpus that holds {got}pairs, wanted {wanted}.")
-    if corpus.pairs and micro_batch % 2:
+    if pack == "pairs" and micro_batch % 2:
         raise ValueError(f"batches: micro_batch: got {micro_batch}, wanted an even number, two rows a pair.")
 
 

@@ -8,6 +8,7 @@ token i + 1 its label. A label never comes from another document, and a document
 "documents"   the same, but documents longer than a row are split
 "none"        one document a row
 "pairs"       one document a row; two consecutive ones, a chosen and a rejected answer, are in consecutive rows
+"packed_pairs"  several whole pairs a row, each document of at most half a row, the two of a pair next to each other
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ from ..formatting import counted
 if TYPE_CHECKING:
     from .corpus import Corpus  # which calls `pack_corpus`, through `batches`
 
-PACKS = ("stream", "examples", "none", "documents", "pairs")
+PACKS = ("stream", "examples", "none", "documents", "pairs", "packed_pairs")
+PAIRED = ("pairs", "packed_pairs")
 OVERLONG = ("truncate", "truncate_left", "drop")  # what happens to an example that is longer than a row
 PADDING = -(1 << 48)  # in `shift`: the piece is padding. Any index plus this is negative
 BEYOND = 1 << 48  # in `begins`, after a row's last piece: beyond every position of a batch
@@ -100,15 +102,17 @@ def pack_corpus(
         first, end = np.array([label_offset]), np.array([label_offset + rows * seq])
         labels = int(corpus.learnt(first, end)[0]) if rows else 0
         return Packing(seq, rows, tokens=rows * seq, labels=labels)
-    offsets, group = corpus.offsets(), 2 if pack == "pairs" else 1
+    offsets, group = corpus.offsets(), 2 if pack in PAIRED else 1
     if pack == "documents":
         pieces, counts = split_documents(offsets, seq), dict[str, Any]()
         learnt = corpus.learnt(pieces.starts + 1, pieces.starts + 1 + pieces.lengths)
     else:
-        pieces, learnt, counts = _whole_examples(corpus, offsets, seq, overlong, group)
+        longest = seq // 2 if pack == "packed_pairs" else seq
+        pieces, learnt, counts = _whole_examples(corpus, offsets, longest, overlong, group)
     if pack in ("none", "pairs"):
         return _rows_of_one(pieces, learnt, seq, group, counts)
-    tables = best_fit(pieces, seq, max_documents or seq)
+    fit = best_fit if group == 1 else best_fit_of_pairs
+    tables = fit(pieces, seq, max_documents or seq)
     return Packing(
         seq, len(tables[0]) - 1, tables, int(np.diff(tables[0]).max(initial=1)), examples=len(np.unique(pieces.numbers)),
         tokens=int(pieces.lengths.sum()), labels=int(learnt.sum()), **counts,
@@ -244,6 +248,19 @@ def best_fit(pieces: Pieces, seq: int, max_pieces: int) -> Tables:
     ends = np.cumsum(in_row)[room > 0]  # where a piece of padding follows
     begins, shift = np.insert(begin, ends, seq - room[room > 0]), np.insert(starts[by_row] - begin, ends, PADDING)
     return np.concatenate([[0], np.cumsum(in_row + (room > 0))]), begins, shift
+
+
+def best_fit_of_pairs(pieces: Pieces, seq: int, max_pieces: int) -> Tables:
+    """Return the tables of rows that hold up to `max_pieces` pieces of whole pairs: pieces 2k and 2k + 1 follow each other."""
+    starts, lengths, numbers = pieces
+    pairs = Pieces(starts[0::2], lengths[0::2] + lengths[1::2], numbers[0::2])
+    first, begins, shift = best_fit(pairs, seq, max(1, max_pieces // 2))
+    (held,) = np.nonzero(shift > PADDING // 2)
+    pair = np.searchsorted(pairs.starts, begins[held] + shift[held])
+    second = begins[held] + lengths[0::2][pair]  # where the second piece of each pair begins in its row
+    before = np.concatenate([[0], np.cumsum(shift > PADDING // 2)])
+    begins, shift = np.insert(begins, held + 1, second), np.insert(shift, held + 1, starts[1::2][pair] - second)
+    return first + before[first], begins, shift
 
 
 def _rows(lengths: np.ndarray, seq: int, max_pieces: int) -> tuple[np.ndarray, np.ndarray]:

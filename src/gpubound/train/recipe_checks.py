@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 CHOICES = {
     "parallel": ("auto", "ddp", "fsdp"),
-    "pack": ("auto", "stream", "examples", "none", "documents", "pairs"),
+    "pack": ("auto", "stream", "examples", "none", "documents", "pairs", "packed_pairs"),
     "overlong": ("truncate", "truncate_left", "drop"),
     "train_on": ("assistant", "last", "all"),
     "graph": GRAPH_MODES,

@@ -26,7 +26,7 @@ FEWEST_EXAMPLES = 8  # that are held out of whole examples, unless they are more
 SHORTEST = 64  # tokens of a row, when a small set has too few for the default
 LONGEST = 2048  # tokens of a row, when examples are longer than the default
 POOLED = ("classes", "matches")  # kinds of documents that are learnt as a whole, at their last token
-WHOLE = ("examples", "none", "pairs")  # packings that keep examples whole
+WHOLE = ("examples", "none", "pairs", "packed_pairs")  # packings that keep examples whole
 
 
 @dataclass
@@ -176,6 +176,12 @@ def packing_of(recipe: Recipe, corpus: Corpus, unpacked: Callable[[], str | None
     """
     objective = recipe.new_objective()
     wanted = objective.pack or ("stream" if objective.labels == "own" else None)
+    if recipe.pack == "packed_pairs" and recipe.adapters is None:
+        raise ValueError(
+            "pack: packed_pairs needs adapters (lora): reference values, without them, are those of rows; take pairs."
+        )
+    if recipe.pack in objective.packs:
+        wanted = recipe.pack
     if wanted is not None and recipe.pack not in ("auto", wanted):
         raise ValueError(f"pack: got {recipe.pack!r}, and the objective {recipe.objective} needs {wanted!r}; leave pack out.")
     if corpus.kind != objective.kind or (recipe.pack == "pairs" and not corpus.pairs):
@@ -184,7 +190,7 @@ def packing_of(recipe: Recipe, corpus: Corpus, unpacked: Callable[[], str | None
             f"other data or objective."
         )
     pack = wanted or (recipe.pack if recipe.pack != "auto" else "examples" if corpus.masked else "stream")
-    if pack in ("examples", "documents") and (why := unpacked()):
+    if pack in ("examples", "documents", "packed_pairs") and (why := unpacked()):
         if recipe.pack != "auto":
             raise ValueError(
                 f"pack: got {pack!r}, and {recipe.model} cannot keep the examples of a row apart: {why}; {UNPACKED}."
@@ -227,6 +233,7 @@ def stage_of(
     any_seq, any_micro_batch = seq == defaults["seq"], micro_batch == defaults["micro_batch"]
     every = (corpus, *(eval_corpora or {}).values())
     longest = max(int(np.diff(each.offsets()).max()) - 1 for each in every) if whole else 0  # tokens of an example in a row
+    longest = 2 * longest if recipe.pack == "packed_pairs" else longest  # which holds two answers
     while any_seq and seq < min(longest, LONGEST):
         seq, micro_batch = 2 * seq, micro_batch // 2 if any_micro_batch else micro_batch  # as many tokens
     if any_seq and recipe.pack in ("none", "pairs"):  # what is longer than every example is padding alone

@@ -77,6 +77,54 @@ def test_loss_and_gradients_are_the_formulas(monkeypatch, loss, smoothing, whole
         assert p.grad.norm() > 0 and (got - p.grad).norm() <= 1e-5 * p.grad.norm()
 
 
+def packed(given: dict) -> dict:
+    """The same pairs in two rows, the second with room for one more pair than it has, each answer without its padding."""
+    lengths = [max(t for t, label in enumerate(row.tolist()) if label != -100) + 1 for row in given["labels"]]
+    first, second = sum(lengths[:4]), sum(lengths[4:])
+    rows = {name: torch.full((2, first), fill) for name, fill in (("input_ids", 0), ("labels", -100), ("position_ids", 0))}
+    rows["segment_ids"], starts = torch.full((2, first), -1), []
+    for row, numbers in enumerate((range(4), range(4, 6))):
+        begin = 0
+        for segment, number in enumerate(numbers):
+            place = slice(begin, begin + lengths[number])
+            for name in ("input_ids", "labels"):
+                rows[name][row, place] = given[name][number, : lengths[number]]
+            rows["position_ids"][row, place], rows["segment_ids"][row, place] = torch.arange(lengths[number]), segment
+            starts.append(row * first + begin)
+            begin += lengths[number]
+    ends = [first + second] + [2 * first] * 2  # of the padding, and of the places for more
+    rows["cu_seqlens"] = torch.tensor([*starts, *ends], dtype=torch.int32)
+    if "reference" in given:
+        rows["reference"] = torch.cat([given["reference"], torch.full((2,), 7.0)])
+    return rows
+
+
+@pytest.mark.parametrize(("loss", "smoothing"), [(name, 0.0) for name in LOSSES] + [("sigmoid", 0.2)])
+def test_packed_pairs_have_the_loss_and_gradients_of_rows(loss, smoothing):
+    model, given = decoder().double(), batch()
+    total, pairs = Preference(beta=0.3, loss=loss, label_smoothing=smoothing)(model, packed(given), scale=torch.tensor(0.5))
+    total.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    want = by_formula(model, given, loss, 0.3, smoothing)
+    (0.5 * want).backward()
+    assert pairs == 3 and total.item() == pytest.approx(0.5 * want.item(), rel=1e-5)
+    for got, p in zip(gradients, model.parameters()):
+        assert p.grad.norm() > 0 and (got - p.grad).norm() <= 1e-5 * p.grad.norm()
+    objective = Preference(beta=0.3, loss=loss, label_smoothing=smoothing)
+    assert objective.validate(model, [packed(given)]) == pytest.approx(objective.validate(model, [given]), rel=1e-5)
+
+
+def test_packed_pairs_train_adapters_in_a_step_that_can_be_captured():
+    losses = []
+    for pairs in (batch(reference=False), packed(batch(reference=False))):
+        model = decoder()
+        gb.lora.add(model, rank=2)
+        step = TrainStep(model, Preference(beta=0.5), AdamW(lr=2e-2), precision="fp32", graph="require")
+        losses.append([step([pairs]).read().loss for _ in range(4)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4) and losses[0][-1] < losses[0][0]
+
+
 def test_the_reference_of_adapters_is_the_model_without_them():
     model, base = decoder(), decoder()
     gb.lora.add(model, rank=2, init="gaussian")

@@ -1,6 +1,7 @@
 """Direct preference optimisation (Rafailov et al. 2023) and related losses: the chosen answer of each pair gets likelier.
 
-A batch holds pairs: row 2k is a prompt with the chosen answer, row 2k + 1 the same prompt with the rejected one. With
+A batch holds pairs: row 2k is a prompt with the chosen answer, row 2k + 1 the same prompt with the rejected one. Or rows hold
+several pairs (segment_ids), and these are examples 2k and 2k + 1 of a row. With
 log π(y | x) the sum of an answer's token log-probabilities under the policy, log π₀ under the reference, and their ratio
 r = log π − log π₀ of each answer, the loss of a pair by `loss` is
 
@@ -37,28 +38,59 @@ from .word_loss import CHUNK, IGNORE, WordLoss
 EXTRA = ("reference", "example")  # fields of a batch that are not the model's
 
 
-def sigmoid_loss(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float) -> Tensor:
+def sigmoid_loss(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, counts: Tensor) -> Tensor:
     h = beta * (chosen - rejected)
     return -F.logsigmoid(h) * (1 - smoothing) - F.logsigmoid(-h) * smoothing
 
 
-def hinge_loss(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float) -> Tensor:
+def hinge_loss(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, counts: Tensor) -> Tensor:
     return (1 - beta * (chosen - rejected)).clamp_min(0)
 
 
-def ipo_loss(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float) -> Tensor:
+def ipo_loss(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, counts: Tensor) -> Tensor:
     return (chosen - rejected - 1 / (2 * beta)).square()
 
 
-def kto_loss(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float) -> Tensor:
-    z_chosen, z_rejected = (ratio.detach().mean().clamp_min(0) for ratio in (chosen, rejected))
+def kto_loss(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, counts: Tensor) -> Tensor:
+    means = ((ratio.detach() * counts).sum() / counts.sum().clamp_min(1) for ratio in (chosen, rejected))
+    z_chosen, z_rejected = (mean.clamp_min(0) for mean in means)
     return 1 - (torch.sigmoid(beta * (chosen - z_rejected)) + torch.sigmoid(beta * (z_chosen - rejected))) / 2
 
 
-LOSSES: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
+LOSSES: dict[str, Callable[[Tensor, Tensor, float, float, Tensor], Tensor]] = {
     "sigmoid": sigmoid_loss, "hinge": hinge_loss, "ipo": ipo_loss, "kto": kto_loss,
 }  # fmt: skip
-"""(log-ratios of the chosen answers (P,), of the rejected ones (P,), beta, label_smoothing) -> losses (P,)"""
+"""(log-ratios of the chosen answers (P,), of the rejected ones (P,), beta, label_smoothing, whether each pair counts (P,)) ->
+losses (P,)"""
+
+
+class Answers:
+    """The answers of a batch, in order: chosen and rejected of each pair. Each is a row, or an example of a packed row.
+
+    counts  (P,), whether there is such a pair: a packed row has room for as many as the fullest one holds
+    """
+
+    def __init__(self, inputs: Mapping[str, Any], labels: Tensor):
+        self.labels, self.member, self.counts = labels, None, labels.new_ones(len(labels) // 2, dtype=torch.bool)
+        if "segment_ids" in inputs:
+            rows, segments = len(labels), inputs["segment_ids"]
+            most = (len(inputs["cu_seqlens"]) - 1) // rows if "cu_seqlens" in inputs else labels.shape[1]
+            numbers = torch.arange(most + most % 2, device=labels.device)
+            self.member = segments.unsqueeze(1) == numbers.unsqueeze(1)  # (rows, answers of a row, tokens)
+            self.segments = segments.clamp_min(0)
+            self.counts = self.member.any(-1).view(-1, 2).all(1)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Return the sum of values (B, T) over each answer (2 P,). Ratios are small differences of large sums."""
+        if self.member is None:
+            return values.sum(1, dtype=torch.float64)
+        return torch.where(self.member, values.unsqueeze(1), 0).sum(-1, dtype=torch.float64).flatten()
+
+    def at_tokens(self, values: Tensor) -> Tensor:
+        """Return the value of each token's answer (B, T)."""
+        if self.member is None:
+            return values.unsqueeze(1).expand(self.labels.shape).contiguous()
+        return values.view(len(self.labels), -1).gather(1, self.segments)
 
 
 @dataclass(eq=False)
@@ -75,6 +107,7 @@ class Preference(WordLoss):
 
     name: ClassVar[str] = "dpo"
     pack: ClassVar[str | None] = "pairs"
+    packs: ClassVar[tuple[str, ...]] = ("packed_pairs",)
     kind: ClassVar[str] = "preferences"
     counts_tokens: ClassVar[bool] = False
     weighted: ClassVar[bool] = True
@@ -97,7 +130,7 @@ class Preference(WordLoss):
 
     def split(self, batch: Any) -> tuple[dict[str, Any], Tensor]:
         inputs, labels = super().split(batch)
-        if labels.dim() != 2 or len(labels) % 2:
+        if labels.dim() != 2 or (len(labels) % 2 and "segment_ids" not in inputs):
             raise ValueError(
                 f"dpo: labels have the shape {tuple(labels.shape)}, wanted an even number of rows: each chosen answer and "
                 f"then the rejected one."
@@ -116,26 +149,26 @@ class Preference(WordLoss):
             )
         super().prepare(model, batch)
 
-    def __call__(self, model: Any, batch: Mapping[str, Any], scale: Tensor | None = None) -> tuple[Tensor, Any]:
+    def __call__(self, model: Any, batch: Mapping[str, Any], scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self.prepare(model, batch)
         inputs, labels = self.split(batch)
-        reference, pairs = self._reference(model, batch), len(labels) // 2
-        factor = 1.0 if scale is None else scale
+        answers, reference = Answers(inputs, labels), self._reference(model, batch)
+        factor, pairs = 1.0 if scale is None else scale, answers.counts.sum()
         if self._why_all_logits is not None:
-            policy = answer_sums(token_losses(logits_of(model, inputs), labels))
-            loss = self._losses(policy, reference, labels).sum() * factor
+            policy = -answers.sums(token_losses(logits_of(model, inputs), labels))
+            loss = self._losses(policy, reference, answers).sum() * factor
         else:
             hidden, head = hidden_of(model, inputs), head_of(model)
-            policy = answer_sums(head_losses(hidden.detach(), head, labels))
+            policy = -answers.sums(head_losses(hidden.detach(), head, labels))
             with torch.enable_grad():
                 leaf = policy.detach().requires_grad_()
-                value = self._losses(leaf, reference, labels).sum()
+                value = self._losses(leaf, reference, answers).sum()
                 (slope,) = torch.autograd.grad(value, leaf)
             loss = value.detach() * factor
             if torch.is_grad_enabled():
                 carrier = linear_cross_entropy(
                     hidden, head.weight, labels, head.bias, ignore_index=IGNORE, reduction="sum", chunk=CHUNK,
-                    grad_scale=scale, weights=-slope.float()[:, None].expand(labels.shape).contiguous(),
+                    grad_scale=scale, weights=answers.at_tokens(-slope.float()),
                 )  # fmt: skip
                 loss = loss + (carrier - carrier.detach())  # the value of the first, the gradient of the second
         extra = model.extra_loss() if isinstance(model, LanguageModel) else None
@@ -143,13 +176,15 @@ class Preference(WordLoss):
 
     @torch.no_grad()
     def reference_values(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
-        """Return the sum of the log-probabilities of each row's labels, (2 P,)."""
+        """Return the sum of the log-probabilities of each answer's labels, (2 P,)."""
         WordLoss.prepare(self, model, batch)
         inputs, labels = self.split(batch)
         with mode(model, training=False):
             if self._why_all_logits is not None:
-                return answer_sums(token_losses(logits_of(model, inputs), labels))
-            return answer_sums(head_losses(hidden_of(model, inputs), head_of(model), labels))
+                losses = token_losses(logits_of(model, inputs), labels)
+            else:
+                losses = head_losses(hidden_of(model, inputs), head_of(model), labels)
+        return -Answers(inputs, labels).sums(losses)
 
     def _reference(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
         if (given := batch.get("reference")) is not None:
@@ -160,14 +195,15 @@ class Preference(WordLoss):
             model.extra_loss()  # of this forward: it is not trained
         return reference
 
-    def _losses(self, policy: Tensor, reference: Tensor, labels: Tensor) -> Tensor:
-        chosen, rejected = self._ratios(policy, reference, labels)
-        return LOSSES[self.loss](chosen, rejected, self.beta, self.label_smoothing)
+    def _losses(self, policy: Tensor, reference: Tensor, answers: Answers) -> Tensor:
+        chosen, rejected = self._ratios(policy, reference, answers)
+        losses = LOSSES[self.loss](chosen, rejected, self.beta, self.label_smoothing, answers.counts)
+        return losses.masked_fill(~answers.counts, 0)
 
-    def _ratios(self, policy: Tensor, reference: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _ratios(self, policy: Tensor, reference: Tensor, answers: Answers) -> tuple[Tensor, Tensor]:
         ratio = policy - reference
         if self.loss == "ipo":
-            ratio = ratio / (labels != IGNORE).sum(1).clamp_min(1)
+            ratio = ratio / answers.sums(answers.labels != IGNORE).clamp_min(1)
         return ratio[0::2], ratio[1::2]
 
     @torch.no_grad()
@@ -176,11 +212,11 @@ class Preference(WordLoss):
         losses, margins = [], []
         for batch in batches:
             self.prepare(model, batch)
-            _, labels = self.split(batch)
+            answers = Answers(*self.split(batch))
             policy, reference = self.reference_values(model, batch), self._reference(model, batch)
-            chosen, rejected = self._ratios(policy, reference, labels)
-            losses.append(self._losses(policy, reference, labels))
-            margins.append(self.beta * (chosen - rejected))
+            chosen, rejected = self._ratios(policy, reference, answers)
+            losses.append(self._losses(policy, reference, answers)[answers.counts])
+            margins.append((self.beta * (chosen - rejected))[answers.counts])
         margin = torch.cat(margins).double()
         held_out = torch.cat(losses).double().mean()
         figures = torch.stack([held_out, (margin > 0).double().mean(), margin.mean()]).tolist()
@@ -192,11 +228,6 @@ def _trained_besides_adapters(model: nn.Module) -> list[str]:
     adapters = {id(p) for p in lora.parameters(model)}
     names = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in adapters]
     return names or ([] if adapters else ["no parameter"])
-
-
-def answer_sums(losses: Tensor) -> Tensor:
-    """Return the log-probability of each row's answer from its tokens' losses. Ratios are small differences of large sums."""
-    return -losses.sum(1, dtype=torch.float64)
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
