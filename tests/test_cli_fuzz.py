@@ -12,7 +12,7 @@ from gpubound.cli.demo import Demo
 from gpubound.cli.env import Env
 from gpubound.cli.generate import Generate
 from gpubound.cli.place import PlaceOptions
-from gpubound.cli.train import Train
+from gpubound.cli.train_options import Train
 
 # A GPU that no machine has: whatever else is right, the command ends there.
 NOWHERE = ["--device", "cuda:99"]

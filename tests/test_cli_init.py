@@ -9,7 +9,7 @@ import yaml
 from gpubound import device as facts
 from gpubound.cli import main
 from gpubound.cli.init import CONFIGS
-from gpubound.cli.train import from_file, override_length
+from gpubound.cli.train_options import from_file, override_length
 
 from .train.runs import CHATS, build_corpus, recipe, texts, train
 

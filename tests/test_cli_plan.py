@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpubound.cli import arguments, main
-from gpubound.cli.train import Train
+from gpubound.cli.train_options import Train
 from gpubound.models.llama.checkpoint import hf_config
 from gpubound.models.llama.decoder import PRESETS
 

@@ -14,7 +14,8 @@ from safetensors import SafetensorError
 import gpubound as gb
 from gpubound import device as facts
 from gpubound.cli import main
-from gpubound.cli.train import from_file, presets
+from gpubound.cli.train import presets
+from gpubound.cli.train_options import from_file
 from gpubound.data import Corpus
 from gpubound.errors import RankError
 from gpubound.files import LOCK, locked

@@ -9,7 +9,7 @@ import pytest
 from gpubound import device as facts
 from gpubound.cli import main
 from gpubound.cli.compare import make_variants
-from gpubound.cli.train import from_file
+from gpubound.cli.train_options import from_file
 from gpubound.models.richards.checkpoint import MODELS
 
 ROOT = Path(__file__).parents[1]

@@ -11,7 +11,7 @@ import yaml
 
 from gpubound import device as facts
 from gpubound.cli import main
-from gpubound.cli.train import from_file
+from gpubound.cli.train_options import from_file
 from gpubound.files import EXPORT
 from tests.messages import message
 

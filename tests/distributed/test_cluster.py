@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpubound.cli.train import Train, from_file
+from gpubound.cli.train_options import Train, from_file
 from tests.messages import message
 
 CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"

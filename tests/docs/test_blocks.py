@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tyro
 
-from gpubound.cli.train import from_file
+from gpubound.cli.train_options import from_file
 from tests.messages import message
 
 from .. import forked

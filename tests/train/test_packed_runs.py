@@ -97,11 +97,15 @@ def test_a_model_that_cannot_keep_examples_apart_gets_one_a_row(chats, tmp_path)
         prepare(recurrent(), progress=False)
 
 
+def of_several_lengths(folder) -> str:
+    lines = [{"prompt": texts()[n % 12][: 20 + 5 * n], "completion": " the end"} for n in range(40)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(folder / "rows.jsonl")
+
+
 def test_rows_of_several_lengths(chats, tmp_path, capsys):
     """An epoch has every example once; a resumed run goes on in its middle."""
-    lines = [{"prompt": texts()[n % 12][: 20 + 5 * n], "completion": " the end"} for n in range(40)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    common = {"data": (str(tmp_path / "rows.jsonl"),), "pack": "none", "buckets": 3, "steps": None, "epochs": 2.0}
+    common = {"data": (of_several_lengths(tmp_path),), "pack": "none", "buckets": 3, "steps": None, "epochs": 2.0}
     whole, _ = train(of_chats(chats, tmp_path / "whole", **common))
     parts = whole.feed.packing.parts
     assert len(parts) == 3 and whole.steps == 2 * sum(part.rows // 2 for part in parts) == 2 * len(whole.feed)
@@ -112,6 +116,14 @@ def test_rows_of_several_lengths(chats, tmp_path, capsys):
     second, _ = train(of_chats(chats, tmp_path / "halved", **common), resume=True)
     assert_same(second, whole)
     assert "buckets" in refusal(ValueError, lambda: prepare(of_chats(chats, tmp_path / "no", buckets=2), progress=False))
+
+
+@pytest.mark.gpu
+def test_each_length_of_rows_is_captured_once(chats, tmp_path):
+    common = {"data": (of_several_lengths(tmp_path),), "pack": "none", "buckets": 3, "steps": None, "epochs": 2.0}
+    run, records = train(of_chats(chats, tmp_path / "run", **common, device="cuda", graph="require"))
+    assert len(run.step.captured) == len(run.feed.packing.parts) == 3
+    assert not any(record.get("syncs") for record in records)
 
 
 @pytest.mark.parametrize("pack, seq", [("none", 64), ("examples", 512)])

@@ -12,7 +12,7 @@ import torch
 import yaml
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
-from gpubound.cli.train import Train, from_file
+from gpubound.cli.train_options import Train, from_file
 from gpubound.errors import DataError
 from gpubound.train.checkpoint import Checkpoints, open_checkpoint
 from gpubound.train.checkpoint.files import STATE, TENSORS

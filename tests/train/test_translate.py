@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from gpubound.cli import main
-from gpubound.cli.train import OPTIONS, from_file
+from gpubound.cli.train_options import OPTIONS, from_file
 from gpubound.train.translate import translate
 
 AXOLOTL = """

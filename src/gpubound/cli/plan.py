@@ -16,7 +16,7 @@ import tyro
 from ..train.convert import RECIPE
 from ..train.recipe import Recipe
 from . import arguments
-from .train import from_file
+from .train_options import from_file
 
 LARGEST_GIB = 1e6  # far above any GPU's
 

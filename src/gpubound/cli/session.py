@@ -20,7 +20,7 @@ from ..doctor.record.run import of_run
 from ..doctor.report.text import brief
 from ..errors import MeasureError
 from ..files import explain_disk_full, locked
-from ..formatting import quantity
+from ..formatting import counted, quantity
 from ..layers.quantized_base import numbers_of
 from ..models.registry import family_of
 from ..monitor import LiveLine, RunTape, write_report
@@ -227,6 +227,8 @@ def outcome_of(run: Run, tape: RunTape, stop: Stop) -> Outcome:
         parts.append("ended early, the held-out loss no longer fell; the weights are the best ones'")
     if not run.ranks.alone and len(steps) > 2 and not any("waited_ms" in record for record in steps):
         parts.append("how long ranks waited for each other was not measured")
+    if run.device.type == "cuda" and run.step.captured:
+        parts.append(f"captured as {counted(len(run.step.captured), 'graph')}")
     parts += [*run.changes, *warnings(steps)]
     total = sum(fallbacks.values())
     parts.append("no fallback" if not total else f"{total} fallbacks")

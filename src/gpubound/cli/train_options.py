@@ -1,0 +1,175 @@
+"""The options of gpubound train: from the command line, a config file, or a config of another tool."""
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+import yaml
+
+from ..files import read_text
+from ..formatting import shown
+from ..train.aliases import normal
+from ..train.convert import convert
+from ..train.recipe import EITHER, Recipe, of_either
+from .config_file import MAX_BYTES, load_yaml
+from .ranks import RankOptions
+
+
+@dataclass(frozen=True)
+class Train(RankOptions, Recipe):
+    """Train a decoder on text.
+
+    The folder --out gets the corpus, the checkpoints, a line for each step (steps.jsonl) and the report. Ctrl-C ends the run
+    after a checkpoint, with exit code 0. Exit code 1: the training was not sound (its last loss is not finite, or too many
+    steps were skipped).
+
+    Examples: gpubound train --model 10m --data my_texts/ --steps 2000 --out runs/first
+              gpubound train config.yaml --resume
+              gpubound train config.yaml --compare 10m,10m-tiny,lr=1e-3 --seeds 3
+    """
+
+    lora: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(default_factory=dict)
+    phases: Annotated[tuple[dict[str, Any], ...], tyro.conf.Suppress] = ()
+    objective_options: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(default_factory=dict)
+    compare: str | None = None
+    """Train variants on the same tokens and print their held-out losses in one table: names, with commas between them.
+    Each is a model, a part that --model may have, key=value, or a name under compare: in the config file, with its options."""
+    variants: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(default_factory=dict)
+    seeds: int = 1
+    """With --compare: train each variant with this many seeds, --seed and those after it. Three show the random variation."""
+    resume: bool = False
+    """Go on from the newest whole checkpoint in --out. A larger --steps extends the run, a finished one too."""
+    allow: tuple[str, ...] = ()
+    """With --resume: what the recipe may change, which is refused otherwise: lr, schedule, clip, weight_decay, betas, seq,
+    batch, data, validation. In a config file: resume: {allow: [lr]}."""
+    auto_batch: bool = False
+    """Try micro-batches and use the largest that fits on the GPU. A step keeps its number of tokens."""
+    export: str | None = None
+    """Write the best weights to this folder, in the layout that transformers loads; hf is the folder hf in --out. Of a run
+    with lora these are the adapters, in PEFT's layout."""
+    merge: bool = False
+    """With --export of a run with lora: write the whole model, the adapters merged into its weights."""
+    log: str | None = None
+    """Also write the records to tensorboard, wandb or trackio."""
+    quiet: bool = False
+    """Log only warnings, fallbacks, and a training that failed or was stopped."""
+    from_: Annotated[str | None, tyro.conf.arg(name="from", metavar="FILE")] = None
+    """A config of axolotl, TRL, transformers or torchtune, translated; what could not be is listed. Options override it."""
+    print: bool = False
+    """With --from: print the translated config, and exit."""
+    list: bool = False
+    """List the models that --model knows by name, and exit."""
+    json: bool = False
+    """Print the last record, the verdict and the paths of the report and the export as JSON on stdout."""
+
+    def __post_init__(self) -> None:
+        """Leave checks to the Recipe made from it: its errors are one line, a parser's are a box."""
+
+    def recipe(self) -> Recipe:
+        return Recipe(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Recipe)})
+
+
+OPTIONS = {field.name: field for field in dataclasses.fields(Train) if field.name not in ("variants", "from_", "print")}
+PATHS = ("out", "model", "data", "eval_data", "tokenizer", "chat_template", "export")  # keys that may name a file or a folder
+
+
+def translated(path: str) -> tuple[Train, str]:
+    """Return the options in a config of another tool, and the config as text, with what could not be translated."""
+    from ..train.translate import translate
+
+    found = translate(read_config(path), OPTIONS)
+    given = {key: found.values[key] for key in OPTIONS if key in found.values}  # in the order of --help
+    values = {key: _expand_home(value) if key in PATHS else value for key, value in given.items()}
+    lines = [f"# {path}, a config of {found.tool}", yaml.safe_dump(values, sort_keys=False, width=120).rstrip()]
+    accumulated = isinstance(values.get("accumulate"), int) and values["accumulate"] > 1
+    lines += ["# accumulate counts the micro-batches of all GPUs together: multiply it by their number"] if accumulated else []
+    padded = values.get("pack") == "none"
+    lines += ["# pack: none pads each row to seq: pack: examples, or buckets: 4 on one GPU, computes less"] if padded else []
+    lines += [f"# without effect here: {text}" for text in found.left_out]
+    lines += [f"# not translated: {text}" for text in found.missing] or ["# everything was translated"]
+    try:
+        return Train(**convert(values, OPTIONS)), "\n".join(lines)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def with_aliases(default: Train, theirs: dict[str, Any], argv: list[str]) -> Train:
+    """Return `default` with options under other trainers' names. An option that `argv` gives under our name is refused."""
+    values = convert(theirs, OPTIONS, "options")
+    given = {normal(word.partition("=")[0].removeprefix("--")) for word in argv if word.startswith("--")}
+    if both := sorted(given & values.keys()):
+        raise ValueError(f"options: --{both[0].replace('_', '-')} is given under two names; give one of them.")
+    if "lora" in values:
+        values["lora"] = default.lora | values["lora"]
+    return dataclasses.replace(default, **values)
+
+
+def override_length(options: Train, default: Train) -> Train:
+    """Return the options in which --steps overrides the epochs of the config file, --eval-every its evals_per_epoch, ..."""
+    keys = [key for pair in EITHER.items() for key in pair]
+    given = {key: getattr(options, key) for key in keys if getattr(options, key) != getattr(default, key)}
+    return dataclasses.replace(options, **of_either(given))
+
+
+def read_config(path: str) -> dict[Any, Any]:
+    """Return the keys and values in a YAML file."""
+    try:
+        values: Any = load_yaml(read_text(Path(path), "give a config file", MAX_BYTES))
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"config: {path} cannot be read as YAML: {' '.join(str(error).split())}; see gpubound train --help."
+        ) from error
+    if values is None:  # perhaps a file that was never saved; the default run would take hours
+        raise ValueError(f"config: {path} holds no keys, wanted some such as 'steps: 2000'; leave it out to take the defaults.")
+    if not isinstance(values, dict):
+        raise ValueError(f"config: {path} holds a {type(values).__name__}, wanted keys and values such as 'steps: 2000'.")
+    return values
+
+
+def from_file(path: str, complete: bool = True) -> Train:
+    """Return the options in a YAML file. An unknown key is an error that names the most similar one.
+
+    complete  False: options of the command line follow, and what they make together is checked
+    """
+    values: Any = read_config(path)
+    try:
+        values = {key: _expand_home(value) if key in PATHS else value for key, value in values.items()}
+        compare: Any = values.get("compare")
+        variants = {str(name): changes for name, changes in compare.items()} if isinstance(compare, dict) else {}
+        if isinstance(compare, dict | list):
+            values = values | {"compare": ",".join(map(str, compare))}
+        if isinstance(resume := values.get("resume"), dict):
+            if list(resume) != ["allow"]:
+                raise ValueError(f"config: resume: got {shown(resume)}, wanted true, or allow: with a list such as [lr].")
+            values = values | {"resume": True, "allow": resume["allow"]}
+        options = Train(**convert(values, OPTIONS), variants=variants)
+        if complete:
+            options.recipe()
+        return options
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def checked(options: Train, default: Train, file: str | None) -> Recipe:
+    """Return the recipe of the options. An error that the config `file` has by itself, as `default`, names it."""
+    try:
+        return options.recipe()
+    except ValueError as error:
+        try:
+            default.recipe()
+        except ValueError as alone:
+            if file is not None and str(alone) == str(error):
+                raise ValueError(f"{file}: {error}") from error
+        raise
+
+
+def _expand_home(value: Any) -> Any:
+    """Expand `~` in paths, as a shell does."""
+    if isinstance(value, list):
+        return [_expand_home(one) for one in value]
+    if isinstance(value, dict):
+        return {_expand_home(key): _expand_home(one) for key, one in value.items()}
+    return os.path.expanduser(value) if isinstance(value, str) else value
