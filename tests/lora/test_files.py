@@ -132,6 +132,7 @@ REFUSED = {
     "a rank in quotes": (option(r="4"), "r has '4'"),
     "a table that is none": (option(rank_pattern=5), "rank_pattern has 5"),
     "a broken pattern": (option(alpha_pattern={"(": 3}), r"alpha_pattern has '\('"),
+    "targets that backtrack": (option(target_modules="(a+)+b"), "target_modules"),
     "no targets in the model": (option(target_modules=["c_attn"]), "c_attn"),
     "no safetensors": (no_safetensors, "safetensors"),
     "nothing": (no_config, r"adapter_config\.json"),

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
+from re import _parser  # type: ignore[attr-defined]  # the parsed pattern, of which `re` has no public form
 from typing import Any
 
 import torch
@@ -51,10 +52,9 @@ def select_layers(model: nn.Module, targets: str | Sequence[str], rank: Any) -> 
     wanted = [targets] if isinstance(targets, str) else list(targets or ())
     _check_words(targets, wanted)
     layers, selected = layers_of(model), dict[str, Any]()
-    named = {key: m for key, m in model.named_modules() if ".base_layer" not in key and ".lora_" not in f".{key}"} | layers
+    named = {**{key: m for key, m in model.named_modules() if ".base_layer" not in key and not _of_adapter(key)}, **layers}
     for target in wanted:
-        pattern = re.compile(target) if isinstance(targets, str) else None
-        matches = [key for key in named if f".{key}".endswith(f".{target}") or (pattern and key and pattern.fullmatch(key))]
+        matches = [key for key in named if key and _matches(key, target, regex=isinstance(targets, str))]
         if not matches:
             ends = sorted({key.rpartition(".")[2] for key in layers})
             raise ValueError(
@@ -68,6 +68,10 @@ def select_layers(model: nn.Module, targets: str | Sequence[str], rank: Any) -> 
     return selected
 
 
+def _of_adapter(key: str) -> bool:
+    return any(word.startswith("lora_") for word in key.split("."))
+
+
 def _check_words(targets: Any, wanted: Sequence[Any]) -> None:
     if not wanted or not all(isinstance(target, str) for target in wanted):
         raise ValueError(
@@ -78,12 +82,47 @@ def _check_words(targets: Any, wanted: Sequence[Any]) -> None:
         check_pattern(targets, f"lora.add: targets is {targets!r}", "list names", ValueError)
 
 
-def check_pattern(pattern: str, where: str, do: str, error: type[Exception]) -> None:
-    """Raise `error` for an invalid regular expression."""
+STEPS = 10**7  # of a match, about 50 ms
+
+
+def check_pattern(pattern: str, where: str, do: str, error: type[Exception], length: int = 100) -> None:
+    """Raise `error` for an invalid pattern, and for one that may take more than STEPS on a name of `length` characters.
+
+    Python's `re` backtracks, without a limit: `(a+)+b` takes 2^n steps on n characters.
+    """
     try:
         re.compile(pattern)
+        steps = _most_steps(_parser.parse(pattern), length)
     except (re.error, RecursionError, OverflowError) as raised:
         raise error(f"{where}, no regular expression ({raised}); {do}.") from raised
+    if steps > STEPS:
+        raise error(f"{where}, which could take {steps:.0e} steps to match one name, limit {STEPS:.0e}; {do}.")
+
+
+def _most_steps(parsed: Any, length: int) -> float:
+    """Return an upper bound of the number of matches of a parsed pattern with prefixes of `length` characters."""
+    matches, open_ended = 1.0, 0
+    for op, value in parsed:
+        name = str(op)
+        if name in ("MAX_REPEAT", "MIN_REPEAT"):
+            least, most, body = int(value[0]), min(int(value[1]), length), _most_steps(value[2], length)
+            if body == 1 and most == length:
+                open_ended += 1
+            elif body == 1:
+                matches *= max(most - least + 1, 1)
+            else:
+                matches *= body**most if most * math.log10(body) < 300 else math.inf
+        elif name == "BRANCH":
+            matches *= sum(_most_steps(branch, length) for branch in value[1])
+        elif name in ("SUBPATTERN", "ASSERT", "ASSERT_NOT", "ATOMIC_GROUP"):
+            matches *= _most_steps(value if name == "ATOMIC_GROUP" else value[-1], length)
+        elif name == "GROUPREF_EXISTS":
+            matches *= sum(_most_steps(branch, length) for branch in value[1:] if branch)
+    return matches * math.comb(length + open_ended, open_ended)  # the positions that divide the unbounded repeats
+
+
+def _matches(key: str, target: str, regex: bool) -> bool:
+    return key == target or key.endswith(f".{target}") or (regex and re.fullmatch(target, key) is not None)
 
 
 def _all(model: nn.Module, targets: str, rank: Any) -> dict[str, Any]:
@@ -155,13 +194,15 @@ def unfit(model: nn.Module, module: Any) -> str | None:
 
 def _check_no_peft(model: nn.Module) -> None:
     for key, module in model.named_modules():
-        if type(module).__module__ in ("peft.peft_model", "peft.mixed_model") or (
-            of_peft(module) and not type(module).__module__.startswith("peft.tuners.lora.")
-        ):
+        if type(module).__module__ in ("peft.peft_model", "peft.mixed_model") or (of_peft(module) and not _is_lora(module)):
             raise ValueError(
                 f"lora.add: {key or 'the model'} is a {type(module).__name__} of PEFT's; add the adapter to it by PEFT's "
                 f"add_adapter, or call merge_and_unload() first."
             )
+
+
+def _is_lora(module: Any) -> bool:
+    return type(module).__module__.startswith("peft.tuners.lora.")
 
 
 def _check_reached(model: nn.Module) -> None:
