@@ -47,6 +47,7 @@ COMMANDS = {
     "doctor": "gpubound doctor train.py --epochs 3",
     "bench": "gpubound bench kernels",
     "report": "gpubound report runs/first",
+    "completion": "gpubound completion bash >> ~/.bashrc",
 }
 
 # Type of an option -> its metavar in the help, and its name in an error.
