@@ -16,6 +16,7 @@ from ..formatting import PRINTABLE
 from ..generate.options import Generate, check, read_prompts
 from ..generate.source import check_path
 from . import arguments
+from .ranks import check_timeout
 
 if TYPE_CHECKING:
     from ..decode.request import Generated
@@ -26,15 +27,16 @@ def main(argv: Sequence[str], chat: bool = False) -> int:
     options = arguments(Generate, argv, "chat" if chat else "generate")
     options = replace(options, chat=options.chat or chat)
     check(options)
+    check_timeout(options.timeout)
     check_path(options.ckpt)
     prompts = [] if options.chat else read_prompts(options)
     from ..generate.batches import check_decoding, load  # torch takes two seconds: options are read first
 
     check_decoding(options)
-    if options.output is not None:
-        from ..generate.answers import write_answers
+    if options.writes_lines:
+        from ..generate.replicas import generate_lines
 
-        return write_answers(options, prompts)
+        return generate_lines(options, prompts)
     saved = load(options, options.device)
     if options.chat:
         from ..generate.chat import converse

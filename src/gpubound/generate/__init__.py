@@ -5,7 +5,8 @@ source.py     find the files of a model: a folder, a name on the hub, a run
 load.py       the model of such files on its devices, and its tokenizer
 batches.py    generate batch by batch, with a decoder or a masked-diffusion sampler
 chat.py       a conversation
-answers.py    the answers as lines of JSON, which resume
+replicas.py   distribute batches over several replicas; lines of JSON in the order of the prompts
+workers.py    the processes of the replicas
 speed.py      tokens per second, and the fraction of the roofline
 """
 

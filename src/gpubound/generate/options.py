@@ -26,7 +26,7 @@ class Generate:
     Examples: gpubound generate demo-run --prompt "def main(" --temperature 0.7
               gpubound generate demo-run --file prompts.txt --json
               gpubound chat path/to/checkpoint
-              gpubound generate path/to/checkpoint --file prompts.jsonl --output answers.jsonl
+              gpubound generate path/to/checkpoint --file prompts.jsonl --gpus 8 --output answers.jsonl
               gpubound generate path/to/large --prompt "Once" --gpus 4 --split tensors
     """
 
@@ -90,12 +90,17 @@ class Generate:
     """Guess this many tokens from the text so far and check them in one step. The result is the same. Repetitive texts are
     generated faster."""
     gpus: int | None = None
-    """With --split: share the model between this many GPUs."""
+    """Distribute the prompts over this many replicas of the model, one per GPU; with --device cpu, one per process. The output
+    is one line of JSON for each sequence, in the order of the prompts, and independent of the number of replicas."""
     split: str | None = None
     """Share one model between the GPUs. layers: each has some layers, for a model that does not fit on one. tensors: each
-    has a slice of every layer, so that a text comes sooner; up to 8 sequences at once. By default all GPUs that are visible."""
+    has a slice of every layer, so that a text comes sooner; up to 8 sequences at once. --gpus says how many GPUs; by default
+    all that are visible."""
+    timeout: float = 10.0
+    """With --gpus or --output: minutes in which a replica may make no progress, while it loads or generates. One that hangs is
+    ended, and another takes its prompts."""
     output: str | None = None
-    """Write a line of JSON for each sequence to this file, in the order of the prompts. An existing file is resumed."""
+    """Write these lines to a file. An existing file is resumed."""
     device: str = "auto"
     """auto, require, cpu, cuda or cuda:<index>."""
     dtype: str = "auto"
@@ -116,6 +121,11 @@ class Generate:
     """Masked diffusion: block size in tokens, filled from the left (default 32; the whole answer if not divisible by 32)."""
     guidance: float = 0.0
     """Masked diffusion: how far to move away from what is likely without the prompt; 0 is off."""
+
+    @property
+    def writes_lines(self) -> bool:
+        """Return whether replicas of the model write lines of JSON."""
+        return (self.split is None and self.gpus is not None) or self.output is not None
 
 
 def check(options: Generate) -> None:
@@ -138,21 +148,18 @@ def check(options: Generate) -> None:
     if options.whole and options.file is None:
         raise ValueError("whole: it takes a file as a single prompt; give --file with it.")
     if options.split is not None:
+        if options.output is not None:
+            raise ValueError("output: it is for replicas of the model, and --split has only one model; leave --output out.")
         if options.gpus == 1:
             raise ValueError("gpus: got 1, but with --split at least 2 share the model; leave --split out.")
         single = {"weights": options.weights is not None, "speculate": options.speculate is not None}
         for name in (name for name, present in (single | {"no-fused": not options.fused}).items() if present):
             raise ValueError(f"{name}: it is for a model on a single GPU; leave --{name} or --split out.")
-    elif options.gpus is not None:
-        raise ValueError(
-            "gpus: several GPUs share one model with --split; for a model on each, start a process for each with its own "
-            "CUDA_VISIBLE_DEVICES and its part of the prompts."
-        )
-    if options.logprobs and not options.json and options.output is None:
-        raise ValueError("logprobs: they are a part of the JSON; give --json or --output with it.")
-    for name in ("chat", "echo", "json", "table") if options.output is not None else ():
+    if options.logprobs and not options.json and not options.writes_lines:
+        raise ValueError("logprobs: they are a part of the JSON; give --json, --gpus or --output with it.")
+    for name in ("chat", "echo", "json", "table") if options.writes_lines else ():
         if getattr(options, name):
-            raise ValueError(f"{name}: --output writes a line of JSON for each sequence; leave --{name} out.")
+            raise ValueError(f"{name}: --gpus and --output write a line of JSON for each sequence; leave --{name} out.")
     if sum((bool(options.prompt), options.file is not None, options.chat)) > 1:
         raise ValueError("prompt: give one of --prompt, --file and --chat.")
 

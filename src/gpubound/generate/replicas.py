@@ -1,0 +1,245 @@
+"""`gpubound generate --gpus N`: distribute prompts over replicas of the model; write answers in the order of the prompts.
+
+The batches, and the random draw within each, do not depend on the number of replicas, nor on where a run was interrupted: an
+interrupted run can be resumed.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TextIO
+from zlib import crc32
+
+import torch
+
+from ..device import look
+from ..errors import GenerateError
+from ..files import explain_disk_full, flock, regular, writing
+from ..formatting import shown
+from ..trace import notice
+from ..train.checkpoint import Checkpoint
+from ..train.checkpoint.files import STATE
+from ..train.export_metadata import ORIGIN
+from .batches import BatchGenerator, batch_size, load
+from .options import Generate
+from .source import base_of_adapter, find_source, is_adapter
+from .workers import WorkerPool
+
+# Options that do not change an answer.
+UNRELATED = ("prompt", "file", "whole", "gpus", "split", "timeout", "output", "device", "ckpt", "verify", "k")
+PATHS = ("adapter", "tokenizer")
+MODEL_FILES = (".safetensors", ".bin", ".json")
+SAMPLES, BLOCK = 64, 1 << 20  # a file's checksum is that of so many blocks of so many bytes
+PROGRESS = 10.0  # seconds between lines of progress
+BEGIN = b'{"number": '  # of a line
+
+
+def generate_lines(options: Generate, prompts: list[str]) -> int:
+    """Generate and write the answers of all prompts that have none in the output yet."""
+    devices, size = replica_devices(options), batch_size(options)
+    lines = OrderedLines(options.output, prompts, options.n, fingerprint(options))
+
+    def name(first: int) -> str:
+        last = min(first + size, len(prompts))
+        return f"prompt {last}" if last == first + 1 else f"prompts {first + 1} to {last}"
+
+    advice = "the answers before are in it. Free space, then give the same command again."
+    with explain_disk_full(options.output or "stdout", advice), closing(lines):
+        batches = [
+            first
+            for first in range(0, len(prompts), size)
+            if not all(lines.answered(number) for number in range(first, min(first + size, len(prompts))))
+        ]
+        if batches and len(batches) < len(devices):
+            count = "1 batch" if len(batches) == 1 else f"{len(batches)} batches"
+            notice(
+                f"generate: {count} of up to {size} prompts for {len(devices)} replicas: the rest of them is idle; "
+                f"a smaller --batch makes more batches."
+            )
+        arguments = (options, prompts, devices)
+        pool = WorkerPool(batches, len(devices), start_replica, *arguments, name=name, timeout=60 * options.timeout)
+        _collect(pool, options, lines)
+    if pool.left:
+        missing = ", ".join(map(name, pool.left[:5])) + (", ..." if len(pool.left) > 5 else "")
+        raise GenerateError(
+            f"not answered: {missing}. The others are; with --output FILE, the same command goes on with what is missing."
+        )
+    return 0
+
+
+def _collect(pool: WorkerPool, options: Generate, lines: "OrderedLines") -> None:
+    """Write the results of the replicas, and lines of progress."""
+    started = reported = time.perf_counter()
+    prompts = tokens = 0
+    for first, sequences in pool:
+        for start in range(0, len(sequences), options.n):
+            lines.put(first + start // options.n, sequences[start : start + options.n])
+        prompts, tokens = prompts + len(sequences) // options.n, tokens + sum(len(one["tokens"]) for one in sequences)
+        if (now := time.perf_counter()) - reported > PROGRESS:
+            reported = now
+            print(f"{prompts:,} prompts answered, {tokens / (now - started):,.1f} tokens/s", file=sys.stderr, flush=True)
+    seconds = time.perf_counter() - started
+    print(
+        f"{prompts:,} of {len(lines.prompts):,} prompts answered now, {tokens:,} tokens, "
+        f"{tokens / seconds:,.1f} tokens/s with loading",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def start_replica(
+    number: int, options: Generate, prompts: list[str], devices: list[str]
+) -> Callable[[int, Callable[[], None]], list[dict[str, Any]]]:
+    """Load replica `number`, and return its function that answers a batch."""
+    if devices[number] == "cpu":
+        torch.set_num_threads(max(1, torch.get_num_threads() // len(devices)))
+    batches = BatchGenerator(options, load(options, devices[number]), prompts)
+
+    def answer(first: int, heartbeat: Callable[[], None]) -> list[dict[str, Any]]:
+        run = batches.start(first)
+        for _ in run.play():
+            heartbeat()
+        return batches.as_json(first, run.sequences)
+
+    return answer
+
+
+def replica_devices(options: Generate) -> list[str]:
+    """Return the device of each replica."""
+    gpus, sight = options.gpus or 1, look()
+    if options.device.startswith("cuda:") and gpus > 1:
+        raise ValueError(f"gpus: got {gpus} and --device {options.device}, a single one; leave --device out.")
+    if options.device == "cpu" or options.device.startswith("cuda:") or not sight.count:
+        return [options.device] * gpus
+    if gpus > sight.count:
+        raise ValueError(f"gpus: got {gpus}, wanted at most the {sight.count} GPUs that are visible.")
+    return [f"cuda:{number}" for number in range(gpus)]
+
+
+def fingerprint(options: Generate) -> str:
+    """Return a hash of the model's files and of all options that change an answer."""
+    settings = {name: value for name, value in asdict(options).items() if name not in (*UNRELATED, *PATHS)}
+    sources = [source := find_source(options.ckpt, options.trust_remote_code)]
+    if isinstance(source, Path) and is_adapter(source):
+        sources.append(find_source(base_of_adapter(source), options.trust_remote_code))
+    folders = [source.path if isinstance(source, Checkpoint) else source for source in sources]
+    named = [*folders, *(getattr(options, name) for name in PATHS)]
+    paths = [path and os.path.realpath(path) for path in named]
+    content = [_content(Path(path)) for path in paths if path]
+    return sha256(json.dumps([paths, settings, content], sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _content(path: Path) -> list[tuple[str, int, int]]:
+    """Return name, size and checksum of each model file: an export of the same run to the same folder changes the answers."""
+    files = [path]
+    if (path / STATE).exists():
+        files = [path / STATE]  # holds the checksums of a checkpoint's tensors
+    elif not path.is_file():
+        files = [file for file in path.glob("*") if file.suffix in MODEL_FILES and file.name != ORIGIN]
+    return [(file.name, file.stat().st_size, _checksum(file)) for file in sorted(files) if file.is_file()]
+
+
+def _checksum(file: Path) -> int:
+    """Return a checksum of evenly spaced blocks; a large model's whole files would take a minute."""
+    step, crc = max(file.stat().st_size // SAMPLES, BLOCK), 0
+    with open(file, "rb") as opened:
+        while block := opened.read(BLOCK):
+            crc = crc32(block, crc)
+            opened.seek(step - BLOCK, os.SEEK_CUR)
+    return crc
+
+
+class OrderedLines:
+    """Writes a line of JSON for each sequence, in the order of the prompts, to the file `path` or to stdout.
+
+    n        sequences per prompt
+    mark     fingerprint of model and settings, which every line has
+
+    A file of an interrupted run is resumed: it holds the lines of the first prompts and perhaps an incomplete line, which is
+    removed. A run that had to leave prompts out has written the lines of the others.
+    """
+
+    def __init__(self, path: str | None, prompts: list[str], n: int, mark: str):
+        self.prompts, self.n, self.mark = prompts, n, mark
+        self.written = 0  # number of first prompts whose lines are written
+        self._waiting: dict[int, list[str]] = {}
+        self._out: TextIO = sys.stdout if path is None else self._open(Path(path))
+
+    def answered(self, number: int) -> bool:
+        return number < self.written or number in self._waiting
+
+    def put(self, number: int, sequences: list[dict[str, Any]]) -> None:
+        """Add the sequences of one prompt; lines are written once those of all prompts before are."""
+        if not self.answered(number):
+            self._waiting[number] = [json.dumps({"number": number + 1, **one, "run": self.mark}) for one in sequences]
+        while self.written in self._waiting:
+            self._write(self.written)
+            self.written += 1
+
+    def close(self) -> None:
+        """Write waiting lines, too: a prompt before them has no answer."""
+        try:
+            for number in sorted(self._waiting):
+                self._write(number)
+        finally:
+            if self._out is not sys.stdout:
+                self._out.close()
+
+    def _write(self, number: int) -> None:
+        print("\n".join(self._waiting.pop(number)), file=self._out, flush=True)
+
+    def _open(self, path: Path) -> TextIO:
+        """Open and lock the file: two processes would write every answer twice."""
+        if path.exists():
+            regular(path)
+        with writing(path), ExitStack() as on_error:
+            out = on_error.enter_context(open(path, "a", encoding="utf-8", newline="\n"))
+            if not flock(out.fileno(), path, "make sure that no other process writes there"):
+                raise ValueError(f"output: another process writes to {path}; wait until it has ended, or name another file.")
+            out.truncate(self._resume(path))
+            on_error.pop_all()
+        return out
+
+    def _resume(self, path: Path) -> int:
+        """Return the number of bytes to keep: the lines up to the first gap. Lines after it become waiting lines."""
+        lines_of: dict[int, list[str]] = {}
+        *lines, rest = path.read_bytes().split(b"\n")
+        for count, line in enumerate(lines, 1):
+            lines_of.setdefault(self._number(path, count, line), []).append(line.decode())
+        if not rest.startswith(BEGIN[: len(rest)]):  # neither a whole nor an incomplete line of ours
+            raise ValueError(_not_ours(path, len(lines) + 1))
+        self._waiting = {number: lines for number, lines in lines_of.items() if len(lines) == self.n}
+        size = 0
+        while self.written in self._waiting:
+            size += sum(len(line.encode()) + 1 for line in self._waiting.pop(self.written))
+            self.written += 1
+        return size
+
+    def _number(self, path: Path, count: int, line: bytes) -> int:
+        """Return the index of the prompt that line `count` of the file answers."""
+        try:
+            entry = json.loads(line)
+            number, prompt, mark = entry["number"] - 1, entry["prompt"], entry["run"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(_not_ours(path, count)) from error
+        if not 0 <= number < len(self.prompts) or prompt != self.prompts[number]:
+            raise ValueError(
+                f"output: line {count} of {path} answers {shown(prompt)}, which is not prompt {number + 1} here; "
+                f"give the prompts that it was begun with, or name another file."
+            )
+        if mark != self.mark:
+            raise ValueError(
+                f"output: line {count} of {path} was written by another model or with other settings; "
+                f"give those that it was begun with, or name another file."
+            )
+        return number
+
+
+def _not_ours(path: Path, count: int) -> str:
+    return f"output: line {count} of {path} is no answer of gpubound generate; name another file."
