@@ -1,4 +1,4 @@
-"""Logs of any numbers: a page, never a traceback."""
+"""Tapes that were damaged or made up: a page or one sentence, never a traceback. Finds are kept in test_tape.py."""
 
 import json
 import re
@@ -10,13 +10,20 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from gpubound.cli import main
-from gpubound.monitor.tape import FIGURES
+from gpubound.monitor.tape import FIGURES, KINDS
 
 BOUNDED = settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["nan", "inf", 10**400]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+ABOUTS = st.dictionaries(st.sampled_from([*KINDS, "finished", "other"]), VALUES, max_size=4)
+STARTS = st.lists(st.fixed_dictionaries({"date": VALUES | st.text(), "command": VALUES | st.text()}), max_size=2)
 NUMBERS = st.floats() | st.integers(-(10**6), 10**6) | st.sampled_from(["nan", "inf", "-inf", 1e308, -1e308, 5e-324])
 RECORDS = st.fixed_dictionaries(
     {"step": st.integers(0, 2**53 - 1) | st.integers(0, 9)},
-    optional=dict.fromkeys(FIGURES, NUMBERS) | {"phase": st.text(max_size=6)},
+    optional=dict.fromkeys(FIGURES, NUMBERS) | {"phase": st.text(max_size=6), "other": VALUES},
 )
 
 
@@ -36,10 +43,27 @@ def report(about: bytes, steps: bytes) -> tuple[int, str, str]:
 
 
 @BOUNDED
-@given(st.lists(RECORDS, max_size=5))
-def test_a_made_up_log_is_a_page(records):
-    """Whatever numbers a step has, its page is drawn."""
-    code, err, page = report(b"{}", "".join(json.dumps(record) + "\n" for record in records).encode())
-    assert code == 0, err
-    for points in re.findall(r'points="([^"]*)"', page):
-        assert re.fullmatch(r"[\d. ,]+", points), "within the chart, and finite"
+@given(ABOUTS, STARTS, st.lists(RECORDS, max_size=5))
+def test_a_made_up_tape_is_a_page(about, starts, records):
+    """Whatever numbers a step has, its page is drawn; an about of other kinds is refused by its key."""
+    about = json.dumps(about | {"starts": starts}).encode()
+    code, err, page = report(about, "".join(json.dumps(record) + "\n" for record in records).encode())
+    if code == 0:
+        for points in re.findall(r'points="([^"]*)"', page):
+            assert re.fullmatch(r"[\d. ,]+", points), "within the chart, and finite"
+    else:
+        assert code == 2 and re.search(r"run\.json: \w+ (is|holds) ", err) and "Traceback" not in err
+
+
+@BOUNDED
+@given(st.binary(max_size=12), st.integers(0, 120), st.booleans())
+def test_a_damaged_tape_is_a_page_or_a_sentence(junk, at, in_steps):
+    """Bytes anywhere in either file are read, or refused with the file's name."""
+    about = b'{"name": "first", "config": {"lr": 0.1}, "fallbacks": [{"what": "a", "why": "b", "times": 1}], "starts": []}'
+    steps = b'{"step": 1, "loss": 2.5, "phase": "a"}\n{"step": 2, "loss": "nan", "held_out": 1, "skipped": 1}\n'
+    damaged = steps if in_steps else about
+    at = min(at, len(damaged))
+    damaged = damaged[:at] + junk + damaged[at + len(junk) :]
+    code, err, _ = report(about if in_steps else damaged, damaged if in_steps else steps)
+    assert code in (0, 2) and "Traceback" not in err
+    assert code == 0 or ("steps.jsonl" if in_steps else "run.json") in err

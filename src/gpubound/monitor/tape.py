@@ -29,6 +29,13 @@ FIGURES = (
     "h2d_bytes", "memory_bytes", "memory_allocated_bytes", "memory_reserved_bytes", "power_w", "sm_active", "skipped",
     "slowest_rank", "held_up_ms", "sums_share", "elapsed_s",  # since training began
 )  # fmt: skip
+TEXTS = ("name", "verdict", "doctor", "sample", "placement", "mfu")
+KINDS = {"config": dict, "machine": dict, "fallbacks": list, "starts": list, **dict.fromkeys(TEXTS, str)}
+ROWS: dict[str, dict[str, type]] = {
+    "fallbacks": {"what": str, "why": str, "times": int},
+    "starts": {"date": str, "command": str},
+}
+WORDS = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}
 
 
 class RunTape:
@@ -43,7 +50,7 @@ class RunTape:
         """Start a log, or continue the one in the folder: a resumed run appends its lines, and its start to `starts`."""
         path = Path(path)
         make_folder(path)
-        old = read_json(path / ABOUT, CURE) if (path / ABOUT).exists() else {}
+        old = _about(path) if (path / ABOUT).exists() else {}
         if old and "starts" not in old:
             raise DataError(f"{path / ABOUT}: was not written by a run, and a run would replace it; give another folder.")
         start = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "command": _command()}
@@ -58,7 +65,7 @@ class RunTape:
         path = Path(path)
         if not (path / ABOUT).is_file():
             raise DataError(f"{path} is not a run: it has no {ABOUT}; give the folder that train or demo wrote.")
-        return cls(path, read_json(path / ABOUT, CURE))
+        return cls(path, _about(path))
 
     def tell(self, **about: Any) -> None:
         """Add facts to run.json."""
@@ -104,19 +111,57 @@ class RunTape:
             notice(f"{file}: line {len(complete) + 1} is cut off and was left out")
 
 
+def _about(path: Path) -> dict[str, Any]:
+    """Read run.json and check the types of its entries."""
+    file = path / ABOUT
+    about = read_json(file, CURE)
+    for key, kind in KINDS.items():
+        value = about.get(key)
+        if value is not None and not isinstance(value, kind):
+            raise DataError(f"{file}: {key} is {_kind(value)}, wanted {WORDS[kind]}; {CURE}.")
+    for key, fields in ROWS.items():
+        for row in about.get(key) or []:
+            if not isinstance(row, dict) or not all(isinstance(row.get(name), kind) for name, kind in fields.items()):
+                wanted = ", ".join(f"{name} ({WORDS[kind]})" for name, kind in fields.items())
+                raise DataError(f"{file}: {key} holds {shown(row)}, wanted objects with {wanted}; {CURE}.")
+    return about
+
+
 def _record(line: str, where: str) -> dict[str, Any]:
     """Parse and check a line of steps.jsonl."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not readable JSON: {error}; remove the line.") from error
-    if not isinstance(record, dict) or type(record.get("step")) is not int or not 0 <= record["step"] <= LAST:
-        raise DataError(f"{where} holds {shown(record)}, wanted an object with a step, a whole number; remove the line.")
+    if not isinstance(record, dict):
+        raise DataError(f"{where} holds {_kind(record)}, wanted an object with a step; remove the line.")
+    step = record.get("step")
+    if type(step) is not int or not 0 <= step <= LAST:
+        raise DataError(f"{where}: step is {shown(step)}, wanted a whole number; remove the line.")
+    for key in FIGURES:
+        if record.get(key) is not None and not _is_number(record[key]):
+            raise DataError(f"{where}: {key} is {shown(record[key])}, wanted a number; remove the line.")
+    waited = record.get("waited_ms", [])
+    if not isinstance(waited, list) or not all(map(_is_number, waited)):
+        raise DataError(f"{where}: waited_ms is {shown(waited)}, wanted a list of numbers; remove the line.")
+    if not isinstance(record.get("phase", ""), str):
+        raise DataError(f"{where}: phase is {shown(record['phase'])}, wanted a text; remove the line.")
     return record
+
+
+def _is_number(value: Any) -> bool:
+    """Return True for a number, or the name of one that is not finite, which JSON cannot represent."""
+    if isinstance(value, str):
+        return value in ("nan", "inf", "-inf")
+    return type(value) is float or (type(value) is int and abs(value) < 2**1023)  # a larger one overflows a float
 
 
 def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _kind(value: Any) -> str:
+    return WORDS.get(type(value), "null")
 
 
 def _command() -> str:
