@@ -11,10 +11,9 @@ from gpubound.kernels.plans.types import (
     ResidentPlan,
     RopePlan,
     RowPlan,
-    StridePlan,
     TilePlan,
-    WalkPlan,
 )
+from gpubound.models.richards.kernels.plans import StridePlan, WalkPlan
 
 
 def candidates(job: Job) -> list[Plan]:

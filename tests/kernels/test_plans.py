@@ -11,9 +11,10 @@ from gpubound.device import INTERPRETED, Chip, chip
 from gpubound.kernels import plans
 from gpubound.kernels.dispatch import WIDEST
 from gpubound.kernels.plans import Job, defaults, fits, plan_for
-from gpubound.kernels.plans.types import AttentionPlan, MatrixPlan, RopePlan, RowPlan, StridePlan, TilePlan, WalkPlan
+from gpubound.kernels.plans.types import AttentionPlan, MatrixPlan, RopePlan, RowPlan, TilePlan
 from gpubound.kernels.registry import every
 from gpubound.kernels.triton._launch import launch
+from gpubound.models.richards.kernels.plans import StridePlan, WalkPlan
 from tests.kernels import plans_fit
 from tests.messages import message
 

@@ -1,4 +1,7 @@
-"""The plan of each op without a searched one: rules that hold for any shape and GPU. A new op is one more line in RULES."""
+"""The plan of each op without a searched one: rules that hold for any shape and GPU. A new op is one more line in RULES.
+
+The ops of a single family are added by the plans.py of its kernels.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,9 +15,7 @@ from .types import (
     ResidentPlan,
     RopePlan,
     RowPlan,
-    StridePlan,
     TilePlan,
-    WalkPlan,
     power_of_two,
 )
 
@@ -50,12 +51,6 @@ def norm_rows(job: Job) -> RowPlan:
     return RowPlan(rows, max(1, min(8, fits)), warps)
 
 
-def striding_rows(job: Job) -> RowPlan:
-    """Return the plan of `norm_rows` with several tiles a program: each first computes the constants of a curve."""
-    plan = norm_rows(job)
-    return plan if plan.each else plan._replace(each=8)
-
-
 def gated(job: Job) -> TilePlan:
     """Programs follow each other along a row, so that those which run at the same time read and write neighbouring memory.
 
@@ -63,25 +58,6 @@ def gated(job: Job) -> TilePlan:
     elements lie within 1 % of each other.
     """
     return TilePlan(512, 2)
-
-
-def hyper_connections(job: Job) -> MatrixPlan:
-    """shape: tokens, up to a power of two, and the numbers of one. rows: tokens of a program, which walks along columns."""
-    if job.way == "few":
-        return MatrixPlan(1, 128, 4)
-    return MatrixPlan(64, 64, 4) if job.shape[0] > 2048 else MatrixPlan(16, 64, 4)
-
-
-def richards(job: Job) -> StridePlan:
-    """shape: tensors that it reads. 8 elements a thread are 16 bytes of each tensor in 16 bits.
-
-    Under a GPU's power limit the clock falls, and instructions are the time: forward has none for tiles in flight, since 64
-    programs wait their turn on each multiprocessor, and backward, whose sums want few programs, 16 elements a thread. 16384 x
-    4096 of the gated unit in bf16, H200: 104 us forward, 175 backward, 203 with h again (96, 156 and 193 at the copy rate).
-    """
-    if job.way == "forward":
-        return StridePlan(1024, 64, 4)
-    return StridePlan(2048, 3, 4, 3)
 
 
 def losses(job: Job) -> TilePlan:
@@ -97,17 +73,6 @@ def quantize(job: Job) -> MatrixPlan:
     """128 rows are 128 bytes side by side in the transposed copy, and a thread holds 32 or 64 elements of each tensor."""
     tiles = {"plain": (128, 128, 8), "swiglu": (128, 64, 8), "swiglu_backward": (64, 64, 4)}
     return MatrixPlan(*tiles[job.way])
-
-
-CHUNKS = 64  # of a sequence at most: a program folds the ends of all chunks before its own
-
-
-def rg_lru(job: Job) -> MatrixPlan:
-    """shape: tokens, up to a power of two, and channels. rows: tokens of a chunk, which a program takes one after the other.
-
-    A warp of four neighbouring channels a thread: 16 sequences of 1,024 tokens, 1,024 wide, are 2,048 such programs.
-    """
-    return MatrixPlan(max(64, job.shape[0] // CHUNKS), 128, 1)
 
 
 def rope(job: Job) -> RopePlan:
@@ -173,17 +138,6 @@ def decode_attention(job: Job) -> AttentionPlan:
     return AttentionPlan(64, 3, 4)
 
 
-def poly_attention(job: Job) -> WalkPlan:
-    """shape: a head's width. Compiled for sm_90 in bf16 these spill nothing. A walk of keys holds two tiles of results and two
-    of scores: 128 wide, with 64 queries a tile instead of 32, it spills 40 bytes a thread.
-    """
-    if job.bytes > 2:
-        return WalkPlan(32, 32, 1, 4)
-    if job.way == "forward":
-        return WalkPlan(128, 64, 3, 8)
-    return WalkPlan(128, 32 if job.way == "keys" and job.shape[0] > 64 else 64, 2, 8)
-
-
 LARGE = 1 << 24  # elements of a result from which tiles of 128 x 256 are many waves
 WAVE = 1 << 22  # from which they are one
 
@@ -238,39 +192,25 @@ class Rule(NamedTuple):
     bucket: Callable[[Job], tuple[int, ...]]  # a searched plan holds for all shapes with this in common
 
 
-def _width(job: Job) -> tuple[int, ...]:
+def width(job: Job) -> tuple[int, ...]:
     return (power_of_two(job.shape[0]),)
 
 
-def _first(count: int) -> Callable[[Job], tuple[int, ...]]:
+def first(count: int) -> Callable[[Job], tuple[int, ...]]:
     return lambda job: job.shape[:count]
 
 
 RULES = {
-    **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm"), Rule(RowPlan, norm_rows, _width)),
-    **dict.fromkeys(("dynamic_tanh", "add_dynamic_tanh"), Rule(RowPlan, norm_rows, _width)),
-    **dict.fromkeys(("richards_norm", "add_richards_norm"), Rule(RowPlan, striding_rows, _width)),
-    "compress": Rule(TilePlan, lambda job: TilePlan(4096, 4), _first(1)),
-    "decode_attention": Rule(AttentionPlan, decode_attention, _first(3)),
-    "gated": Rule(TilePlan, gated, _first(0)),
-    "group_norm": Rule(TilePlan, lambda job: TilePlan(8192, 4), _first(0)),
-    "hc_mix": Rule(TilePlan, lambda job: TilePlan(2048 if job.way == "read" else 1024, 4), _first(0)),
-    "hc_pre": Rule(MatrixPlan, hyper_connections, _first(2)),
-    "index_scores": Rule(TilePlan, lambda job: TilePlan(64, 4), _first(2)),
-    "index_topk": Rule(TilePlan, lambda job: TilePlan(8192, 16), _width),  # 16 numbers a thread: 32 spill
+    **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm"), Rule(RowPlan, norm_rows, width)),
+    "decode_attention": Rule(AttentionPlan, decode_attention, first(3)),
+    "gated": Rule(TilePlan, gated, first(0)),
+    "group_norm": Rule(TilePlan, lambda job: TilePlan(8192, 4), first(0)),
     "lora": Rule(ProductPlan, lora, lambda job: job.shape),
-    "losses": Rule(TilePlan, losses, _width),
-    "packed_product": Rule(MatrixPlan, packed_product, _first(2)),
-    "poly_attention": Rule(WalkPlan, poly_attention, _first(1)),
-    "poly_attention_step": Rule(AttentionPlan, decode_attention, _first(3)),
-    "product": Rule(MatrixPlan, product, _first(2)),
-    "quantize": Rule(MatrixPlan, quantize, _first(0)),
-    "richards": Rule(StridePlan, richards, _first(1)),
-    "rg_lru": Rule(MatrixPlan, rg_lru, _first(1)),
-    "rope": Rule(RopePlan, rope, _first(1)),
-    "sinkhorn": Rule(TilePlan, lambda job: TilePlan(512, 4), _first(0)),  # a row of four a thread
-    "sparse_attention": Rule(MatrixPlan, lambda job: MatrixPlan(16, 32 if job.bytes == 2 else 16, 8), _first(2)),  # heads, keys
-    "swiglu_backward": Rule(TilePlan, lambda job: TilePlan(1024, 4), _first(0)),
+    "losses": Rule(TilePlan, losses, width),
+    "packed_product": Rule(MatrixPlan, packed_product, first(2)),
+    "product": Rule(MatrixPlan, product, first(2)),
+    "quantize": Rule(MatrixPlan, quantize, first(0)),
+    "rope": Rule(RopePlan, rope, first(1)),
+    "swiglu_backward": Rule(TilePlan, lambda job: TilePlan(1024, 4), first(0)),
     "tiled_product": Rule(ResidentPlan, tiled_product, lambda job: job.shape),
-    "turn_heads": Rule(TilePlan, lambda job: TilePlan(job.shape[0], 4), _first(1)),
 }

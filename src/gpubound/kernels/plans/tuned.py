@@ -24,10 +24,6 @@ _HOPPER: dict[Key, tuple] = {
     ("layer_norm", "forward", (4096,), 0): (4, 0, 8, 1, ""),
     ("layer_norm", "backward", (1024,), 0): (2, 2, 2, 4, ""),
     ("layer_norm", "backward", (4096,), 0): (2, 1, 8, 3, "evict_first"),
-    ("dynamic_tanh", "forward", (1024,), 0): (1, 0, 4, 1, "evict_first"),
-    ("dynamic_tanh", "forward", (4096,), 0): (2, 0, 16, 1, ""),
-    ("dynamic_tanh", "backward", (1024,), 0): (4, 2, 4, 3, "evict_first"),
-    ("dynamic_tanh", "backward", (4096,), 0): (2, 1, 16, 3, "evict_first"),
     # Rotary embedding: heads, tokens, warps. 16384 tokens: 25.4 us for 16 + 4 heads of 64 (Liger's, in place, as much), 86.0
     # for 32 + 8 of 128 (Liger's 88).
     ("rope", "", (32,), 0): (8, 2, 2),
@@ -77,7 +73,6 @@ _HOPPER: dict[Key, tuple] = {
     ("decode_attention", "", (4, 32, 4), 2): (128, 2, 4),
     ("decode_attention", "", (4, 32, 8), 2): (64, 2, 8),
     ("decode_attention", "", (4, 64, 8), 2): (32, 3, 4),
-    ("sparse_attention", "", (16, 512), 2): (16, 16, 8),
 }
 
 SEARCHED: dict[int, dict[Key, tuple]] = {90: _HOPPER}

@@ -96,28 +96,6 @@ class TilePlan(NamedTuple):
         return self._replace(elements=self.elements // 2) if self.elements > 32 * self.warps else None
 
 
-class StridePlan(NamedTuple):
-    """Plan of an elementwise kernel whose programs stride over tiles. A few hundred of them compute something once, such as a
-    curve's constants, or each sums something."""
-
-    elements: int  # of a tile
-    each: int  # programs a multiprocessor
-    warps: int
-    stages: int = 1  # tiles in flight, this one counted
-    hint: str = ""
-
-    def grid(self, tiles: int, job: Job) -> tuple[int]:
-        return (max(1, min(self.each * job.chip.sms, tiles)),)
-
-    def shared(self, job: Job) -> int:
-        return (self.stages - 1) * job.shape[0] * self.elements * job.bytes
-
-    def smaller(self) -> "StridePlan | None":
-        if self.stages > 1:
-            return self._replace(stages=self.stages - 1)
-        return self._replace(elements=self.elements // 2) if self.elements > 32 * self.warps else None
-
-
 class MatrixPlan(NamedTuple):
     """Plan of a kernel whose program takes rows and columns of a matrix, or rows that it reads tile by tile."""
 
@@ -178,27 +156,6 @@ class AttentionPlan(NamedTuple):
         if self.stages > 1:  # the same bits, which fewer keys would not give
             return self._replace(stages=self.stages - 1)
         return self._replace(keys=self.keys // 2) if self.keys > 16 else None
-
-
-class WalkPlan(NamedTuple):
-    """Plan of attention over sequences: a program owns tokens of a head, and reads the others tile by tile."""
-
-    own: int
-    other: int  # tokens of a tile that is walked along
-    stages: int  # tiles in flight
-    warps: int
-
-    def shared(self, job: Job) -> int:
-        """Bytes of the two tensors that are read tile by tile, in flight, and of the owned ones that tensor cores read."""
-        owned = 1 if job.way == "forward" else 2
-        return power_of_two(max(16, job.shape[0])) * job.bytes * (2 * self.stages * self.other + owned * self.own)
-
-    def smaller(self) -> "WalkPlan | None":
-        if self.stages > 1:
-            return self._replace(stages=self.stages - 1)
-        if self.other > 16:
-            return self._replace(other=self.other // 2)
-        return self._replace(own=self.own // 2) if self.own > 16 else None
 
 
 class ProductPlan(NamedTuple):

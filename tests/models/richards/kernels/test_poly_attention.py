@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpubound.device import chip
 from gpubound.kernels import plans
-from gpubound.kernels.plans.types import Job, WalkPlan
+from gpubound.kernels.plans.types import Job
 from gpubound.models.richards import kernels
+from gpubound.models.richards.kernels.plans import WalkPlan
 from gpubound.models.richards.kernels.triton import poly_attention as fast
 from tests.kernels.cases import assert_inside, banded, definitions, draw, parity, same
 from tests.messages import message

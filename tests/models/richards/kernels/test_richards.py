@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from gpubound.kernels import plans
-from gpubound.kernels.plans.types import StridePlan
 from gpubound.models.richards import kernels
+from gpubound.models.richards.kernels.plans import StridePlan
 from gpubound.models.richards.kernels.richards import GATE, LEAST, NAMES, POSITIVE, VALUE, Curve
 from gpubound.models.richards.kernels.triton import _curve, richards as fast
 from tests.kernels.cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, parity, same

@@ -1,5 +1,6 @@
 """Ops specific to DeepSeek-V4, as plain functions; each kernel is in triton/ under the same name (kernels/ops.py)."""
 
+from . import plans as plans
 from .attention import sparse_attention as sparse_attention, turn_heads as turn_heads
 from .compressor import compress as compress, index_scores as index_scores, index_topk as index_topk
 from .hyper_connections import (

@@ -1,5 +1,6 @@
 """Ops of Richards models; each kernel is in triton/ under the same name (kernels/registry.py)."""
 
+from . import plans as plans
 from .poly_attention import poly_attention as poly_attention, poly_attention_step as poly_attention_step
 from .rg_lru import rg_lru as rg_lru
 from .richards import (

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from .....device import interpreted
 from .....kernels.accumulate import deliver, weight_gradient
-from .....kernels.plans.types import AttentionPlan, WalkPlan, cdiv, job_of, power_of_two
+from .....kernels.plans.types import AttentionPlan, cdiv, job_of, power_of_two
 from .....kernels.triton._launch import bump_versions, first_order_only, launch
+from ..plans import WalkPlan
 from ._poly_tiles import (
     _bent,
     _coefficients,

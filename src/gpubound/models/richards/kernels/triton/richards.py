@@ -23,11 +23,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .....kernels.plans.types import StridePlan, cdiv, job_of, power_of_two
+from .....kernels.plans.types import cdiv, job_of, power_of_two
 from .....kernels.triton._launch import first_order_only, launch
 from .....kernels.triton._math import reciprocal
 from .....kernels.triton._row_reduction import _columns, _tile, _tile_of, deliver_parts, walk
 from .....kernels.triton.gated import _halves, _matrix
+from ..plans import StridePlan
 from ..richards import Curve
 from ._curve import SUMS, add_sums, deliver_curves, gradients, no_sums, numbers, put_sums, sigma_of, value_of
 
