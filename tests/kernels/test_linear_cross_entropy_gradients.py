@@ -189,6 +189,21 @@ def test_logits_are_never_whole_and_nothing_waits(reduction, main, monkeypatch):
     assert seen.waits == []
 
 
+def test_of_few_tokens_no_gradient_of_the_weight_is_saved(device):
+    """The logits' is smaller, and the weight's is made once, in backward."""
+    g, saved = torch.Generator().manual_seed(0), []
+    x, weight = (torch.randn(n, 96, generator=g).to(device).requires_grad_() for n in (40, 70))
+    labels = torch.randint(70, (40,), generator=g).to(device)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.numel()), t)[1], lambda t: t):
+        loss = fast.linear_cross_entropy(x, weight, labels)
+    assert max(saved) == 40 * 96 and sorted(saved)[-2:] == [40 * 96, 40 * 96]  # x and its gradient; the logits' 40 x 70
+    loss.backward()
+    want = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    torch.nn.functional.cross_entropy(want[0] @ want[1].t(), labels).backward()
+    torch.testing.assert_close(x.grad, want[0].grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(weight.grad, want[1].grad, rtol=1e-4, atol=1e-6)
+
+
 def test_second_derivatives_are_refused(device):
     x, weight, _, labels = problem(device)
     with pytest.raises(NotImplementedError) as error:

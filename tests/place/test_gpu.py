@@ -132,7 +132,7 @@ def test_plain_norms_of_any_model():
 
 
 def test_no_second_model_is_held(monkeypatch):
-    """Also where fp32 has to judge. The head's gradient exists twice, once in the loss and once times its upstream gradient."""
+    """Also where fp32 has to judge. The head's gradient, the largest, exists once."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
     sizes |= {"initializer_range": 0.02}  # as deep as this, wider weights make chaos of 16-bit rounding
     torch.cuda.empty_cache()
@@ -147,4 +147,4 @@ def test_no_second_model_is_held(monkeypatch):
     exact = run()
     assert verify.compare_in_fp32(model, run, exact, exact, torch.bfloat16).ok
     weights, head = sum(p.nbytes for p in model.parameters()), model.lm_head.weight.nbytes
-    assert weights > 6 * head and torch.cuda.max_memory_allocated() - before < 2 * head + (1 << 28)
+    assert weights > 6 * head and torch.cuda.max_memory_allocated() - before < head + (1 << 28)

@@ -248,8 +248,9 @@ def cross_entropy(
     return _CrossEntropy.apply(logits, labels, Options(ignore_index, label_smoothing, softcap, z_loss, reduction))
 
 
-def _chunks(x_NH, weight, bias, labels, weights, options, wanted, rows, scale, dweight, dtype):
-    """(losses, dx, dweight, dbias), gradients times `scale`; dweight is added to what comes in, or made in `dtype`."""
+def _chunks(x_NH, weight, bias, labels, weights, options, wanted, rows, scale, dweight, dtype, later):
+    """(losses, dx, dweight, dbias, the last chunk's gradient of the logits), gradients times `scale`; dweight is added to what
+    comes in, or made in `dtype`, or with `later` left to backward."""
     want_x, want_weight, want_bias = wanted
     tokens, words = x_NH.shape[0], weight.shape[0]
     w, b = weight.to(x_NH.dtype), None if bias is None else bias.to(x_NH.dtype)
@@ -258,13 +259,13 @@ def _chunks(x_NH, weight, bias, labels, weights, options, wanted, rows, scale, d
     # Rows that begin at a multiple of 64 elements: cuBLAS and 16-byte loads want them aligned. dynamo wants out= contiguous.
     width = words if torch.compiler.is_compiling() else 64 * cdiv(words, 64)
     logits = torch.empty(min(rows, tokens), width, device=x_NH.device, dtype=x_NH.dtype)[:, :words]
-    losses, dbias = [], None
+    losses, dbias, z = [], None, logits
     for start in range(0, tokens, rows):
         stop = min(start + rows, tokens)
         part, z = x_NH[start:stop], logits[: stop - start]
         torch.mm(part, w.t(), out=z) if b is None else torch.addmm(b, part, w.t(), out=z)
         own = None if weights is None else weights[start:stop]
-        losses.append(_row_losses(z, labels[start:stop], options, write=any(wanted), scale=scale, weights=own)[0])
+        losses.append(_row_losses(z, labels[start:stop], options, write=later or any(wanted), scale=scale, weights=own)[0])
         if dx is not None:
             torch.mm(z, w, out=dx[start:stop])
         if want_weight and dweight is None:
@@ -273,7 +274,7 @@ def _chunks(x_NH, weight, bias, labels, weights, options, wanted, rows, scale, d
             add_product(dweight, z, part, owners)
         if want_bias:
             dbias = z.sum(0, dtype=torch.float32) if dbias is None else dbias.add_(z.sum(0, dtype=torch.float32))
-    return torch.cat(losses), dx, dweight, dbias
+    return torch.cat(losses), dx, dweight, dbias, z
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -290,9 +291,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         main, main_bias = main_gradient(weight), None if bias is None else main_gradient(bias)
         rows = chunk or _chunk_rows(*x_NH.shape)
         one_product = rows >= x_NH.shape[0] and main is None  # it rounds its own fp32 sum; several are summed in fp32 first
-        losses, dx, dweight, dbias = _chunks(
-            x_NH, weight, bias, labels, weights, options, wanted, rows, factor if ctx.final else None,
-            main if ctx.final else None, weight.dtype if one_product else torch.float32,
+        # Of few tokens the logits' gradient is smaller than the weight's, which backward would hold twice, its own and scaled.
+        later = wanted[1] and one_product and not ctx.final and x_NH.shape[0] < x_NH.shape[1]
+        losses, dx, dweight, dbias, dlogits = _chunks(
+            x_NH, weight, bias, labels, weights, options, (wanted[0], wanted[1] and not later, wanted[2]), rows,
+            factor if ctx.final else None, main if ctx.final else None, weight.dtype if one_product else torch.float32, later,
         )  # fmt: skip
         if ctx.final and main is not None:
             dweight = None  # delivered
@@ -300,17 +303,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dweight = dweight.to(weight.dtype)
         if dbias is not None and main_bias is None:
             dbias = dbias.to(bias.dtype)
-        ctx.save_for_backward(None if dx is None else dx.view(x.shape), dweight, dbias, None if ctx.final else factor)
+        operands = (dlogits, x_NH) if later else (None, None)
+        ctx.save_for_backward(
+            None if dx is None else dx.view(x.shape), dweight, dbias, None if ctx.final else factor, *operands
+        )
         return losses.sum() if factor is None else losses.sum() * factor
 
     @staticmethod
     def backward(ctx, upstream):
         first_order_only("linear_cross_entropy")
-        dx, *gradients, share = ctx.saved_tensors
+        dx, *gradients, share, dlogits, x_NH = ctx.saved_tensors
         factor = None if ctx.final else upstream if share is None else upstream * share
         if dx is not None and factor is not None:
             dx = dx * factor
         delivered = [None if g is None else deliver(owner, g, factor) for g, owner in zip(gradients, ctx.owners)]
+        if dlogits is not None:
+            delivered[0] = deliver(ctx.owners[0], product(dlogits, x_NH, ctx.owners[0].dtype).mul_(factor))  # type: ignore[arg-type]
         return dx, *delivered, *[None] * 6
 
 
