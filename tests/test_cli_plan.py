@@ -45,6 +45,10 @@ def test_a_config_is_planned_and_its_options_can_be_overridden(tmp_path, capsys)
     assert "8 x H200" in printed and "8.39M tokens" in printed and "assumed: a GPU sends 370 GB/s" in printed
     best = printed.splitlines()[-1]
     assert best.startswith(f"best: gpubound train {config} --lr 0.0001 --micro-batch ") and best.endswith(" --gpus 8")
+    config.write_text(CONFIG + "memory: 48 GB\n")
+    assert main(["plan", str(config)]) == 0
+    assert "1 x H200, 45 GiB" in capsys.readouterr().out
+    config.write_text(CONFIG)
     assert main(["plan", str(config), "--gpu", "h100"]) == 0
     assert "1 x H100 SXM, 79 GiB" in capsys.readouterr().out
 
@@ -72,6 +76,7 @@ def test_nothing_that_fits_is_exit_code_1(capsys):
         (["--gpus", "16", "--accumulate", "16"], ("gpus", "got 16", "at most 8")),
         (["--memory", "inf"], ("memory", "got inf")),
         (["--memory", "nan"], ("memory", "got nan")),
+        (["--memory", "24 XB"], ("memory", "got 24 XB", "24 GB")),
         (["--rows", "-1"], ("rows", "got -1")),
         (["--recompute", "11"], ("recompute", "got 11", "10")),
         (["--model", "diffusion-tiny"], ("model", "diffusion-tiny", "RichardsDecoder")),

@@ -333,3 +333,63 @@ def test_a_gpu_is_asked_for_its_capability(capability, bf16, fp16, monkeypatch):
     monkeypatch.setattr(policy, "_chip", lambda index: policy.Chip(capability, 1, 1, "pretended"))
     gpu = torch.device("cuda", 0)
     assert (fast_16bit(gpu), fast_16bit(gpu, torch.float16)) == (bf16, fp16)
+
+
+@pytest.fixture
+def unlimited():
+    yield
+    policy._limit = None
+
+
+@pytest.mark.parametrize(
+    ("memory", "size"), [("24 GB", 24 * 10**9), ("22.5GiB", 45 << 29), ("22.5", 45 << 29), (24, 24 << 30), (1.5, 3 << 29)]
+)
+def test_sizes_of_memory(memory, size):
+    assert policy.memory_size(memory) == size
+
+
+@pytest.mark.parametrize("memory", ["", "much", "-1", "24 XB", "inf", float("nan"), 0, "10000000 TB", True])
+def test_what_is_no_size_of_memory(memory):
+    with pytest.raises(ValueError, match=r"^memory: got "):
+        policy.memory_size(memory)
+
+
+def test_a_limit_makes_a_gpu_smaller_for_this_process_and_never_larger(machine, monkeypatch, unlimited):
+    """The allocator gets what CUDA's context leaves of it, on each device that is resolved."""
+    fractions = []
+    machine(TWO)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    card = type("Properties", (), {"total_memory": 80 << 30})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: fractions.append((fraction, device.index))
+    )
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    policy.limit(24)
+    resolve("cuda:1")
+    left = ((24 << 30) - policy.CONTEXT) / (80 << 30)
+    assert set(fractions) == {(left, 0), (left, 1)} and policy.total_bytes(first) == policy.total_bytes(second) == 24 << 30
+    policy.limit("96 GiB")
+    assert fractions[-1] == (1.0, 0) and policy.total_bytes(first) == 80 << 30
+    policy.limit(24)
+    policy.limit(None)
+    assert fractions[-1] == (1.0, 0) and policy.total_bytes(first) == 80 << 30
+    with pytest.raises(ValueError, match=r"^memory: got 0\.5, wanted more than"):
+        policy.limit(0.5)
+
+
+def test_a_limit_waits_for_a_gpu_where_there_is_none(machine, unlimited):
+    machine(NONE)
+    policy.limit("24 GB")
+    assert resolve("cpu") == torch.device("cpu")
+
+
+@pytest.mark.gpu
+def test_beyond_a_limit_there_is_no_memory(unlimited):
+    torch.cuda.empty_cache()
+    policy.limit((torch.cuda.memory_reserved() + policy.CONTEXT + (1 << 30)) / 2**30)
+    torch.empty(1 << 29, dtype=torch.uint8, device="cuda")
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(5 << 28, dtype=torch.uint8, device="cuda")
+    policy.limit(None)
+    torch.empty(5 << 28, dtype=torch.uint8, device="cuda")

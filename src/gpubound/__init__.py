@@ -12,6 +12,7 @@ kernels                        the fast ops as plain functions
 lora                           low-rank adapters over a frozen model
 distributed                    one run in many processes
 strict()                       forbids every fallback
+limit("24 GB")                 uses no more of the GPU's memory, as on a smaller card
 """
 
 import sys
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .cli.train import train as train  # the package is called, see train/__init__.py
     from .data import Corpus as Corpus, Feed as Feed, feed as feed
     from .decode import Draft as Draft, FastDecoder as FastDecoder, decoder as decoder
+    from .device import limit as limit
     from .doctor import doctor as doctor
     from .graph import Captured as Captured, Certificate as Certificate, capture as capture
     from .models import (
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 _HOMES = {
     **dict.fromkeys(("Corpus", "Feed", "feed"), "data"),
     **dict.fromkeys(("Draft", "FastDecoder", "decoder"), "decode"),
+    "limit": "device",
     "doctor": "doctor",
     **dict.fromkeys(("Captured", "Certificate", "capture"), "graph"),
     **dict.fromkeys(("Decoder", "DecoderConfig", "RichardsConfig", "RichardsDecoder"), "models"),

@@ -26,10 +26,12 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import DeviceError
+from .formatting import byte_count, readable
 from .trace import notice
 
 POLICIES = ("auto", "require", "cpu", "cuda")
 PRETENDED = "simgpu"  # type of the pretend device (watch/pretend.py)
+MOST_MEMORY = 1 << 50  # bytes, far above any GPU's
 
 
 @cache
@@ -111,8 +113,52 @@ def _cpu_is_faster_in(dtype: torch.dtype) -> bool:
     return min(seconds[half][1:]) < min(seconds[fp32][1:])  # the first call of a kind prepares its kernels
 
 
+CONTEXT = int(0.6 * 2**30)  # assumption: CUDA's context and loaded kernels, outside of torch's allocator
+_limit: int | None = None
+
+
+def limit(memory: str | float | None) -> None:
+    """Let this process use at most `memory` of its GPU, as on a smaller card: "24 GB", "22.5 GiB", or a number of GiB.
+
+    Beyond it torch raises OutOfMemoryError. CUDA's context is counted. `--auto-batch`, `gpubound plan` for this machine and the
+    choice between replicas and shards take the limit for the GPU's memory. None removes it.
+    """
+    global _limit
+    size = None if memory is None else memory_size(memory)
+    if size is not None and size <= CONTEXT:
+        raise ValueError(f"memory: got {memory}, wanted more than the {readable(CONTEXT)} that CUDA itself takes of a GPU.")
+    _limit = size
+    if look().count:
+        _apply_limit(resolve("cuda"))
+
+
+def memory_size(memory: str | float) -> int:
+    """Return the bytes of "24 GB", of "22.5 GiB", or of a number of GiB.
+
+    >>> memory_size("24 GB"), memory_size("1.5GiB"), memory_size(2)
+    (24000000000, 1610612736, 2147483648)
+    """
+    text = str(memory).strip()
+    size = byte_count(f"{text} GiB" if text[-1:].isdigit() else text)
+    if size is None or not 0 < size <= MOST_MEMORY:
+        raise ValueError(f"memory: got {text}, wanted a size such as 24 GB, 22.5 GiB or 22.5, which are GiB.")
+    return size
+
+
+def _apply_limit(device: torch.device) -> None:
+    total = torch.cuda.get_device_properties(device).total_memory
+    fraction = 1.0 if _limit is None or _limit >= total else (_limit - CONTEXT) / total
+    torch.cuda.set_per_process_memory_fraction(fraction, device)
+
+
+def total_bytes(device: torch.device) -> int:
+    """Return the bytes of a GPU's memory, or of the `limit` of this process."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    return total if _limit is None else min(_limit, total)
+
+
 def free_bytes(device: torch.device) -> int:
-    """Return the free bytes of a GPU, or those that set_per_process_memory_fraction leaves to this process."""
+    """Return the free bytes of a GPU, or those that a limit leaves to this process."""
     free, total = torch.cuda.mem_get_info(device)
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - torch.cuda.memory_reserved(device)
     return min(free, allowed)
@@ -304,7 +350,10 @@ def resolve(spec: str | torch.device = "auto") -> torch.device:
     index = int(number) if number else current
     if cause := _tested(index):
         raise DeviceError(f"GPU {index} is visible but does not work: {cause}. What to do: {cure(cause)}.")
-    return torch.device("cuda", index)
+    device = torch.device("cuda", index)
+    if _limit is not None:
+        _apply_limit(device)
+    return device
 
 
 def _local_rank(count: int) -> int:

@@ -18,8 +18,6 @@ from ..train.recipe import Recipe
 from . import arguments
 from .train_options import from_file
 
-LARGEST_GIB = 1e6  # far above any GPU's
-
 
 @dataclass(frozen=True)
 class PlanOptions(Recipe):
@@ -39,8 +37,8 @@ class PlanOptions(Recipe):
     """How many GPUs of one node share the run."""
     gpu: str = "h200"
     """Which kind: h200, h100, or here, which measures this machine's."""
-    memory: float | None = None
-    """GiB of each, where it is not what the kind has."""
+    memory: str | None = None
+    """Memory of each, where it is not what the kind has: 24 GB, 22.5 GiB, or a number of GiB."""
     rows: int = 8
     """Rows of the table."""
     json: bool = False
@@ -60,17 +58,17 @@ def main(argv: Sequence[str]) -> int:
     options = arguments(PlanOptions, argv, "plan", known)
     if file is not None:  # a mistyped option is refused before torch is imported to check the file
         config = from_file(file)
-        known = PlanOptions(**vars(config.recipe()), gpus=config.gpus or 1)
+        known = PlanOptions(**vars(config.recipe()), gpus=config.gpus or 1, memory=config.memory)
         options = arguments(PlanOptions, argv, "plan", known)
+    from ..device import memory_size
     from ..plan.gpus import GIB, MOST_GPUS, gpu_named  # torch takes two seconds: options are read first
     from ..plan.propose import assumptions, proposals, text
 
-    for name, most in (("gpus", MOST_GPUS), ("rows", 1000), ("memory", LARGEST_GIB)):
-        value = getattr(options, name)
-        if value is not None and not 0 < value <= most:
+    for name, most in (("gpus", MOST_GPUS), ("rows", 1000)):
+        if not 0 < (value := getattr(options, name)) <= most:
             raise ValueError(f"{name}: got {value}, wanted more than 0 and at most {most:,.0f}.")
     gpu = gpu_named(options.gpu)
-    size = gpu.memory if options.memory is None else int(options.memory * GIB)
+    size = gpu.memory if options.memory is None else memory_size(options.memory)
     recipe = options.recipe()
     current, plans = proposals(recipe, options.gpus, gpu, size)
     best = plans[0] if plans[0].fits else None

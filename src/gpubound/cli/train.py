@@ -116,8 +116,8 @@ class Trained:
 def train(config: str | Path | None = None, /, **keys: Any) -> Trained:
     """Train as `gpubound train` does: with a config file, keys, or both. The keys may have the names of other trainers.
 
-    Several processes, started by torchrun, train together. `resume`, `allow`, `auto_batch`, `export`, `merge`, `log` and
-    `quiet` are the command's options.
+    Several processes, started by torchrun, train together. `resume`, `allow`, `auto_batch`, `memory`, `export`, `merge`, `log`
+    and `quiet` are the command's options.
     """
     known = {name: field for name, field in OPTIONS.items() if name in CALLED or name in Recipe.__dataclass_fields__}
     default = Train() if config is None else from_file(str(config))
@@ -127,17 +127,19 @@ def train(config: str | Path | None = None, /, **keys: Any) -> Trained:
     return train_one(options, options.recipe(), export_folder(options), advice)
 
 
-CALLED = ("resume", "allow", "auto_batch", "export", "merge", "log", "quiet", "timeout")  # options of `train`
+CALLED = ("resume", "allow", "auto_batch", "memory", "export", "merge", "log", "quiet", "timeout")  # options of `train`
 
 
 def train_one(options: Train, recipe: Recipe, export: Path | None, advice: str) -> Trained:
     """Train one run in this process, or this rank's part of it. `advice` says how to go on with a run that was stopped."""
-    from ..device import resolve
+    from ..device import limit, resolve
     from ..distributed import join
     from ..train.prepare import prepare
     from . import session
     from .session import say
 
+    if options.memory is not None:
+        limit(options.memory)
     kind = resolve(recipe.device).type
     with (
         join(kind, options.longest_step) as ranks,

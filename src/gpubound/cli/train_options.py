@@ -47,6 +47,8 @@ class Train(RankOptions, Recipe):
     batch, data, validation. In a config file: resume: {allow: [lr]}."""
     auto_batch: bool = False
     """Try micro-batches and use the largest that fits on the GPU. A step keeps its number of tokens."""
+    memory: str | None = None
+    """Use no more of the GPU than this, as on a smaller card: 24 GB, 22.5 GiB, or a number of GiB."""
     export: str | None = None
     """Write the best weights to this folder, in the layout that transformers loads; hf is the folder hf in --out. Of a run
     with lora these are the adapters, in PEFT's layout."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..device import products
+from ..device import free_bytes, products
 from ..errors import MeasureError
 from .timing import Timing, time
 
@@ -159,12 +159,10 @@ def _random_floats(size_bytes: int, device: torch.device) -> Tensor:
 
 
 def _gpu_buffer_bytes(device: torch.device, quick: bool) -> int:
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    size = min(256 * MIB if quick else 1024 * MIB, free_bytes // 4)
+    free = free_bytes(device)
+    size = min(256 * MIB if quick else 1024 * MIB, free // 4)
     if size < 64 * MIB:
-        raise MeasureError(
-            f"ceilings: only {free_bytes // MIB} MiB are free on {device}, 256 are needed; stop what holds them."
-        )
+        raise MeasureError(f"ceilings: only {free // MIB} MiB are free on {device}, 256 are needed; stop what holds them.")
     return size
 
 

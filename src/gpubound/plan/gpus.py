@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from .. import measure
-from ..device import resolve
+from ..device import resolve, total_bytes
 from ..errors import MeasureError
 
 TERA, GIGA, GIB = 1e12, 1e9, 1 << 30
@@ -80,7 +78,7 @@ def gpu_named(name: str) -> GpuRates:
     limits = measure.ceilings(device, quick=True)
     dtypes = ("bf16", "fp16", "fp8", "tf32", "fp32")
     flops = {dtype: rate for dtype in dtypes if (rate := getattr(limits, f"{dtype}_flops_per_s")) is not None}
-    memory = torch.cuda.get_device_properties(device).total_memory
+    memory = total_bytes(device)
     gpu = GpuRates(
         limits.name, memory, flops, limits.copy_bytes_per_s, limits.launch_us, source=f"measured here, {limits.date}"
     )

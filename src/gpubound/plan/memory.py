@@ -6,6 +6,7 @@ of the last block.
 h hidden, f the MLP's inner width, s bytes of a number; q and kv the widths of all query heads and of all keys.
 """
 
+from ..device import CONTEXT
 from ..kernels.quantize import MULTIPLE
 from ..layers.linear_product import KEEP_ALL, LEAST_BYTES
 from ..train.objectives.word_loss import CHUNK
@@ -13,7 +14,6 @@ from .gpus import GIB
 from .step import StepConfig
 
 FP32 = 4  # bytes: statistics that norms and attention save of a row
-CONTEXT = int(0.6 * GIB)  # assumption: CUDA's context and loaded kernels, outside of torch's allocator
 COMMUNICATOR = int(0.7 * GIB)  # assumption: NCCL's buffers, outside of it, too
 WORKSPACES = int(0.3 * GIB)  # assumption: of cuBLAS and cuDNN, and the update's partial sums
 SLACK = 0.03  # assumption: of what a step allocates and frees, the allocator reserves so much more

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..data import Corpus, Tokenizer
-from ..device import resolve
+from ..device import resolve, total_bytes
 from ..distributed import ALONE, Ranks
 from ..distributed.local_shard import LocalShard
 from ..errors import DataError, DeviceError, GraphError
@@ -215,7 +215,7 @@ def choose_sharded(recipe: Recipe, outline: Callable[[], nn.Module], device: tor
     if recipe.adapters is not None:
         need += frozen_bytes(model, precision.dtype, recipe.adapters.base)
     who, what = "GPU" if device.type == "cuda" else "rank", "of weights, gradient and moments"
-    has = min(ranks.gather(torch.cuda.get_device_properties(device).total_memory)) if device.type == "cuda" else None
+    has = min(ranks.gather(total_bytes(device))) if device.type == "cuda" else None
     of = "" if has is None else f", {need / has:.0%} of its {readable(has)}"
     too_much = recipe.parallel == "auto" and has is not None and need > SHARE * has
     if recipe.parallel != "fsdp" and not too_much:

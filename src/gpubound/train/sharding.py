@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from ..device import total_bytes
 from ..distributed import Ranks
 from ..distributed.all_reduce import Reduction, symmetric_sums
 from ..distributed.local_shard import any_sharded, is_sharded
@@ -290,7 +291,7 @@ def memory_used(device: torch.device) -> tuple[int, int] | None:
     """Return (peak bytes that this process allocated on a GPU, bytes of its memory); None for a CPU."""
     if device.type != "cuda":
         return None
-    return torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+    return torch.cuda.max_memory_allocated(device), total_bytes(device)
 
 
 class FrozenBaseSharded(Sharded):
