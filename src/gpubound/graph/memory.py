@@ -20,7 +20,7 @@ from ..kernels.tensor_state import made_record, record_of
 from .reachable import storage_key
 
 CHUNK = 1 << 25  # bytes copied, or compared bit for bit, at a time
-PART = 1 << 24  # bytes fingerprinted at a time: the intermediates are five times as many
+PART = 1 << 24  # bytes fingerprinted at a time: the intermediates are four times as many
 COMPARED = 1 << 22  # bytes compared in fp64 at a time: the intermediates are five to sixteen times as many
 ON_DEVICE = 1 << 24  # bytes of a state's copies on its device; a constant, so that all ranks make the same calls
 
@@ -257,36 +257,37 @@ STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def fingerprint(raw: Tensor) -> int:
-    """Return a 64-bit hash of `raw`, a dense uint8 tensor that begins at a multiple of eight. Waits for the device.
+    """Return a 64-bit hash of `raw`, a dense uint8 tensor that begins at a multiple of four. Waits for the device.
 
-    Each eight-byte word is mixed with its position, and the results are summed: the order of the sums does not matter, and the
-    fingerprint is the same on any device. Different bytes collide in one case in 2^64.
+    Each four-byte word is multiplied by a pseudorandom odd number of 64 bits, which depends on its position, and the products
+    are summed: the order of the sums does not matter, and the fingerprint is the same on any device. One other word is always
+    seen; several collide in one case in 2^32 or fewer, whatever their difference.
     """
     total = torch.zeros((), dtype=torch.int64, device=raw.device)
-    positions = torch.arange(1, min(PART, raw.numel()) // 8 + 2, dtype=torch.int64, device=raw.device)
-    keys = _mixed(positions.mul_(_signed(STEP)))  # of the first part; those of another part differ by its number
+    keys = _keys(min(PART, raw.numel()) // 4 + 1, raw.device)  # of the first part; others multiply theirs by another number
     for number, part in enumerate(raw.split(PART)):
-        words = _words(part)
-        total += _mixed(words ^ keys[: len(words)]).sum() * _signed((number * STEP | 1) % (1 << 64))
-    return int(total.item())
+        words = _words(part).to(torch.int64)
+        total += words.mul_(keys[: len(words)]).sum() * _signed((number * STEP | 1) % (1 << 64))
+    return int((total * _signed(SECOND) + raw.numel()).item())
 
 
 def _words(part: Tensor) -> Tensor:
     """Return the bytes as words; an incomplete last word is padded with its number of bytes."""
-    left = part.numel() % 8
+    left = part.numel() % 4
     if not left:
-        return part.view(torch.int64)
-    last = torch.zeros(8, dtype=torch.uint8, device=part.device)
+        return part.view(torch.int32)
+    last = torch.zeros(4, dtype=torch.uint8, device=part.device)
     last[:left] = part[-left:]
-    last[7] = left
-    return torch.cat([part[:-left].view(torch.int64), last.view(torch.int64)])
+    last[3] = left
+    return torch.cat([part[:-left].view(torch.int32), last.view(torch.int32)])
 
 
-def _mixed(x: Tensor) -> Tensor:
-    """Mix the words in place: each bit affects every other one, and the mapping is one to one."""
-    for shift, factor in ((30, FIRST), (27, SECOND)):
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))).mul_(_signed(factor))
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
+def _keys(count: int, device: torch.device) -> Tensor:
+    """Return pseudorandom odd numbers of 64 bits."""
+    x = torch.arange(1, count + 1, dtype=torch.int64, device=device).mul_(_signed(STEP))
+    for shift, factor in ((30, FIRST), (27, SECOND), (31, 1)):
+        x.bitwise_xor_((x >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed(factor))
+    return x.bitwise_or_(1)
 
 
 def _signed(word: int) -> int:

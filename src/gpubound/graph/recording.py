@@ -97,6 +97,7 @@ class Recording:
         """Make the watched calls."""
         with self._restored_on_error():
             for _ in range(3):  # state that only the first call makes is made, used, and seen to have settled
+                self.runner.release_cached()
                 self.runner.run(lambda: self.discovery.run(self._call))
             if self.discovery.hazards:
                 raise refuse(self.name, self.discovery.hazards)
@@ -114,6 +115,7 @@ class Recording:
                         f"{path.name}: fn changes this Python value ({value!r} became {now!r}), which a replay would not do "
                         "again; keep it in a tensor on the device and update it in place."
                     )
+            self.runner.release_cached()
             if lines := self.runner.waits(self._call):  # on a GPU: also a wait inside an operation, which no operation shows
                 raise refuse(self.name, [Hazard(line, WAIT) for line in lines])
 

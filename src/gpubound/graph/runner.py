@@ -50,6 +50,9 @@ class EagerRunner:
         with inference, torch.set_grad_enabled(self.grad_enabled), without_autocast(self.device):
             return call()
 
+    def release_cached(self) -> None:
+        """There is no cache."""
+
     def waits(self, call: Callable[[], Any]) -> list[Place]:
         """There is no device to wait for."""
         return []
@@ -117,12 +120,20 @@ class GraphRunner:
             current.wait_stream(self.stream)
         return result
 
+    def release_cached(self) -> None:
+        """Release cached memory: the blocks of one call do not fit the next one's, and those of another stream are of no use.
+
+        Four calls of 350m, 16 x 1,024 tokens, had reserved 20.4 GiB; the captured one needs 17.7.
+        """
+        torch.cuda.empty_cache()
+
     def waits(self, call: Callable[[], Any]) -> list[Place]:
         """Return the lines of a run that wait for the device, also where the wait is inside an operation.
 
         torch warns there. It could raise instead, but then a run would show one line only.
         """
         self.run(call)  # compilation and tuning at the first unwatched call may wait
+        self.release_cached()
         before, lines, caller = torch.cuda.get_sync_debug_mode(), [], threading.current_thread()
         with warnings.catch_warnings():
             show = warnings.showwarning
