@@ -51,7 +51,7 @@ def script(tmp_path, monkeypatch):
 def test_a_dry_run_names_the_line_and_stops_the_script(script, capsys):
     assert main(["doctor", "--dry-run", "train.py", "100"]) == 0
     screen = capsys.readouterr().out
-    assert "closed after 3\n" in screen
+    assert "closed after 21\n" in screen
     assert message("cli_doctor:a_dry_run_names_the_line").within(screen) and "written: .doctor/doctor.json" in screen
     assert screen.count("prices need a GPU") == 1
     written = (script.parent / ".doctor" / JSON).read_text()
@@ -96,7 +96,7 @@ def test_a_module_is_run(script, capsys, monkeypatch):
     script.rename(script.parent / "looped_module.py")
     assert main(["doctor", "--dry-run", "-m", "looped_module", "100"]) == 0
     screen = capsys.readouterr().out
-    assert "closed after 3" in screen and "looped_module.py:15" in screen
+    assert "closed after 21" in screen and "looped_module.py:15" in screen
 
 
 @pytest.mark.parametrize(
@@ -274,14 +274,14 @@ def test_the_scripts_own_options_are_left_alone(script, capsys, own, before):
     if own:
         script.write_text(script.read_text() + "# --dry-run\n")
     assert main(["doctor", "--dry-run", *before, "train.py", "9", "--dry-run", "--out", "x"]) == 0
-    assert "closed after 3" in capsys.readouterr().out
+    assert "closed after 9" in capsys.readouterr().out
 
 
 def test_progress_is_a_line_for_each_phase(script, capsys):
-    assert main(["doctor", "--dry-run", "--keep-going", "train.py", "5"]) == 0
+    assert main(["doctor", "--dry-run", "--keep-going", "train.py", "40"]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("gpubound doctor: ")]
     assert len(lines) == 3 and "train.py" in lines[0]
-    assert "warm-up 1/1" in lines[1] and "located 2/2" in lines[2] and lines[2].endswith("s a step")
+    assert "warm-up 1/1" in lines[1] and "located 20/20" in lines[2] and lines[2].endswith("s a step")
 
 
 def test_reports_that_cannot_be_written_cost_no_verdict(script, capsys, monkeypatch):

@@ -77,7 +77,7 @@ def test_the_located_phase_counts_its_own_steps_alone():
 
 
 def test_a_script_that_profiles_itself_has_no_tape_and_is_told_so():
-    taped = RecordedPhase(2)
+    taped = RecordedPhase(1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), Phases([taped], keep_going=True) as phases:
         phases.ended()
         phases.ended()
@@ -160,7 +160,7 @@ def test_pauses_are_on_the_tape_with_their_lines(monkeypatch):
     handler = SimpleNamespace(register_start_callback=compiling.append, remove_start_callback=compiling.remove)
     monkeypatch.setitem(sys.modules, "torch._dynamo.callback", SimpleNamespace(callback_handler=handler))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    taped = RecordedPhase(3)
+    taped = RecordedPhase(2)
     with Phases([taped], keep_going=True) as phases:
         for _ in range(3):
             gc.collect()

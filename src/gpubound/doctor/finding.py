@@ -130,6 +130,10 @@ class Verdict:
     counts: dict[str, float] = field(default_factory=dict)  # a step's totals by their names in COUNTS
     ranks: Sequence[dict[str, Any]] = field(default_factory=list)  # of a script on several: each one's step and shares
     lead_ms: float | None = None  # how far the host is ahead of the device, which is its wait for a step's result
+    period: int = 1  # steps after which the loop repeats itself; every window is a multiple of it
+    plain_ms: float | None = None  # median of steps that were timed before any sensor was attached
+    timed_ms: float | None = None  # median of the timed steps
+    rare: dict[str, float] = field(default_factory=dict)  # long steps among the timed ones: fractions, and times the median
     command: str = ""  # the command line, without folders of this machine
     date: str = ""  # when it was measured
     version: int = VERSION

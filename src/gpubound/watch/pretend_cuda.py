@@ -7,8 +7,8 @@ Inside the block every spelling of the device works: strings, `torch.device("cud
 GradScaler, generators and pinned memory. `device` of a tensor there is cuda:0, and `is_cuda` is True. Files of gpubound see
 neither (`_disguised`): their device is simgpu:0, for which they choose no kernel of CUDA.
 
-torch.compile returns its argument, because a compiled function would not pass its ops to the pretend device. CUDA graphs are
-refused.
+torch.compile returns its argument, because compiled code would not pass its ops to the pretend device (backend="eager" does).
+CUDA graphs are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.utils import _device
 from torch.utils._pytree import tree_map
 
 from .. import trace
-from ..device import pretending
+from ..device import constant, pretending
 from .ops import replaced
 from .pretend import KERNELS, NAME, SimEvent, SimStream, SimTensor, own_device, simgpu
 
@@ -38,6 +38,7 @@ _blocks: list[object] = []
 _libraries: list[torch.library.Library] = []
 
 
+@constant
 def _disguised() -> bool:
     """Return whether the function that called the pretended one is to see CUDA: in a block, in any file but gpubound's."""
     return bool(_blocks) and sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] != "gpubound"
@@ -203,6 +204,7 @@ def _install(ending: ExitStack) -> None:
     _device._device_constructors()  # a cached list of functions of torch, some of which are replaced below
     put(_device.DeviceContext, "__init__", lambda init: lambda context, device: init(context, own_device(device)))
     put(torch.accelerator, "current_accelerator", _current)
+    put(torch.accelerator, "_get_device_index", _returns(_returns(0)))  # it compares types
     put(torch.amp.autocast_mode.autocast, "__init__", _autocast)
     for name in AUTOCAST:
         put(torch, name, _of_autocast)
@@ -293,6 +295,8 @@ def _loading(load: Callable) -> Callable:
 def _eager(compile: Callable) -> Callable:
     @functools.wraps(compile)
     def left(model: Any = None, **kwargs: Any) -> Any:
+        if kwargs.get("backend") == "eager":  # it runs ops as they are, and recompiles as any other
+            return compile(model, **kwargs)
         trace.fallback(*COMPILED)
         return (lambda function: function) if model is None else model
 

@@ -32,8 +32,9 @@ from ...watch.events import EMPTIED, KINDS
 from ...watch.ledger import Ledger, LedgerRow
 from ...watch.ops import replaced
 from ...watch.sensors import statistics
-from ...watch.source_line import TORCH, Place, here, owner
+from ...watch.source_line import TORCH, Place, Site, here, owner
 from .kineto import read_trace
+from .period import LONGEST, Period, period_of
 from .script import StopScript
 from .tape import MARK, SPAN, Tape
 
@@ -44,9 +45,12 @@ ANNOTATION: Any = getattr(torch._C._profiler, "_RecordFunctionFast", None)  # pr
 class MarkingLedger(Ledger):
     """A ledger that writes a mark for each stall into the running profile: the id of its place in `locations`."""
 
-    def __init__(self, gputrace: bool):
-        super().__init__(None, gputrace, "ops", frozenset())
+    def __init__(self, gputrace: bool, without: frozenset[str] = frozenset()):
+        super().__init__(None, gputrace, "ops", without)
         self.locations: dict[str, Place] = {}
+        self.lines: dict[Site | None, set[int]] = {}  # the steps in which each line blocked
+        self.sizes: set[int] = set()  # bytes of each copy
+        self._complete: dict[tuple, tuple[int, int, float]] = {}
         self._ids: dict[Place, str] = {}
         self._deaf: Collection[str] = ()
 
@@ -59,6 +63,25 @@ class MarkingLedger(Ledger):
         finally:
             self._deaf = before
 
+    def complete(self) -> None:
+        """Mark the end of a step, after which `drop_incomplete` drops what was recorded."""
+        self.step()
+        with self._lock:
+            self._complete = {key: (row.count, row.bytes, row.ms) for key, row in self._rows.items()}
+
+    def drop_incomplete(self) -> None:
+        """Drop what was recorded after the last whole step, if there was one: a script's end is no step."""
+        with self._lock:
+            if self._complete:
+                self._rows = {key: row for key, row in self._rows.items() if key in self._complete}
+                for key, row in self._rows.items():
+                    row.count, row.bytes, row.ms = self._complete[key]
+
+    def forget(self) -> None:
+        """Drop all rows so far. Places keep their ids, which marks in the profile may have."""
+        with self._lock:
+            self._rows.clear()
+
     def record(
         self, kind: str, what: str, count: int = 1, bytes: int = 0, ms: float = 0, detail: str = "", place: Place | None = None
     ) -> None:
@@ -67,6 +90,8 @@ class MarkingLedger(Ledger):
             return
         if kind in MARKED and place is None:
             place = here(self.origins)
+            self.lines.setdefault(place.line or place.built, set()).add(self.steps)
+            self.sizes.add(bytes)
             number = self._ids.setdefault(place, str(len(self._ids)))
             self.locations[number] = place
             if ANNOTATION is not None:
@@ -81,7 +106,8 @@ class Phase:
     name = "warm-up"
 
     def __init__(self, steps: int):
-        self.steps, self.done, self.seconds = steps, 0, 0.0
+        self.least = self.steps = steps  # `steps` may grow: to whole periods, or until all lines are known
+        self.done, self.seconds = 0, 0.0
         self.absent: dict[str, str] = {}
         self.began = 0.0
 
@@ -97,13 +123,17 @@ class Phase:
 
 
 class TimedPhase(Phase):
-    """Steps without hooks inside: an event of the device after each, read when all are done."""
+    """Steps without hooks inside, in whole periods: an event of the device after each, read when all are done."""
 
-    name = "timed"
     step_ms: Sequence[float] = ()
+
+    def __init__(self, steps: int, period: Period | None = None, name: str = "timed"):
+        super().__init__(steps)
+        self.name, self._period = name, period or Period()
 
     def begin(self) -> None:
         super().begin()
+        self.steps = self._period.whole(self.steps)
         torch.cuda.synchronize()
         self._before = statistics()
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(self.steps + 1)]
@@ -123,13 +153,15 @@ class TimedPhase(Phase):
 
 
 class RecordedPhase(Phase):
-    """Steps under the profiler, without stacks. The first step is not on the tape, because a profiler is slow to start."""
+    """Steps under the profiler, in whole periods, without stacks. One more comes before them, which is not on the tape, because
+    a profiler is slow to start."""
 
     name = "taped"
     other_profiler = False  # whether the script runs a profiler
 
-    def __init__(self, steps: int):
-        super().__init__(steps)
+    def __init__(self, steps: int, period: Period | None = None):
+        super().__init__(steps + 1)
+        self._recorded, self._period = steps, period or Period()
         self.named_lines: dict[str, Place] = {}  # a span's name -> its line
         folder = tempfile.mkdtemp(prefix="gpubound-tape-")
         self._trace = Path(folder) / "trace.json"
@@ -142,6 +174,7 @@ class RecordedPhase(Phase):
 
     def begin(self) -> None:
         super().begin()
+        self.steps = self._period.whole(self._recorded) + 1
         self._ending = ExitStack()
         self._profile: profile | None = None
         if torch.autograd._profiler_enabled():
@@ -176,11 +209,21 @@ class RecordedPhase(Phase):
             torch.cuda.synchronize()
         self._profile.step()
 
+    def more(self) -> int:
+        """Record another period. Return its steps."""
+        self.steps += self._period.steps
+        return self._period.steps
+
     def end(self) -> None:
         self._ending.close()
         if self._profile is not None:
             self._profile.stop()
         super().end()
+
+    @property
+    def copied(self) -> frozenset[int]:
+        """Return the sizes of the blocking copies on the tape."""
+        return frozenset(call.bytes for call in self.tape.calls if call.blocks) if self.tape is not None else frozenset()
 
     def _action(self, step: int) -> ProfilerAction:
         if step == self.steps - 1:
@@ -286,19 +329,24 @@ class LocatedPhase(Phase):
     """
 
     name = "located"
+    without: frozenset[str] = frozenset()  # sensors that are left out
 
-    def __init__(self, steps: int, taped: bool):
-        super().__init__(steps)
-        self._taped = RecordedPhase(steps) if taped else None
+    def __init__(self, steps: int, taped: bool, period: Period | None = None):
+        super().__init__(steps + taped)  # the recording's first step is not on its tape, and not counted
+        self.least = steps
+        self._taped = RecordedPhase(steps, period) if taped else None
         self._loading: Counter[tuple[str, Place]] = Counter()
+        self.copied: Callable[[], Collection[int]] = frozenset
+        """Bytes of the blocking copies that the other recording has; each should have its line."""
 
     def begin(self) -> None:
         super().begin()
         self._ending = ExitStack()
         if self._taped is not None:
             self._taped.begin()
+            self.steps = self._taped.steps
             self._ending.callback(self._taped.end)
-        self.ledger = MarkingLedger(gputrace=self._taped is not None)
+        self.ledger = MarkingLedger(torch.cuda.is_available(), self.without)
         self._ending.enter_context(self.ledger)
         self._unchanged = self._ending.enter_context(unchanged())
         self._ending.enter_context(replaced(_BaseDataLoaderIter, "__next__", self._loaded))
@@ -307,13 +355,26 @@ class LocatedPhase(Phase):
 
     def step(self) -> None:
         super().step()
-        self.ledger.step()
-        if self._taped is not None:
-            with self.ledger.paused():  # a profiler that ends waits for the device: 0.3 waits a step
-                self._taped.step()
+        if self._taped is None:
+            self.ledger.complete()
+            return
+        if self.done == 1:
+            self.ledger.forget()
+        else:
+            self.ledger.step()
+        with self.ledger.paused():  # a profiler that ends waits for the device: 0.3 waits a step
+            if self.done == self.steps - 1 and self._unknown():
+                self.steps += self._taped.more()
+            self._taped.step()
+
+    def _unknown(self) -> bool:
+        """Return whether a blocking copy of the other recording had no line yet, as long as there is time to look for it."""
+        return time.perf_counter() - self.began < PATIENCE_S and not self.ledger.sizes.issuperset(self.copied())
 
     def end(self) -> None:
         self._ending.close()
+        if self._taped is None:
+            self.ledger.drop_incomplete()
         super().end()
 
     def _loaded(self, original: Callable) -> Callable:
@@ -343,6 +404,29 @@ class LocatedPhase(Phase):
     @property
     def tape(self) -> Tape | None:
         return self._taped.tape if self._taped is not None else None
+
+
+FEWEST = 20  # steps: two events of every tenth step are among them, and one of every sixteenth
+PATIENCE_S = 8.0  # seconds after which no further steps are looked at
+
+
+class SurveyPhase(LocatedPhase):
+    """Steps under the ledger's sensors until the loop's period is known, in whole periods: at least `steps`, and FEWEST if they
+    are fast. It goes on while a line was seen in a single step, up to LONGEST steps."""
+
+    without = frozenset({"allocator"})  # it records every allocation, which takes time to read
+
+    def __init__(self, steps: int, period: Period, name: str = "surveyed"):
+        super().__init__(steps, taped=False)
+        self.name, self.period = name, period
+
+    def step(self) -> None:
+        super().step()
+        self.period.steps, open = period_of(self.ledger.lines, self.done)
+        if self.done < self.steps or time.perf_counter() - self.began > PATIENCE_S:
+            return
+        if self.done < FEWEST or (open and self.done < LONGEST) or self.done % self.period.steps:
+            self.steps += 1
 
 
 QUIET_S = 10.0  # of slow steps, after which a line of progress is printed within a phase

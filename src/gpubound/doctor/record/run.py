@@ -23,12 +23,14 @@ from ..price.prices import Measurements
 from ..rules.compute import idle
 from ..rules.diagnose import diagnose
 from .kineto import read_trace
-from .phases import LocatedPhase, Phase, Phases, RecordedPhase, TimedPhase
+from .period import Period, rare_steps
+from .phases import LocatedPhase, Phase, Phases, RecordedPhase, SurveyPhase, TimedPhase
 from .script import Script, Steps, StopScript
 from .tape import lines_by_mark, match_lines
 
 PYTHON, COMMAND = "pass dry_run=True", "put --dry-run before the script"
 DRY = "a dry run counts and names lines; prices need a GPU"
+PLAIN = 10  # steps that are timed before any sensor was attached, to check the timed ones
 UNUSED = "nothing ran on the device, so nothing could wait for it"
 
 
@@ -50,15 +52,14 @@ class RunPlan:
                 raise ValueError(f"{name}: got {getattr(self, name)}, wanted at least 1 step.")
 
     def phases(self) -> list[Phase]:
-        """Return the phases. A profiler's first step is not on its tape, so a taped phase has one more."""
+        """Return the phases. All after the survey are whole periods of the loop."""
+        period = Period()
         if self.dry:
-            return [Phase(1), LocatedPhase(self.located, taped=False)]
-        return [
-            Phase(self.warmup),
-            TimedPhase(self.timed),
-            RecordedPhase(self.taped + 1),
-            LocatedPhase(self.located + 1, taped=True),
-        ]
+            return [Phase(1), SurveyPhase(self.located, period, "located")]
+        recorded, located = RecordedPhase(self.taped, period), LocatedPhase(self.located, taped=True, period=period)
+        located.copied = lambda: recorded.copied
+        plain, timed = TimedPhase(PLAIN, name="plain"), TimedPhase(self.timed, period)
+        return [Phase(self.warmup), plain, SurveyPhase(1, period), timed, recorded, located]
 
 
 def measure_script(script: Script, plan: RunPlan, report: Callable[[str], None] | None = None) -> Measurements:
@@ -121,7 +122,7 @@ def _measure(
         report(f"running {name}: " + ", ".join(f"{phase.name} {phase.steps}" for phase in steps) + " steps")
     with Phases(steps, plan.keep_going, report) as phases:
         program(phases)
-    located, wanted = steps[-1], sum(phase.steps for phase in steps)
+    located, wanted = steps[-1], sum(phase.least for phase in steps)
     assert isinstance(located, LocatedPhase)
     if phases.total == 0:
         raise MeasureError(
@@ -138,7 +139,7 @@ def _measure(
     optional = ("kernels", "simgpu")  # sensors that a run with a GPU does not need
     absent = {what: why for phase in steps for what, why in phase.absent.items()}
     absent |= {name: why for name, why in located.ledger.absent.items() if not plan.dry and name not in optional}
-    if located.done < located.steps:
+    if located.done < located.least:
         absent["steps"] = f"the script ended after {phases.total} steps, wanted {wanted}"
     if plan.dry:
         absent["prices"] = DRY
@@ -153,6 +154,7 @@ def _measure(
         steps=located.ledger.steps,
         counted=located.ledger.counted,
         about=about,
+        period=next(phase.period.steps for phase in steps if isinstance(phase, SurveyPhase)),
         phases={phase.name: {"steps": phase.done, "seconds": round(phase.seconds, 3)} for phase in steps},
         **_timed_and_taped(steps, located),
         absent=absent,
@@ -180,8 +182,10 @@ def _timed_and_taped(steps: Sequence[Phase], located: LocatedPhase) -> dict[str,
     """Return the measurements of the timed and the recorded phase."""
     measured: dict[str, Any] = {}
     for phase in steps:
-        if isinstance(phase, TimedPhase) and phase.done:
-            measured |= {"step_ms": phase.step_ms, "memory": phase.memory}
+        if phase.name == "plain" and isinstance(phase, TimedPhase) and phase.done:
+            measured["plain_ms"] = median(phase.step_ms)
+        elif isinstance(phase, TimedPhase) and phase.done:
+            measured |= {"step_ms": phase.step_ms, "memory": phase.memory, "rare": rare_steps(phase.step_ms)}
         if isinstance(phase, RecordedPhase) and (tape := phase.tape) is not None:
             if any(call.blocks for call in tape.calls) and (rate := pinned_rate()) is not None:
                 tape = replace(tape, about={**tape.about, "pinned": rate})  # the rate that its blocking copies could have

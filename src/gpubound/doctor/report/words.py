@@ -48,6 +48,7 @@ KIND_NAMES = {
 NOWHERE = "no single line"
 NAMED = 6  # numbers that are listed individually
 UNNAMED = 0.05  # of a step: a shorter wait for the host needs no sentence, since prices and gaps differ by as much
+APART = 0.05  # of a step: the check of timed steps with plain ones reports a larger difference
 SLOWED = 1.05  # a recording that slows a step by less is not reported
 
 
@@ -129,6 +130,18 @@ def notes(verdict: Verdict) -> list[str]:
     if verdict.distortion is not None and verdict.distortion > SLOWED:
         remarks.append(
             f"A recorded step took {verdict.distortion:.1f} times as long as a timed step; all numbers are for timed steps."
+        )
+    if verdict.plain_ms and verdict.timed_ms and abs(verdict.timed_ms / verdict.plain_ms - 1) > APART:
+        remarks.append(
+            f"The median of the timed steps is {milliseconds(verdict.timed_ms)}, that of steps before any sensor was attached "
+            f"{milliseconds(verdict.plain_ms)}: all numbers are for the timed steps."
+        )
+    if verdict.period > 1:
+        remarks.append(f"The loop repeats every {verdict.period} steps; each window is a multiple of that.")
+    if len(verdict.rare) == 3:
+        steps, times, part = (verdict.rare[name] for name in ("steps", "times", "time"))
+        remarks.append(
+            f"{100 * steps:.2g} % of the steps take {times:.3g} times the median, and hold {100 * part:.2g} % of the time."
         )
     unpriced = verdict.step_ms is None and "prices" not in verdict.absent  # else the reason is listed with all that is absent
     if unpriced and verdict.findings and all(finding.ms is None for finding in verdict.findings):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from statistics import median
 
 from ...watch.ledger import TOTALS
 from ..finding import KINDS, Finding, Verdict
@@ -63,6 +64,10 @@ def diagnose(evidence: Measurements, rules: Iterable[Rule] = tuple(RULES)) -> Ve
         absent=absent,
         distortion=prices.distortion,
         counts=_counts(evidence),
+        period=evidence.period,
+        plain_ms=evidence.plain_ms,
+        timed_ms=median(evidence.step_ms) if evidence.step_ms else None,
+        rare=dict(evidence.rare),
     )
 
 

@@ -1,0 +1,144 @@
+"""The period of a loop, found from the steps in which its lines block; windows that see rare steps."""
+
+import pytest
+import torch
+
+from gpubound.doctor.finding import Verdict
+from gpubound.doctor.record import phases as phases_module
+from gpubound.doctor.record.period import LONGEST, Period, period_of, rare_steps, repeats_after
+from gpubound.doctor.record.phases import FEWEST, LocatedPhase, Phase, Phases, RecordedPhase, SurveyPhase, TimedPhase
+from gpubound.doctor.record.run import RunPlan
+from gpubound.doctor.report.words import notes
+from gpubound.watch.pretend import simgpu
+
+from .verdicts import judged, looped
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Tests on a busy machine must not be shorter than elsewhere."""
+    monkeypatch.setattr(phases_module, "PATIENCE_S", float("inf"))
+
+
+PATTERNS = [
+    (range(12), 12, 1),
+    ({0, 10}, 12, 10),
+    ({6, 22, 38}, 48, 16),
+    ({2, 3, 12, 13}, 20, 10),  # two steps in a row of every ten
+    ({4}, 12, 0),  # seen once
+    ({1, 4, 5, 9}, 12, 0),  # without a rhythm
+    ({0, 4}, 12, 0),  # it would have come again
+    ((), 12, 0),
+]
+
+
+@pytest.mark.parametrize(("steps", "window", "distance"), PATTERNS)
+def test_a_line_s_distance(steps, window, distance):
+    assert repeats_after(steps, window) == distance
+
+
+def test_the_period_of_several_lines_is_their_common_multiple():
+    every, tenth, fourth = range(24), {3, 13, 23}, {1, 5, 9, 13, 17, 21}
+    assert period_of({"a": every, "b": fourth}, 24) == (4, False)
+    assert period_of({"a": every, "b": fourth, "c": tenth}, 24) == (20, False)
+    assert period_of({"a": every, "b": {2, 5, 11}}, 24) == (1, False), "a line without a rhythm has no part in it"
+    assert period_of({"a": every, "b": {7}}, 24) == (1, True)
+    assert period_of({}, 24) == (1, False)
+    far = {"a": {0, 31}, "b": {0, 29}}
+    assert period_of(far, 32) == (31, False), f"31 x 29 is above {LONGEST}"
+
+
+def test_windows_are_whole_periods():
+    assert [Period(16).whole(steps) for steps in (1, 16, 20)] == [16, 16, 32] and Period().whole(20) == 20
+
+
+def test_what_rare_steps_hold():
+    times = [1.0] * 15 + [41.0]
+    assert rare_steps(times) == {"steps": 1 / 16, "time": 41 / 56, "times": 41.0}
+    assert rare_steps([1.0] * 16) == {} == rare_steps([]) and rare_steps([1.0, 9.0] * 8) == {}, "half of the steps is not rare"
+    verdict = Verdict.from_dict(judged(*looped()).as_dict() | {"distortion": None} | {"period": 16, "rare": rare_steps(times)})
+    (repeats, long) = notes(verdict)
+    assert "every 16 steps" in repeats and "41 times" in long and "73 % of the time" in long
+
+
+def test_timed_steps_that_are_not_the_script_s_are_reported():
+    verdict = judged(*looped()).as_dict() | {"distortion": None}
+    for plain, timed, remarks in ((43.0, 44.0, 0), (43.0, 70.9, 1), (70.9, 43.0, 1), (None, 43.0, 0)):
+        (*found,) = notes(Verdict.from_dict(verdict | {"plain_ms": plain, "timed_ms": timed}))
+        assert len(found) == remarks and all("43.0 ms" in text and "70.9 ms" in text for text in found)
+
+
+def loop(planted: list[Phase], steps: int, rollout: int, print_every: int) -> dict[str, float]:
+    """Run a planted loop under these phases. Return each line's stalls a step."""
+    x = torch.ones(4, device=simgpu())
+    with Phases(planted, keep_going=True) as phases:
+        for step in range(steps):
+            if rollout and step % rollout == 0:
+                for _ in range(8):
+                    (x * 2).cpu()
+            if print_every and step % print_every == 3:
+                x.sum().item()
+            x.mean().item()
+            phases.ended()
+    (located,) = [phase for phase in planted if isinstance(phase, LocatedPhase)]
+    rows = [row for row in located.ledger.rows if row.kind == "sync"]
+    return {row.place.site.code: row.count / located.ledger.steps for row in rows}
+
+
+def test_a_dry_run_sees_what_happens_in_every_tenth_and_in_every_sixteenth_step():
+    period = Period()
+    every = loop([Phase(1), SurveyPhase(2, period, "located")], 300, rollout=16, print_every=0)
+    assert period.steps == 16 and every == {"(x * 2).cpu()": 8 / 16, "x.mean().item()": 1.0}
+    tenth = loop([Phase(1), SurveyPhase(2, Period(), "located")], 300, rollout=0, print_every=10)
+    assert tenth == {"x.sum().item()": 0.1, "x.mean().item()": 1.0}
+
+
+def test_a_loop_of_equal_steps_is_looked_at_for_a_few_steps_alone():
+    located = SurveyPhase(2, Period(), "located")
+    loop([Phase(1), located], 100, rollout=1, print_every=0)
+    assert located.done == FEWEST
+    located = SurveyPhase(2, Period(), "located")
+    loop([Phase(1), located], 100, rollout=0, print_every=90)  # it could come again within 64 steps
+    assert located.done == LONGEST
+
+
+def test_a_step_that_a_script_s_end_cuts_short_is_not_counted():
+    located = SurveyPhase(2, Period(), "located")
+    x = torch.ones(4, device=simgpu())
+    with Phases([Phase(1), located], keep_going=True) as phases:
+        for _ in range(6):
+            x.mean().item()
+            phases.ended()
+        x.mean().item()
+        x.sum().item()
+    assert [(row.place.site.code, row.count) for row in located.ledger.rows if row.kind == "sync"] == [("x.mean().item()", 5)]
+    assert located.ledger.steps == 5
+
+
+def test_slow_steps_are_not_waited_for(monkeypatch):
+    monkeypatch.setattr(phases_module, "PATIENCE_S", -1.0)
+    located = SurveyPhase(2, Period(), "located")
+    loop([Phase(1), located], 100, rollout=16, print_every=10)
+    assert located.done == located.least == 2
+
+
+def test_the_phases_of_a_gpu_share_the_period():
+    warm, plain, survey, timed, recorded, located = RunPlan().phases()
+    assert isinstance(survey, SurveyPhase) and isinstance(timed, TimedPhase) and isinstance(recorded, RecordedPhase)
+    assert survey.period is timed._period is recorded._period is located._taped._period and plain._period is not survey.period
+    assert [phase.name for phase in (warm, plain, survey, timed, recorded, located)] == [
+        "warm-up", "plain", "surveyed", "timed", "taped", "located",
+    ]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_locating_goes_on_until_each_copy_has_been_seen(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    x, sizes = torch.ones(4, device=simgpu()), iter([4, 4, 4, 8, 4, 4, 4])
+    located = LocatedPhase(1, taped=True)
+    located.copied = lambda: {16, 32}  # 8 numbers of 4 bytes are copied in the fourth step alone
+    with Phases([located], keep_going=True) as phases:
+        for size in sizes:
+            torch.ones(size).to(x.device)
+            phases.ended()
+    assert located.done == located.steps == 5 and located.ledger.steps == 4, "the first step is not on a tape"
