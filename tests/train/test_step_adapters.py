@@ -2,6 +2,8 @@
 
 import copy
 import json
+import pickle
+import re
 
 import pytest
 import torch
@@ -231,9 +233,19 @@ def test_no_adapter_comes_or_goes_while_a_step_has_the_model(tmp_path):
             call()
         assert str(error.value) == message("train/step_adapters:no_adapter_comes_or_goes", name)
     gb.lora.load(model, tmp_path)  # values alone
+    gb.lora.remove(pickle.loads(pickle.dumps(model)))  # a copy is in no step
     step.close()
     calls["remove"]()
     assert not gb.lora.parameters(model)
+
+
+def test_another_library_that_sums_into_main_grad_is_named():
+    """Megatron's buffers are in no TrainStep that could be closed."""
+    model = own(1)
+    p = model.get_parameter(name := "model.layers.0.mlp.up_proj.weight")
+    p.main_grad = torch.zeros_like(p)
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} has a main_grad, in which another library"):
+        gb.lora.add(model, 4)
 
 
 @pytest.mark.parametrize("graph", ["off", "require"])

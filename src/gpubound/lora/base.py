@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from ..formatting import readable
+from ..kernels.accumulate import Taker
+from ..kernels.tensor_state import record_of
 from ..layers.fused_weights import Stacked
 from ..layers.linear_product import format_of, is_sharded, multiply_by_records
 from ..layers.quantized_base import Base, Frozen, InFp8, InInt8, InNf4
@@ -134,9 +136,16 @@ def _check_closed(model: nn.Module, who: str) -> None:
 
 
 def check_no_step(model: nn.Module, who: str) -> None:
-    """Raise ValueError for a model in a TrainStep, which would ignore a change of its parameters."""
-    if any(hasattr(p, "main_grad") for p in model.parameters()):
-        raise ValueError(f"{who}: the model is in a TrainStep, whose graphs hold its weights; close that first.")
+    """Raise ValueError for a model in a TrainStep or another trainer, which would ignore a change of its parameters."""
+    for name, p in model.named_parameters():
+        record_of(p)  # of a parameter that was pickled in a step, it removes the main_grad
+        if not hasattr(p, "main_grad"):
+            continue
+        if any(isinstance(hook, Taker) for hook in (p._post_accumulate_grad_hooks or {}).values()):  # type: ignore[attr-defined]
+            raise ValueError(f"{who}: the model is in a TrainStep, whose graphs hold its weights; close that first.")
+        raise ValueError(
+            f"{who}: {name} has a main_grad, in which another library sums its gradients; call {who} before it takes the model."
+        )
 
 
 def _release_stacks(model: nn.Module) -> None:
