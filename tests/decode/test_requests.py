@@ -72,6 +72,7 @@ WRONG_SETTINGS = {  # values that are refused, and what is wanted instead
     "repetition_penalty": ([0.0, 1e-31, True], "wanted 1e-30 to 1e+30; 1 is off."),
     "seed": ([0.5, 2**63, True], "wanted a whole number of 64 bits."),
     "stop": ([1.5, True], "wanted token ids and strings."),
+    "logprobs": ([5, 0, None], "wanted True, for that of each token alone, or False."),
     "sampling": (["own"], "wanted 'model', for the settings of the model's generation config, or None."),
     "adapters": ([5], "wanted a name or None for each prompt."),
 }

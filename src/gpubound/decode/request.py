@@ -87,6 +87,8 @@ def make_request(
     check_count("n", n)
     if max_new_tokens is not None:
         check_count("max_new_tokens", max_new_tokens, "; None takes as many as fit")
+    if not isinstance(logprobs, bool):
+        raise ValueError(f"generate: logprobs: got {logprobs!r}, wanted True, for that of each token alone, or False.")
     if sampling not in (None, "model"):
         raise ValueError(
             f"generate: sampling: got {sampling!r}, wanted 'model', for the settings of the model's generation config, or None."
