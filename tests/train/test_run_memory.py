@@ -36,6 +36,9 @@ def test_the_largest_that_fits_and_as_many_rows_a_step():
 
     found = largest_micro_batch(Recipe(micro_batch=6, accumulate=4), attempt, torch.device("cpu"))
     assert (found.micro_batch, found.accumulate, tried) == (4, 6, [24, 12, 8, 6, 4])
+    tried.clear()
+    pairs = largest_micro_batch(Recipe(micro_batch=6, accumulate=3), attempt, torch.device("cpu"), group=2)
+    assert (pairs.micro_batch, pairs.accumulate, tried) == (2, 9, [18, 6, 2]), "two rows a pair"
 
 
 def test_auto_batch_takes_one_phase(two_phases, tmp_path):

@@ -146,8 +146,7 @@ def check_inputs(recipe: Recipe) -> None:
 
 def check_launch(recipe: Recipe, resume: bool, processes: int) -> None:
     """Raise in the launcher what `prepare` would raise on each of `processes` ranks."""
-    for _, own in recipe.stages():
-        Ranks(world=processes).share(own.accumulate)
+    check_shares(recipe, Ranks(world=processes))
     if resume:  # the paths are those of the checkpoint, which takes its time to read
         return
     checkpoints = Checkpoints(Path(recipe.out, "checkpoints"))
@@ -156,14 +155,19 @@ def check_launch(recipe: Recipe, resume: bool, processes: int) -> None:
     check_inputs(recipe)
 
 
-def check_shared(recipe: Recipe, ranks: Ranks) -> None:
-    """Raise ValueError if the ranks cannot share the steps, or have different recipes."""
+def check_shares(recipe: Recipe, ranks: Ranks) -> None:
+    """Raise ValueError if the micro-batches of a step cannot be shared out to so many ranks."""
     for _, own in recipe.stages():
         ranks.share(own.accumulate)
         if own.buckets and not ranks.alone:
             raise ValueError(
                 f"buckets: got {own.buckets} for {ranks.world} ranks, whose rows would differ in length; leave it out."
             )
+
+
+def check_shared(recipe: Recipe, ranks: Ranks) -> None:
+    """Raise ValueError if the ranks cannot share the steps, or have different recipes."""
+    check_shares(recipe, ranks)
     if not ranks.alone and ":" in recipe.device:
         raise ValueError(f"device: got {recipe.device!r}, one GPU, for {ranks.world} ranks; leave it out: each takes its own.")
     ranks.check_same("recipe", asdict(recipe))
@@ -327,18 +331,20 @@ def fit_micro_batch(stages: list[Stage], tokenizer: Tokenizer, device: torch.dev
         finally:
             step.close()
 
-    return replace(stage, recipe=largest_micro_batch(stage.recipe, attempt, device, ranks))
+    return replace(stage, recipe=largest_micro_batch(stage.recipe, attempt, device, ranks, stage.packing.group))
 
 
 def largest_micro_batch(
-    recipe: Recipe, attempt: Callable[[Recipe], None], device: torch.device, ranks: Ranks = ALONE
+    recipe: Recipe, attempt: Callable[[Recipe], None], device: torch.device, ranks: Ranks = ALONE, group: int = 1
 ) -> Recipe:
     """Return `recipe` with the largest micro-batch for which `attempt` has enough memory, and as many tokens a step.
 
     Only divisors of a rank's rows of a step are tried, the largest first: accumulation makes up for the rest exactly.
+
+    group  rows that stay together: 2 for pairs
     """
     rows = recipe.micro_batch * recipe.accumulate
-    for size in (n for n in range(rows // ranks.world, 0, -1) if rows % (n * ranks.world) == 0):
+    for size in (n for n in range(rows // ranks.world, 0, -1) if rows % (n * ranks.world) == 0 and n % group == 0):
         candidate = replace(recipe, micro_batch=size, accumulate=rows // size)
         fits = True
         try:
@@ -353,6 +359,6 @@ def largest_micro_batch(
         notice(f"auto_batch: {size} rows fit; {rows // size} micro-batches make the {rows} rows of a step.")
         return candidate
     raise DeviceError(
-        f"auto_batch: not even one row of {recipe.seq} tokens fits on {device}; "
+        f"auto_batch: not even {'one row' if group == 1 else f'{group} rows'} of {recipe.seq} tokens fits on {device}; "
         f"take shorter rows, a smaller model, or recompute=blocks."
     )

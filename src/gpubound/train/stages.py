@@ -120,8 +120,6 @@ class Stage:
         """Return the training batches, split over the ranks. reference: a field with a value for each row"""
         recipe, split = self.recipe, {"rank": ranks.rank, "world": ranks.world}
         options = split | rows_options(recipe, reference)
-        if self.packing.parts:
-            notice(f"train: {len(self.packing.parts)} row lengths: the step is captured once for each.")
         return self.training.batches(recipe.seq, recipe.micro_batch, device, seed=recipe.seed, **options)
 
     def check_rows(self) -> None:
