@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -116,8 +117,9 @@ def test_sources_with_weights(files, capsys):
     assert [record["step"] for record in evaluated] == [math.ceil(run.steps / 2), run.steps]
     for record in evaluated:
         assert record["held_out"] == pytest.approx((record["held_out/a"] + record["held_out/b"]) / 2)
-    again = prepare(dataclasses.replace(run.recipe, data_weights=(3.0, 3.0)), resume=True, allow=["data"], progress=False)
-    assert len(again.feed) > 0 and "data_weights was" in again.changes[0]
+    from_here = {"data": tuple(map(os.path.relpath, run.recipe.data)), "data_weights": (3.0, 3.0)}
+    again = prepare(dataclasses.replace(run.recipe, **from_here), resume=True, allow=["data"], progress=False)
+    assert len(again.feed) > 0 and again.changes[0].startswith(f"from step {run.done + 1} on data_weights was")
 
 
 def test_sources_that_are_refused(files, corpus):

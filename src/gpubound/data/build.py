@@ -116,7 +116,8 @@ def build(
         "text_key": text_key,
         "format": format,
         "train_on": train_on,
-        "sources": None if source.weights is None else list(source.weights),
+        # By name: a path may be written otherwise, and texts of others have another checksum.
+        "sources": None if source.weights is None else [Path(name).name for name in source.weights],
     }
     with building_alone(path):
         # Before they are read, so that later changes are detected. Files with equal states need not be read again.
