@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -26,14 +25,15 @@ RUN = [page for page in PAGES if any(block.runs for block in blocks(page))]
 
 
 @pytest.fixture(scope="module")
-def followed() -> dict[str, list[dict]]:
+def followed(tmp_path_factory) -> dict[str, list[dict]]:
     """All pages in one process that is not ours, without Triton's interpreter, as a reader's would be. A page that makes the
     pretend device has a process of its own: torch has one place for such a device."""
     alone = [page for page in RUN if "simgpu()" in page.read_text()]
     found: dict[str, list[dict]] = {page.name: [] for page in RUN}
+    environment = with_commands(tmp_path_factory.mktemp("bin"))
     for pages in ([page for page in RUN if page not in alone], *([page] for page in alone)):
         command = [forked.python(), str(Path(__file__).parent / "follow.py"), *map(str, pages)]
-        done = subprocess.run(command, capture_output=True, text=True, env=with_commands(), timeout=600)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
         results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"page"')]
         assert done.returncode == any(result["wrong"] for result in results), done.stderr[-4000:]
         for result in results:
@@ -41,10 +41,12 @@ def followed() -> dict[str, list[dict]]:
     return found
 
 
-def with_commands() -> dict[str, str]:
-    """A page's shell finds `gpubound` beside this Python, whether or not its environment is activated."""
-    there = plain_environment()
-    return there | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), there.get("PATH", "")])}
+def with_commands(folder: Path) -> dict[str, str]:
+    """The environment of a page's shell, where `gpubound` is this tree's, whether or not one is installed."""
+    command, there = folder / "gpubound", plain_environment()
+    command.write_text(f'#!/bin/sh\nexec {forked.python()} -m gpubound "$@"\n')
+    command.chmod(0o700)
+    return there | {"PATH": os.pathsep.join([str(folder), there.get("PATH", "")])}
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)

@@ -3,11 +3,11 @@
 import ast
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from .. import forked
 from ..processes import plain_environment
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "examples" / "notebooks").glob("*.ipynb"))
@@ -29,7 +29,7 @@ def test_a_notebook_runs(notebook, tmp_path, monkeypatch):
         if source.startswith("!"):
             assert source.startswith("!gpubound ") and "\n" not in source
             if "gpu" not in cell["metadata"].get("tags", ()):
-                command = f"{sys.executable} -m gpubound {source.removeprefix('!gpubound ')}"
+                command = f"{forked.python()} -m gpubound {source.removeprefix('!gpubound ')}"
                 subprocess.run(command, shell=True, check=True, env=plain_environment(), capture_output=True)
             continue
         code = compile(ast.parse(source), f"{notebook.name}[{number}]", "exec")
