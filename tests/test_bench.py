@@ -1,15 +1,13 @@
 """What the benchmarks do: nothing wrong is ever timed or kept, and every case's peer computes what ours does."""
 
-import os
-import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import bench_graph, bench_kernels, bench_place, doors, harness
+from benchmarks import bench_blocks, bench_graph, bench_kernels, bench_lora, bench_place, doors, harness
 from benchmarks.door import Drawer
 from benchmarks.doors import DOORS, linear_cross_entropy
 from benchmarks.harness import Bench
@@ -173,27 +171,30 @@ def test_every_cases_peer_computes_what_ours_does(name, monkeypatch):
         assert max(harness._error(g, w) for g, w in zip(got, want, strict=True)) < 1e-6
 
 
-def run_dry(*arguments):
-    root = Path(harness.__file__).parents[1]
-    environment = os.environ | {"PYTHONPATH": f"{root / 'src'}:{root}"}
-    command = [sys.executable, "-m", *arguments]  # kernels run in the interpreter, which must be on before Triton is imported
-    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-
-
 def test_the_host_cost_of_a_replay_is_measured(tmp_path, capsys):
     bench_graph.measure_host_cost(Bench("graph", CPU, "gpubound bench graph --dry", dry=True, folder=tmp_path))
     assert "whole call" in capsys.readouterr().out
 
 
-def test_bench_kernels_dry():
-    done = run_dry("benchmarks.bench_kernels", "--dry", "--only", "rms_norm,cross_entropy")
-    assert done.returncode == 0, done.stderr
-    assert [line.split("  ")[0] for line in done.stdout.splitlines()] == [
+@pytest.mark.interpreted
+def test_bench_kernels_dry(capsys):
+    assert bench_kernels.main(["--dry", "--only", "rms_norm,cross_entropy"]) == 0
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == [
         "rms_norm forward tiny",
         "rms_norm backward tiny",
         "cross_entropy tiny",
         message("bench:bench_kernels_dry"),
     ]
+
+
+@pytest.mark.parametrize("module", [bench_kernels, bench_blocks, bench_lora], ids=lambda module: module.__name__)
+def test_a_dry_run_begins_again_in_a_process_of_the_interpreter(module, monkeypatch):
+    """Triton reads the variable when it is imported."""
+    begun = []
+    run = lambda command, env: begun.append((command, env["TRITON_INTERPRET"])) or SimpleNamespace(returncode=7)  # noqa: E731
+    monkeypatch.setattr(module.subprocess, "run", run)
+    assert module.main(["--dry"]) == 7
+    assert begun == [([sys.executable, "-m", module.__name__, "--dry"], "1")]
 
 
 @pytest.mark.parametrize(

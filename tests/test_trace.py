@@ -3,11 +3,11 @@
 import io
 import logging
 import subprocess
-import sys
 
 import pytest
 
 from gpubound import trace
+from tests import forked
 from tests.messages import message
 
 
@@ -44,7 +44,7 @@ def test_by_default_it_is_printed_once(capsys):
 def test_a_process_that_configured_nothing():
     """Without pytest, and with a warning: logging itself would print that one, too."""
     code = "from gpubound import trace; trace.notice('one'); trace.fallback('two', 'three')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([forked.python(), "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("", "gpubound: one\ngpubound: fallback: two: three\n")
 
 

@@ -3,13 +3,13 @@
 import functools
 import gc
 import subprocess
-import sys
 
 import pytest
 import torch
 
 import gpubound as gb
 
+from .. import forked
 from ..processes import plain_environment
 from . import cases
 
@@ -171,6 +171,6 @@ next(stream)
 def test_a_stream_left_open_is_closed_before_python_ends(device):
     """Left to the interpreter's end it aborts the process on a GPU (torch 2.11)."""
     done = subprocess.run(
-        [sys.executable, "-c", LEFT, device], capture_output=True, text=True, timeout=120, env=plain_environment()
+        [forked.python(), "-c", LEFT, device], capture_output=True, text=True, timeout=120, env=plain_environment()
     )
     assert (done.returncode, done.stdout) == (0, "busy at exit: False\n"), done.stderr[-2000:]

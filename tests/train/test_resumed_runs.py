@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -13,6 +12,7 @@ from gpubound.monitor import RunTape
 from gpubound.train.checkpoint import Checkpoints
 from gpubound.train.prepare import prepare
 
+from .. import forked
 from ..processes import plain_environment
 from .runs import CHATS, assert_same, losses, recipe, train
 
@@ -75,7 +75,7 @@ def test_killed_in_the_middle_and_resumed(corpus, tmp_path):
     rows = {"data": (str(tmp_path / "chats.jsonl"),), "tokenizer": str(corpus), "seq": 128, "accumulate": 1}
     todo = recipe("", tmp_path / "killed", **rows, steps=18, save_every=2)
     child = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), repr(dataclasses.asdict(todo))],
+        [forked.python(), "-W", "ignore", "-c", textwrap.dedent(script), repr(dataclasses.asdict(todo))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -85,6 +85,7 @@ def test_killed_in_the_middle_and_resumed(corpus, tmp_path):
     with child.stdin, child.stdout as lines:
         assert any(int(line) == 9 for line in lines), "the child ended by itself"
         child.kill()
+        lines.read()  # to its end, which is the program's
         child.wait()
     found = Checkpoints(tmp_path / "killed" / "checkpoints").latest()
     assert 6 <= found.step <= 16 and found.facts["feed"]["pack"] == "examples"
