@@ -8,13 +8,12 @@ What it does not show is Python's own start and end, and what an import does. Te
 
 import ast
 import atexit
-import gc
+import multiprocessing.process
 import os
 import runpy
 import select
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -22,13 +21,14 @@ import traceback
 import types
 import warnings
 from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
-from .processes import import_all, plain_environment
+from .processes import forking
 
-ROOT = Path(__file__).parents[1]
+MAIN = multiprocessing.process.current_process()  # of the server, which imports this before it forks
 
 # What `python()` runs: it hands its own files to the server, and waits. Without site packages, 20 ms.
 CLIENT = """#!{python} -IS
@@ -59,31 +59,30 @@ def python() -> str:
     client, address = folder / "python", str(folder / "server")
     client.write_text(CLIENT.format(python=sys.executable, address=address))
     client.chmod(0o700)
-    command = [sys.executable, "-c", "import sys; from tests import forked; forked.serve(sys.argv[1])", address]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    server = subprocess.Popen(command, cwd=ROOT, env=plain_environment(), text=True, **pipes)
-    atexit.register(server.communicate)  # it ends with its input, and takes the folder with it
-    assert server.stdout is not None and server.stdout.readline() == "ready\n"
+    context = forking()
+    mine, its = context.Pipe()
+    server = context.Process(target=serve, args=(address, its))
+    server.start()
+    its.close()
+    assert mine.recv() == "ready"
+    atexit.register(lambda: (mine.close(), server.join()))  # it ends with the pipe, and takes the folder with it
     return str(client)
 
 
-def serve(address: str) -> None:
-    """Import what programs use, and fork one for each connection, until the input ends."""
-    import torch._inductor.config
-    import torch.profiler  # noqa: F401
-
-    import_all()
-    gc.freeze()  # a program's collections would read, and so copy, all that it shares
+def serve(address: str, pipe: Connection) -> None:
+    """Fork a program for each connection, until the pipe's other end is closed."""
+    sys.path.insert(0, "")  # as of `python -m` and `python -c`
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who mind
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the tests, which then end the input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the tests, which then close the pipe
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(64)
-        print("ready", flush=True)
-        while listener in select.select([listener, sys.stdin], [], [])[0]:
+        pipe.send("ready")
+        while listener in select.select([listener, pipe], [], [])[0]:
             caller, _ = listener.accept()
             if not os.fork():
                 listener.close()
+                pipe.close()
                 _mind(caller)
             caller.close()
     for path in (address, Path(address).with_name("python")):
@@ -122,6 +121,8 @@ def _begin(files: list[int], environment: dict[str, str], folder: str) -> None:
     """The caller's files, environment and folder become this process's."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    multiprocessing.process._current_process = MAIN  # type: ignore[attr-defined]
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)

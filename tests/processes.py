@@ -1,9 +1,13 @@
 """The environment of processes that tests start, and the imports of those that are forked."""
 
+import multiprocessing
 import os
 from contextlib import suppress
 from importlib import import_module
+from multiprocessing.context import BaseContext
 from pkgutil import walk_packages
+
+import torch
 
 import gpubound
 
@@ -11,6 +15,15 @@ import gpubound
 def plain_environment() -> dict[str, str]:
     """Return this environment without Triton's interpreter: definitions run there, as for a user without a GPU."""
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
+def forking() -> BaseContext:
+    """Return the context whose processes are forked from one server with all imports, the programs' and the ranks' alike.
+
+    What has asked for a GPU cannot be forked, and where there is one, tests/conftest.py has asked: they are spawned there."""
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    context.set_forkserver_preload(["tests.distributed.preload"])
+    return context
 
 
 def import_all() -> None:

@@ -1,14 +1,18 @@
-"""Imports that the server of tests/distributed/processes.py makes once, for all ranks that it forks."""
+"""Imports of the server that ranks and programs are forked from: tests/processes.py."""
 
 import gc
+import os
 from importlib import import_module
 from pathlib import Path
 
+os.environ.pop("TRITON_INTERPRET", None)  # before anything imports triton: definitions run there, and kernels are compiled
+
 import torch._inductor.config  # torch.use_deterministic_algorithms imports it, in each rank for 0.45 s of CPU
 import torch.distributed.checkpoint
-import torch.distributed.fsdp  # noqa: F401
+import torch.distributed.fsdp
+import torch.profiler  # noqa: F401
 
-import tests.conftest  # noqa: F401 - Triton's interpreter, before anything imports triton
+import tests.forked  # noqa: F401 - while this process is the server
 from tests.processes import import_all
 
 # A rank unpickles a function of a test's module, and so imports it, with transformers and PEFT: 1.5 s of CPU in each.

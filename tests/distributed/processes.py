@@ -4,7 +4,6 @@ A server that has imported torch and gpubound forks each rank, 0.1 s instead of 
 """
 
 import faulthandler
-import multiprocessing
 import os
 import sys
 import traceback
@@ -13,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ..processes import forking
 
 SECONDS = 120  # for all ranks together; a busy machine takes a twentieth
 
@@ -59,10 +60,7 @@ def _each(works: dict[str, Callable[[], Any]]) -> dict[str, Any]:
 def started(world: int, work: Callable, *args: Any, store: Any = None) -> tuple[list[Any], list[Any], Any]:
     """(processes, the pipes of their results, the store where they meet: keep it while they run). For tests that kill them.
     `store`: one where others have met before, as torch's agent keeps it when it starts the ranks again."""
-    # What has asked for a GPU cannot be forked, and where there is one, tests/conftest.py has asked.
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-    context.set_forkserver_preload(["tests.distributed.preload"])
-    store = store or dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context, store = forking(), store or dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = [], []
     for rank in range(world):
         here, there = context.Pipe(duplex=False)
