@@ -41,10 +41,10 @@ class TestTokens:
     def test_beside_any_others_and_in_wide_batches(self, kind, device):
         """Up to 8 rows by the same kernels, 11 grouped by expert: in fp32 the tokens are the same."""
         fast, given = cases.shared(kind, str(device), max_batch=11), cases.prompts(*range(1, 12))
-        alone = [fast.generate(prompt, max_new_tokens=8).tokens[0] for prompt in given]
-        for rows in (2, 5, 8, 11):
-            assert fast.generate(given[:rows], max_new_tokens=8).tokens == alone[:rows]
-        assert fast.generate(given[:8][::-1], max_new_tokens=8).tokens == alone[:8][::-1]
+        alone = [fast.generate(prompt, max_new_tokens=5).tokens[0] for prompt in given]
+        for rows in (5, 8, 11):
+            assert fast.generate(given[:rows], max_new_tokens=5).tokens == alone[:rows]
+        assert fast.generate(given[:8][::-1], max_new_tokens=5).tokens == alone[:8][::-1]
 
     @pytest.mark.parametrize("width", [21, 22])
     def test_where_grouped_products_cannot_be(self, width, device):
@@ -73,11 +73,10 @@ class TestTokens:
         plain = cases.shared("Qwen3Moe", str(device))
         twin = gb.Draft(cases.build("Qwen3Moe", device=device)) if draft == "model" else 4
         fast = gb.decoder(plain.model, 3, cases.ROOM, speculate=twin, verify=False)
-        for given in (cases.prompts(7), cases.prompts()):
-            for how in ({}, {"temperature": 1.0, "seed": 3}):
-                found = fast.generate(given, max_new_tokens=14, **how)
-                assert found.tokens == plain.generate(given, max_new_tokens=14, **how).tokens
-                assert found.tokens_a_step > 4 or draft == "text"
+        for given, how in ((cases.prompts(7), {}), (cases.prompts(), {"temperature": 1.0, "seed": 3})):
+            found = fast.generate(given, max_new_tokens=14, **how)
+            assert found.tokens == plain.generate(given, max_new_tokens=14, **how).tokens
+            assert found.tokens_a_step > 4 or draft == "text"
 
     @pytest.mark.parametrize(
         ("options", "dtype"),
@@ -151,8 +150,7 @@ class TestGroupedProducts:
 
 
 class TestHost:
-    @SPARSE_KINDS
-    @pytest.mark.parametrize("rows", [2, 9])
+    @pytest.mark.parametrize(("kind", "rows"), [("Mixtral", 2), ("Qwen3Moe", 9)])
     def test_steps_never_wait_for_the_device(self, kind, rows, sim):
         """Prompts and 9 rows are grouped by expert there, with offsets that the host does not see."""
         fast = gb.decoder(cases.build(kind, device=sim), rows, 32, verify=False)

@@ -17,9 +17,10 @@ from . import cases
 HOW = {"greedy": {}, "all settings": {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}}
 
 
-@pytest.mark.parametrize("kind", cases.FAMILIES)
+@pytest.mark.parametrize("kind", ["Mistral", "Qwen3", "SmolLM3"])
 def test_steps_never_wait_for_the_device(kind, sim):
-    """The kernels' references, but the same calls around them; every op is seen by the pretend device."""
+    """The kernels' references, but the same calls around them; every op is seen by the pretend device. Windows, normed heads, a
+    layer without positions."""
     fast = gb.decoder(cases.build(kind, device=sim), 2, 32, verify=False)
     assert fast.path == ""
     fast.generate(cases.prompts(5, 3), max_new_tokens=1, temperature=1.0, repetition_penalty=1.1)
@@ -49,7 +50,7 @@ def held() -> tuple[int, int]:
     return sum(o.nbytes for o in tensors), len(objects)
 
 
-def test_1000_tokens_leave_nothing_behind():
+def test_400_tokens_leave_nothing_behind():
     """Requests of every kind, then the same ones again, many times."""
     fast = gb.decoder(cases.build("Llama"), 4, cases.ROOM, tokenizer=cases.Bytes())
 
@@ -63,7 +64,7 @@ def test_1000_tokens_leave_nothing_behind():
 
     round_of(6)
     before, tokens = held(), 0
-    while tokens < 1000:
+    while tokens < 400:
         tokens += round_of(6)
     after = held()  # less is no fault: what earlier tests have left may go in between
     assert after[0] <= before[0] and after[1] <= before[1] + 20

@@ -134,8 +134,7 @@ def test_limits_in_the_middle_of_what_was_accepted(draft):
         compare(fast, plain, cases.prompts(2, 7, 4), max_new_tokens=new)
 
 
-@DRAFTS
-@pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "all settings"])
+@pytest.mark.parametrize(("how", "draft"), [({}, "text"), (SAMPLED, "other"), ({}, "same")], ids=str)
 def test_up_to_the_last_place_of_the_cache(how, draft):
     """Rows reach max_length at different times; what they draft beyond it comes to nothing."""
     given = cases.prompts(90, 78, 95, 84)
@@ -146,11 +145,12 @@ def test_up_to_the_last_place_of_the_cache(how, draft):
 @DRAFTS
 def test_a_cache_shorter_than_a_step(draft):
     model = cases.shared("Llama").model
-    fast = gb.decoder(model, 2, 4, speculate=15 if draft == "text" else gb.Draft(model_of("Llama", draft), 15))
+    speculate = 15 if draft == "text" else gb.Draft(model_of("Llama", draft), 15)
+    fast = gb.decoder(model, 2, 4, speculate=speculate, verify=False)
     compare(fast, gb.decoder(model, 2, 4, verify=False), cases.prompts(1, 3))
 
 
-@DRAFTS
+@pytest.mark.parametrize("draft", ["text", "other"])
 def test_neighbours_order_and_earlier_requests_do_not_matter(draft):
     fast, given = shared("Mistral", draft), cases.prompts(5, 1, 19, 6)
     how = {"max_new_tokens": 9, "temperature": 1.0, "seed": 3}
