@@ -90,7 +90,7 @@ def test_quiet_says_only_what_needs_somebody(config, tmp_path, capsys):
     assert "skipped" in warning and line.startswith("bad: FAILED, the training is not sound")
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "tiny"])
+@pytest.mark.parametrize("preset", ["135m", "350m", "8b"])  # tied; three query heads a key head; another rotation
 def test_every_preset_in_small(config, tmp_path, capsys, preset):
     """Trained, exported, and loaded by transformers: the preset's query heads a key head, tied or not, its rotation."""
     from transformers import AutoModelForCausalLM
@@ -133,7 +133,6 @@ def test_an_unknown_option_names_the_near_one(capsys):
     "text, sentence",
     [
         ("step: 10", "config: 'step' is unknown; did you mean 'steps'?"),
-        ("steps: many", "recipe: steps must be a whole number, got 'many'."),
         ("lr: fast", "recipe: lr must be a number, got 'fast'."),
         ("steps: true", "recipe: steps must be a whole number, got True."),
         ("data: [1, 2]", "recipe: data must be a path or a list of them, got (1, 2)."),
@@ -142,20 +141,10 @@ def test_an_unknown_option_names_the_near_one(capsys):
         ("phases: [{name: a, lr: fast}]", "recipe: phase a: lr must be a number, got 'fast'."),
         ("quiet: perhaps", "recipe: quiet must be true or false, got 'perhaps'."),
         ("seq: 0", "recipe: seq must lie between 1 and 16,777,216, got 0."),
-        ("steps: 100000000000", "recipe: steps must lie between 1 and 10,000,000, got 100,000,000,000."),
-        ("clip: -1", "recipe: clip must be above 0, got -1.0; 0 or none does not clip."),
         (f"lr: {10**400}", f"recipe: lr must be a finite number, got {10**400}."),
-        ("warmup: .nan", "recipe: warmup must be a finite number, got nan."),
         ("lr: 1e999", "recipe: lr must be a finite number, got inf."),
-        (
-            "seed: 99999999999999999999",
-            f"recipe: seed must lie between 0 and {(1 << 63) - 1:,}, got {10**20 - 1:,}.",
-        ),
-        ("vocabulary: 0", "recipe: vocabulary must lie between 261 and 16,777,216, got 0."),
-        ("graph: maybe", "recipe: graph must be one of auto, require, off, got 'maybe'."),
         ('out: ""', "recipe: out must be UTF-8 text, not empty, without control characters, got ''."),
         ('data: ""', "recipe: data must be UTF-8 text, not empty, without control characters, got ''."),
-        ("phases: [{name: a}, {name: b, lr: 0}]", "recipe: phase b: lr must be above 0, got 0.0."),
         ("phases: [{phases: []}]", "recipe: phase phase-1: 'phases' is the whole run's, not a phase's."),
     ],
 )
@@ -224,8 +213,8 @@ NO_MODEL = (
     f"model: got '12m', wanted one of {', '.join(every_preset())} (-tiny behind it: a small one like it), "
     "or a Hugging Face folder."
 )
-NO_RECOMPUTE = "recompute: got 'some', wanted cheap, none, blocks or a number of blocks."
 NOT_SAVED = "recipe: keep_every must be a multiple of save_every, got 5 and 0; only what is saved can be kept."
+NO_RECOMPUTE = "recompute: got 'some', wanted cheap, none, blocks or a number of blocks."
 
 
 @pytest.mark.parametrize(
@@ -240,10 +229,7 @@ NOT_SAVED = "recipe: keep_every must be a multiple of save_every, got 5 and 0; o
         (["--model", "12m"], NO_MODEL),
         (["--recompute", "some"], NO_RECOMPUTE),
         (["--recompute", "3"], "recompute: got 3 blocks, the model has 2; give at most so many."),
-        (
-            ["--keep-every", "5"],
-            "recipe: keep_every must be a multiple of save_every, got 5 and 0; only what is saved can be kept.",
-        ),
+        (["--keep-every", "5"], NOT_SAVED),
         (["--auto-batch"], "auto_batch: there is no GPU memory to try; on a CPU give --micro-batch yourself."),
         (["--log", "paper"], "log: got 'paper', wanted one of tensorboard, wandb, trackio."),
         (["--precision", "fp61"], "precision: got 'fp61', wanted one of fp32, tf32, bf16, bf16-pure, fp16, fp8."),
@@ -269,8 +255,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-@pytest.mark.parametrize("command", ["train", "plan"])
+@pytest.mark.parametrize(("text", "command"), zip(HOSTILE.values(), ("train", "plan") * 3), ids=HOSTILE)
 def test_a_config_that_would_never_be_read_is_refused(tmp_path, capsys, command, text):
     (tmp_path / "c.yaml").write_text(text)
     assert main([command, str(tmp_path / "c.yaml")]) == 2
