@@ -1,7 +1,8 @@
 """Every op with the tensors and integers that users bring: strided, expanded, at an offset, empty, out of range.
 
 Through its public function, an op either refuses with a sentence of its own or does what the reference does with plain copies:
-the same results and gradients, NaN at the same places, and not a byte changed around any tensor. Arguments are the self-tests'.
+the same results and gradients, NaN at the same places, and not a byte changed around any tensor, be it an argument or made by
+the op. Arguments are the self-tests'.
 """
 
 import inspect
@@ -17,6 +18,7 @@ from torch import Tensor
 from gpubound import trace
 from gpubound.kernels import selftest
 from gpubound.kernels.registry import every, load
+from tests.messages import message
 
 OPS = every()
 
@@ -28,6 +30,7 @@ ODD = (-1, -2, 0, 3, 8, 9, 10, 299, 300, 2**20, 2**31 - 1, -(2**31), 2**32 + 1, 
 BY_LAYOUT = ("grouped_linear",)  # where the weights lie may make these fall back
 LAYOUTS = ("offset", "gaps", "transposed", "column", "expanded", "wider", "empty")
 BAND = 67  # elements before and behind, full of a pattern; no multiple of what loads are aligned to
+ROOM = 64  # the same around what an op makes, which is aligned
 
 
 def cut(flat: Tensor, shape: tuple[int, ...], layout: str) -> Tensor:
@@ -66,6 +69,31 @@ class Laid:
 
     def untouched(self) -> bool:
         return bool((self.whole[self.outside] == 0x7F).all())
+
+
+class Made:
+    """torch.empty and torch.empty_like while an op runs: what they return is NaN, in the middle of a pattern."""
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        self.of, self.like, self.bands = torch.empty, torch.empty_like, []
+        patch.setattr(torch, "empty", self.empty)
+        patch.setattr(torch, "empty_like", self.empty_like)
+
+    def empty(self, *shape, dtype: torch.dtype | None = None, **options) -> Tensor:
+        size = torch.Size(shape if shape and isinstance(shape[0], int) else shape[0])
+        whole = self.of(size.numel() + 2 * ROOM, dtype=dtype or torch.get_default_dtype(), **options)
+        whole.view(torch.uint8).fill_(0x7F)
+        inside = whole[ROOM : ROOM + size.numel()]
+        self.bands.append((whole[:ROOM].view(torch.uint8), whole[ROOM + size.numel() :].view(torch.uint8)))
+        return (inside.fill_(torch.nan) if whole.is_floating_point() else inside).view(size)
+
+    def empty_like(self, t: Tensor, **options) -> Tensor:
+        if not t.is_contiguous():
+            return self.like(t, **options)
+        return self.empty(t.shape, **{"dtype": t.dtype, "device": t.device} | options)
+
+    def untouched(self) -> bool:
+        return all(bool((band == 0x7F).all()) for bands in self.bands for band in bands)
 
 
 def leaves(arguments: dict) -> dict[str, Any]:
@@ -135,12 +163,13 @@ def check(op: str, data) -> None:
         given[key], plain[key] = given[key].requires_grad_(), plain[key].requires_grad_()
     upstream = data.draw(st.sampled_from(("expanded", "apart")), "upstream")
     try:
-        with nullcontext() if op in BY_LAYOUT else trace.strict():
+        with pytest.MonkeyPatch.context() as patch, nullcontext() if op in BY_LAYOUT else trace.strict():
+            made = Made(patch)
             got = outcome(getattr(import_module(every()[op].package), op), replaced(arguments, given), upstream)
     except ValueError as refusal:
         assert str(refusal).startswith(f"{op}: ") and str(refusal).endswith("."), refusal
         got = None
-    assert all(each.untouched() for each in laid.values()), "a store landed outside its tensor"
+    assert all(each.untouched() for each in (made, *laid.values())), "a store landed outside its tensor"
     if got is None:
         return
     want = outcome(load("reference", op), replaced(arguments, plain), upstream)
@@ -161,3 +190,17 @@ def test_refused_or_equal(op):
         check(op, data)
 
     run()
+
+
+TRAINED = ("cross_entropy", "linear_cross_entropy", "poly_attention", "richards", "rms_norm", "rope", "rope_qkv", "swiglu")
+
+
+@pytest.mark.parametrize("op", TRAINED)
+def test_second_derivatives_are_refused(op):
+    arguments, wired = of(op)
+    result = getattr(import_module(OPS[op].package), op)(**arguments)
+    results = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None and t.grad_fn is not None]
+    inputs = [tensors(arguments)[name] for name in wired]
+    with pytest.raises(NotImplementedError) as error:
+        torch.autograd.grad([t.float().square().sum() for t in results], inputs, create_graph=True, allow_unused=True)
+    assert str(error.value) == message("kernels/any_layout:second_derivatives_are_r", op)

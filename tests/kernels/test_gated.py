@@ -1,7 +1,8 @@
-"""SwiGLU: both mirrors agree, packed and apart, views are read in place, large gates stay finite, errors read as written. Its
-backward with h again: both mirrors agree, both are autograd's, stores stay inside."""
+"""SwiGLU and GeGLU: both mirrors agree, packed and apart, views are read in place, large gates stay finite, errors read as
+written. SwiGLU's backward with h again: both mirrors agree, both are autograd's."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,24 +13,52 @@ from gpubound import kernels
 from gpubound.kernels.triton import gated as fast
 from tests.messages import message
 
-from .cases import ROW_SHAPES, TOLERANCE, assert_inside, banded, definitions, draw, pairwise, parity, same
+from .cases import ROW_SHAPES, TOLERANCE, definitions, draw, pairwise, parity, same
 
 reference = definitions("gated")
 
-FP32 = torch.float32
+FP32, CPU = torch.float32, torch.device("cpu")
+FORMS = {"silu": ("swiglu",), "tanh": ("geglu", "tanh"), "erf": ("geglu", "none")}
+FORM = pytest.mark.parametrize("form", FORMS)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", ROW_SHAPES, ids=str)
-def test_packed_matches(shape, dtype, device):
-    packed = draw(device, dtype, *shape[:-1], 2 * shape[-1])
-    parity(fast.swiglu, reference.swiglu, (packed, None), TOLERANCE[dtype])
+def call(f, options, gate, up):
+    return f(gate, up, *options)
 
 
+def both(form):
+    """The kernel's function and the definition, of (gate, up)."""
+    name, *options = FORMS[form]
+    return [partial(call, getattr(of, name), options) for of in (fast, reference)]
+
+
+@pairwise
+@FORM
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", [(7,), *ROW_SHAPES], ids=str)
-def test_apart_matches(shape, dtype, device):
-    parity(fast.swiglu, reference.swiglu, (draw(device, dtype, *shape), draw(device, dtype, *shape, seed=1)), TOLERANCE[dtype])
+def test_it_matches(shape, dtype, form, device):
+    gate, up = draw(device, dtype, *shape), draw(device, dtype, *shape, seed=1)
+    parity(*both(form), (gate, up), TOLERANCE[dtype])
+    parity(*both(form), (torch.cat([gate, up], -1), None), TOLERANCE[dtype])
+
+
+@FORM
+def test_reference_gradients_in_fp64(form):
+    _, definition = both(form)
+    gate, up = (draw(CPU, torch.float64, 3, 4, seed=i).requires_grad_() for i in range(2))
+    assert torch.autograd.gradcheck(definition, (gate, up))
+    assert torch.autograd.gradcheck(lambda packed: definition(packed, None), gate)
+    if form == "silu":
+        assert torch.autograd.gradcheck(lambda g, u: reference.swiglu(g, u, 0.5), (gate, up))
+
+
+@FORM
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+def test_large_gates_stay_finite(form, device):
+    """Exponentials, and gelu's cube, overflow to infinity on the way: the value must still be 0 on the left and the gate on the
+    right, its slope 0 and 1."""
+    gate = torch.tensor([-1e4, -100.0, -20.0, -5.0, 0.0, 5.0, 20.0, 100.0, 1e4], device=device)
+    parity(*both(form), (gate, torch.ones_like(gate)), TOLERANCE[FP32])
 
 
 def test_rows_wider_than_a_program(device):
@@ -65,20 +94,6 @@ def test_limited(packed, dtype, device):
     assert fast.swiglu(torch.full((1, 2), float("nan"), device=device), None, 0.6).isnan().all()
 
 
-def test_reference_gradients_in_fp64():
-    gate, up = (draw(torch.device("cpu"), torch.float64, 3, 4, seed=i).requires_grad_() for i in range(2))
-    assert torch.autograd.gradcheck(reference.swiglu, (gate, up))
-    assert torch.autograd.gradcheck(reference.swiglu, gate)
-    assert torch.autograd.gradcheck(lambda g, u: reference.swiglu(g, u, 0.5), (gate, up))
-
-
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
-def test_large_gates_stay_finite(device):
-    """exp(100) is infinite in fp32: silu must still be 0 on the left and the gate on the right, its slope 0 and 1."""
-    gate = torch.tensor([-1e4, -100.0, -20.0, 0.0, 20.0, 100.0, 1e4], device=device)
-    parity(fast.swiglu, reference.swiglu, (gate, torch.ones_like(gate)), TOLERANCE[FP32])
-
-
 def test_views_are_read_where_they_lie(device, monkeypatch):
     wide = draw(device, FP32, 2, 3, 40)
     gate, up = wide[..., 3:12].requires_grad_(), wide[..., 20:29].requires_grad_()
@@ -110,25 +125,6 @@ def test_backward_twice(device):
     out = fast.swiglu(packed)
     first, second = (torch.autograd.grad(out.sum(), packed, retain_graph=True)[0] for _ in range(2))
     assert first.equal(second) and packed.equal(before), "backward must not write into what it saved"
-
-
-def test_stores_stay_inside(device):
-    packed = draw(device, FP32, 5, 2 * 63)
-    gate, up = packed[:, :63], packed[:, 63:]
-    whole, out = banded((5, 63), device)
-    fast._gated_forward_kernel[(4,)](gate, up, out, 5, 126, 126, 63, 4, 32, "", "silu", None, 0)
-    assert_inside(whole, out)
-    whole, gradient = banded((5, 126), device)
-    dgate, dup = gradient[:, :63], gradient[:, 63:]
-    fast._gated_backward_kernel[(4,)](out, gate, up, dgate, dup, 5, 63, 126, 126, 126, 126, 63, 4, 32, "", "silu", None, 0)
-    assert_inside(whole, gradient)
-
-
-def test_second_derivatives_are_refused(device):
-    packed = draw(device, FP32, 4).requires_grad_()
-    with pytest.raises(NotImplementedError) as error:
-        torch.autograd.grad(fast.swiglu(packed).sum(), packed, create_graph=True)
-    assert str(error.value) == message("kernels/gated:second_derivatives_are_r")
 
 
 WRONG = {
@@ -180,47 +176,11 @@ def test_backward_with_h_rows_with_gaps(device):
         same("result", got, want, 2e-6)
 
 
-def test_backward_with_h_stores_stay_inside(device, monkeypatch):
-    made, plain = [], torch.empty
-
-    def inside(*shape, **options):
-        made.append(banded(tuple(shape[0]), device))
-        return made[-1][1]
-
-    dh, gate_up = draw(device, torch.float32, 5, 37), draw(device, torch.float32, 5, 74)
-    monkeypatch.setattr(torch, "empty", inside)
-    fast.swiglu_backward(dh, gate_up)
-    monkeypatch.setattr(torch, "empty", plain)
-    assert len(made) == 2
-    for whole, own in made:
-        assert_inside(whole, own)
-
-
 def test_backward_with_h_error_reads_exactly():
     sentence = message("kernels/gated:backward_with_h_error_reads_exac")
     with pytest.raises(ValueError) as error:
         kernels.swiglu_backward(torch.ones(2, 3), torch.ones(2, 4))
     assert str(error.value) == sentence
-
-
-CPU = torch.device("cpu")
-FORMS = pytest.mark.parametrize("approximate", ["tanh", "none"])
-
-
-@pairwise
-@FORMS
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", ROW_SHAPES, ids=str)
-def test_packed_matches_geglu(shape, dtype, approximate, device):
-    packed = draw(device, dtype, *shape[:-1], 2 * shape[-1])
-    parity(fast.geglu, reference.geglu, (packed, None, approximate), TOLERANCE[dtype])
-
-
-@FORMS
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_apart_matches_geglu(dtype, approximate, device):
-    gate, up = draw(device, dtype, 3, 2, 70), draw(device, dtype, 3, 2, 70, seed=1)
-    parity(fast.geglu, reference.geglu, (gate, up, approximate), TOLERANCE[dtype])
 
 
 def test_reference_is_the_formula_geglu():
@@ -229,30 +189,6 @@ def test_reference_is_the_formula_geglu():
     same("none", reference.geglu(gate, up, "none"), gate * normal * up, 1e-15)
     tanh = torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))
     same("tanh", reference.geglu(torch.cat([gate, up])), gate * (1 + tanh) / 2 * up, 1e-15)
-
-
-@FORMS
-def test_reference_gradients_in_fp64_geglu(approximate):
-    gate, up = (draw(CPU, torch.float64, 3, 4, seed=i).requires_grad_() for i in range(2))
-    assert torch.autograd.gradcheck(lambda g, u: reference.geglu(g, u, approximate), (gate, up))
-    assert torch.autograd.gradcheck(lambda packed: reference.geglu(packed, None, approximate), gate)
-
-
-@FORMS
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
-def test_large_gates_stay_finite_geglu(approximate, device):
-    """Cubes and exponentials overflow to infinity on the way; gelu must still be 0 on the left and the gate on the right."""
-    gate = torch.tensor([-1e4, -100.0, -5.0, 0.0, 5.0, 100.0, 1e4], device=device)
-    parity(fast.geglu, reference.geglu, (gate, torch.ones_like(gate), approximate), TOLERANCE[FP32])
-
-
-@FORMS
-def test_stores_stay_inside_geglu(approximate, device):
-    packed, form = draw(device, FP32, 5, 2 * 63), "gelu_tanh" if approximate == "tanh" else "gelu_erf"
-    whole, out = banded((5, 63), device)
-    fast._gated_forward_kernel[(4,)](packed[:, :63], packed[:, 63:], out, 5, 126, 126, 63, 4, 32, "", form, None, 0)
-    assert_inside(whole, out)
-    same("out", out, reference.geglu(packed, None, approximate), TOLERANCE[FP32])
 
 
 def test_door(device):

@@ -202,10 +202,3 @@ def test_of_few_tokens_no_gradient_of_the_weight_is_saved(device):
     torch.nn.functional.cross_entropy(want[0] @ want[1].t(), labels).backward()
     torch.testing.assert_close(x.grad, want[0].grad, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(weight.grad, want[1].grad, rtol=1e-4, atol=1e-6)
-
-
-def test_second_derivatives_are_refused(device):
-    x, weight, _, labels = problem(device)
-    with pytest.raises(NotImplementedError) as error:
-        torch.autograd.grad(fast.linear_cross_entropy(x, weight, labels), x, create_graph=True)
-    assert str(error.value) == message("kernels/linear_cross_entropy_gradients:second_derivatives_are_r")

@@ -7,7 +7,7 @@ from gpubound import kernels
 from gpubound.kernels.triton import quantize as fast
 from tests.messages import message
 
-from .cases import assert_inside, banded, definitions, draw, pairwise, same
+from .cases import definitions, draw, pairwise, same
 
 reference = definitions("quantize")
 
@@ -161,23 +161,6 @@ def test_rows_with_gaps(device):
         got, want = fast.quantize(x, state(device), E4M3), reference.quantize(x, state(device), E4M3)
         agree(got[0], want[0])
         agree(got[1], want[1])
-
-
-def test_stores_stay_inside(device, monkeypatch):
-    """With results in the middle of NaN: nothing beside them is written, nothing in them left out."""
-    made = []
-
-    def inside(rows, cols, device, dtype):
-        made.append(banded((rows, cols), device, dtype))
-        return made[-1][1]
-
-    dh, gate_up, scale = draw(device, FP32, 19, 37), draw(device, FP32, 19, 74), state(device)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", inside)
-        fast.quantize_swiglu_backward(dh, gate_up, scale, E4M3)
-    assert [own.shape for _, own in made] == [(19, 74), (74, 19)]
-    for whole, own in made:
-        assert_inside(whole.float(), own.float())
 
 
 SENTENCES = {

@@ -10,7 +10,7 @@ from gpubound.kernels.plans.types import RopePlan
 from gpubound.kernels.triton import rope as fast
 from tests.messages import message
 
-from .cases import TOLERANCE, assert_inside, banded, definitions, draw, parity, same
+from .cases import TOLERANCE, definitions, draw, parity, same
 
 reference = definitions("rope")
 
@@ -150,32 +150,6 @@ def test_empty(device):
         (0, 2, 1, 4),
         (0, 2, 1, 4),
     ]
-
-
-@pytest.mark.parametrize("size, pairs", [(6, 3), (9, 3)], ids=["whole", "partial"])
-def test_stores_stay_inside(size, pairs, device):
-    qkv, (cos, sin) = draw(device, FP32, 1, 2, 5 * size), angles(device, 2, pairs)
-    sources = fast._heads_of([qkv], (3, 1, 1))
-    bands = [banded(tuple(x.shape), device) for x in sources]
-    fast._rotate(sources, [inside for _, inside in bands], cos, sin, back=False)
-    for whole, inside in bands:
-        assert_inside(whole, inside)
-    whole, packed = banded((1, 2, 5 * size), device)
-    fast._rotate([inside for _, inside in bands], fast._heads_of([packed], (3, 1, 1)), cos, sin, back=True)
-    assert_inside(whole, packed)
-    same("there and back", packed, qkv, TOLERANCE[FP32])
-
-
-def test_second_derivatives_are_refused(device):
-    qkv = draw(device, FP32, 1, 1, 6).requires_grad_()
-    q, k, _ = fast._heads_of([qkv], (1, 1, 1))
-    for op, got in (
-        ("rope", fast.rope(q, k, *angles(device, 1, 1))[0]),
-        ("rope_qkv", fast.rope_qkv(qkv, *angles(device, 1, 1), 1, 1)[0]),
-    ):
-        with pytest.raises(NotImplementedError) as error:
-            torch.autograd.grad(got.square().sum(), qkv, create_graph=True)
-        assert str(error.value) == message("kernels/rope:second_derivatives_are_r", op)
 
 
 Q, K, TABLE = torch.ones(2, 3, 4, 8), torch.ones(2, 3, 2, 8), torch.ones(3, 4)

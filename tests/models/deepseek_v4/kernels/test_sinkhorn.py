@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gpubound.models.deepseek_v4 import kernels
 from gpubound.models.deepseek_v4.kernels.triton import hyper_connections as fast
-from tests.kernels.cases import TOLERANCE, assert_inside, banded, definitions, draw, parity, same
+from tests.kernels.cases import TOLERANCE, definitions, draw, parity, same
 
 reference = definitions("hyper_connections")
 
@@ -71,14 +71,6 @@ def test_backward_keeps_the_logits_alone(device):
     z = draw(device, FP32, 64, 4, 4).requires_grad_()
     assert kept_bytes(fast.sinkhorn, z) == 64 * 64
     assert kept_bytes(reference.sinkhorn, z) > 40 * 64 * 64
-
-
-def test_stores_stay_inside(device):
-    z = draw(device, FP32, 5, 3, 3)
-    for kernel, given in ((fast._sinkhorn_forward_kernel, (z,)), (fast._sinkhorn_backward_kernel, (z, z))):
-        whole, out = banded((5, 3, 3), device)
-        kernel[(2,)](*given, out, 5, 1e-6, 3, 4, 4, 2)
-        assert_inside(whole, out)
 
 
 WRONG = {
