@@ -16,7 +16,7 @@ from tests.distributed.processes import on_ranks
 from tests.distributed.test_replicas import WIDTH, WORDS, Tied, loss, nothing, reduction_of, window
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(10))
 def test_buckets_cover_every_element_once(seed):
     g = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, 50, (int(torch.randint(1, 30, (1,), generator=g)),), generator=g).tolist()
