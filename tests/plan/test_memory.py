@@ -7,7 +7,7 @@ import torch
 
 from gpubound.layers.linear_product import LEAST_BYTES
 from gpubound.models.llama.decoder import Decoder, DecoderConfig
-from gpubound.plan.memory import memory, saved, total
+from gpubound.plan.memory import memory, phases, saved, total
 from gpubound.plan.step import META, StepConfig, outlined, step_of
 from gpubound.train import AdamW, AdamW8bit, Muon, TrainStep
 from gpubound.train.lora_options import Lora
@@ -148,3 +148,23 @@ def test_more_rows_take_more_memory_and_recomputing_and_sharding_take_less():
     assert size(recompute="blocks") < size(recompute="12") < size(recompute="cheap") < size(recompute="none")
     assert size(sharded=True) < size(sharded=True, world=2) < size(world=8)
     assert size() < size(average=True) and size(optimizer=AdamW8bit()) < size()
+
+
+SHAPES = {"135m": (576, 1536, 30, 9, 3, 49152), "350m": (1024, 4096, 24, 16, 4, 32768), "8b": (4096, 14336, 32, 32, 8, 128256)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "seq", "lora", "place", "make", "steps"),
+    [
+        ("135m", 1, 1024, None, 0.72, 2.52, 3.24),
+        ("350m", 16, 1024, None, 1.52, 7.84, 17.61),
+        ("8b", 1, 4096, Lora(rank=16), None, 15.76, 30.28),
+    ],
+)
+def test_the_peaks_of_phases_are_those_measured_on_an_h200(shape, rows, seq, lora, place, make, steps):
+    """GiB of models in bf16 from transformers, placed: allocated, of steps reserved (LOG.md)."""
+    model = Decoder(DecoderConfig(*SHAPES[shape], tied=shape == "135m"), device=META)
+    found = phases(outlined(model, AdamW(), "bf16", seq, rows, lora=lora), stored=2)
+    wanted = {"place": place, "make step": make, "first step": steps, "steps": steps}
+    for phase, gib in wanted.items():
+        assert gib is None or found[phase] == pytest.approx(gib * 2**30, rel=0.05), phase

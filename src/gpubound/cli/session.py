@@ -132,6 +132,7 @@ def train(
         outcome = with_adapter_cost(run, outcome)
     doctor = brief(outcome.doctor)
     tape.tell(
+        memory=run.memory.rows(),
         fallbacks=[{"what": what, "why": why, "times": times} for (what, why), times in fallbacks.items()],
         verdict=outcome.verdict,
         doctor="\n".join(doctor),

@@ -136,19 +136,23 @@ def train_one(options: Train, recipe: Recipe, export: Path | None, advice: str) 
     from ..distributed import join
     from ..train.prepare import prepare
     from . import session
+    from .memory import explained, predict
     from .session import say
 
     if options.memory is not None:
         limit(options.memory)
-    kind = resolve(recipe.device).type
+    device = resolve(recipe.device)
     with (
-        join(kind, options.longest_step) as ranks,
+        join(device.type, options.longest_step) as ranks,
         session.log_level(options.quiet, ranks),
         session.run_folder(recipe.out, ranks),
+        explained(recipe, device, ranks.world),
     ):
         save_when_launcher_ends()
         resume = options.resume or options.is_restart
+        predicted = {} if options.auto_batch else predict(recipe, device, ranks.world)
         run = prepare(recipe, resume, options.auto_batch, progress=ranks.first, ranks=ranks, allow=options.allow)
+        run.memory.predicted = predicted
         if export is not None:
             check_replaceable(export, "export", run=run.id)
         if not ranks.first:

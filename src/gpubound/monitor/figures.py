@@ -6,7 +6,7 @@ from itertools import pairwise
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
-from ..formatting import duration, moment, number, quantity
+from ..formatting import duration, moment, number, quantity, readable
 from .chart import Axis
 from .tape import RunTape
 
@@ -98,7 +98,8 @@ class Figures:
         if self.seconds is not None:
             rows["trained for"] = duration(self.seconds)
         rows["steps"] = f"{len(self.records):,}"
-        return rows | ({"tokens": f"{self.tokens:,}"} if self.tokens else {})
+        rows |= {"tokens": f"{self.tokens:,}"} if self.tokens else {}
+        return rows | {f"peak memory, {row['phase']}": _memory(row) for row in self.about.get("memory") or []}
 
     def gauges(self) -> dict[str, str]:
         values = {gauge: self.value(gauge) for gauge in GAUGES if gauge.key != "skipped"}
@@ -116,6 +117,11 @@ class Figures:
         values = {gauge.key: self.value(gauge) for gauge in GAUGES}
         result |= {key: value if math.isfinite(value) else None for key, value in values.items() if value is not None}
         return result | {"skipped": sum(count for _, count in skipped(self.records))}
+
+
+def _memory(row: dict[str, Any]) -> str:
+    predicted = f" (predicted {readable(row['predicted'])})" if row["predicted"] else ""
+    return f"{readable(row['allocated'])} allocated, {readable(row['reserved'])} reserved{predicted}"
 
 
 class SlowBlock(NamedTuple):

@@ -30,10 +30,11 @@ FIGURES = (
     "slowest_rank", "held_up_ms", "sums_share", "elapsed_s",  # since training began
 )  # fmt: skip
 TEXTS = ("name", "verdict", "doctor", "sample", "placement", "mfu")
-KINDS = {"config": dict, "machine": dict, "fallbacks": list, "starts": list, **dict.fromkeys(TEXTS, str)}
+KINDS = {"config": dict, "machine": dict, "fallbacks": list, "starts": list, "memory": list, **dict.fromkeys(TEXTS, str)}
 ROWS: dict[str, dict[str, type]] = {
     "fallbacks": {"what": str, "why": str, "times": int},
     "starts": {"date": str, "command": str},
+    "memory": {"phase": str, "allocated": int, "reserved": int, "predicted": int},
 }
 WORDS = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}
 

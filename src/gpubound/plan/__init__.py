@@ -10,5 +10,6 @@ benchmarks/check_plan.py compares the predictions with committed measurements: w
 """
 
 from .gpus import gpu_named as gpu_named
-from .propose import Proposal as Proposal, proposals as proposals
+from .memory import phases as phases
+from .propose import Proposal as Proposal, first_that_fits as first_that_fits, proposals as proposals
 from .step import StepConfig as StepConfig, step_of as step_of

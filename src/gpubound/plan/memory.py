@@ -9,6 +9,7 @@ h hidden, f the MLP's inner width, s bytes of a number; q and kv the widths of a
 from ..device import CONTEXT
 from ..kernels.quantize import MULTIPLE
 from ..layers.linear_product import KEEP_ALL, LEAST_BYTES
+from ..place.verify import GROUP
 from ..train.objectives.word_loss import CHUNK
 from .gpus import GIB
 from .step import StepConfig
@@ -16,6 +17,8 @@ from .step import StepConfig
 FP32 = 4  # bytes: statistics that norms and attention save of a row
 COMMUNICATOR = int(0.7 * GIB)  # assumption: NCCL's buffers, outside of it, too
 WORKSPACES = int(0.3 * GIB)  # assumption: of cuBLAS and cuDNN, and the update's partial sums
+LAUNCHED = int(0.11 * GIB)  # of what was launched so far, such as cuBLAS's workspace: measured on an H200
+PLACING = int(0.22 * GIB)  # the same while a model is placed, with the activations of a few tokens
 SLACK = 0.03  # assumption: of what a step allocates and frees, the allocator reserves so much more
 FRAGMENTS = 0.1  # assumption: of frozen weights. Each is packed or quantised by itself, and leaves gaps between those that stay
 OUTSIDE = ("CUDA context", "NCCL buffers")  # not in torch.cuda.memory_reserved()
@@ -118,6 +121,26 @@ def _block_backward(step: StepConfig) -> int:
         weight = 2 * f * (h + tokens) if step.fp8_base else 2 * f * h * s
         widest = max(widest, tokens * s * 2 * f + weight)
     return again + tokens * s * 2 * h + widest
+
+
+def phases(step: StepConfig, stored: int) -> dict[str, int]:
+    """Return the peak bytes of torch's allocator in each phase of a run on one GPU; a model in shards is not placed there.
+
+    stored  bytes of a number of the model as it is placed
+
+    Placing verifies the model with gradients of GROUP bytes, or of its largest weight. Making the step moves trained weights,
+    and the memory that several were stacked in lasts until the first forward. The first step takes what all others do.
+    """
+    c, h, f = step.config, step.config.hidden, step.config.intermediate
+    weights, largest = stored * step.parameters, stored * c.vocabulary * h
+    stacked = stored * c.layers * h * ((c.heads + 2 * c.kv_heads) * c.head_dim + 2 * f) if step.adapters is None else 0
+    state = sum(size for name, size in _state(step).items() if not name.startswith("fragmentation"))
+    steps = reserved(memory(step))
+    before = {
+        "place": weights + max(largest, min(weights, GROUP)) + PLACING,
+        "make step": state + stacked + LAUNCHED,
+    }
+    return {} if step.sharded else before | {"first step": steps, "steps": steps}
 
 
 def reserved(parts: dict[str, int]) -> int:

@@ -3,6 +3,7 @@
 Every variant has the recipe's rows, micro_batch x accumulate, so the losses do not depend on the variant.
 """
 
+import dataclasses
 import math
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -127,6 +128,22 @@ def proposals(recipe: Recipe, world: int, gpu: GpuRates, bytes_per_gpu: int) -> 
         key = step.sharded, "count" if step.recompute.isdecimal() else step.recompute
         groups.setdefault(key, []).append(propose(step))
     return propose(base), _ranked([_ranked(group)[0] for group in groups.values()])
+
+
+def first_that_fits(recipe: Recipe, world: int, bytes_per_gpu: int) -> str | None:
+    """Return the options of the first change with which the recipe's step fits, or None: fewer rows in a micro-batch (and more
+    micro-batches, so that losses do not depend on it), then recomputed blocks, then moments in 8 bits."""
+    rows, limit = recipe.micro_batch * recipe.accumulate, int(bytes_per_gpu * (1 - FREE))
+    sizes = [n for n in range(recipe.micro_batch, 0, -1) if rows % n == 0 and rows // n % world == 0]
+    eight_bits = () if recipe.optimizer == "muon" else ("adamw8bit",)
+    for optimizer in dict.fromkeys((recipe.optimizer, *eight_bits)):
+        for recompute in dict.fromkeys((recipe.recompute, "blocks")):
+            for size in sizes:
+                changes = {"micro_batch": size, "accumulate": rows // size, "recompute": recompute, "optimizer": optimizer}
+                changed = {name: value for name, value in changes.items() if value != getattr(recipe, name)}
+                if changed and total(step_of(dataclasses.replace(recipe, **changed), world)) <= limit:
+                    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changed.items())
+    return None
 
 
 def summed_once(step: StepConfig, limit: int) -> StepConfig:

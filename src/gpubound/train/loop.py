@@ -27,6 +27,7 @@ from ..data import Tokenizer
 from ..distributed import ALONE, Ranks, local_shard
 from ..distributed.ranks import Poll
 from ..errors import DataError
+from ..measure.memory_phases import MemoryPhases
 from ..models.registry import family_of, mode, put_back
 from ..models.storing import stored_state
 from ..place import Placement
@@ -110,6 +111,7 @@ class Run:
     base: dict[str, int] = field(default_factory=dict)  # checksums of the frozen model's files
     where: str = field(default_factory=os.getcwd)  # the folder that relative paths of the recipe start from
     ranks: Ranks = ALONE
+    memory: MemoryPhases = field(default_factory=lambda: MemoryPhases(torch.device("cpu")))  # peaks by phase of the work
     id: str = field(default_factory=lambda: secrets.token_hex(8))  # marks its exports; stored in its checkpoints
     phase: int = 0
     began: int = 0  # the last step before this phase
@@ -173,7 +175,10 @@ class Run:
             self.step.close()
         self.phase, self.began, self.over = phase, self.done, False
         self.objective = self.stage.recipe.new_objective(self.tokenizer)
-        self.step = self.stage.recipe.make_step(self.model, self.objective, self.device, self.ranks)
+        with self.memory("make step"):
+            self.step = self.stage.recipe.make_step(self.model, self.objective, self.device, self.ranks)
+        frozen = sum(p.nbytes for p in self.model.parameters() if not p.requires_grad)
+        self.memory.held = self.step.memory | {"frozen weights": frozen}
         self.references = []
         if self.objective.needs_reference(self.model):
             stored = stored_values(checkpoint, self.stage, new_rows) if checkpoint else None
@@ -186,7 +191,7 @@ class Run:
 
     def _train(self, on_record: Callable[[Record], None], stop: Stop) -> None:
         """Train the present phase from the present step on."""
-        recipe, first, last = self.stage.recipe, self.done, self.began + self.stage.steps
+        first, last = self.done, self.began + self.stage.steps
         phase = {"phase": self.stage.name} if self.stage.name else {}
         skipped, skipped_in_a_row = None, 0
 
@@ -198,9 +203,18 @@ class Run:
 
         tokens = None if self.objective.counts_tokens else self.stage.tokens_per_step
         recorder = StepRecorder(self.step, record_step, self.ranks, tokens)
+        with self.memory("steps"):
+            self._take_steps(recorder, first, last, stop)
+        recorder.finish()
+        self.over = self.over or (self.done >= last and not self.diverged)
+
+    def _take_steps(self, recorder: StepRecorder, first: int, last: int, stop: Stop) -> None:
+        """Take the steps from `first` to `last`, with their evaluations and checkpoints."""
+        recipe = self.stage.recipe
         while self.done < last and not (self.over or self.diverged or stop.agreed()):
             self.ranks.at(self.done + 1, "training")
-            recorder.launch(self.done + 1, self.feed)  # records the step before, so that its snapshot may be written
+            with self.memory("first step") if self.done == first else nullcontext():
+                recorder.launch(self.done + 1, self.feed)  # records the step before, so that its snapshot may be written
             self.checkpoints.write()
             self.done += 1
             if self.average:
@@ -212,8 +226,6 @@ class Run:
                 improved = self._evaluate(recorder)
             if self.done < last and (improved or self._is_due(recipe.save_every, recipe.saves_per_epoch)):
                 self.save()
-        recorder.finish()
-        self.over = self.over or (self.done >= last and not self.diverged)
 
     def _is_due(self, every: int, per_epoch: float) -> bool:
         """Return whether the present step is a multiple of `every`, or completes one of `per_epoch` parts of an epoch."""

@@ -21,6 +21,7 @@ from ..errors import DataError, DeviceError, GraphError
 from ..formatting import readable
 from ..layers.embedding_and_head import head_of
 from ..lora.base import FORMATS, InCodes, encode as quantise, report_quantised
+from ..measure.memory_phases import MemoryPhases
 from ..models.language_model import LanguageModel
 from ..models.registry import family_of, is_named
 from ..models.storing import read_parts
@@ -100,9 +101,13 @@ def prepare(
         stages[0] = fit_micro_batch(stages, tokenizer, device, ranks)
         recipe = replace(recipe, micro_batch=stages[0].recipe.micro_batch, accumulate=stages[0].recipe.accumulate)
     torch.manual_seed(recipe.seed)
-    model, placement = place_model(recipe, tokenizer, device, ranks)
+    memory = MemoryPhases(device)
+    with memory("place"):
+        model, placement = place_model(recipe, tokenizer, device, ranks)
     seed_ranks(ranks, recipe.seed)
-    run = Run(recipe, folder, device, tokenizer, stages, model.train(), placement, checkpoints, base, ranks=ranks)
+    run = Run(
+        recipe, folder, device, tokenizer, stages, model.train(), placement, checkpoints, base, ranks=ranks, memory=memory
+    )
     new_rows = bool(changes.keys() & ROWS)
     run.enter(checkpoint.facts["phase"] if checkpoint else 0, checkpoint, new_rows)
     if checkpoint is not None:

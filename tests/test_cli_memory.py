@@ -1,0 +1,62 @@
+"""The line before a run, and the error of a run whose memory ran out, on a GPU that is pretended."""
+
+import pytest
+import torch
+
+from gpubound.cli import memory
+from gpubound.errors import DeviceError
+from gpubound.train.recipe import Recipe
+
+CUDA, RECIPE = torch.device("cuda", 0), Recipe(model="135m", vocabulary=49152, seq=1024, micro_batch=16)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """card(gib): the memory of the GPU."""
+    return lambda gib: monkeypatch.setattr(memory, "total_bytes", lambda device: int(gib * 2**30))
+
+
+def test_the_peak_of_each_phase_is_printed_before_the_run(card, capsys):
+    card(24)
+    predicted = memory.predict(RECIPE, CUDA, 1)
+    line = capsys.readouterr().err
+    assert list(predicted) == ["place", "make step", "first step", "steps"] and predicted["place"] < predicted["steps"]
+    assert f"first step {predicted['first step'] / 2**30:.1f}, " in line and "of 24.0" in line
+    assert memory.predict(RECIPE, torch.device("cpu"), 1) == {}
+
+
+def test_a_model_whose_activations_are_not_counted_is_named(card, capsys):
+    card(24)
+    assert memory.predict(Recipe(model="diffusion-tiny", objective="masked_diffusion"), CUDA, 1) == {}
+    assert "not predicted" in capsys.readouterr().err
+
+
+def ran_out(recipe: Recipe) -> str:
+    with pytest.raises(DeviceError) as error, memory.explained(recipe, CUDA, 1):
+        raise DeviceError("out of memory: first step: much was allocated.") from torch.OutOfMemoryError("CUDA")
+    assert isinstance(error.value.__cause__, torch.OutOfMemoryError)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("gib", "options"),
+    [
+        (8, "--micro-batch 8 --accumulate 2 would fit"),
+        (4, "--micro-batch 1 --accumulate 16 would fit"),
+        (3.6, "--micro-batch 1 --accumulate 16 --recompute blocks would fit"),
+        (3.4, "--micro-batch 1 --accumulate 16 --optimizer adamw8bit would fit"),
+        (1, "no other step fits"),
+    ],
+)
+def test_memory_that_ran_out_names_the_first_options_that_fit(card, gib, options):
+    card(gib)
+    text = ran_out(RECIPE)
+    assert text.startswith("out of memory: first step") and options in text, text
+
+
+def test_other_errors_are_as_they_were(card):
+    card(24)
+    with pytest.raises(DeviceError, match=r"^no GPU$"), memory.explained(RECIPE, CUDA, 1):
+        raise DeviceError("no GPU")
+    card(24)
+    assert "recompute=blocks" in ran_out(Recipe(model="diffusion-tiny", objective="masked_diffusion"))
