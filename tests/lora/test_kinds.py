@@ -83,6 +83,17 @@ def test_what_pefts_files_train_besides_products(tmp_path, options, more):
 
 
 @pytest.mark.parametrize("kind", ["modules_to_save", "trainable_token_indices"])
+def test_a_second_adapter_is_not_put_into_what_the_first_trains_whole(tmp_path, kind):
+    theirs, model = file_of_peft(tmp_path, FILES[kind][0]), tiny().eval()
+    gb.lora.load(model, tmp_path)
+    want = theirs(tokens()).logits
+    assert all(".layers." in name for name in gb.lora.add(model, rank=2, name="second"))
+    assert_near(model(tokens()).logits, want)
+    gb.lora.remove(model, "second")
+    assert_near(model(tokens()).logits, want)
+
+
+@pytest.mark.parametrize("kind", ["modules_to_save", "trainable_token_indices"])
 def test_merged_for_good_they_are_the_models_own(tmp_path, kind):
     theirs, model = file_of_peft(tmp_path, FILES[kind][0]), tiny().eval()
     gb.lora.load(model, tmp_path)

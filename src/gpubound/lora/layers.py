@@ -33,9 +33,16 @@ def adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
 
 def wrappers(model: nn.Module) -> list[tuple[str, Any]]:
     """Return (name, wrapper) of the modules that PEFT trains copies of: `modules_to_save` and `trainable_token_indices`."""
-    modules: Iterator[tuple[str, Any]] = model.named_modules()
-    of_other = [(name, module) for name, module in modules if type(module).__module__ == "peft.utils.other"]
-    return [(name, m) for name, m in of_other if hasattr(m, "original_module") and hasattr(m, "active_adapters")]
+    return [(name, module) for name, module in model.named_modules() if is_wrapper(module)]
+
+
+def is_wrapper(module: Any) -> bool:
+    """Return whether PEFT has put the module around one of which it trains a copy or rows."""
+    return (
+        type(module).__module__ == "peft.utils.other"
+        and hasattr(module, "original_module")
+        and hasattr(module, "active_adapters")
+    )
 
 
 def tokens_of(layer: Any) -> Any:

@@ -14,7 +14,7 @@ from ..layers.embedding_and_head import head_of
 from ..layers.linear_product import FORWARDS, format_of, is_sharded, shape_of
 from ..layers.quantized_base import OnlyCodes
 from ..trace import fallback
-from .layers import of_peft
+from .layers import TOKENS, is_wrapper, of_peft
 
 CLASSES = (nn.Linear, nn.Conv2d, nn.Embedding)
 """classes of layers that can be adapted, besides parameters of experts"""
@@ -31,6 +31,9 @@ def layers_of(model: nn.Module, classes: tuple[type, ...] = CLASSES) -> dict[str
     layers, inside = dict[str, Any](), list[str]()
     for key, module in model.named_modules():
         if inside and key.startswith(tuple(inside)):
+            continue
+        if is_wrapper(module):  # what it trains whole gets no adapter
+            inside.append(f"{key}.")
             continue
         if of_peft(module):
             inside.append(f"{key}.")
@@ -194,7 +197,9 @@ def unfit(model: nn.Module, module: Any) -> str | None:
 
 def _check_no_peft(model: nn.Module) -> None:
     for key, module in model.named_modules():
-        if type(module).__module__ in ("peft.peft_model", "peft.mixed_model") or (of_peft(module) and not _is_lora(module)):
+        if type(module).__module__ in ("peft.peft_model", "peft.mixed_model") or (
+            of_peft(module) and not _is_lora(module) and not key.endswith(TOKENS)
+        ):
             raise ValueError(
                 f"lora.add: {key or 'the model'} is a {type(module).__name__} of PEFT's; add the adapter to it by PEFT's "
                 f"add_adapter, or call merge_and_unload() first."
