@@ -21,6 +21,7 @@ FILES = {  # command -> what names a file that is not there
     "plan": ["nowhere.yaml"],
     "generate": ["nowhere --prompt x", ". --file nowhere.txt"],
     "doctor": ["nowhere.py --epochs 3", "nowhere.json"],
+    "fix": ["nowhere.json --try"],
     "place": ["nowhere"],
     "report": ["nowhere"],
 }

@@ -45,6 +45,7 @@ COMMANDS = {
     "generate": 'gpubound generate path/to/checkpoint --prompt "Once"',
     "chat": "gpubound chat path/to/checkpoint",
     "doctor": "gpubound doctor train.py --epochs 3",
+    "fix": "gpubound fix --try --apply",
     "bench": "gpubound bench kernels",
     "report": "gpubound report runs/first",
     "completion": "gpubound completion bash >> ~/.bashrc",
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Threads spin by default while they wait for each other. Two on two cores, next to other processes, made 0.3 training steps
     # a second spinning and 3.4 sleeping; on idle cores 23.5 and 22.3. OpenMP reads this when torch is imported. A script under
     # the doctor runs unchanged.
-    if name != "doctor" and "GOMP_SPINCOUNT" not in os.environ:
+    if name not in ("doctor", "fix") and "GOMP_SPINCOUNT" not in os.environ:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     return guarded(name, lambda argv: import_module(f".{name}", __name__).main(argv), rest)
 
