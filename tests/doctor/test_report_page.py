@@ -17,7 +17,7 @@ from gpubound.doctor.price.prices import Profile, Replay
 from gpubound.doctor.record.tape import Tape
 from gpubound.doctor.report import files as page_module
 from gpubound.doctor.report.files import Pick, page, program, snippet
-from gpubound.measure.comparison import Ratio
+from gpubound.measure.timing import Ratio
 from gpubound.pages import data
 from gpubound.watch.source_line import Place, Site
 from tests.messages import message

@@ -19,6 +19,15 @@ from .ceiling import (
     share as share,
     train_flops_per_token as train_flops_per_token,
 )
-from .comparison import Comparison as Comparison, Ratio as Ratio, compare as compare, compare_samples as compare_samples
 from .limits import Machine as Machine, gpus as gpus, machine as machine
-from .timing import Prepared as Prepared, Timing as Timing, Work as Work, run_once as run_once, time as time
+from .timing import (
+    Comparison as Comparison,
+    Prepared as Prepared,
+    Ratio as Ratio,
+    Timing as Timing,
+    Work as Work,
+    compare as compare,
+    compare_samples as compare_samples,
+    run_once as run_once,
+    time as time,
+)

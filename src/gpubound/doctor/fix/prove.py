@@ -37,7 +37,7 @@ import torch
 from ...distributed.rendezvous import rank_and_world, wait_for_ranks
 from ...errors import MeasureError
 from ...formatting import in_words
-from ...measure.comparison import Ratio, compare_samples
+from ...measure.timing import Ratio, compare_samples
 from ...watch.ops import replaced
 from ...watch.pretend_cuda import cuda_is_pretended
 from ..record.script import Script, Steps, TrainSteps
