@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+import gpubound as gb
 from gpubound.data import Corpus
 from gpubound.models.llama import checkpoint as llama
 from gpubound.train.prepare import check_inputs, prepare
@@ -49,6 +50,22 @@ def test_a_run_learns_classes_and_exports_what_transformers_loads(rows, base, tm
         torch.testing.assert_close(theirs(padded.expand(2, -1)).logits, want.expand(2, -1), rtol=1e-4, atol=1e-4)
 
 
+def test_adapters_and_the_head_train_and_are_merged(rows, base, tmp_path):
+    lora = {"lora": {"rank": 4}, "lr": 2e-2}
+    run, records = train(of_classes(rows, base, tmp_path / "run", **lora))
+    assert [record for record in records if "held_out" in record][-1]["accuracy"] > 0.8
+    kept = {name for name in run.checkpoints.latest().tensors() if name.startswith("model.")}
+    assert "model.lm_head.weight" in kept and all("lora" in name for name in kept - {"model.lm_head.weight"})
+    ids = torch.tensor([Corpus.open(tmp_path / "run/corpus").document(0)[:-1].tolist()])
+    with torch.no_grad(), run.best_weights():
+        want = run.model.eval()(ids)
+    whole = llama.load(run.export(tmp_path / "hf", merge=True))
+    with torch.no_grad():
+        torch.testing.assert_close(whole(ids), want, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="merge"):
+        gb.train(**vars(of_classes(rows, base, tmp_path / "bare", **lora)), export=str(tmp_path / "adapters"))
+
+
 def test_a_resumed_run_is_the_whole_one_to_the_bit(rows, base, tmp_path):
     short = {"steps": 4, "eval_every": 0}
     whole, _ = train(of_classes(rows, base, tmp_path / "whole", **short))
@@ -71,7 +88,6 @@ def test_what_is_refused(rows, base, tmp_path):
             check_inputs(of_classes(rows, base, tmp_path, **changes))
         return str(error.value)
 
-    assert "lora" in refused(lora={"rank": 2})
     assert "phase" in refused(phases=({"name": "one", "steps": 2}, {"name": "two", "steps": 2, "objective": "next_token"}))
     with pytest.raises(ValueError, match="classes"):
         prepare(of_classes(rows, base, tmp_path / "none", objective_options={}), progress=False)

@@ -139,6 +139,11 @@ def train_one(options: Train, recipe: Recipe, export: Path | None, advice: str) 
     from .memory import explained, predict
     from .session import say
 
+    heads = [own.objective for _, own in recipe.stages() if own.new_objective().trains_head]
+    if heads and recipe.lora and export is not None and not options.merge:
+        raise ValueError(
+            f"export: the files of adapters do not hold the head that {heads[0]} trains; give --merge, for a whole model."
+        )
     if options.memory is not None:
         limit(options.memory)
     device = resolve(recipe.device)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .. import lora
 from ..errors import DataError
+from ..layers.embedding_and_head import head_of
 from ..layers.quantized_base import Base
 from ..lora.base import FORMATS, suited
 from ..lora.layers import adapted_layers
@@ -18,6 +19,8 @@ from ..models.folder import weight_files
 from ..trace import notice
 from .checkpoint import Checkpoint
 from .checkpoint.files import checksum
+from .lora_options import Lora
+from .objectives import Objective
 
 
 def frozen_bytes(outline: nn.Module, dtype: torch.dtype, base: str | None) -> int:
@@ -59,6 +62,13 @@ def check_base(folder: str | Path, now: dict[str, int], checkpoint: Checkpoint) 
             f"{checkpoint.path}: its adapters were trained on another base than {folder} holds now: {', '.join(changed)} "
             f"changed; put the files of that base back, or begin anew in another --out."
         )
+
+
+def add(adapters: Lora, model: nn.Module, objective: Objective) -> None:
+    """Add the adapters to a model, of which then nothing else trains but a head that the objective has given it."""
+    adapters.add(model)
+    if objective.trains_head:
+        head_of(model).requires_grad_(True)
 
 
 def merge(model: nn.Module) -> None:

@@ -32,7 +32,7 @@ from ..models.registry import family_of, mode, put_back
 from ..models.storing import stored_state
 from ..place import Placement
 from . import export_metadata
-from .adapters import load_trained_state, merge as merge_adapters, trained_state
+from .adapters import add as add_adapters, load_trained_state, merge as merge_adapters, trained_state
 from .checkpoint.checkpoints import WHERE, Checkpoint, Checkpoints, joined
 from .checkpoint.resume import convert_tensors, restore_rng, rng_states
 from .cost import Price, price_of
@@ -375,7 +375,8 @@ class Run:
         adapters, family = self.recipe.adapters, family_of(self.recipe.model)
         assert adapters is not None
         model = family.load(self.recipe.model, "cpu")  # in its files' dtype
-        adapters.add(model)
+        self.objective.adapt(model)
+        add_adapters(adapters, model, self.objective)
         load_trained_state(model, trained_state(self.model))
         merge_adapters(model)
         family.save(model, path, self.tokenizer, overwrite=True)

@@ -28,7 +28,7 @@ from ..models.storing import read_parts
 from ..place import Placement, place, unplaced
 from ..trace import notice
 from .adamw import counted
-from .adapters import base_of, check_base, frozen_bytes
+from .adapters import add as add_adapters, base_of, check_base, frozen_bytes
 from .changes import ALLOWED, ROWS, allowed_keys, check_same, check_steps, newest_checkpoint, recipe_of
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.resume import seed_ranks
@@ -143,8 +143,6 @@ def check_inputs(recipe: Recipe) -> None:
             raise ValueError(
                 f"objective: {own.objective} gives the model another head, so every phase must have it, with equal options."
             )
-        if objective.adapts and recipe.adapters is not None and own.objective == "classification":
-            raise ValueError("lora: the objective classification trains a new head and all weights; leave lora out.")
     if recipe.adapters is not None:
         recipe.adapters.check_model(family_of(recipe.model).outline(recipe.model))
 
@@ -192,7 +190,7 @@ def place_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, rank
     placement = place(model, device)
     if recipe.adapters is not None:
         torch.manual_seed(recipe.seed)  # placing draws random numbers, and adapters begin as those of a sharded base do
-        recipe.adapters.add(model)
+        add_adapters(recipe.adapters, model, stages_objective(recipe))
     return model, placement
 
 
@@ -321,9 +319,9 @@ def fit_micro_batch(stages: list[Stage], tokenizer: Tokenizer, device: torch.dev
     def train(recipe: Recipe) -> None:
         recipe = replace(recipe, buckets=0)  # the longest rows
         model = build_model(recipe, tokenizer, device).train()
-        if recipe.adapters is not None:
-            recipe.adapters.add(model)
         objective = recipe.new_objective(tokenizer)
+        if recipe.adapters is not None:
+            add_adapters(recipe.adapters, model, objective)
         step = recipe.make_step(model, objective, device)
         rows = rows_of(stage.training, recipe, recipe.seq).rows
         needs = objective.needs_reference(model)

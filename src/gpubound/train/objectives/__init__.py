@@ -44,6 +44,7 @@ class Objective:
     kind: ClassVar[str] = "texts"  # what a corpus for it holds: see data/formats.py
     format: ClassVar[str | None] = None  # of rows, unless the recipe names one
     adapts: ClassVar[bool] = False  # whether `adapt` changes the model
+    trains_head: ClassVar[bool] = False  # also where adapters train, and all else is frozen
 
     def __call__(self, model: Any, batch: Any, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the sum times `scale`, and the number of items. Training always gives a scale: gradients that are computed in

@@ -42,6 +42,7 @@ class Classification(WordLoss):
     format: ClassVar[str | None] = "classification"
     counts_tokens: ClassVar[bool] = False
     adapts: ClassVar[bool] = True
+    trains_head: ClassVar[bool] = True
     _pooled: nn.Module | None = field(init=False, default=None)  # the model whose states were compared with its logits
 
     def __post_init__(self) -> None:
