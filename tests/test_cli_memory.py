@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+import gpubound as gb
 from gpubound.cli import memory
+from gpubound.data import Corpus, python_stdlib_texts, train_tokenizer
 from gpubound.errors import DeviceError
+from gpubound.trace import fallbacks
 from gpubound.train.recipe import Recipe
 
 CUDA, RECIPE = torch.device("cuda", 0), Recipe(model="135m", vocabulary=49152, seq=1024, micro_batch=16)
@@ -60,3 +63,23 @@ def test_other_errors_are_as_they_were(card):
         raise DeviceError("no GPU")
     card(24)
     assert "recompute=blocks" in ran_out(Recipe(model="diffusion-tiny", objective="masked_diffusion"))
+
+
+@pytest.mark.gpu
+def test_a_run_under_a_limit_is_predicted_measured_and_explained(tmp_path):
+    """The phases of a run that fits are within its limit; one that does not fit names its phase and a step that does."""
+    texts = list(python_stdlib_texts(800_000))
+    corpus = Corpus.build(texts, train_tokenizer(texts, 300), tmp_path / "corpus", progress=False).path
+    keys = {"data": [str(corpus)], "model": "10m", "seq": 512, "steps": 4, "validation": 0.0, "memory": "3 GiB", "quiet": True}
+    torch.cuda.empty_cache()
+    try:
+        trained = gb.train(**keys, micro_batch=2, out=str(tmp_path / "fits"))
+        peaks = trained.run.memory.peaks
+        assert list(peaks) == ["place", "make step", "first step", "steps"]
+        assert all(peak.allocated <= peak.reserved <= 3 << 30 for peak in peaks.values())
+        with pytest.raises(DeviceError, match=r"out of memory: first step.*would fit") as error:
+            gb.train(**keys, micro_batch=192, out=str(tmp_path / "too large"))
+        assert "GB" in str(error.value) and "moments" in str(error.value)
+    finally:
+        gb.limit(None)
+        fallbacks.clear()  # the capture that found no memory
