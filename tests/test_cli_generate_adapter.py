@@ -2,13 +2,17 @@
 
 import json
 
+import peft
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from gpubound import device as facts, lora
+from gpubound import device as facts, lora, trace
 from gpubound.cli import main
 from gpubound.data import Tokenizer
+from gpubound.generate.load import open_saved
 from gpubound.models import load_hf
+from gpubound.models.language_model import logits_of
 from tests.messages import message
 
 from . import by_heart
@@ -54,6 +58,31 @@ def test_by_its_own_folder(ckpt, adapter, run):
     assert run(adapter, *CAT)[1] == AFTER
     about = json.loads((adapter / "adapter_config.json").read_text())
     assert about["base_model_name_or_path"] == str(ckpt.resolve())
+
+
+KEPT = {"a bias": {"lora_bias": True}, "a copy of a tied embedding": {"modules_to_save": ["embed_tokens"]}}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*(lora_bias|LoRA tensor|tie_word_embeddings)", "ignore:.is_gradient_checkpointing. is deprecated"
+)
+@pytest.mark.parametrize("options", KEPT.values(), ids=KEPT)
+def test_what_the_weights_cannot_hold_is_not_merged(ckpt, run, tmp_path, options):
+    """It was merged without its bias, and without the embedding that trained with it."""
+    base = AutoModelForCausalLM.from_pretrained(ckpt)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM", **options)
+    theirs = peft.get_peft_model(base, config).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.add_(0.1 * torch.randn_like(p) if p.requires_grad else 0)
+    theirs.save_pretrained(tmp_path)
+    trace.fallbacks.clear()
+    saved, ids = open_saved(ckpt, torch.device("cpu"), adapter=tmp_path), torch.arange(12)[None]
+    torch.testing.assert_close(logits_of(saved.model, {"input_ids": ids}), theirs(ids).logits, rtol=1e-4, atol=1e-4)
+    assert "generate: an adapter merged into the weights" in {what for what, _ in trace.fallbacks}
+    code, _, err = run(ckpt, "--adapter", tmp_path, *CAT, "--max-new-tokens", "6")
+    assert code == 0 if "lora_bias" in options else code == 2 and "model.embed_tokens is a ModulesToSaveWrapper" in err
 
 
 def test_a_base_that_is_gone(adapter, run, tmp_path):

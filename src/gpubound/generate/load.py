@@ -27,6 +27,7 @@ from ..models.folder import (
     read_generation,
 )
 from ..models.registry import family_of, is_named, is_quantized
+from ..trace import fallback
 from ..train.adapters import base_of, check_base, load_trained_state, merge, trained_state
 from ..train.checkpoint import Checkpoint, path_from_here
 from ..train.objectives import objective_named
@@ -92,7 +93,7 @@ def open_saved(
                if the host's memory has no room for them.
     dtype      "auto" is the dtype that was saved
     tokenizer  a folder with another tokenizer than the model's
-    adapter    a folder with an adapter, which is merged into the weights
+    adapter    a folder with an adapter, which is merged into the weights if they can hold all of it
     """
     started, dtype_ = time.perf_counter(), dtype_asked(dtype)
     devices = (device,) if isinstance(device, torch.device) else tuple(device)
@@ -115,7 +116,10 @@ def open_saved(
     if adapter is not None:
         lora.load(model, adapter, name="given")
     if lora.parameters(model):
-        merge(model)
+        try:
+            merge(model)
+        except ValueError as error:  # nothing was merged: it adds a bias, or has a copy of a tied embedding
+            fallback("generate: an adapter merged into the weights", str(error))
     ends = [*([] if tok.eos is None else [tok.eos]), *ends_of(generation)]
     return Saved(model.eval(), tok, folder, tuple(dict.fromkeys(ends)), generation, _positions(model), devices, started)
 
