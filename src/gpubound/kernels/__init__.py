@@ -22,7 +22,6 @@ from .decode_product import (
 from .experts import (
     add_routed as add_routed,
     route as route,
-    routed_down as routed_down,
     routed_gate_up as routed_gate_up,
 )
 from .gated import geglu as geglu, swiglu as swiglu, swiglu_backward as swiglu_backward
@@ -51,7 +50,6 @@ from .quantized_product import (
     quantized_add_routed as quantized_add_routed,
     quantized_norm_gate_up as quantized_norm_gate_up,
     quantized_norm_product as quantized_norm_product,
-    quantized_routed_down as quantized_routed_down,
     quantized_routed_gate_up as quantized_routed_gate_up,
 )
 from .registry import reference as reference

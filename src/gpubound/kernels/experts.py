@@ -98,7 +98,7 @@ def routed_gate_up_reference(
 ) -> Tensor:
     normed = rms_normed(x, norm)
     for slot in range(ids.shape[1]):
-        gate, up = _times(gate_up, ids[:, slot], normed).chunk(2, -1)
+        gate, up = times(gate_up, ids[:, slot], normed).chunk(2, -1)
         out[:, slot] = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
     return out
 
@@ -117,28 +117,11 @@ def add_routed(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor,
 @definition(lambda g: (draw(g, 2, 3, 40), draw(g, 5, 48, 40), *draw_routes(), draw(g, 2, 48).detach()))
 @torch.no_grad()
 def add_routed_reference(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0) -> Tensor:
-    products = [_times(down, ids[:, slot], h[:, slot].to(x.dtype)) for slot in range(ids.shape[1])]
+    products = [times(down, ids[:, slot], h[:, slot].to(x.dtype)) for slot in range(ids.shape[1])]
     return x.add_(torch.stack(products, 1).mul_(weights[..., None]).sum(1))
 
 
-def routed_down(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
-    """out (B, S, hidden, fp32) = weight · h downᵀ of each slot: as `add_routed`, for another op to sum in their order.
-
-    A program has one slot, so that none waits for an expert's weights S times. With `dependent` as there.
-    """
-    require("routed_down", "down", down, None, ("experts", "outputs", h.shape[-1]), out.device, STACKED)
-    check_apart("routed_down", h, down.shape[2], ids, weights, out, down.shape[1])
-    return implementation("routed_down", down)(h, down, ids, weights, out, dependent)
-
-
-@definition(lambda g: (draw(g, 2, 3, 40), draw(g, 5, 48, 40), *draw_routes(), zeros(2, 3, 48)))
-@torch.no_grad()
-def routed_down_reference(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
-    products = [_times(down, ids[:, slot], h[:, slot].to(out.dtype)) for slot in range(ids.shape[1])]
-    return out.copy_(torch.stack(products, 1).mul_(weights[..., None]))
-
-
-def _times(stack: Tensor, ids: Tensor, x: Tensor) -> Tensor:
+def times(stack: Tensor, ids: Tensor, x: Tensor) -> Tensor:
     """Each row of x times the expert that `ids` (B,) names for it; NaN where there is no such expert."""
     known = (ids >= 0) & (ids < len(stack))
     y = torch.bmm(stack.index_select(0, torch.where(known, ids, 0)).to(x.dtype), x[..., None])[..., 0]
@@ -152,17 +135,11 @@ def check_plain(op: str, norm: Norm) -> None:
 
 def check_slots(op: str, h: Tensor, inner: int, ids: Tensor, weights: Tensor, x: Tensor, outer: int) -> None:
     """Check the slots that a down product reads, and the stream that it adds to."""
-    _check_read(op, h, inner, ids, weights, x)
+    check_read(op, h, inner, ids, weights, x)
     require(op, "x", x, torch.float32, (len(ids), outer), x.device, WRITTEN)
 
 
-def check_apart(op: str, h: Tensor, inner: int, ids: Tensor, weights: Tensor, out: Tensor, outer: int) -> None:
-    """Check the slots of a down product that writes each slot separately."""
-    _check_read(op, h, inner, ids, weights, out)
-    require(op, "out", out, torch.float32, (*ids.shape, outer), out.device, WRITTEN)
-
-
-def _check_read(op: str, h: Tensor, inner: int, ids: Tensor, weights: Tensor, x: Tensor) -> None:
+def check_read(op: str, h: Tensor, inner: int, ids: Tensor, weights: Tensor, x: Tensor) -> None:
     require(op, "ids", ids, torch.int32, (len(h), "slots"), x.device, "route writes it")
     require(op, "h", h, None, (*ids.shape, inner), x.device, "a row of it belongs to each expert that was chosen")
     require(op, "weights", weights, torch.float32, tuple(ids.shape), x.device, "it holds a share for each id")

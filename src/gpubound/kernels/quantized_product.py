@@ -27,11 +27,9 @@ from .decode_product import (
 from .dispatch import implementation, require
 from .experts import (
     add_routed_reference,
-    check_apart,
     check_plain,
     check_slots,
     draw_routes,
-    routed_down_reference,
     routed_gate_up_reference,
 )
 from .gated import INFINITE, check_limit
@@ -44,7 +42,7 @@ def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
 
     turns   number of weights whose rows alternate in `weight` (2 for gate and up). In `out` one weight follows the other
     """
-    _check_packed("dequantize", weight, out)
+    check_packed("dequantize", weight, out)
     require("dequantize", "out", out, None, (weight.rows, weight.columns), weight.words.device, WRITTEN)
     if turns < 1 or weight.rows % turns:
         raise ValueError(f"dequantize: turns: got {turns}, wanted a number that divides the {weight.rows} rows.")
@@ -127,7 +125,7 @@ def quantized_norm_gate_up_reference(
 def quantized_add_product(h: Tensor, weight: Packed, bias: Tensor | None, x: Tensor, dependent: int = 0) -> Tensor:
     """x += h weightᵀ, in place: the output and the down product, with the residual."""
     require("quantized_add_product", "h", h, None, (*h.shape[:1], weight.columns), h.device, "the kernel reads row after row")
-    _check_packed("quantized_add_product", weight, h)
+    check_packed("quantized_add_product", weight, h)
     check_biases("quantized_add_product", (bias,), [weight.words])
     require("quantized_add_product", "x", x, torch.float32, (h.shape[0], weight.rows), h.device, WRITTEN)
     return implementation("quantized_add_product", h)(h, weight, bias, x, dependent)
@@ -152,7 +150,7 @@ def quantized_routed_gate_up(
     check_plain("quantized_routed_gate_up", norm)
     require("quantized_routed_gate_up", "ids", ids, torch.int32, (len(x), "slots"), x.device, "route writes it")
     require("quantized_routed_gate_up", "out", out, None, (*ids.shape, out.shape[-1]), x.device, WRITTEN)
-    _check_experts("quantized_routed_gate_up", "gate_up", gate_up, 2 * out.shape[-1])
+    check_experts("quantized_routed_gate_up", "gate_up", gate_up, 2 * out.shape[-1])
     check_limit("quantized_routed_gate_up", limit)
     kernel = implementation("quantized_routed_gate_up", out, None, (gate_up.kind,))
     return kernel(x, norm, gate_up, ids, out, dependent, limit)
@@ -172,9 +170,9 @@ def quantized_add_routed(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, 
     h (B, S, I), down (E hidden, I) packed, ids and weights (B, S). With `dependent` the kernel reads ids and weights while the
     kernel before it still runs. That one must be the `quantized_routed_gate_up` with the same ids.
     """
-    _check_packed("quantized_add_routed", down, x)
+    check_packed("quantized_add_routed", down, x)
     check_slots("quantized_add_routed", h, down.columns, ids, weights, x, x.shape[-1])
-    _check_experts("quantized_add_routed", "down", down, x.shape[-1])
+    check_experts("quantized_add_routed", "down", down, x.shape[-1])
     return implementation("quantized_add_routed", h, None, (down.kind,))(h, down, ids, weights, x, dependent)
 
 
@@ -188,30 +186,14 @@ def quantized_add_routed_reference(
     return add_routed_reference(h, unpack(down).unflatten(0, (-1, x.shape[1])), ids, weights, x)
 
 
-def quantized_routed_down(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
-    """out (B, S, hidden, fp32) = weight · h downᵀ of each slot, for another op to sum: see `routed_down`."""
-    _check_packed("quantized_routed_down", down, out)
-    check_apart("quantized_routed_down", h, down.columns, ids, weights, out, out.shape[-1])
-    _check_experts("quantized_routed_down", "down", down, out.shape[-1])
-    return implementation("quantized_routed_down", h, None, (down.kind,))(h, down, ids, weights, out, dependent)
-
-
-@definition(lambda g, kind="int8": (draw(g, 2, 3, 96), draw_packed(g, 5 * 48, 96, kind), *draw_routes(), zeros(2, 3, 48)))
-@torch.no_grad()
-def quantized_routed_down_reference(
-    h: Tensor, down: Packed, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0
-) -> Tensor:
-    return routed_down_reference(h, unpack(down).unflatten(0, (-1, out.shape[2])), ids, weights, out)
-
-
 def _check_packed_stream(op: str, x: Tensor, norm: Norm | None, weight: Packed) -> None:
     check_stream(op, x, norm)
     if weight.columns != x.shape[1]:
         raise ValueError(f"{op}: the weight must have {x.shape[1]} columns to match x, got {weight.columns}.")
-    _check_packed(op, weight, x)
+    check_packed(op, weight, x)
 
 
-def _check_packed(op: str, weight: Packed, x: Tensor) -> None:
+def check_packed(op: str, weight: Packed, x: Tensor) -> None:
     """Check that the weight comes from `pack`, is on x's device and has all of its rows."""
     if weight.kind not in BITS:
         raise ValueError(f"{op}: the weight's kind must be one of {', '.join(BITS)}, got {weight.kind!r}; make it with pack.")
@@ -223,7 +205,7 @@ def _check_packed(op: str, weight: Packed, x: Tensor) -> None:
     require(op, "the weight's scale", weight.scale, dtype, (weight.rows, scales), x.device, "make it with pack, where x lies")
 
 
-def _check_experts(op: str, name: str, weight: Packed, rows: int) -> None:
+def check_experts(op: str, name: str, weight: Packed, rows: int) -> None:
     if not rows or weight.rows % rows or not weight.rows:
         what = f"{name} has {weight.rows} rows, wanted {rows} for each expert"
         raise ValueError(f"{op}: {what}; pack the experts' weights as one, pack(stack.flatten(0, 1), kind).")

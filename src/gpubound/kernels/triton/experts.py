@@ -154,28 +154,6 @@ def _add_routed_kernel(h_ptr, down_ptr, ids_ptr, weights_ptr, x_ptr, stacked, ro
     tl.store(to, x + tl.sum(total, 1), mask=row < left)
 
 
-@triton.jit
-def _routed_down_kernel(h_ptr, down_ptr, ids_ptr, weights_ptr, out_ptr, stacked, rows, K: tl.constexpr, R: tl.constexpr,
-                        C: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    _begin(DEPENDENT)
-    first, pair = tl.program_id(0) * R, tl.program_id(1).to(tl.int64)
-    row, col = tl.arange(0, R), tl.arange(0, C)
-    EVEN: tl.constexpr = K % C == 0
-    left = rows - first
-    expert, poison = _expert(ids_ptr + pair, stacked)
-    w_ptr = down_ptr + (expert * rows + first) * K
-    w = _tile(w_ptr, row, col, left, K, K, WHOLE)
-    weight = tl.load(weights_ptr + pair, cache_modifier=".cg") * poison
-    _wait(DEPENDENT)
-    total = tl.zeros([R, C], tl.float32)
-    for start in range(0, K, C):
-        total += w.to(tl.float32) * _row(h_ptr + pair * K + start, col, K - start, EVEN)[None]
-        if start + C < K:
-            w = _tile(w_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
-    _end(DEPENDENT)
-    tl.store(out_ptr + pair * rows + first + row, tl.sum(total, 1) * weight, mask=row < left)
-
-
 @torch.no_grad()
 def route(
     x: Tensor, norm: Norm, router: Tensor, normalise: bool, logits: Tensor, count: Tensor, ids: Tensor, weights: Tensor,
@@ -214,14 +192,3 @@ def add_routed(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor,
     )  # fmt: skip
     bump_versions(x)
     return x
-
-
-@torch.no_grad()
-def routed_down(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
-    experts, rows, width = down.shape
-    launch_product(
-        _routed_down_kernel, job_of("product", "routed_down", (rows, width, rows), down), width, ids.numel(), dependent, h,
-        down, ids, weights, out, experts, rows,
-    )  # fmt: skip
-    bump_versions(out)
-    return out

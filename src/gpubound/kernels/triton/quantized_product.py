@@ -177,22 +177,6 @@ def _add_routed_kernel(h_ptr, w_ptr, scale_ptr, ids_ptr, weights_ptr, x_ptr, one
     tl.store(to, tl.load(to, mask=row < rows, other=0.0) + total, mask=row < rows)
 
 
-@triton.jit
-def _routed_down_kernel(h_ptr, w_ptr, scale_ptr, ids_ptr, weights_ptr, out_ptr, one, experts, rows, K: tl.constexpr,
-                        KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
-                        DEPENDENT: tl.constexpr):  # fmt: skip
-    _begin(DEPENDENT)
-    pair = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1) * R + tl.arange(0, R)
-    expert, poison = _expert(ids_ptr + pair, experts)
-    w = w_ptr + expert * rows * _words(K, KIND)
-    scale = scale_ptr + expert * rows * _scales(K, KIND)
-    weight = tl.load(weights_ptr + pair, cache_modifier=".cg") * poison
-    h = h_ptr + pair * K
-    sums = _row_sums(h, h, w, scale, one, 0.0, rows, 1, K, KIND, R, C, None, WHOLE, DEPENDENT)
-    tl.store(out_ptr + pair * rows + row, sums[0] * weight, mask=row < rows)
-
-
 def _multiply(kernel: Any, use: str, weight: Packed, rows: int, across: int, dependent: int, *args: Any, **named: Any) -> None:
     """Launch a kernel over the weight, `across` programs for each range of `rows` of it."""
     words = weight.words.shape[1]
@@ -283,14 +267,3 @@ def quantized_add_routed(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, 
     )  # fmt: skip
     bump_versions(x)
     return x
-
-
-@torch.no_grad()
-def quantized_routed_down(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
-    rows = out.shape[2]
-    _multiply(
-        _routed_down_kernel, "routed_down", down, rows, ids.numel(), dependent, h, down.words, down.scale, ids, weights, out,
-        _ONE, down.rows // rows, rows,
-    )  # fmt: skip
-    bump_versions(out)
-    return out

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....decode.moe import PIECE, each_expert, grouped, not_grouped
-from ....kernels import dequantize, quantized_routed_down, quantized_routed_gate_up, routed_down, routed_gate_up, swiglu
+from ....kernels import dequantize, quantized_routed_gate_up, routed_gate_up, swiglu
 from ....kernels.decode_product import Norm, ahead
 from ....kernels.packed_weights import Packed
 from ..family import LinearWeights, MixtureWeights
-from ..kernels import choose_experts, norm_products
+from ..kernels import choose_experts, norm_products, quantized_routed_down, routed_down
 from ..kernels.products import MOST, MOST_CODED, Fp8Blocks, Gated, numbers
 
 GEMV_ROWS = 8  # rows

@@ -12,4 +12,10 @@ from .hyper_connections import (
     hc_write as hc_write,
     sinkhorn as sinkhorn,
 )
-from .products import choose_experts as choose_experts, norm_products as norm_products, send_products as send_products
+from .products import (
+    choose_experts as choose_experts,
+    norm_products as norm_products,
+    quantized_routed_down as quantized_routed_down,
+    routed_down as routed_down,
+    send_products as send_products,
+)

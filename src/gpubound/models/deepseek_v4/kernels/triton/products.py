@@ -18,13 +18,17 @@ import triton.language as tl
 from torch import Tensor
 
 from .....kernels.decode_product import Norm
+from .....kernels.packed_weights import Packed
 from .....kernels.peer_exchange import Mail
 from .....kernels.plans import job_of
 from .....kernels.plans.types import cdiv, power_of_two
 from .....kernels.triton._launch import bump_versions, launch_product, options
-from .....kernels.triton._pdl import BEFORE, _begin, _end, _fresh_row, _gained, _products, _tile, _wait
+from .....kernels.triton._packed import _ONE, _row_sums, _scales, _words
+from .....kernels.triton._pdl import BEFORE, _begin, _end, _fresh_row, _gained, _products, _row, _tile, _wait
+from .....kernels.triton.experts import _expert
 from .....kernels.triton.gated import _activated, _limited
 from .....kernels.triton.peer_exchange import SCALARS, _addresses, _mail_arguments, _send, _stamp
+from .....kernels.triton.quantized_product import _multiply
 from ..products import LEAST, MOST, MOST_CODED, Fp8Blocks, Gated
 
 
@@ -296,3 +300,63 @@ def choose_experts(
     )  # fmt: skip
     bump_versions(ids, shares, *made)
     return ids, shares, *made
+
+
+@triton.jit
+def _routed_down_kernel(h_ptr, down_ptr, ids_ptr, weights_ptr, out_ptr, stacked, rows, K: tl.constexpr, R: tl.constexpr,
+                        C: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    _begin(DEPENDENT)
+    first, pair = tl.program_id(0) * R, tl.program_id(1).to(tl.int64)
+    row, col = tl.arange(0, R), tl.arange(0, C)
+    EVEN: tl.constexpr = K % C == 0
+    left = rows - first
+    expert, poison = _expert(ids_ptr + pair, stacked)
+    w_ptr = down_ptr + (expert * rows + first) * K
+    w = _tile(w_ptr, row, col, left, K, K, WHOLE)
+    weight = tl.load(weights_ptr + pair, cache_modifier=".cg") * poison
+    _wait(DEPENDENT)
+    total = tl.zeros([R, C], tl.float32)
+    for start in range(0, K, C):
+        total += w.to(tl.float32) * _row(h_ptr + pair * K + start, col, K - start, EVEN)[None]
+        if start + C < K:
+            w = _tile(w_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
+    _end(DEPENDENT)
+    tl.store(out_ptr + pair * rows + first + row, tl.sum(total, 1) * weight, mask=row < left)
+
+
+@triton.jit
+def _quantized_routed_down_kernel(h_ptr, w_ptr, scale_ptr, ids_ptr, weights_ptr, out_ptr, one, experts, rows, K: tl.constexpr,
+                        KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
+                        DEPENDENT: tl.constexpr):  # fmt: skip
+    _begin(DEPENDENT)
+    pair = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * R + tl.arange(0, R)
+    expert, poison = _expert(ids_ptr + pair, experts)
+    w = w_ptr + expert * rows * _words(K, KIND)
+    scale = scale_ptr + expert * rows * _scales(K, KIND)
+    weight = tl.load(weights_ptr + pair, cache_modifier=".cg") * poison
+    h = h_ptr + pair * K
+    sums = _row_sums(h, h, w, scale, one, 0.0, rows, 1, K, KIND, R, C, None, WHOLE, DEPENDENT)
+    tl.store(out_ptr + pair * rows + row, sums[0] * weight, mask=row < rows)
+
+
+@torch.no_grad()
+def routed_down(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
+    experts, rows, width = down.shape
+    launch_product(
+        _routed_down_kernel, job_of("product", "routed_down", (rows, width, rows), down), width, ids.numel(), dependent, h,
+        down, ids, weights, out, experts, rows,
+    )  # fmt: skip
+    bump_versions(out)
+    return out
+
+
+@torch.no_grad()
+def quantized_routed_down(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
+    rows = out.shape[2]
+    _multiply(
+        _quantized_routed_down_kernel, "routed_down", down, rows, ids.numel(), dependent, h, down.words, down.scale, ids,
+        weights, out, _ONE, down.rows // rows, rows,
+    )  # fmt: skip
+    bump_versions(out)
+    return out
