@@ -95,6 +95,13 @@ def test_values_of_other_rows(pairs, tmp_path):
     assert "phase second" in refused and "reference values" in refused
 
 
+def test_held_out_rows_of_another_kind_are_refused(pairs, tmp_path):
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"prompt": "is it?", "completion": " yes"}) + "\n")
+    made = of_pairs(pairs, tmp_path / "run", eval_data=(str(tmp_path / "chats.jsonl"),))
+    refused = refusal(ValueError, lambda: prepare(made, progress=False))
+    assert refused.startswith("eval_data: chats") and "preferences" in refused
+
+
 def test_rows_of_several_lengths_get_their_own_values(pairs, tmp_path):
     run = prepare(of_pairs(pairs, tmp_path, data=(str(of_several_lengths(pairs)),), seq=128, buckets=3), progress=False)
     lengths = set()

@@ -216,6 +216,9 @@ def stage_of(
     where = f"phase {name}: " if name else ""
     defaults = {field.name: field.default for field in fields(Recipe)}
     recipe = replace(recipe, pack=packing_of(recipe, corpus, unpacked))
+    for source, each in (eval_corpora or {}).items():
+        if each.kind != corpus.kind:
+            raise ValueError(f"{where}eval_data: {source} holds {each.kind}, wanted {corpus.kind}, which the data holds.")
     if corpus.kind in POOLED and recipe.overlong == "truncate":  # the end is what is learnt
         recipe = replace(recipe, overlong="truncate_left")
     whole, of_one_length = recipe.pack in WHOLE, replace(recipe, buckets=0)
