@@ -18,7 +18,7 @@ from ...layers.embedding_and_head import head_of
 from ...models.folder import read_config
 from ...models.language_model import first_row, hidden_of, logits_of, why_not_head, why_not_isolated
 from ...models.packed_rows import FIELDS, UNPACKED
-from ...models.registry import family_of
+from ...models.registry import family_of, mode
 from ...place import place
 from ...trace import fallback
 from .divergence import IGNORE, DistillationLoss, Head, head_loss, head_losses
@@ -124,9 +124,12 @@ class Distillation(WordLoss):
             self._why_teachers_logits = why_not_head(teacher, inputs)
             if self._why_teachers_logits:
                 fallback(f"{self.name} without the teacher's whole logits", self._why_teachers_logits)
-            with torch.no_grad():
-                row = first_row(inputs)
-                _check_words(*(logits_of(each, row).shape[-1] for each in (model, teacher)))
+            if self._why_all_logits or self._why_teachers_logits:  # else `load` has compared the heads
+                row, words = first_row(inputs), list[int]()
+                for each in (model, teacher):
+                    with torch.no_grad(), mode(each, training=False):
+                        words.append(logits_of(each, row).shape[-1])
+                _check_words(*words)
             self._teacher_tried = model
 
     def __call__(self, model: Any, batch: Mapping[str, Any], scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
