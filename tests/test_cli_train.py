@@ -255,7 +255,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize(("text", "command"), zip(HOSTILE.values(), ("train", "plan") * 3), ids=HOSTILE)
+@pytest.mark.parametrize(("text", "command"), list(zip(HOSTILE.values(), ("train", "plan") * 3)), ids=HOSTILE)
 def test_a_config_that_would_never_be_read_is_refused(tmp_path, capsys, command, text):
     (tmp_path / "c.yaml").write_text(text)
     assert main([command, str(tmp_path / "c.yaml")]) == 2

@@ -108,7 +108,7 @@ def test_a_prompt_in_chunks_gives_the_same_tokens(form, monkeypatch, device):
             assert tokens(fast, given) == want
 
 
-@pytest.mark.parametrize(("form", "how"), zip(FORMS, ({}, SAMPLED, SAMPLED, {})), ids=str)
+@pytest.mark.parametrize(("form", "how"), list(zip(FORMS, ({}, SAMPLED, SAMPLED, {}))), ids=str)
 def test_rows_in_any_company_and_order(form, how, device):
     fast = cases.shared("Mistral", str(device), **form)
     given = cases.prompts(5, 1, 19, 6)

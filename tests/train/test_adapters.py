@@ -53,7 +53,7 @@ def test_adapters_alone_train_and_are_kept(corpus, base, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"precision": "bf16", "ema": 0.5}, {"precision": "fp16"}, {"lora": RANK | {"base": "nf4"}}], ids=str
+    "options", [{"precision": "bf16", "ema": 0.5}, {"precision": "fp16"}, {"lora": RANK | {"base": "nf4"}}], ids=str
 )
 def test_resumed_bit_for_bit(corpus, base, tmp_path, options):
     """Dropout's masks, too."""
