@@ -237,8 +237,9 @@ def run_block(block: Any, x: Tensor, pending: Tensor | None, rope: "Rope | None"
     children = block._modules
     attention, mlp = children["self_attn"], children["mlp"]
     y, x = normed_for(attention, children["input_layernorm"], x, pending)
-    y, x = normed_for(mlp, children["post_attention_layernorm"], x, mixed(attention, y, rope, mask))
-    return x, mixed(mlp, y)
+    y = attention(y, rope, mask) if must_be_called(attention) else attention.mix(y, rope, mask)
+    y, x = normed_for(mlp, children["post_attention_layernorm"], x, y)
+    return x, mlp(y) if must_be_called(mlp) else mlp.mix(y)
 
 
 def normed_for(part: Any, norm: Any, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -249,11 +250,6 @@ def normed_for(part: Any, norm: Any, x: Tensor, pending: Tensor | None) -> tuple
     if pending is not None and pending.dtype != x.dtype and isinstance(norm, RMSNorm) and rounds(part, x, pending):
         return norm.add(x, pending, rounds=True)
     return norm.add(x, pending)
-
-
-def mixed(part: Any, *inputs: Any) -> Tensor:
-    """Return part.mix(*inputs), or part(*inputs) where hooks are to run or another forward."""
-    return part(*inputs) if must_be_called(part) else part.mix(*inputs)
 
 
 def must_be_called(module: Any) -> bool:

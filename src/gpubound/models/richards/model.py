@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...kernels.dispatch import Call
 from ...layers.attention import Mask, Rope, RopeTable, RotaryAngles
-from ...layers.block import Block, mixed, normed_for, run_block, run_blocks
+from ...layers.block import Block, must_be_called, normed_for, run_block, run_blocks
 from ...layers.embedding_and_head import look_up
 from ...layers.moe import MoE
 from ..decoding import ExpertWeights, Linear
@@ -55,15 +55,20 @@ class DiffusionBlock(TransformerBlock):
         return x + pending.to(x.dtype)
 
 
+def _mixed(part: Any, *inputs: Any) -> Tensor:
+    """Return part.mix(*inputs), or part(*inputs) where hooks are to run or another forward."""
+    return part(*inputs) if must_be_called(part) else part.mix(*inputs)
+
+
 def run_at_time(
     block: DiffusionBlock, x: Tensor, pending: Tensor | None, rope: Rope | None, mask: Mask = None, *, time: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Run a block like layers.block.run_block, with the embedded time (B, hidden) of each row."""
     scale1, shift1, scale2, shift2 = (FILM_LIMIT * torch.tanh(block.film(time)))[:, None].chunk(4, -1)
     y, x = normed_for(None, block.input_layernorm, x, pending)
-    y = mixed(block.self_attn, torch.addcmul(shift1, y, 1 + scale1), rope, mask)
+    y = _mixed(block.self_attn, torch.addcmul(shift1, y, 1 + scale1), rope, mask)
     y, x = normed_for(None, block.post_attention_layernorm, x, y)
-    return x, mixed(block.mlp, torch.addcmul(shift2, y, 1 + scale2))
+    return x, _mixed(block.mlp, torch.addcmul(shift2, y, 1 + scale2))
 
 
 class TimeEmbedding(nn.Module):
