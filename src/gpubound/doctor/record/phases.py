@@ -38,6 +38,7 @@ from .period import LONGEST, Period, period_of
 from .script import StopScript
 from .tape import MARK, SPAN, Tape
 
+SCALAR = 16  # bytes of the largest single value
 MARKED = frozenset({"sync", "h2d", "d2h", "alloc", "free", "pin"})
 ANNOTATION: Any = getattr(torch._C._profiler, "_RecordFunctionFast", None)  # private; it bypasses dispatch modes
 
@@ -81,6 +82,7 @@ class MarkingLedger(Ledger):
         """Drop all rows so far. Places keep their ids, which marks in the profile may have."""
         with self._lock:
             self._rows.clear()
+        self.sizes.clear()
 
     def record(
         self, kind: str, what: str, count: int = 1, bytes: int = 0, ms: float = 0, detail: str = "", place: Place | None = None
@@ -222,8 +224,9 @@ class RecordedPhase(Phase):
 
     @property
     def copied(self) -> frozenset[int]:
-        """Return the sizes of the blocking copies on the tape."""
-        return frozenset(call.bytes for call in self.tape.calls if call.blocks) if self.tape is not None else frozenset()
+        """Return the sizes of the blocking copies on the tape, without those of single values, which a ledger has as waits."""
+        calls = self.tape.calls if self.tape is not None else ()
+        return frozenset(call.bytes for call in calls if call.blocks and call.bytes > SCALAR)
 
     def _action(self, step: int) -> ProfilerAction:
         if step == self.steps - 1:
@@ -369,7 +372,9 @@ class LocatedPhase(Phase):
 
     def _unknown(self) -> bool:
         """Return whether a blocking copy of the other recording had no line yet, as long as there is time to look for it."""
-        return time.perf_counter() - self.began < PATIENCE_S and not self.ledger.sizes.issuperset(self.copied())
+        if self.steps >= LONGEST or time.perf_counter() - self.began > PATIENCE_S:
+            return False
+        return not self.ledger.sizes.issuperset(self.copied())
 
     def end(self) -> None:
         self._ending.close()
