@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import nn
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import gpubound as gb
+from gpubound.models import load_hf, save_hf
 
 from ..place.models import assert_near, batch, place, tiny, tokens
 from .cases import adapted, folded
@@ -48,10 +49,10 @@ FILES = {  # the options of PEFT's config beside target_modules, and how many te
 of_files = pytest.mark.parametrize("options, more", FILES.values(), ids=FILES)
 
 
-def file_of_peft(folder, options, **config):
+def file_of_peft(folder, options, model=None):
     """Save an adapter of PEFT's, all of whose numbers differ from the model's, and return PEFT's model."""
     config = {"target_modules": ["q_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"} | options
-    theirs = peft.get_peft_model(tiny(), peft.LoraConfig(r=4, **config)).eval()
+    theirs = peft.get_peft_model(model or tiny(), peft.LoraConfig(r=4, **config)).eval()
     torch.manual_seed(0)
     with torch.no_grad():
         for p in theirs.parameters():
@@ -130,6 +131,22 @@ def test_a_copy_of_a_tied_module_is_not_merged_for_good(tmp_path):
     with pytest.raises(ValueError, match=r"model\.embed_tokens.*lm_head\.weight"):
         gb.lora.merge(model, for_good=True)
     gb.lora.merge(model)
+
+
+def test_rows_of_tokens_are_those_of_a_tied_head(tmp_path):
+    """PEFT finds ties in models of transformers alone; a file that it wrote for one is loaded into our decoder."""
+    torch.manual_seed(0)
+    save_hf(gb.Decoder(gb.DecoderConfig(32, 48, 2, 4, 2, 89, tied=True)), tmp_path / "base")
+    base, model = AutoModelForCausalLM.from_pretrained(tmp_path / "base"), load_hf(tmp_path / "base").eval()
+    theirs = file_of_peft(tmp_path / "adapter", FILES["trainable_token_indices"][0], base)
+    before, want = model(tokens()), theirs(tokens()).logits
+    gb.lora.load(model, tmp_path / "adapter")
+    assert_near(model(tokens()), want)
+    with gb.lora.disable(model):
+        assert torch.equal(model(tokens()), before)
+    gb.lora.merge(model, for_good=True)
+    assert_near(model(tokens()), want)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_other_rows_of_tokens_are_refused(tmp_path):

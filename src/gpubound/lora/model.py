@@ -17,7 +17,7 @@ from ..layers.fused_weights import own_storages
 from ..layers.linear_product import format_of, is_sharded, multiply_by_records, shape_of
 from .adapter import pack_adapters
 from .base import check, check_no_step, kind_of, quantize_base
-from .layers import active_in, adapted_layers, fuse, names_in, parameters_of, tokens_of, unusual, wrappers
+from .layers import TOKENS, active_in, adapted_layers, fuse, names_in, parameters_of, tokens_of, unusual, wrappers
 from .routing import Routing
 from .targets import by, layers_of, select_layers
 
@@ -154,6 +154,7 @@ def inject(model: nn.Module, config: Any, name: str, who: str) -> None:
         with warnings.catch_warnings(), _torch_defaults():
             warnings.filterwarnings("ignore", "Already found a `peft_config`")
             inject_adapter_in_model(config, model, name, low_cpu_mem_usage=any(p.is_meta for p in model.parameters()))
+            _tie_rows(model, name)
     except Exception as error:
         take_out(model, [name])
         for p in model.parameters():
@@ -173,6 +174,19 @@ def inject(model: nn.Module, config: Any, name: str, who: str) -> None:
         fuse(layer)
     multiply_by_records(model, everywhere=True)
     pack_adapters(model)
+
+
+def _tie_rows(model: nn.Module, name: str) -> None:
+    """Let modules that share an embedding's weight read the rows that train: PEFT knows only models of transformers as tied."""
+    from peft.utils.other import TrainableTokensWrapper
+
+    for _, wrapper in wrappers(model):
+        if (tokens := tokens_of(wrapper)) and tokens.tied_adapter is None and name in names_in(wrapper):
+            weight = tokens.base_layer.weight
+            for key, module in list(model.named_modules()):
+                if module._parameters.get("weight") is weight and f"{TOKENS}." not in key:
+                    tied = TrainableTokensWrapper(module, name, tokens.token_indices[name], tied_adapter=tokens)
+                    model.get_submodule(key.rpartition(".")[0]).__setattr__(key.rpartition(".")[2], tied)
 
 
 @contextmanager
