@@ -102,3 +102,17 @@ def test_what_a_value_decides_keeps_the_general_advice():
     for code in ("x[step] = batch", "y = torch.log(x[1])", "y = x[rows].to(device)", "y = x[1:2]"):
         copied = diagnose(seen(None, row("h2d", "copy to device", at(7, code), detail="pageable, blocking"))).findings[0].fix
         assert copied != remedies.INDEX, code
+
+
+def test_cpu_work_on_the_line_of_a_copy_is_part_of_it():
+    device = simgpu()
+    with watch(device=device) as ledger:
+        for _ in range(2):
+            torch.tensor([1.0, 2.0]).double().to(device).sum()
+            (torch.ones(3) * 2).tolist()
+            ledger.step()
+    verdict = diagnose(Measurements("train.py", "pretend", ledger.rows, ledger.steps, ledger.counted))
+    assert [(finding.kind, finding.site.code) for finding in verdict.findings] == [
+        ("h2d", "torch.tensor([1.0, 2.0]).double().to(device).sum()"),
+        ("cpu_op", "(torch.ones(3) * 2).tolist()"),
+    ]

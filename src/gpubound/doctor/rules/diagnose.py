@@ -72,8 +72,11 @@ def diagnose(evidence: Measurements, rules: Iterable[Rule] = tuple(RULES)) -> Ve
 
 
 def _distinct(claims: Iterable[StallCandidate]) -> list[StallCandidate]:
-    """Assign each call and span to its first claim. A wait whose line has a claim already is a duplicate; a read on the line of
-    a copy is added to it, because the tape has the line of a call, not the expression."""
+    """Assign each call and span to its first claim. CPU work on the line of a copy is part of it.
+
+    A wait whose line has a claim already is a duplicate; a read on the line of a copy is added to it, because the tape has the
+    line of a call, not the expression.
+    """
     calls: set[int] = set()
     spans: set[int] = set()
     lines = dict[Line, int]()  # of waits: which of the kept ones has it
@@ -82,6 +85,8 @@ def _distinct(claims: Iterable[StallCandidate]) -> list[StallCandidate]:
         mine = replace(claim, calls=claim.calls - calls, spans=claim.spans - spans)
         line = line_of(claim.place)
         first = lines.get(line) if claim.waits and line is not None else None
+        if claim.kind == "cpu_op" and line in lines:
+            continue  # the host prepares what this line copies
         if first is not None and claim.kind == "sync":
             distinct[first] = replace(distinct[first], evidence=f"{distinct[first].evidence}; the line also {claim.evidence}")
         if first is not None or (claim.waits and claim.calls and not mine.calls):
