@@ -103,7 +103,8 @@ def of_several_lengths(folder) -> str:
     return str(folder / "rows.jsonl")
 
 
-def test_rows_of_several_lengths(chats, tmp_path, capsys):
+def test_rows_of_several_lengths(chats, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(trace, "_printed", set())
     """An epoch has every example once; a resumed run goes on in its middle."""
     common = {"data": (of_several_lengths(tmp_path),), "pack": "none", "buckets": 3, "steps": None, "epochs": 2.0}
     whole, _ = train(of_chats(chats, tmp_path / "whole", **common))
@@ -150,7 +151,8 @@ def few(chats):
     return chats / "few.jsonl"
 
 
-def test_default_rows_are_as_long_as_long_examples(chats, tmp_path, capsys):
+def test_default_rows_are_as_long_as_long_examples(chats, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(trace, "_printed", set())
     """With as many tokens in a micro-batch; --seq and --micro-batch are left as they are."""
     (tmp_path / "long.jsonl").write_text(
         "".join(json.dumps({"prompt": texts()[n][:800], "completion": " the end"}) + "\n" for n in range(10))
