@@ -247,8 +247,8 @@ def test_copies_on_the_host_are_the_same_comparison(monkeypatch):
     """As where the device has no room: put back bit for bit, in parts, by way of pinned memory."""
     own = CopyBudget.__init__
 
-    def full(room, device):
-        own(room, device)
+    def full(room, device, **options):
+        own(room, device, **options)
         room.left = 0
 
     monkeypatch.setattr(CopyBudget, "__init__", full)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -231,10 +232,12 @@ def _factories() -> torch.library.Library:
     asks for an open block."""
     getattr(torch._C, "_ensureCUDADeviceGuardSet", _returns(None))()
     library = torch.library.Library("aten", "IMPL")
-    library.impl("empty.memory_format", _within(KERNELS["empty.memory_format"]), "CUDA", allow_override=True)
-    library.impl("empty_strided", _within(KERNELS["empty_strided"]), "CUDA", allow_override=True)
-    for name in ("tril_indices", "triu_indices"):
-        library.impl(name, _within(_indices(getattr(torch, name))), "CUDA", allow_override=True)
+    kernels = {name: KERNELS[name] for name in ("empty.memory_format", "empty_strided")}
+    kernels |= {name: _indices(getattr(torch, name)) for name in ("tril_indices", "triu_indices")}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")  # a CUDA build has kernels for these
+        for name, kernel in kernels.items():
+            library.impl(name, _within(kernel), "CUDA", allow_override=True)
     return library
 
 
