@@ -279,7 +279,7 @@ def test_too_large_for_the_budget_or_the_memory_it_streams(corpus, said, monkeyp
             8,
             2,
             {"pack": "tight"},
-            "batches: pack: got 'tight', wanted one of 'stream', 'examples', 'none', 'documents', 'pairs'.",
+            "batches: pack: got 'tight', wanted one of 'stream', 'examples', 'none', 'documents', 'pairs', 'packed_pairs'.",
         ),
         (
             8,

@@ -19,6 +19,7 @@ def test_slow_loop(capsys, monkeypatch):
     found = [
         (finding["kind"], lines[finding["line"] - 1].split()[0], finding["count"]) for finding in json.loads(out)["findings"]
     ]
-    assert found == [("h2d", "tokens,", 2), ("sync", "total", 1), ("sync", "hits", 1)]
+    assert found[:3] == [("h2d", "tokens,", 2), ("sync", "total", 1), ("sync", "hits", 1)]
+    assert all(kind == "sync" and line.startswith("print") and count < 0.2 for kind, line, count in found[3:])  # each 20th step
     assert "shuffle=True, pin_memory=True" in err and message("doctor/example:slow_loop").within(err)
     assert len(lines) < 50
