@@ -150,7 +150,7 @@ def test_a_disk_that_is_full_under_the_answers(ckpt, run, tmp_path, monkeypatch)
     monkeypatch.setattr(OrderedLines, "_write", full)
     monkeypatch.setattr(replicas, "WorkerPool", lambda *given, **options: [(0, [{"tokens": []}] * len(PROMPTS))])
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
-    code, _, err = run(ckpt, "--file", tmp_path / "prompts.txt", "--output", tmp_path / "answers.jsonl")
+    code, _, err = run(ckpt, "--file", tmp_path / "prompts.txt", "-o", tmp_path / "answers.jsonl")
     assert code == 2 and err.splitlines()[-1] == (
         message("cli_generate_gpus:a_disk_that_is_full_unde", tmp_path / "answers.jsonl")
     )

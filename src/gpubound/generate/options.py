@@ -99,7 +99,7 @@ class Generate:
     timeout: float = 10.0
     """With --gpus or --output: minutes in which a replica may make no progress, while it loads or generates. One that hangs is
     ended, and another takes its prompts."""
-    output: str | None = None
+    output: Annotated[str | None, tyro.conf.arg(aliases=["-o", "--out"], metavar="FILE")] = None
     """Write these lines to a file. An existing file is resumed."""
     device: str = "auto"
     """auto, require, cpu, cuda or cuda:<index>."""
