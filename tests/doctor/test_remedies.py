@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributions import Categorical
+from torch.distributions import Categorical, Distribution
 
 from gpubound.doctor.price.prices import Measurements
 from gpubound.doctor.rules import remedies
@@ -32,7 +32,8 @@ def named(step) -> dict[str, str]:
     return {finding.line.code: finding.fix for finding in verdict.findings if finding.line}
 
 
-def test_a_distribution_s_validation():
+def test_a_distribution_s_validation(monkeypatch):
+    monkeypatch.setattr(Distribution, "_validate_args", True)  # torch._dynamo turns it off when it is imported
     logits = torch.zeros(2, 3, device=simgpu())
     found = named(lambda: Categorical(logits=logits))
     (fix,) = found.values()
