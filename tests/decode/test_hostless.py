@@ -40,6 +40,7 @@ def test_a_request_waits_for_nothing_and_copies_the_tokens_alone(how, sim):
     block = 4 * (2 * 32 + 2) * 4  # int32: 32 steps of tokens and logprobs, alive and bad, for 4 rows
     assert ledger.totals["d2h_bytes"] == found.launches * block and ledger.totals["d2h_copies"] == found.launches
     assert ledger.totals["syncs"] == 0, str(ledger)
+    assert all(row.detail.startswith("pinned") for row in ledger.rows if row.kind == "d2h")
 
 
 def held() -> tuple[int, int]:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..device import label, usable_bytes
+from ..device import PRETENDED, label, usable_bytes
 from ..errors import GpuboundError
 from ..formatting import readable
 from ..graph.runner import GraphRunner
@@ -281,6 +281,8 @@ class BatchState:
         pinned = device.type == "cuda"
         self.lead = RING if pinned else ON_CPU
         self._ring = [torch.zeros(self.block.shape, dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(RING)]
+        if device.type == PRETENDED:
+            self._ring = [slot.pin_memory() for slot in self._ring]
         self._events = [torch.cuda.Event() for _ in range(RING)] if pinned else []
         self._waiting: deque[tuple[int, int]] = deque()
         self._next = 0
