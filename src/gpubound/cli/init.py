@@ -60,6 +60,13 @@ lora:
   targets: all-linear         # or a list of layers: [q_proj, v_proj]
   # base: nf4                 # the frozen weights in 4 bits; int8 or fp8 in 8
 """
+ALL_WEIGHTS = f"""\
+{ROWS}
+epochs: 3                     # or steps: 1000
+lr: 2e-5
+{RATES}clip: 1.0                     # the largest gradient norm
+
+{BY_EPOCH}{KEPT}"""
 
 CONFIGS = {
     "sft": f"""\
@@ -118,17 +125,12 @@ out: runs/distill             # checkpoints, the corpus, the report
 {CHATS}{LEARNT}
 objective: distillation
 objective_options:
-  teacher: path/to/teacher    # a Hugging Face folder, which stays as it is
+  teacher: path/to/teacher    # a Hugging Face folder, which is not trained
   alpha: 0.5                  # the share of the teacher's distribution in the loss; the rest is the data's cross-entropy
   temperature: 2.0            # above 1, the teacher's less likely tokens count more
   beta: 0.0                   # KL(teacher || student); 1 is the reverse, 0.5 Jensen-Shannon
 
-{ROWS}
-epochs: 3                     # or steps: 1000
-lr: 2e-5
-{RATES}clip: 1.0                     # the largest gradient norm
-
-{BY_EPOCH}{KEPT}""",
+{ALL_WEIGHTS}""",
     "classify": f"""\
 # Train a classifier of texts, exported for AutoModelForSequenceClassification:  gpubound train config.yaml --export hf
 out: runs/classify            # checkpoints, the corpus, the report
@@ -140,12 +142,7 @@ objective: classification
 objective_options:
   classes: [negative, positive]   # their names, or how many there are
 
-{ROWS}
-epochs: 3                     # or steps: 1000
-lr: 2e-5
-{RATES}clip: 1.0                     # the largest gradient norm
-
-{BY_EPOCH}{KEPT}""",
+{ALL_WEIGHTS}""",
     "pretrain": f"""\
 # Train a model from random weights, or a Hugging Face folder further, on texts:  gpubound train config.yaml --export hf
 out: runs/pretrain            # checkpoints, the corpus, the report
