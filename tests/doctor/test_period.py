@@ -49,7 +49,7 @@ def test_the_period_of_several_lines_is_their_common_multiple():
 
 
 def test_windows_are_whole_periods():
-    assert [Period(16).whole(steps) for steps in (1, 16, 20)] == [16, 16, 32] and Period().whole(20) == 20
+    assert [Period(16).rounded(steps) for steps in (1, 16, 20)] == [16, 16, 32] and Period().rounded(20) == 20
 
 
 def test_what_rare_steps_hold():

@@ -53,7 +53,7 @@ def test_each_phase_has_its_own_peak_also_inside_of_another(allocator):
 
 def test_an_error_names_the_phase_and_the_largest_holders_first(allocator):
     phases = MemoryPhases(torch.device("cuda", 0))
-    phases.held = {"weights": 10**9, "moments": 4 * 10**9, "masters": 0}
+    phases.known = {"weights": 10**9, "moments": 4 * 10**9, "masters": 0}
     with pytest.raises(DeviceError) as error, phases("first step"):
         allocator.takes(7 * 10**9)
         raise torch.OutOfMemoryError("CUDA out of memory.")

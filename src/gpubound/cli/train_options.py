@@ -82,16 +82,16 @@ def translated(path: str) -> tuple[Train, str]:
     """Return the options in a config of another tool, and the config as text, with what could not be translated."""
     from ..train.translate import translate
 
-    found = translate(read_config(path), OPTIONS)
-    given = {key: found.values[key] for key in OPTIONS if key in found.values}  # in the order of --help
-    values = {key: _expand_home(value) if key in PATHS else value for key, value in given.items()}
-    lines = [f"# {path}, a config of {found.tool}", yaml.safe_dump(values, sort_keys=False, width=120).rstrip()]
+    translation = translate(read_config(path), OPTIONS)
+    ordered = {key: translation.values[key] for key in OPTIONS if key in translation.values}  # in the order of --help
+    values = {key: _expand_home(value) if key in PATHS else value for key, value in ordered.items()}
+    lines = [f"# {path}, a config of {translation.tool}", yaml.safe_dump(values, sort_keys=False, width=120).rstrip()]
     accumulated = isinstance(values.get("accumulate"), int) and values["accumulate"] > 1
     lines += ["# accumulate counts the micro-batches of all GPUs together: multiply it by their number"] if accumulated else []
     padded = values.get("pack") == "none"
     lines += ["# pack: none pads each row to seq: pack: examples, or buckets: 4 on one GPU, computes less"] if padded else []
-    lines += [f"# without effect here: {text}" for text in found.left_out]
-    lines += [f"# not translated: {text}" for text in found.missing] or ["# everything was translated"]
+    lines += [f"# without effect here: {text}" for text in translation.left_out]
+    lines += [f"# not translated: {text}" for text in translation.missing] or ["# everything was translated"]
     try:
         return Train(**convert(values, OPTIONS)), "\n".join(lines)
     except ValueError as error:
@@ -101,8 +101,8 @@ def translated(path: str) -> tuple[Train, str]:
 def with_aliases(default: Train, theirs: dict[str, Any], argv: list[str]) -> Train:
     """Return `default` with options under other trainers' names. An option that `argv` gives under our name is refused."""
     values = convert(theirs, OPTIONS, "options")
-    given = {normal(word.partition("=")[0].removeprefix("--")) for word in argv if word.startswith("--")}
-    if both := sorted(given & values.keys()):
+    typed = {normal(word.partition("=")[0].removeprefix("--")) for word in argv if word.startswith("--")}
+    if both := sorted(typed & values.keys()):
         raise ValueError(f"options: --{both[0].replace('_', '-')} is given under two names; give one of them.")
     if "lora" in values:
         values["lora"] = default.lora | values["lora"]
@@ -112,8 +112,8 @@ def with_aliases(default: Train, theirs: dict[str, Any], argv: list[str]) -> Tra
 def override_length(options: Train, default: Train) -> Train:
     """Return the options in which --steps overrides the epochs of the config file, --eval-every its evals_per_epoch, ..."""
     keys = [key for pair in EITHER.items() for key in pair]
-    given = {key: getattr(options, key) for key in keys if getattr(options, key) != getattr(default, key)}
-    return dataclasses.replace(options, **of_either(given))
+    changed = {key: getattr(options, key) for key in keys if getattr(options, key) != getattr(default, key)}
+    return dataclasses.replace(options, **of_either(changed))
 
 
 def read_config(path: str) -> dict[Any, Any]:

@@ -255,11 +255,11 @@ def best_fit_of_pairs(pieces: Pieces, seq: int, max_pieces: int) -> Tables:
     starts, lengths, numbers = pieces
     pairs = Pieces(starts[0::2], lengths[0::2] + lengths[1::2], numbers[0::2])
     first, begins, shift = best_fit(pairs, seq, max(1, max_pieces // 2))
-    (held,) = np.nonzero(shift > PADDING // 2)
-    pair = np.searchsorted(pairs.starts, begins[held] + shift[held])
-    second = begins[held] + lengths[0::2][pair]  # where the second piece of each pair begins in its row
+    (paired,) = np.nonzero(shift > PADDING // 2)
+    pair = np.searchsorted(pairs.starts, begins[paired] + shift[paired])
+    second = begins[paired] + lengths[0::2][pair]  # where the second piece of each pair begins in its row
     before = np.concatenate([[0], np.cumsum(shift > PADDING // 2)])
-    begins, shift = np.insert(begins, held + 1, second), np.insert(shift, held + 1, starts[1::2][pair] - second)
+    begins, shift = np.insert(begins, paired + 1, second), np.insert(shift, paired + 1, starts[1::2][pair] - second)
     return first + before[first], begins, shift
 
 

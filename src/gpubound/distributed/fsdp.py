@@ -96,7 +96,7 @@ def shard_deferred(
     if encode is not None and (fill is None or not frozen):
         raise ValueError("shard_deferred: encode takes weights of a frozen model that fill has read; add fill, frozen=True.")
     model = make(torch.device("meta"))
-    whole = {} if fill is not None else _whole(make, model, ranks)
+    initial = {} if fill is not None else _initial_tensors(make, model, ranks)
     if frozen:
         model.requires_grad_(False)
     parts = blocks(model)
@@ -112,7 +112,7 @@ def shard_deferred(
 
     _shard(model, parts, ranks, dtype, keep, dtype if frozen else torch.float32, fill_and_encode)
     if fill is None:
-        _scatter(whole, shards_of(t for _, t in _tensors(model)), ranks)
+        _scatter(initial, shards_of(t for _, t in _tensors(model)), ranks)
     else:
         done = {id(t) for part in parts for _, t in _tensors(part)} if encode else set[int]()
         fill(shards_of(t for _, t in _tensors(model) if id(t) not in done))
@@ -121,10 +121,10 @@ def shard_deferred(
     return model
 
 
-def _whole(make: Callable[[torch.device], Model], outline: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
+def _initial_tensors(make: Callable[[torch.device], Model], outline: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
     """Return the tensors of the model that the first rank makes, by name; {} on the others, with the generator after it."""
 
-    def made() -> dict[str, Tensor]:
+    def first() -> dict[str, Tensor]:
         if not ranks.first:
             return {}
         device, need = ranks.device, 2 * sum(tensor.nbytes for _, tensor in _tensors(outline))  # twice: shards begin as zeros
@@ -133,19 +133,19 @@ def _whole(make: Callable[[torch.device], Model], outline: nn.Module, ranks: Ran
             device = torch.device("cpu")
         return dict(_tensors(make(device)))
 
-    tensors, random = ranks.together(made), torch.cuda if ranks.device.type == "cuda" else torch
+    tensors, random = ranks.together(first), torch.cuda if ranks.device.type == "cuda" else torch
     state = ranks.of_first(random.get_rng_state().tolist())
     random.set_rng_state(torch.tensor(state, dtype=torch.uint8, device="cpu"))
     return tensors
 
 
 @torch.no_grad()
-def _scatter(whole: dict[str, Tensor], shards: Mapping[str, LocalShard], ranks: Ranks) -> None:
-    """Fill the shards with the first rank's tensors, which it releases one by one."""
+def _scatter(initial: dict[str, Tensor], shards: Mapping[str, LocalShard], ranks: Ranks) -> None:
+    """Fill the shards with the first rank's tensors, which it releases individually."""
     for name, piece in shards.items():
         values = torch.empty(piece.shape, dtype=piece.local.dtype, device=ranks.device)
         if ranks.first:
-            tensor = whole.pop(name)
+            tensor = initial.pop(name)
             values.copy_(tensor)
             tensor.data = tensor.new_empty(0)
         ranks.broadcast(values)

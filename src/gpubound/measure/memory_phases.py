@@ -23,14 +23,14 @@ class Peak(NamedTuple):
 class MemoryPhases:
     """Peaks of a GPU by phase. On a CPU nothing is measured.
 
-    `held` are the bytes that are known to last, by name, for the message of an error; `predicted` those of each phase's peak.
+    `known` are the bytes that are known to last, by name, for the message of an error; `predicted` those of each phase's peak.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.peaks: dict[str, Peak] = {}
         self.predicted: dict[str, int] = {}
-        self.held: dict[str, int] = {}
+        self.known: dict[str, int] = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -60,6 +60,8 @@ class MemoryPhases:
 
     def _explain(self, phase: str) -> str:
         allocated = self.peaks[phase].allocated
-        parts = self.held | {"activations and all else": max(allocated - sum(self.held.values()), 0)}
-        held = ", ".join(f"{name} {readable(size)}" for name, size in sorted(parts.items(), key=lambda it: -it[1]) if size)
-        return f"out of memory: {phase}: {readable(allocated)} were allocated of {readable(total_bytes(self.device))} ({held})."
+        parts = self.known | {"activations and all else": max(allocated - sum(self.known.values()), 0)}
+        holders = ", ".join(f"{name} {readable(size)}" for name, size in sorted(parts.items(), key=lambda it: -it[1]) if size)
+        return (
+            f"out of memory: {phase}: {readable(allocated)} were allocated of {readable(total_bytes(self.device))} ({holders})."
+        )

@@ -139,8 +139,8 @@ def write_model(
 
 def _classes(path: Path, about: Mapping[str, Any]) -> list[str]:
     """Return the names of the classes in a config.json; none of a model that predicts tokens."""
-    kinds, names = about.get("architectures"), about.get("id2label")
-    if not (isinstance(kinds, list) and kinds and str(kinds[0]).endswith(CLASSIFIER)):
+    architectures, names = about.get("architectures"), about.get("id2label")
+    if not (isinstance(architectures, list) and architectures and str(architectures[0]).endswith(CLASSIFIER)):
         return []
     if not isinstance(names, dict) or sorted(names) != sorted(map(str, range(len(names)))):
         raise DataError(f"{path / 'config.json'}: id2label: got {names!r}, wanted a name for each class, counted from 0.")

@@ -55,10 +55,10 @@ def _convert_value(field: Field, value: Any) -> Any:
 def _read_sources(values: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the values with `data: [{path: a, weight: 2}, b]`, or `{a: 2, b: 1}`, as paths and data_weights."""
     for key, weights_key in (("data", "data_weights"), ("eval_data", None)):
-        given = values.get(key)
-        if isinstance(given, Mapping) and "path" not in given:
-            given = [{"path": path, "weight": weight} for path, weight in given.items()]
-        entries = given if isinstance(given, list | tuple) else [given]
+        entries = values.get(key)
+        if isinstance(entries, Mapping) and "path" not in entries:
+            entries = [{"path": path, "weight": weight} for path, weight in entries.items()]
+        entries = entries if isinstance(entries, list | tuple) else [entries]
         if not any(isinstance(entry, Mapping) for entry in entries):
             continue
         sources = [entry if isinstance(entry, Mapping) else {"path": entry} for entry in entries]

@@ -178,7 +178,7 @@ class Run:
         with self.memory("make step"):
             self.step = self.stage.recipe.make_step(self.model, self.objective, self.device, self.ranks)
         frozen = sum(p.nbytes for p in self.model.parameters() if not p.requires_grad)
-        self.memory.held = self.step.memory | {"frozen weights": frozen}
+        self.memory.known = self.step.memory | {"frozen weights": frozen}
         self.references = []
         if self.objective.needs_reference(self.model):
             stored = stored_values(checkpoint, self.stage, new_rows) if checkpoint else None

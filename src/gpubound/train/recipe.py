@@ -44,10 +44,10 @@ EITHER = {"steps": "epochs", "eval_every": "evals_per_epoch", "save_every": "sav
 """Pairs of keys of which one is given. Where a phase or an option gives one, the recipe's value of the other is dropped."""
 
 
-def of_either(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given`, and as switched off the keys that one of `given` is in place of."""
-    others = {b for pair in EITHER.items() for a, b in (pair, pair[::-1]) if given.get(a) and not given.get(b)}
-    return {key: None if key in ("steps", "epochs") else 0 for key in others} | dict(given)
+def of_either(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `keys`, and as switched off the keys that one of `keys` is in place of."""
+    others = {b for pair in EITHER.items() for a, b in (pair, pair[::-1]) if keys.get(a) and not keys.get(b)}
+    return {key: None if key in ("steps", "epochs") else 0 for key in others} | dict(keys)
 
 
 @dataclass(frozen=True)

@@ -270,10 +270,10 @@ def stage_of(
 def by_source(held_out: Corpus, where: str) -> dict[str, Corpus]:
     """Return the held-out documents of each source of {path: weight}, by its name; all of them together without weights."""
     sources = {name: held_out.of_source(number) for number, name in enumerate(source_names(list(held_out.weights)))}
-    found = {name: corpus for name, corpus in sources.items() if corpus.documents}
-    if found and (without := [name for name in sources if name not in found]):
+    filled = {name: corpus for name, corpus in sources.items() if corpus.documents}
+    if filled and (without := [name for name in sources if name not in filled]):
         notice(f"{where}validation: no document of {', '.join(without)} is held out; give more of them, or eval_data.")
-    return found or {"": held_out}
+    return filled or {"": held_out}
 
 
 def with_steps(stage: Stage, where: str) -> Recipe:

@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.library import Library
 from torch.utils import _device
 from torch.utils._pytree import tree_map
 
@@ -36,7 +37,7 @@ MEMORY = 80 << 30  # bytes
 COMPILED = "torch.compile", "a dry run does not compile"
 
 _blocks: list[object] = []
-_libraries: list[torch.library.Library] = []
+_libraries: list[Library] = []
 
 
 @constant
@@ -227,11 +228,11 @@ def _install(ending: ExitStack) -> None:
         ending.enter_context(replaced(SimTensor, name, _returns(attribute)))
 
 
-def _factories() -> torch.library.Library:
+def _factories() -> Library:
     """Register what makes a tensor on "cuda". Torch starts CUDA once a process, at the first of them: so each
     asks for an open block."""
     getattr(torch._C, "_ensureCUDADeviceGuardSet", _returns(None))()
-    library = torch.library.Library("aten", "IMPL")
+    library = Library("aten", "IMPL")
     kernels = {name: KERNELS[name] for name in ("empty.memory_format", "empty_strided")}
     kernels |= {name: _indices(getattr(torch, name)) for name in ("tril_indices", "triu_indices")}
     with warnings.catch_warnings():
@@ -243,19 +244,19 @@ def _factories() -> torch.library.Library:
 
 def _within(kernel: Any) -> Callable:
     @functools.wraps(kernel)
-    def made(*args: Any, **kwargs: Any) -> Any:
+    def factory(*args: Any, **kwargs: Any) -> Any:
         if not _blocks:
             raise RuntimeError("No CUDA GPUs are available")
         return kernel(*args, **kwargs)
 
-    return made
+    return factory
 
 
 def _indices(of_cpu: Callable) -> Callable:
-    def made(row: int, col: int, offset: int = 0, *, dtype=None, layout=None, device=None, pin_memory=None) -> torch.Tensor:
+    def factory(row: int, col: int, offset: int = 0, *, dtype=None, layout=None, device=None, pin_memory=None) -> torch.Tensor:
         return SimTensor(of_cpu(row, col, offset, dtype=dtype or torch.int64, device="cpu"))
 
-    return made
+    return factory
 
 
 def _current(original: Callable) -> Callable:
@@ -310,12 +311,12 @@ def _making(original: Callable) -> Callable:
     """Pass the pretend device on, and pin afterwards: torch has no allocator for a pretend device's pinned memory."""
 
     @functools.wraps(original)
-    def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+    def factory(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         if "device" in kwargs:
             kwargs["device"] = own_device(kwargs["device"])
         return original(*args, **kwargs).pin_memory() if pin_memory else original(*args, **kwargs)
 
-    return made
+    return factory
 
 
 def _scatter(inputs: Any, kwargs: Any, devices: Any, dim: int = 0) -> tuple[tuple, tuple]:

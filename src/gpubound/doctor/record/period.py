@@ -21,7 +21,7 @@ class Period:
 
     steps: int = 1
 
-    def whole(self, steps: int) -> int:
+    def rounded(self, steps: int) -> int:
         """Return the smallest multiple of the period that is at least `steps`."""
         return -(-steps // self.steps) * self.steps
 
@@ -31,8 +31,8 @@ def repeats_after(steps: Collection[int], window: int) -> int:
     marked = [step in steps for step in range(window)]
     for distance in range(1, window):
         if all(a == b for a, b in zip(marked, marked[distance:])):
-            seen_again = all(step + distance in steps or step - distance in steps for step in steps)
-            return distance if steps and seen_again else 0
+            repeats = all(step + distance in steps or step - distance in steps for step in steps)
+            return distance if steps and repeats else 0
     return 0
 
 
@@ -45,8 +45,8 @@ def period_of(lines: Mapping[Any, Collection[int]], window: int) -> tuple[int, b
     distances = {repeats_after(steps, window) for steps in map(frozenset, lines.values())} - {0}
     longest = max(distances, default=1)
     common = lcm(*distances)
-    seen_once = any(len(frozenset(steps)) == 1 for steps in lines.values())
-    return common if common <= LONGEST else min(longest, LONGEST), seen_once
+    single = any(len(frozenset(steps)) == 1 for steps in lines.values())
+    return common if common <= LONGEST else min(longest, LONGEST), single
 
 
 def rare_steps(step_ms: Sequence[float]) -> dict[str, float]:

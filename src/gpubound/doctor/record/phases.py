@@ -135,7 +135,7 @@ class TimedPhase(Phase):
 
     def begin(self) -> None:
         super().begin()
-        self.steps = self._period.whole(self.steps)
+        self.steps = self._period.rounded(self.steps)
         torch.cuda.synchronize()
         self._before = statistics()
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(self.steps + 1)]
@@ -176,7 +176,7 @@ class RecordedPhase(Phase):
 
     def begin(self) -> None:
         super().begin()
-        self.steps = self._period.whole(self._recorded) + 1
+        self.steps = self._period.rounded(self._recorded) + 1
         self._ending = ExitStack()
         self._profile: profile | None = None
         if torch.autograd._profiler_enabled():

@@ -106,11 +106,11 @@ def rounded(parts: Mapping[str, float], digits: int = 0) -> dict[str, float]:
     """
     unit = 10.0**-digits
     units = {name: share / unit for name, share in parts.items()}
-    whole = {name: floor(share) for name, share in units.items()}
-    missing = round(sum(units.values())) - sum(whole.values())
-    for name in sorted(units, key=lambda name: whole[name] - units[name])[:missing]:
-        whole[name] += 1
-    return {name: round(share * unit, digits) for name, share in whole.items()}
+    integers = {name: floor(share) for name, share in units.items()}
+    missing = round(sum(units.values())) - sum(integers.values())
+    for name in sorted(units, key=lambda name: integers[name] - units[name])[:missing]:
+        integers[name] += 1
+    return {name: round(share * unit, digits) for name, share in integers.items()}
 
 
 def late(verdict: Verdict) -> dict[str, float]:

@@ -59,8 +59,8 @@ def of_copy(row: LedgerRow) -> str:
 def index_of(row: LedgerRow) -> str:
     """Return the name of the index that this line copies to the device, such as a NumPy array; empty for another copy."""
     code = row.place.site.code if row.place.site else ""
-    found = INDEXED.search(code) if row.kind == "h2d" and row.place.via is None and not COPIED.search(code) else None
-    return found[1] if found else ""
+    match = INDEXED.search(code) if row.kind == "h2d" and row.place.via is None and not COPIED.search(code) else None
+    return match[1] if match else ""
 
 
 def _of_library(row: LedgerRow) -> str:

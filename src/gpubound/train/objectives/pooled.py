@@ -124,8 +124,8 @@ class Classification(WordLoss):
             self.prepare(model, batch)
             loss, count, right = self._losses(model, *self.split(batch))
             classes = right is not None
-            found = torch.zeros_like(loss) if right is None else right
-            sums = sums.to(loss.device) + torch.stack([loss.double(), count.double(), found.double()])
+            correct = torch.zeros_like(loss) if right is None else right
+            sums = sums.to(loss.device) + torch.stack([loss.double(), count.double(), correct.double()])
         loss, count, right = sums.tolist()
         return {"held_out": loss / count} | ({"accuracy": right / count} if classes else {})
 
@@ -144,13 +144,13 @@ class Classification(WordLoss):
             counted = labels != IGNORE
             loss = cross_entropy(scores, labels, ignore_index=IGNORE, reduction="sum")
             return loss, counted.sum(), ((scores.argmax(-1) == labels) & counted).sum()
-        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        outputs = scores.to(torch.promote_types(scores.dtype, torch.float32))
         counted = ~labels.isnan()
-        wanted = labels.nan_to_num().to(wide.dtype)
-        if wide.shape[-1] == 1:
-            error = (wide.flatten() - wanted.flatten()).masked_fill(~counted.flatten(), 0)
+        wanted = labels.nan_to_num().to(outputs.dtype)
+        if outputs.shape[-1] == 1:
+            error = (outputs.flatten() - wanted.flatten()).masked_fill(~counted.flatten(), 0)
             return error.square().sum(), counted.sum(), None
-        each = F.binary_cross_entropy_with_logits(wide, wanted, reduction="none").mean(-1)
+        each = F.binary_cross_entropy_with_logits(outputs, wanted, reduction="none").mean(-1)
         counted = counted.all(-1)
         return each.masked_fill(~counted, 0).sum(), counted.sum(), None
 
