@@ -149,7 +149,7 @@ def check_inputs(recipe: Recipe) -> None:
 
 def check_launch(recipe: Recipe, resume: bool, processes: int) -> None:
     """Raise in the launcher what `prepare` would raise on each of `processes` ranks."""
-    check_shares(recipe, Ranks(world=processes))
+    check_division(recipe, Ranks(world=processes))
     if resume:  # the paths are those of the checkpoint, which takes its time to read
         return
     checkpoints = Checkpoints(Path(recipe.out, "checkpoints"))
@@ -158,8 +158,8 @@ def check_launch(recipe: Recipe, resume: bool, processes: int) -> None:
     check_inputs(recipe)
 
 
-def check_shares(recipe: Recipe, ranks: Ranks) -> None:
-    """Raise ValueError if the micro-batches of a step cannot be shared out to so many ranks."""
+def check_division(recipe: Recipe, ranks: Ranks) -> None:
+    """Raise ValueError if the micro-batches of a step cannot be divided among the ranks."""
     for _, own in recipe.stages():
         ranks.share(own.accumulate)
         if own.buckets and not ranks.alone:
@@ -170,7 +170,7 @@ def check_shares(recipe: Recipe, ranks: Ranks) -> None:
 
 def check_shared(recipe: Recipe, ranks: Ranks) -> None:
     """Raise ValueError if the ranks cannot share the steps, or have different recipes."""
-    check_shares(recipe, ranks)
+    check_division(recipe, ranks)
     if not ranks.alone and ":" in recipe.device:
         raise ValueError(f"device: got {recipe.device!r}, one GPU, for {ranks.world} ranks; leave it out: each takes its own.")
     ranks.check_same("recipe", asdict(recipe))
