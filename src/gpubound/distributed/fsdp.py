@@ -10,6 +10,7 @@ A model that fits no rank next to its optimizer state is made on the meta device
 its device or in host memory, and broadcasts it tensor by tensor.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, TypeVar
@@ -141,9 +142,12 @@ def _initial_tensors(make: Callable[[torch.device], Model], outline: nn.Module, 
 
 @torch.no_grad()
 def _scatter(initial: dict[str, Tensor], shards: Mapping[str, LocalShard], ranks: Ranks) -> None:
-    """Fill the shards with the first rank's tensors, which it releases individually."""
+    """Fill the shards with the first rank's tensors, which it releases individually. All pass through one buffer: the thread of
+    a broadcast keeps its tensor for some time."""
+    sizes = {name: math.prod(piece.shape) * piece.local.itemsize for name, piece in shards.items()}
+    buffer = torch.empty(max(sizes.values(), default=0), dtype=torch.uint8, device=ranks.device)
     for name, piece in shards.items():
-        values = torch.empty(piece.shape, dtype=piece.local.dtype, device=ranks.device)
+        values = buffer[: sizes[name]].view(piece.local.dtype).view(piece.shape)
         if ranks.first:
             tensor = initial.pop(name)
             values.copy_(tensor)
