@@ -274,7 +274,7 @@ def _chunks(x_NH, weight, bias, labels, weights, options, wanted, rows, scale, d
             add_product(dweight, z, part, owners)
         if want_bias:
             dbias = z.sum(0, dtype=torch.float32) if dbias is None else dbias.add_(z.sum(0, dtype=torch.float32))
-    return torch.cat(losses), dx, dweight, dbias, z
+    return torch.cat(losses), dx, dweight, dbias, z if later else None  # else the logits are freed before dweight is cast
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
