@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from blocks import PAGES, ROOT, Block, blocks
 
-FIRST = ("README.md", "quickstart.md")
+FIRST = ("README.md", "index.md")
 
 
 def main() -> int:
@@ -47,9 +47,9 @@ def main() -> int:
 
 
 def installs(clone: Path) -> list[Block]:
-    """How README and the quick start say that the package is installed."""
-    found = [b for name in ("README.md", "docs/quickstart.md") for b in blocks(clone / name) if b.mark == "run: install"]
-    assert len(found) == 2, "README and the quick start each have one block marked <!-- run: install -->"
+    """How README and the home page say that the package is installed."""
+    found = [b for name in ("README.md", "docs/index.md") for b in blocks(clone / name) if b.mark == "run: install"]
+    assert len(found) == 2, "README and docs/index.md each have one block marked <!-- run: install -->"
     return found
 
 
