@@ -107,11 +107,16 @@ class HostDependencies:
 
 
 class Stalls:
-    """Spans in which a thread made no progress, or `only` these, split so that none overlap: the later kind of KINDS wins."""
+    """Spans in which a thread made no progress, or `only` these, split so that none overlap: the later kind of KINDS wins.
+
+    Waits for data took `loading` times as long in the timed steps.
+    """
 
     KINDS = ("data", "checkpoint", "compile", "gc")  # a later one hides those before it
 
-    def __init__(self, tape: Tape, only: frozenset[int] | None = None):
+    def __init__(self, tape: Tape, only: frozenset[int] | None = None, loading: float = 1.0):
+        self._data = frozenset(n for n, span in enumerate(tape.spans) if span.kind == "data")
+        self._loading = loading
         mine: dict[int, list[int]] = {}
         for index, span in enumerate(tape.spans):
             wanted = span.kind in self.KINDS if only is None else index in only
@@ -149,6 +154,10 @@ class Stalls:
                 if b > start:
                     stalls.append((max(a, start), min(b, end), span))
         return sorted(stalls)
+
+    def lasting(self, start: float, end: float, threads: set[int]) -> float:
+        """Return µs of stalls of these threads in this time, the waits for data as long as in the timed steps."""
+        return sum((b - a) * (self._loading if n in self._data else 1.0) for a, b, n in self.within(start, end, threads))
 
 
 SHARES = ("busy", "host_late", "device_side", "comm", "unlocated")

@@ -39,6 +39,8 @@ class Replay:
     """
 
     share = 1.0
+    loading = 1.0  # how many times as long the waits for data are in the timed steps,
+    longer_ms = 0.0  # and by how much a step
 
     def __init__(self, tape: Tape, order: HostDependencies | None = None):
         order = order or HostDependencies(tape)
@@ -80,11 +82,27 @@ class Replay:
         low, high = SLOWED, 1.0
         if step_ms >= self.step_ms:
             return self
-        awake = self.simulator.awake(Stalls(self.tape))
+        awake = self.simulator.awake(Stalls(self.tape, loading=self.loading))
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             low, high = (middle, high) if self._with(middle, awake).step_ms < step_ms else (low, middle)
         return self._with(high, awake)
+
+    def loaded(self, loading_ms: float) -> Replay:
+        """Return the replay whose waits for data take this long a step, as they did without a recording.
+
+        A recorded host is slow, so that a loader may keep up with it; or the recording slows a loader without workers.
+        """
+        data = frozenset(n for n, span in enumerate(self.tape.spans) if span.kind == "data")
+        without = self.simulator.awake(Stalls(self.tape, data))
+        recorded = (sum(self.simulator.pause) - sum(without.pause)) / max(len(self.tape.steps), 1) / 1e3
+        if recorded <= 0 or loading_ms <= 0:
+            return self
+        loaded = copy(self)
+        loaded.loading, loaded.longer_ms = loading_ms / recorded, loading_ms - recorded
+        loaded.simulator = self.simulator.loaded(loaded.loading, without)
+        loaded._base = loaded.simulator.play(loaded.times).length
+        return loaded
 
     def _with(self, share: float, awake: Simulator) -> Replay:
         paced = copy(self)
@@ -113,7 +131,7 @@ class Replay:
         gone = chosen(calls, len(self.tape.calls), "calls")
         away = chosen(spans, len(self.tape.spans), "spans")
         simulator = self.simulator.without(gone, work) if gone else self.simulator
-        simulator = simulator.awake(Stalls(self.tape, away)) if away else simulator
+        simulator = simulator.awake(Stalls(self.tape, away, self.loading)) if away else simulator
         return simulator.play(self.times).length
 
     def _ms(self, us: float) -> float:
@@ -146,6 +164,7 @@ class Measurements:
     step_ms: Sequence[float] = ()  # of each step timed without hooks
     located: Mapping[int, Place] = field(default_factory=dict)  # index of a call on the tape -> its line
     named_lines: Mapping[str, Place] = field(default_factory=dict)  # a span's name -> its line: a loader, a checkpoint
+    loading_ms: float | None = None  # of a timed step, in the script's DataLoader
     memory: Mapping[str, float] = field(default_factory=dict)  # per timed step: alloc, free, retry, pin
     about: Mapping[str, Any] = field(default_factory=dict)  # versions and settings
     phases: Mapping[str, Any] = field(default_factory=dict)  # steps and seconds of each phase
@@ -156,7 +175,7 @@ class Measurements:
 
     @cached_property
     def recording(self) -> Profile | None:
-        return None if self.tape is None else Profile(self.tape, self.located, self.named_lines, self.ms)
+        return None if self.tape is None else Profile(self.tape, self.located, self.named_lines, self.ms, self.loading_ms)
 
     @property
     def ms(self) -> float | None:
@@ -191,13 +210,15 @@ class Measurements:
 class Profile:
     """A tape with its lines. `bar` and `replay` raise MeasureError if the tape does not show what they need.
 
-    `step_ms` is a step that was not recorded, if one was timed. The replay runs at its pace.
+    `step_ms` is a step that was not recorded, if one was timed, and `loading_ms` its time in a DataLoader. The replay runs at
+    its pace.
     """
 
     tape: Tape
     located: Mapping[int, Place] = field(default_factory=dict)  # index of a call on the tape -> its line
     named_lines: Mapping[str, Place] = field(default_factory=dict)  # a span's name -> its line
     step_ms: float | None = None
+    loading_ms: float | None = None
 
     @cached_property
     def order(self) -> HostDependencies:
@@ -210,7 +231,9 @@ class Profile:
     @cached_property
     def replay(self) -> Replay:
         replay = Replay(self.tape, self.order)
-        return replay if self.step_ms is None else replay.paced(self.step_ms)
+        if self.step_ms is None:
+            return replay
+        return (replay if self.loading_ms is None else replay.loaded(self.loading_ms)).paced(self.step_ms)
 
     def cut(self, count: int) -> Profile:
         """Return the profile of the first `count` steps."""
@@ -219,7 +242,7 @@ class Profile:
         part = self.tape.cut(0, count)
         lines = {id(self.tape.calls[call]): place for call, place in self.located.items()}
         located = {n: lines[id(call)] for n, call in enumerate(part.calls) if id(call) in lines}
-        return Profile(part, located, self.named_lines, self.step_ms)
+        return Profile(part, located, self.named_lines, self.step_ms, self.loading_ms)
 
 
 class Prices:
@@ -254,7 +277,7 @@ class Prices:
         """Return "shares" and "late" of a timed step, in percent; {} without a bar.
 
         A recording slows the host, not the device: where a timed step is shorter than a recorded one, the device's parts last
-        as long as they did, and the host is late for what is left.
+        as long as they did, and the host is late for what is left. The part of it for data is as long as in the timed steps.
         """
         bar, step = self.bar, self.step_ms
         if bar is None:
@@ -265,8 +288,14 @@ class Prices:
         rest = max(step - sum(times.values()), 0.0)
         total = sum(times.values()) + rest
         shares = {share: 100 * times.get(share, rest) / total for share in bar.shares}
-        part = shares["host_late"] / bar.shares["host_late"] if bar.shares["host_late"] else 0.0
-        return {"shares": shares, "late": {leaf: part * percent for leaf, percent in bar.late.items()}}
+        host = shares["host_late"]
+        others = bar.shares["host_late"] - bar.late["data"]
+        loading, longer = (self.replay.loading, self.replay.longer_ms) if self.replay else (1.0, 0.0)
+        waits = bar.ms("data") * min(loading, 1.0) + max(longer, 0.0)
+        data = min(100 * waits / total, host) if others > 0 else host
+        part = (host - data) / others if others > 0 else 0.0
+        late = {leaf: data if leaf == "data" else part * percent for leaf, percent in bar.late.items()}
+        return {"shares": shares, "late": late}
 
     def saved(self, calls: Iterable[int] = (), spans: Iterable[int] = (), work: bool = False) -> tuple[float | None, str]:
         """Return the saving of a step without these, and its certainty. `work`: the works that the calls launched are gone,

@@ -195,9 +195,14 @@ class Simulator:
         for at, (before, call, pause) in enumerate(zip(self.before, self.calls, self.pause)):
             ended, threads = self.calls[before].end, {call.thread, self.calls[before].thread}
             parts = [(ended, call.start)] if before < at else [(ended, self.high), (self.low, call.start)]
-            stalled = (end - start for a, b in parts for start, end, _ in away.within(a, b, threads) if b > a)
-            pauses.append(max(pause - sum(stalled), 0.0))
+            stalled = sum(away.lasting(a, b, threads) for a, b in parts if b > a)
+            pauses.append(max(pause - stalled, 0.0))
         return replace(self, pause=pauses)
+
+    def loaded(self, loading: float, without_data: Simulator) -> Simulator:
+        """Return the simulator whose waits for data, which `without_data` leaves out, last `loading` times as long."""
+        pauses = (own + loading * (was - own) for was, own in zip(self.pause, without_data.pause))
+        return replace(self, pause=list(pauses))
 
 
 LIMIT = 50.0  # µs; a launch takes 5 to reach an idle device, and 20 when the driver is busy

@@ -34,6 +34,7 @@ from ...watch.ops import replaced
 from ...watch.sensors import statistics
 from ...watch.source_line import TORCH, Place, Site, here, owner
 from .kineto import read_trace
+from .loading import LoaderClock
 from .period import LONGEST, Period, period_of
 from .script import StopScript
 from .tape import MARK, SPAN, Tape
@@ -125,32 +126,56 @@ class Phase:
 
 
 class TimedPhase(Phase):
-    """Steps without hooks inside, in whole periods: an event of the device after each, read when all are done."""
+    """Steps without hooks inside, in whole periods: an event of the device after each, read when all are done.
+
+    The steps before may have been slow, and filled the loader's queue. So the first steps are not timed until a batch has to be
+    waited for, or twice as many batches were taken as workers make in advance: `drained` steps.
+    """
 
     step_ms: Sequence[float] = ()
+    loading_ms = 0.0  # in the loader, a step
 
     def __init__(self, steps: int, period: Period | None = None, name: str = "timed"):
         super().__init__(steps)
         self.name, self._period = name, period or Period()
+        self.drained = 0
 
     def begin(self) -> None:
         super().begin()
         self.steps = self._period.rounded(self.steps)
+        self.loader = LoaderClock().__enter__()
         torch.cuda.synchronize()
-        self._before = statistics()
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(self.steps + 1)]
+        self._open()
+
+    def _open(self) -> None:
+        """Begin the time of the first timed step."""
+        self._before = statistics()
+        self.loader.restart()
         self._events[0].record()
 
     def step(self) -> None:
         super().step()
-        self._events[self.done].record()
+        if self.done == self.drained + 1 and self._holds_old_batches():
+            self.drained += 1
+            self.steps += 1
+            self._open()
+        else:
+            self._events[self.done - self.drained].record()
+
+    def _holds_old_batches(self) -> bool:
+        late = self.done >= 2 * self.loader.ahead or time.perf_counter() - self.began > PATIENCE_S
+        return not (self.loader.waited or late)
 
     def end(self) -> None:
+        self.loader.__exit__()
         torch.cuda.synchronize()
-        ran = self._events[: self.done + 1]
+        timed = self.done - self.drained
+        ran = self._events[: timed + 1]
         self.step_ms = [before.elapsed_time(after) for before, after in pairwise(ran)]
-        after, steps = statistics(), max(self.done, 1)
-        self.memory = {kind: (after[kind] - self._before[kind]) / steps for kind in after}
+        self.loading_ms = 1e3 * self.loader.seconds / max(timed, 1)
+        after = statistics()
+        self.memory = {kind: (after[kind] - self._before[kind]) / max(timed, 1) for kind in after}
         super().end()
 
 

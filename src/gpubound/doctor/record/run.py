@@ -182,10 +182,11 @@ def _timed_and_taped(steps: Sequence[Phase], located: LocatedPhase) -> dict[str,
     """Return the measurements of the timed and the recorded phase."""
     measured: dict[str, Any] = {}
     for phase in steps:
-        if phase.name == "plain" and isinstance(phase, TimedPhase) and phase.done:
+        if phase.name == "plain" and isinstance(phase, TimedPhase) and phase.step_ms:
             measured["plain_ms"] = median(phase.step_ms)
-        elif isinstance(phase, TimedPhase) and phase.done:
+        elif isinstance(phase, TimedPhase) and phase.step_ms:
             measured |= {"step_ms": phase.step_ms, "memory": phase.memory, "rare": rare_steps(phase.step_ms)}
+            measured["loading_ms"] = phase.loading_ms
         if isinstance(phase, RecordedPhase) and (tape := phase.tape) is not None:
             if any(call.blocks for call in tape.calls) and (rate := pinned_rate()) is not None:
                 tape = replace(tape, about={**tape.about, "pinned": rate})  # the rate that its blocking copies could have

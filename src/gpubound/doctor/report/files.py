@@ -124,9 +124,10 @@ def _stalls(replay: Replay, chosen: Sequence[Pick]) -> Iterator[tuple[int, float
             over = {n for n, span in mine.items() if span.start <= start and end <= span.end}
             if over:
                 covering = tuple(number for number, pick in enumerate(chosen) if pick.spans & over)
-                pieces.setdefault(covering, []).append(Span("", "data", thread, start, end))
+                kind = "data" if {mine[n].kind for n in over} == {"data"} else "gc"
+                pieces.setdefault(covering, []).append(Span("", kind, thread, start, end))
     for covering, some in pieces.items():
-        awake = replay.simulator.awake(Stalls(Tape(spans=tuple(some))))
+        awake = replay.simulator.awake(Stalls(Tape(spans=tuple(some)), loading=replay.loading))
         for at, (was, left) in enumerate(zip(replay.simulator.pause, awake.pause)):
             if left < was:
                 yield at, was - left, list(covering)

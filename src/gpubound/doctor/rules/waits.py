@@ -83,9 +83,10 @@ def lasting(evidence: Measurements, spans: list[int]) -> float:
 
 
 def data(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
+    times = prices.replay.loading if prices.replay else 1.0  # longer than on the tape: a recorded host is slow
     for place, spans in spans_of(evidence, "data").values():
         workers = evidence.tape is not None and any(WITH_WORKERS in evidence.tape.spans[n].name for n in spans)
-        text = f"the host is {lasting(evidence, spans):.3g} ms a step in the loader"
+        text = f"the host is {times * lasting(evidence, spans):.3g} ms a step in the loader"
         count = len(spans) / evidence.taped_steps
         yield StallCandidate("data", place, count, text, spans=frozenset(spans), fix=MORE if workers else "")
 

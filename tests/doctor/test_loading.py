@@ -1,0 +1,134 @@
+"""Waits for a DataLoader are measured in steps that no profiler slows, and after its queue is empty."""
+
+import queue
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from gpubound.doctor.price.prices import Prices, Replay
+from gpubound.doctor.record import phases as phases_module
+from gpubound.doctor.record.loading import LoaderClock, batches_ahead, is_ready
+from gpubound.doctor.record.phases import Phases, TimedPhase
+from gpubound.doctor.rules.diagnose import diagnose
+
+from .evidences import at, seen
+from .tapes import Synthetic
+
+
+class Iterator(_BaseDataLoaderIter):
+    """A loader whose workers have made `made` batches, and make no more unless it is asked for one."""
+
+    def __init__(self, made: int, workers: int = 2, prefetch: int = 2, pause: float = 0.0):
+        self._num_workers, self._prefetch_factor, self._pause = workers, prefetch, pause
+        self._data_queue: queue.Queue = queue.Queue()
+        self._task_info: dict = {}
+        self._rcvd_idx = 0
+        for n in range(made):
+            self._data_queue.put(n)
+
+    def __next__(self):
+        return super().__next__()
+
+
+def following(iterator):
+    if iterator._data_queue.empty():
+        time.sleep(iterator._pause)
+        return None
+    return iterator._data_queue.get()
+
+
+@pytest.fixture
+def loader(monkeypatch):
+    monkeypatch.setattr(_BaseDataLoaderIter, "__next__", following)
+
+
+def test_a_batch_is_ready_or_has_to_be_waited_for(loader):
+    with LoaderClock() as clock:
+        iterator = Iterator(1, pause=0.01)
+        next(iterator)
+        assert not clock.waited and clock.seconds < 0.01 and clock.ahead == 4
+        next(iterator)
+        assert clock.waited and clock.seconds >= 0.01
+        thread = threading.Thread(target=next, args=[iterator])  # a script that loads in a thread does not wait there
+        before = clock.seconds
+        thread.start()
+        thread.join()
+        assert clock.seconds == before
+        clock.restart()
+        assert clock.seconds == 0.0
+    assert _BaseDataLoaderIter.__next__ is following
+
+
+def test_torch_s_own_iterators_are_understood():
+    """Private names of torch: a release that renames them fails here."""
+    plain = iter(torch.utils.data.DataLoader(torch.arange(4.0), batch_size=2))
+    assert batches_ahead(plain) == 0 and not is_ready(plain)
+    workers = iter(torch.utils.data.DataLoader(torch.arange(4.0), batch_size=2, num_workers=1, prefetch_factor=3))
+    assert batches_ahead(workers) == 3
+    assert {"_data_queue", "_task_info", "_rcvd_idx"} <= vars(workers).keys()
+    next(workers)
+    assert workers._rcvd_idx == 1
+
+
+class Event:
+    now = 0.0
+
+    def __init__(self, enable_timing: bool):
+        self.at = 0.0
+
+    def record(self):
+        self.at = Event.now
+
+    def elapsed_time(self, other):
+        return other.at - self.at
+
+
+@pytest.mark.parametrize("made, wanted", [(3, 3), (100, 7), (0, 0)], ids=["emptied", "never empty", "empty"])
+def test_timing_begins_when_no_batch_is_left_that_was_made_before(loader, monkeypatch, made, wanted):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(phases_module, "statistics", lambda: {"alloc": 0})
+    timed, iterator = TimedPhase(4), Iterator(made)
+    with Phases([timed], keep_going=True) as phases:
+        for _ in range(40):
+            fast = not iterator._data_queue.empty()
+            next(iterator)
+            Event.now += 1.0 if fast else 5.0
+            phases.ended()
+    assert timed.drained == wanted and timed.done == wanted + 4
+    assert timed.step_ms == ([1.0] * 4 if made == 100 else [5.0] * 4)
+
+
+def test_a_loader_that_a_recorded_host_hides_has_its_price():
+    """The host needs 2 ms a step, the loader 3 ms. Recorded, the host needs 3 ms, and the loader seems to be ready."""
+
+    def program(host: float, wait: float, steps: int = 6) -> Synthetic:
+        made = Synthetic()
+        for _ in range(steps):
+            made.doing("data", wait, "loader")
+            for _ in range(10):
+                made.think(host).launch(run=20.0)
+            made.step()
+        return made
+
+    recorded, line = program(300.0, 20.0), at(38, "for x in loader:")
+    evidence = seen(recorded, step_ms=[3.05] * 6, loading_ms=1.0, named_lines={"loader": line})
+    prices = Prices(evidence)
+    assert prices.replay is not None and prices.replay.loading == pytest.approx(50)
+    assert prices.step_ms == 3.05 and 1.8 < 10 * 0.3 * prices.replay.share < 2.2
+    finding = next(found for found in diagnose(evidence).findings if found.kind == "data")
+    assert finding.ms == pytest.approx(1.0, rel=0.05) and "1 ms" in finding.evidence
+    bar = diagnose(evidence).bar
+    assert bar["late"]["data"] == pytest.approx(100 / 3.05, rel=0.1)
+    assert sum(bar["late"].values()) == pytest.approx(bar["shares"]["host_late"])
+    blind = diagnose(seen(recorded, step_ms=[3.05] * 6, named_lines={"loader": line}))
+    assert all(found.ms < 0.1 for found in [*blind.findings, *blind.harmless] if found.kind == "data")
+
+
+def test_a_script_without_a_loader_keeps_its_replay():
+    tape = Synthetic().think(50).launch(run=10).step().think(50).launch(run=10).step().tape()
+    replay = Replay(tape)
+    assert replay.loaded(1.0) is replay and replay.loaded(0.0) is replay
