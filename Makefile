@@ -1,6 +1,7 @@
 # The commands a developer must know. On a fresh machine each makes .venv first; nothing here needs a GPU except test-gpu and bench.
 #   make demo     build a corpus, train a small model on it, write the run report (the main job)
-#   make test     the whole suite on the CPU            make check    lint, format, types, wording
+#   make test     the suite on the CPU                  make test-slow    its tests of more than half a second
+#   make check    lint, format, types, wording
 #   make test-hard    the suite on a hard machine       make test-newest  the suite with the newest releases
 #   make test-gpu what is marked gpu                    make bench    ARGS=kernels | place | graph | feed | train | ranks | lora | decode | checkpoint
 #   make messages rewrites tests/messages.json, the exact texts that tests compare with, from what the library prints
@@ -12,7 +13,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 ARGS   ?=
 
-.PHONY: messages plans wheel demo test test-hard test-newest check format test-gpu bench gates figures docs docs-check clean
+.PHONY: messages plans wheel demo test test-slow test-hard test-newest check format test-gpu bench gates figures docs docs-check clean
 
 # One stamp a set of requirements: editing pyproject.toml or constraints.txt installs again.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -28,9 +29,13 @@ demo: $(VENV)/.installed
 # Two processes with a thread each: with torch's default, on two cores, threads would wait for each other. A process that has
 # finished its half of the tests takes over part of the other's. Bytecode is kept in any case: without it each process that a
 # test starts, and each `make test`, compiles the library and rewrites the tests' assertions again: 8 s for each of the two.
+CPU_TESTS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 2 --dist worksteal
 test: $(VENV)/.installed
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
-	  $(PY) -m pytest -n 2 --dist worksteal -m "not gpu" $(ARGS)
+	$(CPU_TESTS) -m "not gpu and not slow" $(ARGS)
+
+# 3 % of the tests take half of the time: runs of the command line, all families at once, processes of several ranks.
+test-slow: $(VENV)/.installed
+	$(CPU_TESTS) -m "slow and not gpu" $(ARGS)
 
 # Review the diff: every text that a test compares with and that changed is in it. What still fails afterwards is no text.
 messages: $(VENV)/.installed
@@ -38,11 +43,11 @@ messages: $(VENV)/.installed
 	UPDATE_MESSAGES=build/messages OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not gpu" $(ARGS) || true
 	UPDATE_MESSAGES=build/messages $(PY) -m tests.messages
 
-# The same suite under other instruction sets, thread counts, orders of files, and beside busy processes: seven runs.
+# Both under other instruction sets, thread counts, orders of files, and beside busy processes: seven runs.
 test-hard: $(VENV)/.installed
 	$(PY) tests/hard.py $(ARGS)
 
-# The same suite with the newest releases of everything, as a plain install takes them: gigabytes, where torch's is a CUDA build.
+# Both with the newest releases of everything, as a plain install takes them: gigabytes, where torch's is a CUDA build.
 test-newest:
 	$(PYTHON) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[dev]'

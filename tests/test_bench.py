@@ -176,6 +176,7 @@ def test_the_host_cost_of_a_replay_is_measured(tmp_path, capsys):
     assert "whole call" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted
 def test_bench_kernels_dry(capsys):
     assert bench_kernels.main(["--dry", "--only", "rms_norm,cross_entropy"]) == 0

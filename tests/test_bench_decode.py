@@ -94,6 +94,7 @@ def test_ours_beside_peers_budget_and_roofline(bench, model, monkeypatch, capsys
     assert message("bench_decode:ours_beside_peers_budget").within(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_adapters_beside_merged_ones_and_beside_one(bench, monkeypatch):
     monkeypatch.setattr(decode_adapters, "ROWS", 3)
     decode_adapters.measure_adapters(bench, "tiny", rounds=3)
@@ -137,6 +138,7 @@ def test_what_is_refused(capsys, options, sentence):
     assert capsys.readouterr().err == f"gpubound bench: {sentence}\n"
 
 
+@pytest.mark.slow
 def test_a_dry_run(capsys):
     assert guarded("bench", bench_decode.main, ["--dry", "--parts", "speed", "--batch", "1", "--peers", "graph"]) == 0
     assert capsys.readouterr().out.endswith("decode: 2 lines, nothing kept (dry); 0 of 0 gates hold\n")

@@ -29,6 +29,7 @@ def bench(tmp_path):
     return Bench("deepseek", CPU, "gpubound bench deepseek", dry=True, folder=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_step_beside_its_peers_and_gates(bench, monkeypatch):
     monkeypatch.setattr(bench_deepseek, "captured", lambda *given: 0.01)
     monkeypatch.setattr(bench_deepseek, "own_forward", lambda *given: 0.3)
@@ -44,6 +45,7 @@ def test_a_step_beside_its_peers_and_gates(bench, monkeypatch):
     assert (lines["", "eager"].ours, lines["", "eager"].ratio) == (100.0, 30.0)
 
 
+@pytest.mark.slow
 def test_a_step_that_computes_something_else_is_not_timed(bench, monkeypatch):
     monkeypatch.setattr(bench_deepseek, "gaps", lambda *given, wide: torch.full([2], 4.0))
     measure_step(bench, build_model(CPU, dry=True), DRY, rounds=3)

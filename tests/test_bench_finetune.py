@@ -23,6 +23,7 @@ def test_rows_have_the_lengths_of_chats():
     assert pair.keys() == {"prompt", "chosen", "rejected"} and pair["chosen"] != pair["rejected"]
 
 
+@pytest.mark.slow
 def test_a_dry_run(capsys):
     pytest.importorskip("trl")
     assert guarded("bench", bench_finetune.main, ["--dry", "--peers", "trl-plain,trl-dpo-plain"]) == 0

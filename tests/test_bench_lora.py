@@ -45,6 +45,7 @@ def run(who, steps=6, **changes):
     return [step().item() for _ in range(steps)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_definitions")
 def test_all_contenders_learn_alike():
     """Also when the adapters are PEFT's own; and with half the rate not."""
@@ -55,6 +56,7 @@ def test_all_contenders_learn_alike():
     assert differs(ours, run("peft", lr=lora_train.LR / 2)) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_definitions")
 @pytest.mark.parametrize("base", BASES)
 def test_a_base_in_fewer_bits(base):
@@ -64,6 +66,7 @@ def test_a_base_in_fewer_bits(base):
     assert ours[0] == pytest.approx(floor[0], rel=1e-5) and ours[0] != run("floor", steps=1)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_definitions")
 def test_each_row_has_an_adapter_of_its_own():
     """The model begins as with one adapter, and eight, each with a row to itself, learn more from a step than one from all."""

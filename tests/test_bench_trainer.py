@@ -13,6 +13,7 @@ from benchmarks.bench_place import SEEN
 pytest.importorskip("accelerate")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Trainer's own
 def test_contestants_begin_alike_and_answer_each_round(monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 reference, ckpt, run = by_heart.reference, by_heart.ckpt, by_heart.run  # fixtures
 
 
+@pytest.mark.slow
 def test_a_conversation_from_a_pipe_remembers(ckpt, run):
     code, out, err = run(ckpt, "--chat", stdin="hello\nfine\n")
     assert (code, out) == (0, message("cli_chat:a_conversation_from_a_pi"))

@@ -32,6 +32,7 @@ def demo(out: Path, *options: str) -> int:
     return main(["demo", "--out", str(out), "--steps", "8", "--device", "cpu", *options])
 
 
+@pytest.mark.slow
 def test_the_whole_path(tmp_path, capsys):
     out = tmp_path / "demo"
     assert demo(out) == 0
@@ -46,6 +47,7 @@ def test_the_whole_path(tmp_path, capsys):
     assert (out / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_without_a_text_to_show(tmp_path, capsys, monkeypatch):
     """An objective that writes none, as one over images would."""
     monkeypatch.setattr("gpubound.train.objectives.word_loss.NextToken.sample", lambda self, *asked: None)
@@ -53,6 +55,7 @@ def test_without_a_text_to_show(tmp_path, capsys, monkeypatch):
     assert "goes on from" not in capsys.readouterr().err and "What it writes" not in (tmp_path / "demo/report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_finished_demo_is_replaced(tmp_path):
     for steps in ("2", "1"):
         assert main(["demo", "--out", str(tmp_path / "demo"), "--steps", steps, "--device", "cpu"]) == 0
@@ -61,6 +64,7 @@ def test_a_finished_demo_is_replaced(tmp_path):
     assert [p.name for p in (tmp_path / "demo" / "checkpoints").iterdir()] == ["step-00000001"]
 
 
+@pytest.mark.slow
 def test_interrupted_and_gone_on_with(tmp_path, capsys, monkeypatch):
     """Ctrl-C after the third step, as the loop sees it; the next plain demo would not throw the checkpoint away."""
     from gpubound.train.loop import Stop

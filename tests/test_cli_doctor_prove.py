@@ -66,6 +66,7 @@ def proved(script: Path, text: str, *options: str) -> int:
     return main(["doctor", "--dry-run", "--fix", "--apply", "--prove", "3", *options, "train.py"])
 
 
+@pytest.mark.slow
 def test_the_same_losses_let_the_patch_be_written(script, capsys):
     assert proved(script, READS) == 0
     said = capsys.readouterr().out
@@ -77,6 +78,7 @@ def test_the_same_losses_let_the_patch_be_written(script, capsys):
     assert message("cli_doctor_prove:the_same_losses_let_the.3").within((script.parent / ".doctor/doctor.html").read_text())
 
 
+@pytest.mark.slow
 def test_other_losses_are_a_failure_and_nothing_is_written(script, capsys):
     assert proved(script, DECAYS, "--step-marker", "update") == 1
     said = capsys.readouterr().out

@@ -145,6 +145,7 @@ def test_errors_become_one_line_and_an_exit_code(capsys, monkeypatch, error, cod
     assert capsys.readouterr() == ("", said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["--help"], ["train", "--list"]])
 def test_a_reader_that_leaves_is_no_error(words):
     """As in `| head`: no complaint, and the code that a shell gives for a closed pipe."""

@@ -36,6 +36,7 @@ def test_a_diff_needs_no_second_run(script, capsys):
     assert "+    total += loss.detach()" in capsys.readouterr().out and script.read_text() == READS
 
 
+@pytest.mark.slow
 def test_what_is_tried_is_written_if_the_losses_are_the_same(script, capsys):
     capsys.readouterr()
     assert main(["fix", ".doctor/doctor.json", "--try", "--rounds", "3", "--apply", "--json"]) == 0

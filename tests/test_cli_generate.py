@@ -88,6 +88,7 @@ def test_a_whole_file_and_stdin(ckpt, run, tmp_path):
     assert run(ckpt, "--file", "-", stdin="the cat sat\n\none two three four\n")[1].count("---") == 2
 
 
+@pytest.mark.slow
 def test_what_ends_a_text(ckpt, run):
     assert run(ckpt, "--prompt", "the cat", "--stop", " mat")[1] == " sat on the\n"
     assert run(ckpt, "--prompt", "<|user|>hello", "--stop", "<|assistant|>")[1] == "\n"
@@ -119,6 +120,7 @@ def test_json_says_everything(ckpt, run, k):
     )
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_draw_and_n_draws_differ(ckpt, run):
     hot = [ckpt, "--prompt", "the", "--temperature", "3", "--max-new-tokens", "12", "--json", "--n", "3"]
     first, again, other = ([s["tokens"] for s in json.loads(run(*hot, "--seed", seed)[1])["sequences"]] for seed in (1, 1, 2))
@@ -132,10 +134,12 @@ def test_equal_prompts_in_other_batches_are_drawn_anew(ckpt, run):
     assert one["tokens"] != two["tokens"]
 
 
+@pytest.mark.slow
 def test_speculation_writes_the_same_text(ckpt, run):
     assert run(ckpt, "--prompt", "the cat", "--speculate", "3")[:2] == (0, message("cli_generate:speculation_writes_the_s"))
 
 
+@pytest.mark.slow
 def test_the_model_in_another_dtype_and_without_fused_kernels(ckpt, run):
     code, out, err = run(ckpt, "--prompt", "the cat", "--dtype", "bfloat16", "--table", "--verify", "quick")
     assert (code, out) == (0, message("cli_generate:the_model_in_another_dty")) and "bfloat16 on CPU" in err
@@ -164,6 +168,7 @@ def with_generation(ckpt: Path, folder: Path, **config) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_models_own_sampling_is_used_and_named(ckpt, run, tmp_path):
     """Its generation_config.json was read for the end of text alone."""
     model = with_generation(ckpt, tmp_path / "m", do_sample=True, temperature=3.0, top_k=40, num_beams=3)
@@ -311,6 +316,7 @@ def test_of_a_checkpoint_with_an_average_the_average_speaks(ckpt, tmp_path, run)
     assert all(not p.any() for p in model.parameters()) and model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@pytest.mark.slow
 def test_what_demo_leaves(tmp_path, run, monkeypatch, capsys):
     from gpubound.train import data
 

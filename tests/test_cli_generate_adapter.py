@@ -39,6 +39,7 @@ def adapter(ckpt, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_beside_its_base(ckpt, adapter, run):
     assert run(ckpt, *CAT)[1] == BEFORE
     code, out, err = run(ckpt, "--adapter", adapter, *CAT)
@@ -97,6 +98,7 @@ def test_an_adapter_of_an_adapter(adapter, run):
     assert code == 2 and err.splitlines()[-1] == message("cli_generate_adapter:an_adapter_of_an_adapter", adapter)
 
 
+@pytest.mark.slow
 def test_a_run_speaks_with_its_adapters(ckpt, run, tmp_path):
     """From its checkpoint, from its export, and from the export merged: the same tokens, which are not the base's."""
     (tmp_path / "texts").mkdir()

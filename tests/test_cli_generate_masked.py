@@ -38,6 +38,7 @@ def command(monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_it_writes_what_the_sampler_does(trained, command):
     folder, run = trained
     options = ["--prompt", "import", "--prompt", "def", "--max-new-tokens", "8", "--block", "4", "--steps", "4"]

@@ -20,6 +20,7 @@ SHARED = ("--gpus", "2")
 PROMPTS = ("--prompt", "the cat", "--prompt", "one two", "--prompt", "<|user|>hello")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["layers", "tensors"])
 def test_two_devices_write_what_one_writes(ckpt, run, split):
     given = (ckpt, *PROMPTS, "--max-new-tokens", "12")
@@ -42,6 +43,7 @@ def test_two_gpus_write_what_the_cpu_writes(ckpt, run, split):
     assert " on 2 x NVIDIA" in err
 
 
+@pytest.mark.slow
 def test_a_conversation_and_json(ckpt, run):
     code, out, err = run(ckpt, "--chat", *SHARED, "--split", "tensors", stdin="hello\n")
     assert code == 0 and "hi, how are you?" in out, err
@@ -51,6 +53,7 @@ def test_a_conversation_and_json(ckpt, run):
     assert found["device"].startswith("2 x CPU")
 
 
+@pytest.mark.slow
 def test_slices_take_eight_sequences_at_once(ckpt, run, monkeypatch):
     """Whatever --batch says: more would be refused."""
     built = []

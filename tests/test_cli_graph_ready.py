@@ -106,6 +106,7 @@ def made(monkeypatch):
     return decoder(model, max_length=48, verify=False)
 
 
+@pytest.mark.slow
 def test_a_step_of_our_decoder_of_deepseek_is_ready_until_a_read_is_planted(made, monkeypatch):
     """Its replays pass the ends of a window of 12 and of stretches of 4 and 8."""
     found = audit_decoding(made, prompt=7, steps=6)

@@ -319,6 +319,7 @@ def test_the_launcher_refuses_to_begin_a_run_twice(config, tmp_path, monkeypatch
     assert "--resume" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_the_whole_command_saves_the_run_and_says_how_to_go_on(config, tmp_path, capfd, monkeypatch):
     """Two real processes under torch's agent; the keyboard is a thread that waits for the first steps."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # or they would take two minutes

@@ -41,6 +41,7 @@ def ran_out(recipe: Recipe) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gib", "options"),
     [

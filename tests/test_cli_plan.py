@@ -107,6 +107,7 @@ def adapters(tmp_path):
     return tmp_path / "lora.yaml"
 
 
+@pytest.mark.slow
 def test_adapters_are_planned_with_their_frozen_base(adapters, capsys):
     assert main(["plan", str(adapters), "--gpus", "2"]) == 0
     printed = capsys.readouterr().out

@@ -27,6 +27,7 @@ FILES = {  # command -> what names a file that is not there
 }
 
 
+@pytest.mark.slow
 def test_options_are_read_before_torch_is_imported(tmp_path):
     """All in one process: the first command that imports torch is the first that is found with it."""
     config = tmp_path / "config.yaml"

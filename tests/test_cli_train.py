@@ -81,6 +81,7 @@ def test_a_run_that_lies_beside_its_config_is_not_begun_anew_elsewhere(config, t
     assert main(["train", "../config.yaml", "--steps", "3", "--resume", "--out", "../run"]) == 0
 
 
+@pytest.mark.slow
 def test_quiet_says_only_what_needs_somebody(config, tmp_path, capsys):
     assert main(["train", str(config), "--quiet", "--json"]) == 0
     said = capsys.readouterr()
@@ -90,6 +91,7 @@ def test_quiet_says_only_what_needs_somebody(config, tmp_path, capsys):
     assert "skipped" in warning and line.startswith("bad: FAILED, the training is not sound")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["135m", "350m", "8b"])  # tied; three query heads a key head; another rotation
 def test_every_preset_in_small(config, tmp_path, capsys, preset):
     """Trained, exported, and loaded by transformers: the preset's query heads a key head, tied or not, its rotation."""
@@ -305,6 +307,7 @@ def test_clipping_is_switched_off(config, value):
     assert from_file(str(config)).recipe().clip is None
 
 
+@pytest.mark.slow
 def test_a_resumed_run_reports_what_changed(config, tmp_path, capsys):
     assert main(["train", str(config), "--steps", "2"]) == 0
     config.write_text(config.read_text().replace("lr: 3e-3", "lr: 1e-3\nresume: {allow: lr}"))
@@ -328,6 +331,7 @@ def test_the_same_from_python(config, tmp_path, capsys):
         gb.train(config, gpus=2)
 
 
+@pytest.mark.slow
 def test_an_option_overrides_the_length_of_the_file(config, tmp_path):
     config.write_text(config.read_text().replace("steps: 6", "epochs: 3"))
     assert main(["train", str(config), "--steps", "2"]) == 0
@@ -359,6 +363,7 @@ def test_an_export_into_the_folder_of_the_run_is_refused(config, tmp_path, capsy
     assert "--out" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_an_export_replaces_only_that_of_its_own_run(config, tmp_path, capsys):
     """The same run may export again, also when it is resumed; another run with the same recipe may not."""
     there, export = tmp_path / "there", ["--export", str(tmp_path / "there")]
@@ -504,6 +509,7 @@ def test_what_several_processes_cannot_do_is_refused(config, capsys, monkeypatch
     assert capsys.readouterr().err == message("cli_train:what_several_processes_c.2")
 
 
+@pytest.mark.slow
 def test_a_run_that_diverged_says_so_and_fails(config, tmp_path, capsys):
     assert main(["train", str(config), "--lr", "1e30", "--warmup", "0", "--export", "hf", "--json"]) == 1
     said = capsys.readouterr()
@@ -541,6 +547,7 @@ phases:
     assert sorted(p.name for p in (tmp_path / "run" / "corpus").iterdir()) == ["instruct", "pretrain"]
 
 
+@pytest.mark.slow
 def test_the_example_runs_and_learns_to_answer(tmp_path, monkeypatch, capsys):
     """examples/train_from_yaml as it stands, its phases cut to 10 and 30 steps, and its tokenizer made on 100 kB."""
     from gpubound.train import data

@@ -19,6 +19,7 @@ def losses(folder) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "steps.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_variants_read_the_same_tokens_and_are_single_runs(config, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(["train", str(config), "--compare", "lr=3e-3,lr=1e-6,clip=1e-9", "--seeds", "2", "--json"]) == 0
@@ -39,6 +40,7 @@ def test_variants_read_the_same_tokens_and_are_single_runs(config, tmp_path, cap
     assert "Beside each other" in page and "lr=1e-6 seed 1" in page and answer["sentences"][0] in page
 
 
+@pytest.mark.slow
 def test_what_is_done_is_not_trained_again(config, tmp_path, capsys, monkeypatch):
     """Interrupted in the second run: a start with --resume ends that one, and leaves the first as it is."""
     read, count = live.Gauges.read, 0
@@ -69,6 +71,7 @@ def test_what_is_done_is_not_trained_again(config, tmp_path, capsys, monkeypatch
     assert main([*command, "--resume", "--seed", "7"]) == 0, "another seed has runs of its own"
 
 
+@pytest.mark.slow
 def test_variants_named_in_the_file(config, tmp_path, capsys):
     config.write_text(config.read_text() + "compare:\n  small: {}\n  wide: {model: 10m-tiny, lr: 1e-3}\nseeds: 1\n")
     assert main(["train", str(config), "--json", "--steps", "2"]) == 0
@@ -78,6 +81,7 @@ def test_variants_named_in_the_file(config, tmp_path, capsys):
     assert small["parameters"] == 94_528 != wide["parameters"]
 
 
+@pytest.mark.slow
 def test_parts_of_a_model_are_variants(config, tmp_path, capsys):
     command = ["train", str(config), "--steps", "2", "--model", "richards-tiny", "--compare", "swiglu,moe,rg_lru+moe"]
     assert main([*command, "--json"]) == 0
@@ -89,6 +93,7 @@ def test_parts_of_a_model_are_variants(config, tmp_path, capsys):
     assert sizes["rg_lru+moe"] - sizes["moe"] == 2 * recurrent and sizes["swiglu"] < sizes["moe"]
 
 
+@pytest.mark.slow
 def test_a_run_that_diverged_is_left_out_and_fails_the_command(config, tmp_path, capsys):
     config.write_text(config.read_text() + "compare: {sound: {}, wild: {lr: 1e30, clip: 1e30}}\n")
     assert main(["train", str(config)]) == 1

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, falls", [("richards", 1.0), ("diffusion", 0.5)])
 def test_it_learns_in_two_phases(name, falls, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(facts, "interpreted", lambda: False)
@@ -33,6 +34,7 @@ def test_it_learns_in_two_phases(name, falls, tmp_path, monkeypatch, capsys):
     assert last < first - falls
 
 
+@pytest.mark.slow
 def test_a_comparison_of_parts(tmp_path, monkeypatch, capsys):
     """Each variant is another model; two of them are trained, in small."""
     monkeypatch.setattr(facts, "interpreted", lambda: False)

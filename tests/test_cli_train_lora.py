@@ -49,6 +49,7 @@ def put(config, section):
     config.write_text(yaml.safe_dump(rest) + f"lora: {section}\n")
 
 
+@pytest.mark.slow
 def test_the_model_of_a_lora_section_may_be_an_option(base, config, tmp_path, capsys):
     """By itself the config has random weights, which adapters do not fit: an error only where no option follows."""
     alone = {
@@ -100,6 +101,7 @@ HELD_OUT = """
 """
 
 
+@pytest.mark.slow
 def test_a_fine_tune_lowers_the_held_out_loss_and_its_adapter_keeps_it(config, base, tmp_path, capsys):
     """As the run reports it: read back here and by PEFT, and far below that of the base."""
     assert main(["train", str(config), "--export", "hf", "--json"]) == 0
@@ -174,6 +176,7 @@ def test_merge_needs_an_export(config, capsys):
     assert capsys.readouterr().err == message("cli_train_lora:merge_needs_an_export")
 
 
+@pytest.mark.slow
 def test_the_example_runs(base, tmp_path, monkeypatch, capsys):
     """examples/train_from_yaml/lora.yaml as it stands, on another base, and shorter."""
     monkeypatch.chdir(Path(__file__).parents[1])

@@ -300,6 +300,7 @@ def test_this_machines_gpu_passes():
 # --- products in 16 bits ---
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the variables choose among x86's instruction sets")
 def test_a_cpu_without_units_for_bf16_is_slow_in_it():
     """AVX2 alone, on any x86 processor: there fp32 is at least ten times faster."""

@@ -80,6 +80,7 @@ def test_the_plugin_and_the_package_import_neither_torch_nor_triton():
     assert done.stdout == "[]\n", done.stderr
 
 
+@pytest.mark.slow
 def test_the_kernels_do_not_import_triton_until_one_runs():
     code = "import sys, gpubound.kernels, gpubound.train, gpubound.place; print('triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -64,6 +64,7 @@ def test_random_reads_across_shards(corpus):
     assert np.array_equal(corpus.read(index), whole[index])
 
 
+@pytest.mark.slow
 def test_workers_make_the_same_files(tmp_path):
     tokenizer = train_tokenizer(TEXTS, 280)
     alone, spawned = build(tmp_path / "a", tokenizer=tokenizer), build(tmp_path / "b", tokenizer=tokenizer, workers=2)
@@ -76,6 +77,7 @@ class Ending(Bytes):
         os._exit(1)
 
 
+@pytest.mark.slow
 def test_a_worker_that_ends_is_one_sentence(tmp_path):
     said = refused(tmp_path / "c", tokenizer=Ending(), workers=1, kind=RuntimeError)
     assert said.startswith("Corpus.build: a worker of 1 ended before it had tokenised its texts;")
@@ -129,6 +131,7 @@ Corpus.build(slowly(), Bytes(), {path!r}, shard_tokens=300, progress=False)
 """
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_it_goes_on_at_the_last_whole_shard(corpus, tmp_path, said):
     path = tmp_path / "killed"
     script = SLOW.format(tests=os.path.dirname(__file__), path=str(path))

@@ -204,6 +204,7 @@ def test_a_cpus_own_step_adds_them_too(monkeypatch):
     assert fast.body.host and of(fast) == own_tokens(model, "Phi3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, targets", [("Llama", "all-linear"), ("Qwen3", ["q_proj", "v_proj"]), ("Phi3", "all-linear")])
 def test_interpreted_kernels_give_the_same_tokens(kind, targets, interpret):
     model = adapt(cases.build(kind, num_hidden_layers=1), targets=targets)

@@ -71,6 +71,7 @@ def test_tokens_are_those_of_a_model_whose_keys_and_values_are_rounded(family, k
     assert found == [emulated(fast.model, prompt, row, kind) for prompt, row in zip(given, found)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_near_the_exact_ones(kind, device):
     """As the cache's share of the certificate says, and no more than stated."""

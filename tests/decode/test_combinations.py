@@ -108,6 +108,7 @@ def test_other_families_in_some_combinations(family, weights, cache, form, specu
         assert_greedy(twin, prompt, tokens, cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mlp", "weights"), [*(("experts", weights) for weights in WEIGHTS), ("dense and experts", "int4")])
 def test_packed_experts_pass_their_certificate(mlp, weights, device):
     """In fp32 and bf16, few rows and many: the choice of rounded experts is judged by what rounds alike."""

@@ -17,6 +17,7 @@ def kernels_path():
     """As its reader runs it."""
 
 
+@pytest.mark.slow
 def test_the_example(capsys):
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     printed = capsys.readouterr()

@@ -78,6 +78,7 @@ class TestTokens:
             assert found.tokens == plain.generate(given, max_new_tokens=14, **how).tokens
             assert found.tokens_a_step > 4 or draft == "text"
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("options", "dtype"),
         [({"cache": "int8"}, torch.float32), ({"cache": "int8"}, torch.bfloat16), ({"pages": 9}, torch.bfloat16)],
@@ -150,6 +151,7 @@ class TestGroupedProducts:
 
 
 class TestHost:
+    @pytest.mark.slow
     @pytest.mark.parametrize(("kind", "rows"), [("Mixtral", 2), ("Qwen3Moe", 9)])
     def test_steps_never_wait_for_the_device(self, kind, rows, sim):
         """Prompts and 9 rows are grouped by expert there, with offsets that the host does not see."""

@@ -30,6 +30,7 @@ class TestCertificate:
         made = gb.decoder(cases.build(kind, dtype, device), rows, 32).certificate
         assert made.logits_error < 1.5 * made.model_error < 0.05
 
+    @pytest.mark.slow
     def test_logits_are_compared_at_the_same_choice(self, device, monkeypatch):
         """12 layers choose 8 of 32: in bf16 some token gets another expert than in fp32, which says nothing of the kernels."""
         options = {"num_hidden_layers": 12, "num_experts": 32, "num_experts_per_tok": 8, "mlp_only_layers": []}

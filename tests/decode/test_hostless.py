@@ -30,6 +30,7 @@ def test_steps_never_wait_for_the_device(kind, sim):
     ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 def test_a_request_waits_for_nothing_and_copies_the_tokens_alone(how, sim):
     fast = gb.decoder(cases.build("Qwen3", device=sim), 4, cases.ROOM, verify=False)
@@ -51,6 +52,7 @@ def held() -> tuple[int, int]:
     return sum(o.nbytes for o in tensors), len(objects)
 
 
+@pytest.mark.slow
 def test_400_tokens_leave_nothing_behind():
     """Requests of every kind, then the same ones again, many times."""
     fast = gb.decoder(cases.build("Llama"), 4, cases.ROOM, tokenizer=cases.Bytes())

@@ -16,6 +16,7 @@ def tokens(fast, prompts, **settings):
     return fast.generate(prompts, **{"max_new_tokens": 12, **settings}).tokens
 
 
+@pytest.mark.slow
 @WAYS
 def test_the_steps_of_a_launch_do_not_matter(how, device):
     want = cases.shared("Mistral", str(device)).generate(cases.prompts(), max_new_tokens=70, **how).tokens
@@ -26,6 +27,7 @@ def test_the_steps_of_a_launch_do_not_matter(how, device):
         assert found.tokens == want and found.launches == launches
 
 
+@pytest.mark.slow
 def test_behind_many_steps_the_last_launch_may_overshoot():
     """The last 7 of 256 are one launch of 8; the step too many is in nobody's tokens and in no roofline."""
     model = cases.build("Llama", num_hidden_layers=1, max_position_embeddings=300)

@@ -17,6 +17,7 @@ from .test_gpu import eagerly, served
 
 
 # Pages know neither family nor kind: each stands here with each of two others.
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind"), [("Mistral", None), ("Qwen3", "int8"), ("own", "fp8")])
 def test_pages_give_the_tokens_of_rows_side_by_side(family, kind, device):
     """Greedy and drawn, by text and by draft, over pages that do not suffice for all rows at full length."""
@@ -49,6 +50,7 @@ class TestPages:
             for row, count in zip(table.tolist(), counts):
                 assert row[count:] == [0] * (2 - count) and 0 not in row[:count]
 
+    @pytest.mark.slow
     def test_what_an_earlier_request_left_in_a_page_does_not_matter(self, device):
         for form in ({"pages": 5}, {"pages": 5, "cache": "int8"}):
             fast = cases.shared("Mistral", str(device), max_batch=3, **form)
@@ -77,6 +79,7 @@ class TestPages:
         assert tokens(fast, given, max_new_tokens=14)  # ready for the next
 
 
+@pytest.mark.slow
 @FORM
 def test_steps_never_wait_for_the_device(form, sim):
     fast = gb.decoder(cases.build("Mistral", device=sim), 2, 32, verify=False, **form)

@@ -145,6 +145,7 @@ def counting(first: torch.Tensor, step: torch.Tensor, length: int = 24) -> torch
     return (first[:, None] + step[:, None] * torch.arange(length)) % 64
 
 
+@pytest.mark.slow
 def test_a_trained_model_loses_little():
     """The fewer bits, the more; little in all. The table shows it."""
     trained = train()

@@ -393,6 +393,7 @@ def test_a_decoder_is_not_copied(make):
         make(cases.shared())
 
 
+@pytest.mark.slow
 def test_the_callers_modes_do_not_matter():
     fast = cases.shared("Qwen2")
     long = cases.prompts(30)[0]

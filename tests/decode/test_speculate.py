@@ -99,6 +99,7 @@ def test_what_is_accepted_is_counted():
     assert (plain.row_steps, plain.tokens_a_step) == (75, 1.0)
 
 
+@pytest.mark.slow
 def test_launches_follow_what_steps_bring():
     """Five tokens a step, of which the host learns with the first launch it reads: 60 tokens are 12 steps, not 60."""
     found = shared("Llama", "same").generate(cases.prompts(9), max_new_tokens=60)
@@ -116,6 +117,7 @@ def test_a_step_behind_the_last_token_is_launched_and_counts_for_no_roofline():
     assert found.bytes_read == 80 * plain.body.bytes_a_step([6 + 40])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "all settings"])
 def test_stops_in_the_middle_of_what_was_accepted(how):
     """Rows stop at every place of a step of five in turn, each row at its own."""
@@ -150,6 +152,7 @@ def test_a_cache_shorter_than_a_step(draft):
     compare(fast, gb.decoder(model, 2, 4, verify=False), cases.prompts(1, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["text", "other"])
 def test_neighbours_order_and_earlier_requests_do_not_matter(draft):
     fast, given = shared("Mistral", draft), cases.prompts(5, 1, 19, 6)
@@ -188,6 +191,7 @@ def test_stop_strings():
     assert found.texts == want.texts and found.tokens == want.tokens and len(found.texts[0]) <= 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["text", "same"])
 def test_the_models_own_forward_speculates_too(draft):
     """GPT-2 has no fused kernels: several tokens of a row go through its own forward, at places of their own."""
@@ -248,6 +252,7 @@ def test_logits_that_are_not_finite():
     assert set(said) == {said[0]}
 
 
+@pytest.mark.slow
 def test_what_is_read_is_counted_with_the_draft():
     found = {draft: shared("Llama", draft).generate(cases.prompts(6), max_new_tokens=20) for draft in ("text", "same")}
     lengths = [6 + 10]
@@ -283,6 +288,7 @@ class TestOnThePretendGpu:
             pytest.skip("the pretend device contends with a real one")
         return simgpu()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("draft", ["text", "model"])
     def test_steps_never_wait_for_the_device(self, draft, sim):
         how = 3 if draft == "text" else gb.Draft(cases.build("Llama", device=sim, num_hidden_layers=1), 3)

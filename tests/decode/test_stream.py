@@ -56,6 +56,7 @@ def a_stop(text: str) -> str:
     raise AssertionError(f"no stop string in {text!r}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, "auto"])
 def test_a_stop_string_ends_a_row_and_is_never_shown(k):
     fast = writer(k)

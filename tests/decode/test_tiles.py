@@ -31,6 +31,7 @@ def logits(body: FusedRunner, rows: int, first: int = 3) -> torch.Tensor:
     return torch.cat(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Qwen3", "Gemma2", "Qwen2"])
 def test_rows_taken_together_give_the_logits_of_rows_one_by_one(kind, monkeypatch):
     """A norm of q and k; norms behind the parts, and so no copy of the stream; biases."""

@@ -27,6 +27,7 @@ def launched(tmp_path, rank_0, rank_1, restarts=0):
     return launch(["sh", "-c", f"if [ $RANK = 0 ]; then {rank_0}; else {rank_1}; fi"], 2, tmp_path / "ranks", restarts)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_with_its_signal_and_its_log_and_ends_the_others(tmp_path, capfd):
     end = launched(tmp_path, "sleep 60", "echo last words >&2; kill -9 $$")
     assert (end.code, end.failure.rank, end.failure.kind) == (1, 1, KILLED)
@@ -35,11 +36,13 @@ def test_a_killed_rank_is_named_with_its_signal_and_its_log_and_ends_the_others(
     assert capfd.readouterr() == ("", "")  # neither the agent's report nor what rank 1 wrote
 
 
+@pytest.mark.slow
 def test_a_rank_that_raised_is_the_failure_and_not_those_that_waited_for_it(tmp_path):
     end = launched(tmp_path, note(0, "rank 0 waited", "bereft", 1), note(1, "data: got nothing", REFUSED, 2), restarts=3)
     assert (end.code, end.failure.sentence) == (2, "rank 1: data: got nothing")
 
 
+@pytest.mark.slow
 def test_a_log_that_cannot_be_written_does_not_hide_the_failure(tmp_path):
     """The disk may be full, and that the failure. Here the folder of the logs is gone."""
     gone = f"while [ ! -e {tmp_path}/ranks/rank-1.log ]; do sleep 0.01; done; rm -r {tmp_path}/ranks"
@@ -47,11 +50,13 @@ def test_a_log_that_cannot_be_written_does_not_hide_the_failure(tmp_path):
     assert (end.code, end.failure.sentence, end.log) == (2, "out: no space", None)
 
 
+@pytest.mark.slow
 def test_what_another_attempt_cannot_mend_is_not_tried_again(tmp_path):
     end = launched(tmp_path, note(0, "", UNSOUND, 1), "sleep 60", restarts=3)
     assert (end.code, end.failure.kind, end.failure.text) == (1, UNSOUND, "")
 
 
+@pytest.mark.slow
 def test_all_begin_again_after_a_lost_rank_and_keep_the_log_of_each_attempt(tmp_path, said):
     end = launched(
         tmp_path, "sleep 1", "echo $TORCHELASTIC_RESTART_COUNT >&2; [ $TORCHELASTIC_RESTART_COUNT = 1 ] || kill -9 $$", 2
@@ -62,6 +67,7 @@ def test_all_begin_again_after_a_lost_rank_and_keep_the_log_of_each_attempt(tmp_
     assert "was killed by SIGKILL" in (line := said()) and line.endswith("; restart 1 of 2, from the newest checkpoint.\n")
 
 
+@pytest.mark.slow
 def test_words_reach_the_ranks_as_they_are(tmp_path):
     """torch's agent would fill in what follows a dollar."""
     launched(tmp_path, f"echo '$$ ${{local_rank}}' > {tmp_path}/words", ":")
@@ -69,6 +75,7 @@ def test_words_reach_the_ranks_as_they_are(tmp_path):
     assert not (tmp_path / "ranks").exists()  # nothing was logged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times, code", [(1, 0), (2, 130)])
 def test_ctrl_c_goes_to_every_rank_once_to_end_and_twice_to_end_now(tmp_path, times, code):
     """The first is answered by a run that saves itself; the second ends it, as `Stop` does."""

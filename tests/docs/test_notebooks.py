@@ -17,6 +17,7 @@ def test_there_are_notebooks():
     assert len(NOTEBOOKS) >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(notebook, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -84,6 +84,7 @@ def raises() -> str:
     return "\n".join(parts)
 
 
+@pytest.mark.slow
 def test_quoted_messages_are_in_the_source():
     """A message in troubleshooting is quoted as a block, its varying parts as <...>."""
     source = re.sub(r"\s+", " ", raises())

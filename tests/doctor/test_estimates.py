@@ -36,6 +36,7 @@ def gained(before: dict, after: dict) -> float:
     return (length(loop(40, **before)) - length(loop(40, **after))) / 40e3
 
 
+@pytest.mark.slow
 @quick
 @given(runs, hosts, runs, st.sampled_from([TF32_GAIN, ALIGNED_GAIN, FUSED]))
 def test_a_share_of_a_work_is_never_said_to_save_more_than_it_does(run, host, product, gain):

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from gpubound.cli import main
 from gpubound.watch.pretend import simgpu
 from tests.messages import message
@@ -10,6 +12,7 @@ from tests.messages import message
 EXAMPLE = Path(__file__).parents[2] / "examples" / "slow_loop.py"
 
 
+@pytest.mark.slow
 def test_slow_loop(capsys, monkeypatch):
     simgpu()
     monkeypatch.chdir(EXAMPLE.parents[1])

@@ -13,6 +13,7 @@ from tests.messages import message
 quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
+@pytest.mark.slow
 @quick
 @given(running)
 def test_a_tape_without_waits_replays_to_itself(moves):
@@ -22,6 +23,7 @@ def test_a_tape_without_waits_replays_to_itself(moves):
     assert replay.step_ms == pytest.approx(length(program(moves, 40)) / 40e3, rel=0.01)
 
 
+@pytest.mark.slow
 @quick
 @given(stalling)
 def test_prices_are_what_the_same_program_gains_without_its_stalls(moves):
@@ -32,6 +34,7 @@ def test_prices_are_what_the_same_program_gains_without_its_stalls(moves):
     assert replay.saved(replay.waits) == pytest.approx(with_stalls - without, rel=0.05, abs=0.012)
 
 
+@pytest.mark.slow
 @quick
 @given(stalling, st.randoms(use_true_random=False))
 def test_leaving_more_out_never_makes_a_step_slower(moves, random):

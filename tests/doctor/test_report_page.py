@@ -118,6 +118,7 @@ def priced(tape: Tape) -> tuple[dict, list[float]]:
     return case, [*wanted, replay.ceiling(), replay.launch_free()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 def test_the_page_in_a_browser(tmp_path):
     tape, located = looped()

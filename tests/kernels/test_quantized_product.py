@@ -382,6 +382,7 @@ def test_several_tiles_and_those_that_do_not_divide_a_row_fp4(device, monkeypatc
     same("product", *results, FP4_PARITY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [float("inf"), 0.4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_agree_with_the_reference_and_a_row_has_its_bits_in_any_batch(device, dtype, limit):

@@ -26,6 +26,7 @@ def tune(monkeypatch, capsys):
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="dry runs are the interpreter's; numpy 2.5 broke triton 3.6's")
 def test_a_dry_run_prints_a_line_a_case(tune, tmp_path):
     said = tune("--dry", "--only", "group_norm,rope", "--ways", "backward", "--out", f"{tmp_path}/found.json")

@@ -171,6 +171,7 @@ def test_plain_layers_multiply_by_their_records_while_they_have_a_format():
     assert "forward" not in vars(layer) and torch.equal(layer(x), bare) and own.forward is changed
 
 
+@pytest.mark.slow
 def test_compiled_and_transformed_code_sees_the_adapter():
     layer, x = layer_of(), draw(TOKENS, INPUTS).requires_grad_()
     adapter = low_rank_of(layer)

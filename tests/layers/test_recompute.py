@@ -240,6 +240,7 @@ def test_a_linear_layer_reads_a_norm_whose_input_was_written_since():
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * want.abs().max().item())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["input_layernorm", "post_attention_layernorm"])
 def test_a_forward_hook_that_writes_into_a_norms_result_of_a_block(norm):
     def gradients(hook):

@@ -29,6 +29,7 @@ def test_it_adds_what_it_says(order):
     assert_it_adds_what_it_says(tiny(), order, adapted, folded)
 
 
+@pytest.mark.slow
 def test_gradients_are_the_same_placed_or_not():
     truth = training_run(adapted(tiny()), batch())
     for order in (lambda m: [place(m, strict=True), adapted(m)], lambda m: [adapted(m), place(m, strict=True)]):
@@ -213,6 +214,7 @@ def test_a_loaded_state_is_what_is_added(assign):
     torch.testing.assert_close(model(tokens()).logits, want)
 
 
+@pytest.mark.slow
 def test_a_step_trains_them_alone():
     ours = adapted(tiny())
     place(ours, strict=True)
@@ -230,6 +232,7 @@ def losses(**options):
     return found
 
 
+@pytest.mark.slow
 def test_captured_and_recomputed_bit_for_bit():
     """Dropout's masks, too: a new one at each replay, the same where a block is computed again."""
     want = losses(accumulate=2)
@@ -238,11 +241,13 @@ def test_captured_and_recomputed_bit_for_bit():
         assert losses(accumulate=2, **options) == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_in_sixteen_bits(precision):
     assert losses(precision=precision) == pytest.approx(losses(), rel=2e-2)
 
 
+@pytest.mark.slow
 def test_a_decoder_follows_what_is_switched():
     """Graphs that were captured without the adapters are of no use once they are on again."""
     model = adapted(tiny()).eval()

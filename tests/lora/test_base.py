@@ -106,6 +106,7 @@ def placed(model):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["nf4", "fp8"])
 def test_captured_is_eager_bit_for_bit(format):
     found = []

@@ -68,6 +68,7 @@ def test_a_captured_step_does_not_hold_a_call_to_its_numbers():
         assert any(tensor is rows.ids for _, tensor in Reachable(model, None).tensors)
 
 
+@pytest.mark.slow
 def test_gradients_in_fp64():
     model = adapted(Projections((6, 4)).double())
     x = draw(3, 1, K).double().requires_grad_()
@@ -196,6 +197,7 @@ def test_under_a_checkpoint():
             gradients(second, leaves)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks at it
 def test_compiled_code_sees_them():
     model, x = adapted(Projections((8,))), draw(6, 5, K).requires_grad_()

@@ -38,6 +38,7 @@ def pefts(model, name):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["placed first", "placed last", "plain"])
 def test_it_is_pefts_mixed_batch(order, theirs):
     model, ids = ours(order).eval(), tokens(rows=6)
@@ -69,6 +70,7 @@ def labelled(shift=0):
     return {"input_ids": ids, "labels": labels, "adapter_ids": IDS.roll(shift)}
 
 
+@pytest.mark.slow
 def test_one_step_trains_all_of_them(theirs):
     """Three steps whose rows have other adapters each time: PEFT's, one adapter at a time, with one torch.optim.AdamW."""
     trained = {name: pefts(theirs, name) for name in NAMES}
@@ -101,6 +103,7 @@ def test_one_step_trains_all_of_them(theirs):
     assert got == pytest.approx(want, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_reads_the_ids_that_are_set():
     """With a loss of one's own, beside the same numbers as a column of the batch."""
 

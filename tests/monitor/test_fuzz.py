@@ -7,6 +7,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from gpubound.cli import main
@@ -42,6 +43,7 @@ def report(about: bytes, steps: bytes) -> tuple[int, str, str]:
         return code, err.getvalue(), page.read_text(encoding="utf-8") if page.exists() else ""
 
 
+@pytest.mark.slow
 @BOUNDED
 @given(ABOUTS, STARTS, st.lists(RECORDS, max_size=5))
 def test_a_made_up_tape_is_a_page(about, starts, records):

@@ -50,6 +50,7 @@ def runs(folder):
     return tapes
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 def test_it_fits_and_runs_nothing_that_a_tape_says(tmp_path):
     page = html.escape(write_report(runs(tmp_path)).read_text())

@@ -54,6 +54,7 @@ def losses(trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["SFT", "DPO"])
 def test_a_placed_model_trains_as_the_model_itself(method, folder, tmp_path):
     data = texts("prompt", "completion") if method == "SFT" else texts("prompt", "chosen", "rejected")
@@ -71,6 +72,7 @@ def test_a_placed_model_trains_as_the_model_itself(method, folder, tmp_path):
         assert (got - want).abs().max() < 1e-4 * want.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
 def test_dpo_gives_their_losses_and_weights(loss, folder, tmp_path):
     theirs, seen = load(folder), []

@@ -4,9 +4,12 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "place_a_llama.py"
 
 
+@pytest.mark.slow
 def test_place_a_llama(capsys):
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     printed = capsys.readouterr().out

@@ -1,11 +1,14 @@
 """One model through the Triton kernels themselves, in the interpreter on a CPU: the doors, the layers and the loop together."""
 
+import pytest
+
 import gpubound as gb
 from tests.messages import message
 
 from .models import assert_close, batch, tiny, training_run, twin
 
 
+@pytest.mark.slow
 def test_the_kernels_train_a_placed_model(monkeypatch, device):
     if device.type == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -246,6 +246,7 @@ def test_an_ensemble_by_vmap():
     torch.testing.assert_close(torch.vmap(one)(parameters, buffers), want)
 
 
+@pytest.mark.slow
 def test_torch_compile_traces_a_placed_model():
     model = tiny(num_hidden_layers=1)
     other = twin(model).eval()

@@ -63,6 +63,7 @@ def measured(config: DecoderConfig, precision: str, recompute: str, least: float
     return size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "precision", "recompute", "least"),
     [
@@ -79,6 +80,7 @@ def test_saved_bytes_are_those_of_autograd(config, precision, recompute, least):
     assert saved(predicted(config, precision, recompute=recompute), least) == measured(config, precision, recompute, least)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("least", [0, LEAST_BYTES], ids=["recomputed", "saved"])
 def test_shards_save_the_same_bytes(least):
     """And the head's gradient, which the plan counts among those that are not summed yet."""
@@ -91,6 +93,7 @@ def test_shards_save_the_same_bytes(least):
     assert saved_by_autograd(model) == saved(step, least) + 4 * PLAIN.vocabulary * PLAIN.hidden
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "precision", "recompute", "least", "options"),
     [

@@ -85,6 +85,7 @@ def adapted(folder, **lora) -> Recipe:
     return Recipe(model=str(folder), data=("texts",), lora={"rank": 16} | lora, seq=4096, micro_batch=2, accumulate=512)
 
 
+@pytest.mark.slow
 def test_a_base_that_fits_no_gpu_is_sharded_and_a_quantised_one_is_replicated(folder):
     size = 20 << 30
     _, full = proposals(adapted(folder), 8, H200, size)

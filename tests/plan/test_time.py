@@ -36,6 +36,7 @@ BASE = step_of(Recipe(model="350m", seq=1024, micro_batch=4, accumulate=64), 8)
 EIGHT_B = check_plan.step_of_case(("lora", "8b"))
 
 
+@pytest.mark.slow
 def test_predictions_hold_on_the_committed_measurements():
     rows = list(check_plan.compared())
     assert [str(row) for row in rows if not row.holds] == []

@@ -40,6 +40,7 @@ def logits_of(model):
     return out.logits if hasattr(out, "logits") else out
 
 
+@pytest.mark.slow
 def test_adapters_alone_train_and_are_kept(corpus, base, tmp_path):
     run, _ = train(adapting(corpus, base, tmp_path / "run"))
     assert all(p.any() for p in lora.parameters(run.model)), "b was zeros"
@@ -52,6 +53,7 @@ def test_adapters_alone_train_and_are_kept(corpus, base, tmp_path):
     assert {n.removeprefix("step.m.") for n in kept if n.startswith("step.m.")} == trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"precision": "bf16", "ema": 0.5}, {"precision": "fp16"}, {"lora": RANK | {"base": "nf4"}}], ids=str
 )
@@ -77,6 +79,7 @@ def test_resumed_bit_for_bit_on_a_gpu(corpus, base, tmp_path, options):
     assert_same(second, whole)
 
 
+@pytest.mark.slow
 def test_phases_go_on_with_the_same_adapters(two_phases, base, tmp_path):
     options = {"model": str(base), "lora": RANK, **two_phases}
     del options["vocabulary"]
@@ -88,6 +91,7 @@ def test_phases_go_on_with_the_same_adapters(two_phases, base, tmp_path):
     assert 0 < records[6]["tokens"] < 4 * 32 * 0.7, "prompts do not count"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ema", [0.0, 0.5])
 def test_the_best_adapters_are_exported(corpus, base, tmp_path, monkeypatch, ema):
     run = prepare(adapting(corpus, base, tmp_path / "run", steps=9, eval_every=3, keep=1, ema=ema), progress=False)
@@ -103,6 +107,7 @@ def test_the_best_adapters_are_exported(corpus, base, tmp_path, monkeypatch, ema
     assert all(torch.equal(live[name], t) for name, t in run.model.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it
 def test_what_is_exported_is_what_was_trained(corpus, base, tmp_path):
     """The adapters, read by PEFT and here, and the merged model, read by transformers and here."""
@@ -128,6 +133,7 @@ def test_what_is_exported_is_what_was_trained(corpus, base, tmp_path):
     assert torch.equal(logits_of(run.model), want), "the run goes on with its adapters"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["nf4", "int8"])
 def test_over_a_base_in_fewer_bits(corpus, base, tmp_path, format):
     """A checkpoint holds no codes, and what is merged computes what was trained: the rounded base and its adapters."""
@@ -145,6 +151,7 @@ def test_over_a_base_in_fewer_bits(corpus, base, tmp_path, format):
     torch.testing.assert_close(logits_of(ours), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_another_base_is_refused(corpus, base, tmp_path):
     copy = shutil.copytree(base, tmp_path / "base")
     train(adapting(corpus, copy, tmp_path / "run", steps=4))
@@ -169,6 +176,7 @@ def test_a_target_that_is_not_there_is_refused_before_a_corpus_is_built(base, tm
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_changed_section_is_refused(corpus, base, tmp_path):
     train(adapting(corpus, base, tmp_path, steps=2))
     spelled = RANK | {"alpha": 8.0, "targets": "all-linear", "rslora": False, "init": True, "base": None}
@@ -231,6 +239,7 @@ def test_what_does_not_go_with_adapters(changes, sentence):
     assert str(error.value) == f"recipe: lora: {sentence}"
 
 
+@pytest.mark.slow
 def test_moments_in_8_bits(corpus, base, tmp_path):
     plain, _ = train(adapting(corpus, base, tmp_path / "plain"))
     small, _ = train(adapting(corpus, base, tmp_path / "small", optimizer="adamw8bit"))

@@ -235,6 +235,7 @@ def test_from_the_gpu_and_back(tmp_path):
     assert all(torch.equal(got[name], t) for name, t in given.items()) and got["host"].tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs(capsys):
     from benchmarks.bench_checkpoint import main
 

@@ -40,6 +40,7 @@ def test_the_frozen_step_is_forward_and_dx(way):
     assert all(active_in(layer) for _, layer in adapted_layers(model))
 
 
+@pytest.mark.slow
 def test_a_finished_run_tells_its_price_and_is_left_as_it_was(corpus, base, tmp_path):
     run, _ = train(recipe(corpus, tmp_path, model=str(base), lora={"rank": 4, "dropout": 0.1}, accumulate=2))
     before = {name: t.clone() for name, t in run.model.state_dict().items()}

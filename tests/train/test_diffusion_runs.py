@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 DIFFUSION = {"model": "diffusion-tiny", "objective": "diffusion", "steps": 6, "seq": 16}
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_it_is_the_same_run(corpus, tmp_path):
     """The masks, too: they come from torch's generator, whose state a checkpoint holds. Validation draws from its own."""
     changes = DIFFUSION | {"eval_every": 2, "save_every": 2}

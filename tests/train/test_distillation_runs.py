@@ -26,6 +26,7 @@ def of(corpus, base, teacher, out, **changes):
     return recipe(corpus, out, **options | {"steps": 6, "lr": 3e-3, "eval_every": 3} | changes)
 
 
+@pytest.mark.slow
 def test_a_run_learns_its_teacher_and_resumes_to_the_bit(corpus, base, teacher, tmp_path):
     whole, records = train(of(corpus, base, teacher, tmp_path / "whole"))
     first, last = (record for record in records if "held_out" in record)

@@ -29,6 +29,7 @@ def in_epochs(corpus, out, epochs, **changes):
     return recipe(corpus, out, steps=None, epochs=epochs, **{"micro_batch": 16, "accumulate": 1} | changes)
 
 
+@pytest.mark.slow
 def test_epochs_visit_every_row_in_another_order(corpus, tmp_path):
     """Every row of a batch is a row of the corpus: two epochs of the rows that fill batches, each row once an epoch."""
     run, records = train(in_epochs(corpus, tmp_path, 2.0))
@@ -49,6 +50,7 @@ def test_steps_of_epochs(corpus, tmp_path, epochs, accumulate):
     assert run.stage.recipe.rates.steps == run.steps
 
 
+@pytest.mark.slow
 def test_stopped_in_the_middle_of_an_epoch(corpus, tmp_path):
     """The second epoch of two goes on where it was left, bit for bit."""
     common = {"validation": 0.4, "eval_every": 0}
@@ -97,6 +99,7 @@ def test_every_source_of_eval_data_has_its_loss(files):
     assert again.evaluations == run.evaluations
 
 
+@pytest.mark.slow
 def test_sources_with_weights(files, capsys):
     """An epoch has their documents so often; each source has a loss of documents that are not trained on."""
     for name, count in (("a", 24), ("b", 40)):
@@ -135,6 +138,7 @@ def test_sources_that_are_refused(files, corpus):
     assert source_names(["x/a.jsonl", "y/a.jsonl", "z/b.jsonl"]) == ["x-a.jsonl", "y-a.jsonl", "z-b.jsonl"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_epoch, steps", [(1.0, [7, 14, 18]), (0.5, [14, 18]), (3.0, [3, 5, 7, 9, 12, 14, 16, 18])])
 def test_evaluations_and_checkpoints_by_epoch(corpus, tmp_path, monkeypatch, per_epoch, steps):
     """Of an epoch of 20 micro-batches and steps of three: at the first step that completes each part, and at the end."""
@@ -192,6 +196,7 @@ def test_the_rate_changes_on_the_way_where_it_is_allowed(corpus, tmp_path, capsy
     assert again.changes == run.changes, "a later start needs no permission for it"
 
 
+@pytest.mark.slow
 def test_rows_change_on_the_way_where_it_is_allowed(corpus, tmp_path):
     train(recipe(corpus, tmp_path), until=6)
     longer = recipe(corpus, tmp_path, seq=64, micro_batch=2)

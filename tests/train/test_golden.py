@@ -86,6 +86,7 @@ def cosine(update: int, warmup: int = STEPS // 10) -> float:
     return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (update - 1 - warmup) / (STEPS - warmup)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("precision", APART)
 def test_the_curve_is_the_usual_one(usual, tmp_path, precision):

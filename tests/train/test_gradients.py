@@ -19,6 +19,7 @@ from .conftest import cut, draw, named, small, summed
 NARROW = dataclasses.replace(PRESETS["10m"], hidden=64, intermediate=192, vocabulary=512, head_width=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [PRESETS["10m"], NARROW], ids=["10m", "10m, a quarter as wide"])
 def test_the_10m_decoder_has_hugging_faces_gradients(config, tmp_path):
     """All ten layers in fp64, so that the comparison is of the formulas; gains off one, or a missing one would not show."""

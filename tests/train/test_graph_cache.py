@@ -67,6 +67,7 @@ def placed():
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [ours, placed])
 def test_longer_rows_leave_the_shorter_ones_graph_as_it_is(make):
     """A longer batch wants a longer table of angles. Any module that is made has a graph look at all that it reads."""

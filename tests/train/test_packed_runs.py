@@ -63,6 +63,7 @@ def test_epochs_of_packed_rows_and_what_they_are_evaluated_on(chats, tmp_path):
     assert held_out.batches * held_out.micro_batch == held_out.rows, "all of a small set"
 
 
+@pytest.mark.slow
 def test_stopped_in_the_middle_of_an_epoch(chats, tmp_path):
     common = {"steps": None, "epochs": 2.0, "seq": 128, "micro_batch": 4, "train_on": "last", "overlong": "drop"}
     whole, _ = train(of_chats(chats, tmp_path / "whole", **common))
@@ -103,6 +104,7 @@ def of_several_lengths(folder) -> str:
     return str(folder / "rows.jsonl")
 
 
+@pytest.mark.slow
 def test_rows_of_several_lengths(chats, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(trace, "_printed", set())
     """An epoch has every example once; a resumed run goes on in its middle."""

@@ -96,6 +96,7 @@ def test_an_adapted_head_is_asked_for_its_logits(options):
     assert_same_adapters(ours, theirs)
 
 
+@pytest.mark.slow
 def test_a_captured_step_too():
     """Placed: the masks that transformers makes read the device."""
     ours = placed(adapted(llama()))

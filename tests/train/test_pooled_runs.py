@@ -50,6 +50,7 @@ def test_a_run_learns_classes_and_exports_what_transformers_loads(rows, base, tm
         torch.testing.assert_close(theirs(padded.expand(2, -1)).logits, want.expand(2, -1), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_adapters_and_the_head_train_and_are_merged(rows, base, tmp_path):
     lora = {"lora": {"rank": 4}, "lr": 2e-2}
     run, records = train(of_classes(rows, base, tmp_path / "run", **lora))

@@ -44,6 +44,7 @@ def losses(step, count, **options):
     return torch.stack([step(window).loss for window in windows(count, **options)])
 
 
+@pytest.mark.slow
 def test_the_curve_lies_within_the_spread_of_bf16_seeds():
     """24 steps. bf16 with four seeds says how far apart runs lie; fp8 with the first is no farther from the same in bf16.
 
@@ -76,6 +77,7 @@ def test_the_blocks_products_are_in_fp8_and_no_others(monkeypatch):
     assert sorted(shapes) == sorted(wanted)
 
 
+@pytest.mark.slow
 def test_captured_is_eager_and_micro_batches_add_up():
     eager, captured = (step_of(decoder(), graph=mode, accumulate=2) for mode in ("off", "require"))
     one, other = losses(eager, 6, parts=2), losses(captured, 6, parts=2)

@@ -42,6 +42,7 @@ def test_a_run_begins_at_its_reference_and_prefers_what_was_chosen(pairs, tmp_pa
     assert last["tokens"] == pytest.approx(4 * 64 * run.feed.packing.efficiency), "tokens of the rows, not pairs"
 
 
+@pytest.mark.slow
 def test_adapters_train_on_packed_pairs(pairs, tmp_path_factory, tmp_path):
     base, _ = train(of_pairs(pairs, tmp_path_factory.mktemp("base"), steps=1))
     options = {"model": str(base.export(tmp_path / "hf")), "lora": {"rank": 4}, "lr": 2e-2, "seq": 128, "micro_batch": 2}
@@ -68,6 +69,7 @@ def test_each_row_gets_the_value_of_its_own_answer(pairs, tmp_path):
 TWO = ({"name": "first", "steps": 2}, {"name": "second", "steps": 4})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more, until", [({"buckets": 2}, 3), ({"phases": TWO}, 4)], ids=["buckets", "phase 2"])
 def test_a_resumed_run_keeps_its_reference(pairs, tmp_path, monkeypatch, more, until):
     """Which is of the weights that the phase began with: a checkpoint has its values."""
@@ -79,6 +81,7 @@ def test_a_resumed_run_keeps_its_reference(pairs, tmp_path, monkeypatch, more, u
     assert_same(whole, resumed)
 
 
+@pytest.mark.slow
 def test_values_of_other_rows(pairs, tmp_path):
     """Computed again in the first phase, whose weights can be had; refused in a later one."""
     first, _ = train(of_pairs(pairs, tmp_path / "one", eval_every=0), until=2)
@@ -100,6 +103,7 @@ def test_held_out_rows_of_another_kind_are_refused(pairs, tmp_path):
     assert refused.startswith("eval_data: chats") and "preferences" in refused
 
 
+@pytest.mark.slow
 def test_rows_of_several_lengths_get_their_own_values(pairs, tmp_path):
     run = prepare(of_pairs(pairs, tmp_path, data=(str(of_several_lengths(pairs)),), seq=128, buckets=3), progress=False)
     lengths = set()

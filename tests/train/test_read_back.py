@@ -39,6 +39,7 @@ def read_config(path: Path, content: bytes) -> None:
         assert str(path) in str(error) and len(str(error)) < 2000
 
 
+@pytest.mark.slow
 @settings(bounded, max_examples=100)
 @given(configs | st.builds(lambda given: {"phases": given}, phases))
 def test_a_config_of_any_values(tmp_path, config):

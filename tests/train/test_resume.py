@@ -28,6 +28,7 @@ def phases(book, *changes, more=()):
     return {"vocabulary": 300, "phases": (*both, *more)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("until", [None, 5], ids=["finished", "stopped"])
 def test_with_more_steps_it_is_the_longer_run(corpus, tmp_path, until):
     """Under a constant rate, bit for bit; what was done is not done again."""

@@ -19,6 +19,7 @@ from .runs import CHATS, assert_same, losses, recipe, train
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", [{}, {"ema": 0.9, "optimizer": "muon"}, {"precision": "bf16"}], ids=["fp32", "ema muon", "bf16"]
 )
@@ -46,6 +47,7 @@ def test_the_order_of_the_data_is_kept(corpus, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(got, wanted[14:])) and len({t.sum().item() for t in wanted}) > 20
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_and_resumed(corpus, tmp_path):
     """kill -9 after the first epoch of packed chats, which are saved every second step: what is resumed ends where the
     uninterrupted run does, bit for bit.
@@ -105,6 +107,7 @@ def test_a_finished_run_is_left_as_it_is(corpus, tmp_path):
     assert again.finished and again.done == 12 and records == []
 
 
+@pytest.mark.slow
 def test_stopped_between_two_phases(two_phases, tmp_path):
     whole, _ = train(recipe("", tmp_path / "whole", **two_phases))
     first, _ = train(recipe("", tmp_path / "halved", **two_phases), until=6)

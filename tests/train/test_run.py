@@ -31,6 +31,7 @@ def test_the_rates_are_the_recipes(corpus, tmp_path, shape):
     assert [record["lr"] for record in records] == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_phases_follow_each_other(two_phases, tmp_path):
     """The second learns what the assistant says and not what it is asked; a run that is stopped in it resumes in it."""
     whole, records = train(recipe("", tmp_path / "whole", **two_phases))
@@ -73,6 +74,7 @@ def test_a_run_that_only_skips_steps_ends(corpus, tmp_path, monkeypatch):
     assert run.checkpoints.latest() is None, "weights of no use are not saved"
 
 
+@pytest.mark.slow
 def test_a_mistake_in_the_second_phase_is_found_before_the_first_trains(two_phases, tmp_path):
     first, second = two_phases["phases"]
     for change, facts in (

@@ -25,6 +25,7 @@ def test_an_export_is_what_transformers_computes(corpus, tmp_path):
         torch.testing.assert_close(theirs(ids).logits, run.model(ids), rtol=0, atol=1e-5)  # fp32, two layers: measured 1e-7
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_an_exported_folder(corpus, tmp_path):
     """With the folder's own tokenizer and weights: its first loss is near where the first run ended, not near a new model's."""
     first, before = train(recipe(corpus, tmp_path / "first", steps=60))

@@ -23,6 +23,7 @@ def test_checkpoints_that_stay_for_good(corpus, tmp_path):
     assert [p.name for p in run.checkpoints.paths()] == ["step-00000004", "step-00000008", "step-00000012"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_nothing_that_was_saved(corpus, tmp_path, monkeypatch):
     from gpubound.train.checkpoint import files
 

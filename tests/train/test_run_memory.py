@@ -12,6 +12,7 @@ from .runs import assert_same, recipe, train
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 def test_recomputing_changes_no_number(corpus, tmp_path):
     """Every block, one of them, or none: what is kept for backward is another thing than what comes out of it."""
     runs = [train(recipe(corpus, tmp_path / way, recompute=way, steps=4))[0] for way in ("cheap", "none", "blocks", "1")]
@@ -26,6 +27,7 @@ def test_auto_batch_finds_what_fits(corpus, tmp_path):
     assert run.recipe.micro_batch * run.recipe.accumulate == 16 and run.recipe.micro_batch == 16, "16 rows of 32 fit any GPU"
 
 
+@pytest.mark.slow
 def test_the_largest_that_fits_and_as_many_rows_a_step():
     tried = []
 

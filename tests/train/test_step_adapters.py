@@ -135,6 +135,7 @@ def test_the_optimizer_holds_adapters_alone():
     step.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["our decoder", "placed", "PEFT, placed"])
 def test_micro_batches_are_one_batch(way):
     """fp32: the sums' order alone differs, as in test_step.py; 1e-6 of a gradient is 8 units in its last place."""
@@ -157,6 +158,7 @@ def test_micro_batches_are_one_batch(way):
         assert (got[name] - want[name]).norm() <= 1e-5 * want[name].norm(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place_it", "recompute"), [(False, "blocks"), (True, "cheap"), (True, "blocks")])
 def test_twenty_steps_are_pefts(tmp_path, place_it, recompute):
     """The same adapters by PEFT and plain torch: AdamW, clip, fp32. Losses within 1e-5."""
@@ -170,6 +172,7 @@ def test_twenty_steps_are_pefts(tmp_path, place_it, recompute):
     assert all(p.any() for p in gb.lora.parameters(ours)), "b was zeros"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place_it", [False, True])
 def test_twenty_steps_of_a_model_that_peft_wrapped(place_it):
     ours = adapted(llama(), target_modules="all-linear")
@@ -302,6 +305,7 @@ def scaled():
     return model, [lambda: scale(2), lambda: scale(0.5)], [2, 4, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [frozen_second, pefts_second, scaled])
 def test_adapters_that_are_merged_or_switched_make_another_graph(made):
     """A graph has baked in what they add: behind a merge it would add it a second time. Back again, the first one serves."""

@@ -80,6 +80,7 @@ def test_the_first_step_needs_no_more_than_a_step(optimizer, monkeypatch):
     assert copied <= 1.02 * (2 + 2 + 4 + 4) * weights
 
 
+@pytest.mark.slow
 def test_frozen_weights_that_are_stacked_are_not_copied(monkeypatch):
     """The matrix that they are stacked in is no parameter, and was taken for a state that a kernel may write."""
     elsewhere(monkeypatch)

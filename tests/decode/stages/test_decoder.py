@@ -27,6 +27,7 @@ def model(kind: str = "Llama") -> torch.nn.Module:
     return cases.build(kind, **{"num_hidden_layers": 4} | ({"layer_types": None} if kind == "Gemma3" else {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, stages", KINDS.items())
 def test_tokens_are_those_of_the_model(kind, stages):
     """One row and several of different lengths: fewer rows than lanes, and more."""
@@ -38,6 +39,7 @@ def test_tokens_are_those_of_the_model(kind, stages):
         assert found == [cases.likeliest(fast.model, prompt, row) for prompt, row in zip(given, found)]
 
 
+@pytest.mark.slow
 def test_settings_stops_and_figures_of_rows_in_lanes():
     """Drawn tokens, penalties, log-probabilities and stops are those of a decoder on one device; the cache's forms too."""
     kept = {"cache": "int8", "pages": 12, "verify": False}
@@ -70,6 +72,7 @@ def test_each_lane_reads_the_weights(devices, rows, at_once):
     assert ModelRunner.readers(gpus, rows) == devices and len(ModelRunner.lanes(gpus, rows)) == 1
 
 
+@pytest.mark.slow
 def test_weights_that_change_and_weights_that_move():
     fast = staged(verify="quick")
     prompt = cases.PROMPT
@@ -84,6 +87,7 @@ def test_weights_that_change_and_weights_that_move():
     assert moved == cases.likeliest(fast.model, prompt, moved) and moved != changed
 
 
+@pytest.mark.slow
 def test_rows_are_compared_as_their_lanes_take_them(monkeypatch):
     """Rows that go through the model together may come out otherwise than alone, as from tensor cores. Here they are others."""
     leave = FusedRunner.leave

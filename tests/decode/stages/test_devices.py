@@ -39,6 +39,7 @@ def decoder(model, devices: list[torch.device], rows: int = 3, **options) -> Fas
     return FastDecoder(model, Stepper(body, BatchState(rows, body.vocab, 32, body.device)), (2, 1), None, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Llama", "own", "DeepseekV4"])
 def test_each_stage_works_on_its_own_device(kind, sim):
     """Prompts, steps of lanes, the certificate, the model's own forward, the judge."""

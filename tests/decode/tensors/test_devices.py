@@ -35,6 +35,7 @@ def decoder(model, devices: list[torch.device], rows: int = 3, verify: bool = Tr
     return FastDecoder(model, Stepper(body, BatchState(rows, body.vocab, 32, body.device)), (2, 1), None, verify)
 
 
+@pytest.mark.slow
 def test_each_slice_works_on_its_own_device(sim):
     """Prompts, steps, the certificate, the judge, scores. The model stays where it is."""
     model = cases.build("Llama", num_hidden_layers=1)
@@ -46,6 +47,7 @@ def test_each_slice_works_on_its_own_device(sim):
     assert len(fast.score(given[0])[0]) == 6 and fast.body.locate(torch.tensor(given[0], device=sim))
 
 
+@pytest.mark.slow
 def test_a_model_that_lies_on_several_devices_already(sim, monkeypatch):
     """Another decoder has moved its layers there, in stages."""
     monkeypatch.setattr(weight_view, "_unreadable", lambda model, spread: None if spread else "its weights differ in device")
@@ -70,6 +72,7 @@ def test_a_launch_waits_for_nothing(sim):
     ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["cpu", "sim"])
 def test_streams_are_sliced_to_their_own_devices(sim, where, monkeypatch):
     """DeepSeek-V4's; the model itself lies on either."""

@@ -69,6 +69,7 @@ def theirs(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config).eval()
 
 
+@pytest.mark.slow
 def test_numbers_are_transformers_own_and_are_decoded(folder, theirs):
     before = sum(trace.fallbacks.values())
     model = load_foreign(folder, CPU, torch.float32)
@@ -82,6 +83,7 @@ def test_numbers_are_transformers_own_and_are_decoded(folder, theirs):
     assert found == theirs.generate(ids[None, :9], max_new_tokens=9, do_sample=False)[0, 9:].tolist()
 
 
+@pytest.mark.slow
 def test_experts_that_stay_in_fp4_are_decoded_to_the_same_tokens(folder, theirs, said):
     """By the model's own forward, prompts of any length, and steps; the judge listens to all of them."""
     model = load_coded(folder, CPU, torch.float32, codes=True)
@@ -296,6 +298,7 @@ def test_a_size_of_blocks_that_is_none(size, folder, tmp_path):
     assert str(error.value) == message("models/deepseek_v4/checkpoint:a_size_of_blocks_that_is", tmp_path, repr(size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codes", [False, True])
 def test_layers_dealt_out_to_several_devices(folder, codes):
     """Made without memory first: what no file holds is there, too, and the tokens are the same."""

@@ -19,6 +19,7 @@ def older(monkeypatch):
     monkeypatch.setattr(DeepseekV4RMSNorm, "forward", forward)
 
 
+@pytest.mark.slow
 def test_an_older_transformers_norm(older):
     model = build().bfloat16()
     for name, parameter in model.named_parameters():

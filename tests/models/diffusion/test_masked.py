@@ -97,6 +97,7 @@ STEPS = 1000  # of training, at most; four seeds took 175 to 275
 MARGIN = 0.9  # of every token's probability where only its row's first token is seen
 
 
+@pytest.mark.slow
 def test_a_memorised_corpus_is_filled_exactly():
     texts = torch.randint(14, (6, 10), generator=torch.Generator().manual_seed(1))
     texts[:, 0] = torch.arange(6)

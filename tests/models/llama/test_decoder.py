@@ -121,6 +121,7 @@ def test_no_token_sees_a_later_one(monkeypatch):
     assert torch.equal(before[:, :7], after[:, :7]) and not torch.equal(before[:, 7:], after[:, 7:])
 
 
+@pytest.mark.slow
 def test_torch_compile_takes_rows_of_any_length(monkeypatch):
     """From the second length on, sizes are symbols to it."""
     monkeypatch.setattr("gpubound.device.interpreted", lambda: False)

@@ -21,6 +21,7 @@ def corpus(tmp_path_factory):
     return build_corpus(tmp_path_factory.mktemp("corpus"))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_and_exports(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("gpubound.device.interpreted", lambda: False)
     once, records = train(recipe(corpus, tmp_path / "once", model="richards-tiny"))

@@ -126,6 +126,7 @@ def test_steps_equal_a_loop_of_plain_torch(accumulate):
     assert not any(p.requires_grad and p.grad is not None for p in teacher.parameters())
 
 
+@pytest.mark.slow
 def test_adapters_learn_the_teacher_in_its_own_dtype():
     student, teacher = decoder(), decoder(1).bfloat16()
     gb.lora.add(student, rank=4)

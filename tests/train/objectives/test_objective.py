@@ -33,6 +33,7 @@ def share(monkeypatch):
     monkeypatch.setitem(OBJECTIVES, "share", (__name__, Share.__name__))
 
 
+@pytest.mark.slow
 def test_a_run_takes_any_objective_by_its_name(share, corpus, tmp_path):
     changes = {"steps": 2, "objective": "share", "objective_options": {"part": 0.25}}
     run, records = train(recipe(corpus, tmp_path / "share", **changes))
@@ -49,6 +50,7 @@ def test_a_run_takes_any_objective_by_its_name(share, corpus, tmp_path):
     assert again.done == 3
 
 
+@pytest.mark.slow
 def test_a_phase_has_an_objective_of_its_own(share, corpus, tmp_path):
     """Stopped in the second phase and resumed, it is still that phase's. The run's options are not another objective's."""
     phases = ({"name": "half", "steps": 2}, {"name": "whole", "steps": 3, "objective": "next_token"})

@@ -105,6 +105,7 @@ def test_packed_pairs_have_the_loss_and_gradients_of_rows(loss, smoothing):
     assert objective.validate(model, [packed(given)]) == pytest.approx(objective.validate(model, [given]), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_packed_pairs_train_adapters_in_a_step_that_can_be_captured():
     losses = []
     for pairs in (batch(reference=False), packed(batch(reference=False))):

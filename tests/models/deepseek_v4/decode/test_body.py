@@ -37,6 +37,7 @@ def test_prompts_whose_last_piece_is_one_token(monkeypatch):
     torch.testing.assert_close(found, torch.stack(want), **EXACT)
 
 
+@pytest.mark.slow
 def test_logits_of_150_tokens_one_by_one():
     """Three rows, each of which decodes a third of the text from where it stands."""
     body, ids = body_of(), text(150)
@@ -65,6 +66,7 @@ def edges() -> list[int]:
     return sorted({length + more for length in around for more in (-1, 0, 1)})
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_what_was_recorded_at_one_length_serves_any_other():
     """The ops of a step as a graph would hold them: traced at one length, replayed at others, beside the model."""
@@ -109,6 +111,7 @@ def test_of_equal_scores_the_earlier_entries_are_chosen():
             assert chosen[b, t].tolist() == sorted(best) + [-1] * (TOP - len(best))
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_generate():
     """A ragged batch through the decoder; generate gets its prompts one by one, for it pads into a stretch."""
     prompts = [text(n, seed=n).tolist() for n in (1, 19, 7)]
@@ -228,6 +231,7 @@ def test_a_folder_in_16_bits_whose_norms_and_mixing_stay_in_32(tmp_path):
     assert body.trial.error < 0.1 and body.dtype == body.state()[0].dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_a_step_never_waits_for_the_device(monkeypatch):
     monkeypatch.setattr(compressed, "closed_projection", lambda *given: None)  # its weights are no plain parameters
     if torch.cuda.is_available():

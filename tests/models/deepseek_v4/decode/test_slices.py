@@ -23,6 +23,7 @@ def likeliest(model, prompt: list[int], row: list[int]) -> list[int]:
     return logits[len(prompt) - 1 :].argmax(-1).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 4])
 def test_tokens_are_those_of_the_model(devices):
     """Rows before and behind the window's end, one of them longer than what an index chooses from. Text is scored as well."""
@@ -57,6 +58,7 @@ def test_the_stream_is_the_same_on_all_devices():
             assert torch.equal(*(one.streams.x for one in going)) and going[0].streams.x.std() > 0
 
 
+@pytest.mark.slow
 def test_codes_are_sliced_as_they_are():
     """fp4 experts and fp8 layers, whose numbers the model's own forward writes out."""
     model = build_model(torch.device("cpu"), dry=True, codes=True)
@@ -73,6 +75,7 @@ def test_codes_are_sliced_as_they_are():
     assert halves[0].down.columns * 2 == one.down.columns
 
 
+@pytest.mark.slow
 @WAYS
 def test_devices_at_once_wait_for_each_other(way, monkeypatch):
     fast = sliced(verify=False)
@@ -83,6 +86,7 @@ def test_devices_at_once_wait_for_each_other(way, monkeypatch):
     assert fast.generate(given, max_new_tokens=5, **how).tokens == want
 
 
+@pytest.mark.slow
 def test_a_trial_launch_leaves_the_request_as_it_was(monkeypatch):
     """It comes behind the request's prompt, and its devices wait for nobody: the second finds no token and no position."""
     fast, prompt = sliced(verify=False), cases.text(9).tolist()
@@ -112,6 +116,7 @@ def test_a_token_that_does_not_come_is_no_token(monkeypatch):
     assert x.isnan().all()
 
 
+@pytest.mark.slow
 def test_weights_that_change_and_weights_that_move(said):
     model = cases.build()
     fast, prompt = sliced(model, verify=False), cases.text(9).tolist()
@@ -126,6 +131,7 @@ def test_weights_that_change_and_weights_that_move(said):
     assert fast.generate(prompt, max_new_tokens=9).tokens[0] == before
 
 
+@pytest.mark.slow
 def test_a_copy_that_broke_off_is_made_by_the_next_request(monkeypatch):
     """As where another has the memory for a while."""
     model = cases.build()

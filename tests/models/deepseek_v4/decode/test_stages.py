@@ -9,6 +9,7 @@ from tests.messages import message
 from . import cases
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_model():
     """Rows that stand before and behind the window's end, in lanes; one of them longer than what an index chooses from."""
     fast = gb.decoder(cases.build(), 4, cases.ROOM, devices=["cpu"] * 3)
