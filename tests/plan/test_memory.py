@@ -1,11 +1,17 @@
 """Predicted bytes against a model that runs: autograd's saved tensors, flat buffers, frozen and quantised weights."""
 
+import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from gpubound.cli.train_options import from_file
+from gpubound.device import CONTEXT, memory_size
 from gpubound.layers.linear_product import LEAST_BYTES
+from gpubound.models.llama.checkpoint import hf_config
 from gpubound.models.llama.decoder import Decoder, DecoderConfig
 from gpubound.plan.memory import memory, phases, saved, total
 from gpubound.plan.step import META, StepConfig, outlined, step_of
@@ -153,7 +159,10 @@ def test_more_rows_take_more_memory_and_recomputing_and_sharding_take_less():
     assert size() < size(average=True) and size(optimizer=AdamW8bit()) < size()
 
 
-SHAPES = {"135m": (576, 1536, 30, 9, 3, 49152), "350m": (1024, 4096, 24, 16, 4, 32768), "8b": (4096, 14336, 32, 32, 8, 128256)}
+SHAPES = {
+    "135m": (576, 1536, 30, 9, 3, 49152), "350m": (1024, 4096, 24, 16, 4, 32768), "1b": (2048, 8192, 16, 32, 8, 128256),
+    "3b": (3072, 8192, 28, 24, 8, 128256), "8b": (4096, 14336, 32, 32, 8, 128256),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -171,3 +180,22 @@ def test_the_peaks_of_phases_are_those_measured_on_an_h200(shape, rows, seq, lor
     wanted = {"place": place, "make step": make, "first step": steps, "steps": steps}
     for phase, gib in wanted.items():
         assert gib is None or found[phase] == pytest.approx(gib * 2**30, rel=0.05), phase
+
+
+RECIPES = sorted((Path(__file__).parents[2] / "examples" / "small_gpus").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_the_recipes_for_small_gpus_fit(file, tmp_path):
+    """By the prediction for a model of the shape that the file's name has, with 2 % to spare."""
+    options = from_file(str(file))
+    shape = re.search(r"_(\d+b)_", file.stem)[1]
+    save_config(tmp_path, DecoderConfig(*SHAPES[shape], tied=shape != "8b"))
+    step = step_of(replace(options.recipe(), model=str(tmp_path), objective="next_token"))
+    room = memory_size(options.memory) - CONTEXT
+    assert max(phases(step, stored=2).values()) < 0.98 * room, {name: size / 2**30 for name, size in phases(step, 2).items()}
+
+
+def save_config(folder: Path, config: DecoderConfig) -> None:
+    """Write the config.json of a model, without weights."""
+    (folder / "config.json").write_text(json.dumps(hf_config(config, torch.bfloat16)))

@@ -11,16 +11,19 @@ import torch
 from safetensors.torch import load_file
 
 from gpubound import lora
+from gpubound.data import train_tokenizer
 from gpubound.errors import DataError
 from gpubound.generate.load import open_saved
+from gpubound.layers.quantized_base import Base
 from gpubound.models import load_hf
+from gpubound.models.llama import checkpoint as llama
 from gpubound.train.cost import flops_of
 from gpubound.train.lora_options import Lora
-from gpubound.train.prepare import prepare
+from gpubound.train.prepare import build_model, prepare
 from gpubound.train.recipe import Recipe
 from tests.messages import message
 
-from .runs import CHATS, assert_same, losses, recipe, train
+from .runs import CHATS, assert_same, losses, recipe, texts, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RANK = {"rank": 4, "alpha": 8, "dropout": 0.1}
@@ -262,3 +265,26 @@ def test_the_work_of_a_token(base):
     before = flops_of(model, sizes(model))
     lora.quantize_base(model, "nf4")
     assert flops_of(model, sizes(model)) == before, "codes stand for as many numbers"
+
+
+@pytest.mark.parametrize("format", ["nf4", "fp8"])
+def test_a_base_is_quantised_as_it_is_read(corpus, base, tmp_path, format, monkeypatch):
+    """The same codes as of a model that was loaded first, with one weight at a time in the computing dtype."""
+    todo = adapting(corpus, base, tmp_path, precision="bf16", lora={"rank": 2, "base": format})
+    whole = load_hf(base, dtype=torch.bfloat16)
+    lora.quantize_base(whole, format)
+    model, unquantised = [], []
+
+    def counting(child, layer, kind, begin=Base.__init__):
+        linear = [m.weight for m in model[0].modules() if isinstance(m, torch.nn.Linear)]
+        unquantised.append(sum(w.dtype is torch.bfloat16 and not w.is_meta for w in linear))
+        begin(child, layer, kind)
+
+    monkeypatch.setattr(llama, "unread", lambda folder, read=llama.unread: model.append(read(folder)) or model[0])
+    monkeypatch.setattr(Base, "__init__", counting)
+    ours = build_model(todo, train_tokenizer(texts(), 300), torch.device("cpu"))
+    assert unquantised == [2] * 14  # with the head
+    state = whole.state_dict()
+    assert ours.state_dict().keys() == state.keys()
+    assert all(torch.equal(t.view(torch.uint8), state[name].view(torch.uint8)) for name, t in ours.state_dict().items())
+    assert torch.equal(logits_of(ours), logits_of(whole))

@@ -13,7 +13,7 @@ its device or in host memory, and broadcasts it tensor by tensor.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from ..formatting import readable
 from ..layers.linear_product import format_of, is_sharded
 from ..layers.quantized_base import Base
 from ..lora.layers import of_peft
+from ..models.storing import allocate
 from ..trace import notice
 from .fsdp_model import attach_gathered, fsdp_units, has_attached_state, share_tensor_state
 from .local_shard import LocalShard, local_shard_of
@@ -184,33 +185,17 @@ def _shard(
     policy = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=torch.float32, cast_forward_inputs=False)
     apply = partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=set(whole))
     for block in blocks:
-        _allocate(block, ranks.device, stored)
+        allocate(block, ranks.device, stored)
         ready(block)
         _view_as_fp32(block)
         apply(block, reshard_after_forward=not keep)
-    _allocate(model, ranks.device, stored)
+    allocate(model, ranks.device, stored)
     _view_as_fp32(model)
     apply(model, reshard_after_forward=False)  # the head is used at once
     for unit in fsdp_units(model):
         attach_gathered(unit)  # the library's stacks do not call their blocks as modules
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()  # the segments of whole parameters
-
-
-def _allocate(part: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Replace tensors on the meta device by tensors on `device`: parameters in `dtype`, a tied one once."""
-    allocated: dict[int, Any] = {}
-    for module in part.modules():
-        for key, p in module._parameters.items():
-            if p is not None and p.is_meta:
-                new = allocated.get(id(p))
-                if new is None:
-                    zeros = torch.zeros(p.shape, dtype=dtype, device=device)
-                    new = allocated[id(p)] = Parameter(zeros, requires_grad=p.requires_grad)
-                module._parameters[key] = new
-        for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[key] = torch.empty_like(buffer, device=device)
 
 
 def _view_as_fp32(part: nn.Module) -> None:

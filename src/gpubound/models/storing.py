@@ -5,7 +5,7 @@ The family defines config.json. The tensors are checked against it before a mode
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from stat import S_IMODE
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..data import Tokenizer
 from ..data.tokenizer import ends_of_turn
@@ -91,6 +91,24 @@ def unread_model(
     _check_tensors(path, stored_state(model), stored, model.config.tied)
     model.generation, model.name_or_path = generation, str(path.resolve())
     return model
+
+
+def allocate(part: nn.Module, device: torch.device, dtype: torch.dtype, leave: Collection[nn.Module] = ()) -> None:
+    """Replace tensors on the meta device by tensors on `device`: parameters in `dtype`, a tied one once.
+
+    leave  modules whose own tensors stay on the meta device
+    """
+    allocated: dict[int, nn.Parameter] = {}
+    for module in (m for m in part.modules() if m not in leave):
+        for key, p in module._parameters.items():
+            if p is not None and p.is_meta:
+                if (new := allocated.get(id(p))) is None:
+                    zeros = torch.zeros(p.shape, dtype=dtype, device=device)
+                    new = allocated[id(p)] = nn.Parameter(zeros, requires_grad=p.requires_grad)
+                module._parameters[key] = new
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = torch.empty_like(buffer, device=device)
 
 
 @torch.no_grad()

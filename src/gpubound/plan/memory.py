@@ -19,6 +19,7 @@ COMMUNICATOR = int(0.7 * GIB)  # assumption: NCCL's buffers, outside of it, too
 WORKSPACES = int(0.3 * GIB)  # assumption: of cuBLAS and cuDNN, and the update's partial sums
 LAUNCHED = int(0.11 * GIB)  # of what was launched so far, such as cuBLAS's workspace: measured on an H200
 PLACING = int(0.22 * GIB)  # the same while a model is placed, with the activations of a few tokens
+QUANTISING = int(0.35 * GIB)  # of a weight's parts that are widened to fp32, one at a time (kernels/nf4.py)
 SLACK = 0.03  # assumption: of what a step allocates and frees, the allocator reserves so much more
 FRAGMENTS = 0.1  # assumption: of frozen weights. Each is packed or quantised by itself, and leaves gaps between those that stay
 OUTSIDE = ("CUDA context", "NCCL buffers")  # not in torch.cuda.memory_reserved()
@@ -51,13 +52,17 @@ def _state(step: StepConfig) -> dict[str, int]:
     if step.adapters is None:
         parts["weights in 8 bits"] = 2 * layers * step.block_parameters if numbers.fp8 else 0
         return parts
-    frozen = layers * step.adapters.frozen_bytes + step.itemsize * step.other_parameters
     fragments = FRAGMENTS * layers * step.adapters.frozen_bytes if step.captured and not step.sharded else 0
     return {
-        "frozen weights": -(-frozen // (step.world if step.sharded else 1)),
+        "frozen weights": -(-_frozen(step) // (step.world if step.sharded else 1)),
         "scales of quantised weights": layers * step.adapters.scale_bytes,
         "adapters": parts.pop("weights"), **parts, "fragmentation of frozen weights": int(fragments),
     }  # fmt: skip
+
+
+def _frozen(step: StepConfig) -> int:
+    assert step.adapters is not None
+    return step.config.layers * step.adapters.frozen_bytes + step.itemsize * step.other_parameters
 
 
 def _gathered(step: StepConfig) -> dict[str, int]:
@@ -132,12 +137,15 @@ def phases(step: StepConfig, stored: int) -> dict[str, int]:
     and the memory that several were stacked in lasts until the first forward. The first step takes what all others do.
     """
     c, h, f = step.config, step.config.hidden, step.config.intermediate
-    weights, largest = stored * step.parameters, stored * c.vocabulary * h
+    weights, largest, trained = stored * step.parameters, stored * c.vocabulary * h, stored * step.parameters
+    if step.adapters is not None and step.adapters.base is not None:  # quantised as they are read: they have no gradients
+        weights, trained = _frozen(step), step.itemsize * step.other_parameters
+        largest = max(largest, QUANTISING + stored * h * f)
     stacked = stored * c.layers * h * ((c.heads + 2 * c.kv_heads) * c.head_dim + 2 * f) if step.adapters is None else 0
     state = sum(size for name, size in _state(step).items() if not name.startswith("fragmentation"))
     steps = reserved(memory(step))
     before = {
-        "place": weights + max(largest, min(weights, GROUP)) + PLACING,
+        "place": weights + max(largest, min(trained, GROUP)) + PLACING,
         "make step": state + stacked + LAUNCHED,
     }
     return {} if step.sharded else before | {"first step": steps, "steps": steps}

@@ -5,6 +5,7 @@ A checkpoint holds the adapters and the checksums of the base's files. The base 
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 from .. import lora
 from ..errors import DataError
 from ..layers.embedding_and_head import head_of
+from ..layers.linear_product import multiply_by_records
 from ..layers.quantized_base import Base
-from ..lora.base import FORMATS, suited
+from ..lora.base import FORMATS, InCodes, report_quantised, suited
 from ..lora.layers import adapted_layers
 from ..models.folder import weight_files
+from ..models.storing import allocate, read_parts, stored_state
 from ..trace import notice
 from .checkpoint import Checkpoint
 from .checkpoint.files import checksum
@@ -32,6 +35,28 @@ def frozen_bytes(outline: nn.Module, dtype: torch.dtype, base: str | None) -> in
         names = [f"{adapted.get(name, name)}.weight" for name in suited(outline, FORMATS[base])]
         quantised = FORMATS[base].bits / 8 * sum(map(frozen.pop, names))
     return int(quantised) + dtype.itemsize * sum(frozen.values())
+
+
+def load_quantised(folder: str | Path, family: Any, format: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Load the folder's model with its frozen weights quantised, as `lora.quantize_base` of the loaded model leaves them.
+
+    One weight at a time is on the device in `dtype`. Embedding, norms and head stay so.
+    """
+    folder, kind = Path(folder), FORMATS[format]
+    model: nn.Module = family.unread(folder)
+    layers: dict[str, Any] = {name: model.get_submodule(name) for name in suited(model, kind)}
+    allocate(model, device, dtype, leave={*layers.values()})
+    read_parts(folder, {name: (t, ()) for name, t in stored_state(model).items() if not t.is_meta})
+    before = after = 0
+    for name, layer in layers.items():
+        allocate(layer, device, dtype)
+        read_parts(folder, {f"{name}.{key}": (tensor, ()) for key, tensor in layer.named_parameters()})
+        before += layer.weight.nbytes
+        base = Base(layer, kind)
+        after += sum(t.nbytes for t in (layer.weight, *base.buffers()))
+    multiply_by_records(model, everywhere=True)
+    report_quantised([InCodes([*layers], before, after)], format, head_of(model) is not None)
+    return model
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:

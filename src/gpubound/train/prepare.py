@@ -28,7 +28,7 @@ from ..models.storing import read_parts
 from ..place import Placement, place, unplaced
 from ..trace import notice
 from .adamw import counted
-from .adapters import add as add_adapters, base_of, check_base, frozen_bytes
+from .adapters import add as add_adapters, base_of, check_base, frozen_bytes, load_quantised
 from .changes import ALLOWED, ROWS, allowed_keys, check_same, check_steps, newest_checkpoint, recipe_of
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.resume import seed_ranks
@@ -235,13 +235,17 @@ def choose_sharded(recipe: Recipe, outline: Callable[[], nn.Module], device: tor
 
 
 def build_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device) -> nn.Module:
-    """Return the whole model, without adapters: initialised for a preset, else loaded."""
+    """Return the whole model, without adapters: initialised for a preset, else loaded; where adapters want it, quantised."""
     if is_named(recipe.model):
         model = _new(recipe, tokenizer, device)
     else:
         # The step casts what trains; a frozen base is cast here.
-        dtype = precision_named(recipe.precision_on(device)).dtype if recipe.adapters else None
-        model = family_of(recipe.model).load(recipe.model, device, dtype)
+        adapters, family = recipe.adapters, family_of(recipe.model)
+        dtype = precision_named(recipe.precision_on(device)).dtype if adapters else None
+        if adapters is not None and adapters.base is not None and dtype is not None:
+            model = load_quantised(recipe.model, family, adapters.base, device, dtype)
+        else:
+            model = family.load(recipe.model, device, dtype)
         _check_vocabulary(recipe, tokenizer, model)
     stages_objective(recipe).adapt(model)
     return model
