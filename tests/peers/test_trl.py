@@ -1,6 +1,8 @@
 """TRL's trainers: with a placed model they train as with the model itself, and our DPO gives their losses and weights."""
 
 import random
+from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import gpubound as gb
 from gpubound.train.objectives.divergence import DistillationLoss
+from gpubound.train.objectives.policy import Policy
 from gpubound.train.objectives.preference import Preference
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")  # theirs
@@ -120,3 +123,52 @@ def test_distillation_gives_the_loss_of_gkd():
         formula = DistillationLoss(beta=beta, temperature=temperature)
         got = formula.mixed(student.flatten(0, 1), teacher.flatten(0, 1), labels.flatten()).sum()
         assert got.item() == pytest.approx(want.item() * temperature**2, rel=1e-5)  # TRL leaves τ² out
+
+
+@pytest.mark.parametrize("variant", ["grpo", "dr_grpo", "dapo", "gspo"])
+def test_policy_gives_the_loss_and_gradients_of_grpo(variant, folder):
+    """Both with the log-probabilities of one model: theirs are computed here, as their fused head wants a GPU."""
+    model, g = load(folder), torch.Generator().manual_seed(0)
+    prompt, answer = torch.randint(3, 12, (4, 5), generator=g), torch.randint(3, 12, (4, 7), generator=g)
+    mask = (torch.arange(7) < torch.tensor([[7], [3], [5], [1]])).int()
+    ids = torch.cat([prompt, answer], 1)
+
+    def scores(*_, **__):
+        logs = model(ids).logits[:, 4:-1].log_softmax(-1)
+        return logs.gather(-1, answer.unsqueeze(-1)).squeeze(-1), -(logs.exp() * logs).sum(-1), None
+
+    near = scores()[0].detach()
+    old, sampler, reference = (near + 0.3 * torch.randn(near.shape, generator=g) for _ in range(3))
+    advantages, preset = torch.tensor([1.0, -0.5, -2.0, 0.7]), Policy(variant, max_tokens=16)
+    theirs = SimpleNamespace(
+        _get_per_token_logps_and_entropies=scores, loss_type="grpo" if variant == "gspo" else variant, beta=0.1,
+        importance_sampling_level="sequence" if variant == "gspo" else "token", epsilon_low=preset.clip,
+        epsilon_high=preset.clip_high, use_vllm=True, vllm_importance_sampling_correction=True, max_completion_length=16,
+        top_entropy_quantile=1.0, off_policy_mask_threshold=None, _entropy_bonus_enabled=variant == "dapo", entropy_coef=0.02,
+        use_adaptive_entropy=False, aux_loss_enabled=False, current_gradient_accumulation_steps=1, model=model.train(),
+        args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        accelerator=SimpleNamespace(
+            num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
+        ),
+    )  # fmt: skip
+    inputs = {"prompt_ids": prompt, "prompt_mask": torch.ones_like(prompt), "completion_ids": answer, "completion_mask": mask}
+    inputs |= {"advantages": advantages, "old_per_token_logps": old, "ref_per_token_logps": reference}
+    inputs |= {"importance_sampling_ratio": (old - sampler).exp().clamp(max=2.0), "num_items_in_batch": mask.sum()}
+    want = trl.GRPOTrainer._compute_loss(theirs, model, inputs)
+    want.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+
+    def whole(values: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.zeros(4, 4), values], 1)
+
+    labels = torch.cat([torch.full((4, 4), -100), torch.where(mask.bool(), answer, -100)], 1)
+    given = {"input_ids": ids[:, :-1], "labels": labels, "advantages": advantages, "old_logprobs": whole(old)}
+    given |= {"sampler_logprobs": whole(sampler), "reference_logprobs": whole(reference)}
+    ours = Policy(variant, kl=0.1, entropy=0.02 if variant == "dapo" else 0.0, max_tokens=16)
+    total, items = ours(model, given)
+    assert (total / items).item() == pytest.approx(want.item(), rel=1e-5)
+    (total / items).backward()
+    for got, p in zip(gradients, model.parameters()):
+        assert (got - p.grad).norm() <= 1e-4 * p.grad.norm()

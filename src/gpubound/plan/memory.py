@@ -10,7 +10,7 @@ from ..device import CONTEXT
 from ..kernels.quantize import MULTIPLE
 from ..layers.linear_product import KEEP_ALL, LEAST_BYTES
 from ..place.verify import GROUP
-from ..train.objectives.word_loss import CHUNK
+from ..train.objectives.chunked_head import CHUNK
 from .gpus import GIB
 from .step import StepConfig
 

@@ -147,7 +147,8 @@ class DeviceStep:
     def sums(self) -> list[Tensor]:
         """Return every tensor that a micro-batch writes, except the model's buffers."""
         fp8 = [] if self.fp8 is None else [self.fp8.states, self.fp8.largest]
-        return [self.accumulators.gradient, self.summed, *fp8]
+        figures = self.loss.written() if isinstance(self.loss, Objective) else []
+        return [self.accumulators.gradient, self.summed, *fp8, *figures]
 
     def state(self) -> list[Tensor]:
         """Return every tensor that a step writes, except the model's buffers."""

@@ -10,7 +10,7 @@ import gpubound as gb
 from gpubound import Decoder, DecoderConfig
 from gpubound.data import train_tokenizer
 from gpubound.train import AdamW, TrainStep
-from gpubound.train.objectives import divergence
+from gpubound.train.objectives import chunked_head
 from gpubound.train.objectives.distillation import Distillation
 
 from ...messages import message
@@ -69,8 +69,8 @@ def by_formula(student: nn.Module, teacher: nn.Module, given: dict, alpha: float
 @pytest.mark.parametrize("whole", [False, True], ids=["chunks", "whole logits"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_are_the_formulas(monkeypatch, kind, whole):
-    monkeypatch.setattr(divergence, "CHUNK", 7)
-    monkeypatch.setattr(divergence, "ELEMENTS", 3 * WORDS)
+    monkeypatch.setattr(chunked_head, "CHUNK", 7)
+    monkeypatch.setattr(chunked_head, "ELEMENTS", 3 * WORDS)
     (alpha, beta, t), given = KINDS[kind], batch()
     student, teacher = decoder().double(), decoder(1, hidden=32).double()
     objective = Distillation(teacher, alpha=alpha, beta=beta, temperature=t)

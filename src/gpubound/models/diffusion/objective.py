@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from ...data import Tokenizer
 from ...layers.embedding_and_head import head_of
-from ...train.objectives.word_loss import IGNORE, WordLoss
+from ...train.objectives.chunked_head import IGNORE
+from ...train.objectives.word_loss import WordLoss
 from ..language_model import first_row, logits_of
 from ..registry import mode
 from .noise import spread_times

@@ -19,6 +19,7 @@ OBJECTIVES = {
     "causal_lm": (".word_loss", "CausalLM"),
     "next_token": (".word_loss", "NextToken"),
     "dpo": (".preference", "Preference"),
+    "policy": (".policy", "Policy"),
     "distillation": (".distillation", "Distillation"),
     "classification": (".pooled", "Classification"),
     "contrastive": (".pooled", "Contrastive"),
@@ -78,6 +79,10 @@ class Objective:
 
     def prepare(self, model: Any, batch: Any) -> None:
         """Called before the step is captured; it may read the device."""
+
+    def written(self) -> list[Tensor]:
+        """Return the tensors besides the loss that a call writes, such as figures of a step."""
+        return []
 
     def needs_reference(self, model: Any) -> bool:
         """Return whether batches need `reference`, what `reference_values` gives for the model before it is trained."""

@@ -21,7 +21,8 @@ from ...models.packed_rows import FIELDS, UNPACKED
 from ...models.registry import family_of, mode
 from ...place import place
 from ...trace import fallback
-from .divergence import IGNORE, DistillationLoss, Head, head_loss, head_losses
+from .chunked_head import IGNORE, Head
+from .divergence import DistillationLoss, head_losses, student_loss
 from .word_loss import WordLoss, check_arguments
 
 
@@ -137,7 +138,7 @@ class Distillation(WordLoss):
         inputs, labels = self.split(batch)
         student, teacher, flat = self._outputs(model, inputs, labels)
         if isinstance(student, Head):
-            loss = head_loss(student, teacher, flat, self.formula, scale)
+            loss = student_loss(student, teacher, flat, self.formula, scale)
         else:
             loss = self.formula.mixed(student, teacher, flat).sum()
             loss = loss if scale is None else loss * scale

@@ -9,25 +9,16 @@ the divergence of a token is that of generalised knowledge distillation (Agarwal
 
 and its loss, with the cross-entropy of the label, α τ² D + (1 − α) CE. The factor τ² keeps the gradient's size when τ changes
 (Hinton et al. 2015).
-
-Forward computes the gradients, too, as in kernels/cross_entropy.py: logits of CHUNK tokens are turned into losses and into
-their own gradient, and two more products give the gradients of hidden states and head. So the student's product runs once, and
-nothing is kept for backward but the gradient of the hidden states.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.accumulate import add_product, deliver, main_gradient
-
-IGNORE = -100
-CHUNK = 4096  # tokens of both heads' logits at a time: they share one product of the weight's gradient
-ELEMENTS = 1 << 25  # of logits that are in fp32 at a time, 128 MB a copy
+from .chunked_head import IGNORE, Head, Losses, head_loss, ranges
 
 
 @dataclass(frozen=True)
@@ -62,99 +53,23 @@ def divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     return beta * to_teacher + (1 - beta) * to_student
 
 
-class Head(NamedTuple):
-    """A linear head and its input (N, H). The product is in the input's dtype."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-
-    @staticmethod
-    def of(hidden: Tensor, head: Any, labels: Tensor) -> "Head":
-        """Inputs where nothing is learnt become 0: they may be NaN, which a gradient of 0 would not undo."""
-        return Head(hidden.masked_fill((labels == IGNORE).unsqueeze(-1), 0).flatten(0, -2), head.weight, head.bias)
-
-    def logits(self, first: int, last: int) -> Tensor:
-        x = self.x[first:last]
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
-
-
 def head_losses(student: Head, teacher: Head, labels: Tensor, formula: DistillationLoss) -> tuple[Tensor, Tensor]:
     """Return the sums of `formula.losses` over all tokens, without a gradient."""
     sums = torch.zeros(2, dtype=torch.float64, device=labels.device)
     with torch.no_grad():
-        for first, last in _ranges(len(labels), student.weight.shape[0]):
+        for first, last in ranges(len(labels), student.weight.shape[0]):
             z, t = student.logits(first, last), teacher.logits(first, last)
             sums += torch.stack([each.double().sum() for each in formula.losses(z, t, labels[first:last])])
     return sums[0], sums[1]
 
 
-def head_loss(student: Head, teacher: Head, labels: Tensor, formula: DistillationLoss, scale: Tensor | None = None) -> Tensor:
-    """Return the sum of the mixed losses over all tokens, times `scale`. No gradient goes to the teacher.
-
-    With `scale`, as a TrainStep gives it, backward must begin at this value with 1, once: a head's main_grad gets its gradient
-    in forward.
-    """
-    return _HeadLoss.apply(*student, teacher, labels, formula, scale)
-
-
-class _HeadLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, teacher, labels, formula, scale):
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        owners, student = (weight, bias), Head(x, weight, bias)
-        main = main_gradient(weight) if needs_weight else None
-        in_forward = scale is not None and main is not None
-        w, total = weight.to(x.dtype), torch.zeros((), dtype=torch.float64, device=x.device)
-        dx = torch.empty_like(x) if needs_x else None
-        dbias = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32)) if needs_bias else None
-        dweight = main if in_forward else None
-        if needs_weight and not in_forward:
-            dweight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        for first in range(0, len(x), CHUNK):
-            last = min(first + CHUNK, len(x))
-            z, t = student.logits(first, last), teacher.logits(first, last)
-            total += losses_into_gradient(z, t, labels[first:last], formula, scale, any(ctx.needs_input_grad)).sum()
-            if dx is not None:
-                torch.mm(z, w, out=dx[first:last])
-            if dweight is not None:
-                add_product(dweight, z, x[first:last], (weight,) if in_forward else ())
-            if dbias is not None:
-                dbias += z.sum(0, dtype=dbias.dtype)
-        ctx.owners, ctx.in_forward, ctx.scaled = owners, in_forward, scale is not None
-        ctx.save_for_backward(dx, None if in_forward else dweight, dbias)
-        total = total.to(torch.promote_types(x.dtype, torch.float32))
-        return total if scale is None else total * scale
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, upstream):
-        dx, *gradients = ctx.saved_tensors
-        factor = None if ctx.scaled else upstream
-        if dx is not None and factor is not None:
-            dx = dx * factor
-        delivered = [None if g is None else deliver(owner, g, factor) for owner, g in zip(ctx.owners, gradients)]
-        return dx, *delivered, None, None, None, None
-
-
-def losses_into_gradient(
-    z: Tensor, t: Tensor, labels: Tensor, formula: DistillationLoss, scale: Tensor | None, wanted: bool
+def student_loss(
+    student: Head, teacher: Head, labels: Tensor, formula: DistillationLoss, scale: Tensor | None = None
 ) -> Tensor:
-    """Return the mixed losses of logits z and t (N, V); where a gradient is wanted, overwrite z by that of the losses' sum,
-    times `scale`."""
-    if not wanted:
-        return torch.cat([formula.mixed(z[i:j], t[i:j], labels[i:j]) for i, j in _ranges(*z.shape)])
-    parts = []
-    for i, j in _ranges(*z.shape):
-        with torch.enable_grad():
-            leaf = z[i:j].detach().requires_grad_()
-            losses = formula.mixed(leaf, t[i:j], labels[i:j])
-            total = losses.sum() if scale is None else losses.sum() * scale
-            z[i:j].copy_(torch.autograd.grad(total, leaf)[0])
-        parts.append(losses.detach())
-    return torch.cat(parts)
+    """Return the sum of the mixed losses over all tokens, times `scale` (see `head_loss`). No gradient goes to the teacher."""
 
+    def of_chunk(first: int, last: int) -> Losses:
+        t, y = teacher.logits(first, last), labels[first:last]
+        return lambda z, i, j: formula.mixed(z, t[i:j], y[i:j])
 
-def _ranges(rows: int, words: int) -> list[tuple[int, int]]:
-    step = max(1, ELEMENTS // words)
-    return [(first, min(first + step, rows)) for first in range(0, rows, step)]
+    return head_loss(student, of_chunk, scale)

@@ -27,13 +27,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import lora
-from ...kernels import cross_entropy, linear_cross_entropy
+from ...kernels import linear_cross_entropy
 from ...kernels.cross_entropy import loss_shape
 from ...kernels.dispatch import Call
 from ...layers.embedding_and_head import head_of
 from ...models.language_model import LanguageModel, hidden_of, logits_of
 from ...models.registry import mode
-from .word_loss import CHUNK, IGNORE, WordLoss
+from .chunked_head import CHUNK, IGNORE, head_token_losses, token_losses
+from .examples import Examples
+from .word_loss import WordLoss, trained_besides_adapters
 
 EXTRA = ("reference", "example")  # fields of a batch that are not the model's
 
@@ -64,33 +66,15 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, float, float, Tensor], Tensor]] = {
 losses (P,)"""
 
 
-class Answers:
+class Answers(Examples):
     """The answers of a batch, in order: chosen and rejected of each pair. Each is a row, or an example of a packed row.
 
     counts  (P,), whether there is such a pair: a packed row has room for as many as the fullest one holds
     """
 
     def __init__(self, inputs: Mapping[str, Any], labels: Tensor):
-        self.labels, self.member, self.counts = labels, None, labels.new_ones(len(labels) // 2, dtype=torch.bool)
-        if "segment_ids" in inputs:
-            rows, segments = len(labels), inputs["segment_ids"]
-            most = (len(inputs["cu_seqlens"]) - 1) // rows if "cu_seqlens" in inputs else labels.shape[1]
-            numbers = torch.arange(most + most % 2, device=labels.device)
-            self.member = segments.unsqueeze(1) == numbers.unsqueeze(1)  # (rows, answers of a row, tokens)
-            self.segments = segments.clamp_min(0)
-            self.counts = self.member.any(-1).view(-1, 2).all(1)
-
-    def sums(self, values: Tensor) -> Tensor:
-        """Return the sum of values (B, T) over each answer (2 P,). Ratios are small differences of large sums."""
-        if self.member is None:
-            return values.sum(1, dtype=torch.float64)
-        return torch.where(self.member, values.unsqueeze(1), 0).sum(-1, dtype=torch.float64).flatten()
-
-    def at_tokens(self, values: Tensor) -> Tensor:
-        """Return the value of each token's answer (B, T)."""
-        if self.member is None:
-            return values.unsqueeze(1).expand(self.labels.shape).contiguous()
-        return values.view(len(self.labels), -1).gather(1, self.segments)
+        super().__init__(inputs, labels, group=2)
+        self.counts = self.present.view(-1, 2).all(1)
 
 
 @dataclass(eq=False)
@@ -138,10 +122,10 @@ class Preference(WordLoss):
         return {key: value for key, value in inputs.items() if key not in EXTRA}, labels
 
     def needs_reference(self, model: nn.Module) -> bool:
-        return bool(_trained_besides_adapters(model))
+        return bool(trained_besides_adapters(model))
 
     def prepare(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
-        if self._tried is not model and batch.get("reference") is None and (others := _trained_besides_adapters(model)):
+        if self._tried is not model and batch.get("reference") is None and (others := trained_besides_adapters(model)):
             raise ValueError(
                 f"dpo: {others[0]} trains, so the reference is not the model without its adapters; train adapters alone "
                 f"(gb.lora.add), or give batch['reference'], the sums of log-probabilities that `reference_values` computes "
@@ -159,7 +143,7 @@ class Preference(WordLoss):
             loss = self._losses(policy, reference, answers).sum() * factor
         else:
             hidden, head = hidden_of(model, inputs), head_of(model)
-            policy = -answers.sums(head_losses(hidden.detach(), head, labels))
+            policy = -answers.sums(head_token_losses(hidden.detach(), head, labels))
             with torch.enable_grad():
                 leaf = policy.detach().requires_grad_()
                 value = self._losses(leaf, reference, answers).sum()
@@ -183,7 +167,7 @@ class Preference(WordLoss):
             if self._why_all_logits is not None:
                 losses = token_losses(logits_of(model, inputs), labels)
             else:
-                losses = head_losses(hidden_of(model, inputs), head_of(model), labels)
+                losses = head_token_losses(hidden_of(model, inputs), head_of(model), labels)
         return -Answers(inputs, labels).sums(losses)
 
     def _reference(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
@@ -221,24 +205,3 @@ class Preference(WordLoss):
         held_out = torch.cat(losses).double().mean()
         figures = torch.stack([held_out, (margin > 0).double().mean(), margin.mean()]).tolist()
         return dict(zip(("held_out", "accuracy", "margin"), figures, strict=True))
-
-
-def _trained_besides_adapters(model: nn.Module) -> list[str]:
-    """Return the names of trained parameters that are not adapters', all of them where there are no adapters."""
-    adapters = {id(p) for p in lora.parameters(model)}
-    names = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in adapters]
-    return names or ([] if adapters else ["no parameter"])
-
-
-def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy of each label in fp32, 0 for -100."""
-    losses = cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="none")
-    return losses.view(labels.shape)
-
-
-@torch.no_grad()
-def head_losses(hidden: Tensor, head: Any, labels: Tensor) -> Tensor:
-    """Return `token_losses` of the head's logits, which exist for CHUNK tokens at a time."""
-    weight, bias = head.weight.to(hidden.dtype), None if head.bias is None else head.bias.to(hidden.dtype)
-    chunks = zip(hidden.flatten(0, -2).split(CHUNK), labels.flatten().split(CHUNK), strict=True)
-    return torch.cat([token_losses(F.linear(x, weight, bias), y) for x, y in chunks]).view(labels.shape)
