@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from gpubound.decode.generate import INTERVAL_S, short_switch_interval
+from gpubound.decode.running import INTERVAL_S, short_switch_interval
 
 from . import cases
 

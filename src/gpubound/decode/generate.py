@@ -4,17 +4,12 @@ A request goes through `RunningRequest.play`: a prefill, then launches of k step
 CUDA graph, a token chosen in each) and the batch that they work on; transformer.py has a step, layer by layer.
 """
 
-import atexit
 import math
-import sys
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import cache
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +46,9 @@ from .request import (
     read_prompts,
     to_device,
 )
+from .rollout import Rollout, start_rollout
 from .runner import BatchState, ModelRunner, RunnerConfig, SamplingVariant, StepGraphs, Stepper
+from .running import closed_at_exit, raise_not_finite, short_switch_interval
 from .speculation import Draft, ModelDraft, TextDraft, tokens_a_step
 from .text import TextCodec, TextStream
 from .transformer import FusedRunner, gemv_rows, kernel_calls, tiled_gemm_rows
@@ -148,6 +145,37 @@ class FastDecoder(NotCopyable):
             explicit = {name: value for name, value in settings.items() if name in SAMPLING}
             notice(f"decoder: {describe_sampling(self.generation, explicit)}")
         return RunningRequest(self, request)
+
+    def rollout(
+        self,
+        prompts: Any,
+        n: int = 1,
+        max_new_tokens: int | Sequence[int] | None = None,
+        temperature: float | Sequence[float] = 1.0,
+        logprobs: bool = True,
+        seed: int = 0,
+        stop: Any = None,
+        adapters: Any = None,
+        **settings: Any,
+    ) -> Rollout:
+        """Return an iterator over `n` sequences of each prompt as they end, of any number of prompts.
+
+        A row whose sequence ends gets the next one, and the other rows go on. The samples of a prompt share its prefill.
+
+        max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty
+                  one for all, or a list with one for each prompt
+        logprobs  of each token under softmax(logits / temperature), that is of the distribution that is drawn from, unless
+                  top_k, top_p, min_p or repetition_penalty cut or bend it further; at temperature 0, softmax(logits)
+        seed      with the prompt's index and the sample's it makes each sequence's own seed. Neither the order of the queue
+                  nor max_batch changes a sequence's draws; in fp32 its tokens are the same, too
+        stop      tokens or strings that end a sequence. None: the model's own end of text. (): nothing
+        adapters  a name for each prompt, or one for all, as in `generate`
+        """
+        if adapters is not None:
+            with self.turn, self.plainly():
+                self.bound.follow()
+        settings["temperature"] = temperature
+        return start_rollout(self, prompts, n, max_new_tokens, logprobs, seed, stop, adapters, settings)
 
     def score(self, prompts: Any) -> list[list[float]]:
         """Return, for each sequence, the log-probability of every token but the first, given the tokens before it."""
@@ -370,7 +398,7 @@ class RunningRequest:
         for the 1,537 tensors of 43 layers of DeepSeek-V4 a check takes 0.3 ms.
         """
         generator = self._play(alone)
-        _closed_at_exit().add(generator)
+        closed_at_exit().add(generator)
         return generator
 
     def _play(self, alone: bool) -> Generator[tuple[int, Any], None, None]:
@@ -460,7 +488,7 @@ class RunningRequest:
                 stopped_rows.append(row)
             elif not tokens.alive[row]:
                 if tokens.bad[row]:
-                    self._raise_not_finite(row, tokens.bad[row] - 1)
+                    raise_not_finite(self.decoder, f"sequence {row}", sequence.prompt + sequence.tokens, tokens.bad[row] - 1)
                 stopped = bool(sequence.tokens) and sequence.tokens[-1] in self.request.stops
                 sequence.finish = "stop token" if stopped else "length"
                 if text is not None:
@@ -473,23 +501,6 @@ class RunningRequest:
             self.decoder.slots.end(stopped_rows)
         return True
 
-    def _raise_not_finite(self, row: int, position: int) -> None:
-        body = self.decoder.body
-        if waited := [str(peer.device) for peer in body.peers if peer.gave_up()]:
-            raise GenerateError(
-                f"sequence {row}: {' and '.join(waited)} timed out waiting for another GPU, so the logits at "
-                f"position {position} are none. See what the driver says of the GPUs (nvidia-smi, dmesg); the next request "
-                "waits again."
-            )
-        sequence = self.sequences[row]
-        ids = pad([sequence.prompt + sequence.tokens], position + 1, body.device)[0]
-        with self.decoder.plainly():
-            where = body.locate(ids)
-        raise GenerateError(
-            f"sequence {row}: the logits at position {position} are not finite; first seen in {where}. Check the weights "
-            "(a diverged training run?) and the dtype."
-        )
-
     def result(self) -> Generation:
         """Return the generation, with the bytes that its wanted steps had to read: those of a step of mean length."""
         generation, body = self.generation, self.decoder.body
@@ -500,48 +511,3 @@ class RunningRequest:
         generation.bytes_read, generation.wanted = read * self.wanted, self.wanted
         generation.at_once = body.readers(len(lengths))
         return generation
-
-
-@cache
-def _closed_at_exit() -> WeakSet[Generator]:
-    """Return the generators to close at exit: torch 2.11 aborts where one with tensors in its frame is cleared after that."""
-    playing: WeakSet[Generator] = WeakSet()
-
-    def close() -> None:
-        for generator in list(playing):
-            with suppress(ValueError):  # another thread is inside
-                generator.close()
-
-    atexit.register(close)
-    return playing
-
-
-# A thread that computes yields the interpreter every 5 ms, if another asks. The generating thread asks several times a launch,
-# after each call of torch or sleep that had released it, and between two busy threads it then waits 5 to 10 ms: on an H200 a
-# 350m model fell to 0.47 of its speed. While a request runs the interval is 0.1 ms, for all threads: 0.96.
-INTERVAL_S = 1e-4
-
-_lock = threading.Lock()
-_requests = 0
-_before = 0.0
-
-
-@contextmanager
-def short_switch_interval() -> Iterator[None]:
-    """Shorten the interval at which Python threads switch while tokens are generated.
-
-    Of several requests at once, the last to end sets the interval back; one that someone set meanwhile stays.
-    """
-    global _requests, _before
-    with _lock:
-        _requests += 1
-        if _requests == 1:
-            _before = sys.getswitchinterval()
-            sys.setswitchinterval(min(_before, INTERVAL_S))
-    try:
-        yield
-    finally:
-        with _lock:
-            _requests -= 1
-            if _requests == 0 and abs(sys.getswitchinterval() - min(_before, INTERVAL_S)) < 1e-6:
-                sys.setswitchinterval(_before)

@@ -190,13 +190,19 @@ def first_not_finite(model: nn.Module, ids: Tensor) -> str:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Target of a prefill: positions start to end of the first `rows` rows, which attention reads up to `end`."""
+    """Target of a prefill: positions start to end of the first `rows` rows, which attention reads up to `end`.
 
-    rows: int
+    rows  or a tensor (B, C): of rows that get C copies of each prompt
+    """
+
+    rows: int | Tensor
     start: int
     end: int
 
     def write(self, buffer: Tensor, new: Tensor) -> Tensor:
+        if isinstance(self.rows, Tensor):
+            buffer[self.rows, :, self.start : self.end] = new[:, None]
+            return buffer[self.rows[:, 0], :, : self.end]
         buffer[: self.rows, :, self.start : self.end] = new
         return buffer[: self.rows, :, : self.end]
 

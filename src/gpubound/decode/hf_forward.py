@@ -72,6 +72,8 @@ class StaticCacheRunner(ModelRunner):
     of  the caller's model, where `model` is a transformers model over its weights
     """
 
+    refills = True
+
     def __init__(self, model: PreTrainedModel, build: RunnerConfig, path: str = "", of: nn.Module | None = None):
         max_batch, max_length = build.max_batch, build.max_length
         self.of: nn.Module = model if of is None else of
@@ -101,13 +103,28 @@ class StaticCacheRunner(ModelRunner):
 
     def prefill(self, ids_BT: Tensor, lengths_B: Tensor | None = None) -> None:
         """Fill positions 0 to T-1 of the first rows. Values beyond a row's length are overwritten before they are read."""
-        rows, tokens = ids_BT.shape
         for buffer in self.buffers():
-            buffer[:rows, :, tokens:].zero_()  # a NaN of an earlier sequence would pass through the mask
+            buffer[: len(ids_BT), :, ids_BT.shape[1] :].zero_()  # a NaN of an earlier sequence would pass through the mask
+        self._prompt(ids_BT, len(ids_BT))
+
+    def refill(self, ids_BT: Tensor, lengths_B: Tensor, rows_BC: Tensor) -> None:
+        for buffer in self.buffers():
+            buffer[rows_BC, :, ids_BT.shape[1] :] = 0
+        self._prompt(ids_BT, rows_BC)
+
+    def _prompt(self, ids_BT: Tensor, targets: int | Tensor) -> None:
+        rows, tokens = ids_BT.shape
         for start in range(0, tokens, CHUNK):
             end = min(start + CHUNK, tokens)
-            self.cache.aim(Prompt(rows, start, end))
+            self.cache.aim(Prompt(targets, start, end))
             self._forward(ids_BT[:, start:end].long(), self.place_L[None, start:end].expand(rows, -1), end)
+
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        for buffer in self.buffers():
+            buffer[targets] = buffer[sources]  # with the zeros after it
+
+    def cache_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers())
 
     def step(self, token_B: Tensor, position_B: Tensor) -> Tensor:
         """Return the logits (B, V) after one token of each of the first rows; (B T, V) after T tokens, both (B, T).

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..kernels import decode_attention, quantized_decode_attention
 from ..kernels.decode_attention import KINDS, Heads, LayerCache, Scratch, decode, encode
 from ..models.decoding import Shape
+from .request import to_device
 
 if TYPE_CHECKING:
     from .runner import RunnerConfig
@@ -86,6 +87,7 @@ class Cache:
             self.k_scale, self.v_scale = (torch.zeros(size[:-1], device=device, dtype=torch.float32) for _ in range(2))
         if layout.pages is not None:
             self.pages = torch.zeros(rows, pages_for(length), device=device, dtype=torch.int32)
+        self.targets: Tensor | None = None  # (B, C): rows that get C copies of each prompt; None: the first B
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -141,13 +143,30 @@ class Cache:
 
     def _stored(self, cache: Tensor, rows: int, start: int, end: int, new: Tensor) -> Tensor:
         """Write a prompt's values (B, T, K, ...) to a layer's cache, and return all of the rows up to `end`."""
-        if self.pages is None:
+        targets = self.targets
+        if self.pages is None and targets is None:
             cache[:rows, :, start:end] = new.transpose(1, 2)
             return cache[:rows, :, :end]
+        if self.pages is None:
+            assert targets is not None
+            cache[targets, :, start:end] = new.transpose(1, 2)[:, None]
+            return cache[targets[:, 0], :, :end] if start else new.transpose(1, 2)
+        pages = (self.pages[:rows, None] if targets is None else self.pages[targets]).long()  # (B, C, pages of a row)
         position = torch.arange(start, end, device=new.device)
-        cache[self.pages[:rows].long().index_select(1, position // PAGE), :, position % PAGE] = new
-        pages = cache[self.pages[:rows, : pages_for(end)].long()]  # (B, pages, K, PAGE, ...)
-        return pages.transpose(1, 2).flatten(2, 3)[:, :, :end]
+        cache[pages.index_select(2, position // PAGE), :, position % PAGE] = new[:, None]
+        stored = cache[pages[:, 0, : pages_for(end)]]  # (B, pages, K, PAGE, ...)
+        return stored.transpose(1, 2).flatten(2, 3)[:, :, :end]
+
+    def clear_after(self, end: int) -> None:
+        """Fill the positions of the targets from `end` on with zeros."""
+        for t in self.tensors:
+            t[:, self.targets, :, end:] = 0
+
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Copy the first `length` positions of the rows `sources` to the rows `targets`, of a cache without pages."""
+        for t in self.tensors:
+            for layer in t.view(torch.uint8) if t.dtype in KINDS.values() else t:
+                layer[targets, :, :length] = layer[sources, :, :length]
 
     def rounded(self, x: Tensor) -> Tensor:
         """Return keys or values (..., D) as an 8-bit cache rounds them."""
@@ -166,3 +185,36 @@ class Cache:
         shared = "" if self.pages is None else f", {self.layout.pages} pages of {PAGE} tokens that all rows share"
         plain = 2 * self.k.shape[0] * self.rows * self.k.shape[2] * self.length * self.k.shape[4] * self.dtype.itemsize
         return [("cache", form + shared, f"{self.nbytes / 1e6:,.3g} MB; plain, {plain / 1e6:,.3g}")]
+
+
+class PagePool:
+    """The pages of a cache, given to rows one by one. Without a cache in pages every row has its room."""
+
+    def __init__(self, cache: Cache | None) -> None:
+        self.cache, self.table = cache, None
+        if cache is not None and cache.pages is not None and cache.layout.pages is not None:
+            self.table = torch.zeros_like(cache.pages, device="cpu")
+            self.free = list(range(1, 1 + cache.layout.pages))
+
+    def fits(self, limit: int) -> bool:
+        return self.table is None or pages_for(limit) <= len(self.free)
+
+    def give(self, row: int, limit: int) -> None:
+        """Give a row the pages for `limit` tokens."""
+        if self.table is not None:
+            count = pages_for(limit)
+            self.table[row, :count] = torch.tensor([self.free.pop() for _ in range(count)], dtype=torch.int32, device="cpu")
+
+    def take(self, row: int) -> None:
+        """Take back the pages of a row. The row's steps write to page 0 from the next `upload` on."""
+        if self.table is not None:
+            self.free += [page for page in self.table[row].tolist() if page]
+            self.table[row] = 0
+
+    def move(self, source: int, target: int) -> None:
+        if self.table is not None:
+            self.table[target], self.table[source] = self.table[source].clone(), 0
+
+    def upload(self) -> None:
+        if self.table is not None and self.cache is not None and self.cache.pages is not None:
+            self.cache.pages.copy_(to_device(self.table, self.cache.pages.device))

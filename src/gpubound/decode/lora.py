@@ -56,6 +56,7 @@ class AdapterRouter:
         self.ids = torch.full((rows,), EVERY_ADAPTER, device=device, dtype=torch.int32)
         self.each = self.ids.repeat_interleave(tokens)  # the same for every token of a step
         self.tokens, self.most, self.device = tokens, rows * tokens, device
+        self.targets: Tensor | None = None  # (B, C): rows whose prompts are computed; None: the first B
         self._chosen: list[int] = []
         self.begin({})
 
@@ -106,7 +107,8 @@ class AdapterRouter:
 
     def mark(self, rows: int, tokens: int) -> None:
         """Set the adapter of each of the `tokens` tokens of the first rows, for the `LoraDelta.add` calls that follow."""
-        self.marked, self.masks = self.ids[:rows].repeat_interleave(tokens), {}
+        ids = self.ids[:rows] if self.targets is None else self.ids[self.targets[:, 0]]
+        self.marked, self.masks = ids.repeat_interleave(tokens), {}
 
 
 class LoraDelta:

@@ -31,7 +31,7 @@ from ..graph.runner import GraphRunner
 from ..kernels import pick, sample
 from ..kernels.sampling import SETTINGS, Into, Rows, Settings
 from .kv_cache import PLAIN, CacheLayout
-from .request import STOPS, Request, draws, to_device
+from .request import STOPS, Choice, Request, draws, to_device
 from .weights import weight_format
 
 MEMORY = Path("/proc/meminfo")
@@ -83,10 +83,19 @@ class ModelRunner(ABC):
     spans: Sequence[Any] = ()  # its groups of layers, where they are on several devices
     peers: Sequence[Any] = ()  # its devices, where all of them work on each token
     taken = 0  # how often it has read the model's weights: graphs hold the addresses of the last time
+    refills = False  # whether `refill` and `move` work
 
     @abstractmethod
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
         """Fill the cache with ids (B, T), right-padded. Positions after a row's length may hold any value afterwards."""
+
+    def refill(self, ids: Tensor, lengths: Tensor, rows: Tensor) -> None:
+        """Fill `rows` (B, C) of the cache with prompts ids (B, T), right-padded, C copies of each. Other rows stay."""
+        raise NotImplementedError
+
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Copy the first `length` positions of the rows `sources` of the cache to the rows `targets`."""
+        raise NotImplementedError
 
     @abstractmethod
     def step(self, token: Tensor, position: Tensor) -> Tensor:
@@ -143,6 +152,15 @@ class ModelRunner(ABC):
             scores.append(logits.float().log_softmax(-1).gather(-1, following)[:, 0])
             start += len(logits)
         return torch.cat(scores)
+
+    def cache_bytes(self) -> int:
+        """Return the bytes of the keys and values of all rows."""
+        return 0
+
+    @property
+    def paged(self) -> Any:
+        """The cache, if its rows share pages."""
+        return None
 
     def reserve(self, limits: Tensor) -> None:  # noqa: B027
         """Reserve cache for rows of up to `limits` tokens, (B,) int32 on the device. Called before each prefill."""
@@ -277,6 +295,7 @@ class BatchState:
         self.rows = Rows(token, position, self.block[-2], limit, self.block[-1], stops)
         zeros = {name: torch.zeros(max_batch, device=device, dtype=dtype) for name, dtype in SETTINGS.items()}
         self.settings = Settings(**zeros)  # a request writes all of them
+        self.scale = torch.ones(max_batch, device=device)  # of the logits, before their log-probabilities are taken
         self.seen: Tensor | None = None
         pinned = device.type == "cuda"
         self.lead = RING if pinned else ON_CPU
@@ -321,6 +340,48 @@ class BatchState:
                 row[prompt] = 1
             self.marks()[:rows] = to_device(marks, self.device)
 
+    def vacate(self, stops: Sequence[int]) -> None:
+        """End all rows, and set the tokens that end those to come."""
+        for tensor in self.rows[:-1]:
+            tensor.zero_()
+        padded = torch.tensor([*stops, *[-1] * (STOPS - len(stops))], dtype=torch.int32, device="cpu")
+        self.rows.stops.copy_(to_device(padded, self.device))
+
+    def seat(
+        self, rows: list[int], prompts: list[list[int]], limits: list[int], choices: Sequence[Choice], tempered: bool
+    ) -> None:
+        """Begin a sequence in each of these rows, while the others go on.
+
+        tempered: scale the logits by the temperature before all else, so that log-probabilities are those of the draw.
+        """
+        whole = [
+            [row, prompt[-1], len(prompt) - 1, limit, draws([prompt])[0], choice.top_k, choice.seed, 1, 0]
+            for row, prompt, limit, choice in zip(rows, prompts, limits, choices)
+        ]
+        scales = [1 / choice.temperature if tempered and choice.temperature else 1.0 for choice in choices]
+        real = [
+            [choice.temperature * scale, choice.top_p, choice.min_p, choice.repetition_penalty, scale]
+            for choice, scale in zip(choices, scales)
+        ]
+        state, settings = self.rows, self.settings
+        into = [state.token, state.position, state.limit, settings.row, settings.top_k, settings.seed, state.alive, state.bad]
+        into += [settings.temperature, settings.top_p, settings.min_p, settings.penalty, self.scale]
+        index, *columns = to_device(torch.tensor(whole, dtype=torch.int64, device="cpu").t().contiguous(), self.device)
+        columns += to_device(torch.tensor(real, dtype=torch.float32, device="cpu").t().contiguous(), self.device)
+        for tensor, values in zip(into, columns):
+            tensor.index_copy_(0, index, values.to(tensor.dtype))
+        if any(choice.repetition_penalty != 1 for choice in choices):
+            marks = torch.zeros(len(rows), self.vocab, dtype=torch.uint8, device="cpu")
+            for row, prompt in zip(marks, prompts):
+                row[prompt] = 1
+            self.marks().index_copy_(0, index, to_device(marks, self.device))
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Move sequences to other rows."""
+        for tensor in (*self.rows[:-1], *self.settings[:-1], self.scale, self.seen):
+            if tensor is not None:
+                tensor[targets] = tensor[sources]
+
     def end(self, rows: list[int]) -> None:
         """End these rows, for a reason that only the host knows, such as a stop string."""
         alive = torch.ones(self.max_batch, dtype=torch.int32, device="cpu")
@@ -362,6 +423,7 @@ class SamplingVariant(NamedTuple):
     greedy: bool = True
     penalty: bool = False
     logprobs: bool = False
+    tempered: bool = False  # log-probabilities after the temperature
 
 
 class Stepper:
@@ -379,6 +441,8 @@ class Stepper:
         settings = None if plain else slots.choice(slice(rows), variant.penalty)
         for step in range(steps):
             logits = body.step(state.token, state.position)
+            if variant.tempered:
+                logits.mul_(slots.scale[:rows, None])
             logprob = slots.logprobs[step, :rows] if variant.logprobs else None
             choose(body, logits, state, settings, into_body(body, slots.emitted[step, :rows]), logprob)
 
@@ -436,7 +500,7 @@ class StepGraphs:
         """Forget every graph, after the weights have moved."""
         self._launches: dict[tuple[int, int, SamplingVariant], Callable[[], None]] = {}
         self._warm: set[tuple[int, SamplingVariant]] = set()
-        self._prompts: dict[torch.Size, tuple[tuple[Tensor, Tensor], Callable[[], None]] | None] = {}
+        self._prompts: dict[tuple, tuple[tuple[Tensor, ...], Callable[[], None]] | None] = {}
         self._pools: dict[torch.device, Any] = {}
 
     def __len__(self) -> int:
@@ -464,6 +528,23 @@ class StepGraphs:
         for buffer, new in zip(inputs, (ids, lengths)):
             buffer.copy_(new)
         replay()
+
+    def refill(self, ids: Tensor, lengths: Tensor, rows: Tensor) -> None:
+        """body.refill(ids (B, T), lengths (B,), rows (B, C))."""
+        new, size = (ids, lengths, rows), (ids.shape, rows.shape)
+        fits = self.body.captures_prefill and ids.device.type == "cuda" and 0 < ids.numel() <= self.longest_prompt
+        if not fits or size not in self._prompts:
+            self.body.refill(*new)
+            self._prompts.setdefault(size, None)
+            return
+        if (captured := self._prompts[size]) is None:
+            inputs, runner = tuple(t.clone() for t in new), self._runner_on(self.slots.device)
+            name = f"refill {len(ids)} x {ids.shape[1]} for {rows.numel()} rows"
+            runner.record(name, lambda: self.body.refill(*inputs), [], set())
+            self._prompts[size] = captured = inputs, runner.replay
+        for buffer, value in zip(captured[0], new):
+            buffer.copy_(value)
+        captured[1]()
 
     def _capture_prefill(self, ids: Tensor, lengths: Tensor) -> tuple[tuple[Tensor, Tensor], Callable[[], None]]:
         runner = self._runner_on(self.slots.device)

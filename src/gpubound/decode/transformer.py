@@ -241,7 +241,8 @@ class FusedRunner(ModelRunner):
         self.weight_bytes = sum({t.data_ptr(): t.nbytes for t in read}.values())  # that every step reads
         self.bytes_a_token = sum(group.cache.bytes_a_token for group in self.spans)
         self.sparse = [layer for layer in self.layers if type(layer.mlp) is not DenseMLP]
-        self.captures_prefill = len(self.spans) == 1 and all(layer.mlp.captures_prompts for layer in self.layers)
+        self.refills = len(self.spans) == 1
+        self.captures_prefill = self.refills and all(layer.mlp.captures_prompts for layer in self.layers)
         self.measured = None
         if self.host:
             self.host.read_weights()
@@ -342,6 +343,27 @@ class FusedRunner(ModelRunner):
             self.streamed(ids[:, start : start + CHUNK], start)  # a device may read a chunk while the next has the previous one
         if self.host:
             self.host.finite = ids.shape[1]
+
+    def refill(self, ids: Tensor, lengths: Tensor, rows: Tensor) -> None:
+        self.cache.targets = self.adapting.targets = rows
+        try:
+            if self.host:
+                self.cache.clear_after(ids.shape[1])  # NaN would pass through a mask
+            self.prefill(ids, lengths)
+        finally:
+            self.cache.targets = self.adapting.targets = None
+        if self.host:
+            self.host.finite = self.max_length
+
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        self.cache.move(sources, targets, length)
+
+    def cache_bytes(self) -> int:
+        return sum(group.cache.nbytes for group in self.spans)
+
+    @property
+    def paged(self) -> Cache | None:
+        return None if self.cache.pages is None else self.cache
 
     @torch.no_grad()
     def hidden(self, ids: Tensor, start: int = 0) -> Tensor:

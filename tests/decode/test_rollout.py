@@ -1,0 +1,246 @@
+"""Rollouts: a queue longer than the batch, rows that are given the next sequence, and what a sequence depends on."""
+
+import pytest
+import torch
+
+import gpubound as gb
+from gpubound.decode import cpu_step, rollout
+from gpubound.watch import no_stall
+from tests.messages import message, refusal
+
+from . import cases
+
+LENGTHS = [3, 20, 5, 9, 26]
+PROMPTS = cases.prompts(5, 1, 19, 6, 30)
+
+
+def by_name(sequences) -> dict[tuple[int, int], list[int]]:
+    return {(one.prompt, one.sample): one.tokens for one in sequences}
+
+
+def assert_as_generated(fast, found):
+    for one in found:
+        how = {"temperature": 1.0, "logprobs": True, "seed": one.seed, "max_new_tokens": LENGTHS[one.prompt]}
+        want = fast.generate(PROMPTS[one.prompt], **how).sequences[0]
+        assert one.tokens == want.tokens
+        assert one.logprobs == pytest.approx(want.logprobs, abs=1e-4)
+        assert one.finish == want.finish.partition(" ")[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Mistral", {}),
+        ("Qwen3", {"pages": 7}),
+        ("own", {"pages": 6, "cache": "fp8"}),
+        ("Llama", {"cache": "int8"}),
+        ("Gemma2", {}),
+        ("Qwen3Moe", {}),
+        ("Llama", {"fused": False}),
+    ],
+)
+def test_every_sequence_is_what_its_own_seed_draws_alone(kind, options, device):
+    fast = cases.shared(kind, str(device), **options)
+    found = fast.rollout(PROMPTS, n=3, max_new_tokens=LENGTHS, seed=5)
+    assert len(found.sequences) == 15 and [(one.prompt, one.sample) for one in found.sequences[:4]] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (1, 0),
+    ]
+    assert_as_generated(fast, found.sequences)
+
+
+@pytest.mark.parametrize("kind", ["Mistral", "own"])
+def test_on_a_cpus_own_path(kind, monkeypatch):
+    """Its masks let a NaN pass, which a row may hold beyond its prompt."""
+    monkeypatch.undo()
+    assert cpu_step.fits(torch.device("cpu"))
+    fast = gb.decoder(cases.build(kind), 4, cases.ROOM, verify=False)
+    fast.body.cache.poison()
+    assert_as_generated(fast, fast.rollout(PROMPTS, n=2, max_new_tokens=LENGTHS, seed=5).sequences)
+
+
+def test_neither_the_batch_nor_the_order_of_the_queue_changes_a_sequence(device):
+    want = by_name(cases.shared("Mistral", str(device)).rollout(PROMPTS, n=3, max_new_tokens=LENGTHS).sequences)
+    for rows in (1, 3, 16):
+        found = cases.shared("Mistral", str(device), max_batch=rows).rollout(PROMPTS, n=3, max_new_tokens=LENGTHS)
+        assert by_name(found.sequences) == want
+    found = cases.shared("Mistral", str(device)).rollout(PROMPTS, n=3, max_new_tokens=LENGTHS)
+    found.waiting.reverse()
+    assert by_name(found.sequences) == want
+    fewer = cases.shared("Mistral", str(device)).rollout(PROMPTS[:2], n=1, max_new_tokens=LENGTHS[:2])
+    assert by_name(fewer.sequences) == {name: want[name] for name in ((0, 0), (1, 0))}
+
+
+def test_sequences_come_as_they_end_and_rows_are_taken_again():
+    fast = cases.shared("Llama")
+    found = fast.rollout(PROMPTS, n=2, max_new_tokens=LENGTHS)
+    first = next(found)
+    assert first.prompt == 0 and first in found.finished and len(found.waiting) > 0
+    rest = list(found)
+    assert [one.prompt for one in (first, *rest)] != sorted(one.prompt for one in (first, *rest))
+    assert found.count == 2 * sum(LENGTHS) and 0 < found.occupancy <= 1 and found.tokens_per_s > 0
+    together = sum(max(LENGTHS[at // 2] for at in range(start, min(start + 4, 10))) for start in (0, 4, 8))
+    assert found.launches * rollout.STEPS < together  # the steps of batches that begin and end together
+
+
+def test_the_samples_of_a_prompt_share_its_prefill():
+    fast = cases.shared("Llama", max_batch=8)
+    found = fast.rollout(PROMPTS[:2], n=4, max_new_tokens=4)
+    assert len(found.sequences) == 8 and found.prefills == 2
+    found = fast.rollout(PROMPTS[2:4], n=16, max_new_tokens=8)
+    assert len(found.sequences) == 32 and found.prefills == 4
+
+
+def test_the_last_sequences_move_to_fewer_rows():
+    fast = cases.shared("Qwen3", max_batch=8)
+    for decoder in (fast, cases.shared("Qwen3", max_batch=8, pages=16), cases.shared("Qwen3", max_batch=8, cache="int8")):
+        lengths = [2, 3, 4, 2, 9, 5, 24, 2]
+        given = [PROMPTS[at % 5] for at in range(8)]
+        found = decoder.rollout(given, max_new_tokens=lengths, repetition_penalty=1.2, temperature=0.7)
+        assert [len(one.tokens) for one in found.sequences] == lengths and found.size == 1
+        last = found.sequences[6]
+        how = {"max_new_tokens": 24, "repetition_penalty": 1.2, "temperature": 0.7, "seed": last.seed}
+        assert decoder.generate(given[6], **how).tokens[0] == last.tokens
+
+
+def test_stop_tokens_and_strings():
+    fast = cases.shared("Llama")
+    ends = [3, 4, 5, 6, 7, 8]
+    found = fast.rollout(PROMPTS, n=4, stop=ends, max_new_tokens=16).sequences
+    assert {one.finish for one in found} == {"stop", "length"}
+    for one in found:
+        assert not set(one.tokens[:-1]) & set(ends) and (one.tokens[-1] in ends) == (one.finish == "stop")
+    text = gb.decoder(cases.build("Llama"), 3, cases.ROOM, tokenizer=cases.Bytes(), verify=False)
+    stop = [chr(letter) for letter in range(48, 64)]
+    found = text.rollout(PROMPTS, n=2, stop=stop, max_new_tokens=12).sequences
+    for one in found:
+        want = text.generate(PROMPTS[one.prompt], temperature=1.0, seed=one.seed, stop=stop, max_new_tokens=12).sequences[0]
+        assert (one.tokens, one.text, one.finish) == (want.tokens, want.text, want.finish.partition(" ")[0])
+        assert len(one.logprobs) == len(one.tokens)
+    assert {one.finish for one in found} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 3.0])
+def test_logprobs_are_those_of_the_distribution_that_is_drawn_from(temperature, device):
+    fast = cases.shared("Qwen3", str(device))
+    for one in fast.rollout(PROMPTS, max_new_tokens=9, temperature=temperature):
+        logits = cases.logits(fast.model, [*PROMPTS[one.prompt], *one.tokens[:-1]])[len(PROMPTS[one.prompt]) - 1 :]
+        scores = (logits.double() / (temperature or 1.0)).log_softmax(-1)
+        want = scores.gather(1, torch.tensor(one.tokens, device=scores.device)[:, None])[:, 0]
+        assert one.logprobs == pytest.approx(want.tolist(), abs=1e-4)
+        if not temperature:
+            assert one.tokens == logits.argmax(-1).tolist()
+
+
+def test_settings_of_each_prompt():
+    fast = cases.shared("Llama")
+    settings = {"temperature": [0.0, 1.0, 0.5, 2.0, 1.0], "top_k": [0, 5, 0, 3, 1], "top_p": [1.0, 0.9, 1.0, 1.0, 0.5]}
+    found = fast.rollout(PROMPTS, n=2, max_new_tokens=LENGTHS, **settings).sequences
+    for one in found:
+        how = {name: values[one.prompt] for name, values in settings.items()}
+        want = fast.generate(PROMPTS[one.prompt], max_new_tokens=LENGTHS[one.prompt], seed=one.seed, **how)
+        assert one.tokens == want.tokens[0]
+    assert found[0].tokens == found[1].tokens and found[2].tokens != found[3].tokens
+
+
+def test_adapters_of_each_prompt():
+    model = cases.build("own")
+    for name in ("x", "y"):
+        gb.lora.add(model, 4, name=name, init=False)
+    fast = gb.decoder(model, 3, cases.ROOM, verify=False)
+    names = ["x", None, "y", "x", "y"]
+    found = fast.rollout(PROMPTS, n=2, max_new_tokens=12, adapters=names).sequences
+    for one in found:
+        how = {"temperature": 1.0, "seed": one.seed, "max_new_tokens": 12, "adapters": [names[one.prompt]]}
+        assert one.tokens == fast.generate(PROMPTS[one.prompt], **how).tokens[0]
+
+
+def test_the_next_rollout_has_the_weights_as_they_are_then():
+    model = cases.build("Llama")
+    fast = gb.decoder(model, 3, cases.ROOM, verify=False)
+    before = by_name(fast.rollout(PROMPTS, n=2, max_new_tokens=12).sequences)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.1)
+    after = by_name(fast.rollout(PROMPTS, n=2, max_new_tokens=12).sequences)
+    fresh = gb.decoder(model, 3, cases.ROOM, verify=False).rollout(PROMPTS, n=2, max_new_tokens=12)
+    assert by_name(fresh.sequences) == after != before
+
+
+def test_nothing_waits_for_the_device(sim):
+    fast = gb.decoder(cases.build("Qwen3", device=sim), 4, cases.ROOM, verify=False)
+    given = {"n": 2, "max_new_tokens": [3, 9, 5, 12, 4], "temperature": 0.7, "seed": 1}
+    list(fast.rollout(PROMPTS, **given))
+    with no_stall():
+        assert len(fast.rollout(PROMPTS, **given).sequences) == 10
+
+
+class TestFaults:
+    def test_a_prompt_longer_than_the_cache(self):
+        fast = cases.shared("Llama")
+        given = [*PROMPTS, [3] * cases.ROOM]
+        assert refusal(ValueError, lambda: fast.rollout(given)) == message("decode/rollout:long_prompt")
+
+    def test_requests_that_cannot_be(self):
+        fast = cases.shared("Llama")
+        for how in ({"n": 0}, {"max_new_tokens": [3]}, {"temperature": -1.0}, {"max_new_tokens": [3, 0, 1, 1, 1]}):
+            with pytest.raises(ValueError):
+                fast.rollout(PROMPTS, **how)
+        with pytest.raises(TypeError):
+            fast.rollout(PROMPTS, beams=3)
+        draft = gb.decoder(cases.build("Llama"), 2, cases.ROOM, speculate=2, verify=False)
+        assert refusal(ValueError, lambda: draft.rollout(PROMPTS)) == message("decode/rollout:speculation")
+
+    def test_an_interrupt_leaves_the_decoder_usable(self, monkeypatch):
+        fast = cases.shared("Mistral")
+        want = by_name(fast.rollout(PROMPTS, n=2, max_new_tokens=9).sequences)
+        receive, calls = fast.slots.receive, []
+
+        def interrupted(*logprobs):
+            calls.append(logprobs)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return receive(*logprobs)
+
+        monkeypatch.setattr(fast.slots, "receive", interrupted)
+        found = fast.rollout(PROMPTS, n=2, max_new_tokens=9)
+        with pytest.raises(KeyboardInterrupt):
+            list(found)
+        monkeypatch.undo()
+        assert {one.prompt for one in found.finished} < {0, 1, 2, 3, 4}
+        assert by_name(fast.rollout(PROMPTS, n=2, max_new_tokens=9).sequences) == want
+
+    def test_a_rollout_that_is_left_early(self):
+        fast = cases.shared("Mistral")
+        found = fast.rollout(PROMPTS, n=2, max_new_tokens=9)
+        next(found)
+        with pytest.raises(gb.errors.GenerateError):
+            fast.generate(PROMPTS[0], max_new_tokens=1)
+        found.close()
+        assert fast.generate(PROMPTS[0], max_new_tokens=1).count == 1
+
+    def test_out_of_memory_in_a_refill(self, monkeypatch):
+        fast = cases.shared("Mistral")
+        refill, calls = fast.body.refill, []
+
+        def full(*inputs):
+            calls.append(inputs)
+            if len(calls) == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            refill(*inputs)
+
+        monkeypatch.setattr(fast.body, "refill", full)
+        found = fast.rollout(PROMPTS, n=2, max_new_tokens=9)
+        text = refusal(gb.errors.GenerateError, lambda: list(found))
+        assert text == message("decode/rollout:out_of_memory") and found.finished
+        monkeypatch.undo()
+        assert len(fast.rollout(PROMPTS, n=2, max_new_tokens=9).sequences) == 10
+
+    def test_a_nan_names_the_sequence(self):
+        model = cases.build("Llama")
+        fast = gb.decoder(model, 2, cases.ROOM, verify=False)
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+        assert refusal(gb.errors.GenerateError, lambda: fast.rollout(PROMPTS).sequences) == message("decode/rollout:nan")
