@@ -234,7 +234,7 @@ NO_RECOMPUTE = "recompute: got 'some', wanted cheap, none, blocks or a number of
         (["--keep-every", "5"], NOT_SAVED),
         (["--auto-batch"], "auto_batch: there is no GPU memory to try; on a CPU give --micro-batch yourself."),
         (["--log", "paper"], "log: got 'paper', wanted one of tensorboard, wandb, trackio."),
-        (["--precision", "fp61"], "precision: got 'fp61', wanted one of fp32, tf32, bf16, bf16-pure, fp16, fp8."),
+        (["--precision", "fp61"], "precision: got 'fp61', wanted one of fp32, tf32, bf16, bf16-pure, bf16-split, fp16, fp8."),
     ],
 )
 def test_what_is_refused(config, tmp_path, capsys, options, sentence):

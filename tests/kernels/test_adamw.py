@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gpubound import kernels
+from gpubound.kernels.adamw import join_fp32, split_fp32
 from gpubound.kernels.triton import adamw as fast
 from tests import messages
 
@@ -72,6 +73,46 @@ def test_adamw_matches(n, dtype, master, device):
     for name, a, b in zip(("weight", "gradient", "m", "v", "master"), got, want):
         if a is not None:  # a 16-bit weight may round the other way: one unit in the last place
             same(name, a, b, {torch.bfloat16: 8e-3, torch.float16: 1e-3}.get(a.dtype, 1e-6))
+
+
+@pairwise
+@pytest.mark.parametrize("op", ["adamw", "adamw8"])
+@pytest.mark.parametrize("n", SIZES)
+def test_a_weight_and_its_remainder_are_the_master(n, op, device):
+    """Five updates of both mirrors: the same bits as those of fp32 masters, and weights within half a place of them."""
+    found = {}
+    for by, split in ((fast, True), (fast, False), (reference, True), (reference, False)):
+        master = draw(device, torch.float32, n, seed=4)
+        weight, rest = split_fp32(master) if split else (master.bfloat16(), master)
+        if op == "adamw":
+            moments = [torch.zeros(n, device=device) for _ in range(2)]
+        else:
+            codes = [torch.zeros(n, dtype=dtype, device=device) for dtype in (torch.int8, torch.uint8)]
+            moments = [*codes, *(torch.zeros(-(-n // 256), device=device) for _ in range(2))]
+        for update in range(1, 6):
+            plan = torch.tensor([1, 0.5, 0.99, 0.1, 2, update], device=device)
+            gradient = draw(device, torch.float32, n, seed=10 + update)
+            getattr(by, op)(weight, gradient, *moments, plan, rest, BETAS, 1e-8, n // 2, None)
+        found[by, split] = join_fp32(weight, rest) if split else rest
+        nearest = (weight.float() - found[by, split]).abs() <= 2.0**-8 * found[by, split].abs()
+        assert nearest.all() or not split, "the interpreter cuts masters off"
+    assert found[fast, True].equal(found[fast, False]) and found[reference, True].equal(found[reference, False])
+    same("master", found[fast, True], found[reference, True], 1e-6 if op == "adamw" else 2e-2)
+
+
+@pytest.mark.parametrize("by", [fast, reference], ids=["kernel", "definition"])
+def test_every_kind_of_number_is_restored(by, device):
+    """Halves, the largest numbers, which round to infinity, zeros, subnormals and NaN, through an update that moves nothing."""
+    bits = [0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0x7F7FFFFF, 0x00000001, 0x00008000, 0, 0x7FFFFFFF, 0x7F800000]
+    bits = torch.tensor([*bits, *(bit - 2**31 for bit in bits)], dtype=torch.int32, device=device)
+    numbers = bits.view(torch.float32)
+    weight, remainder = split_fp32(numbers)
+    assert weight[:2].tolist() == [1 + 2.0**-7, 1 + 2.0**-6], "halves are rounded away from zero"
+    zeros = [torch.zeros(20, device=device) for _ in range(3)]
+    by.adamw(weight, *zeros, torch.tensor([1, 1, 1, 0.0, 1, 1], device=device), remainder, BETAS, 1e-8, 0, None)
+    again = join_fp32(weight, remainder)
+    nan = numbers.isnan()
+    assert again.view(torch.int32)[~nan].equal(bits[~nan]) and again[nan].isnan().all() and weight[nan].isnan().all()
 
 
 def test_reference_is_torch_adamw():

@@ -121,9 +121,9 @@ def test_saved_bytes_of_adapters_are_close(config, precision, recompute, least, 
 
 
 @pytest.mark.parametrize("optimizer", [AdamW(), AdamW8bit(), Muon()], ids=lambda config: type(config).__name__)
-@pytest.mark.parametrize("precision", ["bf16", "bf16-pure", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", "bf16-pure", "bf16-split", "fp32"])
 def test_weights_and_moments_are_those_of_a_step(optimizer, precision):
-    if isinstance(optimizer, Muon) and precision == "bf16-pure":
+    if isinstance(optimizer, Muon) and precision in ("bf16-pure", "bf16-split"):
         pytest.skip("refused by the recipe")
     step = TrainStep(Decoder(ADAPTED), "next_token", optimizer, precision=precision, graph="off")
     parts = memory(predicted(ADAPTED, precision, optimizer))

@@ -52,7 +52,7 @@ def fresh(precision, graph):
     return model, TrainStep(model, spoiled, config, clip=0.5, precision=precision, graph=graph, schedule=schedule)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure", "bf16-split"])
 def test_captured_skipped_and_resumed(precision):
     """The captured step is the eager one bit for bit, a step that is not finite among them; a resumed run is the whole one."""
     (model, step), (twin, captured) = fresh(precision, "off"), fresh(precision, "require")
@@ -120,7 +120,7 @@ def test_errors():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
+@pytest.mark.parametrize("precision", ["bf16", "bf16-pure", "bf16-split"])
 def test_captured_is_eager_bit_for_bit_on_the_gpu(precision):
     torch.use_deterministic_algorithms(False)
     models = [wide().cuda() for _ in range(2)]

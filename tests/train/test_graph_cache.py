@@ -85,14 +85,16 @@ def test_longer_rows_leave_the_shorter_ones_graph_as_it_is(make):
     assert losses("require") == losses("off")
 
 
-@pytest.mark.parametrize("precision, dropout", [("fp32", 0.2), ("bf16", 0.0), ("bf16-pure", 0.0), ("fp16", 0.0)])
+@pytest.mark.parametrize(
+    "precision, dropout", [("fp32", 0.2), ("bf16", 0.0), ("bf16-pure", 0.0), ("bf16-split", 0.0), ("fp16", 0.0)]
+)
 def test_captured_is_eager_bit_for_bit(precision, dropout):
     assert_same("require", precision, dropout, "cpu", captures=2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "bf16-pure", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "bf16-pure", "bf16-split", "fp16"])
 def test_captured_is_eager_bit_for_bit_on_the_gpu(precision, dropout):
     torch.use_deterministic_algorithms(False)  # its NaN fill would be captured, too
     assert_same("require", precision, dropout, "cuda", captures=2)

@@ -164,6 +164,10 @@ def test_memory_is_one_moment_less():
             "TrainStep: precision='bf16-pure' rounds at random in AdamW alone, got Muon; take precision='bf16'.",
         ),
         (
+            lambda: TrainStep(small(), summed, "muon", precision="bf16-split"),
+            "TrainStep: precision='bf16-split' divides weights in AdamW alone, got Muon; take precision='bf16'.",
+        ),
+        (
             lambda: TrainStep(small(), summed, Muon(takes=lambda name, p: "norm" in name)),
             "Muon: takes norm.weight of shape (8,), wanted matrices; leave it to rest.",
         ),

@@ -70,7 +70,7 @@ def test_not_even_one_row_fits():
         ({"ema": 1.0}, "recipe: ema must be 0 (off) or a decay below 1 such as 0.999, got 1.0."),
         ({"patience": 2}, "recipe: patience counts held-out losses, and eval_every is 0; say how often to evaluate."),
         ({"optimizer": "sgd"}, "recipe: optimizer must be adamw, adamw8bit or muon, got 'sgd'."),
-        ({"precision": "bf61"}, "precision: got 'bf61', wanted one of fp32, tf32, bf16, bf16-pure, fp16, fp8."),
+        ({"precision": "bf61"}, "precision: got 'bf61', wanted one of fp32, tf32, bf16, bf16-pure, bf16-split, fp16, fp8."),
         ({"phases": ({"name": "a", "step": 1},)}, "recipe: phase a: 'step' is unknown; did you mean 'steps'?"),
         ({"phases": ({"seed": 1},)}, "recipe: phase phase-1: 'seed' is the whole run's, not a phase's."),
         ({"phases": ({"name": "a"}, {"name": "a"})}, "recipe: phases need names that differ, got a, a."),

@@ -13,12 +13,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gpubound import trace
 from gpubound.data import feed
 from gpubound.distributed import ALONE, Ranks
-from gpubound.train import AdamW, Schedule, TrainStep
+from gpubound.kernels.adamw import join_fp32
+from gpubound.train import AdamW, AdamW8bit, Schedule, TrainStep
 from gpubound.train.adamw import Weights
 from gpubound.train.ema import Ema
 from tests.messages import message
 
 from .conftest import cut, draw, named, small, summed
+
+SIXTEEN_BITS = ("bf16", "bf16-pure", "bf16-split", "fp16")
 
 
 def trained(parts: int, steps: int = 3, **options) -> tuple[dict, list]:
@@ -60,7 +63,7 @@ def test_ten_updates_are_torch_adamw():
         assert (got - want).norm() <= 1e-6 * want.norm(), name
 
 
-@pytest.mark.parametrize("precision, dtype", [("bf16", torch.bfloat16), ("bf16-pure", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize("precision, dtype", [(n, torch.float16 if n == "fp16" else torch.bfloat16) for n in SIXTEEN_BITS])
 def test_16_bit_weights_follow_fp32_training(precision, dtype):
     losses = {}
     for kind in ("fp32", precision):
@@ -88,6 +91,48 @@ def test_masters_keep_what_16_bits_lose():
     for _ in range(300):
         step(torch.ones(1, 4))
     assert model.weight.eq(1 - 2**-8).all(), "1 - 0.004 rounds to the next bf16 below one"
+
+
+@pytest.mark.parametrize("optimizer", [AdamW(lr=1e-3), AdamW8bit(lr=1e-3)], ids=lambda config: type(config).__name__)
+def test_a_weight_and_its_remainder_are_the_master(optimizer):
+    """The bits of fp32 masters, in half of their bytes, where the gradient does not depend on the weights' rounding."""
+
+    def weighted(model, batch):
+        return sum((p.float() * g).sum() for p, g in zip(model.parameters(), batch)), 1
+
+    masters, steps = {}, {}
+    for precision in ("bf16", "bf16-split"):
+        model = small()
+        steps[precision] = step = TrainStep(model, weighted, optimizer, precision=precision, graph="off")
+        for i in range(20):
+            generator = torch.Generator().manual_seed(i)
+            step(tuple(torch.randn(p.shape, generator=generator) for p in model.parameters()))
+        state = step.state_dict()
+        for name, parameter in model.named_parameters():
+            if precision == "bf16-split":
+                rest = state[f"remainder.{name}"]
+                assert join_fp32(parameter.detach(), rest).equal(masters[name]) and rest.dtype == torch.int16
+            else:
+                masters[name] = state[f"master.{name}"].clone()
+    assert steps["bf16-split"].memory["masters"] == steps["bf16"].memory["masters"] // 2
+
+
+def test_the_average_is_that_of_the_fp32_weights():
+    model = small()
+    step = TrainStep(model, summed, AdamW(lr=1e-3), precision="bf16-split", graph="off")
+    ema = Ema(step, 0.5)
+
+    def fp32() -> dict[str, torch.Tensor]:
+        state = step.state_dict()
+        return {name: join_fp32(p.detach(), state[f"remainder.{name}"]) for name, p in model.named_parameters()}
+
+    want = fp32()
+    for i in range(3):
+        step(draw(4, seed=i))
+        ema.update()
+        want = {name: want[name].lerp(weight, 1 - min(0.5, (2 + i) / (11 + i))) for name, weight in fp32().items()}
+    for name, average in ema.average.items():
+        torch.testing.assert_close(average, want[name], rtol=1e-6, atol=1e-9)
 
 
 def test_pure_bf16_is_right_on_average():
@@ -239,7 +284,7 @@ def test_results_are_this_steps_own():
 
 
 @pytest.mark.parametrize("weights_first", [True, False])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", *SIXTEEN_BITS])
 def test_state_resumes_bit_for_bit(precision, weights_first):
     def fresh():
         model = small()
@@ -416,7 +461,7 @@ def test_an_optimizer_that_moves_nothing_is_told_of(said):
 def test_nothing_fell_back(monkeypatch):
     """A few steps of each precision, counted by themselves."""
     monkeypatch.setattr(trace, "fallbacks", Counter())
-    for precision in ("fp32", "bf16", "bf16-pure", "fp16"):
+    for precision in ("fp32", *SIXTEEN_BITS):
         step = TrainStep(small(), summed, precision=precision, accumulate=2, clip=1.0)
         assert step(cut(draw(4), 2)).read().updates == 1
     assert not trace.fallbacks

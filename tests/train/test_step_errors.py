@@ -35,7 +35,7 @@ def message(call) -> str:
         ({"model": "gpt2"}, "TrainStep: model must be a torch.nn.Module, got a str; pass the model itself."),
         ({"graph": "on"}, "TrainStep: graph must be one of auto, require, off, got 'on'."),
         ({"recompute": "all"}, "recompute: got 'all', wanted cheap, none, blocks or a number of blocks."),
-        ({"precision": "fp4"}, "precision: got 'fp4', wanted one of fp32, tf32, bf16, bf16-pure, fp16, fp8."),
+        ({"precision": "fp4"}, "precision: got 'fp4', wanted one of fp32, tf32, bf16, bf16-pure, bf16-split, fp16, fp8."),
         (
             {"loss": "mse"},
             f"TrainStep: loss must be {' or '.join(map(repr, OBJECTIVES))} or a function of (model, batch), got 'mse'.",

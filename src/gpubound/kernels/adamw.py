@@ -8,6 +8,9 @@ Moments span many powers of ten, and small ones matter as much as large ones. So
 a factor of 8 for each, and the following bits divide that range evenly: 128 steps (64 with a sign) between 1/8 and 1, half as
 many between 1/64 and 1/8, down to 8^-7 (8^-6). Code 0 is 0, the largest is 1. Powers of two make it exact arithmetic on a
 float's bits, without a table. Values are encoded in blocks of 256, relative to the largest magnitude of the block, in fp32.
+
+An fp32 master takes 4 bytes in addition to its bf16 weight, although that has half of its bits. `split_fp32` divides it
+into the weight and the remainder, the difference of their bits as integers, in 16 bits, and `join_fp32` restores it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -115,24 +118,32 @@ def adamw(
 ) -> None:
     """One pass of AdamW over flat buffers, in place, by the plan of `plan_update`. bf16 weights move 30 bytes per element.
 
-    `master` holds the fp32 weights behind 16-bit ones. Without it `weight` itself is updated. A bf16 weight then needs a
-    `seed` for stochastic rounding: rounding to the nearest would lose small updates. Weight decay applies to the first
-    `decay_until` elements (None: all of them).
+    `master` holds the fp32 weights behind 16-bit ones, or of bf16 ones the int16 remainders of `split_fp32`. Without it
+    `weight` itself is updated. A bf16 weight then needs a `seed` for stochastic rounding: rounding to the nearest would lose
+    small updates. Weight decay applies to the first `decay_until` elements (None: all of them).
     """
+    split = is_split(weight, master)
     for name, t in (("m", m), ("v", v), ("master", master)):
         if t is not None:
-            require("adamw", name, t, gradient.dtype, weight.shape, weight.device, "it has a number for each weight")
+            dtype = torch.int16 if split and name == "master" else gradient.dtype
+            require("adamw", name, t, dtype, weight.shape, weight.device, "it has a number for each weight")
     _check("adamw", weight, gradient, plan, master, seed)
     decay_until = weight.numel() if decay_until is None else decay_until
-    shape = betas, eps, master is not None, seed is not None
+    shape = betas, eps, master is not None, seed is not None, split
     implementation("adamw", weight, None, shape)(weight, gradient, m, v, plan, master, betas, eps, decay_until, seed)
 
 
-def _example(generator: torch.Generator, betas=(0.9, 0.99), eps=1e-8, with_master=True, at_random=False) -> tuple:
+def _example(generator: torch.Generator, betas=(0.9, 0.99), eps=1e-8, with_master=True, at_random=False, split=False) -> tuple:
     """80 numbers: as a layout's, their count is a multiple of 16, which Triton compiles apart from any other."""
     weight, (gradient, m, v, master) = draw(generator, 80), (draw(generator, 80).detach().square() for _ in range(4))
+    weight, master = _split_example(master) if split else (weight, master)
     state = gradient, m, v, doubles(*EXAMPLE).float(), master if with_master else None
     return weight, *state, betas, eps, 40, 7 if at_random else None
+
+
+def _split_example(master: Tensor) -> tuple[Tensor, Tensor]:
+    weight, remainder = split_fp32(master)
+    return weight.requires_grad_(), remainder
 
 
 @definition(_example)
@@ -167,17 +178,19 @@ def adamw8(
     n, blocks = weight.numel(), -(-weight.numel() // BLOCK)
     wanted = {"gradient": (gradient, torch.float32, n), "m": (m, torch.int8, n), "v": (v, torch.uint8, n)}
     wanted |= {name: (t, torch.float32, blocks) for name, t in (("m_scale", m_scale), ("v_scale", v_scale))}
-    wanted |= {} if master is None else {"master": (master, torch.float32, n)}
+    split = is_split(weight, master)
+    wanted |= {} if master is None else {"master": (master, torch.int16 if split else torch.float32, n)}
     for name, (t, dtype, count) in wanted.items():
         require("adamw8", name, t, dtype, (count,), weight.device, f"begin with torch.zeros({count}, dtype={dtype})")
     _check("adamw8", weight, gradient, plan, master, seed)
     decay_until = n if decay_until is None else decay_until
-    fast = implementation("adamw8", weight)
+    fast = implementation("adamw8", weight, None, (split,) if split else ())
     fast(weight, gradient, m, v, m_scale, v_scale, plan, master, betas, eps, decay_until, seed)
 
 
-def _coded_example(generator: torch.Generator) -> tuple:
+def _coded_example(generator: torch.Generator, split: bool = False) -> tuple:
     weight, gradient, master = (draw(generator, 300) for _ in range(3))
+    weight, master = _split_example(master.detach()) if split else (weight, master)
     codes = torch.randint(-127, 128, (300,), generator=generator, device="cpu")
     scales = torch.linspace(0.5, 2, 2, device="cpu", dtype=torch.float32)
     moments = codes.to(torch.int8), codes.abs().to(torch.uint8), scales, scales.square()
@@ -214,17 +227,40 @@ def _advance(
     g = gradient[here] * factor
     m_new = m + (1 - betas[0]) * (g - m)
     v_new = betas[1] * v + (1 - betas[1]) * g * g
-    fp32 = (weight if master is None else master).to(plan.dtype)
+    in_two = is_split(weight, master)
+    fp32 = join_fp32(weight, master) if in_two else (weight if master is None else master).to(plan.dtype)  # type: ignore[arg-type]
     cut = max(0, decay_until - here.start)
     decayed = torch.cat([fp32[:cut] * decay, fp32[cut:]])
     p = decayed - step_size * m_new / (v_new.sqrt() * inverse_root + eps)
     rounded = p.to(weight.dtype) if seed is None else _round_at_random(p, here.start, update, seed)
+    rounded, p = split_fp32(p) if in_two else (rounded, p)
     _put(plan, [(m, m_new), (v, v_new), (weight, rounded), *([] if master is None else [(master, p)])])
 
 
 def _put(plan: Tensor, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     for old, new in pairs:
         torch.where(plan[0] != 0, new, old, out=old)
+
+
+def is_split(weight: Tensor, master: Tensor | None) -> bool:
+    """Return whether the master is a remainder of the weight."""
+    return master is not None and master.dtype == torch.int16 and weight.dtype == torch.bfloat16
+
+
+def split_fp32(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (bf16, int16): `x` in fp32 rounded, and the remainder, in units of the last place of fp32.
+
+    Halves are rounded away from zero: to even, two remainders could differ by 2^16, which has no room in 16 bits.
+    """
+    bits, number = x.view(torch.int32), x == x
+    high = torch.where(number, (bits + 0x8000) >> 16, 0x7FC0)
+    remainder = torch.where(number, bits - (high << 16), 0)
+    return high.to(torch.int16).view(torch.bfloat16), remainder.to(torch.int16)
+
+
+def join_fp32(weight: Tensor, remainder: Tensor) -> Tensor:
+    """Return the fp32 numbers that `split_fp32` divided."""
+    return ((weight.view(torch.int16).int() << 16) + remainder).view(torch.float32)
 
 
 def _round_at_random(x: Tensor, start: int, update: Tensor, seed: int) -> Tensor:

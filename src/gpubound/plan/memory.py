@@ -46,7 +46,7 @@ def total(step: StepConfig) -> int:
 def _state(step: StepConfig) -> dict[str, int]:
     """Return what lasts from step to step: the flat buffers, by their own count, and frozen weights."""
     layout, numbers, layers = step.layout, step.numbers, step.config.layers
-    masters = numbers.masters and (not step.sharded or step.adapters is not None)
+    masters = numbers.masters if not step.sharded or step.adapters is not None else None
     parts = layout.bytes(masters) | {"moments": step.optimizer.moment_bytes(layout)}
     parts["average of the weights"] = 4 * layout.size if step.average else 0
     if step.adapters is None:

@@ -187,7 +187,7 @@ def _update_bytes(step: StepConfig) -> float:
     """Return the bytes a parameter: gradient read for the norm and the update; moments and finest weights read and written."""
     numbers = step.numbers
     moments = 4 if isinstance(step.optimizer, AdamW8bit) else 16
-    finest = 8 if numbers.masters or step.itemsize == 4 else 4
+    finest = 8 if (numbers.masters and not numbers.split) or step.itemsize == 4 else 6 if numbers.split else 4
     return 8 + moments + finest + (2 if numbers.masters else 0) + (12 if step.average else 0)
 
 

@@ -9,6 +9,8 @@ An update is one pass: one small kernel decides on the device whether and how to
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -18,8 +20,9 @@ from torch.nn import Parameter
 
 from ..distributed import Ranks
 from ..kernels import adamw, plan_update
-from ..kernels.adamw import plan_shape
+from ..kernels.adamw import join_fp32, plan_shape, split_fp32
 from ..kernels.dispatch import hasten
+from ..kernels.tensor_state import made_record
 from ..layers.fused_weights import overlapping
 from ..watch.pretend import PARAMETERS
 from .precision import Precision
@@ -28,6 +31,7 @@ from .schedule import Schedule, is_rate
 VERSION = attrgetter("_version")
 ADAMW, MUON = "adamw", "muon"  # the rules of update; AdamW's groups come first
 ALIGN = 64  # elements: 128 bytes at 16 bits, what the widest loads and the tensor cores ask for
+PART = 1 << 24  # elements that are joined or averaged at a time
 SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -72,12 +76,12 @@ class FlatLayout:
     def adamw_size(self) -> int:
         return max((group.stop for group in self.groups if group.rule == ADAMW), default=0)
 
-    def bytes(self, masters: bool) -> dict[str, int]:
-        """Return the bytes of training besides moments and activations. `masters`: fp32 copies of 16-bit weights."""
+    def bytes(self, masters: torch.dtype | None) -> dict[str, int]:
+        """Return the bytes of training besides moments and activations. `masters`: dtype of those of 16-bit weights."""
         counts = [(group.dtype, group.stop - group.start) for group in self.groups]
         return {
             "weights": sum(n * dtype.itemsize for dtype, n in counts),
-            "masters": sum(4 * n for dtype, n in counts if masters and dtype != torch.float32),
+            "masters": sum(masters.itemsize * n for dtype, n in counts if masters and dtype != torch.float32),
             "gradient": 4 * self.size,
         }
 
@@ -203,28 +207,39 @@ def _end(p: Tensor) -> tuple[int, int]:
 
 
 class Weights:
-    """The parameters in flat buffers, one a group, perhaps with fp32 masters. The Parameter objects stay the same."""
+    """The parameters in flat buffers, one a group, perhaps with masters. The Parameter objects stay the same.
+
+    masters  dtype of the masters of 16-bit weights: fp32, or int16 for the remainders of bf16 weights; None for none
+    """
 
     part = 0  # the rank whose rows of every parameter these are
 
-    def __init__(self, layout: FlatLayout, masters: bool):
+    def __init__(self, layout: FlatLayout, masters: torch.dtype | None):
         self.layout = layout
         self.flat: list[Tensor] = []
         self.masters: list[Tensor | None] = []
         for group in layout.groups:
             flat = torch.zeros(group.stop - group.start, dtype=group.dtype, device=layout.device)
-            master = torch.zeros_like(flat, dtype=torch.float32) if masters and group.dtype != torch.float32 else None
+            master = torch.zeros_like(flat, dtype=masters) if masters and group.dtype != torch.float32 else None
+            if masters == torch.int16 and master is not None:
+                made_record(master).numbers = partial(_joined_parts, flat)
             for slot in layout.slots_of(group):
                 view, parameter = slot.view(flat, group.start), slot.parameter
                 view.copy_(parameter.detach())
-                if master is not None:
-                    slot.view(master, group.start).copy_(parameter.detach())  # from the original: an fp32 one is not rounded
+                if master is not None:  # from the original: an fp32 one is not rounded
+                    original, kept = parameter.detach(), slot.view(master, group.start)
+                    if masters != torch.int16:
+                        kept.copy_(original)
+                    elif original.dtype != group.dtype:
+                        for target, part in zip((view, kept), split_fp32(original.float())):
+                            target.copy_(part)
                 parameter.grad = None  # it may have another dtype
                 parameter.data = view
             self.flat.append(flat)
             self.masters.append(master)
         buffers = zip(layout.groups, self.flat, self.masters)
         self.rounded = [(group, flat, master) for group, flat, master in buffers if master is not None]
+        self.split = masters == torch.int16
         self._parameters = [slot.parameter for slot in layout.slots]
         self._addresses = list(map(Tensor.data_ptr, self._parameters))
         self._versions = list(map(VERSION, self._parameters))
@@ -252,8 +267,11 @@ class Weights:
             self._read_back()
 
     def _read_back(self) -> None:
-        """Set the masters of 16-bit weights that were written: those that are not their master rounded."""
-        for _, flat, master in self.rounded:
+        """Set the masters of 16-bit weights that were written: those that are not their master rounded.
+
+        A remainder stays: it is less than half of the weight's last place, and belongs to weights that are loaded.
+        """
+        for _, flat, master in () if self.split else self.rounded:
             master.copy_(torch.where(flat == master.to(flat.dtype), master, flat.to(torch.float32)))
 
     def of_norm(self, gradient: Tensor) -> Tensor:
@@ -261,8 +279,16 @@ class Weights:
         return gradient
 
     def finest(self) -> list[Tensor]:
-        """Return the flat buffers of highest precision: the masters where there are any."""
-        return [flat if master is None else master for flat, master in zip(self.flat, self.masters)]
+        """Return the flat buffers of highest precision: the masters where there are any, and the weights of remainders."""
+        return [flat if master is None or self.split else master for flat, master in zip(self.flat, self.masters)]
+
+    def add_to(self, averages: list[Tensor], weight: Tensor) -> None:
+        """Move fp32 buffers towards the weights in fp32, by the fraction `weight`."""
+        for average, finest, remainder in zip(averages, self.finest(), self.masters if self.split else repeat(None)):
+            for start in range(0, len(average), PART):
+                here = slice(start, start + PART)
+                values = finest[here].float() if remainder is None else join_fp32(finest[here], remainder[here])
+                average[here].lerp_(values, weight)
 
     def by_name(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return (weight, its master or itself) by the parameter's name."""
@@ -275,8 +301,14 @@ class Weights:
 
     def round_masters(self) -> None:
         """Round the masters to the 16-bit weights, as after an update."""
-        for _, flat, master in self.rounded:
+        for _, flat, master in () if self.split else self.rounded:
             flat.copy_(master)
+
+
+def _joined_parts(flat: Tensor, raw: Tensor) -> Iterator[Tensor]:
+    """Yield the masters of these remainders in parts, for the comparison of two of them."""
+    for weights, remainders in zip(flat.split(PART), raw.view(torch.int16).split(PART)):
+        yield join_fp32(weights, remainders)
 
 
 START_SCALE = 256.0  # of a *sum* of losses: for a batch of 256 items, what 65,536 is for their mean
@@ -341,7 +373,8 @@ class FlatAdamW:
         layout = self.weights.layout
         hasten([("plan_update", plan_shape(layout.size, *self._constants()))], layout.device, torch.float32)
         for weight, master in zip(self.weights.flat, self.weights.masters):
-            kind = self.config.betas, self.config.eps, master is not None, self._seed is not None
+            split = master is not None and self.weights.split
+            kind = self.config.betas, self.config.eps, master is not None, self._seed is not None, split
             hasten([("adamw", kind)], layout.device, weight.dtype)
 
     def agree(self, ranks: Ranks) -> None:

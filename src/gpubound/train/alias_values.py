@@ -23,7 +23,7 @@ SCHEDULES = {
 DTYPES = {
     "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16", "fp32": "fp32", "float32": "fp32",
     "no": "fp32", "fp8": "fp8", "tf32": "tf32", "bf16-mixed": "bf16", "16-mixed": "fp16", "auto": "auto",
-    "bf16-pure": "bf16-pure",
+    "bf16-pure": "bf16-pure", "bf16-split": "bf16-split",
 }  # fmt: skip
 
 

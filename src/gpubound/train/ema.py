@@ -24,8 +24,8 @@ class Ema:
         self._updates = step.updates  # a scalar on the device that each step writes
         self._included = self._updates.clone()
         self._weights = [weight for weight, _ in step.weights.values()]
-        self._finest = step.flat_weights.finest()
-        self._flat = [flat.float().clone() for flat in self._finest]
+        self._flat = [torch.zeros_like(flat, dtype=torch.float32) for flat in step.flat_weights.flat]
+        step.flat_weights.add_to(self._flat, torch.ones_like(self._updates, dtype=torch.float32))
         groups = zip(step.flat_weights.layout.groups, self._flat)
         self.average = {
             slot.name: slot.view(flat, group.start)
@@ -37,8 +37,7 @@ class Ema:
     def update(self) -> None:
         decay = ((1 + self._updates) / (10 + self._updates)).clamp(max=self.decay)
         weight = torch.where(self._updates > self._included, 1 - decay, 0.0).float()
-        for average, finest in zip(self._flat, self._finest):
-            average.lerp_(finest.float(), weight)
+        self._step.flat_weights.add_to(self._flat, weight)
         self._included.copy_(self._updates)
 
     @contextmanager

@@ -51,7 +51,7 @@ class Muon:
             raise ValueError("AdamW8bit: got it as the rest of Muon, wanted it by itself; take rest=AdamW(...).")
 
     def lay_out(self, model: Any, precision: Precision) -> FlatLayout:
-        precision.check_not_at_random("Muon")
+        precision.check_rounded("Muon")
         named, takes = list(model.named_parameters()), self.chooser(model)
         layout = lay_out(named, precision.dtype, self.rest.decays, takes, model.named_buffers())
         for slot in layout.slots:

@@ -31,26 +31,37 @@ class Precision:
     """The dtype of the weights and of the model's arithmetic; gradient sums and moments are fp32 in every precision."""
 
     dtype: torch.dtype
-    masters: bool = False  # fp32 copies of the 16-bit weights: small updates are not lost
+    masters: torch.dtype | None = None  # fp32 copies of the 16-bit weights, or int16: what fp32 has besides a bf16 weight
     at_random: bool = False  # stochastic rounding of the updated weights instead: 4 bytes a parameter less
     loss_scale: bool = False  # fp16 has too few exponents for small gradients
     fp8: bool = False  # linear products of the blocks in 8 bits: Fp8Weights
     products: str | None = None  # mode of fp32 matrix products on a GPU
 
-    def check_not_at_random(self, optimizer: str) -> None:
+    @property
+    def split(self) -> bool:
+        """True where a master is the bf16 weight and its remainder (kernels/adamw.py)."""
+        return self.masters == torch.int16
+
+    def check_rounded(self, optimizer: str) -> None:
+        """Raise ValueError for an optimizer that neither rounds at random nor divides weights."""
         if self.at_random:
             raise ValueError(
                 f"TrainStep: precision='bf16-pure' rounds at random in AdamW alone, got {optimizer}; take precision='bf16'."
+            )
+        if self.split:
+            raise ValueError(
+                f"TrainStep: precision='bf16-split' divides weights in AdamW alone, got {optimizer}; take precision='bf16'."
             )
 
 
 PRECISIONS = {
     "fp32": Precision(torch.float32, products="ieee"),
     "tf32": Precision(torch.float32, products="tf32"),
-    "bf16": Precision(torch.bfloat16, masters=True),
+    "bf16": Precision(torch.bfloat16, masters=torch.float32),
     "bf16-pure": Precision(torch.bfloat16, at_random=True),
-    "fp16": Precision(torch.float16, masters=True, loss_scale=True),
-    "fp8": Precision(torch.bfloat16, masters=True, fp8=True),
+    "bf16-split": Precision(torch.bfloat16, masters=torch.int16),
+    "fp16": Precision(torch.float16, masters=torch.float32, loss_scale=True),
+    "fp8": Precision(torch.bfloat16, masters=torch.float32, fp8=True),
 }
 
 

@@ -129,7 +129,8 @@ class Recipe:
     clip: float | None = 1.0
     """The largest global gradient norm; 0 or none does not clip."""
     precision: str = "auto"
-    """auto: bf16 on a GPU that has units for it, else fp32; or fp32, tf32, bf16, bf16-pure, fp16, fp8."""
+    """auto: bf16 on a GPU that has units for it, else fp32; or fp32, tf32, bf16, bf16-pure, bf16-split, fp16,
+    fp8."""
     graph: str = "auto"
     """Run the step as CUDA graphs: auto (where it can be), require, or off."""
     recompute: str = "cheap"

@@ -60,10 +60,10 @@ def check(recipe: "Recipe") -> None:
     _check_length(recipe)
     _check_data(recipe)
     _check_intervals(recipe)
-    if recipe.precision != "auto" and precision(recipe.precision).at_random and recipe.optimizer == "muon":
-        raise ValueError(
-            "recipe: precision bf16-pure rounds at random in AdamW alone, got optimizer muon; take precision bf16."
-        )
+    numbers = None if recipe.precision == "auto" else precision(recipe.precision)
+    if numbers is not None and (numbers.at_random or numbers.split) and recipe.optimizer == "muon":
+        how = "rounds at random" if numbers.at_random else "divides weights"
+        raise ValueError(f"recipe: precision {recipe.precision} {how} in AdamW alone, got optimizer muon; take precision bf16.")
     if recipe.lora:
         _check_lora(recipe)
     # Each refuses what it cannot make.

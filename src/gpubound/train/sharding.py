@@ -74,7 +74,7 @@ class Replicated:
         side = Side(layout.device) if overlap and layout.device.type == "cuda" else None
         return Accumulators(layout, side, symmetric_sums(self.ranks, layout.size))
 
-    def weights(self, layout: FlatLayout, masters: bool) -> Weights:
+    def weights(self, layout: FlatLayout, masters: torch.dtype | None) -> Weights:
         return Weights(layout, masters)
 
     def broadcast_start(self) -> None:
@@ -159,8 +159,8 @@ class FullySharded(Sharded):
         return [(piece.name, piece.rows) for piece in self.pieces]
 
     def storage_precision(self, precision: Precision) -> Precision:
-        if precision.fp8 or precision.at_random:
-            name = "fp8" if precision.fp8 else "bf16-pure"
+        if precision.fp8 or precision.at_random or precision.split:
+            name = "fp8" if precision.fp8 else "bf16-pure" if precision.at_random else "bf16-split"
             raise ValueError(
                 f"TrainStep: precision={name!r} needs whole weights on each rank, and this model is sharded; take "
                 f"precision='bf16', or train replicas."
@@ -180,7 +180,7 @@ class FullySharded(Sharded):
                     f"parameters: fully_shard of {piece.name} {got}; this precision {wanted}: shard an fp32 model with "
                     f"MixedPrecisionPolicy(param_dtype={precision.dtype}, reduce_dtype=torch.float32)."
                 )
-        return replace(precision, dtype=torch.float32, masters=False)
+        return replace(precision, dtype=torch.float32, masters=None)
 
     def check_optimizer(self, config: AdamW | Muon | TorchOptimizer) -> None:
         if config.whole:
@@ -194,7 +194,7 @@ class FullySharded(Sharded):
         self.take(overlap)
         return ShardedGradients(layout, self)
 
-    def weights(self, layout: FlatLayout, masters: bool) -> Weights:
+    def weights(self, layout: FlatLayout, masters: torch.dtype | None) -> Weights:
         return ShardedWeights(layout, self)
 
     def broadcast_start(self) -> None:
@@ -265,7 +265,7 @@ class ShardedWeights(Weights):
     """The rows of this rank, moved into flat buffers."""
 
     def __init__(self, layout: FlatLayout, rows: FullySharded):
-        super().__init__(layout, masters=False)
+        super().__init__(layout, masters=None)
         pieces = {id(piece.rows): piece for piece in rows.pieces}
         self.part, self._ranks = rows.ranks.rank, rows.ranks
         self._pieces = [pieces[id(slot.parameter)] for slot in layout.slots]

@@ -65,7 +65,8 @@ class TrainStep(NotCopyable):
                a list of parameters to a torch.optim.Optimizer, such as torch.optim.SGD or a functools.partial
     clip       the largest global gradient norm; None does not clip
     precision  "bf16" (fp32 master weights), "fp8" (as bf16, but with 8-bit linear products in the blocks), "bf16-pure" (no
-               masters, stochastic rounding), "fp16" (fp32 masters, loss scale), "tf32" or "fp32"
+               masters, stochastic rounding), "bf16-split" (as bf16, a master being the weight and 16 more bits), "fp16" (fp32
+               masters, loss scale), "tf32" or "fp32"
     graph      "auto": captured in a CUDA graph when possible, otherwise run call by call, with a warning. "require":
                captured, or GraphError. "off": never captured
     schedule   a Schedule; None keeps the rate constant
@@ -251,8 +252,9 @@ class TrainStep(NotCopyable):
         """
         layout, optimizer = self._weights.layout, self._optimizer
         state = {"precision": spelled(self._precision), "state": optimizer.state, **dict(optimizer.named_moments())}
+        kind = "remainder" if self._weights.split else "master"
         for group, _, master in self._weights.rounded:
-            state |= {f"master.{slot.name}": slot.view(master, group.start) for slot in layout.slots_of(group)}
+            state |= {f"{kind}.{slot.name}": slot.view(master, group.start) for slot in layout.slots_of(group)}
         if self._fp8 is not None:
             state |= {f"fp8.{slot.name}": states[:, 0] for slot, states in zip(self._fp8.slots, self._fp8.states)}
         return self._sharding.global_state(state)

@@ -48,7 +48,7 @@ class TorchOptimizer:
 
     def lay_out(self, model: Any, precision: Precision) -> FlatLayout:
         """Return the layout of the flat buffers, and make the optimizer over fp32 stand-ins for the parameters."""
-        precision.check_not_at_random("a torch optimizer")
+        precision.check_rounded("a torch optimizer")
         layout = lay_out(model.named_parameters(), precision.dtype, others=model.named_buffers())
         self.parameters = [Parameter(slot.parameter.detach().float()) for slot in layout.slots]
         self._holder = _Holder(self.make(self.parameters))

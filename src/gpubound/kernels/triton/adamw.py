@@ -4,8 +4,8 @@ Sums of squares are fp32 within a lane of a program and fp64 across programs, in
 is the same in every run. Bias corrections are powers by repeated squaring in fp64: 1 - 0.999 in fp32 is off by 6e-5.
 
 With moments in 8 bits, a row of a tile is a block of 256, so its scale is a sum within a warp. 18 bytes an element are moved
-with bf16 weights and masters, 30 by fp32 moments. Coding is arithmetic on the exponent bits: a table of 256 numbers would be
-looked up 18 times an element, at several cycles a time where lanes read different lines.
+with bf16 weights and masters, 30 by fp32 moments; 2 less with remainders. Coding is arithmetic on the exponent bits: a table
+of 256 numbers would be looked up 18 times an element, at several cycles a time where lanes read different lines.
 """
 
 import torch
@@ -136,30 +136,50 @@ def _rounded_at_random(p, i, plan_ptr, seed):
 
 
 @triton.jit
-def _put_weight(weight_ptr, master_ptr, plan_ptr, p, i, mask, seed, MASTER: tl.constexpr, AT_RANDOM: tl.constexpr):
-    if MASTER:
-        tl.store(master_ptr + i, p, mask=mask)
-    if AT_RANDOM:
-        p = _rounded_at_random(p, i, plan_ptr, seed)
-    tl.store(weight_ptr + i, p.to(weight_ptr.dtype.element_ty), mask=mask)
+def _fp32_weight(weight_ptr, master_ptr, i, mask, MASTER: tl.constexpr, SPLIT: tl.constexpr):
+    """Load the fp32 weight: the master if there is one, or the bf16 weight and its remainder."""
+    if SPLIT:
+        high = tl.load(weight_ptr + i, mask=mask, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        remainder = tl.load(master_ptr + i, mask=mask, other=0).to(tl.int32)
+        p = (high + remainder).to(tl.float32, bitcast=True)
+    else:
+        p = tl.load((master_ptr if MASTER else weight_ptr) + i, mask=mask, other=0.0).to(tl.float32)
+    return p
+
+
+@triton.jit
+def _put_weight(weight_ptr, master_ptr, plan_ptr, p, i, mask, seed, MASTER: tl.constexpr, SPLIT: tl.constexpr,
+                AT_RANDOM: tl.constexpr):  # fmt: skip
+    if SPLIT:
+        bits = p.to(tl.int32, bitcast=True)
+        high = tl.where(p == p, (bits + 0x8000) >> 16, 0x7FC0)
+        remainder = tl.where(p == p, bits - (high << 16), 0)
+        tl.store(master_ptr + i, remainder.to(tl.int16), mask=mask)
+        tl.store(weight_ptr + i, high.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
+    else:
+        if MASTER:
+            tl.store(master_ptr + i, p, mask=mask)
+        if AT_RANDOM:
+            p = _rounded_at_random(p, i, plan_ptr, seed)
+        tl.store(weight_ptr + i, p.to(weight_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["decay_until", "seed"])
 def _adamw_kernel(weight_ptr, gradient_ptr, m_ptr, v_ptr, master_ptr, plan_ptr, n, decay_until, seed,
                   BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, MASTER: tl.constexpr,
-                  AT_RANDOM: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                  SPLIT: tl.constexpr, AT_RANDOM: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     if tl.load(plan_ptr) != 0.0:
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         mask = i < n
         factor, decay, step_size, inverse_root = _planned(plan_ptr)
-        p = tl.load((master_ptr if MASTER else weight_ptr) + i, mask=mask, other=0.0).to(tl.float32)
+        p = _fp32_weight(weight_ptr, master_ptr, i, mask, MASTER, SPLIT)
         g = tl.load(gradient_ptr + i, mask=mask, other=0.0) * factor
         m = tl.load(m_ptr + i, mask=mask, other=0.0)
         v = tl.load(v_ptr + i, mask=mask, other=0.0)
         p, m, v = _updated(p, g, m, v, i, decay_until, decay, step_size, inverse_root, BETA1, BETA2, EPS)
         tl.store(m_ptr + i, m, mask=mask)
         tl.store(v_ptr + i, v, mask=mask)
-        _put_weight(weight_ptr, master_ptr, plan_ptr, p, i, mask, seed, MASTER, AT_RANDOM)
+        _put_weight(weight_ptr, master_ptr, plan_ptr, p, i, mask, seed, MASTER, SPLIT, AT_RANDOM)
 
 
 @triton.jit
@@ -199,13 +219,13 @@ def _scales(x):
 @triton.jit
 def _adamw8_kernel(weight_ptr, gradient_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_ptr, master_ptr, plan_ptr, n, blocks,
                    decay_until, seed, BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, MASTER: tl.constexpr,
-                   AT_RANDOM: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+                   SPLIT: tl.constexpr, AT_RANDOM: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     if tl.load(plan_ptr) != 0.0:
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         i = row.to(tl.int64)[:, None] * 256 + tl.arange(0, 256)[None, :]
         mask, in_range = i < n, row < blocks
         factor, decay, step_size, inverse_root = _planned(plan_ptr)
-        p = tl.load((master_ptr if MASTER else weight_ptr) + i, mask=mask, other=0.0).to(tl.float32)
+        p = _fp32_weight(weight_ptr, master_ptr, i, mask, MASTER, SPLIT)
         g = tl.load(gradient_ptr + i, mask=mask, other=0.0) * factor
         m_scale = tl.load(m_scale_ptr + row, mask=in_range, other=0.0)
         v_scale = tl.load(v_scale_ptr + row, mask=in_range, other=0.0)
@@ -222,7 +242,7 @@ def _adamw8_kernel(weight_ptr, gradient_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_
         tl.store(v_ptr + i, v_code.to(tl.uint8), mask=mask)
         tl.store(m_scale_ptr + row, m_scale, mask=in_range)
         tl.store(v_scale_ptr + row, v_scale, mask=in_range)
-        _put_weight(weight_ptr, master_ptr, plan_ptr, p, i, mask, seed, MASTER, AT_RANDOM)
+        _put_weight(weight_ptr, master_ptr, plan_ptr, p, i, mask, seed, MASTER, SPLIT, AT_RANDOM)
 
 
 @torch.no_grad()
@@ -249,12 +269,12 @@ def adamw(
     weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, plan: Tensor, master: Tensor | None,
     betas: tuple[float, float], eps: float, decay_until: int, seed: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    n = weight.numel()
+    n, split = weight.numel(), master is not None and master.dtype == torch.int16
     block = 2048 if weight.is_cuda else BLOCK
     if n:
         _adamw_kernel[(cdiv(n, block),)](
             weight, gradient, m, v, master if master is not None else weight, plan, n, decay_until, seed or 0,
-            *betas, eps, master is not None, seed is not None, block, num_warps=8,
+            *betas, eps, master is not None, split, seed is not None, block, num_warps=8,
         )  # fmt: skip
     bump_versions(weight, m, v, master)
     return weight, m, v
@@ -266,10 +286,11 @@ def adamw8(
     master: Tensor | None, betas: tuple[float, float], eps: float, decay_until: int, seed: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     n, blocks = weight.numel(), m_scale.numel()
+    split = master is not None and master.dtype == torch.int16
     if n:
         _adamw8_kernel[(cdiv(blocks, ROWS),)](
             weight, gradient, m, v, m_scale, v_scale, master if master is not None else weight, plan, n, blocks,
-            decay_until, seed or 0, *betas, eps, master is not None, seed is not None, ROWS, num_warps=8,
+            decay_until, seed or 0, *betas, eps, master is not None, split, seed is not None, ROWS, num_warps=8,
         )  # fmt: skip
     bump_versions(weight, m, v, m_scale, v_scale, master)
     return weight, m, v, m_scale, v_scale
