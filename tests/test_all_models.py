@@ -13,18 +13,25 @@ from .place.models import place
 kernels_path = of_decode.kernels_path  # a fixture: the way that a GPU takes
 
 FUSED = (
+    "cwm",
     "gemma",
     "gemma2",
     "gemma3_text",
     "llama",
+    "ministral",
+    "ministral3",
     "mistral",
     "mixtral",
     "olmo2",
+    "olmo3",
+    "olmoe",
     "phi3",
     "qwen2",
     "qwen3",
     "qwen3_moe",
+    "seed_oss",
     "smollm3",
+    "vaultgemma",
 )
 PROMPTS = [[1, 2, 3, 5, 8], [4, 5]]
 RECURRENT = "its two layers are recurrent, and transformers' cache wants one of attention"

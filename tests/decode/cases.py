@@ -36,6 +36,7 @@ SPARSE = {
     "Mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "Qwen3Moe": {"num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 8, "num_experts_per_tok": 3,
                  "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "Olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
 }  # fmt: skip
 LOCAL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "query_pre_attn_scalar": 5}
 OTHERS = {
@@ -46,6 +47,17 @@ OTHERS = {
         "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
     }},
     "Olmo2": {"num_key_value_heads": 4},
+    "Ministral": {"layer_types": LOCAL["layer_types"], "sliding_window": 9},
+    "Ministral3": {"rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": ROOM, "beta_fast": 4.0,
+        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7,
+    }},
+    "SeedOss": {"attention_out_bias": True, "mlp_bias": True},
+    "VaultGemma": LOCAL | {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 1.5},
+    "Olmo3": {"layer_types": LOCAL["layer_types"], "sliding_window": 9, "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+    }},
     "Phi3": {"sliding_window": 13, "rope_parameters": {
         "rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5
     }},
@@ -65,12 +77,12 @@ def build(kind: str, dtype: torch.dtype = torch.float32, device="cpu", **options
         family = kind.partition(" ")[0]
         name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
         config = getattr(transformers, name)(**SIZES | (FAMILIES | SPARSE | OTHERS)[family] | options)
-        how = {"attn_implementation": "eager"} if family == "Gemma2" else {}  # SDPA leaves its cap out
+        how = {"attn_implementation": "eager"} if family in ("Gemma2", "VaultGemma") else {}  # SDPA leaves its cap out
         model = transformers.AutoModelForCausalLM.from_config(config, **how)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.uniform_(0.5, 1.5).sub_(1.0 if kind.startswith("Gemma") else 0.0)
+                parameter.uniform_(0.5, 1.5).sub_(1.0 if "Gemma" in kind else 0.0)
             else:
                 parameter.normal_(std=0.2)
     model = model.to(device, dtype).eval()

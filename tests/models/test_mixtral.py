@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
 
 from ..place.models import VOCABULARY, assert_close, batch, place, rows, training_run, twin
 
@@ -13,6 +13,7 @@ SIZES = {
 KINDS = {
     "mixtral": (MixtralConfig, {}),
     "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    "olmoe": (OlmoeConfig, {"num_experts": 4, "num_experts_per_tok": 2}),
 }
 
 
@@ -28,3 +29,11 @@ def test_attention_is_ours_and_the_rest_stays(kind):
     assert found["model.layers.1.self_attn"].kernel.startswith("q, k, v as one product; reference rope")
     assert found["model.layers.1.mlp.experts"].why == "unchanged"
     assert "(the model)" not in found and placement.unsupported is None and placement.fallbacks == 0
+
+
+def test_clamped_queries_keep_their_attention():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, clip_qkv=0.05))
+    placement = place(model)
+    found = rows(placement)["model.layers.0.self_attn"]
+    assert found.kernel == "torch" and "clip_qkv=0.05" in found.why

@@ -5,16 +5,22 @@ import copy
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    CwmConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     LlamaConfig,
+    Ministral3Config,
+    MinistralConfig,
     MistralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
     SmolLM3Config,
+    VaultGemmaConfig,
 )
 
 import gpubound as gb
@@ -32,8 +38,20 @@ CONFIGS = {
     "gemma3": Gemma3TextConfig,
     "olmo2": Olmo2Config,
     "phi3": Phi3Config,
+    "ministral": MinistralConfig,
+    "ministral3": Ministral3Config,
+    "cwm": CwmConfig,
+    "seed_oss": SeedOssConfig,
+    "vaultgemma": VaultGemmaConfig,
+    "olmo3": Olmo3Config,
 }
 GEMMA = {"query_pre_attn_scalar": 5, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "max_position_embeddings": 64}  # fmt: skip
+TYPED = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+}
 OPTIONS = {
     "llama tied": {"tie_word_embeddings": True},
     "llama biased": {"attention_bias": True, "mlp_bias": True},
@@ -46,6 +64,23 @@ OPTIONS = {
         "sliding_window": 24,
     },
     "gemma3": GEMMA,
+    "ministral": {"layer_types": GEMMA["layer_types"], "sliding_window": 5},
+    "cwm": {
+        "layer_types": GEMMA["layer_types"],
+        "sliding_window": 5,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 100.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "ministral3": {"rope_parameters": YARN | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.7}},
+    "seed_oss": {"attention_out_bias": True, "mlp_bias": True, "attention_dropout": 0.2, "residual_dropout": 0.3},
+    "vaultgemma": GEMMA | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": None, "sliding_window": 5},
+    "olmo3": {"layer_types": GEMMA["layer_types"], "sliding_window": 5, "rope_parameters": TYPED},
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
 }
 VOCABULARY = 89
@@ -76,13 +111,13 @@ def tiny(kind="llama", dtype=torch.float32, attention="sdpa", **options):
     }
     config = CONFIGS[kind](**sizes | {"tie_word_embeddings": False} | OPTIONS.get(kind, {}) | options)
     torch.manual_seed(0)
-    if kind == "gemma2" and attention == "sdpa":
+    if kind in ("gemma2", "vaultgemma") and attention == "sdpa":
         attention = "eager"  # SDPA leaves its cap out, where transformers does not refuse it
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
-                p.uniform_(-0.5, 0.5) if kind.startswith("gemma") else p.uniform_(0.5, 1.5)
+                p.uniform_(-0.5, 0.5) if "gemma" in kind else p.uniform_(0.5, 1.5)
     return model.to(dtype)
 
 
@@ -105,6 +140,7 @@ def twin(model):
 
 def training_run(model, inputs):
     """Loss and every gradient by name."""
+    torch.manual_seed(0)  # of dropout
     model.train()
     model.zero_grad()
     loss = model(**inputs).loss

@@ -3,13 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    GPTNeoXConfig,
-    GraniteConfig,
-    Starcoder2Config,
-    VaultGemmaConfig,
-)
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, GraniteConfig, Starcoder2Config
 
 from gpubound.errors import PlaceError
 from gpubound.place import candidates
@@ -22,14 +16,12 @@ SIZES = {
     "vocab_size": VOCABULARY, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 CONFIGS = {
-    "vaultgemma": (VaultGemmaConfig, {"head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": None}),
     "granite": (GraniteConfig, {"logits_scaling": 4.0}),
     "starcoder2": (Starcoder2Config, {"residual_dropout": 0.0, "embedding_dropout": 0.0}),
     "gpt_neox": (GPTNeoXConfig, {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
 }
-SWAPPED = {"vaultgemma": 6, "granite": 5, "starcoder2": 6, "gpt_neox": 6}
+SWAPPED = {"granite": 5, "starcoder2": 6, "gpt_neox": 6}
 NORMS_ALONE = ("granite",)  # its logits are scaled
-KNOWN = "llama, mistral, qwen2, qwen3, smollm3, gemma, gemma2, gemma3, olmo2, phi3"
 
 
 def made(kind, dtype=torch.float32, **options):
@@ -50,9 +42,7 @@ def test_norms_and_loss_are_swapped_and_the_rest_is_named(kind):
     placement = place(model)
     assert (placement.swapped, placement.verified) == (SWAPPED[kind], True)
     assert placement.unsupported == placement.as_dict()["unsupported"] == kind
-    assert placement.summary.endswith(
-        f". Attention and MLP stay transformers' own: {kind!r} is not among the families that have fused ones ({KNOWN})."
-    )
+    assert f"{kind!r} is not among the families" in placement.summary
     assert isinstance(model, Fused) is (kind not in NORMS_ALONE)
     assert_close(training_run(model, batch()), training_run(other, batch()))
     torch.testing.assert_close(model.eval()(tokens()).logits, other.eval()(tokens()).logits, rtol=1e-4, atol=1e-5)
@@ -60,20 +50,28 @@ def test_norms_and_loss_are_swapped_and_the_rest_is_named(kind):
     assert_close(training_run(model, batch()), training_run(other, batch()), 1e-6)
 
 
-@pytest.mark.parametrize("kind", ["vaultgemma", "starcoder2"])
-def test_in_bf16(kind):
-    model = made(kind, torch.bfloat16)
+def test_in_bf16():
+    model = made("starcoder2", torch.bfloat16)
     other = twin(model).float()
     place(model, strict=True)
     got, want = training_run(model, batch()), training_run(other, batch())
     assert got["loss"].item() == pytest.approx(want["loss"].item(), rel=2e-2)
 
 
+class ShiftedNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(32, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+        return (y * (1 + self.weight.float())).type_as(x)
+
+
 def test_a_gain_of_one_and_a_little_keeps_the_little():
     """1 + 2^-10 is 1 in bf16, and Gemma adds in fp32."""
-    model = made("vaultgemma", torch.bfloat16)
-    norm = model.model.norm
-    place(model)
+    norm = ShiftedNorm()
+    place(nn.Sequential(norm), example=torch.randn(2, 32, dtype=torch.bfloat16))
     assert norm.norm_formula.offset == 1.0
     with torch.no_grad():
         norm.weight.fill_(2.0**-10)

@@ -212,7 +212,7 @@ def unread_option(config: Any, read: Collection[str]) -> str | None:
     tables = getattr(config, "rope_parameters", None) or {}
     for table in [tables, *(value for value in tables.values() if isinstance(value, dict))]:
         for key, value in table.items():
-            if key not in ROTARY and not isinstance(value, dict):
+            if key not in ROTARY and key not in read and not isinstance(value, dict):
                 return f"rope_parameters.{key}={value!r}"
     return None
 
@@ -232,6 +232,17 @@ def rope_types(rotary: Any) -> list[str]:
     """Return the rope types of a transformers rotary module: one, or for Gemma 3 one per type of layer."""
     types = getattr(rotary, "rope_type", "default")
     return list(types.values()) if isinstance(types, dict) else [types]
+
+
+def angle_types(rotary: Any) -> list[str]:
+    """Return the types of layers that a transformers rotary module has separate frequencies for; empty if it has one set."""
+    types = getattr(rotary, "rope_type", None)
+    return sorted(types) if isinstance(types, dict) else []
+
+
+def layer_type(attention: Any) -> str:
+    """Return the type of a layer, which OLMo 3 has under another name."""
+    return attention.layer_type if hasattr(attention, "layer_type") else attention.attention_type
 
 
 class HFAngles:
@@ -335,7 +346,8 @@ class Reader:
 
     def angles(self) -> list[Angles]:
         """Return the rotary angles of the model, which a layer's `table` indexes."""
-        return [HFAngles(self.trunk.rotary_emb)]
+        rotary = self.trunk.rotary_emb
+        return [HFAngles(rotary, kind) for kind in angle_types(rotary)] or [HFAngles(rotary)]
 
     def layers(self) -> list[LayerWeights]:
         return [LayerWeights(self.attention(block), self.mlp(block)) for block in self.trunk.layers]
@@ -376,7 +388,10 @@ class Reader:
         return getattr(attention, "sliding_window", default) or 0
 
     def table(self, attention: Any) -> int | None:
-        return 0 if getattr(attention, "use_rope", True) else None
+        if not getattr(attention, "use_rope", True):
+            return None
+        kinds = angle_types(getattr(self.trunk, "rotary_emb", None))  # our own trunk has its angles elsewhere
+        return kinds.index(layer_type(attention)) if kinds else 0
 
     def cap(self, attention: Any) -> float:
         return 0.0

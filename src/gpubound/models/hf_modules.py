@@ -135,7 +135,8 @@ class HFAttention(Delegating, Attention):
     ):
         cache = past_key_values if cache is None else cache  # the name depends on transformers' version
         if why := self.unable(kwargs):
-            return self.delegate(why, hidden_states, position_embeddings, attention_mask, cache, **kwargs)
+            kwargs |= {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
+            return self.delegate(why, hidden_states, **kwargs, **{cache_word(self.forwards[1]): cache})
         mask = kwargs.pop(SEGMENTS, attention_mask)
         q, k, v = (t.transpose(1, 2) for t in self.project(hidden_states, halves(position_embeddings)))
         cached = cache is not None
@@ -208,7 +209,7 @@ def attention_case(module: Any, rotary: Any, masked: bool) -> Case:
             mask[1, :, :, -TOKENS // 3 :] = False
             if module.config._attn_implementation == "eager":  # the mask is added to the scores
                 mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-        return x, {"position_embeddings": rotary(x, positions), "attention_mask": mask}
+        return x, {"position_embeddings": rotary(x, positions), "attention_mask": mask, "position_ids": positions}
 
     return case
 
@@ -253,11 +254,15 @@ class HFStack(Delegating):
 
     def run(self, x: Tensor, positions: Tensor | None, attention_mask: Mask) -> Tensor:
         """Return the hidden states after the final norm, from the embeddings x."""
-        rope, mask = self.table.of(x, positions), attention_mask
+        rope, mask = self.angles(x, positions), attention_mask
         if isinstance(mask, Tensor):
             # transformers decides if a mask is needed, which synchronises with the device once
             mask = self.masked(create_causal_mask, x, mask)
         return run_blocks(self.layers._modules.values(), self.norm, x, rope, mask, self.step)
+
+    def angles(self, x: Tensor, positions: Tensor | None) -> Any:
+        """Return what rotates q and k of every layer."""
+        return self.table.of(x, positions)
 
     def window(self) -> int | None:
         """Return the length up to which all layers have one causal mask, by the current config; None for any length."""

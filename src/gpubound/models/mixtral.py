@@ -1,4 +1,4 @@
-"""Mixtral and Qwen3-MoE: Llama's attention, and sparse layers, whose router chooses a few experts for each token.
+"""Mixtral, Qwen3-MoE and OLMoE: Llama's attention, and sparse layers, whose router chooses a few experts for each token.
 
 Placing replaces norms and attention. Experts, the loop over layers, and the loss, which may include the router's, stay those of
 transformers.
@@ -7,10 +7,22 @@ transformers.
 from typing import Any
 
 from .decoding import ExpertWeights, Linear, Reader, activation_name, weight_of
-from .hf_modules import attention, norm
-from .registry import Maker, role_of
+from .hf_modules import HFAttention, attention, norm
+from .olmo2 import WideNormAttention
+from .registry import Maker, Swap, role_of
 
-SWAPS: dict[str, Maker] = {"RMSNorm": norm, "Attention": attention}
+
+def sparse_attention(module: Any, stack: Any) -> Swap:
+    """Return the Swap of Llama's attention, or of OLMoE's, which norms whole rows of q and k."""
+    norm = module._modules.get("q_norm")
+    wide = norm is not None and len(norm.weight) > module.head_dim
+    swap = attention(module, stack, WideNormAttention if wide else HFAttention)
+    if (clip := getattr(module.config, "clip_qkv", None)) is not None:
+        swap.refusal = f"it clamps q, k and v (clip_qkv={clip})"
+    return swap
+
+
+SWAPS: dict[str, Maker] = {"RMSNorm": norm, "Attention": sparse_attention}
 
 # Parts of a sparse block: their roles and parameters.
 PARTS = {"gate": ("TopKRouter", {"weight"}), "experts": ("Experts", {"gate_up_proj", "down_proj"})}

@@ -1,7 +1,7 @@
-"""OLMo 2: norms after the parts of a block, and over whole rows of q and k.
+"""OLMo 2 and 3: norms after the parts of a block, and over whole rows of q and k.
 
 Its norms are between a part of a block and the residual add, so only the final norm can include an add. The loop still avoids
-what transformers does around each layer.
+what transformers does around each layer. OLMo 3 has a window in most layers, and angles by type of layer.
 """
 
 from functools import partial
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ..layers.attention import Rope
 from ..layers.fused_weights import Kernels
-from .decoding import Reader
-from .hf_modules import HFMLP, OPS, HFAttention, HFNorm, HFStack, attention, mlp, norm, stack, tried_causal_lm
-from .registry import Maker
+from .decoding import Reader, angle_types
+from .hf_modules import HFMLP, OPS, HFAttention, HFNorm, HFStack, mlp, norm, stack, tried_causal_lm
+from .layer_types import TypedStack, typed_attention, typed_stack
+from .registry import Maker, Swap
 
 
 class WideNormAttention(HFAttention):
@@ -44,11 +45,21 @@ class PostNormStack(HFStack):
         return "a plain loop, since its adds follow its norms; the last one in the final norm: {}", OPS
 
 
+class TypedPostNormStack(TypedStack, PostNormStack):
+    pass
+
+
+def post_norm_stack(module: Any, _: Any) -> Swap:
+    if angle_types(module.rotary_emb):
+        return typed_stack(module, None, TypedPostNormStack)
+    return stack(module, None, PostNormStack)
+
+
 SWAPS: dict[str, Maker] = {
     "RMSNorm": norm,
     "MLP": mlp,
-    "Attention": partial(attention, part=WideNormAttention),
-    "Model": partial(stack, part=PostNormStack),
+    "Attention": partial(typed_attention, part=WideNormAttention),
+    "Model": post_norm_stack,
     "ForCausalLM": tried_causal_lm,
 }
 

@@ -198,10 +198,13 @@ def put_back(tensors: Iterable[Tensor]) -> Iterator[None]:
 FAMILIES = {
     # module: {model_type: prefix of its class names}
     "hf_modules": {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"},
-    "mixtral": {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"},
-    "gemma": {"gemma": "Gemma", "gemma2": "Gemma2"},
+    "layer_types": {"ministral": "Ministral", "cwm": "Cwm"},
+    "ministral3": {"ministral3": "Ministral3"},
+    "seed_oss": {"seed_oss": "SeedOss"},
+    "mixtral": {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe"},
+    "gemma": {"gemma": "Gemma", "gemma2": "Gemma2", "vaultgemma": "VaultGemma"},
     "gemma3": {"gemma3": "Gemma3"},
-    "olmo2": {"olmo2": "Olmo2"},
+    "olmo2": {"olmo2": "Olmo2", "olmo3": "Olmo3"},
     "phi3": {"phi3": "Phi3"},
     "deepseek_v4": {"deepseek_v4": "DeepseekV4"},
 }

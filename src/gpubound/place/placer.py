@@ -22,7 +22,6 @@ from ..errors import PlaceError
 from ..kernels.dispatch import hasten, runs
 from ..layers.fused_weights import Projecting
 from ..lora import layers as lora_layers  # noqa: F401  registers the reader of projections that PEFT has adapted
-from ..models.registry import fused_types
 from ..trace import fallback
 from . import candidates
 from .candidates import MARK, Candidate, Fused, release
@@ -113,7 +112,7 @@ class Placement:
         if self.unsupported:
             swaps += (
                 f". Attention and MLP stay transformers' own: {self.unsupported!r} is not among the families that have fused "
-                f"ones ({', '.join(fused_types())})"
+                "ones, which docs/models.md lists"
             )
         if self.plain:
             done = "Only norms were swapped" if self.swapped else "Nothing was swapped"

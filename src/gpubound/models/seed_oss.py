@@ -1,0 +1,41 @@
+"""Seed-OSS: Qwen2 with dropout of the outputs of attention and MLP, which its released configs ask for in training."""
+
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .decoding import Reader
+from .hf_modules import HFMLP, HFAttention, attention, causal_lm, mlp, norm, stack
+from .registry import Maker
+
+
+class DroppedAttention(HFAttention):
+    residual_dropout: float
+
+    def output(self, y: Tensor) -> Tensor:
+        return F.dropout(super().output(y), self.residual_dropout, self.training)
+
+
+class DroppedMLP(HFMLP):
+    residual_dropout: float
+
+    def mix(self, x: Tensor) -> Tensor:
+        return F.dropout(super().mix(x), self.residual_dropout, self.training)
+
+
+SWAPS: dict[str, Maker] = {
+    "RMSNorm": norm,
+    "MLP": partial(mlp, part=DroppedMLP),
+    "Attention": partial(attention, part=DroppedAttention),
+    "Model": stack,
+    "ForCausalLM": causal_lm,
+}
+
+
+class DroppedReader(Reader):
+    READS = frozenset({"attention_out_bias", "residual_dropout"})
+
+
+DECODING: dict[str, Any] = {"ForCausalLM": DroppedReader}
