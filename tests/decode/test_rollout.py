@@ -90,7 +90,7 @@ def test_the_samples_of_a_prompt_share_its_prefill():
     found = fast.rollout(PROMPTS[:2], n=4, max_new_tokens=4)
     assert len(found.sequences) == 8 and found.prefills == 2
     found = fast.rollout(PROMPTS[2:4], n=16, max_new_tokens=8)
-    assert len(found.sequences) == 32 and found.prefills == 4
+    assert len(found.sequences) == 32 and found.prefills == 2  # rows that are taken later copy from those that go on
 
 
 def test_the_last_sequences_move_to_fewer_rows():

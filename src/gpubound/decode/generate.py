@@ -46,7 +46,8 @@ from .request import (
     read_prompts,
     to_device,
 )
-from .rollout import Rollout, start_rollout
+from .rollout import Rollout
+from .rollout_request import rollout_request
 from .runner import BatchState, ModelRunner, RunnerConfig, SamplingVariant, StepGraphs, Stepper
 from .running import closed_at_exit, raise_not_finite, short_switch_interval
 from .speculation import Draft, ModelDraft, TextDraft, tokens_a_step
@@ -175,7 +176,7 @@ class FastDecoder(NotCopyable):
             with self.turn, self.plainly():
                 self.bound.follow()
         settings["temperature"] = temperature
-        return start_rollout(self, prompts, n, max_new_tokens, logprobs, seed, stop, adapters, settings)
+        return Rollout(self, rollout_request(self, prompts, n, max_new_tokens, logprobs, seed, stop, adapters, settings))
 
     def score(self, prompts: Any) -> list[list[float]]:
         """Return, for each sequence, the log-probability of every token but the first, given the tokens before it."""

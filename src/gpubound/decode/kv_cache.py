@@ -149,11 +149,11 @@ class Cache:
             return cache[:rows, :, :end]
         if self.pages is None:
             assert targets is not None
-            cache[targets, :, start:end] = new.transpose(1, 2)[:, None]
+            words(cache, new)[targets, :, start:end] = words(new, cache).transpose(1, 2)[:, None]
             return cache[targets[:, 0], :, :end] if start else new.transpose(1, 2)
         pages = (self.pages[:rows, None] if targets is None else self.pages[targets]).long()  # (B, C, pages of a row)
         position = torch.arange(start, end, device=new.device)
-        cache[pages.index_select(2, position // PAGE), :, position % PAGE] = new[:, None]
+        words(cache, new)[pages.index_select(2, position // PAGE), :, position % PAGE] = words(new, cache)[:, None]
         stored = cache[pages[:, 0, : pages_for(end)]]  # (B, pages, K, PAGE, ...)
         return stored.transpose(1, 2).flatten(2, 3)[:, :, :end]
 
@@ -185,6 +185,15 @@ class Cache:
         shared = "" if self.pages is None else f", {self.layout.pages} pages of {PAGE} tokens that all rows share"
         plain = 2 * self.k.shape[0] * self.rows * self.k.shape[2] * self.length * self.k.shape[4] * self.dtype.itemsize
         return [("cache", form + shared, f"{self.nbytes / 1e6:,.3g} MB; plain, {plain / 1e6:,.3g}")]
+
+
+def words(t: Tensor, other: Tensor) -> Tensor:
+    """View keys or values (..., D) as int64, where both can be: an indexed copy moves one element a thread. Scales stay."""
+    fits = t.dim() == 4 and all(
+        not any(step * one.itemsize % 8 for step in (one.shape[-1], one.storage_offset(), *one.stride()[:-1]))
+        for one in (t, other)
+    )
+    return t.view(torch.int64) if fits else t
 
 
 class PagePool:
