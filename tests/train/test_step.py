@@ -42,6 +42,50 @@ def test_micro_batches_are_one_big_batch(parts):
         assert (got[name] - want[name]).norm() <= 1e-6 * want[name].norm(), name
 
 
+@pytest.mark.parametrize("graph", ["off", "require"])
+def test_the_halves_of_a_call_are_the_call(graph):
+    """Micro-batches by `add`, more than `accumulate` at first, then one: the bits of lists that hold them."""
+    (whole, want), (halves, got) = [
+        (model, TrainStep(model, summed, AdamW(lr=1e-2), accumulate=n, clip=0.5, precision="fp32", graph=graph))
+        for model, n in ((small(), 4), (small(), 2))
+    ]
+    for count in (4, 1, 3):
+        batches = cut(draw(2 * count, seed=count), count)
+        expected = want(batches).read()
+        for batch in batches:
+            got.add(batch)
+        assert repr(got.update().read()) == repr(expected)
+    assert all(torch.equal(named(whole)[name], weight) for name, weight in named(halves).items())
+    with pytest.raises(ValueError, match=r"add\(micro_batch\)"):
+        got.update()
+    got.add(batches[0])
+    with pytest.raises(ValueError, match=r"update\(\)"):
+        got(batches[0])
+    with pytest.raises(ValueError, match="accumulate=1"):
+        TrainStep(small(), summed).add(batches[0])
+
+
+def test_gradients_of_a_failed_half_are_dropped():
+    model, other = small(), small()
+    step, alone = (TrainStep(m, summed, AdamW(lr=1e-2), accumulate=2, precision="fp32", graph="off") for m in (model, other))
+    batch = draw(4, seed=1)
+    step.add(batch)
+    refused = Exception()
+
+    def fail(*_):
+        raise refused
+
+    hook = model.register_forward_hook(fail)
+    with pytest.raises(Exception) as caught:
+        step.add(batch)
+    assert caught.value is refused
+    hook.remove()
+    step.add(batch)
+    alone.add(batch)
+    assert step.update().read().tokens == alone.update().read().tokens
+    assert all(torch.equal(named(other)[name], weight) for name, weight in named(model).items())
+
+
 def test_ten_updates_are_torch_adamw():
     """Against the usual loop over the whole batch: mean loss, clip_grad_norm_, torch.optim.AdamW with a no-decay group."""
     model = small()

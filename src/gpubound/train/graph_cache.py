@@ -77,6 +77,18 @@ class GraphCache:
             self._known[PART, batch.key](*batch.tensors)
         return self._update(batches[0].model, first)
 
+    def add(self, batch: MicroBatch) -> None:
+        """Add a micro-batch to the sums of a step that has begun, on one rank."""
+        if self.off or not self._capture_parts([batch], first=False):
+            self.step.add(batch.whole())
+        else:
+            self._check_adding()
+            self._known[PART, batch.key](*batch.tensors)
+
+    def update(self, model: int) -> Tensor:
+        """Update the weights after `add`; return the report. model: the model's signature"""
+        return self.step.update() if self.off else self._update(model, first=False)
+
     def _step_graph(self, batch: MicroBatch, first: bool) -> Captured | None:
         """Return the graph of a whole step of this one micro-batch on several ranks, or None."""
         key, step = (STEP, batch.key), self.step

@@ -13,7 +13,7 @@ buffers are unchanged. `close()` undoes everything but the dtype and the place i
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from threading import Lock
 from typing import Any, TypeVar
@@ -123,6 +123,7 @@ class TrainStep(NotCopyable):
         self._closed, self._running, self._ranks = False, Lock(), ranks
         self._no_autocast = without_autocast(self.device)
         self._first = True  # all ranks take their first step
+        self._added: list[Any] = []  # micro-batches since the last update, by `add`
         self._checked: set[Any] = set()  # signatures of micro-batches that the objective has checked
         hasten(_calls(model, dtypes, loss_fn), layout.device, dtypes.dtype)
         with ExitStack() as undo:  # an error, such as out of memory, must leave the model as it was
@@ -155,6 +156,46 @@ class TrainStep(NotCopyable):
         shorter list, or the rest of an iterator, gives a smaller step, just as exact. Autocast (use `precision`) and no_grad
         around the call have no effect.
         """
+        with self._calling():
+            return self._step(micro_batches)
+
+    def add(self, micro_batch: Any) -> None:
+        """Compute the loss and gradients of a micro-batch, and add them to the sums that the next `update` divides and takes.
+
+        `add` and `update` are the two halves of a call, for a caller who learns only later how many micro-batches a step has.
+        They are for one process and accumulate > 1: with 1 gradients overwrite those of the last micro-batch.
+        """
+        step = self._graphs.step
+        with self._calling():
+            if step.single or not self._ranks.alone:
+                got = "accumulate=1" if step.single else f"{self._ranks.world} ranks"
+                raise ValueError(f"add: got a TrainStep with {got}; make it with accumulate=2 or more, on one rank.")
+            self._guard.check_unmerged()
+            batch = MicroBatch(micro_batch, self.device, self._guard.check())
+            self._prepare([batch])
+            if not self._added:
+                step.begin()
+            try:
+                self._graphs.add(batch)
+            except BaseException:
+                self._added.clear()  # the sums hold a part of this micro-batch
+                raise
+            self._added.append(micro_batch)
+
+    def update(self) -> StepResult:
+        """Divide the sums by their number of items, clip, and update the weights. The next `add` begins new sums."""
+        with self._calling():
+            if not self._added:
+                raise ValueError("update: there are no gradients; call add(micro_batch) first.")
+            signature = self._guard.check()
+            self._weights.check()
+            self._optimizer.check()
+            report, batches = self._graphs.update(signature), list(self._added)
+            self._added.clear()
+            return self._result(report, batches)
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
         if self._closed:
             raise ValueError("step: this TrainStep is closed, its model released; make a new one with TrainStep(model, ...).")
         if not self._running.acquire(blocking=False):
@@ -164,12 +205,16 @@ class TrainStep(NotCopyable):
             timing = nullcontext() if watchdog is None else watchdog.timing("taking a step", rendezvous.steps + 1)
             # Autograd cannot save tensors that are made in inference_mode, and autocast computes in other dtypes.
             with torch.inference_mode(False), self._no_autocast, timing:
-                return self._step(micro_batches)
+                yield
         finally:
             self._running.release()
 
     def _step(self, micro_batches: Any) -> StepResult | None:
         self._guard.check_unmerged()
+        if self._added:
+            raise ValueError(
+                "step: micro-batches were added since the last update, whose gradients would be lost; call update()."
+            )
         batches = gather(micro_batches, self.accumulate)
         if not self._counts.begins(len(batches)):
             return None
@@ -189,7 +234,11 @@ class TrainStep(NotCopyable):
             return None
         if not batches:
             self._counts.report_idle()
-        device_step = self._graphs.step
+        return self._result(report, batches)
+
+    def _result(self, report: Tensor, batches: Sequence[Any]) -> StepResult:
+        """Return the result of a step that is taken."""
+        device_step, sharded = self._graphs.step, self._sharded
         waited = device_step.reduction.waited if device_step.reduces and sharded is None else None
         result = StepResult(report, waited, self._ranks.timing)
         self._optimizer.carry_on(device_step.accumulators.gradient, result)
@@ -202,9 +251,15 @@ class TrainStep(NotCopyable):
 
     def _run(self, batches: list[MicroBatch]) -> Tensor | None:
         """Return the step's report. Without a micro-batch this rank takes part in the others' step; None if they have none."""
-        step, first = self._graphs.step, self._first
+        step = self._graphs.step
         if not batches:
             return step.take_part()
+        first = self._prepare(batches)
+        return step.run([batch.whole() for batch in batches]) if self._graphs.off else self._graphs.run(batches, first)
+
+    def _prepare(self, batches: list[MicroBatch]) -> bool:
+        """Check micro-batches whose signature is new, and prepare the first step. Return whether this is the first."""
+        step, first = self._graphs.step, self._first
         if isinstance(step.loss, Objective):
             for number, batch in enumerate(batches):
                 if batch.signature not in self._checked:
@@ -215,7 +270,7 @@ class TrainStep(NotCopyable):
         self._first = False
         if first:
             step.prepare(batches[0].whole())
-        return step.run([batch.whole() for batch in batches]) if self._graphs.off else self._graphs.run(batches, first)
+        return first
 
     @property
     def lr(self) -> float:
@@ -272,6 +327,7 @@ class TrainStep(NotCopyable):
                     f"load_state_dict: {name}: got {got}, wanted {wanted}; "
                     f"the state is another model's, or another precision's."
                 )
+        self._added.clear()
         self._optimizer.load(state)
         for name, tensor in live.items():
             tensor.copy_(state[name])
