@@ -13,7 +13,8 @@ import torch
 from gpubound import device as facts, lora
 from gpubound.cli import main
 from gpubound.errors import DataError
-from gpubound.generate import replicas, workers
+from gpubound.generate import batches, replicas, workers
+from gpubound.generate.batches import BatchGenerator, group_size, load
 from gpubound.generate.options import Generate
 from gpubound.generate.replicas import OrderedLines
 from gpubound.generate.workers import WorkerPool
@@ -59,6 +60,21 @@ def test_two_copies_answer_as_one_and_a_broken_run_is_gone_on_with(ckpt, run, tm
 
     code, _, err = run(*given, "--output", file, "--stop", "mat")
     assert code == 2 and "line 1 of " in err and message("cli_generate_gpus:two_copies_answer_as_one.2").within(err)
+
+
+def test_several_batches_are_a_rollout(ckpt, monkeypatch):
+    options = Generate(str(ckpt), batch=2, max_new_tokens=12, device="cpu", verify="none")
+    generator = BatchGenerator(options, load(options, "cpu"), PROMPTS)
+    wanted = []
+    for first in range(0, len(PROMPTS), 2):
+        run, beats = generator.start(first), []
+        for _ in run.play():
+            pass
+        wanted += generator.as_json(first, run.sequences)
+    assert group_size(options, len(PROMPTS)) == 2 and group_size(options, 10_000) == 16
+    monkeypatch.setattr(batches, "GROUPS", 1)
+    assert group_size(options, len(PROMPTS)) == 4
+    assert generator.answer(0, lambda: beats.append(1)) + generator.answer(4, lambda: None) == wanted and beats
 
 
 @pytest.mark.gpu

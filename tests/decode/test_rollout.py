@@ -5,7 +5,7 @@ import torch
 
 import gpubound as gb
 from gpubound.decode import cpu_step, rollout
-from gpubound.watch import no_stall
+from gpubound.watch import no_stall, watch
 from tests.messages import message, refusal
 
 from . import cases
@@ -175,6 +175,30 @@ def test_nothing_waits_for_the_device(sim):
     list(fast.rollout(PROMPTS, **given))
     with no_stall():
         assert len(fast.rollout(PROMPTS, **given).sequences) == 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"pages": 60}, {"cache": "fp8"}], ids=["rows", "pages", "fp8"])
+def test_nothing_waits_for_a_gpu(options):
+    fast = gb.decoder(cases.build("Qwen3", torch.bfloat16, torch.device("cuda", 0)), 24, cases.ROOM, **options)
+    given = cases.prompts(*(1 + number % 30 for number in range(60)))
+    how = {"n": 2, "max_new_tokens": [1 + number % 23 for number in range(60)], "temperature": 0.8}
+    for _ in range(3):  # the first captures the steps, and then each size of a refill at its second use
+        want = fast.rollout(given, **how).sequences
+    torch.cuda.synchronize()
+    with watch(gputrace=True) as ledger:
+        found = fast.rollout(given, **how).sequences
+    assert ledger.totals["syncs"] == 0, str(ledger)
+    assert by_name(found) == by_name(want) and [len(one.tokens) for one in found[::2]] == how["max_new_tokens"]
+
+
+@pytest.mark.gpu
+def test_captured_refills_are_those_of_single_launches(monkeypatch):
+    fast = gb.decoder(cases.build("Qwen3", torch.bfloat16, torch.device("cuda", 0)), 8, cases.ROOM, verify=False)
+    given, how = cases.prompts(*range(1, 41)), {"n": 3, "max_new_tokens": 9}
+    captured = [by_name(fast.rollout(given, **how).sequences) for _ in range(3)][-1]
+    monkeypatch.setattr(fast.graphs, "refill", fast.body.refill)
+    assert by_name(fast.rollout(given, **how).sequences) == captured
 
 
 class TestFaults:

@@ -99,6 +99,11 @@ class FastDecoder(NotCopyable):
         return None if self.text is None else self.text.tokenizer
 
     @property
+    def refills(self) -> bool:
+        """Whether `rollout` can give a row the next sequence while others go on."""
+        return self.body.refills and self.stepper.tokens == 1
+
+    @property
     def generation(self) -> dict[str, Any]:
         """The model's generation config."""
         config: Any = getattr(self.model, "generation_config", None)

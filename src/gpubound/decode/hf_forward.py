@@ -121,7 +121,8 @@ class StaticCacheRunner(ModelRunner):
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
         for buffer in self.buffers():
-            buffer[targets] = buffer[sources]  # with the zeros after it
+            buffer[targets, :, :length] = buffer[sources, :, :length]
+            buffer[targets, :, length:] = 0
 
     def cache_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers())

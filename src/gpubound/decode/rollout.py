@@ -12,7 +12,7 @@ prompt's index and the sample's.
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -47,6 +47,7 @@ class Rollout:
         self.rows: list[Running | None] = [None] * self.size
         self._held = [-1] * self.size  # the prompt whose keys and values each row has, also after its sequence has ended
         self.finished: list[RolloutSequence] = []
+        self.each_launch: Callable[[], object] = lambda: None  # called when the tokens of a launch have been read
         self.seconds = 0.0
         self.launches = self.prefills = self.row_steps = 0  # prefills: of prompts; row_steps: of all rows, alive or not
         self._flights: deque[list[Running | None]] = deque()  # the rows of each launch that is not read yet
@@ -250,6 +251,7 @@ class Rollout:
                 result.finish = "stop" if result.tokens and result.tokens[-1] in self.request.stops else "length"
             if result.finish:
                 ended.append(one)
+        self.each_launch()
         if stopped:
             self.decoder.slots.end(stopped)
         for one in ended:

@@ -10,6 +10,7 @@ from torch import Tensor
 from .request import (
     LIMITS,
     Choice,
+    Generated,
     check_adapters,
     check_count,
     check_prompts,
@@ -35,6 +36,13 @@ class RolloutSequence:
     logprobs: list[float] = field(default_factory=list)  # of each token under softmax(logits / temperature)
     finish: str = ""  # 'stop' or 'length'
     text: str | None = None  # None without a tokenizer
+
+    def as_generated(self, prompt: list[int], stops: Sequence[Any]) -> Generated:
+        """Return the sequence as `generate` returns it. stops: tokens and strings that end it."""
+        finish = self.finish
+        if finish == "stop":
+            finish = "stop token" if self.tokens and self.tokens[-1] in stops else "stop string"
+        return Generated(prompt, self.tokens, self.logprobs, finish, self.text)
 
 
 @dataclass(eq=False)
@@ -84,7 +92,7 @@ def rollout_request(
 ) -> RolloutRequest:
     """Check the arguments of `FastDecoder.rollout`."""
     body = decoder.body
-    if not body.refills or decoder.stepper.tokens > 1:
+    if not decoder.refills:
         why = "with speculate" if decoder.stepper.tokens > 1 else f"of {type(decoder.model).__name__} by {decoder.kernels}"
         where = f" on {len(body.spans or body.peers)} devices" if len(body.spans) > 1 or body.peers else ""
         raise ValueError(f"rollout: got a decoder {why}{where}, whose rows begin and end together; use generate.")

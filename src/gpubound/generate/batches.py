@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -26,6 +27,7 @@ DECODER_ONLY = (
     "cache", "speculate", "split", "fused", "verify", "table",
 )  # fmt: skip
 DIFFUSION_ONLY = ("steps", "block", "guidance")
+GROUP, GROUPS = 8, 16
 
 
 def check_decoding(options: Generate) -> None:
@@ -80,6 +82,12 @@ def batch_size(options: Generate) -> int:
     return max(1, sequences // options.n)
 
 
+def group_size(options: Generate, prompts: int) -> int:
+    """Return the number of prompts that a replica takes at once: up to GROUP batches, but enough groups for GROUPS replicas."""
+    size = batch_size(options)
+    return size * max(1, min(GROUP, prompts // (GROUPS * size)))
+
+
 class BatchGenerator:
     """Generates the sequences of the prompts batch by batch. A batch is named by the index of its first prompt."""
 
@@ -102,6 +110,23 @@ class BatchGenerator:
         """Return the batch's generation, which its play() runs."""
         settings = self.settings | {"seed": self.options.seed + first}  # the same prompt in another batch is drawn anew
         return self.engine.start(self.ids[first : first + self.size], **settings)
+
+    def answer(self, first: int, heartbeat: Callable[[], None]) -> list[dict[str, Any]]:
+        """Return the sequences of a group of prompts as they are in the JSON: of a decoder by a rollout, else by batches."""
+        last, n = min(first + group_size(self.options, len(self.ids)), len(self.ids)), self.options.n
+        if isinstance(self.engine, FastDecoder) and self.engine.refills:
+            settings = {"temperature": 0.0} | self.settings | {"seed": self.options.seed + first}
+            rollout = self.engine.rollout(self.ids[first:last], **settings)
+            rollout.each_launch = heartbeat
+            results = [one.as_generated(self.ids[first + one.prompt], settings["stop"]) for one in rollout.sequences]
+            return [entry for at in range(0, len(results), n) for entry in self.as_json(first + at // n, results[at : at + n])]
+        entries = []
+        for start in range(first, last, self.size):
+            run = self.start(start)
+            for _ in run.play():
+                heartbeat()
+            entries += self.as_json(start, run.sequences)
+        return entries
 
     def sequences(self, first: int) -> list[tuple[int, str, int]]:
         """Return (index of its prompt, the prompt, index among the prompt's sequences) of every sequence of the batch."""

@@ -1,7 +1,7 @@
 """`gpubound generate --gpus N`: distribute prompts over replicas of the model; write answers in the order of the prompts.
 
-The batches, and the random draw within each, do not depend on the number of replicas, nor on where a run was interrupted: an
-interrupted run can be resumed.
+The groups of prompts, and the random draw within each, do not depend on the number of replicas, nor on where a run was
+interrupted: an interrupted run can be resumed.
 """
 
 import json
@@ -26,7 +26,7 @@ from ..trace import notice
 from ..train.checkpoint import Checkpoint
 from ..train.checkpoint.files import STATE
 from ..train.export_metadata import ORIGIN
-from .batches import BatchGenerator, batch_size, load
+from .batches import BatchGenerator, group_size, load
 from .options import Generate
 from .source import base_of_adapter, find_source, is_adapter
 from .workers import WorkerPool
@@ -42,7 +42,7 @@ BEGIN = b'{"number": '  # of a line
 
 def generate_lines(options: Generate, prompts: list[str]) -> int:
     """Generate and write the answers of all prompts that have none in the output yet."""
-    devices, size = replica_devices(options), batch_size(options)
+    devices, size = replica_devices(options), group_size(options, len(prompts))
     lines = OrderedLines(options.output, prompts, options.n, fingerprint(options))
 
     def name(first: int) -> str:
@@ -51,19 +51,19 @@ def generate_lines(options: Generate, prompts: list[str]) -> int:
 
     advice = "the answers before are in it. Free space, then give the same command again."
     with explain_disk_full(options.output or "stdout", advice), closing(lines):
-        batches = [
+        groups = [
             first
             for first in range(0, len(prompts), size)
             if not all(lines.answered(number) for number in range(first, min(first + size, len(prompts))))
         ]
-        if batches and len(batches) < len(devices):
-            count = "1 batch" if len(batches) == 1 else f"{len(batches)} batches"
+        if groups and len(groups) < len(devices):
+            count = "1 batch" if len(groups) == 1 else f"{len(groups)} batches"
             notice(
                 f"generate: {count} of up to {size} prompts for {len(devices)} replicas: the rest of them is idle; "
                 f"a smaller --batch makes more batches."
             )
         arguments = (options, prompts, devices)
-        pool = WorkerPool(batches, len(devices), start_replica, *arguments, name=name, timeout=60 * options.timeout)
+        pool = WorkerPool(groups, len(devices), start_replica, *arguments, name=name, timeout=60 * options.timeout)
         _collect(pool, options, lines)
     if pool.left:
         missing = ", ".join(map(name, pool.left[:5])) + (", ..." if len(pool.left) > 5 else "")
@@ -96,18 +96,10 @@ def _collect(pool: WorkerPool, options: Generate, lines: "OrderedLines") -> None
 def start_replica(
     number: int, options: Generate, prompts: list[str], devices: list[str]
 ) -> Callable[[int, Callable[[], None]], list[dict[str, Any]]]:
-    """Load replica `number`, and return its function that answers a batch."""
+    """Load replica `number`, and return its function that answers a group of prompts."""
     if devices[number] == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // len(devices)))
-    batches = BatchGenerator(options, load(options, devices[number]), prompts)
-
-    def answer(first: int, heartbeat: Callable[[], None]) -> list[dict[str, Any]]:
-        run = batches.start(first)
-        for _ in run.play():
-            heartbeat()
-        return batches.as_json(first, run.sequences)
-
-    return answer
+    return BatchGenerator(options, load(options, devices[number]), prompts).answer
 
 
 def replica_devices(options: Generate) -> list[str]:
