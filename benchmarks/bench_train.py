@@ -83,7 +83,7 @@ CATEGORIES = (  # first match wins; attention before products, whose names its k
     ("update", r"adamw|_squares|_plan_kernel|multi_tensor|FusedAdam|FusedOptimizer"),
     ("norms and gated activations", r"_forward_kernel|_backward_kernel|norm|swiglu|glu"),
     ("rotary", r"rope"),
-    ("loss", r"_loss_kernel|_gradient_kernel|cross_entropy|nll|softmax"),
+    ("loss", r"_loss_kernel|_gradient_kernel|_divergence_kernel|cross_entropy|nll|softmax"),
     ("reductions", r"reduce_kernel|reduce"),
     ("copies and fills", r"memcpy|memset|copy|fill|cat"),
     ("elementwise", r"elementwise|vectorized|index|embedding|scatter|gather"),

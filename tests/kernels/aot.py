@@ -76,6 +76,12 @@ MORE = {
     "send_product to three devices": ("send_product", lambda: shared("send_product", 3)),
     "take_words of three devices": ("take_words", lambda: shared("take_words", 3)),
     "add_product with adapters": ("add_product", lambda: adapted("add_product", 16, True, dependent=1, at=4)),
+    "divergence forward, of the teacher alone": ("divergence", lambda: example_of("divergence", 333, 1.0, 0.0, 1.0)),
+    "divergence backwards, without a gradient": (
+        "divergence",
+        lambda: example_of("divergence", 4099, 1.0, 1.0, 1.0, False, False),
+    ),
+    "divergence forward, mixed": ("divergence", lambda: example_of("divergence", 4096, 0.5, 0.0, 1.0)),
     "norm_gate_up with adapters": (
         "norm_gate_up",
         lambda: adapted("norm_gate_up", 0.0, "silu", 16, True, dependent=2, at=7),

@@ -40,6 +40,7 @@ SHAPED = {
     "cross_entropy": (333, False, True),
     "decode_attention": (1, 3, 32),
     "dequantize": ("fp4",),
+    "divergence": (333, 0.5, 1.0, 1.0, False, True),
     "dynamic_tanh": (96,),
     "geglu": (72, True),
     "grouped_linear": (True,),

@@ -19,6 +19,7 @@ from .decode_product import (
     norm_rows as norm_rows,
     send_product as send_product,
 )
+from .divergence import divergence as divergence
 from .experts import (
     add_routed as add_routed,
     route as route,

@@ -1,6 +1,7 @@
 """distillation: losses and gradients beside the formulas in fp64 (TRL's: tests/peers), packed rows, and whole steps."""
 
 import copy
+from importlib import import_module
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from gpubound.train.objectives.distillation import Distillation
 from ...messages import message
 from ..runs import texts
 from .formulas import check_formula
+
+kernel = import_module("gpubound.kernels.divergence")
 
 WORDS = 31
 KINDS = {"forward": (1.0, 0.0, 1.0), "reverse": (1.0, 1.0, 2.0), "jensen-shannon": (1.0, 0.3, 0.5), "mixed": (0.6, 0.0, 3.0)}
@@ -70,7 +73,7 @@ def by_formula(student: nn.Module, teacher: nn.Module, given: dict, alpha: float
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_are_the_formulas(monkeypatch, kind, whole):
     monkeypatch.setattr(chunked_head, "CHUNK", 7)
-    monkeypatch.setattr(chunked_head, "ELEMENTS", 3 * WORDS)
+    monkeypatch.setattr(kernel, "ELEMENTS", 3 * WORDS)
     (alpha, beta, t), given = KINDS[kind], batch()
     student, teacher = decoder().double(), decoder(1, hidden=32).double()
     objective = Distillation(teacher, alpha=alpha, beta=beta, temperature=t)

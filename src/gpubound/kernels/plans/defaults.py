@@ -69,6 +69,12 @@ def losses(job: Job) -> TilePlan:
     return TilePlan(block, 8 if block > 1024 else 4)
 
 
+def divergence(job: Job) -> TilePlan:
+    """shape: words. A program holds `elements` logits of each of two rows at a time, half as many of each as `losses`."""
+    block = min(4096, power_of_two(job.shape[0]))
+    return TilePlan(block, 8 if block > 1024 else 4)
+
+
 def quantize(job: Job) -> MatrixPlan:
     """128 rows are 128 bytes side by side in the transposed copy, and a thread holds 32 or 64 elements of each tensor."""
     tiles = {"plain": (128, 128, 8), "swiglu": (128, 64, 8), "swiglu_backward": (64, 64, 4)}
@@ -203,6 +209,7 @@ def first(count: int) -> Callable[[Job], tuple[int, ...]]:
 RULES = {
     **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm"), Rule(RowPlan, norm_rows, width)),
     "decode_attention": Rule(AttentionPlan, decode_attention, first(3)),
+    "divergence": Rule(TilePlan, divergence, width),
     "gated": Rule(TilePlan, gated, first(0)),
     "group_norm": Rule(TilePlan, lambda job: TilePlan(8192, 4), first(0)),
     "lora": Rule(ProductPlan, lora, lambda job: job.shape),

@@ -2,7 +2,8 @@
 
 As in kernels/cross_entropy.py: logits of CHUNK tokens are turned into losses and into their own gradient, and two more products
 give the gradients of hidden states and head. So the head's product runs once, and nothing is kept for backward but the gradient
-of the hidden states. Here the losses are any function of the logits that torch can differentiate.
+of the hidden states. Here the losses are any function of the logits that torch can differentiate, or whatever overwrites the
+logits by its gradient.
 """
 
 from collections.abc import Callable
@@ -24,6 +25,9 @@ Losses = Callable[[Tensor, int, int], Tensor]
 """(logits of the tokens i to j of a chunk, i, j) -> their losses (j - i)"""
 LossesOfChunk = Callable[[int, int], Losses]
 """(first, last) -> the losses of the chunk of these tokens"""
+IntoGradient = Callable[[Tensor, int, int, Tensor | None, bool], Tensor]
+"""(logits of the tokens first to last, first, last, scale, wanted) -> their losses; where a gradient is wanted, the logits are
+overwritten by that of the losses' sum, times `scale`"""
 
 
 class Head(NamedTuple):
@@ -49,12 +53,21 @@ def head_loss(head: Head, losses: LossesOfChunk, scale: Tensor | None = None) ->
     With `scale`, as a TrainStep gives it, backward must begin at this value with 1, once: a head's main_grad gets its gradient
     in forward.
     """
-    return _HeadLoss.apply(*head, losses, scale)
+
+    def by_autograd(z: Tensor, first: int, last: int, scale: Tensor | None, wanted: bool) -> Tensor:
+        return losses_into_gradient(z, losses(first, last), scale, wanted)
+
+    return overwritten_head_loss(head, by_autograd, scale)
+
+
+def overwritten_head_loss(head: Head, into_gradient: IntoGradient, scale: Tensor | None = None) -> Tensor:
+    """`head_loss` of losses that write their gradient themselves."""
+    return _HeadLoss.apply(*head, into_gradient, scale)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, losses, scale):
+    def forward(ctx, x, weight, bias, into_gradient, scale):
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         owners, head = (weight, bias), Head(x, weight, bias)
         main = main_gradient(weight) if needs_weight else None
@@ -68,7 +81,7 @@ class _HeadLoss(torch.autograd.Function):
         for first in range(0, len(x), CHUNK):
             last = min(first + CHUNK, len(x))
             z = head.logits(first, last)
-            total += losses_into_gradient(z, losses(first, last), scale, any(ctx.needs_input_grad)).sum()
+            total += into_gradient(z, first, last, scale, any(ctx.needs_input_grad)).sum()
             if dx is not None:
                 torch.mm(z, w, out=dx[first:last])
             if dweight is not None:

@@ -22,7 +22,7 @@ from ...models.registry import family_of, mode
 from ...place import place
 from ...trace import fallback
 from .chunked_head import IGNORE, Head
-from .divergence import DistillationLoss, head_losses, student_loss
+from .divergence import DistillationLoss, head_losses, logits_loss, student_loss
 from .word_loss import WordLoss, check_arguments
 
 
@@ -84,7 +84,8 @@ class Distillation(WordLoss):
         return tokenizer
 
     def calls(self, model: nn.Module) -> Iterable[Call]:
-        return ()
+        head = head_of(model)
+        return [self.formula.call(head.out_features)] if isinstance(head, nn.Linear) else ()
 
     def load(self, model: nn.Module) -> None:
         device = next(model.parameters()).device
@@ -140,8 +141,7 @@ class Distillation(WordLoss):
         if isinstance(student, Head):
             loss = student_loss(student, teacher, flat, self.formula, scale)
         else:
-            loss = self.formula.mixed(student, teacher, flat).sum()
-            loss = loss if scale is None else loss * scale
+            loss = logits_loss(student, teacher, flat, self.formula, scale)
         return loss, (labels != IGNORE).sum()
 
     @torch.no_grad()

@@ -1,63 +1,54 @@
-"""Divergence of a student's next-token distribution from a teacher's, of two heads whose logits are never whole.
+"""Distillation losses of two heads whose logits are never whole: α τ² D + (1 − α) CE of each token (kernels/divergence.py).
 
-With q and p the softmax of the student's and the teacher's logits, each divided by the temperature τ, and m = (1 − β) q + β p,
-the divergence of a token is that of generalised knowledge distillation (Agarwal et al. 2024):
-
-    β = 0        KL(p ‖ q)                              forward: the student covers all that the teacher may say
-    β = 1        KL(q ‖ p)                              reverse: it keeps to what the teacher finds likely
-    between      β KL(p ‖ m) + (1 − β) KL(q ‖ m)        Jensen-Shannon, at β = 1/2 symmetric
-
-and its loss, with the cross-entropy of the label, α τ² D + (1 − α) CE. The factor τ² keeps the gradient's size when τ changes
-(Hinton et al. 2015).
+The factor τ² keeps the gradient's size when τ changes (Hinton et al. 2015).
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .chunked_head import IGNORE, Head, Losses, head_loss, ranges
+from ...kernels import divergence
+from ...kernels.cross_entropy import loss_shape
+from ...kernels.dispatch import Call
+from .chunked_head import CHUNK, IGNORE, Head, overwritten_head_loss
 
 
 @dataclass(frozen=True)
 class DistillationLoss:
-    """alpha: the divergence's share of the loss, the rest is the cross-entropy's. beta and temperature as above."""
+    """alpha: the divergence's share of the loss, the rest is the cross-entropy's. beta and temperature: see the kernel."""
 
     alpha: float = 1.0
     beta: float = 0.0
     temperature: float = 1.0
 
+    @torch.no_grad()
     def losses(self, student: Tensor, teacher: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return each token's divergence, times τ², and its cross-entropy, from logits (N, V); both are 0 where the label is
-        -100. In fp32 or wider."""
-        z, t = (logits.to(torch.promote_types(logits.dtype, torch.float32)) for logits in (student, teacher))
-        distance = divergence(z / self.temperature, t / self.temperature, self.beta) * self.temperature**2
-        return distance.masked_fill(labels == IGNORE, 0), F.cross_entropy(z, labels, ignore_index=IGNORE, reduction="none")
+        -100. In fp32 or wider, without a gradient."""
+        distance, entropy, _ = divergence(student, teacher, labels, self.alpha, self.beta, self.temperature, IGNORE)
+        return distance, entropy
 
-    def mixed(self, student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
-        distance, entropy = self.losses(student, teacher, labels)
-        return distance if self.alpha == 1 else torch.lerp(entropy, distance.to(entropy.dtype), self.alpha)
+    @torch.no_grad()
+    def into_gradient(self, z: Tensor, t: Tensor, labels: Tensor, scale: Tensor | None, wanted: bool) -> Tensor:
+        """Return the mixed losses of logits z and t (N, V); where a gradient is wanted, overwrite z by that of their sum, times
+        `scale`."""
+        distance, entropy, _ = divergence(
+            z, t, labels, self.alpha, self.beta, self.temperature, IGNORE, scale if wanted else None, wanted
+        )
+        return distance if self.alpha == 1 else torch.lerp(entropy, distance, self.alpha)
 
-
-def divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Return the divergence of each row of logits (N, V)."""
-    log_q, log_p = student.log_softmax(-1), teacher.log_softmax(-1)
-    if beta == 0:
-        return (log_p.exp() * (log_p - log_q)).sum(-1)
-    if beta == 1:
-        return (log_q.exp() * (log_q - log_p)).sum(-1)
-    log_m = torch.logaddexp(log_q + math.log(1 - beta), log_p + math.log(beta))
-    to_teacher, to_student = ((log.exp() * (log - log_m)).sum(-1) for log in (log_p, log_q))
-    return beta * to_teacher + (1 - beta) * to_student
+    def call(self, words: int) -> Call:
+        """Return the op's call in a training step."""
+        return "divergence", (loss_shape(words)[0], float(self.alpha), float(self.beta), float(self.temperature), True, True)
 
 
 def head_losses(student: Head, teacher: Head, labels: Tensor, formula: DistillationLoss) -> tuple[Tensor, Tensor]:
     """Return the sums of `formula.losses` over all tokens, without a gradient."""
     sums = torch.zeros(2, dtype=torch.float64, device=labels.device)
     with torch.no_grad():
-        for first, last in ranges(len(labels), student.weight.shape[0]):
+        for first in range(0, len(labels), CHUNK):
+            last = min(first + CHUNK, len(labels))
             z, t = student.logits(first, last), teacher.logits(first, last)
             sums += torch.stack([each.double().sum() for each in formula.losses(z, t, labels[first:last])])
     return sums[0], sums[1]
@@ -68,8 +59,28 @@ def student_loss(
 ) -> Tensor:
     """Return the sum of the mixed losses over all tokens, times `scale` (see `head_loss`). No gradient goes to the teacher."""
 
-    def of_chunk(first: int, last: int) -> Losses:
-        t, y = teacher.logits(first, last), labels[first:last]
-        return lambda z, i, j: formula.mixed(z, t[i:j], y[i:j])
+    def into_gradient(z: Tensor, first: int, last: int, scale: Tensor | None, wanted: bool) -> Tensor:
+        return formula.into_gradient(z, teacher.logits(first, last), labels[first:last], scale, wanted)
 
-    return head_loss(student, of_chunk, scale)
+    return overwritten_head_loss(student, into_gradient, scale)
+
+
+def logits_loss(z: Tensor, t: Tensor, labels: Tensor, formula: DistillationLoss, scale: Tensor | None = None) -> Tensor:
+    """Return the sum of the mixed losses of whole logits (N, V), times `scale`."""
+    return _LogitsLoss.apply(z, t, labels, formula, scale)
+
+
+class _LogitsLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z, t, labels, formula, scale):
+        wanted = ctx.needs_input_grad[0]
+        dz = z.clone(memory_format=torch.contiguous_format) if wanted else z
+        total = formula.into_gradient(dz, t, labels, scale, wanted).sum()
+        ctx.save_for_backward(dz if wanted else None)
+        return total if scale is None else total * scale
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, upstream):
+        (dz,) = ctx.saved_tensors
+        return dz * upstream, None, None, None, None
