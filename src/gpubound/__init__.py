@@ -8,6 +8,7 @@ decoder(model)                 generation from the live weights, k tokens a laun
 feed(source), Corpus           data on the device
 TrainStep(model, loss, ...)    the whole optimizer step
 train(config, **keys)          a whole run, as gpubound train
+rl.train(policy, prompts, rewards)    reinforcement learning, as gpubound rl
 kernels                        the fast ops as plain functions
 lora                           low-rank adapters over a frozen model
 distributed                    one run in many processes
@@ -25,7 +26,7 @@ from .trace import strict as strict
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from . import distributed as distributed, kernels as kernels, lora as lora
+    from . import distributed as distributed, kernels as kernels, lora as lora, rl as rl
     from .cli.train import train as train  # the package is called, see train/__init__.py
     from .data import Corpus as Corpus, Feed as Feed, feed as feed
     from .decode import Draft as Draft, FastDecoder as FastDecoder, decoder as decoder
@@ -55,7 +56,7 @@ _HOMES = {
     **dict.fromkeys(("Ledger", "no_stall", "watch"), "watch"),
 }
 
-_PACKAGES = ("kernels", "lora", "distributed", "train")
+_PACKAGES = ("kernels", "lora", "distributed", "rl", "train")
 
 __all__ = sorted(
     [
@@ -65,6 +66,7 @@ __all__ = sorted(
         "kernels",
         "lora",
         "distributed",
+        "rl",
         "train",
         "strict",
     ]

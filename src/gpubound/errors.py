@@ -35,6 +35,10 @@ class GenerateError(GpuboundError):
     """A decoder computes something else than its model, the model's logits are not finite, or prompts were left unanswered."""
 
 
+class RewardError(GpuboundError):
+    """A reward function raised, hung, or returned no number for each answer."""
+
+
 class StallError(GpuboundError):
     """The host waited for the device where that is forbidden."""
 

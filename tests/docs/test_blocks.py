@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import tyro
 
+from gpubound.cli import rl
 from gpubound.cli.train_options import from_file
 from tests.messages import message
 
@@ -72,7 +73,8 @@ def test_marks_are_known_and_have_a_reason():
 @pytest.mark.parametrize("block", [b for b in ALL if b.language == "yaml"], ids=lambda b: b.where)
 def test_a_config_is_one(block, tmp_path):
     (tmp_path / "config.yaml").write_text(block.text)
-    from_file(str(tmp_path / "config.yaml"))
+    read = rl.from_file if "\nrewards:" in block.text else from_file
+    read(str(tmp_path / "config.yaml"))
 
 
 class Parsed(Exception):
@@ -107,7 +109,7 @@ def test_a_command_line_parses(where, line, monkeypatch, capsys):
     if not words or words[0].startswith("-") or words[0] == "COMMAND":
         return
     command, *rest = words
-    if command in ("train", "plan") and rest and not rest[0].startswith("-"):
+    if command in ("train", "plan", "rl") and rest and not rest[0].startswith("-"):
         rest.pop(0)  # the YAML file, which may be the reader's own
     module = f"gpubound.cli.{command}"
     if command == "bench" and rest and not rest[0].startswith("-"):

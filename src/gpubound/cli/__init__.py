@@ -41,6 +41,7 @@ COMMANDS = {
     "place": "gpubound place path/to/checkpoint",
     "init": "gpubound init lora > config.yaml",
     "train": "gpubound train config.yaml",
+    "rl": "gpubound rl config.yaml",
     "plan": "gpubound plan config.yaml --gpus 8",
     "generate": 'gpubound generate path/to/checkpoint --prompt "Once"',
     "chat": "gpubound chat path/to/checkpoint",

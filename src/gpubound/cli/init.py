@@ -1,4 +1,4 @@
-"""Print a commented config for gpubound train: sft, lora, dpo, distill, classify or pretrain.
+"""Print a commented config for gpubound train or rl: sft, lora, dpo, distill, classify, pretrain or rl.
 
 gpubound init lora > config.yaml
 gpubound train config.yaml
@@ -169,10 +169,45 @@ precision: auto               # bf16 on a GPU that has units for it, else fp32
 {BY_STEPS}{KEPT}""",
 }
 
+CONFIGS["rl"] = """\
+# Reinforcement learning from rewards of the answers that a model samples:  gpubound rl config.yaml --export hf
+out: runs/rl                  # records, samples to read, checkpoints, the report
+model: path/to/model          # a Hugging Face folder: config.json, *.safetensors, tokenizer.json
+# lora: {rank: 16, alpha: 32} # adapters over the frozen model, which is then the reference of kl
+prompts: prompts.jsonl        # {"prompt": a text, or messages of a chat, "answer": ...}; other keys go to the rewards
+# eval_prompts: eval.jsonl    # held-out prompts, one answer each
+rewards:                      # functions and their weights
+  exact_match: 1.0            # against "answer"; {extract: '#### *(.+)'} compares what the last match holds
+  # regex: {weight: 0.1, pattern: '<think>.*</think>.*'}
+  # unit_tests: {seconds: 5}  # code against "tests", in a process with limits
+  # rewards.py:brevity: 0.1   # a function of yours: (completions, **columns) -> a number for each
+
+steps: 200
+prompts_per_step: 16
+samples: 8                    # answers to a prompt, which are compared with each other
+max_new_tokens: 128
+temperature: 1.0
+# dynamic: true               # other prompts in place of those whose answers all have one reward
+variant: grpo                 # or reinforce, dr_grpo, dapo, gspo
+kl: 0.0                       # of the divergence from the model that the run began with
+entropy: 0.0
+# passes: 2                   # updates on the answers of a step
+
+lr: 1e-6                      # for adapters 2e-5
+schedule: constant            # or linear, cosine, wsd
+clip: 1.0                     # the largest gradient norm
+# micro_batch: 8              # rows of row_tokens that the model computes at once
+
+eval_every: 20                # steps; the best weights are kept and exported
+save_every: 20
+seed: 0
+# log: wandb                  # or tensorboard, trackio
+"""
+
 
 @dataclass
 class InitOptions:
-    """Print a commented config for gpubound train.
+    """Print a commented config for gpubound train, or gpubound rl.
 
     sft       all weights of a pretrained model, on chats or prompts with completions
     lora      low-rank adapters over a frozen model, on the same
@@ -180,11 +215,12 @@ class InitOptions:
     distill   all weights of a model, towards a teacher's distribution
     classify  all weights and a new head, on texts with classes
     pretrain  a model from random weights, on texts
+    rl        a model, or adapters, from rewards of the answers that it samples
 
     Example: gpubound init lora > config.yaml
     """
 
-    kind: Annotated[Literal["sft", "lora", "dpo", "distill", "classify", "pretrain"], Positional]
+    kind: Annotated[Literal["sft", "lora", "dpo", "distill", "classify", "pretrain", "rl"], Positional]
     """The kind of run."""
 
 

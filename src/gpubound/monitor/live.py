@@ -124,16 +124,30 @@ class _Chip:
 
 
 LINES = 10  # a run without a terminal (a log file, CI)
-SELDOM = ("held_out", "syncs", "power_w", "memory_bytes")  # not measured at every step: the line shows the last figure
+SELDOM = (
+    "held_out",
+    "eval_reward",
+    "syncs",
+    "power_w",
+    "memory_bytes",
+)  # not measured at every step: the line shows the last figure
 
 # The figures of a line, in this order.
 PARTS: dict[str, Callable[[Any], str]] = {
     "phase": printable,
     "loss": lambda loss: f"loss {float(loss):.3f}",
     "held_out": "held out {:.3f}".format,
+    "reward": "reward {:.3f}".format,
+    "eval_reward": "held-out reward {:.3f}".format,
+    "length": "{:.0f} tokens an answer".format,
+    "entropy": "entropy {:.2f}".format,
+    "kl": "KL {:.3f}".format,
+    "gap": "log-probability gap {:.4f}".format,
+    "no_signal": lambda share: f"{share:.0%} without signal" if share else "",
     "tokens_per_s": lambda pace: quantity(pace, " tok/s"),
     "slow": lambda block: f"SLOW, was {quantity(block.best, ' tok/s')}",
     "mfu": "{:.1%} of the matrix rate".format,
+    "sample_share": "sampling {:.0%}".format,
     "gpu_busy": "GPU busy {:.0%}".format,
     "syncs": "{:g} syncs/step".format,
     "sums_share": "collectives {:.1%}".format,

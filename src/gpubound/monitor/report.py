@@ -14,7 +14,7 @@ from .chart import Series, line_chart
 from .figures import GAUGES, Figures, Gauge
 from .tape import RunTape
 
-TILES = ("loss", "held_out", "tokens_per_s", "mfu", "gpu_busy", "syncs")
+TILES = ("loss", "held_out", "reward", "eval_reward", "tokens_per_s", "mfu", "gpu_busy", "syncs")
 DEPTH = 8  # of nested settings, so that a malicious file cannot recurse without end
 
 

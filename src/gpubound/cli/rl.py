@@ -1,0 +1,139 @@
+"""Reinforcement learning of a model from rewards: sampled and learnt on one copy of the weights; resumes exactly.
+
+gpubound rl config.yaml                 gpubound init rl prints a commented config
+gpubound rl config.yaml --lr 2e-6       options override the file
+gpubound rl config.yaml --resume        go on from the newest whole checkpoint
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import tyro
+
+from ..formatting import hint, shown
+from ..monitor.live import check_log
+from ..rl.recipe import RLRecipe
+from . import arguments
+from .ranks import resume_command
+from .train_options import read_config
+
+PATHS = ("out", "model", "prompts", "eval_prompts", "tokenizer", "chat_template", "export")
+
+
+@dataclass(frozen=True)
+class RLOptions(RLRecipe):
+    """Train a model by reinforcement learning, from rewards of the answers that it samples.
+
+    Each step samples several answers to each of some prompts, scores them, and makes those likelier that are better than the
+    others. The folder --out gets a line for each step (steps.jsonl), answers to read (samples.jsonl), checkpoints and the
+    report. Ctrl-C ends the run after a checkpoint, with exit code 0.
+
+    Examples: gpubound init rl > config.yaml
+              gpubound rl config.yaml --steps 200 --out runs/arithmetic
+              gpubound rl config.yaml --resume
+    """
+
+    lora: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(default_factory=dict)
+    rewards: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(default_factory=dict)
+    resume: bool = False
+    """Go on from the newest whole checkpoint in --out. A larger --steps extends the run."""
+    export: str | None = None
+    """Write the best weights to this folder, in the layout that transformers loads; hf is the folder hf in --out. Of a run
+    with lora these are the adapters, in PEFT's layout."""
+    merge: bool = False
+    """With --export of a run with lora: write the whole model, the adapters merged into its weights."""
+    log: str | None = None
+    """Also write the records to tensorboard, wandb or trackio."""
+    quiet: bool = False
+    """Log only warnings, fallbacks, and the verdict."""
+    json: bool = False
+    """Print the last record, the verdict and the paths of the report and the export as JSON on stdout."""
+
+    def __post_init__(self) -> None:
+        """Leave checks to the RLRecipe made from it: its errors are one line, a parser's are a box."""
+
+    def recipe(self) -> RLRecipe:
+        return RLRecipe(**{field.name: getattr(self, field.name) for field in dataclasses.fields(RLRecipe)})
+
+
+OPTIONS = {field.name: field for field in dataclasses.fields(RLOptions)}
+
+
+def main(argv: Sequence[str]) -> int:
+    command_line = list(argv)
+    file, argv = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
+    options = arguments(RLOptions, argv, "rl", RLOptions())
+    if file is not None:
+        options = arguments(RLOptions, argv, "rl", from_file(file))
+    check_log(options.log)
+    recipe = options.recipe()
+    if not (recipe.model and recipe.prompts and recipe.rewards):
+        missing = next(name for name in ("model", "prompts", "rewards") if not getattr(recipe, name))
+        raise ValueError(f"rl: {missing}: got nothing; give a config file with it. gpubound init rl prints one.")
+    export = _export_folder(options)
+
+    from ..files import explain_disk_full
+    from ..rl.loop import train
+    from .session import log_level, say
+
+    keys = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe) if field.name != "model"}
+    with log_level(options.quiet):
+        run = train(recipe.model, resume=options.resume, log=options.log, **keys)
+        if not run.finished:
+            say(f"go on with: {resume_command('rl', command_line)}", needed=True)
+        say(f"report: {run.folder / 'report.html'}")
+        if export is not None and run.finished:
+            with explain_disk_full(export, f"the run is saved in {run.folder}. Free space, or give another --export."):
+                say(f"export: {run.export(export, options.merge)}, the weights of step {run.best or run.done:,}")
+    if options.json:
+        steps = run.tape.steps()
+        about = {"out": recipe.out, "finished": run.finished, "verdict": run.tape.about["verdict"]}
+        about |= {"last": steps[-1] if steps else {}, "report": str(run.folder / "report.html")}
+        print(json.dumps(about | {"export": str(export) if export and run.finished else None}))
+    return 0
+
+
+def _export_folder(options: RLOptions) -> Path | None:
+    if options.merge and not (options.export and options.lora):
+        raise ValueError("merge: it says what --export writes of a run with lora; give both, or leave it out.")
+    if options.export is None:
+        return None
+    folder = Path(options.out, "hf") if options.export == "hf" else Path(options.export)
+    if folder.exists() and options.model and Path(options.model).exists() and folder.samefile(options.model):
+        raise ValueError(f"export: {folder} holds the model that the run begins with; give another folder.")
+    return folder
+
+
+def from_file(path: str) -> RLOptions:
+    """Return the options in a YAML file. An unknown key is an error that names the most similar one."""
+    values: dict[Any, Any] = read_config(path)
+    try:
+        for key in values:
+            if key not in OPTIONS:
+                raise ValueError(f"config: {shown(key)} is unknown; {hint(key, OPTIONS, 'the keys are')}")
+        options = RLOptions(**{key: _converted(key, value) for key, value in values.items()})
+        options.recipe()
+        return options
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _converted(key: str, value: Any) -> Any:
+    """Return a value of YAML's with the type of its option: YAML reads 3e-4 as a text."""
+    wanted = (get_args(OPTIONS[key].type) or (OPTIONS[key].type,))[0]
+    if key == "rewards" and not isinstance(value, Mapping):
+        return dict.fromkeys(value if isinstance(value, list) else [value], 1.0)
+    if key in ("stop", "betas"):
+        return tuple(value) if isinstance(value, list) else (value,)
+    if value in ("none", "off") and key in ("clip", "truncate"):
+        return None
+    if wanted is float and isinstance(value, str | int) and not isinstance(value, bool):
+        with suppress(ValueError):  # the recipe's error names the key
+            return float(value)
+    return os.path.expanduser(value) if key in PATHS and isinstance(value, str) else value

@@ -1,0 +1,40 @@
+"""Reinforcement learning on one GPU: sampled from, and learnt by, the same weights.
+
+    gpubound.rl.train(policy, prompts, rewards, **keys) trains as the command `gpubound rl` does        loop.py
+    RLRecipe       every option of a run                                                             recipe.py
+    ExactMatch, Regex, UnitTests    rewards of verifiable answers                                    rewards.py
+    run_code       Python code that a model wrote, in a process with limits                          sandbox.py
+
+docs/rl.md tells how they fit together.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .loop import train as train
+    from .recipe import RLRecipe as RLRecipe
+    from .rewards import ExactMatch as ExactMatch, Regex as Regex, UnitTests as UnitTests
+    from .sandbox import run_code as run_code
+
+# Imported when first used: the command reads its options before it imports torch.
+_MODULES = {
+    "ExactMatch": "rewards",
+    "RLRecipe": "recipe",
+    "Regex": "rewards",
+    "UnitTests": "rewards",
+    "run_code": "sandbox",
+    "train": "loop",
+}
+
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,148 @@
+"""The loop of reinforcement learning: sample, score, learn, record. Sampler and trainer share one copy of the weights."""
+
+import logging
+import time
+from statistics import fmean
+from typing import Any
+
+from torch import nn
+
+from ..errors import RewardError
+from ..files import explain_disk_full, locked
+from ..trace import say
+from ..train.loop import Stop
+from .batches import advantages, micro_batches
+from .recipe import RLRecipe
+from .rewards import AnswerGroup, Scoring
+from .run import RLRun, prepare
+
+
+def train(
+    policy: str | nn.Module,
+    prompts: Any = None,
+    rewards: Any = None,
+    *,
+    tokenizer: Any = None,
+    eval_prompts: Any = None,
+    resume: bool = False,
+    log: str | None = None,
+    **keys: Any,
+) -> RLRun:
+    """Train `policy` to answer `prompts` with higher `rewards`; return the run, whose `export(folder)` writes the best weights.
+
+    policy     a Hugging Face folder; or a causal language model, placed or not, with adapters or not
+    prompts    a .jsonl file, or a list: texts, messages, token ids, or dicts with one of these as `prompt` and other keys
+    rewards    a function, a list of functions, or a dict with their weights (rewards.py)
+    tokenizer  of a policy that is a module: a folder, or a fast tokenizer of transformers; None: prompts are token ids
+    resume     go on from the newest checkpoint in `out`
+    log        also write the records to tensorboard, wandb or trackio
+    keys       what an RLRecipe has: steps, samples, max_new_tokens, variant, kl, lr, out, ...
+    """
+    module = policy if isinstance(policy, nn.Module) else None
+    recipe = RLRecipe(**keys if module is not None else keys | {"model": str(policy)})
+    advice = "what was saved there before is intact. Free space, then go on with --resume, or give another --out."
+    with explain_disk_full(recipe.out, advice), locked(recipe.out):
+        run = prepare(recipe, module, prompts, eval_prompts, rewards, tokenizer, resume)
+        try:
+            take_steps(run, log)
+        finally:
+            run.step.close()
+        return run
+
+
+def take_steps(run: RLRun, log: str | None = None) -> None:
+    """Take the steps of `run` to the end, or until Ctrl-C; save and report either way."""
+    recipe, step, objective = run.recipe, run.step, run.objective
+    scoring, stop = Scoring(run.rewards, recipe.processes, recipe.timeout), Stop()
+    with run.recording(log) as write, scoring, stop:
+        if run.eval_prompts and not run.done:
+            write({"step": 0} | run.evaluate(scoring), [])
+        while not run.finished:
+            began, position, groups, silent = time.perf_counter(), run.order.position, list[AnswerGroup](), 0
+            try:
+                # Sample. The answers to a prompt are scored while others are still being sampled.
+                for attempt in range(recipe.rounds if recipe.dynamic else 1):
+                    new = [AnswerGroup(run.prompts[i]) for i in run.order.take(recipe.prompts_per_step - len(groups))]
+                    for answer in run.rollout(
+                        [g.prompt for g in new], recipe.samples, recipe.temperature, run.seed_of(attempt)
+                    ):
+                        group = new[answer.prompt]
+                        group.answers.append(answer)
+                        if len(group.answers) == recipe.samples:
+                            group.answers.sort(key=lambda each: each.sample)
+                            group.texts = run.texts(group)
+                            scoring.submit(group)
+                        if stop.asked:
+                            break
+                    if stop.asked:
+                        break
+                    sampled = time.perf_counter()
+                    # Score.
+                    scoring.collect()
+                    silent += sum(not group.has_signal for group in new)
+                    groups += [group for group in new if group.has_signal or not recipe.dynamic]
+                    if len(groups) == recipe.prompts_per_step:
+                        break
+            except RewardError as error:
+                run.order.position = position
+                run.save(wait=True)
+                raise RewardError(
+                    f"{error} Step {run.done + 1:,} was not taken; {run.checkpoints.folder} has those before it: correct the "
+                    f"function, and go on with --resume."
+                ) from error
+            if stop.asked:  # the rollout is repeated from its seed when the run goes on
+                run.order.position = position
+                break
+            scored = time.perf_counter()
+
+            # Learn: one update a pass. Of answers that are all worth the same nothing is learnt.
+            record: dict[str, Any] = {"step": run.done + 1}
+            if any(group.has_signal for group in groups) or ((recipe.kl or recipe.entropy) and groups):
+                batches = micro_batches(groups, advantages(groups, recipe.scaled), run.shape, run.device)
+                for batch in batches:
+                    batch |= run.reference_of(batch)
+                    if recipe.passes > 1:
+                        batch["old_logprobs"] = objective.logprobs(run.model, batch)
+                result = None
+                for _ in range(recipe.passes):
+                    result = step(batches)
+                assert result is not None, "there is a micro-batch"
+                values, figures = result.read(), objective.take_figures()
+                record |= {
+                    "policy_loss": values.loss,
+                    "grad_norm": values.grad_norm,
+                    "lr": values.lr,
+                    "skipped": values.skipped,
+                }
+                record |= {name: figures[name] for name in ("entropy", "gap", "largest_gap", "clipped", "truncated")}
+                record |= {"kl": figures["kl"]} if recipe.kl else {}
+            elif not run.silent:
+                run.silent = True
+                say(
+                    f"rl: step {run.done + 1:,}: the answers to each prompt all have one reward, so nothing is learnt; "
+                    f"such steps are counted as no_signal. Give easier prompts, more samples, or a finer reward.",
+                    logging.WARNING,
+                )
+            learnt = time.perf_counter()
+
+            # Record.
+            run.done += 1
+            answers = [answer for group in groups for answer in group.answers]
+            seconds, tokens = learnt - began, sum(len(answer.tokens) for answer in answers)
+            rewards = [reward for group in groups for reward in group.rewards]
+            if groups:
+                record |= {"reward": fmean(rewards), "length": tokens / len(answers)}
+                record |= {f"reward/{name}": fmean(v for g in groups for v in g.parts[name]) for name in groups[0].parts}
+                record |= {"ended": fmean(answer.finish == "stop" for answer in answers)}
+            record |= {"no_signal": silent / max(1, silent + sum(group.has_signal for group in groups))}
+            record |= {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}
+            record |= {"sample_share": (sampled - began) / seconds, "reward_share": (scored - sampled) / seconds}
+            record |= {"learn_share": (learnt - scored) / seconds}
+            if run.eval_prompts and (run.finished or (recipe.eval_every and run.done % recipe.eval_every == 0)):
+                record |= run.evaluate(scoring)
+            write(record, groups)
+            if "eval_reward" in record or (recipe.save_every and run.done % recipe.save_every == 0):
+                run.save()
+        run.stopped = stop.asked
+        run.save(wait=True)
+    say(f"{run.folder.resolve().name}: {run.conclude()}")

@@ -1,0 +1,253 @@
+"""Rewards: Python functions from answers to numbers, run while other answers are still being sampled.
+
+A reward function is called with keywords, for the answers to one prompt: `completions` (texts), `completion_ids`, `prompts`,
+`finish` ("stop" or "length"), and each other key of the prompt's row, all of them lists of one length. It takes those that it
+names, or all as **kwargs, and returns a number for each answer.
+"""
+
+import importlib.util
+import inspect
+import math
+import multiprocessing
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.pool import AsyncResult, ThreadPool
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import RewardError
+from ..formatting import hint, shown
+from .prompts import RLPrompt
+from .sandbox import run_code
+
+WORKERS = min(8, os.cpu_count() or 1)
+CODE = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ExactMatch:
+    """1 where an answer is the row's `answer`, without white space around it; else 0.
+
+    extract  a regular expression: what its last match in the answer holds, its group where it has one, is compared
+    """
+
+    extract: str | None = None
+
+    def __call__(self, completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float]:
+        return [float(self._answer(text) == str(wanted).strip()) for text, wanted in zip(completions, answer)]
+
+    def _answer(self, text: str) -> str:
+        if self.extract is None:
+            return text.strip()
+        matches = list(re.finditer(self.extract, text))
+        return (matches[-1].group(min(1, matches[-1].re.groups)) or "").strip() if matches else ""
+
+
+@dataclass(frozen=True)
+class Regex:
+    """1 where the whole answer, without white space around it, matches `pattern`; else 0. Without a pattern, the row's."""
+
+    pattern: str | None = None
+
+    def __call__(self, completions: Sequence[str], pattern: Sequence[str] = (), **_: Any) -> list[float]:
+        patterns = [self.pattern] * len(completions) if self.pattern is not None else pattern
+        return [
+            float(re.fullmatch(wanted, text.strip(), re.DOTALL) is not None)
+            for wanted, text in zip(patterns, completions, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class UnitTests:
+    """1 where the row's `tests`, Python code, pass after the answer's code (its last fenced block, or all of it); else 0.
+
+    Each answer runs in a separate process (sandbox.py), for up to `seconds`, with up to `memory` bytes.
+    """
+
+    seconds: float = 5.0
+    memory: int = 512 << 20
+
+    def __call__(self, completions: Sequence[str], tests: Sequence[str], **_: Any) -> list[float]:
+        codes = [(CODE.findall(text) or [text])[-1] for text in completions]
+        return [float(run_code(f"{code}\n\n{test}\n", self.seconds, self.memory).passed) for code, test in zip(codes, tests)]
+
+
+KNOWN: dict[str, type] = {"exact_match": ExactMatch, "regex": Regex, "unit_tests": UnitTests}
+
+
+class RewardFunction(NamedTuple):
+    name: str
+    call: Callable[..., Any]
+    weight: float = 1.0
+
+
+def read_rewards(rewards: Any) -> list[RewardFunction]:
+    """Return the reward functions: of one function, a list of functions, or a dict from functions, or their names, to weights.
+
+    A name is one of KNOWN or file.py:function. In place of a weight there may be a dict: weight, and the function's options.
+    """
+    if callable(rewards):
+        rewards = [rewards]
+    if isinstance(rewards, str) or not isinstance(rewards, Mapping | Iterable) or not rewards:
+        raise ValueError(f"rewards: got {shown(rewards)}, wanted a function, a list of them, or a dict with their weights.")
+    pairs = rewards.items() if isinstance(rewards, Mapping) else ((each, 1.0) for each in rewards)
+    functions = [_function(what, value) for what, value in pairs]
+    names = [function.name for function in functions]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"rewards: {twice} is there twice; give the functions different names (__name__).")
+    return functions
+
+
+def _function(what: Any, value: Any) -> RewardFunction:
+    options = dict(value) if isinstance(value, Mapping) else {"weight": value}
+    weight = options.pop("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise ValueError(f"rewards: the weight of {what}: got {shown(weight)}, wanted a number.")
+    if callable(what):
+        return RewardFunction(getattr(what, "__name__", type(what).__name__), what, float(weight))
+    name = str(what)
+    if name in KNOWN:
+        known = list(inspect.signature(KNOWN[name]).parameters)
+        if wrong := next((key for key in options if key not in known), None):
+            raise ValueError(f"rewards: {name}: {shown(wrong)} is no option; {hint(wrong, ('weight', *known), 'they are')}")
+        return RewardFunction(name, KNOWN[name](**options), float(weight))
+    path, _, function = name.rpartition(":")
+    if not path:
+        raise ValueError(f"rewards: got {name!r}, wanted file.py:function; {hint(name, KNOWN, 'those with a name are')}")
+    return RewardFunction(function, FromFile(path, function), float(weight))
+
+
+@dataclass(frozen=True)
+class FromFile:
+    """A function of a Python file, which each process reads for itself."""
+
+    path: str
+    name: str
+
+    def __post_init__(self) -> None:
+        self._function()
+
+    def _function(self) -> Callable[..., Any]:
+        key = str(Path(self.path).resolve()), self.name
+        if key not in _LOADED:
+            if not Path(self.path).is_file():
+                raise ValueError(f"rewards: {self.path} does not exist; give file.py:function.")
+            spec = importlib.util.spec_from_file_location(Path(self.path).stem, key[0])
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            try:
+                spec.loader.exec_module(module)
+            except Exception as error:
+                raise ValueError(f"rewards: {self.path} raised {type(error).__name__}: {error}.") from error
+            function = getattr(module, self.name, None)
+            if not callable(function):
+                raise ValueError(f"rewards: {self.path} has no function {self.name!r}.")
+            _LOADED[key] = function
+        return _LOADED[key]
+
+    def __call__(self, **keywords: Any) -> Any:
+        return _accepted(self._function(), keywords)
+
+
+_LOADED: dict[tuple[str, str], Callable[..., Any]] = {}
+
+
+@dataclass(eq=False)
+class AnswerGroup:
+    """The answers to one prompt, and once they are scored, their rewards: in all, and by function."""
+
+    prompt: RLPrompt
+    answers: list[Any] = field(default_factory=list)  # of a rollout
+    texts: list[str] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    parts: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def has_signal(self) -> bool:
+        """True where the answers' rewards differ, so that something is learnt from them."""
+        return len(self.rewards) == 1 or max(self.rewards) > min(self.rewards)
+
+
+class Scoring:
+    """`with Scoring(functions) as scoring`: `submit` groups as they are complete, then `collect` the rewards of all."""
+
+    def __init__(self, functions: list[RewardFunction], processes: bool = False, timeout: float = 60.0):
+        self.functions, self.processes, self.timeout = functions, processes, timeout
+        self._pool: Any = None
+        self._pending: list[tuple[AnswerGroup, list[AsyncResult]]] = []
+
+    def __enter__(self) -> "Scoring":
+        # A forked process would share CUDA's context, so processes are spawned.
+        self._pool = multiprocessing.get_context("spawn").Pool(WORKERS) if self.processes else ThreadPool(WORKERS)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.processes:
+            self._pool.terminate()  # threads that hang are daemons: they end with the process
+        else:
+            self._pool.close()
+
+    def submit(self, group: AnswerGroup) -> None:
+        count, prompt = len(group.answers), group.prompt
+        keywords = {name: [value] * count for name, value in prompt.columns.items()}
+        keywords |= {"prompts": [prompt.ids if prompt.text is None else prompt.text] * count}
+        keywords |= {"completion_ids": [answer.tokens for answer in group.answers]}
+        keywords |= {"completions": group.texts or keywords["completion_ids"]}
+        keywords |= {"finish": [answer.finish for answer in group.answers]}
+        results = [self._pool.apply_async(_call, (function.call, keywords)) for function in self.functions]
+        self._pending.append((group, results))
+
+    def collect(self) -> None:
+        """Give every submitted group its rewards. Raise RewardError for a function that failed."""
+        pending, self._pending = self._pending, []
+        for group, results in pending:
+            group.rewards = [0.0] * len(group.answers)
+            for function, result in zip(self.functions, results):
+                values = self._values(function, group, result)
+                group.parts[function.name] = values
+                group.rewards = [total + function.weight * value for total, value in zip(group.rewards, values)]
+
+    def drop(self) -> None:
+        """Forget what was submitted."""
+        self._pending.clear()
+
+    def _values(self, function: RewardFunction, group: AnswerGroup, result: AsyncResult) -> list[float]:
+        what = f"rewards: {function.name}"
+        where = f"for the answers to {shown(group.prompt.text or group.prompt.ids)}"
+        try:
+            # Those before it are done, so this one runs by now, and has all of the time from here on.
+            values = result.get(self.timeout)
+        except multiprocessing.TimeoutError as error:
+            raise RewardError(
+                f"{what}: gave nothing within {self.timeout:g} seconds {where}; give it a larger timeout."
+            ) from error
+        except Exception as error:
+            raise RewardError(f"{what}: raised {type(error).__name__}: {error} {where}.") from error
+        if not isinstance(values, list):
+            raise RewardError(f"{what}: returned {values} {where}, wanted a list with a number for each of them.")
+        if len(values) != len(group.answers):
+            raise RewardError(f"{what}: returned {len(values)} numbers {where}, wanted {len(group.answers)}, one for each.")
+        for value in values:
+            if not math.isfinite(value):
+                raise RewardError(f"{what}: returned {value} {where}, wanted finite numbers.")
+        return values
+
+
+def _call(function: Callable[..., Any], keywords: dict[str, Any]) -> Any:
+    """Return the function's values as a list of floats, or what it returned in words."""
+    values = _accepted(function, keywords)
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, list | tuple) or not all(isinstance(value, int | float) for value in values):
+        return f"{shown(values)}, a {type(values).__name__}"
+    return [float(value) for value in values]
+
+
+def _accepted(function: Callable[..., Any], keywords: dict[str, Any]) -> Any:
+    """Call the function with those of `keywords` that it takes."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return function(**keywords)
+    return function(**{name: value for name, value in keywords.items() if name in parameters})

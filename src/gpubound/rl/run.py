@@ -1,0 +1,374 @@
+"""A run: the policy with its step and its decoder, the prompts, the rewards, and what a checkpoint keeps of them."""
+
+import copy
+import dataclasses
+import json
+import logging
+import math
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import decode, lora, trace
+from ..data import Tokenizer
+from ..data.tokenizer import ends_of_turn
+from ..device import label, resolve
+from ..distributed import ALONE
+from ..errors import DataError
+from ..formatting import quantity, shown
+from ..models.registry import family_of, put_back
+from ..monitor import LiveLine, RunTape, write_report
+from ..monitor.live import Gauges, open_log
+from ..trace import fallbacks, notice
+from ..train import export_metadata
+from ..train.adapters import base_of, check_base, load_trained_state, merge as merge_adapters, trained_state
+from ..train.changes import newest_checkpoint
+from ..train.checkpoint import Checkpoint, Checkpoints, joined
+from ..train.checkpoint.resume import restore_rng, rng_states
+from ..train.objectives.policy import Policy
+from ..train.prepare import place_model
+from ..train.step import TrainStep
+from ..version import __version__
+from .batches import RowShape
+from .prompts import PromptOrder, RLPrompt, fitting, read_prompts
+from .recipe import RLRecipe
+from .rewards import AnswerGroup, RewardFunction, Scoring, read_rewards
+
+LEARNT = (  # keys that decide what the next step does; a resumed run has those of its checkpoint
+    "lora", "prompts_per_step", "samples", "max_new_tokens", "temperature", "seq", "dynamic", "rounds", "passes", "variant",
+    "advantages", "ratio_clip", "ratio_clip_high", "kl", "entropy", "truncate", "optimizer", "lr", "schedule", "warmup",
+    "final", "weight_decay", "betas", "clip", "precision", "seed",
+)  # fmt: skip
+SHOWN = 4  # answers of a step that are kept to be read
+SAMPLES = "samples.jsonl"
+
+
+@dataclass(eq=False)
+class RLRun:
+    """A run. `train` (loop.py) takes its steps; `export` writes the policy afterwards."""
+
+    recipe: RLRecipe
+    model: nn.Module
+    tokenizer: Tokenizer | None
+    device: torch.device
+    prompts: list[RLPrompt]
+    eval_prompts: list[RLPrompt]
+    rewards: list[RewardFunction]
+    objective: Policy
+    step: TrainStep
+    decoder: Any
+    reference: nn.Module | None  # a frozen copy, where kl counts and more than adapters train
+    shape: RowShape
+    stop_tokens: list[int]
+    checkpoints: Checkpoints
+    tape: RunTape
+    base: dict[str, int] = field(default_factory=dict)  # checksums of the frozen model's files
+    id: str = field(default_factory=lambda: secrets.token_hex(8))  # marks its exports
+    done: int = 0
+    order: PromptOrder = field(init=False)
+    evaluations: dict[int, float] = field(default_factory=dict)  # held-out reward by step
+    stopped: str | None = None  # the signal that ended it
+    silent: bool = False  # a step without a signal has been reported
+
+    def __post_init__(self) -> None:
+        self.order = PromptOrder(len(self.prompts), self.recipe.seed)
+        self.reference_objective = self.recipe.objective()  # which remembers the model that it has tried
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.recipe.out)
+
+    @property
+    def finished(self) -> bool:
+        return self.done >= self.recipe.steps
+
+    @property
+    def best(self) -> int | None:
+        """The step with the highest held-out reward, the first of equal ones; None without held-out prompts."""
+        return max(self.evaluations, key=lambda step: (self.evaluations[step], -step), default=None)
+
+    def rollout(self, prompts: list[RLPrompt], samples: int, temperature: float, seed: int) -> Iterator[Any]:
+        """Yield the answers to `prompts` as they end, sampled from the weights as they are now."""
+        return self.decoder.rollout(
+            [prompt.ids for prompt in prompts], n=samples, max_new_tokens=self.recipe.max_new_tokens, temperature=temperature,
+            logprobs=True, seed=seed, stop=self.stop_tokens,
+        )  # fmt: skip
+
+    def seed_of(self, attempt: int = 0) -> int:
+        """Return the seed of the next step's rollout: a resumed run repeats it."""
+        return (self.recipe.seed * 1_000_003 + self.done * 64 + attempt) & ((1 << 63) - 1)
+
+    def texts(self, group: AnswerGroup) -> list[str]:
+        """Return the answers as texts, without the tokens that end them; none without a tokenizer."""
+        if self.tokenizer is None:
+            return []
+        return [self.tokenizer.decode(answer.tokens, skip_special=True) for answer in group.answers]
+
+    def reference_of(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the log-probabilities of the reference for a batch, where the step does not compute them itself."""
+        if self.reference is None:
+            return {}
+        return {"reference_logprobs": self.reference_objective.logprobs(self.reference, batch)}
+
+    def evaluate(self, scoring: Scoring) -> dict[str, float]:
+        """Return the mean reward of an answer to each held-out prompt, in all and by function."""
+        groups = [AnswerGroup(prompt) for prompt in self.eval_prompts]
+        for answer in self.rollout(self.eval_prompts, 1, self.recipe.eval_temperature, seed=0):
+            group = groups[answer.prompt]
+            group.answers.append(answer)
+            group.texts = self.texts(group)
+            scoring.submit(group)
+        scoring.collect()
+        reward = sum(group.rewards[0] for group in groups) / len(groups)
+        self.evaluations[self.done] = reward
+        return {"eval_reward": reward} | {
+            f"eval/{name}": sum(group.parts[name][0] for group in groups) / len(groups) for name in groups[0].parts
+        }
+
+    # Checkpoints
+
+    def state(self) -> dict[str, Tensor]:
+        return joined(model=trained_state(self.model), step=self.step.state_dict())
+
+    def save(self, wait: bool = False) -> None:
+        """Take a snapshot between two steps; with `wait`, write it now, else in the background."""
+        facts: dict[str, Any] = {"recipe": dataclasses.asdict(self.recipe), "kind": "rl", "id": self.id, "base": self.base}
+        facts |= {"position": self.order.position, "evaluations": self.evaluations}
+        reward = self.evaluations.get(self.done)
+        score = None if reward is None or not math.isfinite(reward) else -reward
+        tensors = self.state() | joined(random=rng_states(ALONE, self.device))
+        self.checkpoints.save(self.done, tensors, facts, score, wait=wait)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go on where `checkpoint` was taken."""
+        facts = checkpoint.facts
+        if facts.get("kind") != "rl":
+            raise DataError(f"{checkpoint.path}: is of gpubound train; go on with that, or give another --out.")
+        old, new = facts["recipe"], json.loads(json.dumps(dataclasses.asdict(self.recipe)))
+        if changed := next((key for key in LEARNT if key in old and old[key] != new[key]), None):
+            raise ValueError(
+                f"resume: {changed}: got {shown(new[changed])}, and the run in {self.folder} has {shown(old[changed])}; give "
+                f"that, or another --out to begin anew."
+            )
+        if self.base:
+            check_base(self.recipe.model or "", self.base, checkpoint)
+        tensors = checkpoint.tensors(like=self.state())
+        load_trained_state(self.model, _part(tensors, "model."))
+        self.step.load_state_dict(_part(tensors, "step."))
+        restore_rng(_part(tensors, "random."), ALONE, self.device, self.recipe.seed, checkpoint.step)
+        self.done, self.order.position, self.id = checkpoint.step, facts["position"], facts["id"]
+        self.evaluations = {int(step): reward for step, reward in facts["evaluations"].items()}
+
+    @contextmanager
+    def best_weights(self) -> Iterator[int]:
+        """Set the weights of the highest held-out reward while inside, the last ones without held-out prompts."""
+        best = self.done if self.best is None else self.best
+        paths = {int(path.name.removeprefix("step-")): path for path in self.checkpoints.paths()}
+        if best == self.done or best not in paths:
+            yield self.done
+            return
+        with put_back(trained_state(self.model).values()):
+            tensors = self.checkpoints.at(best).tensors(like=joined(model=trained_state(self.model)), begin=("model.",))
+            load_trained_state(self.model, _part(tensors, "model."))
+            yield best
+
+    def export(self, path: str | Path, merge: bool = False, overwrite: bool = False) -> Path:
+        """Write the best weights (see `best_weights`) as a Hugging Face folder; of a run with adapters these, in PEFT's files,
+        or with `merge` the whole model."""
+        path, recipe = Path(path), self.recipe
+        if recipe.model is None or self.tokenizer is None:
+            raise ValueError(
+                "export: the policy is a module of yours; save it as it was made, with save_pretrained or state_dict."
+            )
+        export_metadata.claim(path, self.id, overwrite)
+        family = family_of(recipe.model)
+        with self.best_weights() as step:
+            if recipe.adapters is None:
+                family.save(self.model, path, self.tokenizer, overwrite=True)
+            elif not merge:
+                lora.save(self.model, path, overwrite=True)
+                self.tokenizer.save(path, overwrite=True)
+            else:
+                whole = family.load(recipe.model, "cpu")
+                recipe.adapters.add(whole)
+                load_trained_state(whole, trained_state(self.model))
+                merge_adapters(whole)
+                family.save(whole, path, self.tokenizer, overwrite=True)
+        export_metadata.note(path, self.id, step, self.done)
+        return path
+
+    # Records
+
+    @contextmanager
+    def recording(self, log: str | None = None) -> Iterator[Callable[[dict[str, Any], list[AnswerGroup]], None]]:
+        """Write what it yields is given, a step's record and groups, to the tape, the live line and a logger."""
+        recipe, title = self.recipe, self.folder.resolve().name
+        config = dataclasses.asdict(recipe)
+        versions = {"gpubound": __version__, "torch": torch.__version__, "python": sys.version.split()[0]}
+        self.tape.rewind(self.done)
+        self.tape.tell(
+            name=title, config=config, machine={"device": label(self.device)} | versions, verdict=None, finished=False
+        )
+        self.checkpoints.before_commit = self.tape.flush
+        quiet = trace.logger.level > logging.INFO
+        line: Any = nullcontext() if quiet else LiveLine(recipe.steps, title)
+        with open_log(log, self.folder, title, config) as logged, Gauges(self.device) as gauges, line as live:
+
+            def write(record: dict[str, Any], groups: list[AnswerGroup]) -> None:
+                record = record | gauges.read()
+                self.tape.append(record)
+                if groups:
+                    self.tape.tell(sample=self._write_samples(record["step"], groups))
+                if live is not None:
+                    live.show(record)
+                logged(record)
+
+            yield write
+
+    def _write_samples(self, step: int, groups: list[AnswerGroup]) -> str:
+        """Add some answers of a step to samples.jsonl; return them as text, for the report."""
+        group = next((each for each in groups if each.has_signal), groups[0])
+        prompt = group.prompt.ids if group.prompt.text is None else group.prompt.text
+        answers = group.texts or [answer.tokens for answer in group.answers]
+        rows = [
+            {"step": step, "prompt": prompt, "answer": answer, "reward": reward, "finish": sampled.finish}
+            for answer, reward, sampled in zip(answers, group.rewards, group.answers)
+        ][:SHOWN]
+        with open(self.folder / SAMPLES, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        asked = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+        return "\n\n".join([f"step {step}: {asked}", *(f"reward {row['reward']:g}: {row['answer']}" for row in rows)])
+
+    def conclude(self) -> str:
+        """Write the verdict and the report; return the verdict."""
+        steps = self.tape.steps()
+        rewards = [float(record["reward"]) for record in steps if "reward" in record]
+        parts = [f"{self.done:,} steps on {label(self.device)}"]
+        if rewards:
+            parts.append(f"reward {rewards[0]:.3f} to {rewards[-1]:.3f}")
+        if self.evaluations:
+            first, last = min(self.evaluations), max(self.evaluations)
+            parts.append(f"held-out reward {self.evaluations[first]:.3f} to {self.evaluations[last]:.3f}")
+            if self.best not in (None, last) and self.evaluations[self.best or 0] > self.evaluations[last]:
+                parts.append(f"best {self.evaluations[self.best or 0]:.3f} at step {self.best:,}")
+        shares = {
+            name: [r[f"{name}_share"] for r in steps[1:] if f"{name}_share" in r] for name in ("sample", "reward", "learn")
+        }
+        if shares["sample"]:
+            parts.append(
+                ", ".join(f"{name} {sum(values) / len(values):.0%}" for name, values in shares.items()) + " of the time"
+            )
+        if self.stopped:
+            parts.append(f"stopped by {self.stopped}, checkpoint of step {self.done} in {self.checkpoints.folder}")
+        total = sum(fallbacks.values())
+        parts.append("no fallback" if not total else f"{total} fallbacks")
+        verdict = ", ".join(parts) + "."
+        told = [{"what": what, "why": why, "times": times} for (what, why), times in fallbacks.items()]
+        self.tape.tell(verdict=verdict, finished=self.finished, fallbacks=told)
+        write_report([self.tape])
+        return verdict
+
+
+def prepare(
+    recipe: RLRecipe,
+    policy: nn.Module | None,
+    prompts: Any,
+    eval_prompts: Any,
+    rewards: Any,
+    tokenizer: Any,
+    resume: bool,
+) -> RLRun:
+    """Return the run of a recipe: everything is checked and built, and its checkpoint restored."""
+    functions = read_rewards(recipe.rewards if rewards is None else rewards)
+    device, folder = resolve(recipe.device), Path(recipe.out)
+    if policy is None and (recipe.model is None or not Path(recipe.model).is_dir()):
+        raise ValueError(f"rl: model: got {recipe.model!r}, wanted a Hugging Face folder with the policy's weights.")
+    known = _tokenizer(recipe, tokenizer)
+    asked = read_prompts(recipe.prompts if prompts is None else prompts, known)
+    held_out = recipe.eval_prompts if eval_prompts is None else eval_prompts
+    held = [] if held_out is None else read_prompts(held_out, known)
+    new = recipe.max_new_tokens
+    seq = recipe.seq or max(len(prompt.ids) for prompt in (*asked, *held)) + new
+    asked, held = fitting(asked, seq, new, "prompts"), fitting(held, seq, new, "eval_prompts") if held else []
+    checkpoints = Checkpoints(folder / "checkpoints", recipe.keep)
+    checkpoint = newest_checkpoint(checkpoints, resume)
+    shape = RowShape.of(recipe.prompts_per_step * recipe.samples, seq, recipe.row_tokens, recipe.micro_batch)
+    training, objective = recipe.training(shape.most), recipe.objective()
+    torch.manual_seed(recipe.seed)
+    if policy is None:
+        assert known is not None
+        model, _ = place_model(training, known, device, ALONE)
+    else:
+        model = policy
+        device = next(model.parameters()).device
+    kept = recipe.kl and any(p.requires_grad for p in model.parameters()) and not _only_adapters(model)
+    reference = copy.deepcopy(model).eval().requires_grad_(False) if kept else None
+    step = training.make_step(model.train(), objective, device)
+    if reference is not None:
+        reference.to(next(p for p in model.parameters() if p.is_floating_point()).dtype)
+    rows = min(recipe.rollout_rows, max(recipe.prompts_per_step * recipe.samples, len(held)))
+    decoder = decode.decoder(model, max_batch=rows, max_length=seq, verify="quick")
+    run = RLRun(
+        recipe, model, known, device, asked, held, functions, objective, step, decoder, reference, shape,
+        _ends(recipe, decoder, known), checkpoints, RunTape.create(folder),
+        base_of(recipe.model) if recipe.adapters and recipe.model else {},
+    )  # fmt: skip
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    notice(
+        f"rl: {quantity(trained)} parameters train on {len(asked):,} prompts: {recipe.prompts_per_step} a step, "
+        f"{recipe.samples} answers each, learnt in rows of {shape.tokens:,} tokens, {shape.rows} at once."
+    )
+    if checkpoint is not None:
+        run.restore(checkpoint)
+    return run
+
+
+def _only_adapters(model: nn.Module) -> bool:
+    adapters = {id(p) for p in lora.parameters(model)}
+    return bool(adapters) and all(id(p) in adapters for p in model.parameters() if p.requires_grad)
+
+
+def _tokenizer(recipe: RLRecipe, given: Any) -> Tokenizer | None:
+    """Return the run's tokenizer: the one that is given, the recipe's, or that of the model's folder."""
+    if isinstance(given, str | Path):
+        known = Tokenizer.load(given)
+    elif isinstance(given, Tokenizer):
+        known = given
+    elif given is not None:
+        inner = getattr(given, "backend_tokenizer", None)
+        if inner is None:
+            raise ValueError(
+                f"rl: tokenizer: got a {type(given).__name__}, wanted a folder, or a fast tokenizer of transformers."
+            )
+        known = Tokenizer(inner, given.eos_token, given.chat_template, bos_token=given.bos_token)
+    elif recipe.tokenizer is not None or recipe.model is not None:
+        known = Tokenizer.load(recipe.tokenizer or recipe.model or "")
+    else:
+        return None
+    return known if recipe.chat_template is None else known.with_template(recipe.chat_template)
+
+
+def _ends(recipe: RLRecipe, decoder: Any, tokenizer: Tokenizer | None) -> list[int]:
+    """Return the tokens that end an answer."""
+    ends = set(decoder.ends)
+    if tokenizer is not None:
+        ends |= {*([] if tokenizer.eos is None else [tokenizer.eos]), *ends_of_turn(tokenizer)}
+    for text in recipe.stop:
+        token = None if tokenizer is None else tokenizer.inner.token_to_id(text)
+        if token is None and text.isdecimal():
+            token = int(text)
+        if token is None:
+            raise ValueError(f"rl: stop: {text!r} is no single token of the tokenizer; give one that is, or its number.")
+        ends.add(token)
+    return sorted(ends)
+
+
+def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,188 @@
+"""rl.train: a policy learns a task; runs resume exactly; faults end with a sentence and lose nothing."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import gpubound as gb
+from gpubound.errors import RewardError
+from gpubound.rl.rewards import AnswerGroup, Scoring
+
+from .policies import NEW, PROMPTS, WANTED, policy, sevens, train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("variant", ["grpo", "reinforce", "dapo"])
+def test_a_policy_learns_to_say_a_token(variant, tmp_path):
+    run = train(tmp_path, steps=16, eval_prompts=[[1, 2], [8]], variant=variant)
+    records = run.tape.steps()
+    first, last = records[1], records[-1]
+    assert records[0]["eval_reward"] < 0.4 and last["eval_reward"] > 0.9
+    assert first["reward"] < 0.2 and last["reward"] > 0.8 and last["entropy"] < first["entropy"]
+    assert run.decoder.generate([8], max_new_tokens=NEW, stop=()).sequences[0].tokens == [WANTED] * NEW
+    assert max(record["largest_gap"] for record in records[1:]) < 1e-4, "sampler and trainer compute the same in fp32"
+    shares = [sum(record[f"{phase}_share"] for phase in ("sample", "reward", "learn")) for record in records[1:]]
+    assert shares == pytest.approx([1] * len(shares))
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in rows} == set(range(1, 17)) and rows[0]["finish"] == "length"
+    page = (tmp_path / "report.html").read_text()
+    assert "held-out reward" in page and "time in sampling" in page and "step 16" in page
+
+
+def test_a_policy_with_adapters_learns_against_its_base(tmp_path):
+    model = policy()
+    for p in model.parameters():  # far from uniform, so that the layers before the head matter
+        p.data.mul_(4)
+    gb.lora.add(model, rank=4)
+    base = [p.detach().clone() for p in model.parameters() if not p.requires_grad]
+    run = train(tmp_path, model=model, steps=10, kl=0.02, lr=5e-2)
+    records = run.tape.steps()
+    assert records[-1]["reward"] > records[0]["reward"] + 0.2
+    assert records[0]["kl"] == pytest.approx(0, abs=1e-6) and records[-1]["kl"] > 0.01
+    for before, now in zip(base, (p for p in model.parameters() if not p.requires_grad), strict=True):
+        assert torch.equal(before, now)
+
+
+def test_several_passes_are_clipped_and_a_reference_is_kept(tmp_path):
+    run = train(tmp_path, steps=3, passes=3, kl=0.1, temperature=0.7)
+    records = run.tape.steps()
+    assert run.reference is not None
+    assert records[0]["kl"] > 0, "the last pass is measured"
+    assert max(record["clipped"] for record in records) > 0
+    assert max(record["largest_gap"] for record in records) < 1e-4, "the gap is that of the batch's first pass"
+
+
+def test_a_resumed_run_repeats_what_would_have_come(tmp_path):
+    whole = train(tmp_path / "whole", steps=6, save_every=3)
+    train(tmp_path / "parts", steps=3)
+    parts = train(tmp_path / "parts", steps=6, resume=True)
+    for one, other in zip(whole.model.parameters(), parts.model.parameters()):
+        assert torch.equal(one, other)
+    same = ("reward", "grad_norm", "entropy")
+    assert [[r[key] for key in same] for r in whole.tape.steps()] == [[r[key] for key in same] for r in parts.tape.steps()]
+    with pytest.raises(ValueError, match="samples"):
+        train(tmp_path / "parts", steps=8, samples=4, resume=True)
+
+
+def test_ctrl_c_in_a_rollout_loses_nothing(tmp_path):
+    calls = []
+
+    def interrupting(completion_ids, **_):
+        calls.append(len(completion_ids))
+        if len(calls) == 10:  # in the third step
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+        return sevens(completion_ids)
+
+    run = train(tmp_path / "run", rewards=interrupting, steps=5)
+    assert run.stopped == "SIGINT" and run.done in (2, 3) and not run.finished
+    assert f"step {run.done}" in run.tape.about["verdict"]
+    run, whole = train(tmp_path / "run", steps=5, resume=True), train(tmp_path / "whole", steps=5)
+    for one, other in zip(whole.model.parameters(), run.model.parameters()):
+        assert torch.equal(one, other)
+
+
+def raises(completion_ids, **_):
+    raise KeyError("answer")
+
+
+def hangs(completion_ids, **_):
+    time.sleep(3)
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        (raises, "KeyError"),
+        (hangs, "0.2 seconds"),
+        (lambda completion_ids: [float("nan")] * len(completion_ids), "nan"),
+        (lambda completion_ids: [1.0], "1 numbers"),
+        (lambda completion_ids: "good", "good"),
+    ],
+    ids=["raises", "hangs", "nan", "count", "text"],
+)
+def test_a_reward_that_fails_is_named_and_the_steps_before_are_saved(reward, words, tmp_path):
+    with pytest.raises(RewardError, match=words) as error:
+        train(tmp_path / "run", rewards=reward, timeout=0.2, steps=2)
+    assert (tmp_path / "run" / "checkpoints" / "step-00000000").is_dir() and "--resume" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert train(tmp_path / "run", steps=1, resume=True).done == 1
+
+
+def test_rewards_of_a_file_in_processes(tmp_path):
+    file = tmp_path / "rewards.py"
+    file.write_text("import os\n\ndef process(completion_ids, **_):\n    return [float(os.getpid())] * len(completion_ids)\n")
+    run = train(tmp_path / "run", rewards={f"{file}:process": 0.5}, steps=1, processes=True)
+    seen = run.tape.steps()[0]["reward/process"]
+    assert seen != os.getpid() and run.tape.steps()[0]["reward"] == seen / 2
+
+
+def test_steps_without_a_signal_move_nothing_and_are_counted(tmp_path):
+    model = policy()
+    before = [p.detach().clone() for p in model.parameters()]
+    run = train(tmp_path, model=model, rewards=lambda completion_ids: [1.0] * len(completion_ids), steps=3)
+    assert [record["no_signal"] for record in run.tape.steps()] == [1, 1, 1]
+    assert all("policy_loss" not in record for record in run.tape.steps())
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters()))
+
+
+def test_dynamic_sampling_draws_prompts_until_all_have_a_signal(tmp_path):
+    def first_is_even(prompts, completion_ids):
+        easy = prompts[0][0] == 1
+        return [1.0 if easy else float(ids[0] % 2) for ids in completion_ids]
+
+    run = train(tmp_path, rewards=first_is_even, steps=3, dynamic=True, rounds=4)
+    records = run.tape.steps()
+    assert all(0 < record["no_signal"] < 1 for record in records) and run.order.position > 12
+    assert all(record["tokens"] == 4 * 8 * NEW for record in records)
+
+
+def test_prompts_that_leave_no_room_are_counted_or_refused(tmp_path, capsys):
+    run = train(tmp_path / "some", prompts=[*PROMPTS, [1] * 30], seq=12, steps=1)
+    assert len(run.prompts) == 4
+    with pytest.raises(ValueError, match="seq"):
+        train(tmp_path / "none", prompts=[[1] * 30], seq=12, steps=1)
+    with pytest.raises(ValueError, match="tokenizer"):
+        train(tmp_path / "texts", prompts=["a text"], steps=1)
+
+
+def test_answers_are_scored_while_others_are_sampled():
+    """A complete group's functions run before `collect` asks for them."""
+    started = []
+
+    def noting(completion_ids):
+        started.append(len(completion_ids))
+        return [0.0] * len(completion_ids)
+
+    class Answer:
+        tokens, finish, sample = [1], "stop", 0
+
+    from gpubound.rl.prompts import RLPrompt
+    from gpubound.rl.rewards import read_rewards
+
+    with Scoring(read_rewards(noting)) as scoring:
+        group = AnswerGroup(RLPrompt(None, [1]), [Answer(), Answer()])
+        scoring.submit(group)
+        deadline = time.monotonic() + 5
+        while not started and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert started == [2] and not group.rewards
+        scoring.collect()
+    assert group.rewards == [0.0, 0.0]
+
+
+def test_the_loss_is_that_of_the_answers_whatever_the_rows(tmp_path):
+    """Rows of other shapes hold the same answers, and give the same updates up to rounding."""
+    runs = [
+        train(tmp_path / str(number), steps=2, **shape)
+        for number, shape in enumerate(({}, {"row_tokens": 20, "micro_batch": 3}, {"row_tokens": 10, "micro_batch": 1}))
+    ]
+    for run in runs[1:]:
+        got, want = (each.tape.steps()[0] for each in (run, runs[0]))
+        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+        assert got["reward"] == want["reward"]

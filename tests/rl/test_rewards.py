@@ -1,0 +1,70 @@
+"""Rewards that the library gives, how others are read, and code in a process with limits."""
+
+import pytest
+
+from gpubound.rl import ExactMatch, Regex, UnitTests, run_code
+from gpubound.rl.rewards import read_rewards
+
+
+def test_exact_match_compares_all_of_an_answer_or_what_is_extracted():
+    assert ExactMatch()(completions=[" 12\n", "12.", "x"], answer=[12, "12", "x"]) == [1, 0, 1]
+    by_mark = ExactMatch(extract=r"#### *(\S+)")
+    assert by_mark(completions=["#### 1, no: #### 12", "12", "####"], answer=[12, 12, 12]) == [1, 0, 0]
+
+
+def test_regex_matches_the_whole_answer():
+    assert Regex(r"<a>.*</a>")(completions=["<a>x\ny</a> ", "<a>x</a> and more"]) == [1, 0]
+    assert Regex()(completions=["aa", "b"], pattern=["a+", "a+"]) == [1, 0]
+
+
+def test_unit_tests_run_the_last_block_of_code():
+    good = "So:\n```python\ndef f(n):\n    return n + 1\n```\nThat is all."
+    answers = [good, good.replace("+ 1", "+ 2"), "def f(n): return n + 1", "def f(n: return"]
+    assert UnitTests()(completions=answers, tests=["assert f(1) == 2"] * 4) == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("while True: pass", "0.5 seconds"),
+        ("import time; time.sleep(60)", "0.5 seconds"),
+        ("x = bytearray(1 << 31)", "MemoryError"),
+        ("open('file', 'wb').write(bytes(1 << 22))", ""),
+        ("import sys; sys.exit(3)", "exit code 3"),
+    ],
+    ids=["computes", "sleeps", "memory", "disk", "exit"],
+)
+def test_code_meets_its_limits(code, words):
+    passed, why = run_code(code, seconds=0.5)
+    assert not passed and words in why
+
+
+def test_code_that_ends_passes_without_the_environment(monkeypatch):
+    monkeypatch.setenv("SECRET", "x")
+    assert run_code("import os; assert 'SECRET' not in os.environ") == (True, "")
+
+
+def test_functions_are_named_and_weighted():
+    def length(completions):
+        return [0.0] * len(completions)
+
+    assert [(f.name, f.weight) for f in read_rewards(length)] == [("length", 1.0)]
+    functions = read_rewards({length: 0.1, "regex": {"pattern": "a", "weight": 2}, "exact_match": 1})
+    assert [(f.name, f.weight) for f in functions] == [("length", 0.1), ("regex", 2.0), ("exact_match", 1.0)]
+    assert functions[1].call == Regex("a")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "words"),
+    [
+        ([], "function"),
+        ("exact_match", "function"),
+        ({"exact": 1}, "exact_match"),
+        ({"exact_match": "much"}, "weight"),
+        ({"regex": {"patern": "a"}}, "pattern"),
+        ([len, len], "twice"),
+    ],
+)
+def test_what_is_no_reward_is_refused(rewards, words):
+    with pytest.raises(ValueError, match=words):
+        read_rewards(rewards)

@@ -1,0 +1,105 @@
+"""`gpubound rl`: from a config file to an exported folder, and what it refuses."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gpubound import device as facts
+from gpubound.cli import main
+
+from .train.runs import build_corpus, recipe, train
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "rl_arithmetic"
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(facts, "interpreted", lambda: False)
+        run, _ = train(recipe(build_corpus(folder / "corpus"), folder / "run", steps=1))
+        return str(run.export(folder / "hf"))
+
+
+@pytest.fixture
+def config(base, tmp_path, monkeypatch, capsys):
+    """That of gpubound init rl, with a model and prompts."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "rl"]) == 0
+    text = capsys.readouterr().out.replace("path/to/model", base)
+    (tmp_path / "rl.yaml").write_text(text.replace("# eval_prompts", "eval_prompts"))
+    for name in ("prompts", "eval"):
+        rows = [{"prompt": f"{n} + {n} = ", "answer": 2 * n} for n in range(8)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return "rl.yaml"
+
+
+SMALL = ["--steps", "2", "--prompts-per-step", "2", "--samples", "2", "--max-new-tokens", "4", "--device", "cpu"]
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])
+def test_a_config_trains_is_resumed_and_exported(lora, config, base, tmp_path, capsys):
+    (tmp_path / "rewards.py").write_text("def brevity(completions, **columns):\n    return [-len(c) for c in completions]\n")
+    values = yaml.safe_load((tmp_path / config).read_text()) | {"kl": "1e-3", "lr": "1e-4"}
+    values["rewards"]["rewards.py:brevity"] = 0.01
+    if lora:
+        values["lora"] = {"rank": 2}
+    (tmp_path / config).write_text(yaml.safe_dump(values))
+    assert main(["rl", config, *SMALL, "--quiet", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert first["finished"] and first["last"]["step"] == 2 and first["export"] is None
+    assert {"reward/exact_match", "reward/brevity", "eval/brevity", "kl"} <= first["last"].keys()
+    more = ["--steps", "3", "--resume", "--export", "hf", "--quiet", "--json"]
+    assert main(["rl", config, *SMALL, *more, *(["--merge"] if lora else [])]) == 0
+    last = json.loads(capsys.readouterr().out)
+    assert last["last"]["step"] == 3 and "config.json" in {file.name for file in (tmp_path / last["export"]).iterdir()}
+    assert main(["report", "runs/rl", "--json"]) == 0
+    assert "eval_reward" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"samples": 0}, "samples"),
+        ({"sample": 8}, "samples"),
+        ({"rewards": {"exact": 1.0}}, "exact_match"),
+        ({"rewards": {"none.py:f": 1.0}}, "none.py"),
+        ({"prompts": "none.jsonl"}, "none.jsonl"),
+        ({"model": "none"}, "none"),
+        ({"variant": "ppo"}, "ppo"),
+        ({"stop": ["two words"]}, "two words"),
+    ],
+)
+def test_mistakes_are_named_in_a_line(change, words, config, tmp_path, capsys):
+    values = yaml.safe_load((tmp_path / config).read_text()) | change
+    (tmp_path / config).write_text(yaml.safe_dump(values))
+    assert main(["rl", config, *SMALL]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("gpubound rl: ") and words in error
+
+
+def test_without_a_config_the_missing_key_is_named(capsys):
+    assert main(["rl", "--device", "cpu"]) == 2
+    assert "model" in capsys.readouterr().err
+
+
+def test_the_example(base, tmp_path, monkeypatch, capsys):
+    """examples/rl_arithmetic as it stands, on another base, and shorter."""
+    runpy.run_path(str(EXAMPLE / "prompts.py"))["main"](tmp_path / "runs" / "sums")
+    files = [tmp_path / "runs" / "sums" / f"{name}.jsonl" for name in ("prompts", "eval")]
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    questions = [row["prompt"][0]["content"] for row in rows]
+    assert len(set(questions)) == len(questions) > 2000 and {row["terms"] for row in rows} == {2, 3, 4, 5}
+    assert all(row["answer"] == eval(question.split("?")[0].removeprefix("What is ")) for question, row in zip(questions, rows))
+    files[1].write_text("".join(json.dumps(row) + "\n" for row in rows[-4:]))
+    (tmp_path / "examples").symlink_to(EXAMPLE.parent)
+    monkeypatch.chdir(tmp_path)
+    config, model = "examples/rl_arithmetic/rl.yaml", ["--model", base, "--chat-template", "chatml"]
+    capsys.readouterr()
+    assert main(["rl", config, *model, *SMALL, "--quiet", "--json"]) == 0
+    last = json.loads(capsys.readouterr().out)["last"]
+    assert {"reward/number_alone", "reward/exact_match", "eval_reward"} <= last.keys()
