@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -30,6 +31,8 @@ from .formatting import byte_count, readable
 from .trace import notice
 
 POLICIES = ("auto", "require", "cpu", "cuda")
+MEMORY = Path("/proc/meminfo")
+GROUP = Path("/sys/fs/cgroup")  # of a container that may use less than its machine has
 PRETENDED = "simgpu"  # type of the pretend device (watch/pretend.py)
 MOST_MEMORY = 1 << 50  # bytes, far above any GPU's
 
@@ -169,6 +172,17 @@ def usable_bytes(device: torch.device) -> int:
     of a graph's pool are not counted: only that graph can use them."""
     segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == device.index and not any(s["segment_pool_id"])]
     return free_bytes(device) + sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
+
+
+def host_bytes() -> int | None:
+    """Return the bytes of host memory that this process may still allocate; None where the system does not report them."""
+    lines = [line.split() for line in MEMORY.read_text().splitlines()] if MEMORY.exists() else []
+    free = [int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"]
+    files = [GROUP / "memory.max", GROUP / "memory.current"]
+    texts = [file.read_text().strip() if file.exists() else "" for file in files]
+    if all(text.isdecimal() for text in texts):  # "max" where the group has no limit
+        free.append(max(0, int(texts[0]) - int(texts[1])))
+    return min(free, default=None)
 
 
 def share_of_cores(processes: int) -> str:

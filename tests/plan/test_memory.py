@@ -168,8 +168,8 @@ SHAPES = {
 @pytest.mark.parametrize(
     ("shape", "rows", "seq", "lora", "place", "make", "steps"),
     [
-        ("135m", 1, 1024, None, 0.72, 2.52, 3.24),
-        ("350m", 16, 1024, None, 1.52, 7.84, 17.61),
+        ("135m", 1, 1024, None, 0.72, None, 3.24),
+        ("350m", 16, 1024, None, 1.52, None, 17.61),
         ("8b", 1, 4096, Lora(rank=16), None, 15.76, 30.28),
     ],
 )

@@ -13,6 +13,7 @@ import gpubound as gb
 from gpubound.graph import memory
 from gpubound.models import Decoder, DecoderConfig
 from gpubound.train import AdamW, AdamW8bit, TrainStep
+from gpubound.train.adamw import FlatAdamW
 
 from ..graph.cases import elsewhere
 from .conftest import draw, small, summed
@@ -95,6 +96,25 @@ def test_frozen_weights_that_are_stacked_are_not_copied(monkeypatch):
     _, _, copied = peaks(monkeypatch, make, {"input_ids": ids, "labels": ids})
     trained = sum(p.numel() for p in make("off").model.parameters() if p.requires_grad)
     assert copied <= 1.1 * (4 + 4 + 4) * trained
+
+
+def test_the_former_memory_of_stacked_weights_goes_before_moments_are_made(monkeypatch):
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig(hidden=32, intermediate=128, layers=2, heads=4, kv_heads=2, vocabulary=64))
+    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    model.loss(ids, ids)  # q, k and v, gate and up move into one matrix each
+    former = {p.untyped_storage()._weak_ref() for p in model.parameters()}
+    expired = []
+
+    def making(self, layout, begin=FlatAdamW._begin_moments):
+        expired.append(sum(map(torch.UntypedStorage._expired, former)))
+        begin(self, layout)
+
+    monkeypatch.setattr(FlatAdamW, "_begin_moments", making)
+    TrainStep(model, "causal_lm", precision="bf16", graph="off")
+    assert expired == [len(former)]
+    for reference in former:
+        torch.UntypedStorage._free_weak_ref(reference)
 
 
 @pytest.mark.gpu

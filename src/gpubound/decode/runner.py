@@ -18,13 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..device import PRETENDED, label, usable_bytes
+from ..device import PRETENDED, host_bytes, label, usable_bytes
 from ..errors import GpuboundError
 from ..formatting import readable
 from ..graph.runner import GraphRunner
@@ -33,9 +32,6 @@ from ..kernels.sampling import SETTINGS, Into, Rows, Settings
 from .kv_cache import PLAIN, CacheLayout
 from .request import STOPS, Choice, Request, draws, to_device
 from .weights import weight_format
-
-MEMORY = Path("/proc/meminfo")
-GROUP = Path("/sys/fs/cgroup")  # of a container that may use less than its machine has
 
 
 @dataclass(frozen=True)
@@ -256,17 +252,6 @@ def check_room(needed: int, device: torch.device, build: RunnerConfig) -> None:
             f"decoder: max_batch and max_length: got {build.max_batch} and {build.max_length}, whose keys, values and logits "
             f"take {readable(needed)}, but {readable(free)} are free on {label(device)}; ask for fewer or shorter sequences."
         )
-
-
-def host_bytes() -> int | None:
-    """Return the bytes of host memory that this process may still allocate; None where the system does not report them."""
-    lines = [line.split() for line in MEMORY.read_text().splitlines()] if MEMORY.exists() else []
-    free = [int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"]
-    files = [GROUP / "memory.max", GROUP / "memory.current"]
-    texts = [file.read_text().strip() if file.exists() else "" for file in files]
-    if all(text.isdecimal() for text in texts):  # "max" where the group has no limit
-        free.append(max(0, int(texts[0]) - int(texts[1])))
-    return min(free, default=None)
 
 
 RING = 3  # launches that the host may be ahead of what it has read

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from .. import lora
 from ..data import Tokenizer
 from ..data.tokenizer import adapt
-from ..decode.runner import host_bytes
-from ..device import label
+from ..device import host_bytes, label
 from ..errors import DataError
 from ..layers.embedding_and_head import head_of
 from ..models.decoding import ends_of

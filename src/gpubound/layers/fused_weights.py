@@ -162,6 +162,13 @@ class Stacked:
         return None
 
 
+def release_stacks(model: nn.Module) -> None:
+    """Release the buffers of stacked weights, which would keep their former memory until the next call."""
+    for module in model.modules():
+        if isinstance(stacked := vars(module).get("stacked"), Stacked):
+            stacked.forget()
+
+
 def _memory(parameters: Sequence[Tensor]) -> tuple[tuple, ...]:
     """Return address, shape and strides of each: pruning in place keeps the address."""
     layout = []

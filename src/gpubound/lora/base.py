@@ -10,7 +10,7 @@ from torch import nn
 from ..formatting import readable
 from ..kernels.accumulate import Taker
 from ..kernels.tensor_state import record_of
-from ..layers.fused_weights import Stacked
+from ..layers.fused_weights import release_stacks
 from ..layers.linear_product import format_of, is_sharded, multiply_by_records
 from ..layers.quantized_base import Base, Frozen, InFp8, InInt8, InNf4
 from ..trace import fallback, notice
@@ -29,7 +29,7 @@ def quantize_base(model: nn.Module, format: str) -> list[str]:
     """
     kind = kind_of(format, "lora.quantize_base: format")
     check(model, kind)
-    _release_stacks(model)
+    release_stacks(model)
     codes = encode(model, kind)
     multiply_by_records(model, everywhere=True)
     experts = sum(stack.nbytes for stack in layers_of(model).values() if isinstance(stack, torch.Tensor))
@@ -81,7 +81,7 @@ def dequantize_base(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Undo `quantize_base`, in `dtype` or the model's. The weights keep its rounding errors."""
     _check_closed(model, "lora.dequantize_base")
     undo = multiply_by_records(model, everywhere=True)
-    _release_stacks(model)
+    release_stacks(model)
     for base in [module for module in model.modules() if isinstance(module, Base)]:
         base.dissolve(dtype)
     undo()
@@ -146,10 +146,3 @@ def check_no_step(model: nn.Module, who: str) -> None:
         raise ValueError(
             f"{who}: {name} has a main_grad, in which another library sums its gradients; call {who} before it takes the model."
         )
-
-
-def _release_stacks(model: nn.Module) -> None:
-    """Release the buffers of stacked weights, which would keep their former memory until the next call."""
-    for module in model.modules():
-        if isinstance(stacked := vars(module).get("stacked"), Stacked):
-            stacked.forget()

@@ -48,6 +48,8 @@ def _state(step: StepConfig) -> dict[str, int]:
     layout, numbers, layers = step.layout, step.numbers, step.config.layers
     masters = numbers.masters if not step.sharded or step.adapters is not None else None
     parts = layout.bytes(masters) | {"moments": step.optimizer.moment_bytes(layout)}
+    if step.in_backward and step.adapters is None:
+        parts["gradient"] = FP32 * (step.block_parameters + step.config.vocabulary * step.config.hidden)
     parts["average of the weights"] = 4 * layout.size if step.average else 0
     if step.adapters is None:
         parts["weights in 8 bits"] = 2 * layers * step.block_parameters if numbers.fp8 else 0
@@ -133,20 +135,22 @@ def phases(step: StepConfig, stored: int) -> dict[str, int]:
 
     stored  bytes of a number of the model as it is placed
 
-    Placing verifies the model with gradients of GROUP bytes, or of its largest weight. Making the step moves trained weights,
-    and the memory that several were stacked in lasts until the first forward. The first step takes what all others do.
+    Placing verifies the model with gradients of GROUP bytes, or of its largest weight. Making the step moves trained weights
+    before it makes moments. The first step takes what all others do.
     """
     c, h, f = step.config, step.config.hidden, step.config.intermediate
     weights, largest, trained = stored * step.parameters, stored * c.vocabulary * h, stored * step.parameters
     if step.adapters is not None and step.adapters.base is not None:  # quantised as they are read: they have no gradients
         weights, trained = _frozen(step), step.itemsize * step.other_parameters
         largest = max(largest, QUANTISING + stored * h * f)
-    stacked = stored * c.layers * h * ((c.heads + 2 * c.kv_heads) * c.head_dim + 2 * f) if step.adapters is None else 0
     state = sum(size for name, size in _state(step).items() if not name.startswith("fragmentation"))
+    moving = (
+        weights + sum(_state(step).get(name, 0) for name in ("weights", "masters", "gradient")) if step.adapters is None else 0
+    )
     steps = reserved(memory(step))
     before = {
         "place": weights + max(largest, min(trained, GROUP)) + PLACING,
-        "make step": state + stacked + LAUNCHED,
+        "make step": max(state, moving) + LAUNCHED,
     }
     return {} if step.sharded else before | {"first step": steps, "steps": steps}
 

@@ -73,6 +73,8 @@ class StepConfig:
     sum_once: bool = False
     """Sharded: sum gradients over the ranks once a step instead of once a micro-batch, with full gradients until then."""
     adapters: AdapterSizes | None = None
+    in_backward: bool = False
+    """True when each block is updated within backward: gradients of one block, and of one matrix outside of blocks."""
 
     @cached_property
     def numbers(self) -> Precision:
@@ -163,6 +165,7 @@ def step_of(recipe: Recipe, world: int = 1) -> StepConfig:
         model, recipe.numbers, precision, recipe.seq, micro, per_rank // micro,
         recompute=recipe.recompute, captured=recipe.graph != "off", average=bool(recipe.ema),
         world=world, sharded=recipe.parallel == "fsdp" and world > 1, lora=recipe.adapters,
+        in_backward=recipe.update_in_backward,
     )  # fmt: skip
 
 

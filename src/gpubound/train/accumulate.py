@@ -23,7 +23,7 @@ from ..distributed.all_reduce import Reduction, SymmetricSums
 from ..kernels.accumulate import Side, Taker, close_sums, deliver_all, main_gradient, open_sums
 from ..kernels.tensor_state import drop_record, made_record
 from ..trace import notice
-from .adamw import FlatLayout, lay_out
+from .adamw import FlatLayout, FlatSlot, lay_out
 
 TOGETHER_BYTES = 64 << 20  # of gradients that are added together; more would not be worth the memory
 
@@ -55,8 +55,7 @@ class Accumulators:
                 )
         _listen_to_optimizers()
         self.side, self.peers = side, peers
-        size, device = self.layout.size, self.layout.device
-        self.gradient = torch.zeros(size, device=device, dtype=torch.float32) if peers is None else peers.mine.zero_()
+        self.gradient = self.allocate()
         self._parameters = [slot.parameter for slot in self.layout.slots]
         self.opened = False  # between `begin` and `finish`
         self._hooks = []
@@ -65,9 +64,17 @@ class Accumulators:
         self._lock = threading.RLock()  # `settle` may be asked for in another thread than autograd's of the device
         for slot in self.layout.slots:
             slot.parameter.grad = None
-            slot.parameter.main_grad = slot.view(self.gradient)  # type: ignore[attr-defined]
+            slot.parameter.main_grad = self.view(slot)  # type: ignore[attr-defined]
             made_record(slot.parameter).side = side
             self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(_TakeGradient(self)))
+
+    def allocate(self) -> Tensor:
+        size, device = self.layout.size, self.layout.device
+        return torch.zeros(size, device=device, dtype=torch.float32) if self.peers is None else self.peers.mine.zero_()
+
+    def view(self, slot: FlatSlot) -> Tensor:
+        """Return the parameter's main_grad."""
+        return slot.view(self.gradient)
 
     def zero(self) -> None:
         """Begin a new sum with one memset."""

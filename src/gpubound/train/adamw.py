@@ -403,19 +403,31 @@ class FlatAdamW:
 
     def update(self, gradient: Tensor, totals: Tensor) -> Tensor:
         """Clip, decide and update; return the report of kernels.plan_update. `totals`: sum of losses, number of items."""
-        plan, report = plan_update(self.weights.of_norm(gradient), totals, self.state, self.rates, *self._constants())
+        plan, report = self.plan(gradient, totals)
         self.carry_out(gradient, plan, report)
         return report
 
-    def carry_out(self, gradient: Tensor, plan: Tensor, report: Tensor) -> None:
-        config = self.config
-        for group, weight, master in zip(self.weights.layout.groups, self.weights.flat, self.weights.masters):
-            if group.rule == ADAMW:
-                rest = plan, master, config.betas, config.eps, group.decay_stop - group.start, self._seed
-                self._advance(group, weight, gradient[group.start : group.stop], *rest)
+    def plan(self, gradient: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the plan and the report of kernels.plan_update."""
+        return plan_update(self.weights.of_norm(gradient), totals, self.state, self.rates, *self._constants())
 
-    def _advance(self, group: Group, weight: Tensor, gradient: Tensor, *rest: Any) -> None:
-        here = slice(group.start, group.stop)
+    def carry_out(self, gradient: Tensor, plan: Tensor, report: Tensor) -> None:
+        for group in self.weights.layout.groups:
+            if group.rule == ADAMW:
+                self.advance(group, group.start, group.stop, gradient[group.start : group.stop], plan)
+
+    def advance(self, group: Group, start: int, stop: int, gradient: Tensor, plan: Tensor) -> None:
+        """Update the elements start to stop, all of one group, by their gradient."""
+        index, config = self.weights.layout.groups.index(group), self.config
+        inside = slice(start - group.start, stop - group.start)
+        weight, master = self.weights.flat[index][inside], self.weights.masters[index]
+        decay_until = min(max(group.decay_stop - start, 0), stop - start)
+        seed = None if self._seed is None else self._seed + inside.start  # the noise is drawn by position
+        rest = plan, None if master is None else master[inside], config.betas, config.eps, decay_until, seed
+        self._advance(group, inside, weight, gradient, *rest)
+
+    def _advance(self, group: Group, inside: slice, weight: Tensor, gradient: Tensor, *rest: Any) -> None:
+        here = slice(group.start + inside.start, group.start + inside.stop)
         adamw(weight, gradient, self.m[here], self.v[here], *rest)
 
     def check(self) -> None:

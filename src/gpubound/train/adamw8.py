@@ -151,6 +151,6 @@ class FlatAdamW8bit(FlatAdamW):
             elements, its_scales = slice(begin, begin + PART), slice(begin // BLOCK, (begin + PART) // BLOCK)
             coded.codes[elements], coded.scales[its_scales] = encode(numbers[elements], coded.codes.dtype)
 
-    def _advance(self, group: Group, weight: Tensor, gradient: Tensor, *rest: Any) -> None:
-        m, v = self.m8[group], self.v8[group]
-        adamw8(weight, gradient, m.codes, v.codes, m.scales, v.scales, *rest)
+    def _advance(self, group: Group, inside: slice, weight: Tensor, gradient: Tensor, *rest: Any) -> None:
+        m, v, blocks = self.m8[group], self.v8[group], slice(inside.start // BLOCK, -(-inside.stop // BLOCK))
+        adamw8(weight, gradient, m.codes[inside], v.codes[inside], m.scales[blocks], v.scales[blocks], *rest)

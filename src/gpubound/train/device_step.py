@@ -27,6 +27,7 @@ from ..lora import early
 from ..models.registry import put_back
 from .accumulate import Accumulators
 from .adamw import FlatAdamW
+from .backward_update import BackwardUpdate
 from .objectives import Objective
 from .precision import Fp8Weights, Precision
 from .sharding import Replicated, Sharded
@@ -55,6 +56,7 @@ class DeviceStep:
         self.one = torch.ones((), device=self.device, dtype=torch.float32)
         self.ranks = self.sharding.ranks
         self.sharded = self.sharding if isinstance(self.sharding, Sharded) else None
+        self.early = self.accumulators if isinstance(self.accumulators, BackwardUpdate) else None
         self.reduces = self.ranks is not ALONE
         self.reduction = self.accumulators.reduction(self.ranks, [self.summed], [] if self.fp8 is None else [self.fp8.largest])
         # Compiled code would bake in whether a sum was opened when it was traced.
@@ -83,11 +85,12 @@ class DeviceStep:
             else:
                 total, items = sharded.loss(partial(self._loss_of, batch))
                 sharded.before_backward(last)
-            listening = self.reduction.listening() if last and self.reduces else nullcontext()
-            with listening, nullcontext() if (side := self.accumulators.side) is None else side.open():
-                total.backward()
             self.totals[0].add_(total.detach())
             self.totals[1].add_(items)
+            listening = self.reduction.listening() if last and self.reduces else nullcontext()
+            updating = nullcontext() if self.early is None else self.early.updating(self.optimizer, self.totals)
+            with listening, updating, nullcontext() if (side := self.accumulators.side) is None else side.open():
+                total.backward()
         if self.fp8 is not None:
             self.fp8.forget()
 
@@ -103,7 +106,9 @@ class DeviceStep:
             self.reduction.finish()
 
     def apply(self) -> Tensor:
-        """Update the weights and return the report."""
+        """Update the weights, unless backward has, and return the report."""
+        if self.early is not None:
+            return self.early.report
         if self.fp8 is not None:
             self.fp8.renew()
         return self.optimizer.update(self.accumulators.gradient, self.totals)

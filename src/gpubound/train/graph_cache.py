@@ -8,7 +8,7 @@ that the first one keeps.
 A step of one micro-batch is two graphs, too, for its certificate: attention's backward makes other bits at every call, so
 replay and eager are compared in copies of all that they write. That is the gradient alone, while the update, which writes
 weights, masters and moments, makes the same bits and is compared by fingerprints. One graph of both would have all of them
-copied, 7.7 instead of 1.7 GB at 350m.
+copied, 7.7 instead of 1.7 GB at 350m. A step that updates inside backward is such a graph, for want of another place to cut.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..device import host_bytes
 from ..distributed import ALONE
 from ..distributed.ranks import capture_on_all_ranks, first_refusal
 from ..errors import GraphError
+from ..formatting import readable
 from ..graph import Captured, capture
 from ..graph.runner import open_gate
 from ..trace import fallback
@@ -38,6 +40,7 @@ MOST = 8  # shapes of micro-batch: each takes seconds to capture, and some memor
 NOISE = 5e-2
 # In 8 bits a value that flips moves by an eighth or a quarter of itself: two eager steps of 350m were 1.2e-1 apart.
 NOISE_FP8 = 3e-1
+HOST_SHARE = 0.8  # of the free host memory that a certificate's copies may take
 MOST_NOISE = 5e-1  # at any rate: a limit of the value's size would let through what is baked in
 
 
@@ -66,8 +69,11 @@ class GraphCache:
     def run(self, batches: list[MicroBatch], first: bool) -> Tensor:
         """Return the step's report. first: all ranks take their first step"""
         step = self.step
-        if step.single and not step.ranks.alone and (graph := self._step_graph(batches[0], first)) is not None:
+        whole = step.single and (step.early is not None or not step.ranks.alone)
+        if whole and (graph := self._step_graph(batches[0], first)) is not None:
             return graph(*batches[0].tensors)
+        if step.early is not None:
+            return self._give_up(partial(step.run, [batches[0].whole()]))
         if not self._capture_parts(batches, first):
             return step.run([batch.whole() for batch in batches])
         if not step.single:
@@ -97,9 +103,9 @@ class GraphCache:
             with step.reduction.completed():
                 return step.run([batch.whole(leaves)])
 
-        if first:
+        if first or step.early is not None:
             self._try(key, lambda: self._capture_together(train_step, batch))
-            self._all_captured([key], last=False)
+            self._all_captured([key], first, last=step.early is not None)
         return self._known.get(key)
 
     def _capture_parts(self, batches: list[MicroBatch], first: bool) -> bool:
@@ -201,6 +207,8 @@ class GraphCache:
     ) -> Captured:
         """Capture a part of the step, which writes `state`: by default all that a step writes."""
         step = self.step
+        if step.early is not None and step.device.type == "cuda":
+            _check_host_memory(2 * sum(tensor.nbytes for tensor in step.state()))
         if batch is not None and sum(kind in (STEP, PART) for kind, _ in self._known) >= MOST:
             self._full = self._full or GraphError(
                 f"{MOST} shapes of micro-batch are captured already, each mode of the model and each set of hooks and adapters "
@@ -222,6 +230,16 @@ class GraphCache:
         largest = max(weight.abs().max().item() for weight in optimizer.weights.finest())
         noise = NOISE_FP8 if self.step.precision.fp8 else NOISE
         return min(noise + 4 * optimizer.rates.abs().max().item() / max(largest, 1e-12), MOST_NOISE)
+
+
+def _check_host_memory(need: int) -> None:
+    """Raise GraphError if the certificate's copies of a whole step's state do not fit into host memory."""
+    free = host_bytes()
+    if free is not None and need > HOST_SHARE * free:
+        raise GraphError(
+            f"train step: its certificate would copy {readable(need)} to host memory, of which {readable(free)} are free; "
+            f"leave update_in_backward out, or take AdamW8bit."
+        )
 
 
 def without_frames(error: Exception) -> Exception:

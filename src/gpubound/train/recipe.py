@@ -138,6 +138,8 @@ class Recipe:
     or a number of blocks."""
     overlap: bool = False
     """Compute weight gradients on a second stream; small models gain (135m, one row at a time: 3 %)."""
+    update_in_backward: bool = False
+    """Move each block's weights within backward, and hold no gradient of the whole model: for accumulate 1 and clip 0."""
     ema: float = 0.0
     """Decay of a moving average of the weights, such as 0.999. The average is then evaluated and exported. 0: no average."""
     validation: float = 0.02
@@ -276,6 +278,7 @@ class Recipe:
             recompute=self.recompute,
             ranks=ranks,
             overlap=self.overlap,
+            update_in_backward=self.update_in_backward,
             seed=self.seed,
         )
 

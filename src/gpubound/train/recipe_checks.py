@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..data.tokenizer import SPECIALS
 from ..models.registry import is_named
+from .backward_update import check as check_update_in_backward
 from .field_types import check_type
 from .graph_cache import MODES as GRAPH_MODES, MOST as MOST_SHAPES
 from .lora_options import LORA, Lora
@@ -64,6 +65,9 @@ def check(recipe: "Recipe") -> None:
     if numbers is not None and (numbers.at_random or numbers.split) and recipe.optimizer == "muon":
         how = "rounds at random" if numbers.at_random else "divides weights"
         raise ValueError(f"recipe: precision {recipe.precision} {how} in AdamW alone, got optimizer muon; take precision bf16.")
+    if recipe.update_in_backward:
+        for _, own in recipe.stages():
+            check_update_in_backward(own.accumulate, own.clip, numbers or precision("bf16"), own.numbers, overlap=own.overlap)
     if recipe.lora:
         _check_lora(recipe)
     # Each refuses what it cannot make.

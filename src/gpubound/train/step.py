@@ -30,13 +30,15 @@ from ..graph import Captured
 from ..graph.guards import NotCopyable
 from ..kernels.dispatch import Call, hasten
 from ..layers import fp8
-from ..layers.fused_weights import give_own_storages
+from ..layers.fused_weights import give_own_storages, release_stacks
 from ..lora import early
 from ..lora.adapter import pack_adapters
 from ..models.language_model import LanguageModel
 from ..trace import notice, say
+from .accumulate import Accumulators
 from .adamw import AdamW, Weights
 from .adamw8 import AdamW8bit
+from .backward_update import BackwardUpdate, check as check_update_in_backward, gradient_bytes
 from .device_step import DeviceStep, Loss, StepResult, StepValues
 from .graph_cache import MODES as GRAPH_MODES, GraphCache
 from .muon import Muon
@@ -74,6 +76,8 @@ class TrainStep(NotCopyable):
                nothing; a little faster, more memory. "blocks": all of each block but its input. A number: all of this many
                blocks
     overlap    compute weight gradients on a second stream during backward: for models too small to fill the GPU
+    update_in_backward  each block's weights move as soon as backward has its gradient, whose memory the next block takes:
+               bit for bit the same numbers (backward_update.py). For accumulate=1, clip=None and AdamW on one GPU
     ranks      the processes that share each step, from gpubound.distributed.join: each has all weights, which begin as those
                of the first rank, and its own micro-batches; `accumulate` counts these. Gradients are summed before the update.
                A model in DistributedDataParallel is unwrapped, and its ranks are used
@@ -96,6 +100,7 @@ class TrainStep(NotCopyable):
         recompute: str | int = "cheap",
         ranks: Ranks = ALONE,
         overlap: bool = False,
+        update_in_backward: bool = False,
         seed: int = 0,
     ):
         _check(model, accumulate, clip, graph, schedule)
@@ -114,8 +119,12 @@ class TrainStep(NotCopyable):
         shared |= settings("optimizer", config) | settings("schedule", schedule or Schedule())
         sharding.ranks.check_same("TrainStep", shared)
         sharding.check_optimizer(config)
+        if update_in_backward:
+            check_update_in_backward(accumulate, clip, dtypes, config, sharding.ranks.alone, overlap)
         check_replicas(layout, sharding.ranks)
         self.memory = layout.bytes(stored.masters) | {"moments": config.moment_bytes(layout)}
+        if update_in_backward:
+            self.memory["gradient"] = gradient_bytes(layout, model)
         parts = ", ".join(f"{name} {readable(size)}" for name, size in self.memory.items() if size)
         notice(f"train: {precision}, {readable(sum(self.memory.values()))} besides activations: {parts}.")
         self.model, self.accumulate, self.device, self._precision = model, accumulate, layout.device, precision
@@ -131,7 +140,10 @@ class TrainStep(NotCopyable):
             undo.callback(recompute_as(model, recompute))
             if dtypes.dtype != torch.float32:
                 undo.callback(cast_inputs(model, dtypes.dtype).remove)
-            accumulators = sharding.accumulators(layout, overlap)
+            if update_in_backward and isinstance(config, AdamW):
+                accumulators: Accumulators = BackwardUpdate(layout, model, config)
+            else:
+                accumulators = sharding.accumulators(layout, overlap)
             undo.callback(accumulators.release)
             self._fp8 = Fp8Weights(model, layout) if dtypes.fp8 else None
             if self._fp8 is not None:
@@ -139,6 +151,7 @@ class TrainStep(NotCopyable):
             sharding.broadcast_start()
             give_own_storages(model)
             self._weights = sharding.weights(layout, stored.masters)  # after all that may be refused: it casts the parameters
+            release_stacks(model)  # before the moments are made
             self._optimizer = config.flat(self._weights, stored, clip, schedule or Schedule(), seed)
             self._optimizer.agree(sharding.ranks)
             self._optimizer.hasten()

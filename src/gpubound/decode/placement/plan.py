@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...device import label, resolve, usable_bytes
+from ...device import host_bytes, label, resolve, usable_bytes
 from ...errors import DeviceError
 from ...formatting import readable
 from ...layers.block import to_device_of
 from ...models.decoding import DenseWeights, LayerWeights, Shape
 from ...trace import say
-from ..runner import host_bytes, lanes
+from ..runner import lanes
 
 SPARE = 1 << 30  # bytes of a GPU for the activations of a prompt of 2,048 tokens, graphs, and libraries
 SPLITS = {"layers": "stages hand rows over by such copies", "tensors": "every layer is summed there"}
