@@ -234,6 +234,9 @@ class TestFaults:
             list(found)
         monkeypatch.undo()
         assert {one.prompt for one in found.finished} < {0, 1, 2, 3, 4}
+        assert refusal(gb.errors.GenerateError, lambda: found.sequences) == message(
+            "decode/rollout:left", 10 - len(found.finished)
+        )
         assert by_name(fast.rollout(PROMPTS, n=2, max_new_tokens=9).sequences) == want
 
     def test_a_rollout_that_is_left_early(self):

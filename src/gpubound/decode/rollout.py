@@ -34,6 +34,7 @@ AHEAD = 2  # launches that are not read yet
 # A prefill of few short prompts is bound by its launches, so several rows share one: it waits until a sixteenth of the rows
 # have ended, for at most so many launches.
 SHARE, LAUNCHES = 16, 4
+MOVED = 16  # rows that are moved at once: the copy in between takes memory
 PROMPT_TOKENS = 16384  # padding counted, that are prefilled at once: more would only take memory
 
 
@@ -75,6 +76,8 @@ class Rollout:
         """All sequences, ordered by prompt and sample. Runs the rollout to its end."""
         for _ in self:
             pass
+        if left := len(self.request.sequences) - len(self.finished):
+            raise GenerateError(f"rollout: it was ended with {left:,} sequences left; `finished` has the others.")
         return sorted(self.finished, key=lambda one: (one.prompt, one.sample))
 
     @property
@@ -191,7 +194,8 @@ class Rollout:
         self.decoder.slots.move(sources_N, targets_N)
         if moved and self.decoder.body.paged is None:
             reached = max(min(one.limit, len(one.ids) + one.launched) for one in moved)
-            self.decoder.body.move(sources_N, targets_N, reached)
+            for pair in zip(sources_N.split(MOVED), targets_N.split(MOVED)):
+                self.decoder.body.move(*pair, reached)
         for one, row in zip(moved, targets):
             self._pages.move(one.row, row)
             self.rows[row], one.row = one, row
