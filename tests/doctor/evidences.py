@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from gpubound.doctor.price.prices import Measurements
+from gpubound.doctor.record.sampled import Samples
 from gpubound.watch.ledger import LedgerRow
-from gpubound.watch.source_line import Place, Site
+from gpubound.watch.source_line import Place, Site, Stack
 
 from .tapes import Synthetic
 
@@ -46,4 +47,10 @@ def quiet(loop: Synthetic) -> Synthetic:
     return loop
 
 
-__all__ = ["STEPS", "at", "quiet", "replace", "row", "seen", "steps"]
+def sampled(late: dict[str, int], busy: int = 50) -> Samples:
+    """Samples of train.py, `late` by the beginning of a line: lines 2, 3, ... in a loop of line 1."""
+    stacks = {Stack((at(n, code).site,)): count for n, (code, count) in enumerate(late.items(), 2)}
+    return Samples(stacks | {Stack((at(9, "y = model(x)").site,)): busy}, stacks)
+
+
+__all__ = ["STEPS", "at", "quiet", "replace", "row", "sampled", "seen", "steps"]

@@ -12,7 +12,7 @@ from gpubound.doctor.price.prices import Measurements, Prices
 from gpubound.doctor.report.conclusion import conclusion
 from gpubound.doctor.report.files import page, sarif
 from gpubound.doctor.report.text import screen
-from gpubound.doctor.report.words import late_for, rounded, stalls_left, unnamed
+from gpubound.doctor.report.words import adds_up, late_for, rounded, unnamed
 from gpubound.watch.source_line import Site
 
 from .verdicts import looped
@@ -86,11 +86,11 @@ def test_a_wait_for_the_host_that_no_finding_has_is_named_first():
     assert all(word in line for word in ("22.6 ms", "data 20.3 ms", "dispatch 2.30 ms")), "the parts add up"
 
 
-def test_the_ceiling_s_saving_is_that_of_findings_and_a_rest():
+def test_the_step_is_the_sum_of_the_gpu_s_time_the_findings_and_a_rest():
     lost = verdict(found("sync", 3.0), found("launch_bound", 8.0))
-    (line,) = stalls_left(lost)
-    assert "20.0 ms" in line and line in screen(lost, 110), "67.7 - 44.7 ms, less 3 of the sync; launching is in the ceiling"
-    assert not stalls_left(verdict(found("data"))) and not stalls_left(verdict(found("sync", None)))
+    (line,) = adds_up(lost)
+    assert "findings 11.0" in line and "finding 11.6" in line and line in screen(lost, 110), "22.6 ms that the host is late"
+    assert not adds_up(verdict(step_ms=None)) and not adds_up(verdict(bar={"shares": {"busy": 98.0}}))
     assert "one by one" not in screen(lost, 110) and "one by one 11.0 ms" in screen(replace(lost, together_ms=12.0), 110)
 
 

@@ -49,6 +49,14 @@ def test_the_patched_copy_computes_the_same_losses(tmp_path):
     assert len(set(before)) == 15 and after == pytest.approx(before, rel=1e-5)
 
 
+def test_a_finding_names_the_loop_or_the_line_that_updates(tmp_path):
+    path, made = proposed(tmp_path, SCRIPT)
+    loop = next(n for n, words in enumerate(SCRIPT.splitlines(), 1) if "enumerate(data)" in words)
+    again = repair([Target("launch_bound", str(path), loop)])
+    assert not again.refused and again.diff() == made.diff()
+    assert repair([Target("launch_bound", str(path), loop - 1)]).refused, "the loop over epochs has no step of its own"
+
+
 def test_a_function_and_a_single_batch(tmp_path):
     """The names of a function's own, a batch of one name, zero_grad at the end."""
     text = """\

@@ -7,12 +7,12 @@ import pytest
 import gpubound
 from gpubound.doctor.finding import KINDS
 from gpubound.doctor.record.tape import Span
-from gpubound.doctor.rules import compute
+from gpubound.doctor.rules import compute, host
 from gpubound.doctor.rules.compute import FEW, FUSED
 from gpubound.doctor.rules.diagnose import RULES, diagnose
 from gpubound.doctor.rules.waits import MASKED, ROUND_TRIP
 
-from .evidences import STEPS, at, quiet, replace, row, seen, steps
+from .evidences import STEPS, at, quiet, replace, row, sampled, seen, steps
 from .programs import length
 
 LINE = at(88, "loss.item()")
@@ -136,6 +136,12 @@ CASES = {
         seen(steps(quiet, run=2.0), row("launch", "_foreach_add_", STEP), row("launch", "zero_", ZERO, 0.5)),
         seen(steps(quiet, run=4.0)),
     ),
+    "host work": (
+        "host_work",
+        3,
+        seen(steps(quiet, run=2.0), samples=sampled({"x = 1": 1, "x = stack": 30}), step_ms=[1.0]),
+        seen(steps(quiet, run=2.0), samples=sampled({"x = 1": 1, "x = stack": 1}, 150), step_ms=[1.0]),
+    ),
     "fp32": (
         "precision",
         20,
@@ -234,7 +240,8 @@ def test_the_docs_have_every_rule_with_its_threshold():
     thresholds = {
         compute.optimizer: f"{compute.MANY} launches a step",
         compute.loops: f"{compute.MANY} times a step",
-        compute.launch_bound: f"{compute.BOUND:.0%} of the step, by replay",
+        host.launch_bound: f"{host.BOUND:.0%} of the step, by replay",
+        host.work: f"{host.WORK:.0%} of the step, by samples",
         compute.products: f"{compute.SHARE:.0%} of the step, estimated",
         compute.communication: f"{compute.EXPOSED:.0f} % of the step",
     }

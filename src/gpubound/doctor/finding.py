@@ -25,6 +25,10 @@ KINDS: dict[str, Cause] = EVENTS | {
         "waits for the next batch",
         "DataLoader(num_workers=4, pin_memory=True, persistent_workers=True), or do the work on the device",
     ),
+    "host_work": Cause(
+        "works on the host while the GPU has nothing to do",
+        "do it before the step: in a DataLoader's workers, or once before the loop; or on the device",
+    ),
     "launch_bound": Cause("launches work more slowly than the device does it", EVENTS["launch"].remedy),
     "checkpoint": Cause("writes a checkpoint while the device waits", "copy to pinned memory, and write from another thread"),
     "optimizer": Cause("updates parameters one after another", "build the optimizer with fused=True"),
@@ -43,6 +47,7 @@ KINDS: dict[str, Cause] = EVENTS | {
     "noop": Cause("converts what is already as it should be", "leave it out, or convert once before the loop"),
     "profiler": Cause("records a profile in every step", "leave the profiler out of runs that are not looked at"),
 }
+GPU_TIME = frozenset({"precision", "attention", "zero_grad", "clone"})  # kinds that are work of the GPU, not a wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +134,7 @@ class Verdict:
     distortion: float | None  # how much slower the recorded steps were than the timed ones
     counts: dict[str, float] = field(default_factory=dict)  # a step's totals by their names in COUNTS
     ranks: Sequence[dict[str, Any]] = field(default_factory=list)  # of a script on several: each one's step and shares
+    device_ms: float | None = None  # a step whose host takes no time: the device's works back to back
     lead_ms: float | None = None  # how far the host is ahead of the device, which is its wait for a step's result
     period: int = 1  # steps after which the loop repeats itself; every window is a multiple of it
     plain_ms: float | None = None  # median of steps that were timed before any sensor was attached

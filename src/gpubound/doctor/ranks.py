@@ -55,6 +55,7 @@ def merged(verdicts: Mapping[int, Verdict], failed: Mapping[int, str]) -> Verdic
         harmless=[finding for finding in first.harmless if _key(finding) not in by_line],
         step_ms=_most(verdict.step_ms for verdict in verdicts.values()),
         ceiling_ms=_most(verdict.ceiling_ms for verdict in verdicts.values()),
+        device_ms=_most(verdict.device_ms for verdict in verdicts.values()),
         together_ms=_most(verdict.together_ms for verdict in verdicts.values()),
         counts={name: max(v.counts[name] for v in verdicts.values() if name in v.counts) for name in first.counts},
         absent=first.absent | {f"rank {rank}": why for rank, why in sorted(failed.items())},

@@ -28,6 +28,7 @@ from .events import THROUGH
 
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_LOADERS = os.path.join(_TORCH, "utils", "data") + os.sep
 _PATHS = sysconfig.get_paths()
 _STDLIB = tuple({os.path.abspath(_PATHS[name]) + os.sep for name in ("stdlib", "platstdlib")})
 _INSTALLED = tuple({os.path.abspath(_PATHS[name]) + os.sep for name in ("purelib", "platlib")})
@@ -210,6 +211,36 @@ def _walk(frame: FrameType | None, in_backward: bool) -> tuple[FrameType | None,
             library_frame = library_frame or frame
         frame = frame.f_back
     return None, library_frame or torch_frame, reader
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The statements that a thread is in: the user's and the libraries', the innermost first, the one of torch that they are
+    in, and whether a DataLoader called them."""
+
+    sites: tuple[Site, ...]
+    torch: Site | None = None
+    loading: bool = False
+
+    @property
+    def user(self) -> Site | None:
+        return next((site for site in self.sites if owner(site.file) is not LIBRARY), None)
+
+
+def stack_of(frame: FrameType | None) -> Stack:
+    """Return the stack of a frame, which may be another thread's."""
+    sites: list[Site] = []
+    inner, loading = None, False
+    while frame is not None:
+        whose = owner(frame.f_code.co_filename)
+        main = whose is UNNAMED and frame.f_globals.get("__name__") == "__main__"
+        if whose in (USER, LIBRARY) or main:
+            sites.append(site_of(frame))
+        elif whose in (TORCH, READER):
+            inner = site_of(frame) if inner is None and not sites else inner
+            loading |= frame.f_code.co_filename.startswith(_LOADERS)
+        frame = frame.f_back
+    return Stack(tuple(sites), inner, loading)
 
 
 class Origins:

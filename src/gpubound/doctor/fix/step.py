@@ -53,8 +53,10 @@ def propose(source: SourceText, line: int) -> list[Edit]:
 
 
 def _plain_loop(source: SourceText, line: int) -> PlainLoop:
-    """Return the statements of a step whose `optimizer.step()` is in this line."""
-    step = source.statement_at(line, "step")
+    """Return the statements of a step whose `optimizer.step()` is in this line, or in the loop that begins there."""
+    loops = [node for node in ast.walk(source.tree) if isinstance(node, (ast.For, ast.While)) and node.lineno == line]
+    steps = [statement for loop in loops for statement in loop.body if _called_on(statement, "step")]
+    step = source.statement_at(steps[0].lineno if len(steps) == 1 else line, "step")
     optimizer = _called_on(step, "step")
     if not optimizer:
         raise Refused("the line is no plain optimizer.step()")

@@ -18,6 +18,7 @@ from typing import Any
 from ...errors import MeasureError
 from ...watch.ledger import LedgerRow
 from ...watch.source_line import LIBRARY, Place, owner
+from ..record.sampled import Samples
 from ..record.tape import Span, Tape, chosen
 from .idle import Bar, HostDependencies, Stalls, idle_times
 from .simulator import Simulator, fit_simulator
@@ -165,6 +166,7 @@ class Measurements:
     located: Mapping[int, Place] = field(default_factory=dict)  # index of a call on the tape -> its line
     named_lines: Mapping[str, Place] = field(default_factory=dict)  # a span's name -> its line: a loader, a checkpoint
     loading_ms: float | None = None  # of a timed step, in the script's DataLoader
+    samples: Samples = field(default_factory=Samples)  # of the launching thread's stack, in steps that were not recorded
     memory: Mapping[str, float] = field(default_factory=dict)  # per timed step: alloc, free, retry, pin
     about: Mapping[str, Any] = field(default_factory=dict)  # versions and settings
     phases: Mapping[str, Any] = field(default_factory=dict)  # steps and seconds of each phase
@@ -181,6 +183,16 @@ class Measurements:
     def ms(self) -> float | None:
         """Mean of the timed steps. An event in every fifth step, such as a checkpoint, counts with its share, as in a price."""
         return mean(self.step_ms) if self.step_ms else None
+
+    def sampled_ms(self, count: int) -> float:
+        """Return milliseconds a step for a number of samples."""
+        return count * (self.ms or 0.0) / max(self.samples.total, 1)
+
+    def sampled_at(self, place: Place) -> float:
+        """Return milliseconds a step in which the device is idle while the host is in this line of the user."""
+        line = line_of(Place(place.site))
+        late = self.samples.late.items()
+        return self.sampled_ms(sum(count for stack, count in late if line_of(Place(stack.user)) == line))
 
     def by_line(self, *kinds: str) -> list[list[LedgerRow]]:
         """Return the rows of these kinds, grouped by line, the most frequent first."""

@@ -1,4 +1,4 @@
-"""How long a script waits for its DataLoader, measured without a profiler.
+"""The time that a script waits for its DataLoader, measured without a profiler.
 
 A profiler slows the host, but not the loader's workers. So a loader that cannot keep up with the script may keep up with the
 recorded script, and the tape has no waits for it. Slow steps also fill the loader's queue: the steps after them take batches

@@ -25,11 +25,13 @@ from ..rules.diagnose import diagnose
 from .kineto import read_trace
 from .period import Period, rare_steps
 from .phases import LocatedPhase, Phase, Phases, RecordedPhase, SurveyPhase, TimedPhase
+from .sampled import SampledPhase
 from .script import Script, Steps, StopScript
 from .tape import lines_by_mark, match_lines
 
 PYTHON, COMMAND = "pass dry_run=True", "put --dry-run before the script"
 DRY = "a dry run counts and names lines; prices need a GPU"
+SAMPLED = 4  # steps in which the launching thread's stack is sampled, at least
 PLAIN = 10  # steps that are timed before any sensor was attached, to check the timed ones
 UNUSED = "nothing ran on the device, so nothing could wait for it"
 
@@ -58,8 +60,8 @@ class RunPlan:
             return [Phase(1), SurveyPhase(self.located, period, "located")]
         recorded, located = RecordedPhase(self.taped, period), LocatedPhase(self.located, taped=True, period=period)
         located.copied = lambda: recorded.copied
-        plain, timed = TimedPhase(PLAIN, name="plain"), TimedPhase(self.timed, period)
-        return [Phase(self.warmup), plain, SurveyPhase(1, period), timed, recorded, located]
+        plain, timed, sampled = TimedPhase(PLAIN, name="plain"), TimedPhase(self.timed, period), SampledPhase(SAMPLED, period)
+        return [Phase(self.warmup), plain, SurveyPhase(1, period), timed, sampled, recorded, located]
 
 
 def measure_script(script: Script, plan: RunPlan, report: Callable[[str], None] | None = None) -> Measurements:
@@ -187,6 +189,8 @@ def _timed_and_taped(steps: Sequence[Phase], located: LocatedPhase) -> dict[str,
         elif isinstance(phase, TimedPhase) and phase.step_ms:
             measured |= {"step_ms": phase.step_ms, "memory": phase.memory, "rare": rare_steps(phase.step_ms)}
             measured["loading_ms"] = phase.loading_ms
+        if isinstance(phase, SampledPhase):
+            measured["samples"] = phase.samples
         if isinstance(phase, RecordedPhase) and (tape := phase.tape) is not None:
             if any(call.blocks for call in tape.calls) and (rate := pinned_rate()) is not None:
                 tape = replace(tape, about={**tape.about, "pinned": rate})  # the rate that its blocking copies could have

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..finding import KINDS, Finding, Verdict
+from ..finding import GPU_TIME, KINDS, Finding, Verdict
 from ..rules.diagnose import HARMLESS
-from .words import GPU_TIME, kind_of, milliseconds, rounded, shares, unnamed
+from .words import kind_of, milliseconds, rounded, shares, unnamed
 
 # Why a line costs time, where it is not "it", followed by the words of KINDS.
 REASONS = {
@@ -69,9 +69,10 @@ def _nothing(verdict: Verdict) -> str:
 
 def _subject(finding: Finding) -> str:
     """Return the line in words; empty for a finding without one."""
-    if finding.kind == "launch_bound":  # its line is where a step ends, not the cause
-        return "Launching"
     site = finding.line
+    if finding.kind == "launch_bound":  # the whole loop, not its line
+        loop = f" in lines {site.line} to {site.end} of {site.at.rpartition(':')[0]}" if site and site.end > site.line else ""
+        return f"Launching{loop}"
     return f"Line {site.line} of {site.at.rpartition(':')[0]}" if site else ""
 
 

@@ -39,7 +39,8 @@ from .conclusion import conclusion
 from .words import (
     LEAVES,
     SHARES,
-    ceiling,
+    adds_up,
+    ceilings,
     clean,
     code_of,
     kind_of,
@@ -52,7 +53,6 @@ from .words import (
     price,
     rounded,
     shares,
-    stalls_left,
     summary,
     through,
     times,
@@ -151,7 +151,7 @@ def page(verdict: Verdict, recording: Profile | None = None, proof: Proof | None
         share_names=SHARES,
         leaf_names=LEAVES,
         causes={name: words for name, words in SHARES.items() if name != "host_late"} | LEAVES,
-        remarks=[*late_for(verdict), *together(verdict), *stalls_left(verdict), *verdict.unlocated],
+        remarks=[*late_for(verdict), *together(verdict), *adds_up(verdict), *verdict.unlocated],
         measured=_measured(verdict),
         packed=packed,
         harmless=f"{HARMLESS:.1%}",
@@ -198,8 +198,7 @@ def _tiles(verdict: Verdict) -> list[tuple[str, str]]:
     if verdict.step_ms is not None:
         tiles.append(("a step", milliseconds(verdict.step_ms)))
     tiles += [(SHARES[share], f"{parts[share]:.0f} %") for share in ("busy", "host_late") if share in parts]
-    if verdict.ceiling_ms is not None:
-        tiles.append((f"a step {ceiling(verdict)}", milliseconds(verdict.ceiling_ms)))
+    tiles += [(f"a step {assumption}", milliseconds(ms)) for ms, assumption in ceilings(verdict)]
     if verdict.together_ms is not None:
         tiles.append(("less without all findings", milliseconds(verdict.together_ms)))
     return tiles

@@ -14,7 +14,8 @@ from ..finding import COUNTS, Finding, Verdict
 from .conclusion import conclusion
 from .words import (
     SHARES,
-    ceiling,
+    adds_up,
+    ceilings,
     clean,
     code_of,
     kind_of,
@@ -26,7 +27,6 @@ from .words import (
     price,
     rounded,
     shares,
-    stalls_left,
     summary,
     through,
     times,
@@ -63,9 +63,9 @@ def _parts(verdict: Verdict, width: int, everything: bool, files: Sequence[str])
     yield from (_text(note, "dim") for note in notes(verdict))
     if verdict.step_ms is not None:
         yield _step(verdict)
-    if verdict.step_ms and verdict.ceiling_ms:
-        faster = verdict.step_ms / verdict.ceiling_ms
-        yield _text(f"CEILING {milliseconds(verdict.ceiling_ms)} ({faster:.2f}x) {ceiling(verdict)}", "bold")
+    if verdict.step_ms and (limits := ceilings(verdict)):
+        texts = [f"{milliseconds(ms)} ({verdict.step_ms / ms:.2f}x) {assumption}" for ms, assumption in limits if ms]
+        yield _text(f"CEILING {'; '.join(texts)}", "bold")
     yield from (_text(line) for line in late_for(verdict))
     shown = verdict.findings if everything else verdict.findings[:FINDINGS]
     if shown:
@@ -76,7 +76,7 @@ def _parts(verdict: Verdict, width: int, everything: bool, files: Sequence[str])
     if rest := verdict.findings[len(shown) :]:
         dearest = "" if rest[0].ms is None else f", the dearest of them {price(rest[0])}"
         yield _text(f"{len(rest)} more{dearest} (--all lists them)")
-    for line in (*together(verdict), *stalls_left(verdict), *_harmless(verdict, everything), *verdict.unlocated):
+    for line in (*together(verdict), *adds_up(verdict), *_harmless(verdict, everything), *verdict.unlocated):
         yield _text(line)
     yield from (_text(line, "dim") for line in without(verdict))
     if files:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from math import floor
 
 from ...trace import printable
-from ..finding import Finding, Verdict
-from ..rules.diagnose import HARMLESS
+from ..finding import GPU_TIME, Finding, Verdict
 
 SHARES = {
     "busy": "GPU busy",
@@ -30,12 +29,12 @@ LEAVES = {
 HOST_STALLS = frozenset({
     "sync", "h2d", "d2h", "pageable", "repeat", "alloc", "free", "retry", "pin", "data", "gc", "compile", "checkpoint",
 })  # fmt: skip
-GPU_TIME = frozenset({"precision", "attention", "zero_grad", "clone"})  # kinds that are work of the GPU, not a wait
 KIND_NAMES = {
     "h2d": "copy to the GPU",
     "d2h": "read from the GPU",
     "pageable": "pageable copy",
     "cpu_op": "CPU work",
+    "host_work": "host work",
     "noop": "conversion",
     "launch_bound": "launch-bound",
     "gc": "garbage collection",
@@ -66,8 +65,11 @@ def kind_of(finding: Finding) -> str:
 
 
 def place_of(finding: Finding) -> str:
+    """Return the file and line; of a loop its first and last line."""
     site = finding.line
-    return site.at if site else NOWHERE
+    if site is None:
+        return NOWHERE
+    return f"{site.at}-{site.end}" if finding.kind == "launch_bound" and site.end > site.line else site.at
 
 
 def code_of(finding: Finding) -> str:
@@ -165,25 +167,35 @@ def without(verdict: Verdict) -> list[str]:
     return [f"without {what}: {why}" for what, why in verdict.absent.items()]
 
 
+def parts(verdict: Verdict) -> dict[str, float]:
+    """Return milliseconds that add up to the step: the GPU's shares, and of the time in which the host is late, what the
+    findings have and the rest. Empty if the step or its shares were not measured."""
+    times = {share: (verdict.step_ms or 0.0) * percent / 100 for share, percent in shares(verdict).items()}
+    if not verdict.step_ms or "host_late" not in times:
+        return {}
+    late_ms = times.pop("host_late")
+    gpu = sum(finding.ms or 0.0 for finding in verdict.findings if finding.kind in GPU_TIME | {"comm"})
+    named = min(max((verdict.together_ms or 0.0) - gpu, 0.0), late_ms)
+    return times | {"findings": named, "rest": late_ms - named}
+
+
 def unnamed(verdict: Verdict) -> float | None:
     """Return milliseconds a step in which the GPU waits for its host, and that no finding has; None if they are few."""
-    share = shares(verdict).get("host_late")
-    if share is None or not verdict.step_ms or any(finding.ms is None for finding in verdict.findings):
+    left = parts(verdict).get("rest")
+    if left is None or not verdict.step_ms or any(finding.ms is None for finding in verdict.findings):
         return None  # a finding without a price may have all of it
-    work = sum(finding.ms or 0.0 for finding in verdict.findings if finding.kind in GPU_TIME)
-    left = verdict.step_ms * share / 100 - max((verdict.together_ms or 0.0) - work, 0.0)
     return left if left >= UNNAMED * verdict.step_ms else None
 
 
-def stalls_left(verdict: Verdict) -> list[str]:
-    """Return how much of what the ceiling leaves out no finding has, if that is not negligible."""
-    if not verdict.step_ms or verdict.ceiling_ms is None or any(finding.ms is None for finding in verdict.findings):
-        return []
-    others = sum(finding.ms or 0.0 for finding in verdict.findings if finding.kind not in HOST_STALLS)
-    left = verdict.step_ms - verdict.ceiling_ms - max((verdict.together_ms or 0.0) - others, 0.0)
-    if left < HARMLESS * verdict.step_ms:
-        return []
-    return [f"{milliseconds(left)} of what the ceiling leaves out is in no finding: harmless waits, and waits without a line"]
+def adds_up(verdict: Verdict) -> list[str]:
+    """Return the step as a sum: the GPU's work, the findings, and what is in neither."""
+    step = verdict.step_ms or 0.0
+    digits = 1 if step >= 9.95 else 2
+    names = SHARES | {"findings": "findings", "rest": "harmless or in no finding"}
+    terms = [
+        f"{names[part]} {ms:.{digits}f}" for part, ms in rounded(parts(verdict), digits).items() if ms >= 10.0**-digits / 2
+    ]
+    return [f"{milliseconds(step)} = {' + '.join(terms)}"] if terms else []
 
 
 def late_for(verdict: Verdict) -> list[str]:
@@ -198,10 +210,21 @@ def late_for(verdict: Verdict) -> list[str]:
     return [f"HOST LATE {total}: {', '.join(named)}{rest}"]
 
 
-def ceiling(verdict: Verdict) -> str:
-    """Return the ceiling's assumption, and the findings that it leaves out because they are no stall of the host."""
+def ceilings(verdict: Verdict) -> list[tuple[float, str]]:
+    """Return (milliseconds of a step, under which assumption), the shortest first.
+
+    A step that is bound by launches has two: the GPU's own time, which a CUDA graph comes near to, and that of a host that
+    still launches every kernel.
+    """
+    if verdict.ceiling_ms is None:
+        return []
+    bound = any(finding.kind == "launch_bound" for finding in verdict.findings)
+    if bound and verdict.device_ms is not None:
+        never = (verdict.ceiling_ms, "if the host never stalled, but still launched each kernel")
+        return [(verdict.device_ms, "if the GPU never waited for the host"), never]
     others = [f"{n} {kind_of(f)}" for n, f in enumerate(verdict.findings, 1) if f.ms and f.kind not in HOST_STALLS]
-    return "if the host never stalled" + (f", with {' and '.join(others)} still in it" if others else "")
+    still = f", with {' and '.join(others)} still in it" if others else ""
+    return [(verdict.ceiling_ms, "if the host never stalled" + still)]
 
 
 def together(verdict: Verdict) -> list[str]:

@@ -65,7 +65,7 @@ def cpu_ops(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     for rows in lines:
         if (count := evidence.count_per_step(rows)) >= EVERY:
             names = ", ".join(list(dict.fromkeys(row.what for row in rows))[:3])
-            ms = waited(evidence, prices, rows)
+            ms = evidence.sampled_at(rows[0].place) if evidence.samples.total else waited(evidence, prices, rows)
             yield estimate("cpu_op", rows[0].place, count, f"{count:.3g} ops a step on the CPU: {names}", ms)
 
 
@@ -107,13 +107,11 @@ def fallbacks(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate
 
 
 MANY = 16  # a step: a small model's parameters; few lines run one in-place op as often for another reason
-BOUND = 0.10  # of a step: below it a graph gains less than its fixed shapes cost in work
 FUSED = 0.55  # of AdamW without foreach, which passes over memory 21 times, fused 7. H200: 0.47 to 0.58 of tensors of 8M to 50M
 FEW = 0.9  # of the host's time in an update by parameters; H200: 0.90 to 0.96 of 64 and of 400 small tensors
 ADDED = 4.0  # passes over memory for one that fills with zeros: that one, and three to add a gradient to it
 NORMS = frozenset({"linalg_vector_norm", "norm"})
 ZEROS = frozenset({"_foreach_zero_", "zero_", "fill_"})
-OPTIMIZERS = "torch/optim/"
 FUSIBLE = ("adam", "sgd", "adagrad")
 
 
@@ -152,25 +150,6 @@ def loops(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
                 text = f"{row.what} {count:.3g} times a step"
                 yield estimate("launch", row.place, count, text, prices.of_launches(count), fix)
                 break
-
-
-def launch_bound(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
-    """Yield the host's time that is left when it never stalls. A graph costs one launch."""
-    ceiling, alone = prices.ceiling, prices.launch_free
-    if ceiling is None or alone is None or prices.step_ms is None or evidence.tape is None:
-        return
-    if ceiling - alone >= BOUND * prices.step_ms:
-        launches = sum(call.kind == "launch" for call in evidence.tape.calls) / evidence.taped_steps
-        text = f"{launches:.0f} launches a step; as a graph it would take the device's {alone:.3g} ms"
-        yield StallCandidate("launch_bound", updating(evidence), launches, text, ms=ceiling - alone, certainty="replayed")
-
-
-def updating(evidence: Measurements) -> Place:
-    """Return the line that ends a step: the line from which an optimizer launches most."""
-    every = evidence.by_line("launch")
-    lines = [[row for row in rows if row.place.via and OPTIMIZERS in row.place.via.file] for rows in every]
-    rows = max(lines, key=lambda rows: evidence.count_per_step(rows), default=[])
-    return rows[0].place if rows else Place()
 
 
 SHARE = 0.05  # of a step: what it would gain is known to a factor alone

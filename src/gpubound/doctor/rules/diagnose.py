@@ -7,9 +7,9 @@ from dataclasses import replace
 from statistics import median
 
 from ...watch.ledger import TOTALS
-from ..finding import KINDS, Finding, Verdict
+from ..finding import GPU_TIME, KINDS, Finding, Verdict
 from ..price.prices import Line, Measurements, Prices, line_of
-from . import compute, waits
+from . import compute, host, waits
 from .waits import MEMORY_KINDS, StallCandidate
 
 Rule = Callable[[Measurements, Prices], Iterable[StallCandidate]]
@@ -32,7 +32,8 @@ RULES: dict[Rule, tuple[str, ...]] = {
     compute.optimizer: ("optimizer",),
     compute.zeros: ("zero_grad",),
     compute.loops: ("launch",),
-    compute.launch_bound: ("launch_bound",),
+    host.work: ("host_work",),
+    host.launch_bound: ("launch_bound",),
     compute.products: ("precision",),
     compute.attention: ("attention",),
     compute.communication: ("comm",),
@@ -45,8 +46,8 @@ HARMLESS = 0.005  # of a step: two timings of the same step differ by as much
 def diagnose(evidence: Measurements, rules: Iterable[Rule] = tuple(RULES)) -> Verdict:
     prices = Prices(evidence)
     claims = _distinct(claim for rule in rules for claim in rule(evidence, prices))
-    priced = [(claim, _priced(claim, evidence, prices)) for claim in claims]
-    harmless = [pair for pair in priced if (share := prices.share(pair[1].ms)) is not None and share < HARMLESS]
+    priced = _adding_up([(claim, _priced(claim, evidence, prices)) for claim in claims], prices)
+    harmless = [pair for pair in priced if _is_small(pair[1], prices)]
     costly = [pair for pair in priced if pair not in harmless]
     costly.sort(key=lambda pair: (pair[1].ms is None, -(pair[1].ms or 0.0), -pair[1].count))
     absent = ({"prices": prices.refused} if prices.refused else {}) | dict(evidence.absent)  # a dry run knows better why
@@ -56,6 +57,7 @@ def diagnose(evidence: Measurements, rules: Iterable[Rule] = tuple(RULES)) -> Ve
         step_ms=prices.step_ms,
         bar=prices.shares,
         ceiling_ms=prices.ceiling,
+        device_ms=prices.launch_free,
         findings=[finding for _, finding in costly],
         together_ms=_together(costly, prices),
         harmless=[finding for _, finding in harmless],
@@ -85,7 +87,7 @@ def _distinct(claims: Iterable[StallCandidate]) -> list[StallCandidate]:
         mine = replace(claim, calls=claim.calls - calls, spans=claim.spans - spans)
         line = line_of(claim.place)
         first = lines.get(line) if claim.waits and line is not None else None
-        if claim.kind == "cpu_op" and line in lines:
+        if claim.kind in ("cpu_op", "host_work") and line in lines:
             continue  # the host prepares what this line copies
         if first is not None and claim.kind == "sync":
             distinct[first] = replace(distinct[first], evidence=f"{distinct[first].evidence}; the line also {claim.evidence}")
@@ -109,6 +111,32 @@ def _priced(claim: StallCandidate, evidence: Measurements, prices: Prices) -> Fi
         ms, certainty = ((most or 0.0), "replayed") if small else (None, "counted")
     place, fix = claim.place, claim.fix or KINDS[claim.kind].remedy
     return Finding(claim.kind, place.site, place.via, place.node, place.built, claim.count, ms, certainty, claim.evidence, fix)
+
+
+HOST_TIME = frozenset({"cpu_op", "host_work", "launch_bound"})  # kinds that are the host's own time, not a wait
+
+
+def _adding_up(pairs: list[tuple[StallCandidate, Finding]], prices: Prices) -> list[tuple[StallCandidate, Finding]]:
+    """Let the host's work and its launching share what a step without stalls takes more than the device alone: they are sampled
+    and replayed, and would not add up to the step otherwise."""
+    if prices.launch_free is None or prices.step_ms is None:
+        return pairs
+    stalls = [pair for pair in pairs if pair[1].kind not in GPU_TIME | HOST_TIME and not _is_small(pair[1], prices)]
+    left = max(prices.step_ms - prices.launch_free - (_together(stalls, prices) or 0.0), 0.0)
+    works = sum(finding.ms or 0.0 for _, finding in pairs if finding.kind in HOST_TIME - {"launch_bound"})
+    share = min(left / works, 1.0) if works else 1.0
+    result = []
+    for claim, finding in pairs:
+        if finding.kind in HOST_TIME and finding.ms is not None:
+            ms = min(finding.ms, left - share * works) if finding.kind == "launch_bound" else share * finding.ms
+            claim, finding = replace(claim, ms=ms), replace(finding, ms=ms)
+        result.append((claim, finding))
+    return result
+
+
+def _is_small(finding: Finding, prices: Prices) -> bool:
+    share = prices.share(finding.ms)
+    return share is not None and share < HARMLESS
 
 
 def _together(pairs: list[tuple[StallCandidate, Finding]], prices: Prices) -> float | None:

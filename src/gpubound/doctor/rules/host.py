@@ -1,0 +1,182 @@
+"""Rules for the host's own time: work on a line while the GPU is idle, and the loop that launches too slowly for the GPU.
+
+Both come from the sampled stacks. What a line takes beyond its launches is work of the host that can be done elsewhere or
+earlier. The rest belongs to the loop as a whole: no single line of it is at fault, and a CUDA graph launches all of it at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ...watch.events import MASKING
+from ...watch.ledger import LedgerRow
+from ...watch.source_line import LIBRARY, Place, Site, Stack, owner
+from ..price.prices import Measurements, Prices, line_of
+from .waits import StallCandidate, estimate, writes_checkpoint
+
+BOUND = 0.10  # of a step: below it a graph gains less than its fixed shapes cost in work
+EVERY = 0.9  # a step: recorded steps may begin in the middle of one
+WORK = 0.02  # of a step: sampled times of lines differ by about as much from run to run
+PER_LAUNCH = 4.0  # times the median launch: a line that takes less for each of its launches does little but launch
+SHOWN = 4  # lines of a loop, or reasons, that are listed
+OPTIMIZERS, ENGINE = "torch/optim/", "_engine_run_backward"
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The innermost loop around a step's end, and milliseconds a step in which the GPU is idle at each statement in it."""
+
+    site: Site
+    late: dict[Site, float]
+
+
+@lru_cache(maxsize=256)
+def _blocks(file: str) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return the first and last lines of a file's loops, and of its functions; nothing for a file that cannot be parsed."""
+    try:
+        nodes = list(ast.walk(ast.parse("".join(linecache.getlines(file)))))
+    except (SyntaxError, ValueError):
+        return [], []
+    loops = [(n.lineno, n.end_lineno or n.lineno) for n in nodes if isinstance(n, (ast.For, ast.While, ast.AsyncFor))]
+    functions = [n for n in nodes if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))]
+    return loops, [(n.lineno, n.end_lineno or n.lineno) for n in functions]
+
+
+def loop_around(site: Site) -> Site | None:
+    """Return the innermost loop around a statement in the same function."""
+    loops, functions = _blocks(site.file)
+    function = max(((a, b) for a, b in functions if a <= site.line <= b), default=(0, 0))
+    around = [(a, b) for a, b in loops if a <= site.line <= b and a >= function[0]]
+    if not around:
+        return None
+    first, last = max(around)
+    return Site(site.file, first, site.function, linecache.getline(site.file, first).strip(), last)
+
+
+def loop_of(evidence: Measurements) -> Loop | None:
+    """Return the loop whose steps were sampled, from the stacks of its optimizer, or else of backward."""
+    ends: Counter[Site] = Counter()
+    for updates in (True, False):
+        for stack, count in evidence.samples.stacks.items():
+            if (_updates(stack) if updates else _in_engine(stack)) and (loop := _innermost_loop(stack)):
+                ends[loop] += count
+        if ends:
+            break
+    else:
+        return None
+    site = ends.most_common(1)[0][0]
+    late: Counter[Site] = Counter()
+    for stack, count in evidence.samples.late.items():
+        inside = [each for each in stack.sites if each.file == site.file and site.line <= each.line <= site.end]
+        if inside and inside[-1].function == site.function:
+            late[inside[-1]] += count
+    return Loop(site, {each: evidence.sampled_ms(count) for each, count in late.most_common()})
+
+
+def _innermost_loop(stack: Stack) -> Site | None:
+    return next((loop for site in stack.sites if (loop := loop_around(site))), None)
+
+
+def _updates(stack: Stack) -> bool:
+    return stack.torch is not None and OPTIMIZERS in stack.torch.file.replace("\\", "/")
+
+
+def _in_engine(stack: Stack) -> bool:
+    return stack.torch is not None and stack.torch.function == ENGINE
+
+
+def late_lines(evidence: Measurements, loop: Loop | None) -> list[tuple[Place, float]]:
+    """Return lines with the milliseconds a step in which the GPU is idle while the host works there, the longest first.
+
+    The loader, the optimizer and autograd's engine are left out. A line is the user's, unless the loop is a library's.
+    """
+    library = loop is not None and owner(loop.site.file) is LIBRARY
+    late: Counter[Place] = Counter()
+    for stack, count in evidence.samples.late.items():
+        if stack.sites and not (_updates(stack) or stack.loading or _in_engine(stack)):
+            site = stack.sites[0] if library else stack.user or stack.sites[0]
+            late[Place(site)] += count
+    return [(place, evidence.sampled_ms(count)) for place, count in late.most_common()]
+
+
+def work(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
+    """Yield lines whose work keeps the GPU waiting, such as the making of a batch from an array."""
+    launches: Counter = Counter()
+    for row in evidence.rows:
+        if row.kind == "launch" and not row.place.node:
+            launches[line_of(Place(row.place.line))] += row.count
+    for place, late in late_lines(evidence, loop_of(evidence)):
+        launching = launches[line_of(place)] / max(evidence.steps, 1) * (prices.pace or 0.0)
+        if late >= PER_LAUNCH * launching and (prices.share(late - launching) or 0.0) >= WORK:
+            text = f"the GPU is idle for {late:.3g} ms a step while the host is in this line"
+            yield estimate("host_work", place, 1, text, late - launching)
+
+
+def launch_bound(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
+    """Yield the host's time that is left when it never stalls. A graph costs one launch."""
+    ceiling, alone = prices.ceiling, prices.launch_free
+    if ceiling is None or alone is None or prices.step_ms is None or evidence.tape is None:
+        return
+    if ceiling - alone < BOUND * prices.step_ms:
+        return
+    launches = sum(call.kind == "launch" for call in evidence.tape.calls) / evidence.taped_steps
+    text = f"{launches:.0f} launches a step; as a graph it would take the device's {alone:.3g} ms"
+    loop, place = loop_of(evidence), updating(evidence)
+    site = loop.site if loop is not None else loop_around(place.site) if place.site is not None else None
+    if loop is not None and loop.late:
+        parts = [f"line {each.line} {ms:.3g} ms ({each.code})" for each, ms in list(loop.late.items())[:SHOWN]]
+        text += f". The GPU is idle while the host is in {', '.join(parts)}"
+    reasons = in_the_way(evidence, site) if site is not None else []
+    fix = CAPTURE + (f"; first change {', '.join(reasons)}" if reasons else "")
+    yield StallCandidate(
+        "launch_bound",
+        Place(site) if site is not None else place,
+        launches,
+        text,
+        ms=ceiling - alone,
+        certainty="replayed",
+        fix=fix,
+    )
+
+
+CAPTURE = "let gb.TrainStep make the step, as one CUDA graph (gpubound fix writes it for a plain loop)"
+
+
+def in_the_way(evidence: Measurements, loop: Site) -> list[str]:
+    """Return what a captured step could not hold: reads in every step, shapes from values, and work of the CPU."""
+    reasons: dict[int, str] = {}
+    for row in evidence.rows:
+        site = row.place.site
+        often = row.count >= 0.9 * evidence.steps  # what is printed rarely stands outside of the captured step
+        if (
+            site is None
+            or site.file != loop.file
+            or not loop.line <= site.line <= loop.end
+            or not often
+            or writes_checkpoint(row)
+        ):
+            continue
+        if reason := _reason(row):
+            reasons.setdefault(site.line, f"line {site.line}, which {reason}")
+    return [reasons[line] for line in sorted(reasons)][:SHOWN]
+
+
+def _reason(row: LedgerRow) -> str:
+    if row.what == MASKING:
+        return "selects by a mask, so that sizes depend on values"
+    if row.kind in ("sync", "d2h"):
+        return "reads the GPU"
+    return "computes on the CPU" if row.kind == "cpu_op" else ""
+
+
+def updating(evidence: Measurements) -> Place:
+    """Return the line that ends a step: the line from which an optimizer launches most."""
+    every = evidence.by_line("launch")
+    lines = [[row for row in rows if row.place.via and OPTIMIZERS in row.place.via.file] for rows in every]
+    rows = max(lines, key=lambda rows: evidence.count_per_step(rows), default=[])
+    return rows[0].place if rows else Place()

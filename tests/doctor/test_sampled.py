@@ -1,0 +1,187 @@
+"""The launching thread's stack while the GPU is idle: its lines, the loop, and numbers that add up to the step."""
+
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gpubound.doctor.finding import Verdict
+from gpubound.doctor.price.prices import Prices
+from gpubound.doctor.record import sampled as sampled_module
+from gpubound.doctor.record.period import Period
+from gpubound.doctor.record.phases import Phases
+from gpubound.doctor.record.sampled import MOST, SampledPhase, Samples
+from gpubound.doctor.report.conclusion import conclusion
+from gpubound.doctor.report.text import screen
+from gpubound.doctor.report.words import adds_up, ceilings, parts
+from gpubound.doctor.rules.diagnose import diagnose
+from gpubound.doctor.rules.host import in_the_way, loop_around, loop_of
+from gpubound.watch.source_line import Site, Stack, stack_of
+
+from .evidences import STEPS, at, row, seen, steps
+
+SCRIPT = """\
+def train(loader):
+    for x in loader:
+        x = prepared(x)
+        loss = model(x).sum()
+        for part in range(2):
+            loss.backward()
+        update(loss)
+        total += loss.item()
+
+def update(loss):
+    optimizer.step()
+
+for epoch in range(3):
+    train(loader)
+"""
+BATCH, FORWARD, BACKWARD, UPDATE, READ = 3, 4, 6, 7, 8
+ADAM = Site("/somewhere/torch/optim/adam.py", 1, "_multi_tensor_adam", "torch._foreach_add_()", 1)
+ENGINE = Site("/somewhere/torch/autograd/graph.py", 1, "_engine_run_backward", "", 1)
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def stack(file: str, line: int, torch_site: Site | None = None, loading: bool = False) -> Stack:
+    lines = SCRIPT.splitlines()
+
+    def site(n: int, function: str) -> Site:
+        return Site(file, n, function, lines[n - 1].strip(), n)
+
+    inner = (site(11, "update"),) if line == UPDATE else ()
+    return Stack((*inner, site(line, "train"), site(14, "<module>")), torch_site, loading)
+
+
+def sampled(file: str) -> Samples:
+    late = {
+        stack(file, BATCH): 30, stack(file, FORWARD): 20, stack(file, BACKWARD, ENGINE): 25, stack(file, UPDATE, ADAM): 15,
+        stack(file, 2, None, loading=True): 5,
+    }  # fmt: skip
+    return Samples({**late, stack(file, READ): 5}, late)
+
+
+def test_a_loop_is_the_innermost_one_of_the_function_that_updates(script):
+    assert (loop := loop_around(Site(script, BACKWARD, "train", "", BACKWARD))) and (loop.line, loop.end) == (5, 6)
+    assert loop_around(Site(script, 11, "update", "", 11)) is None
+    assert loop_around(Site("nowhere.py", 3, "train", "", 3)) is None
+    evidence = seen(steps(lambda loop: loop, run=0.2), samples=sampled(script), step_ms=[1.0])
+    loop = loop_of(evidence)
+    assert loop is not None and (loop.site.line, loop.site.end, loop.site.code) == (2, 8, "for x in loader:")
+    assert {site.line: round(ms, 2) for site, ms in loop.late.items()} == {3: 0.3, 6: 0.25, 4: 0.2, 7: 0.15, 2: 0.05}
+
+
+@pytest.fixture
+def verdict(script) -> Verdict:
+    """Of a loop that is bound by launches, and that makes a batch by hand."""
+    read = at(READ, "total += loss.item()")
+    read = type(read)(Site(script, READ, "train", read.site.code, READ))
+    forward = type(read)(Site(script, FORWARD, "train", "loss = model(x).sum()", FORWARD))
+    rows = row("sync", "item", read), row("launch", "addmm", forward, 40)
+    step = Prices(seen(steps(lambda loop: loop, run=0.2))).step_ms
+    return diagnose(seen(steps(lambda loop: loop, run=0.2), *rows, samples=sampled(script), step_ms=[step] * STEPS))
+
+
+def test_work_on_a_line_and_launching_in_a_loop_are_told_apart(verdict):
+    found = {finding.kind: finding for finding in verdict.findings}
+    assert found["host_work"].site.line == BATCH and found["host_work"].ms == pytest.approx(0.3 * verdict.step_ms)
+    launching = found["launch_bound"]
+    assert (launching.site.line, launching.site.end) == (2, 8)
+    assert (
+        launching.ms > found["host_work"].ms
+        and f"line {BACKWARD}" in launching.evidence
+        and f"line {READ}" in launching.fix
+        and "TrainStep" in launching.fix
+    )
+    assert verdict.findings[0] is launching and "lines 2 to 8" in conclusion(verdict)
+
+
+def test_findings_and_the_gpu_add_up_to_the_step(verdict):
+    assert sum(parts(verdict).values()) == pytest.approx(verdict.step_ms)
+    prices = sum(finding.ms for finding in verdict.findings)
+    assert prices == pytest.approx(verdict.together_ms) == pytest.approx(verdict.step_ms - verdict.device_ms)
+    (line,) = adds_up(verdict)
+    terms = [float(term.split()[-1]) for term in line.partition(" = ")[2].split(" + ")]
+    assert sum(terms) == pytest.approx(float(line.split()[0])) and line in screen(verdict, 140)
+    (alone, _), (launched, _) = ceilings(verdict)
+    assert alone == verdict.device_ms < launched == verdict.ceiling_ms
+    assert adds_up(Verdict.from_dict(verdict.as_dict())) == [line]
+
+
+def test_what_is_read_rarely_does_not_stand_in_a_graph_s_way(script):
+    loop = Site(script, 2, "train", "", 8)
+    often, rare, outside = (
+        row("sync", "item", type(at(1))(Site(script, n, "train", "", n)), count) for n, count in ((7, 1), (8, 0.25), (12, 1))
+    )
+    assert len(in_the_way(seen(None, often, rare, outside), loop)) == 1
+    work = row("cpu_op", "mul", type(at(1))(Site(script, 3, "train", "", 3)))
+    assert in_the_way(seen(None, often, work), loop) == ["line 3, which computes on the CPU", "line 7, which reads the GPU"]
+
+
+class Waiting:
+    def __init__(self):
+        self.late = False
+
+    def __call__(self):
+        return lambda: self.late
+
+
+def test_the_thread_s_lines_are_sampled():
+    """Whatever the clock, this thread is in one line until three samples were taken, of which two found the device idle."""
+    idle, before = iter([True, True, False]), sys.getswitchinterval()
+    enough = threading.Event()
+
+    def device() -> bool:
+        late = next(idle, None)
+        if late is None:
+            enough.set()
+        return bool(late)
+
+    phase = SampledPhase(2, Period(), lambda: device)
+    with Phases([phase], keep_going=True):
+        assert sys.getswitchinterval() == pytest.approx(sampled_module.SWITCH_S)
+        assert enough.wait(timeout=5)
+    assert sys.getswitchinterval() == pytest.approx(before)
+    assert phase.samples.total >= 3 and sum(phase.samples.late.values()) == 2
+    assert any("test_sampled" in stack.user.file for stack in phase.samples.late)
+
+
+def test_sampling_goes_on_for_a_while_and_ends_before_a_capture(monkeypatch):
+    now = SimpleNamespace(perf_counter=lambda: 0.0)
+    monkeypatch.setattr(sampled_module, "time", now)
+    phase = SampledPhase(4, Period(8), Waiting())
+    with Phases([phase], keep_going=True) as phases:
+        for _ in range(2 * MOST):
+            phases.ended()
+    assert phase.done == 104, "whole periods, the first that are at least MOST"
+    captured: list[str] = []
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda *_: captured.append("begun"))
+    phase = SampledPhase(4, Period(), Waiting())
+    with Phases([phase], keep_going=True):
+        torch.cuda.CUDAGraph.capture_begin(None)
+        phase._thread.join(timeout=5)
+        assert not phase._thread.is_alive() and captured == ["begun"]
+    assert phase.absent
+
+
+def test_a_stack_has_the_user_s_lines_and_torch_s_innermost(monkeypatch):
+    found: list[Stack] = []
+
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return torch.nn.functional.gelu(x)
+
+    monkeypatch.setattr(torch.nn.functional, "gelu", lambda x: found.append(stack_of(sys._getframe())) or x)
+    Module()(torch.ones(1))
+    (first,) = found
+    assert [site.function for site in first.sites[:2]] == ["<lambda>", "forward"] and first.torch is None
+    loader = torch.utils.data.DataLoader([1], collate_fn=lambda items: stack_of(sys._getframe()))
+    (inside,) = loader
+    assert inside.loading and not first.loading
