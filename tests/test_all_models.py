@@ -16,6 +16,7 @@ FUSED = (
     "cwm",
     "gemma",
     "gemma2",
+    "gemma3",
     "gemma3_text",
     "llama",
     "ministral",
@@ -90,40 +91,6 @@ def test_a_model_is_decoded_and_placed_or_has_a_reason(kind):
     model = tiny(kind)
     decoded(model, kind)
     verified(model, kind)
-
-
-def test_a_wrapper_of_a_fused_family_is_named_as_one():
-    """Its path said that Gemma3 was none of the families, which named Gemma3 among them."""
-    fast = gb.decoder(tiny("gemma3"), 1, 32)
-    assert "gemma3_text" in fast.path and "Gemma3ForConditionalGeneration" in fast.path and "Gemma3ForCausalLM" in fast.path
-
-
-def wrapper(kind):
-    """A model of images and text, by its configuration's smallest towers."""
-    import transformers as hf
-
-    text = {
-        "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 89,
-        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-    }  # fmt: skip
-    vision = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 28}
-    vision |= {"patch_size": 14}
-    torch.manual_seed(0)
-    if kind == "gemma3":
-        ids = {"image_token_index": 5, "boi_token_index": 6, "eoi_token_index": 7}  # ids that the random tokens would hold
-        config = hf.Gemma3Config(text_config=text | {"sliding_window": 24}, vision_config=vision, mm_tokens_per_image=4, **ids)
-        return hf.Gemma3ForConditionalGeneration(config).eval()
-    towers = {"text_config": text | {"model_type": "mistral"}, "vision_config": vision | {"model_type": "pixtral"}}
-    return hf.Mistral3ForConditionalGeneration(hf.Mistral3Config(**towers, image_token_index=5)).eval()
-
-
-@pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
-def test_a_model_of_images_and_text_is_verified_on_text(kind):
-    model = wrapper(kind)
-    want = logits(model, 5, 3, 8, 13, 21, 34)
-    placement = place(model)
-    assert placement.verified and placement.swapped > 10, placement.summary
-    torch.testing.assert_close(logits(model.eval(), 5, 3, 8, 13, 21, 34), want, rtol=1e-4, atol=1e-5)
 
 
 def test_an_input_that_cannot_be_guessed_is_named():

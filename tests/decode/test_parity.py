@@ -41,7 +41,7 @@ def test_any_other_model_by_its_own_forward():
         for parameter in model.parameters():
             parameter.normal_(std=0.25)
     fast = gb.decoder(model, 4, 96, verify=False)
-    assert "GPT2LMHeadModel" in fast.path and "Qwen3MoeForCausalLM" in fast.path and "DeepseekV4" not in fast.path
+    assert "GPT2LMHeadModel" in fast.path and "docs/models.md" in fast.path
     want = [cases.hugging_face(model, prompt, 12) for prompt in cases.prompts()]
     assert fast.generate(cases.prompts(), max_new_tokens=12).tokens == want
 

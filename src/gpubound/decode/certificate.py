@@ -244,8 +244,9 @@ class DecoderCertificate:
 def certify(decoder: "FastDecoder", quick: bool = False) -> DecoderCertificate:
     begun = time.perf_counter()
     body = decoder.body
-    config = getattr(decoder.model, "config", None)
-    window = config_value(config, "sliding_window") or 0  # as the model says, not as it was bound
+    config: Any = getattr(decoder.model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    window = config_value(text, "sliding_window") or 0  # as the model says, not as it was bound
     length = min(max(TOKENS, window + 4 if window <= SHORT else 0), decoder.max_length - 1)
     errors: tuple[float | None, ...] = (None, None, None)
     if not quick and body.exact() is not None:

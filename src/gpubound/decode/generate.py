@@ -26,6 +26,7 @@ from ..models.llama.checkpoint import as_transformers
 from ..models.registry import reader_of, runner_of
 from ..trace import fallback, notice
 from .certificate import Accuracy, DecoderCertificate, accuracy, certify
+from .images import check_images, image_inputs, image_prefill
 from .kv_cache import CacheLayout
 from .model_watch import ModelWatch
 from .placement.pipeline import StageGraphs, pipeline_runner
@@ -115,7 +116,7 @@ class FastDecoder(NotCopyable):
         return list(model_ends(self.generation, self.body.vocab))
 
     def generate(self, prompts: Any, **settings: Any) -> Generation:
-        """Generate tokens for one prompt or several: text, ids, lists of either, a tensor.
+        """Generate tokens for one prompt or several: text, ids, lists of either, a tensor, a processor's output with images.
 
         max_new_tokens  None: as many as max_length allows
         temperature     0 is greedy. top_k, top_p, min_p and repetition_penalty work as usual; each is off by default
@@ -147,10 +148,12 @@ class FastDecoder(NotCopyable):
             with self.turn, self.plainly():
                 self.bound.follow()
         request = make_request(prompts, self.text, self.body, self.generation, **settings)
+        if inputs := image_inputs(prompts):
+            check_images(inputs, self.model, self.body, request.prompts)
         if settings.get("sampling") == "model":
             explicit = {name: value for name, value in settings.items() if name in SAMPLING}
             notice(f"decoder: {describe_sampling(self.generation, explicit)}")
-        return RunningRequest(self, request)
+        return RunningRequest(self, request, image_prefill(self.model, self.body, inputs) if inputs else None)
 
     def rollout(
         self,
@@ -382,8 +385,9 @@ class RunningRequest:
     frozen by its `alive` flag.
     """
 
-    def __init__(self, decoder: FastDecoder, request: Request) -> None:
-        self.decoder, self.request = decoder, request
+    def __init__(self, decoder: FastDecoder, request: Request, prefill: Callable[[Tensor, Tensor], None] | None = None) -> None:
+        """prefill: that of prompts with images"""
+        self.decoder, self.request, self.prefill = decoder, request, prefill or decoder.graphs.prefill
         self.begun = time.perf_counter()
         self.wanted = 0  # steps, of those launched, that some row may still need
         self.in_flight = 0  # steps launched and not read yet
@@ -462,7 +466,7 @@ class RunningRequest:
         width = min(max(16, 1 << (longest - 1).bit_length()), decoder.max_length) if longest else 0
         ids = pad([prompt[:-1] for prompt in request.prompts] + [[]] * unused, width, decoder.body.device)
         lengths_B = to_device(torch.tensor(lengths + [0] * unused, device="cpu"), decoder.body.device)
-        decoder.begin(request, ids, lengths_B, decoder.graphs.prefill)
+        decoder.begin(request, ids, lengths_B, self.prefill)
 
     def _check_weights(self) -> None:
         if name := self.decoder.bound.moved():

@@ -22,8 +22,8 @@ from ..layers.fused_weights import Projecting, Stacked, describe, give_own_stora
 from ..layers.linear_product import format_of
 from ..lora.adapter import LowRank
 from ..lora.layers import active_in, adapted_layers, names_in, parameters_of, wrappers
-from ..models.decoding import Reader, linear_of, weight_of
-from ..models.registry import decoded, reader_of, role_of
+from ..models.decoding import Reader, linear_of, text_stack, weight_of
+from ..models.registry import reader_of, role_of
 from ..trace import notice
 from ..watch.pretend import PARAMETERS
 from .model_watch import TensorWatch, model_tensors, scalars_of
@@ -127,11 +127,9 @@ def _unknown(model: Any) -> str:
     """Return why the fused kernels do not read a model that has no reader."""
     name = type(model).__name__
     config: Any = getattr(model, "config", None)
-    families = ", ".join(f"{prefix}ForCausalLM" for prefix in decoded())
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    if text is not config:
-        return f"{name} wraps a text model ({text.model_type}), and the fused kernels read text models alone ({families})"
-    return f"{name} is none of the families with fused kernels ({families})"
+    inside = "" if text is config else f" around {text.model_type}"
+    return f"{name}{inside} is none of the families with fused kernels, which docs/models.md lists"
 
 
 def _devices(reader: Reader) -> list[torch.device]:
@@ -181,7 +179,9 @@ def _unread(model: nn.Module, reader: Reader) -> str | None:
     """Return why the kernels cannot add the model's adapters."""
     read = [low for layer in reader.layers() for part in layer for one in part.linears() for low in one.adapters]
     known = {id(low.a) for low in read}
-    layers = [(key, layer, site_of(layer).adapters) for key, layer in adapted_layers(model)]
+    parts: Any = reader.trunk, model.lm_head
+    inside = {id(module) for part in parts for module in part.modules()}  # not the part for images
+    layers = [(key, layer, site_of(layer).adapters) for key, layer in adapted_layers(model) if id(layer) in inside]
     if other := [key for key, layer, _ in layers if not has_reader(layer) and active_in(layer)]:
         return f"{other[0]}: it carries a low-rank adapter, and is no projection of a layer"
     if missed := [key for key, _, extra in layers for low in extra if id(low.parameters[0]) not in known]:
@@ -224,8 +224,8 @@ def closed_projection(model: nn.Module, known: Callable[[nn.Module], bool] = lam
 
     known  returns True for a family's own projections
     """
-    trunk: Any = model.model
-    for name, module in trunk.named_modules(prefix="model"):
+    trunk: Any = text_stack(model)
+    for name, module in trunk.named_modules(prefix="model" if trunk is model.model else "model.language_model"):
         projects = isinstance(module, nn.Linear) or name.endswith("_proj")
         if projects and not known(module) and (why := _closed(module)):
             return f"{name}: {why}"
@@ -255,7 +255,7 @@ def _is_internal(hook: Any) -> bool:
 
 def _unreadable(model: nn.Module, spread: bool | str = False) -> str | None:
     """Return why the kernels cannot read the parameters in place."""
-    trunk: Any = model.model
+    trunk: Any = text_stack(model)
     if why := closed_projection(model):
         return why
     if type(trunk.embed_tokens) is not nn.Embedding and role_of(trunk.embed_tokens) != "TextScaledWordEmbedding":
@@ -268,6 +268,8 @@ def _unreadable(model: nn.Module, spread: bool | str = False) -> str | None:
         return "its head has a bias"
     adapted = [layer for _, layer in (*adapted_layers(model), *wrappers(model))]
     apart = {id(p) for layer in adapted for name in names_in(layer) for p in parameters_of(layer, name)}
+    if trunk is not model.model:  # a step does not read the part for images
+        apart |= {id(p) for p in model.parameters()} - {id(p) for part in (trunk, head) for p in part.parameters()}
     weights = {one.name: one.tensor for one in model_tensors(model, "_parameters") if id(one.tensor) not in apart}
     where = (lambda device: None) if spread == ANYWHERE else (lambda device: (device.type, None if spread else device.index))
     if len({(t.dtype, where(t.device)) for t in weights.values()}) > 1:

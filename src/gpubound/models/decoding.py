@@ -294,8 +294,16 @@ def ends_of(generation: dict[str, Any]) -> list[int]:
     return [] if tokens is None else list(tokens) if isinstance(tokens, list | tuple) else [tokens]
 
 
+def text_stack(model: Any) -> Any:
+    """Return the decoder stack of a causal language model, or of the text model inside one of images and text."""
+    return model.model._modules.get("language_model", model.model)
+
+
 class Reader:
-    """Reader of a causal language model of the Llama kind: its weights, without copies. A family overrides what differs."""
+    """Reader of a causal language model of the Llama kind: its weights, without copies. A family overrides what differs.
+
+    The model may be one of images and text, whose text model is read.
+    """
 
     # A block's norms: before and after attention, before and after the MLP.
     NORMS: ClassVar[tuple[str | None, ...]] = ("input_layernorm", None, "post_attention_layernorm", None)
@@ -303,7 +311,8 @@ class Reader:
     READS: ClassVar[frozenset[str]] = frozenset()  # config fields that the family reads besides READ
 
     def __init__(self, model: Any) -> None:
-        self.model, self.trunk, self.config = model, model.model, model.config
+        self.model, self.trunk = model, text_stack(model)
+        self.config = model.config if self.trunk is model.model else self.trunk.config
 
     def refusal(self, max_length: int) -> str | None:
         """Return why the kernels cannot decode the model for texts of that length; None if they can."""

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..layers.attention import Attention, Rope
 from ..layers.fused_weights import Kernels
 from ..layers.packed_attention import Segments
-from .decoding import Reader
+from .decoding import Reader, text_stack
 from .hf_modules import HFMLP, HFAttention, HFShiftedNorm, HFStack, attention, mlp, norm, stack, tried_causal_lm
 from .layer_types import TypedStack, typed_stack
 from .registry import Maker, Swap
@@ -145,7 +145,7 @@ class VaultReader(SandwichReader):
 
 
 def read(model: Any) -> Reader:
-    names = model.model.layers[0]._modules
+    names = text_stack(model).layers[0]._modules
     if "pre_feedforward_layernorm" not in names:
         return GemmaReader(model)
     return SandwichReader(model) if "post_feedforward_layernorm" in names else VaultReader(model)

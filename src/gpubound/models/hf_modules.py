@@ -224,6 +224,7 @@ class HFStack(Delegating):
         "mlp": HFMLP,
     }
     step: ClassVar[Callable[..., tuple[Tensor, Tensor]]] = staticmethod(run_block)
+    takes_masks_by_type = False
 
     table: RopeTable
     # State when the module was placed:
@@ -298,7 +299,7 @@ class HFStack(Delegating):
             return "the config asks for more than the last hidden state"
         if not getattr(config, "is_causal", True):
             return "the config lets tokens attend to later tokens"
-        if isinstance(kwargs.get("attention_mask"), dict) and kwargs.get(SEGMENTS) is None:
+        if isinstance(kwargs.get("attention_mask"), dict) and kwargs.get(SEGMENTS) is None and not self.takes_masks_by_type:
             return "attention_mask is a dict"
         return "torch.compile traces it" if torch.compiler.is_compiling() else self.changed_below()
 
@@ -441,6 +442,7 @@ def causal_lm(module: Any, stack: Any) -> Swap:
 
 def scales_of(config: Any) -> tuple:
     """Return the options by which Gemma, Cohere and Granite cap or scale their logits."""
+    config = config.get_text_config()
     return tuple(getattr(config, name, None) for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"))
 
 

@@ -12,7 +12,7 @@ from ..kernels.dispatch import Call
 from ..layers.attention import Mask
 from ..layers.embedding_and_head import LMLoss, head_mismatch, head_of, lm_loss, logits_loss, plain_head, within
 from ..layers.packed_attention import Segments
-from ..trace import fallback
+from ..trace import fallback, notice
 from .packed_rows import FIELDS, UNPACKED, packed_arguments
 from .registry import mode
 
@@ -134,6 +134,27 @@ class LanguageModel(nn.Module):
             fallback("loss without whole logits", "the head is another module, or carries hooks: it is called")
             return logits_loss(head(x), labels, total)
         return lm_loss(x, head.weight, labels, total=total)
+
+
+def freeze_image_parts(model: Any) -> None:
+    """Freeze all parts of a model of images and text except the text model and the head, and report it.
+
+    Texts give them no gradient, and an optimizer would shrink their weights by its decay.
+    """
+    trunk: Any = getattr(model, "model", None)
+    if "language_model" not in getattr(trunk, "_modules", {}):
+        return
+    read = {id(p) for part in (trunk.language_model, head_of(model)) if part is not None for p in part.parameters()}
+    apart = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in read]
+    if not apart:
+        return
+    for _, parameter in apart:
+        parameter.requires_grad_(False)
+    parts = ", ".join(dict.fromkeys(".".join(name.split(".")[:2]) for name, _ in apart))
+    notice(
+        f"train: {parts}: {sum(p.numel() for _, p in apart):,} parameters for images are frozen; train them by a loss function "
+        "of your own instead of a name."
+    )
 
 
 def hidden_of(model: Any, inputs: dict[str, Any]) -> Tensor:

@@ -33,6 +33,8 @@ def step_of_type(
 class TypedStack(HFStack):
     """Stack with angles and masks by type of layer."""
 
+    takes_masks_by_type = True  # as a model of images and text makes them
+
     tables: dict[str, RopeTable]  # by type of layer
 
     def run(self, x: Tensor, positions: Tensor | None, attention_mask: Mask) -> Tensor:
@@ -60,6 +62,8 @@ class TypedStack(HFStack):
         """Return the mask of a type of layer; None for SDPA on a batch without a mask that fits the window."""
         if isinstance(attention_mask, Segments):
             return attention_mask
+        if isinstance(attention_mask, dict):
+            return attention_mask[kind]
         fits = kind != WINDOWED or x.shape[1] <= self.config.sliding_window
         if self.implementation == "sdpa" and attention_mask is None and fits:
             return None

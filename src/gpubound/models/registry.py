@@ -41,10 +41,11 @@ from torch import Tensor, nn
 from ..kernels.dispatch import Call
 from ..layers import LMLoss
 from ..trace import count
-from .decoding import Reader
+from .decoding import Reader, text_stack
 
 # Names of the KV cache in transformers: `cache` since 5.24, `past_key_values` before, and in models from elsewhere.
 NAMES = ("cache", "past_key_values")
+WRAPPER = "ForConditionalGeneration"
 PATCHED = "its class has another forward than when it was placed"
 BATCH, TOKENS = 2, 16
 TEXT_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id")
@@ -208,6 +209,14 @@ FAMILIES = {
     "phi3": {"phi3": "Phi3"},
     "deepseek_v4": {"deepseek_v4": "DeepseekV4"},
 }
+# Models of images and text, as in FAMILIES, with a stack of one of these families inside, as `model.language_model`.
+WRAPPERS = {
+    "gemma3": "Gemma3",
+    "internvl": "InternVL",
+    "llava": "Llava",
+    "llava_next": "LlavaNext",
+    "mistral3": "Mistral3",
+}
 # Modules with the runners of families that the fused kernels do not decode, imported when a decoder is built.
 RUNNERS = {"deepseek_v4": ".deepseek_v4.decode"}
 # (model_type, quant_method) of quantised checkpoints that a family's `checkpoint.load_coded` reads
@@ -238,8 +247,17 @@ def reader_of(model: Any) -> Reader | None:
     if (own := getattr(type(model), "reader", None)) is not None:
         return own(model)
     family, role = _known(model)
+    if is_wrapper(model):
+        family, role = _known(text_stack(model))[0], "ForCausalLM"
     maker = _module(family).DECODING.get(role) if family else None
     return None if maker is None else maker(model)
+
+
+def is_wrapper(model: nn.Module) -> bool:
+    """Return whether this is a language model of images and text of a type in WRAPPERS."""
+    kind = getattr(type(model), "original", type(model))
+    names = {f"transformers.models.{key}.modeling_{key}": f"{prefix}{WRAPPER}" for key, prefix in WRAPPERS.items()}
+    return names.get(kind.__module__) == kind.__name__
 
 
 def runner_of(model: nn.Module) -> Any:

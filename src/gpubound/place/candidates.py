@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..layers.fused_weights import overlapping
 from ..layers.linear_product import format_of
-from ..models.registry import Swap, reads_tokens, role_of, swaps_of
+from ..models.registry import WRAPPER, Swap, reads_tokens, role_of, swaps_of
 from ..watch.pretend import PARAMETERS
 from .norms import TORCH_NORMS, custom_norm, torch_norm
 
@@ -126,7 +126,7 @@ def wholes(model: nn.Module) -> Iterator[Candidate]:
             if role_of(module) == wanted and (maker := swaps_of(module).get(wanted)):
                 yield Candidate(name, module, maker(module, None))
     for name, module in model.named_modules():
-        if not swaps_of(module) and _is_other_causal_lm(module):
+        if (not swaps_of(module) or role_of(module) == WRAPPER) and _is_other_causal_lm(module):
             from ..models.hf_modules import tried_causal_lm
 
             yield Candidate(name, module, tried_causal_lm(module, None))
@@ -159,9 +159,9 @@ def _of_transformers(module: nn.Module) -> bool:
 
 def _is_other_causal_lm(module: Any) -> bool:
     """Return whether it is a language model of another family, with transformers' usual loss over lm_head's logits."""
-    named = _of_transformers(module) and type(module).__name__.endswith("ForCausalLM") and reads_tokens(module)
+    named = _of_transformers(module) and type(module).__name__.endswith(("ForCausalLM", WRAPPER)) and reads_tokens(module)
     usual = getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
-    routed = hasattr(module.config, "output_router_logits") if named else False  # the router adds a loss
+    routed = named and hasattr(module.config.get_text_config(), "output_router_logits")  # the router adds a loss
     return named and usual and not routed and isinstance(getattr(module, "lm_head", None), nn.Linear)
 
 

@@ -33,7 +33,7 @@ from ..layers import fp8
 from ..layers.fused_weights import give_own_storages, release_stacks
 from ..lora import early
 from ..lora.adapter import pack_adapters
-from ..models.language_model import LanguageModel
+from ..models.language_model import LanguageModel, freeze_image_parts
 from ..trace import notice, say
 from .accumulate import Accumulators
 from .adamw import AdamW, Weights
@@ -109,6 +109,7 @@ class TrainStep(NotCopyable):
         if isinstance(loss_fn, Objective):
             loss_fn.check_model(model)
             loss_fn.load(model)
+            freeze_image_parts(model)
         sharding = self._sharding = make_sharding(model, ranks)
         self._sharded = sharding if isinstance(sharding, Sharded) else None
         tell_if_alone(sharding.ranks)

@@ -26,7 +26,7 @@ from ...device import host_bytes, label, resolve, usable_bytes
 from ...errors import DeviceError
 from ...formatting import readable
 from ...layers.block import to_device_of
-from ...models.decoding import DenseWeights, LayerWeights, Shape
+from ...models.decoding import DenseWeights, LayerWeights, Shape, text_stack
 from ...trace import say
 from ..runner import lanes
 
@@ -193,7 +193,7 @@ def let_apart(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 
 def _move_inputs(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    trunk: Any = getattr(model, "model", model)
+    trunk: Any = text_stack(model) if hasattr(model, "model") else model
     after = (getattr(trunk, name, None) for name in ("hc_head", "norm"))  # the module that reads the last block, by family
     for module in (*blocks, *filter(None, after)):
         module.apart = True  # type: ignore[assignment]  # for a model of ours, whose loop calls no block

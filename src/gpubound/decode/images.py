@@ -1,0 +1,73 @@
+"""Prompts with images: the model's own forward reads them, and its keys and values go to the decoder's cache.
+
+A step then goes on as after a text: in the models of models/registry.py's WRAPPERS, an image's tokens take positions like
+those of a text.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models.registry import cache_word, is_wrapper
+from .runner import ModelRunner, own_forward
+
+TEXT = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "length"}
+
+
+def image_inputs(prompts: Any) -> dict[str, Any]:
+    """Return a processor's output if it holds more than text, else nothing."""
+    others = isinstance(prompts, Mapping) and any(value is not None for name, value in prompts.items() if name not in TEXT)
+    return {name: value for name, value in prompts.items() if value is not None} if others else {}
+
+
+def check_images(inputs: Mapping[str, Any], model: Any, body: ModelRunner, prompts: list[list[int]]) -> None:
+    """Raise a ValueError for images that this decoder cannot read."""
+    name = min(inputs.keys() - TEXT)
+    why = None
+    if not is_wrapper(model):
+        why = f"{type(model).__name__} is none of the models of images and text that a decoder knows"
+    elif body.path:
+        why = f"the fused kernels do not decode it: {body.path}"
+    elif len(body.spans) > 1 or body.peers:
+        why = "several devices share it"
+    if why is not None:
+        raise ValueError(f"generate: prompts: got {name}, wanted text alone, because {why}; call the model's own generate.")
+    ids = inputs["input_ids"]
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != len(prompts):
+        raise ValueError(
+            f"generate: prompts: got {name} for {len(prompts)} sequences, wanted a processor's output with return_tensors='pt' "
+            "and one sequence for each row of it; pass n=1."
+        )
+    image = getattr(model.config, "image_token_id", None)
+    if last := [number for number, prompt in enumerate(prompts) if prompt[-1] == image]:
+        raise ValueError(f"generate: prompt {last[0]} ends with an image, wanted text after it, such as a question.")
+
+
+def image_prefill(model: nn.Module, body: Any, inputs: Mapping[str, Any]) -> Callable[[Tensor, Tensor], None]:
+    """Return the prefill of prompts with images, in the place of `body.prefill`."""
+    return partial(_prefill, model, body, inputs)
+
+
+@torch.no_grad()
+def _prefill(model: Any, body: Any, inputs: Mapping[str, Any], ids: Tensor, lengths: Tensor) -> None:
+    from transformers import DynamicCache
+
+    inputs = {name: value.to(body.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    mask, count = inputs.get("attention_mask"), inputs["input_ids"].shape[1]
+    if mask is None:
+        mask = torch.ones_like(inputs["input_ids"])
+    first = mask.argmax(1)  # of the row's own tokens: padding is before or after them
+    positions = (torch.arange(count, device=body.device) - first[:, None]).clamp_min(0)
+    cache: Any = DynamicCache()  # without a config, whose windows would drop keys that a step reads
+    with own_forward(model, " on a prompt with images"):
+        model(**inputs, position_ids=positions, use_cache=True, logits_to_keep=1, **{cache_word(type(model).forward): cache})
+    at = (torch.arange(count, device=body.device) + first[:, None]) % count  # the row's tokens at the left
+    width = int(mask.sum(1).max())
+    for number, layer in enumerate(cache.layers):
+        moved = (t.transpose(1, 2).take_along_dim(at[:, :width, None, None], 1) for t in (layer.keys, layer.values))
+        body.cache.extend(number, 0, *moved)
+    if body.host:
+        body.host.finite = width

@@ -1,0 +1,69 @@
+"""Models of images and text, each part as small as its configuration allows."""
+
+import torch
+import transformers as hf
+
+VOCABULARY = 89
+IMAGE = 5  # the id of an image's tokens
+TEXT = {
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "vocab_size": VOCABULARY, "max_position_embeddings": 96, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
+VISION = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 28}
+VISION |= {"patch_size": 14}
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 96, "beta_fast": 4.0,
+        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7}  # fmt: skip
+LOCAL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "query_pre_attn_scalar": 5}
+PIXTRAL, CLIP = VISION | {"model_type": "pixtral"}, VISION | {"model_type": "clip_vision_model"}
+KINDS = {
+    "gemma3": lambda: hf.Gemma3Config(
+        text_config=TEXT | LOCAL, vision_config=VISION, mm_tokens_per_image=4, image_token_index=IMAGE, boi_token_index=6,
+        eoi_token_index=7,
+    ),
+    "mistral3": lambda: hf.Mistral3Config(
+        text_config=TEXT | {"model_type": "mistral"}, vision_config=PIXTRAL, image_token_index=IMAGE, spatial_merge_size=1
+    ),
+    "ministral3": lambda: hf.Mistral3Config(
+        text_config=TEXT | {"model_type": "ministral3", "rope_parameters": YARN}, vision_config=PIXTRAL,
+        image_token_index=IMAGE, spatial_merge_size=1,
+    ),
+    "llava": lambda: hf.LlavaConfig(
+        text_config=TEXT | {"model_type": "llama"}, vision_config=CLIP, image_token_index=IMAGE, vision_feature_layer=-1
+    ),
+    "internvl": lambda: hf.InternVLConfig(
+        text_config=TEXT | {"model_type": "qwen2"}, image_token_id=IMAGE,
+        vision_config={"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4,
+                       "image_size": [28, 28], "patch_size": [14, 14]},
+    ),
+}  # fmt: skip
+
+
+def build(kind, text=None):
+    """A model with weights large enough that attention decides the tokens. text: options of another text model"""
+    torch.manual_seed(0)
+    config = KINDS[kind]()
+    if text is not None:
+        config.text_config = hf.CONFIG_MAPPING[text["model_type"]](**TEXT | text)
+    model = getattr(hf, type(config).__name__.replace("Config", "ForConditionalGeneration"))(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5).sub_(1.0 if kind == "gemma3" and "language" in name else 0.0)
+            else:
+                parameter.normal_(std=0.2)
+    return model
+
+
+def with_image(kind, *texts, padding=0):
+    """What a processor returns for texts (before, after an image), padded on the left to one length."""
+    count = 1 if kind == "internvl" else 4  # tokens of the image
+    rows = [[*before, *[IMAGE] * count, *after] for before, after in texts]
+    width = max(map(len, rows)) + padding
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    pixels = torch.randn(len(rows), 3, 28, 28, generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels}
+    if kind in ("mistral3", "ministral3"):
+        inputs["image_sizes"] = torch.tensor([[28, 28]] * len(rows))
+    return inputs | ({"token_type_ids": (ids == IMAGE).long()} if kind == "gemma3" else {})
