@@ -6,10 +6,12 @@ import math
 import pytest
 import torch
 
-from gpubound.data import train_tokenizer
+from gpubound import trace
+from gpubound.data import Corpus, Tokenizer, train_tokenizer
 from gpubound.errors import DataError
 from gpubound.train.objectives.preference import Preference
 from gpubound.train.prepare import prepare
+from gpubound.train.stages import stage_of
 from tests.messages import refusal
 
 from .runs import assert_same, recipe, texts, train
@@ -27,10 +29,15 @@ def pairs(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def corpus_of_pairs(pairs):
+    return Corpus.build(pairs / "pairs.jsonl", Tokenizer.load(pairs / "tokenizer"), pairs / "corpus", progress=False)
+
+
 def of_pairs(pairs, out, **changes):
     options = {"data": (str(pairs / "pairs.jsonl"),), "tokenizer": str(pairs / "tokenizer"), "seq": 64, "accumulate": 1}
     dpo = {"objective": "dpo", "objective_options": {"beta": 0.5}, "micro_batch": 4, "steps": 6, "lr": 3e-3}
-    return recipe("", out, **options | dpo | {"validation": 0.18, "eval_every": 3} | changes)
+    return recipe("", out, **options | dpo | {"validation": 0.18, "eval_every": 3, "pack": "pairs"} | changes)
 
 
 def test_a_run_begins_at_its_reference_and_prefers_what_was_chosen(pairs, tmp_path):
@@ -45,32 +52,64 @@ def test_a_run_begins_at_its_reference_and_prefers_what_was_chosen(pairs, tmp_pa
 @pytest.mark.slow
 def test_adapters_train_on_packed_pairs(pairs, tmp_path_factory, tmp_path):
     base, _ = train(of_pairs(pairs, tmp_path_factory.mktemp("base"), steps=1))
-    options = {"model": str(base.export(tmp_path / "hf")), "lora": {"rank": 4}, "lr": 2e-2, "seq": 128, "micro_batch": 2}
-    run, records = train(of_pairs(pairs, tmp_path / "run", pack="packed_pairs", **options))
+    options = {"model": str(base.export(tmp_path / "hf")), "lora": {"rank": 4}, "lr": 2e-2}
+    run, records = train(of_pairs(pairs, tmp_path / "run", pack="auto", **options))
+    made = run.stage.recipe
+    assert (made.pack, made.seq, made.micro_batch) == ("packed_pairs", 128, 2), "as many tokens as of an answer a row"
     assert run.feed.packing.efficiency > 0.8 and run.feed.packing.examples == 82
     assert records[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
     last = records[-1]
     assert last["held_out"] < 0.6 and last["accuracy"] > 0.8
-    with pytest.raises(ValueError, match="adapters"):
-        prepare(of_pairs(pairs, tmp_path / "all", pack="packed_pairs"), progress=False)
 
 
 def test_each_row_gets_the_value_of_its_own_answer(pairs, tmp_path):
     run = prepare(of_pairs(pairs, tmp_path), progress=False)
-    objective = Preference()
-    for batch in (run.feed.take(), run.feed.take(), run.eval_feeds[0].take()):
-        want = objective.reference_values(run.model.eval(), batch)
-        torch.testing.assert_close(batch["reference"], want, rtol=1e-5, atol=1e-5)
+    check_values(run)
     rows = run.feed.packing.rows
     stored = run.stage.training.batches(64, 2, shuffle=False, pack="pairs", row_values={"row": torch.arange(rows)})
     assert [batch["row"].tolist() for batch in stored][-1] == [rows - 2, rows - 1]
+
+
+def check_values(run):
+    objective = Preference()
+    for batch in (run.feed.take(), run.feed.take(), run.eval_feeds[0].take()):
+        want = objective.reference_values(run.model.eval(), batch)
+        torch.testing.assert_close(batch["reference"].flatten(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_each_answer_of_a_packed_row_gets_its_own_value(pairs, tmp_path):
+    run = prepare(of_pairs(pairs, tmp_path, pack="packed_pairs", seq=192, micro_batch=3), progress=False)
+    check_values(run)
+    values = run.references[0]
+    assert values.shape[0] == run.feed.packing.rows % 3 + 3 * len(run.feed), "those of a last, smaller batch too"
+    assert 82 <= (values < 0).sum() <= values.numel()
+
+
+@pytest.mark.parametrize("changes, made", [
+    ({}, ("packed_pairs", 128, 2)), ({"buckets": 2}, ("pairs", 64, 4)), ({"pack": "pairs"}, ("pairs", 64, 4)),
+    ({"pack": "packed_pairs"}, ("packed_pairs", 64, 4)), ({"micro_batch": 2}, ("packed_pairs", 128, 1)),
+])  # fmt: skip
+def test_what_auto_takes(pairs, corpus_of_pairs, tmp_path, changes, made):
+    stage = stage_of("", of_pairs(pairs, tmp_path, **{"pack": "auto"} | changes), corpus_of_pairs)
+    assert (stage.recipe.pack, stage.recipe.seq, stage.recipe.micro_batch) == made
+
+
+def test_models_that_see_other_examples_of_a_row_take_an_answer_a_row(pairs, corpus_of_pairs, tmp_path):
+    before = dict(trace.fallbacks)
+    stage = stage_of("", of_pairs(pairs, tmp_path, pack="auto"), corpus_of_pairs, unpacked=lambda: "it has no mask")
+    assert (stage.recipe.pack, stage.recipe.seq, stage.recipe.micro_batch) == ("pairs", 64, 4)
+    assert {op for op, why in trace.fallbacks.keys() - before.keys()} == {"packed rows"}
 
 
 TWO = ({"name": "first", "steps": 2}, {"name": "second", "steps": 4})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more, until", [({"buckets": 2}, 3), ({"phases": TWO}, 4)], ids=["buckets", "phase 2"])
+@pytest.mark.parametrize(
+    "more, until",
+    [({"buckets": 2}, 3), ({"phases": TWO}, 4), ({"pack": "packed_pairs", "seq": 128, "micro_batch": 2}, 3)],
+    ids=["buckets", "phase 2", "packed"],
+)
 def test_a_resumed_run_keeps_its_reference(pairs, tmp_path, monkeypatch, more, until):
     """Which is of the weights that the phase began with: a checkpoint has its values."""
     whole, _ = train(of_pairs(pairs, tmp_path / "whole", **more))

@@ -113,7 +113,7 @@ CASES = {
         {
             "model": "models/qwen", "data": "pairs.jsonl", "objective": "dpo", "lr": 1e-6, "epochs": 3, "micro_batch": 8,
             "objective_options": {"beta": 0.2, "loss": "ipo"}, "out": "out", "schedule": "linear", "final": 0.0, "warmup": 0,
-            "weight_decay": 0.0, "clip": 1.0, "betas": [0.9, 0.999], "seq": 1024, "validation": 0,
+            "weight_decay": 0.0, "clip": 1.0, "betas": [0.9, 0.999], "seq": 1024, "validation": 0, "pack": "pairs",
         },
         ["max_prompt_length"],
     ),

@@ -110,9 +110,9 @@ objective_options:
 # seq: 1024                   # tokens of a prompt and its answer; without it 512, more for longer ones
 # micro_batch: 8              # rows that the model computes at once, two a pair; without it as many as hold 4,096 tokens
 accumulate: 2                 # micro-batches in a step, of all GPUs together
-# pack: packed_pairs          # several pairs a row instead of one answer; seq then holds both answers of a pair
+# pack: pairs                 # one answer a row, padded; without it several whole pairs a row, of twice seq tokens
 overlong: truncate_left       # what happens to longer ones; or truncate, drop
-# buckets: 4                  # rows of so many lengths, which leave the least padding; on one GPU
+# buckets: 4                  # of pack pairs: rows of so many lengths, which leave the least padding; on one GPU
 
 epochs: 1                     # or steps: 1000
 lr: 5e-6

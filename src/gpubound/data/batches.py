@@ -75,8 +75,8 @@ def batches(
               given. Every length is another shape to capture. Only for one rank
     pad_id    fills the unused positions of a row
     weighted  repeat documents by the weights of their sources; see Corpus.weighted. Without weights nothing repeats
-    row_values      further fields by name: (rows,), the value for each row of an epoch in the order of shuffle=False without
-              buckets
+    row_values      further fields by name: (rows, ...), the value for each row of an epoch in the order of shuffle=False
+              without buckets
     rank, world     the ranks of a group share one sequence of batches, epoch after epoch: rank r takes numbers r, r + world
               and so on. All need the same seed. A saved position counts all ranks' batches: any number of ranks can continue
     budget, keep, mode, slots   as in gpubound.feed: "resident" in device memory, or through the "ring"
@@ -134,10 +134,10 @@ def batches(
 
 def _check_row_values(row_values: Mapping[str, Tensor], rows: int) -> None:
     for name, values in row_values.items():
-        if name in FIELDS or values.shape != (rows,):
+        if name in FIELDS or values.shape[:1] != (rows,):
             raise ValueError(
                 f"batches: row_values: got {name!r} of shape {tuple(values.shape)}, wanted a name other than "
-                f"{', '.join(FIELDS)} and shape ({rows},), a value for each row of an epoch."
+                f"{', '.join(FIELDS)} and shape ({rows}, ...), a value for each row of an epoch."
             )
 
 

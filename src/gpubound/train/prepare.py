@@ -39,6 +39,7 @@ from .objectives import Objective
 from .precision import precision as precision_named
 from .recipe import Recipe, check_model
 from .recompute import blocks_of
+from .references import empty_values
 from .stages import Stage, rows_of, stage_of
 
 META = torch.device("meta")
@@ -327,9 +328,8 @@ def fit_micro_batch(stages: list[Stage], tokenizer: Tokenizer, device: torch.dev
         if recipe.adapters is not None:
             add_adapters(recipe.adapters, model, objective)
         step = recipe.make_step(model, objective, device)
-        rows = rows_of(stage.training, recipe, recipe.seq).rows
-        needs = objective.needs_reference(model)
-        reference = torch.zeros(rows, device="cpu", dtype=torch.float64) if needs else None
+        packing = rows_of(stage.training, recipe, recipe.seq)
+        reference = empty_values(packing) if objective.needs_reference(model) else None
         feed = replace(stage, recipe=recipe).feed(device, reference=reference)
         try:
             for _ in range(2):  # the first captures, the second replays

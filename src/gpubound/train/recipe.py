@@ -93,8 +93,8 @@ class Recipe:
     pack: str = "auto"
     """How rows are made: stream (texts end to end, cut at every seq tokens), examples (several whole chats or documents a row,
     which do not see each other), none (one a row, padded), documents (as examples, longer ones in pieces), pairs (of
-    preferences), packed_pairs (several pairs a row, where adapters train), or auto: examples where the data says what of it is
-    learnt, as chats do, else stream."""
+    preferences, an answer a row), packed_pairs (several whole pairs a row), or auto: packed_pairs for dpo, where seq and
+    micro_batch then count an answer a row; examples where the data says what of it is learnt, as chats do; else stream."""
     overlong: str = "truncate"
     """What happens to an example that is longer than a row: truncate, truncate_left (its beginning is left out), or drop."""
     buckets: int = 0

@@ -1,6 +1,6 @@
 """Reference values of a phase: what an objective compares with of the model that the phase begins with, such as the
-log-probabilities of dpo's answers where all weights train. One number a row, computed before the phase's first step and kept in
-its checkpoints, since a resumed run has other weights.
+log-probabilities of dpo's answers where all weights train. One number a row, or for each example that a row has room for,
+computed before the phase's first step and kept in its checkpoints, since a resumed run has other weights.
 """
 
 import time
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.packing import Packing
 from ..data.progress import PROGRESS_SECONDS
 from ..distributed import Ranks
 from ..errors import DataError
@@ -57,7 +58,8 @@ def reference_values(
         for each in sets:
             parts = list[Tensor]()
             for batch in _batches_of_all_rows(each, device):
-                parts.append(step.with_weights(partial(objective.reference_values, model, batch)))
+                values = step.with_weights(partial(objective.reference_values, model, batch))
+                parts.append(values.view(len(batch["labels"]), -1).squeeze(-1))
                 done += len(parts[-1])
                 if ranks.first and time.monotonic() - shown > PROGRESS_SECONDS:
                     shown = time.monotonic()
@@ -66,10 +68,16 @@ def reference_values(
     return computed
 
 
+def empty_values(packing: Packing) -> Tensor:
+    """Return values of 0 for the rows of `packing`."""
+    room = (packing.max_pieces + packing.max_pieces % 2,) if packing.group == 1 else ()  # of pairs of a packed row
+    return torch.zeros(packing.rows, *room, device="cpu", dtype=torch.float64)
+
+
 def _batches_of_all_rows(rows: EvalSet, device: torch.device) -> Iterator[Any]:
-    """Yield batches of micro_batch rows in order, then those that remain by twos."""
+    """Yield batches of micro_batch rows in order, then those that remain, as few at a time as stay together."""
     whole = rows.rows // rows.micro_batch * rows.micro_batch
-    for size, first, last in ((rows.micro_batch, 0, whole), (2, whole, rows.rows)):
+    for size, first, last in ((rows.micro_batch, 0, whole), (rows.group, whole, rows.rows)):
         if last > first:
             feed = rows.corpus.batches(rows.seq, size, device, shuffle=False, **rows_options(rows.recipe))
             feed.seek(0, first // size)

@@ -48,9 +48,14 @@ class EvalSet:
         return rows_of(self.corpus, self.recipe, self.seq).rows
 
     @property
+    def group(self) -> int:
+        """Rows that stay together."""
+        return 2 if self.recipe.pack == "pairs" else 1
+
+    @property
     def micro_batch(self) -> int:
         """Rows of a batch: the recipe's, or up to half as many where those leave fewer rows out."""
-        group = 2 if self.recipe.pack == "pairs" else 1
+        group = self.group
         most = min(self.recipe.micro_batch, self.rows) // group
         return group * max(range((most + 1) // 2, most + 1), key=lambda n: (self.rows // (group * n) * n, n))
 
@@ -174,12 +179,10 @@ def packing_of(recipe: Recipe, corpus: Corpus, unpacked: Callable[[], str | None
     """
     objective = recipe.new_objective()
     wanted = objective.pack or ("stream" if objective.labels == "own" else None)
-    if recipe.pack == "packed_pairs" and recipe.adapters is None:
-        raise ValueError(
-            "pack: packed_pairs needs adapters (lora): reference values, without them, are those of rows; take pairs."
-        )
     if recipe.pack in objective.packs:
         wanted = recipe.pack
+    elif recipe.pack == "auto" and objective.packs and not recipe.buckets:
+        wanted = objective.packs[0]
     if wanted is not None and recipe.pack not in ("auto", wanted):
         raise ValueError(f"pack: got {recipe.pack!r}, and the objective {recipe.objective} needs {wanted!r}; leave pack out.")
     if corpus.kind != objective.kind or (recipe.pack == "pairs" and not corpus.pairs):
@@ -194,7 +197,7 @@ def packing_of(recipe: Recipe, corpus: Corpus, unpacked: Callable[[], str | None
                 f"pack: got {pack!r}, and {recipe.model} cannot keep the examples of a row apart: {why}; {UNPACKED}."
             )
         fallback("packed rows", f"{recipe.model} cannot keep the examples of a row apart: {why}; each row has one, and padding")
-        pack = "none"
+        pack = objective.pack or "none"
     if recipe.buckets and pack not in ("none", "pairs"):
         raise ValueError(
             f"buckets: got {recipe.buckets}, and rows of pack {pack!r} have one length; leave it out, or take pack none."
@@ -215,7 +218,10 @@ def stage_of(
     """
     where = f"phase {name}: " if name else ""
     defaults = {field.name: field.default for field in fields(Recipe)}
-    recipe = replace(recipe, pack=packing_of(recipe, corpus, unpacked))
+    packing_chosen = packing_of(recipe, corpus, unpacked)
+    if packing_chosen == "packed_pairs" and recipe.pack == "auto":
+        recipe = with_two_answers(recipe, where)
+    recipe = replace(recipe, pack=packing_chosen)
     for source, each in (eval_corpora or {}).items():
         if each.kind != corpus.kind:
             raise ValueError(f"{where}eval_data: {source} holds {each.kind}, wanted {corpus.kind}, which the data holds.")
@@ -265,6 +271,22 @@ def stage_of(
     evaluated = replace(stage.recipe, buckets=0)
     stage.eval_sets = [EvalSet(source if len(sources) > 1 else "", each, evaluated) for source, each in sources.items()]
     return stage
+
+
+def with_two_answers(recipe: Recipe, where: str) -> Recipe:
+    """Return the recipe for rows of several pairs. seq and micro_batch, where given, are those of rows with one answer: a row
+    then has room for two, and a micro-batch as many tokens."""
+    default = {field.name: field.default for field in fields(Recipe)}
+    if recipe.seq == default["seq"]:
+        if recipe.micro_batch == default["micro_batch"]:
+            return recipe
+        return replace(recipe, micro_batch=max(1, recipe.micro_batch // 2))
+    packed = replace(recipe, seq=2 * recipe.seq, micro_batch=max(1, recipe.micro_batch // 2))
+    notice(
+        f"{where}pack: several pairs a row of {packed.seq:,} tokens, twice seq, {packed.micro_batch:,} rows a micro-batch. For "
+        f"an answer a row: --pack pairs."
+    )
+    return packed
 
 
 def by_source(held_out: Corpus, where: str) -> dict[str, Corpus]:

@@ -105,6 +105,7 @@ def _preference(flat: Values, beta: Any, loss: Any) -> None:
     options = {"beta": beta, "loss": loss}
     flat["objective"], flat["objective_options"] = "dpo", {name: value for name, value in options.items() if value is not None}
     flat.pop("packing", None), flat.pop("sample_packing", None)
+    flat["pack"] = "pairs"  # with several pairs a row a step would have other examples
 
 
 def _trl(values: Values, found: Translation) -> Values:

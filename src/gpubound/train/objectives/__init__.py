@@ -41,7 +41,7 @@ class Objective:
     counts_tokens: ClassVar[bool] = True  # False: its items are others, such as pairs
     labels: ClassVar[str] = "next"  # of such batches: each position's "next" token, or its "own"
     pack: ClassVar[str | None] = None  # the packing that it needs, such as "pairs"; None: the recipe's
-    packs: ClassVar[tuple[str, ...]] = ()  # others that it also takes, where the recipe names one
+    packs: ClassVar[tuple[str, ...]] = ()  # others that it also takes; auto is the first, where the model can read such rows
     kind: ClassVar[str] = "texts"  # what a corpus for it holds: see data/formats.py
     format: ClassVar[str | None] = None  # of rows, unless the recipe names one
     adapts: ClassVar[bool] = False  # whether `adapt` changes the model

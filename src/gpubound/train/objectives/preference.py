@@ -82,7 +82,7 @@ class Preference(WordLoss):
     """Loss of pairs of answers.
 
     A batch is a dict: input_ids and labels (2 P, T), rows as above, labels that are the next tokens already and -100 outside
-    the answers; `reference` (2 P,), where no adapters train; and other arguments of the model.
+    the answers; `reference`, a value for each answer, where no adapters train; and other arguments of the model.
     """
 
     beta: float = 0.1
@@ -172,7 +172,7 @@ class Preference(WordLoss):
 
     def _reference(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
         if (given := batch.get("reference")) is not None:
-            return given.double()
+            return given.double().flatten()
         with lora.disable(model):
             reference = self.reference_values(model, batch)
         if isinstance(model, LanguageModel):
