@@ -53,6 +53,8 @@ def test_a_config_trains_is_resumed_and_exported(lora, config, base, tmp_path, c
     first = json.loads(capsys.readouterr().out)
     assert first["finished"] and first["last"]["step"] == 2 and first["export"] is None
     assert {"reward/exact_match", "reward/brevity", "eval/brevity", "kl"} <= first["last"].keys()
+    assert main(["generate", "runs/rl", "--prompt", "1 + 1 = ", "--max-new-tokens", "4", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] > 0, "from the checkpoint"
     more = ["--steps", "3", "--resume", "--export", "hf", "--quiet", "--json"]
     assert main(["rl", config, *SMALL, *more, *(["--merge"] if lora else [])]) == 0
     last = json.loads(capsys.readouterr().out)

@@ -40,6 +40,15 @@ def test_advantages_are_centred_within_a_group_and_scaled():
     assert sum(value for (value,) in advantages(alone, scaled=False)) == pytest.approx(0)
 
 
+def test_unpacked_rows_hold_one_answer():
+    made = groups(3, 4, 16)
+    shape = RowShape.of(12, 16, micro_batch=5, pack=False)
+    assert shape == RowShape(5, 16, 3)
+    batches = micro_batches(made, advantages(made, True), shape, CPU, pack=False)
+    assert len(batches) == 3 and "segment_ids" not in batches[0]
+    assert sum((batch["labels"] != -100).any(1).sum().item() for batch in batches) == 12
+
+
 @pytest.mark.parametrize(("row_tokens", "micro_batch"), [(None, None), (40, 3), (16, 1), (4096, 2)])
 def test_rows_hold_every_answer_once_after_its_prompt(row_tokens, micro_batch):
     seq, made = 16, groups(7, 5, 16)

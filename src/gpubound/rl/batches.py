@@ -13,6 +13,7 @@ from ..data.rows import IGNORED
 from .rewards import AnswerGroup
 
 MOST = 64  # answers in a row
+OF_PACKED = ("position_ids", "segment_ids", "cu_seqlens")  # fields of rows with several answers
 TINY = 1e-4  # added to the standard deviation, as usual
 
 
@@ -42,18 +43,27 @@ class RowShape:
     most: int  # micro-batches in a step
 
     @classmethod
-    def of(cls, answers: int, seq: int, row_tokens: int | None, micro_batch: int | None) -> "RowShape":
+    def of(
+        cls, answers: int, seq: int, row_tokens: int | None = None, micro_batch: int | None = None, pack: bool = True
+    ) -> "RowShape":
         """Return the shape for up to `answers` answers of up to `seq` tokens with their prompts."""
-        tokens = max(seq, min(row_tokens or 1024, answers * seq))
+        tokens = max(seq, min(row_tokens or 1024, answers * seq)) if pack else seq
         worst = -(-answers // min(MOST, tokens // seq))  # rows, where each answer has all of its tokens
         rows = min(micro_batch or max(1, 8192 // tokens), worst)
         return cls(rows, tokens, -(-worst // rows))
 
 
 def micro_batches(
-    groups: Sequence[AnswerGroup], scores: Sequence[Sequence[float]], shape: RowShape, device: torch.device
+    groups: Sequence[AnswerGroup],
+    scores: Sequence[Sequence[float]],
+    shape: RowShape,
+    device: torch.device,
+    pack: bool = True,
 ) -> list[dict[str, Tensor]]:
-    """Return the batches of a step for the objective `policy`: several answers a row, each after its prompt."""
+    """Return the batches of a step for the objective `policy`: several answers a row, each after its prompt.
+
+    pack  False: one a row, without the fields that keep several apart
+    """
     answers = [
         (group.prompt.ids, answer, score)
         for group, own in zip(groups, scores)
@@ -62,7 +72,7 @@ def micro_batches(
     ]
     lengths = np.array([len(prompt) + len(answer.tokens) - 1 for prompt, answer, _ in answers])
     starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
-    first, begins, shift = best_fit(Pieces(starts, lengths, np.arange(len(answers))), shape.tokens, MOST)
+    first, begins, shift = best_fit(Pieces(starts, lengths, np.arange(len(answers))), shape.tokens, MOST if pack else 1)
     rows = len(first) - 1
     count = -(-rows // shape.rows) * shape.rows
     fields: dict[str, np.ndarray] = {
@@ -95,7 +105,7 @@ def micro_batches(
         part = slice(at, at + shape.rows)
         ends = np.append(bounds[part].flatten(), np.int32(shape.rows * shape.tokens))
         batch = {name: values[part] for name, values in fields.items()} | {"cu_seqlens": ends}
-        batches.append({name: _on(values, device) for name, values in batch.items()})
+        batches.append({name: _on(values, device) for name, values in batch.items() if pack or name not in OF_PACKED})
     return batches
 
 

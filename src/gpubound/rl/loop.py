@@ -2,12 +2,13 @@
 
 import logging
 import time
+from contextlib import closing
 from statistics import fmean
 from typing import Any
 
 from torch import nn
 
-from ..errors import RewardError
+from ..errors import GenerateError, RewardError
 from ..files import explain_disk_full, locked
 from ..trace import say
 from ..train.loop import Stop
@@ -57,40 +58,42 @@ def take_steps(run: RLRun, log: str | None = None) -> None:
     with run.recording(log) as write, scoring, stop:
         if run.eval_prompts and not run.done:
             write({"step": 0} | run.evaluate(scoring), [])
-        while not run.finished:
+        while not run.finished and not stop.asked:
             began, position, groups, silent = time.perf_counter(), run.order.position, list[AnswerGroup](), 0
+            complete = True
             try:
                 # Sample. The answers to a prompt are scored while others are still being sampled.
                 for attempt in range(recipe.rounds if recipe.dynamic else 1):
                     new = [AnswerGroup(run.prompts[i]) for i in run.order.take(recipe.prompts_per_step - len(groups))]
-                    for answer in run.rollout(
-                        [g.prompt for g in new], recipe.samples, recipe.temperature, run.seed_of(attempt)
-                    ):
-                        group = new[answer.prompt]
-                        group.answers.append(answer)
-                        if len(group.answers) == recipe.samples:
-                            group.answers.sort(key=lambda each: each.sample)
-                            group.texts = run.texts(group)
-                            scoring.submit(group)
-                        if stop.asked:
-                            break
-                    if stop.asked:
-                        break
+                    asked, seed = [group.prompt for group in new], run.seed_of(attempt)
+                    with closing(run.rollout(asked, recipe.samples, recipe.temperature, seed)) as answers:
+                        for answer in answers:
+                            group = new[answer.prompt]
+                            group.answers.append(answer)
+                            if len(group.answers) == recipe.samples:
+                                group.answers.sort(key=lambda each: each.sample)
+                                group.texts = run.texts(group)
+                                scoring.submit(group)
+                            if stop.asked:
+                                break
                     sampled = time.perf_counter()
+                    complete = all(len(group.answers) == recipe.samples for group in new)
+                    if not complete:
+                        break
                     # Score.
                     scoring.collect()
                     silent += sum(not group.has_signal for group in new)
                     groups += [group for group in new if group.has_signal or not recipe.dynamic]
                     if len(groups) == recipe.prompts_per_step:
                         break
-            except RewardError as error:
+            except (RewardError, GenerateError) as error:
                 run.order.position = position
                 run.save(wait=True)
-                raise RewardError(
+                raise type(error)(
                     f"{error} Step {run.done + 1:,} was not taken; {run.checkpoints.folder} has those before it: correct the "
-                    f"function, and go on with --resume."
+                    f"cause, and go on with --resume."
                 ) from error
-            if stop.asked:  # the rollout is repeated from its seed when the run goes on
+            if not complete:  # the rollout is repeated from its seed when the run goes on
                 run.order.position = position
                 break
             scored = time.perf_counter()
@@ -98,7 +101,7 @@ def take_steps(run: RLRun, log: str | None = None) -> None:
             # Learn: one update a pass. Of answers that are all worth the same nothing is learnt.
             record: dict[str, Any] = {"step": run.done + 1}
             if any(group.has_signal for group in groups) or ((recipe.kl or recipe.entropy) and groups):
-                batches = micro_batches(groups, advantages(groups, recipe.scaled), run.shape, run.device)
+                batches = micro_batches(groups, advantages(groups, recipe.scaled), run.shape, run.device, recipe.pack)
                 for batch in batches:
                     batch |= run.reference_of(batch)
                     if recipe.passes > 1:
@@ -127,13 +130,13 @@ def take_steps(run: RLRun, log: str | None = None) -> None:
 
             # Record.
             run.done += 1
-            answers = [answer for group in groups for answer in group.answers]
-            seconds, tokens = learnt - began, sum(len(answer.tokens) for answer in answers)
+            every = [answer for group in groups for answer in group.answers]
+            seconds, tokens = learnt - began, sum(len(answer.tokens) for answer in every)
             rewards = [reward for group in groups for reward in group.rewards]
             if groups:
-                record |= {"reward": fmean(rewards), "length": tokens / len(answers)}
+                record |= {"reward": fmean(rewards), "length": tokens / len(every)}
                 record |= {f"reward/{name}": fmean(v for g in groups for v in g.parts[name]) for name in groups[0].parts}
-                record |= {"ended": fmean(answer.finish == "stop" for answer in answers)}
+                record |= {"ended": fmean(answer.finish == "stop" for answer in every)}
             record |= {"no_signal": silent / max(1, silent + sum(group.has_signal for group in groups))}
             record |= {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}
             record |= {"sample_share": (sampled - began) / seconds, "reward_share": (scored - sampled) / seconds}

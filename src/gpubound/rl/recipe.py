@@ -80,6 +80,8 @@ class RLRecipe:
     """Coefficient of the entropy, which the loss rewards."""
     truncate: float | None = 2.0
     """The largest importance of a token that the sampler found less likely than the trainer does; none: no such weight."""
+    pack: bool = True
+    """Learn several answers a row, which do not see each other. False: one a row, for models that cannot keep them apart."""
     row_tokens: int | None = None
     """Tokens of a row that is learnt, which holds several answers; by default 1,024, or seq if that is more."""
     micro_batch: int | None = None

@@ -11,6 +11,7 @@ import math
 import multiprocessing
 import os
 import re
+import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.pool import AsyncResult, ThreadPool
@@ -23,6 +24,7 @@ from .prompts import RLPrompt
 from .sandbox import run_code
 
 WORKERS = min(8, os.cpu_count() or 1)
+INTERRUPTS_IGNORED = (signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; the run answers it
 CODE = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
@@ -180,7 +182,11 @@ class Scoring:
 
     def __enter__(self) -> "Scoring":
         # A forked process would share CUDA's context, so processes are spawned.
-        self._pool = multiprocessing.get_context("spawn").Pool(WORKERS) if self.processes else ThreadPool(WORKERS)
+        self._pool = (
+            multiprocessing.get_context("spawn").Pool(WORKERS, signal.signal, INTERRUPTS_IGNORED)
+            if self.processes
+            else ThreadPool(WORKERS)
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -208,10 +214,6 @@ class Scoring:
                 values = self._values(function, group, result)
                 group.parts[function.name] = values
                 group.rewards = [total + function.weight * value for total, value in zip(group.rewards, values)]
-
-    def drop(self) -> None:
-        """Forget what was submitted."""
-        self._pending.clear()
 
     def _values(self, function: RewardFunction, group: AnswerGroup, result: AsyncResult) -> list[float]:
         what = f"rewards: {function.name}"

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator
@@ -25,12 +26,14 @@ from ..errors import DataError
 from ..formatting import quantity, shown
 from ..models.registry import family_of, put_back
 from ..monitor import LiveLine, RunTape, write_report
+from ..monitor.figures import warnings
 from ..monitor.live import Gauges, open_log
 from ..trace import fallbacks, notice
 from ..train import export_metadata
 from ..train.adapters import base_of, check_base, load_trained_state, merge as merge_adapters, trained_state
 from ..train.changes import newest_checkpoint
 from ..train.checkpoint import Checkpoint, Checkpoints, joined
+from ..train.checkpoint.checkpoints import WHERE
 from ..train.checkpoint.resume import restore_rng, rng_states
 from ..train.objectives.policy import Policy
 from ..train.prepare import place_model
@@ -94,8 +97,8 @@ class RLRun:
         """The step with the highest held-out reward, the first of equal ones; None without held-out prompts."""
         return max(self.evaluations, key=lambda step: (self.evaluations[step], -step), default=None)
 
-    def rollout(self, prompts: list[RLPrompt], samples: int, temperature: float, seed: int) -> Iterator[Any]:
-        """Yield the answers to `prompts` as they end, sampled from the weights as they are now."""
+    def rollout(self, prompts: list[RLPrompt], samples: int, temperature: float, seed: int) -> Any:
+        """Return an iterator over the answers to `prompts` as they end, sampled from the weights as they are now."""
         return self.decoder.rollout(
             [prompt.ids for prompt in prompts], n=samples, max_new_tokens=self.recipe.max_new_tokens, temperature=temperature,
             logprobs=True, seed=seed, stop=self.stop_tokens,
@@ -139,7 +142,8 @@ class RLRun:
 
     def save(self, wait: bool = False) -> None:
         """Take a snapshot between two steps; with `wait`, write it now, else in the background."""
-        facts: dict[str, Any] = {"recipe": dataclasses.asdict(self.recipe), "kind": "rl", "id": self.id, "base": self.base}
+        facts: dict[str, Any] = {"rl": dataclasses.asdict(self.recipe), "id": self.id, "base": self.base, WHERE: os.getcwd()}
+        facts |= {"recipe": dataclasses.asdict(self.recipe.training())}  # by which `gpubound generate` finds the model
         facts |= {"position": self.order.position, "evaluations": self.evaluations}
         reward = self.evaluations.get(self.done)
         score = None if reward is None or not math.isfinite(reward) else -reward
@@ -149,9 +153,9 @@ class RLRun:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on where `checkpoint` was taken."""
         facts = checkpoint.facts
-        if facts.get("kind") != "rl":
+        if "rl" not in facts:
             raise DataError(f"{checkpoint.path}: is of gpubound train; go on with that, or give another --out.")
-        old, new = facts["recipe"], json.loads(json.dumps(dataclasses.asdict(self.recipe)))
+        old, new = facts["rl"], json.loads(json.dumps(dataclasses.asdict(self.recipe)))
         if changed := next((key for key in LEARNT if key in old and old[key] != new[key]), None):
             raise ValueError(
                 f"resume: {changed}: got {shown(new[changed])}, and the run in {self.folder} has {shown(old[changed])}; give "
@@ -267,6 +271,7 @@ class RLRun:
             )
         if self.stopped:
             parts.append(f"stopped by {self.stopped}, checkpoint of step {self.done} in {self.checkpoints.folder}")
+        parts += warnings(steps)
         total = sum(fallbacks.values())
         parts.append("no fallback" if not total else f"{total} fallbacks")
         verdict = ", ".join(parts) + "."
@@ -299,7 +304,7 @@ def prepare(
     asked, held = fitting(asked, seq, new, "prompts"), fitting(held, seq, new, "eval_prompts") if held else []
     checkpoints = Checkpoints(folder / "checkpoints", recipe.keep)
     checkpoint = newest_checkpoint(checkpoints, resume)
-    shape = RowShape.of(recipe.prompts_per_step * recipe.samples, seq, recipe.row_tokens, recipe.micro_batch)
+    shape = RowShape.of(recipe.prompts_per_step * recipe.samples, seq, recipe.row_tokens, recipe.micro_batch, recipe.pack)
     training, objective = recipe.training(shape.most), recipe.objective()
     torch.manual_seed(recipe.seed)
     if policy is None:
