@@ -4,12 +4,14 @@ import random
 from collections import defaultdict
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import gpubound as gb
+from gpubound.rl.trl import rollout_func
 from gpubound.train.objectives.divergence import DistillationLoss
 from gpubound.train.objectives.policy import Policy
 from gpubound.train.objectives.preference import Preference
@@ -172,3 +174,36 @@ def test_policy_gives_the_loss_and_gradients_of_grpo(variant, folder):
     (total / items).backward()
     for got, p in zip(gradients, model.parameters()):
         assert (got - p.grad).norm() <= 1e-4 * p.grad.norm()
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_grpo_samples_from_the_weights_that_it_trains(adapters, folder, tmp_path):
+    """Each completion's log-probabilities are those of the trainer's weights at that step, and samples of a prompt differ."""
+    model, calls = load(folder), []
+    settings = {"peft_config": peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)} if adapters else {}
+    sample = rollout_func(max_batch=3)
+
+    def checked(prompts, trainer):
+        result = sample(prompts, trainer)
+        ids, completions = result["prompt_ids"], result["completion_ids"]
+        assert ids == [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        for prompt, completion, logprobs in zip(ids, completions, result["logprobs"], strict=True):
+            with torch.no_grad():
+                logits = trainer.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / 0.8
+            want = logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None]).squeeze(-1)
+            assert torch.allclose(torch.tensor(logprobs), want, atol=1e-4)
+        assert len({tuple(one) for one in completions}) > 2
+        calls.append([parameter.detach().clone() for parameter in trainer.model.parameters()])
+        return result
+
+    args = trl.GRPOConfig(
+        output_dir=str(tmp_path), max_steps=3, num_generations=4, max_completion_length=6, temperature=0.8,
+        **SETTINGS | {"learning_rate": 1e-2},
+    )  # fmt: skip
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    trainer = trl.GRPOTrainer(
+        model, lambda completions, **_: [float(one.count("a")) for one in completions], args=args,
+        train_dataset=texts("prompt"), processing_class=tokenizer, rollout_func=checked, **settings,
+    )  # fmt: skip
+    trainer.train()
+    assert len(calls) == 3 and any(not torch.equal(old, new) for old, new in zip(calls[0], calls[-1]))

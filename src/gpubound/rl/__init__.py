@@ -4,8 +4,9 @@
     RLRecipe       every option of a run                                                             recipe.py
     ExactMatch, Regex, UnitTests    rewards of verifiable answers                                    rewards.py
     run_code       Python code that a model wrote, in a process with limits                          sandbox.py
+    rollout_func   sampling for TRL's GRPOTrainer                                                    trl.py
 
-docs/rl.md tells how they fit together.
+docs/rl.md describes how they fit together.
 """
 
 from importlib import import_module
