@@ -50,7 +50,7 @@ from .request import (
 from .rollout import Rollout
 from .rollout_request import rollout_request
 from .runner import BatchState, ModelRunner, RunnerConfig, SamplingVariant, StepGraphs, Stepper
-from .running import closed_at_exit, raise_not_finite, short_switch_interval
+from .running import HEAVY, closed_at_exit, raise_not_finite, short_switch_interval
 from .speculation import Draft, ModelDraft, TextDraft, tokens_a_step
 from .text import TextCodec, TextStream
 from .transformer import FusedRunner, gemv_rows, kernel_calls, tiled_gemm_rows
@@ -61,7 +61,6 @@ SPECULATIVE_LADDER = (8, 1)  # a step brings several tokens: a long launch would
 # A launch may run one step past the end of the last row for every 64 steps so far: the last 7 of 256 tokens are one launch of 8
 # steps instead of seven launches of one step, which would depend on the host's speed. Ended rows are frozen.
 OVERSHOT = 1 / 64
-HEAVY = 1 << 30  # bytes that a step reads, 0.25 ms on an H200: from here on the host is quick enough for launches of one step
 
 
 class FastDecoder(NotCopyable):

@@ -188,12 +188,13 @@ class Cache:
 
 
 def words(t: Tensor, other: Tensor) -> Tensor:
-    """View keys or values (..., D) as int64, where both can be: an indexed copy moves one element a thread. Scales stay."""
+    """View keys or values (..., D) as complex128, if both can be: an indexed copy moves an element a thread. Scales stay."""
+    size = torch.complex128.itemsize
     fits = t.dim() == 4 and all(
-        not any(step * one.itemsize % 8 for step in (one.shape[-1], one.storage_offset(), *one.stride()[:-1]))
+        not any(step * one.itemsize % size for step in (one.shape[-1], one.storage_offset(), *one.stride()[:-1]))
         for one in (t, other)
     )
-    return t.view(torch.int64) if fits else t
+    return t.view(torch.complex128) if fits else t
 
 
 class PagePool:

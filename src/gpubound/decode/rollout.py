@@ -1,7 +1,7 @@
 """Rollouts: many sequences through the rows of a decoder. A row whose sequence ends gets the next one of a queue, and the
 others go on.
 
-The host launches STEPS steps for all rows, and reads the tokens of a launch while the next one runs. Once enough rows have
+The host launches a few steps for all rows, and reads the tokens of a launch while the next one runs. Once enough rows have
 ended, their next prompts are prefilled and their state is written between two launches, on the device's stream: the host waits
 for nothing. The samples of a prompt share its prefill: those that begin together get the same keys and values, and one that
 begins later gets a copy from a row that still has them. When the queue is empty, the last sequences move to fewer rows.
@@ -24,16 +24,18 @@ from ..trace import notice
 from .kv_cache import PagePool
 from .request import pad, to_device
 from .rollout_request import RolloutRequest, RolloutSequence, Running
-from .running import closed_at_exit, raise_not_finite, short_switch_interval
+from .running import HEAVY, closed_at_exit, raise_not_finite, short_switch_interval
 
 if TYPE_CHECKING:
     from .generate import FastDecoder
 
-STEPS = 4  # of a launch: a row that has ended waits for the end of its launch, and for the one after it
+# Steps of a launch, where a step reads HEAVY bytes and where it reads less. A row that has ended waits for the end of its
+# launch, and for the one after it.
+STEPS = 2, 4
 AHEAD = 2  # launches that are not read yet
 # A prefill of few short prompts is bound by its launches, so several rows share one: it waits until a sixteenth of the rows
-# have ended, for at most so many launches.
-SHARE, LAUNCHES = 16, 4
+# have ended, for at most so many steps.
+SHARE, PATIENCE = 16, 16
 MOVED = 16  # rows that are moved at once: the copy in between takes memory
 PROMPT_TOKENS = 16384  # padding counted, that are prefilled at once: more would only take memory
 
@@ -52,7 +54,8 @@ class Rollout:
         self.seconds = 0.0
         self.launches = self.prefills = self.row_steps = 0  # prefills: of prompts; row_steps: of all rows, alive or not
         self._flights: deque[list[Running | None]] = deque()  # the rows of each launch that is not read yet
-        self._since = 0  # launches since the last refill
+        self._steps = 1  # of a launch
+        self._since = 0  # steps since the last refill
         self._pages = PagePool(decoder.body.paged)
         notice(
             f"rollout: {self.size:,} rows of up to {decoder.max_length:,} tokens in a cache of "
@@ -103,6 +106,8 @@ class Rollout:
                         decoder.bound.follow()
                         decoder.body.choose(None)
                         slots.vacate(self.request.stops)
+                        light = decoder.body.bytes_a_step([1] * self.size) < HEAVY
+                        self._steps = min(STEPS[light], max(decoder.ladder))
                     while self.waiting or any(self.rows):
                         with decoder.plainly():
                             if self._due():
@@ -121,7 +126,7 @@ class Rollout:
     def _due(self) -> bool:
         """Return whether ended rows get their next sequences now."""
         free = self.rows.count(None)
-        enough = free >= max(1, self.size // SHARE) or self._since >= LAUNCHES or free == self.size
+        enough = free >= max(1, self.size // SHARE) or self._since >= PATIENCE or free == self.size
         return free > 0 and enough and bool(self.waiting) and self._pages.fits(self.waiting[0].limit)
 
     def _refill(self) -> None:
@@ -211,10 +216,6 @@ class Rollout:
             return False
         return not slots.ahead or graphs.made(self.size, self._steps, self.variant)
 
-    @property
-    def _steps(self) -> int:
-        return min(STEPS, max(self.decoder.ladder))
-
     def _launch(self) -> None:
         decoder, steps = self.decoder, self._steps
         if name := decoder.bound.moved():
@@ -225,7 +226,7 @@ class Rollout:
         for one in self.rows:
             if one is not None:
                 one.launched += steps
-        self.launches, self._since = self.launches + 1, self._since + 1
+        self.launches, self._since = self.launches + 1, self._since + steps
         self.row_steps += steps * self.size
 
     def _receive(self) -> Iterator[RolloutSequence]:
@@ -256,7 +257,9 @@ class Rollout:
             if result.finish:
                 ended.append(one)
         self.each_launch()
-        if stopped:
+        if not self.waiting and ended:
+            self.decoder.slots.end([one.row for one in ended], forget=True)
+        elif stopped:
             self.decoder.slots.end(stopped)
         for one in ended:
             self.rows[one.row] = None

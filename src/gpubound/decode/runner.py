@@ -367,11 +367,17 @@ class BatchState:
             if tensor is not None:
                 tensor[targets] = tensor[sources]
 
-    def end(self, rows: list[int]) -> None:
-        """End these rows, for a reason that only the host knows, such as a stop string."""
-        alive = torch.ones(self.max_batch, dtype=torch.int32, device="cpu")
-        alive[rows] = 0
-        self.rows.alive.mul_(to_device(alive, self.device))
+    def end(self, rows: list[int], forget: bool = False) -> None:
+        """End these rows, for a reason that only the host knows, such as a stop string.
+
+        forget: their steps read no keys and values any more, and write those of position 0.
+        """
+        kept = torch.ones(self.max_batch, dtype=torch.int32, device="cpu")
+        kept[rows] = 0
+        kept = to_device(kept, self.device)
+        self.rows.alive.mul_(kept)
+        if forget:
+            self.rows.position.mul_(kept)
 
     def send(self, steps: int) -> None:
         """Copy the results of a launch of `steps` into the next slot of the ring."""
