@@ -15,6 +15,7 @@ VISION |= {"patch_size": 14}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 96, "beta_fast": 4.0,
         "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7}  # fmt: skip
 LOCAL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "query_pre_attn_scalar": 5}
+GRID = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]}
 PIXTRAL, CLIP = VISION | {"model_type": "pixtral"}, VISION | {"model_type": "clip_vision_model"}
 KINDS = {
     "gemma3": lambda: hf.Gemma3Config(
@@ -36,7 +37,19 @@ KINDS = {
         vision_config={"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4,
                        "image_size": [28, 28], "patch_size": [14, 14]},
     ),
+    "qwen2_5_vl": lambda: hf.Qwen2_5_VLConfig(
+        text_config=TEXT | {"rope_parameters": GRID}, image_token_id=IMAGE, video_token_id=6,
+        vision_config={"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 4, "intermediate_size": 40,
+                       "fullatt_block_indexes": [0]},
+    ),
+    "qwen3_vl": lambda: hf.Qwen3VLConfig(
+        text_config=TEXT | {"rope_parameters": GRID}, image_token_id=IMAGE, video_token_id=6,
+        vision_config={"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 4, "intermediate_size": 40,
+                       "deepstack_visual_indexes": [0]},
+    ),
 }  # fmt: skip
+GRIDS = ("qwen2_5_vl", "qwen3_vl")
+PLAIN = [kind for kind in KINDS if kind not in GRIDS]
 
 
 def build(kind, text=None):

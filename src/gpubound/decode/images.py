@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.registry import cache_word, is_wrapper
-from .runner import ModelRunner, own_forward
+from .runner import own_forward
 
 TEXT = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "length"}
 
@@ -23,7 +23,7 @@ def image_inputs(prompts: Any) -> dict[str, Any]:
     return {name: value for name, value in prompts.items() if value is not None} if others else {}
 
 
-def check_images(inputs: Mapping[str, Any], model: Any, body: ModelRunner, prompts: list[list[int]]) -> None:
+def check_images(inputs: Mapping[str, Any], model: Any, body: Any, prompts: list[list[int]]) -> None:
     """Raise a ValueError for images that this decoder cannot read."""
     name = min(inputs.keys() - TEXT)
     why = None
@@ -33,6 +33,8 @@ def check_images(inputs: Mapping[str, Any], model: Any, body: ModelRunner, promp
         why = f"the fused kernels do not decode it: {body.path}"
     elif len(body.spans) > 1 or body.peers:
         why = "several devices share it"
+    elif not body.live.reader.image_positions:
+        why = f"{type(model).__name__} gives an image's tokens positions of a grid"
     if why is not None:
         raise ValueError(f"generate: prompts: got {name}, wanted text alone, because {why}; call the model's own generate.")
     ids = inputs["input_ids"]

@@ -309,6 +309,7 @@ class Reader:
     NORMS: ClassVar[tuple[str | None, ...]] = ("input_layernorm", None, "post_attention_layernorm", None)
     OFFSET = 0.0  # of all norms
     READS: ClassVar[frozenset[str]] = frozenset()  # config fields that the family reads besides READ
+    image_positions = True  # whether an image's tokens have positions like a text's
 
     def __init__(self, model: Any) -> None:
         self.model, self.trunk = model, text_stack(model)

@@ -207,6 +207,7 @@ FAMILIES = {
     "gemma3": {"gemma3": "Gemma3"},
     "olmo2": {"olmo2": "Olmo2", "olmo3": "Olmo3"},
     "phi3": {"phi3": "Phi3"},
+    "qwen_vl": {"qwen2_5_vl": "Qwen2_5_VLText", "qwen3_vl": "Qwen3VLText"},
     "deepseek_v4": {"deepseek_v4": "DeepseekV4"},
 }
 # Models of images and text, as in FAMILIES, with a stack of one of these families inside, as `model.language_model`.
@@ -214,8 +215,9 @@ WRAPPERS = {
     "gemma3": "Gemma3",
     "internvl": "InternVL",
     "llava": "Llava",
-    "llava_next": "LlavaNext",
     "mistral3": "Mistral3",
+    "qwen2_5_vl": "Qwen2_5_VL",
+    "qwen3_vl": "Qwen3VL",
 }
 # Modules with the runners of families that the fused kernels do not decode, imported when a decoder is built.
 RUNNERS = {"deepseek_v4": ".deepseek_v4.decode"}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..layers.fused_weights import overlapping
 from ..layers.linear_product import format_of
-from ..models.registry import WRAPPER, Swap, reads_tokens, role_of, swaps_of
+from ..models.registry import WRAPPER, Swap, is_wrapper, reads_tokens, role_of, swaps_of
 from ..watch.pretend import PARAMETERS
 from .norms import TORCH_NORMS, custom_norm, torch_norm
 
@@ -126,7 +126,7 @@ def wholes(model: nn.Module) -> Iterator[Candidate]:
             if role_of(module) == wanted and (maker := swaps_of(module).get(wanted)):
                 yield Candidate(name, module, maker(module, None))
     for name, module in model.named_modules():
-        if (not swaps_of(module) or role_of(module) == WRAPPER) and _is_other_causal_lm(module):
+        if (not swaps_of(module) or is_wrapper(module)) and _is_other_causal_lm(module):
             from ..models.hf_modules import tried_causal_lm
 
             yield Candidate(name, module, tried_causal_lm(module, None))

@@ -1,0 +1,107 @@
+"""The table of docs/models.md that lists transformers' models by name, from the registry.
+
+`python -m tests.docs.families` writes it.
+"""
+
+from importlib import import_module
+from pathlib import Path
+
+import transformers
+
+from gpubound.models import registry
+from gpubound.place.candidates import STACKS
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- families: by tests/docs/families.py -->\n", "<!-- end of families -->"
+NAMES = {
+    "cwm": "CWM",
+    "deepseek_v4": "[DeepSeek-V4](research.md#deepseek-v4)",
+    "gemma": "Gemma",
+    "gemma2": "Gemma 2",
+    "gemma3": "Gemma 3",
+    "internvl": "InternVL",
+    "llama": "Llama, SmolLM, SmolLM2",
+    "llava": "LLaVA",
+    "ministral": "Ministral",
+    "ministral3": "Ministral 3",
+    "mistral": "Mistral",
+    "mistral3": "Mistral Small 3, Ministral 3 with images",
+    "mixtral": "Mixtral",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "olmoe": "OLMoE",
+    "phi3": "Phi-3",
+    "qwen2": "Qwen2, Qwen2.5",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE",
+    "qwen3_vl": "Qwen3-VL",
+    "seed_oss": "Seed-OSS",
+    "smollm3": "SmolLM3",
+    "vaultgemma": "VaultGemma",
+}
+TRAINED_BY_NAME = ("llama", "mistral", "qwen2", "qwen3")  # those that models/llama/checkpoint.py reads
+
+
+def family_of(kind: str) -> str:
+    return next(family for family, types in registry.FAMILIES.items() if kind in types)
+
+
+def config_of(kind: str):
+    """The default configuration of a model_type's text model."""
+    return transformers.CONFIG_MAPPING[kind]().get_text_config()
+
+
+def placed(swaps) -> str:
+    parts = {"Attention": "attention", "MLP": "MLP"}
+    found = ["norms", *(name for role, name in parts.items() if role in swaps)]
+    return ", ".join([*found, "residual adds"] if set(STACKS) & swaps.keys() else found)
+
+
+def loss(kind: str, swaps) -> str:
+    if "ForCausalLM" not in swaps:
+        return "transformers'"
+    return "transformers': its logits are capped" if getattr(config_of(kind), "final_logit_softcapping", None) else "fused"
+
+
+def row(kind: str) -> list[str]:
+    family = family_of(kind)
+    module = import_module(f"gpubound.models.{family}.family" if family == "deepseek_v4" else f"gpubound.models.{family}")
+    swaps, decoded = module.SWAPS, "ForCausalLM" in module.DECODING
+    own = family in registry.RUNNERS
+    adapters = "none" if own else "all projections" if "MLP" in swaps else "attention's"
+    if own:
+        return [NAMES[kind], "torch's norms", "transformers'", "fused", adapters, "transformers"]
+    loaded = "gpubound" if kind in TRAINED_BY_NAME else "transformers"
+    return [NAMES[kind], placed(swaps), loss(kind, swaps), "fused" if decoded else "own forward", adapters, loaded]
+
+
+def wrapper_row(kind: str) -> list[str]:
+    grid = kind in registry.FAMILIES["qwen_vl"]
+    return [NAMES[kind], "texts" if grid else "texts, and prompts with images"]
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *sorted(rows, key=lambda line: line[0].strip("[").lower())]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def text() -> str:
+    kinds = [kind for types in registry.FAMILIES.values() for kind in types if kind not in registry.FAMILIES["qwen_vl"]]
+    head = ["model", "`gb.place` swaps", "loss", "`gb.decoder`", "adapters in a decoder", "folders are read by"]
+    inside = ["model of images and text", "`gb.decoder` generates from"]
+    return (
+        f"\n{table(head, [row(kind) for kind in kinds])}\n{table(inside, [wrapper_row(kind) for kind in registry.WRAPPERS])}\n"
+    )
+
+
+def parts() -> tuple[str, str, str]:
+    """The page before, within and after the tables."""
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    within, after = rest.split(END)
+    return before, within, after
+
+
+if __name__ == "__main__":
+    before, _, after = parts()
+    PAGE.write_text(f"{before}{BEGIN}{text()}{END}{after}", encoding="utf-8")
