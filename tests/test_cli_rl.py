@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from gpubound import device as facts
-from gpubound.cli import main
+from gpubound.cli import main, rl
 
 from .train.runs import build_corpus, recipe, train
 
@@ -61,6 +61,19 @@ def test_a_config_trains_is_resumed_and_exported(lora, config, base, tmp_path, c
     assert last["last"]["step"] == 3 and "config.json" in {file.name for file in (tmp_path / last["export"]).iterdir()}
     assert main(["report", "runs/rl", "--json"]) == 0
     assert "eval_reward" in capsys.readouterr().out
+
+
+def test_names_of_trl_are_read(config, tmp_path):
+    names = {"num_generations": 4, "beta": 0.04, "learning_rate": "1e-5", "num_iterations": 2, "output_dir": "runs/theirs"}
+    values = yaml.safe_load((tmp_path / config).read_text())
+    for ours in ("samples", "kl", "lr", "passes", "out"):
+        values.pop(ours, None)
+    (tmp_path / config).write_text(yaml.safe_dump(values | names))
+    made = rl.from_file(config)
+    assert (made.samples, made.kl, made.lr, made.passes, made.out) == (4, 0.04, 1e-5, 2, "runs/theirs")
+    (tmp_path / config).write_text(yaml.safe_dump(values | {"samples": 8, "num_generations": 4}))
+    with pytest.raises(ValueError, match="num_generations"):
+        rl.from_file(config)
 
 
 @pytest.mark.parametrize(

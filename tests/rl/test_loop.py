@@ -87,6 +87,23 @@ def test_ctrl_c_in_a_rollout_loses_nothing(tmp_path):
         assert torch.equal(one, other)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("adapters", [False, True])
+def test_on_a_gpu_steps_are_captured(adapters, tmp_path):
+    torch.manual_seed(0)
+    config = gb.DecoderConfig(hidden=128, intermediate=256, layers=2, heads=2, kv_heads=1, vocabulary=64)
+    model = gb.Decoder(config).cuda()
+    if adapters:
+        gb.lora.add(model.bfloat16(), rank=8)
+    gb.place(model)
+    keys = {"kl": 0.01, "lr": 2e-2} if adapters else {"lr": 2e-3}
+    run = train(tmp_path, model=model, steps=20, graph="require", device="cuda", eval_prompts=[[1, 2], [8]], **keys)
+    records = run.tape.steps()
+    assert "captured as 2 graphs" in run.tape.about["verdict"] or "captured as 1 graph" in run.tape.about["verdict"]
+    assert records[-1]["reward"] > records[1]["reward"] + 0.1
+    assert max(record["gap"] for record in records[1:]) < 0.05, "both round to bf16"
+
+
 def raises(completion_ids, **_):
     raise KeyError("answer")
 

@@ -19,10 +19,18 @@ import tyro
 from ..formatting import hint, shown
 from ..monitor.live import check_log
 from ..rl.recipe import RLRecipe
+from ..trace import notice
+from ..train.aliases import read
 from . import arguments
 from .ranks import resume_command
 from .train_options import read_config
 
+# TRL's names of a run's keys. Those of training are read as by gpubound train.
+NAMES = {
+    "num_generations": "samples", "max_completion_length": "max_new_tokens", "beta": "kl", "epsilon": "ratio_clip",
+    "epsilon_high": "ratio_clip_high", "loss_type": "variant", "num_iterations": "passes", "entropy_coef": "entropy",
+    "vllm_importance_sampling_cap": "truncate", "max_steps": "steps", "max_grad_norm": "clip",
+}  # fmt: skip
 PATHS = ("out", "model", "prompts", "eval_prompts", "tokenizer", "chat_template", "export")
 
 
@@ -51,7 +59,7 @@ class RLOptions(RLRecipe):
     log: str | None = None
     """Also write the records to tensorboard, wandb or trackio."""
     quiet: bool = False
-    """Log only warnings, fallbacks, and the verdict."""
+    """Log only warnings, fallbacks, and a run that was stopped."""
     json: bool = False
     """Print the last record, the verdict and the paths of the report and the export as JSON on stdout."""
 
@@ -114,6 +122,9 @@ def from_file(path: str) -> RLOptions:
     """Return the options in a YAML file. An unknown key is an error that names the most similar one."""
     values: dict[Any, Any] = read_config(path)
     try:
+        if named := [key for key in values if key in NAMES and NAMES[key] not in values]:
+            notice(f"config: read {', '.join(f'{key} as {NAMES[key]}' for key in named)}.")
+        values = read({NAMES[key] if key in named else key: value for key, value in values.items()}, OPTIONS)
         for key in values:
             if key not in OPTIONS:
                 raise ValueError(f"config: {shown(key)} is unknown; {hint(key, OPTIONS, 'the keys are')}")

@@ -42,6 +42,7 @@ GAUGES = (
     Gauge("kl", "KL divergence from the reference", Axis(".3g", low=0), "last"),
     Gauge("gap", "log-probability, sampler against trainer", Axis(".2g", low=0)),
     Gauge("no_signal", "prompts without a signal", WHOLE_SHARE),
+    Gauge("sampled_per_s", "tokens per second in sampling", Axis("si", low=0)),
     Gauge("sample_share", "time in sampling", WHOLE_SHARE),
     Gauge("reward_share", "time in rewards", WHOLE_SHARE, chart="sample_share"),
     Gauge("learn_share", "time in learning", WHOLE_SHARE, chart="sample_share"),

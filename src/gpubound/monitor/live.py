@@ -147,6 +147,7 @@ PARTS: dict[str, Callable[[Any], str]] = {
     "tokens_per_s": lambda pace: quantity(pace, " tok/s"),
     "slow": lambda block: f"SLOW, was {quantity(block.best, ' tok/s')}",
     "mfu": "{:.1%} of the matrix rate".format,
+    "sampled_per_s": lambda pace: quantity(pace, " tok/s sampled"),
     "sample_share": "sampling {:.0%}".format,
     "gpu_busy": "GPU busy {:.0%}".format,
     "syncs": "{:g} syncs/step".format,

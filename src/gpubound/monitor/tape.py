@@ -29,7 +29,7 @@ FIGURES = (
     "h2d_bytes", "memory_bytes", "memory_allocated_bytes", "memory_reserved_bytes", "power_w", "sm_active", "skipped",
     "slowest_rank", "held_up_ms", "sums_share", "elapsed_s",  # since training began
     "reward", "eval_reward", "length", "ended", "entropy", "gap", "largest_gap", "kl", "clipped", "truncated", "no_signal",
-    "policy_loss", "sample_share", "reward_share", "learn_share",  # of reinforcement learning
+    "policy_loss", "sampled_per_s", "sample_share", "reward_share", "learn_share",  # of reinforcement learning
 )  # fmt: skip
 TEXTS = ("name", "verdict", "doctor", "sample", "placement", "mfu")
 KINDS = {"config": dict, "machine": dict, "fallbacks": list, "starts": list, "memory": list, **dict.fromkeys(TEXTS, str)}

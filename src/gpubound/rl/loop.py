@@ -138,7 +138,7 @@ def take_steps(run: RLRun, log: str | None = None) -> None:
                 record |= {f"reward/{name}": fmean(v for g in groups for v in g.parts[name]) for name in groups[0].parts}
                 record |= {"ended": fmean(answer.finish == "stop" for answer in every)}
             record |= {"no_signal": silent / max(1, silent + sum(group.has_signal for group in groups))}
-            record |= {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}
+            record |= {"tokens": tokens, "seconds": seconds, "sampled_per_s": tokens / (sampled - began)}
             record |= {"sample_share": (sampled - began) / seconds, "reward_share": (scored - sampled) / seconds}
             record |= {"learn_share": (learnt - scored) / seconds}
             if run.eval_prompts and (run.finished or (recipe.eval_every and run.done % recipe.eval_every == 0)):

@@ -23,7 +23,7 @@ from ..data.tokenizer import ends_of_turn
 from ..device import label, resolve
 from ..distributed import ALONE
 from ..errors import DataError
-from ..formatting import quantity, shown
+from ..formatting import counted, quantity, shown
 from ..models.registry import family_of, put_back
 from ..monitor import LiveLine, RunTape, write_report
 from ..monitor.figures import warnings
@@ -95,7 +95,8 @@ class RLRun:
     @property
     def best(self) -> int | None:
         """The step with the highest held-out reward, the first of equal ones; None without held-out prompts."""
-        return max(self.evaluations, key=lambda step: (self.evaluations[step], -step), default=None)
+        rewards = {step: reward for step, reward in self.evaluations.items() if step}
+        return max(rewards, key=lambda step: (rewards[step], -step), default=None)
 
     def rollout(self, prompts: list[RLPrompt], samples: int, temperature: float, seed: int) -> Any:
         """Return an iterator over the answers to `prompts` as they end, sampled from the weights as they are now."""
@@ -260,8 +261,8 @@ class RLRun:
         if self.evaluations:
             first, last = min(self.evaluations), max(self.evaluations)
             parts.append(f"held-out reward {self.evaluations[first]:.3f} to {self.evaluations[last]:.3f}")
-            if self.best not in (None, last) and self.evaluations[self.best or 0] > self.evaluations[last]:
-                parts.append(f"best {self.evaluations[self.best or 0]:.3f} at step {self.best:,}")
+            if self.best is not None and self.evaluations[self.best] > self.evaluations[last]:
+                parts.append(f"best {self.evaluations[self.best]:.3f} at step {self.best:,}")
         shares = {
             name: [r[f"{name}_share"] for r in steps[1:] if f"{name}_share" in r] for name in ("sample", "reward", "learn")
         }
@@ -271,6 +272,8 @@ class RLRun:
             )
         if self.stopped:
             parts.append(f"stopped by {self.stopped}, checkpoint of step {self.done} in {self.checkpoints.folder}")
+        if self.device.type == "cuda" and self.step.captured:
+            parts.append(f"captured as {counted(len(self.step.captured), 'graph')}")
         parts += warnings(steps)
         total = sum(fallbacks.values())
         parts.append("no fallback" if not total else f"{total} fallbacks")
