@@ -149,3 +149,10 @@ def test_a_gauge_is_summed_up_by_a_value_that_was_measured(tmp_path):
 
 def test_no_run():
     assert refusal(ValueError, lambda: write_report([])) == message("monitor/report:no_run")
+
+
+def test_an_evaluation_before_the_first_step_is_no_step(tmp_path):
+    tape = RunTape.create(tmp_path, name="rewards")
+    for step in (0, 1, 2):
+        tape.append({"step": step, "reward": 0.5})
+    assert Figures(tape).facts()["steps"] == "2" and Figures(tape).as_dict()["steps"] == 2

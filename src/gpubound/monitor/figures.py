@@ -84,6 +84,11 @@ class Figures:
         return median_low(finite) if finite else values[-1]
 
     @property
+    def steps(self) -> int:
+        """How many were taken: a record of step 0 is an evaluation before the first."""
+        return sum(record["step"] > 0 for record in self.records)
+
+    @property
     def tokens(self) -> int:
         return int(sum(count for _, count in self.points("tokens") if math.isfinite(count)))
 
@@ -108,7 +113,7 @@ class Figures:
             rows["resumed"] = ", ".join(moment(start["date"]) for start in starts[1:])
         if self.seconds is not None:
             rows["trained for"] = duration(self.seconds)
-        rows["steps"] = f"{len(self.records):,}"
+        rows["steps"] = f"{self.steps:,}"
         rows |= {"tokens": f"{self.tokens:,}"} if self.tokens else {}
         return rows | {f"peak memory, {row['phase']}": _memory(row) for row in self.about.get("memory") or []}
 
@@ -124,7 +129,7 @@ class Figures:
         result = {"name": self.about.get("name"), "finished": self.about.get("finished") is True}
         result |= {"verdict": self.about.get("verdict")}
         result |= {"warnings": self.warnings, "started": starts[0].get("date"), "command": starts[-1].get("command")}
-        result |= {"steps": len(self.records), "tokens": self.tokens, "elapsed_s": self.seconds}
+        result |= {"steps": self.steps, "tokens": self.tokens, "elapsed_s": self.seconds}
         values = {gauge.key: self.value(gauge) for gauge in GAUGES}
         result |= {key: value if math.isfinite(value) else None for key, value in values.items() if value is not None}
         return result | {"skipped": sum(count for _, count in skipped(self.records))}
